@@ -1,0 +1,169 @@
+"""What can go wrong, grouped by what a handler would do about it.
+
+::
+
+    ReknitError                        catch this to catch everything
+    ├── UsageError (ValueError)        the call is wrong: mend the code
+    │   ├── StateError                 `state` holds something that cannot be saved or filled
+    │   ├── UnknownSchemeError         no storage is registered for this URL
+    │   └── MissingExtraError          an optional dependency is not installed
+    ├── CheckpointNotFoundError        there is no committed checkpoint here
+    ├── CheckpointExistsError          there is one already, and overwrite=False
+    ├── FormatError                    the bytes are not what the format says
+    │   ├── VersionError               written by a newer reknit
+    │   └── CorruptError               damaged: flipped, truncated, missing or swapped
+    ├── MismatchError                  checkpoint and target do not fit; nothing was changed
+    ├── CommitError                    the ranks' parts do not make a whole; nothing was committed
+    ├── StorageError                   the store refused or failed
+    │   ├── StorageNotFoundError
+    │   ├── StorageFullError
+    │   └── StoragePermissionError
+    └── CommError                      ranks could not reach each other
+        ├── DeadlineError (TimeoutError)
+        └── ProtocolError              ranks are not doing the same thing
+
+Every error says what happened, where (`rank`, `phase`, `path`) and what to do.  `with phase(...)` signs the
+place as an error passes; `to_wire` and `from_wire` carry an error to the other ranks, which raise it with the
+same type.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+
+class ReknitError(Exception):
+    """Base of every error that reknit raises on purpose.
+
+    `remedy` says what the reader can do; `rank`, `phase` and `path` say where it happened and are filled in
+    as the error passes the places that know them.
+    """
+
+    def __init__(
+        self,
+        message: str,
+        *,
+        remedy: str | None = None,
+        rank: int | None = None,
+        phase: str | None = None,
+        path: str | None = None,
+    ) -> None:
+        super().__init__(message)
+        self.message = message
+        self.remedy = remedy
+        self.rank = rank
+        self.phase = phase
+        self.path = path
+
+    def sign(self, *, rank: int | None = None, phase: str | None = None, path: str | None = None) -> None:
+        """Fill in the parts of the place that are still unknown; the innermost signature wins."""
+        self.rank = rank if self.rank is None else self.rank
+        self.phase = phase if self.phase is None else self.phase
+        self.path = path if self.path is None else self.path
+
+    def __str__(self) -> str:
+        place = [
+            f"rank {self.rank}" if self.rank is not None else None,
+            f"phase {self.phase}" if self.phase is not None else None,
+            str(self.path) if self.path is not None and str(self.path) not in self.message else None,
+        ]
+        where = ", ".join(part for part in place if part)
+        text = f"{self.message} [{where}]" if where else self.message
+        return f"{text}\n  -> {self.remedy}" if self.remedy else text
+
+    def to_wire(self) -> dict[str, Any]:
+        """Return plain data that `from_wire` turns back into an equal error on another rank."""
+        return {
+            "type": type(self).__name__,
+            "message": self.message,
+            "remedy": self.remedy,
+            "rank": self.rank,
+            "phase": self.phase,
+            "path": self.path,
+        }
+
+
+class UsageError(ReknitError, ValueError):
+    """The call is wrong: mend the calling code."""
+
+
+class StateError(UsageError):
+    """`state` holds something that cannot be saved or filled."""
+
+
+class UnknownSchemeError(UsageError):
+    """No storage is registered for the scheme of this URL."""
+
+
+class MissingExtraError(UsageError):
+    """An optional dependency is needed here and not installed."""
+
+
+class CheckpointNotFoundError(ReknitError):
+    """There is no committed checkpoint at this path."""
+
+
+class CheckpointExistsError(ReknitError):
+    """There is a committed checkpoint at this path, and `overwrite` is false."""
+
+
+class FormatError(ReknitError):
+    """The bytes are not what the format says."""
+
+
+class VersionError(FormatError):
+    """The checkpoint was written in a format version that this reknit does not know."""
+
+
+class CorruptError(FormatError):
+    """The checkpoint is damaged: bytes are flipped, truncated, missing or swapped."""
+
+
+class MismatchError(ReknitError):
+    """Checkpoint and target do not fit together; nothing was changed."""
+
+
+class CommitError(ReknitError):
+    """The parts that the ranks wrote do not make a whole; nothing was committed."""
+
+
+class StorageError(ReknitError):
+    """The store refused or failed."""
+
+
+class StorageNotFoundError(StorageError):
+    """The store has nothing under this name."""
+
+
+class StorageFullError(StorageError):
+    """The store has no room left."""
+
+
+class StoragePermissionError(StorageError):
+    """The store does not allow this."""
+
+
+class CommError(ReknitError):
+    """Ranks could not reach each other."""
+
+
+class DeadlineError(CommError, TimeoutError):
+    """Something that had to happen did not happen in time."""
+
+
+class ProtocolError(CommError):
+    """Ranks are not doing the same thing at the same time."""
+
+
+def _subclasses(cls: type[ReknitError]) -> dict[str, type[ReknitError]]:
+    found = {cls.__name__: cls}
+    for sub in cls.__subclasses__():
+        found.update(_subclasses(sub))
+    return found
+
+
+def from_wire(data: dict[str, Any]) -> ReknitError:
+    """Rebuild an error that another rank sent; an unknown type becomes a plain `ReknitError`."""
+    cls = _subclasses(ReknitError).get(str(data.get("type")), ReknitError)
+    fields = {name: data.get(name) for name in ("remedy", "rank", "phase", "path")}
+    return cls(str(data.get("message")), **fields)

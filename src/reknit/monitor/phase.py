@@ -1,0 +1,156 @@
+"""A timed part of a save or a load: its record, its recorder, and the one clock that deadlines use."""
+
+from __future__ import annotations
+
+import threading
+import time
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, field
+from typing import TYPE_CHECKING, Any, Protocol
+
+from reknit.errors import DeadlineError, ReknitError
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+
+@dataclass(frozen=True, slots=True)
+class PhaseRecord:
+    """One finished phase.
+
+    `started` is wall-clock time in seconds since the epoch, `seconds` a monotonic duration; for a phase whose
+    work runs in several threads at once it is their sum.  `outcome` is ``"ok"`` or the name of an error type.
+    """
+
+    phase: str
+    rank: int
+    step: int | None
+    started: float
+    seconds: float
+    nbytes: int
+    outcome: str
+    action: str
+    path: str
+
+    def as_dict(self) -> dict[str, Any]:
+        """Return plain data, one key per field."""
+        return asdict(self)
+
+
+class Sink(Protocol):
+    """Whatever receives finished phases."""
+
+    def emit(self, record: PhaseRecord) -> None:
+        """Take one record; called from any thread."""
+
+
+@dataclass(slots=True)
+class Running:
+    """A phase under way; add the bytes that it moves to `nbytes`."""
+
+    nbytes: int = 0
+
+
+@dataclass
+class Recorder:
+    """Collects the phases of one action (``"save"``, ``"load"``, ...) of one rank, and hands them to the
+    sinks.
+    """
+
+    action: str
+    rank: int = 0
+    step: int | None = None
+    path: str = ""
+    sinks: tuple[Sink, ...] = ()
+    records: list[PhaseRecord] = field(default_factory=list)
+    _lock: threading.Lock = field(default_factory=threading.Lock, repr=False)
+
+    @contextmanager
+    def phase(self, name: str, *, path: str | None = None, nbytes: int = 0) -> Iterator[Running]:
+        """Time a phase, and sign errors that pass with rank, phase and path."""
+        running = Running(nbytes)
+        started, begin = time.time(), time.perf_counter()
+        outcome = "ok"
+        try:
+            yield running
+        except ReknitError as error:
+            error.sign(rank=self.rank, phase=name, path=path)
+            outcome = type(error).__name__
+            raise
+        except BaseException as error:
+            outcome = type(error).__name__
+            raise
+        finally:
+            self.add(name, started, time.perf_counter() - begin, running.nbytes, outcome, path)
+
+    def add(
+        self,
+        name: str,
+        started: float,
+        seconds: float,
+        nbytes: int,
+        outcome: str = "ok",
+        path: str | None = None,
+    ) -> None:
+        """Record a phase that was timed elsewhere."""
+        record = PhaseRecord(
+            name, self.rank, self.step, started, seconds, nbytes, outcome, self.action, path or self.path
+        )
+        with self._lock:
+            self.records.append(record)
+        for sink in self.sinks:
+            sink.emit(record)
+
+    def seconds(self) -> dict[str, float]:
+        """Return the seconds spent in each phase, summed by name, in order of first appearance."""
+        total: dict[str, float] = {}
+        for record in list(self.records):
+            total[record.phase] = total.get(record.phase, 0.0) + record.seconds
+        return total
+
+
+class Stopwatch:
+    """Sums the time that several threads spend on one kind of work."""
+
+    def __init__(self) -> None:
+        self.started = time.time()
+        self.seconds = 0.0
+        self.nbytes = 0
+        self._lock = threading.Lock()
+
+    @contextmanager
+    def lap(self, nbytes: int = 0) -> Iterator[None]:
+        """Add the duration of the block, and `nbytes`."""
+        begin = time.perf_counter()
+        try:
+            yield
+        finally:
+            with self._lock:
+                self.seconds += time.perf_counter() - begin
+                self.nbytes += nbytes
+
+
+class Deadline:
+    """A point in time by which something has to have happened."""
+
+    def __init__(self, seconds: float) -> None:
+        self.seconds = seconds
+        self._end = time.monotonic() + seconds
+
+    def remaining(self) -> float:
+        """Return the seconds left, never negative."""
+        return max(0.0, self._end - time.monotonic())
+
+    def passed(self) -> bool:
+        """Tell whether the time is over."""
+        return self.remaining() == 0.0
+
+    def check(self, what: str) -> None:
+        """Raise `DeadlineError` when the time is over."""
+        if self.passed():
+            raise DeadlineError(f"{what} did not finish within {self.seconds:g} s")
+
+
+def now() -> float:
+    """Return wall-clock seconds since the epoch."""
+    return time.time()

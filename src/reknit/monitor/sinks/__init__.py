@@ -1,0 +1,1 @@
+"""Where records of phases go."""

@@ -1,0 +1,113 @@
+"""Every knob of reknit, as frozen keyword-only dataclasses."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+from reknit.errors import UsageError
+
+MIB = 1 << 20
+GIB = 1 << 30
+
+Durability = Literal["process", "power"]
+
+
+def _require(ok: bool, message: str) -> None:
+    if not ok:
+        raise UsageError(message)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class SaveOptions:
+    """How `reknit.save` writes.
+
+    `durability`: ``"power"`` survives the loss of all unsynced data (files and directories are fsynced),
+    ``"process"`` survives the death of every process but not of the machine.
+    `threads`: writer threads per rank.  `inflight_nbytes`: bytes of host memory a rank may use for staging.
+    `max_file_nbytes`: a data file rolls over to a next one at this size.
+    `check_replicas`: compare the digests of copies that are not written, and warn in the report where they
+    differ:
+    ``"guessed"`` only where the framework could not vouch that copies are equal, ``"all"``, or ``"off"``.
+    `allow_pickle`: store values that the blob codec does not know with pickle; recorded in the manifest.
+    `timeout_s`: the longest that a rank waits for the others.
+    `events`: path of a JSON-lines file to which this process appends every phase, or None.
+    """
+
+    durability: Durability = "power"
+    threads: int = 4
+    inflight_nbytes: int = 64 * MIB
+    max_file_nbytes: int = 16 * GIB
+    check_replicas: Literal["guessed", "all", "off"] = "guessed"
+    allow_pickle: bool = False
+    timeout_s: float = 1800.0
+    events: str | None = None
+
+    def __post_init__(self) -> None:
+        _require(
+            self.durability in ("process", "power"),
+            f"durability is 'process' or 'power', not {self.durability!r}",
+        )
+        _require(self.threads >= 1, f"threads must be at least 1, not {self.threads}")
+        _require(self.inflight_nbytes >= 16 * MIB, "inflight_nbytes must be at least 16 MiB")
+        _require(self.max_file_nbytes >= MIB, "max_file_nbytes must be at least 1 MiB")
+        _require(
+            self.check_replicas in ("guessed", "all", "off"),
+            "check_replicas is 'guessed', 'all' or 'off'",
+        )
+        _require(self.timeout_s > 0, "timeout_s must be positive")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class LoadOptions:
+    """How `reknit.load` reads.
+
+    `verify`: ``"touched"`` checks the digest of every block that is read, ``"off"`` reads only the bytes
+    wanted.
+    `cast`: convert where the saved dtype differs from the target's, instead of refusing.
+    `lenient`: patterns (``fnmatch`` on ``item/fqn``) in which missing, unexpected or mismatched entries are
+    reported instead of refused; `strict=False` is the pattern ``*``.
+    `threads`: reader threads per rank.  `inflight_nbytes`: bytes of host memory for reads that cannot go
+    straight into their target.  `gap_nbytes`: with `verify="off"`, holes up to this size between wanted runs
+    are read over.
+    `allow_pickle`: unpickle values that were saved with `allow_pickle`.  Only for checkpoints that you trust.
+    `timeout_s`: the longest that a rank waits for the others.
+    `events`: path of a JSON-lines file to which this process appends every phase, or None.
+    """
+
+    verify: Literal["touched", "off"] = "touched"
+    cast: bool = False
+    lenient: tuple[str, ...] = ()
+    threads: int = 4
+    inflight_nbytes: int = 256 * MIB
+    gap_nbytes: int = 256 << 10
+    allow_pickle: bool = False
+    timeout_s: float = 1800.0
+    events: str | None = None
+
+    def __post_init__(self) -> None:
+        _require(self.verify in ("touched", "off"), f"verify is 'touched' or 'off', not {self.verify!r}")
+        _require(not isinstance(self.lenient, str), "lenient is a tuple of patterns, not one string")
+        _require(self.threads >= 1, f"threads must be at least 1, not {self.threads}")
+        _require(self.inflight_nbytes >= 16 * MIB, "inflight_nbytes must be at least 16 MiB")
+        _require(self.gap_nbytes >= 0, "gap_nbytes must not be negative")
+        _require(self.timeout_s > 0, "timeout_s must be positive")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class CommOptions:
+    """How ranks reach each other.
+
+    `fan_out`: children per node of the tree.  `bind`: address that this rank's server listens on, None for
+    the address by which the job's store is reached.  `connect_timeout_s`: the longest wait for a peer to come
+    up.
+    `max_message_nbytes`: a larger message is refused.
+    """
+
+    fan_out: int = 16
+    bind: str | None = None
+    connect_timeout_s: float = 120.0
+    max_message_nbytes: int = GIB
+
+    def __post_init__(self) -> None:
+        _require(self.fan_out >= 1, "fan_out must be at least 1")

@@ -1,0 +1,45 @@
+"""The element types that a tensor may have, by the name that torch and NumPy share."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+
+ITEMSIZE: dict[str, int] = {
+    "bool": 1,
+    "uint8": 1,
+    "int8": 1,
+    "float8_e4m3fn": 1,
+    "float8_e5m2": 1,
+    "float8_e4m3fnuz": 1,
+    "float8_e5m2fnuz": 1,
+    "float8_e8m0fnu": 1,
+    "float4_e2m1fn_x2": 1,
+    "uint16": 2,
+    "int16": 2,
+    "float16": 2,
+    "bfloat16": 2,
+    "uint32": 4,
+    "int32": 4,
+    "float32": 4,
+    "complex32": 4,
+    "uint64": 8,
+    "int64": 8,
+    "float64": 8,
+    "complex64": 8,
+    "complex128": 16,
+}
+"""Bytes per element of every dtype that reknit stores (``float4_e2m1fn_x2`` counts packed pairs, as torch
+does).
+"""
+
+
+def numpy_dtype(name: str) -> np.dtype[Any]:
+    """Return the NumPy dtype of a dtype name; bytes where NumPy has none."""
+    if name == "complex32":
+        return np.dtype("V4")
+    if name == "float4_e2m1fn_x2":
+        return np.dtype("uint8")
+    return np.dtype(getattr(ml_dtypes, name, name))

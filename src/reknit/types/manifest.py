@@ -1,0 +1,134 @@
+"""What a checkpoint holds: where every chunk of every tensor lies, and the record that makes it exist."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import numpy as np
+
+from reknit.types.box import Box
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator, Mapping
+
+    from numpy.typing import NDArray
+
+    from reknit.types.shard import TensorSpec
+
+
+class Extent(NamedTuple):
+    """`nbytes` bytes from byte `start` of `file` (a path relative to the checkpoint)."""
+
+    file: str
+    start: int
+    nbytes: int
+
+
+class Chunk(NamedTuple):
+    """A box of a tensor and the extent that holds it, row-major and little-endian."""
+
+    box: Box
+    extent: Extent
+
+
+class TensorEntry(NamedTuple):
+    """A tensor of a checkpoint."""
+
+    item: str
+    fqn: str
+    spec: TensorSpec
+
+
+@dataclass(frozen=True)
+class Index:
+    """All chunks of a checkpoint as columns; the chunks of each tensor tile it exactly.
+
+    `tensors` is sorted by (item, fqn).  Chunk `i` belongs to tensor `tensor[i]` (ascending), covers the box
+    `offsets[i], lengths[i]` (padded to the largest ndim with offset 0 and length 1) and lies in
+    `files[file[i]]` at `start[i]`, `nbytes[i]` bytes long.  Chunks of one tensor are sorted by offsets.
+    Two tensors may share extents: tied weights are stored once.
+    """
+
+    tensors: tuple[TensorEntry, ...]
+    files: tuple[str, ...]
+    tensor: NDArray[np.int64]
+    offsets: NDArray[np.int64]
+    lengths: NDArray[np.int64]
+    file: NDArray[np.int64]
+    start: NDArray[np.int64]
+    nbytes: NDArray[np.int64]
+
+    @cached_property
+    def first(self) -> NDArray[np.int64]:
+        """Chunks of tensor `t` are rows `first[t]` up to `first[t + 1]`."""
+        return np.searchsorted(self.tensor, np.arange(len(self.tensors) + 1)).astype(np.int64)
+
+    @cached_property
+    def ids(self) -> dict[tuple[str, str], int]:
+        """Tensor number by (item, fqn)."""
+        return {(entry.item, entry.fqn): number for number, entry in enumerate(self.tensors)}
+
+    def chunks(self, number: int) -> Iterator[Chunk]:
+        """Yield the chunks of one tensor; for reading by people and tests, planners use the columns."""
+        ndim = len(self.tensors[number].spec.shape)
+        for row in range(self.first[number], self.first[number + 1]):
+            box = Box(tuple(self.offsets[row, :ndim].tolist()), tuple(self.lengths[row, :ndim].tolist()))
+            yield Chunk(box, Extent(self.files[self.file[row]], int(self.start[row]), int(self.nbytes[row])))
+
+
+@dataclass(frozen=True, slots=True)
+class FileEntry:
+    """A file of a checkpoint: `digests[k]` is the xxh3-64 of its k-th block of `block_nbytes` bytes."""
+
+    path: str
+    nbytes: int
+    digests: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class BlobFile:
+    """A file of blobs of one item: shared by all ranks, or (with a coordinate) one rank's own."""
+
+    item: str
+    path: str
+    coordinate: Mapping[str, int] | None
+
+
+@dataclass(frozen=True, slots=True)
+class Manifest:
+    """The commit record: a checkpoint exists when, and only when, this does.
+
+    `files` lists every file but the manifest itself, the index included (`index_path`).  `created` is seconds
+    since the epoch.  `origin` (world size, versions) is information only; `metadata` is the user's.
+    """
+
+    format_version: int
+    write_id: str
+    step: int | None
+    created: float
+    items: tuple[str, ...]
+    index_path: str
+    files: tuple[FileEntry, ...]
+    blobs: tuple[BlobFile, ...]
+    block_nbytes: int
+    uses_pickle: bool = False
+    origin: Mapping[str, Any] = field(default_factory=dict)
+    metadata: Mapping[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class Catalog:
+    """What a checkpoint offers to a loading rank, by item and fqn.
+
+    `tensors[item][fqn]` is a spec and `blobs[item][fqn]` a value that all ranks shared.  `coordinates[item]`
+    are the coordinates whose ranks saved values of their own, and `own(item, coordinate)` reads those of one,
+    by fqn.
+    """
+
+    items: tuple[str, ...]
+    tensors: Mapping[str, Mapping[str, TensorSpec]]
+    blobs: Mapping[str, Mapping[str, Any]]
+    coordinates: Mapping[str, tuple[Mapping[str, int], ...]]
+    own: Callable[[str, Mapping[str, int]], Mapping[str, Any]]

@@ -1,0 +1,109 @@
+"""What a rank holds: shards of named tensors, and named values that are no tensors."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from math import prod
+from typing import TYPE_CHECKING, Any
+
+from reknit.types.dtype import ITEMSIZE
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from reknit.types.box import Box
+
+
+@dataclass(frozen=True, slots=True)
+class TensorSpec:
+    """Global shape and dtype name (a key of `ITEMSIZE`) of a tensor."""
+
+    shape: tuple[int, ...]
+    dtype: str
+
+    @property
+    def itemsize(self) -> int:
+        """Bytes per element."""
+        return ITEMSIZE[self.dtype]
+
+    @property
+    def numel(self) -> int:
+        """Number of elements."""
+        return prod(self.shape)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the whole tensor."""
+        return self.numel * self.itemsize
+
+    def __str__(self) -> str:
+        return f"{self.dtype}{list(self.shape)}"
+
+
+@dataclass(frozen=True, slots=True)
+class Shard:
+    """A box of a named tensor, in this rank's memory.
+
+    `item` is the top-level name in the user's state, `fqn` the name inside it.  `data` is an array (torch or
+    NumPy, on any device, with any strides) of shape `box.lengths` and dtype `spec.dtype`: a view of the live
+    memory, never a copy.  `replicas` is the sorted tuple of ranks that hold equal bytes for this box, as far
+    as the framework knows without asking; None means that it cannot know.
+    """
+
+    item: str
+    fqn: str
+    spec: TensorSpec
+    box: Box
+    replicas: tuple[int, ...] | None
+    data: Any = field(compare=False, repr=False)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of this box."""
+        return self.box.numel * self.spec.itemsize
+
+
+@dataclass(frozen=True, slots=True)
+class Blob:
+    """A named value that is no tensor.
+
+    `coordinate` is None for a value that is the same on every rank that holds it, and names the rank's
+    logical place (for example ``{"dp": 1, "tp": 0}``) for a value of its own, such as the state of a random
+    generator.
+    """
+
+    item: str
+    fqn: str
+    value: Any
+    coordinate: Mapping[str, int] | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Alias:
+    """A second name of a tensor: tied weights are stored once and found under both names."""
+
+    item: str
+    fqn: str
+    of: str
+
+
+@dataclass(frozen=True, slots=True)
+class Holdings:
+    """All shards, blobs and aliases of one rank.  `items` are the top-level names, also of empty items."""
+
+    items: tuple[str, ...]
+    shards: tuple[Shard, ...]
+    blobs: tuple[Blob, ...]
+    aliases: tuple[Alias, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Tagged:
+    """A value of a type that only some framework knows, in a neutral form.
+
+    `tag` names the type (``"torch.dtype"``, ``"torch.tensor"``, ...), `value` is made of types that the blob
+    codec knows.  Frameworks turn their own values into this at the door, and back.
+    """
+
+    tag: str
+    value: Any

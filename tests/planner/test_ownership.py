@@ -1,0 +1,97 @@
+from __future__ import annotations
+
+from collections import defaultdict
+
+import numpy as np
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from reknit.planner.ownership import TINY_NBYTES, owned_parts
+from reknit.planner.save import plan_save
+from reknit.types.box import Box
+from reknit.types.shard import Shard, TensorSpec
+
+
+def shard(fqn: str, shape: tuple[int, ...], replicas: tuple[int, ...], dtype: str = "float32") -> Shard:
+    return Shard("model", fqn, TensorSpec(shape, dtype), Box.whole(shape), replicas, None)
+
+
+shapes = st.lists(st.integers(0, 200), max_size=3).map(tuple)
+dtypes = st.sampled_from(["uint8", "bfloat16", "float32", "complex128"])
+
+
+@st.composite
+def worlds(draw: st.DrawFn) -> tuple[int, list[Shard]]:
+    size = draw(st.integers(1, 6))
+    sets = st.sets(st.integers(0, size - 1), min_size=1).map(lambda s: tuple(sorted(s)))
+    kinds = draw(st.lists(st.tuples(shapes, sets, dtypes), min_size=1, max_size=12))
+    return size, [shard(f"t{n}", shape, replicas, dtype) for n, (shape, replicas, dtype) in enumerate(kinds)]
+
+
+@given(worlds())
+def test_replicas_that_decide_alone_write_every_element_exactly_once(world: tuple[int, list[Shard]]) -> None:
+    size, shards = world
+    covered = {s.fqn: np.zeros(s.box.numel, np.int64) for s in shards}
+    parts = defaultdict(int)
+    for rank in range(size):
+        held = [s for s in shards if rank in (s.replicas or ())]
+        for part in owned_parts(held, rank):
+            covered[held[part.shard].fqn][part.first : part.first + part.numel] += 1
+            parts[held[part.shard].fqn] += 1
+    assert all((count == 1).all() for count in covered.values())
+    assert all(parts[s.fqn] >= 1 for s in shards), "empty tensors are written too"
+    assert all(parts[s.fqn] == 1 for s in shards if s.box.numel == 0)
+
+
+@settings(max_examples=50)
+@given(
+    st.integers(2, 7), st.lists(st.tuples(st.integers(1, 900), st.integers(1, 900)), min_size=1, max_size=30)
+)
+def test_each_replica_writes_its_share_within_one_per_cent(size: int, kinds: list[tuple[int, int]]) -> None:
+    replicas = tuple(range(size))
+    shards = [shard(f"t{n}", shape, replicas) for n, shape in enumerate(kinds)]
+    total = sum(s.nbytes for s in shards)
+    written = [plan_save(shards, rank, 1 << 40).nbytes for rank in range(size)]
+    assert sum(written) == total
+    if total < TINY_NBYTES * size:
+        assert sorted(written) == [0] * (size - 1) + [total]
+    else:
+        assert all(abs(w - total / size) <= 0.01 * total / size for w in written)
+
+
+def test_small_replica_sets_are_spread_over_their_ranks() -> None:
+    owners = set()
+    for n in range(40):
+        shards = [shard(f"norm.{n}", (16,), (0, 1, 2, 3))]
+        owners |= {rank for rank in range(4) if owned_parts(shards, rank)}
+    assert owners == {0, 1, 2, 3}
+
+
+def test_a_cut_prefers_whole_tensors_and_rows_where_they_are_near() -> None:
+    shards = [shard("a", (1000, 100), (0, 1)), shard("b", (999, 100), (0, 1))]
+    for rank in (0, 1):
+        assert [p.numel for p in owned_parts(shards, rank)] == [shards[rank].box.numel]
+    plan = plan_save([shard("w", (1001, 1000), (0, 1))], 0, 1 << 40)
+    assert [entry.box for entry in plan.files[0].entries] == [Box((0, 0), (501, 1000))]
+
+
+@given(worlds(), st.integers(1, 1 << 16))
+def test_planned_entries_are_aligned_without_holes_and_within_the_size_limit(
+    world: tuple[int, list[Shard]], limit: int
+) -> None:
+    size, shards = world
+    for rank in range(size):
+        held = [s for s in shards if rank in (s.replicas or ())]
+        for file in plan_save(held, rank, limit).files:
+            position = 0
+            for entry in file.entries:
+                assert entry.start == position
+                assert entry.start % held[entry.shard].spec.itemsize == 0
+                assert (
+                    entry.nbytes
+                    == entry.numel * held[entry.shard].spec.itemsize
+                    == (entry.box.numel * held[entry.shard].spec.itemsize)
+                )
+                position += entry.nbytes
+            assert position == file.nbytes
+            assert file.nbytes <= limit or len([e for e in file.entries if e.nbytes]) == 1

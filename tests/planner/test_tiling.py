@@ -1,0 +1,96 @@
+from __future__ import annotations
+
+import random
+from math import prod
+from typing import TYPE_CHECKING
+
+import numpy as np
+from hypothesis import given
+from hypothesis import strategies as st
+
+from reknit.planner.tiling import untiled
+from reknit.types.box import Box
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+
+def check(shapes: Sequence[tuple[int, ...]], chunks: Sequence[tuple[int, Box]]) -> list[int]:
+    """Run the columnar check on Python boxes; return the numbers of broken tensors."""
+    width = max([len(s) for s in shapes] + [1])
+    chunks = sorted(chunks, key=lambda c: (c[0], c[1].offsets))
+    pad = [
+        (box.offsets + (0,) * (width - box.ndim), box.lengths + (1,) * (width - box.ndim))
+        for _, box in chunks
+    ]
+    tensor = np.array([t for t, _ in chunks], np.int64)
+    offsets = np.array([o for o, _ in pad], np.int64).reshape(-1, width)
+    lengths = np.array([n for _, n in pad], np.int64).reshape(-1, width)
+    return [gap.tensor for gap in untiled(shapes, tensor, offsets, lengths)]
+
+
+def is_tiled(shape: tuple[int, ...], boxes: Sequence[Box]) -> bool:
+    """Count how often each element is covered."""
+    count = np.zeros(shape, np.int64)
+    for box in boxes:
+        count[box.slices()] += 1
+    return bool(boxes) and bool((count == 1).all())
+
+
+def cut(shape: tuple[int, ...], rng: random.Random, depth: int) -> list[Box]:
+    """Cut a shape at random places along random dimensions."""
+    boxes = [Box.whole(shape)]
+    for _ in range(depth):
+        box = boxes.pop(rng.randrange(len(boxes)))
+        splittable = [d for d in range(box.ndim) if box.lengths[d] > 1]
+        if not splittable:
+            boxes.append(box)
+            continue
+        d = rng.choice(splittable)
+        k = rng.randrange(1, box.lengths[d])
+        left = tuple(k if i == d else n for i, n in enumerate(box.lengths))
+        right = tuple(n - k if i == d else n for i, n in enumerate(box.lengths))
+        boxes.append(Box(box.offsets, left))
+        boxes.append(Box(tuple(o + (k if i == d else 0) for i, o in enumerate(box.offsets)), right))
+    return boxes
+
+
+@st.composite
+def checkpoints(draw: st.DrawFn) -> tuple[list[tuple[int, ...]], list[tuple[int, Box]]]:
+    rng = random.Random(draw(st.integers(0, 1 << 30)))
+    shapes = draw(st.lists(st.lists(st.integers(0, 6), max_size=3).map(tuple), min_size=1, max_size=4))
+    chunks = [(t, box) for t, shape in enumerate(shapes) for box in cut(shape, rng, rng.randrange(5))]
+    for _ in range(draw(st.integers(0, 2))):  # damage
+        if not chunks:
+            break
+        k = rng.randrange(len(chunks))
+        number, box = chunks.pop(k)
+        action = rng.randrange(3)
+        if action == 0:
+            chunks += [(number, box), (number, box)]
+        elif action == 1 and box.ndim:
+            d = rng.randrange(box.ndim)
+            moved = max(0, min(box.offsets[d] + rng.choice((-1, 1)), shapes[number][d] - box.lengths[d]))
+            chunks.append(
+                (number, Box(tuple(moved if i == d else o for i, o in enumerate(box.offsets)), box.lengths))
+            )
+    return shapes, chunks
+
+
+@given(checkpoints())
+def test_the_check_agrees_with_counting_how_often_each_element_is_covered(
+    case: tuple[list[tuple[int, ...]], list[tuple[int, Box]]],
+) -> None:
+    shapes, chunks = case
+    expected = [t for t, shape in enumerate(shapes) if not is_tiled(shape, [b for n, b in chunks if n == t])]
+    assert check(shapes, chunks) == expected
+
+
+def test_boxes_whose_sizes_add_up_but_overlap_are_found() -> None:
+    boxes = [Box((0, 0), (2, 2)), Box((0, 1), (2, 2)), Box((2, 0), (1, 3)), Box((0, 0), (1, 1))]
+    assert sum(b.numel for b in boxes) >= prod((3, 3))
+    assert check([(3, 3)], [(0, b) for b in boxes]) == [0]
+
+
+def test_a_tensor_that_nobody_wrote_is_found_even_when_it_has_no_elements() -> None:
+    assert check([(2,), (0, 3), ()], [(0, Box((0,), (2,)))]) == [1, 2]
