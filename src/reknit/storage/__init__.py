@@ -1,0 +1,1 @@
+"""Put and get bytes: the only code that knows what a store is."""

@@ -1,0 +1,97 @@
+"""What every store can do: whole immutable files, ranged reads, and one small atomic write."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, NamedTuple, Protocol, runtime_checkable
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+
+class Listed(NamedTuple):
+    """A file that a store lists: its path relative to the store's root, and its size in bytes."""
+
+    path: str
+    nbytes: int
+
+
+class Writer(Protocol):
+    """A file that is being written.  It does not exist for readers' purposes before `finish` returns."""
+
+    def write(self, start: int, data: memoryview) -> None:
+        """Write all of `data` (1-d, bytes) at byte `start`.
+
+        Thread-safe; pieces come in any order, none twice.
+        """
+
+    def finish(self) -> None:
+        """Make the file whole and durable.
+
+        Raises `StorageError` when the bytes written are not exactly the size announced.
+        """
+
+    def abort(self) -> None:
+        """Give up and remove what was written; never raises for a store that is already failing."""
+
+
+class Storage(Protocol):
+    """A tree of files under one root.  Paths are relative, with forward slashes; every method is thread-safe.
+
+    Foreign errors come out as `StorageError` and its subclasses, with the full location in `path`.
+    """
+
+    @property
+    def url(self) -> str:
+        """Where the root is, as a user would write it."""
+
+    def create(self, path: str, nbytes: int) -> Writer:
+        """Start a new file of exactly `nbytes` bytes, making folders as needed.
+
+        Raises `StorageError` when the path already exists: files are immutable.
+        """
+
+    def put(self, path: str, data: bytes, *, if_absent: bool) -> bool:
+        """Write a small file durably in one atomic step: a reader sees the old content or the new, never a
+        mixture.
+
+        With `if_absent` an existing file is left as it is and the answer is False; otherwise the answer is
+        True.
+        """
+
+    def get(self, path: str, *, limit: int) -> bytes:
+        """Return a whole small file.
+
+        Raises `StorageNotFoundError`, or `StorageError` when it has more than `limit` bytes.
+        """
+
+    def size(self, path: str) -> int:
+        """Return the size of a file in bytes.  Raises `StorageNotFoundError`."""
+
+    def read_into(self, path: str, start: int, buffers: list[memoryview]) -> None:
+        """Fill the writable 1-d byte `buffers`, one after another, from byte `start` on.
+
+        Raises `StorageNotFoundError`, or `StorageError` when the file ends before the buffers are full.
+        """
+
+    def folders(self) -> list[str]:
+        """Return the names of the folders directly below the root, sorted; empty when the root is missing."""
+
+    def list(self, prefix: str = "") -> Iterator[Listed]:
+        """Yield every file below the folder `prefix`, in any order; a missing folder yields nothing."""
+
+    def delete(self, path: str) -> None:
+        """Remove a file; a missing one is no error.  Folders that become empty may vanish."""
+
+    def sub(self, path: str) -> Storage:
+        """Return the store rooted at the folder `path` of this one."""
+
+    def close(self) -> None:
+        """Release what the store holds open."""
+
+
+@runtime_checkable
+class Cacheable(Protocol):
+    """A store whose reads may come from a cache that can be dropped, for cold measurements."""
+
+    def evict(self, path: str) -> None:
+        """Drop cached bytes of a file, so that the next read reaches the device."""

@@ -1,0 +1,84 @@
+"""Folders of a local store: made on demand, made durable, and removed when they are empty."""
+
+from __future__ import annotations
+
+import errno
+import os
+import threading
+from contextlib import suppress
+
+
+class Folders:
+    """The folders at and below `anchor`, which need not exist yet.
+
+    A file survives a power cut only when every folder on the way to it does, and a folder is made durable by
+    syncing the folder that holds its entry.  Another process may have made a folder and not synced it yet, so
+    `sync` walks up to the anchor always; above the anchor it syncs only what it made itself, because folders
+    up there may be closed to this user.
+    """
+
+    def __init__(self, anchor: str, *, durable: bool) -> None:
+        self._anchor = anchor
+        self.durable = durable
+        self._unsynced_above: set[str] = set()
+        self._lock = threading.Lock()
+
+    def make(self, folder: str) -> None:
+        """Make a folder with all that are missing above it."""
+        missing = []
+        while not os.path.isdir(folder):
+            missing.append(folder)
+            folder = os.path.dirname(folder)
+        for name in reversed(missing):
+            try:
+                os.mkdir(name)
+            except FileExistsError:
+                if not os.path.isdir(name):
+                    raise NotADirectoryError(
+                        errno.ENOTDIR, "a file is in the place of a folder", name
+                    ) from None
+            else:
+                self._note(name)
+
+    def sync(self, folder: str) -> None:
+        """Make the entries of a folder durable, and those of the folders above it that lead there."""
+        if not self.durable:
+            return
+        while True:
+            sync_folder(folder)
+            if folder in (self._anchor, "/"):
+                break
+            folder = os.path.dirname(folder)
+        with self._lock:
+            above = sorted(self._unsynced_above)
+        for name in above:
+            sync_folder(name)
+        with self._lock:
+            self._unsynced_above.difference_update(above)
+
+    def _note(self, made: str) -> None:
+        if self._anchor == made or self._anchor.startswith(made + "/"):
+            with self._lock:
+                self._unsynced_above.add(os.path.dirname(made))
+
+
+def sync_folder(folder: str) -> None:
+    """Make the entries of one folder durable."""
+    fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        os.fsync(fd)
+    except OSError as error:
+        # Some network file systems cannot sync a folder and say so; their entries are durable on return.
+        if error.errno not in (errno.EINVAL, errno.ENOTSUP):
+            raise
+    finally:
+        os.close(fd)
+
+
+def prune(folder: str, root: str) -> None:
+    """Remove a folder and those above it as far as they are empty, but never `root`."""
+    # Best effort: a folder that is not empty, busy or not ours to remove simply stays.
+    with suppress(OSError):
+        while folder.startswith(root.rstrip("/") + "/"):
+            os.rmdir(folder)
+            folder = os.path.dirname(folder)

@@ -1,0 +1,297 @@
+"""A folder as a store: a local disk, or a file system that many machines mount."""
+
+from __future__ import annotations
+
+import errno
+import os
+import stat
+import threading
+import uuid
+from contextlib import contextmanager, suppress
+from typing import TYPE_CHECKING, get_args
+
+from reknit.errors import StorageError, StorageNotFoundError, UsageError
+from reknit.options import Durability
+from reknit.storage.base import Listed
+from reknit.storage.descriptors import Descriptor, ReadCache
+from reknit.storage.folders import Folders, prune, sync_folder
+from reknit.storage.paths import check_path
+from reknit.storage.posix import (
+    NEW_FILE,
+    entries,
+    identity,
+    link_new,
+    open_regular,
+    preadv_all,
+    pwrite_all,
+    shorter,
+    translated,
+)
+from reknit.storage.space import reserve
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+_PRUNED_TRIES = 16
+
+
+class LocalStorage:
+    """Files below the folder `root`, which is made when the first file is.
+
+    With `durability="power"` a file that is finished, put or deleted stays so when the machine loses power at
+    the next instant; with ``"process"`` it survives the death of every process, and the kernel writes it back
+    in its own time.
+    """
+
+    def __init__(self, root: str | os.PathLike[str], *, durability: Durability = "power") -> None:
+        if durability not in get_args(Durability):
+            raise UsageError(f"durability is 'process' or 'power', not {durability!r}")
+        if not hasattr(os, "preadv"):
+            raise UsageError("local storage needs a Unix system", remedy="run on Linux, or use mem://")
+        self._root = os.path.abspath(os.fspath(root))
+        if "\0" in self._root:
+            raise UsageError(f"a folder name cannot hold a NUL: {self._root!r}")
+        self._durability = durability
+        self._folders = Folders(self._root, durable=durability == "power")
+        self._cache = ReadCache()
+
+    @property
+    def url(self) -> str:
+        """The absolute path of the root."""
+        return self._root
+
+    def create(self, path: str, nbytes: int) -> LocalWriter:
+        """Start a new file under its final name.
+
+        No temporary name is needed: a data file means nothing to anybody until a manifest names it.
+        Raises `StorageFullError` before a byte is written when the file cannot fit.
+        """
+        if nbytes < 0:
+            raise UsageError(f"a file of {nbytes} bytes cannot be")
+        full = self._full(path)
+        with translated("create", full):
+            fd = self._open_new(full)
+            writer = LocalWriter(self._root, full, fd, nbytes, self._folders)
+            try:
+                reserve(fd, os.path.dirname(full), nbytes)
+            except OSError:
+                writer.abort()
+                raise
+        return writer
+
+    def put(self, path: str, data: bytes, *, if_absent: bool) -> bool:
+        """Write a temporary file and give it the name in one step, by `link` or `rename`."""
+        full = self._full(path)
+        folder = os.path.dirname(full)
+        temporary = os.path.join(folder, f".{uuid.uuid4().hex}.tmp")
+        with translated("write", full):
+            try:
+                self._write_whole(temporary, data)
+                if if_absent:
+                    placed = link_new(temporary, full)
+                else:
+                    os.replace(temporary, full)
+                    placed = True
+            finally:
+                # A temporary file that stays is never listed or read; it must not hide the error that counts.
+                with suppress(OSError):
+                    os.unlink(temporary)
+            if placed:
+                self._folders.sync(folder)
+        return placed
+
+    def get(self, path: str, *, limit: int) -> bytes:
+        """Return a whole small file.
+
+        It is opened anew each time: on NFS that is what makes another machine's `put` visible.
+        """
+        full = self._full(path)
+        with translated("read", full), os.fdopen(open_regular(full), "rb") as file:
+            nbytes = os.fstat(file.fileno()).st_size
+            if nbytes > limit:
+                raise StorageError(
+                    f"{full} has {nbytes} bytes, more than the {limit} allowed here", path=full
+                )
+            data = file.read(nbytes)
+        if len(data) < nbytes:
+            raise shorter(full, 0, nbytes, len(data))
+        return data
+
+    def size(self, path: str) -> int:
+        """Return the size of a file in bytes."""
+        full = self._full(path)
+        with translated("find", full):
+            found = os.stat(full)
+        if not stat.S_ISREG(found.st_mode):
+            raise StorageNotFoundError(f"{full} is not a regular file", path=full)
+        return found.st_size
+
+    def read_into(self, path: str, start: int, buffers: list[memoryview]) -> None:
+        """Fill the buffers with as few calls as the kernel allows."""
+        if start < 0:
+            raise UsageError(f"a read cannot start at byte {start}")
+        full = self._full(path)
+        wanted = sum(buffer.nbytes for buffer in buffers)
+        with translated("read", full), self._cache.reading(full) as fd:
+            if preadv_all(fd, start, buffers) < wanted:
+                raise shorter(full, start, wanted, os.fstat(fd).st_size)
+
+    def evict(self, path: str) -> None:
+        """Write back what is dirty of a file, and drop its pages from the page cache."""
+        full = self._full(path)
+        if not hasattr(os, "posix_fadvise"):
+            raise StorageError("this system cannot drop a file from its cache", path=full)
+        with translated("evict", full), self._cache.reading(full) as fd:
+            os.fsync(fd)  # a dirty page would stay
+            os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
+
+    def delete(self, path: str) -> None:
+        """Remove a file durably, and the folders that become empty by it, but never the root."""
+        full = self._full(path)
+        folder = os.path.dirname(full)
+        with translated("delete", full):
+            try:
+                os.unlink(full)
+            except (FileNotFoundError, NotADirectoryError):
+                return
+            finally:
+                self._cache.drop(full)
+            if self._durability == "power":
+                with suppress(FileNotFoundError):  # another delete has removed the folder already
+                    sync_folder(folder)
+        prune(folder, self._root)
+
+    def sub(self, path: str) -> LocalStorage:
+        """Return the store rooted at a folder; it shares the open files of this one."""
+        below = LocalStorage(self._full(path), durability=self._durability)
+        below._folders = self._folders
+        below._cache = self._cache
+        return below
+
+    def close(self) -> None:
+        """Close the files that are kept open for reading; the store stays usable."""
+        self._cache.close()
+
+    def folders(self) -> list[str]:
+        """Return the names of the folders directly below the root, sorted."""
+        return sorted(name for name, found in entries(self._root) if stat.S_ISDIR(found.st_mode))
+
+    def list(self, prefix: str = "") -> Iterator[Listed]:
+        """Yield every file below a folder, also those that are still being written."""
+        folder = self._full(prefix) if prefix else self._root
+        with translated("list", folder):
+            top = identity(folder)
+        return self._walk(folder, prefix, frozenset({top}))
+
+    def _walk(self, folder: str, prefix: str, above: frozenset[tuple[int, int] | None]) -> Iterator[Listed]:
+        for name, found in entries(folder):
+            path = f"{prefix}/{name}" if prefix else name
+            here = (found.st_dev, found.st_ino)
+            if stat.S_ISREG(found.st_mode):
+                yield Listed(path, found.st_size)
+            elif stat.S_ISDIR(found.st_mode) and here not in above:  # a link may lead back up
+                yield from self._walk(os.path.join(folder, name), path, above | {here})
+
+    def _full(self, path: str) -> str:
+        return os.path.join(self._root, check_path(path, self._root))
+
+    def _open_new(self, full: str) -> int:
+        """Create a file with its folders, again where a delete elsewhere has just removed an empty folder."""
+        for _ in range(_PRUNED_TRIES):
+            with suppress(FileNotFoundError):
+                self._folders.make(os.path.dirname(full))
+                return os.open(full, NEW_FILE, 0o666)
+        raise FileNotFoundError(errno.ENOENT, "its folder is removed again and again", full)
+
+    def _write_whole(self, full: str, data: bytes) -> None:
+        fd = self._open_new(full)
+        try:
+            pwrite_all(fd, 0, memoryview(data))
+            if self._durability == "power":
+                os.fsync(fd)
+        finally:
+            os.close(fd)
+
+
+class LocalWriter:
+    """A file that is being written to a folder."""
+
+    def __init__(self, root: str, path: str, fd: int, nbytes: int, folders: Folders) -> None:
+        self._root = root
+        self._path = path
+        self._nbytes = nbytes
+        self._folders = folders
+        self._descriptor = Descriptor(fd)
+        self._identity = identity(fd)
+        self._written = 0
+        self._whole = False
+        self._lock = threading.Lock()
+
+    def write(self, start: int, data: memoryview) -> None:
+        """Write all of `data` at byte `start`; no lock is held meanwhile."""
+        data = data.cast("B")
+        if not 0 <= start <= self._nbytes - data.nbytes:
+            raise StorageError(
+                f"bytes {start} to {start + data.nbytes} lie outside the {self._nbytes} of {self._path}",
+                path=self._path,
+            )
+        with self._using("write"):
+            pwrite_all(self._descriptor.fd, start, data)
+            with self._lock:
+                self._written += data.nbytes
+
+    def finish(self) -> None:
+        """Make the file whole and durable.  After a failure it can only be aborted.
+
+        A failed `fsync` is never repeated: the kernel may have dropped the pages that it could not write, and
+        would report success the second time.
+        """
+        with self._using("finish"):
+            self._descriptor.retire()
+            self._check_whole()
+            if self._folders.durable:
+                os.fsync(self._descriptor.fd)
+        # Closed by now; on NFS it is the close that reports a failed write.
+        with translated("finish", self._path):
+            self._folders.sync(os.path.dirname(self._path))
+        self._whole = True
+
+    def abort(self) -> None:
+        """Remove the file, unless it is finished; harmless to repeat."""
+        if self._whole:
+            return
+        # Nothing is lost when a store that is failing keeps an unfinished file: no manifest will name it.
+        # The descriptor goes last: an inode that is still open cannot belong to somebody else's new file.
+        ours, self._identity = self._identity, None
+        with suppress(OSError):
+            if ours is not None and identity(self._path) == ours:
+                os.unlink(self._path)
+        with suppress(OSError):
+            self._descriptor.retire()
+        prune(os.path.dirname(self._path), self._root)
+
+    @contextmanager
+    def _using(self, action: str) -> Iterator[None]:
+        if not self._descriptor.acquire():
+            raise StorageError(f"cannot {action} {self._path}: it is finished or aborted", path=self._path)
+        with translated(action, self._path):
+            try:
+                yield
+            finally:
+                self._descriptor.release()
+
+    def _check_whole(self) -> None:
+        if identity(self._path) != self._identity:
+            self._identity = None  # whatever takes the name now is not this writer's to remove
+            raise StorageError(
+                f"{self._path} was removed or replaced while it was written",
+                remedy="let only one job at a time write or clean up a checkpoint",
+                path=self._path,
+            )
+        if self._descriptor.users > 1:
+            fault = "another thread is still writing"
+        elif self._written != self._nbytes or os.fstat(self._descriptor.fd).st_size != self._nbytes:
+            fault = f"{self._written} of {self._nbytes} bytes were written"
+        else:
+            return
+        raise StorageError(f"cannot finish {self._path}: {fault}", path=self._path)

@@ -1,0 +1,49 @@
+"""Which names a store accepts: relative, plain and never outside its root."""
+
+from __future__ import annotations
+
+import os
+
+from reknit.errors import StorageError
+
+
+def check_path(path: str, url: str) -> str:
+    """Return `path` unchanged when it names a place below the root of the store at `url`.
+
+    Raises `StorageError` otherwise.  Every store refuses the same names, so that what one holds fits into any
+    other.
+    """
+    fault = _fault(path)
+    if fault is None:
+        return path
+    raise StorageError(
+        f"{path!r} is no path below {url}: {fault}",
+        remedy="use a relative path with forward slashes, such as 'model/00000.safetensors'",
+        path=url,
+    )
+
+
+def is_temporary(name: str) -> bool:
+    """Tell whether a file name belongs to a write under way, or to a removed file that NFS still holds."""
+    return name.startswith(".nfs") or (name.startswith(".") and name.endswith(".tmp"))
+
+
+def _fault(path: str) -> str | None:
+    if not path:
+        return "it is empty"
+    if path.startswith("/"):
+        return "it is absolute"
+    if "\0" in path:
+        return "it holds a NUL"
+    if "\\" in path:
+        return "it holds a backslash, which separates folders on some stores"
+    try:
+        os.fsencode(path)
+    except UnicodeEncodeError:
+        return "it cannot be encoded"
+    for name in path.split("/"):
+        if name in ("", ".", ".."):
+            return f"it holds the component {name!r}"
+        if is_temporary(name):
+            return f"the name {name!r} is reserved for files under way"
+    return None

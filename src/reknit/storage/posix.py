@@ -1,0 +1,157 @@
+"""System calls as a store needs them: carried through to the end, with errors that explain themselves."""
+
+from __future__ import annotations
+
+import errno
+import os
+import stat
+from collections import deque
+from contextlib import contextmanager
+from itertools import islice
+from typing import TYPE_CHECKING
+
+from reknit.errors import StorageError, StorageFullError, StorageNotFoundError, StoragePermissionError
+from reknit.storage.paths import is_temporary
+from reknit.storage.space import free_nbytes
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+NEW_FILE = os.O_WRONLY | os.O_CREAT | os.O_EXCL
+_NO_LINKS = (errno.EPERM, errno.EOPNOTSUPP, errno.ENOSYS, errno.EMLINK)
+_BUFFERS_PER_CALL = 1024  # IOV_MAX of Linux and macOS
+
+
+@contextmanager
+def translated(action: str, full: str) -> Iterator[None]:
+    """Turn an `OSError` into a `StorageError` that says what was done, to which file, and what may help."""
+    try:
+        yield
+    except OSError as error:
+        raise _typed(error, action, full) from error
+
+
+def open_regular(full: str) -> int:
+    """Open a file for reading.  Raises `FileNotFoundError` also for what is no regular file."""
+    # Without O_NONBLOCK, opening a named pipe waits for a writer that may never come.
+    fd = os.open(full, os.O_RDONLY | os.O_NONBLOCK)
+    if stat.S_ISREG(os.fstat(fd).st_mode):
+        return fd
+    os.close(fd)
+    raise FileNotFoundError(errno.ENOENT, "what is there is not a regular file", full)
+
+
+def identity(file: str | int) -> tuple[int, int] | None:
+    """Return what tells a file (a path or a descriptor) from all others; None when nothing is there."""
+    try:
+        found = os.stat(file)
+    except (FileNotFoundError, NotADirectoryError):
+        return None
+    return found.st_dev, found.st_ino
+
+
+def pwrite_all(fd: int, start: int, data: memoryview) -> None:
+    """Write all of `data` (bytes) at byte `start`."""
+    while data:
+        done = os.pwrite(fd, data, start)
+        if done == 0:
+            raise OSError(errno.EIO, "the file system takes no more bytes and does not say why")
+        start += done
+        data = data[done:]
+
+
+def preadv_all(fd: int, start: int, buffers: list[memoryview]) -> int:
+    """Read into the buffers and return the number of bytes; fewer than wanted only at the end of the file."""
+    pending = deque(buffer.cast("B") for buffer in buffers if buffer.nbytes)
+    position = start
+    while pending:
+        got = os.preadv(fd, list(islice(pending, _BUFFERS_PER_CALL)), position)
+        if got == 0:
+            break
+        position += got
+        while pending and got >= pending[0].nbytes:
+            got -= pending.popleft().nbytes
+        if got:
+            pending[0] = pending[0][got:]
+    return position - start
+
+
+def shorter(full: str, start: int, nbytes: int, available: int) -> StorageError:
+    """Return the error of a file that ends before the bytes that are wanted of it."""
+    return StorageError(
+        f"{full} is shorter than expected: wanted bytes {start} to {start + nbytes}, but it has {available}",
+        remedy="the file was truncated; verify the checkpoint, and load another one if this is damaged",
+        path=full,
+    )
+
+
+def link_new(temporary: str, full: str) -> bool:
+    """Give a temporary file a name that must be free; false when it is not."""
+    try:
+        os.link(temporary, full)
+    except FileExistsError:
+        if os.path.isdir(full):
+            raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), full) from None
+        # NFS repeats a request whose answer was lost, and then finds the link that it has made itself.
+        return os.stat(temporary).st_nlink > 1
+    except OSError as error:
+        if error.errno not in _NO_LINKS:
+            raise
+        return _claim(temporary, full)
+    return True
+
+
+def _claim(temporary: str, full: str) -> bool:
+    """Do as `link_new` on a file system without links (FAT, some FUSE gateways).
+
+    The free name is taken by an empty file, which the whole one then replaces.  So there is still one winner
+    and never a part of the content, but for an instant, or after a crash in it, an empty file.
+    """
+    try:
+        os.close(os.open(full, NEW_FILE, 0o666))
+    except FileExistsError:
+        return False
+    try:
+        os.replace(temporary, full)
+    except OSError:
+        os.unlink(full)
+        raise
+    return True
+
+
+def entries(folder: str) -> list[tuple[str, os.stat_result]]:
+    """Return name and stat of what is in a folder, without files under way and without what just vanished."""
+    found = []
+    with translated("list", folder):
+        try:
+            names = os.listdir(folder)
+        except (FileNotFoundError, NotADirectoryError):
+            return []
+        for name in names:
+            if is_temporary(name):
+                continue
+            try:
+                found.append((name, os.stat(os.path.join(folder, name))))
+            except OSError as error:
+                if error.errno not in (errno.ENOENT, errno.ENOTDIR, errno.ELOOP):
+                    raise
+    return found
+
+
+def _typed(error: OSError, action: str, full: str) -> StorageError:
+    code = errno.errorcode.get(error.errno or 0, "no code")
+    message = f"cannot {action} {full}: {error.strerror or error} ({code})"
+    if error.errno in (errno.ENOSPC, errno.EDQUOT):
+        free = free_nbytes(full)
+        room = "" if free is None else f" ({free:,} bytes are free there)"
+        remedy = f"remove old checkpoints, or save where there is more room{room}"
+        return StorageFullError(message, remedy=remedy, path=full)
+    if error.errno in (errno.EACCES, errno.EPERM, errno.EROFS):
+        remedy = f"let user {os.geteuid()} do that there, or choose another place"
+        return StoragePermissionError(message, remedy=remedy, path=full)
+    if error.errno in (errno.ENOENT, errno.ENOTDIR):
+        return StorageNotFoundError(message, remedy="check the path", path=full)
+    if error.errno == errno.EEXIST:
+        remedy = "files are never written twice: use another name, or delete the old one first"
+        return StorageError(message, remedy=remedy, path=full)
+    return StorageError(message, path=full)

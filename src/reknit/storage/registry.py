@@ -1,0 +1,125 @@
+"""Which store does a URL name?"""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Callable
+from importlib.metadata import entry_points
+from urllib.parse import unquote
+
+from reknit.errors import MissingExtraError, UnknownSchemeError, UsageError
+from reknit.options import Durability
+from reknit.storage.base import Storage
+from reknit.storage.local import LocalStorage
+from reknit.storage.memory import MemoryStorage
+
+Factory = Callable[[str, Durability], Storage]
+
+ENTRY_POINTS = "reknit.storage"
+_PLANNED = ("s3", "gs", "az", "hdfs")
+_SCHEME = re.compile(r"[A-Za-z][A-Za-z0-9+.-]*")
+
+
+def open_storage(url: str | os.PathLike[str], *, durability: Durability = "power") -> Storage:
+    """Return the store at `url`: a folder's path, ``file://``, ``mem://``, or a registered scheme.
+
+    Whatever looks like a URL of an unknown store raises `UnknownSchemeError` instead of becoming a folder of
+    that name; a folder whose name really begins like that is given by its absolute path.
+    """
+    text = os.fspath(url)
+    if not isinstance(text, str) or not text:
+        raise UsageError(f"a place to store is needed, not {url!r}", remedy="give a path or a URL")
+    scheme = _scheme(text)
+    if scheme is None:
+        return LocalStorage(_expand(text), durability=durability)
+    factory = _factories.get(scheme) or _installed(scheme)
+    if factory is None:
+        raise _unknown(scheme, text)
+    if "://" not in text and scheme != "file":
+        raise UsageError(f"{text!r} is no URL", remedy=f"write {scheme}://... with two slashes")
+    return factory(text, durability)
+
+
+def register(scheme: str, factory: Factory) -> None:
+    """Let `factory(url, durability)` open the URLs of a scheme in this process.
+
+    A package registers for good with an entry point: in the group ``reknit.storage``, named like the scheme,
+    naming the factory.  Raises `UsageError` when the scheme is taken.
+    """
+    if not _SCHEME.fullmatch(scheme) or scheme != scheme.lower():
+        raise UsageError(f"{scheme!r} cannot be a scheme", remedy="use small letters and digits")
+    if _factories.setdefault(scheme, factory) is not factory:
+        raise UsageError(f"the scheme {scheme!r} is registered already")
+
+
+def _scheme(text: str) -> str | None:
+    """Return what stands before a colon in the first part of a path, where that could mean a store."""
+    head, colon, rest = text.partition(":")
+    if not colon or "/" in head:
+        return None
+    return head.lower() if _SCHEME.fullmatch(head) or rest.startswith("//") else None
+
+
+def _expand(path: str) -> str:
+    expanded = os.path.expanduser(path)
+    if expanded.startswith("~"):
+        raise UsageError(f"{path!r} names the home of an unknown user", remedy="write ./~name for a folder")
+    return expanded
+
+
+def _installed(scheme: str) -> Factory | None:
+    for entry in entry_points(group=ENTRY_POINTS, name=scheme):
+        try:
+            factory: Factory = entry.load()
+        except ImportError as error:
+            raise MissingExtraError(
+                f"the package that serves {scheme}:// cannot be imported: {error}",
+                remedy=f"mend or remove what provides the entry point {entry.value!r}",
+            ) from error
+        return factory
+    return None
+
+
+def _unknown(scheme: str, text: str) -> UnknownSchemeError:
+    if scheme in _PLANNED:
+        message = f"{scheme}:// is not available in this version of reknit (nor are {_others(scheme)})"
+    else:
+        message = f"no storage is registered for {scheme!r}, as in {text!r}"
+    known = ", ".join(f"{name}://" for name in sorted(_factories))
+    return UnknownSchemeError(
+        message,
+        remedy=f"known are plain paths, {known}, and what packages register in the entry-point group "
+        f"{ENTRY_POINTS!r}; a folder of that name is given by its absolute path",
+    )
+
+
+def _others(scheme: str) -> str:
+    return ", ".join(f"{other}://" for other in _PLANNED if other != scheme)
+
+
+def _open_file(url: str, durability: Durability) -> Storage:
+    rest = url.partition(":")[2]
+    host, slash, path = rest[2:].partition("/") if rest.startswith("//") else ("", "", rest)
+    if host.lower() not in ("", "localhost"):
+        raise UsageError(
+            f"{url!r} names the host {host!r}", remedy="a file URL has three slashes: file:///folder"
+        )
+    if "?" in url or "#" in url:
+        raise UsageError(f"{url!r} holds '?' or '#'", remedy="write %3F and %23 in a file URL")
+    path = unquote(slash + path, errors="surrogateescape")
+    if not path.startswith("/"):
+        raise UsageError(f"{url!r} names no absolute path", remedy="a file URL is file:///folder")
+    return LocalStorage(path, durability=durability)
+
+
+def _open_memory(url: str, durability: Durability) -> Storage:
+    # Memory does not survive the process, whatever the durability.
+    name, _, below = url.partition("://")[2].strip("/").partition("/")
+    if not name:
+        raise UsageError(f"{url!r} names no store", remedy="write mem://name or mem://name/folder")
+    storage = MemoryStorage(name)
+    return storage.sub(below) if below else storage
+
+
+_factories: dict[str, Factory] = {"file": _open_file, "mem": _open_memory}

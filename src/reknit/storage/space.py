@@ -1,0 +1,59 @@
+"""Is there room?  Asked before the first byte is written, not after the last."""
+
+from __future__ import annotations
+
+import errno
+import os
+import shutil
+
+# Elsewhere the C library imitates the missing call by writing one byte into every 4 KiB, which on NFS 3 or
+# Lustre costs more than the file itself.
+_ALLOCATES_AT_ONCE = frozenset({"ext4", "xfs", "tmpfs", "f2fs", "overlay"})
+_MOUNTS = "/proc/self/mountinfo"
+
+
+def reserve(fd: int, folder: str, nbytes: int) -> None:
+    """Give a new, empty file in `folder` its room.
+
+    Where the file system cannot allocate at once, the free space is only compared with the size.  Raises
+    `OSError` with ``ENOSPC`` when there is not enough.
+    """
+    if nbytes == 0:
+        return
+    if _filesystem(folder) in _ALLOCATES_AT_ONCE:
+        try:
+            os.posix_fallocate(fd, 0, nbytes)
+        except OSError as error:
+            if error.errno not in (errno.EOPNOTSUPP, errno.ENOSYS, errno.EINVAL):
+                raise
+        else:
+            return
+    room = os.fstatvfs(fd)
+    # A file system without a size of its own (a gateway to an object store) has no blocks to count.
+    if room.f_blocks and room.f_bavail * room.f_frsize < nbytes:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), folder)
+
+
+def free_nbytes(path: str) -> int | None:
+    """Return the bytes that are free for this user where `path` is or would be; None when that is unknown."""
+    while not os.path.exists(path) and path != os.path.dirname(path):
+        path = os.path.dirname(path)
+    try:
+        return shutil.disk_usage(path).free
+    except OSError:
+        return None  # it only explains another error, which must not be hidden by this one
+
+
+def _filesystem(folder: str) -> str | None:
+    """Return the type of the file system that holds a folder, None when that cannot be told."""
+    device = os.stat(folder).st_dev
+    wanted = f"{os.major(device)}:{os.minor(device)}"
+    try:
+        with open(_MOUNTS, encoding="utf-8", errors="surrogateescape") as mounts:
+            for line in mounts:
+                mount, _, source = line.partition(" - ")
+                if mount.split(" ", 3)[2] == wanted:
+                    return source.split(" ", 1)[0]
+    except FileNotFoundError:
+        pass  # a system without /proc
+    return None

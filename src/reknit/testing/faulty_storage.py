@@ -1,0 +1,227 @@
+"""A store that fails at a chosen operation, around any other store."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+from collections import Counter
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Literal, NamedTuple, TypeVar
+
+from reknit.errors import DeadlineError, ReknitError, StorageError, StorageFullError, UsageError
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable, Iterator
+
+    from reknit.storage.base import Listed, Storage, Writer
+
+T = TypeVar("T")
+
+FaultKind = Literal["error", "full", "timeout", "short", "lost", "stall", "kill"]
+
+
+@dataclass(frozen=True, slots=True)
+class Fault:
+    """What goes wrong at the `at`-th operation (from 1), or at the `at`-th of those called `operation`.
+
+    ``error``, ``full`` and ``timeout`` raise `StorageError`, `StorageFullError` and `DeadlineError` in place
+    of the operation; ``short`` writes or reads the first half of the bytes before it raises `StorageError`,
+    and ``lost`` raises it after all was done; ``stall`` and ``kill`` call what the storage was given for
+    them, and the operation follows when that returns.
+    """
+
+    kind: FaultKind
+    at: int
+    operation: str | None = None
+
+    def __post_init__(self) -> None:
+        if self.at < 1:
+            raise UsageError(f"operations are counted from 1, so none is number {self.at}")
+
+
+class Operation(NamedTuple):
+    """One operation that a store was asked for; `path` is relative to the outermost faulty store."""
+
+    name: str
+    path: str
+
+
+def _die() -> None:
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def _no_stall() -> None:
+    raise UsageError("a fault of the kind 'stall' needs FaultyStorage(..., stall=event.wait)")
+
+
+@dataclass
+class _Script:
+    """The plan, and what has happened of it; shared by a store, its writers and the stores below it."""
+
+    plan: tuple[Fault, ...]
+    stall: Callable[[], object]
+    kill: Callable[[], object]
+    operations: list[Operation] = field(default_factory=list)
+    counts: Counter[str | None] = field(default_factory=Counter)
+    fired: list[Fault] = field(default_factory=list)
+    lock: threading.Lock = field(default_factory=threading.Lock)
+
+    def next(self, operation: Operation) -> Fault | None:
+        """Count an operation and return what is planned for it."""
+        with self.lock:
+            self.operations.append(operation)
+            self.counts.update((None, operation.name))
+            for fault in self.plan:
+                if fault.operation in (None, operation.name) and fault.at == self.counts[fault.operation]:
+                    self.fired.append(fault)
+                    return fault
+        return None
+
+    def run(
+        self, operation: Operation, whole: Callable[[], T], half: Callable[[], object] | None = None
+    ) -> T:
+        """Do an operation, or what is planned in its place."""
+        fault = self.next(operation)
+        if fault is None:
+            return whole()
+        if fault.kind in ("stall", "kill"):
+            (self.stall if fault.kind == "stall" else self.kill)()
+            return whole()
+        if fault.kind == "lost":
+            whole()
+        elif fault.kind == "short" and half is not None:
+            half()
+        raise _error(fault, operation)
+
+
+def _error(fault: Fault, operation: Operation) -> ReknitError:
+    place = f"in {operation.name} of {operation.path or 'the root'} (planned: {fault})"
+    if fault.kind == "full":
+        return StorageFullError(f"injected: no space left {place}", path=operation.path)
+    if fault.kind == "timeout":
+        return DeadlineError(f"injected: no answer in time {place}", path=operation.path)
+    what = {"error": "input/output error", "short": "input/output error halfway", "lost": "answer lost"}
+    return StorageError(f"injected: {what[fault.kind]} {place}", path=operation.path)
+
+
+class FaultyStorage:
+    """Passes everything on to `inner`, counts the operations, and fails as planned.
+
+    Counted are create, write, finish, put, get, size, read_into, list, folders and delete.  To sweep an
+    action, run it with one fault at k = 1, 2, ... until `fired` stays empty: k is then beyond the last one.
+    """
+
+    def __init__(
+        self,
+        inner: Storage,
+        *,
+        plan: Iterable[Fault] = (),
+        stall: Callable[[], object] = _no_stall,
+        kill: Callable[[], object] = _die,
+    ) -> None:
+        self._inner = inner
+        self._prefix = ""
+        self._script = _Script(tuple(plan), stall, kill)
+
+    @property
+    def operations(self) -> list[Operation]:
+        """Every operation so far, in the order in which they began."""
+        return self._script.operations
+
+    @property
+    def fired(self) -> list[Fault]:
+        """The faults that have happened."""
+        return self._script.fired
+
+    @property
+    def url(self) -> str:
+        """Where the root of the inner store is."""
+        return self._inner.url
+
+    def create(self, path: str, nbytes: int) -> Writer:
+        """Start a new file, whose write and finish are counted as well."""
+        writer = self._script.run(self._operation("create", path), lambda: self._inner.create(path, nbytes))
+        return FaultyWriter(writer, self._prefix + path, self._script)
+
+    def put(self, path: str, data: bytes, *, if_absent: bool) -> bool:
+        """Write a small file in one atomic step: half of it is nothing."""
+        return self._script.run(
+            self._operation("put", path), lambda: self._inner.put(path, data, if_absent=if_absent)
+        )
+
+    def get(self, path: str, *, limit: int) -> bytes:
+        """Return a whole small file."""
+        return self._script.run(self._operation("get", path), lambda: self._inner.get(path, limit=limit))
+
+    def size(self, path: str) -> int:
+        """Return the size of a file in bytes."""
+        return self._script.run(self._operation("size", path), lambda: self._inner.size(path))
+
+    def read_into(self, path: str, start: int, buffers: list[memoryview]) -> None:
+        """Fill the buffers."""
+        self._script.run(
+            self._operation("read_into", path),
+            lambda: self._inner.read_into(path, start, buffers),
+            lambda: self._inner.read_into(path, start, _first_half(buffers)),
+        )
+
+    def delete(self, path: str) -> None:
+        """Remove a file."""
+        self._script.run(self._operation("delete", path), lambda: self._inner.delete(path))
+
+    def sub(self, path: str) -> FaultyStorage:
+        """Return the store below, with the same count and plan."""
+        below = FaultyStorage(self._inner.sub(path))
+        below._prefix = f"{self._prefix}{path}/"
+        below._script = self._script
+        return below
+
+    def close(self) -> None:
+        """Close the inner store."""
+        self._inner.close()
+
+    def folders(self) -> list[str]:
+        """Return the names of the folders directly below the root, sorted."""
+        return self._script.run(self._operation("folders", ""), self._inner.folders)
+
+    def list(self, prefix: str = "") -> Iterator[Listed]:
+        """Yield every file below a folder; the fault happens at the call, not while it is iterated."""
+        return self._script.run(self._operation("list", prefix), lambda: self._inner.list(prefix))
+
+    def _operation(self, name: str, path: str) -> Operation:
+        return Operation(name, self._prefix + path)
+
+
+class FaultyWriter:
+    """A file that is being written to a faulty store."""
+
+    def __init__(self, inner: Writer, path: str, script: _Script) -> None:
+        self._inner = inner
+        self._path = path
+        self._script = script
+
+    def write(self, start: int, data: memoryview) -> None:
+        """Write all of `data` at byte `start`."""
+        self._script.run(
+            Operation("write", self._path),
+            lambda: self._inner.write(start, data),
+            lambda: self._inner.write(start, data[: len(data) // 2]),
+        )
+
+    def finish(self) -> None:
+        """Make the file whole and durable."""
+        self._script.run(Operation("finish", self._path), self._inner.finish)
+
+    def abort(self) -> None:
+        """Give up; not counted, because it cannot fail."""
+        self._inner.abort()
+
+
+def _first_half(buffers: list[memoryview]) -> list[memoryview]:
+    left = sum(buffer.nbytes for buffer in buffers) // 2
+    half = []
+    for buffer in buffers:
+        half.append(buffer[:left])
+        left -= half[-1].nbytes
+    return half

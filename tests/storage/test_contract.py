@@ -1,0 +1,77 @@
+"""Every store passes the shipped suite."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, ClassVar
+
+from reknit.storage.local import LocalStorage
+from reknit.storage.memory import MemoryStorage
+from reknit.testing.faulty_storage import FaultyStorage
+from reknit.testing.storage_suite import StorageSuite
+
+if TYPE_CHECKING:
+    from reknit.options import Durability
+    from reknit.storage.base import Storage
+
+
+class LocalSuite(StorageSuite):
+    durability: ClassVar[Durability] = "power"
+
+    def make(self, tmp_path: Path) -> Storage:
+        return LocalStorage(tmp_path / "not made yet" / "root", durability=self.durability)
+
+    def raw_read(self, storage: Storage, path: str) -> bytes:
+        return Path(storage.url, path).read_bytes()
+
+    def raw_write(self, storage: Storage, path: str, data: bytes) -> None:
+        target = Path(storage.url, path)
+        target.parent.mkdir(parents=True, exist_ok=True)
+        target.write_bytes(data)
+
+
+class TestLocalWithPowerDurability(LocalSuite):
+    pass
+
+
+class TestLocalWithProcessDurability(LocalSuite):
+    durability: ClassVar[Durability] = "process"
+
+
+class TestLocalBelowAnotherStore(LocalSuite):
+    def make(self, tmp_path: Path) -> Storage:
+        return LocalStorage(tmp_path).sub("steps/1")
+
+
+class TestLocalThatPassesThroughAFaultyStorage(LocalSuite):
+    def make(self, tmp_path: Path) -> Storage:
+        return FaultyStorage(LocalStorage(tmp_path))
+
+
+class MemorySuite(StorageSuite):
+    """The raw access is a second store, opened at the root of the tree."""
+
+    def make(self, tmp_path: Path) -> Storage:
+        MemoryStorage.clear("contract")
+        return MemoryStorage("contract")
+
+    def _raw(self, storage: Storage) -> dict[str, memoryview]:
+        return MemoryStorage._trees["contract"].files
+
+    def _key(self, storage: Storage, path: str) -> str:
+        return f"{storage.url}/{path}".removeprefix("mem://contract/")
+
+    def raw_read(self, storage: Storage, path: str) -> bytes:
+        return bytes(self._raw(storage)[self._key(storage, path)])
+
+    def raw_write(self, storage: Storage, path: str, data: bytes) -> None:
+        self._raw(storage)[self._key(storage, path)] = memoryview(data)
+
+
+class TestMemory(MemorySuite):
+    pass
+
+
+class TestMemoryBelowAnotherStore(MemorySuite):
+    def make(self, tmp_path: Path) -> Storage:
+        return super().make(tmp_path).sub("steps/1")

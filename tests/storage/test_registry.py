@@ -1,0 +1,206 @@
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import pytest
+
+from reknit.errors import MissingExtraError, UnknownSchemeError, UsageError
+from reknit.storage import registry
+from reknit.storage.local import LocalStorage
+from reknit.storage.memory import MemoryStorage
+from reknit.storage.registry import open_storage, register
+from reknit.testing.storage_suite import write
+
+if TYPE_CHECKING:
+    from reknit.options import Durability
+    from reknit.storage.base import Storage
+
+
+@pytest.fixture(autouse=True)
+def _in_an_empty_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    home = tmp_path / "home"
+    home.mkdir()
+    monkeypatch.setenv("HOME", str(home))
+    monkeypatch.chdir(home)
+    monkeypatch.setattr(registry, "_factories", dict(registry._factories))
+
+
+def test_plain_paths_and_path_objects_are_folders(tmp_path: Path) -> None:
+    for place in (str(tmp_path / "a b%20"), tmp_path / "a b%20"):
+        storage = open_storage(place)
+        assert isinstance(storage, LocalStorage)
+        assert storage.url == str(tmp_path / "a b%20")
+    assert open_storage("runs/1").url == str(tmp_path / "home" / "runs" / "1")
+
+
+def test_a_colon_behind_the_first_slash_is_part_of_a_name(tmp_path: Path) -> None:
+    assert open_storage("./s3:x").url == str(tmp_path / "home" / "s3:x")
+    assert open_storage("runs/12:30").url == str(tmp_path / "home" / "runs" / "12:30")
+    assert open_storage(tmp_path / "a:b").url == str(tmp_path / "a:b")
+    assert open_storage("my_run:1").url == str(tmp_path / "home" / "my_run:1")
+
+
+def test_a_tilde_is_the_home(tmp_path: Path) -> None:
+    assert open_storage("~/runs").url == str(tmp_path / "home" / "runs")
+    assert open_storage("a/~").url == str(tmp_path / "home" / "a" / "~")
+    with pytest.raises(UsageError, match="unknown user"):
+        open_storage("~nobody-of-this-name/x")
+
+
+@pytest.mark.parametrize(
+    "url", ["file:///a/b", "file://localhost/a/b", "FILE:///a/b", "file:/a/b", "file:///a/%62"]
+)
+def test_a_file_url_is_a_folder(url: str) -> None:
+    assert open_storage(url).url == "/a/b"
+
+
+def test_a_file_url_is_percent_decoded() -> None:
+    assert open_storage("file:///a%20b/%C3%A9%3F").url == "/a b/é?"
+
+
+@pytest.mark.parametrize(
+    "url",
+    [
+        "file://",
+        "file:",
+        "file:a",
+        "file://host/a",
+        "file://a",
+        "file:///a?b",
+        "file:///a#b",
+        "file:///a%00",
+        "file://[x",
+    ],
+)
+def test_a_wrong_file_url_is_refused(url: str) -> None:
+    with pytest.raises(UsageError):
+        open_storage(url)
+
+
+def test_a_memory_url_is_a_store_in_memory() -> None:
+    MemoryStorage.clear("registry")
+    write(open_storage("mem://registry/a/b/"), "x", b"1")
+    assert open_storage("mem://registry").get("a/b/x", limit=1) == b"1"
+
+
+@pytest.mark.parametrize("url", ["mem://", "mem:///", "mem:name", "mem:/name"])
+def test_a_wrong_memory_url_is_refused(url: str) -> None:
+    with pytest.raises(UsageError):
+        open_storage(url)
+
+
+@pytest.mark.parametrize("scheme", ["s3", "gs", "az", "hdfs"])
+def test_a_store_that_is_still_missing_is_named(scheme: str) -> None:
+    with pytest.raises(UnknownSchemeError, match="not available in this version") as caught:
+        open_storage(f"{scheme}://bucket/x")
+    assert scheme in caught.value.message
+    assert "file://, mem://" in str(caught.value.remedy)
+    assert "reknit.storage" in str(caught.value.remedy)
+
+
+@pytest.mark.parametrize(
+    "url",
+    [
+        "hdfs://nn/x",
+        "hdfs:/x",
+        Path("hdfs://nn/x"),
+        "s3:bucket",
+        "S3://x",
+        "https://x/y",
+        "my-store://x",
+        "my_store://x",
+        "://x",
+        "ss3:/x",
+    ],
+)
+def test_an_unknown_store_never_becomes_a_folder(tmp_path: Path, url: str | Path) -> None:
+    with pytest.raises(UnknownSchemeError):
+        open_storage(url)
+    assert list((tmp_path / "home").iterdir()) == []
+
+
+@pytest.mark.parametrize("place", ["", b"/x"])
+def test_a_place_must_be_given(place: object) -> None:
+    with pytest.raises(UsageError, match="place"):
+        open_storage(place)  # type: ignore[arg-type]
+
+
+def test_durability_reaches_the_store(tmp_path: Path) -> None:
+    for place in (str(tmp_path), f"file://{tmp_path}"):
+        with pytest.raises(UsageError, match="durability"):
+            open_storage(place, durability="fast")  # type: ignore[arg-type]
+
+
+def test_a_registered_scheme_is_opened_by_its_factory() -> None:
+    opened: list[tuple[str, Durability]] = []
+
+    def factory(url: str, durability: Durability) -> Storage:
+        opened.append((url, durability))
+        return MemoryStorage("registered")
+
+    register("vault", factory)
+    register("vault", factory)
+    assert open_storage("vault://a/b", durability="process").url == "mem://registered"
+    assert open_storage("VAULT://a").url == "mem://registered"
+    assert opened == [("vault://a/b", "process"), ("VAULT://a", "power")]
+    with pytest.raises(UsageError, match="two slashes"):
+        open_storage("vault:/a")
+
+
+@pytest.mark.parametrize("scheme", ["file", "mem", "Upper", "", "a/b", "1x"])
+def test_a_scheme_that_is_taken_or_impossible_is_refused(scheme: str) -> None:
+    with pytest.raises(UsageError):
+        register(scheme, lambda url, durability: MemoryStorage("x"))
+
+
+def install(folder: Path, scheme: str, target: str) -> None:
+    """Write what an installed package leaves: its metadata with an entry point."""
+    metadata = folder / f"{scheme}-1.0.dist-info"
+    metadata.mkdir(parents=True)
+    (metadata / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {scheme}\nVersion: 1.0\n")
+    (metadata / "entry_points.txt").write_text(f"[reknit.storage]\n{scheme} = {target}\n")
+
+
+def test_an_installed_package_serves_its_scheme(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    install(tmp_path / "site", "tape", "reknit_tape_for_tests:open_tape")
+    (tmp_path / "site" / "reknit_tape_for_tests.py").write_text(
+        "from reknit.storage.memory import MemoryStorage\n"
+        "def open_tape(url, durability):\n"
+        "    return MemoryStorage('tape').sub(durability)\n"
+    )
+    monkeypatch.syspath_prepend(tmp_path / "site")
+    assert open_storage("tape://x").url == "mem://tape/power"
+
+
+def test_an_installed_package_that_is_broken_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    install(tmp_path / "site", "broken", "reknit_package_that_is_not_there:open")
+    monkeypatch.syspath_prepend(tmp_path / "site")
+    with pytest.raises(MissingExtraError, match="reknit_package_that_is_not_there"):
+        open_storage("broken://x")
+
+
+def test_entry_points_are_not_looked_up_for_known_schemes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def lookup(**_: str) -> None:
+        raise AssertionError("nobody asked for an unknown scheme")
+
+    monkeypatch.setattr(registry, "entry_points", lookup)
+    open_storage(tmp_path)
+    open_storage("mem://x")
+    with pytest.raises(AssertionError):
+        open_storage("other://x")
+
+
+def test_importing_the_registry_makes_nothing(tmp_path: Path) -> None:
+    code = "import reknit.storage.registry, threading; print(threading.active_count())"
+    done = subprocess.run(
+        [sys.executable, "-c", code], cwd=tmp_path / "home", capture_output=True, text=True, check=True
+    )
+    assert done.stdout == "1\n"
+    assert list((tmp_path / "home").iterdir()) == []

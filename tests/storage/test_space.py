@@ -1,0 +1,65 @@
+from __future__ import annotations
+
+import errno
+import os
+from typing import TYPE_CHECKING
+
+import pytest
+
+from reknit.storage import space
+from reknit.storage.space import free_nbytes, reserve
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+
+def test_a_reserved_file_has_its_room(tmp_path: Path) -> None:
+    with open(tmp_path / "x", "wb") as file:
+        reserve(file.fileno(), str(tmp_path), 1 << 20)
+        found = os.fstat(file.fileno())
+    assert found.st_size in (0, 1 << 20)  # 0 where the file system cannot allocate at once
+    assert found.st_blocks * 512 >= found.st_size
+
+
+def test_a_file_system_that_cannot_allocate_is_never_made_to_imitate_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    mounts = tmp_path / "mountinfo"
+    device = os.stat(tmp_path).st_dev
+    mounts.write_text(
+        "22 27 0:9999 / /other rw - ext4 none rw\n"
+        f"23 27 {os.major(device)}:{os.minor(device)} / / rw shared:1 - lustre server:/fs rw\n"
+    )
+    monkeypatch.setattr(space, "_MOUNTS", str(mounts))
+    with open(tmp_path / "x", "wb") as file:
+        reserve(file.fileno(), str(tmp_path), 1 << 20)
+        assert os.fstat(file.fileno()).st_size == 0
+        with pytest.raises(OSError, match=os.strerror(errno.ENOSPC)):
+            reserve(file.fileno(), str(tmp_path), 1 << 60)
+
+
+def test_a_system_without_mount_table_only_compares_the_free_space(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(space, "_MOUNTS", str(tmp_path / "missing"))
+    with open(tmp_path / "x", "wb") as file:
+        reserve(file.fileno(), str(tmp_path), 1 << 20)
+        assert os.fstat(file.fileno()).st_size == 0
+
+
+def test_nothing_is_reserved_for_an_empty_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(space, "_MOUNTS", None)
+    with open(tmp_path / "x", "wb") as file:
+        reserve(file.fileno(), str(tmp_path), 0)
+
+
+def test_free_space_is_that_of_the_nearest_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    free = free_nbytes(str(tmp_path / "not" / "made" / "yet"))
+    assert free is not None
+    assert free > 0
+
+    def fail(_: str) -> None:
+        raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+    monkeypatch.setattr("shutil.disk_usage", fail)
+    assert free_nbytes(str(tmp_path)) is None
