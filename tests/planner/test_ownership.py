@@ -67,6 +67,16 @@ def test_small_replica_sets_are_spread_over_their_ranks() -> None:
     assert owners == {0, 1, 2, 3}
 
 
+def test_a_box_that_a_rank_holds_twice_is_written_once() -> None:
+    shards = [
+        shard("a", (3, 2), (0,)),
+        shard("a", (3, 2), (0,)),
+        shard("b", (0,), (0,)),
+        shard("b", (0,), (0,)),
+    ]
+    assert [part.shard for part in owned_parts(shards, 0)] == [0, 2]
+
+
 def test_a_cut_prefers_whole_tensors_and_rows_where_they_are_near() -> None:
     shards = [shard("a", (1000, 100), (0, 1)), shard("b", (999, 100), (0, 1))]
     for rank in (0, 1):

@@ -114,7 +114,8 @@ def _strides(index: Index, chunk: NDArray[np.int64]) -> NDArray[np.int64]:
     strides = np.ones_like(lengths)
     strides[:, :-1] = np.cumprod(lengths[:, :0:-1], axis=1)[:, ::-1]
     itemsize = index.nbytes[chunk] // np.maximum(lengths.prod(axis=1), 1)
-    return strides * itemsize[:, None]
+    in_bytes: NDArray[np.int64] = strides * itemsize[:, None]
+    return in_bytes
 
 
 def _split_strided(pieces: _Pieces, index: Index, granularity: Granularity) -> _Pieces:

@@ -12,6 +12,7 @@ if TYPE_CHECKING:
 
     from numpy.typing import NDArray
 
+    from reknit.types.box import Box
     from reknit.types.shard import Shard
 
 SNAP = 0.004
@@ -31,15 +32,21 @@ class Owned(NamedTuple):
 def owned_parts(shards: Sequence[Shard], rank: int) -> list[Owned]:
     """Return what `rank` writes of the shards that it holds.
 
-    Every shard's `replicas` are known here and contain the rank, or else it is not written.  Within one
-    replica set the shards' bytes are laid end to end in canonical order and cut into equal ranges; all
-    replicas compute the same cut alone, because they hold the same boxes.  (ByteCheckpoint balances whole
-    shards by worst fit at a coordinator, NSDI'25 section 4.1; a cut line needs no coordinator and no fit.)
+    Every shard's `replicas` are known here and contain the rank, or else it is not written; of equal boxes
+    that one rank holds twice, the first counts.  Within one replica set the shards' bytes are laid end to end
+    in canonical order and cut into equal ranges; all replicas compute the same cut alone, because they hold
+    the same boxes.  (ByteCheckpoint balances whole shards by worst fit at a coordinator, NSDI'25 section 4.1;
+    a cut line needs no coordinator and no fit.)
     """
     owned: list[Owned] = []
+    seen: set[tuple[str, str, Box]] = set()
     shared: dict[tuple[int, ...], list[int]] = {}
     for number, shard in enumerate(shards):
         replicas = shard.replicas or ()
+        key = (shard.item, shard.fqn, shard.box)
+        if key in seen:
+            continue
+        seen.add(key)
         if replicas == (rank,) or (shard.nbytes == 0 and replicas[:1] == (rank,)):
             owned.append(Owned(number, 0, shard.box.numel))
         elif rank in replicas and shard.nbytes:

@@ -46,7 +46,7 @@ class Index:
     """All chunks of a checkpoint as columns; the chunks of each tensor tile it exactly.
 
     `tensors` is sorted by (item, fqn).  Chunk `i` belongs to tensor `tensor[i]` (ascending), covers the box
-    `offsets[i], lengths[i]` (padded to the largest ndim with offset 0 and length 1) and lies in
+    `offsets[i], lengths[i]` (padded to the largest ndim, at least 1, with offset 0 and length 1) and lies in
     `files[file[i]]` at `start[i]`, `nbytes[i]` bytes long.  Chunks of one tensor are sorted by offsets.
     Two tensors may share extents: tied weights are stored once.
     """

@@ -1,0 +1,65 @@
+"""Checkpoints for large-model training: save on any layout, load on any other, and trust the bytes."""
+
+from reknit.api import latest, load, open, save, verify  # noqa: A004
+from reknit.engine.browse import Checkpoint
+from reknit.engine.report import LoadReport, PendingSave, SaveReport, VerifyReport
+from reknit.errors import (
+    CheckpointExistsError,
+    CheckpointNotFoundError,
+    CommError,
+    CommitError,
+    CorruptError,
+    DeadlineError,
+    FormatError,
+    MismatchError,
+    MissingExtraError,
+    ProtocolError,
+    ReknitError,
+    StateError,
+    StorageError,
+    StorageFullError,
+    StorageNotFoundError,
+    StoragePermissionError,
+    UnknownSchemeError,
+    UsageError,
+    VersionError,
+)
+from reknit.frameworks.per_rank import PerRank, RngState
+from reknit.options import CommOptions, LoadOptions, SaveOptions
+
+__all__ = [
+    "CheckpointExistsError",
+    "CheckpointNotFoundError",
+    "Checkpoint",
+    "CommError",
+    "CommOptions",
+    "CommitError",
+    "CorruptError",
+    "DeadlineError",
+    "FormatError",
+    "LoadOptions",
+    "LoadReport",
+    "MismatchError",
+    "MissingExtraError",
+    "PendingSave",
+    "PerRank",
+    "ProtocolError",
+    "ReknitError",
+    "RngState",
+    "SaveOptions",
+    "SaveReport",
+    "StateError",
+    "StorageError",
+    "StorageFullError",
+    "StorageNotFoundError",
+    "StoragePermissionError",
+    "UnknownSchemeError",
+    "UsageError",
+    "VerifyReport",
+    "VersionError",
+    "latest",
+    "load",
+    "open",
+    "save",
+    "verify",
+]

@@ -1,0 +1,270 @@
+"""The door that users come through: resolve arguments, hand over to the engine."""
+
+from __future__ import annotations
+
+import logging
+import platform
+import sys
+import weakref
+from collections.abc import Mapping, MutableMapping
+from dataclasses import replace
+from importlib import metadata as distributions
+from types import MappingProxyType
+from typing import TYPE_CHECKING, Any, Literal
+
+from reknit.comm.base import Group, SoloGroup
+from reknit.engine import load as load_story
+from reknit.engine import save as save_story
+from reknit.engine.browse import Checkpoint
+from reknit.engine.commit import Destination, manifest_exists
+from reknit.engine.opening import read_manifest
+from reknit.engine.report import LoadReport, PendingSave, SaveReport, VerifyReport
+from reknit.engine.verify import verify as verify_story
+from reknit.errors import FormatError, UsageError
+from reknit.format.manifest_file import decode_manifest
+from reknit.frameworks import registry
+from reknit.frameworks.arrays import empty
+from reknit.frameworks.torch_job import current_job, subgroup_job
+from reknit.monitor.phase import Recorder, Sink
+from reknit.monitor.sinks.jsonl import JsonLinesSink
+from reknit.options import CommOptions, LoadOptions, SaveOptions
+from reknit.storage.registry import open_storage
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+    from os import PathLike
+
+    from reknit.frameworks.torch_job import Job
+
+logger = logging.getLogger("reknit")
+
+_trees: weakref.WeakKeyDictionary[Any, Group] = weakref.WeakKeyDictionary()
+
+
+def save(
+    path: str | PathLike[str],
+    state: Mapping[str, Any],
+    step: int | None = None,
+    wait: bool = True,
+    overwrite: bool = False,
+    options: SaveOptions | None = None,
+    group: Any = None,
+    metadata: Mapping[str, Any] | None = None,
+) -> PendingSave:
+    """Save `state` as one checkpoint, together with all ranks of the job.
+
+    `state` maps item names to live objects (modules, optimizers, schedulers, anything with `state_dict`),
+    tensors, arrays, or nested containers of these and of plain values.  Every rank calls with its own part,
+    and the same `path` (a folder, or a URL).  Nothing live is changed.  The checkpoint exists when `result()`
+    returns, and not before; a save that fails or is killed leaves what was there before.
+
+    `step` and `metadata` (JSON-like) are stored in the manifest.  `overwrite=True` replaces a checkpoint at
+    `path` by a safe switch.  `group`: a torch process group or a `reknit` group, default all ranks of the
+    job; a process without torch.distributed is alone.  With `wait=False` an error is raised by `result()`;
+    the save itself is synchronous for now.
+
+    Raises `StateError` (something cannot be saved; nothing was written), `CheckpointExistsError`,
+    `CommitError` (the ranks' parts leave a hole), `StorageError`, `CommError`: on every rank the same error,
+    naming rank and phase.
+    """
+    options = options or SaveOptions()
+    try:
+        report = _save(path, state, step, overwrite, options, group, metadata or {})
+    except Exception as error:
+        if wait:
+            raise
+        return PendingSave(_error=error)
+    return PendingSave(_report=report, phases=report.phases)
+
+
+def _save(
+    path: str | PathLike[str],
+    state: Mapping[str, Any],
+    step: int | None,
+    overwrite: bool,
+    options: SaveOptions,
+    group: Any,
+    metadata: Mapping[str, Any],
+) -> SaveReport:
+    _check_state(state)
+    joined, ranks = _group(group)
+    storage = open_storage(path, durability=options.durability)
+    try:
+        origin = _origin(joined)
+        to = Destination(storage, step, overwrite, options.allow_pickle, origin, metadata)
+        recorder = Recorder("save", joined.rank, step, storage.url, _sinks(options.events))
+        job = save_story.SaveJob(
+            lambda: registry.collect(state, joined.rank, joined.size, ranks=ranks),
+            joined,
+            to,
+            options,
+            recorder,
+        )
+        report = save_story.save(job)
+    finally:
+        storage.close()
+    if joined.rank == 0:
+        for warning in report.warnings:
+            logger.warning("save to %s: %s", storage.url, warning)
+    return report
+
+
+def load(
+    path: str | PathLike[str],
+    state: Mapping[str, Any],
+    strict: bool = True,
+    items: Sequence[str] | None = None,
+    options: LoadOptions | None = None,
+    group: Any = None,
+) -> LoadReport:
+    """Fill `state` in place from the checkpoint at `path`, whatever layout it was saved in.
+
+    `state` is as for `save`; each rank brings its own part of the target layout.  `items` names those to
+    load, default all of `state`; items of the checkpoint that `state` does not name are left alone.  Each
+    rank reads just the bytes that it needs, and checks them.
+
+    With `strict` (the default) anything that would not be restored exactly raises `MismatchError` on every
+    rank before anything changes; `strict=False`, or patterns in `LoadOptions.lenient`, report it instead.  A
+    value that each rank saved for itself (random state, `PerRank`) is restored when the ranks are the same,
+    and otherwise left alone and mentioned in `LoadReport.notes`.
+
+    Raises `CheckpointNotFoundError`, `MismatchError`, `CorruptError`, `VersionError`, `StorageError`,
+    `CommError`: on every rank the same error, naming rank and phase.
+    """
+    _check_state(state)
+    options = options or LoadOptions()
+    if not strict:
+        options = replace(options, lenient=("*",))
+    names = tuple(state) if items is None else tuple(items)
+    if isinstance(items, str):
+        raise UsageError(f"items is a list of names: pass [{items!r}]")
+    if absent := [name for name in names if name not in state]:
+        raise UsageError(f"items names {absent[0]!r}, but state has only {', '.join(map(repr, state))}")
+    part = {name: state[name] for name in names}
+    joined, ranks = _group(group)
+    storage = open_storage(path)
+    try:
+        recorder = Recorder("load", joined.rank, None, storage.url, _sinks(options.events))
+        job = load_story.LoadJob(
+            lambda catalog: registry.wanted(
+                part if isinstance(state, MutableMapping) else MappingProxyType(part),
+                catalog,
+                joined.rank,
+                joined.size,
+                ranks=ranks,
+            ),
+            joined,
+            storage,
+            names,
+            options,
+            recorder,
+        )
+        report = load_story.load(job)
+    finally:
+        storage.close()
+    if isinstance(state, MutableMapping):
+        state.update({name: value for name, value in part.items() if value is not state[name]})
+    return report
+
+
+def open(path: str | PathLike[str], *, options: LoadOptions | None = None) -> Checkpoint:
+    """Open a checkpoint for looking and for reading any part of any tensor; no other rank is needed.
+
+    Raises `CheckpointNotFoundError`, `CorruptError`, `VersionError`, `StorageError`.
+    """
+    options = options or LoadOptions()
+    storage = open_storage(path)
+    recorder = Recorder("read", path=storage.url, sinks=_sinks(options.events))
+    return Checkpoint(storage, options, recorder, empty)
+
+
+def verify(
+    path: str | PathLike[str],
+    level: Literal["structure", "data"] = "structure",
+    *,
+    options: LoadOptions | None = None,
+) -> VerifyReport:
+    """Check a checkpoint without loading it; `report.ok`, or `report.problems` naming file and place.
+
+    ``"structure"`` reads metadata only, ``"data"`` also compares the digest of every block of every file.
+    Raises `CheckpointNotFoundError` when there is nothing to check.
+    """
+    if level not in ("structure", "data"):
+        raise UsageError(f"level is 'structure' or 'data', not {level!r}")
+    storage = open_storage(path)
+    try:
+        return verify_story(storage, level, options or LoadOptions())
+    finally:
+        storage.close()
+
+
+def latest(root: str | PathLike[str]) -> str | None:
+    """Return the path of the newest committed checkpoint directly below `root`, or None.
+
+    Newest is the highest step; checkpoints without a step come before all that have one, by time.  A folder
+    whose manifest is damaged is passed over with a logged warning.
+    """
+    storage = open_storage(root)
+    try:
+        best: tuple[int, float, str] | None = None
+        for name in storage.folders():
+            inner = storage.sub(name)
+            if not manifest_exists(inner):
+                continue
+            try:
+                manifest = decode_manifest(read_manifest(inner))
+            except FormatError as error:
+                logger.warning("passed over %s: %s", inner.url, error.message)
+                continue
+            key = (-1 if manifest.step is None else manifest.step, manifest.created, inner.url)
+            best = key if best is None else max(best, key)
+        return None if best is None else best[2]
+    finally:
+        storage.close()
+
+
+def _check_state(state: Mapping[str, Any]) -> None:
+    """Raise `UsageError` for a state that is not a mapping of items."""
+    if not isinstance(state, Mapping):
+        raise UsageError(
+            f"state is a mapping of items, not a {type(state).__name__}",
+            remedy='wrap it: {"model": model}',
+        )
+    if wrong := [name for name in state if not isinstance(name, str) or not name]:
+        raise UsageError(f"item names are non-empty strings, not {wrong[0]!r}")
+
+
+def _group(group: Any) -> tuple[Group, Sequence[int] | None]:
+    """Return the ranks that act together, and their torch ranks where these differ from their places."""
+    if group is not None and hasattr(group, "exchange"):
+        return group, None
+    job = current_job() if group is None else subgroup_job(group)
+    if job is None or job.size == 1:
+        return SoloGroup(), None if job is None else job.ranks
+    return _joined(job), job.ranks
+
+
+def _joined(job: Job) -> Group:
+    """Return the tree of a job's ranks, joined once for as long as torch's group lives."""
+    group = _trees.get(job.identity)
+    if group is None:
+        from reknit.comm.tree import TreeGroup  # gRPC is loaded only when there is someone to talk to
+
+        group = TreeGroup.join(job.store, job.rank, job.size, job="reknit", options=CommOptions())
+        _trees[job.identity] = group
+        weakref.finalize(job.identity, group.close)
+    return group
+
+
+def _sinks(events: str | None) -> tuple[Sink, ...]:
+    return () if events is None else (JsonLinesSink(events),)
+
+
+def _origin(group: Group) -> dict[str, Any]:
+    """Return what the manifest says about the job that wrote it; information only."""
+    names = [name for name in ("reknit", "numpy", "torch") if name == "reknit" or name in sys.modules]
+    return {
+        "world_size": group.size,
+        "python": platform.python_version(),
+        "versions": {name: distributions.version(name) for name in names},
+    }

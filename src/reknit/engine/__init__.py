@@ -1,0 +1,1 @@
+"""Move the bytes: carry plans out, and never ask back."""

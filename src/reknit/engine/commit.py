@@ -1,0 +1,176 @@
+"""What the root of a save does: assign work, and make the checkpoint exist with one last atomic write."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from reknit.engine import messages
+from reknit.engine.write import write_bytes
+from reknit.errors import CheckpointExistsError, ReknitError, StorageError, StorageNotFoundError
+from reknit.format import paths
+from reknit.format.checksum import BLOCK_NBYTES
+from reknit.format.index_file import encode_index
+from reknit.format.manifest_file import MAX_MANIFEST_NBYTES, decode_manifest, encode_manifest
+from reknit.format.versions import FORMAT_VERSION
+from reknit.monitor.phase import now
+from reknit.planner.assemble import SHOWN, assemble
+from reknit.planner.resolve import blob_owners, shard_owners
+from reknit.types.manifest import BlobFile, FileEntry, Manifest
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
+    from reknit.storage.base import Storage
+
+
+@dataclass(frozen=True, slots=True)
+class Destination:
+    """Where a save goes, and what its manifest says about it."""
+
+    storage: Storage
+    step: int | None
+    overwrite: bool
+    uses_pickle: bool
+    origin: Mapping[str, Any]
+    metadata: Mapping[str, Any]
+
+
+def decide_assignment(destination: Destination, requests: Sequence[bytes]) -> list[bytes]:
+    """Answer every rank's `Claims`.  Raises `CheckpointExistsError`."""
+    if not destination.overwrite and manifest_exists(destination.storage):
+        raise CheckpointExistsError(
+            "there is a committed checkpoint at this path already",
+            path=destination.storage.url,
+            remedy="save to another path, or pass overwrite=True to replace it safely",
+        )
+    claims = [messages.decode(request, messages.Claims) for request in requests]
+    shards = shard_owners(
+        [messages.unpacked(c.shard_keys, "u8") for c in claims],
+        [messages.unpacked(c.shard_nbytes, "i8") for c in claims],
+    )
+    blobs = blob_owners(
+        [messages.unpacked(c.blob_keys, "u8") for c in claims],
+        [messages.unpacked(c.blob_digests, "u8") for c in claims],
+    )
+    write_id = paths.new_write_id()
+    return [
+        messages.encode(messages.Assignment(write_id, messages.packed(s, "i8"), messages.packed(b, "i8")))
+        for s, b in zip(shards, blobs, strict=True)
+    ]
+
+
+def decide_commit(destination: Destination, write_id: str, requests: Sequence[bytes]) -> list[bytes]:
+    """Assemble all receipts into the index, check it, write it, and commit.
+
+    Raises `CommitError` when the parts do not make a whole.  Nothing exists before the last line, everything
+    after.
+    """
+    receipts = [messages.decode(request, messages.Receipt) for request in requests]
+    index, warnings = assemble([receipt.columns.written() for receipt in receipts])
+    warnings += _differing_copies(receipts)
+    files = [
+        FileEntry(file.path, file.nbytes, tuple(messages.unpacked(file.digests, "u8").tolist()))
+        for receipt in receipts
+        for file in receipt.files
+    ]
+    blobs = tuple(BlobFile(b.item, b.path, b.coordinate) for receipt in receipts for b in receipt.blobs)
+    storage = destination.storage
+    written = write_bytes(storage, paths.index_path(write_id), encode_index(index))
+    try:
+        files.append(FileEntry(written.path, written.nbytes, tuple(written.digests.tolist())))
+        manifest = Manifest(
+            format_version=FORMAT_VERSION,
+            write_id=write_id,
+            step=destination.step,
+            created=now(),
+            items=tuple(dict.fromkeys(item for receipt in receipts for item in receipt.items)),
+            index_path=written.path,
+            files=tuple(files),
+            blobs=blobs,
+            block_nbytes=BLOCK_NBYTES,
+            uses_pickle=destination.uses_pickle,
+            origin=destination.origin,
+            metadata=destination.metadata,
+        )
+        data = encode_manifest(manifest)
+        # The commit: before this write there is no checkpoint, after it there is.
+        committed = storage.put(paths.MANIFEST_PATH, data, if_absent=not destination.overwrite)
+    except ReknitError:
+        if not _is_committed(storage, write_id):
+            storage.delete(written.path)
+        raise
+    if not committed:
+        storage.delete(written.path)
+        raise CheckpointExistsError(
+            "another save committed to this path meanwhile",
+            path=storage.url,
+            remedy="give each save a path of its own",
+        )
+    warnings += _clear_out(storage, write_id)
+    outcome = messages.encode(messages.Outcome(sum(file.nbytes for file in files), warnings))
+    return [outcome] * len(requests)
+
+
+def manifest_exists(storage: Storage) -> bool:
+    """Tell whether a checkpoint is committed here."""
+    try:
+        storage.size(paths.MANIFEST_PATH)
+    except StorageNotFoundError:
+        return False
+    return True
+
+
+def _is_committed(storage: Storage, write_id: str) -> bool:
+    """Tell whether the manifest here is that of this save; when that cannot be told, assume that it is."""
+    try:
+        return committed_write_id(storage) == write_id
+    except ReknitError:
+        return True
+
+
+def committed_write_id(storage: Storage) -> str | None:
+    """Return the write id of the checkpoint that is committed here, or None."""
+    try:
+        return decode_manifest(storage.get(paths.MANIFEST_PATH, limit=MAX_MANIFEST_NBYTES)).write_id
+    except StorageNotFoundError:
+        return None
+
+
+def _differing_copies(receipts: Sequence[messages.Receipt]) -> list[str]:
+    """Return a warning when copies of a shard that were taken for equal are not."""
+    keys = np.concatenate([messages.unpacked(r.copies, "u8") for r in receipts])
+    if not len(keys):
+        return []
+    values = np.concatenate([messages.unpacked(r.copy_digests, "u8") for r in receipts])
+    ranks = np.concatenate([np.full(len(r.copy_names), r.rank) for r in receipts])
+    names = [name for r in receipts for name in r.copy_names]
+    order = np.argsort(keys, kind="stable")
+    _, first = np.unique(keys[order], return_index=True)
+    low, high = np.minimum.reduceat(values[order], first), np.maximum.reduceat(values[order], first)
+    told = []
+    for group in np.flatnonzero(low != high).tolist():
+        stop = first[group + 1] if group + 1 < len(first) else len(keys)
+        holders = ranks[order][first[group] : stop].tolist()
+        told.append(f"{names[order[first[group]]]} (ranks {', '.join(map(str, holders[:8]))})")
+    if not told:
+        return []
+    more = f" and {len(told) - SHOWN} more" if len(told) > SHOWN else ""
+    return [
+        f"ranks hold different values of {', '.join(told[:SHOWN])}{more}; one rank's copy was stored. "
+        "Make them equal, or wrap them in reknit.PerRank to keep each."
+    ]
+
+
+def _clear_out(storage: Storage, write_id: str) -> list[str]:
+    """Delete the files of earlier saves to this path; what cannot be deleted is a warning, not a failure."""
+    try:
+        for listed in list(storage.list()):
+            name = paths.parse_path(listed.path)
+            if name is not None and name.write_id8 not in (None, paths.short_id(write_id)):
+                storage.delete(listed.path)
+    except StorageError as error:
+        return [f"the checkpoint is committed, but files of an earlier save could not be deleted: {error}"]
+    return []

@@ -1,0 +1,155 @@
+"""What ranks tell the root, and what it answers: plain columns in MessagePack."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, TypeVar
+
+import msgspec
+import numpy as np
+
+from reknit.planner.assemble import Written
+
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
+
+
+Message = TypeVar("Message")
+
+encode = msgspec.msgpack.encode
+
+
+def decode(data: bytes, kind: type[Message]) -> Message:
+    """Return the message of this kind."""
+    return msgspec.msgpack.decode(data, type=kind)
+
+
+def packed(column: Any, kind: str) -> bytes:
+    """Return a column of numbers as little-endian bytes."""
+    return np.ascontiguousarray(column, np.dtype(kind).newbyteorder("<")).tobytes()
+
+
+def unpacked(data: bytes, kind: str) -> NDArray[Any]:
+    """Return the column that `packed` made."""
+    return np.frombuffer(data, np.dtype(kind).newbyteorder("<"))
+
+
+class Claims(msgspec.Struct, array_like=True):
+    """Before a save: the shards of which a rank cannot know who else holds them, and its blobs."""
+
+    shard_keys: bytes
+    shard_nbytes: bytes
+    blob_keys: bytes
+    blob_digests: bytes
+
+
+class Assignment(msgspec.Struct, array_like=True):
+    """The root's answer to `Claims`: who writes each of those shards and blobs, and the id of this save."""
+
+    write_id: str
+    shard_owners: bytes
+    blob_owners: bytes
+
+
+class FileReceipt(msgspec.Struct, array_like=True):
+    """A file that a rank wrote, with the digests of its blocks."""
+
+    path: str
+    nbytes: int
+    digests: bytes
+
+
+class BlobReceipt(msgspec.Struct, array_like=True):
+    """A file of blobs that a rank wrote."""
+
+    item: str
+    path: str
+    coordinate: dict[str, int] | None
+
+
+class Columns(msgspec.Struct, array_like=True):
+    """The chunks that a rank wrote (`planner.assemble.Written`)."""
+
+    tensors: list[tuple[str, str, str, tuple[int, ...]]]
+    files: list[str]
+    ndim: int
+    tensor: bytes
+    offsets: bytes
+    lengths: bytes
+    file: bytes
+    start: bytes
+    nbytes: bytes
+    aliases: list[tuple[str, str, str]]
+
+    def written(self) -> Written:
+        """Return the columns as arrays."""
+        column = [unpacked(c, "i8") for c in (self.tensor, self.file, self.start, self.nbytes)]
+        offsets, lengths = (unpacked(c, "i8").reshape(-1, self.ndim) for c in (self.offsets, self.lengths))
+        tensor, file, start, nbytes = column
+        return Written(self.tensors, self.files, tensor, offsets, lengths, file, start, nbytes, self.aliases)
+
+
+class Receipt(msgspec.Struct, array_like=True):
+    """After a save's writing: what a rank wrote, and the digests of the copies that it holds.
+
+    `copies` are `shard_key`s, `copy_digests` the digests of the bytes; the root compares them between ranks.
+    """
+
+    rank: int
+    items: list[str]
+    files: list[FileReceipt]
+    columns: Columns
+    blobs: list[BlobReceipt]
+    copies: bytes
+    copy_digests: bytes
+    copy_names: list[str]
+
+
+class Outcome(msgspec.Struct, array_like=True):
+    """The root's answer to `Receipt`: the checkpoint is committed."""
+
+    total_nbytes: int
+    warnings: list[str]
+
+
+class Opened(msgspec.Struct, array_like=True):
+    """What the root read for everyone at the start of a load: the manifest, the index, and files of shared
+    blobs.
+    """
+
+    manifest: bytes
+    index: bytes
+    blobs: dict[str, bytes]
+
+
+class Wish(msgspec.Struct, array_like=True):
+    """Before a load's reading: which saved tensors and blobs a rank takes, and what does not fit.
+
+    `tensors` is a bit per tensor of the index, `blobs` a bit per shared blob in the order of the files.
+    """
+
+    rank: int
+    tensors: bytes
+    blobs: bytes
+    missing: list[tuple[str, str]]
+    mismatched: list[tuple[str, str]]
+
+
+class Agreed(msgspec.Struct, array_like=True):
+    """The root's answer to `Wish`: names that no rank takes, which a lenient load puts up with."""
+
+    unexpected: list[str]
+
+
+def bitmap(numbers: list[int], size: int) -> bytes:
+    """Return `size` bits of which the given ones are set."""
+    flags = np.zeros(size, np.bool_)
+    flags[numbers] = True
+    return np.packbits(flags).tobytes()
+
+
+def unset(bitmaps: list[bytes], size: int) -> list[int]:
+    """Return the numbers below `size` that are set in none of the bitmaps."""
+    union = np.zeros(-(-size // 8), np.uint8)
+    for bits in bitmaps:
+        union |= np.frombuffer(bits, np.uint8)
+    return [int(n) for n in np.flatnonzero(np.unpackbits(union, count=size) == 0)]

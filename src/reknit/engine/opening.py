@@ -1,0 +1,187 @@
+"""A committed checkpoint, opened: manifest, index and values, each checked before it is believed."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from reknit.engine import messages
+from reknit.errors import (
+    CheckpointNotFoundError,
+    CorruptError,
+    MismatchError,
+    StorageError,
+    StorageNotFoundError,
+)
+from reknit.format import paths
+from reknit.format.blob_codec import decode_blobs
+from reknit.format.checksum import digest
+from reknit.format.index_file import decode_index
+from reknit.format.manifest_file import MAX_MANIFEST_NBYTES, decode_manifest
+from reknit.types.manifest import Catalog
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
+    from reknit.storage.base import Storage
+    from reknit.types.manifest import FileEntry, Index, Manifest
+    from reknit.types.shard import TensorSpec
+
+
+@dataclass
+class OpenCheckpoint:
+    """A checkpoint whose metadata is in memory.  `blobs[item][fqn]` are the values that all ranks share."""
+
+    storage: Storage
+    manifest: Manifest
+    index: Index
+    blobs: Mapping[str, Mapping[str, Any]]
+    items: tuple[str, ...]
+    allow_pickle: bool = False
+    files: dict[str, FileEntry] = field(init=False)
+    _own: dict[str, dict[str, Any]] = field(init=False, default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self.files = {file.path: file for file in self.manifest.files}
+
+    def catalog(self) -> Catalog:
+        """Return what the opened items offer."""
+        tensors: dict[str, dict[str, TensorSpec]] = {item: {} for item in self.items}
+        for entry in self.index.tensors:
+            if entry.item in tensors:
+                tensors[entry.item][entry.fqn] = entry.spec
+        own: dict[str, list[Mapping[str, int]]] = {item: [] for item in self.items}
+        for file in self.manifest.blobs:
+            if file.coordinate is not None and file.item in own:
+                own[file.item].append(file.coordinate)
+        coordinates = {item: tuple(places) for item, places in own.items()}
+        return Catalog(self.items, tensors, self.blobs, coordinates, self.own)
+
+    def own(self, item: str, coordinate: Mapping[str, int]) -> dict[str, Any]:
+        """Read the values that the rank with this coordinate saved for itself; maybe none."""
+        for file in self.manifest.blobs:
+            if (
+                file.item == item
+                and file.coordinate is not None
+                and dict(file.coordinate) == dict(coordinate)
+            ):
+                if file.path not in self._own:
+                    data = read_checked(self.storage, self.files[file.path], self.manifest.block_nbytes)
+                    self._own[file.path] = decode_blobs(data, allow_pickle=self.allow_pickle)
+                return self._own[file.path]
+        return {}
+
+
+def read_opened(storage: Storage, items: Sequence[str] | None) -> messages.Opened:
+    """Read manifest, index and shared values of `items` (None: all); see `read_manifest` for errors."""
+    data = read_manifest(storage)
+    manifest = decode_manifest(data)
+    files = {file.path: file for file in manifest.files}
+    blobs = {
+        blob.path: read_checked(storage, files[blob.path], manifest.block_nbytes)
+        for blob in manifest.blobs
+        if blob.coordinate is None and (items is None or blob.item in items)
+    }
+    index = read_checked(storage, files[manifest.index_path], manifest.block_nbytes)
+    return messages.Opened(data, index, blobs)
+
+
+def opened(
+    storage: Storage, message: messages.Opened, items: Sequence[str] | None, *, allow_pickle: bool
+) -> OpenCheckpoint:
+    """Decode what `read_opened` read.  Raises `MismatchError` for an item that is not there."""
+    manifest = decode_manifest(message.manifest)
+    if absent := [item for item in items or () if item not in manifest.items]:
+        raise MismatchError(
+            f"the checkpoint has no item {', '.join(map(repr, absent))}",
+            path=storage.url,
+            remedy=f"its items are {', '.join(map(repr, manifest.items))}; leave the others out of `state`, "
+            "or name those to load in `items`",
+        )
+    blobs: dict[str, dict[str, Any]] = {item: {} for item in manifest.items}
+    for file in manifest.blobs:
+        if file.path in message.blobs:
+            blobs[file.item].update(decode_blobs(message.blobs[file.path], allow_pickle=allow_pickle))
+    wanted = manifest.items if items is None else tuple(items)
+    return OpenCheckpoint(storage, manifest, decode_index(message.index), blobs, wanted, allow_pickle)
+
+
+def read_manifest(storage: Storage) -> bytes:
+    """Return the bytes of the manifest.  Raises `CheckpointNotFoundError` that says what is there instead."""
+    try:
+        return storage.get(paths.MANIFEST_PATH, limit=MAX_MANIFEST_NBYTES)
+    except StorageNotFoundError:
+        raise CheckpointNotFoundError(
+            f"there is no committed checkpoint at {storage.url}", path=storage.url, remedy=_hint(storage)
+        ) from None
+
+
+def _hint(storage: Storage) -> str:
+    """Say what a user may have meant by a path that holds no checkpoint."""
+    folders = storage.folders()
+    inside = [name for name in folders if _has_manifest(storage.sub(name))]
+    if inside:
+        return (
+            f"it holds checkpoints: did you mean {storage.url}/{inside[-1]}?  reknit.latest finds the newest"
+        )
+    if any(paths.parse_path(listed.path) for listed in storage.list()):
+        return "it holds files of a save that never committed; load an older checkpoint"
+    return "check the path; `reknit ls` on the folder above shows what is there"
+
+
+def _has_manifest(storage: Storage) -> bool:
+    try:
+        storage.size(paths.MANIFEST_PATH)
+    except StorageError:
+        return False
+    return True
+
+
+def read_checked(storage: Storage, file: FileEntry, block_nbytes: int) -> bytes:
+    """Return a whole small file whose size and digests are what the manifest says.  Raises `CorruptError`."""
+    check_size(storage, file)
+    buffer = bytearray(file.nbytes)
+    storage.read_into(file.path, 0, [memoryview(buffer)])
+    check_blocks(file, 0, memoryview(buffer), block_nbytes)
+    return bytes(buffer)
+
+
+def check_size(storage: Storage, file: FileEntry) -> None:
+    """Raise `CorruptError` when a file is missing or has another size than the manifest says."""
+    try:
+        found = storage.size(file.path)
+    except StorageNotFoundError:
+        raise CorruptError(
+            f"{file.path} is missing",
+            path=f"{storage.url}/{file.path}",
+            remedy="restore the file, or load another checkpoint",
+        ) from None
+    if found != file.nbytes:
+        raise CorruptError(
+            f"{file.path} has {found} bytes, the manifest says {file.nbytes}",
+            path=f"{storage.url}/{file.path}",
+            remedy="the file was truncated, extended or swapped: restore it, or load another checkpoint",
+        )
+
+
+def check_blocks(file: FileEntry, start: int, data: memoryview, block_nbytes: int) -> None:
+    """Raise `CorruptError` when a block of `data`, which begins at byte `start` (a block's), has another
+    digest.
+    """
+    for k in range(0, len(data), block_nbytes):
+        number = (start + k) // block_nbytes
+        if digest(data[k : k + block_nbytes]) != file.digests[number]:
+            raise corrupt_block(file, number, block_nbytes)
+
+
+def corrupt_block(
+    file: FileEntry, number: int, block_nbytes: int, tensors: Sequence[str] = ()
+) -> CorruptError:
+    """Return the error for a block whose bytes are not those that were saved."""
+    stop = min((number + 1) * block_nbytes, file.nbytes)
+    of = f" (in {', '.join(tensors[:4])}{' and more' if len(tensors) > 4 else ''})" if tensors else ""
+    return CorruptError(
+        f"bytes {number * block_nbytes}:{stop} of {file.path} are not those that were saved{of}",
+        path=file.path,
+        remedy="the file is damaged: restore it, or load another checkpoint",
+    )

@@ -1,0 +1,130 @@
+"""Is a checkpoint what it says it is?  From the manifest alone down to every byte."""
+
+from __future__ import annotations
+
+import threading
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from reknit.engine.opening import check_blocks, check_size, read_checked, read_manifest
+from reknit.engine.pipeline import run_jobs
+from reknit.engine.read import PIECE_NBYTES
+from reknit.engine.report import VerifyReport
+from reknit.errors import FormatError, StorageError
+from reknit.format.blob_codec import decode_blobs
+from reknit.format.data_file import data_start, decode_header
+from reknit.format.index_file import decode_index
+from reknit.format.manifest_file import decode_manifest
+from reknit.planner.tiling import untiled
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from reknit.engine.arena import Arena
+    from reknit.options import LoadOptions
+    from reknit.storage.base import Storage
+    from reknit.types.manifest import FileEntry, Index, Manifest
+
+
+def verify(storage: Storage, level: str, options: LoadOptions) -> VerifyReport:
+    """Check a checkpoint and return every problem found; only a path without a checkpoint raises.
+
+    ``"structure"`` reads metadata: the manifest and its digest, sizes of all files, the index, tiling,
+    extents, the headers of data files.  ``"data"`` also reads every byte and compares every block's digest.
+    """
+    problems: list[str] = []
+    data = read_manifest(storage)
+    try:
+        manifest = decode_manifest(data)
+    except FormatError as error:
+        return VerifyReport(storage.url, level, 1, len(data), (f"manifest.json: {error.message}",))
+    sound = [
+        file for file in manifest.files if _tried(problems, file.path, lambda f=file: check_size(storage, f))
+    ]
+    found = {file.path: file for file in sound}
+    if (file := found.get(manifest.index_path)) is not None:
+        _tried(problems, file.path, lambda: _check_index(storage, manifest, file, found, problems))
+    nbytes = len(data)
+    if level == "data":
+        nbytes += _check_data(storage, manifest, sound, options, problems)
+    for blob in manifest.blobs:
+        if (file := found.get(blob.path)) is not None:
+            _tried(problems, blob.path, lambda f=file: _check_blobs(storage, manifest, f, options))
+    unique = tuple(dict.fromkeys(problems))
+    return VerifyReport(storage.url, level, len(manifest.files) + 1, nbytes, unique)
+
+
+def _tried(problems: list[str], path: str, check: Callable[[], None]) -> bool:
+    """Do a check; note a problem instead of raising it."""
+    try:
+        check()
+    except (FormatError, StorageError) as error:
+        problems.append(error.message if path in error.message else f"{path}: {error.message}")
+        return False
+    return True
+
+
+def _check_blobs(storage: Storage, manifest: Manifest, file: FileEntry, options: LoadOptions) -> None:
+    decode_blobs(read_checked(storage, file, manifest.block_nbytes), allow_pickle=options.allow_pickle)
+
+
+def _check_index(
+    storage: Storage, manifest: Manifest, file: FileEntry, found: dict[str, FileEntry], problems: list[str]
+) -> None:
+    """Check that the index tiles every tensor with extents that lie in sound files and agree with their
+    headers.
+    """
+    index = decode_index(read_checked(storage, file, manifest.block_nbytes))
+    shapes = [entry.spec.shape for entry in index.tensors]
+    for gap in untiled(shapes, index.tensor, index.offsets, index.lengths):
+        entry = index.tensors[gap.tensor]
+        held = f"{gap.held} of {gap.numel} elements"
+        problems.append(f"{manifest.index_path}: {entry.item}/{entry.fqn} is not covered exactly ({held})")
+    listed = {entry.path for entry in manifest.files}
+    for number, path in enumerate(index.files):
+        if path not in listed:
+            problems.append(f"{manifest.index_path}: {path} holds chunks but is not in the manifest")
+        elif path in found:
+            _tried(problems, path, lambda n=number, p=path: _check_header(storage, index, n, found[p]))
+
+
+def _check_header(storage: Storage, index: Index, number: int, file: FileEntry) -> None:
+    """Check that a data file's header has an entry for each of its extents."""
+    prefix = bytearray(8)
+    storage.read_into(file.path, 0, [memoryview(prefix)])
+    head = bytearray(data_start(bytes(prefix), file.nbytes))
+    storage.read_into(file.path, 0, [memoryview(head)])
+    header = decode_header(bytes(head), file.nbytes)
+    entries = {(header.data_start + entry.start, entry.nbytes) for entry in header.entries}
+    rows = np.flatnonzero(index.file == number)
+    extents = set(zip(index.start[rows].tolist(), index.nbytes[rows].tolist(), strict=True))
+    if extents != entries:
+        raise FormatError(
+            f"{file.path}: its header and the index disagree about {len(extents ^ entries)} extents"
+        )
+
+
+def _check_data(
+    storage: Storage, manifest: Manifest, sound: list[FileEntry], options: LoadOptions, problems: list[str]
+) -> int:
+    """Compare the digest of every block of every file; return the bytes read."""
+    block = manifest.block_nbytes
+    size = max(PIECE_NBYTES // block, 1) * block
+    lock = threading.Lock()
+
+    def work(job: tuple[FileEntry, int], arena: Arena) -> None:
+        file, start = job
+        piece = memoryview(arena.view(min(size, file.nbytes - start)))
+        try:
+            storage.read_into(file.path, start, [piece])
+            check_blocks(file, start, piece, block)
+        except (FormatError, StorageError) as error:
+            with lock:
+                problems.append(
+                    error.message if file.path in error.message else f"{file.path}: {error.message}"
+                )
+
+    jobs = ((file, start) for file in sound for start in range(0, file.nbytes, size))
+    run_jobs(jobs, work, threads=options.threads, arena_nbytes=size, budget_nbytes=options.inflight_nbytes)
+    return sum(file.nbytes for file in sound)

@@ -1,0 +1,128 @@
+"""SIGKILL at every storage operation of a save: what is left is the old checkpoint or the new one, whole.
+
+Each save runs in a fresh interpreter (a fork of one that has done nothing but import), dies at its k-th
+operation, and a second one then looks at what is there.
+"""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from typing import TYPE_CHECKING
+
+import pytest
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+SWEEP = """
+import json, os, shutil, sys
+import numpy as np
+import pyarrow.compute, pyarrow.parquet  # once here, and not in every fork
+import reknit
+from reknit.storage.local import LocalStorage
+from reknit.storage.registry import register
+from reknit.testing.faulty_storage import Fault, FaultyStorage
+
+root, durability, overwrite = sys.argv[1], sys.argv[2], sys.argv[3] == "True"
+kept, kill_at = [], [0]
+
+def faulty(url, durability):
+    plan = [Fault("kill", kill_at[0])] if kill_at[0] else []
+    store = FaultyStorage(LocalStorage(url.removeprefix("faulty://"), durability=durability), plan=plan)
+    kept.append(store)
+    return store
+
+register("faulty", faulty)
+
+def state(value):
+    weights = {f"layer.{n}": np.full((40, 5), value + n, np.float32) for n in range(4)}
+    return {"model": weights, "extra": {"epoch": value, "rng": reknit.PerRank([value])}}
+
+def child(action):
+    # A forked child that has no threads behind it; its answer comes back through a pipe.
+    read, write = os.pipe()
+    pid = os.fork()
+    if pid == 0:
+        os.close(read)
+        try:
+            answer = action()
+        except BaseException as error:
+            answer = {"error": f"{type(error).__name__}: {error}"}
+        os.write(write, json.dumps(answer).encode())
+        os._exit(0)
+    os.close(write)
+    data = b""
+    while piece := os.read(read, 65536):
+        data += piece
+    os.close(read)
+    _, status = os.waitpid(pid, 0)
+    return json.loads(data) if data else {"signal": os.WTERMSIG(status)}
+
+options = reknit.SaveOptions(durability=durability, threads=1)
+
+def save(path, value, k, **more):
+    kill_at[0] = k
+    reknit.save("faulty://" + path, state(value), options=options, **more)
+    return {"operations": len(kept[-1].operations)}
+
+def look(path):
+    target = state(-1)
+    try:
+        reknit.load(path, target)
+    except reknit.CheckpointNotFoundError:
+        return {"found": None}
+    value = target["extra"]["epoch"]
+    expected = state(value)
+    for name, array in expected["model"].items():
+        assert target["model"][name].tobytes() == array.tobytes(), name
+    problems = reknit.verify(path, "data").problems
+    return {"found": value, "problems": list(problems)}
+
+outcomes, k = [], 1
+assert "operations" in child(lambda: save(f"{root}/old", 1, 0))
+while True:
+    path = f"{root}/{k:03d}"
+    if overwrite:
+        shutil.copytree(f"{root}/old", path)
+    result = child(lambda: save(path, 2, k, overwrite=overwrite))
+    seen = child(lambda: look(path))
+    outcomes.append({"k": k, "result": result, "seen": seen})
+    if k % 4 == 0 or "operations" in result:
+        again = child(lambda: save(path, 3, 0, overwrite=True))
+        after = child(lambda: look(path))
+        leftovers = child(lambda: {"files": sorted(f.path for f in LocalStorage(path).list())})
+        outcomes[-1].update(again=again, after=after, **leftovers)
+    if "operations" in result:
+        break
+    k += 1
+print(json.dumps(outcomes))
+"""
+
+
+@pytest.mark.parametrize(("durability", "overwrite"), [("process", False), ("power", True)])
+def test_a_save_killed_at_any_operation_leaves_the_old_checkpoint_or_the_new_one(
+    tmp_path: Path, durability: str, overwrite: bool
+) -> None:
+    command = [sys.executable, "-c", SWEEP, str(tmp_path), durability, str(overwrite)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=240, check=False)
+    assert done.returncode == 0, done.stderr
+    outcomes = json.loads(done.stdout)
+    assert len(outcomes) > 8, "the sweep reached every operation of a save"
+    old = 1 if overwrite else None
+    found = []
+    for outcome in outcomes:
+        killed = outcome["result"] == {"signal": 9}
+        assert killed or "operations" in outcome["result"], outcome
+        assert outcome["seen"].get("problems", []) == [], outcome
+        assert outcome["seen"]["found"] in (old, 2), outcome
+        found.append(outcome["seen"]["found"])
+        if "again" not in outcome:
+            continue
+        assert "operations" in outcome["again"], outcome
+        assert outcome["after"] == {"found": 3, "problems": []}, outcome
+        assert len(outcome["files"]) == 5, "the next save clears away what the killed one left"
+    assert found == sorted(found, key=lambda value: value == 2), "once the new one is there it stays"
+    assert found[0] == old
+    assert found[-1] == 2

@@ -1,0 +1,103 @@
+"""Any layout into any other: ranks as threads, the real engine, random layouts."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import numpy as np
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from reknit.engine.commit import Destination
+from reknit.engine.load import LoadJob, load
+from reknit.engine.save import SaveJob, save
+from reknit.monitor.phase import Recorder
+from reknit.options import LoadOptions, SaveOptions
+from reknit.planner.ownership import TINY_NBYTES
+from reknit.storage.memory import MemoryStorage
+from reknit.testing.world import run_ranks
+from tests.world.layouts import Model, held, wants
+
+if TYPE_CHECKING:
+    from reknit.comm.base import Group
+    from reknit.engine.report import LoadReport, SaveReport
+    from reknit.storage.base import Storage
+    from reknit.types.shard import Shard
+    from tests.world.layouts import Part
+
+SAVE = SaveOptions(threads=2, timeout_s=30)
+EXACT = LoadOptions(threads=2, verify="off", gap_nbytes=0, timeout_s=30)
+
+
+def save_on(model: Model, layout: dict[str, list[Part]], size: int, storage: Storage) -> list[SaveReport]:
+    def rank(group: Group) -> SaveReport:
+        to = Destination(storage, None, True, False, {}, {})
+        shards = model.shards(layout, group.rank, filled=True, seed=group.rank)
+        return save(SaveJob(lambda: held(shards), group, to, SAVE, Recorder("save", group.rank)))
+
+    return run_ranks(size, rank)
+
+
+def load_on(
+    model: Model, layout: dict[str, list[Part]], size: int, storage: Storage, options: LoadOptions
+) -> list[tuple[list[Shard], LoadReport]]:
+    def rank(group: Group) -> tuple[list[Shard], LoadReport]:
+        shards = model.shards(layout, group.rank, filled=False, seed=7 * group.rank)
+        recorder = Recorder("load", group.rank)
+        report = load(LoadJob(lambda _: wants(shards), group, storage, ("model",), options, recorder))
+        return shards, report
+
+    return run_ranks(size, rank)
+
+
+def assert_equal(model: Model, shards: list[Shard]) -> None:
+    for shard in shards:
+        expected = np.ascontiguousarray(model.arrays[shard.fqn][shard.box.slices()])
+        assert np.ascontiguousarray(shard.data).tobytes() == expected.tobytes(), shard
+
+
+seeds = st.integers(0, 1 << 30)
+sizes = st.integers(1, 6)
+
+
+@settings(max_examples=60, deadline=None)
+@given(seeds, seeds, seeds, sizes, sizes, st.integers(1, 6))
+def test_saving_on_one_layout_and_loading_on_another_and_back_gives_equal_bytes(
+    content: int, a: int, b: int, size_a: int, size_b: int, num_tensors: int
+) -> None:
+    model = Model(content, num_tensors)
+    layout_a, layout_b = model.spread(a, size_a), model.spread(b, size_b)
+    MemoryStorage.clear("there")
+    MemoryStorage.clear("back")
+    there, back = MemoryStorage("there"), MemoryStorage("back")
+    save_on(model, layout_a, size_a, there)
+    for shards, report in load_on(model, layout_b, size_b, there, EXACT):
+        assert_equal(model, shards)
+        unique = {(s.fqn, s.box) for s in shards}
+        boxes_are_disjoint = len(unique) == len(shards)
+        if boxes_are_disjoint:
+            assert report.nbytes_read == report.nbytes_wanted, "only what is needed is read"
+    save_on(model, layout_b, size_b, back)
+    for shards, _ in load_on(model, layout_a, size_a, back, LoadOptions(timeout_s=30)):
+        assert_equal(model, shards)
+
+
+@settings(max_examples=15, deadline=None)
+@given(seeds, seeds, st.integers(2, 6))
+def test_every_replica_writes_its_share(content: int, spread: int, size: int) -> None:
+    model = Model(content, 6, largest=40)
+    layout = {
+        fqn: [(part[0], tuple(range(size)))]
+        for fqn, parts in model.spread(spread, 1).items()
+        for part in parts[:1]
+    }
+    layout = {fqn: parts for fqn, parts in layout.items() if parts[0][0].numel == model.arrays[fqn].size}
+    total = sum(model.arrays[fqn].nbytes for fqn in layout)
+    if total < TINY_NBYTES * size:
+        return
+    MemoryStorage.clear("share")
+    storage = MemoryStorage("share")
+    reports = save_on(model, layout, size, storage)
+    headers = 64 << 10
+    for report in reports:
+        assert abs(report.nbytes - total / size) <= 0.01 * total / size + headers
