@@ -1,0 +1,1 @@
+"""What can a person at a terminal do with checkpoints?"""

@@ -1,0 +1,217 @@
+"""`reknit diff`: do two checkpoints hold the same?"""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass, field
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from reknit.cli.output import print_json, printable
+from reknit.engine.opening import opened, read_opened
+from reknit.format.blob_codec import encode_blobs
+from reknit.interop.tensor_stream import stream, tensors_of
+from reknit.options import MIB
+
+if TYPE_CHECKING:
+    import argparse
+    from collections.abc import Iterator
+
+    from numpy.typing import NDArray
+
+    from reknit.engine.opening import OpenCheckpoint
+    from reknit.types.shard import TensorSpec
+
+_PIECE_NBYTES = 16 * MIB
+_SLICE_NUMEL = 1 << 19
+"""Elements of which differences are computed at once, each as a double-precision number."""
+
+_NO_NUMBERS = frozenset({"complex32", "float4_e2m1fn_x2"})
+"""Floating types that NumPy has no arithmetic for."""
+
+
+@dataclass(frozen=True, slots=True)
+class Difference:
+    """`kind` is what differs (``"item"``, ``"tensor"``, ``"value"``, ``"data"``), `what` says how."""
+
+    kind: str
+    name: str
+    what: str
+
+
+@dataclass
+class DataDifference:
+    """How the elements of a tensor differ between two checkpoints.
+
+    `largest` is the largest absolute difference of two floating numbers that are not NaN, None where there
+    are none.
+    """
+
+    numel: int = 0
+    nans: int = 0
+    largest: float | None = None
+
+    def __str__(self) -> str:
+        told = [f"{self.numel} {'element differs' if self.numel == 1 else 'elements differ'}"]
+        if self.largest is not None:
+            told.append(f"largest absolute difference {self.largest:g}")
+        if self.nans:
+            told.append(f"{self.nans} with a NaN")
+        return ", ".join(told)
+
+    def add(self, a: NDArray[Any], b: NDArray[Any], spec: TensorSpec) -> None:
+        """Compare a piece, bit by bit."""
+        for start in range(0, len(a), _SLICE_NUMEL):
+            one, two = a[start : start + _SLICE_NUMEL], b[start : start + _SLICE_NUMEL]
+            differs = _unequal(one, two)
+            if differs.any():
+                self.numel += int(differs.sum())
+                if spec.dtype.startswith(("float", "bfloat", "complex")) and spec.dtype not in _NO_NUMBERS:
+                    self._measure(one[differs], two[differs], spec)
+
+    def _measure(self, a: NDArray[Any], b: NDArray[Any], spec: TensorSpec) -> None:
+        wide = np.complex128 if spec.dtype.startswith("complex") else np.float64
+        with np.errstate(all="ignore"):
+            distance = np.abs(a.astype(wide) - b.astype(wide))
+        known = distance[~np.isnan(distance)]
+        self.nans += len(distance) - len(known)
+        if len(known):
+            self.largest = max(self.largest or 0.0, float(known.max()))
+
+
+@dataclass
+class Comparison:
+    """Two checkpoints beside each other; `differences` fills up as more is compared."""
+
+    a: OpenCheckpoint
+    b: OpenCheckpoint
+    differences: list[Difference] = field(default_factory=list)
+
+    def note(self, kind: str, name: str, what: str) -> None:
+        """Add a difference."""
+        self.differences.append(Difference(kind, name, what))
+
+    def items(self) -> list[str]:
+        """Compare the items, and return those that both have."""
+        sides = self.a.manifest.items, self.b.manifest.items
+        return list(self._in_both("item", *sides))
+
+    def specs(self, items: list[str]) -> list[tuple[int, int]]:
+        """Compare names, shapes and dtypes; return the numbers of those that agree, in A and in B."""
+        sides = [
+            {key: n for key, n in side.index.ids.items() if key[0] in items} for side in (self.a, self.b)
+        ]
+        names = [{f"{item}/{fqn}": n for (item, fqn), n in side.items()} for side in sides]
+        pairs = []
+        for name in self._in_both("tensor", *names):
+            numbers = names[0][name], names[1][name]
+            one, two = (side.index.tensors[n].spec for side, n in zip((self.a, self.b), numbers, strict=True))
+            if one == two:
+                pairs.append(numbers)
+            else:
+                self.note("tensor", name, f"{one} in A, {two} in B")
+        return pairs
+
+    def values(self, items: list[str]) -> None:
+        """Compare the values that all ranks share."""
+        sides = [_values(side, items) for side in (self.a, self.b)]
+        for name in self._in_both("value", *sides):
+            if sides[0][name] != sides[1][name]:
+                self.note("value", name, "differs")
+
+    def data(self, pairs: list[tuple[int, int]]) -> None:
+        """Compare the bytes of these tensors, reading both sides piece by piece."""
+        found: dict[int, DataDifference] = {}
+        streams = (
+            stream(self.a, [a for a, _ in pairs], _PIECE_NBYTES),
+            stream(self.b, [b for _, b in pairs], _PIECE_NBYTES),
+        )
+        for (number, one), (_, two) in zip(*streams, strict=True):
+            found.setdefault(number, DataDifference()).add(one, two, self.a.index.tensors[number].spec)
+        for number, difference in found.items():
+            if difference.numel:
+                entry = self.a.index.tensors[number]
+                of = f"{difference} (of {entry.spec.numel})"
+                self.note("data", f"{entry.item}/{entry.fqn}", of)
+
+    def _in_both(self, kind: str, a: Any, b: Any) -> Iterator[str]:
+        """Yield the names that both sides have; note the others."""
+        for side, names, others in (("A", a, b), ("B", b, a)):
+            for name in names:
+                if name not in others:
+                    self.note(kind, name, f"only in {side}")
+        yield from (name for name in a if name in b)
+
+
+def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    """Add the command to those of the program."""
+    parser = commands.add_parser(
+        "diff",
+        help="compare two checkpoints",
+        description="Compare the items, the tensors' names, shapes and dtypes, and the shared values of two "
+        "checkpoints.  How they are sharded, their steps and their metadata play no part, nor do the values "
+        "that each rank saved for itself.",
+    )
+    parser.add_argument("a", metavar="A", help="a checkpoint: a folder or URL")
+    parser.add_argument("b", metavar="B", help="another one")
+    parser.add_argument("--data", action="store_true", help="compare the tensors' bytes too")
+    parser.add_argument("--json", action="store_true", help="print JSON")
+    parser.set_defaults(run=run)
+
+
+def run(args: argparse.Namespace) -> int:
+    """Compare, and return the exit code."""
+    with tensors_of(args.a) as a, tensors_of(args.b) as b:
+        comparison = Comparison(a, b)
+        items = comparison.items()
+        pairs = comparison.specs(items)
+        skipped = a.manifest.uses_pickle or b.manifest.uses_pickle
+        if not skipped:
+            comparison.values(items)
+        if args.data:
+            comparison.data(pairs)
+    _print(args, comparison, len(pairs), values_compared=not skipped)
+    return 1 if comparison.differences else 0
+
+
+def _unequal(a: NDArray[Any], b: NDArray[Any]) -> NDArray[np.bool_]:
+    """Return which elements differ in their bits: -0.0 is not 0.0, and a NaN is itself."""
+    itemsize = a.dtype.itemsize
+    if itemsize <= 8:
+        return np.asarray(a.view(f"u{itemsize}") != b.view(f"u{itemsize}"))
+    return np.asarray((a.view("u8") != b.view("u8")).reshape(len(a), -1).any(axis=1))
+
+
+def _values(checkpoint: OpenCheckpoint, items: list[str]) -> dict[str, bytes]:
+    """Return the shared values by name, encoded: that is how they can be compared whatever they are."""
+    storage = checkpoint.storage
+    whole = opened(storage, read_opened(storage, items), None, allow_pickle=False)
+    return {
+        f"{item}/{fqn}": encode_blobs({fqn: value}, allow_pickle=False)
+        for item in items
+        for fqn, value in whole.blobs[item].items()
+    }
+
+
+def _print(args: argparse.Namespace, comparison: Comparison, num_same: int, *, values_compared: bool) -> None:
+    differences = comparison.differences
+    if args.json:
+        print_json(
+            {
+                "a": comparison.a.storage.url,
+                "b": comparison.b.storage.url,
+                "data_compared": args.data,
+                "values_compared": values_compared,
+                "differences": [asdict(difference) for difference in differences],
+            }
+        )
+        return
+    for difference in differences:
+        print(f"{difference.kind} {printable(difference.name)}: {difference.what}")
+    if not values_compared:
+        print("values were not compared: a checkpoint holds pickled ones")
+    compared = (
+        "names, shapes, dtypes and bytes" if args.data else "names, shapes and dtypes; --data compares bytes"
+    )
+    if not differences:
+        print(f"no differences in {num_same} tensors ({compared})")

@@ -1,0 +1,126 @@
+"""`reknit ls`: which checkpoints lie below a folder?"""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass
+from typing import TYPE_CHECKING
+
+from reknit.cli.output import nbytes_text, print_json, print_table, time_text
+from reknit.engine.commit import manifest_exists
+from reknit.engine.opening import read_manifest
+from reknit.errors import CheckpointNotFoundError, FormatError, StorageError
+from reknit.format.manifest_file import decode_manifest
+from reknit.format.paths import parse_path
+from reknit.storage.registry import open_storage
+
+if TYPE_CHECKING:
+    import argparse
+
+    from reknit.storage.base import Storage
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """A folder that is, was or may become a checkpoint; what is unknown is None.
+
+    `state` is ``"committed"``, ``"uncommitted"`` (a save is under way, or never ended), ``"damaged"`` or
+    ``"unreadable"`` (the store does not let us look).
+    """
+
+    name: str
+    path: str
+    state: str
+    step: int | None = None
+    created: float | None = None
+    nbytes: int | None = None
+    world_size: int | None = None
+    items: tuple[str, ...] = ()
+    problem: str | None = None
+
+
+def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    """Add the command to those of the program."""
+    parser = commands.add_parser(
+        "ls",
+        help="list the checkpoints in a folder",
+        description="List the checkpoints directly below a folder, oldest step first, and what failed saves "
+        "left behind.",
+    )
+    parser.add_argument("root", metavar="ROOT", help="a folder or URL that holds checkpoints")
+    parser.add_argument("--json", action="store_true", help="print JSON")
+    parser.set_defaults(run=run)
+
+
+def run(args: argparse.Namespace) -> int:
+    """List, and return the exit code."""
+    storage = open_storage(args.root)
+    try:
+        rows = rows_of(storage)
+        if not rows:
+            raise CheckpointNotFoundError(
+                f"there is no checkpoint in {storage.url}",
+                path=storage.url,
+                remedy="check the path: it is that of the folder above the checkpoints",
+            )
+    finally:
+        storage.close()
+    if args.json:
+        print_json([asdict(row) for row in rows])
+        return 0
+    print_table(
+        ("NAME", "STEP", "CREATED (UTC)", "SIZE", "RANKS", "ITEMS"),
+        [_cells(row) for row in rows],
+        right=("STEP", "SIZE", "RANKS"),
+    )
+    return 0
+
+
+def rows_of(storage: Storage) -> list[Row]:
+    """Return a row for every checkpoint directly below a folder, or for the folder itself when it is one."""
+    if manifest_exists(storage):
+        return [_committed(".", storage)]
+    rows = [row for name in storage.folders() if (row := _row(name, storage.sub(name))) is not None]
+    return sorted(rows, key=lambda row: (row.state != "committed", _age(row), row.name))
+
+
+def _age(row: Row) -> tuple[int, float]:
+    return (-1 if row.step is None else row.step, row.created or 0.0)
+
+
+def _row(name: str, storage: Storage) -> Row | None:
+    """Return the row of a folder, or None when nothing in it is reknit's."""
+    try:
+        if manifest_exists(storage):
+            return _committed(name, storage)
+        sizes = [listed.nbytes for listed in storage.list() if parse_path(listed.path) is not None]
+    except StorageError as error:  # one closed folder must not hide the others
+        return Row(name, storage.url, "unreadable", problem=error.message)
+    return Row(name, storage.url, "uncommitted", nbytes=sum(sizes)) if sizes else None
+
+
+def _committed(name: str, storage: Storage) -> Row:
+    try:
+        manifest = decode_manifest(read_manifest(storage))
+    except FormatError as error:
+        return Row(name, storage.url, "damaged", problem=error.message)
+    world_size = manifest.origin.get("world_size")
+    return Row(
+        name,
+        storage.url,
+        "committed",
+        manifest.step,
+        manifest.created,
+        sum(file.nbytes for file in manifest.files),
+        world_size if isinstance(world_size, int) else None,
+        manifest.items,
+    )
+
+
+def _cells(row: Row) -> tuple[object, ...]:
+    size = "-" if row.nbytes is None else nbytes_text(row.nbytes)
+    if row.state == "committed":
+        step = "-" if row.step is None else row.step
+        created = "-" if row.created is None else time_text(row.created)
+        return row.name, step, created, size, row.world_size or "-", ", ".join(row.items)
+    told = f"{row.state}: {row.problem}" if row.problem else row.state
+    return row.name, "-", "-", size, "-", told

@@ -1,0 +1,100 @@
+"""`reknit`: the program, its commands and its exit codes."""
+
+from __future__ import annotations
+
+import argparse
+import io
+import os
+import sys
+from importlib.metadata import version
+from typing import TYPE_CHECKING
+
+from reknit.cli import diff, export, ls, show, verify
+from reknit.errors import CheckpointNotFoundError, ReknitError, StorageNotFoundError, UsageError
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+OK = 0
+DIFFERENT = 1
+USAGE = 2
+NOT_FOUND = 3
+FAILED = 4
+INTERRUPTED = 130
+PIPE_CLOSED = 141
+
+_EXIT_CODES = """\
+exit codes:
+  0    all is well
+  1    verify found problems, diff found differences
+  2    the command line is wrong, or asks for what cannot be
+  3    there is no checkpoint at the path
+  4    a checkpoint is damaged, or a storage failed
+  130  interrupted
+"""
+
+
+def parser() -> argparse.ArgumentParser:
+    """Return the parser of the command line."""
+    program = argparse.ArgumentParser(
+        prog="reknit",
+        description="Look at, check, compare and export checkpoints.",
+        epilog=_EXIT_CODES,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    program.add_argument("--version", action="version", version=f"reknit {version('reknit')}")
+    commands = program.add_subparsers(dest="command", metavar="COMMAND", required=True)
+    for command in (ls, show, verify, diff, export):
+        command.add_parser(commands)
+    return program
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the program with these arguments (default: those of the process) and return its exit code."""
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        # A name that the terminal's encoding lacks is shown escaped.
+        sys.stdout.reconfigure(errors="backslashreplace")
+    try:
+        code = _run(argv)
+        sys.stdout.flush()
+    except BrokenPipeError:
+        # Whoever read the output has enough.  What is still buffered must not fail again when Python exits.
+        _discard_output()
+        return PIPE_CLOSED
+    except KeyboardInterrupt:
+        print("reknit: interrupted", file=sys.stderr)
+        return INTERRUPTED
+    except ReknitError as error:
+        print(f"reknit: {error}", file=sys.stderr)
+        return exit_code(error)
+    return code
+
+
+def _run(argv: Sequence[str] | None) -> int:
+    try:
+        args = parser().parse_args(argv)
+    except SystemExit as leaving:  # argparse has printed help, the version, or what is wrong
+        return leaving.code if isinstance(leaving.code, int) else USAGE
+    return int(args.run(args))
+
+
+def exit_code(error: ReknitError) -> int:
+    """Return the exit code for an error."""
+    if isinstance(error, UsageError):
+        return USAGE
+    if isinstance(error, CheckpointNotFoundError | StorageNotFoundError):
+        return NOT_FOUND
+    return FAILED
+
+
+def _discard_output() -> None:
+    """Point standard output to where nothing fails."""
+    nowhere = os.open(os.devnull, os.O_WRONLY)
+    try:
+        os.dup2(nowhere, sys.stdout.fileno())
+    finally:
+        os.close(nowhere)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

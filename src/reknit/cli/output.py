@@ -1,0 +1,86 @@
+"""How do results look on a terminal?  Tables, sizes and times; with rich where it is installed."""
+
+from __future__ import annotations
+
+import json
+import sys
+from datetime import datetime, timezone
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
+_UNITS = ("B", "KiB", "MiB", "GiB", "TiB", "PiB")
+
+
+def nbytes_text(nbytes: int) -> str:
+    """Return a number of bytes for people."""
+    amount, unit = float(nbytes), 0
+    # What would round up to 1024 of a unit is 1.0 of the next.
+    while amount >= 1023.95 and unit < len(_UNITS) - 1:
+        amount, unit = amount / 1024, unit + 1
+    return f"{nbytes} B" if unit == 0 else f"{amount:.1f} {_UNITS[unit]}"
+
+
+def count_text(count: int) -> str:
+    """Return a large count for people."""
+    for size, unit in ((10**12, "T"), (10**9, "B"), (10**6, "M"), (10**3, "K")):
+        if count >= size:
+            return f"{count / size:.2f}{unit}"
+    return str(count)
+
+
+def time_text(seconds: float) -> str:
+    """Return seconds since the epoch as UTC time."""
+    try:
+        return datetime.fromtimestamp(seconds, timezone.utc).strftime("%Y-%m-%d %H:%M:%S")
+    except (OverflowError, OSError, ValueError):  # a time that no calendar has
+        return f"{seconds:g} s"
+
+
+def printable(value: object) -> str:
+    """Return a value as one line; names from a checkpoint must not steer the terminal."""
+    return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in str(value))
+
+
+def print_json(value: Any) -> None:
+    """Print plain data as JSON."""
+    print(json.dumps(value, indent=2))
+
+
+def print_fields(fields: Mapping[str, object]) -> None:
+    """Print names and values, one pair per line."""
+    width = max(map(len, fields), default=0)
+    for name, value in fields.items():
+        print(f"{name:<{width}}  {printable(value)}".rstrip())
+
+
+def print_table(columns: Sequence[str], rows: Sequence[Sequence[object]], right: Sequence[str] = ()) -> None:
+    """Print rows below column names; `right` names the columns of numbers."""
+    cells = [[printable(cell) for cell in row] for row in rows]
+    if sys.stdout.isatty() and _print_rich(columns, cells, right):
+        return
+    widths = [max(len(line[k]) for line in [columns, *cells]) for k in range(len(columns))]
+    for line in [columns, *cells]:
+        padded = [
+            cell.rjust(width) if name in right else cell.ljust(width)
+            for cell, width, name in zip(line, widths, columns, strict=True)
+        ]
+        print("  ".join(padded).rstrip())
+
+
+def _print_rich(columns: Sequence[str], cells: Sequence[Sequence[str]], right: Sequence[str]) -> bool:
+    """Print with rich, or return False where it is not installed."""
+    try:
+        from rich.console import Console
+        from rich.table import Table
+        from rich.text import Text
+    except ImportError:
+        return False
+    table = Table(box=None, pad_edge=False, header_style="bold")
+    for name in columns:
+        table.add_column(name, justify="right" if name in right else "left", overflow="fold")
+    for line in cells:
+        table.add_row(*(Text(cell) for cell in line))
+    Console().print(table)
+    return True

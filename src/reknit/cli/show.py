@@ -1,0 +1,176 @@
+"""`reknit show`: what is in a checkpoint?"""
+
+from __future__ import annotations
+
+from collections import Counter
+from fnmatch import fnmatchcase
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from reknit.cli.output import (
+    count_text,
+    nbytes_text,
+    print_fields,
+    print_json,
+    print_table,
+    printable,
+    time_text,
+)
+from reknit.format.paths import parse_path
+from reknit.interop.tensor_stream import tensors_of
+
+if TYPE_CHECKING:
+    import argparse
+    from collections.abc import Iterator
+
+    from reknit.engine.opening import OpenCheckpoint
+    from reknit.types.manifest import TensorEntry
+
+
+def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    """Add the command to those of the program."""
+    parser = commands.add_parser(
+        "show",
+        help="show what a checkpoint holds",
+        description="Show the commit record of a checkpoint, its items and its files; or its tensors. "
+        "Only metadata is read.",
+    )
+    parser.add_argument("path", metavar="PATH", help="a checkpoint: a folder or URL")
+    parser.add_argument(
+        "--tensors",
+        metavar="PATTERN",
+        help="list the tensors whose name, or item/name, matches a shell pattern such as '*.weight'",
+    )
+    parser.add_argument("--json", action="store_true", help="print JSON")
+    parser.set_defaults(run=run)
+
+
+def run(args: argparse.Namespace) -> int:
+    """Show, and return the exit code."""
+    with tensors_of(args.path) as checkpoint:
+        if args.tensors is not None:
+            _show_tensors(tensor_rows(checkpoint, args.tensors), args)
+        elif args.json:
+            print_json(summary(checkpoint))
+        else:
+            _show_summary(summary(checkpoint))
+    return 0
+
+
+def summary(checkpoint: OpenCheckpoint) -> dict[str, Any]:
+    """Return the commit record, items and files as plain data.
+
+    The elements and bytes of an item count tied weights once.
+    """
+    manifest = checkpoint.manifest
+    tensors = Counter(entry.item for entry in checkpoint.index.tensors)
+    numel: Counter[str] = Counter()
+    for entry in _stored(checkpoint):
+        numel[entry.item] += entry.spec.numel
+    nbytes: Counter[str | None] = Counter()
+    for file in manifest.files:
+        name = parse_path(file.path)
+        nbytes[name and name.item] += file.nbytes
+    return {
+        "path": checkpoint.storage.url,
+        "format_version": manifest.format_version,
+        "step": manifest.step,
+        "created": manifest.created,
+        "write_id": manifest.write_id,
+        "uses_pickle": manifest.uses_pickle,
+        "nbytes": sum(file.nbytes for file in manifest.files),
+        "origin": dict(manifest.origin),
+        "metadata": dict(manifest.metadata),
+        "items": [
+            {"item": item, "tensors": tensors[item], "elements": numel[item], "nbytes": nbytes[item]}
+            for item in manifest.items
+        ],
+        "files": [{"path": file.path, "nbytes": file.nbytes} for file in manifest.files],
+    }
+
+
+def _stored(checkpoint: OpenCheckpoint) -> Iterator[TensorEntry]:
+    """Yield the tensors without second names, which lie where another tensor lies."""
+    index = checkpoint.index
+    seen = set()
+    for number, entry in enumerate(index.tensors):
+        row = index.first[number]
+        place = int(index.file[row]), int(index.start[row])
+        if not entry.spec.numel or place not in seen:
+            seen.add(place)
+            yield entry
+
+
+def tensor_rows(checkpoint: OpenCheckpoint, pattern: str) -> list[dict[str, Any]]:
+    """Return the tensors that match as plain data; tied names have the same chunks."""
+    index = checkpoint.index
+    rows = []
+    for number, entry in enumerate(index.tensors):
+        if fnmatchcase(entry.fqn, pattern) or fnmatchcase(f"{entry.item}/{entry.fqn}", pattern):
+            chunks = slice(index.first[number], index.first[number + 1])
+            rows.append(
+                {
+                    "item": entry.item,
+                    "fqn": entry.fqn,
+                    "dtype": entry.spec.dtype,
+                    "shape": list(entry.spec.shape),
+                    "nbytes": entry.spec.nbytes,
+                    "chunks": int(index.first[number + 1] - index.first[number]),
+                    "files": [index.files[file] for file in np.unique(index.file[chunks]).tolist()],
+                }
+            )
+    return rows
+
+
+def _show_tensors(rows: list[dict[str, Any]], args: argparse.Namespace) -> None:
+    if args.json:
+        print_json(rows)
+        return
+    print_table(
+        ("TENSOR", "DTYPE", "SHAPE", "SIZE", "CHUNKS", "FILES"),
+        [
+            (
+                f"{row['item']}/{row['fqn']}",
+                row["dtype"],
+                row["shape"],
+                nbytes_text(row["nbytes"]),
+                row["chunks"],
+                _some(row["files"]),
+            )
+            for row in rows
+        ],
+        right=("SIZE", "CHUNKS"),
+    )
+
+
+def _some(files: list[str]) -> str:
+    return ", ".join(files[:2]) + (f" and {len(files) - 2} more" if len(files) > 2 else "")
+
+
+def _show_summary(facts: dict[str, Any]) -> None:
+    fields = {
+        "path": facts["path"],
+        "step": "-" if facts["step"] is None else facts["step"],
+        "created": f"{time_text(facts['created'])} UTC",
+        "size": nbytes_text(facts["nbytes"]),
+        "format": facts["format_version"],
+        "write id": facts["write_id"],
+        "pickle": "yes: load it only if you trust where it comes from" if facts["uses_pickle"] else "no",
+    }
+    for part in ("origin", "metadata"):
+        fields |= {f"{part}.{name}": value for name, value in facts[part].items()}
+    print_fields({printable(name): value for name, value in fields.items()})
+    print()
+    print_table(
+        ("ITEM", "TENSORS", "ELEMENTS", "SIZE"),
+        [
+            (i["item"], i["tensors"], count_text(i["elements"]), nbytes_text(i["nbytes"]))
+            for i in facts["items"]
+        ],
+        right=("TENSORS", "ELEMENTS", "SIZE"),
+    )
+    print()
+    print_table(
+        ("FILE", "SIZE"), [(f["path"], nbytes_text(f["nbytes"])) for f in facts["files"]], right=("SIZE",)
+    )

@@ -1,0 +1,1 @@
+"""How do other formats come in and go out?"""

@@ -1,0 +1,86 @@
+"""A folder of weights that appears whole or not at all."""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import uuid
+from contextlib import contextmanager
+from typing import TYPE_CHECKING
+
+from reknit.errors import UsageError
+from reknit.storage.folders import sync_folder
+from reknit.storage.local import LocalStorage
+from reknit.storage.posix import translated
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from reknit.storage.base import Storage
+
+_ENTRY = re.compile(r"model\.safetensors(\.index\.json)?")
+"""Files by which a reader finds the weights."""
+
+_PART = re.compile(r"model-\d{5,}-of-\d{5,}\.safetensors")
+
+
+class ExportFolder:
+    """The local folder `out`.  Raises `UsageError` when it is not empty and `overwrite` is false."""
+
+    def __init__(self, out: str | os.PathLike[str], *, overwrite: bool) -> None:
+        text = os.fspath(out)
+        if not text or "://" in text:
+            raise UsageError(
+                f"an export goes to a local folder, not to {text!r}", remedy="give the path of a folder"
+            )
+        self.path = os.path.abspath(os.path.expanduser(text))
+        self._overwrite = overwrite
+        self._check()
+
+    def _check(self) -> None:
+        if not os.path.lexists(self.path):
+            return
+        if not os.path.isdir(self.path):
+            raise UsageError(f"{self.path} is not a folder", remedy="choose another place")
+        with translated("list", self.path):
+            found = os.listdir(self.path)
+        if found and not self._overwrite:
+            raise UsageError(
+                f"{self.path} is not empty",
+                remedy="choose a new folder, or overwrite: other files than weights stay there",
+            )
+
+    @contextmanager
+    def filling(self) -> Iterator[Storage]:
+        """Hand out an empty folder beside `out`; put its files in place when the block succeeds."""
+        parent, name = os.path.split(self.path)
+        beside = os.path.join(parent, f".{name}.{uuid.uuid4().hex[:8]}.tmp")
+        with translated("create", beside):
+            os.makedirs(beside)
+        storage = LocalStorage(beside)
+        try:
+            yield storage
+            storage.close()
+            with translated("write", self.path):
+                self._place(beside)
+                sync_folder(parent)
+        finally:
+            # After success it is gone; after a failure what stays of it must not hide the error that counts.
+            shutil.rmtree(beside, ignore_errors=True)
+
+    def _place(self, beside: str) -> None:
+        """Give the finished files their final place."""
+        if not os.path.isdir(self.path):
+            os.rename(beside, self.path)
+            return
+        self._check()
+        # Entry files go first and come last: whoever looks meanwhile finds the old weights, none, or the new
+        # ones, and never a mixture.
+        old = os.listdir(self.path)
+        for file in sorted(filter(_ENTRY.fullmatch, old), reverse=True) + list(filter(_PART.fullmatch, old)):
+            os.unlink(os.path.join(self.path, file))
+        new = os.listdir(beside)
+        for file in sorted(new, key=lambda file: _ENTRY.fullmatch(file) is not None):
+            os.rename(os.path.join(beside, file), os.path.join(self.path, file))
+        sync_folder(self.path)

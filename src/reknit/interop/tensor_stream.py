@@ -1,0 +1,129 @@
+"""The tensors of a checkpoint one after another, in pieces of bounded size."""
+
+from __future__ import annotations
+
+from contextlib import contextmanager
+from math import prod
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import numpy as np
+
+from reknit.engine.opening import opened, read_opened
+from reknit.engine.read import Reader, granularity
+from reknit.errors import CorruptError
+from reknit.monitor.phase import Recorder
+from reknit.options import MIB, LoadOptions
+from reknit.planner.load import plan_load
+from reknit.storage.registry import open_storage
+from reknit.types.box import Box, flat_range_boxes
+from reknit.types.dtype import numpy_dtype
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Sequence
+    from os import PathLike
+
+    from numpy.typing import NDArray
+
+    from reknit.engine.opening import OpenCheckpoint
+    from reknit.types.shard import TensorSpec
+
+PIECE_NBYTES = 32 * MIB
+"""Bytes of tensors that are read at once, unless told otherwise; a reader holds at most two such pieces."""
+
+_BATCH = 4096
+"""Most boxes that are read together, so that the plan for very many tiny tensors stays small too."""
+
+_OPTIONS = LoadOptions(inflight_nbytes=32 * MIB)
+
+
+class Piece(NamedTuple):
+    """Elements of tensor `number` of the index, flat; the pieces of a tensor come in row-major order."""
+
+    number: int
+    data: NDArray[Any]
+
+
+@contextmanager
+def tensors_of(path: str | PathLike[str]) -> Iterator[OpenCheckpoint]:
+    """Open a checkpoint without its values: a pickled value somewhere is no obstacle to reading tensors.
+
+    Raises `CheckpointNotFoundError`, `CorruptError`, `VersionError`, `StorageError`.
+    """
+    storage = open_storage(path)
+    try:
+        yield opened(storage, read_opened(storage, ()), None, allow_pickle=False)
+    finally:
+        storage.close()
+
+
+def stream(
+    checkpoint: OpenCheckpoint,
+    numbers: Sequence[int],
+    nbytes: int = PIECE_NBYTES,
+    options: LoadOptions = _OPTIONS,
+) -> Iterator[Piece]:
+    """Yield the tensors with these numbers, in this order, reading and verifying `nbytes` at a time.
+
+    A large tensor comes in several pieces, small ones are read together; one without elements yields nothing.
+    Where the pieces end depends on the specs only.  Raises `CorruptError`, `StorageError`.
+    """
+    recorder = Recorder("read", path=checkpoint.storage.url)
+    sizes = _file_sizes(checkpoint)
+    specs = [checkpoint.index.tensors[number].spec for number in numbers]
+    cut = granularity(options, checkpoint.manifest.block_nbytes)
+    for batch in _batches(numbers, specs, nbytes):
+        dtypes = [numpy_dtype(checkpoint.index.tensors[number].spec.dtype) for number, _ in batch]
+        arrays = [np.empty(box.lengths, dtype) for (_, box), dtype in zip(batch, dtypes, strict=True)]
+        plan = plan_load(checkpoint.index, batch, sizes, cut)
+        Reader(checkpoint, plan, arrays, [number for number, _ in batch], frozenset(), options).run(recorder)
+        for (number, _), array in zip(batch, arrays, strict=True):
+            yield Piece(number, array.reshape(-1))
+        # The next batch must not be allocated while this one is still held.
+        del arrays, array
+
+
+def _file_sizes(checkpoint: OpenCheckpoint) -> list[int]:
+    """Return the size of every data file that the index names."""
+    if lost := [path for path in checkpoint.index.files if path not in checkpoint.files]:
+        raise CorruptError(
+            f"the index names {lost[0]}, which is not in the manifest",
+            path=checkpoint.storage.url,
+            remedy="the checkpoint is damaged: load another one",
+        )
+    return [checkpoint.files[path].nbytes for path in checkpoint.index.files]
+
+
+def _batches(
+    numbers: Sequence[int], specs: Sequence[TensorSpec], nbytes: int
+) -> Iterator[list[tuple[int, Box]]]:
+    """Group the boxes to read so that a group has at most `nbytes` bytes; a box never has more."""
+    batch: list[tuple[int, Box]] = []
+    held = 0
+    for number, spec in zip(numbers, specs, strict=True):
+        for box in cut_boxes(spec, nbytes):
+            size = box.numel * spec.itemsize
+            if batch and (held + size > nbytes or len(batch) == _BATCH):
+                yield batch
+                batch, held = [], 0
+            batch.append((number, box))
+            held += size
+    if batch:
+        yield batch
+
+
+def cut_boxes(spec: TensorSpec, nbytes: int) -> Iterator[Box]:
+    """Cut a tensor into boxes of at most `nbytes` bytes (or one element), each one run in row-major order.
+
+    Cuts lie between whole rows of as many inner dimensions as fit, so that boxes are few and large.
+    """
+    if not spec.numel:
+        return
+    most = max(nbytes // spec.itemsize, 1)
+    if spec.numel <= most:
+        yield Box.whole(spec.shape)
+        return
+    rows = (prod(spec.shape[d:]) for d in range(len(spec.shape) + 1))
+    row = next(row for row in rows if row <= most)
+    step = most // row * row
+    for start in range(0, spec.numel, step):
+        yield from flat_range_boxes(spec.shape, start, min(step, spec.numel - start))

@@ -1,0 +1,86 @@
+from __future__ import annotations
+
+import argparse
+from typing import TYPE_CHECKING
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+import reknit
+from reknit.cli.export import parse_size
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from tests.cli.command import Command
+
+
+@pytest.mark.parametrize(
+    ("text", "nbytes"),
+    [
+        ("5GB", 5 * 10**9),
+        ("5gb", 5 * 10**9),
+        ("4GiB", 4 << 30),
+        ("500 MB", 5 * 10**8),
+        ("1.5KiB", 1536),
+        ("12", 12),
+        ("7B", 7),
+        ("2T", 2 * 10**12),
+    ],
+)
+def test_sizes_are_understood(text: str, nbytes: int) -> None:
+    assert parse_size(text) == nbytes
+
+
+@pytest.mark.parametrize("text", ["", "GB", "-5GB", "5 apples", "0", "0.5B", "1e9", "5iB"])
+def test_what_is_no_size_is_refused(text: str) -> None:
+    with pytest.raises(argparse.ArgumentTypeError):
+        parse_size(text)
+
+
+@pytest.fixture
+def path(tmp_path: Path) -> Path:
+    net = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Linear(4, 4))
+    net[1].weight = net[0].weight
+    big = {"w": torch.full((3,), 1e6)}
+    reknit.save(tmp_path / "c", {"model": net, "big": big})
+    return tmp_path / "c"
+
+
+def test_an_export_tells_what_it_wrote_and_left_out(command: Command, path: Path, tmp_path: Path) -> None:
+    ran = command("export", "hf", path, tmp_path / "out")
+    assert (ran.code, ran.err) == (0, "")
+    assert str(tmp_path / "out") in ran.out
+    assert "1.weight = 0.weight" in ran.out
+    assert set(load_file(tmp_path / "out" / "model.safetensors")) == {"0.weight", "0.bias", "1.bias"}
+
+
+def test_options_reach_the_export(command: Command, path: Path, tmp_path: Path) -> None:
+    options = ("--dtype", "bfloat16", "--max-shard-size", "32B", "--keep-tied")
+    ran = command("export", "hf", path, tmp_path / "out", *options)
+    assert ran.code == 0
+    assert "converted to bfloat16: 4 tensors" in ran.out
+    assert len(list((tmp_path / "out").glob("model-*-of-00004.safetensors"))) == 4
+    ran = command("export", "hf", path, tmp_path / "out", "--item", "big")
+    assert ran.code == 2
+    assert "not empty" in ran.err
+    ran = command("export", "hf", path, tmp_path / "out", "--item", "big", "--overwrite")
+    assert ran.code == 0
+    assert set(load_file(tmp_path / "out" / "model.safetensors")) == {"w"}
+
+
+def test_numbers_that_become_infinite_are_warned_of(command: Command, path: Path, tmp_path: Path) -> None:
+    ran = command("export", "hf", path, tmp_path / "out", "--item", "big", "--dtype", "float16")
+    assert ran.code == 0
+    assert ran.err == ("reknit: warning: 3 numbers of w are too large for float16 and became infinite\n")
+
+
+@pytest.mark.parametrize("options", [("--item", "other"), ("--dtype", "int8"), ("--max-shard-size", "many")])
+def test_what_cannot_be_is_wrong_usage(
+    command: Command, path: Path, tmp_path: Path, options: tuple[str, ...]
+) -> None:
+    ran = command("export", "hf", path, tmp_path / "out", *options)
+    assert ran.code == 2
+    assert options[1] in ran.err
+    assert not (tmp_path / "out").exists()

@@ -1,0 +1,97 @@
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import numpy as np
+import pytest
+
+import reknit
+from tests.cli.command import Command, damage
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+
+@pytest.fixture
+def root(tmp_path: Path) -> Path:
+    root = tmp_path / "runs"
+    for step in (9, 10):
+        state = {"model": {"w": np.ones(1000, np.float32)}, "lr": 0.5}
+        reknit.save(root / f"step_{step}", state, step=step)
+    reknit.save(root / "final", {"model": {"w": np.ones(4)}})
+    (root / "notes").mkdir()
+    (root / "notes" / "readme.txt").write_text("not a checkpoint")
+    return root
+
+
+def test_checkpoints_are_listed_by_step(command: Command, root: Path) -> None:
+    ran = command("ls", root)
+    assert ran.code == 0
+    lines = ran.out.splitlines()
+    assert lines[0].split() == ["NAME", "STEP", "CREATED", "(UTC)", "SIZE", "RANKS", "ITEMS"]
+    assert [line.split()[0] for line in lines[1:]] == ["final", "step_9", "step_10"]
+    assert lines[3].split()[1] == "10"
+    assert lines[3].endswith("1  model, lr")
+
+
+def test_json_has_what_the_manifest_says(command: Command, root: Path) -> None:
+    rows = {row["name"]: row for row in command("ls", root, "--json").json}
+    assert set(rows) == {"final", "step_9", "step_10"}
+    row = rows["step_9"]
+    files = [path for path in (root / "step_9").rglob("*") if path.is_file() and path.name != "manifest.json"]
+    assert row["nbytes"] == sum(path.stat().st_size for path in files)
+    assert row["path"] == str(root / "step_9")
+    assert (row["state"], row["step"], row["world_size"]) == ("committed", 9, 1)
+    assert row["items"] == ["model", "lr"]
+    assert row["created"] == pytest.approx((root / "step_9" / "manifest.json").stat().st_mtime, abs=60)
+    assert rows["final"]["step"] is None
+
+
+def test_a_save_that_never_committed_is_shown_as_such(command: Command, root: Path) -> None:
+    (root / "step_10" / "manifest.json").unlink()
+    ran = command("ls", root)
+    assert ran.code == 0
+    assert ran.out.splitlines()[-1].split()[0] == "step_10"
+    assert ran.out.splitlines()[-1].endswith("uncommitted")
+    (row,) = [row for row in command("ls", root, "--json").json if row["state"] == "uncommitted"]
+    assert row["nbytes"] > 4000
+
+
+def test_a_damaged_manifest_is_shown_as_such_and_hides_no_other(command: Command, root: Path) -> None:
+    damage(root / "step_9" / "manifest.json", at=40)
+    ran = command("ls", root)
+    assert ran.code == 0
+    assert len(ran.out.splitlines()) == 4
+    (line,) = [line for line in ran.out.splitlines() if line.startswith("step_9")]
+    assert "damaged: " in line
+
+
+def test_a_folder_that_cannot_be_read_hides_no_other(command: Command, root: Path) -> None:
+    loop = root / "closed" / "manifest.json"
+    loop.parent.mkdir()
+    loop.symlink_to(loop)
+    ran = command("ls", root)
+    assert ran.code == 0
+    assert [line.split()[0] for line in ran.out.splitlines()[1:4]] == ["final", "step_9", "step_10"]
+    assert "unreadable: " in ran.out.splitlines()[4]
+
+
+def test_a_checkpoint_itself_is_listed_too(command: Command, root: Path) -> None:
+    (row,) = command("ls", root / "step_9", "--json").json
+    assert (row["name"], row["step"]) == (".", 9)
+
+
+@pytest.mark.parametrize("where", ["absent", "runs/notes"])
+def test_a_folder_without_checkpoints_is_not_found(command: Command, root: Path, where: str) -> None:
+    ran = command("ls", root.parent / where)
+    assert ran.code == 3
+    assert ran.out == ""
+    assert "no checkpoint" in ran.err
+    assert str(root.parent / where) in ran.err
+
+
+def test_names_of_items_cannot_steer_the_terminal(command: Command, tmp_path: Path) -> None:
+    reknit.save(tmp_path / "a", {"\x1b[31mred": {"w": np.ones(1)}})
+    ran = command("ls", tmp_path)
+    assert "\x1b" not in ran.out
+    assert "red" in ran.out

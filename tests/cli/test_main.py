@@ -1,0 +1,138 @@
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from importlib.metadata import version
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import pytest
+
+import reknit
+from reknit.cli import ls
+from reknit.cli.main import exit_code, main
+from tests.cli.command import damage
+
+if TYPE_CHECKING:
+    from tests.cli.command import Command
+
+COMMANDS = ("ls", "show", "verify", "diff", "export")
+PROGRAM = Path(sys.executable).with_name("reknit")
+
+
+@pytest.fixture
+def path(tmp_path: Path) -> Path:
+    reknit.save(tmp_path / "c", {"model": {"w": np.ones(4)}}, step=3)
+    return tmp_path / "c"
+
+
+@pytest.mark.parametrize("program", [[str(PROGRAM)], [sys.executable, "-m", "reknit.cli.main"]])
+def test_the_program_lists_a_checkpoint(path: Path, program: list[str]) -> None:
+    ran = subprocess.run([*program, "ls", path.parent], capture_output=True, text=True, check=False)
+    assert (ran.returncode, ran.stderr) == (0, "")
+    assert ran.stdout.splitlines()[1].split()[:2] == ["c", "3"]
+
+
+def test_the_program_needs_no_torch(path: Path) -> None:
+    code = (
+        "import sys; from reknit.cli.main import main; code = main(sys.argv[1:]); "
+        "sys.exit(9 if 'torch' in sys.modules else code)"
+    )
+    arguments = ["diff", str(path), str(path), "--data"]
+    ran = subprocess.run([sys.executable, "-c", code, *arguments], capture_output=True, check=False)
+    assert (ran.returncode, ran.stderr) == (0, b"")
+
+
+def test_help_names_commands_and_exit_codes(command: Command) -> None:
+    ran = command("--help")
+    assert ran.code == 0
+    assert all(name in ran.out for name in (*COMMANDS, "exit codes:", "130"))
+    for name in COMMANDS:
+        assert command(name, "--help").code == 0
+
+
+def test_version_is_that_of_the_package(command: Command) -> None:
+    assert command("--version").out == f"reknit {version('reknit')}\n"
+
+
+@pytest.mark.parametrize("arguments", [(), ("fly",), ("show",), ("show", "a", "--fast"), ("export", "gguf")])
+def test_a_wrong_command_line_is_code_two(command: Command, arguments: tuple[str, ...]) -> None:
+    ran = command(*arguments)
+    assert ran.code == 2
+    assert "usage: reknit" in ran.err
+
+
+@pytest.mark.parametrize("arguments", [("show",), ("verify",), ("diff", "c"), ("export", "hf")])
+def test_a_path_without_a_checkpoint_is_code_three(
+    command: Command, path: Path, arguments: tuple[str, ...]
+) -> None:
+    full = [str(path) if argument == "c" else argument for argument in arguments]
+    ran = command(*full, path.parent / "absent", *(["x"] if arguments[0] == "export" else []))
+    assert (ran.code, ran.out) == (3, "")
+    assert ran.err.startswith(f"reknit: there is no committed checkpoint at {path.parent / 'absent'}")
+    assert "->" in ran.err
+
+
+@pytest.mark.parametrize("arguments", [("show",), ("diff", "c"), ("export", "hf")])
+def test_a_damaged_checkpoint_is_code_four(command: Command, path: Path, arguments: tuple[str, ...]) -> None:
+    other = path.parent / "other"
+    reknit.save(other, {"model": {"w": np.ones(4)}})
+    damage(other / "manifest.json", at=30)
+    full = [str(path) if argument == "c" else argument for argument in arguments]
+    ran = command(*full, other, *([path.parent / "out"] if arguments[0] == "export" else []))
+    assert ran.code == 4
+    assert ran.err.startswith("reknit: the manifest")
+
+
+def test_an_unknown_store_is_code_two(command: Command) -> None:
+    ran = command("show", "gopher://somewhere")
+    assert ran.code == 2
+    assert "gopher" in ran.err
+
+
+def test_every_error_has_an_exit_code() -> None:
+    assert exit_code(reknit.StorageFullError("x")) == 4
+    assert exit_code(reknit.MismatchError("x")) == 4
+    assert exit_code(reknit.StorageNotFoundError("x")) == 3
+    assert exit_code(reknit.MissingExtraError("x")) == 2
+
+
+def test_an_interrupt_is_code_130_and_one_line(
+    command: Command, monkeypatch: pytest.MonkeyPatch, path: Path
+) -> None:
+    def interrupted(storage: Any) -> Any:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(ls, "rows_of", interrupted)
+    assert command("ls", path) == (130, "", "reknit: interrupted\n")
+
+
+@pytest.mark.parametrize("arguments", [("show", "c", "--tensors", "*"), ("ls", "."), ("--help",)])
+def test_a_reader_that_leaves_early_is_no_error(tmp_path: Path, arguments: tuple[str, ...]) -> None:
+    # The first prints more than a buffer holds.  The reader is gone before the first byte.
+    reknit.save(tmp_path / "c", {"model": {f"layer.{k:03d}." + "x" * 60: np.ones(1) for k in range(300)}})
+    buffered = {name: value for name, value in os.environ.items() if name != "PYTHONUNBUFFERED"}
+    reader, writer = os.pipe()
+    os.close(reader)
+    command = [str(PROGRAM), *arguments]
+    ran = subprocess.run(
+        command, stdout=writer, stderr=subprocess.PIPE, cwd=tmp_path, env=buffered, check=False
+    )
+    os.close(writer)
+    assert (ran.returncode, ran.stderr) == (141, b"")
+
+
+def test_a_terminal_that_lacks_a_letter_gets_it_escaped(tmp_path: Path) -> None:
+    reknit.save(tmp_path / "c", {"modèle": {"w": np.ones(1)}})
+    environment = {**os.environ, "PYTHONIOENCODING": "ascii"}
+    ran = subprocess.run(
+        [str(PROGRAM), "ls", str(tmp_path)], capture_output=True, text=True, env=environment, check=False
+    )
+    assert ran.returncode == 0
+    assert "mod\\xe8le" in ran.stdout
+
+
+def test_main_returns_its_code() -> None:
+    assert main(["--version"]) == 0

@@ -1,0 +1,72 @@
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
+
+import reknit
+from reknit.interop.safetensors_export import export_hf
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+TOKENS = torch.arange(20).reshape(2, 10)
+
+
+def tiny(*, tie: bool) -> tuple[LlamaConfig, Any]:
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=64,
+        hidden_size=16,
+        intermediate_size=32,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        tie_word_embeddings=tie,
+    )
+    model: Any = LlamaForCausalLM(config)
+    return config, model.eval()
+
+
+def reloaded(out: Path) -> tuple[Any, dict[str, Any]]:
+    loader: Any = AutoModelForCausalLM
+    model, loading = loader.from_pretrained(out, output_loading_info=True)
+    return model.eval(), {name: found for name, found in loading.items() if found}
+
+
+@pytest.mark.parametrize("limit", [10**9, 5000])
+@pytest.mark.parametrize("keep_tied", [False, True])
+@pytest.mark.parametrize("tie", [False, True])
+def test_transformers_computes_the_same_logits_from_an_export(
+    tmp_path: Path, tie: bool, keep_tied: bool, limit: int
+) -> None:
+    config, model = tiny(tie=tie)
+    reknit.save(tmp_path / "c", {"model": model})
+    report = export_hf(tmp_path / "c", tmp_path / "out", max_shard_nbytes=limit, keep_tied=keep_tied)
+    assert report.tied == ({"lm_head.weight": "model.embed_tokens.weight"} if tie and not keep_tied else {})
+    config.save_pretrained(tmp_path / "out")
+    again, complaints = reloaded(tmp_path / "out")
+    assert complaints == {}
+    assert (again.lm_head.weight is again.model.embed_tokens.weight) == tie
+    with torch.no_grad():
+        assert torch.equal(again(TOKENS).logits, model(TOKENS).logits)
+
+
+@pytest.mark.parametrize("tie", [False, True])
+def test_an_export_has_the_files_and_names_of_save_pretrained(tmp_path: Path, tie: bool) -> None:
+    _, model = tiny(tie=tie)
+    model = model.to(torch.bfloat16)
+    reknit.save(tmp_path / "c", {"model": model})
+    export_hf(tmp_path / "c", tmp_path / "ours")
+    model.save_pretrained(tmp_path / "theirs")
+    ours, theirs = reloaded_tensors(tmp_path / "ours"), reloaded_tensors(tmp_path / "theirs")
+    assert ours.keys() == theirs.keys()
+    assert all(torch.equal(ours[name], theirs[name]) for name in theirs)
+
+
+def reloaded_tensors(out: Path) -> dict[str, torch.Tensor]:
+    from safetensors.torch import load_file
+
+    assert {path.name for path in out.glob("*.safetensors*")} == {"model.safetensors"}
+    return load_file(out / "model.safetensors")
