@@ -72,7 +72,9 @@ class Model:
                 rng.randint(0 if rng.random() < 0.1 else 1, largest) for _ in range(rng.randint(0, 4))
             )
             dtype = np.dtype(rng.choice(DTYPES))
-            raw = np.frombuffer(rng.randbytes(int(np.prod(shape)) * dtype.itemsize), np.uint8)
+            raw: np.ndarray[Any, Any] = np.frombuffer(
+                rng.randbytes(int(np.prod(shape)) * dtype.itemsize), np.uint8
+            )
             raw = raw & 1 if dtype == np.bool_ else raw
             self.arrays[f"layers.{n}.weight"] = raw.view(dtype).reshape(shape)
 
@@ -91,7 +93,7 @@ class Model:
             for box, ranks in parts:
                 if rank not in ranks or (box.numel == 0 and array.size):
                     continue
-                data = np.empty(box.lengths, array.dtype, order=rng.choice(["C", "F"]))  # type: ignore[call-overload]
+                data = np.empty(box.lengths, array.dtype, order=rng.choice(["C", "F"]))
                 data[...] = array[box.slices()] if filled else np.zeros((), array.dtype)
                 shards.append(Shard("model", fqn, spec, box, tuple(sorted(ranks)), data))
         return shards

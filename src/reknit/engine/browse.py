@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from reknit.types.shard import TensorSpec
 
 Index = int | slice | EllipsisType
+"""What selects along one dimension, or along all that are not named."""
 
 
 class Checkpoint:
@@ -66,6 +67,16 @@ class Checkpoint:
         """Return the metadata as the engine has it."""
         return self._open
 
+    def close(self) -> None:
+        """Release what the store holds open; a later `read` opens it again."""
+        self._open.storage.close()
+
+    def __enter__(self) -> Checkpoint:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
     def read(
         self, item: str, fqn: str, index: Sequence[Index] | Index = ..., *, framework: str = "numpy"
     ) -> Any:
@@ -94,7 +105,7 @@ class Checkpoint:
 
 def selected(shape: Sequence[int], index: Sequence[Index] | Index) -> tuple[Box, tuple[int, ...]]:
     """Return the box that an index selects, and the shape of the result (integers drop their dimension)."""
-    parts = list(index) if isinstance(index, tuple | list) else [index]
+    parts: list[Any] = list(index) if isinstance(index, tuple | list) else [index]
     if parts.count(...) > 1:
         raise UsageError("an index has at most one ellipsis")
     given = len(parts) - parts.count(...)
@@ -103,7 +114,9 @@ def selected(shape: Sequence[int], index: Sequence[Index] | Index) -> tuple[Box,
     fill = [slice(None)] * (len(shape) - given)
     place = parts.index(...) if ... in parts else len(parts)
     full = [*parts[:place], *fill, *parts[place + 1 :]]
-    offsets, lengths, kept = [], [], []
+    offsets: list[int] = []
+    lengths: list[int] = []
+    kept: list[int] = []
     for size, part in zip(shape, full, strict=True):
         if isinstance(part, slice):
             start, stop, step = part.indices(size)

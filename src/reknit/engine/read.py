@@ -42,7 +42,6 @@ def granularity(options: LoadOptions, block_nbytes: int) -> Granularity:
 class _Piece(NamedTuple):
     """A row of `LoadPlan` in Python numbers; `direct` is the target where both sides are one run."""
 
-    number: int
     wanted: int
     low: int
     high: int
@@ -89,7 +88,7 @@ class Reader:
         self._tensors = tensors
         self._cast = cast
         self._options = options
-        self._bits = [None if w in cast else bits(target) for w, target in enumerate(targets)]
+        self._bits: list[Any] = [None if w in cast else bits(target) for w, target in enumerate(targets)]
         self._pieces = self._make_pieces()
         self._clocks = {name: Stopwatch() for name in ("read", "verify", "deliver")}
 
@@ -124,9 +123,9 @@ class Reader:
             strict=True,
         )
         pieces = []
-        for number, (w, low, high, start, *columns) in enumerate(rows):
-            in_order = [tuple(column[: ndim[w]]) for column in columns]
-            piece = _Piece(number, w, low, high, itemsize[w], start, *in_order, None)
+        for w, low, high, start, *columns in rows:
+            chunk, in_chunk, in_wanted, lengths = (tuple(column[: ndim[w]]) for column in columns)
+            piece = _Piece(w, low, high, itemsize[w], start, chunk, in_chunk, in_wanted, lengths, None)
             if self._bits[w] is not None and piece.is_run:
                 part = self._bits[w][Box(piece.in_wanted, piece.lengths).slices()]
                 piece = piece._replace(direct=contiguous_bytes(part))
@@ -142,7 +141,7 @@ class Reader:
         scratch = arena.view(nbytes)
         spans, indirect = _spans(uses, start, scratch)
         with self._clocks["read"].lap(nbytes):
-            self._checkpoint.storage.read_into(path, start, [memoryview(span.buffer) for span in spans])
+            self._checkpoint.storage.read_into(path, start, [span.buffer.data for span in spans])
         if self._options.verify != "off":
             with self._clocks["verify"].lap(nbytes):
                 self._verify(path, spans, uses)
@@ -163,7 +162,7 @@ class Reader:
                 parts.setdefault(block, []).append(buffer[position:stop])
                 position = stop
         for block, buffers in parts.items():
-            if digest(*buffers) != file.digests[block]:
+            if digest(*(buffer.data for buffer in buffers)) != file.digests[block]:
                 low, high = block * block_nbytes, (block + 1) * block_nbytes
                 names = sorted({self._name(p) for p in uses if p.low < high and p.high > low})
                 raise corrupt_block(file, block, block_nbytes, names)
@@ -188,15 +187,15 @@ class Reader:
                 self._copy(piece, box, scratch[at - start :], strides)
 
     def _copy(self, piece: _Piece, box: Box, source: NDArray[np.uint8], strides: Sequence[int]) -> None:
-        """Copy a box (in the chunk's coordinates), whose bytes begin with `source`, to its place in the
-        target.
-        """
+        """Copy a box (in the chunk's coordinates) that begins at `source` to its place in the target."""
         place = box.relative_to(piece.in_chunk).shifted(piece.in_wanted).slices()
         if piece.wanted in self._cast:
             dtype = self._checkpoint.index.tensors[self._tensors[piece.wanted]].spec.dtype
             convert(source, dtype, box.lengths, strides, self._targets[piece.wanted][place])
         else:
-            deliver(source, box.lengths, strides, self._bits[piece.wanted][(*place, ...)])
+            place_kept = (*place, ...)  # with the ellipsis, 0-d stays an array
+            target = self._bits[piece.wanted][place_kept]
+            deliver(source, box.lengths, strides, target)
 
 
 def _strides(lengths: Sequence[int], itemsize: int) -> tuple[int, ...]:

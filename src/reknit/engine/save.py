@@ -226,7 +226,7 @@ def _shard_digest(shard: Shard, source: Any) -> int:
     if flat is None:
         flat = np.empty(shard.nbytes, np.uint8)
         stage(source, 0, shard.box.numel, flat)
-    return digest(flat)
+    return digest(flat.data)
 
 
 def _columns(holdings: Holdings, files: Sequence[FilePlan], images: Sequence[Image]) -> messages.Columns:

@@ -39,26 +39,24 @@ def verify(storage: Storage, level: str, options: LoadOptions) -> VerifyReport:
         manifest = decode_manifest(data)
     except FormatError as error:
         return VerifyReport(storage.url, level, 1, len(data), (f"manifest.json: {error.message}",))
-    sound = [
-        file for file in manifest.files if _tried(problems, file.path, lambda f=file: check_size(storage, f))
-    ]
+    sound = [file for file in manifest.files if _tried(problems, file.path, check_size, storage, file)]
     found = {file.path: file for file in sound}
-    if (file := found.get(manifest.index_path)) is not None:
-        _tried(problems, file.path, lambda: _check_index(storage, manifest, file, found, problems))
+    if manifest.index_path in found:
+        _tried(problems, manifest.index_path, _check_index, storage, manifest, found, problems)
     nbytes = len(data)
     if level == "data":
         nbytes += _check_data(storage, manifest, sound, options, problems)
     for blob in manifest.blobs:
-        if (file := found.get(blob.path)) is not None:
-            _tried(problems, blob.path, lambda f=file: _check_blobs(storage, manifest, f, options))
+        if blob.path in found:
+            _tried(problems, blob.path, _check_blobs, storage, manifest, found[blob.path], options)
     unique = tuple(dict.fromkeys(problems))
     return VerifyReport(storage.url, level, len(manifest.files) + 1, nbytes, unique)
 
 
-def _tried(problems: list[str], path: str, check: Callable[[], None]) -> bool:
+def _tried(problems: list[str], path: str, check: Callable[..., None], *args: object) -> bool:
     """Do a check; note a problem instead of raising it."""
     try:
-        check()
+        check(*args)
     except (FormatError, StorageError) as error:
         problems.append(error.message if path in error.message else f"{path}: {error.message}")
         return False
@@ -70,12 +68,12 @@ def _check_blobs(storage: Storage, manifest: Manifest, file: FileEntry, options:
 
 
 def _check_index(
-    storage: Storage, manifest: Manifest, file: FileEntry, found: dict[str, FileEntry], problems: list[str]
+    storage: Storage, manifest: Manifest, found: dict[str, FileEntry], problems: list[str]
 ) -> None:
     """Check that the index tiles every tensor with extents that lie in sound files and agree with their
     headers.
     """
-    index = decode_index(read_checked(storage, file, manifest.block_nbytes))
+    index = decode_index(read_checked(storage, found[manifest.index_path], manifest.block_nbytes))
     shapes = [entry.spec.shape for entry in index.tensors]
     for gap in untiled(shapes, index.tensor, index.offsets, index.lengths):
         entry = index.tensors[gap.tensor]
@@ -86,7 +84,7 @@ def _check_index(
         if path not in listed:
             problems.append(f"{manifest.index_path}: {path} holds chunks but is not in the manifest")
         elif path in found:
-            _tried(problems, path, lambda n=number, p=path: _check_header(storage, index, n, found[p]))
+            _tried(problems, path, _check_header, storage, index, number, found[path])
 
 
 def _check_header(storage: Storage, index: Index, number: int, file: FileEntry) -> None:
@@ -115,7 +113,7 @@ def _check_data(
 
     def work(job: tuple[FileEntry, int], arena: Arena) -> None:
         file, start = job
-        piece = memoryview(arena.view(min(size, file.nbytes - start)))
+        piece = arena.view(min(size, file.nbytes - start)).data
         try:
             storage.read_into(file.path, start, [piece])
             check_blocks(file, start, piece, block)

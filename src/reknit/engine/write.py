@@ -108,9 +108,9 @@ def write_images(
             file.image.fill(start, piece)
         with clocks["digest"].lap(len(piece)):
             for k in range(0, len(piece), BLOCK_NBYTES):
-                file.digests[(start + k) // BLOCK_NBYTES] = digest(piece[k : k + BLOCK_NBYTES])
+                file.digests[(start + k) // BLOCK_NBYTES] = digest(piece.data[k : k + BLOCK_NBYTES])
         with clocks["write"].lap(len(piece)):
-            file.writer.write(start, memoryview(piece))
+            file.writer.write(start, piece.data)
             if file.done_with_piece():
                 file.writer.finish()
 

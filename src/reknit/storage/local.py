@@ -14,10 +14,12 @@ from reknit.errors import StorageError, StorageNotFoundError, UsageError
 from reknit.options import Durability
 from reknit.storage.base import Listed
 from reknit.storage.descriptors import Descriptor, ReadCache
+from reknit.storage.direct import preadv_direct, pwrite_direct
 from reknit.storage.folders import Folders, prune, sync_folder
 from reknit.storage.paths import check_path
 from reknit.storage.posix import (
     NEW_FILE,
+    after,
     entries,
     identity,
     link_new,
@@ -133,7 +135,8 @@ class LocalStorage:
         full = self._full(path)
         wanted = sum(buffer.nbytes for buffer in buffers)
         with translated("read", full), self._cache.reading(full) as fd:
-            if preadv_all(fd, start, buffers) < wanted:
+            done = preadv_direct(fd, start, buffers)
+            if done + preadv_all(fd, start + done, after(buffers, done)) < wanted:
                 raise shorter(full, start, wanted, os.fstat(fd).st_size)
 
     def evict(self, path: str) -> None:
@@ -236,7 +239,9 @@ class LocalWriter:
                 path=self._path,
             )
         with self._using("write"):
-            pwrite_all(self._descriptor.fd, start, data)
+            # Without a sync at the end the page cache is quicker; with it, the way past the cache is.
+            done = pwrite_direct(self._descriptor.fd, start, data) if self._folders.durable else 0
+            pwrite_all(self._descriptor.fd, start + done, data[done:])
             with self._lock:
                 self._written += data.nbytes
 
