@@ -1,0 +1,116 @@
+"""How does a value of a framework's own type look to everyone else?  As a `Tagged`, and back."""
+
+from __future__ import annotations
+
+import sys
+from math import prod
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from reknit.errors import FormatError, MissingExtraError, StateError
+from reknit.frameworks import tree
+from reknit.types.dtype import ITEMSIZE
+from reknit.types.shard import Tagged
+
+if TYPE_CHECKING:
+    from types import ModuleType
+
+
+def to_neutral(value: Any, where: str) -> Any:
+    """Return the value with every torch object inside it as a `Tagged`; containers come back as new ones.
+
+    Raises `StateError` for a tensor whose bytes are not all here.
+    """
+    torch = sys.modules.get("torch")
+    if torch is None:
+        return tree.map_leaves(value, lambda _path, _leaf: tree.DESCEND)
+    return tree.map_leaves(value, lambda path, leaf: _neutral_leaf(torch, leaf, f"{where} {_dotted(path)}"))
+
+
+def _dotted(path: tree.Path) -> str:
+    return "".join(f"[{key!r}]" for key in path)
+
+
+def _neutral_leaf(torch: ModuleType, leaf: Any, where: str) -> Any:
+    if isinstance(leaf, torch.Tensor):
+        return Tagged("torch.tensor", _neutral_tensor(torch, leaf, where))
+    if isinstance(leaf, torch.dtype):
+        return Tagged("torch.dtype", str(leaf).removeprefix("torch."))
+    if isinstance(leaf, torch.device):
+        return Tagged("torch.device", str(leaf))
+    if isinstance(leaf, torch.Size):
+        return Tagged("torch.Size", list(leaf))
+    return tree.DESCEND
+
+
+def _neutral_tensor(torch: ModuleType, tensor: Any, where: str) -> dict[str, Any]:
+    dtype = str(tensor.dtype).removeprefix("torch.")
+    plain = type(tensor) in (torch.Tensor, torch.nn.Parameter) and tensor.layout is torch.strided
+    if not plain or tensor.is_meta or dtype not in ITEMSIZE:
+        raise StateError(
+            f"{where} holds a {type(tensor).__name__} of {dtype} on {tensor.device} inside a plain value",
+            remedy="put the tensor into the state under a key of its own",
+        )
+    whole = tensor.detach().cpu().resolve_conj().resolve_neg()
+    # Not contiguous(): torch calls one element contiguous at any stride, and then cannot view its bytes.
+    dense = whole.clone(memory_format=torch.contiguous_format).reshape(-1)
+    return {
+        "dtype": dtype,
+        "shape": list(tensor.shape),
+        "data": dense.view(torch.uint8).numpy().tobytes(),
+    }
+
+
+def from_neutral(value: Any) -> Any:
+    """Return the value that `to_neutral` made neutral, sharing no memory with its argument.
+
+    `Tagged("tensor", ...)`, which stands for a tensor stored elsewhere, is kept.
+    """
+    return tree.map_leaves(value, _live_leaf)
+
+
+def _live_leaf(path: tree.Path, leaf: Any) -> Any:
+    if isinstance(leaf, np.ndarray):
+        return leaf.copy()
+    if not isinstance(leaf, Tagged) or leaf.tag == "tensor":
+        return tree.DESCEND
+    try:
+        import torch
+    except ImportError as error:
+        raise MissingExtraError(
+            f"the checkpoint holds a {leaf.tag}, and torch is not installed", remedy="install reknit[torch]"
+        ) from error
+    try:
+        return _live(torch, leaf)
+    except (KeyError, TypeError, ValueError, AttributeError, RuntimeError) as error:
+        # Whatever torch makes of a damaged or hostile value, the reader is told that the value is at fault.
+        raise FormatError(f"the saved value {_dotted(path)} is no {leaf.tag}: {error}") from error
+
+
+def _live(torch: ModuleType, tagged: Tagged) -> Any:
+    if tagged.tag == "torch.tensor":
+        return _live_tensor(torch, tagged.value)
+    if tagged.tag == "torch.dtype":
+        return _dtype(torch, tagged.value)
+    if tagged.tag == "torch.device":
+        return torch.device(str(tagged.value))
+    if tagged.tag == "torch.Size":
+        return torch.Size([int(length) for length in tagged.value])
+    raise ValueError("this version of reknit does not know the type")
+
+
+def _dtype(torch: ModuleType, name: str) -> Any:
+    dtype = getattr(torch, str(name), None)
+    if not isinstance(dtype, torch.dtype):
+        raise ValueError(f"torch has no dtype {name!r}")
+    return dtype
+
+
+def _live_tensor(torch: ModuleType, value: dict[str, Any]) -> Any:
+    name, shape, data = str(value["dtype"]), [int(n) for n in value["shape"]], bytes(value["data"])
+    if min(shape, default=0) < 0 or prod(shape) * ITEMSIZE[name] != len(data):
+        raise ValueError(f"{len(data)} bytes are no {name}{shape}")
+    if not data:
+        return torch.empty(shape, dtype=_dtype(torch, name))
+    return torch.frombuffer(bytearray(data), dtype=torch.uint8).view(_dtype(torch, name)).reshape(shape)

@@ -1,0 +1,232 @@
+"""How is an optimizer saved?  By the names of its parameters, so that any grouping or layout can take it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from reknit.frameworks import dtensor, tree
+from reknit.frameworks.neutral import to_neutral
+from reknit.frameworks.optimizer_slots import HOW, Slot, Slots, is_state_dict, read
+from reknit.frameworks.stateful import rebuild, skeleton, tensors_of
+from reknit.frameworks.torch_tensor import local_memory, torch_dtype
+from reknit.frameworks.walk import View
+
+if TYPE_CHECKING:
+    from reknit.frameworks.loading import Loading
+    from reknit.frameworks.saving import Saving
+    from reknit.frameworks.walk import Assign, Place, Walk, World
+    from reknit.types.shard import TensorSpec
+
+
+class OptimizerAdapter:
+    """torch optimizers, and their own raw state dicts where those tell the parameters' names.
+
+    `state/<parameter>/<name>` is a state of a parameter, `param_groups/<parameter>` the options of its group,
+    and `shared/<name>` what belongs to no parameter.
+    """
+
+    unites = True
+
+    def matches(self, value: Any) -> bool:
+        """Tell whether this is an optimizer."""
+        return isinstance(value, torch.optim.Optimizer) or is_state_dict(value)
+
+    def collect(self, value: Any, place: Place, saving: Saving) -> None:
+        """Collect states and options.  Takes no step, and leaves the optimizer as it is."""
+        slots = read(value, place, saving)
+        for slot in slots.each:
+            at = place.child("param_groups", slot.name)
+            saving.blob(to_neutral(slot.options(), str(at)), at)
+            for name, state in slots.state_of(slot).items():
+                _collect_state(state, place.child("state", slot.name, name), slot, saving)
+        for name, state in slots.shared().items():
+            _collect_state(state, place.child("shared", name), None, saving)
+
+    def wanted(self, value: Any, place: Place, loading: Loading, assign: Assign) -> None:
+        """Fill states where there are some, make those that are not there yet, and take over the options."""
+        slots = read(value, place, loading)
+        saved = _Saved(place, loading)
+        for group in slots.groups:
+            _want_options(group, [slot for slot in slots.each if slot.group is group], place, loading)
+        for slot in slots.each:
+            if saved.knows(slot.name):
+                _want_states(slot, slots, saved, place, loading)
+        for name in dict.fromkeys([*slots.shared(), *saved.shared]):
+            _want_shared(name, slots, place, loading)
+
+
+def _collect_state(state: Any, place: Place, slot: Slot | None, saving: Saving) -> None:
+    if isinstance(state, torch.Tensor):
+        view = _view(state, slot, place, saving, fill=False)
+        saving.view(view, place, state)
+    else:
+        saving.blob(skeleton(state, place, saving), place)
+
+
+def _view(state: Any, slot: Slot | None, place: Place, walk: Walk, *, fill: bool) -> View:
+    """Look at a state of a parameter, with what its parameter tells about it."""
+    view = walk.look(state, place, fill=fill)
+    if slot is None or dtensor.is_dtensor(state):
+        return view
+    parameter: Any = slot.parameter
+    if parameter is None or not dtensor.is_dtensor(parameter):
+        return View(view.spec, view.parts, slot.replicas, view.memory, view.settle)
+    local, _ = local_memory(parameter, place, fill=False)
+    if state.ndim and state.shape == local.shape:
+        # An optimizer that works on local tensors: the state lies where the parameter's part does.
+        spec = type(view.spec)(tuple(parameter.shape), view.spec.dtype)
+        parts = dtensor.parts(parameter, view.parts[0][1], place)
+        return View(spec, parts, dtensor.replicas(parameter, walk.world), view.memory, view.settle)
+    # A counter that every rank of the mesh advances alike; anything larger may be one rank's own.
+    holders = dtensor.mesh_ranks(parameter.device_mesh, walk.world) if state.ndim == 0 else None
+    return View(view.spec, view.parts, holders or walk.world.alone, view.memory, view.settle)
+
+
+class _Saved:
+    """What the checkpoint has for the parameters of one optimizer: the names of the states of each."""
+
+    def __init__(self, place: Place, loading: Loading) -> None:
+        self._place = place
+        self._loading = loading
+        self._states: dict[str, list[str]] = {}
+        self._known: set[str] = set()
+        self.shared: list[str | int] = []
+        states, groups, shared = (f"{place.child(part).fqn}/" for part in ("state", "param_groups", "shared"))
+        names = [*loading.catalog.tensors.get(place.item, {}), *loading.value_names(place.item)]
+        for fqn in names:
+            if fqn.startswith(groups):
+                self._known.add(fqn.removeprefix(groups))
+            if fqn.startswith(shared) and "/" not in fqn.removeprefix(shared):
+                self.shared.append(tree.unescape(fqn.removeprefix(shared)))
+            parameter, _, name = fqn.removeprefix(states).partition("/")
+            # A deeper name is a tensor inside a nested state, which that state's own value asks for.
+            if fqn.startswith(states) and name and "/" not in name:
+                self._states.setdefault(parameter, []).append(name)
+
+    def knows(self, name: str) -> bool:
+        """Tell whether the saved optimizer had a parameter of this name."""
+        return tree.escape(name, str(self._place)) in self._known
+
+    def states(self, name: str) -> list[str]:
+        """Return the names (path elements) of a parameter's saved states."""
+        return self._states.get(tree.escape(name, str(self._place)), [])
+
+
+def _want_states(slot: Slot, slots: Slots, saved: _Saved, place: Place, loading: Loading) -> None:
+    """Ask for all saved states of a parameter; they become its state, and what was not saved is dropped."""
+    below = place.child("state", slot.name)
+    if why := _reshaped(slot, loading):
+        for element in saved.states(slot.name):
+            loading.report_mismatched(below.below(element), why)
+        return
+    current, fresh = slots.state_of(slot), {}
+    for element in saved.states(slot.name):
+        name = tree.unescape(element)
+        whole, state = _want_state(current.get(name), slot, below.below(element), loading)
+        if whole:
+            fresh[name] = state
+        elif name in current:
+            fresh[name] = current[name]
+    loading.later(lambda: slots.put(slot, fresh))
+
+
+def _reshaped(slot: Slot, loading: Loading) -> str | None:
+    """Say that the parameter itself has another shape in the checkpoint, if that can be seen."""
+    spec = loading.spec(slot.home.child(slot.name)) if slot.home else None
+    if spec is None or slot.parameter is None or spec.shape == tuple(slot.parameter.shape):
+        return None
+    here = list(slot.parameter.shape)
+    return f"its parameter has the shape {list(spec.shape)} in the checkpoint and {here} here"
+
+
+def _want_state(current: Any, slot: Slot | None, at: Place, loading: Loading) -> tuple[bool, Any]:
+    """Ask for one state, and return whether it comes, and the object that it comes in."""
+    spec = loading.spec(at)
+    if spec is not None:
+        state = _memory_for(spec, current, slot, at, loading.world)
+        loading.view(_view(state, slot, at, loading, fill=True), at, state)
+        return True, state
+    found = loading.value(at)
+    if found.why is not None:
+        return False, None
+    return rebuild(found.value, at, loading, tensors_of(current, at, loading))
+
+
+def _memory_for(spec: TensorSpec, current: Any, slot: Slot | None, at: Place, world: World) -> torch.Tensor:
+    """Return the tensor for a saved state: the present one, or one such as the optimizer would make."""
+    if isinstance(current, torch.Tensor) and _fits(current, slot, spec):
+        return current
+    dtype = torch_dtype(spec.dtype)
+    parameter = slot.parameter if slot else None
+    if slot is None or parameter is None:
+        return torch.empty(spec.shape, dtype=dtype)
+    with torch.no_grad():
+        if spec.shape == tuple(parameter.shape) and not at.fqn.endswith("/step"):
+            return torch.empty_like(parameter, dtype=dtype, requires_grad=False)
+        if spec.shape == ():
+            on_device = slot.group.get("capturable") or slot.group.get("fused")
+            return torch.empty((), dtype=dtype, device=parameter.device if on_device else "cpu")
+        return parameter.new_empty(spec.shape, dtype=dtype, requires_grad=False)
+
+
+def _fits(current: torch.Tensor, slot: Slot | None, spec: TensorSpec) -> bool:
+    if tuple(current.shape) == spec.shape:
+        return True
+    parameter: Any = slot.parameter if slot else None
+    if not dtensor.is_dtensor(parameter) or dtensor.is_dtensor(current):
+        return False
+    with torch.no_grad():
+        local = parameter.to_local()
+    return tuple(parameter.shape) == spec.shape and bool(current.shape == local.shape)
+
+
+def _want_options(group: dict[str, Any], slots: list[Slot], place: Place, loading: Loading) -> None:
+    """Ask for the options of all parameters of a group, which must agree, and set them in the group."""
+    known: list[tuple[Place, dict[str, Any]]] = []
+    for slot in slots:
+        at = place.child("param_groups", slot.name)
+        found = loading.value(at)
+        if found.why is not None:
+            continue
+        if not isinstance(found.value, Mapping):
+            loading.report_mismatched(at, "the options of a parameter are no mapping")
+        else:
+            known.append((at, {key: value for key, value in found.value.items() if key not in HOW}))
+    if not known:
+        return
+    first, options = known[0]
+    for at, others in known[1:]:
+        for key in options.keys() | others.keys():
+            if not tree.same_value(_plain(options.get(key)), _plain(others.get(key))):
+                loading.report_mismatched(
+                    at,
+                    f"its {key} is {others.get(key)!r} and that of {first} {options.get(key)!r}, "
+                    "but the target has both in one group",
+                )
+                return
+    loading.later(lambda: _set_options(group, options))
+
+
+def _plain(value: Any) -> Any:
+    return to_neutral(value, "an option")
+
+
+def _set_options(group: dict[str, Any], options: dict[str, Any]) -> None:
+    for key, value in options.items():
+        present = group.get(key)
+        if isinstance(present, torch.Tensor) and isinstance(value, (torch.Tensor, int, float)):
+            with torch.no_grad():
+                present.copy_(torch.as_tensor(value))
+        elif isinstance(value, torch.Tensor) and isinstance(present, (int, float)) and value.numel() == 1:
+            group[key] = value.item()
+        else:
+            group[key] = value
+
+
+def _want_shared(name: Any, slots: Slots, place: Place, loading: Loading) -> None:
+    whole, state = _want_state(slots.shared().get(name), None, place.child("shared", name), loading)
+    if whole:
+        loading.later(lambda: slots.state.__setitem__(name, state))

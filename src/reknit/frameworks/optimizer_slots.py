@@ -1,0 +1,144 @@
+"""Which parameters does an optimizer have, and what are they called?"""
+
+from __future__ import annotations
+
+import sys
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from reknit.errors import StateError
+from reknit.frameworks.module import parameters, without_wrappers
+
+if TYPE_CHECKING:
+    from collections.abc import Hashable, Iterator, Mapping, MutableMapping
+
+    import torch
+
+    from reknit.frameworks.walk import Place, Replicas, Walk
+
+HOW = frozenset({"foreach", "fused", "capturable", "differentiable"})
+"""Options that say how an optimizer computes, not what: they go with the job's devices and layout."""
+
+_NOT_OPTIONS = HOW | {"params", "param_names"}
+
+
+@dataclass(frozen=True, slots=True)
+class Slot:
+    """A parameter of an optimizer.
+
+    `key` is its key in the optimizer's `state`, `home` the place of the module that has it.
+    """
+
+    name: str
+    key: Hashable
+    parameter: torch.Tensor | None
+    group: dict[str, Any]
+    replicas: Replicas
+    home: Place | None
+
+    def options(self) -> dict[str, Any]:
+        """Return the options of the parameter's group that mean something elsewhere."""
+        return {key: value for key, value in self.group.items() if key not in _NOT_OPTIONS}
+
+
+@dataclass(frozen=True, slots=True)
+class Slots:
+    """An optimizer, or its raw state dict, as its parameters."""
+
+    state: MutableMapping[Any, Any]
+    groups: list[dict[str, Any]]
+    each: tuple[Slot, ...]
+
+    def state_of(self, slot: Slot) -> Mapping[Any, Any]:
+        """Return the states of a parameter by name; empty where it has none.  Adds no entry."""
+        states: Mapping[Any, Any] = self.state.get(slot.key, {})
+        return states
+
+    def put(self, slot: Slot, states: dict[Any, Any]) -> None:
+        """Make `states` all the states of a parameter."""
+        if states:
+            self.state[slot.key] = states
+        else:
+            self.state.pop(slot.key, None)
+
+    def shared(self) -> dict[str, Any]:
+        """Return what the optimizer keeps for no parameter in particular."""
+        taken = {slot.key for slot in self.each if isinstance(slot.key, str)}
+        return {key: value for key, value in self.state.items() if isinstance(key, str) and key not in taken}
+
+
+def is_state_dict(value: Any) -> bool:
+    """Tell whether a value is what the `state_dict` of an optimizer returns."""
+    if not isinstance(value, dict) or value.keys() != {"state", "param_groups"}:
+        return False
+    groups = value["param_groups"]
+    return (
+        isinstance(value["state"], dict)
+        and isinstance(groups, list)
+        and bool(groups)
+        and all(isinstance(group, dict) and isinstance(group.get("params"), list) for group in groups)
+    )
+
+
+def read(value: Any, place: Place, walk: Walk) -> Slots:
+    """Return an optimizer's parameters by name.  Raises `StateError` where a name cannot be known."""
+    if isinstance(value, dict):
+        state, groups = value["state"], value["param_groups"]
+        each = tuple(_raw_slots(groups, place, walk))
+    else:
+        _require_supported(value, place)
+        state, groups = value.state, value.param_groups
+        each = tuple(_slots(groups, place, walk))
+    names: set[str] = set()
+    for slot in each:
+        if slot.name in names:
+            raise StateError(
+                f"two parameters of the optimizer {place} are called {slot.name}",
+                remedy="put the modules that they belong to under one module, for example an nn.ModuleDict",
+            )
+        names.add(slot.name)
+    return Slots(state, groups, each)
+
+
+def _require_supported(optimizer: Any, place: Place) -> None:
+    zero = sys.modules.get("torch.distributed.optim")
+    if zero is not None and isinstance(optimizer, getattr(zero, "ZeroRedundancyOptimizer", ())):
+        raise StateError(
+            f"{place} is a ZeroRedundancyOptimizer, which reknit does not support yet",
+            remedy="shard the model with torch.distributed.fsdp.fully_shard, which shards the optimizer too",
+        )
+
+
+def _slots(groups: list[dict[str, Any]], place: Place, walk: Walk) -> Iterator[Slot]:
+    named = parameters(walk)
+    for group in groups:
+        own_names = group.get("param_names")
+        for index, parameter in enumerate(group["params"]):
+            known = named.get(id(parameter))
+            if known is not None:
+                yield Slot(known.name, parameter, parameter, group, known.replicas, known.place)
+            elif own_names is not None:
+                yield Slot(
+                    without_wrappers(own_names[index]), parameter, parameter, group, walk.world.alone, None
+                )
+            else:
+                raise StateError(
+                    f"parameter {index} of shape {list(parameter.shape)} of the optimizer {place} belongs "
+                    "to no module in the state, so its name is unknown",
+                    remedy="put the model into the state too, or make the optimizer from named_parameters()",
+                )
+
+
+def _raw_slots(groups: list[dict[str, Any]], place: Place, walk: Walk) -> Iterator[Slot]:
+    for group in groups:
+        keys = group["params"]
+        names = group.get("param_names")
+        if names is None and all(isinstance(key, str) for key in keys):
+            names = keys
+        if names is None or len(names) != len(keys):
+            raise StateError(
+                f"{place} is an optimizer's state dict, which numbers its parameters and does not name them",
+                remedy="put the optimizer itself into the state",
+            )
+        for name, key in zip(names, keys, strict=True):
+            yield Slot(without_wrappers(name), key, None, group, walk.world.alone, None)

@@ -1,0 +1,191 @@
+"""How is what differs between ranks saved?  By the rank's coordinate, and given back to the same set only."""
+
+from __future__ import annotations
+
+import random
+import sys
+from collections.abc import Mapping
+from itertools import product
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from reknit.errors import StateError, UsageError
+from reknit.frameworks import tree
+from reknit.frameworks.neutral import from_neutral, to_neutral
+from reknit.frameworks.stateful import is_stateful
+
+if TYPE_CHECKING:
+    from reknit.frameworks.loading import Loading
+    from reknit.frameworks.saving import Saving
+    from reknit.frameworks.walk import Assign, Place, World
+
+
+class PerRank:
+    """A value, or an object with `state_dict` and `load_state_dict`, of which every rank has its own.
+
+    It is saved under this rank's coordinate: its number, or its place on `mesh` by the names of the mesh's
+    dimensions, or the `coordinate` given.  It is restored only where the ranks that load have the same
+    coordinates as those that saved; otherwise it is left as it is, and the load report says so.  Prefer
+    `mesh` where ranks share a value (all tensor-parallel ranks of a data-parallel one): a mesh tells which
+    coordinates there are, while with a `coordinate` every rank must have one of its own.
+    """
+
+    def __init__(self, value: Any, *, coordinate: Mapping[str, int] | None = None, mesh: Any = None) -> None:
+        if coordinate is not None and mesh is not None:
+            raise UsageError("a PerRank has a coordinate or a mesh, not both")
+        self.value = value
+        self.coordinate = None if coordinate is None else _checked(coordinate)
+        self.mesh = mesh
+
+    def place_of(self, world: World) -> dict[str, int]:
+        """Return the coordinate of this rank."""
+        if self.mesh is not None:
+            at = self.mesh.get_coordinate()
+            if at is None:
+                raise StateError(
+                    "this rank is not on the mesh of its PerRank", remedy="leave it out on this rank"
+                )
+            return dict(zip(_dim_names(self.mesh), at, strict=True))
+        return {"rank": world.rank} if self.coordinate is None else dict(self.coordinate)
+
+    def places(self, world: World) -> set[frozenset[tuple[str, int]]] | None:
+        """Return the coordinates of all ranks, or None when this rank cannot know them."""
+        if self.mesh is not None:
+            names, sizes = _dim_names(self.mesh), tuple(self.mesh.shape)
+            return {_key(dict(zip(names, at, strict=True))) for at in product(*map(range, sizes))}
+        if self.coordinate is None:
+            return {_key({"rank": rank}) for rank in range(world.size)}
+        return None
+
+
+def _checked(coordinate: Mapping[str, int]) -> dict[str, int]:
+    if not coordinate or not all(isinstance(k, str) and type(v) is int for k, v in coordinate.items()):
+        raise UsageError(f"a coordinate is a mapping from names to integers, not {coordinate!r}")
+    return dict(coordinate)
+
+
+def _dim_names(mesh: Any) -> tuple[str, ...]:
+    names = mesh.mesh_dim_names
+    if not names:
+        raise StateError(
+            "the mesh of a PerRank has no dimension names", remedy="pass mesh_dim_names to init_device_mesh"
+        )
+    return tuple(names)
+
+
+def _key(coordinate: Mapping[str, int]) -> frozenset[tuple[str, int]]:
+    return frozenset(coordinate.items())
+
+
+class RngState(PerRank):
+    """The random generators of this process: Python's, NumPy's global one, torch's, and the current GPU's.
+
+    The GPU's generator is saved once CUDA is in use, unless `cuda` is false.
+    """
+
+    def __init__(
+        self, *, coordinate: Mapping[str, int] | None = None, mesh: Any = None, cuda: bool = True
+    ) -> None:
+        super().__init__(self, coordinate=coordinate, mesh=mesh)
+        self._cuda = cuda
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the states of the generators."""
+        kind, keys, position, has_gauss, cached = np.random.get_state(legacy=True)
+        state: dict[str, Any] = {
+            "python": random.getstate(),
+            "numpy": [str(kind), np.asarray(keys), int(position), int(has_gauss), float(cached)],
+        }
+        if torch := sys.modules.get("torch"):
+            state["torch"] = torch.get_rng_state()
+            if self._cuda and torch.cuda.is_initialized():
+                state["cuda"] = torch.cuda.get_rng_state()
+        return state
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Set the generators; those that this process does not have stay out."""
+        version, words, cached = state["python"]
+        random.setstate((version, tuple(words), cached))
+        np.random.set_state(tuple(state["numpy"]))
+        if "torch" in state:
+            import torch
+
+            torch.set_rng_state(state["torch"])
+            if "cuda" in state and self._cuda and torch.cuda.is_available():
+                torch.cuda.set_rng_state(state["cuda"])
+
+
+class PerRankAdapter:
+    """Values that are declared to differ between ranks."""
+
+    unites = False
+
+    def matches(self, value: Any) -> bool:
+        """Tell whether the user declared this."""
+        return isinstance(value, PerRank)
+
+    def collect(self, value: PerRank, place: Place, saving: Saving) -> None:
+        """Collect the value whole, with its tensors inside it, under this rank's coordinate."""
+        state = value.value.state_dict() if is_stateful(value.value) else value.value
+        saving.blob(to_neutral(state, str(place)), place, value.place_of(saving.world))
+
+    def wanted(self, value: PerRank, place: Place, loading: Loading, assign: Assign) -> None:
+        """Ask for the value if the ranks are the same as those that saved."""
+        mine = value.place_of(loading.world)
+        saved = [
+            dict(other)
+            for other in loading.catalog.coordinates.get(place.item, ())
+            if other.keys() == mine.keys()
+        ]
+        places = value.places(loading.world)
+        same = {_key(other) for other in saved} == places
+        if places is None:
+            same = mine in saved and len(saved) == loading.world.size
+        if same and place.fqn in (own := loading.own(place.item, mine)):
+            self._want(value, from_neutral(own[place.fqn]), place, loading)
+        elif not same and _was_saved(place, loading):
+            loading.note(place, _left(value, len(saved), loading))
+        else:
+            loading.report_missing(place, "the checkpoint does not have it")
+
+    def _want(self, value: PerRank, state: Any, place: Place, loading: Loading) -> None:
+        if isinstance(value, RngState) and _lost_gpu(state):
+            loading.note(place, "the random state of a GPU is not restored: this process uses none")
+        if is_stateful(value.value):
+            loading.later(lambda: value.value.load_state_dict(state))
+        else:
+            loading.later(lambda: _refill(value, state))
+
+
+def _was_saved(place: Place, loading: Loading) -> bool:
+    """Tell whether some rank saved its own value here; looks at one rank of each kind of coordinate."""
+    first = {
+        frozenset(coordinate): dict(coordinate)
+        for coordinate in reversed(loading.catalog.coordinates.get(place.item, ()))
+    }
+    return any(place.fqn in loading.own(place.item, coordinate) for coordinate in first.values())
+
+
+def _left(value: PerRank, num_saved: int, loading: Loading) -> str:
+    what = "random state" if isinstance(value, RngState) else "values"
+    verb = "is" if isinstance(value, RngState) else "are"
+    ranks = f"{num_saved} ranks" if num_saved else "ranks with other coordinates"
+    left = f"left as {'it is' if verb == 'is' else 'they are'}"
+    return f"{what} of {ranks} not restored onto {loading.world.size}: {left}"
+
+
+def _lost_gpu(state: Any) -> bool:
+    torch = sys.modules.get("torch")
+    return isinstance(state, Mapping) and "cuda" in state and not (torch and torch.cuda.is_available())
+
+
+def _refill(value: PerRank, state: Any) -> None:
+    """Put a saved value into the one that the user gave where that can hold it, else in its place."""
+    present = value.value
+    if isinstance(present, np.ndarray) and isinstance(state, np.ndarray) and present.shape == state.shape:
+        np.copyto(present, state)
+    elif hasattr(present, "copy_") and hasattr(state, "copy_") and present.shape == state.shape:
+        sys.modules["torch"].Tensor.copy_(present.detach(), state)
+    else:
+        value.value = tree.refill(present, state)

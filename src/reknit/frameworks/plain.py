@@ -1,0 +1,203 @@
+"""How are plain states saved?  Arrays as tensors, containers by their keys, the rest as values."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, MutableMapping, MutableSequence
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from reknit.errors import StateError
+from reknit.frameworks import tree
+from reknit.frameworks.neutral import to_neutral
+from reknit.frameworks.walk import View
+from reknit.types.box import Box
+from reknit.types.dtype import ITEMSIZE, numpy_dtype
+from reknit.types.shard import TensorSpec
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from numpy.typing import NDArray
+
+    from reknit.frameworks.loading import Loading
+    from reknit.frameworks.saving import Saving
+    from reknit.frameworks.walk import Assign, Place, Walk, World
+
+
+class NumpyArrays:
+    """NumPy's tensors: arrays of a dtype that reknit stores.  Others (text, dates, objects) are values."""
+
+    library = "numpy"
+
+    def matches(self, value: Any) -> bool:
+        """Tell whether this is an array of numbers."""
+        return isinstance(value, np.ndarray) and ITEMSIZE.get(value.dtype.name) == value.dtype.itemsize
+
+    def view(self, tensor: Any, place: Place, world: World, *, fill: bool) -> View:
+        """Look at an array.  Raises `StateError` for a masked array, and to fill one that is read-only."""
+        if isinstance(tensor, np.ma.MaskedArray):
+            raise StateError(f"{place} is a masked array", remedy="save its .data and .mask")
+        if fill and not tensor.flags.writeable:
+            raise StateError(f"{place} is a read-only array", remedy="load into a copy of it")
+        base: NDArray[Any] = tensor.view(np.ndarray)
+        spec = TensorSpec(base.shape, base.dtype.name)
+        settle: Callable[[], None] | None = None
+        data = base
+        if not base.dtype.isnative:
+            data = base.astype(base.dtype.newbyteorder("="))
+            settle = (lambda: np.copyto(base, data)) if fill else None
+        return View(spec, ((Box.whole(base.shape), data),), world.alone, _memory(tensor, base), settle)
+
+    def fresh(self, spec: TensorSpec, like: Any = None) -> Any:
+        """Return a new array."""
+        return np.empty(spec.shape, numpy_dtype(spec.dtype))
+
+
+def _memory(tensor: Any, base: NDArray[Any]) -> tuple[Any, ...]:
+    if not base.size:
+        return ("numpy", id(tensor))
+    return (
+        "numpy",
+        base.__array_interface__["data"][0],
+        base.shape,
+        base.strides,
+        base.dtype.str,
+        base.dtype.name,
+    )
+
+
+class TensorAdapter:
+    """Tensors of any library, where they are."""
+
+    unites = False
+
+    def __init__(self, libraries: tuple[Any, ...]) -> None:
+        self._libraries = libraries
+
+    def matches(self, value: Any) -> bool:
+        """Tell whether some library knows this as its tensor."""
+        return any(library.matches(value) for library in self._libraries)
+
+    def collect(self, value: Any, place: Place, saving: Saving) -> None:
+        """Collect the tensor."""
+        saving.tensor(value, place)
+
+    def wanted(self, value: Any, place: Place, loading: Loading, assign: Assign) -> None:
+        """Fill the tensor in place."""
+        loading.tensor(value, place)
+
+
+class ContainerAdapter:
+    """Mappings, split by key, and lists and tuples that hold something live, split by index."""
+
+    unites = False
+
+    def matches(self, value: Any) -> bool:
+        """Tell whether this is a container that may be split."""
+        return isinstance(value, (Mapping, list, tuple))
+
+    def collect(self, value: Any, place: Place, saving: Saving) -> None:
+        """Collect what is inside, or the whole as one value."""
+        if _is_value(value, saving):
+            saving.blob(to_neutral(value, str(place)), place)
+            return
+        united = is_united(value, saving)
+        for key, inner in _children(value):
+            saving.visit(inner, place if united else place.child(key))
+
+    def wanted(self, value: Any, place: Place, loading: Loading, assign: Assign) -> None:
+        """Ask for what is inside, or for the whole as one value."""
+        if _is_value(value, loading):
+            want_value(value, place, loading, assign)
+        elif is_united(value, loading):
+            for inner in value:
+                loading.visit(inner, place, None)
+        elif isinstance(value, tuple):
+            self._want_tuple(value, place, loading, assign)
+        else:
+            for key, inner in _children(value):
+                loading.visit(inner, place.child(key), _setter(value, key))
+
+    def _want_tuple(self, value: tuple[Any, ...], place: Place, loading: Loading, assign: Assign) -> None:
+        """Ask for what is in a tuple; if anything in it has to be replaced, so has the tuple."""
+        fresh: dict[int, Any] = {}
+
+        def put(index: int) -> Assign:
+            return None if assign is None else lambda new: fresh.__setitem__(index, new)
+
+        for index, inner in enumerate(value):
+            loading.visit(inner, place.child(index), put(index))
+
+        def replace() -> None:
+            if assign is not None and fresh:
+                assign(tree.retuple(value, [fresh.get(n, inner) for n, inner in enumerate(value)]))
+
+        loading.later(replace)
+
+
+def _children(value: Any) -> Any:
+    """Return (key, child) pairs of a mapping or a sequence."""
+    return list(value.items()) if isinstance(value, Mapping) else list(enumerate(value))
+
+
+def _setter(container: Any, key: Any) -> Assign:
+    if isinstance(container, (MutableMapping, MutableSequence)):
+        return lambda new: container.__setitem__(key, new)
+    return None
+
+
+def _is_value(value: Any, walk: Walk) -> bool:
+    """Tell whether a container is saved as one value: an empty mapping, a sequence without anything live."""
+    if isinstance(value, Mapping):
+        return not value
+    return not tree.any_leaf(value, lambda leaf: is_live(leaf, walk))
+
+
+def is_live(value: Any, walk: Walk) -> bool:
+    """Tell whether a value is more than plain data: a tensor, a module, something stateful."""
+    return not isinstance(walk.adapter(value), (ContainerAdapter, ValueAdapter))
+
+
+def is_united(value: Any, walk: Walk) -> bool:
+    """Tell whether a sequence is the parts of one thing (pipeline stages, their optimizers)."""
+    if not isinstance(value, (list, tuple)) or not value:
+        return False
+    adapters = {id(adapter): adapter for adapter in map(walk.adapter, value)}
+    return len(adapters) == 1 and next(iter(adapters.values())).unites
+
+
+class ValueAdapter:
+    """Everything else: a value that the checkpoint's blob codec knows, or refuses by name."""
+
+    unites = False
+
+    def matches(self, value: Any) -> bool:
+        """Take what no other adapter took."""
+        return True
+
+    def collect(self, value: Any, place: Place, saving: Saving) -> None:
+        """Collect the value."""
+        saving.blob(to_neutral(value, str(place)), place)
+
+    def wanted(self, value: Any, place: Place, loading: Loading, assign: Assign) -> None:
+        """Ask for the value."""
+        want_value(value, place, loading, assign)
+
+
+def want_value(target: Any, place: Place, loading: Loading, assign: Assign) -> None:
+    """Ask for a value that takes the place of `target`, inside it where it is mutable."""
+    if assign is None and not tree.refillable(target):
+        raise StateError(
+            f"{place} is a {type(target).__name__} in a container that cannot be changed",
+            remedy="put it into a dict or a list",
+        )
+    found = loading.value(place)
+    if found.why is None:
+        loading.later(lambda: _put(target, found.value, assign))
+
+
+def _put(target: Any, value: Any, assign: Assign) -> None:
+    filled = tree.refill(target, value)
+    if filled is not target and assign is not None:
+        assign(filled)

@@ -1,0 +1,104 @@
+"""Which adapter takes which object?  The list of them, and the two walks: what is held, what is wanted."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Mapping, MutableMapping
+from typing import TYPE_CHECKING, Any
+
+from reknit.errors import StateError
+from reknit.frameworks.loading import Loading
+from reknit.frameworks.per_rank import PerRankAdapter
+from reknit.frameworks.plain import ContainerAdapter, NumpyArrays, TensorAdapter, ValueAdapter
+from reknit.frameworks.saving import Saving
+from reknit.frameworks.stateful import StatefulAdapter
+from reknit.frameworks.walk import Place, World
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from reknit.frameworks.walk import Adapter, Arrays, Assign
+    from reknit.types.manifest import Catalog
+    from reknit.types.shard import Holdings
+    from reknit.types.wanted import Wanted
+
+
+def collect(
+    state: Mapping[str, Any], rank: int, size: int, *, ranks: Sequence[int] | None = None
+) -> Holdings:
+    """Return what this rank holds of a state.  Local, sends no messages, changes nothing.
+
+    `rank` and `size` count the ranks that save; `ranks` are their numbers in the whole job (None: the same).
+    Raises `StateError` for what cannot be saved, with the key path to it.
+    """
+    saving = Saving(_checked(state), _world(rank, size, ranks), *_adapters())
+    for item, value in state.items():
+        saving.visit(value, Place(item))
+    return saving.holdings()
+
+
+def wanted(
+    state: Mapping[str, Any],
+    catalog: Catalog,
+    rank: int,
+    size: int,
+    *,
+    ranks: Sequence[int] | None = None,
+) -> Wanted:
+    """Return what this rank wants of a checkpoint.  Local, sends no messages.
+
+    Nothing live changes before the memory of the wanted shards is filled, and no object before `deliver`.
+    Raises `StateError` for what cannot be filled, with the key path to it.
+    """
+    loading = Loading(_checked(state), _world(rank, size, ranks), *_adapters(), catalog=catalog)
+    for item, value in state.items():
+        loading.visit(value, Place(item), _setter(state, item))
+    return loading.wanted()
+
+
+def _setter(state: Mapping[str, Any], item: str) -> Assign:
+    if isinstance(state, MutableMapping):
+        return lambda value: state.__setitem__(item, value)
+    return None
+
+
+def _checked(state: Mapping[str, Any]) -> Mapping[str, Any]:
+    if not isinstance(state, Mapping):
+        raise StateError(
+            f"the state is a {type(state).__name__}", remedy='pass a dict, such as {"model": model}'
+        )
+    for item in state:
+        if not isinstance(item, str) or not item:
+            raise StateError(
+                f"the state has the item {item!r}", remedy="items have names: strings, not empty"
+            )
+    return state
+
+
+def _world(rank: int, size: int, ranks: Sequence[int] | None) -> World:
+    return World(rank, size, tuple(range(size)) if ranks is None else tuple(ranks))
+
+
+def _adapters() -> tuple[tuple[Adapter, ...], tuple[Arrays, ...]]:
+    """Return the adapters in the order in which they are asked, and the libraries whose tensors are known.
+
+    torch's are among them only where torch is imported already: without it, no state can hold its objects.
+    """
+    libraries: tuple[Arrays, ...] = (NumpyArrays(),)
+    modules: tuple[Adapter, ...] = ()
+    if "torch" in sys.modules:
+        from reknit.frameworks.module import ModuleAdapter
+        from reknit.frameworks.optimizer import OptimizerAdapter
+        from reknit.frameworks.torch_tensor import TorchArrays
+
+        libraries = (TorchArrays(), *libraries)
+        modules = (ModuleAdapter(), OptimizerAdapter())
+    adapters: tuple[Adapter, ...] = (
+        PerRankAdapter(),
+        *modules,
+        StatefulAdapter(),
+        TensorAdapter(libraries),
+        ContainerAdapter(),
+        ValueAdapter(),
+    )
+    return adapters, libraries

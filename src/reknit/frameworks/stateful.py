@@ -1,0 +1,122 @@
+"""How are objects with a `state_dict` saved?  As one value with holes, and a tensor for each hole."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from reknit.errors import FormatError, StateError
+from reknit.frameworks import tree
+from reknit.frameworks.neutral import to_neutral
+from reknit.types.shard import Tagged
+
+if TYPE_CHECKING:
+    from reknit.frameworks.loading import Loading
+    from reknit.frameworks.saving import Saving
+    from reknit.frameworks.walk import Arrays, Assign, Place, Walk
+
+
+def is_stateful(value: Any) -> bool:
+    """Tell whether a value can give and take its state."""
+    return (
+        not isinstance(value, type)
+        and callable(getattr(value, "state_dict", None))
+        and callable(getattr(value, "load_state_dict", None))
+    )
+
+
+class StatefulAdapter:
+    """Schedulers, gradient scalers, samplers, data loaders, a user's own trainer object."""
+
+    unites = False
+
+    def matches(self, value: Any) -> bool:
+        """Tell whether this can give and take its state."""
+        return is_stateful(value)
+
+    def collect(self, value: Any, place: Place, saving: Saving) -> None:
+        """Collect the object's state."""
+        saving.blob(skeleton(value.state_dict(), place, saving), place.below(tree.SKELETON))
+
+    def wanted(self, value: Any, place: Place, loading: Loading, assign: Assign) -> None:
+        """Ask for the object's state; it is handed over complete, in fresh memory."""
+        found = loading.value(place.below(tree.SKELETON))
+        if found.why is not None:
+            return
+        current = tensors_of(value.state_dict(), place, loading)
+        whole, state = rebuild(found.value, place, loading, current)
+        if whole:
+            loading.later(lambda: value.load_state_dict(state))
+
+
+def skeleton(value: Any, place: Place, saving: Saving) -> Any:
+    """Collect the tensors in a value, and return the value with a placeholder for each."""
+
+    def hole(path: tree.Path, leaf: Any) -> Any:
+        library = saving.arrays(leaf)
+        if library is None:
+            return tree.DESCEND
+        saving.tensor(leaf, place.child(*path))
+        return Tagged("tensor", {"library": library.library, "path": _relative(path, place)})
+
+    return to_neutral(tree.map_leaves(value, hole), str(place))
+
+
+def tensors_of(value: Any, place: Place, walk: Walk) -> dict[str, Any]:
+    """Return the tensors in a value by their paths."""
+    found: dict[str, Any] = {}
+
+    def keep(path: tree.Path, leaf: Any) -> Any:
+        if walk.arrays(leaf) is None:
+            return tree.DESCEND
+        found[_relative(path, place)] = leaf
+        return None
+
+    tree.map_leaves(value, keep)
+    return found
+
+
+def rebuild(value: Any, place: Place, loading: Loading, current: dict[str, Any]) -> tuple[bool, Any]:
+    """Ask for the tensors that a saved value names; return whether all are there, and the value with them.
+
+    A tensor comes in fresh memory, shaped and placed like that in `current` where there is one of its path:
+    a `state_dict` may return what the object shares with others, and that must not change before delivery.
+    """
+    absent: list[Place] = []
+
+    def fill(path: tree.Path, leaf: Any) -> Any:
+        if not isinstance(leaf, Tagged) or leaf.tag != "tensor":
+            return tree.DESCEND
+        library, relative = _placeholder(leaf, place)
+        at = place.below(relative)
+        spec = loading.spec(at)
+        if spec is None:
+            loading.report_missing(at, "the checkpoint does not have it")
+            absent.append(at)
+            return None
+        arrays = _library(library, at, loading)
+        like = current.get(relative)
+        tensor = arrays.fresh(spec, like if arrays.matches(like) else None)
+        loading.tensor(tensor, at)
+        return tensor
+
+    filled = tree.map_leaves(value, fill)
+    return not absent, filled
+
+
+def _library(name: str, place: Place, loading: Loading) -> Arrays:
+    for known in loading.libraries:
+        if known.library == name:
+            return known
+    raise StateError(f"{place} is a tensor of {name}", remedy=f"import {name} before loading")
+
+
+def _placeholder(leaf: Tagged, place: Place) -> tuple[str, str]:
+    if not isinstance(leaf.value, dict) or not all(
+        isinstance(leaf.value.get(key), str) for key in ("library", "path")
+    ):
+        raise FormatError(f"{place} has a placeholder that names no tensor")
+    return leaf.value["library"], leaf.value["path"]
+
+
+def _relative(path: tree.Path, place: Place) -> str:
+    return tree.join(*(tree.escape(key, str(place)) for key in path))

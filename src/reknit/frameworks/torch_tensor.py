@@ -1,0 +1,130 @@
+"""What is in a torch tensor?  Its boxes, its memory, and who else has it, for plain tensors and DTensors."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from reknit.errors import StateError
+from reknit.frameworks import dtensor, torch_private
+from reknit.frameworks.walk import View
+from reknit.types.box import Box
+from reknit.types.dtype import ITEMSIZE
+from reknit.types.shard import TensorSpec
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from reknit.frameworks.walk import Place, World
+
+
+class TorchArrays:
+    """torch's tensors."""
+
+    library = "torch"
+
+    def matches(self, value: Any) -> bool:
+        """Tell whether this is a tensor; `view` refuses those whose memory is not their values."""
+        return isinstance(value, torch.Tensor)
+
+    def view(self, tensor: Any, place: Place, world: World, *, fill: bool) -> View:
+        """Look at a tensor.  Raises `StateError` for one that has no bytes of its own here."""
+        local, settle = local_memory(tensor, place, fill=fill)
+        spec = spec_of(tensor, place)
+        if dtensor.is_dtensor(tensor):
+            memory = _memory(tensor, local, tuple(tensor.shape), tuple(tensor.placements))
+            parts = dtensor.parts(tensor, local, place)
+            return View(spec, parts, dtensor.replicas(tensor, world), memory, settle)
+        return View(spec, ((Box.whole(spec.shape), local),), world.alone, _memory(tensor, local), settle)
+
+    def fresh(self, spec: TensorSpec, like: Any = None) -> Any:
+        """Return a new tensor: cut and placed as `like` if that has its shape, else whole on its device."""
+        dtype = torch_dtype(spec.dtype)
+        if like is None:
+            return torch.empty(spec.shape, dtype=dtype)
+        with torch.no_grad():
+            if tuple(like.shape) == spec.shape:
+                return torch.empty_like(like, dtype=dtype, requires_grad=False)
+            return torch.empty(spec.shape, dtype=dtype, device=like.device)
+
+
+def torch_dtype(name: str) -> torch.dtype:
+    """Return torch's dtype of a name in `ITEMSIZE`.  Raises `StateError` where this torch has none."""
+    dtype = getattr(torch, name, None)
+    if not isinstance(dtype, torch.dtype):
+        raise StateError(f"torch {torch.__version__} has no dtype {name}", remedy="load with a newer torch")
+    return dtype
+
+
+def spec_of(tensor: Any, place: Place) -> TensorSpec:
+    """Return shape and dtype of the whole tensor.  Raises `StateError` for a dtype that is not stored."""
+    name = str(tensor.dtype).removeprefix("torch.")
+    if name not in ITEMSIZE:
+        raise StateError(
+            f"{place} is a tensor of dtype {tensor.dtype}", remedy="save it dequantized, or as plain integers"
+        )
+    return TensorSpec(tuple(tensor.shape), name)
+
+
+def local_memory(tensor: Any, place: Place, *, fill: bool) -> tuple[Any, Callable[[], None] | None]:
+    """Return this rank's part of a tensor as memory that is its values, and how to put what fills it back.
+
+    Raises `StateError` for tensors without such memory: sparse, nested, quantized, on the meta device, not
+    yet initialised, or of a type that keeps its values somewhere else.
+    """
+    with torch.no_grad():
+        local = tensor.to_local() if dtensor.is_dtensor(tensor) else tensor
+        if callable(wait := getattr(local, "wait", None)):
+            local = wait()
+        _require_memory(tensor, local, place)
+        local = local.detach()
+        if not (local.is_conj() or local.is_neg()):
+            if fill:
+                _require_distinct(local, place)
+            return local, None
+        plain = local.resolve_conj().resolve_neg()
+    return plain, (lambda: _copy_back(plain, local)) if fill else None
+
+
+def _copy_back(filled: torch.Tensor, target: torch.Tensor) -> None:
+    with torch.no_grad():
+        target.copy_(filled)
+
+
+def _require_memory(tensor: Any, local: Any, place: Place) -> None:
+    if torch.nn.parameter.is_lazy(tensor):
+        raise StateError(
+            f"{place} is not initialised yet", remedy="run the lazy module once, so that its shapes are known"
+        )
+    if local.layout is not torch.strided or local.is_nested:
+        kind = "nested" if local.is_nested else str(local.layout).removeprefix("torch.")
+        raise StateError(f"{place} is a {kind} tensor", remedy="save its parts, or its dense form, instead")
+    if local.is_quantized:
+        raise StateError(f"{place} is a quantized tensor", remedy="save it dequantized, or as plain integers")
+    if local.is_meta:
+        raise StateError(
+            f"{place} is on the meta device and has no memory",
+            remedy='give it memory first, for example with module.to_empty(device="cuda")',
+        )
+    if torch_private.hides_data(type(local)):
+        raise StateError(
+            f"{place} is a {type(local).__name__}, which keeps its values somewhere else",
+            remedy="save the plain tensors that it is made of",
+        )
+
+
+def _require_distinct(local: torch.Tensor, place: Place) -> None:
+    """Refuse to fill a tensor in which one place in memory is several elements."""
+    if any(stride == 0 and length > 1 for stride, length in zip(local.stride(), local.shape, strict=True)):
+        raise StateError(
+            f"{place} is an expanded tensor: several of its elements share memory",
+            remedy="load into a contiguous copy of it",
+        )
+
+
+def _memory(tensor: Any, local: torch.Tensor, *form: Any) -> tuple[Any, ...]:
+    """Return what is equal for two tensors that are the same memory in the same form."""
+    if local.numel() == 0:
+        return ("torch", id(tensor))
+    return ("torch", local.device, local.data_ptr(), tuple(local.shape), local.stride(), local.dtype, *form)

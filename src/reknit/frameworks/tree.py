@@ -1,0 +1,154 @@
+"""Where does a value sit in a nested state?  Names for paths, and ways to walk and refill containers."""
+
+from __future__ import annotations
+
+import re
+from collections import Counter, OrderedDict, defaultdict, deque
+from collections.abc import Mapping, MutableMapping
+from typing import TYPE_CHECKING, Any, Final
+
+import numpy as np
+
+from reknit.errors import StateError
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+Path = tuple["str | int", ...]
+
+SKELETON: Final = "~s"
+"""Path element of a stateful object's own record; no escaped key looks like it."""
+
+_PLAIN: Final = frozenset({int, float, complex, str, bytes, bool, type(None)})
+"""Types of most leaves, which nobody has to look at twice: histories can be millions of numbers long."""
+
+_INTEGER = re.compile(r"-?[0-9]+")
+
+
+class _Descend:
+    """What a leaf function answers for a value that it leaves to the walk."""
+
+
+DESCEND: Final = _Descend()
+
+
+def escape(key: object, where: str) -> str:
+    """Return the path element for a key of a container, different for different keys.
+
+    `~` and `/` in strings become `~0` and `~1`; a string that looks like an integer is prefixed with `~2`,
+    the empty string is `~3`; an integer is its digits.  Raises `StateError` for any other type of key.
+    """
+    if isinstance(key, str):
+        text = str.__str__(key)
+        _require_encodable(text, where)
+        if not text:
+            return "~3"
+        text = text.replace("~", "~0").replace("/", "~1")
+        return f"~2{text}" if _INTEGER.fullmatch(text) else text
+    if isinstance(key, int) and not isinstance(key, bool):
+        return str(int(key))
+    raise StateError(
+        f"{where} has the key {key!r} of type {type(key).__name__}",
+        remedy="keys of a state are strings and integers",
+    )
+
+
+def _require_encodable(text: str, where: str) -> None:
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        raise StateError(
+            f"{where} has the key {text!r}, which is no valid text", remedy="rename the key"
+        ) from error
+
+
+def unescape(element: str) -> str | int:
+    """Return the key that `escape` turned into `element`."""
+    if element == "~3":
+        return ""
+    if _INTEGER.fullmatch(element):
+        return int(element)
+    return element.removeprefix("~2").replace("~1", "/").replace("~0", "~")
+
+
+def join(*parts: str) -> str:
+    """Join path elements, or paths, into one; empty ones are no part of it."""
+    return "/".join(part for part in parts if part)
+
+
+def map_leaves(value: Any, leaf: Callable[[Path, Any], Any], path: Path = ()) -> Any:
+    """Rebuild nested containers with `leaf(path, value)` in the place of every value.
+
+    Numbers, texts and None are kept as they are.  `leaf` sees containers too, before what is inside them,
+    and answers `DESCEND` to leave a value to the walk: a container is then rebuilt as its own type, anything
+    else kept.
+    """
+    if type(value) in _PLAIN:
+        return value
+    answer = leaf(path, value)
+    if answer is not DESCEND:
+        return answer
+    if isinstance(value, (dict, list, tuple, deque)):
+        return _rebuilt(value, lambda key, child: map_leaves(child, leaf, (*path, key)))
+    return value
+
+
+def _rebuilt(value: Any, child: Callable[[Any, Any], Any]) -> Any:
+    """Return a container of the same type whose children went through `child(key, value)`."""
+    if isinstance(value, dict):
+        pairs = {key: child(key, inner) for key, inner in value.items()}
+        if isinstance(value, defaultdict):
+            return defaultdict(value.default_factory, pairs)
+        return type(value)(pairs) if type(value) in (OrderedDict, Counter) else pairs
+    inner = [child(index, inner) for index, inner in enumerate(value)]
+    if isinstance(value, deque):
+        return deque(inner, maxlen=value.maxlen)
+    return retuple(value, inner) if isinstance(value, tuple) else inner
+
+
+def retuple(like: tuple[Any, ...], values: list[Any]) -> tuple[Any, ...]:
+    """Return a tuple of the same type, plain or named, with other values."""
+    make = getattr(type(like), "_make", tuple)
+    return make(values)
+
+
+def any_leaf(value: Any, wanted: Callable[[Any], bool]) -> bool:
+    """Tell whether `wanted` holds for the value or anything in it; it never does for numbers and texts."""
+    if type(value) in _PLAIN:
+        return False
+    if wanted(value):
+        return True
+    if isinstance(value, Mapping):
+        return any(any_leaf(inner, wanted) for inner in value.values())
+    return isinstance(value, (list, tuple)) and any(any_leaf(inner, wanted) for inner in value)
+
+
+def refillable(target: Any) -> bool:
+    """Tell whether `refill` can change the target itself."""
+    return isinstance(target, (list, MutableMapping))
+
+
+def refill(target: Any, value: Any) -> Any:
+    """Return the target with the value's contents where it can hold them, else the value."""
+    if isinstance(target, list) and isinstance(value, (list, tuple)):
+        target[:] = value
+        return target
+    if isinstance(target, MutableMapping) and isinstance(value, Mapping):
+        target.clear()
+        target.update(value)
+        return target
+    if isinstance(target, tuple) and isinstance(value, (list, tuple)) and len(target) == len(value):
+        return retuple(target, list(value))
+    return value
+
+
+def same_value(a: Any, b: Any) -> bool:
+    """Tell whether two plain values are equal, where NaN equals NaN and arrays compare as a whole."""
+    if isinstance(a, Mapping) and isinstance(b, Mapping):
+        return a.keys() == b.keys() and all(same_value(a[key], b[key]) for key in a)
+    if isinstance(a, (list, tuple)) and isinstance(b, (list, tuple)):
+        return len(a) == len(b) and all(map(same_value, a, b))
+    if isinstance(a, np.ndarray) or isinstance(b, np.ndarray):
+        left, right = np.asarray(a), np.asarray(b)
+        return left.dtype == right.dtype and left.shape == right.shape and left.tobytes() == right.tobytes()
+    return bool(a == b or (a != a and b != b))

@@ -1,0 +1,176 @@
+"""What do adapters work with?  The job's ranks, places in the state, and what a walk through it gathers."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, Protocol
+
+from reknit.errors import StateError
+from reknit.frameworks import tree
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Collection, Hashable, Iterable, Iterator
+
+    from reknit.frameworks.loading import Loading
+    from reknit.frameworks.saving import Saving
+    from reknit.types.box import Box
+    from reknit.types.shard import TensorSpec
+
+    Replicas = tuple[int, ...] | None
+    Assign = Callable[[Any], None] | None
+
+
+@dataclass(frozen=True, slots=True)
+class World:
+    """The ranks that save or load together: this one, how many, and their numbers in the whole job."""
+
+    rank: int
+    size: int
+    ranks: tuple[int, ...]
+    memo: dict[Any, Any] = field(default_factory=dict, compare=False, repr=False)
+
+    @property
+    def global_rank(self) -> int:
+        """This rank's number in the whole job."""
+        return self.ranks[self.rank]
+
+    @property
+    def alone(self) -> Replicas:
+        """Replicas of a tensor that nothing vouches for: known only where there is one rank."""
+        return (0,) if self.size == 1 else None
+
+    def inside(self, ranks: Collection[int]) -> bool:
+        """Tell whether these (job-wide) ranks include every rank of this world."""
+        return set(self.ranks) <= set(ranks)
+
+    def numbers(self, ranks: Iterable[int]) -> tuple[int, ...]:
+        """Return the sorted numbers in this world of those (job-wide) ranks that are in it."""
+        place = {rank: number for number, rank in enumerate(self.ranks)}
+        return tuple(sorted(place[rank] for rank in ranks if rank in place))
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """Where a value sits: in which item, and under which name in it."""
+
+    item: str
+    fqn: str = ""
+
+    def child(self, *keys: str | int) -> Place:
+        """Return the place of what these keys lead to."""
+        return Place(self.item, tree.join(self.fqn, *(tree.escape(key, str(self)) for key in keys)))
+
+    def below(self, relative: str) -> Place:
+        """Return the place of an escaped path below this one."""
+        return Place(self.item, tree.join(self.fqn, relative))
+
+    def __str__(self) -> str:
+        return tree.join(self.item, self.fqn)
+
+
+@dataclass(frozen=True, slots=True)
+class View:
+    """A tensor as one rank sees it.
+
+    `parts` are boxes and the local memory of each.  `memory` is equal for two tensors that are the same
+    memory in the same form.  `settle` copies a filled part to where it belongs when the tensor's own memory
+    cannot be filled byte by byte.
+    """
+
+    spec: TensorSpec
+    parts: tuple[tuple[Box, Any], ...]
+    replicas: Replicas
+    memory: Hashable
+    settle: Callable[[], None] | None = None
+
+
+class Arrays(Protocol):
+    """One library's tensors."""
+
+    library: str
+
+    def matches(self, value: Any) -> bool:
+        """Tell whether this is a tensor of this library that can be saved as one."""
+
+    def view(self, tensor: Any, place: Place, world: World, *, fill: bool) -> View:
+        """Look at a tensor, in order to `fill` it or only to read it.  Raises `StateError`."""
+
+    def fresh(self, spec: TensorSpec, like: Any = None) -> Any:
+        """Return new memory for a whole tensor, placed and cut as `like` where that has the same shape."""
+
+
+class Adapter(Protocol):
+    """How one kind of object becomes shards and blobs, and is filled from a checkpoint.
+
+    Several objects of a kind that `unites`, in a list, are the parts of one: their names make one set.
+    """
+
+    unites: bool
+
+    def matches(self, value: Any) -> bool:
+        """Tell whether this adapter is for the value."""
+
+    def collect(self, value: Any, place: Place, saving: Saving) -> None:
+        """Give what the value holds to `saving`."""
+
+    def wanted(self, value: Any, place: Place, loading: Loading, assign: Assign) -> None:
+        """Tell `loading` what the value needs; `assign` puts another value in its place."""
+
+
+@dataclass
+class Walk:
+    """A pass over a state: what every adapter may look at on the way."""
+
+    state: Mapping[str, Any]
+    world: World
+    adapters: tuple[Adapter, ...]
+    libraries: tuple[Arrays, ...]
+    memo: dict[Any, Any] = field(default_factory=dict)
+    _names: dict[tuple[str, str], Hashable] = field(default_factory=dict)
+    _alive: list[Any] = field(default_factory=list)
+
+    def adapter(self, value: Any) -> Adapter:
+        """Return the adapter for a value."""
+        return next(adapter for adapter in self.adapters if adapter.matches(value))
+
+    def arrays(self, value: Any) -> Arrays | None:
+        """Return the library whose tensor this is, or None for what is no tensor."""
+        return next((library for library in self.libraries if library.matches(value)), None)
+
+    def look(self, tensor: Any, place: Place, *, fill: bool) -> View:
+        """Look at a tensor."""
+        library = self.arrays(tensor)
+        if library is None:
+            raise StateError(f"{place} is a {type(tensor).__name__} where a tensor was expected")
+        return library.view(tensor, place, self.world, fill=fill)
+
+    def find(self, kind: type[Any]) -> Iterator[tuple[Any, Place]]:
+        """Yield all objects of a type in the state, in its containers, with their places."""
+        for item, value in self.state.items():
+            yield from self._find(value, kind, Place(item))
+
+    def _find(self, value: Any, kind: type[Any], place: Place) -> Iterator[tuple[Any, Place]]:
+        if isinstance(value, kind):
+            yield value, place
+        elif isinstance(value, Mapping):
+            for key, inner in value.items():
+                yield from self._find(inner, kind, place.child(key))
+        elif isinstance(value, (list, tuple)):
+            united = bool(value) and all(isinstance(inner, kind) for inner in value)
+            for index, inner in enumerate(value):
+                yield from self._find(inner, kind, place if united else place.child(index))
+
+    def claim_name(self, place: Place, what: Hashable, keep: Any) -> bool:
+        """Take a name for `what`; tell whether it was free, and raise `StateError` if something else has it.
+
+        `keep` stays alive as long as the walk, so that what identifies it (an address) is not used twice.
+        """
+        self._alive.append(keep)
+        known = self._names.setdefault((place.item, place.fqn), what)
+        if known != what:
+            raise StateError(
+                f"{place} is the name of two different things",
+                remedy="give them different names, for example by putting each under a key of its own",
+            )
+        return known is what

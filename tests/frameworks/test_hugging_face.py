@@ -1,0 +1,84 @@
+"""Models of other people: a tied Llama, and LoRA adapters on it, sharded and trained."""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+
+from reknit.frameworks.registry import collect, wanted
+from reknit.types.shard import Alias
+from tests.frameworks.checkpoint import assemble, fill, portable
+from tests.torchrun.harness import run
+
+
+def llama(seed: int, lora: bool) -> Any:
+    os.environ.update(HF_HUB_OFFLINE="1", TRANSFORMERS_VERBOSITY="error")
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    torch.manual_seed(seed)
+    config = LlamaConfig(
+        vocab_size=37, hidden_size=16, intermediate_size=28, num_hidden_layers=2, num_attention_heads=4,
+        num_key_value_heads=2, max_position_embeddings=32, tie_word_embeddings=True,
+    )  # fmt: skip
+    model: Any = LlamaForCausalLM(config)
+    layers = model.model.layers
+    if lora:
+        from peft import LoraConfig, get_peft_model
+
+        model = get_peft_model(
+            model, LoraConfig(r=2, target_modules=["q_proj", "v_proj"], init_lora_weights=False)
+        )
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("dp",))
+    for layer in layers:
+        fully_shard(layer, mesh=mesh)
+    fully_shard(model, mesh=mesh)
+    return model
+
+
+def save_and_load(lora: bool) -> Any:
+    rank = dist.get_rank()
+    model = llama(0, lora)
+    optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-2)
+    ids = torch.arange(12).reshape(2, 6) + rank
+    for _ in range(2):
+        model(input_ids=ids, labels=ids).loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    holdings = portable(collect({"model": model, "optimizer": optimizer}, rank, 2))
+    everyone: list[Any] = [None] * 2
+    dist.all_gather_object(everyone, holdings)
+    checkpoint = assemble(everyone)
+    target = llama(1, lora)
+    fresh = torch.optim.AdamW([p for p in target.parameters() if p.requires_grad], lr=1.0)
+    want = wanted({"model": target, "optimizer": fresh}, checkpoint.catalog(), rank, 2)
+    assert want.missing == want.mismatched == ()
+    fill(want, checkpoint)
+    pairs = zip(model.state_dict().values(), target.state_dict().values(), strict=True)
+    same = all(torch.equal(a.full_tensor(), b.full_tensor()) for a, b in pairs)
+    whole = {name: tensor.full_tensor() for name, tensor in model.state_dict().items()}
+    return holdings, checkpoint, same, whole, fresh.param_groups[0]["lr"]
+
+
+def test_a_tied_llama_stores_its_head_once() -> None:
+    for holdings, checkpoint, same, whole, lr in run(2, save_and_load, False):
+        assert holdings.aliases == (Alias("model", "lm_head.weight", "model.embed_tokens.weight"),)
+        assert not [s for s in holdings.shards if s.fqn == "lm_head.weight"]
+        assert {fqn for item, fqn in checkpoint.tensors if item == "model"} == whole.keys()
+        assert all(torch.equal(checkpoint.tensors["model", name], tensor) for name, tensor in whole.items())
+        assert ("optimizer", "state/model.embed_tokens.weight/exp_avg") in checkpoint.tensors
+        assert (same, lr) == (True, 1e-2)
+
+
+def test_frozen_parameters_under_lora_are_saved_without_optimizer_state() -> None:
+    for holdings, checkpoint, same, whole, _ in run(2, save_and_load, True):
+        states = {s.fqn.split("/")[1] for s in holdings.shards if s.item == "optimizer"}
+        assert states
+        assert all("lora_" in name for name in states)
+        assert states < whole.keys()
+        assert {fqn for item, fqn in checkpoint.tensors if item == "model"} == whole.keys()
+        assert same

@@ -1,0 +1,209 @@
+"""Layouts of a really trained model: what the ranks hold is the whole, and it loads into other layouts."""
+
+from __future__ import annotations
+
+import hashlib
+from itertools import chain
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor.debug import CommDebugMode
+
+from reknit.frameworks.registry import collect, wanted
+from reknit.frameworks.tree import same_value
+from tests.frameworks.checkpoint import Checkpoint, assemble, fill, portable
+from tests.torchrun.harness import run
+from tests.torchrun.models import LAYOUTS, Trained, build, state, train_step, truth
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from reknit.types.shard import Holdings
+
+SAVED: dict[str, tuple[list[Holdings], dict[str, dict[str, Any]]]] = {}
+
+
+class Silence:
+    """Makes every collective of torch an error, and counts those that slip through below Python."""
+
+    _NAMES = (
+        "all_gather",
+        "all_gather_into_tensor",
+        "all_gather_object",
+        "all_reduce",
+        "barrier",
+        "broadcast",
+        "broadcast_object_list",
+        "gather_object",
+        "recv",
+        "send",
+    )
+
+    def __enter__(self) -> Silence:
+        self._mode: Any = CommDebugMode()  # type: ignore[no-untyped-call]
+        self._patch = pytest.MonkeyPatch()
+        for name in self._NAMES:
+            self._patch.setattr(dist, name, self._refuse)
+        for name in ("full_tensor", "redistribute"):
+            self._patch.setattr(DTensor, name, self._refuse)
+        self._mode.__enter__()  # type: ignore[no-untyped-call]
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        self._mode.__exit__(*error)
+        self._patch.undo()
+        assert self._mode.get_total_counts() == 0
+
+    @staticmethod
+    def _refuse(*args: Any, **kwargs: Any) -> None:
+        raise AssertionError("a collective was called")
+
+
+def fingerprint(trained: Trained) -> str:
+    """Return a digest of everything live: parameters, gradients, buffers, optimizer states and their keys."""
+    total = hashlib.sha256()
+    for part in trained.parts:
+        for name, tensor in chain(part.named_parameters(), part.named_buffers()):
+            grads = getattr(tensor, "grad", None)
+            for each in (tensor, grads):
+                total.update(repr((name, id(each), getattr(each, "_version", None))).encode())
+                if each is not None:
+                    local = each.to_local() if isinstance(each, DTensor) else each
+                    total.update(local.detach().contiguous().view(-1).view(torch.uint8).numpy().tobytes())
+    for optimizer, scheduler in zip(trained.optimizers, trained.schedulers, strict=True):
+        total.update(
+            repr([(id(p), list(s), [id(v) for v in s.values()]) for p, s in optimizer.state.items()]).encode()
+        )
+        total.update(
+            repr([{k: v for k, v in g.items() if k != "params"} for g in optimizer.param_groups]).encode()
+        )
+        total.update(repr(scheduler.state_dict()).encode())
+        total.update(repr(optimizer.state_dict()["state"]).encode())
+    return total.hexdigest()
+
+
+def save_one(layout: str) -> tuple[Holdings, dict[str, dict[str, Any]]]:
+    trained = build(layout)
+    # A state dict puts parameters that FSDP has gathered back into shards; that is FSDP's own doing.
+    for part in trained.parts:
+        part.state_dict()
+    before = fingerprint(trained)
+    rank, size = dist.get_rank(), dist.get_world_size()
+    with Silence():
+        holdings = portable(collect(state(trained), rank, size))
+    assert fingerprint(trained) == before
+    return holdings, truth(trained)
+
+
+def saved(layout: str) -> tuple[list[Holdings], dict[str, dict[str, Any]]]:
+    """Save a layout, once per session."""
+    if layout not in SAVED:
+        answers = run(LAYOUTS[layout], save_one, layout)
+        SAVED[layout] = [holdings for holdings, _ in answers], answers[0][1]
+    return SAVED[layout]
+
+
+def load_one(layout: str, checkpoint: Checkpoint, steps: int) -> tuple[Any, Any, Any]:
+    trained = build(layout, steps=steps, seed=1)
+    rank, size = dist.get_rank(), dist.get_world_size()
+    target = state(trained)
+    with Silence():
+        want = wanted(target, checkpoint.catalog(), rank, size)
+    assert want.missing == ()
+    assert want.mismatched == ()
+    fill(want, checkpoint)
+    assert trained.schedulers[0].get_last_lr() == [
+        group["lr"] for group in trained.optimizers[0].param_groups
+    ]
+    everything = truth(trained)
+    train_step(trained, 2)
+    return everything, {(s.item, s.fqn) for s in want.shards} | set(want.aliases), trained.progress
+
+
+def assert_same(found: dict[str, dict[str, Any]], true: dict[str, dict[str, Any]]) -> None:
+    for item, values in true.items():
+        assert found[item].keys() == values.keys()
+        for name, value in values.items():
+            if isinstance(value, torch.Tensor):
+                assert torch.equal(found[item][name], value), f"{item}/{name}"
+                assert found[item][name].dtype == value.dtype
+            else:
+                assert same_value(found[item][name], value), f"{item}/{name}"
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_shards_of_all_ranks_make_exactly_what_torch_gathers(layout: str) -> None:
+    everyone, true = saved(layout)
+    checkpoint = assemble(everyone)
+    for item, values in true.items():
+        tensors = {fqn: tensor for (of, fqn), tensor in checkpoint.tensors.items() if of == item}
+        assert tensors.keys() == {name for name, value in values.items() if isinstance(value, torch.Tensor)}
+        for name, tensor in tensors.items():
+            assert torch.equal(tensor, values[name]), name
+    for name, options in true["optimizer"].items():
+        if name.startswith("param_groups/"):
+            for option in ("lr", "weight_decay", "betas", "eps", "initial_lr"):
+                assert checkpoint.shared["optimizer", name][option] == options[option]
+
+
+@pytest.mark.parametrize(
+    ("layout", "all_known"),
+    [("single", True), ("ddp-2", True), ("fsdp2-3", True), ("hsdp-2x2", True), ("pp-2xfsdp2-2", False)],
+)
+def test_replicas_are_known_where_the_mesh_has_all_ranks(layout: str, all_known: bool) -> None:
+    everyone, _ = saved(layout)
+    claims = [
+        shard.replicas is not None
+        for holdings in everyone
+        for shard in holdings.shards
+        if shard.item == "optimizer" or shard.fqn.endswith("weight")
+    ]
+    assert claims
+    assert all(claims) if all_known else not any(claims)
+
+
+def test_hsdp_replicas_are_the_ranks_across_the_replicate_dimension() -> None:
+    everyone, _ = saved("hsdp-2x2")
+    claims = [{s.replicas for s in holdings.shards if s.fqn == "layers.0.up.weight"} for holdings in everyone]
+    assert claims == [{(0, 2)}, {(1, 3)}, {(0, 2)}, {(1, 3)}]
+
+
+def test_counters_of_a_mesh_of_all_ranks_are_replicas_on_all() -> None:
+    everyone, _ = saved("fsdp2-3")
+    steps = {s.replicas for holdings in everyone for s in holdings.shards if s.fqn.endswith("/step")}
+    assert steps == {(0, 1, 2)}
+
+
+def test_only_the_first_rank_of_ddp_saves_buffers() -> None:
+    everyone, _ = saved("ddp-2")
+    buffers = [[s for s in holdings.shards if s.fqn.endswith("seen")] for holdings in everyone]
+    assert [len(found) for found in buffers] == [4, 0]
+    assert {s.replicas for s in buffers[0]} == {(0,)}
+
+
+def test_a_rank_with_nothing_of_a_tensor_gives_no_shard() -> None:
+    everyone, _ = saved("fsdp2-4")
+    holders = [any(s.fqn == "layers.0.norm.weight" for s in holdings.shards) for holdings in everyone]
+    assert holders == [True, True, True, False]
+
+
+def pairs() -> Iterator[tuple[str, str, int]]:
+    """Return saved layout, loaded layout, and whether the target was trained before: a ring through all."""
+    names = list(LAYOUTS)
+    for number, name in enumerate(names):
+        yield name, names[(number + 3) % len(names)], 0
+    yield "fsdp2-3", "fsdp2-3", 1
+    yield "pp-2xfsdp2-2", "pp-2xfsdp2-2", 0
+
+
+@pytest.mark.parametrize(("source", "target", "steps"), list(pairs()))
+def test_what_one_layout_saved_another_takes_whole(source: str, target: str, steps: int) -> None:
+    everyone, true = saved(source)
+    checkpoint = assemble(everyone)
+    answers = run(LAYOUTS[target], load_one, target, checkpoint, steps)
+    assert_same(answers[0][0], true)
+    assert set().union(*(taken for _, taken, _ in answers)) == set(checkpoint.tensors)
+    assert answers[0][2] == {"step": 3, "losses": [0.0, 0.5, 1.0]}

@@ -1,0 +1,197 @@
+from __future__ import annotations
+
+import random
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+
+from reknit.errors import StateError, UsageError
+from reknit.frameworks.per_rank import PerRank, RngState
+from reknit.frameworks.registry import collect, wanted
+from tests.frameworks.checkpoint import Checkpoint, assemble, fill
+from tests.torchrun.harness import run
+
+
+def save_as(size: int, make: Any) -> Checkpoint:
+    """Save what `make(rank)` gives for every rank of a world."""
+    return assemble([collect(make(rank), rank, size) for rank in range(size)])
+
+
+def drawn() -> tuple[float, float, float]:
+    return random.random(), float(np.random.rand()), float(torch.rand(()))
+
+
+def seed(number: int) -> None:
+    random.seed(number)
+    np.random.seed(number)
+    torch.manual_seed(number)
+
+
+@pytest.fixture(autouse=True)
+def _random_state_kept() -> Any:
+    state = RngState().state_dict()
+    yield
+    RngState().load_state_dict(state)
+
+
+def test_random_numbers_go_on_where_each_rank_was() -> None:
+    def make(rank: int) -> dict[str, Any]:
+        seed(rank)
+        drawn()
+        return {"rng": RngState(), "step": 3}
+
+    checkpoint = save_as(3, make)
+    assert {place for place in checkpoint.own} == {("rng", (("rank", rank),)) for rank in range(3)}
+    for rank in (2, 0, 1):
+        seed(rank)
+        drawn()
+        expected = drawn()
+        seed(99)
+        want = wanted({"rng": RngState(), "step": 0}, checkpoint.catalog(), rank, 3)
+        assert want.missing == want.notes == ()
+        assert drawn() != expected
+        fill(want, checkpoint)
+        assert drawn() == expected
+
+
+def test_the_random_state_of_other_ranks_is_left_alone_and_noted() -> None:
+    checkpoint = save_as(4, lambda rank: {"rng": RngState()})
+    seed(5)
+    expected = drawn()
+    seed(5)
+    want = wanted({"rng": RngState()}, checkpoint.catalog(), 0, 2)
+    fill(want, checkpoint)
+    assert want.notes == (("rng", "", "random state of 4 ranks not restored onto 2: left as it is"),)
+    assert want.missing == ()
+    assert drawn() == expected
+
+
+class Sampler:
+    def __init__(self, seen: int) -> None:
+        self.seen = seen
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"seen": self.seen, "buffer": torch.full((2,), self.seen)}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.seen = state["seen"]
+        assert state["buffer"].tolist() == [self.seen] * 2
+
+
+def test_objects_and_values_of_a_rank_come_back_to_it() -> None:
+    def make(rank: int) -> dict[str, Any]:
+        return {
+            "data": {
+                "sampler": PerRank(Sampler(rank)),
+                "list": PerRank([rank, [rank]]),
+                "array": PerRank(np.full(2, rank)),
+                "tensor": PerRank(torch.full((2,), rank)),
+                "number": PerRank(rank),
+            }
+        }
+
+    checkpoint = save_as(2, make)
+    assert not checkpoint.tensors
+    target = make(7)
+    data = target["data"]
+    live = [data[name].value for name in ("list", "array", "tensor")]
+    fill(wanted(target, checkpoint.catalog(), 1, 2), checkpoint)
+    assert data["sampler"].value.seen == 1
+    assert [v.tolist() if hasattr(v, "tolist") else v for v in live] == [[1, [1]], [1, 1], [1, 1]]
+    assert data["number"].value == 1
+
+
+def test_given_coordinates_have_to_be_as_many_as_the_ranks() -> None:
+    def make(rank: int) -> dict[str, Any]:
+        return {"a": PerRank(rank, coordinate={"host": rank})}
+
+    checkpoint = save_as(2, make)
+    target = make(1)
+    target["a"].value = None
+    fill(wanted(target, checkpoint.catalog(), 0, 2), checkpoint)
+    assert target["a"].value == 1
+    for rank, size in ((0, 1), (1, 4), (3, 4)):
+        target = make(rank)
+        want = wanted(target, checkpoint.catalog(), rank, size)
+        assert want.notes == (("a", "", f"values of 2 ranks not restored onto {size}: left as they are"),)
+    other = {"a": PerRank(0)}
+    (note,) = wanted(other, checkpoint.catalog(), 0, 2).notes
+    assert note[2] == "values of ranks with other coordinates not restored onto 2: left as they are"
+
+
+def test_what_no_rank_saved_is_missing() -> None:
+    checkpoint = save_as(2, lambda rank: {"a": {"x": PerRank(rank)}})
+    for size in (2, 3):
+        want = wanted({"a": {"y": PerRank(0)}}, checkpoint.catalog(), 0, size)
+        assert [fqn for _, fqn, _ in want.missing] == ["y"]
+
+
+def on_a_mesh(shape: tuple[int, ...], names: tuple[str, ...], checkpoint: Checkpoint | None) -> Any:
+    rank, size = dist.get_rank(), dist.get_world_size()
+    mesh = init_device_mesh("cpu", shape, mesh_dim_names=names)
+    value = PerRank(f"of {rank}", mesh=mesh["dp"] if names == ("dp", "tp") else mesh)
+    if checkpoint is None:
+        return collect({"a": value}, rank, size)
+    want = wanted({"a": value}, checkpoint.catalog(), rank, size)
+    fill(want, checkpoint)
+    return value.value, [what for _, _, what in want.notes]
+
+
+def test_ranks_of_one_place_on_a_mesh_share_a_value_that_any_world_with_those_places_takes() -> None:
+    everyone = run(4, on_a_mesh, (2, 2), ("dp", "tp"), None)
+    assert [b.coordinate for holdings in everyone for b in holdings.blobs] == [{"dp": 0}] * 2 + [
+        {"dp": 1}
+    ] * 2
+    checkpoint = Checkpoint(("a",), own={("a", (("dp", n),)): {"": f"dp {n}"} for n in range(2)})
+    assert run(4, on_a_mesh, (2, 2), ("dp", "tp"), checkpoint) == [("dp 0", [])] * 2 + [("dp 1", [])] * 2
+    assert run(2, on_a_mesh, (2,), ("dp",), checkpoint) == [("dp 0", []), ("dp 1", [])]
+    kept = run(3, on_a_mesh, (3,), ("dp",), checkpoint)
+    assert kept[2] == ("of 2", ["values of 2 ranks not restored onto 3: left as they are"])
+
+
+def without_names() -> None:
+    mesh = init_device_mesh("cpu", (1,))
+    with pytest.raises(StateError, match="mesh_dim_names"):
+        collect({"a": PerRank(1, mesh=mesh)}, 0, 1)
+
+
+def test_a_mesh_needs_names() -> None:
+    run(1, without_names)
+
+
+@pytest.mark.parametrize("coordinate", [{}, {"dp": "1"}, {"dp": True}, {1: 1}])
+def test_a_coordinate_is_names_and_integers(coordinate: Any) -> None:
+    with pytest.raises(UsageError):
+        PerRank(1, coordinate=coordinate)
+
+
+def test_a_coordinate_and_a_mesh_exclude_each_other() -> None:
+    with pytest.raises(UsageError):
+        PerRank(1, coordinate={"a": 1}, mesh=object())
+
+
+def test_the_state_of_a_gpu_is_noted_where_there_is_none() -> None:
+    if torch.cuda.is_available():
+        pytest.skip("there is a GPU here")
+    checkpoint = save_as(1, lambda rank: {"rng": RngState()})
+    state = checkpoint.own["rng", (("rank", 0),)][""]
+    state["cuda"] = state["torch"]
+    want = wanted({"rng": RngState()}, checkpoint.catalog(), 0, 1)
+    assert [what for _, _, what in want.notes] == [
+        "the random state of a GPU is not restored: this process uses none"
+    ]
+    fill(want, checkpoint)
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+def test_random_numbers_of_a_gpu_go_on() -> None:
+    torch.cuda.manual_seed(3)
+    state = RngState().state_dict()
+    expected = torch.rand(3, device="cuda").tolist()
+    RngState().load_state_dict(state)
+    assert torch.rand(3, device="cuda").tolist() == expected
+    assert "cuda" not in RngState(cuda=False).state_dict()

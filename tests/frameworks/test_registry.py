@@ -1,0 +1,383 @@
+"""States of plain Python, NumPy and torch values, without modules."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from types import MappingProxyType
+from typing import Any, NamedTuple
+
+import ml_dtypes
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from hypothesis.extra.numpy import arrays
+
+from reknit.errors import FormatError, StateError
+from reknit.frameworks.neutral import from_neutral, to_neutral
+from reknit.frameworks.registry import collect, wanted
+from reknit.types.dtype import ITEMSIZE
+from reknit.types.manifest import Catalog
+from reknit.types.shard import Alias, Tagged, TensorSpec
+from tests.frameworks.checkpoint import load, save
+
+
+class Pair(NamedTuple):
+    left: Any
+    right: Any
+
+
+def names(state: dict[str, Any]) -> set[str]:
+    held = collect(state, 0, 1)
+    each = [(s.item, s.fqn) for s in held.shards] + [(b.item, b.fqn) for b in held.blobs]
+    return {f"{item}:{fqn}" for item, fqn in each}
+
+
+def test_names_follow_keys_and_indexes() -> None:
+    t = torch.ones(2)
+    state = {
+        "a": t,
+        "b": {"a.b": 1, "c": {"d": 2}, 3: [t, 4], "3": 5, "x/y~": {}},
+        "c": [1, 2, {"e": 3}],
+        "d": (),
+        "e": {},
+    }
+    assert names(state) == {
+        "a:", "b:a.b", "b:c/d", "b:3/0", "b:3/1", "b:~23", "b:x~1y~0", "c:", "d:", "e:",
+    }  # fmt: skip
+    assert collect(state, 0, 1).items == ("a", "b", "c", "d", "e")
+
+
+def test_a_state_is_filled_where_it_is() -> None:
+    def make(fill: float, history: list[int]) -> dict[str, Any]:
+        return {
+            "step": int(fill),
+            "mean": np.full(3, fill),
+            "nested": {
+                "t": torch.full((2, 2), fill),
+                "pair": (torch.full((1,), fill), fill, Pair(fill, torch.full((1,), fill))),
+            },
+            "history": {"losses": history, "best": fill or None, 7: [torch.ones(1) * fill, "x" * int(fill)]},
+            "scalar": np.float32(fill),
+        }
+
+    target = make(0, [])
+    live = (
+        target["mean"],
+        target["nested"],
+        target["nested"]["t"],
+        target["history"]["losses"],
+        target["nested"]["pair"][0],
+    )
+    load(target, save(make(3, [1, 2, 3])))
+    assert repr(target) == repr(make(3, [1, 2, 3]))
+    now = (
+        target["mean"],
+        target["nested"],
+        target["nested"]["t"],
+        target["history"]["losses"],
+        target["nested"]["pair"][0],
+    )
+    assert all(a is b for a, b in zip(live, now, strict=True))
+    assert type(target["nested"]["pair"][2]) is Pair
+
+
+def test_nothing_changes_before_the_bytes_are_there_and_delivery() -> None:
+    target = {"step": 0, "nested": {"a": [1]}, "t": torch.zeros(2)}
+    wanted(target, save({"step": 1, "nested": {"a": [2]}, "t": torch.ones(2)}).catalog(), 0, 1)
+    assert repr(target) == repr({"step": 0, "nested": {"a": [1]}, "t": torch.zeros(2)})
+
+
+def test_a_delivered_value_is_not_the_checkpoint_s_own() -> None:
+    checkpoint = save({"a": [[1], np.array("text")]})
+    target: dict[str, Any] = {"a": []}
+    load(target, checkpoint)
+    target["a"][0].append(2)
+    again: dict[str, Any] = {"a": []}
+    load(again, checkpoint)
+    assert again["a"][0] == [1]
+
+
+def test_what_the_checkpoint_lacks_is_missing_and_other_shapes_are_mismatched() -> None:
+    catalog = save(
+        {"i": {"t": torch.ones(2), "shape": torch.ones(2), "v": 1, "kind": 1, "dnik": torch.ones(1)}}
+    ).catalog()
+    target = {
+        "i": {
+            "t": torch.ones(2),
+            "shape": torch.ones(3),
+            "u": torch.ones(1),
+            "w": 2,
+            "kind": torch.ones(1),
+            "dnik": 1,
+        }
+    }
+    want = wanted(target, catalog, 0, 1)
+    assert [fqn for _, fqn, _ in want.missing] == ["w", "u"]
+    assert {fqn: why for _, fqn, why in want.mismatched} == {
+        "shape": "its shape is [2] in the checkpoint and [3] here",
+        "kind": "a plain value was saved under this name, and the target has a tensor",
+        "dnik": "a tensor was saved under this name, and the target has a plain value",
+    }
+    assert [shard.fqn for shard in want.shards] == ["t"]
+
+
+def test_a_value_that_differed_between_ranks_goes_back_to_as_many_ranks() -> None:
+    own = {0: {"v": 10}, 1: {"v": 11}}
+    catalog = Catalog(
+        ("i",),
+        {"i": {}},
+        {"i": {}},
+        {"i": ({"rank": 0}, {"rank": 1})},
+        lambda item, place: own[place["rank"]],
+    )
+    target = {"i": {"v": 0}}
+    want = wanted(target, catalog, 1, 2)
+    want.deliver()
+    assert target == {"i": {"v": 11}}
+    assert (want.blobs, want.missing) == ((), ())
+    for rank, size in ((0, 1), (0, 4), (3, 4)):
+        (entry,) = wanted(target, catalog, rank, size).missing
+        assert entry[:2] == ("i", "v")
+        assert f"differed between the 2 ranks that saved it, and this job has {size}" in entry[2]
+        assert "PerRank" in entry[2]
+
+
+def test_the_same_memory_under_two_names_is_stored_once() -> None:
+    t = torch.ones(4)
+    held = collect({"a": {"x": t, "y": t.view(4), "half": t[:2]}, "b": t}, 0, 1)
+    assert [(s.item, s.fqn) for s in held.shards] == [("a", "x"), ("a", "half"), ("b", "")]
+    assert held.aliases == (Alias("a", "y", "x"),)
+
+
+def test_a_tied_target_takes_whichever_name_was_saved() -> None:
+    t = torch.zeros(2)
+    want = load({"a": {"x": t, "y": t}}, save({"a": {"y": torch.ones(2)}}))
+    assert (t.tolist(), want.aliases) == ([1, 1], ())
+    tied = torch.full((2,), 2.0)
+    want = load({"a": {"y": t, "x": t}}, save({"a": {"x": tied, "y": tied}}))
+    assert (t.tolist(), want.aliases) == ([2, 2], (("a", "x"),))
+
+
+def test_replicas_are_unknown_for_plain_tensors_of_several_ranks() -> None:
+    state = {"t": torch.ones(2), "n": np.ones(2)}
+    assert [s.replicas for s in collect(state, 1, 2).shards] == [None, None]
+    assert [s.replicas for s in collect(state, 0, 1).shards] == [(0,), (0,)]
+
+
+@pytest.mark.filterwarnings("ignore:ComplexHalf")
+@pytest.mark.parametrize("name", [name for name in ITEMSIZE if hasattr(torch, name)])
+@pytest.mark.parametrize("shape", [(), (3, 4), (0, 2)])
+def test_every_dtype_of_torch_is_saved_under_its_name(name: str, shape: tuple[int, ...]) -> None:
+    t = torch.empty(shape, dtype=getattr(torch, name))
+    (shard,) = collect({"t": t}, 0, 1).shards
+    assert (shard.spec.dtype, shard.spec.itemsize) == (name, t.element_size())
+    assert shard.spec.shape == shape == shard.box.lengths
+
+
+@pytest.mark.parametrize(
+    "dtype", [np.bool_, np.uint16, np.complex128, ml_dtypes.bfloat16, ml_dtypes.float8_e4m3fn]
+)
+def test_numpy_dtypes_have_the_same_names(dtype: Any) -> None:
+    (shard,) = collect({"t": np.zeros((2, 3), dtype)}, 0, 1).shards
+    assert shard.spec.dtype == np.dtype(dtype).name
+
+
+@pytest.mark.parametrize(
+    "array",
+    [
+        np.array(["text"]),
+        np.array([1, "x"], object),
+        np.array("2020", "datetime64[D]"),
+        np.zeros(2, "g"),
+    ],
+)
+def test_arrays_of_other_dtypes_are_left_to_the_codec_of_values(array: Any) -> None:
+    held = collect({"i": {"a": array}}, 0, 1)
+    assert not held.shards
+    assert held.blobs[0].value is array
+
+
+@given(arrays(np.float32, st.tuples(st.integers(0, 4), st.integers(0, 4))), st.booleans(), st.booleans())
+def test_arrays_of_any_strides_are_viewed_not_copied(array: Any, flip: bool, transpose: bool) -> None:
+    view = array[::-1] if flip else array
+    view = view.T if transpose else view
+    (shard,) = collect({"a": view}, 0, 1).shards
+    assert shard.data.__array_interface__ == view.__array_interface__
+
+
+@pytest.mark.parametrize(
+    "tensor",
+    [torch.ones(3, dtype=torch.complex64).conj(), (torch.ones(3, dtype=torch.complex64) * 1j).conj().imag],
+)
+def test_conjugated_and_negated_views_are_saved_and_filled_as_their_values(tensor: torch.Tensor) -> None:
+    assert tensor.is_conj() or tensor.is_neg()
+    value = tensor.resolve_conj().resolve_neg() * 3
+    load({"t": tensor}, save({"t": value}))
+    assert torch.equal(tensor, value)
+    (shard,) = collect({"t": tensor}, 0, 1).shards
+    assert shard.data.numpy().tolist() == value.tolist()
+
+
+def test_arrays_of_foreign_byte_order_are_saved_and_filled_as_their_values() -> None:
+    target = np.zeros(3, ">f4")
+    load({"a": target}, save({"a": np.arange(3, dtype=">f4")}))
+    assert target.tolist() == [0, 1, 2]
+
+
+def refused() -> dict[str, tuple[Any, str]]:
+    quantized = torch.quantize_per_tensor(torch.ones(2), 0.1, 0, torch.quint8) if _can_quantize() else None
+    cases: dict[str, tuple[Any, str]] = {
+        "sparse": (torch.eye(2).to_sparse(), "sparse_coo tensor"),
+        "meta": (torch.empty(2, device="meta"), "to_empty"),
+        "masked": (np.ma.masked_array([1.0], [True]), "masked array"),
+        "lazy": (torch.nn.UninitializedParameter(), "not initialised"),
+        "nested": (
+            torch.nested.nested_tensor([torch.ones(1), torch.ones(2)], layout=torch.jagged),
+            "nested tensor",
+        ),
+        "hidden": (Hidden(torch.ones(2)), "keeps its values somewhere else"),
+        "key": ({None: 1}, "has the key None"),
+    }
+    return cases if quantized is None else {**cases, "quantized": (quantized, "quantized")}
+
+
+def _can_quantize() -> bool:
+    return hasattr(torch, "quantize_per_tensor")
+
+
+class Hidden(torch.Tensor):
+    """A tensor whose memory is not its values."""
+
+    @staticmethod
+    def __new__(cls, inner: torch.Tensor) -> Hidden:
+        made: Hidden = torch.Tensor._make_wrapper_subclass(cls, inner.shape)
+        return made
+
+    @classmethod
+    def __torch_dispatch__(  # type: ignore[override]
+        cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        return NotImplemented
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("kind", ["sparse", "meta", "masked", "lazy", "nested", "hidden", "key", "quantized"])
+def test_what_has_no_bytes_of_its_own_is_refused_with_its_place(kind: str) -> None:
+    value, why = refused()[kind]
+    for look in (
+        lambda: collect({"item": {"deep": [value, torch.ones(1)]}}, 0, 1),
+        lambda: wanted({"item": {"deep": [value, torch.ones(1)]}}, save({"item": 1}).catalog(), 0, 1),
+    ):
+        with pytest.raises(StateError, match=why) as error:
+            look()
+        assert "item/deep/0" in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("state", "why"),
+    [
+        ({"a": np.broadcast_to(np.ones(1), 3)}, "read-only"),
+        ({"a": torch.ones(1).expand(3)}, "expanded"),
+        (MappingProxyType({"a": 1}), "cannot be changed"),
+        ({"a": MappingProxyType({"b": 1})}, "cannot be changed"),
+        ({"a": MappingProxyType({"b": (1, torch.ones(1))})}, "cannot be changed"),
+    ],
+)
+def test_what_cannot_be_filled_is_refused_before_anything_changes(state: Any, why: str) -> None:
+    checkpoint = save(state)
+    with pytest.raises(StateError, match=why):
+        wanted(state, checkpoint.catalog(), 0, 1)
+
+
+@pytest.mark.parametrize("state", [[1], {1: 2}, {"": 1}])
+def test_a_state_is_a_mapping_of_named_items(state: Any) -> None:
+    with pytest.raises(StateError):
+        collect(state, 0, 1)
+
+
+@pytest.mark.filterwarnings("ignore:ComplexHalf")
+@given(
+    st.sampled_from([name for name in ITEMSIZE if hasattr(torch, name)]),
+    st.lists(st.integers(0, 3), max_size=3),
+)
+def test_torch_objects_inside_values_come_back(name: str, shape: list[int]) -> None:
+    dtype = getattr(torch, name)
+    t = torch.randint(0, 2, (*shape, ITEMSIZE[name]), dtype=torch.uint8)[..., : ITEMSIZE[name]]
+    t = t.contiguous().reshape(-1).view(dtype).reshape(shape)
+    value = {"t": t, "rest": (dtype, torch.device("cpu", 0), torch.Size(shape), [1.5])}
+    neutral = to_neutral(value, "here")
+    assert "torch.Tensor" not in repr(type(neutral["t"]))
+    back = from_neutral(neutral)
+    assert back["t"].dtype == dtype
+    assert tuple(back["t"].shape) == tuple(shape)
+    assert back["t"].reshape(-1).view(torch.uint8).tolist() == t.reshape(-1).view(torch.uint8).tolist()
+    assert back["rest"] == value["rest"]
+
+
+def test_conjugated_tensors_inside_values_are_their_values() -> None:
+    value = torch.tensor([1 + 2j]).conj()
+    assert from_neutral(to_neutral([value], "here"))[0].tolist() == [1 - 2j]
+    assert from_neutral(to_neutral([value.imag], "here"))[0].tolist() == [-2]
+
+
+@pytest.mark.parametrize(
+    "hostile",
+    [
+        Tagged("torch.dtype", "Tensor"),
+        Tagged("torch.dtype", "__dict__"),
+        Tagged("torch.device", "no such"),
+        Tagged("torch.tensor", {"dtype": "float32", "shape": [2], "data": b"123"}),
+        Tagged("torch.tensor", {"dtype": "float32", "shape": [-1, -1], "data": b"1234"}),
+        Tagged("torch.tensor", {"dtype": "nothing", "shape": [], "data": b""}),
+        Tagged("torch.tensor", 3),
+        Tagged("unheard.of", 3),
+    ],
+)
+def test_a_damaged_value_is_a_format_error(hostile: Tagged) -> None:
+    with pytest.raises(FormatError):
+        from_neutral([hostile])
+
+
+def test_states_without_torch_are_saved_where_torch_is_not_imported() -> None:
+    code = """
+import sys, types
+sys.modules["torch"] = None  # importing it fails
+del sys.modules["torch"]
+class Blocked:
+    def find_spec(self, name, *rest):
+        if name.split(".")[0] == "torch":
+            raise ImportError("blocked")
+sys.meta_path.insert(0, Blocked())
+import numpy as np
+from reknit.frameworks.registry import collect, wanted
+from reknit.frameworks import per_rank, torch_job
+from reknit.types.manifest import Catalog
+class Sampler:
+    def state_dict(self): return {"seen": 3, "order": np.arange(2)}
+    def load_state_dict(self, state): self.state = state
+held = collect({"a": {"w": np.ones(3), "n": [1]}, "s": Sampler(), "r": per_rank.RngState()}, 0, 1)
+blobs = {i: {b.fqn: b.value for b in held.blobs if b.item == i and b.coordinate is None} for i in held.items}
+own = {b.fqn: b.value for b in held.blobs if b.coordinate is not None}
+tensors = {i: {s.fqn: s.spec for s in held.shards if s.item == i} for i in held.items}
+target = {"a": {"w": np.zeros(3), "n": []}, "s": Sampler(), "r": per_rank.RngState()}
+catalog = Catalog(held.items, tensors, blobs, {"r": ({"rank": 0},)}, lambda *_: own)
+want = wanted(target, catalog, 0, 1)
+data = {(s.item, s.fqn): s.data for s in held.shards}
+for s in want.shards: s.data[...] = data[s.item, s.fqn]
+want.deliver()
+assert not want.missing and target["a"]["n"] == [1] and target["a"]["w"].tolist() == [1, 1, 1]
+assert target["s"].state["seen"] == 3 and target["s"].state["order"].tolist() == [0, 1]
+assert torch_job.current_job() is None and "torch" not in sys.modules
+print("done")
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert done.stdout == "done\n", done.stderr
+
+
+def test_specs_are_those_of_the_whole_tensor() -> None:
+    (shard,) = collect({"t": torch.ones(2, 3).T}, 0, 1).shards
+    assert shard.spec == TensorSpec((3, 2), "float32")
+    assert tuple(shard.data.stride()) == (1, 3)

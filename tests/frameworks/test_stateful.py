@@ -1,0 +1,140 @@
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Shard, distribute_tensor
+
+from reknit.errors import FormatError
+from reknit.frameworks.registry import collect, wanted
+from reknit.types.shard import Tagged
+from tests.frameworks.checkpoint import assemble, fill, load, portable, save
+from tests.torchrun.harness import run
+
+
+class Keeper:
+    """An object that keeps what its state dict says, and shows its live memory in it."""
+
+    def __init__(self, state: Any) -> None:
+        self.state = state
+        self.loads = 0
+
+    def state_dict(self) -> Any:
+        return self.state
+
+    def load_state_dict(self, state: Any) -> None:
+        self.state = state
+        self.loads += 1
+
+
+@pytest.mark.parametrize(
+    "state",
+    [
+        {},
+        {"a": 1, "b": [torch.arange(3), {"c": np.arange(2.0)}], 5: (torch.ones(()), None), "d": {}},
+        [torch.zeros(0, 3), torch.float16],
+        torch.ones(2),
+        7,
+    ],
+)
+def test_a_state_comes_back_as_it_was(state: Any) -> None:
+    target = Keeper(None)
+    load({"deep": {"k": [target, 1]}}, save({"deep": {"k": [Keeper(state), 1]}}))
+    assert repr(target.state) == repr(state)
+    assert target.loads == 1
+
+
+def test_tensors_of_a_state_are_tensors_of_the_checkpoint() -> None:
+    held = collect({"ema": Keeper({"shadow": {"w": torch.ones(3)}, "decay": 0.9})}, 0, 1)
+    assert [(s.fqn, s.spec.shape) for s in held.shards] == [("shadow/w", (3,))]
+    assert [(b.fqn, b.value) for b in held.blobs] == [
+        ("~s", {"shadow": {"w": Tagged("tensor", {"library": "torch", "path": "shadow/w"})}, "decay": 0.9})
+    ]
+
+
+def test_memory_that_an_object_shares_is_not_written_through() -> None:
+    model = nn.Linear(2, 2)
+    shadow = Keeper({"w": model.weight})  # not averaged yet: still the model's own memory
+    other = nn.Linear(2, 2)
+    source = {"model": other, "ema": Keeper({"w": torch.full((2, 2), 9.0)})}
+    load({"model": model, "ema": shadow}, save(source))
+    assert torch.equal(model.weight, other.weight)
+    assert shadow.state["w"].tolist() == [[9, 9], [9, 9]]
+
+
+def test_a_saved_tensor_that_the_target_does_not_have_yet_comes_anew() -> None:
+    target = Keeper({"scale": None, "w": torch.zeros(2, dtype=torch.float64)})
+    load({"k": target}, save({"k": Keeper({"scale": torch.ones(3), "w": torch.ones(4)})}))
+    assert target.state["scale"].tolist() == [1, 1, 1]
+    assert (target.state["w"].tolist(), target.state["w"].dtype) == ([1] * 4, torch.float32)
+
+
+def test_an_object_is_not_touched_before_delivery_nor_when_a_tensor_is_missing() -> None:
+    checkpoint = save({"k": Keeper({"w": torch.ones(2)})})
+    target = Keeper({"w": torch.zeros(2)})
+    want = wanted({"k": target}, checkpoint.catalog(), 0, 1)
+    assert (target.loads, target.state["w"].tolist()) == (0, [0, 0])
+    del checkpoint.specs["k", "w"]
+    want = wanted({"k": target}, checkpoint.catalog(), 0, 1)
+    assert want.missing == (("k", "w", "the checkpoint does not have it"),)
+    fill(want, checkpoint)
+    assert target.loads == 0
+
+
+@pytest.mark.parametrize("hostile", [3, {}, {"library": 1, "path": "w"}, {"library": "torch"}])
+def test_a_placeholder_that_names_no_tensor_is_a_format_error(hostile: Any) -> None:
+    checkpoint = save({"k": Keeper({"w": 1})})
+    checkpoint.shared["k", "~s"] = [Tagged("tensor", hostile)]
+    with pytest.raises(FormatError):
+        wanted({"k": Keeper(None)}, checkpoint.catalog(), 0, 1)
+
+
+def test_a_user_s_key_cannot_look_like_a_state() -> None:
+    state = {"i": {"~s": 1, "k": Keeper({"~s": torch.ones(1)})}}
+    held = collect(state, 0, 1)
+    assert {b.fqn for b in held.blobs} == {"~0s", "k/~s"}
+    assert [s.fqn for s in held.shards] == ["k/~0s"]
+
+
+def test_a_gradient_scaler_goes_on_where_it_was() -> None:
+    def make(scale: float) -> torch.amp.GradScaler:
+        return torch.amp.GradScaler("cpu", init_scale=scale, growth_interval=7)
+
+    source, target = make(512.0), make(2.0)
+    parameter = nn.Parameter(torch.ones(1))
+    source.scale(parameter.sum()).backward()  # type: ignore[no-untyped-call]
+    load({"scaler": target}, save({"scaler": source}))
+    assert target.state_dict() == source.state_dict()
+    assert target.get_scale() == 512.0
+
+
+def average() -> Any:
+    """Save and load an object that keeps shards: a moving average of distributed weights."""
+    rank = dist.get_rank()
+    mesh = init_device_mesh("cpu", (2,))
+
+    def make(factor: float) -> Keeper:
+        return Keeper({"w": distribute_tensor(torch.arange(10.0).reshape(5, 2) * factor, mesh, [Shard(0)])})
+
+    everyone: list[Any] = [None] * 2
+    dist.all_gather_object(everyone, portable(collect({"ema": make(3.0)}, rank, 2)))
+    checkpoint = assemble(everyone)
+    target = make(1.0)
+    before = target.state["w"].to_local()
+    want = wanted({"ema": target}, checkpoint.catalog(), rank, 2)
+    fill(want, checkpoint)
+    shards = [s.box.lengths for s in want.shards]
+    return shards, target.state["w"].full_tensor(), before is target.state["w"].to_local()
+
+
+def test_shards_in_a_state_stay_shards() -> None:
+    first, second = run(2, average)
+    assert (first[0], second[0]) == ([(3, 2)], [(2, 2)])
+    for _, whole, shared in (first, second):
+        assert torch.equal(whole, torch.arange(10.0).reshape(5, 2) * 3)
+        assert not shared

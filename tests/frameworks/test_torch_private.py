@@ -1,0 +1,56 @@
+"""The parts of torch that reknit uses without a promise still are what it takes them for."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor.placement_types import _StridedShard
+
+from reknit.frameworks import torch_private
+from tests.torchrun.harness import run
+
+
+def look() -> Any:
+    rank = dist.get_rank()
+    store = torch_private.default_store()
+    store.set(f"k{rank}", "v")
+    mesh = init_device_mesh("cpu", (2, 1), mesh_dim_names=("dp", "tp"))
+    linear = nn.Linear(4, 6)
+    linear.weight = nn.Parameter(distribute_tensor(linear.weight.data, mesh["tp"], [Shard(0)]))
+    linear.bias = nn.Parameter(distribute_tensor(linear.bias.data, mesh["tp"], [Replicate()]))
+    fully_shard(linear, mesh=mesh["dp"])
+    weight: Any = linear.weight
+    with torch.no_grad():
+        local = weight.to_local()
+    return (
+        store.get(f"k{1 - rank}"),
+        [torch_private.split_factor(p) for p in (_StridedShard(0, split_factor=3), *weight.placements)],
+        torch_private.chunk_list(weight),
+        local.data_ptr() == weight._local_tensor.data_ptr(),
+        torch_private.group_name(dist.group.WORLD),
+    )
+
+
+def test_private_parts_of_torch_are_as_expected() -> None:
+    first, second = run(2, look)
+    assert first[:4] == second[:4] == (b"v", [3, None, None], None, True)
+    assert first[4] == second[4] != ""
+
+
+def test_only_types_that_handle_operations_themselves_hide_data() -> None:
+    class Named(nn.Parameter):
+        pass
+
+    class Counting(torch.Tensor):
+        @classmethod
+        def __torch_function__(cls, *args: Any, **kwargs: Any) -> Any:
+            return super().__torch_function__(*args, **kwargs)  # type: ignore[no-untyped-call]
+
+    assert not any(map(torch_private.hides_data, (torch.Tensor, nn.Parameter, Named, Counting)))
+    assert torch_private.hides_data(DTensor)

@@ -1,0 +1,331 @@
+"""One tiny model in every layout that reknit supports, really trained, with its true whole state.
+
+`LAYOUTS` names the layouts and how many ranks each needs.  On those ranks, `build(layout)` returns a
+`Trained`: this rank's model parts, optimizers and schedulers, after two real deterministic steps of AdamW.
+With `steps=0` and another `seed` it is a fresh target to load into, whose optimizers have no state yet.
+
+The model is the same everywhere: the same names, the same global shapes (odd on purpose, so that shards are
+uneven and some are empty), so a checkpoint of any layout loads into any other.  It has an embedding, four
+blocks (layer norm, two linear maps, a 0-d integer buffer that counts forward passes), stacked experts with a
+router, and a head.  Two parameter groups: matrices decay, vectors do not.  One StepLR scheduler for each
+optimizer.
+
+`state(trained)` is what a user would save: items model, optimizer, scheduler, progress.  `truth(trained)` is
+the same state as whole tensors, gathered with torch's own collectives and independent of reknit: equal on
+every rank, keyed like reknit's fqns.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+from torch.nn.parallel import DistributedDataParallel
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+LAYOUTS: dict[str, int] = {
+    "single": 1,
+    "ddp-2": 2,
+    "fsdp2-2": 2,
+    "fsdp2-3": 3,
+    "fsdp2-4": 4,
+    "hsdp-2x2": 4,
+    "tp-2": 2,
+    "fsdp2xtp-2x2": 4,
+    "pp-2xfsdp2-2": 4,
+    "ep-2x2": 4,
+}
+"""Ranks that each layout runs on."""
+
+WIDTH, HIDDEN, VOCABULARY, LAYERS, EXPERTS = 6, 10, 12, 4, 6
+
+
+class Block(nn.Module):
+    """A residual block that counts its forward passes."""
+
+    seen: torch.Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(WIDTH)
+        self.up = nn.Linear(WIDTH, HIDDEN)
+        self.down = nn.Linear(HIDDEN, WIDTH, bias=False)
+        self.register_buffer("seen", torch.zeros((), dtype=torch.int64))
+        self.register_buffer("scratch", torch.zeros(3), persistent=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.seen += 1
+        out: torch.Tensor = x + self.down(F.gelu(self.up(self.norm(x))))
+        return out
+
+
+class Experts(nn.Module):
+    """Experts whose weights are stacked, each seeing every token."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.router = nn.Linear(WIDTH, EXPERTS, bias=False)
+        self.weights = ExpertWeights()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        gate = self.router(x).softmax(-1).amax(-1, keepdim=True)
+        out: torch.Tensor = x + gate * self.weights(x)
+        return out
+
+
+class ExpertWeights(nn.Module):
+    """The stacked weights of all experts."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.w1 = nn.Parameter(torch.randn(EXPERTS, 5, WIDTH) * 0.1)
+        self.w2 = nn.Parameter(torch.randn(EXPERTS, WIDTH, 5) * 0.1)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        w1, w2 = (w.to_local() if isinstance(w, DTensor) else w for w in (self.w1, self.w2))
+        hidden = torch.einsum("ehd,bsd->ebsh", w1, x).relu()
+        return torch.einsum("edh,ebsh->bsd", w2, hidden)
+
+
+class Tiny(nn.Module):
+    """The model, or a stage of it: what is absent in a stage is None, and layers keep their numbers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.emb: nn.Embedding | None = nn.Embedding(VOCABULARY, WIDTH)
+        self.layers = nn.ModuleDict({str(number): Block() for number in range(LAYERS)})
+        self.experts: Experts | None = Experts()
+        self.head: nn.Linear | None = nn.Linear(WIDTH, VOCABULARY, bias=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if self.emb is not None:
+            x = self.emb(x)
+        for layer in self.layers.values():
+            x = layer(x)
+        if self.experts is not None:
+            x = self.experts(x)
+        return x if self.head is None else self.head(x)
+
+
+@dataclass
+class Trained:
+    """One rank's part of a trained job.
+
+    `forward` runs the rank's whole model on token ids, `replica` is the number of its batches.
+    """
+
+    layout: str
+    parts: list[nn.Module]
+    optimizers: list[torch.optim.Optimizer]
+    schedulers: list[torch.optim.lr_scheduler.LRScheduler]
+    replica: int
+    mesh: DeviceMesh | None = None
+    schedule: Any = None
+    progress: dict[str, Any] = field(default_factory=lambda: {"step": 0, "losses": []})
+
+
+def build(layout: str, *, steps: int = 2, seed: int = 0) -> Trained:
+    """Build the model in a layout on this rank, and train it."""
+    torch.manual_seed(seed)
+    trained = _BUILDERS[layout.split("-")[0]](layout, Tiny())
+    for number in range(steps):
+        train_step(trained, number)
+    return trained
+
+
+def train_step(trained: Trained, number: int) -> None:
+    """Take one step on the batch of this replica and this number."""
+    generator = torch.Generator().manual_seed(100 * trained.replica + number)
+    ids = torch.randint(0, VOCABULARY, (4, 5), generator=generator)
+    for optimizer in trained.optimizers:
+        optimizer.zero_grad()
+    if trained.schedule is None:
+        loss_of(trained.parts[0](ids), ids).backward()  # type: ignore[no-untyped-call]
+    else:
+        first, last = trained.parts[0].emb is not None, trained.parts[0].head is not None
+        trained.schedule.step(*((ids,) if first else ()), **({"target": ids} if last else {}))
+    for optimizer, scheduler in zip(trained.optimizers, trained.schedulers, strict=True):
+        optimizer.step()
+        scheduler.step()
+    trained.progress["step"] += 1
+    trained.progress["losses"].append(number / 2)
+
+
+def loss_of(output: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
+    return F.cross_entropy(output.reshape(-1, VOCABULARY), ids.reshape(-1))
+
+
+def state(trained: Trained) -> dict[str, Any]:
+    """Return what a user would save: single objects where there is one, lists of pipeline parts otherwise."""
+    several = trained.schedule is not None
+    return {
+        "model": list(trained.parts) if several else trained.parts[0],
+        "optimizer": list(trained.optimizers) if several else trained.optimizers[0],
+        "scheduler": trained.schedulers[0],
+        "progress": trained.progress,
+    }
+
+
+def _finished(layout: str, model: nn.Module, replica: int, **more: Any) -> Trained:
+    named = list(model.parameters())
+    groups = [
+        {"params": [p for p in named if p.ndim > 1], "weight_decay": 0.1},
+        {"params": [p for p in named if p.ndim <= 1], "weight_decay": 0.0, "lr": 5e-3},
+    ]
+    # Not foreach: under FSDP with tensor parallelism, the parameters of a group lie on different meshes.
+    optimizer = torch.optim.AdamW(groups, lr=1e-2, foreach=False)
+    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, step_size=1, gamma=0.5)
+    return Trained(layout, [model], [optimizer], [scheduler], replica, **more)
+
+
+def _sizes(layout: str) -> list[int]:
+    return [int(size) for size in layout.rsplit("-", 1)[1].split("x")]
+
+
+def _mesh(sizes: Sequence[int], *names: str) -> DeviceMesh:
+    return init_device_mesh("cpu", tuple(sizes), mesh_dim_names=names)
+
+
+def _single(layout: str, model: Tiny) -> Trained:
+    return _finished(layout, model, 0)
+
+
+def _ddp(layout: str, model: Tiny) -> Trained:
+    return _finished(layout, DistributedDataParallel(model), dist.get_rank())
+
+
+def _shard_blocks(model: Tiny, mesh: DeviceMesh) -> None:
+    for layer in model.layers.values():
+        fully_shard(layer, mesh=mesh)
+
+
+def _fsdp2(layout: str, model: Tiny) -> Trained:
+    mesh = _mesh(_sizes(layout), "dp")
+    _shard_blocks(model, mesh)
+    assert model.experts is not None
+    fully_shard(model.experts.weights, mesh=mesh)
+    fully_shard(model, mesh=mesh)
+    return _finished(layout, model, dist.get_rank(), mesh=mesh)
+
+
+def _hsdp(layout: str, model: Tiny) -> Trained:
+    mesh = _mesh(_sizes(layout), "replicate", "shard")
+    _shard_blocks(model, mesh)
+    fully_shard(model, mesh=mesh)
+    return _finished(layout, model, dist.get_rank(), mesh=mesh)
+
+
+def _tensor_parallel(model: Tiny, mesh: DeviceMesh) -> None:
+    plan: dict[str, Any] = {
+        "emb": RowwiseParallel(input_layouts=Replicate()),
+        "head": ColwiseParallel(output_layouts=Replicate()),
+    }
+    for number in range(LAYERS):
+        plan[f"layers.{number}.up"] = ColwiseParallel()
+        plan[f"layers.{number}.down"] = RowwiseParallel()
+    parallelize_module(model, mesh, plan)
+
+
+def _tp(layout: str, model: Tiny) -> Trained:
+    mesh = _mesh(_sizes(layout), "tp")
+    _tensor_parallel(model, mesh)
+    return _finished(layout, model, 0, mesh=mesh)
+
+
+def _fsdp2xtp(layout: str, model: Tiny) -> Trained:
+    mesh = _mesh(_sizes(layout), "dp", "tp")
+    _tensor_parallel(model, mesh["tp"])
+    _shard_blocks(model, mesh["dp"])
+    fully_shard(model, mesh=mesh["dp"])
+    return _finished(layout, model, mesh["dp"].get_local_rank(), mesh=mesh)
+
+
+def _pp(layout: str, model: Tiny) -> Trained:
+    from torch.distributed.pipelining import PipelineStage, ScheduleGPipe
+
+    mesh = _mesh((2, 2), "pp", "dp")
+    stage = mesh["pp"].get_local_rank()
+    half = LAYERS // 2
+    kept = range(half) if stage == 0 else range(half, LAYERS)
+    model.layers = nn.ModuleDict({str(number): model.layers[str(number)] for number in kept})
+    if stage == 0:
+        model.experts = model.head = None
+    else:
+        model.emb = None
+    _shard_blocks(model, mesh["dp"])
+    fully_shard(model, mesh=mesh["dp"])
+    pipe = PipelineStage(model, stage, 2, torch.device("cpu"), group=mesh["pp"].get_group())
+    schedule = ScheduleGPipe(pipe, n_microbatches=2, loss_fn=loss_of)
+    return _finished(layout, model, mesh["dp"].get_local_rank(), mesh=mesh, schedule=schedule)
+
+
+def _ep(layout: str, model: Tiny) -> Trained:
+    sizes = _sizes(layout)
+    mesh = _mesh(sizes, "efsdp", "ep")
+    everyone = _mesh([sizes[0] * sizes[1]], "dp")
+    assert model.experts is not None
+    weights = model.experts.weights
+    for name in ("w1", "w2"):
+        whole = getattr(weights, name).data
+        setattr(weights, name, nn.Parameter(distribute_tensor(whole, mesh["ep"], [Shard(0)])))
+    fully_shard(weights, mesh=mesh["efsdp"])
+    _shard_blocks(model, everyone)
+    fully_shard(model, mesh=everyone)
+    return _finished(layout, model, dist.get_rank(), mesh=mesh)
+
+
+_BUILDERS: dict[str, Callable[[str, Tiny], Trained]] = {
+    "single": _single,
+    "ddp": _ddp,
+    "fsdp2": _fsdp2,
+    "hsdp": _hsdp,
+    "tp": _tp,
+    "fsdp2xtp": _fsdp2xtp,
+    "pp": _pp,
+    "ep": _ep,
+}
+
+
+def truth(trained: Trained) -> dict[str, dict[str, Any]]:
+    """Return the whole state by item and fqn, the same on every rank: tensors, options of parameter groups.
+
+    Uses torch's collectives only, so every rank has to call it.
+    """
+    mine: dict[str, dict[str, Any]] = {"model": {}, "optimizer": {}}
+    for part, optimizer in zip(trained.parts, trained.optimizers, strict=True):
+        module = part.module if isinstance(part, DistributedDataParallel) else part
+        for name, tensor in module.state_dict().items():
+            mine["model"][name] = _whole(tensor)
+        names = {parameter: name for name, parameter in module.named_parameters()}
+        for parameter, states in optimizer.state.items():
+            for key, value in states.items():
+                mine["optimizer"][f"state/{names[parameter]}/{key}"] = _whole(value)
+        for group in optimizer.param_groups:
+            options = {k: v for k, v in group.items() if k not in ("params", "foreach", "fused")}
+            for parameter in group["params"]:
+                mine["optimizer"][f"param_groups/{names[parameter]}"] = options
+    if not dist.is_initialized():
+        return mine
+    everyone: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(everyone, mine)
+    merged: dict[str, dict[str, Any]] = {"model": {}, "optimizer": {}}
+    for one in reversed(everyone):  # where ranks differ (buffers under DDP), the first rank's counts
+        for item, values in one.items():
+            merged[item].update(values)
+    return merged
+
+
+def _whole(tensor: Any) -> Any:
+    if isinstance(tensor, DTensor):
+        tensor = tensor.full_tensor()
+    return tensor.detach().clone() if isinstance(tensor, torch.Tensor) else tensor

@@ -1,0 +1,93 @@
+"""Every layout's checkpoint loads into every other layout, bit for bit, and all of it.
+
+Each layout is trained and saved once by real processes.  Then each layout's processes build fresh targets
+(other weights, optimizers without state) and load all checkpoints one after another; what they then
+hold is gathered with torch's own collectives and compared with what the saver gathered the same way.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import reknit
+from tests.torchrun import models
+from tests.torchrun.harness import run
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+LAYOUTS = list(models.LAYOUTS)
+OPTIONS = reknit.SaveOptions(durability="process", threads=2, timeout_s=60)
+
+
+def scheduler_state(trained: models.Trained) -> dict[str, Any]:
+    return dict(trained.schedulers[0].state_dict())
+
+
+def save(layout: str, root: str) -> None:
+    trained = models.build(layout)
+    report = reknit.save(f"{root}/{layout}", models.state(trained), step=2, options=OPTIONS).result()
+    assert report.warnings == (), report.warnings
+    truth = models.truth(trained)
+    if not dist.is_initialized() or dist.get_rank() == 0:
+        torch.save((truth, scheduler_state(trained), trained.progress), f"{root}/{layout}.truth")
+
+
+def load_all(layout: str, root: str, saved: list[str]) -> dict[str, list[str]]:
+    """Load each checkpoint into a fresh target; return what differs."""
+    differing: dict[str, list[str]] = {}
+    for source in saved:
+        trained = models.build(layout, steps=0, seed=1)
+        state = models.state(trained)
+        report = reknit.load(f"{root}/{source}", state, options=reknit.LoadOptions(timeout_s=60))
+        assert not report.missing
+        assert not report.unexpected
+        assert report.step == 2
+        expected, scheduler, progress = torch.load(f"{root}/{source}.truth", weights_only=False)
+        found = models.truth(trained)
+        wrong = differing.setdefault(source, [])
+        for item, values in expected.items():
+            if set(values) != set(found[item]):
+                wrong.append(f"{item}: {sorted(set(values) ^ set(found[item]))}")
+            wrong += [f"{item}/{k}" for k, v in values.items() if not same(v, found[item].get(k))]
+        wrong += [] if scheduler_state(trained) == scheduler else ["scheduler"]
+        wrong += [] if state["progress"] == progress == trained.progress else ["progress"]
+    return differing
+
+
+def same(a: Any, b: Any) -> bool:
+    if isinstance(a, torch.Tensor):
+        return isinstance(b, torch.Tensor) and a.dtype == b.dtype and torch.equal(bytes_of(a), bytes_of(b))
+    return bool(a == b)
+
+
+def bytes_of(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.detach().contiguous().reshape(-1).view(torch.uint8)
+
+
+@pytest.fixture(scope="module")
+def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    root = tmp_path_factory.mktemp("matrix")
+    for layout, world in models.LAYOUTS.items():
+        run(world, save, layout, str(root))
+    return root
+
+
+@pytest.mark.parametrize("target", LAYOUTS)
+def test_checkpoints_of_all_layouts_load_into(target: str, checkpoints: Path) -> None:
+    results = run(models.LAYOUTS[target], load_all, target, str(checkpoints), LAYOUTS, timeout=240)
+    for differing in results:
+        assert differing == {source: [] for source in LAYOUTS}
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_a_checkpoint_of_any_layout_is_sound_and_has_the_same_names(layout: str, checkpoints: Path) -> None:
+    report = reknit.verify(checkpoints / layout, "data")
+    assert report.ok, report.problems
+    single, other = reknit.open(checkpoints / "single"), reknit.open(checkpoints / layout)
+    assert other.tensors == single.tensors
+    assert set(other.values["optimizer"]) == set(single.values["optimizer"])
