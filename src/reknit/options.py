@@ -98,9 +98,9 @@ class LoadOptions:
 class CommOptions:
     """How ranks reach each other.
 
-    `fan_out`: children per node of the tree.  `bind`: address that this rank's server listens on, None for
-    the address by which the job's store is reached.  `connect_timeout_s`: the longest wait for a peer to come
-    up.
+    `fan_out`: children per node of the tree.  `bind`: address that this rank's server listens on and that
+    other ranks are told, None for the one that this host's name leads to.  `connect_timeout_s`: the longest
+    wait for a peer to come up.
     `max_message_nbytes`: a larger message is refused.
     """
 

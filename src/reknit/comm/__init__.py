@@ -1,0 +1,1 @@
+"""Talk between ranks: small messages only, every wait with a deadline."""

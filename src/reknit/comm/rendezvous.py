@@ -1,0 +1,108 @@
+"""Where ranks that cannot talk yet find each other: a small store that all of them reach."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import socket
+import tempfile
+import time
+from pathlib import Path
+from typing import Protocol
+from urllib.parse import quote
+
+from reknit.errors import CommError, DeadlineError
+from reknit.monitor.phase import Deadline
+
+_FIRST_POLL_S = 0.005
+_LAST_POLL_S = 0.25
+_LONGEST_NAME = 160
+_ANYWHERE = ("0.0.0.0", "::")
+
+
+class Store(Protocol):
+    """Named values that every rank of a job sees; used while a group forms, and not after."""
+
+    def set(self, key: str, value: bytes) -> None:
+        """Put `value` under `key`, over what was there."""
+
+    def get(self, key: str, timeout_s: float) -> bytes:
+        """Return the value of `key`; wait until there is one, and raise `DeadlineError` when none comes."""
+
+
+class FolderStore:
+    """A store in a folder that all hosts share: one file per key, readable by its owner only.
+
+    It polls, since a shared folder tells nobody of a new file.  Where the framework has a store of its own
+    (torch's TCPStore, the coordination service of JAX), prefer that: it is quicker and needs no folder.
+    """
+
+    def __init__(self, path: str | os.PathLike[str]) -> None:
+        self._folder = Path(path)
+        try:
+            self._folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        except OSError as error:
+            raise self._failure("made", error) from error
+
+    def set(self, key: str, value: bytes) -> None:
+        """Put `value` under `key`; a reader sees the old value or the new one, never a part."""
+        try:
+            handle, temporary = tempfile.mkstemp(prefix=".new-", dir=self._folder)
+            try:
+                with os.fdopen(handle, "wb") as file:
+                    file.write(value)
+                os.replace(temporary, self._file(key))
+            except BaseException:
+                os.unlink(temporary)
+                raise
+        except OSError as error:
+            raise self._failure("written", error) from error
+
+    def get(self, key: str, timeout_s: float) -> bytes:
+        """Return the value of `key`, waiting up to `timeout_s` for it; raises `DeadlineError`."""
+        deadline, pause_s = Deadline(timeout_s), _FIRST_POLL_S
+        while True:
+            try:
+                # Opened by name rather than looked up in a listing: network file systems check a name that is
+                # opened with their server, and may show an old listing.
+                return self._file(key).read_bytes()
+            except FileNotFoundError as error:
+                if deadline.passed():
+                    raise DeadlineError(
+                        f"no rank put {key!r} into the store within {timeout_s:g} s",
+                        path=str(self._folder),
+                        remedy="check that all ranks were started and see the same folder",
+                    ) from error
+            except OSError as error:
+                raise self._failure("read", error) from error
+            time.sleep(min(pause_s, deadline.remaining()))
+            pause_s = min(_LAST_POLL_S, pause_s * 2)
+
+    def _file(self, key: str) -> Path:
+        name = quote(key, safe="")
+        if len(name) > _LONGEST_NAME:
+            digest = hashlib.sha256(key.encode()).hexdigest()
+            return self._folder / f"long-{name[: _LONGEST_NAME - 65]}-{digest}"
+        return self._folder / f"key-{name}"
+
+    def _failure(self, verb: str, error: OSError) -> CommError:
+        return CommError(
+            f"the rendezvous folder cannot be {verb}: {error.strerror or error}",
+            path=str(self._folder),
+            remedy="give a folder that every rank can write to",
+        )
+
+
+def addresses(bind: str | None) -> tuple[str, str]:
+    """Return the host that other ranks are told, and the one to listen on, for `CommOptions.bind`."""
+    host = bind
+    if bind is None or bind in _ANYWHERE:
+        try:
+            host = socket.gethostbyname(socket.gethostname())
+        except OSError:
+            host = "127.0.0.1"  # a host that does not know its own name is alone, or sets `bind`
+    return _bracketed(str(host)), _bracketed(bind or str(host))
+
+
+def _bracketed(host: str) -> str:
+    return f"[{host}]" if ":" in host and not host.startswith("[") else host

@@ -1,0 +1,124 @@
+"""A world of ranks in threads: run one function as every rank of a group, in one process."""
+
+from __future__ import annotations
+
+import faulthandler
+import tempfile
+import threading
+from typing import TYPE_CHECKING, Generic, TypeVar
+
+from reknit.comm.threads import thread_groups
+from reknit.errors import DeadlineError
+from reknit.monitor.phase import Deadline
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    from reknit.comm.base import Group
+
+_Result = TypeVar("_Result")
+
+
+class MemoryStore:
+    """A rendezvous store for ranks that are threads of one process."""
+
+    def __init__(self) -> None:
+        self._values: dict[str, bytes] = {}
+        self._changed = threading.Condition()
+
+    def set(self, key: str, value: bytes) -> None:
+        """Put `value` under `key`, over what was there."""
+        with self._changed:
+            self._values[key] = value
+            self._changed.notify_all()
+
+    def get(self, key: str, timeout_s: float) -> bytes:
+        """Return the value of `key`, waiting up to `timeout_s` for it; raises `DeadlineError`."""
+        with self._changed:
+            if not self._changed.wait_for(lambda: key in self._values, timeout_s):
+                raise DeadlineError(f"no rank put {key!r} into the store within {timeout_s:g} s")
+            return self._values[key]
+
+
+class _World(Generic[_Result]):
+    """What the threads of one run leave behind."""
+
+    def __init__(self, fn: Callable[[Group], _Result], close: bool) -> None:
+        self._fn = fn
+        self._close = close
+        self._lock = threading.Lock()
+        self.results: dict[int, _Result] = {}
+        self.errors: dict[int, BaseException] = {}
+
+    def run(self, group: Group) -> None:
+        """Run the function as one rank; a rank that ended must not be waited for."""
+        try:
+            result = self._fn(group)
+            with self._lock:
+                self.results[group.rank] = result
+        except BaseException as error:  # raised again by run_ranks, whatever it is
+            with self._lock:
+                self.errors[group.rank] = error
+        finally:
+            if self._close:
+                group.close()
+
+
+def run_ranks(
+    size: int,
+    fn: Callable[[Group], _Result],
+    *,
+    timeout_s: float = 60.0,
+    groups: Sequence[Group] | None = None,
+) -> list[_Result]:
+    """Run ``fn(group)`` as each of `size` ranks, one thread per rank, and return the results by rank.
+
+    The groups are joined by threads unless `groups` are given; given groups stay open.  When ranks fail, the
+    error that came first is raised, with a note for each of the others.  When a rank does not end within
+    `timeout_s` seconds, raises `DeadlineError` with the stacks of all threads, unless a rank failed before.
+    """
+    members = thread_groups(size) if groups is None else groups
+    if len(members) != size:
+        raise ValueError(f"{len(members)} groups were given for {size} ranks")
+    world = _World(fn, close=groups is None)
+    threads = [
+        threading.Thread(target=world.run, args=(group,), name=f"rank {group.rank}", daemon=True)
+        for group in members
+    ]
+    for thread in threads:
+        thread.start()
+    deadline = Deadline(timeout_s)
+    for thread in threads:
+        thread.join(deadline.remaining())
+    late = [group.rank for group, thread in zip(members, threads, strict=True) if thread.is_alive()]
+    overdue = _overdue(late, timeout_s) if late else None
+    if groups is None:
+        for group in members:
+            group.close()
+    errors = dict(world.errors)
+    if errors:
+        raise _noted(errors, overdue)
+    if overdue is not None:
+        raise overdue
+    return [world.results[group.rank] for group in members]
+
+
+def _overdue(ranks: list[int], timeout_s: float) -> DeadlineError:
+    with tempfile.TemporaryFile() as file:
+        faulthandler.dump_traceback(file, all_threads=True)
+        file.seek(0)
+        stacks = file.read().decode(errors="replace")
+    named = ", ".join(str(rank) for rank in ranks)
+    return DeadlineError(f"rank(s) {named} did not end within {timeout_s:g} s; all threads:\n{stacks}")
+
+
+def _noted(errors: dict[int, BaseException], overdue: DeadlineError | None) -> BaseException:
+    """Return the first error, with notes that say where it was raised and what the other ranks met."""
+    (rank, first), *others = errors.items()
+    notes = [f"raised on rank {rank}"]
+    notes += [f"rank {other} failed too: {type(error).__name__}: {error}" for other, error in others]
+    if overdue is not None:
+        notes.append(overdue.message)
+    # What BaseException.add_note does, which Python 3.10 lacks.
+    vars(first).setdefault("__notes__", []).extend(notes)
+    return first

@@ -1,0 +1,262 @@
+"""What `Group.exchange` promises, held against ranks in threads and against real gRPC."""
+
+from __future__ import annotations
+
+import threading
+import time
+from contextlib import ExitStack
+from typing import TYPE_CHECKING, Protocol
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from reknit.comm import faults
+from reknit.comm.threads import thread_groups
+from reknit.comm.topology import Topology
+from reknit.errors import CommError, DeadlineError, ProtocolError, ReknitError
+from tests.comm.worlds import ask, endings, join_tree
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Sequence
+
+    from reknit.comm.base import Group
+
+
+class Join(Protocol):
+    def __call__(self, size: int) -> Sequence[Group]: ...
+
+
+@pytest.fixture(params=["threads", "tree-2"])
+def join(request: pytest.FixtureRequest) -> Iterator[Join]:
+    kind, _, fan_out = request.param.partition("-")
+    with ExitStack() as stack:
+
+        def make(size: int) -> Sequence[Group]:
+            groups = thread_groups(size) if kind == "threads" else join_tree(size, int(fan_out))
+            for group in groups:
+                stack.callback(group.close)
+            return groups
+
+        yield make
+
+
+def together(groups: Sequence[Group], name: str = "again") -> bool:
+    """Tell whether all ranks can still hold a round."""
+    requests = [b"%d" % group.rank for group in groups]
+    return endings(groups, lambda group: ask(group, name, b"%d" % group.rank)) == requests
+
+
+def test_decide_gets_the_requests_by_rank_and_runs_once_in_the_thread_of_rank_0(join: Join) -> None:
+    calls: list[tuple[str, list[bytes]]] = []
+
+    def run(group: Group) -> bytes:
+        def decide(requests: list[bytes]) -> list[bytes]:
+            calls.append((threading.current_thread().name, requests))
+            return [b"to " + request for request in requests]
+
+        return group.exchange("plan", b"%d" % group.rank, decide, 30)
+
+    assert endings(join(6), run) == [b"to %d" % rank for rank in range(6)]
+    assert calls == [("rank 0", [b"%d" % rank for rank in range(6)])]
+
+
+def test_ranks_in_rounds_of_different_names_all_hear_who_is_where(join: Join) -> None:
+    groups = join(7)
+    errors = endings(groups, lambda group: ask(group, "commit" if group.rank in (2, 5) else "plan"))
+    assert [type(error) for error in errors] == [ProtocolError] * 7
+    for error in errors:
+        assert "ranks 0-1, 3-4, 6 in 'plan'" in error.message
+        assert "ranks 2, 5 in 'commit'" in error.message
+    assert together(groups), "the ranks are in step again"
+
+
+@pytest.mark.parametrize("join", ["threads", "tree-16"], indirect=True)
+def test_a_name_that_differs_is_told_without_waiting_for_ranks_that_never_come(join: Join) -> None:
+    groups = join(4)
+    present = groups[:3]
+    errors = endings(present, lambda group: ask(group, "commit" if group.rank == 1 else "plan", timeout_s=60))
+    assert [type(error) for error in errors] == [ProtocolError] * 3
+    assert all("rank 3 did not come" in error.message for error in errors)
+
+
+@pytest.mark.parametrize(
+    ("join", "absent"),
+    [("tree-1", {3}), ("tree-2", {5}), ("tree-2", {0}), ("tree-2", {1, 6}), ("tree-16", {2, 6})],
+    indirect=["join"],
+    ids=str,
+)
+def test_a_tree_names_absent_ranks_to_all_that_can_be_told(
+    join: Join, absent: set[int], request: pytest.FixtureRequest
+) -> None:
+    topology = Topology(7, int(request.node.callspec.params["join"].partition("-")[2]))
+    silent = {rank for head in absent for rank in topology.subtree(head)}
+    present = [group for group in join(7) if group.rank not in absent]
+    errors = endings(present, lambda group: ask(group, "plan", timeout_s=0.2))
+    for group, error in zip(present, errors, strict=True):
+        assert type(error) is DeadlineError
+        if group.rank not in silent:
+            named = f"{faults.spelled(silent)} did not come to round 0 ('plan') within 0.2 s"
+        else:  # below an absent rank nothing is heard but its silence
+            above = group.rank
+            while above not in absent:
+                above = topology.parent(above) or 0
+            named = f"rank {above} did not answer round 0 ('plan') within 0.2 s"
+        assert error.message == named
+
+
+@settings(max_examples=8, deadline=None)
+@given(st.integers(2, 9), st.data())
+def test_ranks_in_threads_name_exactly_the_ranks_that_did_not_come(size: int, data: st.DataObject) -> None:
+    absent = data.draw(st.sets(st.integers(0, size - 1), min_size=1, max_size=size - 1))
+    groups = thread_groups(size)
+    present = [group for group in groups if group.rank not in absent]
+    errors = endings(present, lambda group: ask(group, timeout_s=0.05))
+    messages = {error.message for error in errors}
+    assert len(messages) == 1
+    listed = messages.pop().partition(" did not come")[0]
+    named = {
+        rank
+        for span in listed.split(" ", 1)[1].split(", ")
+        for rank in range(int(span.split("-")[0]), int(span.split("-")[-1]) + 1)
+    }
+    assert named == absent
+
+
+def test_a_rank_that_comes_too_late_hears_the_same_error_and_is_in_step_again(join: Join) -> None:
+    groups = join(3)
+    errors = endings(groups[:2], lambda group: ask(group, "plan", timeout_s=0.2))
+    with pytest.raises(DeadlineError, match="rank 2 did not come to round 0"):
+        ask(groups[2], "plan")
+    assert [type(error) for error in errors] == [DeadlineError] * 2
+    assert together(groups)
+
+
+def test_a_decision_that_takes_too_long_is_a_deadline_error_for_the_ranks_that_wait(join: Join) -> None:
+    release = threading.Event()
+
+    def run(group: Group) -> bytes:
+        def decide(requests: list[bytes]) -> list[bytes]:
+            assert release.wait(30)
+            return requests
+
+        try:
+            return group.exchange("plan", b"", decide, 0.2)
+        except DeadlineError:
+            # The news that a rank stopped waiting travels to rank 0 while it decides.
+            threading.Timer(0.5, release.set).start()
+            raise
+
+    errors = endings(join(3), run)
+    assert [type(error) for error in errors[1:]] == [DeadlineError] * 2
+    assert isinstance(errors[0], CommError), "rank 0 must not believe that the others were told"
+
+
+@pytest.mark.parametrize("member", [0, 1, 4])
+def test_when_a_member_closes_the_others_fail_at_once_now_and_later(join: Join, member: int) -> None:
+    groups = join(5)
+
+    def run(group: Group) -> bytes:
+        if group.rank == member:
+            time.sleep(0.1)
+            group.close()
+            return b"left"
+        return ask(group, timeout_s=1000)
+
+    for rank, ending in enumerate(endings(groups, run)):
+        assert ending == b"left" if rank == member else type(ending) is CommError
+        assert rank == member or f"rank {member}" in ending.message
+    for group in groups:
+        with pytest.raises(CommError):
+            ask(group, timeout_s=1000)
+
+
+@pytest.mark.parametrize("member", [0, 1, 4])
+def test_closing_a_group_from_another_thread_ends_the_wait_of_its_own_rank(join: Join, member: int) -> None:
+    groups = join(5)
+    present = [group for group in groups if group.rank != 3]
+    timer = threading.Timer(0.1, groups[member].close)
+    timer.start()
+    errors = endings(present, lambda group: ask(group, timeout_s=1000))
+    timer.join()
+    assert [type(error) for error in errors] == [CommError] * 4
+    assert all(f"rank {member}" in error.message for error in errors)
+
+
+@pytest.mark.parametrize("join", ["threads", "tree-1", "tree-2"], indirect=True)
+def test_closing_after_a_last_round_takes_no_answer_away(join: Join) -> None:
+    groups = join(9)
+
+    def run(group: Group) -> bytes:
+        answer = ask(group, "last", b"%d" % group.rank)
+        group.close()
+        group.close()
+        return answer
+
+    assert endings(groups, run) == [b"%d" % rank for rank in range(9)]
+
+
+def test_two_threads_in_one_group_are_refused_and_do_no_harm(join: Join) -> None:
+    groups = join(2)
+    entered = threading.Event()
+
+    def run(group: Group) -> bytes:
+        if group.rank == 1:
+            assert entered.wait(30)
+            time.sleep(0.1)
+        else:
+            threading.Timer(0.05, entered.set).start()
+        return ask(group, "plan", b"x")
+
+    def intrude() -> None:
+        assert entered.wait(30)
+        with pytest.raises(ProtocolError, match="two threads of rank 0"):
+            ask(groups[0])
+        intruded.set()
+
+    intruded = threading.Event()
+    thread = threading.Thread(target=intrude)
+    thread.start()
+    assert endings(groups, run) == [b"x"] * 2
+    thread.join()
+    assert intruded.is_set()
+
+
+def test_a_decision_that_raises_reaches_everyone_though_it_should_not_have(join: Join) -> None:
+    def run(group: Group) -> bytes:
+        def decide(_: list[bytes]) -> list[bytes]:
+            raise KeyboardInterrupt
+
+        return group.exchange("plan", b"", decide, 30)
+
+    groups = join(4)
+    here, *others = endings(groups, run)
+    assert isinstance(here, KeyboardInterrupt)
+    assert [type(error) for error in others] == [CommError] * 3
+    assert all(
+        "rank 0 failed to decide round 0 ('plan'): KeyboardInterrupt" in error.message for error in others
+    )
+    assert together(groups)
+
+
+def test_a_decision_with_a_wrong_number_of_answers_is_a_protocol_error_on_all(join: Join) -> None:
+    groups = join(3)
+    errors = endings(groups, lambda group: group.exchange("plan", b"", lambda _: [b""], 30))
+    assert [type(error) for error in errors] == [ProtocolError] * 3
+    assert together(groups)
+
+
+def test_waiting_forever_is_a_wait_like_any_other(join: Join) -> None:
+    groups = join(3)
+    assert endings(groups, lambda group: ask(group, timeout_s=float("inf"))) == [b""] * 3
+
+
+def test_errors_are_separate_objects_on_every_rank(join: Join) -> None:
+    def run(group: Group) -> None:
+        try:
+            ask(group, f"name {group.rank}")
+        except ReknitError as error:
+            error.sign(rank=group.rank)
+            raise
+
+    assert [error.rank for error in endings(join(3), run)] == [0, 1, 2]

@@ -1,0 +1,237 @@
+"""Rounds and what is built on them: the same over every backend, alone, in threads, and over gRPC."""
+
+from __future__ import annotations
+
+from contextlib import ExitStack
+from typing import TYPE_CHECKING, Protocol
+
+import pytest
+
+from reknit.comm.base import SoloGroup, agree, barrier, broadcast, gather, round, scatter
+from reknit.comm.threads import thread_groups
+from reknit.errors import CommError, MismatchError, ProtocolError, ReknitError, StorageFullError, UsageError
+from tests.comm.worlds import endings, join_tree
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator, Sequence
+
+    from reknit.comm.base import Group
+
+WAIT_S = 30.0
+
+
+class Join(Protocol):
+    def __call__(self, size: int) -> Sequence[Group]: ...
+
+
+@pytest.fixture(params=["threads", "tree-2"])
+def join(request: pytest.FixtureRequest) -> Iterator[Join]:
+    kind, _, fan_out = request.param.partition("-")
+    with ExitStack() as stack:
+
+        def make(size: int) -> Sequence[Group]:
+            groups = thread_groups(size) if kind == "threads" else join_tree(size, int(fan_out))
+            for group in groups:
+                stack.callback(group.close)
+            return groups
+
+        yield make
+
+
+def echo(requests: list[bytes]) -> list[bytes]:
+    return [request * 2 for request in requests]
+
+
+@pytest.mark.parametrize("join", ["threads", "tree-1", "tree-2", "tree-16"], indirect=True)
+@pytest.mark.parametrize("size", [1, 2, 5, 18, 40])
+def test_every_helper_gives_every_rank_what_it_promises(join: Join, size: int) -> None:
+    def run(group: Group) -> tuple[object, ...]:
+        own = b"%d" % group.rank
+        first = group.rank == 0
+        barrier(group, "barrier", WAIT_S)
+        agree(group, "agree", None, WAIT_S)
+        return (
+            round(group, "round", lambda: own, echo, WAIT_S),
+            gather(group, "gather", own, WAIT_S),
+            scatter(group, "scatter", [b"to %d" % rank for rank in range(size)] if first else None, WAIT_S),
+            broadcast(group, "broadcast", b"all" if first else None, WAIT_S),
+        )
+
+    everyone = [b"%d" % rank for rank in range(size)]
+    assert endings(join(size), run) == [
+        (b"%d" % rank * 2, everyone if rank == 0 else None, b"to %d" % rank, b"all") for rank in range(size)
+    ]
+
+
+def test_a_process_that_is_alone_needs_no_backend() -> None:
+    group = SoloGroup()
+    assert round(group, "round", lambda: b"ab", echo, WAIT_S) == b"abab"
+    assert gather(group, "gather", b"x", WAIT_S) == [b"x"]
+    assert scatter(group, "scatter", [b"y"], WAIT_S) == b"y"
+    assert broadcast(group, "broadcast", b"", WAIT_S) == b""
+    barrier(group, "barrier", WAIT_S)
+    with pytest.raises(MismatchError):
+        agree(group, "agree", MismatchError("no"), WAIT_S)
+    group.close()
+
+
+def test_when_one_rank_cannot_make_its_request_all_raise_its_error(join: Join) -> None:
+    def run(group: Group) -> bytes:
+        def produce() -> bytes:
+            if group.rank == 2:
+                raise StorageFullError("no room", remedy="make room", path="/disk")
+            return b""
+
+        return round(group, "write", produce, echo, WAIT_S)
+
+    for error in endings(join(4), run):
+        assert type(error) is StorageFullError
+        assert (error.rank, error.phase, error.path, error.remedy) == (2, "write", "/disk", "make room")
+
+
+def test_the_rank_where_an_error_began_keeps_its_traceback_as_the_cause() -> None:
+    cause = StorageFullError("no room")
+    with pytest.raises(StorageFullError) as caught:
+        agree(SoloGroup(), "write", cause, WAIT_S)
+    assert caught.value.__cause__ is cause
+
+
+def test_when_several_ranks_fail_the_first_error_says_who_failed_too(join: Join) -> None:
+    def run(group: Group) -> None:
+        failure = MismatchError(f"bad {group.rank}") if group.rank in (1, 3, 4) else None
+        agree(group, "check", failure, WAIT_S)
+
+    for error in endings(join(5), run):
+        assert type(error) is MismatchError
+        assert error.rank == 1
+        assert error.message == "bad 1; also failed: rank 3 (MismatchError), 4 (MismatchError)"
+
+
+def test_when_very_many_ranks_fail_the_message_stays_short(join: Join) -> None:
+    errors = endings(join(20), lambda group: agree(group, "check", MismatchError("bad"), WAIT_S))
+    assert all(error.message.endswith("and 11 more") for error in errors)
+
+
+def test_when_rank_0_cannot_decide_all_raise_its_error(join: Join) -> None:
+    def refuse(_: list[bytes]) -> list[bytes]:
+        raise MismatchError("these do not fit")
+
+    for error in endings(join(3), lambda group: round(group, "plan", lambda: b"", refuse, WAIT_S)):
+        assert type(error) is MismatchError
+        assert (error.message, error.rank, error.phase) == ("these do not fit", 0, "plan")
+
+
+@pytest.mark.parametrize("bug", [KeyboardInterrupt(), KeyError("name")], ids=repr)
+def test_a_bug_in_a_request_is_raised_unchanged_there_and_described_elsewhere(
+    join: Join, bug: BaseException
+) -> None:
+    def run(group: Group) -> bytes:
+        def produce() -> bytes:
+            if group.rank == 1:
+                raise bug
+            return b""
+
+        return round(group, "plan", produce, echo, WAIT_S)
+
+    first, there, last = endings(join(3), run)
+    assert there is bug
+    for error in (first, last):
+        assert type(error) is ReknitError
+        assert type(bug).__name__ in error.message
+        assert (error.rank, error.phase) == (1, "plan")
+
+
+@pytest.mark.parametrize("bug", [KeyboardInterrupt(), KeyError("name")], ids=repr)
+def test_a_bug_in_a_decision_is_raised_unchanged_on_rank_0_and_described_elsewhere(
+    join: Join, bug: BaseException
+) -> None:
+    def decide(_: list[bytes]) -> list[bytes]:
+        raise bug
+
+    here, *others = endings(join(3), lambda group: round(group, "plan", lambda: b"", decide, WAIT_S))
+    assert here is bug
+    for error in others:
+        assert type(error) is ReknitError
+        assert type(bug).__name__ in error.message
+        assert error.rank == 0
+
+
+@pytest.mark.parametrize("answers", [[], [b""] * 2, [b""] * 4])
+def test_a_decision_with_too_few_or_too_many_answers_fails_everywhere(
+    join: Join, answers: list[bytes]
+) -> None:
+    errors = endings(join(3), lambda group: round(group, "plan", lambda: b"", lambda _: answers, WAIT_S))
+    assert [type(error) for error in errors] == [ReknitError] * 3
+    assert all(f"{len(answers)} answers for 3 ranks" in error.message for error in errors)
+
+
+@pytest.mark.parametrize("helper", [scatter, broadcast])
+def test_rank_0_that_gives_nothing_to_hand_out_fails_everywhere(
+    join: Join, helper: Callable[[Group, str, None, float], bytes]
+) -> None:
+    errors = endings(join(2), lambda group: helper(group, "hand out", None, WAIT_S))
+    assert [type(error) for error in errors] == [UsageError] * 2
+
+
+def test_a_request_that_is_no_part_of_a_round_fails_everywhere_instead_of_hanging(join: Join) -> None:
+    def run(group: Group) -> bytes:
+        if group.rank == 1:
+            return group.exchange("plan", b"\xc1", echo, WAIT_S)
+        return round(group, "plan", lambda: b"", echo, WAIT_S)
+
+    error, refusal, other = endings(join(3), run)
+    assert [type(error), type(other)] == [ProtocolError] * 2
+    assert b"ProtocolError" in refusal
+
+
+def test_an_answer_that_is_no_part_of_a_round_is_a_protocol_error(join: Join) -> None:
+    def run(group: Group) -> bytes:
+        if group.rank == 0:
+            return group.exchange("plan", b"", lambda requests: [b"\xc1"] * len(requests), WAIT_S)
+        return round(group, "plan", lambda: b"", echo, WAIT_S)
+
+    assert type(endings(join(2), run)[1]) is ProtocolError
+
+
+def test_a_group_goes_on_after_a_round_that_failed(join: Join) -> None:
+    def run(group: Group) -> bytes:
+        with pytest.raises(MismatchError):
+            agree(group, "check", MismatchError("bad") if group.rank == 1 else None, WAIT_S)
+        return round(group, "next", lambda: b"ab", echo, WAIT_S)
+
+    assert endings(join(3), run) == [b"abab"] * 3
+
+
+def test_a_broadcast_is_encoded_once_and_not_once_per_rank() -> None:
+    kept: list[Sequence[bytes]] = []
+
+    class Listening(SoloGroup):
+        def exchange(
+            self,
+            name: str,
+            request: bytes,
+            decide: Callable[[list[bytes]], Sequence[bytes]],
+            timeout_s: float,
+        ) -> bytes:
+            kept.append(decide([request] * 3))
+            return kept[0][0]
+
+    payload = bytes(1000)
+    assert broadcast(Listening(), "index", payload, WAIT_S) == payload
+    assert kept[0][0] is kept[0][2]
+
+
+def test_an_error_of_the_backend_is_signed_with_rank_and_phase(join: Join) -> None:
+    groups = join(2)
+    groups[0].close()
+    with pytest.raises(CommError) as caught:
+        barrier(groups[1], "commit", WAIT_S)
+    assert (caught.value.rank, caught.value.phase) == (1, "commit")
+
+
+def test_a_rank_that_fails_alone_and_cannot_tell_the_others_raises_its_own_error(join: Join) -> None:
+    groups = join(2)
+    groups[0].close()
+    with pytest.raises(MismatchError, match="mine") as caught:
+        agree(groups[1], "commit", MismatchError("mine"), WAIT_S)
+    assert isinstance(caught.value.__cause__, CommError)

@@ -1,0 +1,34 @@
+from __future__ import annotations
+
+import re
+
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from reknit.comm import faults
+from reknit.errors import DeadlineError, ProtocolError
+
+
+@settings(deadline=None)
+@given(st.sets(st.integers(0, 200), min_size=1))
+def test_ranks_are_spelled_so_that_they_can_be_read_back(ranks: set[int]) -> None:
+    text = faults.spelled(ranks, limit=200)
+    spans = [span.split("-") for span in re.findall(r"\d+(?:-\d+)?", text)]
+    assert {rank for span in spans for rank in range(int(span[0]), int(span[-1]) + 1)} == ranks
+    assert text.startswith("rank ") == (len(ranks) == 1)
+
+
+def test_a_long_list_of_ranks_is_cut_and_says_how_many_more_there_are() -> None:
+    assert faults.spelled(range(0, 100, 2), limit=3) == "ranks 0, 2, 4 and 47 more"
+
+
+def test_a_round_with_one_name_failed_for_the_ranks_that_did_not_come() -> None:
+    error = faults.failed_round(4, {"plan": [0, 1]}, [2, 3, 5], 30)
+    assert type(error) is DeadlineError
+    assert error.message == "ranks 2-3, 5 did not come to round 4 ('plan') within 30 s"
+
+
+def test_a_round_with_two_names_failed_for_the_ranks_in_different_places() -> None:
+    error = faults.failed_round(4, {"plan": [0, 1, 2], "commit": [3]}, [4], 30)
+    assert type(error) is ProtocolError
+    assert "ranks 0-2 in 'plan'; rank 3 in 'commit'; rank 4 did not come" in error.message

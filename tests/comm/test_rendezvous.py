@@ -1,0 +1,121 @@
+from __future__ import annotations
+
+import stat
+import threading
+from typing import TYPE_CHECKING
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from reknit.comm.rendezvous import FolderStore, Store, addresses
+from reknit.errors import CommError, DeadlineError
+from reknit.testing.world import MemoryStore
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+
+@pytest.fixture(params=["folder", "memory"])
+def store(request: pytest.FixtureRequest, tmp_path: Path) -> Store:
+    return FolderStore(tmp_path / "a" / "b") if request.param == "folder" else MemoryStore()
+
+
+def test_a_value_that_was_set_is_there_at_once(store: Store) -> None:
+    store.set("key", b"value")
+    assert store.get("key", 0) == b"value"
+
+
+def test_a_later_value_takes_the_place_of_an_earlier_one(store: Store) -> None:
+    store.set("key", b"a long first value")
+    store.set("key", b"")
+    assert store.get("key", 0) == b""
+
+
+def test_get_waits_until_another_rank_sets_the_key(store: Store) -> None:
+    waiting = threading.Event()
+
+    def put() -> None:
+        waiting.wait()
+        store.set("key", b"late")
+
+    thread = threading.Thread(target=put)
+    thread.start()
+    with pytest.raises(DeadlineError, match="'key'"):
+        store.get("key", 0.02)
+    waiting.set()
+    assert store.get("key", 30) == b"late"
+    thread.join()
+
+
+def test_a_second_store_on_the_same_folder_sees_the_values_of_the_first(tmp_path: Path) -> None:
+    FolderStore(tmp_path).set("key", b"value")
+    assert FolderStore(tmp_path).get("key", 0) == b"value"
+
+
+@settings(suppress_health_check=[HealthCheck.function_scoped_fixture], max_examples=50, deadline=None)
+@given(
+    st.dictionaries(st.text(st.characters(exclude_categories=["Cs"]), max_size=300), st.binary(max_size=50))
+)
+def test_any_text_is_a_key_of_its_own_within_the_folder(tmp_path: Path, values: dict[str, bytes]) -> None:
+    store = FolderStore(tmp_path / "store")
+    for key, value in values.items():
+        store.set(key, value)
+    assert {key: store.get(key, 0) for key in values} == values
+    assert [entry.name for entry in tmp_path.iterdir()] == ["store"]
+
+
+def test_names_that_are_long_and_alike_stay_apart(tmp_path: Path) -> None:
+    store = FolderStore(tmp_path)
+    store.set("x" * 5000 + "1", b"one")
+    store.set("x" * 5000 + "2", b"two")
+    assert store.get("x" * 5000 + "1", 0) == b"one"
+
+
+def test_only_the_owner_can_read_what_ranks_tell_each_other(tmp_path: Path) -> None:
+    FolderStore(tmp_path).set("token", b"secret")
+    (file,) = tmp_path.iterdir()
+    assert stat.S_IMODE(file.stat().st_mode) == 0o600
+
+
+def test_a_folder_that_cannot_be_made_or_written_is_a_comm_error(tmp_path: Path) -> None:
+    blocked = tmp_path / "file"
+    blocked.write_bytes(b"")
+    with pytest.raises(CommError, match="cannot be made"):
+        FolderStore(blocked / "below")
+    store = FolderStore(tmp_path / "store")
+    (tmp_path / "store").rmdir()
+    with pytest.raises(CommError, match="cannot be written") as caught:
+        store.set("key", b"")
+    assert caught.value.path == str(tmp_path / "store")
+
+
+def test_a_value_that_cannot_be_put_in_place_leaves_no_file_behind(tmp_path: Path) -> None:
+    store = FolderStore(tmp_path)
+    (tmp_path / "key-taken").mkdir()
+    with pytest.raises(CommError, match="cannot be written"):
+        store.set("taken", b"value")
+    assert [entry.name for entry in tmp_path.iterdir()] == ["key-taken"]
+    with pytest.raises(CommError, match="cannot be read"):
+        store.get("taken", 0)
+
+
+def test_a_chosen_address_is_listened_on_and_told_to_others() -> None:
+    assert addresses("10.1.2.3") == ("10.1.2.3", "10.1.2.3")
+    assert addresses("::1") == ("[::1]", "[::1]")
+
+
+def test_a_server_that_listens_everywhere_tells_others_an_address_that_they_can_use() -> None:
+    told, listens = addresses("0.0.0.0")
+    assert listens == "0.0.0.0"
+    assert told not in ("0.0.0.0", "")
+    told, listens = addresses(None)
+    assert told == listens != "0.0.0.0"
+
+
+def test_a_host_that_does_not_know_its_own_name_listens_to_itself(monkeypatch: pytest.MonkeyPatch) -> None:
+    def unknown(_: str) -> str:
+        raise OSError("Name or service not known")
+
+    monkeypatch.setattr("socket.gethostbyname", unknown)
+    assert addresses(None) == ("127.0.0.1", "127.0.0.1")

@@ -1,0 +1,192 @@
+"""Ranks in real processes that die, hang up, or are interrupted: the others get a typed error, soon."""
+
+from __future__ import annotations
+
+import json
+import signal
+import subprocess
+import sys
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+    from pathlib import Path
+
+SIZE = 5
+LONG_S = 600.0
+
+# One rank: reads what to do, one JSON list per line, and prints how it ended.
+RANK = """
+import json, os, signal, sys, threading, time
+from reknit.comm.base import barrier
+from reknit.comm.rendezvous import FolderStore
+from reknit.comm.tree import TreeGroup
+from reknit.errors import ReknitError
+from reknit.options import CommOptions
+
+def interrupt(functions):
+    found = set()
+    while not ("wait" in found and found & functions):
+        time.sleep(0.01)
+        frame, found = sys._current_frames()[threading.main_thread().ident], set()
+        while frame is not None:
+            found.add(frame.f_code.co_name)
+            frame = frame.f_back
+    os.kill(os.getpid(), signal.SIGINT)
+
+folder, rank, size, fan_out = sys.argv[1], *map(int, sys.argv[2:])
+options = CommOptions(fan_out=fan_out, bind="127.0.0.1", connect_timeout_s=60)
+group = TreeGroup.join(FolderStore(folder), rank, size, job="job", options=options)
+print(json.dumps(["joined", ""]), flush=True)
+for line in sys.stdin:
+    verb, *arguments = json.loads(line)
+    if verb == "leave":
+        break
+    if verb == "interrupted round":
+        threading.Thread(target=interrupt, args=({"collect", "ask"},), daemon=True).start()
+    ending = ["ok", ""]
+    try:
+        print(json.dumps(["begins", ""]), flush=True)
+        barrier(group, *arguments)
+    except ReknitError as error:
+        ending = [type(error).__name__, error.message]
+    except KeyboardInterrupt:
+        ending = ["KeyboardInterrupt", ""]
+    print(json.dumps(ending), flush=True)
+    if verb == "last round":
+        break
+"""
+
+
+class Rank:
+    """A rank in a process of its own."""
+
+    def __init__(self, folder: Path, rank: int, fan_out: int) -> None:
+        self.rank = rank
+        command = [sys.executable, "-c", RANK, str(folder), str(rank), str(SIZE), str(fan_out)]
+        self.process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+
+    def begin(self, name: str, timeout_s: float, verb: str = "round") -> None:
+        """Let the rank enter a round; in an interrupted one it gets Ctrl-C as soon as it waits."""
+        self.send(verb, name, timeout_s)
+        assert self.ending() == ("begins", "")
+
+    def send(self, *words: Any) -> None:
+        assert self.process.stdin is not None
+        self.process.stdin.write(json.dumps(words) + "\n")
+        self.process.stdin.flush()
+
+    def ending(self) -> tuple[str, str]:
+        assert self.process.stdout is not None
+        kind, message = json.loads(self.process.stdout.readline())
+        return kind, message
+
+
+@contextmanager
+def world(folder: Path, fan_out: int) -> Iterator[list[Rank]]:
+    ranks = [Rank(folder, rank, fan_out) for rank in range(SIZE)]
+    try:
+        for rank in ranks:
+            assert rank.ending() == ("joined", "")
+        for rank in ranks:
+            rank.begin("warm", 60)
+        assert [rank.ending() for rank in ranks] == [("ok", "")] * SIZE
+        yield ranks
+    finally:
+        for rank in ranks:
+            rank.process.kill()
+        for rank in ranks:
+            rank.process.communicate()
+
+
+@pytest.mark.parametrize("victim", [0, 1, 4])
+def test_when_a_rank_in_a_round_is_killed_the_others_hear_it_long_before_the_deadline(
+    tmp_path: Path, victim: int
+) -> None:
+    with world(tmp_path, 2) as ranks:
+        absent = 3  # keeps the round from ending
+        for rank in ranks:
+            if rank.rank != absent:
+                rank.begin("commit", LONG_S)
+        ranks[victim].process.send_signal(signal.SIGKILL)
+        for rank in [*(rank for rank in ranks if rank.rank not in (victim, absent)), ranks[absent]]:
+            if rank.rank == absent:
+                rank.begin("commit", LONG_S)
+            kind, message = rank.ending()
+            assert kind == "CommError"
+            assert f"rank {victim} " in message
+
+
+@pytest.mark.parametrize("victim", [1])
+def test_when_a_rank_on_its_way_to_a_round_is_killed_the_others_hear_it_too(
+    tmp_path: Path, victim: int
+) -> None:
+    with world(tmp_path, 2) as ranks:
+        others = [rank for rank in ranks if rank.rank != victim]
+        for rank in others:
+            rank.begin("commit", LONG_S)
+        ranks[victim].process.send_signal(signal.SIGKILL)
+        for rank in others:
+            kind, message = rank.ending()
+            assert kind == "CommError"
+            assert f"rank {victim} is gone" in message
+
+
+def test_a_rank_that_is_stopped_is_named_when_the_deadline_is_over(tmp_path: Path) -> None:
+    with world(tmp_path, 16) as ranks:
+        ranks[2].process.send_signal(signal.SIGSTOP)
+        others = [rank for rank in ranks if rank.rank != 2]
+        for rank in others:
+            rank.begin("commit", 0.3)
+        for rank in others:
+            kind, message = rank.ending()
+            assert kind == "DeadlineError"
+            assert "rank 2 did not come to round 1 ('commit') within 0.3 s" in message
+
+
+@pytest.mark.parametrize("victim", [0, 1])
+def test_a_rank_that_is_interrupted_tells_the_others_and_is_in_step_again(
+    tmp_path: Path, victim: int
+) -> None:
+    with world(tmp_path, 2) as ranks:
+        for rank in ranks:
+            if rank.rank not in (victim, 3):
+                rank.begin("commit", LONG_S)
+        ranks[victim].begin("commit", LONG_S, "interrupted round")
+        assert ranks[victim].ending() == ("KeyboardInterrupt", "")
+        ranks[3].begin("commit", LONG_S)
+        for rank in ranks:
+            if rank.rank != victim:
+                kind, message = rank.ending()
+                assert kind == "CommError"
+                assert f"rank {victim} " in message
+        for rank in ranks:
+            rank.begin("again", 60)
+        assert [rank.ending() for rank in ranks] == [("ok", "")] * SIZE
+
+
+@pytest.mark.parametrize("leaver", [1])
+def test_a_script_that_ends_without_closing_its_group_ends_and_the_others_hear_it(
+    tmp_path: Path, leaver: int
+) -> None:
+    with world(tmp_path, 2) as ranks:
+        others = [rank for rank in ranks if rank.rank != leaver]
+        for rank in others:
+            rank.begin("commit", LONG_S)
+        ranks[leaver].send("leave")
+        assert ranks[leaver].process.wait(60) == 0
+        for rank in others:
+            kind, message = rank.ending()
+            assert kind == "CommError"
+            assert f"rank {leaver} " in message
+
+
+def test_scripts_that_end_right_after_their_last_round_all_get_its_answer(tmp_path: Path) -> None:
+    with world(tmp_path, 1) as ranks:
+        for rank in ranks:
+            rank.begin("last", LONG_S, "last round")
+        assert [rank.ending() for rank in ranks] == [("ok", "")] * SIZE
+        assert [rank.process.wait(60) for rank in ranks] == [0] * SIZE
