@@ -116,7 +116,7 @@ def _check_extents(index: Index, manifest: Manifest) -> None:
     if strange := [path for path in index.files if path not in sizes]:
         raise CorruptError(f"the index has chunks in {strange[0]}, which is not in the manifest")
     limits = np.array([sizes[path] for path in index.files], np.int64)
-    outside = np.flatnonzero(index.start + index.nbytes > limits[index.file]) if len(limits) else []
+    outside = np.flatnonzero(index.start + index.nbytes > limits[index.file])
     if len(outside):
         path = index.files[index.file[outside[0]]]
         raise CorruptError(f"the index has a chunk that ends behind the {sizes[path]} bytes of {path}")

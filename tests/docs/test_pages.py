@@ -1,0 +1,91 @@
+"""What the pages say about the repository is so: files exist, trees are complete, messages are real."""
+
+from __future__ import annotations
+
+import ast
+import re
+from pathlib import PurePosixPath
+
+import pytest
+
+from tests.docs.pages import ROOT, blocks
+
+SOURCES = ROOT / "src" / "reknit"
+MARKDOWN = sorted(
+    path.relative_to(ROOT).as_posix() for folder in ("", "docs/**/") for path in ROOT.glob(f"{folder}*.md")
+)
+
+
+def texts() -> list[str]:
+    """Return every text in the sources, with `\0` for each part that varies."""
+    found = []
+    for path in SOURCES.rglob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.JoinedStr):
+                parts = [v.value if isinstance(v, ast.Constant) else "\0" for v in node.values]
+                found.append("".join(str(part) for part in parts))
+            elif isinstance(node, ast.Constant) and isinstance(node.value, str):
+                found.append(node.value)
+    return found
+
+
+def test_every_message_in_troubleshooting_is_one_of_the_code() -> None:
+    page = (ROOT / "docs/troubleshooting.md").read_text()
+    headings = re.findall(r"^### (?:Warning: )?`(.+)`$", page, re.MULTILINE)
+    known = texts()
+    assert len(headings) > 15
+    unknown = []
+    for heading in headings:
+        pattern = ".*".join(re.escape(part) for part in heading.split("…"))
+        if not any(re.search(pattern, text, re.DOTALL) for text in known):
+            unknown.append(heading)
+    assert unknown == []
+
+
+def listed(tree: str) -> set[str]:
+    """Return the paths of the files in a drawn tree, in which folders end in a slash."""
+    folders: list[tuple[int, str]] = []
+    files = set()
+    for line in tree.splitlines():
+        bare = line.lstrip("│├└─ ")
+        if not bare:
+            continue
+        depth, name = len(line) - len(bare), bare.split()[0]
+        folders = [(d, f) for d, f in folders if d < depth]
+        path = "".join(f for _, f in folders) + name
+        if name.endswith("/"):
+            folders.append((depth, name))
+        elif name.endswith(".py"):
+            files.add(path)
+    return files
+
+
+def test_the_tree_in_architecture_names_every_module() -> None:
+    page = (ROOT / "docs/architecture.md").read_text()
+    tree = next(block.text for block in blocks(page) if block.text.startswith("src/reknit/"))
+    modules = {path.relative_to(ROOT).as_posix() for path in SOURCES.rglob("*.py")}
+    packages = {path for path in modules if path.endswith("/__init__.py")} - {"src/reknit/__init__.py"}
+    assert listed(tree) == modules - packages
+
+
+def test_a_drawn_tree_is_read_with_its_folders() -> None:
+    tree = "a/\n├── b.py   one\n├── c/     two\n│   ├── d.py\n│   └── e/\n│       └── f.py\n└── g.py\n"
+    assert listed(tree) == {"a/b.py", "a/c/d.py", "a/c/e/f.py", "a/g.py"}
+
+
+def test_every_folder_of_the_source_is_in_the_readme() -> None:
+    page = (ROOT / "README.md").read_text()
+    tree = next(block.text for block in blocks(page) if block.text.startswith("src/reknit/"))
+    folders = {path.parent.relative_to(SOURCES).parts[:1] for path in SOURCES.rglob("*.py")} - {()}
+    assert {folder for (folder,) in folders} <= set(re.findall(r"(\w+)/", tree))
+
+
+@pytest.mark.parametrize("page", MARKDOWN)
+def test_every_file_that_a_page_names_exists(page: str) -> None:
+    text = (ROOT / page).read_text()
+    links = re.findall(r"\]\(([^)#:\s]+)(?:#[^)]*)?\)", text)
+    here = PurePosixPath(page).parent
+    lost = [link for link in links if not (ROOT / here / link).exists()]
+    named = re.findall(r"`((?:src|tests|docs|scripts|benchmarks|examples)/[\w./-]+)`", text)
+    lost += [name for name in named if not (ROOT / name).exists()]
+    assert lost == []

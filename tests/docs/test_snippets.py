@@ -1,0 +1,83 @@
+"""Every snippet and every command of the documentation works, page by page, as a reader would go."""
+
+from __future__ import annotations
+
+import os
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from reknit.cli.main import parser
+from tests.docs.pages import ROOT, Block, blocks, commands
+
+NAMES = sorted(
+    ["README.md", "docs/index.md", "docs/tutorial.md", "docs/troubleshooting.md"]
+    + [page.relative_to(ROOT).as_posix() for page in ROOT.glob("docs/howto/*.md")]
+)
+PAGES = [
+    pytest.param(name, marks=pytest.mark.slow) if "$ torchrun" in (ROOT / name).read_text() else name
+    for name in NAMES
+]
+
+# On these pages the commands stand for themselves: they name checkpoints of a job that nobody ran.
+ILLUSTRATED = {"docs/howto/command-line.md", "docs/howto/export-to-hugging-face.md"}
+
+# The README's commands are the scripts of this repository: they set up, and run these very tests.
+NOT_FOLLOWED = "scripts/"
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_a_reader_can_follow_the_page(page: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    names: dict[str, Any] = {"__name__": "__main__"}
+    for block in blocks((ROOT / page).read_text()):
+        if block.file is not None:
+            Path(block.file).write_text(block.text)
+        elif block.language == "python":
+            # Empty lines in front give tracebacks the line of the page.
+            exec(compile("\n" * (block.line - 1) + block.text, ROOT / page, "exec"), names)
+        elif block.language == "console" and page not in ILLUSTRATED:
+            follow(block, page)
+
+
+@pytest.mark.parametrize("page", sorted(ILLUSTRATED))
+def test_commands_that_are_only_shown_are_spelled_right(page: str) -> None:
+    shown = [command for block in blocks((ROOT / page).read_text()) for command in commands(block)]
+    assert shown
+    for command in shown:
+        program, *arguments = shlex.split(command)
+        assert program == "reknit"
+        parser().parse_args(arguments)
+
+
+def follow(block: Block, page: str) -> None:
+    folder = Path(sys.executable).parent
+    environment = os.environ | {
+        "PATH": f"{folder}{os.pathsep}{os.environ['PATH']}",
+        "OMP_NUM_THREADS": "1",
+        "PYTHONPATH": str(ROOT / "src"),
+    }
+    for command in commands(block):
+        if command.startswith(NOT_FOLLOWED):
+            continue
+        done = subprocess.run(
+            ["bash", "-c", command], env=environment, capture_output=True, text=True, timeout=200, check=False
+        )
+        assert done.returncode == 0, f"{page}:{block.line}: {command}\n{done.stdout}\n{done.stderr}"
+
+
+def test_blocks_are_found_with_their_lines_and_files() -> None:
+    plain = "# A\n\n```python\nx = 1\n```\n\n"
+    captioned = "````{code-block} python\n:caption: a.py\n\ny = '''\n```\n'''\n````\n"
+    assert blocks(plain + captioned) == [
+        Block("python", "x = 1\n", 4),
+        Block("python", "y = '''\n```\n'''\n", 10, "a.py"),
+    ]
+
+
+def test_only_lines_with_a_dollar_are_commands() -> None:
+    assert commands(Block("console", "$ reknit ls\nstep 1\n$ true\n", 1)) == ["reknit ls", "true"]

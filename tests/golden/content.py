@@ -1,0 +1,87 @@
+"""What the golden checkpoints hold: made by rule, so that no copy of it has to be kept beside them.
+
+`python -m tests.golden.content FOLDER` writes one with the reknit of today.  A golden checkpoint that is in
+the repository is never written again: it stands for all that users have on their disks.
+"""
+
+from __future__ import annotations
+
+import sys
+from typing import TYPE_CHECKING, Any
+
+import ml_dtypes
+import numpy as np
+
+import reknit
+from reknit.engine.commit import Destination
+from reknit.engine.save import SaveJob, save
+from reknit.monitor.phase import Recorder
+from reknit.options import SaveOptions
+from reknit.storage.local import LocalStorage
+from reknit.testing.world import run_ranks
+from reknit.types.box import Box
+from reknit.types.shard import Alias, Blob, Holdings, Shard, TensorSpec
+
+if TYPE_CHECKING:
+    from reknit.comm.base import Group
+
+RANKS = 2
+STEP = 1234
+METADATA = {"run": "golden", "tags": [1, 2.5, None]}
+VALUES = {"epoch": 3, "lr": 2.5e-4, "tuple": (1, "two"), "set": {1, 2}, "big": 1 << 100, "bytes": b"\x00\xff"}
+DTYPES = (
+    "float32",
+    "float64",
+    "float16",
+    "bfloat16",
+    "float8_e4m3fn",
+    "int8",
+    "uint16",
+    "int64",
+    "bool",
+    "complex128",
+)
+
+
+def arrays() -> dict[str, np.ndarray[Any, Any]]:
+    """Return the tensors of the item `model`, by fqn."""
+    made: dict[str, np.ndarray[Any, Any]] = {}
+    for number, name in enumerate(DTYPES):
+        dtype = np.dtype(getattr(ml_dtypes, name, name))
+        pattern: np.ndarray[Any, Any] = (np.arange(7 * 5 * dtype.itemsize) * 37 + number).astype(np.uint8)
+        pattern = pattern & 1 if name == "bool" else pattern
+        made[f"layers.{number}.[{name}]"] = pattern.view(dtype).reshape(7, 5)
+    made["scalar"] = np.array(42, np.int64)
+    made["empty"] = np.zeros((0, 3), np.float32)
+    return made
+
+
+def holdings(rank: int) -> Holdings:
+    """Return what a rank holds: rows of the matrices, a copy of the rest, a value of its own."""
+    shards = []
+    for fqn, array in arrays().items():
+        spec = TensorSpec(array.shape, array.dtype.name)
+        box, replicas = Box.whole(array.shape), tuple(range(RANKS))
+        if array.size > 1:
+            box, replicas = (Box((0, 0), (4, 5)), Box((4, 0), (3, 5)))[rank], (rank,)
+        shards.append(Shard("model", fqn, spec, box, replicas, np.asarray(array[box.slices()])))
+    blobs = [Blob("extra", fqn, value) for fqn, value in VALUES.items()]
+    blobs.append(Blob("rng", "", [rank, "own"], {"rank": rank}))
+    aliases = (Alias("model", "tied", "layers.0.[float32]"),)
+    return Holdings(("model", "extra", "rng"), tuple(shards), tuple(blobs), aliases)
+
+
+def write(folder: str) -> None:
+    """Write a golden checkpoint with two ranks."""
+
+    def rank(group: Group) -> None:
+        to = Destination(LocalStorage(folder), STEP, False, False, {"world_size": RANKS}, METADATA)
+        recorder = Recorder("save", group.rank)
+        save(SaveJob(lambda: holdings(group.rank), group, to, SaveOptions(timeout_s=30), recorder))
+
+    run_ranks(RANKS, rank)
+    assert reknit.verify(folder, "data").ok
+
+
+if __name__ == "__main__":
+    write(sys.argv[1])

@@ -1,0 +1,78 @@
+"""Checkpoints of every format version ever released load for ever, here and in other tools."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import duckdb
+import numpy as np
+import pandas as pd
+import pytest
+from safetensors import safe_open
+
+import reknit
+from tests.golden.content import METADATA, RANKS, STEP, VALUES, arrays, write
+
+HERE = Path(__file__).parent
+VERSIONS = sorted(path.name for path in HERE.glob("format_*"))
+
+
+@pytest.fixture(params=[*VERSIONS, "today"])
+def golden(request: pytest.FixtureRequest, tmp_path: Path) -> Path:
+    if request.param != "today":
+        return HERE / str(request.param)
+    write(str(tmp_path / "today"))
+    return tmp_path / "today"
+
+
+def test_there_is_a_golden_checkpoint_of_every_version() -> None:
+    assert VERSIONS == ["format_1"]
+
+
+def test_every_tensor_and_value_is_as_it_was_saved(golden: Path) -> None:
+    report = reknit.verify(golden, "data")
+    assert report.ok, report.problems
+    with reknit.open(golden) as checkpoint:
+        assert (checkpoint.step, checkpoint.metadata) == (STEP, METADATA)
+        assert checkpoint.manifest.origin["world_size"] == RANKS
+        assert checkpoint.values["extra"] == VALUES
+        assert set(checkpoint.tensors["model"]) == {*arrays(), "tied"}
+        for fqn, array in arrays().items():
+            found = checkpoint.read("model", fqn)
+            assert (found.dtype, found.shape) == (array.dtype, array.shape)
+            assert found.tobytes() == array.tobytes(), fqn
+        assert checkpoint.read("model", "tied").tobytes() == arrays()["layers.0.[float32]"].tobytes()
+
+
+def test_it_loads_into_a_state_of_one_process(golden: Path) -> None:
+    state: dict[str, Any] = {
+        "model": {fqn: np.zeros_like(array) for fqn, array in arrays().items()},
+        "extra": dict.fromkeys(VALUES),
+    }
+    report = reknit.load(golden, state, options=reknit.LoadOptions(lenient=("model/tied",)))
+    assert state["extra"] == VALUES
+    assert report.unexpected == ("model/tied",)
+    for fqn, array in arrays().items():
+        assert state["model"][fqn].tobytes() == array.tobytes()
+
+
+def test_safetensors_opens_every_data_file_and_finds_what_the_index_says(golden: Path) -> None:
+    names = {}
+    for file in golden.rglob("*.safetensors"):
+        with safe_open(file, "numpy") as opened:
+            names[str(file.relative_to(golden))] = set(opened.keys())
+    assert len(names) == RANKS
+    rows = pd.read_parquet(next(golden.glob("index.*.parquet")))
+    assert set(rows["file"]) == set(names)
+    assert sum(map(len, names.values())) == len(rows[rows["fqn"] != "tied"])
+
+
+def test_duckdb_answers_questions_about_the_index(golden: Path) -> None:
+    index = next(golden.glob("index.*.parquet"))
+    with duckdb.connect() as database:
+        answer = database.execute(
+            "select sum(nbytes)::bigint, count(distinct fqn) from read_parquet(?) where fqn <> 'tied'",
+            [str(index)],
+        ).fetchall()
+    assert answer == [(sum(array.nbytes for array in arrays().values()), len(arrays()))]
