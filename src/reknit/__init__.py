@@ -1,6 +1,6 @@
 """Checkpoints for large-model training: save on any layout, load on any other, and trust the bytes."""
 
-from reknit.api import latest, load, open, save, verify  # noqa: A004
+from reknit.api import latest, load, open, save, verify
 from reknit.engine.browse import Checkpoint
 from reknit.engine.report import LoadReport, PendingSave, SaveReport, VerifyReport
 from reknit.errors import (

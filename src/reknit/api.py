@@ -27,7 +27,7 @@ from reknit.frameworks.arrays import empty
 from reknit.frameworks.torch_job import current_job, subgroup_job
 from reknit.monitor.phase import Recorder, Sink
 from reknit.monitor.sinks.jsonl import JsonLinesSink
-from reknit.options import CommOptions, LoadOptions, SaveOptions
+from reknit.options import LoadOptions, SaveOptions, quiet_grpc
 from reknit.storage.registry import open_storage
 
 if TYPE_CHECKING:
@@ -35,6 +35,7 @@ if TYPE_CHECKING:
     from os import PathLike
 
     from reknit.frameworks.torch_job import Job
+    from reknit.options import CommOptions
 
 logger = logging.getLogger("reknit")
 
@@ -87,7 +88,7 @@ def _save(
     metadata: Mapping[str, Any],
 ) -> SaveReport:
     _check_state(state)
-    joined, ranks = _group(group)
+    joined, ranks = _group(group, options.comm)
     storage = open_storage(path, durability=options.durability)
     try:
         origin = _origin(joined)
@@ -141,7 +142,7 @@ def load(
     if absent := [name for name in names if name not in state]:
         raise UsageError(f"items names {absent[0]!r}, but state has only {', '.join(map(repr, state))}")
     part = {name: state[name] for name in names}
-    joined, ranks = _group(group)
+    joined, ranks = _group(group, options.comm)
     storage = open_storage(path)
     try:
         recorder = Recorder("load", joined.rank, None, storage.url, _sinks(options.events))
@@ -234,23 +235,24 @@ def _check_state(state: Mapping[str, Any]) -> None:
         raise UsageError(f"item names are non-empty strings, not {wrong[0]!r}")
 
 
-def _group(group: Any) -> tuple[Group, Sequence[int] | None]:
+def _group(group: Any, options: CommOptions) -> tuple[Group, Sequence[int] | None]:
     """Return the ranks that act together, and their torch ranks where these differ from their places."""
     if group is not None and hasattr(group, "exchange"):
         return group, None
     job = current_job() if group is None else subgroup_job(group)
     if job is None or job.size == 1:
         return SoloGroup(), None if job is None else job.ranks
-    return _joined(job), job.ranks
+    return _joined(job, options), job.ranks
 
 
-def _joined(job: Job) -> Group:
+def _joined(job: Job, options: CommOptions) -> Group:
     """Return the tree of a job's ranks, joined once for as long as torch's group lives."""
     group = _trees.get(job.identity)
     if group is None:
+        quiet_grpc()
         from reknit.comm.tree import TreeGroup  # gRPC is loaded only when there is someone to talk to
 
-        group = TreeGroup.join(job.store, job.rank, job.size, job="reknit", options=CommOptions())
+        group = TreeGroup.join(job.store, job.rank, job.size, job="reknit", options=options)
         _trees[job.identity] = group
         weakref.finalize(job.identity, group.close)
     return group

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import os
+from dataclasses import dataclass, field
 from typing import Literal
 
 from reknit.errors import UsageError
@@ -19,6 +20,27 @@ def _require(ok: bool, message: str) -> None:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class CommOptions:
+    """How ranks reach each other.
+
+    `fan_out`: children per node of the tree.  `bind`: address that this rank's server listens on and that
+    other ranks are told, None for the one that this host's name leads to.  `connect_timeout_s`: the longest
+    wait for a peer to come up.  `max_message_nbytes`: a larger message is refused.
+
+    Ranks meet once, at the first save or load of a process group; the options of that call count for all
+    later ones.
+    """
+
+    fan_out: int = 16
+    bind: str | None = None
+    connect_timeout_s: float = 120.0
+    max_message_nbytes: int = GIB
+
+    def __post_init__(self) -> None:
+        _require(self.fan_out >= 1, "fan_out must be at least 1")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class SaveOptions:
     """How `reknit.save` writes.
 
@@ -32,6 +54,7 @@ class SaveOptions:
     `allow_pickle`: store values that the blob codec does not know with pickle; recorded in the manifest.
     `timeout_s`: the longest that a rank waits for the others.
     `events`: path of a JSON-lines file to which this process appends every phase, or None.
+    `comm`: how the ranks reach each other.
     """
 
     durability: Durability = "power"
@@ -42,6 +65,7 @@ class SaveOptions:
     allow_pickle: bool = False
     timeout_s: float = 1800.0
     events: str | None = None
+    comm: CommOptions = field(default_factory=CommOptions)
 
     def __post_init__(self) -> None:
         _require(
@@ -73,6 +97,7 @@ class LoadOptions:
     `allow_pickle`: unpickle values that were saved with `allow_pickle`.  Only for checkpoints that you trust.
     `timeout_s`: the longest that a rank waits for the others.
     `events`: path of a JSON-lines file to which this process appends every phase, or None.
+    `comm`: how the ranks reach each other.
     """
 
     verify: Literal["touched", "off"] = "touched"
@@ -84,6 +109,7 @@ class LoadOptions:
     allow_pickle: bool = False
     timeout_s: float = 1800.0
     events: str | None = None
+    comm: CommOptions = field(default_factory=CommOptions)
 
     def __post_init__(self) -> None:
         _require(self.verify in ("touched", "off"), f"verify is 'touched' or 'off', not {self.verify!r}")
@@ -94,20 +120,6 @@ class LoadOptions:
         _require(self.timeout_s > 0, "timeout_s must be positive")
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class CommOptions:
-    """How ranks reach each other.
-
-    `fan_out`: children per node of the tree.  `bind`: address that this rank's server listens on and that
-    other ranks are told, None for the one that this host's name leads to.  `connect_timeout_s`: the longest
-    wait for a peer to come up.
-    `max_message_nbytes`: a larger message is refused.
-    """
-
-    fan_out: int = 16
-    bind: str | None = None
-    connect_timeout_s: float = 120.0
-    max_message_nbytes: int = GIB
-
-    def __post_init__(self) -> None:
-        _require(self.fan_out >= 1, "fan_out must be at least 1")
+def quiet_grpc() -> None:
+    """Keep gRPC, before its first import, from telling users that a peer ended."""
+    os.environ.setdefault("GRPC_VERBOSITY", "ERROR")

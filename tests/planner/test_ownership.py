@@ -32,7 +32,7 @@ def worlds(draw: st.DrawFn) -> tuple[int, list[Shard]]:
 def test_replicas_that_decide_alone_write_every_element_exactly_once(world: tuple[int, list[Shard]]) -> None:
     size, shards = world
     covered = {s.fqn: np.zeros(s.box.numel, np.int64) for s in shards}
-    parts = defaultdict(int)
+    parts: defaultdict[str, int] = defaultdict(int)
     for rank in range(size):
         held = [s for s in shards if rank in (s.replicas or ())]
         for part in owned_parts(held, rank):

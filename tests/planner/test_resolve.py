@@ -15,8 +15,8 @@ def test_every_key_gets_one_owner_among_its_holders(held: list[set[int]]) -> Non
     for ks, ranks in zip(keys, owners, strict=True):
         for k, owner in zip(ks.tolist(), ranks.tolist(), strict=True):
             chosen.setdefault(k, set()).add(owner)
-    for k, ranks in chosen.items():
-        (owner,) = ranks
+    for k, named in chosen.items():
+        (owner,) = named
         assert k in held[owner]
 
 

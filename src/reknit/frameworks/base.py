@@ -1,4 +1,6 @@
-"""What an adapter is: how one kind of training object becomes shards and blobs, and is filled from a checkpoint."""
+"""What an adapter is: how one kind of training object becomes shards and blobs, and is filled from a
+checkpoint.
+"""
 
 from __future__ import annotations
 
