@@ -1,0 +1,257 @@
+from __future__ import annotations
+
+import importlib
+import itertools
+import json
+import os
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from transformers import AutoConfig, AutoModelForCausalLM
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+DEMO = Path(__file__).parents[2] / "examples" / "demo"
+
+
+def part(name: str) -> Any:
+    """Import a module of the demo as its scripts do: from their folder."""
+    sys.path.insert(0, str(DEMO))
+    try:
+        return importlib.import_module(name)
+    finally:
+        sys.path.remove(str(DEMO))
+
+
+checks, ranks, source_text, tiny_llama = map(part, ("checks", "ranks", "source_text", "tiny_llama"))
+fingerprint, run = part("fingerprint").fingerprint, part("run")
+
+TEXT = torch.arange(5000).remainder(251).to(torch.uint8)
+
+
+def batches(part: int = 0, num_parts: int = 1, seed: int = 3) -> Any:
+    return source_text.Batches(TEXT, num_rows=12, length=9, seed=seed, part=part, num_parts=num_parts)
+
+
+# the text and the loader
+
+
+@given(num_parts=st.sampled_from([1, 2, 3, 4, 6, 12]), steps=st.integers(0, 5))
+@settings(max_examples=20, deadline=None)
+def test_the_shares_of_any_number_of_ranks_are_the_global_batch(num_parts: int, steps: int) -> None:
+    whole = next(itertools.islice(batches(), steps, None))
+    shares = [next(itertools.islice(batches(n, num_parts), steps, None)) for n in range(num_parts)]
+    assert torch.equal(torch.cat(shares), whole)
+
+
+def test_a_restored_loader_goes_on_where_the_saved_one_was() -> None:
+    saved = batches()
+    first = [next(saved) for _ in range(3)]
+    state = saved.state_dict()
+    expected = next(saved)
+    restored = batches(seed=4)
+    restored.load_state_dict(state)
+    assert torch.equal(next(restored), expected)
+    assert not any(torch.equal(expected, other) for other in first)
+
+
+def test_a_loader_refuses_a_number_of_ranks_that_cannot_share_equally() -> None:
+    with pytest.raises(ValueError, match="12 rows"):
+        batches(0, 5)
+
+
+def test_the_held_out_text_is_not_in_the_training_text() -> None:
+    text = source_text.read_text(1 << 20)
+    rows = source_text.held_out_rows(text, 4, 200)
+    training = bytes(text.training.tolist())
+    assert rows.shape == (4, 200)
+    assert not any(bytes(row.tolist()) in training for row in rows)
+
+
+# the model
+
+
+@pytest.fixture
+def model() -> Any:
+    torch.manual_seed(0)
+    return tiny_llama.TinyLlama(tiny_llama.Config(), dropout=0.5).eval()
+
+
+def test_transformers_computes_the_same_logits_and_loss(model: Any, tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(tiny_llama.Config().hugging_face()))
+    loader: Any = AutoModelForCausalLM
+    theirs = loader.from_config(AutoConfig.from_pretrained(tmp_path)).eval()
+    theirs.load_state_dict(model.state_dict(), strict=True)
+    rows = batches().__next__()
+    with torch.no_grad():
+        torch.testing.assert_close(theirs(rows).logits, model(rows), rtol=0, atol=1e-5)
+        loss = theirs(rows, labels=rows).loss
+        torch.testing.assert_close(loss, tiny_llama.loss_of(model, rows), rtol=0, atol=1e-5)
+
+
+def test_no_position_sees_what_comes_after_it(model: Any) -> None:
+    rows = next(batches())
+    changed = rows.clone()
+    changed[:, 5:] = (changed[:, 5:] + 1) % 256
+    with torch.no_grad():
+        before, after = model(rows), model(changed)
+    assert torch.equal(before[:, :5], after[:, :5])
+    assert not torch.equal(before[:, 5:], after[:, 5:])
+
+
+def test_dropout_is_drawn_in_training_only(model: Any) -> None:
+    rows = next(batches())
+    assert torch.equal(model(rows), model(rows))
+    model.train()
+    assert not torch.equal(model(rows), model(rows))
+
+
+# the fingerprint
+
+
+@pytest.fixture
+def alone() -> Iterator[None]:
+    store = dist.HashStore()  # type: ignore[attr-defined]
+    dist.init_process_group("gloo", store=store, rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+@pytest.mark.usefixtures("alone")
+def test_every_part_of_the_state_changes_the_fingerprint(model: Any) -> None:
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, T_max=10)
+    loader = batches()
+    tiny_llama.loss_of(model, next(loader)).backward()
+    optimizer.step()
+    scheduler.step()
+    seen = [fingerprint(model, optimizer, scheduler, loader)]
+    assert fingerprint(model, optimizer, scheduler, loader) == seen[0]
+
+    def changed() -> bool:
+        seen.append(fingerprint(model, optimizer, scheduler, loader))
+        return len(set(seen)) == len(seen)
+
+    weight = model.model.layers[1].mlp.up_proj.weight
+    weight.detach().view(torch.int32)[3, 4] ^= 1
+    assert changed()
+    optimizer.state[weight]["exp_avg_sq"].view(torch.int32)[3, 4] ^= 1
+    assert changed()
+    scheduler.last_epoch += 1
+    assert changed()
+    next(loader)
+    assert changed()
+    torch.rand(1)
+    assert changed()
+
+
+# the processes
+
+
+def script(folder: Path, text: str) -> Path:
+    path = folder / "script.py"
+    path.write_text(f"import os, sys, time\nrank = int(os.environ['RANK'])\n{text}\n")
+    return path
+
+
+def is_gone(job: Any) -> bool:
+    return all(process.returncode is not None for process in job.processes)
+
+
+def test_every_rank_knows_its_place(tmp_path: Path) -> None:
+    body = (
+        "print(rank, *(os.environ[n] for n in ('WORLD_SIZE', 'MASTER_ADDR', 'MASTER_PORT')), *sys.argv[1:])"
+    )
+    with ranks.Job("job", script(tmp_path, body), ["x"], world=3, logs=tmp_path) as job:
+        job.wait(60)
+    said = [job.said(rank).split() for rank in range(3)]
+    assert [words[0] for words in said] == ["0", "1", "2"]
+    assert said[0][1:] == said[1][1:] == said[2][1:]
+    assert said[0][1:3] == ["3", "127.0.0.1"]
+    assert said[0][4:] == ["x"]
+
+
+def test_when_a_rank_fails_the_others_are_ended_and_its_words_are_told(tmp_path: Path) -> None:
+    path = script(tmp_path, "sys.exit('no luck') if rank == 1 else time.sleep(600)")
+    job = ranks.Job("job", path, [], world=3, logs=tmp_path)
+    with pytest.raises(ranks.JobFailed, match=r"rank 1 ended with 1\n +no luck"), job:
+        job.wait(60)
+    assert is_gone(job)
+
+
+def test_a_job_that_takes_too_long_is_ended(tmp_path: Path) -> None:
+    job = ranks.Job("job", script(tmp_path, "time.sleep(600)"), [], world=2, logs=tmp_path)
+    with pytest.raises(ranks.JobFailed, match="not done after 0 s"), job:
+        job.wait(0.3)
+    assert is_gone(job)
+
+
+def test_a_killed_rank_is_gone_and_those_that_linger_are_named(tmp_path: Path) -> None:
+    path = script(tmp_path, "print('up', flush=True); rank or sys.exit(3); time.sleep(600)")
+    with ranks.Job("job", path, [], world=3, logs=tmp_path) as job:
+        while not all(job.said(rank) for rank in range(3)):
+            assert all(process.poll() in (None, 3) for process in job.processes)
+        job.kill(2)
+        assert job.end(grace_s=0.5) == [1]
+    assert [process.returncode for process in job.processes] == [3, -9, -9]
+    for process in job.processes:
+        with pytest.raises(ProcessLookupError):
+            os.kill(process.pid, 0)
+
+
+# the table and the exit status
+
+
+def test_the_table_shows_what_is_not_true() -> None:
+    lines = checks.table(
+        [checks.Check("a", "1", "1", True), checks.Check("long", "1", "2", False)]
+    ).splitlines()
+    assert [line.split() for line in lines] == [
+        ["what", "expected", "measured", "ok"],
+        ["----", "--------", "--------", "---"],
+        ["a", "1", "1", "yes"],
+        ["long", "1", "2", "NO"],
+    ]
+
+
+def test_checks_travel_between_processes(tmp_path: Path) -> None:
+    sent = [checks.Check("a", "é", "1", True), checks.Check("b", "", "2", False)]
+    checks.write_checks(tmp_path / "checks", sent)
+    assert checks.read_checks(tmp_path / "checks") == sent
+
+
+def test_a_journal_is_read_as_it_was_written(tmp_path: Path) -> None:
+    records: list[dict[str, Any]] = [
+        {"loaded": "x", "step": 4, "notes": {"rng/": "left"}, "resharded": 2},
+        {"step": 5, "loss": 0.1 + 0.2},
+        {"fingerprint": "f"},
+    ]
+    (tmp_path / "j").write_text("".join(json.dumps(record) + "\n" for record in records))
+    journal = run.read_journal(tmp_path / "j")
+    assert (journal.loaded, journal.losses, journal.fingerprint) == (records[0], {5: 0.1 + 0.2}, "f")
+
+
+@pytest.mark.parametrize(("ok", "status"), [(True, 0), (False, 1)])
+def test_the_exit_status_tells_whether_all_is_true(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, ok: bool, status: int
+) -> None:
+    monkeypatch.setattr(run, "PARTS", (lambda demo: demo.check("what", "yes", "yes or no", ok),))
+    assert run.run(tmp_path) == status
+
+
+def test_a_part_that_stops_makes_the_demo_fail(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def stops(demo: Any) -> None:
+        raise ranks.JobFailed("whole: rank 3 ended with 1")
+
+    monkeypatch.setattr(run, "PARTS", (stops,))
+    assert run.run(tmp_path) == 1
+    assert "rank 3 ended with 1" in capsys.readouterr().err
