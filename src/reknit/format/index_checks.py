@@ -1,0 +1,159 @@
+"""Does an index make sense?  Every rule that needs no file, for millions of chunks at a time."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+from typing import TYPE_CHECKING, NoReturn
+
+import numpy as np
+
+from reknit.errors import CorruptError, FormatError, StateError
+from reknit.format.paths import checked_name, checked_relative
+from reknit.types.dtype import ITEMSIZE
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from numpy.typing import NDArray
+
+    from reknit.types.manifest import Index
+
+MAX_NDIM = 32
+"""Most dimensions of a tensor."""
+MAX_NBYTES = (1 << 63) - 1
+
+
+def check_index(index: Index) -> None:
+    """Raise `CorruptError` (`FormatError` for an unsafe path) when the index breaks a rule of the format.
+
+    Whether the chunks of each tensor tile it is not asked here.
+    """
+    _check_tensors(index)
+    if len(set(index.files)) != len(index.files):
+        raise CorruptError("the index names a file twice")
+    for path in index.files:
+        checked_relative(path)
+    num_chunks = len(index.tensor)
+    columns = (index.file, index.start, index.nbytes, index.offsets, index.lengths)
+    if any(len(column) != num_chunks for column in columns):
+        raise CorruptError("the columns of the index differ in length")
+    _check_rows(index)
+    _check_geometry(index)
+    _check_order(index)
+
+
+def check_extents(index: Index, sizes: Mapping[str, int]) -> None:
+    """Raise `CorruptError` where a chunk lies outside its file, or shares some of its bytes with another.
+
+    `sizes` gives the bytes of every file of the checkpoint.  Equal extents are allowed: tied tensors.
+    """
+    unknown = sorted(set(index.files) - sizes.keys())
+    if unknown:
+        raise CorruptError(f"the index names {unknown[0]!r}, which is no file of the checkpoint")
+    limits = np.array([sizes[path] for path in index.files], dtype=np.int64)
+    if not len(index.tensor):
+        return
+    _refuse_where(index, index.nbytes > limits[index.file] - index.start, "lies outside its file")
+    order = np.lexsort((index.start, index.file))
+    order = order[index.nbytes[order] > 0]
+    file, start, nbytes = index.file[order], index.start[order], index.nbytes[order]
+    same = (file[1:] == file[:-1]) & (start[1:] == start[:-1]) & (nbytes[1:] == nbytes[:-1])
+    beyond = (file[1:] != file[:-1]) | (start[1:] >= start[:-1] + nbytes[:-1])
+    overlaps = np.zeros(len(index.tensor), dtype=bool)
+    overlaps[order[1:]] = ~(same | beyond)
+    _refuse_where(index, overlaps, "overlaps other bytes of its file")
+
+
+def _check_tensors(index: Index) -> None:
+    names = [(entry.item, entry.fqn) for entry in index.tensors]
+    for before, after in pairwise(names):
+        if before >= after:
+            why = "twice" if before == after else "out of order"
+            raise CorruptError(f"the index has {'/'.join(after)[:200]!r} {why}, or its rows are not together")
+    for entry in index.tensors:
+        _check_name(entry.item, "item name")
+        _check_name(entry.fqn, "name")
+        if entry.spec.dtype not in ITEMSIZE:
+            raise CorruptError(f"{entry.fqn[:200]!r} has the unknown dtype {entry.spec.dtype[:40]!r}")
+        if len(entry.spec.shape) > MAX_NDIM:
+            raise CorruptError(
+                f"{entry.fqn[:200]!r} has {len(entry.spec.shape)} dimensions; {MAX_NDIM} is the limit"
+            )
+        nbytes = entry.spec.itemsize
+        for length in entry.spec.shape:
+            # a zero must not hide an overflow from a reader that multiplies in fixed width
+            nbytes *= length or 1
+            if not 0 <= length <= MAX_NBYTES or nbytes > MAX_NBYTES:
+                raise CorruptError(f"{entry.fqn[:200]!r} has the impossible shape {list(entry.spec.shape)}")
+
+
+def _check_name(name: str, what: str) -> None:
+    try:
+        checked_name(name, what)
+    except StateError as error:
+        raise FormatError(f"bad index: {error.message}") from error
+
+
+def _check_rows(index: Index) -> None:
+    """Check that rows are grouped by tensor, none without a row, and that files exist."""
+    tensor, num_tensors = index.tensor, len(index.tensors)
+    if not len(tensor):
+        if num_tensors:
+            raise CorruptError(f"no chunk of {index.tensors[0].fqn[:200]!r} is in the index")
+        return
+    steps = np.diff(tensor)
+    if tensor[0] != 0 or tensor[-1] != num_tensors - 1 or ((steps != 0) & (steps != 1)).any():
+        raise CorruptError("the chunks of the index are not grouped by tensor, or a tensor has none")
+    if index.file.min() < 0 or index.file.max() >= len(index.files):
+        raise CorruptError("a chunk of the index lies in a file without a name")
+
+
+def _check_geometry(index: Index) -> None:
+    """Check boxes against shapes, and extents against boxes; exact in 64 bits, as shapes do not overflow."""
+    width = index.offsets.shape[1]
+    if index.lengths.shape != index.offsets.shape or width > MAX_NDIM:
+        raise CorruptError("the boxes of the index differ in their number of dimensions")
+    shapes = np.ones((len(index.tensors), width), dtype=np.int64)
+    for number, entry in enumerate(index.tensors):
+        if len(entry.spec.shape) > width:
+            raise CorruptError(f"the boxes of {entry.fqn[:200]!r} have fewer dimensions than its shape")
+        shapes[number, : len(entry.spec.shape)] = entry.spec.shape
+    itemsize = np.array([entry.spec.itemsize for entry in index.tensors], dtype=np.int64)[index.tensor]
+    empty = (shapes == 0).any(axis=1)[index.tensor]
+    numel = np.ones(len(index.tensor), dtype=np.int64)
+    for axis in range(width):
+        offset, length, size = index.offsets[:, axis], index.lengths[:, axis], shapes[index.tensor, axis]
+        outside = (offset < 0) | (length < 0) | (length > size) | (offset > size - length)
+        _refuse_where(index, outside, "has a box outside its shape")
+        numel *= length
+    _refuse_where(index, (numel == 0) & ~empty, "has a chunk without elements")
+    _refuse_where(index, index.nbytes != numel * itemsize, "has a chunk whose nbytes do not fit its box")
+    _refuse_where(index, index.start < 0, "has a chunk that begins before its file")
+    _refuse_where(index, index.start > MAX_NBYTES - index.nbytes, "has a chunk that ends beyond 2**63")
+    _refuse_where(index, index.start % itemsize != 0, "has a chunk that is not aligned to its item size")
+
+
+def _check_order(index: Index) -> None:
+    """Check that the chunks of each tensor have strictly ascending offsets."""
+    if len(index.tensor) < 2:
+        return
+    # decided by the first axis in which neighbours differ
+    ascends = index.tensor[1:] != index.tensor[:-1]
+    undecided = ~ascends
+    for axis in range(index.offsets.shape[1]):
+        before, after = index.offsets[:-1, axis], index.offsets[1:, axis]
+        ascends |= undecided & (after > before)
+        undecided &= after == before
+    bad = np.zeros(len(index.tensor), dtype=bool)
+    bad[1:] = ~ascends
+    _refuse_where(index, bad, "has chunks out of order, or one twice")
+
+
+def _refuse_where(index: Index, bad: NDArray[np.bool_], why: str) -> None:
+    if bad.any():
+        _refuse(index, int(bad.argmax()), why)
+
+
+def _refuse(index: Index, row: int, why: str) -> NoReturn:
+    entry = index.tensors[index.tensor[row]]
+    raise CorruptError(f"bad index: {entry.fqn[:200]!r} of item {entry.item[:80]!r} {why} (row {row})")

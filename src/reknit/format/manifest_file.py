@@ -1,0 +1,274 @@
+"""What makes a checkpoint exist?  ``manifest.json``, which says what there is and vouches for itself."""
+
+from __future__ import annotations
+
+import base64
+import math
+from typing import TYPE_CHECKING, Annotated, Any, NoReturn
+
+import msgspec
+import numpy as np
+
+from reknit.errors import CorruptError, FormatError, ReknitError, StateError
+from reknit.format.checksum import digest, num_blocks
+from reknit.format.paths import MANIFEST_PATH, checked_name, checked_relative
+from reknit.format.refused import shown
+from reknit.format.strict_json import decode_member, decode_strict
+from reknit.format.versions import check_version
+from reknit.types.manifest import BlobFile, FileEntry, Manifest
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+MAX_MANIFEST_NBYTES = 256 << 20
+MAX_DEPTH = 32
+MIN_BLOCK_NBYTES = 4 << 10
+MAX_BLOCK_NBYTES = 1 << 30
+
+_NAME = "reknit"
+_DIGEST_KEY = b',"digest":"'
+_TAIL_NBYTES = len(_DIGEST_KEY) + 16 + len(b'"}')
+
+_Count = Annotated[int, msgspec.Meta(ge=0, le=(1 << 63) - 1)]
+_Int64 = Annotated[int, msgspec.Meta(ge=-(1 << 63), le=(1 << 63) - 1)]
+_WriteId = Annotated[str, msgspec.Meta(pattern="^[0-9a-f]{32}$", max_length=32)]
+
+
+class _File(msgspec.Struct):
+    path: str
+    nbytes: _Count
+    digests: str
+
+
+class _Blobs(msgspec.Struct):
+    item: str
+    path: str
+    coordinate: dict[str, _Int64] | None
+
+
+class _Head(msgspec.Struct):
+    """What every version of the format keeps, so that a reader can tell which version it is."""
+
+    format: str
+    format_version: _Count
+    requires: list[str]
+
+
+class _Document(msgspec.Struct):
+    """The document but its last member, in the order in which the members are written."""
+
+    format: str
+    format_version: _Count
+    requires: list[str]
+    write_id: _WriteId
+    step: _Count | None
+    created: float
+    items: list[str]
+    block_nbytes: _Count
+    index: str
+    files: list[_File]
+    blobs: list[_Blobs]
+    uses_pickle: bool
+    origin: dict[str, Any]
+    metadata: dict[str, Any]
+
+
+_DECODE_DOCUMENT = msgspec.json.Decoder(_Document).decode
+
+
+def encode_manifest(manifest: Manifest) -> bytes:
+    """Return the bytes of ``manifest.json``.
+
+    Raises `StateError` when `metadata` or `origin` is not plain JSON, and `FormatError` when the manifest
+    breaks a rule that a reader checks.
+    """
+    for name in ("metadata", "origin"):
+        _check_json_object(getattr(manifest, name), name, depth=2)
+    _check_manifest(manifest)
+    document = _Document(
+        format=_NAME,
+        format_version=manifest.format_version,
+        requires=[],
+        write_id=manifest.write_id,
+        step=manifest.step,
+        created=float(manifest.created),
+        items=list(manifest.items),
+        block_nbytes=manifest.block_nbytes,
+        index=manifest.index_path,
+        files=[_File(f.path, f.nbytes, _encode_digests(f.digests)) for f in manifest.files],
+        blobs=[
+            _Blobs(b.item, b.path, None if b.coordinate is None else dict(b.coordinate))
+            for b in manifest.blobs
+        ],
+        uses_pickle=manifest.uses_pickle,
+        origin=dict(manifest.origin),
+        metadata=dict(manifest.metadata),
+    )
+    try:
+        body = msgspec.json.encode(document)[:-1]
+    except (TypeError, UnicodeEncodeError) as error:
+        raise FormatError(f"the manifest has a value that JSON cannot hold: {error}") from error
+    data = body + _DIGEST_KEY + f'{digest(body):016x}"}}'.encode()
+    if decode_manifest(data) != manifest:
+        raise FormatError("the manifest has a value that its file cannot hold", path=MANIFEST_PATH)
+    return data
+
+
+def decode_manifest(data: bytes) -> Manifest:
+    """Return the manifest that the bytes of ``manifest.json`` hold.
+
+    Raises `VersionError` for a newer format, `CorruptError` for damage, `FormatError` for what no writer
+    writes.
+    """
+    try:
+        return _decode(data)
+    except ReknitError as error:
+        error.sign(path=MANIFEST_PATH)
+        raise
+
+
+def _decode(data: bytes) -> Manifest:
+    if len(data) > MAX_MANIFEST_NBYTES:
+        raise FormatError(f"the manifest has {len(data)} bytes; {MAX_MANIFEST_NBYTES} is the limit")
+    _check_own_digest(data)
+    head = decode_strict(
+        data, _Head, what="the manifest", max_nbytes=MAX_MANIFEST_NBYTES, max_depth=MAX_DEPTH
+    )
+    if head.format != _NAME:
+        raise FormatError(f"this is a manifest of {head.format[:40]!r}, not of reknit")
+    check_version(head.format_version, head.requires)
+    document = decode_member(_DECODE_DOCUMENT, data, "the manifest")
+    manifest = Manifest(
+        format_version=document.format_version,
+        write_id=document.write_id,
+        step=document.step,
+        created=document.created,
+        items=tuple(document.items),
+        index_path=document.index,
+        files=tuple(FileEntry(f.path, f.nbytes, _decode_digests(f)) for f in document.files),
+        blobs=tuple(BlobFile(b.item, b.path, b.coordinate) for b in document.blobs),
+        block_nbytes=document.block_nbytes,
+        uses_pickle=document.uses_pickle,
+        origin=document.origin,
+        metadata=document.metadata,
+    )
+    _check_manifest(manifest)
+    return manifest
+
+
+def _check_own_digest(data: bytes) -> None:
+    """Check the last member: the xxh3-64 of every byte before it."""
+    body, tail = data[:-_TAIL_NBYTES], data[-_TAIL_NBYTES:]
+    expected = _DIGEST_KEY + f'{digest(body):016x}"}}'.encode()
+    if tail[: len(_DIGEST_KEY)] != _DIGEST_KEY:
+        raise CorruptError("the manifest does not end with its digest: it is cut short, or was edited")
+    if tail != expected:
+        raise CorruptError(
+            "the manifest is damaged: its digest does not match its bytes",
+            remedy="load another checkpoint; a manifest is never edited by hand",
+        )
+
+
+def _check_manifest(manifest: Manifest) -> None:
+    check_version(manifest.format_version)
+    block = manifest.block_nbytes
+    if not MIN_BLOCK_NBYTES <= block <= MAX_BLOCK_NBYTES or block & (block - 1):
+        _refuse(f"block_nbytes is {block}, not a power of two from {MIN_BLOCK_NBYTES} to {MAX_BLOCK_NBYTES}")
+    if not math.isfinite(manifest.created):
+        _refuse(f"created is {manifest.created}")
+    paths = _check_files(manifest)
+    if manifest.index_path not in paths:
+        _refuse(f"the index {manifest.index_path!r} is not among the files")
+    items = set(manifest.items)
+    if len(items) != len(manifest.items):
+        _refuse("an item is listed twice")
+    for item in manifest.items:
+        try:
+            checked_name(item, "item name")
+        except StateError as error:
+            raise FormatError(f"bad manifest: {error.message}") from error
+    used = {manifest.index_path}
+    for blob in manifest.blobs:
+        if blob.item not in items:
+            _refuse(f"the blob file {blob.path!r} belongs to {blob.item[:200]!r}, which is no item")
+        if blob.path not in paths:
+            _refuse(f"the blob file {blob.path!r} is not among the files")
+        if blob.path in used:
+            _refuse(f"{blob.path!r} is listed for two purposes")
+        used.add(blob.path)
+
+
+def _check_files(manifest: Manifest) -> set[str]:
+    paths: set[str] = set()
+    for file in manifest.files:
+        checked_relative(file.path)
+        if file.path in paths:
+            _refuse(f"the file {file.path!r} is listed twice")
+        if file.path == MANIFEST_PATH:
+            _refuse("the manifest lists itself")
+        if len(file.digests) != num_blocks(file.nbytes, manifest.block_nbytes):
+            _refuse(f"{file.path!r} has {file.nbytes} bytes and {len(file.digests)} digests")
+        paths.add(file.path)
+    return paths
+
+
+def _encode_digests(digests: tuple[int, ...]) -> str:
+    try:
+        return base64.b64encode(np.array(digests, dtype="<u8").tobytes()).decode()
+    except OverflowError:
+        _refuse("a digest has more than 64 bits")
+
+
+def _decode_digests(file: _File) -> tuple[int, ...]:
+    try:
+        raw = base64.b64decode(file.digests, validate=True)
+    except ValueError:
+        raw = None
+    if raw is None or len(raw) % 8 or base64.b64encode(raw).decode() != file.digests:
+        raise CorruptError(f"the digests of {file.path[:200]!r} are not base64 of 64-bit numbers")
+    return tuple(np.frombuffer(raw, dtype="<u8").tolist())
+
+
+def _refuse(why: str) -> NoReturn:
+    raise FormatError(f"bad manifest: {why}", path=MANIFEST_PATH)
+
+
+def _check_json(value: Any, where: str, depth: int) -> None:
+    """Raise `StateError` for what would not come back from JSON as it is."""
+    kind = type(value)
+    if kind in (list, dict) and depth > MAX_DEPTH:
+        raise StateError(f"{where} is nested deeper than {MAX_DEPTH} levels, or contains itself")
+    if value is None or kind is bool:
+        return
+    if kind is int and -(1 << 63) <= value < 1 << 64:
+        return
+    if kind is float and math.isfinite(value):
+        return
+    if kind is str:
+        _check_text(value, where)
+    elif kind is list:
+        for number, member in enumerate(value):
+            _check_json(member, f"{where}[{number}]", depth + 1)
+    elif kind is dict:
+        _check_json_object(value, where, depth)
+    else:
+        raise StateError(
+            f"{where} is {shown(value)} ({kind.__name__}), which JSON cannot hold exactly",
+            remedy="use None, bool, int, finite float, str, list and dict with str keys, "
+            "or save the value as an entry of the state",
+        )
+
+
+def _check_json_object(value: Mapping[Any, Any], where: str, depth: int) -> None:
+    for key, member in value.items():
+        if type(key) is not str:
+            raise StateError(f"{where} has the key {shown(key)}", remedy="JSON keys are str")
+        _check_text(key, where)
+        _check_json(member, f"{where}[{key!r}]", depth + 1)
+
+
+def _check_text(text: str, where: str) -> None:
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        raise StateError(f"{where} has a text that is not valid Unicode: {text[:100]!r}") from error

@@ -1,0 +1,154 @@
+"""What does this msgpack say?  A reader for bytes that nobody vouches for.
+
+It exists because a general decoder follows nesting as deep as the recursion limit of the interpreter lets it,
+takes the last of two equal keys, and copies every extension before anyone has looked at it.
+"""
+
+from __future__ import annotations
+
+import struct
+from typing import TYPE_CHECKING, Any
+
+from reknit.errors import CorruptError, FormatError
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    Unpack = Callable[[int, Any], Any]
+
+MAX_DEPTH = 64
+"""Levels of arrays, maps and extensions; the array that is all of an extension's payload does not count."""
+
+_FIXED: dict[int, struct.Struct] = {
+    0xCA: struct.Struct(">f"),
+    0xCB: struct.Struct(">d"),
+    0xCC: struct.Struct(">B"),
+    0xCD: struct.Struct(">H"),
+    0xCE: struct.Struct(">I"),
+    0xCF: struct.Struct(">Q"),
+    0xD0: struct.Struct(">b"),
+    0xD1: struct.Struct(">h"),
+    0xD2: struct.Struct(">i"),
+    0xD3: struct.Struct(">q"),
+}
+_SINGLE: dict[int, Any] = {0xC0: None, 0xC2: False, 0xC3: True}
+# tag -> bytes of the length that follows it
+_BIN = {0xC4: 1, 0xC5: 2, 0xC6: 4}
+_EXT = {0xC7: 1, 0xC8: 2, 0xC9: 4}
+_STR = {0xD9: 1, 0xDA: 2, 0xDB: 4}
+_ARRAY = {0xDC: 2, 0xDD: 4}
+_MAP = {0xDE: 2, 0xDF: 4}
+_FIXEXT = {0xD4: 1, 0xD5: 2, 0xD6: 4, 0xD7: 8, 0xD8: 16}
+
+
+def read_msgpack(data: bytes, unpack: Unpack) -> Any:
+    """Return the one value that `data` holds.
+
+    `unpack(code, value)` turns an extension, whose payload is itself one msgpack value, into what it stands
+    for.  Raises `CorruptError`, or `FormatError` for nesting deeper than `MAX_DEPTH`.
+    """
+    reader = _Reader(data, unpack)
+    value = reader.value(0)
+    if reader.position != len(data):
+        raise CorruptError(f"{len(data) - reader.position} bytes follow the end of the msgpack value")
+    return value
+
+
+class _Reader:
+    def __init__(self, data: bytes, unpack: Unpack) -> None:
+        self._data = data
+        self._end = len(data)
+        self._unpack = unpack
+        self.position = 0
+
+    def value(self, depth: int) -> Any:
+        """Read the value that begins here, inside `depth` others."""
+        position = self.position
+        if position >= self._end:
+            raise _cut(position)
+        self.position = position + 1
+        tag = self._data[position]
+        if tag < 0x80:
+            return tag
+        if tag >= 0xE0:
+            return tag - 0x100
+        if tag in _FIXED:
+            kind = _FIXED[tag]
+            return kind.unpack_from(self._data, self._take(kind.size))[0]
+        if tag in _SINGLE:
+            return _SINGLE[tag]
+        if 0xA0 <= tag < 0xC0 or tag in _STR:
+            return self._str(self._number(_STR[tag]) if tag in _STR else tag & 0x1F)
+        return self._compound(tag, depth)
+
+    def _compound(self, tag: int, depth: int) -> Any:
+        if tag in _BIN:
+            nbytes = self._number(_BIN[tag])
+            start = self._take(nbytes)
+            return self._data[start : start + nbytes]
+        if depth >= MAX_DEPTH:
+            raise FormatError(f"the values are nested deeper than {MAX_DEPTH} levels")
+        if 0x80 <= tag < 0x90 or tag in _MAP:
+            return self._map(self._number(_MAP[tag]) if tag in _MAP else tag & 0x0F, depth + 1)
+        if 0x90 <= tag < 0xA0 or tag in _ARRAY:
+            return self._array(self._number(_ARRAY[tag]) if tag in _ARRAY else tag & 0x0F, depth + 1)
+        if tag in _EXT or tag in _FIXEXT:
+            return self._extension(self._number(_EXT[tag]) if tag in _EXT else _FIXEXT[tag], depth)
+        raise CorruptError(f"byte {self.position - 1} begins no msgpack value")
+
+    def _array(self, count: int, depth: int) -> list[Any]:
+        # every member takes at least one byte, so a short file cannot claim a long list
+        if count > self._end - self.position:
+            raise _cut(self.position)
+        return [self.value(depth) for _ in range(count)]
+
+    def _map(self, count: int, depth: int) -> dict[str, Any]:
+        if count > (self._end - self.position) // 2:
+            raise _cut(self.position)
+        members: dict[str, Any] = {}
+        for _ in range(count):
+            key = self.value(depth)
+            if type(key) is not str:
+                raise CorruptError(f"a map has a key that is no string, before byte {self.position}")
+            if key in members:
+                raise CorruptError(f"a map has the key {key[:200]!r} twice")
+            members[key] = self.value(depth)
+        return members
+
+    def _extension(self, nbytes: int, depth: int) -> Any:
+        code = self._data[self._take(1)]
+        start = self._take(nbytes)
+        outer, self._end, self.position = self._end, start + nbytes, start
+        # the payload of a container is an array, which is not one more level
+        payload = self.value(depth if self._is_array() else depth + 1)
+        if self.position != self._end:
+            raise CorruptError(f"an extension of type {code} holds more than one value, at byte {start}")
+        self._end = outer
+        return self._unpack(code, payload)
+
+    def _is_array(self) -> bool:
+        tag = self._data[self.position] if self.position < self._end else 0
+        return 0x90 <= tag < 0xA0 or tag in _ARRAY
+
+    def _str(self, nbytes: int) -> str:
+        start = self._take(nbytes)
+        try:
+            return self._data[start : start + nbytes].decode()
+        except UnicodeDecodeError as error:
+            raise CorruptError(f"the text at byte {start} is not valid UTF-8") from error
+
+    def _number(self, nbytes: int) -> int:
+        start = self._take(nbytes)
+        return int.from_bytes(self._data[start : start + nbytes], "big")
+
+    def _take(self, nbytes: int) -> int:
+        """Step over `nbytes` bytes and return where they begin."""
+        start = self.position
+        if nbytes > self._end - start:
+            raise _cut(start)
+        self.position = start + nbytes
+        return start
+
+
+def _cut(position: int) -> CorruptError:
+    return CorruptError(f"the msgpack value is cut short at byte {position}")

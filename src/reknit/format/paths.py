@@ -1,0 +1,214 @@
+"""What is everything called?  File names, keys inside data files, and the escapes that keep them apart.
+
+Every name but ``manifest.json`` carries the first eight digits of the write id, so that no two attempts to
+write ever meet in one file (docs/decisions/0001).
+"""
+
+from __future__ import annotations
+
+import re
+import uuid
+from typing import TYPE_CHECKING, Literal, NamedTuple
+
+from reknit.errors import CorruptError, FormatError, StateError, UsageError
+from reknit.types.box import Box
+
+if TYPE_CHECKING:
+    from reknit.types.shard import TensorSpec
+
+MANIFEST_PATH = "manifest.json"
+MAX_NAME_NBYTES = 4096
+"""Longest item name or FQN, in UTF-8."""
+MAX_COMPONENT_NBYTES = 200
+"""Longest part of a path between two slashes, in UTF-8."""
+MAX_PATH_NBYTES = 1024
+
+_METADATA_KEY = "__metadata__"
+_WRITE_ID = re.compile(r"[0-9a-f]{32}")
+_PLAIN_BYTES = frozenset(b"ABCDEFGHIJKLMNOPQRSTUVWXYZabcdefghijklmnopqrstuvwxyz0123456789_-.")
+_EMPTY_ITEM = "%"
+_ROOT_NAME = re.compile(r"manifest\.json|index\.(?:.*\.)?parquet", re.IGNORECASE | re.DOTALL | re.ASCII)
+_UNSAFE_IN_FQN = re.compile(r"[\[\]%\x00-\x1f\x7f-\x9f]")
+_UNSAFE_IN_PATH = re.compile(r"[\x00-\x1f\x7f\\:]")
+_ESCAPED_BYTES = re.compile(r"(?:%[0-9A-F]{2})+")
+_NUMBER = r"(?:0|[1-9][0-9]{0,18})"
+_KEY = re.compile(rf"([^\[\]]*)(?:\[({_NUMBER}:{_NUMBER}(?:,{_NUMBER}:{_NUMBER})*)\])?")
+_RANK = r"([0-9]{5}|[1-9][0-9]{5,9})"
+_INDEX_PATH = re.compile(r"index\.([0-9a-f]{8})\.parquet")
+_DATA_NAME = re.compile(rf"{_RANK}(?:\.([1-9][0-9]{{0,8}}))?\.([0-9a-f]{{8}})\.safetensors")
+_BLOB_NAME = re.compile(rf"{_RANK}(?:(\.own)(?:\.([1-9][0-9]{{0,8}}))?)?\.([0-9a-f]{{8}})\.msgpack")
+
+
+class FileName(NamedTuple):
+    """What the path of a file says about it; `write_id8` is None for the manifest, `item` for a root file."""
+
+    kind: Literal["manifest", "index", "data", "blobs", "own"]
+    write_id8: str | None
+    item: str | None = None
+    rank: int | None = None
+    part: int = 0
+    """Number of the data file, or of the coordinate, among those of its rank."""
+
+
+def new_write_id() -> str:
+    """Return a write id that no other write has: 32 lower-case hex digits of a random UUID."""
+    return uuid.uuid4().hex
+
+
+def short_id(write_id: str) -> str:
+    """Return the part of a write id that stands in file names."""
+    if not _WRITE_ID.fullmatch(write_id):
+        raise UsageError(f"a write id is 32 lower-case hex digits, not {write_id!r}")
+    return write_id[:8]
+
+
+def data_path(item: str, rank: int, write_id: str, part: int = 0) -> str:
+    """Return the path of a data file; `part` counts the files of one rank and item that rolled over."""
+    number = f".{part}" if part else ""
+    return f"{escape_item(item)}/{rank:05d}{number}.{short_id(write_id)}.safetensors"
+
+
+def blob_path(item: str, rank: int, write_id: str, *, own: int | None = None) -> str:
+    """Return the path of a rank's file of shared blobs, or of the values of its `own`-th coordinate."""
+    kind = "" if own is None else ".own" if own == 0 else f".own.{own}"
+    return f"{escape_item(item)}/{rank:05d}{kind}.{short_id(write_id)}.msgpack"
+
+
+def index_path(write_id: str) -> str:
+    """Return the path of the index."""
+    return f"index.{short_id(write_id)}.parquet"
+
+
+def parse_path(path: str) -> FileName | None:
+    """Return what the path of a file says, or None when no reknit gave it that name."""
+    if path == MANIFEST_PATH:
+        return FileName("manifest", None)
+    if match := _INDEX_PATH.fullmatch(path):
+        return FileName("index", match[1])
+    folder, slash, name = path.partition("/")
+    try:
+        item = unescape_item(folder) if slash else None
+    except FormatError:
+        return None
+    if item is None:
+        return None
+    if match := _DATA_NAME.fullmatch(name):
+        return FileName("data", match[3], item, int(match[1]), int(match[2] or 0))
+    if match := _BLOB_NAME.fullmatch(name):
+        kind: Literal["own", "blobs"] = "own" if match[2] else "blobs"
+        return FileName(kind, match[4], item, int(match[1]), int(match[3] or 0))
+    return None
+
+
+def checked_relative(path: str) -> str:
+    """Return `path` if it names a file below the checkpoint on every system, else raise `FormatError`."""
+    parts = path.split("/")
+    why = None
+    if _UNSAFE_IN_PATH.search(path):
+        why = "it has a control character, a backslash or a colon"
+    elif any(part in ("", ".", "..") for part in parts):
+        why = "it is absolute, or has a part that is empty, '.' or '..'"
+    elif not _encodable(path):
+        why = "it is not valid Unicode"
+    elif len(path.encode()) > MAX_PATH_NBYTES or any(len(p.encode()) > MAX_COMPONENT_NBYTES for p in parts):
+        why = "it is too long"
+    if why is not None:
+        raise FormatError(f"unsafe path {path[:200]!r}: {why}")
+    return path
+
+
+def escape_item(name: str) -> str:
+    """Return the folder name of an item: ``[A-Za-z0-9_.-]``, with everything else as ``%XX`` of its UTF-8.
+
+    A dot that begins or ends the name is escaped too, and so is the first character of a name that a file
+    at the root has.  The empty name is ``%``.  Raises `StateError` for a name that no folder can have.
+    """
+    raw = checked_name(name, "item name").encode()
+    if not raw:
+        return _EMPTY_ITEM
+    last = len(raw) - 1
+    reserved = _ROOT_NAME.fullmatch(name) is not None
+    parts = []
+    for at, byte in enumerate(raw):
+        edge_dot = byte == 0x2E and at in (0, last)
+        plain = byte in _PLAIN_BYTES and not edge_dot and not (reserved and at == 0)
+        parts.append(chr(byte) if plain else f"%{byte:02X}")
+    escaped = "".join(parts)
+    if len(escaped) > MAX_COMPONENT_NBYTES:
+        raise StateError(
+            f"the item name {name[:40]!r}... makes a folder name of {len(escaped)} bytes; "
+            f"{MAX_COMPONENT_NBYTES} is the limit",
+            remedy="give the top-level entry of the state a shorter name",
+        )
+    return escaped
+
+
+def unescape_item(folder: str) -> str:
+    """Return the item name of a folder.  Raises `FormatError` for what `escape_item` never returns."""
+    name = "" if folder == _EMPTY_ITEM else _unescaped(folder)
+    try:
+        canonical = name is not None and escape_item(name) == folder
+    except StateError:
+        canonical = False
+    if name is None or not canonical:
+        raise FormatError(f"{folder[:200]!r} is not the folder of an item")
+    return name
+
+
+def entry_key(fqn: str, spec: TensorSpec, box: Box) -> str:
+    """Return the key of a box of a tensor inside a data file.
+
+    The whole tensor has the escaped FQN as its key, a part ``fqn[0:128,256:512]``: from and to, by dimension.
+    In the FQN ``[``, ``]``, ``%`` and control characters become ``%XX`` of their UTF-8, and the name
+    ``__metadata__`` becomes ``%5F_metadata__``.  Raises `StateError` for a name that cannot be written.
+    """
+    checked_name(fqn, "name")
+    escaped = _escape_fqn(fqn)
+    return escaped if box == Box.whole(spec.shape) else f"{escaped}{box}"
+
+
+def parse_entry_key(key: str) -> tuple[str, Box | None]:
+    """Return FQN and box of a key, the box None for a whole tensor.  Raises `CorruptError`."""
+    match = _KEY.fullmatch(key)
+    fqn = _unescaped(match[1]) if match else None
+    if match is None or fqn is None or _escape_fqn(fqn) != match[1]:
+        raise CorruptError(f"{key[:200]!r} is not the key of a tensor")
+    if match[2] is None:
+        return fqn, None
+    ranges = [tuple(map(int, pair.split(":"))) for pair in match[2].split(",")]
+    if any(end < begin or end >= 1 << 63 for begin, end in ranges):
+        raise CorruptError(f"the key {key[:200]!r} has a range that ends before it begins")
+    return fqn, Box(tuple(begin for begin, _ in ranges), tuple(end - begin for begin, end in ranges))
+
+
+def checked_name(name: str, what: str) -> str:
+    """Return an item name or FQN that every file can hold, else raise `StateError`."""
+    if not _encodable(name):
+        raise StateError(f"the {what} {name[:200]!r} is not valid Unicode", remedy="rename the entry")
+    if len(name.encode()) > MAX_NAME_NBYTES:
+        raise StateError(
+            f"the {what} {name[:40]!r}... is longer than {MAX_NAME_NBYTES} bytes", remedy="rename the entry"
+        )
+    return name
+
+
+def _escape_fqn(fqn: str) -> str:
+    if fqn == _METADATA_KEY:
+        return "%5F" + fqn[1:]
+    return _UNSAFE_IN_FQN.sub(lambda match: "".join(f"%{byte:02X}" for byte in match[0].encode()), fqn)
+
+
+def _unescaped(text: str) -> str | None:
+    """Return the text with every ``%XX`` decoded, or None when that gives no valid UTF-8."""
+    try:
+        return _ESCAPED_BYTES.sub(lambda match: bytes.fromhex(match[0].replace("%", "")).decode(), text)
+    except UnicodeDecodeError:
+        return None
+
+
+def _encodable(text: str) -> bool:
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return False
+    return True

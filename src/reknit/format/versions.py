@@ -1,0 +1,35 @@
+"""Which format versions does this reknit write and read?"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from reknit.errors import VersionError
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+FORMAT_VERSION = 1
+"""The version that is written."""
+
+OLDEST_READABLE = 1
+"""Versions from this one up to `FORMAT_VERSION` are read, for ever."""
+
+FEATURES: frozenset[str] = frozenset()
+"""Names that a manifest may list in ``requires``: what a reader must know to read the checkpoint rightly."""
+
+
+def check_version(version: int, requires: Iterable[str] = ()) -> None:
+    """Raise `VersionError` when this reknit cannot read a checkpoint of `version` that needs `requires`."""
+    if not OLDEST_READABLE <= version <= FORMAT_VERSION:
+        raise VersionError(
+            f"the checkpoint has format version {version}; "
+            f"this reknit reads {OLDEST_READABLE} to {FORMAT_VERSION}",
+            remedy="install a newer reknit: every later one reads every earlier version",
+        )
+    unknown = sorted(set(requires) - FEATURES)
+    if unknown:
+        raise VersionError(
+            f"the checkpoint needs features that this reknit does not know: {', '.join(unknown)}",
+            remedy="install the reknit that wrote it, or a newer one",
+        )

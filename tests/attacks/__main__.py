@@ -1,0 +1,81 @@
+"""The corpus of hostile files; run as a program, it feeds them all to the readers and reports on each."""
+
+from __future__ import annotations
+
+import json
+import random
+import sys
+import time
+from typing import Any
+
+from reknit.errors import FormatError
+from reknit.format.blob_codec import decode_blobs
+from reknit.format.data_file import decode_header
+from reknit.format.index_checks import check_extents
+from reknit.format.index_file import decode_index, encode_index
+from reknit.format.manifest_file import decode_manifest
+from tests.attacks import hostile_documents, hostile_index
+from tests.format.samples import sample_index
+
+ALL: list[tuple[str, str, Any]] = [
+    *(("manifests", name, data) for name, data in hostile_documents.manifests()),
+    *(("indexes", name, data) for name, data in hostile_index.attacks()),
+    *(("headers", name, data) for name, data in hostile_documents.headers()),
+    *(("blobs", name, data) for name, data in hostile_documents.blobs()),
+    *(("extents", name, sizes) for name, sizes in hostile_documents.extents()),
+]
+
+
+def refuse(kind: str, payload: Any) -> None:
+    """Feed a payload to the reader of its kind."""
+    if kind == "manifests":
+        decode_manifest(payload)
+    elif kind == "indexes":
+        decode_index(payload)
+    elif kind == "headers":
+        decode_header(*payload)
+    elif kind == "blobs":
+        decode_blobs(payload)
+    else:
+        check_extents(sample_index(), payload)
+
+
+def _memory(field: str) -> int:
+    with open("/proc/self/status") as status:
+        return next(int(line.split()[1]) * 1024 for line in status if line.startswith(field))
+
+
+def _report_memory() -> None:
+    decode_index(encode_index(sample_index()))
+    for kind, name, payload in ALL:
+        with open("/proc/self/clear_refs", "w") as refs:
+            refs.write("5")  # the peak begins anew
+        before, begin = _memory("VmRSS"), time.perf_counter()
+        try:
+            refuse(kind, payload)
+            refused = False
+        except FormatError:
+            refused = True
+        seconds, growth = time.perf_counter() - begin, _memory("VmHWM") - before
+        print(
+            json.dumps({"kind": kind, "name": name, "refused": refused, "seconds": seconds, "nbytes": growth})
+        )
+
+
+def _report_mutations() -> None:
+    """Change bytes of a good index where the reader's own checks look least: inside its pages."""
+    good = encode_index(sample_index())
+    dice = random.Random(0)
+    tried = refused = 0
+    for at in range(0, len(good), 3):
+        for value in (0, 0xFF, good[at] ^ 1 << dice.randrange(8)):
+            tried += 1
+            try:
+                decode_index(good[:at] + bytes([value]) + good[at + 1 :])
+            except FormatError:
+                refused += 1
+    print(json.dumps({"tried": tried, "refused": refused}))
+
+
+if __name__ == "__main__":
+    _report_memory() if sys.argv[1] == "memory" else _report_mutations()

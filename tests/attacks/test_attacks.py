@@ -1,0 +1,79 @@
+"""Every hostile file is refused with a typed error, in little time and little memory."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from typing import Any
+
+import pytest
+
+from reknit.errors import CorruptError, FormatError, VersionError
+from tests.attacks.__main__ import ALL, refuse
+from tests.format.samples import sample_index, sample_manifest
+
+MIB = 1 << 20
+
+
+@pytest.mark.parametrize(("kind", "name"), [(kind, name) for kind, name, _ in ALL])
+def test_a_hostile_file_is_refused(kind: str, name: str) -> None:
+    (payload,) = [payload for k, n, payload in ALL if (k, n) == (kind, name)]
+    with pytest.raises(FormatError) as caught:
+        refuse(kind, payload)
+    assert len(str(caught.value)) < 2000
+
+
+def test_what_the_attacks_start_from_is_accepted() -> None:
+    from reknit.format.index_file import decode_index, encode_index
+    from reknit.format.manifest_file import decode_manifest, encode_manifest
+    from tests.attacks import hostile_documents, hostile_index
+
+    assert (
+        decode_manifest(hostile_documents.signed(encode_manifest(sample_manifest())[:-29]))
+        == sample_manifest()
+    )
+    decode_index(hostile_index._with_footer(lambda footer: None))
+    decode_index(hostile_index._with_page(7, {}))
+    decode_index(encode_index(sample_index()))
+    decode_index(hostile_index._parquet(1))
+    refuse(
+        "headers", hostile_documents._header({"a": {"dtype": "U8", "shape": [4], "data_offsets": [0, 4]}}, 4)
+    )
+
+
+@pytest.mark.parametrize("name", ["version_of_the_future", "unknown_feature"])
+def test_a_newer_format_is_told_apart_from_damage(name: str) -> None:
+    (payload,) = [payload for kind, n, payload in ALL if (kind, n) == ("manifests", name)]
+    with pytest.raises(VersionError) as caught:
+        refuse("manifests", payload)
+    assert not isinstance(caught.value, CorruptError)
+
+
+def run_alone(*arguments: str) -> list[dict[str, Any]]:
+    """Run the whole corpus in a process of its own, which reports every case as a line of JSON."""
+    done = subprocess.run(
+        [sys.executable, "-m", "tests.attacks", *arguments],
+        env={**os.environ, "PYTHONPATH": os.pathsep.join(["src", "."])},
+        capture_output=True,
+        text=True,
+        timeout=200,
+    )
+    assert done.returncode == 0, done.stderr[-2000:]
+    return [json.loads(line) for line in done.stdout.splitlines()]
+
+
+@pytest.mark.skipif(not os.path.exists("/proc/self/clear_refs"), reason="needs Linux to measure memory")
+def test_no_hostile_file_takes_much_memory() -> None:
+    reports = run_alone("memory")
+    assert len(reports) == len(ALL)
+    greedy = {f"{r['kind']}/{r['name']}": r["nbytes"] // MIB for r in reports if r["nbytes"] > 256 * MIB}
+    assert not greedy
+    assert all(r["refused"] for r in reports)
+
+
+def test_no_changed_index_crashes_the_interpreter() -> None:
+    (report,) = run_alone("mutate")
+    assert report["tried"] >= 1000
+    assert report["refused"] > report["tried"] // 2

@@ -1,0 +1,432 @@
+from __future__ import annotations
+
+import argparse
+import collections
+import contextlib
+import datetime
+import decimal
+import enum
+import struct
+import subprocess
+import sys
+import types
+import zoneinfo
+from typing import Any, NamedTuple
+
+import msgspec
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from reknit.errors import CorruptError, FormatError, StateError
+from reknit.format.blob_codec import decode_blobs, encode_blobs
+from reknit.types.shard import Tagged
+from tests.format.samples import Colour, Level, Outer, same, values
+
+
+def kind_of(value: Any) -> str:
+    """Name a case; never by an address, which would differ between the processes of a parallel run."""
+    return str(value) if type(value) is int and abs(value) < 1000 else type(value).__name__
+
+
+def round_trip(value: Any, **options: Any) -> Any:
+    return decode_blobs(encode_blobs({"x": value}, **options), **options)["x"]
+
+
+@settings(max_examples=300)
+@given(values)
+def test_every_value_comes_back_with_its_type_and_every_bit(value: Any) -> None:
+    assert same(round_trip(value), value)
+
+
+@given(st.dictionaries(st.text(max_size=5), st.integers(), max_size=4))
+def test_names_keep_their_order(values: dict[str, int]) -> None:
+    assert list(decode_blobs(encode_blobs(values)).items()) == list(values.items())
+
+
+@pytest.mark.parametrize(
+    "value",
+    [
+        *(True, 1, 1.0, -0.0, 0, 2**64 - 1, 2**64, -(2**63), -(2**63) - 1, 1 << 8_000_000, b"", "", None),
+        *({1: 2, "1": 3, (1, "a"): 4, None: 5, False: 6}, {True: 1, 2.5: 2}, {}, [], (), set(), frozenset()),
+        *(
+            np.float32(1.5),
+            np.int64(3),
+            np.bool_(True),
+            np.str_("é\0"),
+            np.bytes_(b"a\0"),
+            np.datetime64("NaT"),
+        ),
+        *(
+            np.array(3),
+            np.zeros((0, 3)),
+            np.arange(6).reshape(2, 3),
+            np.array(["a", "bc"]),
+            np.arange(3, dtype=">i4"),
+        ),
+        *(
+            Colour.RED,
+            Colour.ROUGE,
+            Level.HIGH,
+            Outer.Inner.ONE,
+            collections.Counter("abca"),
+            range(0),
+            slice(None),
+        ),
+        *(datetime.datetime(2026, 1, 1, fold=1), datetime.timezone.utc and datetime.datetime.max),
+        *(datetime.datetime(2026, 1, 1, tzinfo=datetime.timezone(datetime.timedelta(hours=1), "CET")),),
+        *(
+            argparse.Namespace(a=1),
+            types.SimpleNamespace(b=[1]),
+            collections.deque([1, 2], 5),
+            bytearray(b"x"),
+        ),
+        *(
+            collections.defaultdict(list, {1: [2]}),
+            collections.OrderedDict([("b", 1), ("a", 2)]),
+            Tagged("t", [1]),
+        ),
+        *(
+            struct.unpack("<d", struct.pack("<Q", bits))[0]
+            for bits in (0x7FF0000000000123, 0xFFF8000000000001)
+        ),
+        *(complex(-0.0, float("nan")), {"a": {"b": [({1},)]}}, np.dtype("<M8[ns]"), np.dtype("bool")),
+    ],
+    ids=kind_of,
+)
+def test_the_unusual_values_come_back(value: Any) -> None:
+    assert same(round_trip(value), value)
+
+
+def test_arrays_come_back_writable_and_row_major() -> None:
+    array = np.asfortranarray(np.arange(6.0).reshape(2, 3))
+    found = round_trip(array)
+    assert np.array_equal(found, array)
+    assert found.flags.c_contiguous
+    assert found.flags.writeable
+
+
+def test_equal_sets_have_equal_bytes_in_every_process() -> None:
+    program = (
+        "from reknit.format.blob_codec import encode_blobs as e\n"
+        "print(e({'x': {str(n) for n in range(50)}}).hex())"
+    )
+    outputs = {
+        subprocess.run(
+            [sys.executable, "-c", program],
+            env={"PYTHONHASHSEED": seed, "PYTHONPATH": "src"},
+            capture_output=True,
+            check=True,
+        ).stdout
+        for seed in ("1", "2")
+    }
+    assert len(outputs) == 1
+
+
+class Point(NamedTuple):
+    x: int
+
+
+class Custom(dict[str, int]):
+    pass
+
+
+class Thing:
+    def __init__(self, value: int) -> None:
+        self.value = value
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Thing) and other.value == self.value
+
+    def __hash__(self) -> int:
+        return self.value
+
+
+class Flags(enum.Flag):
+    A = 1
+    B = 2
+
+
+class Stubborn:
+    def __reduce__(self) -> Any:
+        raise RuntimeError("no")
+
+
+Lost = enum.Enum("Lost", "ONE")
+KEPT, Lost = Lost, None  # type: ignore[misc, assignment]
+
+
+@pytest.mark.parametrize(
+    ("value", "says"),
+    [
+        (Thing(1), "Thing"),
+        (Point(1), "Point, which derives from tuple"),
+        (Custom(), "Custom, which derives from dict"),
+        (decimal.Decimal(1), "Decimal"),
+        (np.array([None]), "object"),
+        (np.zeros(2, "i4,i4"), "NumPy"),
+        (np.longdouble(1), "NumPy"),
+        (np.arange(2).view(np.recarray), "recarray"),
+        (collections.defaultdict(lambda: 1), "factory"),
+        (datetime.datetime(2026, 1, 1, tzinfo=zoneinfo.ZoneInfo("UTC")), "fixed offset"),
+        (Flags.A | Flags.B, "flags"),
+        (KEPT.ONE, "name"),
+        (1 << 9_000_000, "limit"),
+        ("\ud800", "Unicode"),
+        (print, "builtin"),
+        (int, "type"),
+        (iter([]), "iterator"),
+        (memoryview(b""), "memoryview"),
+    ],
+    ids=kind_of,
+)
+def test_a_value_without_a_form_is_refused_by_its_path(value: Any, says: str) -> None:
+    with pytest.raises(StateError) as caught:
+        encode_blobs({"foo": [0, {"lr": 1, "k": (value,)}]}, item="extra")
+    assert "extra/foo[1]['k'][0] cannot be saved" in caught.value.message
+    assert says in str(caught.value)
+    assert caught.value.remedy
+
+
+def test_the_path_names_keys_of_every_kind_of_table() -> None:
+    for container, path in [
+        ({(1, 2): print}, "x[(1, 2)]"),
+        (collections.OrderedDict(a=1, b=print), "x['b']"),
+        (collections.defaultdict(None, {5: print}), "x[5]"),
+        (collections.deque([1, print]), "x[1]"),
+        (types.SimpleNamespace(a=print), "x['a']"),
+        (Tagged("t", print), "x[0]"),
+    ]:
+        with pytest.raises(StateError) as caught:
+            encode_blobs({"x": container})
+        assert caught.value.message.startswith(f"{path} cannot")
+
+
+def test_a_value_that_contains_itself_is_refused() -> None:
+    value: list[Any] = []
+    value.append(value)
+    with pytest.raises(StateError, match="contains itself"):
+        encode_blobs({"x": value})
+
+
+@pytest.mark.parametrize(
+    "wrap", [lambda v: [v], lambda v: (v,), lambda v: {"k": v}, lambda v: {1: v}, lambda v: Tagged("t", v)]
+)
+def test_as_deep_as_can_be_written_can_be_read(wrap: Any) -> None:
+    for leaf in (1, 1 << 70, np.zeros(2), [1]):
+        value: Any = leaf
+        deepest = None
+        for _ in range(70):
+            try:
+                data = encode_blobs({"x": value})
+            except StateError:
+                break
+            deepest = data
+            value = wrap(value)
+        else:
+            pytest.fail("nothing is too deep")
+        assert deepest is not None
+        decode_blobs(deepest)
+
+
+def test_pickle_is_used_only_where_both_sides_ask_for_it() -> None:
+    value = {"plain": (1, 2), "thing": Thing(3)}
+    data = encode_blobs({"x": value}, allow_pickle=True)
+    with pytest.raises(FormatError, match="allow_pickle=True"):
+        decode_blobs(data)
+    assert decode_blobs(data, allow_pickle=True) == {"x": value}
+    # what needs no pickle is not pickled
+    assert encode_blobs({"x": (1, {2})}, allow_pickle=True) == encode_blobs({"x": (1, {2})})
+
+
+def test_errors_of_foreign_pickling_code_are_typed() -> None:
+    with pytest.raises(StateError, match="pickle refuses"):
+        encode_blobs({"x": Stubborn()}, allow_pickle=True)
+    data = ext(127, msgspec.msgpack.encode(b"\x80\x04garbage"))
+    with pytest.raises(FormatError, match="cannot be loaded"):
+        decode_blobs(data, allow_pickle=True)
+
+
+def test_pickle_is_not_even_imported_without_need() -> None:
+    program = (
+        "import sys, builtins; real = builtins.__import__\n"
+        "import reknit.format.blob_codec as b\n"
+        "def guard(name, *a, **k):\n"
+        "    assert name != 'pickle'\n"
+        "    return real(name, *a, **k)\n"
+        "builtins.__import__ = guard\n"
+        "assert b.decode_blobs(b.encode_blobs({'x': (1, {2})})) == {'x': (1, {2})}\n"
+    )
+    subprocess.run([sys.executable, "-c", program], env={"PYTHONPATH": "src"}, check=True)
+
+
+def ext(code: int, payload: bytes) -> bytes:
+    return msgspec.msgpack.encode({"x": msgspec.msgpack.Ext(code, payload)})
+
+
+def test_an_enum_that_the_program_does_not_have_comes_back_by_name() -> None:
+    for module, qualname, member in [
+        ("not.imported", "Colour", "RED"),
+        ("antigravity", "x", "y"),
+        (__name__, "Point", "x"),
+        (__name__, "nothing.there", "x"),
+        (__name__, "sys.modules", "x"),
+        (Colour.__module__, "Colour", "GREEN"),
+        (Colour.__module__, "Colour.RED", "RED"),
+        ("os", "system", "x"),
+    ]:
+        found = decode_blobs(ext(15, msgspec.msgpack.encode([module, qualname, member])))["x"]
+        assert found == Tagged("enum", [module, qualname, member])
+    assert "antigravity" not in sys.modules
+
+
+class Trap(types.ModuleType):
+    def __getattr__(self, name: str) -> Any:
+        raise AssertionError(f"{name} was looked up")
+
+
+def test_finding_an_enum_runs_no_code_of_its_module(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "trap", Trap("trap"))
+    found = decode_blobs(ext(15, msgspec.msgpack.encode(["trap", "Colour", "RED"])))["x"]
+    assert isinstance(found, Tagged)
+
+
+E = msgspec.msgpack.Ext
+
+
+@pytest.mark.parametrize(
+    ("code", "payload"),
+    [
+        *(
+            (1, 5),
+            (1, "ab"),
+            (2, [1, 1]),
+            (2, [[]]),
+            (2, [1, True]),
+            (3, [{}]),
+            (4, [1]),
+            (4, [1, 2, 1, 3]),
+            (4, [[], 1]),
+        ),
+        *((5, b"\x01"), (5, 7), (5, bytes(9)), (5, b"\x00" + b"\xff" * 8), (5, b"\x00\x00" + b"\xff" * 9)),
+        *((5, bytes(2 << 20)), (6, [1, 2]), (6, [1.0]), (7, ["<f4", [2], bytes(4)]), (7, ["<f4", [-1], b""])),
+        *((7, ["|O", [1], bytes(8)]), (7, ["<f4", [0, 1 << 62, 4], b""]), (7, ["<f4", [True], bytes(4)])),
+        *(
+            (7, ["<f4", [1] * 65, bytes(4)]),
+            (7, ["V8", [1], bytes(8)]),
+            (7, ["|b1", [1], b"\x02"]),
+            (7, ["f4", [1], bytes(4)]),
+        ),
+        *(
+            (7, ["<U1", [1], b"\xff\xff\xff\x7f"]),
+            (7, [4, [1], bytes(4)]),
+            (7, ["<f4,<f4", [1], bytes(8)]),
+            (7, None),
+        ),
+        *(
+            (8, ["<f4", bytes(3)]),
+            (8, ["<U1", bytes(4)]),
+            (8, ["U", b""]),
+            (8, ["", b""]),
+            (9, 5),
+            (9, "object"),
+            (9, "|O"),
+        ),
+        *(
+            (10, [2026, 1, 1, 0, 0, 0, 0, 0]),
+            (10, [2026, 13, 1, 0, 0, 0, 0, 0, None]),
+            (10, [1 << 63, 1, 1, 0, 0, 0, 0, 0, None]),
+        ),
+        *(
+            (10, [2026, 1, 1, 0, 0, 0, 0, 2, None]),
+            (10, [2026, 1, 1, 0, 0, 0, 0, 0, [1 << 60, None]]),
+            (10, [True] * 8 + [None]),
+        ),
+        *(
+            (11, [1, 1]),
+            (11, [0, 1, 1]),
+            (12, [24, 0, 0, 0, 0, None]),
+            (12, [0, 0, 0, 0, 0, [0, 1]]),
+            (13, [1 << 62, 0, 0]),
+        ),
+        *(
+            (14, ["mac", False, ""]),
+            (14, ["posix", 1, ""]),
+            (15, ["a", "b"]),
+            (15, [1, 2, 3]),
+            (16, [1]),
+            (17, []),
+            (17, ["eval"]),
+        ),
+        *(
+            (17, [0]),
+            (17, ["list", 1]),
+            (18, [[], 1]),
+            (19, []),
+            (19, [1, 1, 2]),
+            (19, [-1]),
+            (19, ["a"]),
+            (20, [1, 2]),
+            (21, 5),
+        ),
+        *(
+            (20, ["a"]),
+            (22, [0, 1, 0]),
+            (22, [0, 1]),
+            (22, [0, 1, 1.0]),
+            (23, [0]),
+            (24, "a"),
+            (25, [1, 2]),
+            (25, ["a"]),
+        ),
+        *((0, 1), (26, []), (99, None), (-1, 0), (126, b""), (127, b"")),
+    ],
+    ids=kind_of,
+)
+def test_an_extension_that_no_writer_writes_is_refused(code: int, payload: Any) -> None:
+    with pytest.raises(FormatError):
+        decode_blobs(ext(code, msgspec.msgpack.encode(payload)))
+
+
+@pytest.mark.parametrize(
+    "data", [b"", b"\x90", b"\xc0", b"\x81\x01\x01", b"\x80\x80", b"\x82\xa1a\xc0\xa1a\xc0"]
+)
+def test_a_file_that_is_no_map_of_names_is_refused(data: bytes) -> None:
+    with pytest.raises(CorruptError):
+        decode_blobs(data)
+
+
+def test_keys_that_all_collide_are_refused_instead_of_taking_hours() -> None:
+    colliding = [n * ((1 << 61) - 1) for n in range(1, 30_000)]
+    big = [k.to_bytes(k.bit_length() // 8 + 1, "big") for k in colliding[8:]]
+    payload = msgspec.msgpack.encode([E(5, msgspec.msgpack.encode(raw)) for raw in big])
+    with pytest.raises(CorruptError, match="hash"):
+        decode_blobs(ext(2, payload))
+
+
+SAMPLE = encode_blobs(
+    {
+        "rng": {"state": np.arange(6, dtype="u4"), "pos": 3, "gauss": None, "big": 1 << 100},
+        "when": datetime.datetime(2026, 1, 1, tzinfo=datetime.timezone.utc),
+        "many": [(1, 2.5), {1: "a"}, {"b"}, frozenset({3}), Colour.RED, range(3), np.float32(2), 1j],
+        "args": argparse.Namespace(lr=1e-3, path=__import__("pathlib").PurePosixPath("a/b")),
+        "more": [collections.deque([1], 3), collections.defaultdict(int, a=1), Tagged("t", slice(1, 2))],
+    }
+)
+
+
+@settings(max_examples=1000)
+@given(st.data())
+def test_a_changed_byte_gives_values_or_a_typed_error(data: st.DataObject) -> None:
+    bad = bytearray(SAMPLE)
+    for _ in range(data.draw(st.integers(1, 3))):
+        bad[data.draw(st.integers(0, len(bad) - 1))] = data.draw(st.integers(0, 255))
+    with contextlib.suppress(FormatError):
+        decode_blobs(bytes(bad))
+
+
+def test_a_file_of_blobs_cut_short_anywhere_is_refused() -> None:
+    for length in range(len(SAMPLE)):
+        with pytest.raises(CorruptError):
+            decode_blobs(SAMPLE[:length])

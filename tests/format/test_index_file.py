@@ -1,0 +1,221 @@
+from __future__ import annotations
+
+import contextlib
+import io
+from dataclasses import replace
+from typing import Any
+
+import duckdb
+import numpy as np
+import pandas as pd
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from reknit.errors import CorruptError, FormatError
+from reknit.format import index_file
+from reknit.format.index_checks import check_extents
+from reknit.format.index_file import decode_index, encode_index
+from reknit.types.box import Box
+from reknit.types.manifest import Index
+from reknit.types.shard import TensorSpec
+from tests.format.samples import index_of, indexes, same_index, sample_index
+
+
+@given(indexes())
+def test_an_index_comes_back_as_it_was(index: Index) -> None:
+    assert same_index(decode_index(encode_index(index)), index)
+
+
+def test_an_index_without_tensors_comes_back() -> None:
+    assert same_index(decode_index(encode_index(index_of([]))), index_of([]))
+
+
+def test_files_in_any_order_come_back_sorted() -> None:
+    index = sample_index()
+    last = len(index.files) - 1
+    turned = replace(index, files=index.files[::-1], file=last - index.file)
+    assert same_index(decode_index(encode_index(turned)), index)
+
+
+def many_chunks(num_tensors: int, per_tensor: int) -> Index:
+    spec = TensorSpec((per_tensor * 2, 8), "bfloat16")
+    count = num_tensors * per_tensor
+    tensor = np.repeat(np.arange(num_tensors), per_tensor)
+    part = np.tile(np.arange(per_tensor), num_tensors)
+    one = index_of([("model", "x", spec, Box.whole(spec.shape), "f", 0)]).tensors[0]
+    return Index(
+        tensors=tuple(one._replace(fqn=f"layers.{n:06d}.weight") for n in range(num_tensors)),
+        files=tuple(f"model/{n:05d}.safetensors" for n in range(per_tensor)),
+        tensor=tensor,
+        offsets=np.stack([part * 2, np.zeros(count, np.int64)], axis=1),
+        lengths=np.tile(np.array([2, 8], np.int64), (count, 1)),
+        file=part,
+        start=4096 + tensor * 32,
+        nbytes=np.full(count, 32, np.int64),
+    )
+
+
+@pytest.mark.parametrize(("num_tensors", "per_tensor"), [(3000, 64), (64, 3000), (132_000, 1), (2, 95_000)])
+def test_an_index_of_many_row_groups_comes_back_within_its_own_limits(
+    num_tensors: int, per_tensor: int
+) -> None:
+    index = many_chunks(num_tensors, per_tensor)
+    assert len(index.tensor) > 2 * index_file.GROUP_ROWS
+    assert same_index(decode_index(encode_index(index)), index)
+
+
+def test_duckdb_and_pandas_read_the_index() -> None:
+    data = encode_index(sample_index())
+    frame = pd.read_parquet(io.BytesIO(data))
+    assert list(frame.columns) == [
+        *("item", "fqn", "dtype", "shape", "offsets", "lengths", "file", "start", "nbytes")
+    ]
+    with duckdb.connect() as connection:
+        connection.register("chunks", frame)
+        query = "select file, lengths from chunks where fqn = 'layer.weight' order by offsets"
+        found = connection.execute(query).fetchall()
+    assert found == [
+        ("model/00000.01234567.safetensors", [3, 4]),
+        ("model/00001.01234567.safetensors", [3, 4]),
+    ]
+
+
+def set_column(index: Index, name: str, row: int, value: Any) -> Index:
+    column = getattr(index, name).copy()
+    column[row] = value
+    return replace(index, **{name: column})
+
+
+def broken() -> dict[str, tuple[Index, str]]:
+    """Indexes that break one rule each, and what the refusal must say."""
+    good = sample_index()
+    layer, norm, empty, step = (next(i for i, t in enumerate(good.tensors) if t.fqn == n) for n in NAMED)
+    row = {number: int(good.first[number]) for number in (layer, norm, empty, step)}
+    tensors = list(good.tensors)
+
+    def spec(number: int, *change: Any) -> Index:
+        changed = [*tensors]
+        changed[number] = changed[number]._replace(spec=TensorSpec(*change))
+        return replace(good, tensors=tuple(changed))
+
+    return {
+        "offset negative": (set_column(good, "offsets", row[layer], [-1, 0]), "layer.weight"),
+        "length negative": (set_column(good, "lengths", row[layer], [-3, -4]), "layer.weight"),
+        "box outside shape": (set_column(good, "offsets", row[layer] + 1, [4, 0]), "layer.weight"),
+        "offset overflows": (set_column(good, "offsets", row[layer] + 1, [2**63 - 1, 0]), "layer.weight"),
+        "nbytes wrong": (set_column(good, "nbytes", row[norm], 15), "norm.weight"),
+        "start negative": (set_column(good, "start", row[norm], -4), "norm.weight"),
+        "start unaligned": (set_column(good, "start", row[norm], 4097), "norm.weight"),
+        "end overflows": (set_column(good, "start", row[norm], 2**63 - 8), "norm.weight"),
+        "chunk twice": (set_column(good, "offsets", row[layer] + 1, [0, 0]), "layer.weight"),
+        "chunks unsorted": (replace(good, offsets=_swapped(good.offsets, row[layer])), "layer.weight"),
+        "empty chunk": (
+            set_column(set_column(good, "lengths", row[layer], [0, 4]), "nbytes", row[layer], 0),
+            "layer.weight",
+        ),
+        "dtype unknown": (spec(norm, (4,), "float33"), "norm.weight"),
+        "shape negative": (spec(norm, (-4,), "float32"), "norm.weight"),
+        "shape overflows": (spec(norm, (2**62,), "float32"), "norm.weight"),
+        "zero hides overflow": (spec(empty, (0, 2**62, 2), "int16"), "empty"),
+        "too many dimensions": (spec(norm, (1,) * 33, "float32"), "33"),
+        "more dimensions": (spec(norm, (1, 1, 4), "float32"), "norm.weight"),
+        "tensors unsorted": (replace(good, tensors=tuple(tensors[::-1])), "out of order"),
+        "tensor twice": (replace(good, tensors=(*tensors[:1], *tensors[:-1])), "twice"),
+        "tensor without chunk": (
+            replace(good, tensors=(*tensors, tensors[-1]._replace(fqn="z"))),
+            "has none",
+        ),
+        "ungrouped": (replace(good, tensor=good.tensor[::-1].copy()), "grouped"),
+        "file unknown": (set_column(good, "file", 0, 9), "without a name"),
+        "file negative": (set_column(good, "file", 0, -1), "without a name"),
+        "file unsafe": (replace(good, files=("../x", *good.files[1:])), "unsafe path"),
+        "file twice": (replace(good, files=(good.files[0],) * 3), "twice"),
+        "columns differ": (replace(good, start=good.start[:-1]), "length"),
+        "name too long": (
+            replace(good, tensors=(*tensors[:-1], tensors[-1]._replace(fqn="z" * 5000))),
+            "longer",
+        ),
+        "name no Unicode": (
+            replace(good, tensors=(*tensors[:-1], tensors[-1]._replace(fqn="\ud800"))),
+            "Unicode",
+        ),
+    }
+
+
+NAMED = ("layer.weight", "norm.weight", "empty", "step")
+
+
+def _swapped(column: Any, row: int) -> Any:
+    column = column.copy()
+    column[[row, row + 1]] = column[[row + 1, row]]
+    return column
+
+
+@pytest.mark.parametrize("case", sorted(broken()))
+def test_an_index_that_breaks_a_rule_is_neither_written_nor_read(
+    case: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    index, says = broken()[case]
+    with pytest.raises(FormatError, match=says):
+        encode_index(index)
+    if case in CANNOT_BE_WRITTEN:
+        return
+    monkeypatch.setattr(index_file, "check_index", lambda index: None)
+    data = encode_index(index)
+    monkeypatch.undo()
+    with pytest.raises(FormatError, match=None if case in SAYS_OTHERWISE else says):
+        decode_index(data)
+
+
+# the file has no place for these mistakes, or cannot tell them from others
+CANNOT_BE_WRITTEN = {
+    *("too many dimensions", "more dimensions", "zero hides overflow", "tensor without chunk", "ungrouped"),
+    *("tensor twice", "file unknown", "file negative", "file twice", "columns differ", "name no Unicode"),
+}
+SAYS_OTHERWISE = {"tensors unsorted", "shape negative"}
+
+
+def test_extents_are_compared_with_the_files() -> None:
+    index = sample_index()
+    sizes = dict.fromkeys(index.files, 8192)
+    check_extents(index, sizes)
+    check_extents(index_of([]), {})
+    with pytest.raises(CorruptError, match="no file of the checkpoint"):
+        check_extents(index, {path: 8192 for path in index.files[1:]})
+    with pytest.raises(CorruptError, match="outside its file"):
+        check_extents(index, {**sizes, index.files[0]: 4100})
+
+
+def test_overlapping_extents_are_refused_unless_equal() -> None:
+    spec = TensorSpec((4,), "int8")
+    box = Box((0,), (4,))
+    tied = index_of(
+        [("m", "a", spec, box, "f", 8), ("m", "b", spec, box, "f", 8), ("m", "c", spec, box, "f", 12)]
+    )
+    check_extents(tied, {"f": 100})
+    overlapping = index_of([("m", "a", spec, box, "f", 8), ("m", "b", spec, box, "f", 11)])
+    with pytest.raises(CorruptError, match="overlaps"):
+        check_extents(overlapping, {"f": 100})
+    inside = index_of(
+        [("m", "a", TensorSpec((8,), "int8"), Box((0,), (8,)), "f", 8), ("m", "b", spec, box, "f", 8)]
+    )
+    with pytest.raises(CorruptError, match="overlaps"):
+        check_extents(inside, {"f": 100})
+
+
+@settings(max_examples=400)
+@given(st.data())
+def test_a_changed_byte_gives_an_index_or_a_typed_error(data: st.DataObject) -> None:
+    bad = bytearray(encode_index(sample_index()))
+    for _ in range(data.draw(st.integers(1, 3))):
+        bad[data.draw(st.integers(0, len(bad) - 1))] = data.draw(st.integers(0, 255))
+    with contextlib.suppress(FormatError):
+        decode_index(bytes(bad))
+
+
+def test_an_index_cut_short_is_refused() -> None:
+    good = encode_index(sample_index())
+    for length in range(0, len(good), 7):
+        with pytest.raises(FormatError):
+            decode_index(good[:length])

@@ -1,0 +1,133 @@
+from __future__ import annotations
+
+import base64
+import json
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import xxhash
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from reknit.errors import CorruptError, FormatError, ReknitError, StateError
+from reknit.format.manifest_file import decode_manifest, encode_manifest
+from reknit.types.manifest import BlobFile, FileEntry, Manifest
+from tests.format.samples import manifests, sample_manifest
+
+
+@given(manifests())
+def test_a_manifest_comes_back_as_it_was(manifest: Manifest) -> None:
+    assert decode_manifest(encode_manifest(manifest)) == manifest
+
+
+def test_the_digest_is_over_every_byte_before_it() -> None:
+    data = encode_manifest(sample_manifest())
+    body, tail = data[:-29], data[-29:].decode()
+    assert tail == f',"digest":"{xxhash.xxh3_64_hexdigest(body)}"}}'
+    assert json.loads(data)["digest"] == xxhash.xxh3_64_hexdigest(body)
+
+
+def test_the_document_is_plain_json_with_the_documented_members() -> None:
+    document = json.loads(encode_manifest(sample_manifest()))
+    assert list(document) == [
+        *("format", "format_version", "requires", "write_id", "step", "created", "items", "block_nbytes"),
+        *("index", "files", "blobs", "uses_pickle", "origin", "metadata", "digest"),
+    ]
+    file = document["files"][0]
+    digests = sample_manifest().files[0].digests
+    assert base64.b64decode(file["digests"]) == b"".join(number.to_bytes(8, "little") for number in digests)
+
+
+@settings(max_examples=300)
+@given(st.data())
+def test_a_flipped_bit_anywhere_is_noticed(data: st.DataObject) -> None:
+    good = encode_manifest(sample_manifest())
+    bit = data.draw(st.integers(0, 8 * len(good) - 1))
+    bad = bytearray(good)
+    bad[bit // 8] ^= 1 << bit % 8
+    with pytest.raises(ReknitError):
+        decode_manifest(bytes(bad))
+
+
+def test_a_manifest_cut_short_anywhere_is_refused() -> None:
+    good = encode_manifest(sample_manifest())
+    for length in range(len(good)):
+        with pytest.raises(CorruptError):
+            decode_manifest(good[:length])
+
+
+@pytest.mark.parametrize(
+    ("metadata", "where"),
+    [
+        ({"a": {1, 2}}, "metadata['a']"),
+        ({"a": [1, (2,)]}, "metadata['a'][1]"),
+        ({"a": float("nan")}, "metadata['a']"),
+        ({"a": float("inf")}, "metadata['a']"),
+        ({"a": 1 << 64}, "metadata['a']"),
+        ({"a": "\ud800"}, "metadata['a']"),
+        ({"\ud800": 1}, "metadata"),
+        ({1: 1}, "metadata"),
+        ({"a": {"b": b""}}, "metadata['a']['b']"),
+    ],
+)
+def test_metadata_that_json_cannot_hold_is_refused_by_its_place(metadata: Any, where: str) -> None:
+    with pytest.raises(StateError) as caught:
+        encode_manifest(replace(sample_manifest(), metadata=metadata))
+    assert where in str(caught.value)
+
+
+def test_metadata_that_contains_itself_is_refused() -> None:
+    metadata: dict[str, Any] = {}
+    metadata["again"] = [metadata]
+    with pytest.raises(StateError, match="contains itself"):
+        encode_manifest(replace(sample_manifest(), metadata=metadata))
+
+
+def test_metadata_as_deep_as_allowed_is_kept() -> None:
+    value: Any = 1
+    for _ in range(30):
+        value = [value]
+    manifest = replace(sample_manifest(), metadata={"deep": value})
+    assert decode_manifest(encode_manifest(manifest)) == manifest
+    with pytest.raises(StateError):
+        encode_manifest(replace(sample_manifest(), metadata={"deep": [value]}))
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"write_id": "short"},
+        {"write_id": "A" * 32},
+        {"step": -1},
+        {"step": "1"},
+        {"created": float("nan")},
+        {"block_nbytes": 1000},
+        {"block_nbytes": 5000},
+        {"block_nbytes": 0},
+        {"index_path": "elsewhere"},
+        {"items": ("extra", "extra")},
+        {"items": ("model",)},
+        {"files": (FileEntry("a", 1, (1, 2)),)},
+        {"files": (FileEntry("../a", 1, (1,)),)},
+        {"files": (*sample_manifest().files, sample_manifest().files[0])},
+        {"files": (*sample_manifest().files, FileEntry("manifest.json", 0, ()))},
+        {"files": (*sample_manifest().files, FileEntry("negative", -1, ()))},
+        {"files": (*sample_manifest().files, FileEntry("x", 1, (1 << 64,)))},
+        {"blobs": (BlobFile("extra", "nowhere", None),)},
+        {"blobs": (BlobFile("extra", "index.01234567.parquet", None),)},
+        {"blobs": sample_manifest().blobs[:1] * 2},
+        {"blobs": (BlobFile("extra", sample_manifest().blobs[0].path, {"dp": 1 << 63}),)},
+    ],
+)
+def test_a_manifest_that_a_reader_would_refuse_is_not_written(change: dict[str, Any]) -> None:
+    with pytest.raises(ReknitError) as caught:
+        encode_manifest(replace(sample_manifest(), **change))
+    assert isinstance(caught.value, (FormatError, StateError))
+
+
+def test_a_manifest_of_future_fields_is_read_without_them() -> None:
+    good = encode_manifest(sample_manifest())
+    body = good[:-29] + b',"novelty":[1,{"x":2}]'
+    data = body + f',"digest":"{xxhash.xxh3_64_hexdigest(body)}"}}'.encode()
+    assert decode_manifest(data) == sample_manifest()

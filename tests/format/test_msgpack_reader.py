@@ -1,0 +1,103 @@
+from __future__ import annotations
+
+import contextlib
+import struct
+import sys
+from typing import Any
+
+import msgspec
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from reknit.errors import CorruptError, FormatError
+from reknit.format.msgpack_reader import MAX_DEPTH, read_msgpack
+
+plain = st.recursive(
+    st.none()
+    | st.booleans()
+    | st.integers(-(1 << 63), (1 << 64) - 1)
+    | st.floats(allow_nan=False)
+    | st.text(max_size=300)
+    | st.binary(max_size=300),
+    lambda inner: st.lists(inner, max_size=20) | st.dictionaries(st.text(max_size=5), inner, max_size=20),
+    max_leaves=30,
+)
+
+
+def read(data: bytes) -> Any:
+    return read_msgpack(data, lambda code, payload: (code, payload))
+
+
+@given(plain)
+def test_what_msgspec_writes_is_read(value: Any) -> None:
+    found = read(msgspec.msgpack.encode(value))
+    assert found == value
+    assert repr(found) == repr(value)
+
+
+@pytest.mark.parametrize("count", [15, 16, 31, 32, 255, 256, 65535, 65536])
+def test_every_length_form_is_read(count: int) -> None:
+    for value in ("x" * count, b"x" * count, [0] * count, {str(n): n for n in range(count)}):
+        assert read(msgspec.msgpack.encode(value)) == value
+    ext = msgspec.msgpack.Ext(7, msgspec.msgpack.encode(b"x" * count))
+    assert read(msgspec.msgpack.encode(ext)) == (7, b"x" * count)
+
+
+def test_single_precision_and_short_extensions_of_other_writers_are_read() -> None:
+    assert read(b"\xca" + struct.pack(">f", 1.5)) == 1.5
+    for tag, nbytes in ((0xD4, 1), (0xD5, 2), (0xD6, 4), (0xD7, 8), (0xD8, 16)):
+        payload = bytes([0xC4, nbytes - 2]) + bytes(nbytes - 2) if nbytes > 1 else b"\x05"
+        assert read(bytes([tag, 9]) + payload)[0] == 9
+
+
+@pytest.mark.parametrize(
+    "data",
+    [
+        *(b"", b"\xc1", b"\xc0\xc0", b"\x92\x01", b"\x81\xa1a", b"\xcb\0", b"\xa2a", b"\xc4\x05a", b"\xd9"),
+        *(b"\x82\xa1a\x01\xa1a\x02", b"\x81\x01\x01", b"\x81\xc4\x01a\x01", b"\xa1\xff", b"\xa3\xed\xa0\x80"),
+        *(b"\xdd\xff\xff\xff\xff", b"\xdf\xff\xff\xff\xff", b"\xc6\xff\xff\xff\xff", b"\xdb\xff\xff\xff\xff"),
+        *(
+            b"\xc9\xff\xff\xff\xff\x05",
+            b"\xd4\x05\xa1",
+            b"\xd5\x05\x01\x01",
+            b"\xc7\x00\x05",
+            b"\xd4\x05\x91\x01",
+        ),
+    ],
+)
+def test_what_is_no_single_value_is_refused(data: bytes) -> None:
+    with pytest.raises(CorruptError):
+        read(data)
+
+
+@pytest.mark.parametrize("level", [b"\x91", b"\x81\xa1a", b"\xdd\0\0\0\x01"])
+def test_deep_nesting_is_refused_whatever_the_recursion_limit(level: bytes) -> None:
+    assert read(level * MAX_DEPTH + b"\xc0")
+    limit = sys.getrecursionlimit()
+    sys.setrecursionlimit(10**7)
+    try:
+        for depth in (MAX_DEPTH + 1, 1_000_000):
+            with pytest.raises(FormatError, match="nested"):
+                read(level * depth + b"\xc0")
+    finally:
+        sys.setrecursionlimit(limit)
+
+
+def test_extensions_in_extensions_count_as_nesting() -> None:
+    def nested(levels: int) -> bytes:
+        data = b"\xc0"
+        for _ in range(levels):
+            data = b"\xc9" + struct.pack(">I", len(data) + 1) + b"\x05\x91" + data
+        return data
+
+    assert read(nested(MAX_DEPTH))
+    with pytest.raises(FormatError, match="nested"):
+        read(nested(MAX_DEPTH + 1))
+
+
+@settings(max_examples=300)
+@given(st.binary(max_size=60))
+def test_any_bytes_give_a_value_or_a_typed_error(data: bytes) -> None:
+    with contextlib.suppress(FormatError):
+        read(data)

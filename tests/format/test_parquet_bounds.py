@@ -1,0 +1,126 @@
+from __future__ import annotations
+
+import io
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from reknit.errors import FormatError
+from reknit.format.index_file import encode_index
+from reknit.format.parquet_bounds import check_parquet
+from tests.attacks.hostile_index import attacks
+from tests.attacks.thrift import BINARY, BYTE, DOUBLE, FALSE, I64, LIST, STRUCT, TRUE, Reader, Struct, write
+from tests.format.samples import index_of, sample_index
+
+# why each attack is refused here, before Arrow sees it
+REASONS = {
+    "footer_of_four_gigabytes": "bytes of footer",
+    "footer_nested_without_end": "nested too deep",
+    "footer_lists_nested_without_end": "nested too deep",
+    "footer_list_of_billions": "list is too long",
+    "footer_number_without_end": "number is too long",
+    "footer_claims_a_trillion_rows": "claims 1099511627776 rows",
+    "group_claims_a_trillion_rows": "rows of a row group",
+    "column_claims_a_trillion_values": "other sizes than its footer",
+    "everything_claims_a_trillion_rows": "claims 1099511627776 rows",
+    "everything_claims_a_million_rows": "claims 1048576 rows",
+    "many_rows_in_few_bytes": "claims 400000 rows",
+    "many_values_in_few_bytes": "values",
+    "zstd_bomb_in_a_string": "bytes of a page",
+    "zstd_bomb_in_many_pages": "bytes after decompression",
+    "page_claims_two_gigabytes": "bytes of a page",
+    "page_claims_to_be_longer_than_its_column": "bytes of a compressed page",
+    "page_claims_billions_of_values": "other sizes than its footer|values",
+    "page_has_an_unknown_encoding": "encoding",
+    "page_is_of_an_unknown_type": "unknown kind",
+    "dictionary_claims_billions_of_values": "values of a page",
+    "other_compression": "compressed with something else",
+    "column_is_gzip_by_its_footer": "compressed with something else",
+    "delta_strings_that_multiply": "encoding",
+    "two_columns_in_one_place": "overlap",
+    "one_group_fifty_times": "overlap",
+    "column_in_another_file": "outside the file",
+    "column_begins_beyond_the_file": "outside the file",
+    "encrypted_footer": "encrypted",
+    "schema_nested_a_hundred_thousand_deep": "list is too long",
+    "a_hundred_thousand_groups": "list is too long",
+}
+ATTACKS = dict(attacks())
+
+
+@pytest.mark.parametrize("name", sorted(REASONS))
+def test_a_lie_is_found_before_anything_is_unpacked(name: str) -> None:
+    with pytest.raises(FormatError, match=REASONS[name]):
+        check_parquet(ATTACKS[name], num_columns=9, num_nodes=16)
+
+
+@pytest.mark.parametrize("version", ["1.0", "2.0"])
+@pytest.mark.parametrize("compression", ["zstd", "none"])
+def test_what_arrow_writes_is_accepted(version: Any, compression: Any) -> None:
+    table = pa.table({"a": list(range(5000)), "b": ["x", "y"] * 2500, "c": [[1]] * 5000})
+    sink = io.BytesIO()
+    pq.write_table(table, sink, data_page_version=version, compression=compression, row_group_size=1000)
+    assert check_parquet(sink.getvalue(), num_columns=3, num_nodes=6) == 5000
+
+
+def test_rows_are_counted() -> None:
+    assert check_parquet(encode_index(sample_index()), num_columns=9, num_nodes=16) == 5
+    assert check_parquet(encode_index(index_of([])), num_columns=9, num_nodes=16) == 0
+
+
+GOOD = encode_index(sample_index())
+PLACE = len(GOOD) - 8 - int.from_bytes(GOOD[-8:-4], "little")
+odd: st.SearchStrategy[tuple[int, Any]] = st.sampled_from(
+    [
+        (I64, -1),
+        (I64, 1 << 62),
+        (I64, 0),
+        (TRUE, None),
+        (FALSE, None),
+        (BYTE, 7),
+        (DOUBLE, bytes(8)),
+        (BINARY, b"x"),
+        (STRUCT, {}),
+        (STRUCT, {1: (I64, 1)}),
+        (LIST, (I64, [1, 2])),
+        (LIST, (STRUCT, [{}])),
+        (LIST, (LIST, [(I64, [1])])),
+        (LIST, (STRUCT, [])),
+    ]
+)
+
+
+def places(fields: Struct) -> list[tuple[Struct, int]]:
+    """Return every field of a structure and of those inside it."""
+    found = []
+    for number, (kind, value) in fields.items():
+        found.append((fields, number))
+        inner = [value] if kind == STRUCT else value[1] if kind == LIST and value[0] == STRUCT else []
+        for member in inner:
+            found += places(member)
+    return found
+
+
+@settings(max_examples=500)
+@given(st.data())
+def test_a_field_of_any_other_kind_gives_a_typed_error_or_is_ignored(data: st.DataObject) -> None:
+    footer = Reader(GOOD, PLACE).struct()
+    every = places(footer)
+    for _ in range(data.draw(st.integers(1, 2))):
+        fields, number = every[data.draw(st.integers(0, len(every) - 1))]
+        if data.draw(st.booleans()):
+            fields[number] = data.draw(odd)
+        else:
+            fields.pop(number, None)
+    raw = write(footer)
+    try:
+        rows = check_parquet(
+            GOOD[:PLACE] + raw + len(raw).to_bytes(4, "little") + b"PAR1", num_columns=9, num_nodes=16
+        )
+    except FormatError:
+        return
+    assert rows == 5

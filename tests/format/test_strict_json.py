@@ -1,0 +1,78 @@
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+from hypothesis import given
+
+from reknit.errors import CorruptError, FormatError
+from reknit.format.strict_json import decode_strict
+from tests.format.samples import json_values
+
+
+def decode(data: bytes, kind: Any = Any, max_depth: int = 64) -> Any:
+    return decode_strict(data, kind, what="it", max_nbytes=10_000_000, max_depth=max_depth)
+
+
+@given(json_values)
+def test_what_python_writes_is_read(value: Any) -> None:
+    assert decode(json.dumps(value).encode()) == value
+    assert decode(json.dumps(value, ensure_ascii=False).encode()) == value
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        *(
+            b"",
+            b"{",
+            b'{"a":1,"a":1}',
+            b'[{"b":{"a":1,"a":2}}]',
+            b'{"a":1}x',
+            b"\xef\xbb\xbf{}",
+            b'"\\ud800"',
+        ),
+        *(
+            b'"\xff"',
+            b"NaN",
+            b"Infinity",
+            b"1e999",
+            b'{"a":1,"\\u0061":2}',
+            b"'a'",
+            b"{} {}",
+            b'"a\nb"',
+            b"[1,]",
+        ),
+    ],
+)
+def test_what_readers_would_understand_differently_is_refused(text: bytes) -> None:
+    with pytest.raises(CorruptError):
+        decode(text)
+
+
+@pytest.mark.parametrize("pair", [b"[]", b"{}"])
+def test_nesting_is_counted_before_it_is_parsed(pair: bytes) -> None:
+    opening = pair[:1] if pair == b"[]" else b'{"a":'
+    for depth in (65, 1_000_000):
+        with pytest.raises(FormatError, match="nested"):
+            decode(opening * depth + b"1" + pair[1:] * depth)
+    assert decode(opening * 64 + b"1" + pair[1:] * 64)
+
+
+def test_brackets_in_text_are_no_nesting() -> None:
+    text = '[[[[[{{{{"\\[' * 100
+    assert decode(json.dumps([text, {text: "\\"}]).encode(), max_depth=2) == [text, {text: "\\"}]
+
+
+def test_a_text_that_never_ends_hides_no_nesting() -> None:
+    with pytest.raises(FormatError, match="nested"):
+        decode(b'["\\\\",' + b"[" * 100 + b'"')
+
+
+def test_a_huge_number_takes_no_time() -> None:
+    for kind in (dict[str, Any], dict[str, str], Any):
+        with pytest.raises(CorruptError):
+            decode(b'{"x":' + b"1" * 5_000_000 + b"}", kind)
+    # a number that fits in a member that nobody reads
+    assert decode(b'{"x":1.' + b"1" * 1_000_000 + b"}")
