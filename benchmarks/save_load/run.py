@@ -37,7 +37,10 @@ def launch(args: argparse.Namespace) -> int:
     folder = tempfile.mkdtemp(prefix="reknit-bench-", dir=args.dir)
     command = [sys.executable, __file__, *sys.argv[1:], "--dir", folder]
     ranks = [
-        subprocess.Popen(command, env=dict(common, RANK=str(r), LOCAL_RANK=str(r))) for r in range(args.world)
+        subprocess.Popen(
+            command, env=dict(common, RANK=str(r), LOCAL_RANK=str(r), LOCAL_WORLD_SIZE=str(args.world))
+        )
+        for r in range(args.world)
     ]
     try:
         return max(rank.wait(timeout=args.timeout) for rank in ranks)

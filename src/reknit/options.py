@@ -14,6 +14,19 @@ GIB = 1 << 30
 Durability = Literal["process", "power"]
 
 
+def num_threads(wanted: int | None) -> int:
+    """Return how many threads a rank uses: `wanted`, or its share of the cores, at least 1 and at most 4.
+
+    Launchers say in LOCAL_WORLD_SIZE how many ranks share the machine; more threads than cores make a disk
+    slower.
+    """
+    if wanted is not None:
+        return wanted
+    local = os.environ.get("LOCAL_WORLD_SIZE", "")
+    ranks = int(local) if local.isdecimal() and int(local) else 1
+    return max(1, min(4, (os.cpu_count() or 1) // ranks))
+
+
 def _require(ok: bool, message: str) -> None:
     if not ok:
         raise UsageError(message)
@@ -45,20 +58,18 @@ class SaveOptions:
     """How `reknit.save` writes.
 
     `durability`: ``"power"`` survives the loss of all unsynced data (files and directories are fsynced),
-    ``"process"`` survives the death of every process but not of the machine.
-    `threads`: writer threads per rank.  `inflight_nbytes`: bytes of host memory a rank may use for staging.
-    `max_file_nbytes`: a data file rolls over to a next one at this size.
+    ``"process"`` survives the death of every process but not of the machine.  `threads`: writer threads per
+    rank, None for this rank's share of the cores, at most 4.  `inflight_nbytes`: bytes of host memory a rank
+    may use for staging.  `max_file_nbytes`: a data file rolls over to a next one at this size.
     `check_replicas`: compare the digests of copies that are not written, and warn in the report where they
-    differ:
-    ``"guessed"`` only where the framework could not vouch that copies are equal, ``"all"``, or ``"off"``.
-    `allow_pickle`: store values that the blob codec does not know with pickle; recorded in the manifest.
-    `timeout_s`: the longest that a rank waits for the others.
-    `events`: path of a JSON-lines file to which this process appends every phase, or None.
-    `comm`: how the ranks reach each other.
+    differ: ``"guessed"`` only where the framework could not vouch that copies are equal, ``"all"``, or
+    ``"off"``.  `allow_pickle`: store values that the blob codec does not know with pickle; recorded in the
+    manifest.  `timeout_s`: the longest that a rank waits for the others.  `events`: path of a JSON-lines file
+    to which this process appends every phase, or None.  `comm`: how the ranks reach each other.
     """
 
     durability: Durability = "power"
-    threads: int = 4
+    threads: int | None = None
     inflight_nbytes: int = 64 * MIB
     max_file_nbytes: int = 16 * GIB
     check_replicas: Literal["guessed", "all", "off"] = "guessed"
@@ -72,7 +83,7 @@ class SaveOptions:
             self.durability in ("process", "power"),
             f"durability is 'process' or 'power', not {self.durability!r}",
         )
-        _require(self.threads >= 1, f"threads must be at least 1, not {self.threads}")
+        _require(self.threads is None or self.threads >= 1, f"threads must be at least 1, not {self.threads}")
         _require(self.inflight_nbytes >= 16 * MIB, "inflight_nbytes must be at least 16 MiB")
         _require(self.max_file_nbytes >= MIB, "max_file_nbytes must be at least 1 MiB")
         _require(
@@ -87,23 +98,21 @@ class LoadOptions:
     """How `reknit.load` reads.
 
     `verify`: ``"touched"`` checks the digest of every block that is read, ``"off"`` reads only the bytes
-    wanted.
-    `cast`: convert where the saved dtype differs from the target's, instead of refusing.
-    `lenient`: patterns (``fnmatch`` on ``item/fqn``) in which missing, unexpected or mismatched entries are
-    reported instead of refused; `strict=False` is the pattern ``*``.
-    `threads`: reader threads per rank.  `inflight_nbytes`: bytes of host memory for reads that cannot go
-    straight into their target.  `gap_nbytes`: with `verify="off"`, holes up to this size between wanted runs
-    are read over.
-    `allow_pickle`: unpickle values that were saved with `allow_pickle`.  Only for checkpoints that you trust.
-    `timeout_s`: the longest that a rank waits for the others.
-    `events`: path of a JSON-lines file to which this process appends every phase, or None.
-    `comm`: how the ranks reach each other.
+    wanted.  `cast`: convert where the saved dtype differs from the target's, instead of refusing.  `lenient`:
+    patterns (``fnmatch`` on ``item/fqn``) in which missing, unexpected or mismatched entries are reported
+    instead of refused; `strict=False` is the pattern ``*``.  `threads`: reader threads per rank, None for
+    this rank's share of the cores, at most 4.  `inflight_nbytes`: bytes of host memory for reads that cannot
+    go straight into their target.  `gap_nbytes`: with `verify="off"`, holes up to this size between wanted
+    runs are read over.  `allow_pickle`: unpickle values that were saved with `allow_pickle`.  Only for
+    checkpoints that you trust.  `timeout_s`: the longest that a rank waits for the others.  `events`: path of
+    a JSON-lines file to which this process appends every phase, or None.  `comm`: how the ranks reach each
+    other.
     """
 
     verify: Literal["touched", "off"] = "touched"
     cast: bool = False
     lenient: tuple[str, ...] = ()
-    threads: int = 4
+    threads: int | None = None
     inflight_nbytes: int = 256 * MIB
     gap_nbytes: int = 256 << 10
     allow_pickle: bool = False
@@ -114,7 +123,7 @@ class LoadOptions:
     def __post_init__(self) -> None:
         _require(self.verify in ("touched", "off"), f"verify is 'touched' or 'off', not {self.verify!r}")
         _require(not isinstance(self.lenient, str), "lenient is a tuple of patterns, not one string")
-        _require(self.threads >= 1, f"threads must be at least 1, not {self.threads}")
+        _require(self.threads is None or self.threads >= 1, f"threads must be at least 1, not {self.threads}")
         _require(self.inflight_nbytes >= 16 * MIB, "inflight_nbytes must be at least 16 MiB")
         _require(self.gap_nbytes >= 0, "gap_nbytes must not be negative")
         _require(self.timeout_s > 0, "timeout_s must be positive")

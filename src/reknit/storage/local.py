@@ -14,12 +14,11 @@ from reknit.errors import StorageError, StorageNotFoundError, UsageError
 from reknit.options import Durability
 from reknit.storage.base import Listed
 from reknit.storage.descriptors import Descriptor, ReadCache
-from reknit.storage.direct import preadv_direct, pwrite_direct
+from reknit.storage.direct import pwrite_direct
 from reknit.storage.folders import Folders, prune, sync_folder
 from reknit.storage.paths import check_path
 from reknit.storage.posix import (
     NEW_FILE,
-    after,
     entries,
     identity,
     link_new,
@@ -135,8 +134,7 @@ class LocalStorage:
         full = self._full(path)
         wanted = sum(buffer.nbytes for buffer in buffers)
         with translated("read", full), self._cache.reading(full) as fd:
-            done = preadv_direct(fd, start, buffers)
-            if done + preadv_all(fd, start + done, after(buffers, done)) < wanted:
+            if preadv_all(fd, start, buffers) < wanted:
                 raise shorter(full, start, wanted, os.fstat(fd).st_size)
 
     def evict(self, path: str) -> None:

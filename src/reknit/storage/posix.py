@@ -76,16 +76,6 @@ def preadv_all(fd: int, start: int, buffers: list[memoryview]) -> int:
     return position - start
 
 
-def after(buffers: list[memoryview], nbytes: int) -> list[memoryview]:
-    """Return what is left of the buffers behind their first `nbytes` bytes."""
-    left = []
-    for buffer in buffers:
-        if nbytes < buffer.nbytes:
-            left.append(buffer[nbytes:])
-        nbytes = max(nbytes - buffer.nbytes, 0)
-    return left
-
-
 def shorter(full: str, start: int, nbytes: int, available: int) -> StorageError:
     """Return the error of a file that ends before the bytes that are wanted of it."""
     return StorageError(
