@@ -3,25 +3,27 @@
 from __future__ import annotations
 
 import logging
+import operator
 import platform
 import sys
 import weakref
 from collections.abc import Mapping, MutableMapping
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import replace
 from importlib import metadata as distributions
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, Literal
 
+from reknit.comm import base as comm
 from reknit.comm.base import Group, SoloGroup
 from reknit.engine import load as load_story
 from reknit.engine import save as save_story
 from reknit.engine.browse import Checkpoint
-from reknit.engine.commit import Destination, manifest_exists
-from reknit.engine.opening import read_manifest
+from reknit.engine.commit import Destination
+from reknit.engine.newest import newest
 from reknit.engine.report import LoadReport, PendingSave, SaveReport, VerifyReport
 from reknit.engine.verify import verify as verify_story
-from reknit.errors import FormatError, UsageError
-from reknit.format.manifest_file import decode_manifest
+from reknit.errors import UsageError
 from reknit.frameworks import registry
 from reknit.frameworks.arrays import empty
 from reknit.frameworks.torch_job import current_job, subgroup_job
@@ -31,7 +33,7 @@ from reknit.options import LoadOptions, SaveOptions, quiet_grpc
 from reknit.storage.registry import open_storage
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Iterator, Sequence
     from os import PathLike
 
     from reknit.frameworks.torch_job import Job
@@ -87,13 +89,16 @@ def _save(
     group: Any,
     metadata: Mapping[str, Any],
 ) -> SaveReport:
-    _check_state(state)
     joined, ranks = _group(group, options.comm)
-    storage = open_storage(path, durability=options.durability)
-    try:
-        origin = _origin(joined)
-        to = Destination(storage, step, overwrite, options.allow_pickle, origin, metadata)
-        recorder = Recorder("save", joined.rank, step, storage.url, _sinks(options.events))
+    with ExitStack() as last:
+        with _told(joined, save_story.FIRST_ROUND, options.timeout_s):
+            _check_state(state)
+            _check_metadata(metadata)
+            step = _checked_step(step)
+            storage = open_storage(path, durability=options.durability)
+            last.callback(storage.close)
+            recorder = Recorder("save", joined.rank, step, storage.url, _sinks(options.events))
+            to = Destination(storage, step, overwrite, options.allow_pickle, _origin(joined), metadata)
         job = save_story.SaveJob(
             lambda: registry.collect(state, joined.rank, joined.size, ranks=ranks),
             joined,
@@ -102,8 +107,6 @@ def _save(
             recorder,
         )
         report = save_story.save(job)
-    finally:
-        storage.close()
     if joined.rank == 0:
         for warning in report.warnings:
             logger.warning("save to %s: %s", storage.url, warning)
@@ -132,20 +135,17 @@ def load(
     Raises `CheckpointNotFoundError`, `MismatchError`, `CorruptError`, `VersionError`, `StorageError`,
     `CommError`: on every rank the same error, naming rank and phase.
     """
-    _check_state(state)
     options = options or LoadOptions()
     if not strict:
         options = replace(options, lenient=("*",))
-    names = tuple(state) if items is None else tuple(items)
-    if isinstance(items, str):
-        raise UsageError(f"items is a list of names: pass [{items!r}]")
-    if absent := [name for name in names if name not in state]:
-        raise UsageError(f"items names {absent[0]!r}, but state has only {', '.join(map(repr, state))}")
-    part = {name: state[name] for name in names}
     joined, ranks = _group(group, options.comm)
-    storage = open_storage(path)
-    try:
-        recorder = Recorder("load", joined.rank, None, storage.url, _sinks(options.events))
+    with ExitStack() as last:
+        with _told(joined, load_story.FIRST_ROUND, options.timeout_s):
+            _check_state(state)
+            part = _part(state, items)
+            storage = open_storage(path)
+            last.callback(storage.close)
+            recorder = Recorder("load", joined.rank, None, storage.url, _sinks(options.events))
         job = load_story.LoadJob(
             lambda catalog: registry.wanted(
                 part if isinstance(state, MutableMapping) else MappingProxyType(part),
@@ -156,13 +156,11 @@ def load(
             ),
             joined,
             storage,
-            names,
+            tuple(part),
             options,
             recorder,
         )
         report = load_story.load(job)
-    finally:
-        storage.close()
     if isinstance(state, MutableMapping):
         state.update({name: value for name, value in part.items() if value is not state[name]})
     return report
@@ -175,8 +173,12 @@ def open(path: str | PathLike[str], *, options: LoadOptions | None = None) -> Ch
     """
     options = options or LoadOptions()
     storage = open_storage(path)
-    recorder = Recorder("read", path=storage.url, sinks=_sinks(options.events))
-    return Checkpoint(storage, options, recorder, empty)
+    with ExitStack() as failing:
+        failing.callback(storage.close)
+        recorder = Recorder("read", path=storage.url, sinks=_sinks(options.events))
+        checkpoint = Checkpoint(storage, options, recorder, empty)
+        failing.pop_all()
+    return checkpoint
 
 
 def verify(
@@ -203,25 +205,59 @@ def latest(root: str | PathLike[str]) -> str | None:
     """Return the path of the newest committed checkpoint directly below `root`, or None.
 
     Newest is the highest step; checkpoints without a step come before all that have one, by time.  A folder
-    whose manifest is damaged is passed over with a logged warning.
+    whose manifest is damaged, that is closed to this user, or that has a name that no store takes, is passed
+    over with a logged warning.
     """
     storage = open_storage(root)
     try:
-        best: tuple[int, float, str] | None = None
-        for name in storage.folders():
-            inner = storage.sub(name)
-            if not manifest_exists(inner):
-                continue
-            try:
-                manifest = decode_manifest(read_manifest(inner))
-            except FormatError as error:
-                logger.warning("passed over %s: %s", inner.url, error.message)
-                continue
-            key = (-1 if manifest.step is None else manifest.step, manifest.created, inner.url)
-            best = key if best is None else max(best, key)
-        return None if best is None else best[2]
+        return newest(storage)
     finally:
         storage.close()
+
+
+@contextmanager
+def _told(group: Group, first_round: str, timeout_s: float) -> Iterator[None]:
+    """Let the other ranks raise an error that keeps this one from its first round, instead of waiting."""
+    try:
+        yield
+    except BaseException as error:  # Ctrl-C too: whatever it is, this rank will not come
+        failure = error
+        if group.size == 1:
+            raise
+
+        def fail() -> bytes:
+            raise failure
+
+        comm.round(group, first_round, fail, lambda requests: [b""] * len(requests), timeout_s)
+
+
+def _part(state: Mapping[str, Any], items: Sequence[str] | None) -> dict[str, Any]:
+    """Return the items of the state that are to be loaded."""
+    if isinstance(items, str):
+        raise UsageError(f"items is a list of names: pass [{items!r}]")
+    names = tuple(state) if items is None else tuple(items)
+    if absent := [name for name in names if name not in state]:
+        raise UsageError(f"items names {absent[0]!r}, but state has only {', '.join(map(repr, state))}")
+    return {name: state[name] for name in names}
+
+
+def _checked_step(step: Any) -> int | None:
+    """Return the step as a plain integer.  Raises `UsageError`."""
+    if step is None:
+        return None
+    try:
+        number = operator.index(step)
+    except TypeError:
+        number = -1
+    if isinstance(step, bool) or not 0 <= number < 1 << 63:
+        raise UsageError(f"step is a whole number from 0 on, or None, not {step!r}")
+    return number
+
+
+def _check_metadata(metadata: Any) -> None:
+    """Raise `UsageError` for metadata that is no mapping; the root looks into it."""
+    if not isinstance(metadata, Mapping):
+        raise UsageError(f"metadata is a mapping of names, not a {type(metadata).__name__}")
 
 
 def _check_state(state: Mapping[str, Any]) -> None:
@@ -265,8 +301,9 @@ def _sinks(events: str | None) -> tuple[Sink, ...]:
 def _origin(group: Group) -> dict[str, Any]:
     """Return what the manifest says about the job that wrote it; information only."""
     names = [name for name in ("reknit", "numpy", "torch") if name == "reknit" or name in sys.modules]
-    return {
-        "world_size": group.size,
-        "python": platform.python_version(),
-        "versions": {name: distributions.version(name) for name in names},
-    }
+    versions = {}
+    for name in names:
+        # What runs from a source tree has no version to tell, and that is no reason to fail.
+        with suppress(distributions.PackageNotFoundError):
+            versions[name] = distributions.version(name)
+    return {"world_size": group.size, "python": platform.python_version(), "versions": versions}

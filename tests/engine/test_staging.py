@@ -95,3 +95,24 @@ def test_a_strided_rectangle_of_bytes_goes_to_a_transposed_target() -> None:
     raw = chunk.view(np.uint8).reshape(-1)[(2 * 8 + 5) * 8 :]
     deliver(raw, (3, 2), (64, 8), bits(target))
     assert np.array_equal(target, chunk[2:5, 5:7])
+
+
+@pytest.mark.parametrize("source", [torch.tensor(3.5), torch.tensor(3.5, dtype=torch.float64)])
+def test_what_has_no_dimensions_reaches_a_tensor_that_is_no_host_array(source: torch.Tensor) -> None:
+    raw = bits(source)
+    held = np.frombuffer(bytearray(raw.tobytes()), np.uint8)
+    # Given as a tensor of bit patterns, as one on a device is.
+    target = torch.zeros((), dtype=torch.int32 if raw.itemsize == 4 else torch.int64)
+    deliver(held, (), (), target)
+    assert target.numpy().tobytes() == raw.tobytes()
+    for dtype in (torch.float32, torch.bfloat16):
+        other = torch.zeros((), dtype=dtype)
+        convert(held, str(source.dtype).removeprefix("torch."), (), (), other)
+        assert other == 3.5
+    array = np.zeros((), np.float16)
+    convert(held, str(source.dtype).removeprefix("torch."), (), (), array)
+    assert array == 3.5
+
+
+def test_nothing_is_staged_of_an_empty_tensor_that_is_no_host_array() -> None:
+    stage(torch.zeros((0, 3), dtype=torch.int32), 0, 0, np.empty(0, np.uint8))

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import operator
 from types import EllipsisType
 from typing import TYPE_CHECKING, Any
 
-from reknit.engine.opening import OpenCheckpoint, opened, read_opened
+from reknit.engine.opening import OpenCheckpoint, check_size, opened, read_opened
 from reknit.engine.read import Reader, granularity
 from reknit.errors import MismatchError, UsageError
 from reknit.planner.load import plan_load
@@ -99,6 +100,8 @@ class Checkpoint:
         cut = granularity(self._options, self.manifest.block_nbytes)
         sizes = [self._open.files[path].nbytes for path in self._open.index.files]
         plan = plan_load(self._open.index, [(number, box)], sizes, cut)
+        for file in sorted(set(plan.read_file.tolist())):
+            check_size(self._open.storage, self._open.files[self._open.index.files[file]])
         Reader(self._open, plan, [array], [number], frozenset(), self._options).run(self._recorder)
         return array.reshape(kept)
 
@@ -126,7 +129,13 @@ def selected(shape: Sequence[int], index: Sequence[Index] | Index) -> tuple[Box,
             lengths.append(max(stop - start, 0))
             kept.append(lengths[-1])
             continue
-        at = part + size if part < 0 else part
+        try:
+            number = operator.index(part)
+        except TypeError:
+            raise UsageError(
+                f"an index is an integer, a slice or ..., not {part!r}", remedy="read more, and index that"
+            ) from None
+        at = number + size if number < 0 else number
         if not 0 <= at < size:
             raise IndexError(f"index {part} is outside a dimension of {size}")
         offsets.append(at)

@@ -8,8 +8,14 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from reknit.engine import messages
-from reknit.engine.write import write_bytes
-from reknit.errors import CheckpointExistsError, ReknitError, StorageError, StorageNotFoundError
+from reknit.engine.write import discard, write_bytes
+from reknit.errors import (
+    CheckpointExistsError,
+    CommitError,
+    DeadlineError,
+    ReknitError,
+    StorageNotFoundError,
+)
 from reknit.format import paths
 from reknit.format.checksum import BLOCK_NBYTES
 from reknit.format.index_file import encode_index
@@ -39,7 +45,7 @@ class Destination:
 
 
 def decide_assignment(destination: Destination, requests: Sequence[bytes]) -> list[bytes]:
-    """Answer every rank's `Claims`.  Raises `CheckpointExistsError`."""
+    """Answer every rank's `Claims`.  Raises `CheckpointExistsError`, `StateError` for unfit metadata."""
     if not destination.overwrite and manifest_exists(destination.storage):
         raise CheckpointExistsError(
             "there is a committed checkpoint at this path already",
@@ -56,6 +62,8 @@ def decide_assignment(destination: Destination, requests: Sequence[bytes]) -> li
         [messages.unpacked(c.blob_digests, "u8") for c in claims],
     )
     write_id = paths.new_write_id()
+    # What no manifest can hold is refused now, and not after hours of writing.
+    encode_manifest(_manifest(destination, write_id, (), [FileEntry(paths.index_path(write_id), 0, ())], ()))
     return [
         messages.encode(messages.Assignment(write_id, messages.packed(s, "i8"), messages.packed(b, "i8")))
         for s, b in zip(shards, blobs, strict=True)
@@ -77,38 +85,19 @@ def decide_commit(destination: Destination, write_id: str, requests: Sequence[by
         for file in receipt.files
     ]
     blobs = tuple(BlobFile(b.item, b.path, b.coordinate) for receipt in receipts for b in receipt.blobs)
+    items = tuple(dict.fromkeys(item for receipt in receipts for item in receipt.items))
     storage = destination.storage
+    _check_files(storage, receipts)
     written = write_bytes(storage, paths.index_path(write_id), encode_index(index))
     try:
         files.append(FileEntry(written.path, written.nbytes, tuple(written.digests.tolist())))
-        manifest = Manifest(
-            format_version=FORMAT_VERSION,
-            write_id=write_id,
-            step=destination.step,
-            created=now(),
-            items=tuple(dict.fromkeys(item for receipt in receipts for item in receipt.items)),
-            index_path=written.path,
-            files=tuple(files),
-            blobs=blobs,
-            block_nbytes=BLOCK_NBYTES,
-            uses_pickle=destination.uses_pickle,
-            origin=destination.origin,
-            metadata=destination.metadata,
-        )
-        data = encode_manifest(manifest)
+        data = encode_manifest(_manifest(destination, write_id, items, files, blobs))
         # The commit: before this write there is no checkpoint, after it there is.
-        committed = storage.put(paths.MANIFEST_PATH, data, if_absent=not destination.overwrite)
-    except ReknitError:
-        if not _is_committed(storage, write_id):
-            storage.delete(written.path)
+        _put_manifest(destination, write_id, data)
+    except BaseException as error:
+        if not isinstance(error, DeadlineError) and is_committed(storage, write_id) is False:
+            discard(storage, written.path)
         raise
-    if not committed:
-        storage.delete(written.path)
-        raise CheckpointExistsError(
-            "another save committed to this path meanwhile",
-            path=storage.url,
-            remedy="give each save a path of its own",
-        )
     warnings += _clear_out(storage, write_id)
     outcome = messages.encode(messages.Outcome(sum(file.nbytes for file in files), warnings))
     return [outcome] * len(requests)
@@ -123,20 +112,83 @@ def manifest_exists(storage: Storage) -> bool:
     return True
 
 
-def _is_committed(storage: Storage, write_id: str) -> bool:
-    """Tell whether the manifest here is that of this save; when that cannot be told, assume that it is."""
+def is_committed(storage: Storage, write_id: str) -> bool | None:
+    """Tell whether the manifest here is that of this save; None when that cannot be told."""
     try:
-        return committed_write_id(storage) == write_id
+        data = storage.get(paths.MANIFEST_PATH, limit=MAX_MANIFEST_NBYTES)
+        return decode_manifest(data).write_id == write_id
+    except StorageNotFoundError:
+        return False
     except ReknitError:
-        return True
+        return None
 
 
-def committed_write_id(storage: Storage) -> str | None:
-    """Return the write id of the checkpoint that is committed here, or None."""
+def _manifest(
+    destination: Destination,
+    write_id: str,
+    items: tuple[str, ...],
+    files: Sequence[FileEntry],
+    blobs: tuple[BlobFile, ...],
+) -> Manifest:
+    """Return the commit record."""
+    return Manifest(
+        format_version=FORMAT_VERSION,
+        write_id=write_id,
+        step=destination.step,
+        created=now(),
+        items=items,
+        index_path=paths.index_path(write_id),
+        files=tuple(files),
+        blobs=blobs,
+        block_nbytes=BLOCK_NBYTES,
+        uses_pickle=destination.uses_pickle,
+        origin=destination.origin,
+        metadata=destination.metadata,
+    )
+
+
+def _check_files(storage: Storage, receipts: Sequence[messages.Receipt]) -> None:
+    """Raise `CommitError` unless the root sees every file that some rank wrote."""
+    listed = {file.path: file.nbytes for file in storage.list()}
+    for receipt in receipts:
+        for file in receipt.files:
+            if listed.get(file.path) == file.nbytes or _size(storage, file.path) == file.nbytes:
+                continue
+            raise CommitError(
+                f"rank {receipt.rank} wrote {file.path} to {receipt.url}, and rank 0 does not find it in "
+                f"{storage.url}; nothing was committed",
+                rank=receipt.rank,
+                path=f"{storage.url}/{file.path}",
+                remedy="give every rank the same path, in a folder that all hosts share, and let only one "
+                "save at a time write to it",
+            )
+
+
+def _size(storage: Storage, path: str) -> int | None:
+    """Return the size of a file by its name: a network file system may list a folder as it was before."""
     try:
-        return decode_manifest(storage.get(paths.MANIFEST_PATH, limit=MAX_MANIFEST_NBYTES)).write_id
+        return storage.size(path)
     except StorageNotFoundError:
         return None
+
+
+def _put_manifest(destination: Destination, write_id: str, data: bytes) -> None:
+    """Commit, or raise; after an error only `is_committed` knows."""
+    storage = destination.storage
+    try:
+        placed = storage.put(paths.MANIFEST_PATH, data, if_absent=not destination.overwrite)
+    except ReknitError:
+        if not is_committed(storage, write_id):
+            raise
+        # It is there all the same: the answer was lost, or the folder was not synced.  So once more, until
+        # the store says that it will stay.
+        placed = storage.put(paths.MANIFEST_PATH, data, if_absent=False)
+    if not placed and not is_committed(storage, write_id):
+        raise CheckpointExistsError(
+            "another save committed to this path meanwhile",
+            path=storage.url,
+            remedy="give each save a path of its own",
+        )
 
 
 def _differing_copies(receipts: Sequence[messages.Receipt]) -> list[str]:
@@ -171,6 +223,6 @@ def _clear_out(storage: Storage, write_id: str) -> list[str]:
             name = paths.parse_path(listed.path)
             if name is not None and name.write_id8 not in (None, paths.short_id(write_id)):
                 storage.delete(listed.path)
-    except StorageError as error:
+    except ReknitError as error:
         return [f"the checkpoint is committed, but files of an earlier save could not be deleted: {error}"]
     return []

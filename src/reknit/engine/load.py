@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from reknit.comm import base as comm
 from reknit.engine import messages
-from reknit.engine.opening import check_size, opened, read_opened
+from reknit.engine.opening import check_size, opened, read_for_all
 from reknit.engine.read import Reader, granularity
 from reknit.engine.report import LoadReport
 from reknit.errors import MismatchError, ReknitError
@@ -26,6 +26,10 @@ if TYPE_CHECKING:
     from reknit.types.manifest import Catalog
     from reknit.types.plan import LoadPlan
     from reknit.types.wanted import Wanted
+
+
+FIRST_ROUND = "open"
+"""The round in which a load begins."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,7 +76,11 @@ def load(job: LoadJob) -> LoadReport:
     # 1 the root reads manifest and index for everyone
     with job.recorder.phase("open"):
         metadata = comm.round(
-            job.group, "open", lambda: _read_metadata(job), lambda r: [r[0]] * len(r), job.options.timeout_s
+            job.group,
+            FIRST_ROUND,
+            lambda: _items(job),
+            lambda requests: _read_metadata(job, requests),
+            job.options.timeout_s,
         )
     ready: list[_Prepared] = []
 
@@ -93,16 +101,22 @@ def load(job: LoadJob) -> LoadReport:
     return _report(job, ready[0], unexpected)
 
 
-def _read_metadata(job: LoadJob) -> bytes:
-    """Read manifest, index and shared values on the root; nothing elsewhere."""
-    if job.group.rank != 0:
-        return b""
-    return messages.encode(read_opened(job.storage, job.items))
+def _items(job: LoadJob) -> bytes:
+    """Return which items this rank wants; ranks may want different ones."""
+    # A lenient pattern that matches a name in the item, whatever it is, covers the absence of them all.
+    optional = [item for item in job.items if _is_lenient(f"{item}/", job.options.lenient)]
+    return messages.encode(messages.Items(list(job.items), optional))
+
+
+def _read_metadata(job: LoadJob, requests: Sequence[bytes]) -> list[bytes]:
+    """Read manifest, index and shared values for all ranks, on the root."""
+    wanted = [messages.decode(request, messages.Items) for request in requests]
+    return [messages.encode(read_for_all(job.storage, wanted))] * len(requests)
 
 
 def _prepare(job: LoadJob, metadata: messages.Opened) -> _Prepared:
     """Find out 2 what this rank wants (local), and 3 which bytes that is (pure)."""
-    checkpoint = opened(job.storage, metadata, job.items, allow_pickle=job.options.allow_pickle)
+    checkpoint = opened(job.storage, metadata, metadata.items, allow_pickle=job.options.allow_pickle)
     with job.recorder.phase("collect"):
         wanted = job.want(checkpoint.catalog())
     with job.recorder.phase("plan"):

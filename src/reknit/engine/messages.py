@@ -91,10 +91,12 @@ class Columns(msgspec.Struct, array_like=True):
 class Receipt(msgspec.Struct, array_like=True):
     """After a save's writing: what a rank wrote, and the digests of the copies that it holds.
 
-    `copies` are `shard_key`s, `copy_digests` the digests of the bytes; the root compares them between ranks.
+    `url` is where it wrote.  `copies` are `shard_key`s, `copy_digests` the digests of the bytes; the root
+    compares them between ranks.
     """
 
     rank: int
+    url: str
     items: list[str]
     files: list[FileReceipt]
     columns: Columns
@@ -112,13 +114,22 @@ class Outcome(msgspec.Struct, array_like=True):
 
 
 class Opened(msgspec.Struct, array_like=True):
-    """What the root read for everyone at the start of a load: the manifest, the index, and files of shared
-    blobs.
+    """The root's answer: the `items` that some rank wants, and what it read of them for everyone.
+
+    That is the manifest, the index, and the files of shared blobs of these items.
     """
 
     manifest: bytes
     index: bytes
     blobs: dict[str, bytes]
+    items: list[str]
+
+
+class Items(msgspec.Struct, array_like=True):
+    """At the start of a load: the items that a rank wants, and those that it can do without."""
+
+    names: list[str]
+    optional: list[str]
 
 
 class Wish(msgspec.Struct, array_like=True):

@@ -85,26 +85,35 @@ def read_opened(storage: Storage, items: Sequence[str] | None) -> messages.Opene
         if blob.coordinate is None and (items is None or blob.item in items)
     }
     index = read_checked(storage, files[manifest.index_path], manifest.block_nbytes)
-    return messages.Opened(data, index, blobs)
+    return messages.Opened(data, index, blobs, list(manifest.items if items is None else items))
 
 
-def opened(
-    storage: Storage, message: messages.Opened, items: Sequence[str] | None, *, allow_pickle: bool
-) -> OpenCheckpoint:
-    """Decode what `read_opened` read.  Raises `MismatchError` for an item that is not there."""
+def read_for_all(storage: Storage, wanted: Sequence[messages.Items]) -> messages.Opened:
+    """Read what all ranks want.  Raises `MismatchError` for an item that is not there but is needed."""
+    items = list(dict.fromkeys(item for rank in wanted for item in rank.names))
+    optional = {item for rank in wanted for item in rank.optional}
+    message = read_opened(storage, items)
     manifest = decode_manifest(message.manifest)
-    if absent := [item for item in items or () if item not in manifest.items]:
+    if absent := [item for item in items if item not in manifest.items and item not in optional]:
         raise MismatchError(
             f"the checkpoint has no item {', '.join(map(repr, absent))}",
             path=storage.url,
             remedy=f"its items are {', '.join(map(repr, manifest.items))}; leave the others out of `state`, "
             "or name those to load in `items`",
         )
-    blobs: dict[str, dict[str, Any]] = {item: {} for item in manifest.items}
+    return message
+
+
+def opened(
+    storage: Storage, message: messages.Opened, items: Sequence[str] | None, *, allow_pickle: bool
+) -> OpenCheckpoint:
+    """Decode what `read_opened` read, and offer `items` of it (None: all)."""
+    manifest = decode_manifest(message.manifest)
+    wanted = manifest.items if items is None else tuple(items)
+    blobs: dict[str, dict[str, Any]] = {item: {} for item in (*manifest.items, *wanted)}
     for file in manifest.blobs:
         if file.path in message.blobs:
             blobs[file.item].update(decode_blobs(message.blobs[file.path], allow_pickle=allow_pickle))
-    wanted = manifest.items if items is None else tuple(items)
     index = decode_index(message.index)
     _check_extents(index, manifest)
     return OpenCheckpoint(storage, manifest, index, blobs, wanted, allow_pickle)
@@ -134,8 +143,7 @@ def read_manifest(storage: Storage) -> bytes:
 
 def _hint(storage: Storage) -> str:
     """Say what a user may have meant by a path that holds no checkpoint."""
-    folders = storage.folders()
-    inside = [name for name in folders if _has_manifest(storage.sub(name))]
+    inside = [name for name in storage.folders() if _has_manifest(storage, name)]
     if inside:
         return (
             f"it holds checkpoints: did you mean {storage.url}/{inside[-1]}?  reknit.latest finds the newest"
@@ -145,9 +153,10 @@ def _hint(storage: Storage) -> str:
     return "check the path; `reknit ls` on the folder above shows what is there"
 
 
-def _has_manifest(storage: Storage) -> bool:
+def _has_manifest(storage: Storage, folder: str) -> bool:
+    """Tell whether a folder holds a checkpoint, as far as it can be looked into."""
     try:
-        storage.size(paths.MANIFEST_PATH)
+        storage.sub(folder).size(paths.MANIFEST_PATH)
     except StorageError:
         return False
     return True
@@ -158,7 +167,11 @@ def read_checked(storage: Storage, file: FileEntry, block_nbytes: int) -> bytes:
     check_size(storage, file)
     buffer = bytearray(file.nbytes)
     storage.read_into(file.path, 0, [memoryview(buffer)])
-    check_blocks(file, 0, memoryview(buffer), block_nbytes)
+    try:
+        check_blocks(file, 0, memoryview(buffer), block_nbytes)
+    except CorruptError as error:
+        error.sign(path=f"{storage.url}/{file.path}")
+        raise
     return bytes(buffer)
 
 
@@ -198,6 +211,5 @@ def corrupt_block(
     of = f" (in {', '.join(tensors[:4])}{' and more' if len(tensors) > 4 else ''})" if tensors else ""
     return CorruptError(
         f"bytes {number * block_nbytes}:{stop} of {file.path} are not those that were saved{of}",
-        path=file.path,
         remedy="the file is damaged: restore it, or load another checkpoint",
     )

@@ -4,19 +4,22 @@ delivered.
 
 from __future__ import annotations
 
+from contextlib import contextmanager
 from math import prod
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from reknit.engine.opening import corrupt_block
 from reknit.engine.pipeline import run_jobs
 from reknit.engine.staging import bits, contiguous_bytes, convert, deliver
+from reknit.errors import ReknitError
 from reknit.format.checksum import BLOCK_NBYTES, digest
 from reknit.monitor.phase import Stopwatch
+from reknit.options import num_threads
 from reknit.planner.load import Granularity
 from reknit.types.box import Box, flat_range_boxes
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Iterator, Sequence
 
     import numpy as np
     from numpy.typing import NDArray
@@ -99,7 +102,7 @@ class Reader:
             run_jobs(
                 range(len(self._plan.read_file)),
                 self._read,
-                threads=self._options.threads,
+                threads=num_threads(self._options.threads),
                 arena_nbytes=size,
                 budget_nbytes=self._options.inflight_nbytes,
             )
@@ -140,14 +143,23 @@ class Reader:
         uses = [self._pieces[p] for p in used]
         scratch = arena.view(nbytes)
         spans, indirect = _spans(uses, start, scratch)
-        with self._clocks["read"].lap(nbytes):
+        with self._clocks["read"].lap(nbytes), self._signed("read", path):
             self._checkpoint.storage.read_into(path, start, [span.buffer.data for span in spans])
         if self._options.verify != "off":
-            with self._clocks["verify"].lap(nbytes):
+            with self._clocks["verify"].lap(nbytes), self._signed("verify", path):
                 self._verify(path, spans, uses)
         with self._clocks["deliver"].lap():
             for piece in indirect:
                 self._deliver(piece, start, scratch)
+
+    @contextmanager
+    def _signed(self, phase: str, path: str) -> Iterator[None]:
+        """Sign errors that pass with the place; the time is taken elsewhere."""
+        try:
+            yield
+        except ReknitError as error:
+            error.sign(phase=phase, path=f"{self._checkpoint.storage.url}/{path}")
+            raise
 
     def _verify(self, path: str, spans: Sequence[_Span], uses: Sequence[_Piece]) -> None:
         """Check every block of a read; reads begin and end with blocks (or the file)."""
@@ -188,14 +200,13 @@ class Reader:
 
     def _copy(self, piece: _Piece, box: Box, source: NDArray[np.uint8], strides: Sequence[int]) -> None:
         """Copy a box (in the chunk's coordinates) that begins at `source` to its place in the target."""
-        place = box.relative_to(piece.in_chunk).shifted(piece.in_wanted).slices()
+        # With the ellipsis, what has no dimensions stays an array.
+        place = (*box.relative_to(piece.in_chunk).shifted(piece.in_wanted).slices(), ...)
         if piece.wanted in self._cast:
             dtype = self._checkpoint.index.tensors[self._tensors[piece.wanted]].spec.dtype
             convert(source, dtype, box.lengths, strides, self._targets[piece.wanted][place])
         else:
-            place_kept = (*place, ...)  # with the ellipsis, 0-d stays an array
-            target = self._bits[piece.wanted][place_kept]
-            deliver(source, box.lengths, strides, target)
+            deliver(source, box.lengths, strides, self._bits[piece.wanted][place])
 
 
 def _strides(lengths: Sequence[int], itemsize: int) -> tuple[int, ...]:

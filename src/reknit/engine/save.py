@@ -10,11 +10,11 @@ import xxhash
 
 from reknit.comm import base as comm
 from reknit.engine import messages
-from reknit.engine.commit import committed_write_id, decide_assignment, decide_commit
+from reknit.engine.commit import decide_assignment, decide_commit, is_committed
 from reknit.engine.report import SaveReport
 from reknit.engine.staging import bits, contiguous_bytes, stage
 from reknit.engine.write import Image, Written, discard, write_bytes, write_images
-from reknit.errors import CommError
+from reknit.errors import CommError, ReknitError
 from reknit.format import paths
 from reknit.format.blob_codec import encode_blobs
 from reknit.format.checksum import digest
@@ -30,6 +30,13 @@ if TYPE_CHECKING:
     from reknit.options import SaveOptions
     from reknit.types.plan import FilePlan
     from reknit.types.shard import Holdings, Shard
+
+
+FIRST_ROUND = "assign"
+"""The round in which a save begins."""
+
+_BEFORE_RECEIPT = frozenset({"plan", "stage", "digest", "write"})
+"""Phases of a rank's own writing; an error signed with one of them is no lost answer."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,26 +73,28 @@ def save(job: SaveJob) -> SaveReport:
     # 1 what does this rank hold (local); one round for what no framework can know alone
     assigned = _assign(job)
     written: list[Written] = []
+    sent: list[bytes] = []
+
+    def receipt() -> bytes:
+        sent.append(_write(job, assigned, written))
+        return sent[0]
+
     try:
         # 2 plan, 3 stage and digest and write, 4 receipts up; the root commits; the outcome comes down
         with job.recorder.phase("commit"):
             answer = comm.round(
                 job.group,
                 "commit",
-                lambda: _write(job, assigned, written),
+                receipt,
                 lambda requests: decide_commit(job.to, assigned.write_id, requests),
                 job.options.timeout_s,
             )
         outcome = messages.decode(answer, messages.Outcome)
-    except CommError:
-        # The answer is lost, so the root may have committed, or may yet: what was written must stay.
-        if committed_write_id(job.to.storage) != assigned.write_id:
+    except BaseException as error:  # Ctrl-C too: what was written is part of a checkpoint, or litter
+        committed = _clean_up(job, assigned, written, error, sent=bool(sent))
+        if not committed or not isinstance(error, CommError):
             raise
         outcome = messages.Outcome(0, ["the checkpoint is committed, but the root's answer was lost"])
-    except BaseException:
-        for file in written:
-            discard(job.to.storage, file.path)
-        raise
     return SaveReport(
         path=job.to.storage.url,
         step=job.to.step,
@@ -98,6 +107,27 @@ def save(job: SaveJob) -> SaveReport:
     )
 
 
+def _clean_up(
+    job: SaveJob, assigned: _Assigned, written: list[Written], error: BaseException, *, sent: bool
+) -> bool | None:
+    """After an error, delete what this rank wrote, unless it is, or may yet become, part of a checkpoint.
+
+    Tells whether the checkpoint is committed all the same; None when nobody can know.
+    """
+    # The root decides only when it has the receipts of all ranks.
+    committed: bool | None = False
+    over = not sent or (isinstance(error, ReknitError) and error.phase in _BEFORE_RECEIPT)
+    if not over:
+        committed = is_committed(job.to.storage, assigned.write_id)
+        # A rank that lost the answer, or was interrupted while it waited, cannot know how far the root is.
+        told = isinstance(error, ReknitError) or job.group.rank == 0
+        over = committed is False and told and not isinstance(error, CommError)
+    if over:
+        for file in written:
+            discard(job.to.storage, file.path)
+    return committed
+
+
 def _assign(job: SaveJob) -> _Assigned:
     """Collect, and let the root decide who writes what no framework could vouch for."""
     collected: list[tuple[Holdings, list[int], list[int]]] = []
@@ -105,6 +135,7 @@ def _assign(job: SaveJob) -> _Assigned:
     def claims() -> bytes:
         with job.recorder.phase("collect"):
             holdings = job.collect()
+            _check_names(holdings)
             guessed = [n for n, shard in enumerate(holdings.shards) if shard.replicas is None]
             shared = [n for n, blob in enumerate(holdings.blobs) if blob.coordinate is None]
             encoded = [
@@ -126,7 +157,7 @@ def _assign(job: SaveJob) -> _Assigned:
     with job.recorder.phase("assign"):
         answer = comm.round(
             job.group,
-            "assign",
+            FIRST_ROUND,
             claims,
             lambda requests: decide_assignment(job.to, requests),
             job.options.timeout_s,
@@ -147,6 +178,15 @@ def _assign(job: SaveJob) -> _Assigned:
     )
 
 
+def _check_names(holdings: Holdings) -> None:
+    """Raise `StateError` for a name that no file can hold."""
+    for item in holdings.items:
+        paths.escape_item(item)
+    for entries in (holdings.shards, holdings.blobs, holdings.aliases):
+        for entry in entries:
+            paths.checked_name(entry.fqn, "name")
+
+
 def _write(job: SaveJob, assigned: _Assigned, written: list[Written]) -> bytes:
     """Plan and write this rank's files; return its receipt."""
     shards = assigned.holdings.shards
@@ -161,6 +201,7 @@ def _write(job: SaveJob, assigned: _Assigned, written: list[Written]) -> bytes:
         digests = [_shard_digest(shards[n], sources[n]) for n in copies]
     receipt = messages.Receipt(
         rank=job.group.rank,
+        url=job.to.storage.url,
         items=list(assigned.holdings.items),
         files=[messages.FileReceipt(w.path, w.nbytes, messages.packed(w.digests, "u8")) for w in written],
         columns=_columns(assigned.holdings, plan.files, images),
@@ -201,7 +242,7 @@ def _write_blobs(job: SaveJob, assigned: _Assigned, written: list[Written]) -> l
         if blobs.coordinate is not None:
             number, own = own, own + 1
         path = paths.blob_path(blobs.item, job.group.rank, assigned.write_id, own=number)
-        with job.recorder.phase("write", path=path, nbytes=len(data)):
+        with job.recorder.phase("write", path=f"{job.to.storage.url}/{path}", nbytes=len(data)):
             written.append(write_bytes(job.to.storage, path, data))
         receipts.append(messages.BlobReceipt(blobs.item, path, blobs.coordinate))
     return receipts

@@ -44,6 +44,8 @@ def contiguous_bytes(view: Any) -> NDArray[np.uint8] | None:
 
 def stage(source: Any, first: int, numel: int, out: NDArray[np.uint8]) -> None:
     """Copy `numel` elements from element `first` (row-major) of a `bits` array to the bytes `out`."""
+    if not numel:
+        return
     if (flat := contiguous_bytes(source)) is not None:
         itemsize = source.dtype.itemsize
         np.copyto(out, flat[first * itemsize : (first + numel) * itemsize])
@@ -75,7 +77,7 @@ def deliver(source: NDArray[np.uint8], lengths: Sequence[int], strides: Sequence
         np.copyto(target, array)
     else:
         torch = sys.modules["torch"]
-        target.copy_(torch.from_numpy(np.ascontiguousarray(array)))
+        target.copy_(torch.from_numpy(np.asarray(array, order="C")))
 
 
 def convert(
@@ -87,7 +89,8 @@ def convert(
     Where `target` is a tensor torch converts, otherwise NumPy does.
     """
     kind = numpy_dtype(dtype)
-    array = np.ascontiguousarray(np.ndarray(tuple(lengths), kind, source, 0, tuple(strides)))
+    # np.ascontiguousarray would give one dimension to what has none.
+    array = np.asarray(np.ndarray(tuple(lengths), kind, source, 0, tuple(strides)), order="C")
     if isinstance(target, np.ndarray):
         np.copyto(target, array.astype(target.dtype))
         return

@@ -4,19 +4,20 @@ from __future__ import annotations
 
 import threading
 from bisect import bisect_right
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
 from reknit.engine.pipeline import run_jobs
 from reknit.engine.staging import stage
-from reknit.errors import StorageError
+from reknit.errors import ReknitError
 from reknit.format.checksum import BLOCK_NBYTES, digest
 from reknit.monitor.phase import Stopwatch
+from reknit.options import num_threads
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Iterator, Sequence
 
     from numpy.typing import NDArray
 
@@ -109,18 +110,19 @@ def write_images(
         with clocks["digest"].lap(len(piece)):
             for k in range(0, len(piece), BLOCK_NBYTES):
                 file.digests[(start + k) // BLOCK_NBYTES] = digest(piece.data[k : k + BLOCK_NBYTES])
-        with clocks["write"].lap(len(piece)):
+        with clocks["write"].lap(len(piece)), _signed(storage, file.image.path, recorder):
             file.writer.write(start, piece.data)
             if file.done_with_piece():
                 file.writer.finish()
 
     try:
         for image in images:
-            opened.append(_Open(image, storage.create(image.path, image.nbytes)))
+            with _signed(storage, image.path, recorder):
+                opened.append(_Open(image, storage.create(image.path, image.nbytes)))
         run_jobs(
             ((file, start) for file in opened for start in range(0, file.image.nbytes, PIECE_NBYTES)),
             work,
-            threads=options.threads,
+            threads=num_threads(options.threads),
             arena_nbytes=PIECE_NBYTES,
             budget_nbytes=options.inflight_nbytes,
         )
@@ -136,8 +138,18 @@ def write_images(
     return [Written(file.image.path, file.image.nbytes, file.digests) for file in opened]
 
 
+@contextmanager
+def _signed(storage: Storage, path: str, recorder: Recorder) -> Iterator[None]:
+    """Sign errors that pass with the place, in whatever thread; the time is taken elsewhere."""
+    try:
+        yield
+    except ReknitError as error:
+        error.sign(rank=recorder.rank, phase="write", path=f"{storage.url}/{path}")
+        raise
+
+
 def write_bytes(storage: Storage, path: str, data: bytes) -> Written:
-    """Write one file that is whole in memory."""
+    """Write one file that is whole in memory; after an error it is not left behind."""
     digests = [digest(memoryview(data)[k : k + BLOCK_NBYTES]) for k in range(0, len(data), BLOCK_NBYTES)]
     writer = storage.create(path, len(data))
     try:
@@ -145,11 +157,12 @@ def write_bytes(storage: Storage, path: str, data: bytes) -> Written:
         writer.finish()
     except BaseException:
         writer.abort()
+        discard(storage, path)  # finished perhaps, and only the answer was lost
         raise
     return Written(path, len(data), np.array(digests, np.uint64))
 
 
 def discard(storage: Storage, path: str) -> None:
     """Delete a file of a save that failed; where even that fails, the next save to this path does it."""
-    with suppress(StorageError):
+    with suppress(ReknitError):
         storage.delete(path)
