@@ -37,20 +37,20 @@ def attacks() -> Iterator[tuple[str, bytes]]:
         _parquet(80, fqn="a" * (1 << 20), use_dictionary=False, write_batch_size=1),
     )
     yield "many_values_in_few_bytes", _parquet(100_000, ndim=32)
-    yield "stored_schema_that_agrees", _parquet(3, schema=index_file._WRITTEN, store_schema=True)
-    yield "other_compression", _parquet(3, compression="gzip")
+    yield "stored_schema_that_agrees", _parquet(1, schema=index_file._WRITTEN, store_schema=True)
+    yield "other_compression", _parquet(1, compression="gzip")
     yield (
         "delta_strings_that_multiply",
         _parquet(100, fqn="a" * 4000, column_encoding={"fqn": "DELTA_BYTE_ARRAY"}),
     )
-    yield "extension_type_in_a_stored_schema", _parquet(3, store_schema=True)
+    yield "extension_type_in_a_stored_schema", _parquet(1, store_schema=True)
     yield "name_of_a_megabyte", _parquet(1, fqn="a" * (1 << 20))
-    yield "nullable_columns", _parquet(3, schema=_nullable())
-    yield "other_types", _parquet(3, schema=_schema().set(7, pa.field("start", pa.int32(), nullable=False)))
-    yield "column_missing", _parquet(3, schema=_schema().remove(8))
+    yield "nullable_columns", _parquet(1, schema=_nullable())
+    yield "other_types", _parquet(1, schema=_schema().set(7, pa.field("start", pa.int32(), nullable=False)))
+    yield "column_missing", _parquet(1, schema=_schema().remove(8))
     yield (
         "column_renamed",
-        _parquet(3, schema=_schema().set(8, pa.field("Nbytes", pa.int64(), nullable=False))),
+        _parquet(1, schema=_schema().set(8, pa.field("Nbytes", pa.int64(), nullable=False))),
     )
 
 
@@ -177,6 +177,7 @@ _FOOTERS: dict[str, Callable[[Struct], None]] = {
     "column_has_negative_length": _set_meta(7, 7, -1),
     "column_has_an_unknown_codec": _set_meta(7, 4, 99),
     "column_is_gzip_by_its_footer": _set_meta(7, 4, 2),
+    "codec_that_is_a_structure": lambda footer: _meta(footer, 7).update({4: (STRUCT, {})}),
     "dictionary_begins_elsewhere": _set_meta(1, 11, 5),
     "schema_nested_a_hundred_thousand_deep": _deep_schema,
     "schema_claims_billions_of_children": _wide_schema,

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import contextlib
 import json
 import struct
 from typing import TYPE_CHECKING, Any
@@ -7,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors import safe_open
 
@@ -142,6 +143,26 @@ def test_a_header_that_is_not_all_there_is_refused() -> None:
 def raw_header(document: Any) -> bytes:
     text = document if isinstance(document, str) else json.dumps(document)
     return struct.pack("<Q", len(text)) + text.encode()
+
+
+SAMPLE = encode_header(
+    [
+        HeaderEntry("z", "complex64", (1,), 0, 8),
+        HeaderEntry("a[0:2,1:2]", "float32", (2, 1), 8, 8),
+        HeaderEntry("b", "int8", (), 16, 1),
+    ],
+    file_metadata(WRITE_ID, 3, "model", {"c": "b"}),
+)
+
+
+@settings(max_examples=500)
+@given(st.data())
+def test_a_changed_byte_gives_a_header_or_a_typed_error(data: st.DataObject) -> None:
+    bad = bytearray(SAMPLE)
+    for _ in range(data.draw(st.integers(1, 3))):
+        bad[data.draw(st.integers(0, len(SAMPLE.rstrip()) - 1))] = data.draw(st.integers(0, 255))
+    with contextlib.suppress(FormatError):
+        decode_header(bytes(bad), len(SAMPLE) + 17)
 
 
 def test_a_dtype_that_is_not_native_keeps_its_true_name() -> None:
