@@ -161,7 +161,7 @@ class Demo:
             moved.loaded["step"] == DROPOUT_STEPS and worst <= TOLERANCE,
         )
         notes = moved.loaded["notes"]
-        told = list(notes) == ["rng/"] and "not restored" in notes["rng/"]
+        told = list(notes) == ["rng"] and "not restored" in notes["rng"]
         self.check("  left alone by the load", "random state", ", ".join(notes) or "nothing", told)
         number = moved.loaded["resharded"]
         self.check("  tensors read from other shards", "some", number, number > 0)

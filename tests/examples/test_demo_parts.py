@@ -229,7 +229,7 @@ def test_checks_travel_between_processes(tmp_path: Path) -> None:
 
 def test_a_journal_is_read_as_it_was_written(tmp_path: Path) -> None:
     records: list[dict[str, Any]] = [
-        {"loaded": "x", "step": 4, "notes": {"rng/": "left"}, "resharded": 2},
+        {"loaded": "x", "step": 4, "notes": {"rng": "left"}, "resharded": 2},
         {"step": 5, "loss": 0.1 + 0.2},
         {"fingerprint": "f"},
     ]

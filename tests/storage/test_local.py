@@ -743,3 +743,13 @@ def test_what_the_user_may_not_do_is_a_permission_error() -> None:
             closed.chmod(0o755)
     assert done.returncode == 0, done.stderr
     assert done.stdout.splitlines() == [f"{i} StoragePermissionError" for i in range(10)] + ["b'1'"]
+
+
+def test_temporary_files_that_a_killed_writer_left_are_removed_by_a_later_put(tmp_path: Path) -> None:
+    stale, young = tmp_path / f".{'a' * 32}.tmp", tmp_path / f".{'b' * 32}.tmp"
+    stale.write_bytes(b"half")
+    young.write_bytes(b"half")
+    os.utime(stale, (0, 0))
+    LocalStorage(tmp_path).put("manifest.json", b"{}", if_absent=True)
+    assert not stale.exists()
+    assert young.exists()

@@ -12,6 +12,7 @@ from reknit.engine.opening import opened, read_opened
 from reknit.format.blob_codec import encode_blobs
 from reknit.interop.tensor_stream import stream, tensors_of
 from reknit.options import MIB
+from reknit.types.shard import full_name
 
 if TYPE_CHECKING:
     import argparse
@@ -101,7 +102,7 @@ class Comparison:
         sides = [
             {key: n for key, n in side.index.ids.items() if key[0] in items} for side in (self.a, self.b)
         ]
-        names = [{f"{item}/{fqn}": n for (item, fqn), n in side.items()} for side in sides]
+        names = [{full_name(item, fqn): n for (item, fqn), n in side.items()} for side in sides]
         pairs = []
         for name in self._in_both("tensor", *names):
             numbers = names[0][name], names[1][name]
@@ -132,7 +133,7 @@ class Comparison:
             if difference.numel:
                 entry = self.a.index.tensors[number]
                 of = f"{difference} (of {entry.spec.numel})"
-                self.note("data", f"{entry.item}/{entry.fqn}", of)
+                self.note("data", full_name(entry.item, entry.fqn), of)
 
     def _in_both(self, kind: str, a: Any, b: Any) -> Iterator[str]:
         """Yield the names that both sides have; note the others."""
@@ -187,7 +188,7 @@ def _values(checkpoint: OpenCheckpoint, items: list[str]) -> dict[str, bytes]:
     storage = checkpoint.storage
     whole = opened(storage, read_opened(storage, items), None, allow_pickle=False)
     return {
-        f"{item}/{fqn}": encode_blobs({fqn: value}, allow_pickle=False)
+        full_name(item, fqn): encode_blobs({fqn: value}, allow_pickle=False)
         for item in items
         for fqn, value in whole.blobs[item].items()
     }

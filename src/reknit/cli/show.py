@@ -19,6 +19,7 @@ from reknit.cli.output import (
 )
 from reknit.format.paths import parse_path
 from reknit.interop.tensor_stream import tensors_of
+from reknit.types.shard import full_name
 
 if TYPE_CHECKING:
     import argparse
@@ -107,7 +108,7 @@ def tensor_rows(checkpoint: OpenCheckpoint, pattern: str) -> list[dict[str, Any]
     index = checkpoint.index
     rows = []
     for number, entry in enumerate(index.tensors):
-        if fnmatchcase(entry.fqn, pattern) or fnmatchcase(f"{entry.item}/{entry.fqn}", pattern):
+        if fnmatchcase(entry.fqn, pattern) or fnmatchcase(full_name(entry.item, entry.fqn), pattern):
             chunks = slice(index.first[number], index.first[number + 1])
             rows.append(
                 {

@@ -19,6 +19,7 @@ from reknit.format.rebuild import rebuild_index
 from reknit.interop.data_headers import read_header
 from reknit.storage.local import LocalStorage
 from reknit.storage.registry import open_storage
+from reknit.types.shard import full_name
 
 if TYPE_CHECKING:
     import argparse
@@ -135,7 +136,7 @@ def _differing(a: Index, b: Index) -> list[str]:
     for item, fqn in sorted(a.ids.keys() | b.ids.keys()):
         numbers = a.ids.get((item, fqn)), b.ids.get((item, fqn))
         if numbers[0] is None or numbers[1] is None or not _same(a, numbers[0], b, numbers[1]):
-            differing.append(f"{item}/{fqn}")
+            differing.append(full_name(item, fqn))
     return differing
 
 

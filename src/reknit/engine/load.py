@@ -14,6 +14,7 @@ from reknit.engine.report import LoadReport
 from reknit.errors import MismatchError, ReknitError
 from reknit.planner.assemble import SHOWN
 from reknit.planner.load import plan_load
+from reknit.types.shard import full_name
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -145,12 +146,12 @@ def _fill(job: LoadJob, ready: _Prepared) -> bytes:
 def _fills(checkpoint: OpenCheckpoint, wanted: Wanted, options: LoadOptions) -> tuple[list[_Fill], _Problems]:
     """Match wanted shards with saved tensors by name, shape and dtype."""
     problems = _Problems(
-        [(f"{item}/{fqn}", why) for item, fqn, why in wanted.missing],
-        [(f"{item}/{fqn}", why) for item, fqn, why in wanted.mismatched],
+        [(full_name(item, fqn), why) for item, fqn, why in wanted.missing],
+        [(full_name(item, fqn), why) for item, fqn, why in wanted.mismatched],
     )
     fills = []
     for shard in wanted.shards:
-        name = f"{shard.item}/{shard.fqn}"
+        name = full_name(shard.item, shard.fqn)
         tensor = checkpoint.index.ids.get((shard.item, shard.fqn))
         if tensor is None:
             problems.missing.append((name, "not in the checkpoint"))
@@ -186,7 +187,7 @@ def _wish(job: LoadJob, ready: _Prepared) -> bytes:
     index, names = checkpoint.index, _blob_names(checkpoint)
     mentioned = {name for name, _ in problems.mismatched}
     taken = {f.tensor for f in fills} | {index.ids[key] for key in wanted.aliases if key in index.ids}
-    taken |= {t for (item, fqn), t in index.ids.items() if f"{item}/{fqn}" in mentioned}
+    taken |= {t for (item, fqn), t in index.ids.items() if full_name(item, fqn) in mentioned}
     place = {key: number for number, key in enumerate(names)}
     lenient = job.options.lenient
     return messages.encode(
@@ -213,7 +214,7 @@ def _agree(job: LoadJob, checkpoint: OpenCheckpoint, requests: Sequence[bytes]) 
     left = [index.tensors[t][:2] for t in messages.unset([w.tensors for w in wishes], len(index.tensors))]
     left = [key for key in left if key[0] in loaded]
     left += [names[n] for n in messages.unset([w.blobs for w in wishes], len(names))]
-    unexpected = [f"{item}/{fqn}" for item, fqn in left]
+    unexpected = [full_name(item, fqn) for item, fqn in left]
     lines: dict[str, set[int]] = {}
     for wish in wishes:
         for kind, problems in (("missing", wish.missing), ("mismatched", wish.mismatched)):
@@ -264,7 +265,7 @@ def _report(job: LoadJob, ready: _Prepared, unexpected: list[str]) -> LoadReport
         mismatched=dict(problems.mismatched),
         cast=tuple(dict.fromkeys(f.name for f in fills if f.cast)),
         resharded=tuple(dict.fromkeys(f.name for n, f in enumerate(fills) if n not in whole and f.box.numel)),
-        notes={f"{item}/{fqn}": what for item, fqn, what in wanted.notes},
+        notes={full_name(item, fqn): what for item, fqn, what in wanted.notes},
         nbytes_wanted=sum(f.box.numel * index.tensors[f.tensor].spec.itemsize for f in fills),
         nbytes_read=plan.nbytes,
         phases=tuple(job.recorder.records),

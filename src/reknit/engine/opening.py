@@ -5,8 +5,6 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
-
 from reknit.engine import messages
 from reknit.errors import (
     CheckpointNotFoundError,
@@ -18,6 +16,7 @@ from reknit.errors import (
 from reknit.format import paths
 from reknit.format.blob_codec import decode_blobs
 from reknit.format.checksum import digest
+from reknit.format.index_checks import check_extents
 from reknit.format.index_file import decode_index
 from reknit.format.manifest_file import MAX_MANIFEST_NBYTES, decode_manifest
 from reknit.types.manifest import Catalog
@@ -115,20 +114,8 @@ def opened(
         if file.path in message.blobs:
             blobs[file.item].update(decode_blobs(message.blobs[file.path], allow_pickle=allow_pickle))
     index = decode_index(message.index)
-    _check_extents(index, manifest)
+    check_extents(index, {file.path: file.nbytes for file in manifest.files})
     return OpenCheckpoint(storage, manifest, index, blobs, wanted, allow_pickle)
-
-
-def _check_extents(index: Index, manifest: Manifest) -> None:
-    """Raise `CorruptError` when a chunk lies outside the files that the manifest lists."""
-    sizes = {file.path: file.nbytes for file in manifest.files}
-    if strange := [path for path in index.files if path not in sizes]:
-        raise CorruptError(f"the index has chunks in {strange[0]}, which is not in the manifest")
-    limits = np.array([sizes[path] for path in index.files], np.int64)
-    outside = np.flatnonzero(index.start + index.nbytes > limits[index.file])
-    if len(outside):
-        path = index.files[index.file[outside[0]]]
-        raise CorruptError(f"the index has a chunk that ends behind the {sizes[path]} bytes of {path}")
 
 
 def read_manifest(storage: Storage) -> bytes:

@@ -17,6 +17,7 @@ from reknit.monitor.phase import Stopwatch
 from reknit.options import num_threads
 from reknit.planner.load import Granularity
 from reknit.types.box import Box, flat_range_boxes
+from reknit.types.shard import full_name
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -181,7 +182,7 @@ class Reader:
 
     def _name(self, piece: _Piece) -> str:
         entry = self._checkpoint.index.tensors[self._tensors[piece.wanted]]
-        return f"{entry.item}/{entry.fqn}"
+        return full_name(entry.item, entry.fqn)
 
     def _deliver(self, piece: _Piece, start: int, scratch: NDArray[np.uint8]) -> None:
         """Copy the part of a piece that lies in `scratch`, which begins at byte `start` of the file."""

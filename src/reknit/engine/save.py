@@ -21,6 +21,7 @@ from reknit.format.checksum import digest
 from reknit.format.data_file import HeaderEntry, encode_header, file_metadata
 from reknit.planner.resolve import OWN, shard_key
 from reknit.planner.save import plan_save
+from reknit.types.shard import full_name
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -139,7 +140,7 @@ def _assign(job: SaveJob) -> _Assigned:
             guessed = [n for n, shard in enumerate(holdings.shards) if shard.replicas is None]
             shared = [n for n, blob in enumerate(holdings.blobs) if blob.coordinate is None]
             encoded = [
-                encode_blobs({blob.fqn: blob.value}, allow_pickle=job.options.allow_pickle)
+                encode_blobs({blob.fqn: blob.value}, allow_pickle=job.options.allow_pickle, item=blob.item)
                 for blob in (holdings.blobs[n] for n in shared)
             ]
         collected.append((holdings, guessed, shared))
@@ -208,7 +209,7 @@ def _write(job: SaveJob, assigned: _Assigned, written: list[Written]) -> bytes:
         blobs=blobs,
         copies=messages.packed([shard_key(shards[n]) for n in copies], "u8"),
         copy_digests=messages.packed(digests, "u8"),
-        copy_names=[f"{shards[n].item}/{shards[n].fqn}" for n in copies],
+        copy_names=[full_name(shards[n].item, shards[n].fqn) for n in copies],
     )
     return messages.encode(receipt)
 

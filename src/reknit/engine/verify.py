@@ -14,10 +14,12 @@ from reknit.engine.report import VerifyReport
 from reknit.errors import FormatError, StorageError
 from reknit.format.blob_codec import decode_blobs
 from reknit.format.data_file import data_start, decode_header
+from reknit.format.index_checks import check_extents
 from reknit.format.index_file import decode_index
 from reknit.format.manifest_file import decode_manifest
 from reknit.options import num_threads
 from reknit.planner.tiling import untiled
+from reknit.types.shard import full_name
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -81,13 +83,12 @@ def _check_index(
     shapes = [entry.spec.shape for entry in index.tensors]
     for gap in untiled(shapes, index.tensor, index.offsets, index.lengths):
         entry = index.tensors[gap.tensor]
-        held = f"{gap.held} of {gap.numel} elements"
-        problems.append(f"{manifest.index_path}: {entry.item}/{entry.fqn} is not covered exactly ({held})")
-    listed = {entry.path for entry in manifest.files}
+        name, held = full_name(entry.item, entry.fqn), f"{gap.held} of {gap.numel} elements"
+        problems.append(f"{manifest.index_path}: {name} is not covered exactly ({held})")
+    listed = {entry.path: entry.nbytes for entry in manifest.files}
+    _tried(problems, manifest.index_path, check_extents, index, listed)
     for number, path in enumerate(index.files):
-        if path not in listed:
-            problems.append(f"{manifest.index_path}: {path} holds chunks but is not in the manifest")
-        elif path in found:
+        if path in found:
             _tried(problems, path, _check_header, storage, index, number, found[path])
 
 

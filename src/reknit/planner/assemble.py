@@ -9,7 +9,7 @@ import numpy as np
 from reknit.errors import CommitError
 from reknit.planner.tiling import untiled
 from reknit.types.manifest import Index, TensorEntry
-from reknit.types.shard import TensorSpec
+from reknit.types.shard import TensorSpec, full_name
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -67,7 +67,7 @@ def assemble(written: Sequence[Written]) -> tuple[Index, list[str]]:
         & (lengths[1:] == lengths[:-1]).all(1)
     )
     if same.any():
-        twice = sorted({f"{entries[t].item}/{entries[t].fqn}" for t in tensor[1:][same].tolist()})
+        twice = sorted({full_name(*entries[t][:2]) for t in tensor[1:][same].tolist()})
         warnings.append(f"written by more than one rank, kept once: {_some(twice)}")
         keep = np.concatenate(([True], ~same))
         tensor, offsets, lengths = tensor[keep], offsets[keep], lengths[keep]
@@ -92,7 +92,7 @@ def _merged_specs(
                 specs[key] = TensorSpec(tuple(shape), dtype)
             elif known.shape != tuple(shape) or known.dtype != dtype:
                 raise CommitError(
-                    f"ranks disagree about {item}/{fqn}: {known}, but {dtype}{list(shape)} on rank {rank}",
+                    f"ranks disagree about {full_name(*key)}: {known}, on rank {rank} {dtype}{list(shape)}",
                     remedy="give tensors that differ different names, or wrap them in reknit.PerRank",
                 )
     return specs, keys
@@ -119,7 +119,7 @@ def _check_tiling(
         entry = entries[gap.tensor]
         kind = "a hole" if gap.held < gap.numel else "an overlap"
         told.append(
-            f"{entry.item}/{entry.fqn} {entry.spec}: {kind}, {gap.held} of {gap.numel} elements written"
+            f"{full_name(*entry[:2])} {entry.spec}: {kind}, {gap.held} of {gap.numel} elements written"
         )
     raise CommitError(
         f"{len(gaps)} tensors are not covered exactly: {_some(told)}",
@@ -133,7 +133,7 @@ def _with_aliases(index: Index, aliases: list[tuple[str, str, str]]) -> Index:
     fresh = [(item, fqn, of) for item, fqn, of in aliases if (item, fqn) not in index.ids]
     if not fresh:
         return index
-    if lost := [f"{item}/{fqn} = {of}" for item, fqn, of in fresh if (item, of) not in index.ids]:
+    if lost := [f"{full_name(item, fqn)} = {of}" for item, fqn, of in fresh if (item, of) not in index.ids]:
         raise CommitError(f"tied names point to tensors that nobody wrote: {_some(lost)}")
     sources = [index.ids[item, of] for item, _, of in fresh]
     entries = list(index.tensors) + [

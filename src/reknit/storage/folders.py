@@ -7,6 +7,11 @@ import os
 import threading
 from contextlib import suppress
 
+from reknit.monitor.phase import now
+
+STALE_S = 3600.0
+"""Age at which a temporary file belongs to no living write: each lasts as long as one small file takes."""
+
 
 class Folders:
     """The folders at and below `anchor`, which need not exist yet.
@@ -73,6 +78,16 @@ def sync_folder(folder: str) -> None:
             raise
     finally:
         os.close(fd)
+
+
+def sweep(folder: str) -> None:
+    """Remove temporary files that a process left behind when it was killed; young ones may be in use."""
+    # Best effort: such a file is never listed or read, it only takes room and keeps its folder from going.
+    with suppress(OSError):
+        names = [name for name in os.listdir(folder) if name.startswith(".") and name.endswith(".tmp")]
+        for path in (os.path.join(folder, name) for name in names):
+            if now() - os.stat(path).st_mtime > STALE_S:
+                os.unlink(path)
 
 
 def prune(folder: str, root: str) -> None:

@@ -15,7 +15,7 @@ from reknit.options import Durability
 from reknit.storage.base import Listed
 from reknit.storage.descriptors import Descriptor, ReadCache
 from reknit.storage.direct import pwrite_direct
-from reknit.storage.folders import Folders, prune, sync_folder
+from reknit.storage.folders import Folders, prune, sweep, sync_folder
 from reknit.storage.paths import check_path
 from reknit.storage.posix import (
     NEW_FILE,
@@ -99,6 +99,7 @@ class LocalStorage:
                     os.unlink(temporary)
             if placed:
                 self._folders.sync(folder)
+        sweep(folder)
         return placed
 
     def get(self, path: str, *, limit: int) -> bytes:

@@ -14,6 +14,11 @@ if TYPE_CHECKING:
     from reknit.types.box import Box
 
 
+def full_name(item: str, fqn: str) -> str:
+    """Return what users are told: item/fqn, or the item alone where it is itself the value."""
+    return f"{item}/{fqn}" if fqn else item
+
+
 @dataclass(frozen=True, slots=True)
 class TensorSpec:
     """Global shape and dtype name (a key of `ITEMSIZE`) of a tensor."""
