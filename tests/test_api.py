@@ -503,8 +503,11 @@ def test_every_phase_is_one_line_of_json(path: Path, tmp_path: Path) -> None:
         )
 
 
-def test_a_save_that_is_not_waited_for_tells_its_error_when_it_is(path: Path) -> None:
+def test_a_save_that_is_not_waited_for_tells_its_error_when_it_is(
+    path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     pending = reknit.save(path, {"x": 1}, wait=False)
+    assert "failed: there is a committed checkpoint" in caplog.text
     assert pending.done()
     pending.staged(timeout=1)
     for _ in range(2):

@@ -76,6 +76,8 @@ def save(
     except Exception as error:
         if wait:
             raise
+        # Whoever never asks for the result has to hear of it too.
+        logger.error("save to %s failed: %s", path, error)
         return PendingSave(_error=error)
     return PendingSave(_report=report, phases=report.phases)
 

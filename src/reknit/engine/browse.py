@@ -64,10 +64,6 @@ class Checkpoint:
         """The training step, where one was given."""
         return self._open.manifest.step
 
-    def open_checkpoint(self) -> OpenCheckpoint:
-        """Return the metadata as the engine has it."""
-        return self._open
-
     def close(self) -> None:
         """Release what the store holds open; a later `read` opens it again."""
         self._open.storage.close()

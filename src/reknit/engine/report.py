@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from reknit.errors import DeadlineError, ReknitError
+from reknit.errors import DeadlineError
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -99,8 +99,3 @@ class PendingSave:
         if self._report is None:
             raise DeadlineError(f"the save has not ended within {timeout} s")
         return self._report
-
-
-def describe(error: BaseException) -> str:
-    """Return an error as one line."""
-    return str(error) if isinstance(error, ReknitError) else f"{type(error).__name__}: {error}"

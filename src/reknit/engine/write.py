@@ -12,7 +12,7 @@ import numpy as np
 from reknit.engine.pipeline import run_jobs
 from reknit.engine.staging import stage
 from reknit.errors import ReknitError
-from reknit.format.checksum import BLOCK_NBYTES, digest
+from reknit.format.checksum import BLOCK_NBYTES, block_digests, digest
 from reknit.monitor.phase import Stopwatch
 from reknit.options import num_threads
 
@@ -150,7 +150,6 @@ def _signed(storage: Storage, path: str, recorder: Recorder) -> Iterator[None]:
 
 def write_bytes(storage: Storage, path: str, data: bytes) -> Written:
     """Write one file that is whole in memory; after an error it is not left behind."""
-    digests = [digest(memoryview(data)[k : k + BLOCK_NBYTES]) for k in range(0, len(data), BLOCK_NBYTES)]
     writer = storage.create(path, len(data))
     try:
         writer.write(0, memoryview(data))
@@ -159,7 +158,7 @@ def write_bytes(storage: Storage, path: str, data: bytes) -> Written:
         writer.abort()
         discard(storage, path)  # finished perhaps, and only the answer was lost
         raise
-    return Written(path, len(data), np.array(digests, np.uint64))
+    return Written(path, len(data), np.array(block_digests(data), np.uint64))
 
 
 def discard(storage: Storage, path: str) -> None:
