@@ -14,9 +14,9 @@ import time
 from typing import Any
 
 import numpy as np
-from reknit.format.index_file import encode_index
 
 from reknit.engine.messages import Columns, decode, encode, packed
+from reknit.format.index_file import encode_index
 from reknit.planner.assemble import assemble
 from reknit.planner.resolve import shard_owners
 from reknit.planner.save import plan_save
