@@ -108,7 +108,7 @@ def measure_dcp(ranks: int, tensors: int) -> float:
                     ),
                 )
             )
-        plans.append(SavePlan(items))
+        plans.append(SavePlan(items, planner_data={}))
     planner = DefaultSavePlanner()
     planner.set_up_planner({}, is_coordinator=True)
     begin = time.process_time()
