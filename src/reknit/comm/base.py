@@ -1,5 +1,4 @@
-"""What ranks can say to each other: rounds up to a root and down again, in which an error travels like an
-answer.
+"""What ranks can say to each other: rounds to a root and back, in which an error travels like an answer.
 
 Everything is one *round*: each rank sends a request, rank 0 decides once it has them all, each rank gets its
 answer. A backend only carries bytes (`Group.exchange`); `round` adds what makes it safe: a rank that fails
@@ -32,8 +31,7 @@ class Group(Protocol):
     def exchange(
         self, name: str, request: bytes, decide: Callable[[list[bytes]], Sequence[bytes]], timeout_s: float
     ) -> bytes:
-        """Send `request` to rank 0, which runs `decide` on all requests (by rank), and return this rank's
-        answer.
+        """Send `request` to rank 0, which runs `decide` on all of them, and return this rank's answer.
 
         `decide` never raises, and is called on rank 0 only.  Every rank calls `exchange` with the same `name`
         at the same place in its sequence of rounds; otherwise all raise `ProtocolError`, which says who is

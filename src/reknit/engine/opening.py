@@ -181,9 +181,7 @@ def check_size(storage: Storage, file: FileEntry) -> None:
 
 
 def check_blocks(file: FileEntry, start: int, data: memoryview, block_nbytes: int) -> None:
-    """Raise `CorruptError` when a block of `data`, which begins at byte `start` (a block's), has another
-    digest.
-    """
+    """Raise `CorruptError` when a block of `data`, whole blocks from byte `start` on, is damaged."""
     for k in range(0, len(data), block_nbytes):
         number = (start + k) // block_nbytes
         if digest(data[k : k + block_nbytes]) != file.digests[number]:

@@ -1,6 +1,4 @@
-"""Byte ranges on their way into memory: read straight into the target where it is one run there, checked,
-delivered.
-"""
+"""Byte ranges on their way into memory: read (into the target where that can be), checked, delivered."""
 
 from __future__ import annotations
 
@@ -73,8 +71,8 @@ class _Span(NamedTuple):
 class Reader:
     """Carries out one `LoadPlan` of one rank.
 
-    `targets[w]` is the live array that wanted box `w` fills, `dtypes[w]` the dtype in which it was saved,
-    `cast` the numbers of those that are to be converted.
+    `targets[w]` is the live array that wanted box `w` fills, `tensors[w]` the number of its tensor in the
+    index, `cast` holds the numbers of the boxes that are to be converted.
     """
 
     def __init__(
@@ -222,8 +220,7 @@ def _strides(lengths: Sequence[int], itemsize: int) -> tuple[int, ...]:
 def _spans(
     uses: Sequence[_Piece], start: int, scratch: NDArray[np.uint8]
 ) -> tuple[list[_Span], list[_Piece]]:
-    """Decide where each byte of a read goes; return that, and the pieces to deliver from `scratch`
-    afterwards.
+    """Decide where each byte of a read goes, and which pieces `scratch` then has for delivery.
 
     Bytes of a run go straight to their target.  Where two pieces want the same bytes, everything goes to
     `scratch`.

@@ -68,9 +68,7 @@ class _Blobs(NamedTuple):
 
 
 def save(job: SaveJob) -> SaveReport:
-    """Save, and return once the checkpoint is committed.  Every rank returns, or every rank raises the same
-    error.
-    """
+    """Save, and return once the checkpoint is committed; every rank does, or all raise the same error."""
     # 1 what does this rank hold (local); one round for what no framework can know alone
     assigned = _assign(job)
     written: list[Written] = []

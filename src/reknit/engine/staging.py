@@ -34,9 +34,7 @@ def bits(data: Any) -> Any:
 
 
 def contiguous_bytes(view: Any) -> NDArray[np.uint8] | None:
-    """Return the bytes of a `bits` array where they lie in host memory, or None where they are not one run
-    there.
-    """
+    """Return the bytes of a `bits` array, or None where they are not one run in host memory."""
     if isinstance(view, np.ndarray) and view.flags.c_contiguous:
         return view.reshape(-1).view(np.uint8)
     return None
@@ -83,8 +81,7 @@ def deliver(source: NDArray[np.uint8], lengths: Sequence[int], strides: Sequence
 def convert(
     source: NDArray[np.uint8], dtype: str, lengths: Sequence[int], strides: Sequence[int], target: Any
 ) -> None:
-    """Copy a strided rectangle of `dtype` elements into a live array of another dtype, rounding to nearest
-    even.
+    """Copy a strided rectangle into a live array of another dtype, rounding to nearest even.
 
     Where `target` is a tensor torch converts, otherwise NumPy does.
     """

@@ -76,9 +76,7 @@ def _check_blobs(storage: Storage, manifest: Manifest, file: FileEntry, options:
 def _check_index(
     storage: Storage, manifest: Manifest, found: dict[str, FileEntry], problems: list[str]
 ) -> None:
-    """Check that the index tiles every tensor with extents that lie in sound files and agree with their
-    headers.
-    """
+    """Check that the index tiles every tensor, with extents that the headers of sound files agree to."""
     index = decode_index(read_checked(storage, found[manifest.index_path], manifest.block_nbytes))
     shapes = [entry.spec.shape for entry in index.tensors]
     for gap in untiled(shapes, index.tensor, index.offsets, index.lengths):

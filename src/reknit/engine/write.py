@@ -32,8 +32,9 @@ PIECE_NBYTES = 2 * BLOCK_NBYTES
 
 
 class Image(NamedTuple):
-    """A data file as it will be: `header`, then the entries' bytes from live memory (`sources` by shard
-    number).
+    """A data file as it will be: a header, then the entries' bytes from live memory.
+
+    `sources` are arrays of bits by shard number.
     """
 
     path: str

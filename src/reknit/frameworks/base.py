@@ -1,6 +1,4 @@
-"""What an adapter is: how one kind of training object becomes shards and blobs, and is filled from a
-checkpoint.
-"""
+"""What a framework is to the rest of reknit: objects become shards and blobs, and are filled from them."""
 
 from __future__ import annotations
 

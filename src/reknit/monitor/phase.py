@@ -53,9 +53,7 @@ class Running:
 
 @dataclass
 class Recorder:
-    """Collects the phases of one action (``"save"``, ``"load"``, ...) of one rank, and hands them to the
-    sinks.
-    """
+    """Collects the phases of one action (``"save"``, ``"load"``, ...) of one rank, for the sinks."""
 
     action: str
     rank: int = 0

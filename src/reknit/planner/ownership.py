@@ -77,9 +77,7 @@ def _share(shards: Sequence[Shard], numbers: list[int], replicas: tuple[int, ...
 
 
 def _cut(shards: Sequence[Shard], numbers: list[int], bounds: NDArray[np.int64], k: int, parts: int) -> int:
-    """Return the k-th of the cuts that divide the line into equal ranges, moved to a near row or shard
-    boundary.
-    """
+    """Return the k-th cut of the line into equal ranges, moved to a near row or shard boundary."""
     total = int(bounds[-1])
     if k in (0, parts):
         return total if k else 0

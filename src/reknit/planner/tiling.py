@@ -13,9 +13,7 @@ if TYPE_CHECKING:
 
 
 class Gap(NamedTuple):
-    """A tensor that its chunks do not tile: `held` of its `numel` elements are there, counted with
-    repetition.
-    """
+    """A tensor that its chunks do not tile: they hold `held` of its `numel` elements."""
 
     tensor: int
     held: int
@@ -64,9 +62,7 @@ def _split_axis(
     lengths: NDArray[np.int64],
     rest: NDArray[np.bool_],
 ) -> NDArray[np.int64]:
-    """Return for each tensor the only dimension along which its chunks are cut, or -1 where there are
-    several.
-    """
+    """Return the only dimension along which each tensor is cut, or -1 where there are several."""
     axis = np.full(len(full), -1, np.int64)
     numbers = np.flatnonzero(rest)
     if not len(numbers):

@@ -51,8 +51,7 @@ class Storage(Protocol):
         """
 
     def put(self, path: str, data: bytes, *, if_absent: bool) -> bool:
-        """Write a small file durably in one atomic step: a reader sees the old content or the new, never a
-        mixture.
+        """Write a small file durably in one step: a reader sees the old content or the new, no mixture.
 
         With `if_absent` an existing file is left as it is and the answer is False; otherwise the answer is
         True.
