@@ -328,3 +328,40 @@ def test_fsdp1_is_refused_with_the_remedy() -> None:
     assert all(
         "m holds a FullyShardedDataParallel" in told and "fully_shard" in told for told in run(2, fsdp1)
     )
+
+
+class Transposed(nn.Module):
+    """A module whose hooks save a parameter in another form, around one with extra state."""
+
+    def __init__(self, calls: int) -> None:
+        super().__init__()
+        self.inner = Inner()
+        self.inner.calls = {"n": calls}
+        self.weight = nn.Parameter(torch.full((2, 3), float(calls)))
+        hooks: Any = self
+        hooks.register_state_dict_post_hook(self._turn)
+        hooks.register_load_state_dict_pre_hook(self._turn)
+
+    @staticmethod
+    def _turn(module: nn.Module, state: dict[str, Any], prefix: str, *_: Any) -> None:
+        state[f"{prefix}weight"] = state[f"{prefix}weight"].t().contiguous()
+
+
+def test_extra_state_is_restored_beside_a_tensor_that_a_hook_transforms() -> None:
+    saved, target = Transposed(5), Transposed(0)
+    load({"m": target}, save({"m": saved}))
+    assert target.inner.calls == {"n": 5}
+    assert torch.equal(target.weight, saved.weight)
+
+
+def _ignored_inside_a_wrapper() -> list[tuple[str, Any]]:
+    model = nn.Sequential(checkpoint_wrapper(nn.Linear(2, 2, bias=False)), nn.Linear(2, 2, bias=False))
+    ignore: Any = DistributedDataParallel._set_params_and_buffers_to_ignore_for_model
+    ignore(model, ["0._checkpoint_wrapped_module.weight"])
+    state = {"m": DistributedDataParallel(model)}
+    return [(shard.fqn, shard.replicas) for shard in collect(state, dist.get_rank(), 2).shards]
+
+
+def test_ddp_does_not_vouch_for_an_ignored_parameter_inside_another_wrapper() -> None:
+    for shards in run(2, _ignored_inside_a_wrapper):
+        assert shards == [("0.weight", None), ("1.weight", (0, 1))]

@@ -13,7 +13,7 @@ from reknit.errors import StateError
 from reknit.frameworks.registry import collect, wanted
 from reknit.frameworks.tree import same_value
 from reknit.types.shard import Tagged
-from tests.frameworks.checkpoint import Checkpoint, fill, load, save
+from tests.frameworks.checkpoint import Checkpoint, assemble, fill, load, save
 from tests.torchrun.harness import run
 
 
@@ -387,3 +387,56 @@ def test_states_in_lower_precision_than_the_parameter_keep_their_own() -> None:
     fresh = torch.optim.AdamW(model.parameters())
     load({"m": model, "o": fresh}, save({"m": model, "o": optimizer}))
     assert {state["exp_avg"].dtype for state in fresh.state.values()} == {torch.bfloat16}
+
+
+def _two_groups(*rates: float) -> dict[str, Any]:
+    model = nn.ParameterList([torch.ones(2), torch.ones(2)])
+    groups: list[dict[str, Any]] = [{"params": [parameter]} for parameter in model]
+    for group, rate in zip(groups, rates, strict=False):
+        group["lr"] = torch.tensor(rate)
+    optimizer = torch.optim.AdamW(groups, lr=torch.tensor(0.5), foreach=False)
+    return {"model": model, "optimizer": optimizer}
+
+
+def test_groups_that_share_a_default_tensor_take_learning_rates_of_their_own() -> None:
+    target = _two_groups()
+    load(target, save(_two_groups(0.25, 0.125)))
+    assert [float(group["lr"]) for group in target["optimizer"].param_groups] == [0.25, 0.125]
+
+
+class Counting(torch.optim.Optimizer):
+    """An optimizer whose counter is a plain number, and another one on every rank."""
+
+    def __init__(self, parameters: Any) -> None:
+        super().__init__(parameters, {"lr": 0.1})
+
+    def count(self, number: int) -> None:
+        for parameter in self.param_groups[0]["params"]:
+            self.state[parameter] = {"number": number, "average": torch.ones_like(parameter)}
+
+
+def test_a_counter_that_differed_between_other_ranks_is_reported_and_not_dropped() -> None:
+    model = nn.Linear(2, 1, bias=False)
+    everyone = []
+    for rank in range(2):
+        optimizer = Counting(model.parameters())
+        optimizer.count(rank)
+        everyone.append(collect({"model": model, "optimizer": optimizer}, rank, 2))
+    state = {"model": model, "optimizer": Counting(model.parameters())}
+    want = wanted(state, assemble(everyone).catalog(), 0, 1)
+    assert [(item, fqn) for item, fqn, _ in want.missing] == [("optimizer", "state/weight/number")]
+
+
+def _estimates_of_one_rank() -> dict[str, Any]:
+    mesh = init_device_mesh("cpu", (2,))
+    model = nn.ParameterDict({"w": nn.Parameter(distribute_tensor(torch.ones(4), mesh, [Replicate()]))})
+    optimizer = torch.optim.AdamW(model.parameters())
+    rank = torch.distributed.get_rank()
+    optimizer.state[model["w"]] = {"step": torch.tensor(1.0), "estimate": torch.tensor(float(rank))}
+    shards = collect({"model": model, "optimizer": optimizer}, rank, 2).shards
+    return {shard.fqn: shard.replicas for shard in shards if shard.item == "optimizer"}
+
+
+def test_only_the_step_of_a_dtensor_parameter_is_vouched_for_among_its_scalar_states() -> None:
+    for replicas in run(2, _estimates_of_one_rank):
+        assert replicas == {"state/w/step": (0, 1), "state/w/estimate": None}

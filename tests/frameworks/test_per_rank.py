@@ -12,7 +12,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from reknit.errors import StateError, UsageError
 from reknit.frameworks.per_rank import PerRank, RngState
 from reknit.frameworks.registry import collect, wanted
-from tests.frameworks.checkpoint import Checkpoint, assemble, fill
+from tests.frameworks.checkpoint import Checkpoint, assemble, fill, load, save
 from tests.torchrun.harness import run
 
 
@@ -195,3 +195,19 @@ def test_random_numbers_of_a_gpu_go_on() -> None:
     RngState().load_state_dict(state)
     assert torch.rand(3, device="cuda").tolist() == expected
     assert "cuda" not in RngState(cuda=False).state_dict()
+
+
+@pytest.mark.parametrize(
+    ("saved", "present"),
+    [
+        (torch.tensor([1.5]), torch.zeros(1, dtype=torch.int64)),
+        (np.array([1.1]), np.zeros(1, np.float32)),
+    ],
+)
+def test_a_value_of_its_own_is_never_rounded_to_the_dtype_of_the_present_one(
+    saved: Any, present: Any
+) -> None:
+    target = PerRank(present)
+    load({"x": target}, save({"x": PerRank(saved)}))
+    assert target.value.dtype == saved.dtype
+    assert (target.value == saved).all()

@@ -22,13 +22,13 @@ def is_wrapper(module: Any) -> bool:
     return isinstance(module, (DistributedDataParallel, DataParallel))
 
 
-def claim(wrapper: Any, name: str, *, is_buffer: bool, world: World) -> Claim:
-    """Return what a wrapper says about the tensor that the wrapped module knows as `name`.
+def claim(wrapper: Any, *, ignored: bool, is_buffer: bool, world: World) -> Claim:
+    """Return what a wrapper says about a tensor inside it; `ignored` are those that it was told to leave.
 
     Gradients are averaged, so parameters stay equal.  Buffers (running statistics) differ between ranks, and
     those of the group's first rank count: that is whose DDP itself hands to the others.
     """
-    if not isinstance(wrapper, DistributedDataParallel) or name in wrapper.parameters_to_ignore:
+    if not isinstance(wrapper, DistributedDataParallel) or ignored:
         return Claim(world.alone)
     ranks = _ranks(wrapper)
     known = world.inside(ranks)

@@ -114,11 +114,18 @@ class Loading(Walk):
         return self._own[key]
 
     def value_names(self, item: str) -> list[str]:
-        """Return the fqns of all saved values that this rank could take."""
-        names = list(self.catalog.blobs.get(item, {}))
-        if self.ranks_saved(item) == self.world.size:
-            names += [name for name in self.own(item, {"rank": self.world.rank}) if name not in names]
-        return names
+        """Return the fqns of all saved values that this rank should ask for.
+
+        Those that differed between ranks are among them where no rank can take them: asking tells of that.
+        """
+        places = [{"rank": self.world.rank}]
+        if self.ranks_saved(item) != self.world.size:
+            saved = (dict(place) for place in self.catalog.coordinates.get(item, ()))
+            places += [place for place in saved if place.keys() == {"rank"}][:1]
+        names = dict.fromkeys(self.catalog.blobs.get(item, {}))
+        for place in places:
+            names.update(dict.fromkeys(self.own(item, place)))
+        return list(names)
 
     def report_missing(self, place: Place, why: str) -> None:
         """Record that the target needs what the checkpoint does not have."""

@@ -127,11 +127,12 @@ class ModuleAdapter:
         """Fill the module's tensors where they are."""
         read = _read(value, place, loading)
         copies: dict[str, Any] = {}
+        extra = [member for member in read.members if member.kind == "extra"]
         for member in read.members:
             at = place.child(member.name)
             if member.kind == "extra":
-                _want_extra(member, read.names, at, loading)
-            elif member.kind == "other":
+                continue
+            if member.kind == "other":
                 found = loading.value(at)
                 copies[member.key] = member.value if found.why else found.value
             elif member.live:
@@ -142,6 +143,9 @@ class ModuleAdapter:
         if copies:
             # Hooks made these, so only the module knows how they go back.  What is live is copied to itself.
             loading.later(lambda: value.load_state_dict({**read.raw, **copies}))
+        # Afterwards: that call gives every submodule the extra state that it had before.
+        for member in extra:
+            _want_extra(member, read.names, place.child(member.name), loading)
 
 
 def _want_extra(member: Member, names: _Names, at: Place, loading: Loading) -> None:
@@ -201,9 +205,15 @@ def _members(module: nn.Module, raw: dict[str, Any], names: _Names, world: World
             identity = _identity(value)
             claim = None
             if not is_dtensor(value) and (inside := names.wrapper(key)):
-                claim = ddp.claim(*inside, is_buffer=identity in is_buffer, world=world)
+                claim = _claim(*inside, is_buffer=identity in is_buffer, world=world)
             kind: Kind = "buffer" if identity in is_buffer else "parameter"
             yield Member(key, name, value, kind, identity in own, claim)
+
+
+def _claim(wrapper: Any, name: str, *, is_buffer: bool, world: World) -> ddp.Claim:
+    """Return what a data-parallel wrapper says about the tensor of this name (without wrappers) inside it."""
+    ignored = {without_wrappers(other) for other in getattr(wrapper, "parameters_to_ignore", ())}
+    return ddp.claim(wrapper, ignored=name in ignored, is_buffer=is_buffer, world=world)
 
 
 def _identity(tensor: torch.Tensor) -> Any:
@@ -236,5 +246,5 @@ def _name_parameters(module: nn.Module, place: Place, walk: Walk, found: dict[in
     for key, parameter in module.named_parameters(remove_duplicate=False):
         replicas = walk.world.alone
         if not is_dtensor(parameter) and (inside := names.wrapper(key)):
-            replicas = ddp.claim(*inside, is_buffer=False, world=walk.world).replicas
+            replicas = _claim(*inside, is_buffer=False, world=walk.world).replicas
         found.setdefault(id(parameter), Named(names.name(key), place, parameter, replicas))

@@ -50,7 +50,7 @@ class OptimizerAdapter:
         slots = read(value, place, loading)
         saved = _Saved(place, loading)
         for group in slots.groups:
-            _want_options(group, [slot for slot in slots.each if slot.group is group], place, loading)
+            _want_options(group, slots, place, loading)
         for slot in slots.each:
             if saved.knows(slot.name):
                 _want_states(slot, slots, saved, place, loading)
@@ -80,8 +80,9 @@ def _view(state: Any, slot: Slot | None, place: Place, walk: Walk, *, fill: bool
         spec = type(view.spec)(tuple(parameter.shape), view.spec.dtype)
         parts = dtensor.parts(parameter, view.parts[0][1], place)
         return View(spec, parts, dtensor.replicas(parameter, walk.world), view.memory, view.settle)
-    # A counter that every rank of the mesh advances alike; anything larger may be one rank's own.
-    holders = dtensor.mesh_ranks(parameter.device_mesh, walk.world) if state.ndim == 0 else None
+    # A counter that every rank of the mesh advances alike; anything else may be one rank's own.
+    is_counter = state.ndim == 0 and place.fqn.endswith("/step")
+    holders = dtensor.mesh_ranks(parameter.device_mesh, walk.world) if is_counter else None
     return View(view.spec, view.parts, holders or walk.world.alone, view.memory, view.settle)
 
 
@@ -183,10 +184,12 @@ def _fits(current: torch.Tensor, slot: Slot | None, spec: TensorSpec) -> bool:
     return tuple(parameter.shape) == spec.shape and bool(current.shape == local.shape)
 
 
-def _want_options(group: dict[str, Any], slots: list[Slot], place: Place, loading: Loading) -> None:
+def _want_options(group: dict[str, Any], slots: Slots, place: Place, loading: Loading) -> None:
     """Ask for the options of all parameters of a group, which must agree, and set them in the group."""
     known: list[tuple[Place, dict[str, Any]]] = []
-    for slot in slots:
+    for slot in slots.each:
+        if slot.group is not group:
+            continue
         at = place.child("param_groups", slot.name)
         found = loading.value(at)
         if found.why is not None:
@@ -207,17 +210,20 @@ def _want_options(group: dict[str, Any], slots: list[Slot], place: Place, loadin
                     "but the target has both in one group",
                 )
                 return
-    loading.later(lambda: _set_options(group, options))
+    loading.later(lambda: _set_options(group, options, slots.groups))
 
 
 def _plain(value: Any) -> Any:
     return to_neutral(value, "an option")
 
 
-def _set_options(group: dict[str, Any], options: dict[str, Any]) -> None:
+def _set_options(group: dict[str, Any], options: dict[str, Any], groups: list[dict[str, Any]]) -> None:
     for key, value in options.items():
         present = group.get(key)
         if isinstance(present, torch.Tensor) and isinstance(value, (torch.Tensor, int, float)):
+            # torch gives the same default, a learning rate that is a tensor, to all groups without their own.
+            if any(other is not group and other.get(key) is present for other in groups):
+                group[key] = present = present.detach().clone()
             with torch.no_grad():
                 present.copy_(torch.as_tensor(value))
         elif isinstance(value, torch.Tensor) and isinstance(present, (int, float)) and value.numel() == 1:

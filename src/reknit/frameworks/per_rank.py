@@ -180,12 +180,18 @@ def _lost_gpu(state: Any) -> bool:
     return isinstance(state, Mapping) and "cuda" in state and not (torch and torch.cuda.is_available())
 
 
+_FORM = ("shape", "dtype")
+"""What arrays have in common when one can hold what the other holds."""
+
+
 def _refill(value: PerRank, state: Any) -> None:
     """Put a saved value into the one that the user gave where that can hold it, else in its place."""
     present = value.value
-    if isinstance(present, np.ndarray) and isinstance(state, np.ndarray) and present.shape == state.shape:
+    # A cast on the way could lose what was saved.
+    alike = all(hasattr(present, key) and getattr(present, key) == getattr(state, key, None) for key in _FORM)
+    if alike and isinstance(present, np.ndarray) and isinstance(state, np.ndarray):
         np.copyto(present, state)
-    elif hasattr(present, "copy_") and hasattr(state, "copy_") and present.shape == state.shape:
+    elif alike and hasattr(present, "copy_") and hasattr(state, "copy_"):
         sys.modules["torch"].Tensor.copy_(present.detach(), state)
     else:
         value.value = tree.refill(present, state)
