@@ -16,15 +16,18 @@ def test_every_job_is_done_once_by_a_bounded_number_of_workers_with_arenas_of_th
     done: list[int] = []
     arenas: dict[int, int] = {}
     lock = threading.Lock()
+    inside = threading.Barrier(3)
 
     def work(job: int, arena: Arena) -> None:
+        if job < 3:
+            inside.wait(timeout=30)  # no worker takes a second job before three of them have a first
         with lock:
             done.append(job)
             arenas[threading.get_ident()] = id(arena)
 
     run_jobs(range(500), work, threads=8, arena_nbytes=1 << 20, budget_nbytes=3 << 20)
     assert sorted(done) == list(range(500))
-    assert len(arenas) <= 3, "the budget bounds the workers"
+    assert len(arenas) == 3, "as many workers as the budget allows, and no more"
     assert len(set(arenas.values())) == len(arenas)
 
 

@@ -47,6 +47,8 @@ def load_all(layout: str, root: str, saved: list[str]) -> dict[str, list[str]]:
         assert not report.missing
         assert not report.unexpected
         assert report.step == 2
+        mine = {f"model/{name}" for part in trained.parts for name in plain_names(part)}
+        assert mine <= set(report.restored)
         expected, scheduler, progress = torch.load(f"{root}/{source}.truth", weights_only=False)
         found = models.truth(trained)
         wrong = differing.setdefault(source, [])
@@ -57,6 +59,10 @@ def load_all(layout: str, root: str, saved: list[str]) -> dict[str, list[str]]:
         wrong += [] if scheduler_state(trained) == scheduler else ["scheduler"]
         wrong += [] if state["progress"] == progress == trained.progress else ["progress"]
     return differing
+
+
+def plain_names(part: torch.nn.Module) -> list[str]:
+    return [name.removeprefix("module.") for name in part.state_dict()]
 
 
 def same(a: Any, b: Any) -> bool:

@@ -78,7 +78,7 @@ def decide_commit(destination: Destination, write_id: str, requests: Sequence[by
     """
     receipts = [messages.decode(request, messages.Receipt) for request in requests]
     index, warnings = assemble([receipt.columns.written() for receipt in receipts])
-    warnings += _differing_copies(receipts)
+    warnings += _differing_copies(receipts) + _shared_places(receipts)
     files = [
         FileEntry(file.path, file.nbytes, tuple(messages.unpacked(file.digests, "u8").tolist()))
         for receipt in receipts
@@ -214,6 +214,26 @@ def _differing_copies(receipts: Sequence[messages.Receipt]) -> list[str]:
         f"ranks hold different values of {', '.join(told[:SHOWN])}{more}; one rank's copy was stored. "
         "Make them equal, or wrap them in reknit.PerRank to keep each."
     ]
+
+
+def _shared_places(receipts: Sequence[messages.Receipt]) -> list[str]:
+    """Return a warning for every coordinate under which several ranks saved different values."""
+    holders: dict[tuple[str, frozenset[tuple[str, int]]], dict[bytes, list[int]]] = {}
+    for receipt in receipts:
+        digests = {file.path: file.digests for file in receipt.files}
+        for blob in receipt.blobs:
+            if blob.coordinate is not None:
+                key = (blob.item, frozenset(blob.coordinate.items()))
+                holders.setdefault(key, {}).setdefault(digests[blob.path], []).append(receipt.rank)
+    told = []
+    for (item, place), values in holders.items():
+        if len(values) > 1:
+            ranks = ", ".join(str(rank) for group in values.values() for rank in group[:4])
+            told.append(
+                f"ranks {ranks} saved different values of {item} under one coordinate {dict(sorted(place))}; "
+                "a load gives all of them the first. Give each rank a coordinate of its own."
+            )
+    return told
 
 
 def _clear_out(storage: Storage, write_id: str) -> list[str]:

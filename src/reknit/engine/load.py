@@ -6,6 +6,8 @@ from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+import numpy as np
+
 from reknit.comm import base as comm
 from reknit.engine import messages
 from reknit.engine.opening import check_size, opened, read_for_all
@@ -17,7 +19,7 @@ from reknit.planner.load import plan_load
 from reknit.types.shard import full_name
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Iterator, Sequence
 
     from reknit.engine.opening import OpenCheckpoint
     from reknit.monitor.phase import Recorder
@@ -186,7 +188,7 @@ def _wish(job: LoadJob, ready: _Prepared) -> bytes:
     checkpoint, wanted, fills, problems, _ = ready
     index, names = checkpoint.index, _blob_names(checkpoint)
     mentioned = {name for name, _ in problems.mismatched}
-    taken = {f.tensor for f in fills} | {index.ids[key] for key in wanted.aliases if key in index.ids}
+    taken = {f.tensor for f in fills} | {index.ids[i, n] for i, n, _ in wanted.aliases if (i, n) in index.ids}
     taken |= {t for (item, fqn), t in index.ids.items() if full_name(item, fqn) in mentioned}
     place = {key: number for number, key in enumerate(names)}
     lenient = job.options.lenient
@@ -259,14 +261,28 @@ def _report(job: LoadJob, ready: _Prepared, unexpected: list[str]) -> LoadReport
         path=job.storage.url,
         step=checkpoint.manifest.step,
         metadata=checkpoint.manifest.metadata,
-        restored=tuple(dict.fromkeys([f.name for f in fills] + [f"{i}/{n}" for i, n in wanted.blobs])),
+        restored=tuple(
+            dict.fromkeys([f.name for f in fills] + [full_name(*key) for key in wanted.blobs + wanted.own])
+        ),
         missing=tuple(name for name, _ in problems.missing),
         unexpected=tuple(unexpected),
         mismatched=dict(problems.mismatched),
         cast=tuple(dict.fromkeys(f.name for f in fills if f.cast)),
         resharded=tuple(dict.fromkeys(f.name for n, f in enumerate(fills) if n not in whole and f.box.numel)),
-        notes={full_name(item, fqn): what for item, fqn, what in wanted.notes},
+        notes={full_name(item, fqn): what for item, fqn, what in (*wanted.notes, *_stored_apart(ready))},
         nbytes_wanted=sum(f.box.numel * index.tensors[f.tensor].spec.itemsize for f in fills),
         nbytes_read=plan.nbytes,
         phases=tuple(job.recorder.records),
     )
+
+
+def _stored_apart(ready: _Prepared) -> Iterator[tuple[str, str, str]]:
+    """Yield notes on tensors that the target ties together and the checkpoint does not."""
+    index = ready.checkpoint.index
+    for item, fqn, of in ready.wanted.aliases:
+        ours, theirs = (
+            np.stack((index.file[rows], index.start[rows]))
+            for rows in (slice(*index.first[t : t + 2]) for t in (index.ids[item, fqn], index.ids[item, of]))
+        )
+        if not np.array_equal(ours, theirs):
+            yield item, fqn, f"stored apart from {of}, to which the target ties it: that one was taken"

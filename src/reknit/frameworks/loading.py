@@ -42,6 +42,7 @@ class Loading(Walk):
 
     catalog: Catalog = field(default_factory=lambda: Catalog((), {}, {}, {}, lambda *_: {}))
     blobs: list[Entry] = field(default_factory=list)
+    taken_back: list[Entry] = field(default_factory=list)
     missing: list[Remark] = field(default_factory=list)
     mismatched: list[Remark] = field(default_factory=list)
     notes: list[Remark] = field(default_factory=list)
@@ -79,6 +80,8 @@ class Loading(Walk):
             self.report_missing(place, found.why)
         elif place.fqn in self.catalog.blobs.get(place.item, {}):
             self.blobs.append((place.item, place.fqn))
+        else:
+            self.taken_back.append((place.item, place.fqn))
         return found
 
     def look_up(self, place: Place) -> Found:
@@ -150,7 +153,7 @@ class Loading(Walk):
     def wanted(self) -> Wanted:
         """Return all that was asked for."""
         shards: list[Shard] = []
-        aliases: list[Entry] = []
+        aliases: list[Remark] = []
         for request in self._requests.values():
             self._settle(request, shards, aliases)
         return Wanted(
@@ -161,10 +164,11 @@ class Loading(Walk):
             tuple(self.missing),
             tuple(self.mismatched),
             tuple(self.notes),
+            tuple(self.taken_back),
             self._deliver,
         )
 
-    def _settle(self, request: _Request, shards: list[Shard], aliases: list[Entry]) -> None:
+    def _settle(self, request: _Request, shards: list[Shard], aliases: list[Remark]) -> None:
         """Take a tied tensor under the first of its names that the checkpoint has."""
         saved = [place for place in request.places if self.spec(place) is not None]
         if not saved:
@@ -176,7 +180,7 @@ class Loading(Walk):
             why = f"its shape is {list(spec.shape)} in the checkpoint and {list(view.spec.shape)} here"
             self.report_mismatched(place, why)
             return
-        aliases += [(other.item, other.fqn) for other in saved[1:]]
+        aliases += [(other.item, other.fqn, place.fqn) for other in saved[1:]]
         shards += [
             Shard(place.item, place.fqn, view.spec, box, view.replicas, data) for box, data in view.parts
         ]

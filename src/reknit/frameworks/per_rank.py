@@ -143,6 +143,7 @@ class PerRankAdapter:
         if places is None:
             same = mine in saved and len(saved) == loading.world.size
         if same and place.fqn in (own := loading.own(place.item, mine)):
+            loading.taken_back.append((place.item, place.fqn))
             self._want(value, from_neutral(own[place.fqn]), place, loading)
         elif not same and _was_saved(place, loading):
             loading.note(place, _left(value, len(saved), loading))

@@ -16,8 +16,9 @@ class Wanted:
     """What a rank wants of a checkpoint, and what it will do with it.
 
     `shards`: as in `Holdings`, but `data` is the writable memory to fill; `replicas` plays no part yet.
-    `aliases`: (item, fqn) of saved tensors that come for free because the target ties them to a wanted one.
+    `aliases`: (item, fqn, of) of saved tensors that the target ties to the wanted tensor `of` of the item.
     `blobs`: (item, fqn) of saved shared values that this rank takes.
+    `own`: (item, fqn) of values that this rank saved for itself and takes back.
     `missing`: (item, fqn, why) of what the target needs and the catalog does not have.
     `mismatched`: (item, fqn, why) of what the catalog has in a form that the target cannot take.
     `notes`: (item, fqn, what) of what could not be restored by design, such as a random state after a change
@@ -28,9 +29,10 @@ class Wanted:
 
     items: tuple[str, ...]
     shards: tuple[Shard, ...] = ()
-    aliases: tuple[tuple[str, str], ...] = ()
+    aliases: tuple[tuple[str, str, str], ...] = ()
     blobs: tuple[tuple[str, str], ...] = ()
     missing: tuple[tuple[str, str, str], ...] = ()
     mismatched: tuple[tuple[str, str, str], ...] = ()
     notes: tuple[tuple[str, str, str], ...] = ()
+    own: tuple[tuple[str, str], ...] = ()
     deliver: Callable[[], None] = field(default=lambda: None)

@@ -1,0 +1,76 @@
+"""Values of ranks' own, and ties that only one side has: nothing is replaced without a word."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+
+import reknit
+from reknit.storage.local import LocalStorage
+from reknit.storage.memory import MemoryStorage
+from reknit.storage.registry import register
+from reknit.testing.world import run_ranks
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from reknit.comm.base import Group
+
+
+def test_different_values_under_one_coordinate_are_a_warning_and_equal_ones_are_not() -> None:
+    MemoryStorage.clear("places")
+
+    def rank(group: Group) -> tuple[str, ...]:
+        place = {"dp": group.rank // 2}
+        state: dict[str, Any] = {
+            "drifted": reknit.PerRank({"v": group.rank}, coordinate=place),
+            "same": reknit.PerRank({"v": group.rank // 2}, coordinate=place),
+        }
+        return reknit.save("mem://places/step", state, group=group).result().warnings
+
+    for warnings in run_ranks(4, rank):
+        assert len(warnings) == 2
+        assert all("different values of drifted under one coordinate" in w for w in warnings)
+
+
+def test_values_of_a_rank_of_its_own_are_among_the_restored() -> None:
+    MemoryStorage.clear("own")
+
+    def rank(group: Group) -> tuple[str, ...]:
+        state: dict[str, Any] = {"rng": reknit.RngState(), "lag": {"seconds": group.rank}, "step": 3}
+        reknit.save("mem://own/step", state, group=group)
+        return reknit.load("mem://own/step", state, group=group).restored
+
+    for restored in run_ranks(2, rank):
+        assert set(restored) == {"rng", "lag/seconds", "step"}
+
+
+def test_a_target_that_ties_what_was_stored_apart_is_told_which_was_taken(tmp_path: Path) -> None:
+    reknit.save(tmp_path / "apart", {"m": {"a": torch.ones(2), "b": torch.full((2,), 2.0)}})
+    tied = torch.zeros(2)
+    report = reknit.load(tmp_path / "apart", {"m": {"a": tied, "b": tied}})
+    assert tied.tolist() == [1, 1]
+    assert list(report.notes) == ["m/b"]
+    assert "stored apart from a" in report.notes["m/b"]
+    shared = torch.ones(2)
+    reknit.save(tmp_path / "tied", {"m": {"a": shared, "b": shared}})
+    assert reknit.load(tmp_path / "tied", {"m": {"a": tied, "b": tied}}).notes == {}
+
+
+def test_dense_targets_are_read_into_directly(tmp_path: Path) -> None:
+    reknit.save(tmp_path / "x", {"m": {"w": np.arange(300_000)}})
+    target = np.zeros(300_000, np.int64)
+    low, high = target.ctypes.data, target.ctypes.data + target.nbytes
+    seen: list[int] = []
+
+    class Spying(LocalStorage):
+        def read_into(self, path: str, start: int, buffers: list[memoryview]) -> None:
+            seen.extend(np.frombuffer(buffer, np.uint8).ctypes.data for buffer in buffers)
+            super().read_into(path, start, buffers)
+
+    register("spied", lambda url, _: Spying(url.removeprefix("spied://")))
+    reknit.load(f"spied://{tmp_path}/x", {"m": {"w": target}})
+    assert np.array_equal(target, np.arange(300_000))
+    assert any(low <= address < high for address in seen)
