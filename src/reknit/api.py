@@ -68,7 +68,8 @@ def save(
 
     Raises `StateError` (something cannot be saved; nothing was written), `CheckpointExistsError`,
     `CommitError` (the ranks' parts leave a hole), `StorageError`, `CommError`: on every rank the same error,
-    naming rank and phase.
+    naming rank and phase.  An exception of your own code (a `state_dict` that fails, Ctrl-C) is raised as it
+    is where it began, and described by a `ReknitError` on the other ranks.
     """
     options = options or SaveOptions()
     try:

@@ -159,3 +159,14 @@ def test_a_missing_or_short_file_is_an_error_before_anything_changes(
     with pytest.raises(reknit.CorruptError):
         reknit.load(copy, target)
     assert all((target["model"][name] == array).all() for name, array in before.items())
+
+
+def test_a_damaged_manifest_says_of_which_checkpoint_it_is(pristine: Path, tmp_path: Path) -> None:
+    copy = tmp_path / "copy"
+    shutil.copytree(pristine, copy)
+    (copy / "manifest.json").write_bytes((pristine / "manifest.json").read_bytes()[:-7])
+    for read in (lambda: reknit.open(copy), lambda: reknit.load(copy, state())):
+        with pytest.raises(reknit.FormatError) as caught:
+            read()
+        assert str(copy) in str(caught.value)
+        assert "load another checkpoint" in str(caught.value)

@@ -9,6 +9,7 @@ from reknit.engine import messages
 from reknit.errors import (
     CheckpointNotFoundError,
     CorruptError,
+    FormatError,
     MismatchError,
     StorageError,
     StorageNotFoundError,
@@ -76,7 +77,7 @@ class OpenCheckpoint:
 def read_opened(storage: Storage, items: Sequence[str] | None) -> messages.Opened:
     """Read manifest, index and shared values of `items` (None: all); see `read_manifest` for errors."""
     data = read_manifest(storage)
-    manifest = decode_manifest(data)
+    manifest = _decoded(data, storage)
     files = {file.path: file for file in manifest.files}
     blobs = {
         blob.path: read_checked(storage, files[blob.path], manifest.block_nbytes)
@@ -116,6 +117,16 @@ def opened(
     index = decode_index(message.index)
     check_extents(index, {file.path: file.nbytes for file in manifest.files})
     return OpenCheckpoint(storage, manifest, index, blobs, wanted, allow_pickle)
+
+
+def _decoded(data: bytes, storage: Storage) -> Manifest:
+    """Return the manifest; errors say of which checkpoint."""
+    try:
+        return decode_manifest(data)
+    except FormatError as error:
+        error.path = f"{storage.url}/{paths.MANIFEST_PATH}"
+        error.remedy = error.remedy or "restore the file, or load another checkpoint"
+        raise
 
 
 def read_manifest(storage: Storage) -> bytes:
