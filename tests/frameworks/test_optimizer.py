@@ -440,3 +440,20 @@ def _estimates_of_one_rank() -> dict[str, Any]:
 def test_only_the_step_of_a_dtensor_parameter_is_vouched_for_among_its_scalar_states() -> None:
     for replicas in run(2, _estimates_of_one_rank):
         assert replicas == {"state/w/step": (0, 1), "state/w/estimate": None}
+
+
+@pytest.mark.parametrize("width", [2, 4])
+def test_an_optimizer_alone_takes_no_states_of_a_parameter_of_another_shape(width: int) -> None:
+    def alone(columns: int) -> torch.optim.Optimizer:
+        return torch.optim.AdamW([("w", nn.Parameter(torch.ones(1, columns)))])
+
+    source = alone(width)
+    for group in source.param_groups:
+        group["params"][0].grad = torch.ones(1, width)
+    source.step()
+    checkpoint = save({"o": source})
+    other, same = alone(3), alone(width)
+    want = wanted({"o": other}, checkpoint.catalog(), 0, 1)
+    assert {fqn for _, fqn, _ in want.mismatched} >= {"state/w/exp_avg", "state/w/exp_avg_sq"}
+    assert all("not for a parameter of shape [1, 3]" in why for _, _, why in want.mismatched)
+    assert load({"o": same}, checkpoint).mismatched == ()

@@ -119,7 +119,7 @@ class _Saved:
 def _want_states(slot: Slot, slots: Slots, saved: _Saved, place: Place, loading: Loading) -> None:
     """Ask for all saved states of a parameter; they become its state, and what was not saved is dropped."""
     below = place.child("state", slot.name)
-    if why := _reshaped(slot, loading):
+    if why := _reshaped(slot, loading) or _too_large(slot, saved, below, loading):
         for element in saved.states(slot.name):
             loading.report_mismatched(below.below(element), why)
         return
@@ -141,6 +141,24 @@ def _reshaped(slot: Slot, loading: Loading) -> str | None:
         return None
     here = list(slot.parameter.shape)
     return f"its parameter has the shape {list(spec.shape)} in the checkpoint and {here} here"
+
+
+def _too_large(slot: Slot, saved: _Saved, below: Place, loading: Loading) -> str | None:
+    """Say that states cannot belong to a parameter of this shape, where no module tells the saved one.
+
+    States are as large as their parameter, or 1 along some dimensions (factored second moments).
+    """
+    if slot.home is not None or slot.parameter is None:
+        return None
+    shape = tuple(slot.parameter.shape)
+    for element in saved.states(slot.name):
+        spec = loading.spec(below.below(element))
+        if spec is None or len(spec.shape) != len(shape):
+            continue
+        if any(length not in (1, here) for length, here in zip(spec.shape, shape, strict=True)):
+            why = f"a state of shape {list(spec.shape)} is not for a parameter of shape {list(shape)}"
+            return f"{why}; where it is right all the same, put the model into the state too"
+    return None
 
 
 def _want_state(current: Any, slot: Slot | None, at: Place, loading: Loading) -> tuple[bool, Any]:
