@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
-from contextlib import ExitStack
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING
 
 import pytest
 from hypothesis import given, settings
@@ -15,30 +14,13 @@ from reknit.comm import faults
 from reknit.comm.threads import thread_groups
 from reknit.comm.topology import Topology
 from reknit.errors import CommError, DeadlineError, ProtocolError, ReknitError
-from tests.comm.worlds import ask, endings, join_tree
+from tests.comm.worlds import ask, endings
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Sequence
 
     from reknit.comm.base import Group
-
-
-class Join(Protocol):
-    def __call__(self, size: int) -> Sequence[Group]: ...
-
-
-@pytest.fixture(params=["threads", "tree-2"])
-def join(request: pytest.FixtureRequest) -> Iterator[Join]:
-    kind, _, fan_out = request.param.partition("-")
-    with ExitStack() as stack:
-
-        def make(size: int) -> Sequence[Group]:
-            groups = thread_groups(size) if kind == "threads" else join_tree(size, int(fan_out))
-            for group in groups:
-                stack.callback(group.close)
-            return groups
-
-        yield make
+    from tests.comm.worlds import Join
 
 
 def together(groups: Sequence[Group], name: str = "again") -> bool:

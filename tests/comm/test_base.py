@@ -2,40 +2,21 @@
 
 from __future__ import annotations
 
-from contextlib import ExitStack
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING
 
 import pytest
 
 from reknit.comm.base import SoloGroup, agree, barrier, broadcast, gather, round, scatter
-from reknit.comm.threads import thread_groups
 from reknit.errors import CommError, MismatchError, ProtocolError, ReknitError, StorageFullError, UsageError
-from tests.comm.worlds import endings, join_tree
+from tests.comm.worlds import endings
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Sequence
+    from collections.abc import Callable, Sequence
 
     from reknit.comm.base import Group
+    from tests.comm.worlds import Join
 
 WAIT_S = 30.0
-
-
-class Join(Protocol):
-    def __call__(self, size: int) -> Sequence[Group]: ...
-
-
-@pytest.fixture(params=["threads", "tree-2"])
-def join(request: pytest.FixtureRequest) -> Iterator[Join]:
-    kind, _, fan_out = request.param.partition("-")
-    with ExitStack() as stack:
-
-        def make(size: int) -> Sequence[Group]:
-            groups = thread_groups(size) if kind == "threads" else join_tree(size, int(fan_out))
-            for group in groups:
-                stack.callback(group.close)
-            return groups
-
-        yield make
 
 
 def echo(requests: list[bytes]) -> list[bytes]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 from reknit.comm.tree import TreeGroup
 from reknit.errors import ReknitError
@@ -16,6 +16,12 @@ if TYPE_CHECKING:
 
     from reknit.comm.base import Group
     from reknit.comm.rendezvous import Store
+
+
+class Join(Protocol):
+    """Makes the groups of a world of some size; the fixture `join` closes them."""
+
+    def __call__(self, size: int) -> Sequence[Group]: ...
 
 
 def join_tree(
