@@ -715,3 +715,11 @@ def test_a_part_of_a_tensor_with_billions_of_elements_is_read_from_its_place(tmp
     assert reknit.verify(tmp_path).ok
     part = reknit.open(tmp_path).read("model", "w", (slice(65_999, 66_001), slice(69_988, None)))
     assert part.tolist() == [[0] * 12, [0, 0, *range(10)]]
+
+
+def test_opening_a_checkpoint_to_look_into_it_is_a_phase(path: Path, tmp_path: Path) -> None:
+    events = tmp_path / "events"
+    with reknit.open(path, options=reknit.LoadOptions(events=str(events))):
+        pass
+    records = [json.loads(line) for line in events.read_text().splitlines()]
+    assert [(r["action"], r["phase"], r["outcome"]) for r in records] == [("read", "open", "ok")]

@@ -39,8 +39,9 @@ class Checkpoint:
         recorder: Recorder,
         empty: Callable[[Sequence[int], str, str], Any],
     ) -> None:
-        message = read_opened(storage, None)
-        self._open: OpenCheckpoint = opened(storage, message, None, allow_pickle=options.allow_pickle)
+        with recorder.phase("open"):
+            message = read_opened(storage, None)
+            self._open: OpenCheckpoint = opened(storage, message, None, allow_pickle=options.allow_pickle)
         self._options = options
         self._recorder = recorder
         self._empty = empty
