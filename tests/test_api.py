@@ -507,15 +507,15 @@ def test_a_save_that_is_not_waited_for_tells_its_error_when_it_is(
     path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     pending = reknit.save(path, {"x": 1}, wait=False)
-    assert "failed: there is a committed checkpoint" in caplog.text
-    assert pending.done()
-    pending.staged(timeout=1)
+    pending.staged(timeout=60)
     for _ in range(2):
         with pytest.raises(reknit.CheckpointExistsError):
-            pending.result(timeout=1)
+            pending.result(timeout=60)
+    assert pending.done()
+    assert "failed: there is a committed checkpoint" in caplog.text
     good = reknit.save(path, {"x": 1}, wait=False, overwrite=True)
+    assert good.result(timeout=60).num_files == 1
     assert good.done()
-    assert good.result().num_files == 1
     assert good.phases == good.result().phases
 
     class Interrupted:

@@ -1,9 +1,10 @@
 """Checkpoints for large-model training: save on any layout, load on any other, and trust the bytes."""
 
-from reknit.api import latest, load, open, save, verify
+from reknit.api import close, fence, latest, load, open, save, verify
 from reknit.engine.browse import Checkpoint
 from reknit.engine.report import LoadReport, PendingSave, SaveReport, VerifyReport
 from reknit.errors import (
+    AgentError,
     CheckpointExistsError,
     CheckpointNotFoundError,
     CommError,
@@ -15,6 +16,7 @@ from reknit.errors import (
     MissingExtraError,
     ProtocolError,
     ReknitError,
+    SkippedError,
     StateError,
     StorageError,
     StorageFullError,
@@ -28,6 +30,7 @@ from reknit.frameworks.per_rank import PerRank, RngState
 from reknit.options import CommOptions, LoadOptions, SaveOptions
 
 __all__ = [
+    "AgentError",
     "CheckpointExistsError",
     "CheckpointNotFoundError",
     "Checkpoint",
@@ -48,6 +51,7 @@ __all__ = [
     "RngState",
     "SaveOptions",
     "SaveReport",
+    "SkippedError",
     "StateError",
     "StorageError",
     "StorageFullError",
@@ -57,6 +61,8 @@ __all__ = [
     "UsageError",
     "VerifyReport",
     "VersionError",
+    "close",
+    "fence",
     "latest",
     "load",
     "open",

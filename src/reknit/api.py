@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import operator
+import os
 import platform
 import sys
 import weakref
@@ -18,30 +19,36 @@ from reknit.comm import base as comm
 from reknit.comm.base import Group, SoloGroup
 from reknit.engine import load as load_story
 from reknit.engine import save as save_story
+from reknit.engine.background import Background
 from reknit.engine.browse import Checkpoint
 from reknit.engine.commit import Destination
 from reknit.engine.newest import newest
-from reknit.engine.report import LoadReport, PendingSave, SaveReport, VerifyReport
+from reknit.engine.report import LoadReport, PendingSave, VerifyReport
+from reknit.engine.send_off import SendOff
 from reknit.engine.verify import verify as verify_story
-from reknit.errors import UsageError
+from reknit.errors import ReknitError, UsageError
 from reknit.frameworks import registry
 from reknit.frameworks.arrays import empty
+from reknit.frameworks.fence import before_steps
 from reknit.frameworks.torch_job import current_job, subgroup_job
 from reknit.monitor.phase import Recorder, Sink
 from reknit.monitor.sinks.jsonl import JsonLinesSink
 from reknit.options import LoadOptions, SaveOptions, quiet_grpc
-from reknit.storage.registry import open_storage
+from reknit.storage.registry import open_storage, recipe
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Callable, Iterator, Sequence
     from os import PathLike
 
     from reknit.frameworks.torch_job import Job
     from reknit.options import CommOptions
+    from reknit.types.shard import Holdings
 
 logger = logging.getLogger("reknit")
 
+_ALONE = SoloGroup()
 _trees: weakref.WeakKeyDictionary[Any, Group] = weakref.WeakKeyDictionary()
+_backgrounds: weakref.WeakKeyDictionary[Group, dict[bool, Background]] = weakref.WeakKeyDictionary()
 
 
 def save(
@@ -61,10 +68,13 @@ def save(
     and the same `path` (a folder, or a URL).  Nothing live is changed.  The checkpoint exists when `result()`
     returns, and not before; a save that fails or is killed leaves what was there before.
 
+    With `wait=False` the call returns when the state is copied to host memory and may be changed.  A process
+    of its own for each rank, the agent, writes and commits, also when the trainer dies meanwhile.  What goes
+    wrong is raised by `result()`, or by the next `save` when nobody asked, and logged.
+
     `step` and `metadata` (JSON-like) are stored in the manifest.  `overwrite=True` replaces a checkpoint at
     `path` by a safe switch.  `group`: a torch process group or a `reknit` group, default all ranks of the
-    job; a process without torch.distributed is alone.  With `wait=False` an error is raised by `result()`;
-    the save itself is synchronous for now.
+    job; a process without torch.distributed is alone.
 
     Raises `StateError` (something cannot be saved; nothing was written), `CheckpointExistsError`,
     `CommitError` (the ranks' parts leave a hole), `StorageError`, `CommError`: on every rank the same error,
@@ -72,48 +82,93 @@ def save(
     is where it began, and described by a `ReknitError` on the other ranks.
     """
     options = options or SaveOptions()
-    try:
-        report = _save(path, state, step, overwrite, options, group, metadata or {})
-    except Exception as error:
-        if wait:
-            raise
-        # Whoever never asks for the result has to hear of it too.
-        logger.error("save to %s failed: %s", path, error)
-        return PendingSave(_error=error)
-    return PendingSave(_report=report, phases=report.phases)
-
-
-def _save(
-    path: str | PathLike[str],
-    state: Mapping[str, Any],
-    step: int | None,
-    overwrite: bool,
-    options: SaveOptions,
-    group: Any,
-    metadata: Mapping[str, Any],
-) -> SaveReport:
     joined, ranks = _group(group, options.comm)
+
+    def checked() -> tuple[Destination, Recorder]:
+        _check_state(state)
+        _check_metadata(metadata or {})
+        number = _checked_step(step)
+        storage = open_storage(path, durability=options.durability)
+        recorder = Recorder("save", joined.rank, number, storage.url, _sinks(options.events))
+        origin = _origin(joined)
+        return Destination(storage, number, overwrite, options.allow_pickle, origin, metadata or {}), recorder
+
+    def collect() -> Holdings:
+        return registry.collect(state, joined.rank, joined.size, ranks=ranks)
+
+    def send_off() -> SendOff:
+        to, recorder = checked()
+        to.storage.close()  # the agent opens its own
+        place = recipe(path)
+        return SendOff(collect, to, place.url, place.factory, options, recorder)
+
+    try:
+        if wait:
+            pending = _save_now(joined, checked, collect, options)
+        else:
+            pending = _background(joined, path).save(joined, send_off, os.fspath(path), options)
+        if options.on_error == "raise":
+            for background in _backgrounds.get(joined, {}).values():
+                background.surface(but=pending)
+    except ReknitError as error:
+        if options.on_error == "raise":
+            raise
+        logger.warning("save to %s failed: %s", path, error)
+        pending = PendingSave(os.fspath(path), step)
+        pending.end(error)
+    return pending
+
+
+def _save_now(
+    joined: Group,
+    checked: Callable[[], tuple[Destination, Recorder]],
+    collect: Callable[[], Holdings],
+    options: SaveOptions,
+) -> PendingSave:
+    """Save, and return when the checkpoint is committed."""
     with ExitStack() as last:
         with _told(joined, save_story.FIRST_ROUND, options.timeout_s):
-            _check_state(state)
-            _check_metadata(metadata)
-            step = _checked_step(step)
-            storage = open_storage(path, durability=options.durability)
-            last.callback(storage.close)
-            recorder = Recorder("save", joined.rank, step, storage.url, _sinks(options.events))
-            to = Destination(storage, step, overwrite, options.allow_pickle, _origin(joined), metadata)
-        job = save_story.SaveJob(
-            lambda: registry.collect(state, joined.rank, joined.size, ranks=ranks),
-            joined,
-            to,
-            options,
-            recorder,
-        )
-        report = save_story.save(job)
+            to, recorder = checked()
+            last.callback(to.storage.close)
+        report = save_story.save(save_story.SaveJob(collect, joined, to, options, recorder))
     if joined.rank == 0:
         for warning in report.warnings:
-            logger.warning("save to %s: %s", storage.url, warning)
-    return report
+            logger.warning("save to %s: %s", report.path, warning)
+    pending = PendingSave(report.path, report.step)
+    pending.end(report)
+    return pending
+
+
+def fence(optimizer: Any = None) -> Any:
+    """Let the steps of an optimizer wait for the copies of saves that are staged lazily.
+
+    For ``SaveOptions(stage="lazy")``: copying then goes on during the next forward and backward pass, and the
+    first change of a parameter waits until it is over.  Without an argument every torch optimizer of this
+    process waits.  Call it once; the answer has a method `remove`.  Whatever else changes the state in place
+    (an average of the weights, a buffer larger than 64 KiB) has to wait for `PendingSave.staged`.
+    """
+
+    def wait(*_: Any) -> None:
+        for backgrounds in list(_backgrounds.values()):
+            for background in backgrounds.values():
+                for pending in background.under_way():
+                    pending.staged()
+
+    return before_steps(optimizer, wait)
+
+
+def close(timeout_s: float | None = None) -> bool:
+    """Wait for the saves under way, let the agents end, and give their memory back; tell whether all ended.
+
+    Waits up to `timeout_s`, by default as long as the saves' `exit_wait_s`; what is staged is finished by the
+    agents all the same.  Later saves start new agents.  At the end of the interpreter this happens by itself.
+    Every rank calls it, or none.
+    """
+    ended = True
+    for backgrounds in list(_backgrounds.values()):
+        while backgrounds:
+            ended = backgrounds.popitem()[1].close(timeout_s) and ended
+    return ended
 
 
 def load(
@@ -280,7 +335,7 @@ def _group(group: Any, options: CommOptions) -> tuple[Group, Sequence[int] | Non
         return group, None
     job = current_job() if group is None else subgroup_job(group)
     if job is None or job.size == 1:
-        return SoloGroup(), None if job is None else job.ranks
+        return _ALONE, None if job is None else job.ranks
     return _joined(job, options), job.ranks
 
 
@@ -295,6 +350,16 @@ def _joined(job: Job, options: CommOptions) -> Group:
         _trees[job.identity] = group
         weakref.finalize(job.identity, group.close)
     return group
+
+
+def _background(group: Group, path: str | PathLike[str]) -> Background:
+    """Return the background saves of a group, to a store like that at `path`."""
+    in_process = not recipe(path).elsewhere
+    kinds = _backgrounds.setdefault(group, {})
+    if in_process not in kinds:
+        background = kinds[in_process] = Background(in_process=in_process)
+        weakref.finalize(group, background.close, 0.0).atexit = False
+    return kinds[in_process]
 
 
 def _sinks(events: str | None) -> tuple[Sink, ...]:

@@ -14,6 +14,8 @@
     │   └── CorruptError               damaged: flipped, truncated, missing or swapped
     ├── MismatchError                  checkpoint and target do not fit; nothing was changed
     ├── CommitError                    the ranks' parts do not make a whole; nothing was committed
+    │   ├── AgentError                 the process that writes in the background ended, or gave up
+    │   └── SkippedError               skipped, since earlier saves were still being written
     ├── StorageError                   the store refused or failed
     │   ├── StorageNotFoundError
     │   ├── StorageFullError
@@ -125,6 +127,14 @@ class MismatchError(ReknitError):
 
 class CommitError(ReknitError):
     """The parts that the ranks wrote do not make a whole; nothing was committed."""
+
+
+class AgentError(CommitError):
+    """The process that writes in the background ended, or could not be started; nothing was committed."""
+
+
+class SkippedError(CommitError):
+    """This save was skipped on request, since earlier ones were still being written (`when_busy`)."""
 
 
 class StorageError(ReknitError):

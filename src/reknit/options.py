@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import os
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 from reknit.errors import UsageError
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
 
 MIB = 1 << 20
 GIB = 1 << 30
@@ -14,17 +17,20 @@ GIB = 1 << 30
 Durability = Literal["process", "power"]
 
 
+def local_ranks() -> int:
+    """Return how many ranks share this machine, as launchers say it in LOCAL_WORLD_SIZE; 1 if none does."""
+    local = os.environ.get("LOCAL_WORLD_SIZE", "")
+    return int(local) if local.isdecimal() and int(local) else 1
+
+
 def num_threads(wanted: int | None) -> int:
     """Return how many threads a rank uses: `wanted`, or its share of the cores, at least 1 and at most 4.
 
-    Launchers say in LOCAL_WORLD_SIZE how many ranks share the machine; more threads than cores make a disk
-    slower.
+    More threads than cores make a disk slower.
     """
     if wanted is not None:
         return wanted
-    local = os.environ.get("LOCAL_WORLD_SIZE", "")
-    ranks = int(local) if local.isdecimal() and int(local) else 1
-    return max(1, min(4, (os.cpu_count() or 1) // ranks))
+    return max(1, min(4, (os.cpu_count() or 1) // local_ranks()))
 
 
 def _require(ok: bool, message: str) -> None:
@@ -59,13 +65,26 @@ class SaveOptions:
 
     `durability`: ``"power"`` survives the loss of all unsynced data (files and directories are fsynced),
     ``"process"`` survives the death of every process but not of the machine.  `threads`: writer threads per
-    rank, None for this rank's share of the cores, at most 4.  `inflight_nbytes`: bytes of host memory a rank
-    may use for staging.  `max_file_nbytes`: a data file rolls over to a next one at this size.
+    rank, None for this rank's share of the cores, at most 4, and in the background for the number that a
+    quick measurement finds best.  `inflight_nbytes`: bytes of host memory that a synchronous save may use.
+    `max_file_nbytes`: a data file rolls over to a next one at this size.
     `check_replicas`: compare the digests of copies that are not written, and warn in the report where they
     differ: ``"guessed"`` only where the framework could not vouch that copies are equal, ``"all"``, or
     ``"off"``.  `allow_pickle`: store values that the blob codec does not know with pickle; recorded in the
     manifest.  `timeout_s`: the longest that a rank waits for the others.  `events`: path of a JSON-lines file
     to which this process appends every phase, or None.  `comm`: how the ranks reach each other.
+
+    `on_error`: with ``"warn"`` a save never raises what went wrong with storage or other ranks; it is logged,
+    and `PendingSave.result` still raises it.
+
+    For saves with `wait=False` only: `stage` is ``"eager"`` (the state may be changed once `save` returns) or
+    ``"lazy"`` (once `PendingSave.staged` returns; see `reknit.fence`).  `when_busy`: what to do while two
+    earlier saves still occupy the host memory: ``"wait"``, or ``"skip"`` this save.  `host_nbytes`: bytes of
+    host memory that a rank may keep for staging, None for half of what the host has free, divided by its
+    ranks.  `piece_nbytes`: bytes written at once, None for what a quick measurement finds best.  `priority`:
+    with ``"low"`` the writing process gives way to training when both want the processor or the disk.
+    `exit_wait_s`: the longest that the end of the interpreter waits for saves under way; those staged by then
+    are finished by their agents all the same.
     """
 
     durability: Durability = "power"
@@ -77,6 +96,13 @@ class SaveOptions:
     timeout_s: float = 1800.0
     events: str | None = None
     comm: CommOptions = field(default_factory=CommOptions)
+    on_error: Literal["raise", "warn"] = "raise"
+    stage: Literal["eager", "lazy"] = "eager"
+    when_busy: Literal["wait", "skip"] = "wait"
+    host_nbytes: int | None = None
+    piece_nbytes: int | None = None
+    priority: Literal["low", "normal"] = "low"
+    exit_wait_s: float = 300.0
 
     def __post_init__(self) -> None:
         _require(
@@ -91,6 +117,18 @@ class SaveOptions:
             "check_replicas is 'guessed', 'all' or 'off'",
         )
         _require(self.timeout_s > 0, "timeout_s must be positive")
+        _require(self.on_error in ("raise", "warn"), f"on_error is 'raise' or 'warn', not {self.on_error!r}")
+        _require(self.stage in ("eager", "lazy"), f"stage is 'eager' or 'lazy', not {self.stage!r}")
+        _require(self.when_busy in ("wait", "skip"), f"when_busy is 'wait' or 'skip', not {self.when_busy!r}")
+        _require(
+            self.host_nbytes is None or self.host_nbytes >= 64 * MIB, "host_nbytes must be at least 64 MiB"
+        )
+        _require(
+            self.piece_nbytes in (None, 4 * MIB, 8 * MIB, 16 * MIB, 32 * MIB),
+            "piece_nbytes is 4, 8, 16 or 32 MiB",
+        )
+        _require(self.priority in ("low", "normal"), f"priority is 'low' or 'normal', not {self.priority!r}")
+        _require(self.exit_wait_s >= 0, "exit_wait_s must not be negative")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -132,3 +170,12 @@ class LoadOptions:
 def quiet_grpc() -> None:
     """Keep gRPC, before its first import, from telling users that a peer ended."""
     os.environ.setdefault("GRPC_VERBOSITY", "ERROR")
+
+
+def agent_environment(search_path: Sequence[str]) -> dict[str, str]:
+    """Return the environment of an agent process that finds modules where this process does."""
+    environment = dict(os.environ)
+    environment["PYTHONPATH"] = os.pathsep.join(search_path)
+    # Importing NumPy would else start a thread per core, for algebra that an agent never does.
+    environment["OPENBLAS_NUM_THREADS"] = environment["OMP_NUM_THREADS"] = "1"
+    return environment

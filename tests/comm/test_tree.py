@@ -7,20 +7,17 @@ import subprocess
 import sys
 import threading
 import time
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-import grpc
-import psutil
 import pytest
 
 from reknit.comm.base import barrier, broadcast, gather
-from reknit.comm.message import Hello, Outcome, Parcel, Report, decode, encode
 from reknit.comm.rendezvous import FolderStore
 from reknit.comm.tree import TreeGroup
-from reknit.errors import CommError, DeadlineError, ProtocolError, UsageError, from_wire
+from reknit.errors import CommError, DeadlineError, ProtocolError, UsageError
 from reknit.options import CommOptions
 from reknit.testing.world import MemoryStore, run_ranks
-from tests.comm.worlds import ask, endings, tree_world
+from tests.comm.worlds import ask, endings, resources, settled, tree_world
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -29,16 +26,6 @@ if TYPE_CHECKING:
 
 HERE = "127.0.0.1"
 MIB = 1 << 20
-
-
-def call(store: MemoryStore, method: str, data: bytes, token: str | None = None, rank: int = 0) -> Outcome:
-    """Call the server of `rank` as anybody could who knows its address."""
-    address = store.get(f"reknit/job/address/{rank}", 0).decode()
-    right = store.get("reknit/job/token", 0).decode()
-    with grpc.insecure_channel(address) as channel:
-        stub: Any = channel.unary_unary(f"/reknit.Tree/{method}", None, None)
-        reply = stub(data, timeout=30, metadata=(("reknit-token", right if token is None else token),))
-    return decode(reply, Outcome, MIB)
 
 
 def test_ranks_join_through_a_shared_folder_and_deeper_than_one_level(tmp_path: Path) -> None:
@@ -56,85 +43,6 @@ def test_megabytes_travel_up_and_down(payload: bytes) -> None:
         assert (
             run_ranks(4, lambda group: broadcast(group, "down", payload, 30), groups=groups) == [payload] * 4
         )
-
-
-@pytest.mark.parametrize("token", ["", "0" * 64, "wrong"])
-def test_a_call_with_a_wrong_token_is_refused_and_logged_once(
-    token: str, caplog: pytest.LogCaptureFixture
-) -> None:
-    store = MemoryStore()
-    with tree_world(2, store=store) as groups:
-        for method in ("hello", "watch", "round", "tell"):
-            with pytest.raises(grpc.RpcError) as caught:
-                call(store, method, encode(Outcome(error=CommError("go away").to_wire())), token)
-            failure: Any = caught.value
-            assert failure.code() is grpc.StatusCode.UNAUTHENTICATED
-        assert [record.message for record in caplog.records] == [
-            f"rank 0 refused a call from ipv4:{HERE}: wrong token"
-        ]
-        assert endings(groups, ask) == [b"", b""]
-
-
-def test_a_call_without_a_token_is_refused() -> None:
-    store = MemoryStore()
-    with (
-        tree_world(2, store=store),
-        grpc.insecure_channel(store.get("reknit/job/address/0", 0).decode()) as channel,
-    ):
-        stub: Any = channel.unary_unary("/reknit.Tree/round", None, None)
-        with pytest.raises(grpc.RpcError, match="does not know this token"):
-            stub(b"", timeout=30)
-
-
-def test_tokens_are_random_and_long() -> None:
-    tokens = set()
-    for job in ("a", "b"):
-        store = MemoryStore()
-        with tree_world(2, store=store, job=job):
-            tokens.add(store.get(f"reknit/{job}/token", 0))
-    assert len(tokens) == 2
-    assert all(len(token) == 64 for token in tokens)
-
-
-@pytest.mark.parametrize(
-    ("method", "data"),
-    [
-        ("round", b"noise"),
-        ("round", encode(Report("job", 2, 0, "x", Parcel.of([b"", b""])))),
-        ("round", encode(Report("other", 1, 0, "x", Parcel.of([b""])))),
-        ("hello", encode(Hello("job", 1, 7, 2))),
-        ("hello", encode(Hello("job", 1, 2, 3))),
-        ("hello", encode(Hello("other", 1, 2, 2))),
-        ("watch", encode(Hello("job", 1, 2, 2))),
-        ("watch", b""),
-    ],
-)
-def test_a_stray_call_is_refused_and_changes_nothing(method: str, data: bytes) -> None:
-    store = MemoryStore()
-    with tree_world(2, store=store) as groups:
-        assert endings(groups, ask) == [b"", b""]
-        error = call(store, method, data).error
-        assert type(from_wire(error or {})) is ProtocolError
-        assert endings(groups, ask) == [b"", b""]
-
-
-def test_a_report_sent_again_after_its_round_is_refused_and_changes_nothing() -> None:
-    store = MemoryStore()
-    with tree_world(2, store=store) as groups:
-        for _ in range(3):
-            assert endings(groups, ask) == [b"", b""]
-        for number in range(3):
-            again = encode(Report("job", 1, number, "ask", Parcel.of([b"again"])))
-            assert "is over" in str(call(store, "round", again).error)
-        assert endings(groups, lambda group: ask(group, request=b"new")) == [b"new", b"new"]
-
-
-def test_a_method_that_does_not_exist_is_refused() -> None:
-    store = MemoryStore()
-    with tree_world(2, store=store), pytest.raises(grpc.RpcError) as caught:
-        call(store, "shutdown", b"")
-    failure: Any = caught.value
-    assert failure.code() is grpc.StatusCode.UNIMPLEMENTED
 
 
 @pytest.mark.parametrize("culprit", [1, 4])
@@ -176,11 +84,17 @@ def test_ranks_with_different_limits_fail_with_a_remedy_instead_of_hanging() -> 
         group.close()
 
 
-def test_an_address_and_token_left_by_an_earlier_run_are_overcome() -> None:
+@pytest.mark.parametrize("left", ["nobody", "somebody else", "an older format"])
+def test_addresses_left_by_an_earlier_run_are_overcome(left: str) -> None:
     store = MemoryStore()
-    store.set("reknit/job/token", b"stale")
-    store.set("reknit/job/address/0", b"127.0.0.1:1")
-    store.set("reknit/job/address/1", b"127.0.0.1:1")
+    if left == "nobody":
+        with tree_world(4, store=store):
+            pass
+    stranger = TreeGroup.listen(0, 4, job="job", options=CommOptions(fan_out=2, bind=HERE))
+    if left != "nobody":
+        token = " stale" if left == "somebody else" else ""
+        for rank in (0, 1):
+            store.set(f"reknit/job/address/{rank}", (stranger.address.split()[0] + token).encode())
     results: dict[int, TreeGroup] = {}
 
     def join(rank: int) -> None:
@@ -198,6 +112,7 @@ def test_an_address_and_token_left_by_an_earlier_run_are_overcome() -> None:
     assert endings(groups, ask) == [b""] * 4
     for group in groups:
         group.close()
+    stranger.close()
 
 
 def test_two_jobs_share_a_store_without_meeting() -> None:
@@ -214,13 +129,33 @@ def test_a_rank_whose_rank_above_never_starts_says_so() -> None:
 
 def test_a_rank_that_cannot_reach_the_rank_above_names_it_and_its_address() -> None:
     store = MemoryStore()
-    store.set("reknit/job/token", b"t")
-    store.set("reknit/job/address/0", b"127.0.0.1:1")
+    store.set("reknit/job/address/0", b"127.0.0.1:1 secret")
     with pytest.raises(
         DeadlineError, match=r"rank 0 at 127.0.0.1:1 could not be reached within 0.3 s"
     ) as caught:
         TreeGroup.join(store, 1, 2, job="job", options=CommOptions(connect_timeout_s=0.3))
     assert "CommOptions.bind" in str(caught.value.remedy)
+    assert "secret" not in str(caught.value)
+
+
+def test_a_rank_whose_rank_above_could_not_join_hears_that_it_closed() -> None:
+    store, quick = MemoryStore(), CommOptions(fan_out=1, bind=HERE, connect_timeout_s=1)
+    errors: list[BaseException] = []
+
+    def join() -> None:
+        try:
+            TreeGroup.join(store, 1, 3, job="job", options=quick)
+        except DeadlineError as error:
+            errors.append(error)
+
+    middle = threading.Thread(target=join)
+    middle.start()
+    leaf = TreeGroup.join(store, 2, 3, job="job", options=quick)
+    with pytest.raises(CommError, match="rank 1 closed the group"):
+        ask(leaf)
+    middle.join()
+    leaf.close()
+    assert "address/0" in str(errors[0])
 
 
 def test_ranks_that_were_started_with_different_sizes_do_not_join() -> None:
@@ -246,40 +181,11 @@ def test_a_second_process_with_a_taken_rank_is_refused_and_the_first_goes_on() -
         assert endings(groups, ask) == [b"", b""]
 
 
-def test_an_address_of_another_host_cannot_be_listened_on() -> None:
-    with pytest.raises(CommError, match=r"no server can listen on 203.0.113.1") as caught:
-        TreeGroup.join(MemoryStore(), 0, 2, job="job", options=CommOptions(bind="203.0.113.1"))
-    assert "CommOptions.bind" in str(caught.value.remedy)
-
-
-def test_only_ranks_with_ranks_below_them_listen() -> None:
-    store = MemoryStore()
-    with tree_world(4, store=store):
-        for rank in (0, 1):
-            assert store.get(f"reknit/job/address/{rank}", 0).startswith(b"127.0.0.1:")
-        for rank in (2, 3):
-            with pytest.raises(DeadlineError):
-                store.get(f"reknit/job/address/{rank}", 0)
-
-
-def test_a_group_without_an_address_given_listens_where_the_host_name_leads() -> None:
-    store = MemoryStore()
-    root = TreeGroup.join(store, 0, 2, job="job", options=CommOptions())
-    leaf = TreeGroup.join(store, 1, 2, job="job", options=CommOptions(connect_timeout_s=30))
-    assert endings([root, leaf], ask) == [b"", b""]
-    for group in (root, leaf):
-        group.close()
-
-
 def test_a_closed_group_says_so_when_it_is_used_again() -> None:
     with tree_world(2) as groups:
         groups[1].close()
         with pytest.raises(CommError, match="rank 1 closed the group"):
             ask(groups[1])
-
-
-def resources() -> tuple[int, int]:
-    return threading.active_count(), psutil.Process().num_fds()
 
 
 def test_five_hundred_rounds_leave_the_number_of_threads_and_files_as_it_was() -> None:
@@ -295,16 +201,6 @@ def test_five_hundred_rounds_leave_the_number_of_threads_and_files_as_it_was() -
         after = resources()
     assert after[0] < before[0] + 20, "each server may still add a few threads, up to its bound"
     assert after[1] <= before[1] + 1
-
-
-def settled(limit: tuple[int, int]) -> tuple[int, int]:
-    """Return the threads and files in use once they are within `limit`, or after a long while."""
-    for _ in range(200):
-        found = resources()
-        if found[0] <= limit[0] and found[1] <= limit[1]:
-            return found
-        time.sleep(0.05)
-    return resources()
 
 
 def test_closed_groups_leave_no_thread_and_no_file_open() -> None:

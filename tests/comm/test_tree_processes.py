@@ -11,6 +11,8 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
+from reknit.comm.topology import Topology
+
 if TYPE_CHECKING:
     from collections.abc import Iterator
     from pathlib import Path
@@ -35,16 +37,28 @@ def interrupt(functions):
         while frame is not None:
             found.add(frame.f_code.co_name)
             frame = frame.f_back
+    time.sleep(0.1)  # Ctrl-C on the way into Condition.wait, rather than inside, would leave its lock open
     os.kill(os.getpid(), signal.SIGINT)
 
 folder, rank, size, fan_out = sys.argv[1], *map(int, sys.argv[2:])
 options = CommOptions(fan_out=fan_out, bind="127.0.0.1", connect_timeout_s=60)
-group = TreeGroup.join(FolderStore(folder), rank, size, job="job", options=options)
+if folder:
+    group = TreeGroup.join(FolderStore(folder), rank, size, job="job", options=options)
+else:
+    seat = TreeGroup.listen(rank, size, job="job", options=options)
+    print(json.dumps(["listens", seat.address]), flush=True)
+    group = seat.climb(json.loads(sys.stdin.readline())[0])
 print(json.dumps(["joined", ""]), flush=True)
 for line in sys.stdin:
     verb, *arguments = json.loads(line)
     if verb == "leave":
         break
+    if verb == "close":
+        group.close()
+        continue
+    if verb == "listen for the end":
+        group.on_broken(lambda error: print(json.dumps(["broken", error.message]), flush=True))
+        continue
     if verb == "interrupted round":
         threading.Thread(target=interrupt, args=({"collect", "ask"},), daemon=True).start()
     ending = ["ok", ""]
@@ -62,11 +76,11 @@ for line in sys.stdin:
 
 
 class Rank:
-    """A rank in a process of its own."""
+    """A rank in a process of its own, which joins through a folder, or by an address that it is sent."""
 
-    def __init__(self, folder: Path, rank: int, fan_out: int) -> None:
+    def __init__(self, folder: Path | None, rank: int, fan_out: int) -> None:
         self.rank = rank
-        command = [sys.executable, "-c", RANK, str(folder), str(rank), str(SIZE), str(fan_out)]
+        command = [sys.executable, "-c", RANK, str(folder or ""), str(rank), str(SIZE), str(fan_out)]
         self.process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
 
     def begin(self, name: str, timeout_s: float, verb: str = "round") -> None:
@@ -85,10 +99,21 @@ class Rank:
         return kind, message
 
 
+def carry_addresses(ranks: list[Rank], fan_out: int) -> None:
+    """Tell every rank the address of the one above it, as those do who start ranks that share no store."""
+    addresses = [rank.ending()[1] for rank in ranks]
+    for rank in reversed(ranks):
+        above = Topology(SIZE, fan_out).parent(rank.rank)
+        rank.send("" if above is None else addresses[above])
+
+
 @contextmanager
-def world(folder: Path, fan_out: int) -> Iterator[list[Rank]]:
+def world(folder: Path | None, fan_out: int) -> Iterator[list[Rank]]:
+    """Start the ranks, which share no store when there is no folder, and hold a first round."""
     ranks = [Rank(folder, rank, fan_out) for rank in range(SIZE)]
     try:
+        if folder is None:
+            carry_addresses(ranks, fan_out)
         for rank in ranks:
             assert rank.ending() == ("joined", "")
         for rank in ranks:
@@ -190,3 +215,69 @@ def test_scripts_that_end_right_after_their_last_round_all_get_its_answer(tmp_pa
             rank.begin("last", LONG_S, "last round")
         assert [rank.ending() for rank in ranks] == [("ok", "")] * SIZE
         assert [rank.process.wait(60) for rank in ranks] == [0] * SIZE
+
+
+@pytest.mark.parametrize("victim", [1, 4])
+def test_ranks_that_share_no_store_hear_at_once_that_one_was_killed(victim: int) -> None:
+    with world(None, 2) as ranks:
+        others = [rank for rank in ranks if rank.rank != victim]
+        for rank in others:
+            rank.send("listen for the end")
+            rank.begin("heard", 60)
+        ranks[victim].begin("heard", 60)
+        assert [rank.ending() for rank in ranks] == [("ok", "")] * SIZE
+        ranks[victim].process.send_signal(signal.SIGKILL)
+        for rank in others:
+            kind, message = rank.ending()
+            assert kind == "broken"
+            assert f"rank {victim} is gone" in message
+
+
+def test_a_rank_that_closes_its_group_is_heard_of_by_the_others_and_not_by_itself() -> None:
+    leaver = 1
+    with world(None, 2) as ranks:
+        for rank in ranks:
+            rank.send("listen for the end")
+            rank.begin("heard", 60)
+        assert [rank.ending() for rank in ranks] == [("ok", "")] * SIZE
+        ranks[leaver].send("close")
+        ranks[leaver].send("leave")
+        assert ranks[leaver].process.wait(60) == 0
+        for rank in ranks:
+            if rank.rank != leaver:
+                assert rank.ending() == ("broken", f"rank {leaver} closed the group")
+                rank.send("leave")
+                assert rank.process.wait(60) == 0
+            assert rank.process.stdout is not None
+            assert rank.process.stdout.read() == "", "it was told once, or not at all"
+
+
+def test_a_rank_above_that_is_stopped_while_others_join_is_waited_for() -> None:
+    ranks = [Rank(None, rank, 2) for rank in range(SIZE)]
+    try:
+        addresses = [rank.ending()[1] for rank in ranks]
+        ranks[0].process.send_signal(signal.SIGSTOP)
+        for below, above in ((3, 1), (4, 1), (2, 0), (1, 0)):
+            ranks[below].send(addresses[above])
+        assert [ranks[below].ending() for below in (3, 4)] == [("joined", "")] * 2
+        ranks[0].process.send_signal(signal.SIGCONT)
+        ranks[0].send("")
+        assert [rank.ending() for rank in ranks[:3]] == [("joined", "")] * 3
+        for rank in ranks:
+            rank.begin("all", 60)
+        assert [rank.ending() for rank in ranks] == [("ok", "")] * SIZE
+    finally:
+        for rank in ranks:
+            rank.process.kill()
+            rank.process.communicate()
+
+
+def test_a_job_that_is_started_again_is_not_confused_by_the_addresses_of_its_first_run(
+    tmp_path: Path,
+) -> None:
+    with world(tmp_path, 2):
+        pass
+    with world(tmp_path, 2) as ranks:
+        for rank in ranks:
+            rank.begin("all", 60)
+        assert [rank.ending() for rank in ranks] == [("ok", "")] * SIZE

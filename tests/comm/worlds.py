@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+import threading
+import time
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, Protocol
 
+import psutil
+
+from reknit.comm.topology import Topology
 from reknit.comm.tree import TreeGroup
 from reknit.errors import ReknitError
 from reknit.options import CommOptions
@@ -16,6 +21,7 @@ if TYPE_CHECKING:
 
     from reknit.comm.base import Group
     from reknit.comm.rendezvous import Store
+    from reknit.comm.tree import Seat
 
 
 class Join(Protocol):
@@ -33,6 +39,18 @@ def join_tree(
     with ThreadPoolExecutor(size) as pool:
         ranks = range(size)
         return list(pool.map(lambda rank: TreeGroup.join(shared, rank, size, job=job, options=chosen), ranks))
+
+
+def take_seats(size: int, fan_out: int = 2, job: str = "job", connect_timeout_s: float = 30) -> list[Seat]:
+    """Return the seats of ranks that share no store."""
+    options = CommOptions(fan_out=fan_out, bind="127.0.0.1", connect_timeout_s=connect_timeout_s)
+    return [TreeGroup.listen(rank, size, job=job, options=options) for rank in range(size)]
+
+
+def climb(seats: Sequence[Seat], rank: int, fan_out: int = 2) -> TreeGroup:
+    """Join one of the ranks that took `seats`, with the address of the rank above it."""
+    above = Topology(len(seats), fan_out).parent(rank)
+    return seats[rank].climb("" if above is None else seats[above].address)
 
 
 @contextmanager
@@ -63,3 +81,18 @@ def endings(groups: Sequence[Group], fn: Callable[[Group], Any]) -> list[Any]:
 def ask(group: Group, name: str = "ask", request: bytes = b"", timeout_s: float = 30) -> bytes:
     """Hold a round in which every rank is told its own request."""
     return group.exchange(name, request, lambda requests: requests, timeout_s)
+
+
+def resources() -> tuple[int, int]:
+    """Return the numbers of threads and of open files of this process."""
+    return threading.active_count(), psutil.Process().num_fds()
+
+
+def settled(limit: tuple[int, int]) -> tuple[int, int]:
+    """Return the threads and files in use once they are within `limit`, or after a long while."""
+    for _ in range(200):
+        found = resources()
+        if found[0] <= limit[0] and found[1] <= limit[1]:
+            return found
+        time.sleep(0.05)
+    return resources()

@@ -105,6 +105,22 @@ def gone(rank: int, detail: str = "") -> CommError:
     )
 
 
+def unreachable(rank: int, address: str, timeout_s: float, detail: str) -> DeadlineError:
+    """Return the error of a rank that cannot join, since the one above it does not answer."""
+    return DeadlineError(
+        f"{spelled([rank])} at {address} could not be reached within {timeout_s:g} s: {detail}",
+        remedy="look at its log, or set CommOptions.bind there to an address that we reach",
+    )
+
+
+def stranger(rank: int, address: str) -> CommError:
+    """Return the error of a rank that came to the one above it with a token of another seat."""
+    return CommError(
+        f"{spelled([rank])} at {address} does not know the token that came with this address",
+        remedy="give each rank the address of the rank above it in this run, and in full",
+    )
+
+
 def closed(rank: int) -> CommError:
     """Return the error of a group that a rank has left."""
     return CommError(f"{spelled([rank])} closed the group")

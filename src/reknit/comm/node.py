@@ -180,6 +180,12 @@ class Node:
                 self._changed.wait()
             return self._broken
 
+    @property
+    def broken(self) -> ReknitError | None:
+        """What the node is broken by, None while it is whole."""
+        with self._changed:
+            return self._broken
+
     def check(self) -> None:
         """Raise the error of a broken node."""
         with self._changed:

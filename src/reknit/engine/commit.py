@@ -1,4 +1,4 @@
-"""What the root of a save does: assign work, and make the checkpoint exist with one last atomic write."""
+"""What the root of a save does last: make the checkpoint exist with one atomic write."""
 
 from __future__ import annotations
 
@@ -23,7 +23,6 @@ from reknit.format.manifest_file import MAX_MANIFEST_NBYTES, decode_manifest, en
 from reknit.format.versions import FORMAT_VERSION
 from reknit.monitor.phase import now
 from reknit.planner.assemble import SHOWN, assemble
-from reknit.planner.resolve import blob_owners, shard_owners
 from reknit.types.manifest import BlobFile, FileEntry, Manifest
 
 if TYPE_CHECKING:
@@ -44,40 +43,40 @@ class Destination:
     metadata: Mapping[str, Any]
 
 
-def decide_assignment(destination: Destination, requests: Sequence[bytes]) -> list[bytes]:
-    """Answer every rank's `Claims`.  Raises `CheckpointExistsError`, `StateError` for unfit metadata."""
+def check_destination(destination: Destination) -> None:
+    """Raise `CheckpointExistsError`, or `StateError` for what no manifest can hold.
+
+    That is better said now than after hours of writing.
+    """
+    check_manifest(destination)
     if not destination.overwrite and manifest_exists(destination.storage):
         raise CheckpointExistsError(
             "there is a committed checkpoint at this path already",
             path=destination.storage.url,
             remedy="save to another path, or pass overwrite=True to replace it safely",
         )
-    claims = [messages.decode(request, messages.Claims) for request in requests]
-    shards = shard_owners(
-        [messages.unpacked(c.shard_keys, "u8") for c in claims],
-        [messages.unpacked(c.shard_nbytes, "i8") for c in claims],
-    )
-    blobs = blob_owners(
-        [messages.unpacked(c.blob_keys, "u8") for c in claims],
-        [messages.unpacked(c.blob_digests, "u8") for c in claims],
-    )
+
+
+def check_manifest(destination: Destination) -> None:
+    """Raise `StateError` for metadata that no manifest can hold."""
     write_id = paths.new_write_id()
-    # What no manifest can hold is refused now, and not after hours of writing.
     encode_manifest(_manifest(destination, write_id, (), [FileEntry(paths.index_path(write_id), 0, ())], ()))
-    return [
-        messages.encode(messages.Assignment(write_id, messages.packed(s, "i8"), messages.packed(b, "i8")))
-        for s, b in zip(shards, blobs, strict=True)
-    ]
 
 
-def decide_commit(destination: Destination, write_id: str, requests: Sequence[bytes]) -> list[bytes]:
-    """Assemble all receipts into the index, check it, write it, and commit.
+def commit(
+    destination: Destination,
+    write_id: str,
+    receipts: Sequence[messages.Receipt],
+    columns: Sequence[messages.Columns],
+) -> messages.Outcome:
+    """Assemble all ranks' parts into the index, check it, write it, and commit.
 
-    Raises `CommitError` when the parts do not make a whole.  Nothing exists before the last line, everything
-    after.
+    Raises `CommitError` when the parts do not make a whole.  Nothing exists before the manifest is put,
+    everything after.
     """
-    receipts = [messages.decode(request, messages.Receipt) for request in requests]
-    index, warnings = assemble([receipt.columns.written() for receipt in receipts])
+    index, warnings = assemble(
+        [c.written(receipt.rank, write_id) for receipt, c in zip(receipts, columns, strict=True)]
+    )
     warnings += _differing_copies(receipts) + _shared_places(receipts)
     files = [
         FileEntry(file.path, file.nbytes, tuple(messages.unpacked(file.digests, "u8").tolist()))
@@ -99,8 +98,7 @@ def decide_commit(destination: Destination, write_id: str, requests: Sequence[by
             discard(storage, written.path)
         raise
     warnings += _clear_out(storage, write_id)
-    outcome = messages.encode(messages.Outcome(sum(file.nbytes for file in files), warnings))
-    return [outcome] * len(requests)
+    return messages.Outcome(sum(file.nbytes for file in files), warnings)
 
 
 def manifest_exists(storage: Storage) -> bool:

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import msgspec
 import numpy as np
 
+from reknit.format import paths
 from reknit.planner.assemble import Written
 
 if TYPE_CHECKING:
@@ -33,11 +34,24 @@ def unpacked(data: bytes, kind: str) -> NDArray[Any]:
     return np.frombuffer(data, np.dtype(kind).newbyteorder("<"))
 
 
-class Claims(msgspec.Struct, array_like=True):
-    """Before a save: the shards of which a rank cannot know who else holds them, and its blobs."""
+class ShardClaims(msgspec.Struct, array_like=True):
+    """The `shard_key`s and sizes, as columns, of shards of which a rank cannot know who else holds them."""
 
-    shard_keys: bytes
-    shard_nbytes: bytes
+    keys: bytes
+    nbytes: bytes
+
+
+class Claims(msgspec.Struct, array_like=True):
+    """Before a save's commit: what a rank holds of which only all ranks together can say who writes it.
+
+    `write_id` is empty where the root has to choose one.  `plan` stands for the layout of all that the rank
+    holds; `shards` is None where it is what the rank last
+    claimed under this plan.
+    """
+
+    write_id: str
+    plan: bytes
+    shards: ShardClaims | None
     blob_keys: bytes
     blob_digests: bytes
 
@@ -48,6 +62,18 @@ class Assignment(msgspec.Struct, array_like=True):
     write_id: str
     shard_owners: bytes
     blob_owners: bytes
+
+
+class EncodedBlob(msgspec.Struct, array_like=True):
+    """A value of a rank, already encoded: a file of blobs that holds just this one.
+
+    `key` stands for item and FQN; `coordinate` is as in `types.shard.Blob`.
+    """
+
+    item: str
+    key: int
+    coordinate: dict[str, int] | None
+    data: bytes
 
 
 class FileReceipt(msgspec.Struct, array_like=True):
@@ -67,10 +93,10 @@ class BlobReceipt(msgspec.Struct, array_like=True):
 
 
 class Columns(msgspec.Struct, array_like=True):
-    """The chunks that a rank wrote (`planner.assemble.Written`)."""
+    """The chunks that a rank writes (`planner.assemble.Written`); `files` are item and part of data files."""
 
     tensors: list[tuple[str, str, str, tuple[int, ...]]]
-    files: list[str]
+    files: list[tuple[str, int]]
     ndim: int
     tensor: bytes
     offsets: bytes
@@ -80,26 +106,29 @@ class Columns(msgspec.Struct, array_like=True):
     nbytes: bytes
     aliases: list[tuple[str, str, str]]
 
-    def written(self) -> Written:
-        """Return the columns as arrays."""
+    def written(self, rank: int, write_id: str) -> Written:
+        """Return the columns as arrays, for the files that a rank wrote in one save."""
+        files = [paths.data_path(item, rank, write_id, part) for item, part in self.files]
         column = [unpacked(c, "i8") for c in (self.tensor, self.file, self.start, self.nbytes)]
         offsets, lengths = (unpacked(c, "i8").reshape(-1, self.ndim) for c in (self.offsets, self.lengths))
         tensor, file, start, nbytes = column
-        return Written(self.tensors, self.files, tensor, offsets, lengths, file, start, nbytes, self.aliases)
+        return Written(self.tensors, files, tensor, offsets, lengths, file, start, nbytes, self.aliases)
 
 
 class Receipt(msgspec.Struct, array_like=True):
     """After a save's writing: what a rank wrote, and the digests of the copies that it holds.
 
-    `url` is where it wrote.  `copies` are `shard_key`s, `copy_digests` the digests of the bytes; the root
-    compares them between ranks.
+    `url` is where it wrote.  `plan` stands for the layout of what it holds, and `columns` is None where the
+    root knows those of this plan already.  `copies` are `shard_key`s, `copy_digests` the digests of the
+    bytes; the root compares them between ranks.
     """
 
     rank: int
     url: str
     items: list[str]
     files: list[FileReceipt]
-    columns: Columns
+    plan: bytes
+    columns: Columns | None
     blobs: list[BlobReceipt]
     copies: bytes
     copy_digests: bytes
@@ -164,3 +193,17 @@ def unset(bitmaps: list[bytes], size: int) -> list[int]:
     for bits in bitmaps:
         union |= np.frombuffer(bits, np.uint8)
     return [int(n) for n in np.flatnonzero(np.unpackbits(union, count=size) == 0)]
+
+
+class Seat(msgspec.Struct, array_like=True):
+    """While agents join: the address of a rank's agent, and the rank of the agent above it."""
+
+    address: str
+    above: int | None
+
+
+class Place(msgspec.Struct, array_like=True):
+    """The root's answer to `Seat`: the address of the agent above, and the seed of all write ids to come."""
+
+    above: str
+    seed: str

@@ -36,6 +36,13 @@ class _Source(Generic[Job]):
             self.error = self.error or error
 
 
+def start(name: str, work: Callable[[], None]) -> threading.Thread:
+    """Run `work` in a thread that never keeps the interpreter from ending."""
+    thread = threading.Thread(target=work, name=name, daemon=True)
+    thread.start()
+    return thread
+
+
 def run_jobs(
     jobs: Iterable[Job],
     work: Callable[[Job, Arena], None],

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+import threading
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from reknit.errors import DeadlineError
+from reknit.errors import DeadlineError, SkippedError
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -29,6 +30,9 @@ class SaveReport:
     total_nbytes: int
     warnings: tuple[str, ...]
     phases: tuple[PhaseRecord, ...]
+    blocked_s: float
+    waited_s: float = 0.0
+    streamed: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,28 +78,80 @@ class VerifyReport:
         return not self.problems
 
 
-@dataclass
 class PendingSave:
-    """A save under way.  Saving is synchronous for now, so it is already done when a caller gets it."""
+    """A save under way, or one that has ended."""
 
-    _report: SaveReport | None = None
-    _error: BaseException | None = None
-    phases: tuple[PhaseRecord, ...] = field(default=())
+    def __init__(self, path: str, step: int | None = None) -> None:
+        """Use `reknit.save`."""
+        self.path = path
+        self.step = step
+        self.asked = False
+        """Whether `result` was called; if not, a failure is raised by the next save."""
+        self._staged = threading.Event()
+        self._ended = threading.Event()
+        self._report: SaveReport | None = None
+        self._error: BaseException | None = None
 
     def staged(self, timeout: float | None = None) -> None:
-        """Return when the state may be changed again.  Raises `DeadlineError` after `timeout` seconds."""
+        """Return when the state may be changed again, also when the save has failed by then.
+
+        Raises `DeadlineError` after `timeout` seconds.
+        """
+        if not self._staged.wait(timeout):
+            raise DeadlineError(f"the state was not staged within {timeout:g} s")
 
     def done(self) -> bool:
         """Tell whether the save has ended, well or not."""
-        return self._report is not None or self._error is not None
+        return self._ended.is_set()
 
     def result(self, timeout: float | None = None) -> SaveReport:
         """Return the report once the checkpoint is committed, or raise what made it fail.
 
-        Raises `DeadlineError` when it has not ended after `timeout` seconds.
+        Raises `DeadlineError` when it has not ended after `timeout` seconds; the save itself goes on.
         """
+        self.wait(timeout)
+        self.asked = True
         if self._error is not None:
             raise self._error
-        if self._report is None:
-            raise DeadlineError(f"the save has not ended within {timeout} s")
+        assert self._report is not None
         return self._report
+
+    def wait(self, timeout: float | None = None) -> None:
+        """Return when the save has ended, well or not.  Raises `DeadlineError` after `timeout` seconds."""
+        if not self._ended.wait(timeout):
+            raise DeadlineError(f"the save to {self.path} has not ended within {timeout:g} s")
+
+    @property
+    def error(self) -> BaseException | None:
+        """What made the save fail, None while it is under way and when it ended well."""
+        return self._error
+
+    @property
+    def skipped(self) -> bool:
+        """Whether the save was skipped, as `SaveOptions.when_busy` asks for."""
+        return isinstance(self._error, SkippedError)
+
+    @property
+    def phases(self) -> tuple[PhaseRecord, ...]:
+        """The phases of this rank, once the save has ended well."""
+        return () if self._report is None else self._report.phases
+
+    def note_staged(self) -> None:
+        """Let `staged` return."""
+        self._staged.set()
+
+    def end(self, outcome: SaveReport | BaseException) -> bool:
+        """End the save, and tell whether it had not ended before."""
+        with _ending:
+            if self._ended.is_set():
+                return False
+            if isinstance(outcome, SaveReport):
+                self._report = outcome
+            else:
+                self._error = outcome
+            self._staged.set()
+            self._ended.set()
+            return True
+
+
+_ending = threading.Lock()

@@ -63,6 +63,26 @@ def encode_blobs(values: Mapping[str, Any], *, allow_pickle: bool = False, item:
     return data
 
 
+def join_blobs(parts: Sequence[bytes]) -> bytes:
+    """Return the file of blobs that holds what `parts` hold, each of them a file with a single value."""
+    if len(parts) < 16:
+        head = bytes([0x80 | len(parts)])
+    else:
+        head = (
+            b"\xdf" + len(parts).to_bytes(4, "big")
+            if len(parts) >> 16
+            else b"\xde" + len(parts).to_bytes(2, "big")
+        )
+    # A map of one begins with one byte that says so, and then key and value follow.
+    data = b"".join([head, *(part[1:] for part in parts)])
+    if len(data) > MAX_BLOBS_NBYTES:
+        raise StateError(
+            f"values that are no tensors take {len(data)} bytes; {MAX_BLOBS_NBYTES} is the limit",
+            remedy="save large arrays as tensors: entries of the state by themselves",
+        )
+    return data
+
+
 def decode_blobs(data: bytes, *, allow_pickle: bool = False) -> dict[str, Any]:
     """Return the values of a file of blobs, by FQN.
 

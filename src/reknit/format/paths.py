@@ -6,6 +6,7 @@ write ever meet in one file (docs/decisions/0001).
 
 from __future__ import annotations
 
+import hashlib
 import re
 import uuid
 from typing import TYPE_CHECKING, Literal, NamedTuple
@@ -53,6 +54,11 @@ class FileName(NamedTuple):
 def new_write_id() -> str:
     """Return a write id that no other write has: 32 lower-case hex digits of a random UUID."""
     return uuid.uuid4().hex
+
+
+def numbered_write_id(seed: str, number: int) -> str:
+    """Return the write id of the `number`-th save of a series; whoever knows its `seed` can tell it alone."""
+    return hashlib.sha256(f"{seed}:{number}".encode()).hexdigest()[:32]
 
 
 def short_id(write_id: str) -> str:

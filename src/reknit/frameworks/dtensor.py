@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from functools import lru_cache
 from itertools import accumulate, product
 from math import prod
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -139,14 +140,25 @@ def parts(tensor: Any, local: Any, place: Place) -> tuple[Part, ...]:
         return ((Box.whole(shape), local.new_empty(shape)),)
     if (chunks := torch_private.chunk_list(tensor)) is not None:
         return _hooked(chunks, local, place)
-    runs = decode(shape, _cuts(tensor, place), tuple(local.shape))
-    if runs is None:
+    found = _held(shape, tuple(_cuts(tensor, place)), tuple(local.shape))
+    if found is None:
         raise StateError(
             f"{place} is a DTensor of shape {list(shape)} placed as {tensor.placements} on a mesh of "
             f"{tuple(tensor.device_mesh.shape)}; its local shape {list(local.shape)} does not fit that",
             remedy="its placements are wrong: build it with fully_shard or distribute_tensor",
         )
-    return tuple((box, _narrow(local, inside)) for box, inside in boxes(runs))
+    if len(found) == 1:
+        return ((found[0][0], local),)
+    return tuple((box, _narrow(local, inside)) for box, inside in found)
+
+
+@lru_cache(maxsize=1 << 16)
+def _held(
+    shape: tuple[int, ...], cuts: tuple[Cut, ...], local: tuple[int, ...]
+) -> tuple[tuple[Box, Box], ...] | None:
+    """Return the boxes that a local tensor holds, each with its place in it; the same at every save."""
+    runs = decode(shape, cuts, local)
+    return None if runs is None else tuple(boxes(runs))
 
 
 def _narrow(local: Any, inside: Box) -> Any:

@@ -14,7 +14,7 @@ from reknit.errors import StorageError, StorageNotFoundError, UsageError
 from reknit.options import Durability
 from reknit.storage.base import Listed
 from reknit.storage.descriptors import Descriptor, ReadCache
-from reknit.storage.direct import pwrite_direct
+from reknit.storage.direct import DirectFile, start_write_back
 from reknit.storage.folders import Folders, prune, sweep, sync_folder
 from reknit.storage.paths import check_path
 from reknit.storage.posix import (
@@ -224,6 +224,7 @@ class LocalWriter:
         self._nbytes = nbytes
         self._folders = folders
         self._descriptor = Descriptor(fd)
+        self._direct = DirectFile(fd)
         self._identity = identity(fd)
         self._written = 0
         self._whole = False
@@ -239,8 +240,10 @@ class LocalWriter:
             )
         with self._using("write"):
             # Without a sync at the end the page cache is quicker; with it, the way past the cache is.
-            done = pwrite_direct(self._descriptor.fd, start, data) if self._folders.durable else 0
+            done = self._direct.pwrite(start, data) if self._folders.durable else 0
             pwrite_all(self._descriptor.fd, start + done, data[done:])
+            if self._folders.durable:
+                start_write_back(self._descriptor.fd, start + done, data.nbytes - done)
             with self._lock:
                 self._written += data.nbytes
 
@@ -252,6 +255,7 @@ class LocalWriter:
         """
         with self._using("finish"):
             self._descriptor.retire()
+            self._direct.close()
             self._check_whole()
             if self._folders.durable:
                 os.fsync(self._descriptor.fd)
@@ -270,8 +274,9 @@ class LocalWriter:
         with suppress(OSError):
             if ours is not None and identity(self._path) == ours:
                 os.unlink(self._path)
-        with suppress(OSError):
-            self._descriptor.retire()
+        for opened in (self._direct.close, self._descriptor.retire):
+            with suppress(OSError):
+                opened()
         prune(os.path.dirname(self._path), self._root)
 
     @contextmanager

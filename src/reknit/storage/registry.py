@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import os
 import re
+import sys
 from collections.abc import Callable
 from importlib.metadata import entry_points
+from typing import NamedTuple
 from urllib.parse import unquote
 
 from reknit.errors import MissingExtraError, UnknownSchemeError, UsageError
@@ -39,6 +41,34 @@ def open_storage(url: str | os.PathLike[str], *, durability: Durability = "power
     if "://" not in text and scheme != "file":
         raise UsageError(f"{text!r} is no URL", remedy=f"write {scheme}://... with two slashes")
     return factory(text, durability)
+
+
+class Recipe(NamedTuple):
+    """How another process of this machine opens the same store; `elsewhere` is False when none can.
+
+    `url` names it in whatever folder that process is, `factory` is ``module:function`` of what only this
+    process has registered.
+    """
+
+    url: str
+    elsewhere: bool
+    factory: str | None = None
+
+
+def recipe(url: str | os.PathLike[str]) -> Recipe:
+    """Return how another process opens the store at `url`, which need not exist."""
+    text = os.fspath(url)
+    scheme = _scheme(text)
+    if scheme is None:
+        return Recipe(os.path.abspath(_expand(text)), elsewhere=True)
+    factory = _factories.get(scheme)
+    if factory is None or factory is _open_file:
+        return Recipe(text, elsewhere=True)
+    module, name = getattr(factory, "__module__", ""), getattr(factory, "__qualname__", "")
+    found = getattr(sys.modules.get(module), name, None)
+    if factory is _open_memory or module == "__main__" or found is not factory:
+        return Recipe(text, elsewhere=False)
+    return Recipe(text, elsewhere=True, factory=f"{module}:{name}")
 
 
 def register(scheme: str, factory: Factory) -> None:

@@ -1,0 +1,256 @@
+"""The process that outlives the trainer: it writes and commits from arenas, and ends when its work is done.
+
+``python -m reknit.engine.agent`` is started by a trainer with one end of a pair of sockets.  Nothing here
+imports torch, and nothing that a trainer does, dying included, keeps a staged checkpoint from being written.
+For a store that only the trainer's process has (``mem://``) the same code runs in threads of the trainer.
+"""
+
+from __future__ import annotations
+
+import importlib
+import json
+import logging
+import os
+import queue
+import signal
+import socket
+import sys
+import threading
+from contextlib import suppress
+from typing import TYPE_CHECKING, Any
+
+from reknit.comm.base import Group, SoloGroup
+from reknit.comm.topology import Topology
+from reknit.engine import channel as say
+from reknit.engine.arena import SharedArena
+from reknit.engine.commit import Destination
+from reknit.engine.coordinator import Coordinator
+from reknit.engine.errand import Errand
+from reknit.engine.receipt import Setting
+from reknit.engine.tuning import Tuner
+from reknit.errors import AgentError, ReknitError, from_wire
+from reknit.monitor.phase import Recorder
+from reknit.monitor.sinks.jsonl import JsonLinesSink
+from reknit.options import CommOptions, SaveOptions, quiet_grpc
+from reknit.storage.registry import open_storage, register
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    _Jobs = queue.SimpleQueue[Callable[[], None] | None]
+
+logger = logging.getLogger("reknit")
+
+_LOOK_S = 1.0
+"""How often a process looks whether its trainer is still its parent."""
+_GRACE_S = 60.0
+_LOW_NICE = 10
+
+
+class Agent:
+    """The work of one rank's agent, whatever process it runs in."""
+
+    def __init__(self, channel: say.Channel, trainer: int | None) -> None:
+        """Serve `channel`; `trainer` is the process that this one is to outlive, None for its own."""
+        self._channel = channel
+        self._trainer = trainer
+        self._rank = 0
+        self._seat: Any = None
+        self._group: Group = SoloGroup()
+        self._arenas: dict[int, SharedArena] = {}
+        self._errands: dict[int, Errand] = {}
+        self._longest_s = 0.0
+        self._coordinator = Coordinator()
+        self._tuners: dict[tuple[str, int | None, int | None], Tuner] = {}
+        self._to_write: _Jobs = queue.SimpleQueue()
+        self._to_commit: _Jobs = queue.SimpleQueue()
+        self._hears: dict[type[say.Message], Callable[[Any], None]] = {
+            say.Join: self._join,
+            say.Climb: self._climb,
+            say.DropArenas: self._drop,
+            say.Begin: self._begin,
+            say.Planned: self._plan,
+            say.Filled: self._fill,
+            say.Abandon: self._abandon,
+        }
+
+    def run(self) -> None:
+        """Serve until the trainer says quit or is gone, and then until all that was staged is written."""
+        queues = {"reknit-agent-write": self._to_write, "reknit-agent-commit": self._to_commit}
+        workers = [
+            threading.Thread(target=_work, args=(jobs,), name=name, daemon=True)
+            for name, jobs in queues.items()
+        ]
+        for worker in workers:
+            worker.start()
+        try:
+            told = self._serve()
+            self._outlive(told)
+        finally:
+            for jobs in queues.values():
+                jobs.put(None)
+            for worker in workers:
+                worker.join()
+            self._group.close()
+            for arena in self._arenas.values():
+                arena.close()
+            self._channel.close()
+
+    def _serve(self) -> bool:
+        """Hear the trainer until the end; tell whether it said so, or is gone."""
+        while True:
+            if not self._channel.wait(_LOOK_S):
+                # Whatever the trainer forked may hold its end of the socket open.
+                if self._trainer is not None and os.getppid() != self._trainer:
+                    return False
+                continue
+            received = self._channel.receive()
+            if received is None:
+                return False
+            if isinstance(received.message, say.Quit):
+                return True
+            if isinstance(received.message, say.GiveArena):
+                assert received.fd is not None
+                given = received.message
+                self._arenas[given.number] = SharedArena.attach(received.fd, given.nbytes)
+            else:
+                self._hears[type(received.message)](received.message)
+
+    def _outlive(self, told: bool) -> None:
+        """Let what the trainer did not finish fail, and see to it that the rest ends, too."""
+        left = list(self._errands.values())
+        for errand in left:
+            if not errand.staged:
+                errand.fail(
+                    AgentError(
+                        f"the process of rank {self._rank} ended before its state was staged; "
+                        "nothing was committed",
+                        rank=self._rank,
+                        phase="stage",
+                    )
+                )
+        if self._trainer is None:
+            return
+        if not told and left:
+            logger.warning("the process of rank %d ended; its agent finishes %d saves", self._rank, len(left))
+        # Storage may hang for ever, and an agent must not.
+        watchdog = threading.Timer(self._longest_s + _GRACE_S, os._exit, (1,))
+        watchdog.daemon = True
+        watchdog.start()
+
+    def _say(self, message: say.Message) -> None:
+        with suppress(AgentError):  # a trainer that is gone needs no answer
+            self._channel.send(message)
+
+    def _join(self, join: say.Join) -> None:
+        self._rank = join.rank
+        if join.low_priority and self._trainer is not None:
+            os.nice(_LOW_NICE)
+        if join.size == 1:
+            self._say(say.Seated("", None))
+            return
+        quiet_grpc()
+        from reknit.comm.tree import TreeGroup  # gRPC is loaded only when there is someone to talk to
+
+        try:
+            self._seat = TreeGroup.listen(
+                join.rank, join.size, job=join.job, options=CommOptions(**join.comm)
+            )
+        except ReknitError as error:
+            self._say(say.Joined(error.to_wire()))
+        else:
+            above = Topology(join.size, join.comm["fan_out"]).parent(join.rank)
+            self._say(say.Seated(self._seat.address, above))
+
+    def _climb(self, climb: say.Climb) -> None:
+        if self._seat is not None:
+            try:
+                group = self._seat.climb(climb.above)
+            except ReknitError as error:
+                self._say(say.Joined(error.to_wire()))
+                return
+            group.on_broken(lambda _: self._say(say.Broken()))
+            self._group = group
+        self._say(say.Joined(None))
+
+    def _drop(self, drop: say.DropArenas) -> None:
+        for number in drop.numbers:
+            self._arenas.pop(number).close()
+
+    def _begin(self, begin: say.Begin) -> None:
+        errand = Errand(begin.number, self._channel)
+        options = SaveOptions(**begin.options)
+        try:
+            where = self._where(begin, options)
+        except ReknitError as error:
+            errand.fail(error)
+        else:
+            errand.begin(begin, where)
+        scheme, colon, _ = begin.url.partition("://")
+        key = (scheme if colon else "", options.threads, options.piece_nbytes)
+        if key not in self._tuners:
+            self._tuners[key] = Tuner(threads=options.threads, piece_nbytes=options.piece_nbytes)
+        self._take_up(errand, self._tuners[key], options.timeout_s)
+
+    def _where(self, begin: say.Begin, options: SaveOptions) -> Setting:
+        """Return where a save takes place, as this process sees it."""
+        if begin.factory is not None:
+            module, _, name = begin.factory.partition(":")
+            register(begin.url.partition(":")[0], getattr(importlib.import_module(module), name))
+        storage = open_storage(begin.url, durability=options.durability)
+        sinks = () if options.events is None else (JsonLinesSink(options.events),)
+        recorder = Recorder("save", self._rank, begin.step, storage.url, sinks)
+        to = Destination(
+            storage, begin.step, begin.overwrite, options.allow_pickle, **json.loads(begin.extra)
+        )
+        return Setting(self._group, to, options, recorder)
+
+    def _take_up(self, errand: Errand, tuner: Tuner, timeout_s: float) -> None:
+        """Let the workers carry out an errand, after those before it."""
+        group, self._errands[errand.number] = self._group, errand
+        self._longest_s = max(self._longest_s, timeout_s)
+
+        def commit() -> None:
+            errand.commit(group, self._coordinator, timeout_s)
+            del self._errands[errand.number]
+
+        self._to_write.put(lambda: errand.write(tuner))
+        self._to_commit.put(commit)
+
+    def _plan(self, planned: say.Planned) -> None:
+        if (errand := self._errands.get(planned.number)) is not None:
+            errand.plan(planned, self._arenas[planned.arena])
+
+    def _fill(self, filled: say.Filled) -> None:
+        if (errand := self._errands.get(filled.number)) is not None:  # else it failed, and is over
+            errand.fill(filled.span)
+
+    def _abandon(self, abandon: say.Abandon) -> None:
+        error = from_wire(abandon.error)
+        errand = self._errands.get(abandon.number)
+        if errand is not None:
+            errand.fail(error)
+        elif abandon.unbegun:
+            errand = Errand(abandon.number, self._channel)
+            errand.fail(error)
+            self._take_up(errand, Tuner(), abandon.timeout_s)
+
+
+def _work(jobs: _Jobs) -> None:
+    """Do jobs, one after another."""
+    while (job := jobs.get()) is not None:
+        job()
+
+
+def main(fd: int, trainer: int) -> None:
+    """Serve the trainer at the other end of a socket, and outlive it."""
+    # A signal for the whole job is for its trainers, which may want to save once more; an agent ends with
+    # its trainer.
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        signal.signal(number, signal.SIG_IGN)
+    logging.basicConfig(format="%(name)s: %(message)s")
+    Agent(say.Channel(socket.socket(fileno=fd)), trainer).run()
+
+
+if __name__ == "__main__":
+    main(int(sys.argv[1]), int(sys.argv[2]))

@@ -1,0 +1,180 @@
+"""An agent as its trainer sees it: started, spoken to, heard, and missed when it is gone."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import subprocess
+import sys
+import threading
+import weakref
+from typing import TYPE_CHECKING, Any
+
+from reknit.engine import channel as say
+from reknit.engine.pipeline import start
+from reknit.errors import AgentError, DeadlineError, from_wire
+from reknit.monitor.phase import Deadline
+from reknit.options import agent_environment
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+_REAP_S = 10.0
+
+
+class AgentLink:
+    """The trainer's end of the channel to its agent.
+
+    `hear` is called with every message about a save, and `lost` once when the agent is gone, both from a
+    thread of their own.
+    """
+
+    def __init__(self, rank: int, *, in_process: bool, send_timeout_s: float) -> None:
+        self.rank = rank
+        self.hear: Callable[[Any], None] = _ignore
+        self.lost: Callable[[AgentError], None] = _ignore
+        self.broken = False
+        """Whether no later save can end well with this agent."""
+        self.numbers = 0
+        """How many saves it was told of."""
+        self._process: subprocess.Popen[bytes] | None = None
+        self._answered = threading.Condition()
+        self._answers: list[say.Seated | say.Joined] = []
+        self._gone: AgentError | None = None
+        ours, theirs = say.socket_pair()
+        self._channel = say.Channel(ours, send_timeout_s=send_timeout_s)
+        try:
+            if in_process:
+                self._run_here(say.Channel(theirs))
+            else:
+                self._spawn(theirs.fileno())
+                theirs.close()
+        except BaseException:
+            self._channel.close()
+            theirs.close()
+            raise
+        _open_links.add(self)
+        start(f"reknit-hears-agent-{rank}", self._listen)
+
+    @property
+    def pid(self) -> int | None:
+        """The agent's process, None when it runs in this one."""
+        return None if self._process is None else self._process.pid
+
+    def send(self, message: say.Message, fd: int | None = None) -> None:
+        """Send a message.  Raises `AgentError` when the agent is gone."""
+        try:
+            self._channel.send(message, fd)
+        except AgentError as error:
+            raise (self._gone or error) from None
+
+    def ask(self, message: say.Message, timeout_s: float) -> say.Seated | say.Joined:
+        """Send a message and return the answer.  Raises what kept the agent from giving one."""
+        self.send(message)
+        deadline = Deadline(timeout_s)
+        with self._answered:
+            self._answered.wait_for(lambda: self._answers or self._gone, deadline.remaining())
+            if self._answers:
+                answer = self._answers.pop(0)
+            elif self._gone is not None:
+                raise self._gone
+            else:
+                raise DeadlineError(f"the agent of rank {self.rank} did not answer within {timeout_s:g} s")
+        if isinstance(answer, say.Joined) and answer.error is not None:
+            raise from_wire(answer.error)
+        return answer
+
+    def quit(self) -> None:
+        """Let the agent end when it has finished what it was given."""
+        self.broken = True
+        with contextlib.suppress(AgentError):
+            self.send(say.Quit())
+
+    def ended(self, timeout_s: float) -> bool:
+        """Wait until the agent is gone; tell whether it is."""
+        with self._answered:
+            return self._answered.wait_for(lambda: self._gone is not None, timeout_s)
+
+    def forget(self) -> None:
+        """Let go of the agent in a forked child of the trainer: there it is somebody else's."""
+        self.broken = True
+        self._gone = AgentError("a forked process has no part in the saves of its parent")
+        self._channel.close()
+
+    def _spawn(self, fd: int) -> None:
+        """Start the agent as a process of its own session, which no signal to the job's terminal reaches."""
+        if not sys.executable:
+            raise AgentError(
+                "there is no Python executable to start an agent with",
+                remedy="save with wait=True, or set sys.executable",
+            )
+        command = [sys.executable, "-m", "reknit.engine.agent", str(fd), str(os.getpid())]
+        try:
+            self._process = subprocess.Popen(
+                command,
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.DEVNULL,
+                pass_fds=[fd],
+                start_new_session=True,
+                env=agent_environment(sys.path),
+            )
+        except OSError as error:
+            raise AgentError(
+                f"the agent of rank {self.rank} could not be started: {error}", rank=self.rank
+            ) from error
+
+    def _run_here(self, channel: say.Channel) -> None:
+        # Imported only here: `python -m` would complain of a module that is there before it is run.
+        from reknit.engine.agent import Agent
+
+        start(f"reknit-agent-{self.rank}", Agent(channel, None).run)
+
+    def _listen(self) -> None:
+        """Hear the agent until it is gone."""
+        while (received := self._channel.receive()) is not None:
+            message = received.message
+            if isinstance(message, (say.Seated, say.Joined)):
+                with self._answered:
+                    self._answers.append(message)
+                    self._answered.notify_all()
+            elif isinstance(message, say.Broken):
+                self.broken = True
+            else:
+                self.hear(message)
+        error = AgentError(self._epitaph(), rank=self.rank)
+        self.broken = True
+        self._channel.close()
+        self.lost(error)
+        with self._answered:
+            self._gone = error
+            self._answered.notify_all()
+
+    def _epitaph(self) -> str:
+        """Say how the agent ended, and reap its process."""
+        if self._process is None:
+            return f"the agent of rank {self.rank} has ended"
+        try:
+            status = self._process.wait(_REAP_S)
+        except subprocess.TimeoutExpired:
+            how = "closed its channel, but still runs"
+        else:
+            how = "has ended"
+            if status:
+                how = f"was killed by signal {-status}" if status < 0 else f"failed with exit status {status}"
+        return f"the agent of rank {self.rank} (process {self._process.pid}) {how}"
+
+
+def _ignore(_: Any) -> None:
+    """Hear nothing."""
+
+
+_open_links: weakref.WeakSet[AgentLink] = weakref.WeakSet()
+
+
+def _after_fork() -> None:
+    for link in list(_open_links):
+        link.forget()
+
+
+# A forked worker that kept the socket open would hide the trainer's death from the agent.
+os.register_at_fork(after_in_child=_after_fork)

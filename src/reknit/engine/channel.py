@@ -1,0 +1,266 @@
+"""How a trainer and its agent talk: framed messages over a pair of sockets, and descriptors of arenas."""
+
+from __future__ import annotations
+
+import select
+import socket
+import struct
+import threading
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import msgspec
+
+from reknit.engine.messages import Columns, EncodedBlob, ShardClaims  # noqa: TC001 (msgspec resolves them)
+from reknit.errors import AgentError
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+_HEAD = struct.Struct("<QI")
+_CLOEXEC = getattr(socket, "MSG_CMSG_CLOEXEC", 0)
+
+
+class Message(msgspec.Struct, array_like=True, tag=True):
+    """Base of everything that is said; the class name travels with it."""
+
+
+class Join(Message):
+    """To the agent: open a server for the agents below, as a rank of this group of agents."""
+
+    job: str
+    rank: int
+    size: int
+    comm: dict[str, Any]
+    low_priority: bool
+
+
+class Climb(Message):
+    """To the agent: join the agent above, at the address that it gave as its own."""
+
+    above: str
+
+
+class GiveArena(Message):
+    """To the agent, with a descriptor: the memory of an arena."""
+
+    number: int
+    nbytes: int
+
+
+class DropArenas(Message):
+    """To the agent: these arenas are used no more."""
+
+    numbers: tuple[int, ...]
+
+
+class Begin(Message):
+    """To the agent: a save begins.
+
+    `factory` is ``module:function`` of a store that only the trainer's program registered.  `claims` is None
+    where the root knows those of this plan.  `extra` is what only the root's manifest needs, as JSON.
+    """
+
+    number: int
+    write_id: str
+    url: str
+    factory: str | None
+    step: int | None
+    overwrite: bool
+    options: dict[str, Any]
+    extra: bytes
+    plan: bytes
+    claims: ShardClaims | None
+    blobs: list[EncodedBlob]
+
+
+class Planned(Message):
+    """To the agent: the files of a save, which the arena will hold.
+
+    `files` are item, part and size; `ring` is the capacity that the arena is used with.  `columns` is None
+    where the root knows those of this plan.
+    """
+
+    number: int
+    items: list[str]
+    files: list[tuple[str, int, int]]
+    columns: Columns | None
+    arena: int
+    ring: int
+    copies: bytes
+    copy_digests: bytes
+    copy_names: list[str]
+
+
+class Filled(Message):
+    """To the agent: a span of the arena holds its bytes."""
+
+    number: int
+    span: int
+
+
+class Abandon(Message):
+    """To the agent: the trainer gave up this save; `unbegun` when that was before `Begin`."""
+
+    number: int
+    unbegun: bool
+    error: dict[str, Any]
+    timeout_s: float
+
+
+class Quit(Message):
+    """To the agent: finish what was begun, and end."""
+
+
+class Seated(Message):
+    """To the trainer: the agent's own address, and the rank of the agent above it."""
+
+    address: str
+    above: int | None
+
+
+class Joined(Message):
+    """To the trainer: the agent is part of the tree; or why it is not."""
+
+    error: dict[str, Any] | None
+
+
+class Assigned(Message):
+    """To the trainer: who writes the shards that it claimed."""
+
+    number: int
+    shard_owners: bytes
+
+
+class Freed(Message):
+    """To the trainer: a span of the arena is written and may be filled anew."""
+
+    number: int
+    span: int
+
+
+class ArenaFree(Message):
+    """To the trainer: nothing of this save is read from the arena any more, whatever became of the save."""
+
+    number: int
+
+
+class Done(Message):
+    """To the trainer: a save ended; `records` are the phases that the agent took part in."""
+
+    number: int
+    error: dict[str, Any] | None
+    nbytes: int
+    num_files: int
+    total_nbytes: int
+    warnings: list[str]
+    records: list[dict[str, Any]]
+
+
+class Broken(Message):
+    """To the trainer: the tree of agents is broken, and no later save can end well in it."""
+
+
+AnyMessage = (
+    Join
+    | Climb
+    | GiveArena
+    | DropArenas
+    | Begin
+    | Planned
+    | Filled
+    | Abandon
+    | Quit
+    | Seated
+    | Joined
+    | Assigned
+    | Freed
+    | ArenaFree
+    | Done
+    | Broken
+)
+_encode = msgspec.msgpack.Encoder().encode
+_decoder: msgspec.msgpack.Decoder[Any] = msgspec.msgpack.Decoder(AnyMessage)
+
+
+class Received(NamedTuple):
+    """A message, and the descriptor that came with it."""
+
+    message: Any
+    fd: int | None
+
+
+class Channel:
+    """One end of the pair.  Any thread may send; one thread receives."""
+
+    def __init__(self, sock: socket.socket, *, send_timeout_s: float | None = None) -> None:
+        self._socket = sock
+        self._sending = threading.Lock()
+        if send_timeout_s is not None:
+            seconds = min(int(send_timeout_s) + 1, 1 << 30)
+            sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, struct.pack("@ll", seconds, 0))
+
+    def send(self, message: Message, fd: int | None = None) -> None:
+        """Send a message.  Raises `AgentError` when the other end is gone, or reads nothing for too long."""
+        data = _encode(message)
+        head = _HEAD.pack(len(data), 0 if fd is None else 1)
+        with self._sending:
+            try:
+                if fd is None:
+                    self._socket.sendall(head + data if len(data) < 1 << 16 else head)
+                else:
+                    socket.send_fds(self._socket, [head], [fd])
+                if fd is not None or len(data) >= 1 << 16:
+                    self._socket.sendall(data)
+            except OSError as error:
+                raise AgentError(f"the other end of the agent's socket is gone: {error}") from error
+
+    def wait(self, timeout_s: float | None) -> bool:
+        """Wait until something can be received, or the other end is gone; tell whether that came to be."""
+        poll = select.poll()  # select.select knows no descriptor above 1023
+        poll.register(self._socket, select.POLLIN)
+        return bool(poll.poll(None if timeout_s is None else timeout_s * 1000))
+
+    def receive(self) -> Received | None:
+        """Return the next message, or None when the other end is gone."""
+        head, fds = bytearray(), []
+        while len(head) < _HEAD.size:
+            try:
+                part, new, _, _ = socket.recv_fds(self._socket, _HEAD.size - len(head), 1, _CLOEXEC)
+            except OSError:
+                return None
+            if not part:
+                return None
+            head += part
+            fds += new
+        nbytes, _ = _HEAD.unpack(head)
+        data = bytearray(nbytes)
+        view = memoryview(data)
+        while view:
+            try:
+                count = self._socket.recv_into(view)
+            except OSError:
+                return None
+            if not count:
+                return None
+            view = view[count:]
+        return Received(_decoder.decode(data), fds[0] if fds else None)
+
+    def fileno(self) -> int:
+        """Return the descriptor of the socket."""
+        return self._socket.fileno()
+
+    def shut(self) -> None:
+        """Let both ends find the channel closed, also threads that wait for something to receive."""
+        try:
+            self._socket.shutdown(socket.SHUT_RDWR)
+        except OSError:
+            return
+
+    def close(self) -> None:
+        """Close this end."""
+        self._socket.close()
+
+
+def socket_pair() -> Sequence[socket.socket]:
+    """Return two connected ends."""
+    return socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)

@@ -1,0 +1,148 @@
+"""What a rank brings to a save: holdings whose values are encoded, and claims on what others may hold too."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import TYPE_CHECKING, NamedTuple
+
+import numpy as np
+import xxhash
+
+from reknit.engine import messages
+from reknit.engine.staging import bits, contiguous_bytes, stage
+from reknit.format import paths
+from reknit.format.blob_codec import encode_blobs, join_blobs
+from reknit.format.checksum import digest
+from reknit.planner.resolve import OWN, shard_key
+from reknit.types.shard import full_name
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from numpy.typing import NDArray
+
+    from reknit.options import SaveOptions
+    from reknit.types.shard import Holdings, Shard
+
+
+class Brought(NamedTuple):
+    """The holdings of a rank; of the `guessed` shards no framework could say who else holds them."""
+
+    holdings: Holdings
+    guessed: tuple[int, ...]
+    blobs: tuple[messages.EncodedBlob, ...]
+
+    def shard_claims(self) -> messages.ShardClaims:
+        """Return what the root has to know of the guessed shards."""
+        shards = [self.holdings.shards[n] for n in self.guessed]
+        return messages.ShardClaims(
+            messages.packed([shard_key(s) for s in shards], "u8"),
+            messages.packed([s.nbytes for s in shards], "i8"),
+        )
+
+    def resolved(self, owners: NDArray[np.int64]) -> Holdings:
+        """Return the holdings with one owner for each guessed shard."""
+        shards = list(self.holdings.shards)
+        for number, owner in zip(self.guessed, owners.tolist(), strict=True):
+            shards[number] = replace(shards[number], replicas=(owner,))
+        return replace(self.holdings, shards=tuple(shards))
+
+
+class Copies(NamedTuple):
+    """Shards whose bytes are compared with those of other ranks, as columns for a receipt."""
+
+    keys: bytes
+    digests: bytes
+    names: list[str]
+
+
+class BlobFile(NamedTuple):
+    """A file of blobs that a rank writes."""
+
+    item: str
+    coordinate: dict[str, int] | None
+    data: bytes
+
+
+def bring(holdings: Holdings, options: SaveOptions) -> Brought:
+    """Check names, and encode the values.  Raises `StateError` for what no file can hold."""
+    for item in holdings.items:
+        paths.escape_item(item)
+    for entries in (holdings.shards, holdings.blobs, holdings.aliases):
+        for entry in entries:
+            paths.checked_name(entry.fqn, "name")
+    guessed = tuple(n for n, shard in enumerate(holdings.shards) if shard.replicas is None)
+    blobs = tuple(
+        messages.EncodedBlob(
+            blob.item,
+            xxhash.xxh3_64_intdigest(f"{blob.item}\0{blob.fqn}".encode()),
+            None if blob.coordinate is None else dict(blob.coordinate),
+            encode_blobs({blob.fqn: blob.value}, allow_pickle=options.allow_pickle, item=blob.item),
+        )
+        for blob in holdings.blobs
+    )
+    return Brought(holdings, guessed, blobs)
+
+
+def claims(
+    write_id: str, plan: bytes, shards: messages.ShardClaims | None, blobs: Sequence[messages.EncodedBlob]
+) -> messages.Claims:
+    """Return what a rank says before all ranks' work is assigned."""
+    shared = [blob for blob in blobs if blob.coordinate is None]
+    return messages.Claims(
+        write_id,
+        plan,
+        shards,
+        messages.packed([blob.key for blob in shared], "u8"),
+        messages.packed([digest(blob.data) for blob in shared], "u8"),
+    )
+
+
+def blob_files(blobs: Sequence[messages.EncodedBlob], owners: bytes, rank: int) -> list[BlobFile]:
+    """Return the files of blobs that `rank` writes, one for each item and coordinate.
+
+    `owners` are the owners of the shared blobs, as the root assigned them; where ranks disagree about a value
+    each keeps its own.
+    """
+    owner = iter(messages.unpacked(owners, "i8").tolist())
+    sets: dict[tuple[str, tuple[tuple[str, int], ...] | None], list[bytes]] = {}
+    for blob in blobs:
+        place = blob.coordinate
+        if place is None:
+            writer = next(owner)
+            if writer == OWN:
+                place = {"rank": rank}
+            elif writer != rank:
+                continue
+        key = (blob.item, None if place is None else tuple(sorted(place.items())))
+        sets.setdefault(key, []).append(blob.data)
+    return [
+        BlobFile(item, None if place is None else dict(place), join_blobs(parts))
+        for (item, place), parts in sets.items()
+    ]
+
+
+def compare(brought: Brought, check: str, size: int) -> Copies:
+    """Return the digests of the shards to compare with other ranks' copies, as `check_replicas` says."""
+    shards = brought.holdings.shards
+    chosen: list[int] = []
+    if check != "off" and size > 1:
+        guessed = set(brought.guessed)
+        chosen = [
+            n for n, s in enumerate(shards) if n in guessed or (check == "all" and len(s.replicas or ()) > 1)
+        ]
+    return Copies(
+        messages.packed([shard_key(shards[n]) for n in chosen], "u8"),
+        messages.packed([_shard_digest(shards[n]) for n in chosen], "u8"),
+        [full_name(shards[n].item, shards[n].fqn) for n in chosen],
+    )
+
+
+def _shard_digest(shard: Shard) -> int:
+    """Return the digest of a shard's bytes in row-major order."""
+    source = bits(shard.data)
+    flat = contiguous_bytes(source)
+    if flat is None:
+        flat = np.empty(shard.nbytes, np.uint8)
+        stage(source, 0, shard.box.numel, flat)
+    return digest(flat.data)

@@ -1,0 +1,127 @@
+"""The agents that a group's ranks formed together, as one of these ranks sees them."""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from reknit.comm import base as comm
+from reknit.engine import channel as say
+from reknit.engine import messages
+from reknit.engine.agent_link import AgentLink
+from reknit.engine.coordinator import PLANS_KEPT
+from reknit.engine.handover import Handover
+from reknit.format import paths
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from reknit.engine.outline import Outline
+    from reknit.engine.report import PendingSave
+    from reknit.errors import AgentError
+    from reknit.options import SaveOptions
+
+FORM_ROUND = "agents"
+"""The round in which the agents of a group find each other."""
+
+
+@dataclass(slots=True)
+class Plan:
+    """An outline for holdings of one layout; `committed` once the root knows its chunks."""
+
+    outline: Outline
+    committed: bool = False
+
+
+class Crew:
+    """This rank's agent, the saves that it works on, and the plans that all ranks' agents agreed on."""
+
+    def __init__(self, link: AgentLink, size: int, seed: str) -> None:
+        """Use `form`."""
+        self.link = link
+        self.size = size
+        self.arenas: set[int] = set()
+        """Numbers of the arenas that the agent has."""
+        self._seed = seed
+        self._count = 0
+        self._handovers: dict[int, tuple[Handover, bytes | None]] = {}
+        self._plans: dict[bytes, Plan] = {}
+        link.hear, link.lost = self._hear, self._lose
+
+    @classmethod
+    def form(cls, group: comm.Group, options: SaveOptions, *, in_process: bool) -> Crew:
+        """Start this rank's agent, and let it join those of all other ranks; every rank does so at once.
+
+        The agents' addresses go through the trainers' group; after that trainers and agents are two groups
+        that know nothing of each other.  Raises `AgentError`, `CommError`.
+        """
+        links: list[AgentLink] = []
+        patience_s = options.comm.connect_timeout_s
+
+        def seat() -> bytes:
+            links.append(AgentLink(group.rank, in_process=in_process, send_timeout_s=options.timeout_s))
+            settings, low = dataclasses.asdict(options.comm), options.priority == "low"
+            seated = links[0].ask(say.Join(FORM_ROUND, group.rank, group.size, settings, low), patience_s)
+            assert isinstance(seated, say.Seated)
+            return messages.encode(messages.Seat(seated.address, seated.above))
+
+        def climb() -> bytes:
+            links[0].ask(say.Climb(place.above), 2 * patience_s)
+            return b""
+
+        try:
+            answer = comm.round(group, FORM_ROUND, seat, _places, options.timeout_s)
+            place = messages.decode(answer, messages.Place)
+            comm.round(group, FORM_ROUND, climb, lambda requests: [b""] * len(requests), options.timeout_s)
+        except BaseException:  # Ctrl-C too: an agent that nobody will use must not stay
+            for link in links:
+                link.quit()
+            raise
+        return cls(links[0], group.size, place.seed)
+
+    def handover(self, pending: PendingSave) -> Handover:
+        """Count one more save; every rank does so alike, whatever becomes of it."""
+        number, self._count = self._count, self._count + 1
+        handover = Handover(number, paths.numbered_write_id(self._seed, number), pending, self.link)
+        self._handovers[number] = handover, None
+        return handover
+
+    def plan(self, handover: Handover, key: bytes) -> Plan | None:
+        """Return the plan for the layout `key` of a save, if there is one, as the one used last."""
+        self._handovers[handover.number] = handover, key
+        plan = self._plans.pop(key, None)
+        if plan is not None:
+            self._plans[key] = plan
+        return plan
+
+    def keep(self, key: bytes, plan: Plan) -> None:
+        """Keep a new plan; the one that was not used for longest makes room."""
+        self._plans[key] = plan
+        while len(self._plans) > PLANS_KEPT:
+            del self._plans[next(iter(self._plans))]
+
+    def _hear(self, message: Any) -> None:
+        handover, key = self._handovers[message.number]
+        if isinstance(message, say.Done):
+            del self._handovers[message.number]
+            plan = self._plans.get(key or b"")
+            if message.error is not None:
+                # Perhaps the plans are what is wrong; with the next save all ranks make new ones.
+                self._plans.clear()
+            elif plan is not None:
+                plan.committed = True
+        handover.hear(message)
+
+    def _lose(self, error: AgentError) -> None:
+        for handover, _ in list(self._handovers.values()):
+            handover.lose(error)
+        self._handovers.clear()
+
+
+def _places(requests: Sequence[bytes]) -> list[bytes]:
+    """Tell each rank where the agent above its own is, and what all their write ids are made from."""
+    seats = [messages.decode(request, messages.Seat) for request in requests]
+    seed = paths.new_write_id()
+    above = ["" if seat.above is None else seats[seat.above].address for seat in seats]
+    return [messages.encode(messages.Place(address, seed)) for address in above]

@@ -1,0 +1,255 @@
+"""One save as an agent carries it out, for a trainer that may die at any moment."""
+
+from __future__ import annotations
+
+import threading
+from contextlib import suppress
+from typing import TYPE_CHECKING
+
+from reknit.comm import base as comm
+from reknit.engine import channel as say
+from reknit.engine import messages
+from reknit.engine.arena import SPAN_NBYTES, lay_out
+from reknit.engine.claims import Copies, blob_files, claims
+from reknit.engine.receipt import commit_round, receipt, write_blobs
+from reknit.engine.write import Outgoing, discard, write_files
+from reknit.errors import AgentError, ReknitError
+from reknit.format import paths
+
+if TYPE_CHECKING:
+    import numpy as np
+    from numpy.typing import NDArray
+
+    from reknit.engine.arena import Arena, SharedArena
+    from reknit.engine.coordinator import Coordinator
+    from reknit.engine.receipt import Setting
+    from reknit.engine.tuning import Tuner
+    from reknit.engine.write import Written
+
+
+class Errand:
+    """A save under way, between the thread that hears the trainer and those that write and commit.
+
+    `error` is what makes it fail; once it is set nobody waits for the trainer any more, and all ranks hear of
+    it in the next round.
+    """
+
+    def __init__(self, number: int, channel: say.Channel) -> None:
+        self.number = number
+        self.error: ReknitError | None = None
+        self._channel = channel
+        self._changed = threading.Condition()
+        self._begun: tuple[say.Begin, Setting] | None = None
+        self._image: _Image | None = None
+        self._written: list[Written] | None = None
+
+    # Called by the thread that hears the trainer.
+
+    def begin(self, begin: say.Begin, where: Setting) -> None:
+        """Take what the trainer says at the beginning."""
+        self._begun = begin, where
+
+    def plan(self, planned: say.Planned, arena: SharedArena) -> None:
+        """Take the files of the save, and the arena that will hold them."""
+        with self._changed:
+            self._image = _Image(planned, arena)
+            self._changed.notify_all()
+
+    def fill(self, span: int) -> None:
+        """Note that a span holds its bytes."""
+        with self._changed:
+            if self._image is not None:
+                self._image.to_fill.discard(span)
+            self._changed.notify_all()
+
+    def fail(self, error: ReknitError) -> None:
+        """Let the save fail, unless it failed before."""
+        with self._changed:
+            self.error = self.error or error
+            self._changed.notify_all()
+
+    @property
+    def staged(self) -> bool:
+        """Whether the trainer is needed no more."""
+        with self._changed:
+            return self._image is not None and not self._image.to_fill
+
+    # Called by the thread that writes.
+
+    def write(self, tuner: Tuner) -> None:
+        """Write the data files while their spans are filled; the round to commit tells what goes wrong."""
+        written: list[Written] = []
+        try:
+            with self._changed:
+                self._changed.wait_for(lambda: self._image is not None or self.error is not None)
+                image, error = self._image, self.error
+            if error is None and image is not None and self._begun is not None:
+                begin, where = self._begun
+                written = write_files(
+                    where.to.storage,
+                    [
+                        Outgoing(paths.data_path(item, where.group.rank, begin.write_id, part), nbytes)
+                        for item, part, nbytes in image.planned.files
+                    ],
+                    self._fetch,
+                    tuner=tuner,
+                    recorder=where.recorder,
+                    written=self._free if image.is_ring else None,
+                    failed=self._fail,
+                )
+        except BaseException as error:  # whatever it is, the other ranks wait for this one's receipt
+            self.fail(_typed(error))
+        finally:
+            self.tell(say.ArenaFree(self.number))
+            with self._changed:
+                self._written = written
+                self._changed.notify_all()
+
+    def _fail(self, error: BaseException) -> None:
+        """Let those that wait for the trainer know that one of them met an error."""
+        self.fail(_typed(error))
+
+    def _fetch(self, file: int, start: int, nbytes: int, _: Arena) -> NDArray[np.uint8]:
+        """Return a piece of a file from the arena, as soon as it is there."""
+        image = self._image
+        assert image is not None
+        span = image.span(file, start)
+        with self._changed:
+            self._changed.wait_for(lambda: span not in image.to_fill or self.error is not None)
+            if self.error is not None:
+                raise self.error
+        return image.view(span, start, nbytes)
+
+    def _free(self, file: int, start: int, nbytes: int) -> None:
+        """Tell the trainer when all of a span is written, so that another can take its place."""
+        image = self._image
+        assert image is not None
+        span = image.span(file, start)
+        with self._changed:
+            image.to_write[span] -= nbytes
+            free = image.to_write[span] == 0
+        if free:
+            self.tell(say.Freed(self.number, span))
+
+    # Called by the thread that commits.
+
+    def commit(self, group: comm.Group, coordinator: Coordinator, timeout_s: float) -> None:
+        """Go with all ranks through the rounds of this save, and tell the trainer how it ended."""
+        try:
+            where, assignment = self._assign(group, coordinator, timeout_s)
+            self.tell(say.Assigned(self.number, assignment.shard_owners))
+            outcome, written = commit_round(
+                where,
+                coordinator,
+                assignment.write_id,
+                lambda files: self._receipt(where, assignment, files),
+            )
+        except BaseException as error:  # Ctrl-C cannot come here, and a bug must reach the trainer too
+            self.fail(_typed(error))
+            self._discard()
+            self._done(_typed(error).to_wire(), [], messages.Outcome(0, []))
+        else:
+            self._done(None, written, outcome)
+
+    def _assign(
+        self, group: comm.Group, coordinator: Coordinator, timeout_s: float
+    ) -> tuple[Setting, messages.Assignment]:
+        """Hold the round in which all ranks' work is assigned."""
+        begun = self._begun
+
+        def request() -> bytes:
+            if self.error is not None:
+                raise self.error
+            assert begun is not None
+            return messages.encode(claims(begun[0].write_id, begun[0].plan, begun[0].claims, begun[0].blobs))
+
+        def decide(requests: list[bytes]) -> list[bytes]:
+            assert begun is not None
+            return coordinator.assign(begun[1].to, requests)
+
+        answer = comm.round(group, "assign", request, decide, timeout_s)
+        assert begun is not None
+        return begun[1], messages.decode(answer, messages.Assignment)
+
+    def _receipt(
+        self, where: Setting, assignment: messages.Assignment, written: list[Written]
+    ) -> messages.Receipt:
+        """Return the receipt once all files of this rank are written."""
+        with self._changed:
+            self._changed.wait_for(lambda: self._written is not None)
+            assert self._written is not None
+            mine, self._written = self._written, []
+            written += mine
+            if self.error is not None:
+                raise self.error
+        assert self._image is not None
+        assert self._begun is not None
+        begin, planned = self._begun[0], self._image.planned
+        files = blob_files(begin.blobs, assignment.blob_owners, where.group.rank)
+        blobs = write_blobs(
+            where.to.storage, files, where.group.rank, begin.write_id, where.recorder, written
+        )
+        copies = Copies(planned.copies, planned.copy_digests, planned.copy_names)
+        return receipt(where, planned.items, written, begin.plan, planned.columns, blobs, copies)
+
+    def _discard(self) -> None:
+        """Delete what was written for a round that this rank never came to."""
+        with self._changed:
+            self._changed.wait_for(lambda: self._written is not None)
+            written = self._written or []
+        if self._begun is not None:
+            for file in written:
+                discard(self._begun[1].to.storage, file.path)
+
+    def _done(
+        self, error: dict[str, object] | None, written: list[Written], outcome: messages.Outcome
+    ) -> None:
+        """Tell the trainer how the save ended."""
+        records = []
+        if self._begun is not None:
+            where = self._begun[1]
+            records = [record.as_dict() for record in where.recorder.records]
+            where.to.storage.close()
+        self.tell(
+            say.Done(
+                self.number,
+                error,
+                sum(file.nbytes for file in written),
+                len(written),
+                outcome.total_nbytes,
+                outcome.warnings,
+                records,
+            )
+        )
+
+    def tell(self, message: say.Message) -> None:
+        """Tell the trainer, if it is still there."""
+        with suppress(AgentError):
+            self._channel.send(message)
+
+
+class _Image:
+    """The files of a save in an arena, and what of them is still to be filled, and to be written."""
+
+    def __init__(self, planned: say.Planned, arena: SharedArena) -> None:
+        self.planned = planned
+        self._arena = arena
+        self._spans = lay_out([nbytes for _, _, nbytes in planned.files], planned.ring)
+        self._number = {(span.file, span.start): k for k, span in enumerate(self._spans)}
+        self.is_ring = any(span.after >= 0 for span in self._spans)
+        self.to_fill = set(range(len(self._spans)))
+        self.to_write = [span.nbytes for span in self._spans]
+
+    def span(self, file: int, start: int) -> int:
+        """Return the number of the span that holds byte `start` of a file."""
+        return self._number[file, start // SPAN_NBYTES * SPAN_NBYTES]
+
+    def view(self, span: int, start: int, nbytes: int) -> NDArray[np.uint8]:
+        """Return bytes of the arena that are those from `start` on of the span's file."""
+        low = self._spans[span].at + start - self._spans[span].start
+        return self._arena.bytes[low : low + nbytes]
+
+
+def _typed(error: BaseException) -> ReknitError:
+    """Return the error itself, or a typed description of a foreign one."""
+    return error if isinstance(error, ReknitError) else ReknitError(f"{type(error).__name__}: {error}")

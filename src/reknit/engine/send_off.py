@@ -1,0 +1,185 @@
+"""The save story of a trainer that does not wait, in numbered steps; the rest of it is the agent's."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from reknit.engine import channel as say
+from reknit.engine import messages
+from reknit.engine.arena import image_nbytes
+from reknit.engine.claims import bring, compare
+from reknit.engine.commit import check_manifest
+from reknit.engine.crew import Plan
+from reknit.engine.outline import layout_digest, outline
+from reknit.engine.pipeline import start
+from reknit.engine.snapshot import Snapshot
+from reknit.engine.staging import bits, pin
+from reknit.errors import DeadlineError, SkippedError
+from reknit.monitor.phase import Stopwatch
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from reknit.engine.arenas import Arenas, Lease
+    from reknit.engine.claims import Brought
+    from reknit.engine.commit import Destination
+    from reknit.engine.crew import Crew
+    from reknit.engine.handover import Handover
+    from reknit.engine.write import Image
+    from reknit.monitor.phase import Recorder
+    from reknit.options import SaveOptions
+    from reknit.types.shard import Holdings
+
+_FOR_AGENT = ("allow_pickle", "durability", "events", "piece_nbytes", "threads", "timeout_s")
+
+
+@dataclass(frozen=True, slots=True)
+class SendOff:
+    """What one rank is given to save in the background.
+
+    An agent opens the storage again, by its `url`, with the `factory` that only this process knows, if there
+    is one (`storage.registry.recipe`).
+    """
+
+    collect: Callable[[], Holdings]
+    to: Destination
+    url: str
+    factory: str | None
+    options: SaveOptions
+    recorder: Recorder
+
+
+def send_off(job: SendOff, crew: Crew, handover: Handover, arenas: Arenas) -> None:
+    """Return when the state may be changed or, with ``stage="lazy"``, when copying it has begun."""
+    clock, recorder = Stopwatch(), job.recorder
+    with clock.lap():
+        # 1 what does this rank hold (local)
+        with recorder.phase("collect"):
+            brought = bring(job.collect(), job.options)
+            key = layout_digest(brought.holdings, job.options.max_file_nbytes)
+            if crew.link.rank == 0:
+                check_manifest(job.to)
+        known = crew.plan(handover, key)
+        handover.begin(_begin(job, crew, handover, key, brought, known), recorder)
+        # 2 plan; where the layout was saved before, no rank waits for another
+        plan = known or _planned(job, crew, handover, key, brought)
+        with recorder.phase("plan"):
+            sources = [bits(shard.data) for shard in brought.holdings.shards]
+            images = plan.outline.images(handover.write_id, sources)
+        # 3 stage
+        lease = _leased(job, handover, arenas, images)
+        _hand_over(job, crew, handover, lease, brought, plan, images)
+        snapshot = Snapshot(brought.holdings.shards, sources, images, lease, handover, job.options)
+        handover.streamed = snapshot.streamed
+        lazy = job.options.stage == "lazy" and not snapshot.streamed
+        with recorder.phase("stage", nbytes=sum(image.nbytes for image in images)):
+            if lazy:
+                snapshot.prepare()
+            else:
+                snapshot.take()
+    handover.blocked_s = clock.seconds
+    if lazy:
+        start("reknit-stages", lambda: _settle(job, handover, snapshot))
+    else:
+        handover.staged()
+
+
+def _begin(
+    job: SendOff, crew: Crew, handover: Handover, key: bytes, brought: Brought, known: Plan | None
+) -> say.Begin:
+    """Return what the agent is told first; only the root's needs what goes to the manifest alone."""
+    root = crew.link.rank == 0
+    extra = {"origin": job.to.origin if root else {}, "metadata": job.to.metadata if root else {}}
+    return say.Begin(
+        number=handover.number,
+        write_id=handover.write_id,
+        url=job.url,
+        factory=job.factory,
+        step=job.to.step,
+        overwrite=job.to.overwrite,
+        options={name: getattr(job.options, name) for name in _FOR_AGENT},
+        extra=json.dumps(extra, default=dict).encode(),
+        plan=key,
+        claims=brought.shard_claims() if known is None else None,
+        blobs=list(brought.blobs),
+    )
+
+
+def _planned(job: SendOff, crew: Crew, handover: Handover, key: bytes, brought: Brought) -> Plan:
+    """Make a plan for a layout that is new; all ranks have to come to this save before it is known."""
+    with job.recorder.phase("assign"):
+        owners = handover.owners(job.options.timeout_s)
+    with job.recorder.phase("plan"):
+        holdings = brought.resolved(messages.unpacked(owners, "i8"))
+        plan = Plan(outline(holdings, crew.link.rank, job.options.max_file_nbytes))
+    crew.keep(key, plan)
+    return plan
+
+
+def _leased(job: SendOff, handover: Handover, arenas: Arenas, images: list[Image]) -> Lease:
+    """Return an arena for the images, waiting for one as the options say."""
+    clock, skip = Stopwatch(), job.options.when_busy == "skip"
+    with job.recorder.phase("back_pressure"), clock.lap():
+        lease = arenas.acquire(
+            image_nbytes([image.nbytes for image in images]), 0.0 if skip else job.options.timeout_s
+        )
+        if lease is None and skip:
+            raise SkippedError(
+                "earlier saves are still being written, and this one was skipped",
+                remedy="save less often, or wait for them with when_busy='wait'",
+            )
+        if lease is None:
+            raise DeadlineError(f"earlier saves gave no host memory free within {job.options.timeout_s:g} s")
+    handover.waited_s = clock.seconds
+    handover.take(arenas, lease)
+    if lease.fresh:
+        lease.arena.hold(pin(lease.arena.bytes))
+        start("reknit-warms", arenas.warm)
+    return lease
+
+
+def _hand_over(
+    job: SendOff,
+    crew: Crew,
+    handover: Handover,
+    lease: Lease,
+    brought: Brought,
+    plan: Plan,
+    images: list[Image],
+) -> None:
+    """Give the agent the arena, and tell it what will be in there."""
+    with job.recorder.phase("digest"):
+        copies = compare(brought, job.options.check_replicas, crew.size)
+    if dropped := tuple(number for number in lease.dropped if number in crew.arenas):
+        crew.link.send(say.DropArenas(dropped))
+        crew.arenas.difference_update(dropped)
+    if lease.number not in crew.arenas:
+        crew.link.send(say.GiveArena(lease.number, lease.arena.nbytes), lease.arena.fd)
+        crew.arenas.add(lease.number)
+    files = [(f.plan.item, f.plan.part, f.nbytes) for f in plan.outline.files]
+    columns = None if plan.committed else plan.outline.columns
+    crew.link.send(
+        say.Planned(
+            handover.number,
+            list(brought.holdings.items),
+            files,
+            columns,
+            lease.number,
+            lease.nbytes,
+            copies.keys,
+            copies.digests,
+            copies.names,
+        )
+    )
+
+
+def _settle(job: SendOff, handover: Handover, snapshot: Snapshot) -> None:
+    """Finish the copying of a lazily staged save."""
+    try:
+        snapshot.settle()
+    except BaseException as error:  # whatever it is, all ranks must hear of it
+        handover.abandon(error, job.options.timeout_s)
+    else:
+        handover.staged()

@@ -1,0 +1,355 @@
+"""Ranks that share no store: they listen, others carry their addresses, and they climb in any order."""
+
+from __future__ import annotations
+
+import socket
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from typing import TYPE_CHECKING
+
+import grpc
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from reknit.comm.base import gather
+from reknit.comm.message import Outcome, encode
+from reknit.comm.tree import TreeGroup
+from reknit.errors import CommError, DeadlineError, ProtocolError, UsageError
+from reknit.options import CommOptions
+from reknit.testing.world import run_ranks
+from tests.comm.worlds import ask, climb, endings, resources, settled, take_seats, tree_world
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+
+    from reknit.comm.tree import Seat
+    from reknit.errors import ReknitError
+
+    _Handler = grpc.GenericRpcHandler[bytes, bytes]
+else:
+    _Handler = grpc.GenericRpcHandler  # generic in the stubs only
+
+
+@pytest.fixture
+def seats() -> Iterator[list[Seat]]:
+    """The seats of ranks 0, 1 and 3 below it, and 2."""
+    taken = take_seats(4)
+    yield taken
+    for seat in taken:
+        seat.close()
+
+
+class Ear:
+    """Hears of the end of a group."""
+
+    def __init__(self, group: TreeGroup | Seat) -> None:
+        self.heard: list[ReknitError] = []
+        self.told = threading.Event()
+        group.on_broken(self)
+
+    def __call__(self, error: ReknitError) -> None:
+        self.heard.append(error)
+        self.told.set()
+
+    def wait(self) -> str:
+        """Return what was heard first."""
+        assert self.told.wait(30)
+        return self.heard[0].message
+
+
+@contextmanager
+def silent_host() -> Iterator[str]:
+    """Yield the address of a host that takes connections and says nothing."""
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        yield f"127.0.0.1:{listener.getsockname()[1]}"
+
+
+def no_one_listens_for_the_end() -> bool:
+    """Tell whether every wait for the end of a group is over, after a while."""
+    for _ in range(600):
+        if not any(thread.name == "reknit-broken" for thread in threading.enumerate()):
+            return True
+        time.sleep(0.05)
+    return False
+
+
+@settings(max_examples=10, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@given(st.data(), st.integers(1, 3))
+def test_ranks_climb_in_any_order_and_hold_rounds(data: st.DataObject, fan_out: int) -> None:
+    size = data.draw(st.integers(1, 8))
+    order = data.draw(st.permutations(range(size)))
+    seats = take_seats(size, fan_out)
+    try:
+        joined = {rank: climb(seats, rank, fan_out) for rank in order}
+        groups = [joined[rank] for rank in range(size)]
+        assert [(group.rank, group.size) for group in groups] == [(rank, size) for rank in range(size)]
+        gathered = run_ranks(size, lambda group: gather(group, "x", b"%d" % group.rank, 30), groups=groups)
+        assert gathered[0] == [b"%d" % rank for rank in range(size)]
+    finally:
+        for seat in seats:
+            seat.close()
+
+
+def test_only_seats_with_ranks_below_them_have_an_address(seats: list[Seat]) -> None:
+    assert [bool(seat.address) for seat in seats] == [True, True, False, False]
+    assert all(seat.address.startswith("127.0.0.1:") for seat in seats[:2])
+
+
+def test_a_rank_below_can_be_in_a_round_before_the_rank_above_it_has_climbed(seats: list[Seat]) -> None:
+    answers: list[bytes] = []
+    leaf = climb(seats, 3)
+    early = threading.Thread(target=lambda: answers.append(ask(leaf, "ask", b"early")))
+    early.start()
+    time.sleep(0.2)
+    assert answers == []
+    others = [climb(seats, rank) for rank in (2, 1, 0)]
+    for group in others[:2]:
+        threading.Thread(target=ask, args=(group,)).start()
+    ask(others[2])
+    early.join()
+    assert answers == [b"early"]
+
+
+@pytest.mark.parametrize("ending", ["closes", "is lost"])
+def test_a_rank_that_ends_before_the_rank_above_it_climbed_is_heard_of_at_the_top(
+    seats: list[Seat], ending: str
+) -> None:
+    root, ear = climb(seats, 0), Ear(climb(seats, 2))
+    leaf = climb(seats, 3)
+    middle = Ear(seats[1])
+    if ending == "closes":
+        leaf.close()
+        message = "rank 3 closed the group"
+    else:
+        # Its end alone, as of a process that had no time to say a word.
+        uplink = seats[3]._uplink
+        assert uplink is not None
+        uplink.close()
+        message = "rank 3 is gone"
+    assert message in middle.wait()
+    climb(seats, 1)
+    assert message in ear.wait()
+    with pytest.raises(CommError, match=message):
+        ask(root)
+
+
+@pytest.mark.parametrize("closer", [0, 1, 3])
+def test_ranks_hear_once_that_another_closed_and_the_one_that_closed_hears_nothing(
+    seats: list[Seat], closer: int
+) -> None:
+    groups = [climb(seats, rank) for rank in range(4)]
+    ears = [Ear(group) for group in groups]
+    seconds = [Ear(group) for group in groups]
+    groups[closer].close()
+    for rank, ear in enumerate([*ears, *seconds]):
+        if rank % 4 != closer:
+            assert ear.wait() == f"rank {closer} closed the group"
+    for group in groups:
+        group.close()
+    assert no_one_listens_for_the_end()
+    assert [len(ear.heard) for ear in [*ears, *seconds]] == [int(rank % 4 != closer) for rank in range(8)]
+
+
+def test_whoever_asks_late_about_a_broken_group_hears_it_at_once(seats: list[Seat]) -> None:
+    groups = [climb(seats, rank) for rank in range(4)]
+    first = Ear(groups[1])
+    groups[2].close()
+    assert "rank 2" in first.wait()
+    groups[1].close()
+    late, never = Ear(groups[1]), Ear(groups[2])
+    assert "rank 2 closed the group" in late.wait()
+    assert no_one_listens_for_the_end()
+    assert never.heard == []
+
+
+def test_what_hears_of_the_end_may_close_the_group_and_sign_the_error(seats: list[Seat]) -> None:
+    groups = [climb(seats, rank) for rank in range(4)]
+    closed = threading.Event()
+
+    def close(error: ReknitError) -> None:
+        error.sign(path="mine")
+        groups[0].close()
+        closed.set()
+
+    groups[0].on_broken(close)
+    other = Ear(groups[0])
+    groups[3].close()
+    assert closed.wait(30)
+    other.wait()
+    assert other.heard[0].path is None
+
+
+def test_an_address_with_a_wrong_token_is_refused_at_once_and_not_told(seats: list[Seat]) -> None:
+    address = seats[0].address.split()[0]
+    patient = TreeGroup.listen(
+        1, 4, job="job", options=CommOptions(fan_out=2, bind="127.0.0.1", connect_timeout_s=20)
+    )
+    with pytest.raises(CommError, match=f"rank 0 at {address} does not know the token") as caught:
+        patient.climb(f"{address} wrong")
+    assert not isinstance(caught.value, DeadlineError)
+    assert caught.value.remedy is not None
+    with pytest.raises(CommError) as caught:
+        patient.climb(f"{address} {seats[1].address.split()[1]}")
+    assert seats[1].address.split()[1] not in str(caught.value)
+    patient.climb(seats[0].address)
+    patient.close()
+
+
+def test_an_address_at_which_no_one_listens_any_more_is_given_up_at_the_deadline() -> None:
+    seats = take_seats(2, connect_timeout_s=0.3)
+    seats[0].close()
+    address, token = seats[0].address.split()
+    with pytest.raises(
+        DeadlineError, match=f"rank 0 at {address} could not be reached within 0.3 s"
+    ) as caught:
+        climb(seats, 1)
+    assert token not in str(caught.value)
+    seats[1].close()
+
+
+@contextmanager
+def half_a_server(watch: Callable[[bytes, grpc.ServicerContext], bytes]) -> Iterator[str]:
+    """Yield the address of a server that greets everyone, and then does what `watch` does."""
+
+    class Half(_Handler):
+        def service(self, call: grpc.HandlerCallDetails) -> grpc.RpcMethodHandler[bytes, bytes]:
+            greets = call.method == "/reknit.Tree/hello"
+            return grpc.unary_unary_rpc_method_handler(
+                (lambda data, context: encode(Outcome())) if greets else watch
+            )
+
+    with ThreadPoolExecutor(2) as pool:
+        server = grpc.server(pool, handlers=[Half()])
+        port = server.add_insecure_port("127.0.0.1:0")
+        server.start()
+        yield f"127.0.0.1:{port} token"
+        server.stop(None).wait()
+
+
+def test_a_rank_above_that_stops_after_its_greeting_is_not_waited_for_longer_than_allowed() -> None:
+    release = threading.Event()
+
+    def hang(data: bytes, context: grpc.ServicerContext) -> bytes:
+        release.wait(30)
+        return encode(Outcome())
+
+    seat = take_seats(2, connect_timeout_s=0.5)[1]
+    with half_a_server(hang) as address:
+        with pytest.raises(DeadlineError, match=r"rank 0 at .* could not be reached within 0.5 s"):
+            seat.climb(address)
+        release.set()
+    seat.close()
+
+
+def test_a_rank_that_was_greeted_and_is_then_refused_does_not_join() -> None:
+    refusal = encode(Outcome(error=ProtocolError("another process is rank 1 already").to_wire()))
+    seat = take_seats(2)[1]
+    with (
+        half_a_server(lambda data, context: refusal) as address,
+        pytest.raises(ProtocolError, match="another process is rank 1 already"),
+    ):
+        seat.climb(address)
+    seat.close()
+
+
+def test_an_address_that_is_looked_up_is_looked_up_anew_until_it_is_right(seats: list[Seat]) -> None:
+    address = seats[0].address.split()[0]
+    left: list[float] = []
+    found = iter([f"{address} stale", "127.0.0.1:1 stale", f"{address} stale", seats[0].address])
+
+    def look_up(timeout_s: float) -> str:
+        left.append(timeout_s)
+        return next(found)
+
+    group = seats[2].climb(look_up)
+    assert len(left) == 4
+    assert left == sorted(left, reverse=True)
+    assert group.rank == 2
+
+
+@pytest.mark.parametrize(
+    ("job", "size", "fan_out"),
+    [("other", 4, 2), ("job", 5, 2), ("job", 4, 3)],
+    ids=["job", "size", "fan-out"],
+)
+def test_a_seat_of_another_job_or_shape_does_not_get_in(
+    seats: list[Seat], job: str, size: int, fan_out: int
+) -> None:
+    stray = TreeGroup.listen(1, size, job=job, options=CommOptions(fan_out=fan_out, bind="127.0.0.1"))
+    with pytest.raises(ProtocolError, match="rank 1 joins job"):
+        stray.climb(seats[0].address)
+    stray.close()
+    groups = [climb(seats, rank) for rank in range(4)]
+    assert endings(groups, ask) == [b""] * 4
+
+
+@pytest.mark.parametrize(
+    ("rank", "above", "needed"),
+    [
+        (0, "127.0.0.1:1 token", "rank 0 needs no address"),
+        (3, "", "rank 3 needs the address of the seat of rank 1"),
+        (3, "127.0.0.1:1", "rank 3 needs the address of the seat of rank 1"),
+    ],
+)
+def test_an_address_that_does_not_belong_to_the_rank_is_a_usage_error(
+    seats: list[Seat], rank: int, above: str, needed: str
+) -> None:
+    with pytest.raises(UsageError, match=needed):
+        seats[rank].climb(above)
+
+
+def test_a_seat_is_climbed_from_once(seats: list[Seat]) -> None:
+    group = climb(seats, 2)
+    with pytest.raises(UsageError, match="rank 2 has joined its group already"):
+        climb(seats, 2)
+    assert group.rank == 2
+
+
+def test_a_seat_that_is_closed_cannot_climb(seats: list[Seat]) -> None:
+    for rank in (0, 1):
+        seats[rank].close()
+        seats[rank].close()
+        with pytest.raises(CommError, match=f"rank {rank} closed the group"):
+            climb(seats, rank)
+
+
+@pytest.mark.parametrize("silent", [True, False], ids=["one that does not answer", "one that is gone"])
+def test_closing_a_seat_ends_its_climb_to_a_rank_above(silent: bool) -> None:
+    patient = TreeGroup.listen(1, 4, job="job", options=CommOptions(fan_out=2, connect_timeout_s=10_000))
+    with silent_host() as address:
+        timer = threading.Timer(0.2, patient.close)
+        timer.start()
+        with pytest.raises(CommError, match="rank 1 closed the group"):
+            patient.climb(f"{address if silent else '127.0.0.1:1'} token")
+        timer.join()
+
+
+def test_a_seat_that_closes_without_climbing_is_heard_of_by_the_ranks_below(seats: list[Seat]) -> None:
+    leaf = climb(seats, 3)
+    ear = Ear(leaf)
+    never = Ear(seats[1])
+    seats[1].close()
+    assert ear.wait() == "rank 1 closed the group"
+    with pytest.raises(CommError, match="rank 1 closed the group"):
+        ask(leaf)
+    leaf.close()
+    assert no_one_listens_for_the_end()
+    assert never.heard == []
+
+
+def test_seats_that_close_without_climbing_leave_no_thread_and_no_file_open() -> None:
+    with tree_world(4) as groups:  # gRPC opens some files for good when it is first used
+        endings(groups, ask)
+    before = resources()
+    for _ in range(5):
+        seats = take_seats(5)
+        leaf = climb(seats, 4)
+        assert leaf.rank == 4
+        for seat in seats:
+            seat.close()
+    after = settled(before)
+    assert after[0] <= before[0]
+    assert after[1] <= before[1]

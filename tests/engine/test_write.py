@@ -1,0 +1,442 @@
+from __future__ import annotations
+
+import threading
+from typing import TYPE_CHECKING
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from reknit.engine.staging import bits
+from reknit.engine.tuning import PIECES, Settings, Tuner
+from reknit.engine.write import (
+    Image,
+    Outgoing,
+    Written,
+    discard,
+    write_bytes,
+    write_files,
+    write_images,
+)
+from reknit.errors import ReknitError, StorageError, StorageFullError, UsageError
+from reknit.format.checksum import BLOCK_NBYTES, block_digests
+from reknit.monitor.phase import Recorder
+from reknit.options import SaveOptions
+from reknit.storage.memory import MemoryStorage
+from reknit.testing.faulty_storage import Fault, FaultyStorage
+from reknit.types.box import Box
+from reknit.types.plan import WriteEntry
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Sequence
+
+    from numpy.typing import NDArray
+
+    from reknit.engine.arena import Arena
+    from reknit.storage.base import Storage, Writer
+
+MIB = 1 << 20
+SMALL = 4 * MIB
+BYTES = np.random.default_rng(7).integers(0, 256, 97 * MIB, np.uint8)
+
+
+@pytest.fixture
+def storage() -> Iterator[MemoryStorage]:
+    MemoryStorage.clear("write")
+    yield MemoryStorage("write")
+    MemoryStorage.clear("write")
+
+
+def fixed(threads: int = 2, piece_nbytes: int = SMALL) -> Tuner:
+    return Tuner(threads=threads, piece_nbytes=piece_nbytes)
+
+
+def content(storage: Storage, path: str) -> bytes:
+    return storage.get(path, limit=1 << 40)
+
+
+class Memory:
+    """Files that lie end to end in memory, and what was asked of it."""
+
+    def __init__(self, sizes: Sequence[int]) -> None:
+        self.sizes = sizes
+        self.begin = [sum(sizes[:k]) for k in range(len(sizes))]
+        self.fetched: list[tuple[int, int, int]] = []
+        self.written: list[tuple[int, int, int]] = []
+
+    @property
+    def files(self) -> list[Outgoing]:
+        return [Outgoing(f"files/{k}", nbytes) for k, nbytes in enumerate(self.sizes)]
+
+    def fetch(self, file: int, start: int, nbytes: int, arena: Arena) -> NDArray[np.uint8]:
+        self.fetched.append((file, start, nbytes))
+        return BYTES[self.begin[file] + start :][:nbytes]
+
+    def note(self, file: int, start: int, nbytes: int) -> None:
+        self.written.append((file, start, nbytes))
+
+    def bytes_of(self, file: int) -> bytes:
+        return BYTES[self.begin[file] :][: self.sizes[file]].tobytes()
+
+
+# Whole files
+
+
+@settings(max_examples=25, deadline=None)
+@given(
+    sizes=st.lists(
+        st.one_of(st.integers(0, 9 * MIB), st.sampled_from([0, 1, BLOCK_NBYTES, 33 * MIB])), max_size=4
+    ).filter(lambda sizes: sum(sizes) <= len(BYTES)),
+    threads=st.integers(1, 4),
+    piece=st.sampled_from(PIECES),
+)
+def test_files_of_any_size_arrive_whole_with_the_digests_of_their_blocks(
+    sizes: list[int], threads: int, piece: int
+) -> None:
+    MemoryStorage.clear("any")
+    storage, memory, recorder = MemoryStorage("any"), Memory(sizes), Recorder("save")
+    answer = write_files(
+        storage,
+        memory.files,
+        memory.fetch,
+        tuner=fixed(threads, piece),
+        recorder=recorder,
+        written=memory.note,
+    )
+    assert [(file.path, file.nbytes) for file in answer] == memory.files
+    for number, file in enumerate(answer):
+        data = memory.bytes_of(number)
+        assert content(storage, file.path) == data
+        assert file.digests.tolist() == block_digests(data)
+    assert sorted(memory.written) == sorted(memory.fetched), "every piece is given back once"
+    assert all(start % piece == 0 and nbytes <= piece for _, start, nbytes in memory.fetched)
+    assert {r.phase: r.nbytes for r in recorder.records} == dict.fromkeys(
+        ("wait", "digest", "write"), sum(sizes)
+    )
+    MemoryStorage.clear("any")
+
+
+def test_pieces_are_fetched_in_the_order_of_the_files(storage: MemoryStorage) -> None:
+    memory = Memory([10 * MIB, 3, 34 * MIB])
+    write_files(
+        storage, memory.files, memory.fetch, tuner=fixed(1, 16 * MIB), recorder=Recorder("save", rank=3)
+    )
+    assert memory.fetched == [
+        (0, 0, 10 * MIB),
+        (1, 0, 3),
+        (2, 0, 16 * MIB),
+        (2, 16 * MIB, 16 * MIB),
+        (2, 32 * MIB, 2 * MIB),
+    ]
+
+
+def test_digests_are_of_the_memory_before_its_bytes_go_anywhere(storage: MemoryStorage) -> None:
+    scratch = np.array(BYTES[: 6 * MIB])
+
+    class Spoiling(MemoryStorage):
+        def create(self, path: str, nbytes: int) -> Writer:  # type: ignore[override]
+            writer = super().create(path, nbytes)
+            real = writer.write
+
+            def write(start: int, data: memoryview) -> None:
+                np.frombuffer(data, np.uint8)[:] ^= 0xFF
+                real(start, data)
+
+            writer.write = write  # type: ignore[method-assign]
+            return writer
+
+    (file,) = write_files(
+        Spoiling("write"),
+        [Outgoing("x", len(scratch))],
+        lambda _, start, nbytes, __: scratch[start : start + nbytes],
+        tuner=fixed(),
+        recorder=Recorder("save"),
+    )
+    assert file.digests.tolist() == block_digests(BYTES[: 6 * MIB])
+    assert content(storage, "x") != BYTES[: 6 * MIB].tobytes()
+
+
+def test_a_piece_is_given_back_after_it_is_written_and_before_the_file_is_finished() -> None:
+    MemoryStorage.clear("order")
+    events: list[str] = []
+    faulty = FaultyStorage(MemoryStorage("order"))
+    memory = Memory([2 * SMALL])
+
+    def written(file: int, start: int, nbytes: int) -> None:
+        events.append(",".join(operation.name for operation in faulty.operations))
+
+    write_files(
+        faulty, memory.files, memory.fetch, tuner=fixed(1), recorder=Recorder("save"), written=written
+    )
+    assert events == ["create,write", "create,write,write"]
+    assert faulty.operations[-1].name == "finish"
+    MemoryStorage.clear("order")
+
+
+# Memory that somebody else fills
+
+
+class Ring:
+    """Memory for one span, filled by another thread in the order of the files, span after span."""
+
+    def __init__(self, memory: Memory) -> None:
+        self.memory = memory
+        self.slot = np.empty(PIECES[-1], np.uint8)
+        self.holds: tuple[int, int] | None = None
+        self.to_write = 0
+        self.error: BaseException | None = None
+        self.changed = threading.Condition()
+        self.thread = threading.Thread(target=self.fill, daemon=True)
+
+    def fill(self) -> None:
+        for file, nbytes in enumerate(self.memory.sizes):
+            for start in range(0, nbytes, len(self.slot)):
+                with self.changed:
+                    assert self.changed.wait_for(lambda: not self.to_write or self.error, 60)
+                    if self.error:
+                        return
+                    part = BYTES[self.memory.begin[file] + start :][: min(len(self.slot), nbytes - start)]
+                    self.slot[: len(part)] = part
+                    self.holds, self.to_write = (file, start), len(part)
+                    self.changed.notify_all()
+
+    def fetch(self, file: int, start: int, nbytes: int, _: Arena) -> NDArray[np.uint8]:
+        span = start // len(self.slot) * len(self.slot)
+        with self.changed:
+            assert self.changed.wait_for(lambda: self.holds == (file, span) or self.error, 60)
+            if self.error:
+                raise self.error
+            return self.slot[start - span :][:nbytes]
+
+    def written(self, file: int, start: int, nbytes: int) -> None:
+        with self.changed:
+            self.to_write -= nbytes
+            self.changed.notify_all()
+
+    def failed(self, error: BaseException) -> None:
+        with self.changed:
+            self.error = self.error or error
+            self.changed.notify_all()
+
+
+@pytest.mark.parametrize("threads", [1, 2, 4])
+@pytest.mark.parametrize("tuned", [False, True])
+def test_a_ring_of_one_span_is_enough_for_any_number_of_threads(
+    storage: MemoryStorage, threads: int, tuned: bool
+) -> None:
+    memory = Memory([35 * MIB, 1, 40 * MIB])
+    ring = Ring(memory)
+    ring.thread.start()
+    tuner = Tuner(threads=threads, window_nbytes=1) if tuned else fixed(threads)
+    write_files(
+        storage,
+        memory.files,
+        ring.fetch,
+        tuner=tuner,
+        recorder=Recorder("save"),
+        written=ring.written,
+        failed=ring.failed,
+    )
+    ring.thread.join()
+    for number, file in enumerate(memory.files):
+        assert content(storage, file.path) == memory.bytes_of(number)
+
+
+def test_a_write_that_fails_wakes_those_who_wait_for_bytes_that_will_never_come() -> None:
+    MemoryStorage.clear("ring")
+    faulty = FaultyStorage(MemoryStorage("ring"), plan=[Fault("full", 2, "write")])
+    memory = Memory([80 * MIB])
+    ring = Ring(memory)
+    ring.thread.start()
+    with pytest.raises(StorageFullError) as caught:
+        write_files(
+            faulty,
+            memory.files,
+            ring.fetch,
+            tuner=fixed(4, 32 * MIB),
+            recorder=Recorder("save", rank=5),
+            written=ring.written,
+            failed=ring.failed,
+        )
+    ring.thread.join()
+    assert (caught.value.rank, caught.value.phase, caught.value.path) == (5, "write", "files/0")
+    assert list(faulty.list()) == []
+    MemoryStorage.clear("ring")
+
+
+def test_a_trainer_that_gives_up_leaves_no_file_behind(storage: MemoryStorage) -> None:
+    memory = Memory([5 * MIB, 20 * MIB, 5 * MIB])
+
+    def fetch(file: int, start: int, nbytes: int, arena: Arena) -> NDArray[np.uint8]:
+        if (file, start) == (1, 8 * MIB):
+            raise UsageError("the trainer is gone")
+        return memory.fetch(file, start, nbytes, arena)
+
+    recorder, failures = Recorder("save"), list[BaseException]()
+    with pytest.raises(UsageError, match="gone") as caught:
+        write_files(storage, memory.files, fetch, tuner=fixed(), recorder=recorder, failed=failures.append)
+    assert failures[0] is caught.value
+    assert list(storage.list()) == []
+    for file in memory.files:
+        storage.create(file.path, 1).abort()  # and no name is taken
+    assert [record.phase for record in recorder.records] == ["wait", "digest", "write"]
+
+
+# Errors of the store
+
+
+@pytest.mark.parametrize("operation", ["create", "write", "finish"])
+@pytest.mark.parametrize("kind", ["error", "short", "lost"])
+def test_whatever_fails_no_file_is_left_and_the_error_says_where(
+    storage: MemoryStorage, operation: str, kind: str
+) -> None:
+    memory = Memory([5 * MIB, 0, 9 * MIB])
+    for at in range(1, 20):
+        faulty = FaultyStorage(storage, plan=[Fault(kind, at, operation)])  # type: ignore[arg-type]
+        error = failure(faulty, memory)
+        if error is None:
+            break
+        assert isinstance(error, StorageError)
+        assert (error.rank, error.phase) == (2, "write")
+        assert str(error.path).startswith("files/")
+        assert list(storage.list()) == []
+        MemoryStorage.clear("write")
+    assert at == {"create": 4, "write": 6, "finish": 4}[operation], "the sweep came to its end, and not early"
+
+
+def failure(storage: Storage, memory: Memory) -> ReknitError | None:
+    try:
+        write_files(storage, memory.files, memory.fetch, tuner=fixed(), recorder=Recorder("save", rank=2))
+    except ReknitError as error:
+        return error
+    return None
+
+
+def test_a_store_that_says_nothing_of_the_place_is_signed_with_the_file(storage: MemoryStorage) -> None:
+    storage.create("files/1", 1)
+    memory = Memory([5, 5])
+    error = failure(storage, memory)
+    assert error is not None
+    assert error.path == "mem://write/files/1"
+    assert list(storage.list()) == []
+
+
+# Measuring
+
+
+def with_two_candidates(window_nbytes: int = 1) -> Tuner:
+    return Tuner(piece_nbytes=SMALL, share=2, window_nbytes=window_nbytes)
+
+
+def copy_files(storage: Storage, memory: Memory, tuner: Tuner) -> list[Written]:
+    return write_files(
+        storage, memory.files, memory.fetch, tuner=tuner, recorder=Recorder("save"), phase="stage"
+    )
+
+
+def test_a_first_save_measures_window_by_window_and_writes_the_rest_with_the_best(
+    storage: MemoryStorage,
+) -> None:
+    tuner = with_two_candidates()
+    assert tuner.candidates == (Settings(2, SMALL), Settings(1, SMALL))
+    seen: list[tuple[int, float]] = []
+    observe = tuner.observe
+
+    def observed(settings: Settings, nbytes: int, seconds: float) -> Settings:
+        assert settings == tuner.settings
+        seen.append((nbytes, seconds))
+        return observe(settings, nbytes, seconds)
+
+    tuner.observe = observed  # type: ignore[method-assign]
+    memory = Memory([90 * MIB])
+    (file,) = copy_files(storage, memory, tuner)
+    assert not tuner.measuring
+    assert [nbytes for nbytes, _ in seen] == [32 * MIB, 32 * MIB], "whole spans, as many as a window takes"
+    assert all(seconds > 0 for _, seconds in seen)
+    assert content(storage, "files/0") == memory.bytes_of(0)
+    assert file.digests.tolist() == block_digests(memory.bytes_of(0))
+
+
+def test_a_save_smaller_than_a_window_measures_nothing(storage: MemoryStorage) -> None:
+    tuner = with_two_candidates(window_nbytes=40 * MIB)
+    before = tuner.settings
+    memory = Memory([20 * MIB, 19 * MIB])
+    copy_files(storage, memory, tuner)
+    assert tuner.measuring
+    assert tuner.settings == before
+
+
+def test_a_later_save_goes_on_measuring_where_the_first_one_ended(storage: MemoryStorage) -> None:
+    tuner = with_two_candidates()
+    memory = Memory([33 * MIB])
+    copy_files(storage, memory, tuner)
+    assert tuner.settings == tuner.candidates[1]
+    discard(storage, "files/0")
+    copy_files(storage, memory, tuner)
+    assert not tuner.measuring
+
+
+@pytest.mark.parametrize(("phase", "counts"), [("wait", False), ("stage", True)])
+def test_a_window_that_waited_for_its_bytes_says_nothing_about_the_store(
+    storage: MemoryStorage, monkeypatch: pytest.MonkeyPatch, phase: str, counts: bool
+) -> None:
+    tuner = with_two_candidates()
+    memory = Memory([65 * MIB])
+
+    def slowly(file: int, start: int, nbytes: int, arena: Arena) -> NDArray[np.uint8]:
+        threading.Event().wait(0.05)
+        return memory.fetch(file, start, nbytes, arena)
+
+    write_files(
+        storage,
+        memory.files,
+        slowly,
+        tuner=tuner,
+        recorder=Recorder("save"),
+        phase=phase,  # type: ignore[arg-type]
+    )
+    assert tuner.measuring != counts
+    assert content(storage, "files/0") == memory.bytes_of(0)
+
+
+# Live memory
+
+
+def test_an_image_is_its_header_and_then_its_entries_whatever_their_strides(storage: MemoryStorage) -> None:
+    matrix = np.arange(1500 * 1000, dtype=np.float32).reshape(1500, 1000)
+    vector = np.arange(2_000_001, dtype=np.int64)
+    sources = [bits(matrix.T), bits(vector)]
+    entries = (
+        WriteEntry(1, 1, 2_000_000, Box((1,), (2_000_000,)), 0, 16_000_000),
+        WriteEntry(0, 0, matrix.size, Box.whole((1000, 1500)), 16_000_000, matrix.nbytes),
+    )
+    header = bytes(range(256)) * 16
+    image = Image("a/x", header, entries, len(header) + 16_000_000 + matrix.nbytes, sources)
+    expected = header + vector[1:].tobytes() + matrix.T.tobytes()
+    recorder = Recorder("save")
+    options = SaveOptions(threads=3, inflight_nbytes=16 * MIB)
+    answer = write_images(storage, [image, image._replace(path="a/y")], options, recorder)
+    for file, path in zip(answer, ("a/x", "a/y"), strict=True):
+        assert (file.path, file.nbytes) == (path, len(expected))
+        assert content(storage, path) == expected
+        assert file.digests.tolist() == block_digests(expected)
+    assert [record.phase for record in recorder.records] == ["stage", "digest", "write"]
+    assert {record.nbytes for record in recorder.records} == {2 * len(expected)}
+
+
+def test_no_images_are_no_special_case(storage: MemoryStorage) -> None:
+    assert write_images(storage, [], SaveOptions(), Recorder("save")) == []
+
+
+def test_bytes_are_written_whole_or_not_at_all(storage: MemoryStorage) -> None:
+    data = BYTES[: 5 * MIB].tobytes()
+    file = write_bytes(storage, "a/x", data)
+    assert isinstance(file, Written)
+    assert content(storage, "a/x") == data
+    assert file.digests.tolist() == block_digests(data)
+    for operation in ("write", "finish"):
+        faulty = FaultyStorage(storage, plan=[Fault("lost", 1, operation)])
+        with pytest.raises(StorageError):
+            write_bytes(faulty, "a/y", data)
+        assert [listed.path for listed in storage.list()] == ["a/x"]
