@@ -302,10 +302,10 @@ def test_a_change_that_races_with_lazy_staging_fails_the_save_where_torch_notice
     copying, changed = threading.Event(), threading.Event()
     settle = snapshot.Snapshot._copy_on_host
 
-    def slow(self: Any) -> None:
+    def slow(self: Any, numbers: range) -> None:
         copying.set()
         assert changed.wait(LIMIT_S)
-        settle(self)
+        settle(self, numbers)
 
     monkeypatch.setattr(snapshot.Snapshot, "_copy_on_host", slow)
     weight, buffer = torch.ones(50_000), torch.ones(3)
@@ -319,6 +319,17 @@ def test_a_change_that_races_with_lazy_staging_fails_the_save_where_torch_notice
     with pytest.raises(reknit.StateError, match=r"m/weight was changed while it was staged"):
         save.result(LIMIT_S)
     assert reknit.latest("gated://") is None
+
+
+def test_saves_to_one_path_may_overlap_and_the_last_one_stays() -> None:
+    for k in range(6):
+        background("gated://one", {"model": weights(k)}, overwrite=True, step=k)
+    report = background("gated://one", {"model": weights(9)}, overwrite=True, step=9).result(LIMIT_S)
+    assert report.warnings == ()
+    with reknit.open("gated://one") as checkpoint:
+        assert checkpoint.step == 9
+        assert checkpoint.read("model", "a")[0] == 9
+    assert reknit.verify("gated://one", "data").ok
 
 
 def test_a_failure_is_raised_by_result_or_by_the_next_save_and_logged_once(

@@ -83,10 +83,11 @@ class Agent:
         ]
         for worker in workers:
             worker.start()
+        told = True
         try:
             told = self._serve()
-            self._outlive(told)
         finally:
+            self._outlive(told)  # also after a bug: nobody may wait for what is not heard any more
             for jobs in queues.values():
                 jobs.put(None)
             for worker in workers:
@@ -184,6 +185,14 @@ class Agent:
             where = self._where(begin, options)
         except ReknitError as error:
             errand.fail(error)
+        except Exception as error:  # whoever made the store decides what it raises
+            errand.fail(
+                AgentError(
+                    f"the agent cannot open {begin.url}: {type(error).__name__}: {error}",
+                    rank=self._rank,
+                    remedy="let the module of this store be importable by itself, or save with wait=True",
+                )
+            )
         else:
             errand.begin(begin, where)
         scheme, colon, _ = begin.url.partition("://")
@@ -207,14 +216,17 @@ class Agent:
 
     def _take_up(self, errand: Errand, tuner: Tuner, timeout_s: float) -> None:
         """Let the workers carry out an errand, after those before it."""
-        group, self._errands[errand.number] = self._group, errand
+        group = self._group
+        # A commit to a path clears out what else is there, so nothing of a later save may be.
+        before = next((e for e in reversed(self._errands.values()) if e.url and e.url == errand.url), None)
+        self._errands[errand.number] = errand
         self._longest_s = max(self._longest_s, timeout_s)
 
         def commit() -> None:
             errand.commit(group, self._coordinator, timeout_s)
             del self._errands[errand.number]
 
-        self._to_write.put(lambda: errand.write(tuner))
+        self._to_write.put(lambda: errand.write(tuner, before))
         self._to_commit.put(commit)
 
     def _plan(self, planned: say.Planned) -> None:

@@ -66,6 +66,7 @@ class AgentLink:
         try:
             self._channel.send(message, fd)
         except AgentError as error:
+            self.broken = True
             raise (self._gone or error) from None
 
     def ask(self, message: say.Message, timeout_s: float) -> say.Seated | say.Joined:
@@ -141,8 +142,8 @@ class AgentLink:
                 self.broken = True
             else:
                 self.hear(message)
+        self.broken = True  # at once: the next save must not begin with this agent
         error = AgentError(self._epitaph(), rank=self.rank)
-        self.broken = True
         self._channel.close()
         self.lost(error)
         with self._answered:

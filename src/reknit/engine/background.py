@@ -78,7 +78,7 @@ class Background:
         except BaseException as error:  # whatever it is, the other ranks must hear of it
             handover.abandon(error, options.timeout_s)
             if not isinstance(error, Exception):
-                pending.asked = True
+                pending.asked = True  # raised here, and not once more by the next save
                 raise
         return pending
 
@@ -117,7 +117,11 @@ class Background:
         return all(save.done() for save in pending)
 
     def _at_exit(self) -> None:
-        if not self.close():
+        if self.close():
+            return
+        if self._in_process:
+            logger.warning("this process ends before its saves are committed, and they are lost with it")
+        else:
             logger.warning("this process ends before its saves are committed; its agent goes on with them")
 
     def _formed(self, group: Group, options: SaveOptions) -> Crew:

@@ -212,6 +212,7 @@ class Channel:
                 if fd is not None or len(data) >= 1 << 16:
                     self._socket.sendall(data)
             except OSError as error:
+                self.shut()  # what was sent in part would make nonsense of everything after it
                 raise AgentError(f"the other end of the agent's socket is gone: {error}") from error
 
     def wait(self, timeout_s: float | None) -> bool:

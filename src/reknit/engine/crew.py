@@ -12,6 +12,8 @@ from reknit.engine import messages
 from reknit.engine.agent_link import AgentLink
 from reknit.engine.coordinator import PLANS_KEPT
 from reknit.engine.handover import Handover
+from reknit.engine.receipt import ANSWER_LOST
+from reknit.errors import CommError, from_wire
 from reknit.format import paths
 
 if TYPE_CHECKING:
@@ -106,6 +108,10 @@ class Crew:
         if isinstance(message, say.Done):
             del self._handovers[message.number]
             plan = self._plans.get(key or b"")
+            lost = message.error is not None and isinstance(from_wire(message.error), CommError)
+            if lost or ANSWER_LOST in message.warnings:
+                # The agent says so, too, but from another thread, and the next save may begin before.
+                self.link.broken = True
             if message.error is not None:
                 # Perhaps the plans are what is wrong; with the next save all ranks make new ones.
                 self._plans.clear()

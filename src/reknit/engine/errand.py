@@ -42,6 +42,12 @@ class Errand:
         self._begun: tuple[say.Begin, Setting] | None = None
         self._image: _Image | None = None
         self._written: list[Written] | None = None
+        self._over = threading.Event()
+
+    @property
+    def url(self) -> str:
+        """Where the save goes, empty when it never began."""
+        return "" if self._begun is None else self._begun[0].url
 
     # Called by the thread that hears the trainer.
 
@@ -76,10 +82,15 @@ class Errand:
 
     # Called by the thread that writes.
 
-    def write(self, tuner: Tuner) -> None:
-        """Write the data files while their spans are filled; the round to commit tells what goes wrong."""
+    def write(self, tuner: Tuner, before: Errand | None) -> None:
+        """Write the data files while their spans are filled, when the save `before` this one is over.
+
+        The round to commit tells what goes wrong.
+        """
         written: list[Written] = []
         try:
+            if before is not None:
+                before._over.wait()
             with self._changed:
                 self._changed.wait_for(lambda: self._image is not None or self.error is not None)
                 image, error = self._image, self.error
@@ -221,6 +232,7 @@ class Errand:
                 records,
             )
         )
+        self._over.set()
 
     def tell(self, message: say.Message) -> None:
         """Tell the trainer, if it is still there."""

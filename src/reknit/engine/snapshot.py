@@ -58,15 +58,9 @@ class Snapshot:
     def take(self) -> None:
         """Copy everything; when this returns the live memory may be changed."""
         if self._on_host:
-            self._copy_on_host()
-        elif self.streamed:
-            for number in range(len(self.spans)):
-                self._copy(number)
-                self._staging.wait()
-                self._handover.tell_filled(number)
+            self._copy_on_host(range(len(self.spans)))
         else:
-            self._queue()
-            self._settle()
+            self._copy_from_devices()
 
     def prepare(self) -> None:
         """Copy what is small, and begin to copy the rest; `settle` finishes that.
@@ -88,10 +82,14 @@ class Snapshot:
 
         Raises `StateError` when a tensor was changed before its copy was made.
         """
+        last = len(self.spans) - 1
         if self._on_host:
-            self._copy_on_host()
+            self._copy_on_host(range(last))
+            self._copy(last)
         else:
-            self._settle()
+            self._staging.wait()
+            for number in range(last):
+                self._handover.tell_filled(number)
         changed = [full_name(s.item, s.fqn) for s, version in self._watched if changes(s.data) != version]
         if changed:
             more = f" and {len(changed) - 1} more" if len(changed) > 1 else ""
@@ -100,30 +98,42 @@ class Snapshot:
                 phase="stage",
                 remedy="call reknit.fence(optimizer) once, or pending.staged() before the state is changed",
             )
+        self._handover.tell_filled(last)  # only now: the agent commits as soon as it has everything
 
-    def _copy_on_host(self) -> None:
+    def _copy_on_host(self, numbers: range) -> None:
         def work(number: int, _: Arena) -> None:
             self._copy(number)
             self._handover.tell_filled(number)
 
         run_jobs(
-            range(len(self.spans)),
+            numbers,
             work,
             threads=num_threads(self._options.threads),
             arena_nbytes=_SCRATCH_NBYTES,
             budget_nbytes=self._options.inflight_nbytes,
         )
 
-    def _queue(self) -> None:
-        """Queue all copies; those from devices go on beside whatever the devices do."""
-        for number in range(len(self.spans)):
-            self._copy(number)
+    def _copy_from_devices(self) -> None:
+        try:
+            for number in range(len(self.spans)):
+                self._copy(number)
+                if self.streamed:
+                    self._staging.wait()
+                    self._handover.tell_filled(number)
+        finally:
+            self._staging.wait()  # also after an error: the arena is somebody else's next
+        if not self.streamed:
+            for number in range(len(self.spans)):
+                self._handover.tell_filled(number)
 
-    def _settle(self) -> None:
-        """Wait for the queued copies, and tell the agent of them."""
-        self._staging.wait()
-        for number in range(len(self.spans)):
-            self._handover.tell_filled(number)
+    def _queue(self) -> None:
+        """Queue all copies from devices; they go on beside whatever the devices do."""
+        try:
+            for number in range(len(self.spans)):
+                self._copy(number)
+        except BaseException:
+            self._staging.wait()
+            raise
 
     def _copy(self, number: int) -> None:
         """Copy one span, as soon as its place is free."""

@@ -1,0 +1,48 @@
+"""An agent that meets what nobody foresaw tells its trainer, and ends."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+# The module of the store exists only in the trainer.
+SCRIPT = """
+import sys, types
+import numpy as np
+import reknit
+from reknit.storage.registry import register
+from reknit.storage.local import LocalStorage
+
+module = types.ModuleType("only_here")
+code = "def factory(url, durability): return made(url.removeprefix('odd://'), durability=durability)"
+exec(code, vars(module))
+module.made = LocalStorage
+sys.modules["only_here"] = module
+register("odd", module.factory)
+options = reknit.SaveOptions(timeout_s=20, exit_wait_s=20)
+state = {"model": {"weight": np.zeros(9)}}
+try:
+    reknit.save("odd://" + sys.argv[1] + "/a", state, wait=False, options=options).result(30)
+except reknit.ReknitError as error:
+    print(type(error).__name__, error)
+reknit.save(sys.argv[1] + "/b", state, wait=False, options=options).result(30)
+print("saved")
+"""
+
+
+def test_a_store_that_the_agent_cannot_import_is_an_error_and_the_next_save_goes_well(tmp_path: Path) -> None:
+    done = subprocess.run(
+        [sys.executable, "-W", "ignore", "-c", SCRIPT, str(tmp_path)],
+        capture_output=True,
+        text=True,
+        timeout=100,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    first, *_, last = done.stdout.splitlines()
+    assert "only_here" in first, done.stdout
+    assert last == "saved"
