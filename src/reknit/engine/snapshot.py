@@ -82,6 +82,8 @@ class Snapshot:
 
         Raises `StateError` when a tensor was changed before its copy was made.
         """
+        if not self.spans:
+            return  # a replica that owns nothing
         last = len(self.spans) - 1
         if self._on_host:
             self._copy_on_host(range(last))

@@ -1,0 +1,92 @@
+"""Background saves while real models train: the state at the call is stored, balanced over replicas."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+import reknit
+from tests.torchrun import models
+from tests.torchrun.harness import run
+from tests.torchrun.test_matrix import same
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+LIMIT_S = 90.0
+
+
+def train_on(layout: str, root: str, stage: Any) -> None:
+    """Save after each of three steps, and go on training at once; keep what was true at each save."""
+    trained = models.build(layout, steps=1)
+    options = reknit.SaveOptions(durability="process", timeout_s=60, stage=stage)
+    fence = reknit.fence()
+    pending = []
+    for step in range(3):
+        truth = models.truth(trained)
+        if dist.get_rank() == 0:
+            torch.save(truth, f"{root}/{step}.truth")
+        pending.append(
+            reknit.save(f"{root}/{step}", models.state(trained), step, wait=False, options=options)
+        )
+        models.train_step(trained, step + 1)
+    reports = [save.result(LIMIT_S) for save in pending]
+    assert all(report.warnings == () for report in reports)
+    phases = [{record.phase for record in report.phases} for report in reports]
+    assert ["assign" in names for names in phases] == [True, False, False]
+    fence.remove()
+    assert reknit.close(LIMIT_S)
+
+
+def load_back(layout: str, root: str) -> list[str]:
+    """Load each checkpoint into a fresh target; return what differs from what was true at the save."""
+    wrong = []
+    for step in range(3):
+        trained = models.build(layout, steps=0, seed=1)
+        reknit.load(f"{root}/{step}", models.state(trained), options=reknit.LoadOptions(timeout_s=60))
+        expected, found = torch.load(f"{root}/{step}.truth", weights_only=False), models.truth(trained)
+        for item, values in expected.items():
+            wrong += [f"{step}: {item}/{k}" for k, v in values.items() if not same(v, found[item].get(k))]
+    return wrong
+
+
+@pytest.mark.parametrize(
+    ("layout", "stage"), [("fsdp2-2", "eager"), ("ddp-2", "lazy"), ("fsdp2xtp-2x2", "lazy")]
+)
+def test_training_goes_on_while_the_state_of_each_save_is_stored(
+    tmp_path: Path, layout: str, stage: str
+) -> None:
+    size = models.LAYOUTS[layout]
+    run(size, train_on, layout, str(tmp_path), stage)
+    for step in range(3):
+        assert reknit.verify(tmp_path / str(step), "data").ok
+    for wrong in run(size, load_back, layout, str(tmp_path)):
+        assert wrong == []
+
+
+def ddp_share(root: str) -> tuple[int, int]:
+    torch.manual_seed(0)
+    sizes = (97, 1003, 512, 700, 31)
+    layers = [nn.Linear(a, b) for a, b in pairwise(sizes)]
+    model = DistributedDataParallel(nn.Sequential(*layers))
+    optimizer = torch.optim.AdamW(model.parameters())
+    model(torch.ones(2, 97)).sum().backward()
+    optimizer.step()
+    state = {"model": model, "optimizer": optimizer}
+    report = reknit.save(f"{root}/ddp", state, wait=False).result(LIMIT_S)
+    staged = sum(record.nbytes for record in report.phases if record.phase == "stage")
+    assert reknit.close(LIMIT_S)
+    return staged, report.total_nbytes
+
+
+def test_four_replicas_stage_and_write_a_quarter_each(tmp_path: Path) -> None:
+    shares = run(4, ddp_share, str(tmp_path))
+    total = sum(staged for staged, _ in shares)
+    for staged, _ in shares:
+        assert 0.24 <= staged / total <= 0.26
