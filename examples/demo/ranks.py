@@ -1,17 +1,19 @@
-"""Processes that run a script: started, watched, killed by their own id, and never left behind."""
+"""Processes that run a script, and the agents they start: watched, killed by id, and never left behind."""
 
 from __future__ import annotations
 
 import os
+import signal
 import socket
 import subprocess
 import sys
 import time
+from contextlib import suppress
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
-    from pathlib import Path
     from types import TracebackType
 
 _POLL_S = 0.005
@@ -22,7 +24,8 @@ class JobFailed(Exception):
 
 
 class Job:
-    """One process per rank, as torchrun would start them; all are gone when the `with` block ends.
+    """One process per rank, as torchrun would start them; all are gone when the `with` block ends,
+    and so are the agents that they started.
 
     What a rank prints goes to `{logs}/{name}-{rank}.txt`.
     """
@@ -32,6 +35,7 @@ class Job:
         self._command = [sys.executable, str(script), *arguments]
         self._logs = [logs / f"{name}-{rank}.txt" for rank in range(world)]
         self.processes: list[subprocess.Popen[bytes]] = []
+        self._agents: dict[int, int] = {}  # by process, the rank whose agent it is
 
     def __enter__(self) -> Job:
         environment = dict(os.environ, **_environment(len(self._logs)))
@@ -53,6 +57,8 @@ class Job:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.end(grace_s=0.0)
+        for pid in self._agents:
+            _kill_agent(pid)
 
     def wait(self, timeout_s: float) -> None:
         """Return when all ranks have ended well.  Raises `JobFailed` as soon as one did not."""
@@ -71,9 +77,22 @@ class Job:
                 raise JobFailed(f"{self.name}: not done after {timeout_s:.0f} s\n{self._tail(0)}")
             time.sleep(_POLL_S)
 
-    def kill(self, rank: int) -> None:
-        """Kill one rank with SIGKILL: it cannot say good-bye."""
-        self.processes[rank].kill()
+    def kill(self, *ranks: int, agents: bool = False) -> None:
+        """Kill ranks with SIGKILL, which leaves them no time for a last word; with `agents` theirs, too."""
+        self._note_agents()
+        for rank in ranks:
+            self.processes[rank].kill()
+        for pid, rank in self._agents.items():
+            if agents and rank in ranks:
+                _kill_agent(pid)
+
+    def wait_for_agents(self, timeout_s: float) -> None:
+        """Return when all agents that were there at the last `kill` have ended."""
+        stop = time.monotonic() + timeout_s
+        while any(_is_agent(pid) for pid in self._agents):
+            if time.monotonic() > stop:
+                raise JobFailed(f"{self.name}: agents still run after {timeout_s:.0f} s\n{self._tail(0)}")
+            time.sleep(_POLL_S)
 
     def end(self, grace_s: float) -> list[int]:
         """Wait up to `grace_s` seconds for the ranks to end by themselves, then kill the rest.
@@ -84,8 +103,7 @@ class Job:
         while time.monotonic() < stop and any(process.poll() is None for process in self.processes):
             time.sleep(_POLL_S)
         killed = [rank for rank, process in enumerate(self.processes) if process.poll() is None]
-        for rank in killed:
-            self.processes[rank].kill()
+        self.kill(*killed)
         for process in self.processes:
             process.wait()
         return killed
@@ -94,8 +112,31 @@ class Job:
         """Return what a rank printed."""
         return self._logs[rank].read_text(errors="replace")
 
+    def _note_agents(self) -> None:
+        """Remember the agents of the ranks that live: of those that died, nobody can tell any more."""
+        ranks = {process.pid: rank for rank, process in enumerate(self.processes)}
+        for stat in Path("/proc").glob("[0-9]*/stat"):
+            with suppress(OSError):  # a process that has ended meanwhile
+                pid, parent = int(stat.parent.name), int(stat.read_text().rpartition(")")[2].split()[1])
+                if parent in ranks and _is_agent(pid):
+                    self._agents[pid] = ranks[parent]
+
     def _tail(self, rank: int) -> str:
         return "\n".join(f"    {line}" for line in self.said(rank).splitlines()[-25:])
+
+
+def _is_agent(pid: int) -> bool:
+    """Tell whether a process is there and an agent; one that is dead, reaped or not, has no command line."""
+    try:
+        return b"reknit.engine.agent" in Path(f"/proc/{pid}/cmdline").read_bytes()
+    except OSError:
+        return False
+
+
+def _kill_agent(pid: int) -> None:
+    if _is_agent(pid):
+        with suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGKILL)
 
 
 def _environment(world: int) -> dict[str, str]:

@@ -1,13 +1,17 @@
 """Train, kill, resume, reshard, check and export, with real processes on this machine.
 
+All saves are asynchronous: an agent beside each rank writes and commits while training goes on.
+
   1. Four ranks (FSDP2) train a small language model on the sources of Python's standard library.
-  2. The same again, but one rank is killed with SIGKILL in the middle of a save.
-  3. Four ranks resume that run from its newest checkpoint.  Each loss and the final state (weights,
-     optimizer, scheduler, loader, random generators) must equal those of the first run, bit for bit.
-  4. Two ranks with tensor parallelism (FSDP2 x TP) go on from a checkpoint of the four.  Their losses must
+  2. The same again, but one rank is killed with SIGKILL, and its agent with it, in the middle of a save.
+  3. Four ranks resume that run.  The store stands still; they train on, two saves ahead of it.  Then all
+     four are killed with SIGKILL, and the store moves again: their agents write and commit both saves.
+  4. Four ranks resume from what the agents committed.  Each loss and the final state (weights, optimizer,
+     scheduler, loader, random generators) must equal those of the first run, bit for bit.
+  5. Two ranks with tensor parallelism (FSDP2 x TP) go on from a checkpoint of the four.  Their losses must
      follow the first run's, but for rounding.  The random state of four ranks means nothing on two, and the
      load report has to say that it was left alone; so the steps compared are those without dropout.
-  5. One process opens the checkpoint that the two saved: reads a slice, loads the model alone, verifies every
+  6. One process opens the checkpoint that the two saved: reads a slice, loads the model alone, verifies every
      byte, exports to Hugging Face format, compares with transformers, and is refused a damaged copy.
 
 A table tells what was expected and what was measured; the exit status is 0 only if all of it is true.  Takes
@@ -25,16 +29,20 @@ import tempfile
 import time
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from checks import Check, read_checks, table
+from held_store import SCHEME
 from ranks import Job, JobFailed
 
 import reknit
 
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
 HERE = Path(__file__).parent
 STEPS, SAVE_EVERY, DROPOUT_STEPS = 24, 4, 16
-KILLED_RANK, KILLED_AT = 2, 12
+LOST_RANK, HELD_AT = 2, 8
 TOLERANCE = 1e-3
 TIMEOUT_S = 180.0
 GRACE_S = 30.0
@@ -50,9 +58,10 @@ class Journal:
 
 
 def read_journal(path: Path) -> Journal:
-    """Read the JSON lines of a run."""
+    """Read the JSON lines of a run, which may still be writing them."""
     journal = Journal()
-    for line in path.read_text().splitlines():
+    lines = path.read_text() if path.exists() else ""
+    for line in lines[: lines.rfind("\n") + 1].splitlines():
         record = json.loads(line)
         if "loss" in record:
             journal.losses[record["step"]] = record["loss"]
@@ -63,8 +72,13 @@ def read_journal(path: Path) -> Journal:
     return journal
 
 
+def steps(numbers: Sequence[int]) -> str:
+    """Say which steps there are."""
+    return f"step{'s' * (len(numbers) > 1)} {', '.join(map(str, numbers))}" if numbers else "none"
+
+
 class Demo:
-    """The five parts; each adds to `checks`."""
+    """The six parts; each adds to `checks`."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -74,15 +88,28 @@ class Demo:
         """Note one line of the table."""
         self.checks.append(Check(what, expected, str(measured), ok))
 
-    def train(self, name: str, run: str, *arguments: str, world: int = 4) -> Job:
+    def train(self, name: str, run: str, *arguments: str, world: int = 4, script: str = "train.py") -> Job:
         """Return the job that trains in the folder `run`."""
         fixed = [f"--steps={STEPS}", f"--save-every={SAVE_EVERY}", f"--dropout-steps={DROPOUT_STEPS}"]
-        places = [f"--root={self.folder / run}", f"--journal={self.folder / name}.jsonl"]
-        return Job(name, HERE / "train.py", [*places, *fixed, *arguments], world=world, logs=self.folder)
+        scheme = "" if script == "train.py" else f"{SCHEME}://"
+        places = [f"--root={scheme}{self.folder / run}", f"--journal={self.folder / name}.jsonl"]
+        return Job(name, HERE / script, [*places, *fixed, *arguments], world=world, logs=self.folder)
 
     def journal(self, name: str) -> Journal:
         """Return what a run wrote down."""
         return read_journal(self.folder / f"{name}.jsonl")
+
+    def hold(self, step: int) -> Path:
+        """Let the store stand still at a save; return the file to remove when it may go on."""
+        hold = self.folder / "run" / f"step_{step:08d}.hold"
+        hold.parent.mkdir(exist_ok=True)
+        hold.touch()
+        return hold
+
+    def sound_steps(self) -> list[int]:
+        """Return the steps of all committed checkpoints of the run, of which every byte is right."""
+        found = (path.parent for path in sorted((self.folder / "run").glob("*/manifest.json")))
+        return [int(path.name.removeprefix("step_")) for path in found if reknit.verify(path, "data").ok]
 
     def uninterrupted(self) -> None:
         """Train from start to end."""
@@ -97,46 +124,80 @@ class Demo:
             last < first - 1,
         )
 
-    def killed(self) -> None:
-        """Train again, and kill a rank as soon as a save has begun to write."""
-        target = self.folder / "run" / f"step_{KILLED_AT:08d}"
-        with self.train("killed", "run") as job:
-            job.wait_until(target.exists, TIMEOUT_S)
-            job.kill(KILLED_RANK)
+    def lost_rank(self) -> None:
+        """Train again, and lose a rank with its agent, as with a host that fails, while a save is written."""
+        hold = self.hold(HELD_AT)
+        with self.train("lost", "run", script="held_store.py") as job:
+            job.wait_until(lambda: HELD_AT + 1 in self.journal("lost").losses, TIMEOUT_S)
+            job.kill(LOST_RANK, agents=True)
             start = time.monotonic()
+            hold.unlink()
             stuck = job.end(GRACE_S)
             took_s = time.monotonic() - start
+            job.wait_for_agents(TIMEOUT_S)
         codes = [process.returncode for process in job.processes]
-        told = sum(f"CommError: rank {KILLED_RANK} is gone" in job.said(rank) for rank in range(len(codes)))
-        # The kill may come too late: then the save is whole, and the others find out at their next step.
-        committed = (target / "manifest.json").exists()
-        errors = told if told or not committed else sum(code > 0 for code in codes)
+        errors = sum(code > 0 for code in codes)
         self.check(
-            f"kill rank {KILLED_RANK} while it saves step {KILLED_AT}",
+            f"kill rank {LOST_RANK} and its agent in save {HELD_AT}",
             f"3 errors within {GRACE_S:.0f} s",
-            f"{errors} {'CommError' if told else 'errors'}, {took_s:.1f} s",
-            codes[KILLED_RANK] == -signal.SIGKILL and errors == 3 and 0 not in codes and not stuck,
+            f"{errors} errors, {took_s:.1f} s",
+            codes[LOST_RANK] == -signal.SIGKILL and errors == 3 and not stuck,
         )
-        expected = KILLED_AT if committed else KILLED_AT - SAVE_EVERY
-        newest = reknit.latest(self.folder / "run")
-        step = reknit.open(newest).step if newest else None
-        sound = newest is not None and reknit.verify(newest, "data").ok
+        told = f"rank {LOST_RANK} is gone" in job.said(0)
+        self.check("  what rank 0 logs of that save", "why", "why" if told else "nothing", told)
+        found, expected = self.sound_steps(), [HELD_AT - SAVE_EVERY]
+        self.check("  checkpoints that verify", steps(expected), steps(found), found == expected)
+
+    def orphaned(self) -> None:
+        """Resume, train on while the store stands still, and kill all trainers before anything is written."""
+        hold, ahead = self.hold(HELD_AT), HELD_AT + SAVE_EVERY
+        with self.train("orphaned", "run", script="held_store.py") as job:
+            # Two saves are staged then; a third waits, or is about to, for the memory of the first.
+            job.wait_until(lambda: ahead + SAVE_EVERY in self.journal("orphaned").losses, TIMEOUT_S)
+            job.kill(*range(4))
+            job.end(GRACE_S)
+            before, start = self.sound_steps(), time.monotonic()
+            hold.unlink()
+            job.wait_for_agents(TIMEOUT_S)
+            took_s = time.monotonic() - start
+        last = max(self.journal("orphaned").losses)
         self.check(
-            "  newest checkpoint",
-            f"step {expected}, sound",
-            f"step {step}, {'sound' if sound else 'not sound'}",
-            sound and step == expected,
+            f"train on while save {HELD_AT} is held back",
+            f"{2 * SAVE_EVERY} steps",
+            f"{last - HELD_AT} steps",
+            last - HELD_AT == 2 * SAVE_EVERY,
+        )
+        codes = [process.returncode for process in job.processes]
+        expected = [HELD_AT - SAVE_EVERY]
+        self.check(
+            "kill all 4 trainers; committed so far",
+            steps(expected),
+            steps(before),
+            before == expected and codes == [-signal.SIGKILL] * 4,
+        )
+        found, expected = self.sound_steps(), [HELD_AT - SAVE_EVERY, HELD_AT, ahead]
+        self.check(
+            "  when their agents have ended",
+            steps(expected),
+            f"{steps(found)}, {took_s:.1f} s",
+            found == expected,
         )
 
     def resumed(self) -> None:
-        """Go on where the killed run was, on the same layout."""
+        """Go on from what the agents committed, on the same layout."""
         with self.train("resumed", "run") as job:
             job.wait(TIMEOUT_S)
         whole, resumed = self.journal("whole"), self.journal("resumed")
         start = resumed.loaded["step"]
+        self.check(
+            "resume from the newest checkpoint",
+            f"step {HELD_AT + SAVE_EVERY}",
+            f"step {start}",
+            start == HELD_AT + SAVE_EVERY,
+        )
         equal = sum(whole.losses[step] == resumed.losses.get(step) for step in range(start + 1, STEPS + 1))
         self.check(
-            f"resume from step {start} on 4 ranks",
+            "  train to the end on 4 ranks",
             "losses equal, all bits",
             f"{equal} of {STEPS - start} equal",
             equal == STEPS - start > 0,
@@ -179,7 +240,7 @@ class Demo:
         self.checks += read_checks(results)
 
 
-PARTS = (Demo.uninterrupted, Demo.killed, Demo.resumed, Demo.moved, Demo.one_process)
+PARTS = (Demo.uninterrupted, Demo.lost_rank, Demo.orphaned, Demo.resumed, Demo.moved, Demo.one_process)
 
 
 def run(folder: Path) -> int:

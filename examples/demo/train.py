@@ -1,8 +1,9 @@
 """Train a small language model on any number of ranks, with checkpoints: the script to read first.
 
 Every rank runs this file, started by torchrun or by run.py.  All there is to do about checkpoints stands
-in `main`: one dict names the state, one call loads it, one call saves it.  None of the three says how many
-ranks there are or how they share the model, so the script resumes on any layout that it can train on.
+in `main`: one dict names the state, one call loads it, one call saves it without waiting until it is
+written.  None of the three says how many ranks there are or how they share the model, so the script resumes
+on any layout that it can train on.
 
     torchrun --nproc-per-node 4 examples/demo/train.py --root runs/a
     torchrun --nproc-per-node 2 examples/demo/train.py --root runs/a --tp 2 --steps 48
@@ -63,14 +64,18 @@ def main() -> None:
         step = report.step or 0
         log(args.journal, loaded=newest, step=step, notes=dict(report.notes), resharded=len(report.resharded))
 
+    pending = None
     while step < args.steps:
         model.train(step < args.dropout_steps)  # the last steps are taken without dropout
         loss = train_step(model, optimizer, scheduler, next(batches), mesh)
         step += 1
         log(args.journal, step=step, loss=loss)
-        # -- save
+        # -- save: copied when this returns, written and committed while training goes on
         if step % args.save_every == 0:
-            reknit.save(f"{args.root}/step_{step:08d}", state, step=step)
+            pending = reknit.save(f"{args.root}/step_{step:08d}", state, step=step, wait=False)
+    # -- before the end: the last save is committed, or raises what kept it from that
+    if pending is not None:
+        pending.result()
 
     log(args.journal, fingerprint=fingerprint(model, optimizer, scheduler, batches))
     dist.destroy_process_group()

@@ -111,7 +111,7 @@ def save(
             for background in _backgrounds.get(joined, {}).values():
                 background.surface(but=pending)
     except ReknitError as error:
-        if options.on_error == "raise":
+        if options.on_error == "raise" or isinstance(error, UsageError):
             raise
         logger.warning("save to %s failed: %s", path, error)
         pending = PendingSave(os.fspath(path), step)
@@ -358,7 +358,7 @@ def _background(group: Group, path: str | PathLike[str]) -> Background:
     kinds = _backgrounds.setdefault(group, {})
     if in_process not in kinds:
         background = kinds[in_process] = Background(in_process=in_process)
-        weakref.finalize(group, background.close, 0.0).atexit = False
+        weakref.finalize(group, background.retire).atexit = False
     return kinds[in_process]
 
 

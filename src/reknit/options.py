@@ -75,7 +75,7 @@ class SaveOptions:
     to which this process appends every phase, or None.  `comm`: how the ranks reach each other.
 
     `on_error`: with ``"warn"`` a save never raises what went wrong with storage or other ranks; it is logged,
-    and `PendingSave.result` still raises it.
+    and `PendingSave.result` still raises it.  A wrong call (`UsageError`) is raised all the same.
 
     For saves with `wait=False` only: `stage` is ``"eager"`` (the state may be changed once `save` returns) or
     ``"lazy"`` (once `PendingSave.staged` returns; see `reknit.fence`).  `when_busy`: what to do while two

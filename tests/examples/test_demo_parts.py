@@ -5,6 +5,7 @@ import itertools
 import json
 import os
 import sys
+import threading
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -30,7 +31,9 @@ def part(name: str) -> Any:
         sys.path.remove(str(DEMO))
 
 
-checks, ranks, source_text, tiny_llama = map(part, ("checks", "ranks", "source_text", "tiny_llama"))
+checks, held_store, ranks, source_text, tiny_llama = map(
+    part, ("checks", "held_store", "ranks", "source_text", "tiny_llama")
+)
 fingerprint, run = part("fingerprint").fingerprint, part("run")
 
 TEXT = torch.arange(5000).remainder(251).to(torch.uint8)
@@ -206,6 +209,67 @@ def test_a_killed_rank_is_gone_and_those_that_linger_are_named(tmp_path: Path) -
             os.kill(process.pid, 0)
 
 
+AGENT = (
+    "import subprocess\n"
+    "command = [sys.executable, '-c', 'import time; time.sleep(600)', 'reknit.engine.agent']\n"
+    "agent = subprocess.Popen(command, start_new_session=True)\n"
+    "print(agent.pid, flush=True)\n"
+    "time.sleep(600)\n"
+)
+
+
+def agents(job: Any, world: int) -> list[int]:
+    while not all(job.said(rank).endswith("\n") for rank in range(world)):
+        assert all(process.poll() is None for process in job.processes)
+    return [int(job.said(rank)) for rank in range(world)]
+
+
+def runs(pid: int) -> bool:
+    try:
+        return b"sleep" in Path(f"/proc/{pid}/cmdline").read_bytes()
+    except OSError:
+        return False
+
+
+def test_killed_ranks_leave_their_agents_until_the_block_ends(tmp_path: Path) -> None:
+    with ranks.Job("job", script(tmp_path, AGENT), [], world=2, logs=tmp_path) as job:
+        pids = agents(job, 2)
+        job.kill(0, 1)
+        job.end(grace_s=10)
+        assert [runs(pid) for pid in pids] == [True, True]
+        with pytest.raises(ranks.JobFailed, match="agents still run"):
+            job.wait_for_agents(0.1)
+    job.wait_for_agents(30)
+    assert [runs(pid) for pid in pids] == [False, False]
+
+
+def test_a_rank_can_be_killed_with_its_agent_alone(tmp_path: Path) -> None:
+    with ranks.Job("job", script(tmp_path, AGENT), [], world=2, logs=tmp_path) as job:
+        pids = agents(job, 2)
+        job.kill(1, agents=True)
+        while runs(pids[1]):
+            assert runs(pids[0])
+        assert runs(pids[0])
+        assert job.processes[0].poll() is None
+
+
+# the store that stands still
+
+
+def test_no_file_is_begun_in_a_folder_that_is_held(tmp_path: Path) -> None:
+    hold = tmp_path / "step.hold"
+    hold.touch()
+    folder = held_store.open_held(f"held://{tmp_path / 'step'}", "process")
+    thread = threading.Thread(target=lambda: folder.create("file", 0).finish())
+    thread.start()
+    thread.join(0.1)
+    assert thread.is_alive()
+    assert not (tmp_path / "step").exists()
+    hold.unlink()
+    thread.join()
+    assert (tmp_path / "step" / "file").exists()
+
+
 # the table and the exit status
 
 
@@ -225,6 +289,12 @@ def test_checks_travel_between_processes(tmp_path: Path) -> None:
     sent = [checks.Check("a", "é", "1", True), checks.Check("b", "", "2", False)]
     checks.write_checks(tmp_path / "checks", sent)
     assert checks.read_checks(tmp_path / "checks") == sent
+
+
+def test_of_a_journal_only_whole_lines_are_read(tmp_path: Path) -> None:
+    assert run.read_journal(tmp_path / "none").losses == {}
+    (tmp_path / "j").write_text('{"step": 5, "loss": 1.5}\n{"step": 6, "lo')
+    assert run.read_journal(tmp_path / "j").losses == {5: 1.5}
 
 
 def test_a_journal_is_read_as_it_was_written(tmp_path: Path) -> None:

@@ -116,6 +116,11 @@ class Background:
         atexit.unregister(self._at_exit)
         return all(save.done() for save in pending)
 
+    def retire(self) -> None:
+        """Close, as the group is gone; what is still under way is waited for when the interpreter ends."""
+        if not self.under_way():
+            self.close(0.0)
+
     def _at_exit(self) -> None:
         if self.close():
             return

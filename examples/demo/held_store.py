@@ -1,0 +1,43 @@
+"""A folder that can be as slow as the demo needs it; run as a script it is train.py with such a folder.
+
+While there is a file `{checkpoint}.hold` beside the folder of a checkpoint, no data file is begun in it.
+Whoever opens ``held:///...``, trainer or agent, waits for that file to go.
+"""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from reknit.storage.local import LocalStorage, LocalWriter
+from reknit.storage.registry import register
+
+if TYPE_CHECKING:
+    from reknit.options import Durability
+
+SCHEME = "held"
+
+
+class HeldFolder(LocalStorage):
+    """A local folder in which files are begun only when nobody holds it."""
+
+    def create(self, path: str, nbytes: int) -> LocalWriter:
+        """Start a new file, as soon as that is allowed."""
+        hold = Path(f"{self.url}.hold")
+        while hold.exists():
+            time.sleep(0.005)
+        return super().create(path, nbytes)
+
+
+def open_held(url: str, durability: Durability) -> HeldFolder:
+    """Open ``held:///folder``.  A plain function of a module: an agent can import it, too."""
+    return HeldFolder(url.removeprefix(f"{SCHEME}://"), durability=durability)
+
+
+if __name__ == "__main__":
+    import held_store  # once more, under the name that agents import it by
+    import train
+
+    register(SCHEME, held_store.open_held)
+    train.main()
