@@ -59,8 +59,9 @@ MAY_IMPORT = {
     "errors": set(),
 }
 
-# The agent is a process of its own, and a door: it picks the stores and the tree as `api` does.
-DOORS = {"reknit.engine.agent": {"storage.registry", "comm"}}
+# The agent is a process of its own, and a door: it picks the stores and the tree as `api` does.  Agents are
+# a tree, whatever group their trainers are, and so is the group in which trainers form it.
+DOORS = {"reknit.engine.agent": {"storage.registry", "comm"}, "reknit.engine.crew": {"comm"}}
 
 
 class Room(NamedTuple):

@@ -22,6 +22,7 @@
     │   └── StoragePermissionError
     └── CommError                      ranks could not reach each other
         ├── DeadlineError (TimeoutError)
+        ├── GroupClosedError           a rank left on purpose
         └── ProtocolError              ranks are not doing the same thing
 
 Every error says what happened, where (`rank`, `phase`, `path`) and what to do.  `with phase(...)` signs the
@@ -159,6 +160,10 @@ class CommError(ReknitError):
 
 class DeadlineError(CommError, TimeoutError):
     """Something that had to happen did not happen in time."""
+
+
+class GroupClosedError(CommError):
+    """A rank has left the group on purpose; there can be no more rounds."""
 
 
 class ProtocolError(CommError):

@@ -97,7 +97,8 @@ def test_a_store_that_is_still_missing_is_named(scheme: str) -> None:
     with pytest.raises(UnknownSchemeError, match="not available in this version") as caught:
         open_storage(f"{scheme}://bucket/x")
     assert scheme in caught.value.message
-    assert "file://, mem://" in str(caught.value.remedy)
+    # Other tests of this process may have registered schemes of their own, which are named as well.
+    assert all(known in str(caught.value.remedy) for known in ("plain paths", "file://", "mem://"))
     assert "reknit.storage" in str(caught.value.remedy)
 
 

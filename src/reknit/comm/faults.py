@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from reknit.errors import CommError, DeadlineError, ProtocolError, ReknitError, from_wire
+from reknit.errors import CommError, DeadlineError, GroupClosedError, ProtocolError, ReknitError, from_wire
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
@@ -121,9 +121,9 @@ def stranger(rank: int, address: str) -> CommError:
     )
 
 
-def closed(rank: int) -> CommError:
+def closed(rank: int) -> GroupClosedError:
     """Return the error of a group that a rank has left."""
-    return CommError(f"{spelled([rank])} closed the group")
+    return GroupClosedError(f"{spelled([rank])} closed the group")
 
 
 def crowded(rank: int) -> ProtocolError:

@@ -28,7 +28,7 @@ from reknit.engine.coordinator import Coordinator
 from reknit.engine.errand import Errand
 from reknit.engine.receipt import Setting
 from reknit.engine.tuning import Tuner
-from reknit.errors import AgentError, ReknitError, from_wire
+from reknit.errors import AgentError, GroupClosedError, ReknitError, from_wire
 from reknit.monitor.phase import Recorder
 from reknit.monitor.sinks.jsonl import JsonLinesSink
 from reknit.options import CommOptions, SaveOptions, quiet_grpc
@@ -170,7 +170,7 @@ class Agent:
             except ReknitError as error:
                 self._say(say.Joined(error.to_wire()))
                 return
-            group.on_broken(lambda _: self._say(say.Broken()))
+            group.on_broken(lambda error: self._say(say.Broken(isinstance(error, GroupClosedError))))
             self._group = group
         self._say(say.Joined(None))
 

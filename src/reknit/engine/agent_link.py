@@ -25,18 +25,20 @@ _REAP_S = 10.0
 class AgentLink:
     """The trainer's end of the channel to its agent.
 
-    `hear` is called with every message about a save, and `lost` once when the agent is gone, both from a
-    thread of their own.
+    A thread of its own calls `hear` with every message about a save, `lost` once when the agent is gone, and
+    `failed` when no later save can end well although nobody asked the agents to end.
     """
 
     def __init__(self, rank: int, *, in_process: bool, send_timeout_s: float) -> None:
         self.rank = rank
         self.hear: Callable[[Any], None] = _ignore
         self.lost: Callable[[AgentError], None] = _ignore
+        self.failed: Callable[[], None] = lambda: None
         self.broken = False
         """Whether no later save can end well with this agent."""
-        self.numbers = 0
-        """How many saves it was told of."""
+        self.ended_on_purpose = False
+        """Whether that is because another rank's trainer ended, or closed its agent."""
+        self._quitting = False
         self._process: subprocess.Popen[bytes] | None = None
         self._answered = threading.Condition()
         self._answers: list[say.Seated | say.Joined] = []
@@ -87,7 +89,7 @@ class AgentLink:
 
     def quit(self) -> None:
         """Let the agent end when it has finished what it was given."""
-        self.broken = True
+        self._quitting = self.broken = True
         with contextlib.suppress(AgentError):
             self.send(say.Quit())
 
@@ -139,13 +141,18 @@ class AgentLink:
                     self._answers.append(message)
                     self._answered.notify_all()
             elif isinstance(message, say.Broken):
+                self.ended_on_purpose = message.on_purpose
                 self.broken = True
+                if not message.on_purpose:
+                    self.failed()
             else:
                 self.hear(message)
         self.broken = True  # at once: the next save must not begin with this agent
         error = AgentError(self._epitaph(), rank=self.rank)
         self._channel.close()
         self.lost(error)
+        if not (self.ended_on_purpose or self._quitting):
+            self.failed()
         with self._answered:
             self._gone = error
             self._answered.notify_all()

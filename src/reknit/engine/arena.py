@@ -37,7 +37,9 @@ class Arena:
 
     def __init__(self, nbytes: int) -> None:
         self.nbytes = nbytes
-        self._map = mmap.mmap(-1, nbytes)
+        # Private pages may be huge ones, which are there much sooner than those of a shared map.
+        self._map = mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        _advise(self._map, "MADV_HUGEPAGE", 0, nbytes)
         self.bytes: NDArray[np.uint8] = np.frombuffer(self._map, np.uint8)
 
     def view(self, nbytes: int) -> NDArray[np.uint8]:

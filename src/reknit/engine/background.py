@@ -11,20 +11,24 @@ from contextlib import suppress
 from typing import TYPE_CHECKING
 
 from reknit.engine.arenas import Arenas
-from reknit.engine.crew import Crew
+from reknit.engine.crew import Crew, side_group
+from reknit.engine.pipeline import start
 from reknit.engine.report import PendingSave
 from reknit.engine.send_off import send_off
-from reknit.errors import DeadlineError, ReknitError
+from reknit.errors import AgentError, DeadlineError, ReknitError
 from reknit.monitor.phase import Deadline
+from reknit.options import SaveOptions
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
     from reknit.comm.base import Group
     from reknit.engine.send_off import SendOff
-    from reknit.options import SaveOptions
 
 logger = logging.getLogger("reknit")
+
+_PATIENCE_S = 30.0
+"""How long a save waits for new agents where some were lost."""
 
 
 class Background:
@@ -37,6 +41,7 @@ class Background:
     def __init__(self, *, in_process: bool) -> None:
         self._in_process = in_process
         self._exit_wait_s = 0.0
+        self._options = SaveOptions()
         self.begin_anew()
         atexit.register(self._at_exit)
         _all.add(self)
@@ -47,9 +52,14 @@ class Background:
         The arenas are not closed, which would empty them for the parent, too.
         """
         self._crew: Crew | None = None
+        self._side: Group | None = None
+        self._forming: Crew | None = None
+        self._failure: ReknitError | None = None
+        self._count = 0
+        self._given_up: list[int] = []
         self._arenas: Arenas | None = None
         self._pending: list[PendingSave] = []
-        self._lock = threading.Lock()
+        self._lock = threading.Condition()
 
     def save(
         self, group: Group, prepare: Callable[[], SendOff], path: str, options: SaveOptions
@@ -62,14 +72,16 @@ class Background:
         with self._lock:
             self._pending = [p for p in self._pending if not p.done() or _unasked(p)]
             self._pending.append(pending)
+            number, self._count = self._count, self._count + 1
         self._exit_wait_s = max(self._exit_wait_s, options.exit_wait_s)
+        self._options = options
         try:
-            crew = self._formed(group, options)
+            crew = self._formed(group, number)
         except ReknitError as error:
             logger.error("save to %s failed: %s", path, error)
             pending.end(error)
             return pending
-        handover = crew.handover(pending)
+        handover = crew.handover(number, pending)
         try:
             job = prepare()
             if self._arenas is None:
@@ -110,6 +122,8 @@ class Background:
             crew.link.quit()
             if all(save.done() for save in pending):
                 crew.link.ended(deadline.remaining())
+        if self._side is not None:
+            self._side.close()
         if self._arenas is not None:
             self._arenas.close()
             self._arenas = None
@@ -129,14 +143,81 @@ class Background:
         else:
             logger.warning("this process ends before its saves are committed; its agent goes on with them")
 
-    def _formed(self, group: Group, options: SaveOptions) -> Crew:
-        """Return the agents of the group, started by all ranks together where there are none that work."""
-        if self._crew is not None and self._crew.link.broken:
-            self._crew.link.quit()
-            self._crew = None
+    def _formed(self, group: Group, number: int) -> Crew:
+        """Return the agents that work on a save, started by all ranks together where there are none."""
         if self._crew is None:
-            self._crew = Crew.form(group, options, in_process=self._in_process)
-        return self._crew
+            if self._side is None:
+                self._side = side_group(group, self._options)
+            self._install(Crew.form(group, self._options, lambda: number, in_process=self._in_process))
+        crew = self._crew
+        assert crew is not None
+        if crew.link.broken and not crew.link.ended_on_purpose:
+            self._form_anew(crew)
+            with self._lock:
+                self._lock.wait_for(lambda: self._crew is not crew or self._failure is not None, _PATIENCE_S)
+                crew = self._crew or crew
+                if crew.link.broken:
+                    self._given_up.append(number)
+        if crew.link.broken:
+            raise self._failure or AgentError(
+                "the agents of other ranks have ended"
+                if crew.link.ended_on_purpose
+                else f"an agent was lost, and no new ones were there within {_PATIENCE_S:g} s",
+                rank=crew.link.rank,
+                remedy="let every rank call reknit.close() and save again",
+            )
+        if number < crew.first:
+            raise AgentError(
+                "this save began while agents were lost, and other ranks have given it up",
+                rank=crew.link.rank,
+                remedy="the next save is well",
+            )
+        return crew
+
+    def _form_anew(self, lost: Crew) -> None:
+        """Let a thread start new agents in the place of lost ones, together with all other ranks.
+
+        Every rank does so as soon as it hears of the loss, and not at its next save: one that hears it just
+        before a save and one that hears it just after would else wait for each other.
+        """
+
+        def form() -> None:
+            assert self._side is not None
+            lost.link.quit()
+            try:
+                crew = Crew.form(self._side, self._options, lambda: self._count, in_process=self._in_process)
+            except ReknitError as error:
+                logger.error("agents were lost, and new ones could not be started: %s", error)
+                with self._lock:
+                    self._failure = error
+                    self._lock.notify_all()
+            else:
+                logger.warning("agents were lost; new ones take their place from save %d on", crew.first)
+                self._install(crew)
+
+        with self._lock:
+            if self._forming is lost or self._crew is not lost:
+                return
+            self._forming = lost
+        start("reknit-forms-agents", form)
+
+    def _install(self, crew: Crew) -> None:
+        """Let new agents work on all saves to come; those that this rank has failed since fail there, too."""
+        crew.link.failed = lambda: self._form_anew(crew)
+        with self._lock:
+            for number in self._given_up:
+                if number >= crew.first:
+                    error = AgentError(
+                        "this rank gave the save up when agents were lost", rank=crew.link.rank
+                    )
+                    ended = PendingSave("")
+                    ended.end(error)  # and told already
+                    crew.handover(number, ended).abandon(error, self._options.timeout_s)
+            self._given_up.clear()
+            self._crew = crew
+            self._lock.notify_all()
+        if crew.link.broken and not crew.link.ended_on_purpose:
+            self._form_anew(crew)  # lost already, before anybody listened
 
 
 def _unasked(pending: PendingSave) -> bool:

@@ -157,7 +157,12 @@ class Done(Message):
 
 
 class Broken(Message):
-    """To the trainer: the tree of agents is broken, and no later save can end well in it."""
+    """To the trainer: the tree of agents is broken, and no later save can end well in it.
+
+    `on_purpose`: another rank's agent has left, since its trainer ended or closed it.
+    """
+
+    on_purpose: bool
 
 
 AnyMessage = (

@@ -7,17 +7,17 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from reknit.comm import base as comm
+from reknit.comm.topology import Topology
 from reknit.engine import channel as say
 from reknit.engine import messages
 from reknit.engine.agent_link import AgentLink
 from reknit.engine.coordinator import PLANS_KEPT
 from reknit.engine.handover import Handover
-from reknit.engine.receipt import ANSWER_LOST
-from reknit.errors import CommError, from_wire
 from reknit.format import paths
+from reknit.options import quiet_grpc
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Sequence
 
     from reknit.engine.outline import Outline
     from reknit.engine.report import PendingSave
@@ -39,24 +39,28 @@ class Plan:
 class Crew:
     """This rank's agent, the saves that it works on, and the plans that all ranks' agents agreed on."""
 
-    def __init__(self, link: AgentLink, size: int, seed: str) -> None:
+    def __init__(self, link: AgentLink, size: int, place: messages.Place) -> None:
         """Use `form`."""
         self.link = link
         self.size = size
+        self.first = place.number
+        """Number of the first save in which all ranks can take part."""
         self.arenas: set[int] = set()
         """Numbers of the arenas that the agent has."""
-        self._seed = seed
-        self._count = 0
+        self._seed = place.seed
         self._handovers: dict[int, tuple[Handover, bytes | None]] = {}
         self._plans: dict[bytes, Plan] = {}
         link.hear, link.lost = self._hear, self._lose
 
     @classmethod
-    def form(cls, group: comm.Group, options: SaveOptions, *, in_process: bool) -> Crew:
+    def form(
+        cls, group: comm.Group, options: SaveOptions, number: Callable[[], int], *, in_process: bool
+    ) -> Crew:
         """Start this rank's agent, and let it join those of all other ranks; every rank does so at once.
 
-        The agents' addresses go through the trainers' group; after that trainers and agents are two groups
-        that know nothing of each other.  Raises `AgentError`, `CommError`.
+        The agents' addresses go through a group of the trainers; after that trainers and agents are two
+        groups that know nothing of each other.  `number` is that of the next save which this rank has not
+        begun.  Raises `AgentError`, `CommError`.
         """
         links: list[AgentLink] = []
         patience_s = options.comm.connect_timeout_s
@@ -66,7 +70,7 @@ class Crew:
             settings, low = dataclasses.asdict(options.comm), options.priority == "low"
             seated = links[0].ask(say.Join(FORM_ROUND, group.rank, group.size, settings, low), patience_s)
             assert isinstance(seated, say.Seated)
-            return messages.encode(messages.Seat(seated.address, seated.above))
+            return messages.encode(messages.Seat(seated.address, seated.above, number()))
 
         def climb() -> bytes:
             links[0].ask(say.Climb(place.above), 2 * patience_s)
@@ -80,11 +84,10 @@ class Crew:
             for link in links:
                 link.quit()
             raise
-        return cls(links[0], group.size, place.seed)
+        return cls(links[0], group.size, place)
 
-    def handover(self, pending: PendingSave) -> Handover:
-        """Count one more save; every rank does so alike, whatever becomes of it."""
-        number, self._count = self._count, self._count + 1
+    def handover(self, number: int, pending: PendingSave) -> Handover:
+        """Take up a save; every rank does so with every number from `first` on, whatever becomes of it."""
         handover = Handover(number, paths.numbered_write_id(self._seed, number), pending, self.link)
         self._handovers[number] = handover, None
         return handover
@@ -108,10 +111,6 @@ class Crew:
         if isinstance(message, say.Done):
             del self._handovers[message.number]
             plan = self._plans.get(key or b"")
-            lost = message.error is not None and isinstance(from_wire(message.error), CommError)
-            if lost or ANSWER_LOST in message.warnings:
-                # The agent says so, too, but from another thread, and the next save may begin before.
-                self.link.broken = True
             if message.error is not None:
                 # Perhaps the plans are what is wrong; with the next save all ranks make new ones.
                 self._plans.clear()
@@ -125,9 +124,30 @@ class Crew:
         self._handovers.clear()
 
 
+def side_group(group: comm.Group, options: SaveOptions) -> comm.Group:
+    """Return one more group of the same ranks, for rounds that another thread holds; all ranks do so at once.
+
+    Raises `CommError`.
+    """
+    if group.size == 1:
+        return comm.SoloGroup()
+    quiet_grpc()
+    from reknit.comm.tree import TreeGroup  # gRPC is loaded only when there is someone to talk to
+
+    seat = TreeGroup.listen(group.rank, group.size, job="trainers", options=options.comm)
+    above = Topology(group.size, options.comm.fan_out).parent(group.rank)
+    try:
+        request = messages.encode(messages.Seat(seat.address, above))
+        answer = comm.round(group, "trainers", lambda: request, _places, options.timeout_s)
+        return seat.climb(messages.decode(answer, messages.Place).above)
+    except BaseException:
+        seat.close()
+        raise
+
+
 def _places(requests: Sequence[bytes]) -> list[bytes]:
-    """Tell each rank where the agent above its own is, and what all their write ids are made from."""
+    """Tell each rank where the one above it is, and what all have in common from now on."""
     seats = [messages.decode(request, messages.Seat) for request in requests]
-    seed = paths.new_write_id()
+    seed, number = paths.new_write_id(), max(seat.number for seat in seats)
     above = ["" if seat.above is None else seats[seat.above].address for seat in seats]
-    return [messages.encode(messages.Place(address, seed)) for address in above]
+    return [messages.encode(messages.Place(address, seed, number)) for address in above]

@@ -196,14 +196,22 @@ def unset(bitmaps: list[bytes], size: int) -> list[int]:
 
 
 class Seat(msgspec.Struct, array_like=True):
-    """While agents join: the address of a rank's agent, and the rank of the agent above it."""
+    """While a tree forms: a rank's address in it, and the rank above it.
+
+    `number` is that of the next save which the rank has not begun.
+    """
 
     address: str
     above: int | None
+    number: int = 0
 
 
 class Place(msgspec.Struct, array_like=True):
-    """The root's answer to `Seat`: the address of the agent above, and the seed of all write ids to come."""
+    """The root's answer to `Seat`: the address above, and what all ranks have in common from now on.
+
+    That is the seed of all write ids to come, and the number of the first save in which all can take part.
+    """
 
     above: str
     seed: str
+    number: int

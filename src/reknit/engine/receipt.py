@@ -22,7 +22,6 @@ if TYPE_CHECKING:
     from reknit.options import SaveOptions
     from reknit.storage.base import Storage
 
-ANSWER_LOST = "the checkpoint is committed, but the root's answer was lost"
 _BEFORE_RECEIPT = frozenset({"plan", "stage", "digest", "write"})
 """Phases of a rank's own writing; an error signed with one of them is no lost answer."""
 
@@ -114,7 +113,7 @@ def commit_round(
         committed = _clean_up(where, write_id, written, error, sent=bool(sent))
         if not committed or not isinstance(error, CommError):
             raise
-        outcome = messages.Outcome(0, [ANSWER_LOST])
+        outcome = messages.Outcome(0, ["the checkpoint is committed, but the root's answer was lost"])
     return outcome, written
 
 

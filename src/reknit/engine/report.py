@@ -89,6 +89,7 @@ class PendingSave:
         """Whether `result` was called; if not, a failure is raised by the next save."""
         self._staged = threading.Event()
         self._ended = threading.Event()
+        self._ending = threading.Lock()
         self._report: SaveReport | None = None
         self._error: BaseException | None = None
 
@@ -142,7 +143,7 @@ class PendingSave:
 
     def end(self, outcome: SaveReport | BaseException) -> bool:
         """End the save, and tell whether it had not ended before."""
-        with _ending:
+        with self._ending:
             if self._ended.is_set():
                 return False
             if isinstance(outcome, SaveReport):
@@ -152,6 +153,3 @@ class PendingSave:
             self._staged.set()
             self._ended.set()
             return True
-
-
-_ending = threading.Lock()

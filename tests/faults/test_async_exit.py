@@ -1,0 +1,372 @@
+"""How a program may end, or be ended, while its saves are under way: scripts of users, as they are run.
+
+Where a moment matters, the store of the script waits in a chosen operation for a file, the gate.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+from typing import TYPE_CHECKING
+
+import numpy as np
+import pytest
+
+import reknit
+from tests.faults.nursery import agents_of, is_running, wait_until
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+    from pathlib import Path
+
+RUN_S = 20.0
+"""The longest that a script may take to end; one that takes longer hangs."""
+
+# No `if __name__ == "__main__"`: a script needs none.
+HEAD = """
+import os, sys, time, threading
+import numpy as np
+import reknit
+from reknit.testing.faulty_storage import Fault
+from reknit.testing.killpoint import faulty_url, register_faulty
+
+register_faulty()
+root = sys.argv[1]
+options = reknit.SaveOptions(durability="process", timeout_s=50, exit_wait_s=45)
+model = {"weight": np.full(1 << 20, 1, np.int32)}
+
+def say(word):
+    print(word, flush=True)
+
+def save(step, *faults, **more):
+    model["weight"][:] = step
+    path = f"{root}/{step}"
+    url = faulty_url(path, *faults, gate=root + "/gate") if faults else path
+    pending = reknit.save(url, {"model": model}, step, wait=False, **{"options": options, **more})
+    model["weight"][:] = -1  # what is staged may be changed
+    return pending
+
+gated = Fault("stall", 1, "finish")
+# The save waits, when all is written, until there is a gate.
+
+def gate(after=0.0):
+    threading.Timer(after, lambda: open(root + "/gate", "w").close()).start()
+"""
+
+
+class Script:
+    """A script that runs."""
+
+    def __init__(self, folder: Path, body: str) -> None:
+        self.root = folder / "checkpoints"
+        self.root.mkdir()
+        file = folder / "train.py"
+        file.write_text(HEAD + body)
+        command = [sys.executable, "-W", "ignore", str(file), str(self.root)]
+        pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
+        # A group of its own, as a shell gives one to what it starts.
+        self.process = subprocess.Popen(command, text=True, start_new_session=True, **pipes)  # type: ignore[call-overload]
+
+    def says(self, word: str) -> None:
+        """Wait for a line."""
+        line = self.process.stdout.readline()
+        assert line == word + "\n", line + self.process.communicate(timeout=RUN_S)[1]
+
+    def ends(self) -> tuple[int, str]:
+        """Wait for the end, and return exit status and errors; nothing of the script may go on after that."""
+        # The agent has the same standard error stream: reading it to the end would wait for the agent.
+        code = self.process.wait(RUN_S)
+        self.agents_end()
+        return code, self.process.communicate(timeout=RUN_S)[1]
+
+    def agents(self) -> list[int]:
+        return agents_of(self.process.pid)
+
+    def agents_end(self) -> None:
+        wait_until(lambda: not self.agents(), RUN_S, lambda: "the agent goes on")
+
+    def open_gate(self) -> None:
+        (self.root / "gate").touch()
+
+    def holds(self, step: int) -> bool:
+        """Tell whether a step is committed, and whole."""
+        path = self.root / str(step)
+        try:
+            report = reknit.verify(path, "data")
+        except reknit.CheckpointNotFoundError:
+            return False
+        assert report.ok, report.problems
+        target = {"model": {"weight": np.zeros(1 << 20, np.int32)}}
+        reknit.load(path, target)
+        return bool((target["model"]["weight"] == step).all())
+
+    def files(self, step: int) -> list[str]:
+        return [name for _, _, names in os.walk(self.root / str(step)) for name in names]
+
+
+class _Scripts:
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self.started: list[Script] = []
+
+    def __call__(self, body: str) -> Script:
+        self.started.append(Script(self._folder, body))
+        return self.started[-1]
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> Iterator[_Scripts]:
+    """Return what starts a script; none outlives its test."""
+    scripts = _Scripts(tmp_path)
+    yield scripts
+    for script in scripts.started:
+        for pid in script.agents():
+            os.kill(pid, signal.SIGKILL)
+        script.process.kill()
+        script.process.communicate()
+
+
+def test_the_end_of_a_script_without_a_guard_waits_for_its_save(run: _Scripts) -> None:
+    script = run("save(1, gated); gate(0.3); say('end')")
+    script.says("end")
+    assert script.ends() == (0, "")
+    assert script.holds(1)
+
+
+def test_sys_exit_waits_for_the_save_and_keeps_its_status(run: _Scripts) -> None:
+    script = run("save(1, gated); gate(0.3); sys.exit(3)")
+    assert script.ends() == (3, "")
+    assert script.holds(1)
+
+
+def test_an_exception_in_training_is_told_and_what_was_staged_is_committed(run: _Scripts) -> None:
+    script = run("save(1, gated); gate(0.3); raise ZeroDivisionError('training diverged')")
+    code, errors = script.ends()
+    assert code == 1
+    assert errors.strip().endswith("ZeroDivisionError: training diverged")
+    assert script.holds(1)
+
+
+def test_a_script_does_not_wait_longer_than_it_was_told_and_its_agent_commits_later(run: _Scripts) -> None:
+    script = run("import dataclasses\nsave(1, gated, options=dataclasses.replace(options, exit_wait_s=0.2))")
+    assert script.process.wait(RUN_S) == 0
+    assert script.agents()
+    assert not script.holds(1)
+    script.open_gate()
+    code, errors = script.ends()
+    assert code == 0
+    assert "its agent goes on" in errors
+    assert script.holds(1)
+
+
+def test_a_process_that_ends_at_once_after_staging_leaves_a_checkpoint(run: _Scripts) -> None:
+    script = run("save(1, gated); os._exit(7)")
+    assert script.process.wait(RUN_S) == 7
+    script.open_gate()
+    assert script.ends()[0] == 7
+    assert script.holds(1)
+
+
+def test_an_interrupt_after_staging_ends_the_script_and_the_save_is_committed(run: _Scripts) -> None:
+    script = run("save(1, gated); say('staged'); time.sleep(100)")
+    script.says("staged")
+    os.killpg(script.process.pid, signal.SIGINT)
+    script.open_gate()
+    code, errors = script.ends()
+    assert code == -signal.SIGINT
+    assert "KeyboardInterrupt" in errors
+    assert script.holds(1)
+
+
+# What is copied says that it is, and takes its time.
+SLOW_STAGING = """
+import reknit.engine.snapshot as snapshot
+from reknit.engine.write import Image
+
+def fill(self, start, out, copy=None, fill=Image.fill):
+    say("staging")
+    while True:
+        time.sleep(0.05)
+
+Image.fill = fill
+"""
+
+
+def test_an_interrupt_during_staging_leaves_nothing(run: _Scripts) -> None:
+    body = "save(1).result()\nagent = list(reknit.api._backgrounds.values())\n"
+    script = run(body + SLOW_STAGING.replace("while True:", "for _ in range(20):") + "save(2)")
+    script.says("staging")
+    os.killpg(script.process.pid, signal.SIGINT)
+    code, errors = script.ends()
+    assert code == -signal.SIGINT
+    assert "KeyboardInterrupt" in errors
+    assert script.holds(1)
+    assert not script.holds(2)
+    assert script.files(2) == []
+
+
+def test_a_kill_during_staging_leaves_nothing(run: _Scripts) -> None:
+    script = run(SLOW_STAGING + "save(2)")
+    script.says("staging")
+    script.process.kill()
+    code, errors = script.ends()
+    assert code == -signal.SIGKILL
+    assert "finishes 1 saves" in errors
+    assert not script.holds(2)
+    assert script.files(2) == []
+
+
+def test_a_script_may_go_on_after_an_interrupt_during_staging(run: _Scripts) -> None:
+    script = run(
+        "real = __import__('reknit.engine.write').engine.write.Image.fill\n"
+        + SLOW_STAGING.replace("while True:", "for _ in range(20):")
+        + "try:\n    save(2)\nexcept KeyboardInterrupt:\n    say('interrupted')\n"
+        "Image.fill = real\nsave(3).result(50)"
+    )
+    script.says("staging")
+    os.kill(script.process.pid, signal.SIGINT)
+    while (line := script.process.stdout.readline()) == "staging\n":
+        pass
+    assert line == "interrupted\n"
+    assert script.ends()[0] == 0
+    assert script.holds(3)
+    assert not script.holds(2)
+    assert script.files(2) == []
+
+
+def test_close_waits_for_a_save_and_the_next_one_starts_a_new_agent(run: _Scripts) -> None:
+    script = run(
+        "save(1, gated); gate(0.3); say(reknit.close()); save(2).result(); say(reknit.close()); say('end')"
+    )
+    for word in ("True", "True", "end"):
+        script.says(word)
+    assert script.ends() == (0, "")
+    assert script.holds(1)
+    assert script.holds(2)
+
+
+def test_close_that_may_not_wait_leaves_the_save_to_the_agent(run: _Scripts) -> None:
+    script = run(
+        "pending = save(1, gated); say(reknit.close(0.1)); gate(); pending.result(50); save(2).result(50)"
+    )
+    script.says("False")
+    assert script.ends() == (0, "")
+    assert script.holds(1)
+    assert script.holds(2)
+
+
+def test_two_saves_that_overlap_are_both_committed(run: _Scripts) -> None:
+    script = run(
+        "first, second = save(1, gated), save(2)\nassert not first.done()\n"
+        "say('both'); gate(); first.result(50); second.result(50)"
+    )
+    script.says("both")
+    assert script.ends() == (0, "")
+    assert script.holds(1)
+    assert script.holds(2)
+
+
+def test_two_saves_to_one_path_that_overlap_give_the_first_and_an_error(run: _Scripts) -> None:
+    script = run(
+        "first = save(1, gated); model['weight'][:] = 9\n"
+        "second = reknit.save(f'{root}/1', {'model': model}, 1, wait=False, options=options)\n"
+        "gate(); first.result(50)\n"
+        "try:\n    second.result(50)\nexcept reknit.CheckpointExistsError:\n    say('exists')"
+    )
+    script.says("exists")
+    assert script.ends()[0] == 0
+    assert script.holds(1)
+    assert len(script.files(1)) == 3
+
+
+def test_a_load_beside_a_save_gets_what_was_committed_before(run: _Scripts) -> None:
+    script = run(
+        "save(1).result(50); pending = save(2, gated)\n"
+        "assert reknit.latest(root) == root + '/1'\n"
+        "reknit.load(reknit.latest(root), {'model': model}); say(model['weight'].min())\n"
+        "gate(); pending.result(50)\n"
+        "reknit.load(reknit.latest(root), {'model': model}); say(model['weight'].min())"
+    )
+    script.says("1")
+    script.says("2")
+    assert script.ends() == (0, "")
+
+
+def test_an_error_that_nobody_asked_for_is_logged_and_raised_by_the_next_save(run: _Scripts) -> None:
+    script = run(
+        "pending = save(1, Fault('full', 1, 'write')); pending.wait(50)\n"
+        "try:\n    save(2)\nexcept reknit.StorageFullError as error:\n    say('raised')"
+    )
+    script.says("raised")
+    code, errors = script.ends()
+    assert code == 0
+    assert "save to" in errors
+    assert "no space left" in errors
+    assert not script.holds(1)
+    assert script.files(1) == []
+    assert script.holds(2)
+
+
+# Forked children.
+
+
+def test_a_forked_child_that_ends_like_a_program_waits_for_nothing_of_its_parent(run: _Scripts) -> None:
+    script = run(
+        "pending = save(1, gated)\n"
+        "if os.fork() == 0:\n    sys.exit(0)\n"
+        "say(os.wait()[1]); gate(); pending.result(50); save(2).result(50)"
+    )
+    script.says("0")
+    assert script.ends() == (0, "")
+    assert script.holds(1)
+    assert script.holds(2)
+
+
+def test_a_forked_child_that_saves_gets_an_agent_of_its_own(run: _Scripts) -> None:
+    script = run(
+        "save(1).result(50)\n"
+        "if os.fork() == 0:\n    save(2).result(50); reknit.close(); sys.exit(0)\n"
+        "say(os.wait()[1]); save(3).result(50)"
+    )
+    script.says("0")
+    assert script.ends() == (0, "")
+    assert all(script.holds(step) for step in (1, 2, 3))
+
+
+def test_a_forked_child_that_lives_on_does_not_keep_the_agent(run: _Scripts) -> None:
+    script = run(
+        "save(1).result(50); child = os.fork()\n"
+        "if child == 0:\n    time.sleep(100); os._exit(0)\n"
+        "say(child); os.kill(os.getpid(), 9)"
+    )
+    child = int(script.process.stdout.readline())
+    try:
+        assert script.process.wait(RUN_S) == -signal.SIGKILL
+        script.agents_end()
+        assert is_running(child)
+    finally:
+        os.kill(child, signal.SIGKILL)
+
+
+def test_the_agent_sees_that_its_trainer_died_although_another_process_holds_its_socket(
+    run: _Scripts,
+) -> None:
+    script = run(
+        "import subprocess\nsave(1).result(50); save(2, gated)\n"
+        "for number in range(3, 50):\n"
+        "    try:\n        os.set_inheritable(number, True)\n    except OSError:\n        pass\n"
+        "quiet = subprocess.DEVNULL\n"
+        "child = subprocess.Popen(['sleep', '100'], close_fds=False, stdout=quiet, stderr=quiet)\n"
+        "say(child.pid); os.kill(os.getpid(), 9)"
+    )
+    child = int(script.process.stdout.readline())
+    try:
+        assert script.process.wait(RUN_S) == -signal.SIGKILL
+        script.open_gate()
+        script.agents_end()
+        assert is_running(child)
+        assert script.holds(2)
+    finally:
+        os.kill(child, signal.SIGKILL)

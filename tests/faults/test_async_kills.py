@@ -1,0 +1,112 @@
+"""Processes of a job that saves in the background are killed: trainers, agents, both, at random moments.
+
+More moments than these: ``python -m tests.faults.async_kills --runs 400``.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from typing import TYPE_CHECKING
+
+import pytest
+
+from tests.faults.async_kills import GONE_S, MIB, Plan, run_once
+from tests.faults.nursery import Nursery, send, wait_until
+from tests.faults.trainers import found, step_path
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+    from pathlib import Path
+
+SEEDS = range(20)
+STOPPED_S = 2.0
+
+
+@pytest.fixture(scope="module")
+def nursery() -> Iterator[Nursery]:
+    """Return a process that forks others."""
+    with Nursery() as one:
+        yield one
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+def test_a_job_killed_at_a_random_moment_leaves_whole_checkpoints_and_nothing_else(
+    nursery: Nursery, tmp_path: Path, seed: int
+) -> None:
+    run_once(nursery, tmp_path, Plan.of(seed))
+
+
+@pytest.mark.parametrize("victim", ["trainer", "trainers"])
+def test_a_large_state_that_was_staged_is_committed_after_the_trainers_died(
+    nursery: Nursery, tmp_path: Path, victim: str
+) -> None:
+    plan = Plan(victim, 2, 64 * MIB, rank=1, watched=0, word="staged", step=1, delay_s=0.0)  # type: ignore[arg-type]
+    outcome = run_once(nursery, tmp_path, plan)
+    assert outcome.committed >= 1
+
+
+@pytest.mark.parametrize(("size", "last"), [(1, 0), (2, 0), (2, 1)])
+def test_an_agent_killed_at_any_operation_leaves_a_whole_checkpoint_or_none(
+    nursery: Nursery, tmp_path: Path, size: int, last: int
+) -> None:
+    for folder in ("meet", "steps", "temporary"):
+        (tmp_path / folder).mkdir()
+    trainers = [
+        nursery.start(
+            "meet_faults",
+            tmp_path / f"log-{rank}",
+            root=tmp_path,
+            rank=rank,
+            size=size,
+            kind="kill",
+            operation="",
+            victim=last,
+        )
+        for rank in range(size)
+    ]
+    for trainer in trainers:
+        wait_until(lambda t=trainer: not t.alive(), 2 * GONE_S, trainer.told)  # type: ignore[misc]
+        assert trainer.said("end"), trainer.told()
+        assert trainer.agents() == []
+        assert trainer.said("closed") == ["True"]
+    failed = [int(line.split()[0]) for line in trainers[last].said("failed")]
+    assert len(failed) > 2, "the sweep reached every operation"
+    assert all(line.split()[1:3] == ["AgentError", str(last)] for line in trainers[last].said("failed"))
+    kept = [found(step_path(tmp_path, step), size, MIB) for step in range(1, len(failed) + 2)]
+    for step, value in enumerate(kept, 1):
+        assert value in (None, step)
+        if step not in failed or step % 4 == 0:
+            assert value == step
+
+
+def test_an_agent_that_is_stopped_for_a_while_delays_its_save_and_no_trainer(
+    nursery: Nursery, tmp_path: Path
+) -> None:
+    for folder in ("meet", "steps", "temporary"):
+        (tmp_path / folder).mkdir()
+    trainers = [
+        nursery.start("train_on", tmp_path / f"log-{rank}", root=tmp_path, rank=rank, size=2)
+        for rank in range(2)
+    ]
+    for trainer in trainers:
+        wait_until(lambda t=trainer: t.said("committed"), GONE_S, trainer.told)  # type: ignore[misc]
+    (agent,) = trainers[1].agents()
+    try:
+        send(agent, signal.SIGSTOP)
+        (tmp_path / "gate").touch()
+        for trainer in trainers:
+            # All steps of training go on, while the save cannot.
+            wait_until(lambda t=trainer: t.said("trained"), GONE_S, trainer.told)  # type: ignore[misc]
+        time.sleep(STOPPED_S)
+        assert all(trainer.said("committed") == ["0"] for trainer in trainers)
+        assert not os.path.exists(f"{step_path(tmp_path, 1)}/manifest.json")
+    finally:
+        send(agent, signal.SIGCONT)
+    for trainer in trainers:
+        wait_until(lambda t=trainer: not t.alive(), GONE_S, trainer.told)  # type: ignore[misc]
+        assert trainer.said("committed") == ["0", "1", "2"], trainer.told()
+        assert trainer.agents() == []
+    assert found(step_path(tmp_path, 1), 2, MIB) == 1
+    assert found(step_path(tmp_path, 2), 2, MIB) == 2

@@ -1,0 +1,236 @@
+"""What forked processes do in the tests of this folder: train, save in the background, tell a log."""
+
+from __future__ import annotations
+
+import gc
+import os
+import tempfile
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import pyarrow.compute
+import pyarrow.parquet  # noqa: F401 - once here, and not in every fork
+
+import reknit
+from reknit.comm import base as comm
+from reknit.comm.rendezvous import FolderStore
+from reknit.options import CommOptions, quiet_grpc
+from reknit.testing.faulty_storage import Fault
+from reknit.testing.killpoint import faulty_url, register_faulty
+from tests.faults.nursery import agents_of, wait_until
+
+if TYPE_CHECKING:
+    from reknit.comm.base import Group
+    from reknit.testing.faulty_storage import FaultKind
+
+COMM = CommOptions(bind="127.0.0.1", connect_timeout_s=30)
+PATIENCE_S = 30.0
+"""The longest that a rank waits for the others; what lasts longer hangs."""
+OPTIONS = reknit.SaveOptions(
+    durability="process", timeout_s=PATIENCE_S, comm=COMM, host_nbytes=256 << 20, on_error="warn"
+)
+
+
+def values(step: int, rank: int, nbytes: int) -> np.ndarray[Any, np.dtype[np.uint32]]:
+    """Return a tensor that differs in every element from that of other steps and ranks."""
+    return np.arange(nbytes // 4, dtype=np.uint32) * 8 + (step * 2 + rank)
+
+
+def state(step: int, size: int, nbytes: int, rank: int | None = None) -> dict[str, Any]:
+    """Return the state of one rank, or of all: a large tensor of each, one that is shared, and values."""
+    model: dict[str, Any] = {
+        f"own.{r}": values(step, r, nbytes) for r in range(size) if rank is None or r == rank
+    }
+    return {"model": {**model, "all": np.full(5000, step)}, "extra": {"epoch": step}}
+
+
+def step_path(root: str | Path, step: int) -> str:
+    """Return where a step is saved."""
+    return f"{root}/steps/{step:03d}"
+
+
+def found(path: str, size: int, nbytes: int) -> int | None:
+    """Return the step that a checkpoint holds whole, None when there is none."""
+    try:
+        report = reknit.verify(path, "data")
+    except reknit.CheckpointNotFoundError:
+        return None
+    assert report.ok, report.problems
+    step = reknit.open(path).manifest.step
+    assert step is not None
+    target, expected = state(255, size, nbytes), state(step, size, nbytes)
+    reknit.load(path, target)
+    assert target["extra"] == expected["extra"], path
+    for name, array in expected["model"].items():
+        assert np.array_equal(target["model"][name], array), f"{name} of {path} holds other values"
+    return step
+
+
+class Trainer:
+    """A rank of a job that writes lines to a log."""
+
+    def __init__(self, log: str, root: str, rank: int, size: int, nbytes: int = 0) -> None:
+        self.root, self.rank, self.size, self.nbytes = root, rank, size, nbytes
+        self._log = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+        tempfile.tempdir = f"{root}/temporary"
+        os.environ["TMPDIR"] = tempfile.tempdir
+        register_faulty()
+        self.group: Group | None = None
+        if size > 1:
+            quiet_grpc()
+            from reknit.comm.tree import TreeGroup
+
+            self.group = TreeGroup.join(FolderStore(f"{root}/meet"), rank, size, job="test", options=COMM)
+        self.state = state(0, size, nbytes, rank)
+
+    def say(self, *words: object) -> None:
+        """Write a line to the log."""
+        os.write(self._log, (" ".join(map(str, words)) + "\n").encode())
+
+    def meet(self) -> None:
+        """Wait for the other ranks, as every step of a training does."""
+        if self.group is not None:
+            comm.round(self.group, "step", lambda: b"", lambda requests: [b""] * len(requests), PATIENCE_S)
+
+    def agree(self, well: bool, on: int) -> bool:
+        """Return what one rank says."""
+        if self.group is None:
+            return well
+        answer = comm.round(
+            self.group, "step", lambda: bytes([well]), lambda said: [said[on]] * len(said), PATIENCE_S
+        )
+        return answer == b"\1"
+
+    def update(self, step: int) -> None:
+        """Change the live state in place; whatever is copied too late is seen in the checkpoint."""
+        self.state["model"][f"own.{self.rank}"][:] = values(step, self.rank, self.nbytes)
+        self.state["model"]["all"][:] = step
+        self.state["extra"]["epoch"] = step
+
+    def save(self, step: int, *faults: Fault, options: reknit.SaveOptions = OPTIONS, **more: Any) -> Any:
+        """Begin to save a step in the background."""
+        path = step_path(self.root, step)
+        gate = f"{self.root}/gate" if faults and any(f.kind == "stall" for f in faults) else ""
+        url = faulty_url(path, *faults, gate=gate) if faults else path
+        return reknit.save(url, self.state, step, wait=False, options=options, group=self.group, **more)
+
+    def ended(self, step: int, pending: Any) -> bool:
+        """Tell the log how a save ended, and the caller whether well."""
+        try:
+            report = pending.result(2 * PATIENCE_S)
+        except reknit.ReknitError as error:
+            self.say("failed", step, type(error).__name__, error.rank, error.phase, str(error).split("\n")[0])
+            return False
+        assert report.step == step
+        self.say("committed", step)
+        return True
+
+    def untouched(self, step: int) -> bool:
+        """Tell whether the live state is what `update` made it."""
+        model, rank = self.state["model"], self.rank
+        own = np.array_equal(model[f"own.{rank}"], values(step, rank, self.nbytes))
+        return own and bool((model["all"] == step).all()) and self.state["extra"] == {"epoch": step}
+
+
+def train(log: str, root: str, rank: int, size: int, nbytes: int, steps: int) -> None:
+    """Save several steps, each while the one before is perhaps still written, and then until one succeeds."""
+    me = Trainer(log, root, rank, size, nbytes)
+    before: tuple[int, Any] | None = None
+    try:
+        for step in range(steps):
+            me.meet()
+            me.update(step)
+            me.say("begin", step)
+            pending = me.save(step)
+            pending.staged(PATIENCE_S)
+            if pending.error is None:
+                me.say("staged", step)
+            if before is not None:
+                me.ended(*before)
+            before = step, pending
+        if before is not None:
+            me.ended(*before)
+        me.say("trained")
+        wait_until(lambda: os.path.exists(f"{root}/struck"), PATIENCE_S)
+        for step in range(steps, steps + 3):
+            me.meet()
+            me.update(step)
+            if me.ended(step, me.save(step)):
+                break
+    except reknit.CommError as error:  # another rank is gone, and so is the job
+        me.say("alone", type(error).__name__)
+        for at, one in () if before is None else (before,):
+            me.ended(at, one)
+    me.say("closed", reknit.close(PATIENCE_S))
+    me.say("end")
+
+
+def train_on(log: str, root: str, rank: int, size: int) -> None:
+    """Save once; and then twice, and go on with training whatever the agents do."""
+    me = Trainer(log, root, rank, size, 1 << 20)
+    me.ended(0, me.save(0))
+    wait_until(lambda: os.path.exists(f"{root}/gate"), PATIENCE_S)
+    pending = []
+    for step in (1, 2):
+        me.meet()
+        me.update(step)
+        pending.append(me.save(step))
+        me.update(7)
+    for _ in range(20):
+        me.meet()
+    me.say("trained")
+    for step in (1, 2):
+        me.ended(step, pending[step - 1])
+    me.say("closed", reknit.close(PATIENCE_S))
+    me.say("end")
+
+
+def meet_faults(
+    log: str, root: str, rank: int, size: int, kind: FaultKind, operation: str, victim: int
+) -> None:
+    """Save again and again; the k-th operation fails on one rank, until there is no k-th."""
+    me = Trainer(log, root, rank, size, 1 << 20)
+    for k in range(1, 60):
+        me.meet()
+        me.update(k)
+        faults = [Fault(kind, k, operation or None)] if rank == victim else []
+        well = me.ended(k, me.save(k, *faults))
+        assert me.untouched(k)
+        me.meet()
+        if rank == 0:
+            left = [name for _, _, names in os.walk(step_path(root, k)) for name in names]
+            me.say("left", k, len(left))
+        if me.agree(well, on=victim):
+            break
+        if k % 4 == 0:  # whatever is left over gives way to the next save
+            assert me.ended(k, me.save(k, overwrite=True))
+    me.say("closed", reknit.close(PATIENCE_S))
+    me.say("end")
+
+
+def save_often(log: str, root: str, rank: int, size: int, count: int, early: int) -> None:
+    """Save many times, and tell what this process and its agent hold after the `early`-th and the last."""
+    me = Trainer(log, root, rank, size, 1 << 16)
+    for number in range(1, count + 1):
+        me.update(number)
+        path = f"{root}/steps/{number % 3}"
+        reknit.save(
+            path, me.state, number, wait=False, overwrite=True, options=OPTIONS, group=me.group
+        ).result(PATIENCE_S)
+        if number in (early, count):
+            gc.collect()
+            (agent,) = agents_of(os.getpid())
+            me.say("trainer", *held(os.getpid()))
+            me.say("agent", *held(agent))
+    me.say("closed", reknit.close(PATIENCE_S))
+    me.say("end")
+
+
+def held(pid: int) -> list[int]:
+    """Return a process's resident KiB, descriptors, threads, and mappings of nameless memory."""
+    status = Path(f"/proc/{pid}/status").read_text()
+    fields = dict(line.split(":", 1) for line in status.splitlines())
+    maps = Path(f"/proc/{pid}/maps").read_text().count("memfd:")
+    descriptors = len(os.listdir(f"/proc/{pid}/fd"))
+    return [int(fields["VmRSS"].split()[0]), descriptors, int(fields["Threads"]), maps]
