@@ -36,11 +36,7 @@ _LATEST_S = {"begin": 0.04, "staged": 0.04, "committed": 0.01}
 
 @dataclass(frozen=True)
 class Outcome:
-    """What became of a run: `phase` is what the victim said last, `tries` how many saves it took to go on.
-
-    `parted`: agents died between two saves, and one rank knew of it at the beginning of the next, another did
-    not; they then part ways with an error, and the job has to be started again.
-    """
+    """What became of a run: `phase` is what the victim said last, `tries` how many saves it took to go on."""
 
     victim: Victim
     size: int
@@ -48,7 +44,6 @@ class Outcome:
     committed: int
     aborted: int
     tries: int
-    parted: bool
 
 
 @dataclass(frozen=True)
@@ -170,14 +165,14 @@ def _judge(trainers: Sequence[Child], root: Path, plan: Plan, phase: str) -> Out
     if plan.victim in ("trainer", "trainers"):
         assert staged <= visible, f"{staged - visible} was staged by all ranks, but not committed"
     tries = 0
-    parted = not dead and any(trainer.said("alone") for trainer in trainers)
-    if not dead and not parted:
+    if not dead:
+        assert not any(trainer.said("alone") for trainer in trainers)
         # Every rank survives, and after all agents were formed anew the next save goes well on all of them.
         goods = [max(map(int, trainer.said("committed")), default=-1) for trainer in trainers]
         assert min(goods) == max(goods) >= STEPS, f"no save went well after the kill: {goods}"
         tries = goods[0] - STEPS + 1
     _check_litter(root, plan, visible)
-    return Outcome(plan.victim, plan.size, phase, len(visible & begun), len(begun - visible), tries, parted)
+    return Outcome(plan.victim, plan.size, phase, len(visible & begun), len(begun - visible), tries)
 
 
 def _check_litter(root: Path, plan: Plan, visible: set[int]) -> None:
@@ -225,7 +220,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
             outcomes[f"last word: {outcome.phase}",] += 1
             outcomes["steps committed",] += outcome.committed
             outcomes["steps aborted",] += outcome.aborted
-            outcomes["ranks that parted ways",] += outcome.parted
             if outcome.tries:
                 outcomes[f"saves until one went well: {outcome.tries}",] += 1
     for (what,), count in sorted(outcomes.items()):

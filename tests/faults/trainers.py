@@ -153,7 +153,7 @@ def train(log: str, root: str, rank: int, size: int, nbytes: int, steps: int) ->
             me.ended(*before)
         me.say("trained")
         wait_until(lambda: os.path.exists(f"{root}/struck"), PATIENCE_S)
-        for step in range(steps, steps + 3):
+        for step in range(steps, steps + 5):
             me.meet()
             me.update(step)
             if me.ended(step, me.save(step)):
