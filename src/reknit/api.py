@@ -34,7 +34,7 @@ from reknit.frameworks.torch_job import current_job, subgroup_job
 from reknit.monitor.phase import Recorder, Sink
 from reknit.monitor.sinks.jsonl import JsonLinesSink
 from reknit.options import LoadOptions, SaveOptions, quiet_grpc
-from reknit.storage.registry import open_storage, recipe
+from reknit.storage.registry import Recipe, open_storage, recipe
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
@@ -100,13 +100,14 @@ def save(
         to, recorder = checked()
         to.storage.close()  # the agent opens its own
         place = recipe(path)
-        return SendOff(collect, to, place.url, place.factory, options, recorder)
+        return SendOff(collect, to, place.url, place.factory, _absolute(options), recorder)
 
     try:
         if wait:
-            pending = _save_now(joined, checked, collect, options)
+            pending = _save_now(path, joined, checked, collect, options)
         else:
-            pending = _background(joined, path).save(joined, send_off, os.fspath(path), options)
+            place = _place(path)
+            pending = _background(joined, place.elsewhere).save(joined, send_off, place.url, options)
         if options.on_error == "raise":
             for background in _backgrounds.get(joined, {}).values():
                 background.surface(but=pending)
@@ -120,6 +121,7 @@ def save(
 
 
 def _save_now(
+    path: str | PathLike[str],
     joined: Group,
     checked: Callable[[], tuple[Destination, Recorder]],
     collect: Callable[[], Holdings],
@@ -130,6 +132,8 @@ def _save_now(
         with _told(joined, save_story.FIRST_ROUND, options.timeout_s):
             to, recorder = checked()
             last.callback(to.storage.close)
+            for background in _backgrounds.get(joined, {}).values():
+                background.wait_for(_place(path).url, options.timeout_s)
         report = save_story.save(save_story.SaveJob(collect, joined, to, options, recorder))
     if joined.rank == 0:
         for warning in report.warnings:
@@ -352,14 +356,28 @@ def _joined(job: Job, options: CommOptions) -> Group:
     return group
 
 
-def _background(group: Group, path: str | PathLike[str]) -> Background:
-    """Return the background saves of a group, to a store like that at `path`."""
-    in_process = not recipe(path).elsewhere
+def _background(group: Group, elsewhere: bool) -> Background:
+    """Return the background saves of a group, to stores that other processes can open or cannot."""
     kinds = _backgrounds.setdefault(group, {})
-    if in_process not in kinds:
-        background = kinds[in_process] = Background(in_process=in_process)
-        weakref.finalize(group, background.retire).atexit = False
-    return kinds[in_process]
+    if elsewhere not in kinds:
+        background = kinds[elsewhere] = Background(in_process=not elsewhere)
+        gone = weakref.finalize(group, background.retire)
+        gone.atexit = False
+        background.when_closed = gone.detach
+    return kinds[elsewhere]
+
+
+def _place(path: str | PathLike[str]) -> Recipe:
+    """Return how an agent opens a store; what is wrong with a path is told when the save is under way."""
+    try:
+        return recipe(path)
+    except ReknitError:
+        return Recipe(os.fspath(path), elsewhere=True)
+
+
+def _absolute(options: SaveOptions) -> SaveOptions:
+    """Return options that mean the same in an agent, whatever folder this process goes to."""
+    return options if options.events is None else replace(options, events=os.path.abspath(options.events))
 
 
 def _sinks(events: str | None) -> tuple[Sink, ...]:

@@ -84,7 +84,8 @@ class SaveOptions:
     ranks.  `piece_nbytes`: bytes written at once, None for what a quick measurement finds best.  `priority`:
     with ``"low"`` the writing process gives way to training when both want the processor or the disk.
     `exit_wait_s`: the longest that the end of the interpreter waits for saves under way; those staged by then
-    are finished by their agents all the same.
+    are finished by their agents all the same.  What agents and memory are made with (`comm`, `priority`,
+    `host_nbytes`) counts from the first such save on.
     """
 
     durability: Durability = "power"
@@ -175,7 +176,8 @@ def quiet_grpc() -> None:
 def agent_environment(search_path: Sequence[str]) -> dict[str, str]:
     """Return the environment of an agent process that finds modules where this process does."""
     environment = dict(os.environ)
-    environment["PYTHONPATH"] = os.pathsep.join(search_path)
+    environment["PYTHONPATH"] = os.pathsep.join(folder or os.getcwd() for folder in search_path)
+    environment["PYTHONSAFEPATH"] = "1"  # no module of the working folder takes the place of another
     # Importing NumPy would else start a thread per core, for algebra that an agent never does.
     environment["OPENBLAS_NUM_THREADS"] = environment["OMP_NUM_THREADS"] = "1"
     return environment

@@ -218,14 +218,17 @@ class Agent:
         """Let the workers carry out an errand, after those before it."""
         group = self._group
         # A commit to a path clears out what else is there, so nothing of a later save may be.
-        before = next((e for e in reversed(self._errands.values()) if e.url and e.url == errand.url), None)
+        earlier = [e for e in list(self._errands.values()) if e.url and e.url == errand.url]
         self._errands[errand.number] = errand
         self._longest_s = max(self._longest_s, timeout_s)
 
         def commit() -> None:
-            errand.commit(group, self._coordinator, timeout_s)
-            del self._errands[errand.number]
+            try:
+                errand.commit(group, self._coordinator, timeout_s)
+            finally:
+                del self._errands[errand.number]
 
+        before = earlier[-1] if earlier else None
         self._to_write.put(lambda: errand.write(tuner, before))
         self._to_commit.put(commit)
 

@@ -164,7 +164,10 @@ class AgentLink:
         try:
             status = self._process.wait(_REAP_S)
         except subprocess.TimeoutExpired:
-            how = "closed its channel, but still runs"
+            # Once it goes on it would write from an arena that is filled anew by then.
+            self._process.kill()
+            self._process.wait()
+            how = "did not read its channel, and was killed"
         else:
             how = "has ended"
             if status:

@@ -147,6 +147,13 @@ class Arenas:
             unwanted = self._take_unwanted()
         _dispose(unwanted)
 
+    def forget(self) -> None:
+        """Let go of all memory in a forked child, where it is still in use by the parent."""
+        for slot in self._slots:
+            if slot.arena is not None:
+                slot.arena.hold(None)
+                slot.arena.close()
+
     def _take_unwanted(self) -> list[SharedArena]:
         """Wake who waits; after `close`, take out the free arenas, for the caller to dispose of unlocked."""
         self._changed.notify_all()

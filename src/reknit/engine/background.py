@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from reknit.comm.base import Group
+    from reknit.engine.handover import Handover
     from reknit.engine.send_off import SendOff
 
 logger = logging.getLogger("reknit")
@@ -40,6 +41,7 @@ class Background:
 
     def __init__(self, *, in_process: bool) -> None:
         self._in_process = in_process
+        self.when_closed: Callable[[], object] = lambda: None
         self._exit_wait_s = 0.0
         self._options = SaveOptions()
         self.begin_anew()
@@ -47,52 +49,81 @@ class Background:
         _all.add(self)
 
     def begin_anew(self) -> None:
-        """Start without saves, agent and arenas, as a forked process has to: what it sees is its parent's.
-
-        The arenas are not closed, which would empty them for the parent, too.
-        """
+        """Start without saves, agent and arenas, as a forked process has to: what it sees is its parent's."""
         self._crew: Crew | None = None
         self._side: Group | None = None
         self._forming: Crew | None = None
-        self._failure: ReknitError | None = None
+        self._failure: Exception | None = None
         self._count = 0
+        self._waiting: set[int] = set()
         self._given_up: list[int] = []
         self._arenas: Arenas | None = None
         self._pending: list[PendingSave] = []
         self._lock = threading.Condition()
+        self._saving = threading.Lock()
+
+    def after_fork(self) -> None:
+        """Begin anew in a forked child.  Its copy of the arenas must not keep the parent's memory alive."""
+        arenas = self._arenas
+        self.begin_anew()
+        if arenas is not None:
+            arenas.forget()
 
     def save(
-        self, group: Group, prepare: Callable[[], SendOff], path: str, options: SaveOptions
+        self, group: Group, prepare: Callable[[], SendOff], url: str, options: SaveOptions
     ) -> PendingSave:
         """Stage what `prepare` gives, and leave the rest to the agent.
 
         What goes wrong is told by the `PendingSave`, on every rank; only what is no `Exception` is raised.
         """
-        pending = PendingSave(path)
+        pending = PendingSave(url)
+        with self._saving:
+            self._save(pending, group, prepare, options)
+        return pending
+
+    def _save(
+        self, pending: PendingSave, group: Group, prepare: Callable[[], SendOff], options: SaveOptions
+    ) -> None:
         with self._lock:
-            self._pending = [p for p in self._pending if not p.done() or _unasked(p)]
+            keep = options.on_error == "raise"
+            self._pending = [p for p in self._pending if not p.done() or (keep and _unasked(p))]
             self._pending.append(pending)
             number, self._count = self._count, self._count + 1
+            self._waiting.add(number)
         self._exit_wait_s = max(self._exit_wait_s, options.exit_wait_s)
         self._options = options
+        handover: Handover | None = None
         try:
             crew = self._formed(group, number)
-        except ReknitError as error:
-            logger.error("save to %s failed: %s", path, error)
-            pending.end(error)
-            return pending
-        handover = crew.handover(number, pending)
-        try:
+            handover = crew.handover(number, pending)
+            with self._lock:
+                self._waiting.discard(number)
+            self.wait_for(pending.path, options.timeout_s, but=crew)
+            pending.place = pending.path, crew
             job = prepare()
             if self._arenas is None:
                 self._arenas = Arenas(options.host_nbytes)
             send_off(job, crew, handover, self._arenas)
         except BaseException as error:  # whatever it is, the other ranks must hear of it
-            handover.abandon(error, options.timeout_s)
+            if handover is not None:
+                handover.abandon(error, options.timeout_s)
+            else:
+                self._give_up(number)
+            if pending.end(error):
+                logger.error("save to %s failed: %s", pending.path, str(error) or type(error).__name__)
             if not isinstance(error, Exception):
                 pending.asked = True  # raised here, and not once more by the next save
                 raise
-        return pending
+
+    def wait_for(self, url: str, timeout_s: float, but: object = None) -> None:
+        """Wait until no save to a place is under way, but those of one writer, which keep their order.
+
+        Of two that commit at the same time one may clear away what the other has written.  Raises
+        `DeadlineError`.
+        """
+        for pending in self.under_way():
+            if pending.place is not None and pending.place[0] == url and pending.place[1] is not but:
+                pending.wait(timeout_s)
 
     def surface(self, but: PendingSave) -> None:
         """Raise the error of a save, `but` excepted, that nobody has asked for the result of."""
@@ -128,6 +159,7 @@ class Background:
             self._arenas.close()
             self._arenas = None
         atexit.unregister(self._at_exit)
+        self.when_closed()
         return all(save.done() for save in pending)
 
     def retire(self) -> None:
@@ -156,8 +188,6 @@ class Background:
             with self._lock:
                 self._lock.wait_for(lambda: self._crew is not crew or self._failure is not None, _PATIENCE_S)
                 crew = self._crew or crew
-                if crew.link.broken:
-                    self._given_up.append(number)
         if crew.link.broken:
             raise self._failure or AgentError(
                 "the agents of other ranks have ended"
@@ -185,8 +215,8 @@ class Background:
             assert self._side is not None
             lost.link.quit()
             try:
-                crew = Crew.form(self._side, self._options, lambda: self._count, in_process=self._in_process)
-            except ReknitError as error:
+                crew = Crew.form(self._side, self._options, self._next, in_process=self._in_process)
+            except Exception as error:  # whatever it is, saves wait for the outcome
                 logger.error("agents were lost, and new ones could not be started: %s", error)
                 with self._lock:
                     self._failure = error
@@ -201,19 +231,34 @@ class Background:
             self._forming = lost
         start("reknit-forms-agents", form)
 
+    def _give_up(self, number: int) -> None:
+        """Note that a save did not begin, and let the agents hear it, those that are there or come later."""
+        with self._lock:
+            self._waiting.discard(number)
+            self._given_up.append(number)
+            if self._crew is not None and not self._crew.link.broken:
+                self._tell_given_up(self._crew)
+
+    def _tell_given_up(self, crew: Crew) -> None:
+        """Let all ranks hear of the saves that this one gave up; called with the lock held."""
+        for number in self._given_up:
+            if number >= crew.first:
+                error = AgentError("this rank gave the save up when agents were lost", rank=crew.link.rank)
+                ended = PendingSave("")
+                ended.end(error)  # and told already
+                crew.handover(number, ended).abandon(error, self._options.timeout_s)
+        self._given_up.clear()
+
+    def _next(self) -> int:
+        """Return the number of the next save that new agents can take part in."""
+        with self._lock:
+            return min(self._waiting, default=self._count)
+
     def _install(self, crew: Crew) -> None:
         """Let new agents work on all saves to come; those that this rank has failed since fail there, too."""
         crew.link.failed = lambda: self._form_anew(crew)
         with self._lock:
-            for number in self._given_up:
-                if number >= crew.first:
-                    error = AgentError(
-                        "this rank gave the save up when agents were lost", rank=crew.link.rank
-                    )
-                    ended = PendingSave("")
-                    ended.end(error)  # and told already
-                    crew.handover(number, ended).abandon(error, self._options.timeout_s)
-            self._given_up.clear()
+            self._tell_given_up(crew)
             self._crew = crew
             self._lock.notify_all()
         if crew.link.broken and not crew.link.ended_on_purpose:
@@ -230,7 +275,7 @@ _all: weakref.WeakSet[Background] = weakref.WeakSet()
 
 def _after_fork() -> None:
     for background in list(_all):
-        background.begin_anew()
+        background.after_fork()
 
 
 os.register_at_fork(after_in_child=_after_fork)

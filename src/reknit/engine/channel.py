@@ -219,6 +219,9 @@ class Channel:
             except OSError as error:
                 self.shut()  # what was sent in part would make nonsense of everything after it
                 raise AgentError(f"the other end of the agent's socket is gone: {error}") from error
+            except BaseException:  # Ctrl-C in the middle of a message
+                self.shut()
+                raise
 
     def wait(self, timeout_s: float | None) -> bool:
         """Wait until something can be received, or the other end is gone; tell whether that came to be."""

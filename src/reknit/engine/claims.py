@@ -85,12 +85,17 @@ def bring(holdings: Holdings, options: SaveOptions) -> Brought:
 
 
 def claims(
-    write_id: str, plan: bytes, shards: messages.ShardClaims | None, blobs: Sequence[messages.EncodedBlob]
+    write_id: str,
+    step: int | None,
+    plan: bytes,
+    shards: messages.ShardClaims | None,
+    blobs: Sequence[messages.EncodedBlob],
 ) -> messages.Claims:
     """Return what a rank says before all ranks' work is assigned."""
     shared = [blob for blob in blobs if blob.coordinate is None]
     return messages.Claims(
         write_id,
+        step,
         plan,
         shards,
         messages.packed([blob.key for blob in shared], "u8"),

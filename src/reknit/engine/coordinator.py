@@ -97,14 +97,17 @@ class Coordinator:
 
 def _agreed_write_id(claims: Sequence[messages.Claims]) -> str:
     """Return the id of the save that all ranks are at, a new one where they have none."""
-    others = [rank for rank, c in enumerate(claims) if c.write_id != claims[0].write_id]
-    if others:
-        raise ProtocolError(
-            f"rank {others[0]} is at another save than rank 0",
-            rank=others[0],
-            remedy="save on every rank alike",
-        )
-    return claims[0].write_id or paths.new_write_id()
+    first = claims[0]
+    for rank, other in enumerate(claims):
+        if (other.write_id, other.step) != (first.write_id, first.step):
+            raise ProtocolError(
+                f"rank {rank} is at another save than rank 0: it saves step {other.step}, rank 0 step "
+                f"{first.step}",
+                rank=rank,
+                remedy="let every rank make the same calls of save; one that missed a call is in step again "
+                "when every rank has called reknit.close()",
+            )
+    return first.write_id or paths.new_write_id()
 
 
 def _known(kept: _Kept | None, rank: int) -> _Kept:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import threading
 from contextlib import suppress
 from typing import TYPE_CHECKING
@@ -25,6 +26,8 @@ if TYPE_CHECKING:
     from reknit.engine.receipt import Setting
     from reknit.engine.tuning import Tuner
     from reknit.engine.write import Written
+
+logger = logging.getLogger("reknit")
 
 
 class Errand:
@@ -172,7 +175,8 @@ class Errand:
             if self.error is not None:
                 raise self.error
             assert begun is not None
-            return messages.encode(claims(begun[0].write_id, begun[0].plan, begun[0].claims, begun[0].blobs))
+            begin = begun[0]
+            return messages.encode(claims(begin.write_id, begin.step, begin.plan, begin.claims, begin.blobs))
 
         def decide(requests: list[bytes]) -> list[bytes]:
             assert begun is not None
@@ -210,7 +214,8 @@ class Errand:
             written = self._written or []
         if self._begun is not None:
             for file in written:
-                discard(self._begun[1].to.storage, file.path)
+                with suppress(Exception):  # a store of somebody else's; what stays is no part of anything
+                    discard(self._begun[1].to.storage, file.path)
 
     def _done(
         self, error: dict[str, object] | None, written: list[Written], outcome: messages.Outcome
@@ -220,7 +225,6 @@ class Errand:
         if self._begun is not None:
             where = self._begun[1]
             records = [record.as_dict() for record in where.recorder.records]
-            where.to.storage.close()
         self.tell(
             say.Done(
                 self.number,
@@ -233,6 +237,11 @@ class Errand:
             )
         )
         self._over.set()
+        if self._begun is not None:
+            try:
+                self._begun[1].to.storage.close()
+            except Exception as failure:  # a store of somebody else's, and nothing depends on it any more
+                logger.warning("%s could not be closed: %s", self.url, failure)
 
     def tell(self, message: say.Message) -> None:
         """Tell the trainer, if it is still there."""

@@ -157,4 +157,4 @@ class Handover:
         elif isinstance(outcome, SkippedError):
             logger.warning("save to %s was skipped: %s", self.pending.path, outcome)
         elif rank == getattr(outcome, "rank", rank) or rank == 0:
-            logger.error("save to %s failed: %s", self.pending.path, outcome)
+            logger.error("save to %s failed: %s", self.pending.path, str(outcome) or type(outcome).__name__)

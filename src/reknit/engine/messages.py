@@ -44,12 +44,13 @@ class ShardClaims(msgspec.Struct, array_like=True):
 class Claims(msgspec.Struct, array_like=True):
     """Before a save's commit: what a rank holds of which only all ranks together can say who writes it.
 
-    `write_id` is empty where the root has to choose one.  `plan` stands for the layout of all that the rank
-    holds; `shards` is None where it is what the rank last
-    claimed under this plan.
+    `write_id` is empty where the root has to choose one.  `step` is the one that the rank saves.  `plan`
+    stands for the layout of all that the rank holds; `shards` is None where it is what the rank last claimed
+    under this plan.
     """
 
     write_id: str
+    step: int | None
     plan: bytes
     shards: ShardClaims | None
     blob_keys: bytes

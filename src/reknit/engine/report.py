@@ -85,6 +85,8 @@ class PendingSave:
         """Use `reknit.save`."""
         self.path = path
         self.step = step
+        self.place: tuple[str, object] | None = None
+        """URL, and who writes there: saves of one writer to one place keep their order."""
         self.asked = False
         """Whether `result` was called; if not, a failure is raised by the next save."""
         self._staged = threading.Event()

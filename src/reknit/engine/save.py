@@ -87,7 +87,7 @@ def _assign(job: SaveJob, coordinator: Coordinator) -> _Assigned:
         with job.recorder.phase("collect"):
             brought = bring(job.collect(), job.options)
         collected.append(brought)
-        return messages.encode(claims("", b"", brought.shard_claims(), brought.blobs))
+        return messages.encode(claims("", job.to.step, b"", brought.shard_claims(), brought.blobs))
 
     with job.recorder.phase("assign"):
         answer = comm.round(
