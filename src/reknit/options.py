@@ -23,6 +23,11 @@ def local_ranks() -> int:
     return int(local) if local.isdecimal() and int(local) else 1
 
 
+def cores_per_rank() -> int:
+    """Return this rank's share of the machine's cores, at least 1."""
+    return max(1, (os.cpu_count() or 1) // local_ranks())
+
+
 def num_threads(wanted: int | None) -> int:
     """Return how many threads a rank uses: `wanted`, or its share of the cores, at least 1 and at most 4.
 
@@ -30,7 +35,7 @@ def num_threads(wanted: int | None) -> int:
     """
     if wanted is not None:
         return wanted
-    return max(1, min(4, (os.cpu_count() or 1) // local_ranks()))
+    return min(4, cores_per_rank())
 
 
 def _require(ok: bool, message: str) -> None:

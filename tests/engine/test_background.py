@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import logging
+import os
+import signal
 import threading
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -400,6 +402,83 @@ def test_ranks_that_are_at_different_saves_are_told_so() -> None:
     # Nobody can know that the ranks mean different saves but by their paths: one rank's files are not found.
     # In the end one rank saves once more than the other, and is not let to wait for ever.
     assert run_ranks(2, rank) == [["CommitError"] * 2, ["CommitError", "CommitError", "DeadlineError"]]
+
+
+def test_ranks_that_save_different_steps_are_told_so_and_nothing_is_committed() -> None:
+    def rank(group: Group) -> list[str]:
+        told = []
+        for k in range(2 - group.rank, 4):  # rank 1 makes one call more
+            state = {"model": {f"own.{group.rank}": np.full(9, k)}}
+            options = reknit.SaveOptions(timeout_s=3)
+            try:
+                save = background("gated://x", state, step=k, overwrite=True, group=group, options=options)
+                save.result(LIMIT_S)
+                told.append("saved")
+            except reknit.ReknitError as error:
+                told.append(type(error).__name__)
+        return told
+
+    first, second = run_ranks(2, rank)
+    assert set(first) == {"ProtocolError"}
+    assert "saved" not in second
+    assert reknit.latest("gated://") is None
+
+
+def test_a_save_that_waits_comes_after_one_under_way_to_the_same_path() -> None:
+    GATE.open.clear()
+    first = background("gated://same", {"model": weights(1)}, step=1, overwrite=True)
+    threading.Timer(0.3, GATE.open.set).start()
+    reknit.save("gated://same", {"model": weights(2)}, step=2, overwrite=True)
+    assert first.done()
+    first.result()
+    with reknit.open("gated://same") as checkpoint:
+        assert checkpoint.step == 2
+    assert reknit.verify("gated://same", "data").ok
+
+
+def test_lost_agents_are_replaced_and_the_saves_go_on(tmp_path: Path) -> None:
+    def rank(group: Group) -> list[str]:
+        told = []
+        for k in range(8):
+            try:
+                state = {"model": {f"own.{group.rank}": np.full(9, k)}, "k": k}
+                background(tmp_path / str(k), state, step=k, group=group).result(LIMIT_S)
+                told.append("saved")
+            except reknit.CommitError as error:
+                told.append(type(error).__name__)
+            except reknit.CommError:
+                told.append("CommError")
+            if k == 2 and group.rank == 1:
+                kill_own_agent(group)
+        return told
+
+    for told in run_ranks(3, rank):
+        assert told[:3] == ["saved"] * 3
+        assert told[-2:] == ["saved"] * 2
+    for k in (2, 7):
+        assert reknit.verify(tmp_path / str(k), "data").ok
+
+
+def kill_own_agent(group: Group) -> None:
+    from reknit import api
+
+    crew = api._backgrounds[group][True]._crew
+    assert crew is not None
+    assert crew.link.pid is not None
+    os.kill(crew.link.pid, signal.SIGKILL)
+
+
+def test_an_interrupt_while_agents_start_leaves_nothing_under_way(monkeypatch: pytest.MonkeyPatch) -> None:
+    from reknit.engine import background as module
+
+    def interrupted(*args: Any) -> None:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patched:
+        patched.setattr(module, "side_group", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            background("gated://ctrl-c", {"model": weights(1)})
+    background("gated://ctrl-c", {"model": weights(1)}).result(LIMIT_S)
 
 
 def test_saves_with_and_without_waiting_may_follow_each_other(tmp_path: Path) -> None:

@@ -15,7 +15,7 @@ from reknit.engine.crew import Crew, side_group
 from reknit.engine.pipeline import start
 from reknit.engine.report import PendingSave
 from reknit.engine.send_off import send_off
-from reknit.errors import AgentError, DeadlineError, ReknitError
+from reknit.errors import AgentError, DeadlineError
 from reknit.monitor.phase import Deadline
 from reknit.options import SaveOptions
 

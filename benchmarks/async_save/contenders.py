@@ -1,0 +1,215 @@
+"""Who saves in the background: reknit, every mode of torch DCP, and torch_checkpointing."""
+
+from __future__ import annotations
+
+import functools
+import importlib
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, Protocol
+
+import reknit
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+
+
+class UnderWay(Protocol):
+    """A save under way."""
+
+    def staged(self) -> None:
+        """Return when the state may be changed."""
+
+    def done(self) -> bool:
+        """Tell whether the save has ended."""
+
+    def result(self) -> Any:
+        """Return when the checkpoint exists, or raise what made it fail."""
+
+
+@dataclass
+class Contender:
+    """A way to save: `start` begins a save to a new folder."""
+
+    name: str
+    start: Callable[[str], UnderWay]
+    close: Callable[[], None] = field(default=lambda: None)
+
+
+class ReknitSave:
+    """A save by reknit: staged eagerly, so the state may be changed once `save` returns."""
+
+    def __init__(self, url: str, state: dict[str, Any]) -> None:
+        self._pending = reknit.save(url, state, wait=False)
+
+    def staged(self) -> None:
+        """Return at once."""
+
+    def done(self) -> bool:
+        return self._pending.done()
+
+    def result(self) -> Any:
+        return self._pending.result()
+
+
+def reknit_contender(state: dict[str, Any]) -> Contender:
+    return Contender("reknit", lambda path: ReknitSave(path, state))
+
+
+def slow_contender(state: dict[str, Any], sleep_s: float) -> Contender:
+    """Return reknit on a storage that sleeps `sleep_s` per file."""
+    from benchmarks.async_save.slow_storage import open_slow
+    from reknit.storage.registry import register
+
+    register("slow", open_slow)
+    return Contender(
+        f"reknit, {sleep_s:g} s per file", lambda path: ReknitSave(f"slow://{sleep_s:g}{path}", state)
+    )
+
+
+class DcpSave:
+    """A save by `async_save`, whatever it answered."""
+
+    def __init__(self, answer: Any) -> None:
+        self._staging = getattr(answer, "staging_completion", None)
+        self._upload = getattr(answer, "upload_completion", answer)
+
+    def staged(self) -> None:
+        """Wait for staging in the background, if that is how it is done."""
+        if self._staging is not None:
+            self._staging.result()
+
+    def done(self) -> bool:
+        return bool(self._upload.done())
+
+    def result(self) -> Any:
+        return self._upload.result()
+
+
+@dataclass(frozen=True)
+class DcpMode:
+    """One setting of torch DCP.
+
+    `stager`: ``"none"`` (what `async_save` does by itself), ``"reused"`` (one `DefaultStager` for all saves,
+    in shared memory for a process), ``"reused, asynchronous"`` (it also copies in a thread of its own), or
+    ``"writer"`` (`FileSystemWriter` keeps the copy).  All but ``"none"`` cache plans.  Pinned memory needs a
+    GPU.
+    """
+
+    process: bool
+    stager: str
+    threads: int
+
+    @property
+    def name(self) -> str:
+        threads = f"{self.threads} writer thread" + "s" * (self.threads > 1)
+        return f"DCP {'process' if self.process else 'thread'}, stager {self.stager}, {threads}"
+
+
+# The number of writer threads does not change staging: only one kind of stager is tried with all of them.
+DCP_MODES = (
+    *(DcpMode(False, "reused", threads) for threads in (1, 2, 4)),
+    *(DcpMode(True, "reused", threads) for threads in (1, 2, 4)),
+    DcpMode(False, "reused, asynchronous", 2),
+    DcpMode(True, "reused, asynchronous", 2),
+    DcpMode(False, "writer", 2),
+    DcpMode(False, "none", 1),
+    DcpMode(True, "none", 1),
+)
+DCP_QUICK_MODES = (DcpMode(False, "reused", 2), DcpMode(True, "reused", 2))
+
+
+def dcp_contenders(
+    state: dict[str, Any], modes: tuple[DcpMode, ...]
+) -> Iterator[tuple[str, Callable[[], Contender]]]:
+    """Yield the name of every mode, and what makes its contender."""
+    import torch.distributed as dist
+
+    # `async_save` talks to the other ranks in the background, so it cannot share the trainer's group.
+    group = dist.new_group(backend="gloo")
+    for mode in modes:
+        yield mode.name, functools.partial(_dcp_contender, state, mode, group)
+
+
+def _dcp_contender(state: dict[str, Any], mode: DcpMode, group: Any) -> Contender:
+    from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
+    from torch.distributed.checkpoint.filesystem import FileSystemWriter
+    from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
+    from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType, async_save
+
+    kind = AsyncCheckpointerType.PROCESS if mode.process else AsyncCheckpointerType.THREAD
+    common: dict[str, Any] = {"process_group": group, "async_checkpointer_type": kind}
+    if mode.stager == "none":
+        return Contender(mode.name, lambda path: DcpSave(async_save(state, checkpoint_id=path, **common)))
+    common["planner"] = DefaultSavePlanner(enable_plan_caching=True)
+    if mode.stager == "writer":
+        writer = FileSystemWriter("", thread_count=mode.threads, cache_staged_state_dict=True)
+        return Contender(
+            mode.name,
+            lambda path: DcpSave(async_save(state, checkpoint_id=path, storage_writer=writer, **common)),
+        )
+    stager = DefaultStager(
+        StagingOptions(
+            use_pinned_memory=False,
+            use_shared_memory=mode.process,
+            use_async_staging="asynchronous" in mode.stager,
+            use_non_blocking_copy=False,
+        )
+    )
+
+    def start(path: str) -> UnderWay:
+        writer = FileSystemWriter(path, thread_count=mode.threads)
+        return DcpSave(async_save(state, storage_writer=writer, async_stager=stager, **common))
+
+    return Contender(mode.name, start, stager.close)
+
+
+def end_dcp_process() -> None:
+    """End the process that DCP keeps for its process mode; nothing public does."""
+    from torch.distributed.checkpoint import _async_process_executor as executor
+
+    executor._CHECKPOINT_PROCESS = None
+
+
+class ManagedSave:
+    """A save by torch_checkpointing's manager."""
+
+    def __init__(self, manager: Any, path: str, state: dict[str, Any]) -> None:
+        self._manager = manager
+        self._written = manager.save(path, state)
+
+    def staged(self) -> None:
+        """Pass the lock that guards changes of the state."""
+        with self._manager.lock():
+            pass
+
+    def done(self) -> bool:
+        return bool(self._written.done())
+
+    def result(self) -> Any:
+        return self._written.result()
+
+
+def torch_checkpointing_contender(state: dict[str, Any]) -> Contender:
+    """Return torch_checkpointing with what of its settings a CPU can use.
+
+    Two things make it cheaper than the others here: it never syncs its files, and it cannot gather what
+    resharding needs without a GPU, so each rank's file can only be loaded by the same rank.  Its direct I/O
+    is off, because ext4 refuses its writes.
+    """
+    package = importlib.import_module("torch_checkpointing")
+    config = importlib.import_module("torch_checkpointing.config")
+    writer = importlib.import_module("torch_checkpointing.checkpoint_writer")
+    storage = importlib.import_module("torch_checkpointing.storage.filesystem")
+    saving = config.AsyncCheckpointSaverConfig(
+        writer_config=writer.CheckpointWriterConfig(file_write_max_threads=2)
+    )
+    manager = package.CheckpointManager(
+        package.CheckpointManager.Config(
+            save=saving, storage_config=storage.LocalFileSystemStorageConfig(use_direct_io=False)
+        )
+    )
+    return Contender(
+        f"torch_checkpointing {package.__version__}, no sync",
+        lambda path: ManagedSave(manager, path, state),
+        manager.close,
+    )

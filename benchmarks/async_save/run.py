@@ -1,0 +1,316 @@
+"""What does a background save cost the trainer?  reknit, torch DCP in every mode, torch_checkpointing, and
+plain memory and disk, in one run.
+
+Two ranks hold 1 GiB each of one model's state as FSDP2 would (see `benchmarks/save_load/run.py`).  Every
+contender makes several saves in a row: the time until the state may be changed and until the checkpoint
+exists, of the first save and the median of the later ones; then saves during which the trainer computes.
+Memory and disk are measured with the same bytes by the same two processes at once.  Then four ranks save
+one model under DDP: who writes how much?  Prints JSON, and the ratios with their aims to stderr.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+import traceback
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+
+from benchmarks.async_save import contenders
+from benchmarks.async_save.measure import Bench, Effort, baselines, copier, measure, memcpy
+from benchmarks.save_load.run import build, tensors
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+PARTS = ("baselines", "reknit", "slow", "dcp", "torch_checkpointing", "ddp")
+
+
+def launch(args: argparse.Namespace, role: str, world: int, folder: str) -> dict[str, Any]:
+    """Start one process per rank, and return what rank 0 measured."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    common = dict(os.environ, WORLD_SIZE=str(world), MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
+    common.update(OMP_NUM_THREADS="1", TORCH_CPP_LOG_LEVEL="ERROR", LOCAL_WORLD_SIZE=str(world))
+    command = [sys.executable, __file__, *sys.argv[1:], "--role", role, "--dir", folder]
+    log = Path(folder, f"{role}.log")  # some contenders say much
+    with log.open("wb") as told:
+        ranks = [
+            subprocess.Popen(
+                command,
+                env=dict(common, RANK=str(rank), LOCAL_RANK=str(rank)),
+                stdout=sys.stderr,
+                stderr=told,
+            )
+            for rank in range(world)
+        ]
+    end = time.monotonic() + args.timeout
+    try:
+        # A rank that fails leaves the others waiting for it.
+        while any(rank.poll() is None for rank in ranks) and not any(rank.poll() for rank in ranks):
+            if time.monotonic() > end:
+                break
+            time.sleep(0.1)
+        status = [rank.poll() for rank in ranks]
+    finally:
+        for rank in ranks:
+            rank.kill()
+    if any(ended != 0 for ended in status):
+        sys.stderr.write(log.read_text(errors="replace")[-20_000:])
+        raise SystemExit(f"the ranks of the {role} part ended with {status} (None: not by then)")
+    result: dict[str, Any] = json.loads(Path(folder, f"{role}.json").read_text())
+    return result
+
+
+def sharded_part(args: argparse.Namespace) -> dict[str, Any]:
+    """Return the measurements of a state sharded over all ranks."""
+    import torch
+
+    bench = Bench(args.dir)
+    state = build(args.gib, bench.world)
+    owned = tensors(state)
+    result: dict[str, Any] = {
+        "torch": torch.__version__,
+        "cores": os.cpu_count(),
+        "world": bench.world,
+        "gib_per_rank": round(sum(t.nbytes for t in owned) / (1 << 30), 3),
+        "tensors_per_rank": len(owned),
+        "load_average_before": os.getloadavg()[0],
+    }
+    if "baselines" in args.parts:
+        result["baselines"] = baselines(bench, owned, 2 if args.quick else 4)
+    result["contenders"] = {}
+
+    def compete(
+        name: str,
+        make: Callable[[], contenders.Contender],
+        effort: Effort,
+        copy: Callable[[], float] | None = None,
+    ) -> None:
+        result["contenders"][name] = _measured(bench, name, make, effort, copy)
+
+    own, other, slow = _efforts(args)
+    if "reknit" in args.parts:
+        copy = copier(owned)
+        once = partial(bench.best, 1, copy, lambda: None)
+        compete("reknit", lambda: contenders.reknit_contender(state), own, once)
+        del copy, once
+    if "slow" in args.parts:
+        sleep_s = 0.3 if args.quick else 5.0
+        compete("reknit, slow storage", lambda: contenders.slow_contender(state, sleep_s), slow)
+    if "dcp" in args.parts:
+        modes = contenders.DCP_QUICK_MODES if args.quick else contenders.DCP_MODES
+        for name, make in contenders.dcp_contenders(state, modes):
+            compete(name, make, other)
+        contenders.end_dcp_process()
+    if "torch_checkpointing" in args.parts:
+        compete("torch_checkpointing", lambda: contenders.torch_checkpointing_contender(state), other)
+    result["noise"] = _noise(bench, result, owned)
+    return result
+
+
+def _noise(bench: Bench, result: dict[str, Any], owned: list[Any]) -> dict[str, float]:
+    """Return how much alike the machine was from beginning to end: 1 is perfectly quiet.
+
+    The quicker of the two copies counts as the baseline.
+    """
+    alone = [
+        found["computing"]["steps_per_s_alone"]
+        for found in result["contenders"].values()
+        if "computing" in found
+    ]
+    noise: dict[str, float] = {}
+    if alone:
+        noise["training_alone_fastest_over_slowest"] = round(max(alone) / min(alone), 2)
+    if "baselines" in result:
+        base, after = result["baselines"], memcpy(bench, owned)
+        noise["memcpy_after_over_before"] = round(after / base["memcpy_s"], 2)
+        base["memcpy_s"] = min(base["memcpy_s"], round(after, 4))
+    bench.say(f"noise: {noise}, load average before {result['load_average_before']:.1f}")
+    return noise
+
+
+def _efforts(args: argparse.Namespace) -> tuple[Effort, Effort, Effort]:
+    """Return how much reknit, its rivals, and reknit on slow storage are measured."""
+    if args.quick:
+        return (Effort(3, 1, 60.0, 30),) * 2 + (Effort(2, 0, 60.0, 30),)
+    return (
+        Effort(args.saves, 3, 40.0, 100),
+        Effort(min(4, args.saves), 1, args.rival_s, 100),
+        Effort(3, 0, 40.0, 100),
+    )
+
+
+def _measured(
+    bench: Bench,
+    name: str,
+    make: Callable[[], contenders.Contender],
+    effort: Effort,
+    copy: Callable[[], float] | None,
+) -> dict[str, Any]:
+    """Return a contender's times, or why there are none."""
+    try:
+        contender = make()
+        try:
+            return measure(bench, contender, effort, copy)
+        finally:
+            contender.close()
+    except Exception as error:  # whatever a contender cannot do is a result of its own
+        reason = f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"
+        if isinstance(error, ModuleNotFoundError):
+            reason += " (not a dependency; pip install it to measure it)"
+        bench.say(f"{name:44s} {reason}")
+        return {"error": reason}
+
+
+def ddp_part(args: argparse.Namespace) -> dict[str, Any]:
+    """Return each rank's share of a model that every rank holds whole."""
+    import torch
+
+    import reknit
+
+    bench = Bench(args.dir)
+    torch.manual_seed(0)
+    layers = [torch.nn.Linear(1024, 1024, bias=False) for _ in range(4 if args.quick else 16)]
+    model = torch.nn.parallel.DistributedDataParallel(torch.nn.Sequential(*layers))
+    optimizer = torch.optim.AdamW(model.parameters())
+    model(torch.randn(1, 1024)).sum().backward()
+    optimizer.step()
+    state = {"model": model, "optimizer": optimizer}
+    report = reknit.save(f"{args.dir}/ddp", state, wait=False).result()
+    staged = sum(record.nbytes for record in report.phases if record.phase == "stage")
+    shares: list[Any] = [None] * bench.world
+    bench.dist.all_gather_object(shares, (report.nbytes / report.total_nbytes, staged / report.total_nbytes))
+    return {
+        "world": bench.world,
+        "mib": round(report.total_nbytes / (1 << 20), 1),
+        "written_share": [round(written, 4) for written, _ in shares],
+        "staged_share": [round(staged, 4) for _, staged in shares],
+    }
+
+
+def _ratio(over: float | None, under: float | None) -> float | None:
+    return round(over / under, 3) if over is not None and under else None
+
+
+def aims(result: dict[str, Any]) -> list[dict[str, Any]]:
+    """Return every ratio with its aim and whether it is met; None where something was not measured."""
+    found: dict[str, Any] = {k: v for k, v in result.get("contenders", {}).items() if "error" not in v}
+    base = result.get("baselines", {})
+    ours, slow = found.get("reknit", {}), found.get("reknit, slow storage", {})
+    dcp = [v for k, v in found.items() if k.startswith("DCP")]
+
+    def best(key: str) -> float | None:
+        return min((v[key] for v in dcp), default=None)
+
+    def computing(key: str, of: list[dict[str, Any]]) -> float | None:
+        return min((v["computing"][key] for v in of if "computing" in v), default=None)
+
+    blocking, whole = ours.get("blocking_s"), ours.get("end_to_end_s")
+    slowdown, lost = (computing(key, [ours] if ours else []) for key in ("slowdown", "lost_s"))
+    # The same within noise: as far apart as two saves to the quick storage are.
+    spread = max(1.15, _ratio(max(ours.get("blocking_later_s", [0.0])), blocking) or 0.0)
+    between = ours.get("memcpy_between_saves_s")
+    rows: list[tuple[str, float | None, str, float | None]] = [
+        ("blocking / memcpy between the saves", _ratio(blocking, between), "<=", 1.3),
+        ("blocking / best memcpy in a hot loop", _ratio(blocking, base.get("memcpy_s")), "<=", 1.3),
+        ("DCP's best blocking / blocking", _ratio(best("blocking_s"), blocking), ">=", 2.0),
+        ("blocking on slow storage / blocking", _ratio(slow.get("blocking_s"), blocking), "<=", spread),
+        ("end to end / raw write", _ratio(whole, base.get("raw_write_s")), "<=", 1.25),
+        ("DCP's best end to end / end to end", _ratio(best("end_to_end_s"), whole), ">=", 3.0),
+        ("slowdown of the trainer, against DCP's least", slowdown, "<=", computing("slowdown", dcp)),
+        ("seconds that a save costs the trainer, against DCP's least", lost, "<=", computing("lost_s", dcp)),
+    ]
+    shares = result.get("ddp")
+    if shares is not None:
+        for key in ("written_share", "staged_share"):
+            off = max(abs(share * shares["world"] - 1) for share in shares[key]) / shares["world"]
+            rows.append((f"DDP: {key.replace('_', ' ')}, farthest from equal", round(off, 4), "<=", 0.01))
+    return [
+        {"what": what, "value": value, "aim": f"{sign} {aim}", "met": _met(value, sign, aim)}
+        for what, value, sign, aim in rows
+    ]
+
+
+def _met(value: float | None, sign: str, aim: float | None) -> bool | None:
+    if value is None or aim is None:
+        return None
+    return value <= aim if sign == "<=" else value >= aim
+
+
+def rank_main(args: argparse.Namespace) -> None:
+    """Measure one part as one rank, and leave the result in a file."""
+    import torch.distributed as dist
+
+    import reknit
+
+    last = threading.Timer(args.timeout + 30, lambda: os._exit(3))  # should nobody be left to end this rank
+    last.daemon = True
+    last.start()
+    try:
+        result = sharded_part(args) if args.role == "sharded" else ddp_part(args)
+        reknit.close()
+        if int(os.environ["RANK"]) == 0:
+            Path(args.dir, f"{args.role}.json").write_text(json.dumps(result))
+        dist.barrier()
+    except BaseException:  # told and answered with the exit status
+        traceback.print_exc()
+        os._exit(1)
+    os._exit(0)  # without waiting for the threads of those who keep some
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--world", type=int, default=2)
+    parser.add_argument("--gib", type=float, default=2.0, help="GiB of state over all ranks")
+    parser.add_argument("--saves", type=int, default=7, help="consecutive saves of reknit")
+    parser.add_argument("--rival-s", type=float, default=11.0, help="seconds after which a rival has enough")
+    parser.add_argument("--parts", nargs="+", choices=PARTS, default=PARTS)
+    parser.add_argument("--quick", action="store_true", help="small sizes, a few seconds: does it run?")
+    parser.add_argument("--dir", default=".", help="folder on the disk to measure")
+    parser.add_argument("--out", help="file for the JSON, besides stdout")
+    parser.add_argument("--timeout", type=float, default=600.0)
+    parser.add_argument("--role", choices=("sharded", "ddp"), help=argparse.SUPPRESS)
+    args = parser.parse_args()
+    if args.quick:
+        args.gib = min(args.gib, 0.1)
+    if args.role:
+        rank_main(args)
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that ranks and folder do not stay behind
+    folder = tempfile.mkdtemp(prefix="reknit-bench-", dir=args.dir)
+    try:
+        result: dict[str, Any] = {}
+        if set(args.parts) - {"ddp"}:
+            result = launch(args, "sharded", args.world, folder)
+        if "ddp" in args.parts:
+            result["ddp"] = launch(args, "ddp", 4, folder)
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+    result["aims"] = aims(result)
+    text = json.dumps(result, indent=1)
+    if args.out:
+        Path(args.out).write_text(text + "\n")
+    print(text, flush=True)
+    for row in result["aims"]:
+        met = {True: "met", False: "NOT met", None: "not measured"}[row["met"]]
+        print(f"{row['what']:60s} {row['value']!s:>8s}   aim {row['aim']:>9s}   {met}", file=sys.stderr)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
