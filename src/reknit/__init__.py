@@ -1,6 +1,6 @@
 """Checkpoints for large-model training: save on any layout, load on any other, and trust the bytes."""
 
-from reknit.api import close, fence, latest, load, open, save, verify
+from reknit.api import close, fence, latest, load, open, prepare, save, verify
 from reknit.engine.browse import Checkpoint
 from reknit.engine.report import LoadReport, PendingSave, SaveReport, VerifyReport
 from reknit.errors import (
@@ -12,6 +12,7 @@ from reknit.errors import (
     CorruptError,
     DeadlineError,
     FormatError,
+    GroupClosedError,
     MismatchError,
     MissingExtraError,
     ProtocolError,
@@ -40,6 +41,7 @@ __all__ = [
     "CorruptError",
     "DeadlineError",
     "FormatError",
+    "GroupClosedError",
     "LoadOptions",
     "LoadReport",
     "MismatchError",
@@ -66,6 +68,7 @@ __all__ = [
     "latest",
     "load",
     "open",
+    "prepare",
     "save",
     "verify",
 ]

@@ -143,6 +143,17 @@ def _save_now(
     return pending
 
 
+def prepare(path: str | PathLike[str], *, options: SaveOptions | None = None, group: Any = None) -> None:
+    """Start the agents that `save(path, ..., wait=False)` needs, so that the first save need not.
+
+    Every rank calls it, with a path in the store that will be saved to; nothing is written.  Raises
+    `AgentError`, `CommError`.
+    """
+    options = options or SaveOptions()
+    joined, _ = _group(group, options.comm)
+    _background(joined, recipe(path).elsewhere).prepare(joined, options)
+
+
 def fence(optimizer: Any = None) -> Any:
     """Let the steps of an optimizer wait for the copies of saves that are staged lazily.
 

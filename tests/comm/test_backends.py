@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from reknit.comm import faults
 from reknit.comm.threads import thread_groups
 from reknit.comm.topology import Topology
-from reknit.errors import CommError, DeadlineError, ProtocolError, ReknitError
+from reknit.errors import CommError, DeadlineError, GroupClosedError, ProtocolError, ReknitError
 from tests.comm.worlds import ask, endings
 
 if TYPE_CHECKING:
@@ -146,7 +146,7 @@ def test_when_a_member_closes_the_others_fail_at_once_now_and_later(join: Join, 
         return ask(group, timeout_s=1000)
 
     for rank, ending in enumerate(endings(groups, run)):
-        assert ending == b"left" if rank == member else type(ending) is CommError
+        assert ending == b"left" if rank == member else isinstance(ending, GroupClosedError)
         assert rank == member or f"rank {member}" in ending.message
     for group in groups:
         with pytest.raises(CommError):
@@ -161,7 +161,7 @@ def test_closing_a_group_from_another_thread_ends_the_wait_of_its_own_rank(join:
     timer.start()
     errors = endings(present, lambda group: ask(group, timeout_s=1000))
     timer.join()
-    assert [type(error) for error in errors] == [CommError] * 4
+    assert [type(error) for error in errors] == [GroupClosedError] * 4
     assert all(f"rank {member}" in error.message for error in errors)
 
 

@@ -205,7 +205,7 @@ def test_a_script_that_ends_without_closing_its_group_ends_and_the_others_hear_i
         assert ranks[leaver].process.wait(60) == 0
         for rank in others:
             kind, message = rank.ending()
-            assert kind == "CommError"
+            assert kind == "GroupClosedError"
             assert f"rank {leaver} " in message
 
 

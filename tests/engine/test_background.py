@@ -304,10 +304,10 @@ def test_a_change_that_races_with_lazy_staging_fails_the_save_where_torch_notice
     copying, changed = threading.Event(), threading.Event()
     settle = snapshot.Snapshot._copy_on_host
 
-    def slow(self: Any, numbers: range) -> None:
+    def slow(self: Any) -> None:
         copying.set()
         assert changed.wait(LIMIT_S)
-        settle(self, numbers)
+        settle(self)
 
     monkeypatch.setattr(snapshot.Snapshot, "_copy_on_host", slow)
     weight, buffer = torch.ones(50_000), torch.ones(3)
@@ -434,6 +434,20 @@ def test_a_save_that_waits_comes_after_one_under_way_to_the_same_path() -> None:
     with reknit.open("gated://same") as checkpoint:
         assert checkpoint.step == 2
     assert reknit.verify("gated://same", "data").ok
+
+
+def test_agents_that_were_started_ahead_serve_the_first_save() -> None:
+    def rank(group: Group) -> list[str]:
+        reknit.prepare("gated://ahead", group=group)
+        from reknit import api
+
+        crew = api._backgrounds[group][False]._crew
+        assert crew is not None
+        report = background("gated://ahead/1", {"model": weights(1)}, group=group).result(LIMIT_S)
+        assert api._backgrounds[group][False]._crew is crew
+        return [record.phase for record in report.phases if record.phase == "commit"]
+
+    assert run_ranks(2, rank) == [["commit"]] * 2
 
 
 def test_lost_agents_are_replaced_and_the_saves_go_on(tmp_path: Path) -> None:

@@ -42,7 +42,7 @@ def test_the_error_that_came_first_is_raised_and_not_what_followed_from_it() -> 
     with pytest.raises(KeyboardInterrupt, match="first") as caught:
         run_ranks(3, run)
     notes = "\n".join(vars(caught.value)["__notes__"])
-    assert "rank 0 failed too: CommError: rank 2 closed the group" in notes
+    assert "rank 0 failed too: GroupClosedError: rank 2 closed the group" in notes
 
 
 def test_a_rank_that_returns_early_is_not_waited_for() -> None:

@@ -81,6 +81,12 @@ class Background:
             self._save(pending, group, prepare, options)
         return pending
 
+    def prepare(self, group: Group, options: SaveOptions) -> None:
+        """Start the agents, together with all other ranks, before the first save needs them."""
+        with self._saving:
+            self._options = options
+            self._formed(group, self._count)
+
     def _save(
         self, pending: PendingSave, group: Group, prepare: Callable[[], SendOff], options: SaveOptions
     ) -> None:

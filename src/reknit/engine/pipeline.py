@@ -60,26 +60,33 @@ def run_jobs(
     """
     source = _Source(jobs)
 
-    def loop() -> None:
-        arena = Arena(arena_nbytes)
+    def loop(ended: threading.Event) -> None:
         try:
+            arena = Arena(arena_nbytes)
             while job := source.take():
                 work(job[0], arena)
         except BaseException as error:  # it is raised again by the caller's thread
             source.fail(error)
+        finally:
+            ended.set()
 
     count = max(1, min(threads, budget_nbytes // max(arena_nbytes, 1)))
-    workers = [threading.Thread(target=loop, name=f"reknit-worker-{k}", daemon=True) for k in range(count)]
+    # Events, since a `Thread.join` that is interrupted takes a thread for ended that still runs.
+    ends = [threading.Event() for _ in range(count)]
+    workers = [
+        threading.Thread(target=loop, args=(ended,), name=f"reknit-worker-{k}", daemon=True)
+        for k, ended in enumerate(ends)
+    ]
     try:
         for worker in workers:
             worker.start()
-        for worker in workers:
-            worker.join()
+        for ended in ends:
+            ended.wait()
     except BaseException as error:  # an interrupt: no thread may go on writing behind the caller's back
         source.fail(error)
-        for worker in workers:
+        for worker, ended in zip(workers, ends, strict=True):
             if worker.ident is not None:
-                worker.join()
+                ended.wait()
         raise
     if source.error is not None:
         raise source.error

@@ -57,10 +57,13 @@ class Snapshot:
 
     def take(self) -> None:
         """Copy everything; when this returns the live memory may be changed."""
+        if not self.spans:
+            return  # a replica that owns nothing
         if self._on_host:
-            self._copy_on_host(range(len(self.spans)))
+            self._copy_on_host()
         else:
             self._copy_from_devices()
+        self._handover.tell_filled(len(self.spans) - 1)
 
     def prepare(self) -> None:
         """Copy what is small, and begin to copy the rest; `settle` finishes that.
@@ -84,14 +87,11 @@ class Snapshot:
         """
         if not self.spans:
             return  # a replica that owns nothing
-        last = len(self.spans) - 1
         if self._on_host:
-            self._copy_on_host(range(last))
-            self._copy(last)
+            self._copy_on_host()
         else:
             self._staging.wait()
-            for number in range(last):
-                self._handover.tell_filled(number)
+            self._tell_all_but_last()
         changed = [full_name(s.item, s.fqn) for s, version in self._watched if changes(s.data) != version]
         if changed:
             more = f" and {len(changed) - 1} more" if len(changed) > 1 else ""
@@ -100,33 +100,41 @@ class Snapshot:
                 phase="stage",
                 remedy="call reknit.fence(optimizer) once, or pending.staged() before the state is changed",
             )
-        self._handover.tell_filled(last)  # only now: the agent commits as soon as it has everything
+        self._handover.tell_filled(len(self.spans) - 1)
 
-    def _copy_on_host(self, numbers: range) -> None:
+    def _copy_on_host(self) -> None:
+        """Copy everything, and tell the agent of all but the last span, which completes the save."""
+        last = len(self.spans) - 1
+
         def work(number: int, _: Arena) -> None:
             self._copy(number)
             self._handover.tell_filled(number)
 
         run_jobs(
-            numbers,
+            range(last),
             work,
             threads=num_threads(self._options.threads),
             arena_nbytes=_SCRATCH_NBYTES,
             budget_nbytes=self._options.inflight_nbytes,
         )
+        self._copy(last)
 
     def _copy_from_devices(self) -> None:
+        last = len(self.spans) - 1
         try:
             for number in range(len(self.spans)):
                 self._copy(number)
-                if self.streamed:
+                if self.streamed and number < last:
                     self._staging.wait()
                     self._handover.tell_filled(number)
         finally:
             self._staging.wait()  # also after an error: the arena is somebody else's next
         if not self.streamed:
-            for number in range(len(self.spans)):
-                self._handover.tell_filled(number)
+            self._tell_all_but_last()
+
+    def _tell_all_but_last(self) -> None:
+        for number in range(len(self.spans) - 1):
+            self._handover.tell_filled(number)
 
     def _queue(self) -> None:
         """Queue all copies from devices; they go on beside whatever the devices do."""
