@@ -88,5 +88,7 @@ def run_jobs(
             if worker.ident is not None:
                 ended.wait()
         raise
+    for worker in workers:
+        worker.join()  # they have nothing left to do
     if source.error is not None:
         raise source.error
