@@ -6,8 +6,15 @@ import subprocess
 import sys
 from typing import TYPE_CHECKING
 
+import psutil
+
+from reknit.engine import agent_link
+from reknit.engine import channel as say
+
 if TYPE_CHECKING:
     from pathlib import Path
+
+    import pytest
 
 # The module of the store exists only in the trainer.
 SCRIPT = """
@@ -46,3 +53,19 @@ def test_a_store_that_the_agent_cannot_import_is_an_error_and_the_next_save_goes
     first, *_, last = done.stdout.splitlines()
     assert "only_here" in first, done.stdout
     assert last == "saved"
+
+
+def test_an_agent_that_is_given_up_is_gone_before_its_arena_is_filled_anew(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(agent_link, "_REAP_S", 0.2)
+    link = agent_link.AgentLink(0, in_process=False, send_timeout_s=5)
+    assert link.pid is not None
+    link.ask(say.Join("agents", 0, 1, {}, False), 60)
+    agent = psutil.Process(link.pid)
+    running: list[bool] = []
+    link.lost = lambda error: running.append(agent.is_running())
+    agent.suspend()
+    link._channel.shut()
+    assert link.ended(60)
+    assert running == [False], "whoever hears of the loss may fill what a stopped agent would still read"

@@ -34,6 +34,7 @@ class Gate:
         self.open = threading.Event()
         self.open.set()
         self.failing: Callable[[str], bool] = lambda path: False
+        self.closing: Callable[[], None] = lambda: None
 
 
 GATE = Gate()
@@ -47,6 +48,9 @@ class Gated(MemoryStorage):
         if GATE.failing(f"{self._prefix}{path}"):
             raise reknit.StorageFullError(f"no room for {path}")
         return super().create(path, nbytes)
+
+    def close(self) -> None:
+        GATE.closing()
 
     def sub(self, path: str) -> Gated:
         below = Gated("gated")
@@ -62,6 +66,7 @@ def _clean() -> Iterator[None]:
     yield
     GATE.open.set()
     GATE.failing = lambda path: False
+    GATE.closing = lambda: None
     assert reknit.close(LIMIT_S)
     MemoryStorage.clear("gated")
 
@@ -493,6 +498,42 @@ def test_an_interrupt_while_agents_start_leaves_nothing_under_way(monkeypatch: p
         with pytest.raises(KeyboardInterrupt):
             background("gated://ctrl-c", {"model": weights(1)})
     background("gated://ctrl-c", {"model": weights(1)}).result(LIMIT_S)
+
+
+def test_a_store_that_cannot_be_closed_stops_neither_this_save_nor_the_next() -> None:
+    def lost() -> None:
+        if threading.current_thread().name == "reknit-agent-commit":
+            raise RuntimeError("session lost")
+
+    GATE.closing = lost
+    for k in range(2):
+        assert background(f"gated://close/{k}", {"model": weights(k)}).result(LIMIT_S).num_files == 1
+
+
+def test_saves_that_fail_and_only_warn_are_not_kept() -> None:
+    from reknit import api
+
+    GATE.failing = lambda path: True
+    options = reknit.SaveOptions(on_error="warn")
+    for k in range(5):
+        background(f"gated://kept/{k}", {"model": weights(k)}, options=options).wait(LIMIT_S)
+    assert len(api._backgrounds[api._ALONE][False]._pending) == 1
+
+
+def test_a_message_that_is_interrupted_closes_the_channel() -> None:
+    from reknit.engine import channel
+
+    class Interrupted:
+        def sendall(self, data: bytes) -> None:
+            raise KeyboardInterrupt
+
+        def shutdown(self, how: int) -> None:
+            told.append(how)
+
+    told: list[int] = []
+    with pytest.raises(KeyboardInterrupt):
+        channel.Channel(Interrupted()).send(channel.Quit())  # type: ignore[arg-type]
+    assert len(told) == 1
 
 
 def test_saves_with_and_without_waiting_may_follow_each_other(tmp_path: Path) -> None:
