@@ -80,6 +80,13 @@ class Memory:
         return BYTES[self.begin[file] :][: self.sizes[file]].tobytes()
 
 
+def check(storage: Storage, memory: Memory, written: Sequence[Written]) -> None:
+    for number, file in enumerate(written):
+        data = memory.bytes_of(number)
+        assert content(storage, file.path) == data
+        assert file.digests.tolist() == block_digests(data)
+
+
 # Whole files
 
 
@@ -105,10 +112,7 @@ def test_files_of_any_size_arrive_whole_with_the_digests_of_their_blocks(
         written=memory.note,
     )
     assert [(file.path, file.nbytes) for file in answer] == memory.files
-    for number, file in enumerate(answer):
-        data = memory.bytes_of(number)
-        assert content(storage, file.path) == data
-        assert file.digests.tolist() == block_digests(data)
+    check(storage, memory, answer)
     assert sorted(memory.written) == sorted(memory.fetched), "every piece is given back once"
     assert all(start % piece == 0 and nbytes <= piece for _, start, nbytes in memory.fetched)
     assert {r.phase: r.nbytes for r in recorder.records} == dict.fromkeys(
@@ -155,6 +159,43 @@ def test_digests_are_of_the_memory_before_its_bytes_go_anywhere(storage: MemoryS
     )
     assert file.digests.tolist() == block_digests(BYTES[: 6 * MIB])
     assert content(storage, "x") != BYTES[: 6 * MIB].tobytes()
+
+
+def test_while_the_core_is_busy_pieces_are_written_first_and_digested_later(
+    storage: MemoryStorage, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    memory = Memory([5 * SMALL, 3 * SMALL + 7])
+    events: list[str] = []
+    lock = threading.Lock()
+
+    def digests(data: NDArray[np.uint8]) -> list[int]:
+        with lock:
+            events.append("digest")
+        return block_digests(data)
+
+    def fetch(file: int, start: int, nbytes: int, arena: Arena) -> NDArray[np.uint8]:
+        with lock:
+            events.append("fetch")
+        return memory.fetch(file, start, nbytes, arena)
+
+    monkeypatch.setattr("reknit.engine.write.block_digests", digests)
+    written = write_files(
+        storage,
+        memory.files,
+        fetch,
+        tuner=fixed(threads=1),
+        recorder=Recorder("save"),
+        busy=lambda: events.count("fetch") <= 3,
+    )
+    # Three pieces are written undigested; the fourth is digested as usual, and then those before it.
+    assert events == ["fetch"] * 4 + ["digest"] * 4 + ["fetch", "digest"] * 5
+    check(storage, memory, written)
+
+    MemoryStorage.clear("write")
+    written = write_files(
+        storage, memory.files, memory.fetch, tuner=fixed(), recorder=Recorder("save"), busy=lambda: True
+    )
+    check(storage, memory, written)
 
 
 def test_a_piece_is_given_back_after_it_is_written_and_before_the_file_is_finished() -> None:

@@ -31,6 +31,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger("reknit")
 
 _CORES_FOR_BOTH = cores_per_rank() >= 2
+"""Whether digests need not wait until the trainer, which training waits for, has copied."""
 
 
 class Errand:
@@ -113,6 +114,7 @@ class Errand:
                     recorder=where.recorder,
                     written=self._free if image.is_ring else None,
                     failed=self._fail,
+                    busy=None if image.is_ring or _CORES_FOR_BOTH else lambda: not self.staged,
                 )
         except BaseException as error:  # whatever it is, the other ranks wait for this one's receipt
             self.fail(_typed(error))
@@ -132,7 +134,7 @@ class Errand:
         assert image is not None
         span = image.span(file, start)
         with self._changed:
-            self._changed.wait_for(lambda: image.ready(span) or self.error is not None)
+            self._changed.wait_for(lambda: span not in image.to_fill or self.error is not None)
             if self.error is not None:
                 raise self.error
         return image.view(span, start, nbytes)
@@ -263,16 +265,6 @@ class _Image:
         self.is_ring = any(span.after >= 0 for span in self._spans)
         self.to_fill = set(range(len(self._spans)))
         self.to_write = [span.nbytes for span in self._spans]
-
-    def ready(self, span: int) -> bool:
-        """Tell whether a span may be read.
-
-        Where trainer and agent share a core, reading at once would slow down the copying that training waits
-        for; there the trainer gets a start of two thirds of the bytes.
-        """
-        if span in self.to_fill:
-            return False
-        return self.is_ring or _CORES_FOR_BOTH or 3 * len(self.to_fill) <= len(self.to_write)
 
     def span(self, file: int, start: int) -> int:
         """Return the number of the span that holds byte `start` of a file."""

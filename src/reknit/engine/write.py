@@ -144,10 +144,12 @@ class _Writing:
         phase: FetchPhase,
         written: Callable[[int, int, int], None] | None,
         failed: Callable[[BaseException], None] | None,
+        busy: Callable[[], bool] | None,
     ) -> None:
         self.files: list[_Open] = []
+        self._undigested: deque[tuple[_Open, int, NDArray[np.uint8]]] = deque()
         self._storage, self._recorder = storage, recorder
-        self._fetch, self._written, self._failed = fetch, written, failed
+        self._fetch, self._written, self._failed, self._busy = fetch, written, failed, busy
         self._phase = phase
         self._clocks = {name: Stopwatch() for name in (phase, "digest", "write")}
 
@@ -178,6 +180,7 @@ class _Writing:
             if self._phase != "wait" or fetching <= _IDLE * whole.seconds * settings.threads:
                 tuner.observe(settings, nbytes, whole.seconds)
         self._write_all(spans, tuner.best, budget_nbytes)
+        self._digest_the_late()
 
     def _write_all(self, spans: Iterable[_Range], settings: Settings, budget_nbytes: int | None) -> None:
         threads, piece_nbytes = settings
@@ -195,12 +198,14 @@ class _Writing:
         try:
             with self._clocks[self._phase].lap(nbytes):
                 data = self._fetch(file.number, start, nbytes, arena)
-            with self._clocks["digest"].lap(nbytes):
-                digests = block_digests(data)
-                first = start // BLOCK_NBYTES
-                file.digests[first : first + len(digests)] = digests
+            if late := self._busy is not None and self._busy():
+                self._undigested.append((file, start, data))
+            else:
+                self._digest(file, start, data)
             with self._clocks["write"].lap(nbytes), self._signed(file.path):
                 file.writer.write(start, data.data)
+            if not late:
+                self._digest_the_late()
             if self._written is not None:
                 self._written(file.number, start, nbytes)
             if file.done_with(nbytes):
@@ -210,6 +215,18 @@ class _Writing:
             if self._failed is not None:
                 self._failed(error)
             raise
+
+    def _digest(self, file: _Open, start: int, data: NDArray[np.uint8]) -> None:
+        with self._clocks["digest"].lap(len(data)):
+            digests = block_digests(data)
+            first = start // BLOCK_NBYTES
+            file.digests[first : first + len(digests)] = digests
+
+    def _digest_the_late(self) -> None:
+        """Digest the pieces that were written first; several workers may share them."""
+        while self._undigested:
+            with suppress(IndexError):  # another worker took the last one
+                self._digest(*self._undigested.popleft())
 
     def undo(self) -> None:
         """Leave nothing behind."""
@@ -244,11 +261,12 @@ def write_files(
     budget_nbytes: int | None = None,
     written: Callable[[int, int, int], None] | None = None,
     failed: Callable[[BaseException], None] | None = None,
+    busy: Callable[[], bool] | None = None,
 ) -> list[Written]:
     """Write all files, several pieces at once, and return what storage has, in the order of `files`.
 
-    Each piece is digested in the memory from which it is written, before the bytes go anywhere else, so
-    damage on the way to the disk shows when they are read.  On an error no file of this call is left behind.
+    Each piece is digested in the memory from which it is written, never from what storage has, so damage on
+    the way to the disk shows when the bytes are read.  On an error no file of this call is left behind.
 
     `fetch` is called by the worker that will write the piece.  Pieces begin at multiples of their own size,
     and never cross a multiple of 32 MiB.  They are handed out in order, file after file.  So whoever fills a
@@ -257,9 +275,11 @@ def write_files(
 
     `budget_nbytes` limits the memory that all workers copy to, for a `fetch` that does.  `written(file,
     start, nbytes)` is called when the memory of a piece is free again.  `failed(error)` is called by the
-    worker that met an error, before the others have ended: let it wake those that wait in `fetch`.
+    worker that met an error, before the others have ended: let it wake those that wait in `fetch`.  While
+    `busy()` holds, the core has better things to do: pieces go to the disk, which takes hardly any of it, and
+    their digests wait; what `fetch` returns must then stay as it is until this call returns.
     """
-    writing = _Writing(storage, fetch, recorder, phase, written, failed)
+    writing = _Writing(storage, fetch, recorder, phase, written, failed, busy)
     try:
         writing.open(files)
         writing.run(tuner, budget_nbytes)
