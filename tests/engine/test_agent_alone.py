@@ -4,17 +4,29 @@ from __future__ import annotations
 
 import subprocess
 import sys
+import threading
 from typing import TYPE_CHECKING
 
 import psutil
 
 from reknit.engine import agent_link
 from reknit.engine import channel as say
+from reknit.engine.agent import Agent
+from reknit.engine.errand import Errand
+from reknit.engine.pipeline import start
+from reknit.engine.tuning import Tuner
+from reknit.errors import AgentError
+from tests.faults.nursery import wait_until
 
 if TYPE_CHECKING:
     from pathlib import Path
 
     import pytest
+
+    from reknit.comm.base import Group
+    from reknit.engine.coordinator import Coordinator
+
+LIMIT_S = 30.0
 
 # The module of the store exists only in the trainer.
 SCRIPT = """
@@ -69,3 +81,34 @@ def test_an_agent_that_is_given_up_is_gone_before_its_arena_is_filled_anew(
     link._channel.shut()
     assert link.ended(60)
     assert running == [False], "whoever hears of the loss may fill what a stopped agent would still read"
+
+
+def test_a_save_that_ends_while_the_next_is_taken_up_disturbs_nobody() -> None:
+    trainers_end, agents_end = (say.Channel(end) for end in say.socket_pair())
+    agent = Agent(agents_end, None)
+    looked_at = threading.Event()
+
+    class EndsWhenLookedAt(Errand):
+        """An errand that ends, in the thread of the commits, while another thread asks for its place."""
+
+        @property
+        def url(self) -> str:
+            looked_at.set()
+            wait_until(lambda: self.number not in agent._errands, LIMIT_S)
+            return "here"
+
+        def commit(self, group: Group, coordinator: Coordinator, timeout_s: float) -> None:
+            assert looked_at.wait(LIMIT_S)
+            super().commit(group, coordinator, timeout_s)
+
+    worker = start("reknit-agent-test", agent.run)
+    try:
+        for errand in (EndsWhenLookedAt(0, agents_end), Errand(1, agents_end)):
+            errand.fail(AgentError("it was given up"))
+            agent._take_up(errand, Tuner(), LIMIT_S)
+        wait_until(lambda: not agent._errands, LIMIT_S)
+    finally:
+        looked_at.set()
+        trainers_end.close()
+        worker.join(LIMIT_S)
+    assert not worker.is_alive()

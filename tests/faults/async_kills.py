@@ -79,20 +79,7 @@ class Plan:
 
 def run_once(nursery: Nursery, root: Path, plan: Plan) -> Outcome:
     """Start a job, kill as planned, and check all that has to hold afterwards."""
-    for folder in ("meet", "steps", "temporary"):
-        (root / folder).mkdir(parents=True)
-    trainers = [
-        nursery.start(
-            "train",
-            root / f"log-{rank}",
-            root=root,
-            rank=rank,
-            size=plan.size,
-            nbytes=plan.nbytes,
-            steps=STEPS,
-        )
-        for rank in range(plan.size)
-    ]
+    trainers = nursery.start_job("train", root, plan.size, nbytes=plan.nbytes, steps=STEPS)
     try:
         phase = _strike(trainers, plan)
         (root / "struck").touch()

@@ -20,7 +20,7 @@ from typing import IO, TYPE_CHECKING, Any
 from reknit.monitor.phase import Deadline
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Sequence
 
 _ROOT = Path(__file__).parents[2]
 _POLL_S = 0.001
@@ -50,6 +50,15 @@ class Nursery:
         self._server.stdin.write(json.dumps(call, default=str).encode() + b"\n")
         self._server.stdin.flush()
         return Child(int(self._server.stdout.readline()), log)
+
+    def start_job(self, name: str, root: Path, size: int, **arguments: Any) -> list[Child]:
+        """Call a function of `tests.faults.trainers` on every rank of a job that has the folder `root`."""
+        for folder in ("meet", "steps", "temporary"):
+            (root / folder).mkdir(parents=True)
+        return [
+            self.start(name, root / f"log-{rank}", root=root, rank=rank, size=size, **arguments)
+            for rank in range(size)
+        ]
 
 
 class Child:
@@ -116,6 +125,15 @@ def agents_of(trainer: int) -> list[int]:
             if command[1:3] == [b"-m", b"reknit.engine.agent"] and command[4] == str(trainer).encode():
                 found.append(int(name))
     return found
+
+
+def wait_for_ends(trainers: Sequence[Child], timeout_s: float) -> None:
+    """Wait until each trainer has come to its end, of its own will and without leaving an agent."""
+    for trainer in trainers:
+        wait_until(lambda t=trainer: not t.alive(), timeout_s, trainer.told)  # type: ignore[misc]
+        assert trainer.said("end"), trainer.told()
+    for trainer in trainers:
+        assert trainer.agents() == []
 
 
 def wait_until(ready: Callable[[], object], timeout_s: float, what: Callable[[], str] = lambda: "") -> None:

@@ -13,22 +13,16 @@ from typing import TYPE_CHECKING
 import pytest
 
 from tests.faults.async_kills import GONE_S, MIB, Plan, run_once
-from tests.faults.nursery import Nursery, send, wait_until
+from tests.faults.nursery import send, wait_for_ends, wait_until
 from tests.faults.trainers import found, step_path
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
     from pathlib import Path
+
+    from tests.faults.nursery import Nursery
 
 SEEDS = range(20)
 STOPPED_S = 2.0
-
-
-@pytest.fixture(scope="module")
-def nursery() -> Iterator[Nursery]:
-    """Return a process that forks others."""
-    with Nursery() as one:
-        yield one
 
 
 @pytest.mark.parametrize("seed", SEEDS)
@@ -51,25 +45,9 @@ def test_a_large_state_that_was_staged_is_committed_after_the_trainers_died(
 def test_an_agent_killed_at_any_operation_leaves_a_whole_checkpoint_or_none(
     nursery: Nursery, tmp_path: Path, size: int, last: int
 ) -> None:
-    for folder in ("meet", "steps", "temporary"):
-        (tmp_path / folder).mkdir()
-    trainers = [
-        nursery.start(
-            "meet_faults",
-            tmp_path / f"log-{rank}",
-            root=tmp_path,
-            rank=rank,
-            size=size,
-            kind="kill",
-            operation="",
-            victim=last,
-        )
-        for rank in range(size)
-    ]
+    trainers = nursery.start_job("meet_faults", tmp_path, size, kind="kill", operation="", victim=last)
+    wait_for_ends(trainers, 2 * GONE_S)
     for trainer in trainers:
-        wait_until(lambda t=trainer: not t.alive(), 2 * GONE_S, trainer.told)  # type: ignore[misc]
-        assert trainer.said("end"), trainer.told()
-        assert trainer.agents() == []
         assert trainer.said("closed") == ["True"]
     failed = [int(line.split()[0]) for line in trainers[last].said("failed")]
     assert len(failed) > 2, "the sweep reached every operation"
@@ -84,12 +62,7 @@ def test_an_agent_killed_at_any_operation_leaves_a_whole_checkpoint_or_none(
 def test_an_agent_that_is_stopped_for_a_while_delays_its_save_and_no_trainer(
     nursery: Nursery, tmp_path: Path
 ) -> None:
-    for folder in ("meet", "steps", "temporary"):
-        (tmp_path / folder).mkdir()
-    trainers = [
-        nursery.start("train_on", tmp_path / f"log-{rank}", root=tmp_path, rank=rank, size=2)
-        for rank in range(2)
-    ]
+    trainers = nursery.start_job("train_on", tmp_path, 2)
     for trainer in trainers:
         wait_until(lambda t=trainer: t.said("committed"), GONE_S, trainer.told)  # type: ignore[misc]
     (agent,) = trainers[1].agents()
@@ -104,9 +77,8 @@ def test_an_agent_that_is_stopped_for_a_while_delays_its_save_and_no_trainer(
         assert not os.path.exists(f"{step_path(tmp_path, 1)}/manifest.json")
     finally:
         send(agent, signal.SIGCONT)
+    wait_for_ends(trainers, GONE_S)
     for trainer in trainers:
-        wait_until(lambda t=trainer: not t.alive(), GONE_S, trainer.told)  # type: ignore[misc]
         assert trainer.said("committed") == ["0", "1", "2"], trainer.told()
-        assert trainer.agents() == []
     assert found(step_path(tmp_path, 1), 2, MIB) == 1
     assert found(step_path(tmp_path, 2), 2, MIB) == 2

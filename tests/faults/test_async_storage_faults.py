@@ -7,19 +7,13 @@ from typing import TYPE_CHECKING
 import pytest
 
 from tests.faults.async_kills import GONE_S, MIB
-from tests.faults.nursery import Nursery, wait_until
+from tests.faults.nursery import wait_for_ends
 from tests.faults.trainers import found, step_path
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
     from pathlib import Path
 
-
-@pytest.fixture(scope="module")
-def nursery() -> Iterator[Nursery]:
-    """Return a process that forks others."""
-    with Nursery() as one:
-        yield one
+    from tests.faults.nursery import Nursery
 
 
 @pytest.mark.parametrize(
@@ -37,25 +31,8 @@ def nursery() -> Iterator[Nursery]:
 def test_an_error_in_one_agents_storage_is_the_same_on_all_ranks_and_leaves_nothing(
     nursery: Nursery, tmp_path: Path, kind: str, operation: str, victim: int, expected: str
 ) -> None:
-    for folder in ("meet", "steps", "temporary"):
-        (tmp_path / folder).mkdir()
-    trainers = [
-        nursery.start(
-            "meet_faults",
-            tmp_path / f"log-{rank}",
-            root=tmp_path,
-            rank=rank,
-            size=2,
-            kind=kind,
-            operation=operation,
-            victim=victim,
-        )
-        for rank in range(2)
-    ]
-    for trainer in trainers:
-        wait_until(lambda t=trainer: not t.alive(), GONE_S, trainer.told)  # type: ignore[misc]
-        assert trainer.said("end"), trainer.told()
-        assert trainer.agents() == []
+    trainers = nursery.start_job("meet_faults", tmp_path, 2, kind=kind, operation=operation, victim=victim)
+    wait_for_ends(trainers, GONE_S)
     first, second = (trainer.said("failed") for trainer in trainers)
     assert first == second
     assert first, "something failed"

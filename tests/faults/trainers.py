@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import dataclasses
 import gc
 import os
 import tempfile
+import time
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 import pyarrow.compute
@@ -25,6 +27,7 @@ if TYPE_CHECKING:
     from reknit.testing.faulty_storage import FaultKind
 
 COMM = CommOptions(bind="127.0.0.1", connect_timeout_s=30)
+LEAKS_COMM = dataclasses.replace(COMM, fan_out=1)
 PATIENCE_S = 30.0
 """The longest that a rank waits for the others; what lasts longer hangs."""
 OPTIONS = reknit.SaveOptions(
@@ -212,25 +215,55 @@ def meet_faults(
 def save_often(log: str, root: str, rank: int, size: int, count: int, early: int) -> None:
     """Save many times, and tell what this process and its agent hold after the `early`-th and the last."""
     me = Trainer(log, root, rank, size, 1 << 16)
+    options = dataclasses.replace(OPTIONS, comm=LEAKS_COMM)
     for number in range(1, count + 1):
         me.update(number)
         path = f"{root}/steps/{number % 3}"
         reknit.save(
-            path, me.state, number, wait=False, overwrite=True, options=OPTIONS, group=me.group
+            path, me.state, number, wait=False, overwrite=True, options=options, group=me.group
         ).result(PATIENCE_S)
         if number in (early, count):
             gc.collect()
             (agent,) = agents_of(os.getpid())
-            me.say("trainer", *held(os.getpid()))
-            me.say("agent", *held(agent))
+            me.say("trainer", *at_rest(os.getpid()))
+            me.say("agent", *at_rest(agent))
+            # Only when all have counted: a rank that is done closes its group and ends its agent, and the
+            # connections and threads that the others have for these go, too.
+            me.meet()
     me.say("closed", reknit.close(PATIENCE_S))
     me.say("end")
 
 
-def held(pid: int) -> list[int]:
-    """Return a process's resident KiB, descriptors, threads, and mappings of nameless memory."""
+class Held(NamedTuple):
+    """What a process holds; `memory_files` are its mappings of nameless memory."""
+
+    resident_kib: int
+    descriptors: int
+    threads: int
+    memory_files: int
+
+
+def at_rest(pid: int) -> Held:
+    """Return what a process holds when that, but for its memory, was the same in twenty looks in a row.
+
+    After the end of a save its agent has yet to close the store, and a thread that was joined may still be on
+    its way out of the kernel.
+    """
+    looks: list[Held] = []
+
+    def same() -> bool:
+        looks.append(held(pid))
+        time.sleep(0.005)
+        return len(looks) >= 20 and len({look[1:] for look in looks[-20:]}) == 1
+
+    wait_until(same, PATIENCE_S, lambda: f"process {pid} does not come to rest: {looks[-20:]}")
+    return looks[-1]
+
+
+def held(pid: int) -> Held:
+    """Return what a process holds at this moment."""
     status = Path(f"/proc/{pid}/status").read_text()
     fields = dict(line.split(":", 1) for line in status.splitlines())
     maps = Path(f"/proc/{pid}/maps").read_text().count("memfd:")
     descriptors = len(os.listdir(f"/proc/{pid}/fd"))
-    return [int(fields["VmRSS"].split()[0]), descriptors, int(fields["Threads"]), maps]
+    return Held(int(fields["VmRSS"].split()[0]), descriptors, int(fields["Threads"]), maps)

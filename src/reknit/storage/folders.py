@@ -38,10 +38,12 @@ class Folders:
             try:
                 os.mkdir(name)
             except FileExistsError:
-                if not os.path.isdir(name):
-                    raise NotADirectoryError(
-                        errno.ENOTDIR, "a file is in the place of a folder", name
-                    ) from None
+                if os.path.isdir(name):
+                    continue
+                if not os.path.lexists(name):  # a clean-up elsewhere has just removed it
+                    raise FileNotFoundError(errno.ENOENT, "it is gone again", name) from None
+                what = "a link that leads nowhere" if os.path.islink(name) else "a file"
+                raise NotADirectoryError(errno.ENOTDIR, f"{what} is in the place of a folder", name) from None
             else:
                 self._note(name)
 

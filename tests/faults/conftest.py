@@ -1,0 +1,19 @@
+"""What the tests of this folder share."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import pytest
+
+from tests.faults.nursery import Nursery
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+
+@pytest.fixture(scope="module")
+def nursery() -> Iterator[Nursery]:
+    """Return a process that forks others."""
+    with Nursery() as one:
+        yield one
