@@ -10,8 +10,11 @@ from reknit.storage.local import LocalStorage
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
+    import numpy as np
+    from numpy.typing import NDArray
+
     from reknit.options import Durability
-    from reknit.storage.base import Listed, Storage, Writer
+    from reknit.storage.base import Listed, Reading, Storage, Writer
 
 
 def open_slow(url: str, durability: Durability) -> Storage:
@@ -34,6 +37,10 @@ class SlowStorage:
     def url(self) -> str:
         return f"slow://{self._seconds:g}{self._inner.url}"
 
+    @property
+    def reading(self) -> Reading:
+        return self._inner.reading
+
     def create(self, path: str, nbytes: int) -> Writer:
         return SlowWriter(self._inner.create(path, nbytes), self._seconds)
 
@@ -48,6 +55,9 @@ class SlowStorage:
 
     def read_into(self, path: str, start: int, buffers: list[memoryview]) -> None:
         self._inner.read_into(path, start, buffers)
+
+    def read_runs(self, path: str, starts: NDArray[np.int64], nbytes: int, buffer: memoryview) -> None:
+        self._inner.read_runs(path, starts, nbytes, buffer)
 
     def folders(self) -> list[str]:
         return self._inner.folders()

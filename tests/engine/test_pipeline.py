@@ -5,10 +5,12 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from reknit.engine.pipeline import run_jobs
-from reknit.errors import StorageError
+from reknit.engine.pipeline import Gate, run_jobs, start
+from reknit.errors import DeadlineError, StorageError
 
 if TYPE_CHECKING:
+    from collections.abc import Iterator
+
     from reknit.engine.arena import Arena
 
 
@@ -56,3 +58,119 @@ def test_an_error_in_the_source_of_jobs_reaches_the_caller() -> None:
 
 def test_no_jobs_are_no_special_case() -> None:
     run_jobs([], lambda job, arena: None, threads=4, arena_nbytes=4096, budget_nbytes=1 << 20)
+
+
+def no_worker_lives() -> bool:
+    return not [t for t in threading.enumerate() if t.name.startswith("reknit-worker")]
+
+
+def test_a_job_that_never_ends_does_not_hold_the_caller_and_gets_no_further_job() -> None:
+    hang, ended = threading.Event(), threading.Event()
+    done: list[int] = []
+
+    def work(job: int, arena: Arena) -> None:
+        if job == 0:
+            hang.wait(60)
+            ended.set()
+        done.append(job)
+
+    def endless() -> Iterator[int]:
+        yield from range(10)
+        hang.wait(60)
+        yield 99
+
+    with pytest.raises(DeadlineError, match=r"reading m/0 did not finish within 0.2 s") as caught:
+        run_jobs(
+            endless(),
+            work,
+            threads=2,
+            arena_nbytes=4096,
+            budget_nbytes=1 << 20,
+            timeout_s=0.2,
+            what=lambda: "reading m/0",
+        )
+    assert isinstance(caught.value, TimeoutError)
+    left = [t for t in threading.enumerate() if t.name.startswith("reknit-worker")]
+    assert left
+    assert all(t.daemon for t in left), "they do not keep the interpreter from ending"
+    hang.set()
+    for thread in left:
+        thread.join(60)
+    assert ended.is_set()
+    assert 99 not in done
+
+
+def test_with_time_enough_nothing_is_late() -> None:
+    done: list[int] = []
+    run_jobs(
+        range(50),
+        lambda job, arena: done.append(job),
+        threads=2,
+        arena_nbytes=4096,
+        budget_nbytes=1 << 20,
+        timeout_s=60,
+    )
+    assert sorted(done) == list(range(50))
+    assert no_worker_lives()
+
+
+def test_an_error_is_not_hidden_by_another_job_that_hangs() -> None:
+    hang = threading.Event()
+
+    def work(job: int, arena: Arena) -> None:
+        if job == 0:
+            hang.wait(60)
+        else:
+            raise StorageError("the disk is on fire")
+
+    with pytest.raises(StorageError, match="on fire"):
+        run_jobs([0, 1], work, threads=2, arena_nbytes=4096, budget_nbytes=1 << 20, timeout_s=0.5)
+    hang.set()
+
+
+def test_stop_is_called_with_the_error_while_other_jobs_still_wait() -> None:
+    stopped = threading.Event()
+
+    def work(job: int, arena: Arena) -> None:
+        if job == 0:
+            assert stopped.wait(60)
+        else:
+            raise StorageError("the disk is on fire")
+
+    errors: list[BaseException] = []
+
+    def stop(error: BaseException) -> None:
+        errors.append(error)
+        stopped.set()
+
+    with pytest.raises(StorageError) as caught:
+        run_jobs([0, 1], work, threads=2, arena_nbytes=4096, budget_nbytes=1 << 20, stop=stop)
+    assert errors == [caught.value]
+
+
+def test_a_gate_closes_when_nobody_is_inside_and_then_for_good() -> None:
+    gate, inside, leave, closed = Gate(), threading.Event(), threading.Event(), threading.Event()
+
+    def use() -> None:
+        with gate.passing():
+            inside.set()
+            leave.wait(60)
+            assert not closed.is_set()
+
+    def close() -> None:
+        gate.close()
+        closed.set()
+
+    gate.check()
+    threads = [start("user", use)]
+    assert inside.wait(60)
+    threads.append(start("closer", close))
+    assert not closed.wait(0.05)
+    leave.set()
+    assert closed.wait(60)
+    for thread in threads:
+        thread.join(60)
+    with pytest.raises(DeadlineError):
+        gate.check()
+    with pytest.raises(DeadlineError), gate.passing():
+        pass

@@ -7,10 +7,14 @@ from typing import TYPE_CHECKING, ClassVar
 
 from reknit.storage.local import LocalStorage
 from reknit.storage.memory import MemoryStorage
+from reknit.storage.runs import read_runs
 from reknit.testing.faulty_storage import FaultyStorage
 from reknit.testing.storage_suite import StorageSuite
 
 if TYPE_CHECKING:
+    import numpy as np
+    from numpy.typing import NDArray
+
     from reknit.options import Durability
     from reknit.storage.base import Storage
 
@@ -46,6 +50,18 @@ class TestLocalBelowAnotherStore(LocalSuite):
 class TestLocalThatPassesThroughAFaultyStorage(LocalSuite):
     def make(self, tmp_path: Path) -> Storage:
         return FaultyStorage(LocalStorage(tmp_path))
+
+
+class WithoutRuns(LocalStorage):
+    """A store that has nothing better for runs than to read ranges."""
+
+    def read_runs(self, path: str, starts: NDArray[np.int64], nbytes: int, buffer: memoryview) -> None:
+        read_runs(self.read_into, path, starts, nbytes, buffer)
+
+
+class TestLocalThatReadsRunsAsRanges(LocalSuite):
+    def make(self, tmp_path: Path) -> Storage:
+        return WithoutRuns(tmp_path)
 
 
 class MemorySuite(StorageSuite):

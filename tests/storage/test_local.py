@@ -521,18 +521,69 @@ def test_a_folder_that_another_process_removes_meanwhile_is_made_again(
 def test_a_folder_that_is_removed_again_and_again_is_an_error_and_no_endless_loop(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(os, "open", failing(errno.ENOENT))
-    with pytest.raises(StorageNotFoundError, match="again and again"):
-        LocalStorage(tmp_path).create("a/x", 1)
+    real = os.open
+
+    def remove(path: str, flags: int, mode: int = 0o777) -> int:
+        if flags & os.O_CREAT:
+            os.removedirs(os.path.dirname(path))
+        return real(path, flags, mode)
+
+    (tmp_path / "stays").touch()
+    monkeypatch.setattr(os, "open", remove)
+    with pytest.raises(StorageError, match="is removed again and again") as caught:
+        LocalStorage(tmp_path).create("a/b/x", 1)
+    assert f"{tmp_path}/a/b is removed" in str(caught.value)
+    assert "only one job at a time" in str(caught.value.remedy)
+    assert names_below(tmp_path) == {"stays"}
+
+
+def test_a_folder_above_that_is_removed_while_one_is_made_in_it_is_made_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    removed: list[str] = []
+    real = os.mkdir
+
+    def remove_once(path: str, mode: int = 0o777) -> None:
+        if path.endswith("/b") and len(removed) < 2:
+            removed.append(os.path.dirname(path))
+            os.rmdir(removed[-1])
+        real(path, mode)
+
+    monkeypatch.setattr(os, "mkdir", remove_once)
+    write(LocalStorage(tmp_path), "a/b/x", b"1")
+    assert removed == [str(tmp_path / "a")] * 2
+    assert (tmp_path / "a/b/x").read_bytes() == b"1"
+
+
+@pytest.mark.skipif(not os.path.isdir("/proc/self"), reason="only the kernel's own folders answer like that")
+@pytest.mark.parametrize(
+    ("root", "path", "fault"),
+    [
+        ("/proc/nope/at/all", "a/x", "/proc/nope cannot be made: /proc is there"),
+        ("/proc", "a/x", "/proc/a cannot be made: /proc is there"),
+        ("/proc", "x", "/proc/x cannot be made: /proc is there"),
+    ],
+)
+def test_a_folder_that_takes_nothing_new_is_named(root: str, path: str, fault: str) -> None:
+    with pytest.raises(StorageError, match=fault) as caught:
+        LocalStorage(root).create(path, 1)
+    assert not isinstance(caught.value, StorageNotFoundError)
+    assert "where new folders can be made" in str(caught.value.remedy)
+    with pytest.raises(StorageError, match="/proc is there"):
+        LocalStorage(root).put(path, b"1", if_absent=True)
 
 
 def test_a_root_that_is_a_file_is_a_clear_error(tmp_path: Path) -> None:
     (tmp_path / "root").write_bytes(b"")
-    storage = LocalStorage(tmp_path / "root")
-    with pytest.raises(StorageError, match="a file is in the place of a folder"):
-        storage.create("x", 1)
-    assert listed(storage) == {}
-    assert storage.folders() == []
+    for root in (tmp_path / "root", tmp_path / "root/below/it"):
+        storage = LocalStorage(root)
+        fault = f"the folder {tmp_path}/root cannot be made: a file is in the place of a folder"
+        with pytest.raises(StorageError, match=fault):
+            storage.create("x", 1)
+        with pytest.raises(StorageError, match=fault):
+            storage.put("x", b"1", if_absent=True)
+        assert listed(storage) == {}
+        assert storage.folders() == []
 
 
 def test_a_put_that_fails_removes_its_temporary_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -688,6 +739,8 @@ def test_a_read_only_file_system_is_a_permission_error(small_disk: Path) -> None
     for attempt in attempts:
         with pytest.raises(StoragePermissionError, match="EROFS"):
             attempt()
+    with pytest.raises(StoragePermissionError, match=f"the folder {small_disk}/a cannot be made: Read-only"):
+        storage.create("a/y", 1)
     assert storage.get("x", limit=1) == b"1"
 
 
@@ -721,6 +774,8 @@ for number, call in enumerate(calls):
     except StoragePermissionError as error:
         assert str(os.geteuid()) in str(error.remedy), error
         print(number, type(error).__name__)
+        if number in (1, 9):
+            assert f"the folder {sys.argv[1 + number // 9]}/a cannot be made" in str(error), error
 print(storage.get("there", limit=9))
 """
 

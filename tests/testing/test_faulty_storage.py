@@ -7,6 +7,7 @@ import threading
 from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING, get_args
 
+import numpy as np
 import pytest
 
 from reknit.errors import DeadlineError, ReknitError, StorageError, StorageFullError, UsageError
@@ -61,6 +62,7 @@ def test_without_a_plan_every_operation_is_counted_and_passed_on(inner: Storage)
     storage.size("steps/1/manifest")
     storage.get("steps/1/manifest", limit=10)
     storage.read_into("steps/1/manifest", 0, [memoryview(bytearray(1))])
+    storage.read_runs("steps/1/manifest", np.array([0, 2]), 1, memoryview(bytearray(2)))
     assert listed(storage, "steps/1/data") == {"steps/1/data/0": 1000, "steps/1/data/1": 1000}
     assert storage.folders() == ["steps"]
     storage.delete("steps/1/manifest")
@@ -71,12 +73,14 @@ def test_without_a_plan_every_operation_is_counted_and_passed_on(inner: Storage)
         ("size", "steps/1/manifest"),
         ("get", "steps/1/manifest"),
         ("read_into", "steps/1/manifest"),
+        ("read_runs", "steps/1/manifest"),
         ("list", "steps/1/data"),
         ("folders", ""),
         ("delete", "steps/1/manifest"),
     ]
     assert storage.fired == []
     assert storage.url == inner.url
+    assert storage.reading == inner.reading
 
 
 @pytest.mark.parametrize(
@@ -128,6 +132,15 @@ def test_a_short_read_fills_half_of_the_buffers(inner: Storage) -> None:
     with pytest.raises(StorageError, match="halfway"):
         storage.read_into("x", 0, [memoryview(buffer) for buffer in buffers])
     assert b"".join(buffers) == DATA[:500] + bytes(500)
+
+
+def test_a_short_read_of_runs_fills_half_of_them(inner: Storage) -> None:
+    write(inner, "x", DATA)
+    storage = FaultyStorage(inner, plan=[Fault("short", 1, "read_runs")])
+    buffer = bytearray(15)
+    with pytest.raises(StorageError, match="halfway"):
+        storage.read_runs("x", np.array([10, 20, 30]), 5, memoryview(buffer))
+    assert bytes(buffer) == DATA[10:15] + bytes(10)
 
 
 def test_half_a_put_is_nothing(inner: Storage) -> None:

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import threading
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Generic, TypeVar
 
 from reknit.engine.arena import Arena
+from reknit.errors import DeadlineError
+from reknit.monitor.phase import Deadline
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable
+    from collections.abc import Callable, Iterable, Iterator, Sequence
 
 Job = TypeVar("Job")
 
@@ -18,22 +21,57 @@ class _Source(Generic[Job]):
 
     def __init__(self, jobs: Iterable[Job]) -> None:
         self._jobs = iter(jobs)
-        self._lock = threading.Lock()
+        self._taking = threading.Lock()
+        # A lock of its own, since who makes the jobs may stall while one is taken.
+        self._failing = threading.Lock()
         self.error: BaseException | None = None
 
     def take(self) -> list[Job]:
         """Return the next job, or nothing."""
-        with self._lock:
-            if self.error is not None:
-                return []
-            for job in self._jobs:
-                return [job]
+        with self._taking:
+            if self.error is None:
+                for job in self._jobs:
+                    return [job] if self.error is None else []
             return []
 
     def fail(self, error: BaseException) -> None:
         """Keep the first error; no further job is handed out."""
-        with self._lock:
+        with self._failing:
             self.error = self.error or error
+
+
+class Gate:
+    """A way to memory that is closed for good when its owner no longer waits for those who use it."""
+
+    def __init__(self) -> None:
+        self._changed = threading.Condition()
+        self._inside = 0
+        self._closed = False
+
+    def check(self) -> None:
+        """Raise `DeadlineError` when the gate is closed."""
+        if self._closed:
+            raise DeadlineError("nobody waits for this any more")
+
+    @contextmanager
+    def passing(self) -> Iterator[None]:
+        """Use the memory in this block, for a short time.  Raises `DeadlineError` when the gate is closed."""
+        with self._changed:
+            self.check()
+            self._inside += 1
+        try:
+            yield
+        finally:
+            with self._changed:
+                self._inside -= 1
+                self._changed.notify_all()
+
+    def close(self) -> None:
+        """Let nobody pass any more, and return when nobody is inside."""
+        with self._changed:
+            self._closed = True
+            while self._inside:
+                self._changed.wait()
 
 
 def start(name: str, work: Callable[[], None]) -> threading.Thread:
@@ -50,13 +88,21 @@ def run_jobs(
     threads: int,
     arena_nbytes: int,
     budget_nbytes: int,
+    timeout_s: float | None = None,
+    what: Callable[[], str] = lambda: "the work",
+    stop: Callable[[BaseException], None] = lambda _: None,
 ) -> None:
     """Do all jobs, several at once, and return when the last is done.
 
     Each worker owns one arena of `arena_nbytes`; there are at most `threads` workers, and no more than fit in
     `budget_nbytes`.  So memory is bounded, and while one worker waits for storage the others copy and digest.
     The first error stops the others after the job in their hands, and is raised; so does an interrupt of the
-    caller.
+    caller.  `stop` is called with it, before the others are waited for: let it end jobs that would wait.
+
+    After `timeout_s` the caller waits no longer: `DeadlineError` says that `what()` did not finish, or the
+    first error is raised, if there was one.  A worker that hangs in a foreign call is left behind, and ends
+    when the call returns and its job is done; it gets no other.  `work` has to see to it (see `Gate`) that
+    nothing is touched then.
     """
     source = _Source(jobs)
 
@@ -67,9 +113,11 @@ def run_jobs(
                 work(job[0], arena)
         except BaseException as error:  # it is raised again by the caller's thread
             source.fail(error)
+            stop(error)
         finally:
             ended.set()
 
+    deadline = None if timeout_s is None else Deadline(timeout_s)
     count = max(1, min(threads, budget_nbytes // max(arena_nbytes, 1)))
     # Events, since a `Thread.join` that is interrupted takes a thread for ended that still runs.
     ends = [threading.Event() for _ in range(count)]
@@ -80,15 +128,28 @@ def run_jobs(
     try:
         for worker in workers:
             worker.start()
-        for ended in ends:
-            ended.wait()
+        in_time = _wait(ends, deadline)
     except BaseException as error:  # an interrupt: no thread may go on writing behind the caller's back
         source.fail(error)
-        for worker, ended in zip(workers, ends, strict=True):
-            if worker.ident is not None:
-                ended.wait()
+        stop(error)
+        _wait([e for worker, e in zip(workers, ends, strict=True) if worker.ident is not None], deadline)
         raise
-    for worker in workers:
-        worker.join()  # they have nothing left to do
+    if in_time:
+        for worker in workers:
+            worker.join()  # they have nothing left to do
+    else:
+        source.fail(_late(what(), timeout_s))
     if source.error is not None:
         raise source.error
+
+
+def _wait(ends: Sequence[threading.Event], deadline: Deadline | None) -> bool:
+    """Wait for all events, at most until the deadline; tell whether all came."""
+    return all(ended.wait(None if deadline is None else deadline.remaining()) for ended in ends)
+
+
+def _late(what: str, timeout_s: float | None) -> DeadlineError:
+    return DeadlineError(
+        f"{what} did not finish within {timeout_s:g} s",
+        remedy="see whether the storage answers; if it is only slow, allow more time with `timeout_s`",
+    )

@@ -2,77 +2,60 @@
 
 from __future__ import annotations
 
+import threading
 from contextlib import contextmanager
-from math import prod
-from typing import TYPE_CHECKING, Any, NamedTuple
+from functools import partial
+from typing import TYPE_CHECKING, Any
 
+import numpy as np
+
+from reknit.engine.deliver import Deliverer, Span, put, spans_of
 from reknit.engine.opening import corrupt_block
-from reknit.engine.pipeline import run_jobs
-from reknit.engine.staging import bits, contiguous_bytes, convert, deliver
-from reknit.errors import ReknitError
+from reknit.engine.pipeline import Gate, run_jobs
+from reknit.engine.repair import UNREADABLE, Repairer
+from reknit.errors import ReknitError, UsageError
 from reknit.format.checksum import BLOCK_NBYTES, digest
 from reknit.monitor.phase import Stopwatch
 from reknit.options import num_threads
 from reknit.planner.load import Granularity
-from reknit.types.box import Box, flat_range_boxes
-from reknit.types.shard import full_name
+from reknit.storage.base import Reading
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Callable, Iterable, Iterator, Sequence
 
-    import numpy as np
     from numpy.typing import NDArray
 
     from reknit.engine.arena import Arena
     from reknit.engine.opening import OpenCheckpoint
+    from reknit.errors import CorruptError
     from reknit.monitor.phase import Recorder
     from reknit.options import LoadOptions
+    from reknit.storage.base import Storage
     from reknit.types.plan import LoadPlan
 
 PIECE_NBYTES = 2 * BLOCK_NBYTES
-"""Bytes that a worker reads, checks and delivers at once."""
+"""Bytes that a worker reads, checks and delivers at once, where the storage has no wish of its own."""
 
 
-def granularity(options: LoadOptions, block_nbytes: int) -> Granularity:
-    """Return how reads are cut: on digest blocks when these are verified."""
-    size = max(PIECE_NBYTES // block_nbytes, 1) * block_nbytes
-    if options.verify == "off":
-        return Granularity(1, options.gap_nbytes, size)
-    return Granularity(block_nbytes, 0, size)
+LOCAL_DISK = Reading()
 
 
-class _Piece(NamedTuple):
-    """A row of `LoadPlan` in Python numbers; `direct` is the target where both sides are one run."""
-
-    wanted: int
-    low: int
-    high: int
-    itemsize: int
-    chunk_start: int
-    chunk_lengths: tuple[int, ...]
-    in_chunk: tuple[int, ...]
-    in_wanted: tuple[int, ...]
-    lengths: tuple[int, ...]
-    direct: NDArray[np.uint8] | None
-
-    @property
-    def is_run(self) -> bool:
-        """Tell whether the piece has no holes in its file."""
-        return self.high - self.low == prod(self.lengths) * self.itemsize
-
-
-class _Span(NamedTuple):
-    """Part of a read: `buffer` receives the file's bytes from `start` on."""
-
-    start: int
-    buffer: NDArray[np.uint8]
+def granularity(options: LoadOptions, block_nbytes: int, reading: Reading = LOCAL_DISK) -> Granularity:
+    """Return how reads are cut: on digest blocks when these are verified, else as the storage likes it."""
+    size = max(reading.piece_nbytes // block_nbytes, 1) * block_nbytes
+    if options.verify != "off":
+        return Granularity(block_nbytes, 0, size)
+    gap = reading.gap_nbytes if options.gap_nbytes is None else options.gap_nbytes
+    return Granularity(1, gap, size, reading.waste)
 
 
 class Reader:
-    """Carries out one `LoadPlan` of one rank.
+    """Carries out one `LoadPlan` of one rank; every method may run in many threads at once.
 
     `targets[w]` is the live array that wanted box `w` fills, `tensors[w]` the number of its tensor in the
-    index, `cast` holds the numbers of the boxes that are to be converted.
+    index, `cast` holds the numbers of the boxes that are to be converted.  `replicas` are other copies of the
+    checkpoint, of use with ``on_corrupt="replica"``.  `moved` is called with the bytes of each read of the
+    plan that is done, whoever read it.
     """
 
     def __init__(
@@ -83,73 +66,189 @@ class Reader:
         tensors: Sequence[int],
         cast: frozenset[int],
         options: LoadOptions,
+        *,
+        replicas: Sequence[Storage] = (),
+        moved: Callable[[int], None] = lambda _: None,
     ) -> None:
         self._checkpoint = checkpoint
         self._plan = plan
-        self._targets = targets
-        self._tensors = tensors
-        self._cast = cast
         self._options = options
-        self._bits: list[Any] = [None if w in cast else bits(target) for w, target in enumerate(targets)]
-        self._pieces = self._make_pieces()
+        self._deliverer = Deliverer(checkpoint.index, plan, targets, tensors, cast)
+        self._repairer = Repairer(checkpoint, replicas if options.on_corrupt == "replica" else ())
         self._clocks = {name: Stopwatch() for name in ("read", "verify", "deliver")}
+        self._gate = Gate()
+        self._moved = moved
+        self._lock = threading.Lock()
+        self._nbytes_read = 0
+        self._under_way: dict[int, str] = {}
 
-    def run(self, recorder: Recorder) -> None:
-        """Read everything.  After an error the targets may be partly written."""
-        size = granularity(self._options, self._checkpoint.manifest.block_nbytes).nbytes
+    @property
+    def plan(self) -> LoadPlan:
+        """What is read."""
+        return self._plan
+
+    @property
+    def cell_nbytes(self) -> int:
+        """No read of the plan crosses a multiple of this, or has more bytes."""
+        checkpoint = self._checkpoint
+        return granularity(self._options, checkpoint.manifest.block_nbytes, checkpoint.storage.reading).nbytes
+
+    def jobs(self, reads: Iterable[int]) -> Sequence[Callable[[Arena], None]]:
+        """Return the work of some reads of the plan, and of all combs: nobody else could want just these.
+
+        Each takes an arena of at least `cell_nbytes`.
+        """
+        combs = range(len(self._plan.combs.piece))
+        return [partial(self.read, r) for r in reads] + [partial(self._read_comb, c) for c in combs]
+
+    @property
+    def nbytes_read(self) -> int:
+        """Bytes that have left storage so far, replicas included."""
+        return self._nbytes_read + self._repairer.nbytes
+
+    @property
+    def repaired(self) -> list[tuple[str, int]]:
+        """Return (path, number) of each block so far that a replica replaced."""
+        return self._repairer.repaired
+
+    def run(self, recorder: Recorder, timeout_s: float | None = None) -> None:
+        """Carry out all reads of the plan, and `record` them.
+
+        After an error targets may be partly written.  After `timeout_s` it is a `DeadlineError` that names
+        the files being read, and only what the storage was already asked to read straight into a target may
+        still arrive there: that cannot be recalled.
+        """
         try:
             run_jobs(
-                range(len(self._plan.read_file)),
-                self._read,
+                self.jobs(range(len(self._plan.read_file))),
+                lambda job, arena: job(arena),
                 threads=num_threads(self._options.threads),
-                arena_nbytes=size,
+                arena_nbytes=int(
+                    max(n.max(initial=1) for n in (self._plan.read_nbytes, self._plan.combs.nbytes))
+                ),
                 budget_nbytes=self._options.inflight_nbytes,
+                timeout_s=timeout_s,
+                what=self.under_way,
             )
+        except BaseException as error:
+            self.abandon()
+            if isinstance(error, ReknitError):
+                error.sign(phase="read")
+            raise
         finally:
-            for name, clock in self._clocks.items():
-                recorder.add(name, clock.started, clock.seconds, clock.nbytes)
+            self.record(recorder)
 
-    def _make_pieces(self) -> list[_Piece]:
-        plan, index = self._plan, self._checkpoint.index
-        itemsize = [index.tensors[t].spec.itemsize for t in self._tensors]
-        ndim = [len(index.tensors[t].spec.shape) for t in self._tensors]
-        rows = zip(
-            plan.wanted.tolist(),
-            plan.low.tolist(),
-            plan.high.tolist(),
-            index.start[plan.chunk].tolist(),
-            index.lengths[plan.chunk].tolist(),
-            plan.in_chunk.tolist(),
-            plan.in_wanted.tolist(),
-            plan.lengths.tolist(),
-            strict=True,
-        )
-        pieces = []
-        for w, low, high, start, *columns in rows:
-            chunk, in_chunk, in_wanted, lengths = (tuple(column[: ndim[w]]) for column in columns)
-            piece = _Piece(w, low, high, itemsize[w], start, chunk, in_chunk, in_wanted, lengths, None)
-            if self._bits[w] is not None and piece.is_run:
-                part = self._bits[w][Box(piece.in_wanted, piece.lengths).slices()]
-                piece = piece._replace(direct=contiguous_bytes(part))
-            pieces.append(piece)
-        return pieces
+    def read(self, number: int, arena: Arena) -> None:
+        """Carry out one read: straight into targets where that can be, verified, delivered.
 
-    def _read(self, number: int, arena: Arena) -> None:
+        The arena holds at least as many bytes as the read.
+        """
+        path, start, nbytes = self._place(number)
+        scratch = arena.view(nbytes)
+        spans, indirect = spans_of(self._deliverer.pieces(number), start, scratch)
+        self._fill(path, start, spans)
+        with self._clocks["deliver"].lap(), self._gate.passing():
+            for piece in indirect:
+                self._deliverer.deliver(piece, start, scratch)
+        self._moved(nbytes)
+
+    def fetch(self, path: str, start: int, buffer: NDArray[np.uint8]) -> None:
+        """Fill `buffer` with the bytes of a file from `start` on, verified unless that is off.
+
+        To be verified they have to begin and end with digest blocks, or with the file.
+        """
+        self._fill(path, start, [Span(start, buffer)])
+
+    def deliver(self, number: int, start: int, data: NDArray[np.uint8]) -> None:
+        """Copy what read `number` is for out of `data`: the file's bytes from `start` on, at least the read.
+
+        Wherever these bytes come from, nothing is read or verified.
+        """
+        _, first, nbytes = self._place(number)
+        data = data[first - start : first - start + nbytes]
+        with self._clocks["deliver"].lap(), self._gate.passing():
+            for piece in self._deliverer.pieces(number):
+                self._deliverer.deliver(piece, first, data)
+        self._moved(nbytes)
+
+    def abandon(self) -> None:
+        """Give up: when this has returned, nothing that is still being read is delivered any more.
+
+        What the storage was already asked to read straight into a target cannot be recalled.
+        """
+        self._gate.close()
+
+    def under_way(self) -> str:
+        """Say what is being read at this moment, for an error."""
+        with self._lock:
+            files = sorted(set(self._under_way.values()))
+        return f"reading {', '.join(files) or 'files'} of {self._checkpoint.storage.url}"
+
+    def record(self, recorder: Recorder) -> None:
+        """Record the phases read, verify and deliver, each with its time in all threads and its bytes."""
+        for name, clock in self._clocks.items():
+            recorder.add(name, clock.started, clock.seconds, clock.nbytes)
+
+    def _place(self, number: int) -> tuple[str, int, int]:
+        """Return path, start and size of a read."""
         plan = self._plan
         path = self._checkpoint.index.files[plan.read_file[number]]
-        start, nbytes = int(plan.read_start[number]), int(plan.read_nbytes[number])
-        used = plan.use_piece[plan.use_first[number] : plan.use_first[number + 1]].tolist()
-        uses = [self._pieces[p] for p in used]
-        scratch = arena.view(nbytes)
-        spans, indirect = _spans(uses, start, scratch)
-        with self._clocks["read"].lap(nbytes), self._signed("read", path):
-            self._checkpoint.storage.read_into(path, start, [span.buffer.data for span in spans])
-        if self._options.verify != "off":
-            with self._clocks["verify"].lap(nbytes), self._signed("verify", path):
-                self._verify(path, spans, uses)
-        with self._clocks["deliver"].lap():
-            for piece in indirect:
-                self._deliver(piece, start, scratch)
+        return path, int(plan.read_start[number]), int(plan.read_nbytes[number])
+
+    def _read_comb(self, number: int, arena: Arena) -> None:
+        """Read runs one after another into the target, or into scratch, from where they are delivered."""
+        combs, files = self._plan.combs, self._checkpoint.index.files
+        path, run = files[combs.file[number]], int(combs.run_nbytes[number])
+        starts, direct = self._deliverer.run_starts(number), self._deliverer.direct_runs(number)
+        buffer = arena.view(len(starts) * run) if direct is None else direct
+        try:
+            with self._reading(path, len(buffer)):
+                self._checkpoint.storage.read_runs(path, starts, run, buffer.data)
+        except UNREADABLE as error:
+            if not self._repairer.able:
+                raise
+            self._reread_comb(number, path, error)
+        else:
+            if direct is None:
+                with self._clocks["deliver"].lap(), self._gate.passing():
+                    self._deliverer.deliver_runs(number, buffer)
+        self._moved(len(buffer))
+
+    def _fill(self, path: str, start: int, spans: Sequence[Span]) -> None:
+        """Read and verify the bytes of a file from `start` on, for which `spans` are laid out."""
+        nbytes = sum(len(span.buffer) for span in spans)
+        try:
+            with self._reading(path, nbytes):
+                self._checkpoint.storage.read_into(path, start, [span.buffer.data for span in spans])
+        except UNREADABLE as error:
+            if not self._repairer.able:
+                raise
+            self._reread(path, start, spans, error)
+            return
+        if self._options.verify == "off":
+            return
+        with self._clocks["verify"].lap(nbytes), self._signed("verify", path):
+            for block in self._damaged(path, start, spans):
+                damage = self._corrupt(path, block)
+                if not self._repairer.able:
+                    raise damage
+                self._put(path, block, self._repairer.replaced(path, block, damage), spans)
+
+    @contextmanager
+    def _reading(self, path: str, nbytes: int) -> Iterator[None]:
+        """Time and count a call of the storage; after it, make sure that somebody still waits."""
+        thread = threading.get_ident()
+        with self._lock:
+            self._under_way[thread] = path
+        try:
+            with self._clocks["read"].lap(nbytes), self._signed("read", path):
+                yield
+        finally:
+            with self._lock:
+                del self._under_way[thread]
+            self._gate.check()
+        with self._lock:
+            self._nbytes_read += nbytes
 
     @contextmanager
     def _signed(self, phase: str, path: str) -> Iterator[None]:
@@ -160,87 +259,50 @@ class Reader:
             error.sign(phase=phase, path=f"{self._checkpoint.storage.url}/{path}")
             raise
 
-    def _verify(self, path: str, spans: Sequence[_Span], uses: Sequence[_Piece]) -> None:
-        """Check every block of a read; reads begin and end with blocks (or the file)."""
+    def _reread(self, path: str, start: int, spans: Sequence[Span], error: ReknitError) -> None:
+        """Fill spans block by block, from replicas where need be, since reading them at once failed."""
+        self._gate.check()
+        block_nbytes = self._checkpoint.manifest.block_nbytes
+        stop = spans[-1].start + len(spans[-1].buffer)
+        for block in range(start // block_nbytes, -(-stop // block_nbytes)):
+            self._put(path, block, self._repairer.reread(path, block, error), spans)
+
+    def _reread_comb(self, number: int, path: str, error: ReknitError) -> None:
+        """Deliver a comb from the blocks around it, since reading its runs failed."""
+        combs = self._plan.combs
+        start, data = int(combs.start[number]), np.empty(int(combs.nbytes[number]), np.uint8)
+        self._reread(path, start, [Span(start, data)], error)
+        with self._clocks["deliver"].lap(), self._gate.passing():
+            self._deliverer.deliver_comb(number, start, data)
+
+    def _put(self, path: str, block: int, data: NDArray[np.uint8], spans: Sequence[Span]) -> None:
+        """Copy what spans have of a block into them."""
+        with self._gate.passing():
+            put(data, block * self._checkpoint.manifest.block_nbytes, spans)
+
+    def _damaged(self, path: str, start: int, spans: Sequence[Span]) -> Iterator[int]:
+        """Yield every block whose digest is wrong; the spans begin and end with blocks (or the file)."""
         file = self._checkpoint.files[path]
         block_nbytes = self._checkpoint.manifest.block_nbytes
+        stop = spans[-1].start + len(spans[-1].buffer) if spans else start
+        if start % block_nbytes or (stop % block_nbytes and stop != file.nbytes):
+            raise UsageError(f"bytes {start}:{stop} of {path} are no whole blocks, and cannot be verified")
         parts: dict[int, list[NDArray[np.uint8]]] = {}
-        for start, buffer in spans:
+        for begin, buffer in spans:
             position = 0
             while position < len(buffer):
-                block = (start + position) // block_nbytes
-                stop = min(len(buffer), (block + 1) * block_nbytes - start)
-                parts.setdefault(block, []).append(buffer[position:stop])
-                position = stop
+                block = (begin + position) // block_nbytes
+                end = min(len(buffer), (block + 1) * block_nbytes - begin)
+                parts.setdefault(block, []).append(buffer[position:end])
+                position = end
         for block, buffers in parts.items():
             if digest(*(buffer.data for buffer in buffers)) != file.digests[block]:
-                low, high = block * block_nbytes, (block + 1) * block_nbytes
-                names = sorted({self._name(p) for p in uses if p.low < high and p.high > low})
-                raise corrupt_block(file, block, block_nbytes, names)
+                yield block
 
-    def _name(self, piece: _Piece) -> str:
-        entry = self._checkpoint.index.tensors[self._tensors[piece.wanted]]
-        return full_name(entry.item, entry.fqn)
-
-    def _deliver(self, piece: _Piece, start: int, scratch: NDArray[np.uint8]) -> None:
-        """Copy the part of a piece that lies in `scratch`, which begins at byte `start` of the file."""
-        strides = _strides(piece.chunk_lengths, piece.itemsize)
-        if piece.low >= start and piece.high <= start + len(scratch):
-            self._copy(piece, Box(piece.in_chunk, piece.lengths), scratch[piece.low - start :], strides)
-            return
-        low = max(piece.low, start)
-        high = min(piece.high, start + len(scratch))
-        first = (low - piece.chunk_start) // piece.itemsize
-        wanted = Box(piece.in_chunk, piece.lengths)
-        for run in flat_range_boxes(piece.chunk_lengths, first, (high - low) // piece.itemsize):
-            if (box := run.intersect(wanted)) is not None:
-                at = piece.chunk_start + sum(o * s for o, s in zip(box.offsets, strides, strict=True))
-                self._copy(piece, box, scratch[at - start :], strides)
-
-    def _copy(self, piece: _Piece, box: Box, source: NDArray[np.uint8], strides: Sequence[int]) -> None:
-        """Copy a box (in the chunk's coordinates) that begins at `source` to its place in the target."""
-        # With the ellipsis, what has no dimensions stays an array.
-        place = (*box.relative_to(piece.in_chunk).shifted(piece.in_wanted).slices(), ...)
-        if piece.wanted in self._cast:
-            dtype = self._checkpoint.index.tensors[self._tensors[piece.wanted]].spec.dtype
-            convert(source, dtype, box.lengths, strides, self._targets[piece.wanted][place])
-        else:
-            deliver(source, box.lengths, strides, self._bits[piece.wanted][place])
-
-
-def _strides(lengths: Sequence[int], itemsize: int) -> tuple[int, ...]:
-    """Return row-major strides in bytes."""
-    strides = []
-    for length in reversed(lengths):
-        strides.append(itemsize)
-        itemsize *= length
-    return tuple(reversed(strides))
-
-
-def _spans(
-    uses: Sequence[_Piece], start: int, scratch: NDArray[np.uint8]
-) -> tuple[list[_Span], list[_Piece]]:
-    """Decide where each byte of a read goes, and which pieces `scratch` then has for delivery.
-
-    Bytes of a run go straight to their target.  Where two pieces want the same bytes, everything goes to
-    `scratch`.
-    """
-    stop = start + len(scratch)
-    reach = start
-    for piece in uses:
-        if max(piece.low, start) < reach:
-            return [_Span(start, scratch)], list(uses)
-        reach = min(piece.high, stop)
-    spans: list[_Span] = []
-    position = start
-    for piece in uses:
-        if piece.direct is None:
-            continue
-        low, high = max(piece.low, start), min(piece.high, stop)
-        if low > position:
-            spans.append(_Span(position, scratch[position - start : low - start]))
-        spans.append(_Span(low, piece.direct[low - piece.low : high - piece.low]))
-        position = high
-    if position < stop:
-        spans.append(_Span(position, scratch[position - start :]))
-    return spans, [piece for piece in uses if piece.direct is None]
+    def _corrupt(self, path: str, block: int) -> CorruptError:
+        """Return the error of a block whose digest is wrong."""
+        block_nbytes, files = self._checkpoint.manifest.block_nbytes, self._checkpoint.index.files
+        low = block * block_nbytes
+        names = self._deliverer.names(files.index(path), low, low + block_nbytes) if path in files else []
+        names = [self._checkpoint.told(name) for name in names]
+        return corrupt_block(self._checkpoint.files[path], block, block_nbytes, names)

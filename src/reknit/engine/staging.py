@@ -22,6 +22,11 @@ logger = logging.getLogger("reknit")
 BITS = {1: "uint8", 2: "int16", 4: "int32", 8: "int64", 16: "complex128"}
 """Name of the type in which elements of a size are moved without being looked at."""
 
+ROUNDED = frozenset(
+    ("float16", "bfloat16", "float8_e4m3fn", "float8_e5m2", "float8_e4m3fnuz", "float8_e5m2fnuz")
+)
+"""Floating-point types of less than 32 bits."""
+
 GATHER_NBYTES = 64 << 20
 """Most device memory that is taken, per device, to lay out what is not contiguous there."""
 
@@ -99,20 +104,30 @@ def deliver(source: NDArray[np.uint8], lengths: Sequence[int], strides: Sequence
 def convert(
     source: NDArray[np.uint8], dtype: str, lengths: Sequence[int], strides: Sequence[int], target: Any
 ) -> None:
-    """Copy a strided rectangle into a live array of another dtype, rounding to nearest even.
+    """Copy a strided rectangle into a live array of another dtype, rounding to nearest, ties to even.
 
-    Where `target` is a tensor torch converts, otherwise NumPy does.
+    Where `target` is a tensor torch converts, otherwise NumPy does, to the same bits for finite values.
     """
     kind = numpy_dtype(dtype)
     # np.ascontiguousarray would give one dimension to what has none.
     array = np.asarray(np.ndarray(tuple(lengths), kind, source, 0, tuple(strides)), order="C")
     if isinstance(target, np.ndarray):
-        np.copyto(target, array.astype(target.dtype))
+        np.copyto(target, _converted(array, target.dtype))
         return
     torch = sys.modules["torch"]
     raw = torch.from_numpy(array.reshape(-1).view(np.uint8).copy())
     with torch.no_grad():
         target.detach().copy_(raw.view(getattr(torch, dtype)).view(tuple(lengths)))
+
+
+def _converted(array: NDArray[Any], dtype: np.dtype[Any]) -> NDArray[Any]:
+    """Return an array in another dtype, as torch converts: to less than 32 bits by way of float32."""
+    with np.errstate(over="ignore", invalid="ignore"):  # what is too large becomes infinite, or NaN
+        if dtype.itemsize < 4 and dtype.name in ROUNDED:
+            array = array.astype(np.float32)
+            if dtype.name == "float8_e4m3fn":  # it has no infinity: the largest number stands for more
+                array = np.clip(array, -448, 448)
+        return array.astype(dtype)
 
 
 class Staging:

@@ -70,7 +70,7 @@ def stream(
     recorder = Recorder("read", path=checkpoint.storage.url)
     sizes = _file_sizes(checkpoint)
     specs = [checkpoint.index.tensors[number].spec for number in numbers]
-    cut = granularity(options, checkpoint.manifest.block_nbytes)
+    cut = granularity(options, checkpoint.manifest.block_nbytes, checkpoint.storage.reading)
     for batch in _batches(numbers, specs, nbytes):
         dtypes = [numpy_dtype(checkpoint.index.tensors[number].spec.dtype) for number, _ in batch]
         arrays = [np.empty(box.lengths, dtype) for (_, box), dtype in zip(batch, dtypes, strict=True)]

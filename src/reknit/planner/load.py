@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from math import inf
 from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
+from reknit.planner.combs import cut_blocks, cut_exactly
+from reknit.planner.strided import Pieces, concatenated, counted, runs_of
 from reknit.types.plan import LoadPlan
 
 if TYPE_CHECKING:
@@ -24,13 +27,28 @@ class Granularity(NamedTuple):
     """How reads are cut.
 
     Ranges begin and end on multiples of `align` (1 = anywhere; the digest block size when blocks are
-    verified).  Holes of up to `gap` bytes between wanted runs are read over.  A read has at most `nbytes`
-    bytes, a multiple of `align`.
+    verified).  Where they may begin anywhere, holes of up to `gap` bytes between wanted runs are read over,
+    as long as all bytes wasted so are at most `waste` times those wanted.  A read lies in one cell of
+    `nbytes` bytes of its file, a multiple of `align`.
     """
 
     align: int
     gap: int
     nbytes: int
+    waste: float = inf
+
+
+class _Ranges(NamedTuple):
+    """Byte ranges, ascending by file and start."""
+
+    file: NDArray[np.int64]
+    start: NDArray[np.int64]
+    stop: NDArray[np.int64]
+
+    @property
+    def nbytes(self) -> int:
+        """Sum of their sizes."""
+        return int((self.stop - self.start).sum())
 
 
 def plan_load(
@@ -39,30 +57,35 @@ def plan_load(
     """Return what to read so that every wanted (tensor number, box) is filled.
 
     Pure.  Box intersection gives the pieces, a piece gives its byte range in a file, and the ranges of all
-    pieces are merged and cut into reads.  `file_nbytes[k]` is the size of `index.files[k]`.
+    pieces are merged and cut into reads.  `file_nbytes[k]` is the size of `index.files[k]`.  No byte is read
+    twice, however many boxes want it.
     """
-    pieces = _split_strided(_intersections(index, wanted), index, granularity)
-    low, high = _byte_ranges(pieces, index)
-    file = index.file[pieces.chunk]
-    order = np.lexsort((high, low, file))
-    pieces = _Pieces(*(column[order] for column in pieces))
-    low, high, file = low[order], high[order], file[order]
-    reads = _reads(file, low, high, np.asarray(file_nbytes, np.int64), granularity)
-    use_first, use_piece = _uses(file, low, high, *reads)
-    return LoadPlan(*pieces, low, high, *reads, use_first, use_piece)
+    align, gap, cell_nbytes, waste = granularity
+    found = _intersections(index, wanted)
+    exact = align == 1
+    cut = cut_exactly(found, index, gap, waste, cell_nbytes) if exact else cut_blocks(found, index, align)
+    plain, ranges = _sorted(cut.plain, index)
+    combs = cut.combs
+    segments = _merged(_aligned(ranges, align, np.asarray(file_nbytes, np.int64)))
+    if exact:
+        nbytes = segments.nbytes + int((combs.num * combs.run_nbytes).sum()) - cut.nbytes_wasted
+        reach = _Ranges(combs.file, combs.start, combs.start + combs.nbytes)
+        segments = _bridged(segments, reach, granularity, waste * nbytes - cut.nbytes_wasted)
+    reads = _cells(segments, cell_nbytes)
+    toothed = runs_of(cut.toothed, index, 0, inf)
+    return LoadPlan(
+        *concatenated(plain, cut.toothed),
+        np.concatenate((ranges.start, toothed.low)),
+        np.concatenate((ranges.stop, toothed.high)),
+        reads.file,
+        reads.start,
+        reads.stop - reads.start,
+        *_uses(ranges, reads),
+        combs._replace(piece=combs.piece + len(plain.chunk)),
+    )
 
 
-class _Pieces(NamedTuple):
-    """The first five columns of `LoadPlan`."""
-
-    wanted: NDArray[np.int64]
-    chunk: NDArray[np.int64]
-    in_chunk: NDArray[np.int64]
-    in_wanted: NDArray[np.int64]
-    lengths: NDArray[np.int64]
-
-
-def _intersections(index: Index, wanted: Sequence[tuple[int, Box]]) -> _Pieces:
+def _intersections(index: Index, wanted: Sequence[tuple[int, Box]]) -> Pieces:
     """Return the common part of every wanted box and every chunk of its tensor."""
     ndim = index.offsets.shape[1]
     number = np.array([t for t, _ in wanted], np.int64)
@@ -74,8 +97,8 @@ def _intersections(index: Index, wanted: Sequence[tuple[int, Box]]) -> _Pieces:
     batches = [_batch(index, number, offsets, lengths, counts, *span) for span in _spans(counts)]
     if not batches:
         empty = np.zeros((0, ndim), np.int64)
-        return _Pieces(np.zeros(0, np.int64), np.zeros(0, np.int64), empty, empty, empty)
-    return _Pieces(*(np.concatenate(columns) for columns in zip(*batches, strict=True)))
+        return Pieces(np.zeros(0, np.int64), np.zeros(0, np.int64), empty, empty, empty)
+    return Pieces(*(np.concatenate(columns) for columns in zip(*batches, strict=True)))
 
 
 def _spans(counts: NDArray[np.int64]) -> list[tuple[int, int]]:
@@ -95,115 +118,93 @@ def _batch(
     counts: NDArray[np.int64],
     begin: int,
     end: int,
-) -> _Pieces:
+) -> Pieces:
     """Return the pieces of the wanted boxes `begin` up to `end`."""
     counts = counts[begin:end]
-    row = np.repeat(np.arange(begin, end), counts)
-    within = np.arange(len(row)) - np.repeat(np.cumsum(counts) - counts, counts)
+    row, within = counted(counts)
+    row += begin
     chunk = index.first[number[row]] + within
     low = np.maximum(offsets[row], index.offsets[chunk])
     size = np.minimum(offsets[row] + lengths[row], index.offsets[chunk] + index.lengths[chunk]) - low
     hit = (size > 0).all(axis=1)
     row, chunk, low, size = row[hit], chunk[hit], low[hit], size[hit]
-    return _Pieces(row, chunk, low - index.offsets[chunk], low - offsets[row], size)
+    return Pieces(row, chunk, low - index.offsets[chunk], low - offsets[row], size)
 
 
-def _strides(index: Index, chunk: NDArray[np.int64]) -> NDArray[np.int64]:
-    """Return the row-major byte strides of chunks."""
-    lengths = index.lengths[chunk]
-    strides = np.ones_like(lengths)
-    strides[:, :-1] = np.cumprod(lengths[:, :0:-1], axis=1)[:, ::-1]
-    itemsize = index.nbytes[chunk] // np.maximum(lengths.prod(axis=1), 1)
-    in_bytes: NDArray[np.int64] = strides * itemsize[:, None]
-    return in_bytes
+def _sorted(pieces: Pieces, index: Index) -> tuple[Pieces, _Ranges]:
+    """Return pieces ordered by where they lie, and their byte ranges."""
+    runs = runs_of(pieces, index, 0, inf)
+    file, low, high = index.file[pieces.chunk], runs.low, runs.high
+    order = np.lexsort((high, low, file))
+    return pieces.rows(order), _Ranges(file[order], low[order], high[order])
 
 
-def _split_strided(pieces: _Pieces, index: Index, granularity: Granularity) -> _Pieces:
-    """Cut pieces with large holes (a column slice, a few rows of many) into runs worth a read each."""
-    largest = max(granularity.gap, granularity.align - 1)
-    strides = _strides(index, pieces.chunk)
-    itemsize = strides[:, -1:]
-    # Bytes from the first to past the last byte of one step along dimension d, and the hole to the next step.
-    reach = ((pieces.lengths - 1) * strides)[:, ::-1].cumsum(axis=1)[:, ::-1] + itemsize
-    span = np.concatenate((reach[:, 1:], itemsize), axis=1)
-    wide = (strides - span > largest) & (pieces.lengths > 1)
-    # Everything down to the last such dimension becomes separate pieces.
-    depth = np.where(wide.any(axis=1), wide.shape[1] - wide[:, ::-1].argmax(axis=1), 0)
-    if not depth.any():
-        return pieces
-    outer = np.arange(wide.shape[1]) < depth[:, None]
-    steps = np.where(outer, pieces.lengths, 1)
-    counts = steps.prod(axis=1)
-    row = np.repeat(np.arange(len(counts)), counts)
-    flat = np.arange(len(row)) - np.repeat(np.cumsum(counts) - counts, counts)
-    shift = np.zeros((len(row), wide.shape[1]), np.int64)
-    for d in range(wide.shape[1] - 1, -1, -1):
-        flat, shift[:, d] = np.divmod(flat, steps[row, d])
-    return _Pieces(
-        pieces.wanted[row],
-        pieces.chunk[row],
-        pieces.in_chunk[row] + shift,
-        pieces.in_wanted[row] + shift,
-        np.where(outer, 1, pieces.lengths)[row],
-    )
+def _aligned(ranges: _Ranges, align: int, file_nbytes: NDArray[np.int64]) -> _Ranges:
+    """Extend ranges to multiples of `align`, or the end of the file."""
+    stop = np.minimum(-(-ranges.stop // align) * align, file_nbytes[ranges.file])
+    return _Ranges(ranges.file, ranges.start // align * align, stop)
 
 
-def _byte_ranges(pieces: _Pieces, index: Index) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-    """Return where each piece begins and ends in its file."""
-    strides = _strides(index, pieces.chunk)
-    low = index.start[pieces.chunk] + (pieces.in_chunk * strides).sum(axis=1)
-    return low, low + ((pieces.lengths - 1) * strides).sum(axis=1) + strides[:, -1]
-
-
-def _reads(
-    file: NDArray[np.int64],
-    low: NDArray[np.int64],
-    high: NDArray[np.int64],
-    file_nbytes: NDArray[np.int64],
-    granularity: Granularity,
-) -> tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.int64]]:
-    """Merge byte ranges (sorted by file and start) and cut them into reads: file, start, nbytes."""
-    if not len(file):
-        return (np.zeros(0, np.int64),) * 3
-    align = granularity.align
-    begin = low // align * align
-    end = np.minimum(-(-high // align) * align, file_nbytes[file])
+def _merged(ranges: _Ranges) -> _Ranges:
+    """Merge ranges that overlap or touch."""
+    if not len(ranges.file):
+        return ranges
     # A running maximum of ends within each file: a shift larger than any file keeps them apart.
-    shift = file * (int(file_nbytes.max()) + granularity.gap + 1)
-    furthest = np.maximum.accumulate(end + shift)
-    fresh = np.concatenate(([True], begin[1:] + shift[1:] > furthest[:-1] + granularity.gap))
-    starts = np.flatnonzero(fresh)
-    segment_file, segment_begin = file[starts], begin[starts]
-    segment_end = (furthest - shift)[np.append(starts[1:], len(file)) - 1]
-    # Cut on multiples of the read size (not from the segment's start), so that cuts stay aligned.
-    size = granularity.nbytes
-    first_cut, last_cut = segment_begin // size, -(-segment_end // size)
-    counts = last_cut - first_cut
-    row = np.repeat(np.arange(len(starts)), counts)
-    cut = first_cut[row] + np.arange(len(row)) - np.repeat(np.cumsum(counts) - counts, counts)
-    start = np.maximum(segment_begin[row], cut * size)
-    stop = np.minimum(segment_end[row], (cut + 1) * size)
-    return segment_file[row], start, stop - start
+    shift = ranges.file * (int(ranges.stop.max()) + 1)
+    reach = np.maximum.accumulate(ranges.stop + shift)
+    first = np.flatnonzero(np.concatenate(([True], ranges.start[1:] + shift[1:] > reach[:-1])))
+    last = np.append(first[1:], len(shift)) - 1
+    return _Ranges(ranges.file[first], ranges.start[first], (reach - shift)[last])
 
 
-def _uses(
-    file: NDArray[np.int64],
-    low: NDArray[np.int64],
-    high: NDArray[np.int64],
-    read_file: NDArray[np.int64],
-    read_start: NDArray[np.int64],
-    read_nbytes: NDArray[np.int64],
-) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-    """Return for every read the pieces that it touches, ordered by where they begin."""
-    if not len(file):
+def _bridged(segments: _Ranges, combs: _Ranges, granularity: Granularity, budget: float) -> _Ranges:
+    """Merge segments over gaps, the smallest first, until `budget` bytes are wasted.
+
+    A gap in which combs read is left alone, since these bytes would be read twice, and so is one that crosses
+    from cell to cell, where reads are cut anyway.
+    """
+    file, start, stop = segments
+    gap = start[1:] - stop[:-1]
+    near = (file[1:] == file[:-1]) & (gap <= granularity.gap)
+    near &= (stop[:-1] - 1) // granularity.nbytes == start[1:] // granularity.nbytes
+    near &= ~_touched(_Ranges(file[1:], stop[:-1], start[1:]), combs)
+    order = np.flatnonzero(near)
+    order = order[np.argsort(gap[order], kind="stable")]
+    bridged = np.zeros(len(gap), bool)
+    bridged[order[np.cumsum(gap[order]) <= budget]] = True
+    first = np.flatnonzero(np.concatenate(([True], ~bridged))) if len(file) else np.zeros(0, np.int64)
+    return _Ranges(file[first], start[first], stop[np.append(first[1:], len(file))[: len(first)] - 1])
+
+
+def _touched(ranges: _Ranges, combs: _Ranges) -> NDArray[np.bool_]:
+    """Tell which ranges have bytes in common with the reach of a comb."""
+    if not len(combs.file) or not len(ranges.file):
+        return np.zeros(len(ranges.file), bool)
+    order = np.lexsort((combs.start, combs.file))
+    file, start, stop = (column[order] for column in combs)
+    wide = int(max(stop.max(), ranges.stop.max())) + 1
+    reach = np.concatenate(([0], np.maximum.accumulate(stop + file * wide)))
+    begun = np.searchsorted(start + file * wide, ranges.stop + ranges.file * wide, side="left")
+    return reach[begun] > ranges.start + ranges.file * wide
+
+
+def _cells(segments: _Ranges, nbytes: int) -> _Ranges:
+    """Cut segments on multiples of `nbytes` of their files (not from where they begin): cuts stay aligned."""
+    first = segments.start // nbytes
+    row, cell = counted(-(-segments.stop // nbytes) - first)
+    cell += first[row]
+    start = np.maximum(segments.start[row], cell * nbytes)
+    return _Ranges(segments.file[row], start, np.minimum(segments.stop[row], (cell + 1) * nbytes))
+
+
+def _uses(ranges: _Ranges, reads: _Ranges) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+    """Return for every read the pieces (with these ranges) that it touches, ordered by where they begin."""
+    if not len(ranges.file):
         return np.zeros(1, np.int64), np.zeros(0, np.int64)
-    wide = int((read_start + read_nbytes).max()) + 1
-    reads_end = read_file * wide + read_start + read_nbytes
-    reads_start = read_file * wide + read_start
-    first = np.searchsorted(reads_end, file * wide + low, side="right")
-    last = np.searchsorted(reads_start, file * wide + high, side="left")
-    counts = last - first
-    piece = np.repeat(np.arange(len(file)), counts)
-    read = first[piece] + np.arange(len(piece)) - np.repeat(np.cumsum(counts) - counts, counts)
+    wide = int(reads.stop.max()) + 1
+    first = np.searchsorted(reads.file * wide + reads.stop, ranges.file * wide + ranges.start, side="right")
+    last = np.searchsorted(reads.file * wide + reads.start, ranges.file * wide + ranges.stop, side="left")
+    piece, within = counted(last - first)
+    read = first[piece] + within
     order = np.argsort(read, kind="stable")
-    return np.searchsorted(read[order], np.arange(len(read_file) + 1)), piece[order]
+    return np.searchsorted(read[order], np.arange(len(reads.file) + 1)), piece[order]

@@ -7,12 +7,28 @@ from typing import TYPE_CHECKING, NamedTuple, Protocol, runtime_checkable
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
+    import numpy as np
+    from numpy.typing import NDArray
+
 
 class Listed(NamedTuple):
     """A file that a store lists: its path relative to the store's root, and its size in bytes."""
 
     path: str
     nbytes: int
+
+
+class Reading(NamedTuple):
+    """How a store likes to be read; as it stands, a local disk.
+
+    Holes of up to `gap_nbytes` between wanted runs are read over, as long as the bytes wasted are at most
+    `waste` times those wanted; a store in which a request costs more than bytes wants both large.  One read
+    has at most about `piece_nbytes`.
+    """
+
+    gap_nbytes: int = 256 << 10
+    waste: float = 0.05
+    piece_nbytes: int = 8 << 20
 
 
 class Writer(Protocol):
@@ -44,6 +60,10 @@ class Storage(Protocol):
     def url(self) -> str:
         """Where the root is, as a user would write it."""
 
+    @property
+    def reading(self) -> Reading:
+        """How reads are best cut here."""
+
     def create(self, path: str, nbytes: int) -> Writer:
         """Start a new file of exactly `nbytes` bytes, making folders as needed.
 
@@ -70,6 +90,14 @@ class Storage(Protocol):
         """Fill the writable 1-d byte `buffers`, one after another, from byte `start` on.
 
         Raises `StorageNotFoundError`, or `StorageError` when the file ends before the buffers are full.
+        """
+
+    def read_runs(self, path: str, starts: NDArray[np.int64], nbytes: int, buffer: memoryview) -> None:
+        """Fill the writable 1-d byte `buffer` with runs of `nbytes` bytes each, one after another.
+
+        Run `k` begins at byte `starts[k]`; they ascend and do not overlap.  Made for many small runs, so it
+        pays to do little for each.  Where nothing better is to be had, `reknit.storage.runs.read_runs` does
+        it by means of `read_into`.  Raises as that does.
         """
 
     def folders(self) -> list[str]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import errno
 import os
 import stat
 import threading
@@ -12,7 +11,7 @@ from typing import TYPE_CHECKING, get_args
 
 from reknit.errors import StorageError, StorageNotFoundError, UsageError
 from reknit.options import Durability
-from reknit.storage.base import Listed
+from reknit.storage.base import Listed, Reading
 from reknit.storage.descriptors import Descriptor, ReadCache
 from reknit.storage.direct import DirectFile, start_write_back
 from reknit.storage.folders import Folders, prune, sweep, sync_folder
@@ -24,14 +23,19 @@ from reknit.storage.posix import (
     link_new,
     open_regular,
     preadv_all,
+    preadv_runs,
     pwrite_all,
     shorter,
     translated,
 )
+from reknit.storage.runs import checked_runs, near, read_runs
 from reknit.storage.space import reserve
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
+
+    import numpy as np
+    from numpy.typing import NDArray
 
 _PRUNED_TRIES = 16
 
@@ -60,6 +64,11 @@ class LocalStorage:
     def url(self) -> str:
         """The absolute path of the root."""
         return self._root
+
+    @property
+    def reading(self) -> Reading:
+        """Small holes are read over: a disk is as quick with the next bytes as with none."""
+        return Reading()
 
     def create(self, path: str, nbytes: int) -> LocalWriter:
         """Start a new file under its final name.
@@ -138,6 +147,18 @@ class LocalStorage:
             if preadv_all(fd, start, buffers) < wanted:
                 raise shorter(full, start, wanted, os.fstat(fd).st_size)
 
+    def read_runs(self, path: str, starts: NDArray[np.int64], nbytes: int, buffer: memoryview) -> None:
+        """Fill the buffer with a call for each run, or, where runs are near each other, with larger ones."""
+        out = checked_runs(starts, nbytes, buffer)
+        if not out.size or near(starts):
+            read_runs(self.read_into, path, starts, nbytes, buffer)
+            return
+        full = self._full(path)
+        with translated("read", full), self._cache.reading(full) as fd:
+            short = preadv_runs(fd, starts.tolist(), nbytes, out.reshape(-1).data)
+            if short is not None:
+                raise shorter(full, short, nbytes, os.fstat(fd).st_size)
+
     def evict(self, path: str) -> None:
         """Write back what is dirty of a file, and drop its pages from the page cache."""
         full = self._full(path)
@@ -199,11 +220,25 @@ class LocalStorage:
 
     def _open_new(self, full: str) -> int:
         """Create a file with its folders, again where a delete elsewhere has just removed an empty folder."""
+        missing = full
         for _ in range(_PRUNED_TRIES):
-            with suppress(FileNotFoundError):
+            try:
                 self._folders.make(os.path.dirname(full))
                 return os.open(full, NEW_FILE, 0o666)
-        raise FileNotFoundError(errno.ENOENT, "its folder is removed again and again", full)
+            except FileNotFoundError as error:
+                missing = error.filename
+            except OSError as error:
+                if error.filename in (None, full):
+                    raise
+                reason = f"the folder {error.filename} cannot be made: {error.strerror}"
+                raise OSError(error.errno, reason, full) from error
+        above = os.path.dirname(missing)
+        if os.path.isdir(above):  # nobody removed it: this is how the kernel's own folders say no
+            fault = f"{missing} cannot be made: {above} is there, but takes nothing new (ENOENT)"
+            raise StorageError(fault, remedy="choose a place where new folders can be made", path=missing)
+        fault = f"{missing} cannot be made: {above} is removed again and again"
+        remedy = "let only one job at a time write or clean up a checkpoint"
+        raise StorageError(fault, remedy=remedy, path=missing)
 
     def _write_whole(self, full: str, data: bytes) -> None:
         fd = self._open_new(full)

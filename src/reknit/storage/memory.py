@@ -6,12 +6,17 @@ import threading
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, ClassVar
 
+import numpy as np
+
 from reknit.errors import StorageError, StorageFullError, StorageNotFoundError, UsageError
-from reknit.storage.base import Listed
+from reknit.storage.base import Listed, Reading
 from reknit.storage.paths import check_path
+from reknit.storage.runs import checked_runs, take_runs
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
+
+    from numpy.typing import NDArray
 
 
 @dataclass
@@ -59,6 +64,11 @@ class MemoryStorage:
         """Return `mem://`, the name, and the folder."""
         return f"mem://{self._name}/{self._prefix}".rstrip("/")
 
+    @property
+    def reading(self) -> Reading:
+        """No byte is read that is not wanted: a hole is passed over for nothing."""
+        return Reading(gap_nbytes=0, waste=0.0)
+
     def create(self, path: str, nbytes: int) -> MemoryWriter:
         """Start a new file; its name is taken from now on."""
         if nbytes < 0:
@@ -99,16 +109,18 @@ class MemoryStorage:
         """Copy into the buffers."""
         if start < 0:
             raise UsageError(f"a read cannot start at byte {start}")
-        data, url = self._find(path)
-        end = start + sum(buffer.nbytes for buffer in buffers)
-        if end > max(start, data.nbytes):
-            raise StorageError(
-                f"{url} is shorter than expected: wanted bytes {start} to {end}, but it has {data.nbytes}",
-                path=url,
-            )
+        data = self._found(path, start, start + sum(buffer.nbytes for buffer in buffers))
         for buffer in buffers:
             buffer.cast("B")[:] = data[start : start + buffer.nbytes]
             start += buffer.nbytes
+
+    def read_runs(self, path: str, starts: NDArray[np.int64], nbytes: int, buffer: memoryview) -> None:
+        """Copy all runs at once."""
+        out = checked_runs(starts, nbytes, buffer)
+        last = int(starts[-1]) if len(starts) else 0
+        data = self._found(path, last, last + (nbytes if len(starts) else 0))
+        if out.size:
+            take_runs(np.frombuffer(data, np.uint8), starts, out)
 
     def delete(self, path: str) -> None:
         """Remove a file; whoever reads it at this moment still gets all of it."""
@@ -153,6 +165,16 @@ class MemoryStorage:
         if data is None:
             raise StorageNotFoundError(f"there is no file {url}", remedy="check the path", path=url)
         return data, url
+
+    def _found(self, path: str, start: int, end: int) -> memoryview:
+        """Return a file in which bytes `start` up to `end` are."""
+        data, url = self._find(path)
+        if end > max(start, data.nbytes):
+            raise StorageError(
+                f"{url} is shorter than expected: wanted bytes {start} to {end}, but it has {data.nbytes}",
+                path=url,
+            )
+        return data
 
 
 class MemoryWriter:

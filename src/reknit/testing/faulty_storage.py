@@ -14,7 +14,10 @@ from reknit.errors import DeadlineError, ReknitError, StorageError, StorageFullE
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator
 
-    from reknit.storage.base import Listed, Storage, Writer
+    import numpy as np
+    from numpy.typing import NDArray
+
+    from reknit.storage.base import Listed, Reading, Storage, Writer
 
 T = TypeVar("T")
 
@@ -108,8 +111,9 @@ def _error(fault: Fault, operation: Operation) -> ReknitError:
 class FaultyStorage:
     """Passes everything on to `inner`, counts the operations, and fails as planned.
 
-    Counted are create, write, finish, put, get, size, read_into, list, folders and delete.  To sweep an
-    action, run it with one fault at k = 1, 2, ... until `fired` stays empty: k is then beyond the last one.
+    Counted are create, write, finish, put, get, size, read_into, read_runs, list, folders and delete.  To
+    sweep an action, run it with one fault at k = 1, 2, ... until `fired` stays empty: k is then beyond the
+    last one.
     """
 
     def __init__(
@@ -139,6 +143,11 @@ class FaultyStorage:
         """Where the root of the inner store is."""
         return self._inner.url
 
+    @property
+    def reading(self) -> Reading:
+        """How reads are best cut in the inner store."""
+        return self._inner.reading
+
     def create(self, path: str, nbytes: int) -> Writer:
         """Start a new file, whose write and finish are counted as well."""
         writer = self._script.run(self._operation("create", path), lambda: self._inner.create(path, nbytes))
@@ -164,6 +173,15 @@ class FaultyStorage:
             self._operation("read_into", path),
             lambda: self._inner.read_into(path, start, buffers),
             lambda: self._inner.read_into(path, start, _first_half(buffers)),
+        )
+
+    def read_runs(self, path: str, starts: NDArray[np.int64], nbytes: int, buffer: memoryview) -> None:
+        """Fill the buffer with runs; half of them is half of the runs."""
+        half = len(starts) // 2
+        self._script.run(
+            self._operation("read_runs", path),
+            lambda: self._inner.read_runs(path, starts, nbytes, buffer),
+            lambda: self._inner.read_runs(path, starts[:half], nbytes, buffer[: half * nbytes]),
         )
 
     def delete(self, path: str) -> None:

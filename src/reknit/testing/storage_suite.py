@@ -8,6 +8,7 @@ from abc import ABC, abstractmethod
 from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING
 
+import numpy as np
 import pytest
 
 from reknit.errors import StorageError, StorageNotFoundError, UsageError
@@ -53,6 +54,13 @@ def read(storage: Storage, path: str, start: int, nbytes: int) -> bytes:
     """Read a range into one buffer."""
     buffer = bytearray(nbytes)
     storage.read_into(path, start, [memoryview(buffer)])
+    return bytes(buffer)
+
+
+def read_runs(storage: Storage, path: str, starts: list[int], nbytes: int) -> bytes:
+    """Read runs of one size into one buffer."""
+    buffer = bytearray(len(starts) * nbytes)
+    storage.read_runs(path, np.array(starts, np.int64), nbytes, memoryview(buffer))
     return bytes(buffer)
 
 
@@ -287,14 +295,20 @@ class StorageSuite(ABC):
     def test_a_missing_file_is_reported_as_missing(self, storage: Storage) -> None:
         """By every way to read, also where a folder is or a file is taken for a folder."""
         storage.put("a/b", b"1", if_absent=False)
+        looks: list[Callable[[str], bytes]] = [
+            lambda path: read(storage, path, 0, 1),
+            lambda path: read_runs(storage, path, [0, 9], 1),
+            lambda path: read_runs(storage, path, [0, 90_000], 1),
+        ]
         for path in ("nothing", "a", "a/c", "a/b/c"):
             with pytest.raises(StorageNotFoundError):
                 storage.get(path, limit=1)
             with pytest.raises(StorageNotFoundError):
                 storage.size(path)
-            with pytest.raises(StorageNotFoundError) as caught:
-                read(storage, path, 0, 1)
-            assert str(caught.value.path).endswith(path)
+            for look in looks:
+                with pytest.raises(StorageNotFoundError) as caught:
+                    look(path)
+                assert str(caught.value.path).endswith(path)
 
     @pytest.mark.parametrize(("start", "nbytes"), [(0, 101), (100, 1), (50, 51), (1000, 1)])
     def test_reading_past_the_end_is_an_error(self, storage: Storage, start: int, nbytes: int) -> None:
@@ -312,6 +326,62 @@ class StorageSuite(ABC):
         buffers = [bytearray(n) for n in sizes]
         storage.read_into("x", 10, [memoryview(buffer) for buffer in buffers])
         assert b"".join(buffers) == data[10:-10]
+
+    @pytest.mark.parametrize("nbytes", [1, 13, 300, 5000])
+    @pytest.mark.parametrize("largest_hole", [0, 7, 3000, 100_000])
+    def test_runs_come_one_after_another(self, storage: Storage, nbytes: int, largest_hole: int) -> None:
+        """With holes of one size or of many, near each other and far apart, up to the end of the file."""
+        order = random.Random(nbytes + largest_hole)
+        for holes in ([largest_hole] * 40, [order.randint(0, largest_hole) for _ in range(40)]):
+            starts = [5]
+            for hole in holes:
+                starts.append(starts[-1] + nbytes + hole)
+            data = pattern(starts[-1] + nbytes)
+            storage.delete("x")
+            self.raw_write(storage, "x", data)
+            expected = b"".join(data[start : start + nbytes] for start in starts)
+            assert read_runs(storage, "x", starts, nbytes) == expected
+
+    def test_more_runs_than_fit_in_any_buffer_of_the_store(self, storage: Storage) -> None:
+        """Many small ones, and a few whose holes are much larger than the rest."""
+        data = pattern(3 << 20)
+        self.raw_write(storage, "x", data)
+        starts = [k * 37 for k in range(30_000)] + [(2 << 20) + k for k in range(0, 900, 3)] + [len(data) - 3]
+        expected = b"".join(data[start : start + 3] for start in starts)
+        assert read_runs(storage, "x", starts, 3) == expected
+
+    def test_no_runs_and_empty_runs_are_no_special_case(self, storage: Storage) -> None:
+        """Nothing is read, but of a file that is there."""
+        self.raw_write(storage, "x", b"1")
+        assert read_runs(storage, "x", [], 7) == read_runs(storage, "x", [0, 1], 0) == b""
+        with pytest.raises(StorageNotFoundError):
+            read_runs(storage, "nothing", [], 7)
+
+    @pytest.mark.parametrize("step", [10, 50_000])
+    def test_a_run_past_the_end_is_an_error(self, storage: Storage, step: int) -> None:
+        """Whether its first byte is missing or only its last."""
+        starts = [k * step for k in range(5)]
+        storage.put("x", pattern(starts[-1] + 7), if_absent=False)
+        for nbytes in (8, 9):
+            with pytest.raises(StorageError, match=str(starts[-1] + 7)):
+                read_runs(storage, "x", starts, nbytes)
+        with pytest.raises(StorageError):
+            read_runs(storage, "x", [*starts, 10 * step], 7)
+        assert read_runs(storage, "x", starts, 7)[-7:] == pattern(starts[-1] + 7)[-7:]
+
+    def test_a_buffer_of_another_size_than_the_runs_is_refused(self, storage: Storage) -> None:
+        """As a mistake of the caller, and so are runs before the file."""
+        self.raw_write(storage, "x", pattern(100))
+        for starts, nbytes, size in (([0, 50], 10, 19), ([0, 50], 10, 21), ([-1, 50], 10, 20), ([0], -1, 1)):
+            with pytest.raises(UsageError):
+                storage.read_runs("x", np.array(starts), nbytes, memoryview(bytearray(size)))
+
+    def test_how_reads_are_best_cut_makes_sense(self, storage: Storage) -> None:
+        """The numbers are none that a planner could stumble over."""
+        reading = storage.reading
+        assert reading.gap_nbytes >= 0
+        assert reading.waste >= 0
+        assert reading.piece_nbytes >= 1
 
     def test_many_threads_read_many_files(self, storage: Storage) -> None:
         """More files than anybody would keep open, in random order."""
@@ -413,6 +483,8 @@ class StorageSuite(ABC):
             lambda: storage.get(path, limit=1),
             lambda: storage.size(path),
             lambda: storage.read_into(path, 0, []),
+            lambda: read_runs(storage, path, [], 1),
+            lambda: read_runs(storage, path, [0, 90_000], 1),
             lambda: storage.delete(path),
             lambda: storage.sub(path),
         ]

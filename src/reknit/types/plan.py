@@ -48,6 +48,25 @@ class SavePlan:
         return sum(file.nbytes for file in self.files)
 
 
+class Combs(NamedTuple):
+    """Reads that take several runs out of a range each, and leave the rest, as columns.
+
+    Comb `c` takes runs `first[c]` up to `first[c] + num[c]` (more than one) of piece `piece[c]` of the plan.
+    They have `run_nbytes[c]` bytes each, and lie in bytes `start[c]`, `nbytes[c]` of file number `file[c]`.
+
+    The runs of a piece are of one size: the outer dimensions, down to the last with large holes, are stepped
+    through in row-major order, so that runs ascend.
+    """
+
+    piece: NDArray[np.int64]
+    first: NDArray[np.int64]
+    num: NDArray[np.int64]
+    run_nbytes: NDArray[np.int64]
+    file: NDArray[np.int64]
+    start: NDArray[np.int64]
+    nbytes: NDArray[np.int64]
+
+
 @dataclass(frozen=True, slots=True)
 class LoadPlan:
     """What a rank reads, as columns.
@@ -59,7 +78,8 @@ class LoadPlan:
 
     Read `r` is the byte range `read_start[r]`, `read_nbytes[r]` of file number `read_file[r]`; it touches the
     pieces `use_piece[use_first[r]:use_first[r + 1]]`, ordered by `low`.  Reads of one file ascend and do not
-    overlap.
+    overlap.  What would be mostly holes is read by `combs` instead; ranges of these may overlap each other
+    and reads, but no byte is taken twice.
     """
 
     wanted: NDArray[np.int64]
@@ -74,8 +94,14 @@ class LoadPlan:
     read_nbytes: NDArray[np.int64]
     use_first: NDArray[np.int64]
     use_piece: NDArray[np.int64]
+    combs: Combs
 
     @property
     def nbytes(self) -> int:
         """Bytes that will be read."""
-        return int(self.read_nbytes.sum())
+        return int(self.read_nbytes.sum() + (self.combs.num * self.combs.run_nbytes).sum())
+
+    @property
+    def files(self) -> list[int]:
+        """Numbers of the files of which something is read."""
+        return sorted({*self.read_file.tolist(), *self.combs.file.tolist()})

@@ -1,0 +1,73 @@
+"""Many small runs of a file at once."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from reknit.errors import UsageError
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+
+    from numpy.typing import NDArray
+
+NEAR_NBYTES = 4096
+"""Runs that begin so near each other are read with what lies between: it is on pages that come anyway."""
+STRETCH_NBYTES = 256 << 10
+"""Bytes that are read at once to take near runs out of: they stay in the processor's cache."""
+
+
+def read_runs(
+    read_into: Callable[[str, int, list[memoryview]], None],
+    path: str,
+    starts: NDArray[np.int64],
+    nbytes: int,
+    buffer: memoryview,
+) -> None:
+    """Do what `Storage.read_runs` has to do by means of the `read_into` of a store."""
+    out = checked_runs(starts, nbytes, buffer)
+    if not out.size:
+        read_into(path, 0, [])
+    elif not near(starts):
+        for start, run in zip(starts.tolist(), out, strict=True):
+            read_into(path, start, [run.data])
+    else:
+        for begin, stretch, first, last in _stretches(starts, nbytes):
+            read_into(path, begin, [stretch.data])
+            take_runs(stretch, starts[first:last] - begin, out[first:last])
+
+
+def checked_runs(starts: NDArray[np.int64], nbytes: int, buffer: memoryview) -> NDArray[np.uint8]:
+    """Return the buffer with a row for each run.  Raises `UsageError` unless it has just their size."""
+    if nbytes < 0 or buffer.nbytes != len(starts) * nbytes:
+        raise UsageError(f"{len(starts)} runs of {nbytes} bytes do not fill a buffer of {buffer.nbytes}")
+    if len(starts) and int(starts[0]) < 0:
+        raise UsageError(f"a read cannot start at byte {int(starts[0])}")
+    return np.frombuffer(buffer, np.uint8).reshape(len(starts), nbytes)
+
+
+def near(starts: NDArray[np.int64]) -> bool:
+    """Tell whether runs begin so near each other that reading one after another gains nothing."""
+    return len(starts) > 1 and int(starts[-1]) - int(starts[0]) < NEAR_NBYTES * (len(starts) - 1)
+
+
+def take_runs(data: NDArray[np.uint8], starts: NDArray[np.int64], out: NDArray[np.uint8]) -> None:
+    """Copy the runs that begin at `starts` in `data` to the rows of `out`."""
+    windows = np.lib.stride_tricks.sliding_window_view(data, out.shape[1])
+    out[...] = windows[starts]
+
+
+def _stretches(starts: NDArray[np.int64], nbytes: int) -> Iterator[tuple[int, NDArray[np.uint8], int, int]]:
+    """Group runs: where a group begins in the file, memory for it with its holes, and its runs.
+
+    A group has at most `STRETCH_NBYTES` bytes, or is one run.
+    """
+    scratch = np.empty(max(STRETCH_NBYTES, nbytes), np.uint8)
+    first = 0
+    while first < len(starts):
+        begin = int(starts[first])
+        last = int(np.searchsorted(starts, begin + len(scratch) - nbytes, side="right"))
+        yield begin, scratch[: int(starts[last - 1]) + nbytes - begin], first, last
+        first = last

@@ -1,0 +1,342 @@
+from __future__ import annotations
+
+import random
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import ml_dtypes
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from reknit.engine.arena import Arena
+from reknit.engine.read import Reader, granularity
+from reknit.errors import CorruptError, UsageError
+from reknit.monitor.phase import Recorder
+from reknit.options import LoadOptions
+from reknit.planner.load import Granularity, plan_load
+from reknit.storage.base import Reading
+from reknit.storage.local import LocalStorage
+from reknit.types.box import Box
+from tests.engine.saved import CountingStorage, chunks_of, fresh, saved
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+    from pathlib import Path
+
+    from numpy.typing import NDArray
+
+    from reknit.engine.opening import OpenCheckpoint
+    from reknit.types.plan import LoadPlan
+
+DTYPES = ("uint8", "int16", "float32", "float64", "complex128", "bool", "bfloat16")
+BLOCK = 16
+CUTS = st.sampled_from(
+    [
+        Granularity(BLOCK, 0, BLOCK),
+        Granularity(BLOCK, 0, 4 * BLOCK),
+        Granularity(BLOCK, 0, 1 << 20),
+        Granularity(1, 0, 16, 0.0),
+        Granularity(1, 0, 1 << 20, 0.0),
+        Granularity(1, 0, 256, 0.0),
+        Granularity(1, 64, 128, 0.5),
+        Granularity(1, 64, 1 << 20, 0.05),
+        Granularity(1, 1 << 20, 96),
+    ]
+)
+
+
+class Case(NamedTuple):
+    """Arrays that are saved, wanted boxes of them (by number), and a seed for everything else."""
+
+    shapes: list[tuple[int, ...]]
+    wanted: list[tuple[int, Box]]
+    seed: int
+
+
+@st.composite
+def cases(draw: st.DrawFn) -> Case:
+    shape = st.lists(st.integers(0, 9), max_size=4).map(tuple)
+    shapes = draw(st.lists(shape, min_size=1, max_size=3))
+    wanted = []
+    for _ in range(draw(st.integers(0, 4))):
+        t = draw(st.integers(0, len(shapes) - 1))
+        offsets = tuple(draw(st.integers(0, n)) for n in shapes[t])
+        lengths = tuple(draw(st.integers(0, n - o)) for n, o in zip(shapes[t], offsets, strict=True))
+        wanted.append((t, Box(offsets, lengths)))
+    return Case(shapes, wanted, draw(st.integers(0, 1 << 30)))
+
+
+def content(shapes: Sequence[tuple[int, ...]], rng: random.Random) -> dict[str, NDArray[Any]]:
+    """Return arrays of any bit patterns."""
+    arrays = {}
+    for number, shape in enumerate(shapes):
+        dtype = np.dtype(getattr(ml_dtypes, name := rng.choice(DTYPES), name))
+        raw = np.frombuffer(rng.randbytes(int(np.prod(shape)) * dtype.itemsize), np.uint8)
+        arrays[f"t{number}"] = (raw % 2 if name == "bool" else raw).view(dtype).reshape(shape)
+    return arrays
+
+
+def part(array: NDArray[Any], box: Box) -> NDArray[Any]:
+    """Return what a box selects, as an array even where it has no dimensions."""
+    return selected(array, box.slices())
+
+
+def selected(array: NDArray[Any], slices: Sequence[slice]) -> NDArray[Any]:
+    # With the ellipsis, what has no dimensions stays an array.
+    place: tuple[Any, ...] = (*slices, ...)
+    found: NDArray[Any] = array[place]
+    return found
+
+
+def target_of(lengths: tuple[int, ...], dtype: np.dtype[Any], rng: random.Random) -> NDArray[Any]:
+    """Return memory for a box in a random order of dimensions, with random margins, or dense."""
+    order = list(range(len(lengths)))
+    if rng.random() < 0.6:
+        rng.shuffle(order)
+    margin, step = rng.choice([(0, 1), (0, 1), (1, 1), (2, 2), (0, -1)])
+    base = np.zeros([abs(step) * lengths[d] + 2 * margin for d in order], dtype)
+    inner = selected(base, [slice(margin, margin + abs(step) * lengths[d], abs(step)) for d in order])
+    if step < 0:
+        inner = selected(inner, [slice(None, None, -1) for _ in order])
+    target: NDArray[Any] = inner.transpose(np.argsort(order)) if order else inner
+    assert target.shape == lengths
+    return target
+
+
+def plan_of(checkpoint: OpenCheckpoint, wanted: Sequence[tuple[int, Box]], cut: Granularity) -> LoadPlan:
+    return plan_load(checkpoint.index, wanted, [file.nbytes for file in checkpoint.manifest.files], cut)
+
+
+def reader_of(
+    checkpoint: OpenCheckpoint,
+    wanted: Sequence[tuple[int, Box]],
+    targets: Sequence[Any],
+    cut: Granularity,
+    **more: Any,
+) -> Reader:
+    chosen: dict[str, Any] = {
+        "threads": 2,
+        "verify": "off" if cut.align == 1 else "touched",
+        **more.pop("options", {}),
+    }
+    options = LoadOptions(**chosen)
+    plan, tensors = plan_of(checkpoint, wanted, cut), [t for t, _ in wanted]
+    return Reader(checkpoint, plan, targets, tensors, more.pop("cast", frozenset()), options, **more)
+
+
+def equal(got: NDArray[Any], wanted: NDArray[Any]) -> bool:
+    """Compare bit by bit."""
+    return got.dtype == wanted.dtype and got.shape == wanted.shape and got.tobytes() == wanted.tobytes()
+
+
+@settings(max_examples=400)
+@given(cases(), CUTS)
+def test_a_box_of_anything_saved_in_any_way_arrives_in_any_memory_as_numpy_slices_it(
+    case: Case, cut: Granularity
+) -> None:
+    rng = random.Random(case.seed)
+    arrays = content(case.shapes, rng)
+    storage = fresh("read")
+    checkpoint = saved(arrays, chunks_of(list(arrays.values()), rng), storage, BLOCK, rng)
+    sources = list(arrays.values())
+    targets = [target_of(box.lengths, sources[t].dtype, rng) for t, box in case.wanted]
+    reader = reader_of(checkpoint, case.wanted, targets, cut)
+    reader.run(Recorder("load"))
+    for (t, box), target in zip(case.wanted, targets, strict=True):
+        assert equal(target, part(sources[t], box))
+    taken = storage.taken
+    assert len(taken) == len(set(taken)) == reader.nbytes_read == reader.plan.nbytes, "each byte once"
+    if cut.align == 1 and cut.waste == 0:
+        assert len(taken) == len(needed(reader.plan, checkpoint)), "and none that nobody wants"
+
+
+def needed(plan: LoadPlan, checkpoint: OpenCheckpoint) -> set[tuple[int, int]]:
+    """Return (file, byte) of all that is wanted."""
+    index = checkpoint.index
+    found = set()
+    for chunk, in_chunk, lengths in zip(plan.chunk, plan.in_chunk, plan.lengths, strict=True):
+        size = int(index.nbytes[chunk] // index.lengths[chunk].prod())
+        grid = np.indices(lengths).reshape(len(lengths), -1).T + in_chunk
+        flat = np.ravel_multi_index(tuple(grid.T), tuple(index.lengths[chunk]))
+        for start in (int(index.start[chunk]) + size * flat).tolist():
+            found |= {(int(index.file[chunk]), start + k) for k in range(size)}
+    return found
+
+
+@given(cases(), CUTS, st.sampled_from([1, 3, 64]))
+def test_bytes_that_others_have_read_are_delivered_like_those_read_here(
+    case: Case, cut: Granularity, margin: int
+) -> None:
+    rng = random.Random(case.seed)
+    arrays = content(case.shapes, rng)
+    storage = fresh("fetch")
+    checkpoint = saved(arrays, chunks_of(list(arrays.values()), rng), storage, BLOCK, rng)
+    sources = list(arrays.values())
+    targets = [target_of(box.lengths, sources[t].dtype, rng) for t, box in case.wanted]
+    reader = reader_of(checkpoint, case.wanted, targets, cut)
+    plan = reader.plan
+    for number in range(len(plan.read_file)):
+        path = checkpoint.index.files[plan.read_file[number]]
+        start, stop = int(plan.read_start[number]), int(plan.read_start[number] + plan.read_nbytes[number])
+        low = max(start - margin * cut.align, 0)
+        high = min(stop + margin * cut.align, checkpoint.files[path].nbytes)
+        data = np.empty(high - low, np.uint8)
+        reader.fetch(path, low, data)
+        reader.deliver(number, low, data)
+    for job in reader.jobs([]):
+        job(Arena(cut.nbytes))
+    for (t, box), target in zip(case.wanted, targets, strict=True):
+        assert equal(target, part(sources[t], box))
+
+
+@given(cases(), CUTS)
+def test_what_is_converted_is_what_numpy_converts(case: Case, cut: Granularity) -> None:
+    rng = random.Random(case.seed)
+    arrays = {
+        f"t{k}": np.array([rng.uniform(-9, 9) for _ in range(int(np.prod(shape)))], np.float32).reshape(shape)
+        for k, shape in enumerate(case.shapes)
+    }
+    checkpoint = saved(arrays, chunks_of(list(arrays.values()), rng), fresh("cast"), BLOCK, rng)
+    kinds = [np.dtype(rng.choice(["float64", "float32", "float16"])) for _ in case.wanted]
+    targets = [target_of(box.lengths, kind, rng) for (_, box), kind in zip(case.wanted, kinds, strict=True)]
+    cast = frozenset(n for n, kind in enumerate(kinds) if kind != np.float32)
+    reader_of(checkpoint, case.wanted, targets, cut, cast=cast).run(Recorder("load"))
+    for (t, box), target, kind in zip(case.wanted, targets, kinds, strict=True):
+        assert equal(target, part(arrays[f"t{t}"], box).astype(kind))
+
+
+@pytest.mark.parametrize("verify", ["touched", "off"])
+def test_torch_tensors_are_filled_whatever_their_strides(verify: str) -> None:
+    rng = random.Random(0)
+    array = np.arange(24 * 18, dtype=np.float32).reshape(24, 18)
+    checkpoint = saved({"w": array}, chunks_of([array], rng), fresh("torch"), BLOCK, rng)
+    cut = Granularity(1, 0, 64, 0.0) if verify == "off" else Granularity(BLOCK, 0, 64)
+    box = Box((2, 3), (20, 12))
+    targets = [
+        torch.zeros(20, 12),
+        torch.zeros(12, 20).t(),
+        torch.zeros(40, 24)[::2, 1::2],
+        torch.zeros(20, 12, dtype=torch.bfloat16),
+        torch.zeros(12, 20, dtype=torch.float64).t(),
+    ]
+    reader_of(checkpoint, [(0, box)] * 5, targets, cut, cast=frozenset({3, 4})).run(Recorder("load"))
+    expected = torch.from_numpy(array[2:22, 3:15].copy())
+    for target in targets:
+        assert torch.equal(target, expected.to(target.dtype))
+
+
+@pytest.mark.parametrize("order", [(0, 1, 2), (2, 1, 0), (1, 0, 2), (0, 2, 1)])
+@pytest.mark.parametrize("cast", [False, True])
+@pytest.mark.parametrize("cell", [128, 1000, 1 << 20])
+def test_runs_in_several_dimensions_and_many_cells_arrive(
+    order: tuple[int, int, int], cast: bool, cell: int
+) -> None:
+    array = np.arange(13 * 11 * 7, dtype=np.float32).reshape(13, 11, 7)
+    storage = fresh("runs")
+    checkpoint = saved({"w": array}, [[Box.whole(array.shape)]], storage, BLOCK, random.Random(0))
+    box = Box((1, 2, 3), (11, 8, 2))
+    dtype = np.float64 if cast else np.float32
+    target = np.zeros([box.lengths[d] for d in order], dtype).transpose(np.argsort(order))
+    reader = reader_of(
+        checkpoint,
+        [(0, box)],
+        [target],
+        Granularity(1, 0, cell, 0.0),
+        cast=frozenset({0}) if cast else frozenset(),
+    )
+    reader.run(Recorder("load"))
+    assert equal(target, part(array, box).astype(dtype))
+    assert len(reader.plan.combs.piece) > 3 or cell != 1000, "several combs of one piece"
+    assert len(storage.taken) == len(set(storage.taken)) == 11 * 8 * 2 * 4
+
+
+def test_a_column_slice_goes_straight_into_its_target_in_few_calls(tmp_path: Path) -> None:
+    calls: list[tuple[int, int]] = []
+
+    class Spying(LocalStorage):
+        def read_runs(self, path: str, starts: NDArray[np.int64], nbytes: int, buffer: memoryview) -> None:
+            calls.append((np.frombuffer(buffer, np.uint8).ctypes.data, len(starts)))
+            super().read_runs(path, starts, nbytes, buffer)
+
+    array = np.arange(4000 * 512, dtype=np.int32).reshape(4000, 512)
+    rng = random.Random(0)
+    checkpoint = saved({"w": array}, [[Box.whole(array.shape)]], Spying(tmp_path), 1 << 20, rng)
+    target = np.zeros((4000, 64), np.int32)
+    cut = granularity(LoadOptions(verify="off"), 1 << 20, checkpoint.storage.reading)
+    reader_of(checkpoint, [(0, Box((0, 128), (4000, 64)))], [target], cut).run(Recorder("load"))
+    assert np.array_equal(target, array[:, 128:192])
+    low, high = target.ctypes.data, target.ctypes.data + target.nbytes
+    assert all(low <= address < high for address, _ in calls)
+    assert len(calls) <= 2
+    assert sum(num for _, num in calls) >= 3990
+
+
+def spoilt(storage: CountingStorage, path: str, byte: int) -> None:
+    """Flip a bit of a stored file."""
+    data = bytearray(storage.get(path, limit=1 << 30))
+    data[byte] ^= 16
+    storage.put(path, bytes(data), if_absent=False)
+
+
+def test_a_damaged_block_is_named_with_its_tensors_whoever_fetches_it() -> None:
+    rng = random.Random(3)
+    arrays = {name: np.arange(200, dtype=np.uint8) for name in ("a", "b")}
+    storage = fresh("damaged")
+    checkpoint = saved(arrays, [[Box.whole((200,))]] * 2, storage, 64, rng)
+    index = checkpoint.index
+    byte = int(index.start[1]) + 100
+    path = index.files[index.file[1]]
+    spoilt(storage, path, byte)
+    target = np.zeros(200, np.uint8)
+    wanted = [(1, Box.whole((200,)))]
+    reader = reader_of(checkpoint, wanted, [target], Granularity(64, 0, 128))
+    with pytest.raises(CorruptError, match="m/b") as caught:
+        reader.run(Recorder("load"))
+    assert path in str(caught.value)
+    assert caught.value.phase == "verify"
+    whole = np.empty(checkpoint.files[path].nbytes, np.uint8)
+    with pytest.raises(CorruptError, match="m/b"):
+        reader_of(checkpoint, [], [], Granularity(64, 0, 128)).fetch(path, 0, whole)
+    reader_of(checkpoint, [], [], Granularity(1, 0, 128)).fetch(path, 0, whole)
+    assert whole.tobytes() == storage.get(path, limit=1 << 20)
+
+
+def test_bytes_that_are_no_whole_blocks_are_not_passed_off_as_verified() -> None:
+    rng = random.Random(3)
+    array = np.arange(200, dtype=np.uint8)
+    checkpoint = saved({"a": array}, [[Box.whole((200,))]], fresh("part"), 64, rng)
+    path = checkpoint.index.files[checkpoint.index.file[0]]
+    reader = reader_of(checkpoint, [], [], Granularity(64, 0, 128))
+    for start, nbytes in ((1, 63), (0, 63), (64, 65)):
+        with pytest.raises(UsageError, match="whole blocks"):
+            reader.fetch(path, start, np.empty(nbytes, np.uint8))
+    end = checkpoint.files[path].nbytes
+    reader.fetch(path, 64, np.empty(end - 64, np.uint8))
+
+
+def test_the_options_and_the_storage_say_how_reads_are_cut() -> None:
+    remote = Reading(gap_nbytes=1 << 20, waste=float("inf"), piece_nbytes=16 << 20)
+    off = LoadOptions(verify="off")
+    assert granularity(LoadOptions(), 4 << 20, remote) == Granularity(4 << 20, 0, 16 << 20)
+    assert granularity(off, 4 << 20, remote) == Granularity(1, 1 << 20, 16 << 20, float("inf"))
+    assert granularity(off, 4 << 20) == Granularity(1, 256 << 10, 8 << 20, 0.05)
+    assert granularity(LoadOptions(verify="off", gap_nbytes=0), 4 << 20, remote).gap == 0
+    assert granularity(LoadOptions(), 32 << 20).nbytes == 32 << 20, "a block is never cut"
+
+
+def test_the_phases_tell_what_was_done() -> None:
+    rng = random.Random(1)
+    array = np.arange(3000, dtype=np.int32)
+    checkpoint = saved({"a": array}, [[Box.whole((3000,))]], fresh("phases"), 64, rng)
+    recorder = Recorder("load")
+    reader = reader_of(
+        checkpoint, [(0, Box((5,), (1000,)))], [np.zeros((1000,), np.int32)], Granularity(64, 0, 128)
+    )
+    assert reader.nbytes_read == 0
+    reader.run(recorder)
+    phases = {record.phase: record for record in recorder.records}
+    assert set(phases) == {"read", "verify", "deliver"}
+    assert phases["read"].nbytes == phases["verify"].nbytes == reader.nbytes_read == reader.plan.nbytes
+    assert all(record.seconds > 0 for record in phases.values())

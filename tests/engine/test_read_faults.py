@@ -1,0 +1,308 @@
+"""A storage that stalls, fails or lies while a plan is read: what arrives, what is repaired, what is said."""
+
+from __future__ import annotations
+
+import random
+import threading
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from reknit.engine import read
+from reknit.engine.arena import Arena
+from reknit.engine.opening import check_size
+from reknit.errors import CorruptError, DeadlineError, ReknitError, StorageError, UsageError
+from reknit.format.checksum import digest
+from reknit.monitor.phase import Recorder
+from reknit.options import LoadOptions
+from reknit.planner.load import Granularity
+from reknit.testing.faulty_storage import Fault, FaultyStorage
+from reknit.types.box import Box
+from tests.engine.saved import CountingStorage, chunks_of, fresh, saved
+from tests.engine.test_read import cases, content, part, reader_of, target_of
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from reknit.engine.opening import OpenCheckpoint
+    from reknit.engine.read import Reader
+    from reknit.format.checksum import Bytes
+    from tests.engine.test_read import Case
+
+BLOCK = 64
+BLOCKS, RUNS = Granularity(BLOCK, 0, 2 * BLOCK), Granularity(1, 0, 1 << 20, 0.0)
+COLUMNS = Box((0, 3), (60, 5))
+REPAIR: dict[str, Any] = {"on_corrupt": "replica", "replicas": ("elsewhere",)}
+
+
+def matrix() -> np.ndarray[Any, np.dtype[np.int32]]:
+    return np.arange(60 * 20, dtype=np.int32).reshape(60, 20)
+
+
+def stored(name: str, seed: int = 0) -> tuple[OpenCheckpoint, CountingStorage]:
+    """Return one matrix in one chunk."""
+    storage = fresh(name)
+    checkpoint = saved({"w": matrix()}, [[Box.whole((60, 20))]], storage, BLOCK, random.Random(seed))
+    return checkpoint, storage
+
+
+def copied(storage: CountingStorage, name: str) -> CountingStorage:
+    """Return another copy of a whole store."""
+    copy = fresh(name)
+    for path, nbytes in storage.list():
+        copy.put(path, storage.get(path, limit=nbytes), if_absent=True)
+    return copy
+
+
+def spoil(storage: CountingStorage, path: str, byte: int) -> None:
+    """Flip a bit of a stored file."""
+    data = bytearray(storage.get(path, limit=1 << 30))
+    data[byte] ^= 16
+    storage.put(path, bytes(data), if_absent=False)
+
+
+def data_path(checkpoint: OpenCheckpoint) -> str:
+    return checkpoint.index.files[int(checkpoint.index.file[0])]
+
+
+@pytest.mark.parametrize(("cut", "operation"), [(BLOCKS, "read_into"), (RUNS, "read_runs")])
+@pytest.mark.parametrize("dense", [True, False])
+def test_a_storage_that_stalls_is_an_error_in_time_and_what_comes_later_is_not_delivered(
+    cut: Granularity, operation: str, dense: bool
+) -> None:
+    checkpoint, storage = stored("stalls")
+    answers = threading.Event()
+    checkpoint.storage = FaultyStorage(
+        storage, plan=[Fault("stall", 1, operation)], stall=lambda: answers.wait(60)
+    )
+    target = np.zeros((60, 5), np.int32) if dense else np.zeros((5, 60), np.int32).T
+    reader = reader_of(checkpoint, [(0, COLUMNS)], [target], cut, options={"threads": 1})
+    recorder = Recorder("load")
+    with pytest.raises(DeadlineError, match=r"did not finish within 0\.2 s") as caught:
+        reader.run(recorder, 0.2)
+    assert data_path(checkpoint) in str(caught.value)
+    assert storage.url in str(caught.value)
+    assert caught.value.phase == "read"
+    assert {record.phase for record in recorder.records} == {"read", "verify", "deliver"}
+    left = [thread for thread in threading.enumerate() if thread.name.startswith("reknit-worker")]
+    assert left
+    answers.set()
+    for thread in left:
+        thread.join(60)
+    if not (dense and cut is RUNS):  # read straight into the target, which cannot be recalled
+        assert not target.any()
+
+
+def test_what_is_abandoned_is_not_delivered_by_anybody() -> None:
+    checkpoint, _ = stored("abandoned")
+    target = np.zeros((5, 60), np.int32).T
+    reader = reader_of(checkpoint, [(0, COLUMNS)], [target], BLOCKS)
+    path, nbytes = data_path(checkpoint), checkpoint.files[data_path(checkpoint)].nbytes
+    data = np.empty(nbytes, np.uint8)
+    reader.fetch(path, 0, data)
+    reader.abandon()
+    calls: list[Callable[[], None]] = [
+        lambda: reader.deliver(0, 0, data),
+        lambda: reader.fetch(path, 0, data),
+        lambda: reader.read(0, Arena(2 * BLOCK)),
+    ]
+    for call in calls:
+        with pytest.raises(DeadlineError):
+            call()
+    assert not target.any()
+
+
+def test_what_is_abandoned_while_it_is_verified_is_not_delivered(monkeypatch: pytest.MonkeyPatch) -> None:
+    checkpoint, _ = stored("abandoned")
+    target = np.zeros((5, 60), np.int32).T
+    reader = reader_of(checkpoint, [(0, COLUMNS)], [target], BLOCKS)
+
+    def abandoning(*buffers: Bytes) -> int:
+        reader.abandon()
+        return digest(*buffers)
+
+    monkeypatch.setattr(read, "digest", abandoning)
+    with pytest.raises(DeadlineError):
+        reader.read(0, Arena(2 * BLOCK))
+    assert not target.any()
+
+
+@pytest.mark.parametrize("cut", [BLOCKS, RUNS])
+def test_after_an_error_nothing_more_is_delivered(cut: Granularity) -> None:
+    checkpoint, storage = stored("failed")
+    target = np.zeros((5, 60), np.int32).T
+    operation = "read_into" if cut is BLOCKS else "read_runs"
+    checkpoint.storage = FaultyStorage(storage, plan=[Fault("error", 1, operation)])
+    reader = reader_of(checkpoint, [(0, COLUMNS)], [target], cut)
+    with pytest.raises(StorageError, match="injected") as caught:
+        reader.run(Recorder("load"), 60)
+    assert caught.value.phase == "read"
+    for job in reader.jobs(range(len(reader.plan.read_file))):
+        with pytest.raises(DeadlineError):
+            job(Arena(1 << 20))
+    assert not target.any()
+
+
+@given(cases(), st.integers(0, 1 << 20), st.sampled_from(["flip", "lose", "cut", "error"]), st.booleans())
+def test_what_is_damaged_in_one_copy_comes_from_another(
+    case: Case, place: int, how: str, verify: bool
+) -> None:
+    rng = random.Random(case.seed)
+    arrays = content(case.shapes, rng)
+    storage = fresh("primary")
+    checkpoint = saved(arrays, chunks_of(list(arrays.values()), rng), storage, BLOCK, rng)
+    bad, good = copied(storage, "bad replica"), copied(storage, "good replica")
+    for path, nbytes in list(storage.list()):
+        byte = place % max(nbytes, 1)
+        if how == "flip" and nbytes and verify:
+            spoil(storage, path, byte)
+            spoil(bad, path, byte)
+        elif how == "lose":
+            storage.delete(path)
+            bad.delete(path)
+        elif how == "cut":
+            for copy in (storage, bad):
+                copy.put(path, copy.get(path, limit=nbytes)[:byte], if_absent=False)
+    if how == "error":
+        faults = [
+            Fault("error", 1, "read_into"),
+            Fault("short", 1, "read_runs"),
+            Fault("timeout", 2, "read_into"),
+        ]
+        checkpoint.storage = FaultyStorage(storage, plan=faults)
+    sources = list(arrays.values())
+    targets = [target_of(box.lengths, sources[t].dtype, rng) for t, box in case.wanted]
+    reader = reader_of(
+        checkpoint,
+        case.wanted,
+        targets,
+        BLOCKS if verify else rng.choice([RUNS, Granularity(1, 0, 32, 0.0)]),
+        options=REPAIR,
+        replicas=(bad, good),
+    )
+    reader.run(Recorder("load"))
+    for (t, box), target in zip(case.wanted, targets, strict=True):
+        assert target.tobytes() == part(sources[t], box).tobytes()
+    assert len(reader.repaired) >= len(set(reader.repaired))
+    if how == "lose":
+        plan, files = reader.plan, checkpoint.index.files
+        assert {path for path, _ in reader.repaired} == {files[file] for file in plan.files}
+
+
+def damaged(name: str, **more: Any) -> tuple[Reader, OpenCheckpoint, np.ndarray[Any, Any]]:
+    """Return a reader of a checkpoint whose only chunk has a damaged byte in the middle."""
+    checkpoint, storage = stored(name)
+    spoil(storage, data_path(checkpoint), int(checkpoint.index.start[0]) + 30 * 80)
+    target = np.zeros((60, 20), np.int32)
+    return reader_of(checkpoint, [(0, Box.whole((60, 20)))], [target], BLOCKS, **more), checkpoint, target
+
+
+def test_a_repaired_block_is_counted_and_told_once_a_file(caplog: pytest.LogCaptureFixture) -> None:
+    _, storage = stored("sound")
+    good = copied(storage, "good")
+    reader, checkpoint, target = damaged("broken", options=REPAIR, replicas=(good,))
+    byte = int(checkpoint.index.start[0]) + 50 * 80
+    spoil(checkpoint.storage, data_path(checkpoint), byte)  # type: ignore[arg-type]
+    reader.run(Recorder("load"))
+    assert np.array_equal(target, matrix())
+    first = (int(checkpoint.index.start[0]) + 30 * 80) // BLOCK
+    assert sorted(reader.repaired) == [(data_path(checkpoint), k) for k in (first, byte // BLOCK)]
+    assert len(good.asked) == 2
+    assert reader.nbytes_read == reader.plan.nbytes + 2 * BLOCK
+    warnings = [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
+    assert len(warnings) == 1
+    assert good.url in warnings[0]
+    assert data_path(checkpoint) in warnings[0]
+
+
+def test_where_no_copy_is_good_the_error_names_all_that_were_tried() -> None:
+    _, storage = stored("sound")
+    worse, gone = copied(storage, "worse"), fresh("gone")
+    reader, checkpoint, _ = damaged("broken", options=REPAIR, replicas=(worse, gone))
+    spoil(worse, data_path(checkpoint), int(checkpoint.index.start[0]) + 30 * 80)
+    with pytest.raises(CorruptError, match="not those that were saved") as caught:
+        reader.run(Recorder("load"))
+    assert "mem://worse (damaged as well)" in str(caught.value)
+    assert "mem://gone (there is no file" in str(caught.value)
+    assert "m/w" in str(caught.value)
+    assert reader.repaired == []
+
+
+def test_without_the_option_replicas_are_left_alone() -> None:
+    _, storage = stored("sound")
+    good = copied(storage, "good")
+    reader, _, _ = damaged("broken", replicas=(good,))
+    with pytest.raises(CorruptError):
+        reader.run(Recorder("load"))
+    assert good.asked == []
+
+
+def test_only_the_part_that_cannot_be_read_comes_from_a_replica() -> None:
+    checkpoint, storage = stored("partly")
+    good = copied(storage, "good")
+    path = data_path(checkpoint)
+    cut = int(checkpoint.index.start[0]) + 30 * 80
+    storage.put(path, storage.get(path, limit=1 << 20)[:cut], if_absent=False)
+    target = np.zeros((60, 20), np.int32)
+    whole = [(0, Box.whole((60, 20)))]
+    reader = reader_of(
+        checkpoint, whole, [target], Granularity(BLOCK, 0, 1 << 20), options=REPAIR, replicas=(good,)
+    )
+    reader.run(Recorder("load"))
+    assert np.array_equal(target, matrix())
+    last = (int(checkpoint.index.start[0]) + 4800 - 1) // BLOCK
+    assert sorted(block for _, block in reader.repaired) == list(range(cut // BLOCK, last + 1))
+
+
+def test_each_comb_that_cannot_be_read_comes_from_a_replica() -> None:
+    checkpoint, storage = stored("combs")
+    good = copied(storage, "good")
+    faults = [Fault("error", at, "read_runs") for at in (1, 3, 4)]
+    checkpoint.storage = FaultyStorage(storage, plan=faults)
+    storage.delete(data_path(checkpoint))
+    target = np.zeros(COLUMNS.lengths, np.int32)
+    cut = Granularity(1, 0, 1000, 0.0)
+    reader = reader_of(checkpoint, [(0, COLUMNS)], [target], cut, options=REPAIR, replicas=(good,))
+    assert len(reader.plan.combs.piece) > 3
+    reader.run(Recorder("load"))
+    assert np.array_equal(target, matrix()[COLUMNS.slices()])
+
+
+def test_a_missing_or_short_file_is_no_error_where_a_replica_has_it() -> None:
+    checkpoint, storage = stored("sized")
+    good, short = copied(storage, "good"), copied(storage, "short")
+    path = data_path(checkpoint)
+    file = checkpoint.files[path]
+    check_size(storage, file)
+    for copy in (storage, short):
+        copy.put(path, b"short", if_absent=False)
+    for replicas in ((), (short,), (fresh("gone"),)):
+        with pytest.raises(CorruptError, match="has 5 bytes"):
+            check_size(storage, file, replicas)
+    check_size(storage, file, (short, good))
+    storage.delete(path)
+    with pytest.raises(CorruptError, match="missing"):
+        check_size(storage, file, (short,))
+    check_size(storage, file, (short, good))
+    faulty = FaultyStorage(good, plan=[Fault("error", 1), Fault("error", 2)])
+    with pytest.raises(ReknitError, match="injected"):
+        check_size(faulty, file)
+    check_size(faulty, file, (good,))
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"on_corrupt": "repair"},
+        {"on_corrupt": "replica"},
+        {"replicas": "mem://other"},
+        {"replicas": (1,)},
+        {"gap_nbytes": -1},
+    ],
+)
+def test_options_that_make_no_sense_are_refused(wrong: dict[str, Any]) -> None:
+    with pytest.raises(UsageError):
+        LoadOptions(**wrong)
