@@ -10,11 +10,13 @@ from reknit.engine import messages
 from reknit.engine.claims import blob_files, bring, claims, compare
 from reknit.engine.coordinator import Coordinator
 from reknit.engine.outline import outline
+from reknit.engine.pipeline import start
 from reknit.engine.receipt import Setting, commit_round, receipt, write_blobs
 from reknit.engine.report import SaveReport
 from reknit.engine.staging import bits
 from reknit.engine.write import write_images
 from reknit.monitor.phase import Stopwatch
+from reknit.monitor.progress import progress
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -59,7 +61,7 @@ class _Assigned(NamedTuple):
 def save(job: SaveJob) -> SaveReport:
     """Save, and return once the checkpoint is committed; every rank does, or all raise the same error."""
     coordinator, clock = Coordinator(), Stopwatch()
-    with clock.lap():
+    with clock.lap(), progress(job.recorder, start, wanted=job.options.progress):
         # 1 what does this rank hold (local); one round for what no framework can know alone
         assigned = _assign(job, coordinator)
         # 2 plan, 3 stage and digest and write, 4 receipts up; the root commits; the outcome comes down

@@ -206,6 +206,7 @@ class _Writing:
                 file.writer.write(start, data.data)
             if not late:
                 self._digest_the_late()
+            self._recorder.advance(nbytes)
             if self._written is not None:
                 self._written(file.number, start, nbytes)
             if file.done_with(nbytes):
@@ -280,6 +281,7 @@ def write_files(
     their digests wait; what `fetch` returns must then stay as it is until this call returns.
     """
     writing = _Writing(storage, fetch, recorder, phase, written, failed, busy)
+    recorder.expect(sum(file.nbytes for file in files))
     try:
         writing.open(files)
         writing.run(tuner, budget_nbytes)

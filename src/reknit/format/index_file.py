@@ -119,6 +119,9 @@ def decode_index(data: bytes) -> Index:
         nbytes=_int64s(columns["nbytes"]),
     )
     check_index(index)
+    del columns
+    # A trainer keeps what Arrow keeps: for a million chunks that is a hundred megabytes.
+    pa.default_memory_pool().release_unused()
     return index
 
 
@@ -148,8 +151,8 @@ class _Columns:
             _lists(index.offsets[rows], ndim),
             _lists(index.lengths[rows], ndim),
             _strings(_Names(index.files, None), index.file[rows]),
-            pa.array(index.start[rows]),
-            pa.array(index.nbytes[rows]),
+            _arrow(index.start[rows]),
+            _arrow(index.nbytes[rows]),
         ]
         return pa.Table.from_arrays(columns, schema=_WRITTEN)
 
@@ -174,8 +177,8 @@ def _strings(names: _Names, rows: Ints) -> Any:
     used = np.flatnonzero(counts)
     codes = np.zeros(len(counts), dtype=np.int32)
     codes[used] = np.arange(len(used))
-    values = pa.array([names.names[number] for number in (used + lowest).tolist()], type=pa.string())
-    return pa.DictionaryArray.from_arrays(codes[numbers - lowest], values)
+    values = _texts([names.names[number] for number in (used + lowest).tolist()])
+    return pa.DictionaryArray.from_arrays(_arrow(codes[numbers - lowest]), values)
 
 
 def _lists(matrix: Ints, ndim: Ints) -> Any:
@@ -186,7 +189,31 @@ def _lists(matrix: Ints, ndim: Ints) -> Any:
     # equal widths are the common case, and ten times quicker
     values = matrix.reshape(-1) if (ndim == width).all() else matrix[np.arange(width) < ndim[:, None]]
     arrow: Any = pa.ListArray
-    return arrow.from_arrays(pa.array(ends), pa.array(values), type=_WRITTEN.field("shape").type)
+    return arrow.from_arrays(_arrow(ends), _arrow(values), type=_WRITTEN.field("shape").type)
+
+
+# pyarrow's own ways to and from NumPy first import pandas, if that is installed, which takes a while.
+
+
+def _arrow(numbers: NDArray[Any]) -> Any:
+    """Return integers as Arrow."""
+    numbers = np.ascontiguousarray(numbers)
+    kind = {4: pa.int32(), 8: pa.int64()}[numbers.itemsize]
+    return pa.Array.from_buffers(kind, len(numbers), [None, pa.py_buffer(numbers.data)])
+
+
+def _texts(values: Sequence[str]) -> Any:
+    """Return strings as Arrow."""
+    encoded = [value.encode() for value in values]
+    ends = np.zeros(len(values) + 1, dtype=np.int32)
+    np.cumsum([len(value) for value in encoded], out=ends[1:])
+    buffers = [None, pa.py_buffer(ends.data), pa.py_buffer(b"".join(encoded))]
+    return pa.Array.from_buffers(pa.string(), len(values), buffers)
+
+
+def _ints(array: Any) -> Ints:
+    """Return integers of Arrow, of which none is null, as an array that is not to be changed."""
+    return np.from_dlpack(array).astype(np.int64, copy=False)
 
 
 def _check_bounds(data: bytes) -> None:
@@ -223,7 +250,7 @@ def _numbers(column: Column) -> _Coded:
     dictionaries = [chunk.dictionary.to_pylist() for chunk in column.chunks]
     if any(name is None for names in dictionaries for name in names):
         raise CorruptError("the index has a null")
-    used = [np.unique(chunk.indices.to_numpy()) for chunk in column.chunks]
+    used = [np.unique(_ints(chunk.indices)) for chunk in column.chunks]
     names = sorted(
         {names[code] for names, codes in zip(dictionaries, used, strict=True) for code in codes.tolist()}
     )
@@ -231,13 +258,13 @@ def _numbers(column: Column) -> _Coded:
     parts = [np.zeros(0, dtype=np.int64)]
     for chunk, own in zip(column.chunks, dictionaries, strict=True):
         table = np.array([numbers.get(name, -1) for name in own], dtype=np.int64)
-        parts.append(table[chunk.indices.to_numpy()])
+        parts.append(table[_ints(chunk.indices)])
     return _Coded(names, np.concatenate(parts))
 
 
 def _int64s(column: Column) -> Ints:
-    values: Ints = column.to_numpy().astype(np.int64, copy=False)
-    return values
+    parts = [np.zeros(0, dtype=np.int64), *(_ints(chunk) for chunk in column.chunks)]
+    return parts[1] if len(parts) == 2 else np.concatenate(parts)
 
 
 def _boxes(columns: dict[str, Column]) -> tuple[Ints, Ints, Ints, Ints]:
@@ -262,8 +289,8 @@ def _boxes(columns: dict[str, Column]) -> tuple[Ints, Ints, Ints, Ints]:
 def _flat(column: Column) -> tuple[Ints, Ints]:
     """Return the length of each row's list, and the members of all of them."""
     none = np.zeros(0, dtype=np.int64)
-    counts = [np.diff(chunk.offsets.to_numpy()).astype(np.int64) for chunk in column.chunks]
+    counts = [np.diff(_ints(chunk.offsets)) for chunk in column.chunks]
     values = [chunk.flatten() for chunk in column.chunks]
     if any(part.null_count for part in values):
         raise CorruptError("the index has a null")
-    return np.concatenate([none, *counts]), np.concatenate([none, *(part.to_numpy() for part in values)])
+    return np.concatenate([none, *counts]), np.concatenate([none, *(_ints(part) for part in values)])

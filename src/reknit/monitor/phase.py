@@ -6,7 +6,7 @@ import threading
 import time
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 from reknit.errors import DeadlineError, ReknitError
 
@@ -51,9 +51,21 @@ class Running:
     nbytes: int = 0
 
 
+class Standing(NamedTuple):
+    """How far an action has come: bytes moved of those expected, seconds since the last, phases under way."""
+
+    moved: int
+    expected: int
+    idle_s: float
+    doing: tuple[str, ...]
+
+
 @dataclass
 class Recorder:
-    """Collects the phases of one action (``"save"``, ``"load"``, ...) of one rank, for the sinks."""
+    """Collects the phases of one action (``"save"``, ``"load"``, ...) of one rank, for the sinks.
+
+    It also counts the bytes that have been moved, of those that are to be; see `monitor.progress`.
+    """
 
     action: str
     rank: int = 0
@@ -62,6 +74,28 @@ class Recorder:
     sinks: tuple[Sink, ...] = ()
     records: list[PhaseRecord] = field(default_factory=list)
     _lock: threading.Lock = field(default_factory=threading.Lock, repr=False)
+    _expected: int = field(default=0, init=False, repr=False)
+    _moved: int = field(default=0, init=False, repr=False)
+    _moved_at: float = field(default_factory=time.monotonic, init=False, repr=False)
+    _doing: list[str] = field(default_factory=list, init=False, repr=False)
+
+    def expect(self, nbytes: int) -> None:
+        """Tell that so many more bytes are to be moved."""
+        with self._lock:
+            self._expected += nbytes
+            self._moved_at = time.monotonic()
+
+    def advance(self, nbytes: int) -> None:
+        """Tell that so many more bytes have been moved; from any thread."""
+        with self._lock:
+            self._moved += nbytes
+            self._moved_at = time.monotonic()
+
+    def standing(self) -> Standing:
+        """Return how far the action has come."""
+        with self._lock:
+            idle_s = time.monotonic() - self._moved_at
+            return Standing(self._moved, self._expected, idle_s, tuple(self._doing))
 
     @contextmanager
     def phase(self, name: str, *, path: str | None = None, nbytes: int = 0) -> Iterator[Running]:
@@ -69,6 +103,8 @@ class Recorder:
         running = Running(nbytes)
         started, begin = time.time(), time.perf_counter()
         outcome = "ok"
+        with self._lock:
+            self._doing.append(name)
         try:
             yield running
         except ReknitError as error:
@@ -79,6 +115,8 @@ class Recorder:
             outcome = type(error).__name__
             raise
         finally:
+            with self._lock:
+                self._doing.remove(name)
             self.add(name, started, time.perf_counter() - begin, running.nbytes, outcome, path)
 
     def add(

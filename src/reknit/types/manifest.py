@@ -9,9 +9,10 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 
 from reknit.types.box import Box
+from reknit.types.wanted import Terms
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Mapping
+    from collections.abc import Callable, Container, Iterator, Mapping
 
     from numpy.typing import NDArray
 
@@ -77,6 +78,27 @@ class Index:
             box = Box(tuple(self.offsets[row, :ndim].tolist()), tuple(self.lengths[row, :ndim].tolist()))
             yield Chunk(box, Extent(self.files[self.file[row]], int(self.start[row]), int(self.nbytes[row])))
 
+    def of_items(self, items: Container[str]) -> Index:
+        """Return the index of only the tensors of these items, and of the files in which they lie."""
+        kept = np.array([entry.item in items for entry in self.tensors], dtype=np.bool_)
+        if kept.all():
+            return self
+        tensors = tuple(entry for entry, keep in zip(self.tensors, kept.tolist(), strict=True) if keep)
+        width = max((len(entry.spec.shape) for entry in tensors), default=1) or 1
+        rows = np.flatnonzero(kept[self.tensor])
+        used = np.zeros(len(self.files), dtype=np.bool_)
+        used[self.file[rows]] = True
+        return Index(
+            tensors=tensors,
+            files=tuple(path for path, use in zip(self.files, used.tolist(), strict=True) if use),
+            tensor=(np.cumsum(kept) - 1)[self.tensor[rows]],
+            offsets=self.offsets[rows, :width],
+            lengths=self.lengths[rows, :width],
+            file=(np.cumsum(used) - 1)[self.file[rows]],
+            start=self.start[rows],
+            nbytes=self.nbytes[rows],
+        )
+
 
 @dataclass(frozen=True, slots=True)
 class FileEntry:
@@ -124,7 +146,7 @@ class Catalog:
 
     `tensors[item][fqn]` is a spec and `blobs[item][fqn]` a value that all ranks shared.  `coordinates[item]`
     are the coordinates whose ranks saved values of their own, and `own(item, coordinate)` reads those of one,
-    by fqn.
+    by fqn.  `terms` are those of the load.
     """
 
     items: tuple[str, ...]
@@ -132,3 +154,4 @@ class Catalog:
     blobs: Mapping[str, Mapping[str, Any]]
     coordinates: Mapping[str, tuple[Mapping[str, int], ...]]
     own: Callable[[str, Mapping[str, int]], Mapping[str, Any]]
+    terms: Terms = field(default_factory=Terms)

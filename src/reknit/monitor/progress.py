@@ -1,0 +1,133 @@
+"""How far has it come?  Told on rank 0 while a load or a save takes long: on a terminal, or in the log."""
+
+from __future__ import annotations
+
+import logging
+import sys
+import threading
+import time
+from collections import deque
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, NamedTuple, Protocol
+
+from reknit.monitor.progress_text import describe
+from reknit.monitor.terminal import terminal_line
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+
+    from reknit.monitor.phase import Recorder
+
+    Start = Callable[[str, Callable[[], None]], object]
+    """`engine.pipeline.start`: runs a function in a thread of the given name."""
+
+_log = logging.getLogger("reknit")
+
+
+class Intervals(NamedTuple):
+    """Seconds: how long to be quiet at first, and from one telling to the next on a terminal and in a log."""
+
+    quiet_s: float = 2.0
+    line_s: float = 0.25
+    log_s: float = 10.0
+
+
+INTERVALS = Intervals()
+_PACE_S = 10.0
+"""The speed told is that of the last so many seconds, or since the last telling where these are longer."""
+
+_LAST_S = 2.0
+"""The longest that the end waits for the last of the telling."""
+
+
+class Display(Protocol):
+    """Where the telling goes."""
+
+    @property
+    def width(self) -> int | None:
+        """The most characters that it can show, None for any number."""
+
+    def show(self, text: str) -> None:
+        """Show what is so now, in place of what was shown before or after it."""
+
+    def close(self) -> None:
+        """Leave nothing unfinished behind."""
+
+
+class _Log:
+    """Log lines."""
+
+    width = None
+
+    def show(self, text: str) -> None:
+        _log.info("%s", text)
+
+    def close(self) -> None:
+        """Do nothing: lines stay."""
+
+
+@contextmanager
+def progress(
+    recorder: Recorder, start: Start, *, wanted: bool = True, intervals: Intervals | None = None
+) -> Iterator[None]:
+    """Tell how far the action of `recorder` has come, as long as the block takes, when it takes long.
+
+    Nothing is told where it is not `wanted`, and on ranks other than 0.  When the block ends, in whatever
+    way, the terminal is as it was before.
+    """
+    if not wanted or recorder.rank != 0:
+        yield
+        return
+    over, told = threading.Event(), threading.Event()
+
+    def tell() -> None:
+        try:
+            _tell(recorder, over, intervals or INTERVALS)
+        finally:
+            told.set()
+
+    start("reknit-progress", tell)
+    try:
+        yield
+    finally:
+        over.set()
+        # Nothing should be written once the caller goes on, unless the terminal itself is held (Ctrl-S).
+        told.wait(_LAST_S)
+
+
+def _tell(recorder: Recorder, over: threading.Event, intervals: Intervals) -> None:
+    """Tell until it is over."""
+    if over.wait(intervals.quiet_s):
+        return
+    line = terminal_line(sys.stderr)
+    display: Display = line or _Log()
+    if line is None and not _log.isEnabledFor(logging.INFO):
+        return
+    pace = _Pace()
+    try:
+        while True:
+            standing = recorder.standing()
+            speed = pace.of(standing.moved)
+            display.show(describe(recorder.action, recorder.path, standing, speed, display.width))
+            if over.wait(intervals.log_s if line is None else intervals.line_s):
+                break
+        display.close()
+    except (OSError, ValueError):
+        # The terminal is gone, closed, or has no such letters: the bytes have to arrive all the same.
+        return
+
+
+class _Pace:
+    """Bytes per second, of late."""
+
+    def __init__(self) -> None:
+        self._seen: deque[tuple[float, int]] = deque()
+
+    def of(self, moved: int) -> float | None:
+        """Return the speed, given how many bytes have been moved by now; None at first."""
+        at = time.monotonic()
+        while len(self._seen) > 1 and self._seen[1][0] <= at - _PACE_S:
+            self._seen.popleft()
+        self._seen.append((at, moved))
+        (first_at, first), *_ = self._seen
+        return (moved - first) / (at - first_at) if at > first_at else None
