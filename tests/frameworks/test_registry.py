@@ -5,7 +5,7 @@ from __future__ import annotations
 import subprocess
 import sys
 from types import MappingProxyType
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import ml_dtypes
 import numpy as np
@@ -22,6 +22,9 @@ from reknit.types.dtype import ITEMSIZE
 from reknit.types.manifest import Catalog
 from reknit.types.shard import Alias, Tagged, TensorSpec
 from tests.frameworks.checkpoint import load, save
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
 
 
 class Pair(NamedTuple):
@@ -267,10 +270,11 @@ class Hidden(torch.Tensor):
 @pytest.mark.parametrize("kind", ["sparse", "meta", "masked", "lazy", "nested", "hidden", "key", "quantized"])
 def test_what_has_no_bytes_of_its_own_is_refused_with_its_place(kind: str) -> None:
     value, why = refused()[kind]
-    for look in (
+    looks: list[Callable[[], object]] = [
         lambda: collect({"item": {"deep": [value, torch.ones(1)]}}, 0, 1),
         lambda: wanted({"item": {"deep": [value, torch.ones(1)]}}, save({"item": 1}).catalog(), 0, 1),
-    ):
+    ]
+    for look in looks[:1] if kind == "meta" else looks:  # a load gives memory to what is on the meta device
         with pytest.raises(StateError, match=why) as error:
             look()
         assert "item/deep/0" in str(error.value)

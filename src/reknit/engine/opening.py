@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 from reknit.engine import messages
+from reknit.engine.renaming import Naming, Renamed, renamed
 from reknit.errors import (
     CheckpointNotFoundError,
     CorruptError,
     FormatError,
-    MismatchError,
     StorageError,
     StorageNotFoundError,
 )
@@ -21,18 +21,23 @@ from reknit.format.index_checks import check_extents
 from reknit.format.index_file import decode_index
 from reknit.format.manifest_file import MAX_MANIFEST_NBYTES, decode_manifest
 from reknit.types.manifest import Catalog
+from reknit.types.wanted import Terms
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
     from reknit.storage.base import Storage
-    from reknit.types.manifest import FileEntry, Index, Manifest
+    from reknit.types.manifest import BlobFile, FileEntry, Index, Manifest
     from reknit.types.shard import TensorSpec
 
 
 @dataclass
 class OpenCheckpoint:
-    """A checkpoint whose metadata is in memory.  `blobs[item][fqn]` are the values that all ranks share."""
+    """A checkpoint whose metadata is in memory.  `blobs[item][fqn]` are the values that all ranks share.
+
+    `index`, `blobs` and `items` have the state's names; where `renamed` is given these may differ from those
+    in the checkpoint, to which `manifest` keeps.
+    """
 
     storage: Storage
     manifest: Manifest
@@ -40,38 +45,68 @@ class OpenCheckpoint:
     blobs: Mapping[str, Mapping[str, Any]]
     items: tuple[str, ...]
     allow_pickle: bool = False
+    renamed: Renamed | None = None
     files: dict[str, FileEntry] = field(init=False)
     _own: dict[str, dict[str, Any]] = field(init=False, default_factory=dict)
 
     def __post_init__(self) -> None:
         self.files = {file.path: file for file in self.manifest.files}
 
-    def catalog(self) -> Catalog:
-        """Return what the opened items offer."""
+    @property
+    def stored(self) -> Mapping[str, str]:
+        """The names in the checkpoint of what has another one in the state."""
+        return {} if self.renamed is None else self.renamed.stored
+
+    def told(self, name: str) -> str:
+        """Return a name of the state with the one that it has in the checkpoint, where that differs."""
+        return f"{name} (there {self.stored[name]})" if name in self.stored else name
+
+    @property
+    def offered(self) -> tuple[str, ...]:
+        """All items that the checkpoint has, opened or not."""
+        return self.manifest.items if self.renamed is None else self.renamed.items
+
+    def catalog(self, terms: Terms | None = None) -> Catalog:
+        """Return what the opened items offer to a load on these terms."""
         tensors: dict[str, dict[str, TensorSpec]] = {item: {} for item in self.items}
         for entry in self.index.tensors:
             if entry.item in tensors:
                 tensors[entry.item][entry.fqn] = entry.spec
-        own: dict[str, list[Mapping[str, int]]] = {item: [] for item in self.items}
-        for file in self.manifest.blobs:
-            if file.coordinate is not None and file.item in own:
-                own[file.item].append(file.coordinate)
-        coordinates = {item: tuple(places) for item, places in own.items()}
-        return Catalog(self.items, tensors, self.blobs, coordinates, self.own)
+        coordinates = {
+            item: tuple(
+                dict(place) for place in dict.fromkeys(_place(file) for file in self._own_files(item))
+            )
+            for item in self.items
+        }
+        return Catalog(self.items, tensors, self.blobs, coordinates, self.own, terms or Terms())
+
+    def of_items(self, items: Sequence[str]) -> OpenCheckpoint:
+        """Return what a rank holds that wants only these items."""
+        index = self.index.of_items(frozenset(items))
+        blobs = {item: values if item in items else {} for item, values in self.blobs.items()}
+        return replace(self, index=index, blobs=blobs, items=tuple(items))
 
     def own(self, item: str, coordinate: Mapping[str, int]) -> dict[str, Any]:
         """Read the values that the rank with this coordinate saved for itself; maybe none."""
-        for file in self.manifest.blobs:
-            if (
-                file.item == item
-                and file.coordinate is not None
-                and dict(file.coordinate) == dict(coordinate)
-            ):
+        found: dict[str, Any] = {}
+        for file in self._own_files(item):
+            if file.coordinate is not None and dict(file.coordinate) == dict(coordinate):
                 if file.path not in self._own:
                     data = read_checked(self.storage, self.files[file.path], self.manifest.block_nbytes)
                     self._own[file.path] = decode_blobs(data, allow_pickle=self.allow_pickle)
-                return self._own[file.path]
-        return {}
+                values = self._own[file.path]
+                found |= self.renamed.own(item, file.item, values) if self.renamed else values
+        return found
+
+    def _own_files(self, item: str) -> list[BlobFile]:
+        """Return the files in which ranks saved values of their own for an item."""
+        items = (item,) if self.renamed is None else self.renamed.sources.get(item, ())
+        return [file for file in self.manifest.blobs if file.coordinate is not None and file.item in items]
+
+
+def _place(file: BlobFile) -> tuple[tuple[str, int], ...]:
+    """Return a coordinate as something to be compared."""
+    return tuple(sorted((file.coordinate or {}).items()))
 
 
 def read_opened(storage: Storage, items: Sequence[str] | None) -> messages.Opened:
@@ -85,29 +120,21 @@ def read_opened(storage: Storage, items: Sequence[str] | None) -> messages.Opene
         if blob.coordinate is None and (items is None or blob.item in items)
     }
     index = read_checked(storage, files[manifest.index_path], manifest.block_nbytes)
-    return messages.Opened(data, index, blobs, list(manifest.items if items is None else items))
-
-
-def read_for_all(storage: Storage, wanted: Sequence[messages.Items]) -> messages.Opened:
-    """Read what all ranks want.  Raises `MismatchError` for an item that is not there but is needed."""
-    items = list(dict.fromkeys(item for rank in wanted for item in rank.names))
-    optional = {item for rank in wanted for item in rank.optional}
-    message = read_opened(storage, items)
-    manifest = decode_manifest(message.manifest)
-    if absent := [item for item in items if item not in manifest.items and item not in optional]:
-        raise MismatchError(
-            f"the checkpoint has no item {', '.join(map(repr, absent))}",
-            path=storage.url,
-            remedy=f"its items are {', '.join(map(repr, manifest.items))}; leave the others out of `state`, "
-            "or name those to load in `items`",
-        )
-    return message
+    return messages.Opened(data, index, blobs)
 
 
 def opened(
-    storage: Storage, message: messages.Opened, items: Sequence[str] | None, *, allow_pickle: bool
+    storage: Storage,
+    message: messages.Opened,
+    items: Sequence[str] | None,
+    *,
+    allow_pickle: bool,
+    naming: Naming | None = None,
 ) -> OpenCheckpoint:
-    """Decode what `read_opened` read, and offer `items` of it (None: all)."""
+    """Decode what `read_opened` read, or the root's part of it, and offer `items` of it (None: all).
+
+    With `naming`, for which everything must have been read, the state's names are given here, once.
+    """
     manifest = decode_manifest(message.manifest)
     wanted = manifest.items if items is None else tuple(items)
     blobs: dict[str, dict[str, Any]] = {item: {} for item in (*manifest.items, *wanted)}
@@ -116,7 +143,23 @@ def opened(
             blobs[file.item].update(decode_blobs(message.blobs[file.path], allow_pickle=allow_pickle))
     index = decode_index(message.index)
     check_extents(index, {file.path: file.nbytes for file in manifest.files})
-    return OpenCheckpoint(storage, manifest, index, blobs, wanted, allow_pickle)
+    whole = OpenCheckpoint(storage, manifest, index, blobs, wanted, allow_pickle)
+    return whole if naming is None else _renamed(whole, naming, items)
+
+
+def _renamed(whole: OpenCheckpoint, naming: Naming, items: Sequence[str] | None) -> OpenCheckpoint:
+    """Return a checkpoint under the state's names."""
+    own: dict[tuple[str, str], None] = {}
+    seen: set[tuple[str, frozenset[str]]] = set()
+    for file in whole.manifest.blobs:
+        # Ranks' own values have the same names on all ranks: those of one rank are looked at.
+        if file.coordinate is not None and (kind := (file.item, frozenset(file.coordinate))) not in seen:
+            seen.add(kind)
+            own.update(dict.fromkeys((file.item, fqn) for fqn in whole.own(file.item, file.coordinate)))
+    names = renamed(naming, whole.manifest.items, whole.index, whole.blobs, own)
+    wanted = names.items if items is None else tuple(items)
+    blobs = {item: names.blobs.get(item, {}) for item in (*names.items, *wanted)}
+    return replace(whole, index=names.index, blobs=blobs, items=wanted, renamed=names)
 
 
 def _decoded(data: bytes, storage: Storage) -> Manifest:
@@ -173,8 +216,26 @@ def read_checked(storage: Storage, file: FileEntry, block_nbytes: int) -> bytes:
     return bytes(buffer)
 
 
-def check_size(storage: Storage, file: FileEntry) -> None:
-    """Raise `CorruptError` when a file is missing or has another size than the manifest says."""
+def check_size(storage: Storage, file: FileEntry, replicas: Sequence[Storage] = ()) -> None:
+    """Raise `CorruptError` when a file is missing or has another size than the manifest says.
+
+    That is no error, nor is a store that cannot tell, where one of `replicas` has the file in its right size.
+    """
+    try:
+        _check_own_size(storage, file)
+    except (CorruptError, StorageError):
+        if not any(_has(replica, file) for replica in replicas):
+            raise
+
+
+def _has(storage: Storage, file: FileEntry) -> bool:
+    try:
+        return storage.size(file.path) == file.nbytes
+    except StorageError:
+        return False  # whatever is wrong there, it is no replacement
+
+
+def _check_own_size(storage: Storage, file: FileEntry) -> None:
     try:
         found = storage.size(file.path)
     except StorageNotFoundError:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
@@ -11,7 +11,7 @@ from reknit.engine.opening import check_blocks, check_size, read_checked, read_m
 from reknit.engine.pipeline import run_jobs
 from reknit.engine.read import PIECE_NBYTES
 from reknit.engine.report import VerifyReport
-from reknit.errors import FormatError, StorageError
+from reknit.errors import CorruptError, FormatError, ReknitError, StorageError
 from reknit.format.blob_codec import decode_blobs
 from reknit.format.data_file import data_start, decode_header
 from reknit.format.index_checks import check_extents
@@ -22,9 +22,10 @@ from reknit.planner.tiling import untiled
 from reknit.types.shard import full_name
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Iterable, Sequence
 
     from reknit.engine.arena import Arena
+    from reknit.engine.opening import OpenCheckpoint
     from reknit.options import LoadOptions
     from reknit.storage.base import Storage
     from reknit.types.manifest import FileEntry, Index, Manifest
@@ -111,28 +112,111 @@ def _check_data(
     storage: Storage, manifest: Manifest, sound: list[FileEntry], options: LoadOptions, problems: list[str]
 ) -> int:
     """Compare the digest of every block of every file; return the bytes read."""
-    block = manifest.block_nbytes
-    size = max(PIECE_NBYTES // block, 1) * block
+    size = _piece_nbytes(manifest.block_nbytes)
+    pieces = [
+        _Piece(file, start, min(size, file.nbytes - start))
+        for file in sound
+        for start in range(0, file.nbytes, size)
+    ]
+    found = _check_pieces(storage, manifest.block_nbytes, pieces, options, (FormatError, StorageError))
+    problems += [
+        error.message if path in error.message else f"{path}: {error.message}" for path, error in found
+    ]
+    return sum(file.nbytes for file in sound)
+
+
+def check_sizes(storage: Storage, files: Iterable[FileEntry], replicas: Sequence[Storage] = ()) -> list[str]:
+    """Say which files are missing or have another size than the manifest says, on `replicas` too."""
+    found = []
+    for file in files:
+        try:
+            check_size(storage, file, replicas)
+        except CorruptError as error:
+            found.append(error.message)
+    return found
+
+
+def check_all(checkpoint: OpenCheckpoint, rank: int, size: int, options: LoadOptions) -> list[str]:
+    """Check this rank's share of every byte of a checkpoint, and say what is damaged, once for each file.
+
+    The files are laid end to end, in the manifest's order, and cut into `size` shares; a block belongs to the
+    share in which it begins.  Every rank needs the whole manifest.  Raises `StorageError` where a file cannot
+    be read.
+    """
+    manifest = checkpoint.manifest
+    pieces = _share(manifest.files, rank, size, manifest.block_nbytes)
+    damage: dict[str, list[str]] = {}
+    for file in {piece.file.path: piece.file for piece in pieces}.values():
+        if wrong := check_sizes(checkpoint.storage, [file]):
+            damage[file.path] = wrong
+    readable = [piece for piece in pieces if piece.nbytes and piece.file.path not in damage]
+    found = _check_pieces(checkpoint.storage, manifest.block_nbytes, readable, options, FormatError)
+    for path, error in found:
+        damage.setdefault(path, []).append(error.message)
+    told = []
+    for path in sorted(damage):
+        first, *others = damage[path]
+        told.append(f"{first}, and {len(others)} more places of this file" if others else first)
+    return told
+
+
+class _Piece(NamedTuple):
+    """Bytes of a file that are checked at once; they begin with a block, and end with one or the file."""
+
+    file: FileEntry
+    start: int
+    nbytes: int
+
+
+def _piece_nbytes(block_nbytes: int) -> int:
+    return max(PIECE_NBYTES // block_nbytes, 1) * block_nbytes
+
+
+def _share(files: Sequence[FileEntry], rank: int, size: int, block_nbytes: int) -> list[_Piece]:
+    """Return what one of `size` ranks checks; an empty file is an empty piece of somebody's share."""
+    total = sum(file.nbytes for file in files)
+    low, high = total * rank // size, total * (rank + 1) // size
+    if rank == size - 1:
+        high += 1  # an empty file at the very end is somebody's too
+    most = _piece_nbytes(block_nbytes)
+    pieces, at = [], 0
+    for file in files:
+        # The first blocks that begin at or after the two ends of the share.
+        first = max(-(-(low - at) // block_nbytes), 0) * block_nbytes
+        stop = min(max(-(-(high - at) // block_nbytes), 0) * block_nbytes, file.nbytes)
+        pieces += [_Piece(file, start, min(most, stop - start)) for start in range(first, stop, most)]
+        if not file.nbytes and low <= at < high:
+            pieces.append(_Piece(file, 0, 0))
+        at += file.nbytes
+    return pieces
+
+
+def _check_pieces(
+    storage: Storage,
+    block_nbytes: int,
+    pieces: Sequence[_Piece],
+    options: LoadOptions,
+    kinds: type[ReknitError] | tuple[type[ReknitError], ...],
+) -> list[tuple[str, ReknitError]]:
+    """Compare digests of blocks; return the path and the error of each piece that has one of these kinds."""
+    found: list[tuple[int, str, ReknitError]] = []
     lock = threading.Lock()
 
-    def work(job: tuple[FileEntry, int], arena: Arena) -> None:
-        file, start = job
-        piece = arena.view(min(size, file.nbytes - start)).data
+    def work(number: int, arena: Arena) -> None:
+        file, start, nbytes = pieces[number]
+        data = arena.view(nbytes).data
         try:
-            storage.read_into(file.path, start, [piece])
-            check_blocks(file, start, piece, block)
-        except (FormatError, StorageError) as error:
+            storage.read_into(file.path, start, [data])
+            check_blocks(file, start, data, block_nbytes)
+        except kinds as error:
             with lock:
-                problems.append(
-                    error.message if file.path in error.message else f"{file.path}: {error.message}"
-                )
+                found.append((number, file.path, error))
 
-    jobs = ((file, start) for file in sound for start in range(0, file.nbytes, size))
     run_jobs(
-        jobs,
+        range(len(pieces)),
         work,
         threads=num_threads(options.threads),
-        arena_nbytes=size,
+        arena_nbytes=_piece_nbytes(block_nbytes),
         budget_nbytes=options.inflight_nbytes,
     )
-    return sum(file.nbytes for file in sound)
+    return [(path, error) for _, path, error in sorted(found, key=lambda each: each[0])]

@@ -1,22 +1,48 @@
-"""Fresh arrays to read into, in the library that the caller asks for."""
+"""Fresh arrays to read into, in the library and layout that the caller asks for, and values beside them."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
 from reknit.errors import MissingExtraError, UsageError
+from reknit.frameworks import tree
+from reknit.frameworks.neutral import from_neutral
+from reknit.frameworks.walk import Place
+from reknit.types.box import Box
 from reknit.types.dtype import numpy_dtype
+from reknit.types.shard import Tagged, TensorSpec, full_name
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
 
+class Fresh(NamedTuple):
+    """A new tensor, and the boxes of it that this rank holds, each with its memory."""
+
+    tensor: Any
+    parts: tuple[tuple[Box, Any], ...]
+
+
 def empty(lengths: Sequence[int], dtype: str, framework: str) -> Any:
     """Return an uninitialised array on the CPU; `framework` is ``"numpy"`` or ``"torch"``."""
+    return fresh("", "", TensorSpec(tuple(lengths), dtype), framework, None, None).tensor
+
+
+def fresh(item: str, fqn: str, spec: TensorSpec, framework: str, device: Any, sharding: Any) -> Fresh:
+    """Return an uninitialised tensor on a device, or this rank's part of one that is cut by `sharding`.
+
+    `sharding` is as for `reknit.Checkpoint.read_all`.  Raises `UsageError` for what a framework cannot do.
+    """
     if framework == "numpy":
-        return np.empty(tuple(lengths), numpy_dtype(dtype))
+        if sharding is not None or (device is not None and str(device) != "cpu"):
+            raise UsageError(
+                "NumPy arrays are whole and in host memory: device and sharding are for framework='torch'"
+            )
+        array = np.empty(spec.shape, numpy_dtype(spec.dtype))
+        return Fresh(array, ((Box.whole(spec.shape), array),))
     if framework != "torch":
         raise UsageError(f"framework is 'numpy' or 'torch', not {framework!r}")
     try:
@@ -25,4 +51,60 @@ def empty(lengths: Sequence[int], dtype: str, framework: str) -> Any:
         raise MissingExtraError(
             "torch is not installed", remedy="pip install 'reknit[torch]', or read with framework='numpy'"
         ) from error
-    return torch.empty(tuple(lengths), dtype=getattr(torch, dtype))
+    layout = _layout(full_name(item, fqn), spec, sharding)
+    if layout is not None:
+        return _cut(Place(item, fqn), spec, device, *layout)
+    # Without a device a tensor would go where torch.set_default_device says, which may be nowhere (meta).
+    tensor = torch.empty(spec.shape, dtype=getattr(torch, spec.dtype), device=device or "cpu")
+    return Fresh(tensor, ((Box.whole(spec.shape), tensor),))
+
+
+def _layout(name: str, spec: TensorSpec, sharding: Any) -> tuple[Any, Any] | None:
+    """Return mesh and placements of a tensor, or None for one that is whole and plain."""
+    if isinstance(sharding, Mapping):
+        sharding = sharding.get(name)
+    elif callable(sharding):
+        sharding = sharding(name, spec.shape)
+    if sharding is None:
+        return None
+    if not isinstance(sharding, tuple) or len(sharding) != 2 or not hasattr(sharding[0], "get_coordinate"):
+        raise UsageError(
+            f"the sharding of {name} is {sharding!r}, which is no pair of a device mesh and its placements",
+            remedy="pass (mesh, placements), or a mapping or function from names to such pairs",
+        )
+    return sharding
+
+
+def _cut(place: Place, spec: TensorSpec, device: Any, mesh: Any, placements: Any) -> Fresh:
+    """Return a DTensor without values, and what this rank holds of it."""
+    import torch
+    from torch.distributed.tensor import Replicate
+    from torch.distributed.tensor import empty as empty_dtensor
+
+    from reknit.frameworks import dtensor
+
+    if device is not None and torch.device(device).type != mesh.device_type:
+        raise UsageError(f"{place} is to be on {device}, and its mesh is one of {mesh.device_type}")
+    ndim = len(spec.shape)
+    # One sharding serves all tensors, also those (a bias, a counter) that lack a dimension which it cuts.
+    lacking = [p.is_shard() and not -ndim <= p.dim < ndim for p in placements]
+    fitting = [Replicate() if lacks else p for lacks, p in zip(lacking, placements, strict=True)]
+    dtype = getattr(torch, spec.dtype)
+    tensor = empty_dtensor(spec.shape, dtype=dtype, device_mesh=mesh, placements=fitting)
+    with torch.no_grad():
+        return Fresh(tensor, dtensor.parts(tensor, tensor.to_local(), place))
+
+
+def live(value: Any, fqn: str, tensors: Mapping[str, Any]) -> Any:
+    """Return a saved value in the types that it had, with the tensors of its item, by fqn, that it refers to.
+
+    The record of an object with a `state_dict` so becomes the whole of what `load_state_dict` takes.
+    """
+    base = fqn.removesuffix(tree.SKELETON).rstrip("/") if fqn.endswith(tree.SKELETON) else fqn
+
+    def put(path: tree.Path, leaf: Any) -> Any:
+        if isinstance(leaf, Tagged) and leaf.tag == "tensor" and isinstance(leaf.value, dict):
+            return tensors.get(tree.join(base, str(leaf.value.get("path"))), leaf)
+        return tree.DESCEND
+
+    return tree.map_leaves(from_neutral(value), put)

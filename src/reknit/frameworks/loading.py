@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from fnmatch import fnmatchcase
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from reknit.frameworks.base import Wanted
 from reknit.frameworks.neutral import from_neutral
 from reknit.frameworks.walk import Walk
+from reknit.types.dtype import converts
 from reknit.types.manifest import Catalog
-from reknit.types.shard import Shard
+from reknit.types.shard import Shard, full_name
+from reknit.types.wanted import matches
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Hashable, Mapping
@@ -30,9 +33,10 @@ class Found(NamedTuple):
 
 @dataclass
 class _Request:
-    """Memory to fill, under all the names that the target has for it."""
+    """Memory to fill, under all the names that the target has for it; `resize`: also from another shape."""
 
     view: View
+    resize: bool = False
     places: list[Place] = field(default_factory=list)
 
 
@@ -49,6 +53,8 @@ class Loading(Walk):
     _actions: list[Callable[[], None]] = field(default_factory=list)
     _requests: dict[Hashable, _Request] = field(default_factory=dict)
     _own: dict[tuple[str, frozenset[tuple[str, int]]], Mapping[str, Any]] = field(default_factory=dict)
+    _resizable: list[Entry] = field(default_factory=list)
+    _used: set[str] = field(default_factory=set)
 
     def visit(self, value: Any, place: Place, assign: Assign) -> None:
         """Ask for what a value needs, whatever it is."""
@@ -62,18 +68,36 @@ class Loading(Walk):
         """Return the spec of the tensor that was saved here, if one was."""
         return self.catalog.tensors.get(place.item, {}).get(place.fqn)
 
+    def takes(self, place: Place) -> bool:
+        """Tell whether what has this name is to be loaded; if not, it is to be left as it is."""
+        terms = self.catalog.terms
+        if not terms.only:
+            return True
+        name = full_name(place.item, place.fqn)
+        used = [pattern for pattern in terms.only if fnmatchcase(name, pattern)]
+        self._used.update(used)
+        return bool(used)
+
+    def may_resize(self, place: Place) -> bool:
+        """Tell whether a tensor of this name may have another shape in the checkpoint."""
+        return matches(full_name(place.item, place.fqn), self.catalog.terms.resizable)
+
     def tensor(self, tensor: Any, place: Place) -> None:
         """Ask for a tensor, to be filled in place."""
-        self.view(self.look(tensor, place, fill=True), place, tensor)
+        if self.takes(place):
+            self.view(self.look(tensor, place, fill=True), place, tensor)
 
-    def view(self, view: View, place: Place, tensor: Any) -> None:
-        """Ask for a tensor that was looked at already."""
+    def view(self, view: View, place: Place, tensor: Any, *, resize: bool = False) -> None:
+        """Ask for a tensor that was looked at already; with `resize` whatever the saved shape."""
         if self.claim_name(place, ("tensor", view.memory), tensor):
             request = self._requests.setdefault((place.item, view.memory), _Request(view))
             request.places.append(place)
+            request.resize |= resize or self.may_resize(place)
 
     def value(self, place: Place) -> Found:
-        """Ask for a saved value; its absence is recorded."""
+        """Ask for a saved value; its absence is recorded, except where it is not to be loaded."""
+        if not self.takes(place):
+            return Found(None, "it is none of those that are loaded")
         self.claim_name(place, ("value", object()), None)
         found = self.look_up(place)
         if found.why is not None:
@@ -165,7 +189,9 @@ class Loading(Walk):
             tuple(self.mismatched),
             tuple(self.notes),
             tuple(self.taken_back),
-            self._deliver,
+            resizable=tuple(self._resizable),
+            idle=tuple(pattern for pattern in self.catalog.terms.only if pattern not in self._used),
+            deliver=self._deliver,
         )
 
     def _settle(self, request: _Request, shards: list[Shard], aliases: list[Remark]) -> None:
@@ -175,16 +201,27 @@ class Loading(Walk):
             self.report_missing(request.places[0], "the checkpoint does not have it")
             return
         place, view = saved[0], request.view
-        spec = self.spec(place)
-        if spec is not None and tuple(spec.shape) != view.spec.shape:
+        spec = self.catalog.tensors[place.item][place.fqn]
+        other = spec.shape != view.spec.shape
+        if other and not (request.resize and len(spec.shape) == len(view.spec.shape)):
             why = f"its shape is {list(spec.shape)} in the checkpoint and {list(view.spec.shape)} here"
+            if request.resize:
+                why += ", and only the lengths may differ, not how many there are"
             self.report_mismatched(place, why)
             return
-        aliases += [(other.item, other.fqn, place.fqn) for other in saved[1:]]
+        if other:
+            self._resizable.append((place.item, place.fqn))
+            if view.fresh:
+                for _, data in view.parts:
+                    data[...] = 0
+                self.note(place, "the target was on the meta device: what the checkpoint lacks of it is zero")
+        aliases += [(alias.item, alias.fqn, place.fqn) for alias in saved[1:]]
         shards += [
             Shard(place.item, place.fqn, view.spec, box, view.replicas, data) for box, data in view.parts
         ]
-        if view.settle is not None:
+        same = spec.dtype == view.spec.dtype
+        comes = same or (self.catalog.terms.cast and converts(spec.dtype, view.spec.dtype))
+        if view.settle is not None and comes:
             self._actions.insert(0, view.settle)
 
     def _deliver(self) -> None:

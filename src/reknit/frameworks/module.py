@@ -127,6 +127,7 @@ class ModuleAdapter:
         """Fill the module's tensors where they are."""
         read = _read(value, place, loading)
         copies: dict[str, Any] = {}
+        asked = False
         extra = [member for member in read.members if member.kind == "extra"]
         for member in read.members:
             at = place.child(member.name)
@@ -135,17 +136,43 @@ class ModuleAdapter:
             if member.kind == "other":
                 found = loading.value(at)
                 copies[member.key] = member.value if found.why else found.value
+                asked |= found.why is None
             elif member.live:
                 loading.tensor(member.value, at)
             else:
+                _require_not_meta(member, at)
                 copies[member.key] = member.value.detach().clone()
                 loading.tensor(copies[member.key], at)
-        if copies:
+                asked |= loading.takes(at)
+        _want_the_rest(value, read, place, loading)
+        if asked:
             # Hooks made these, so only the module knows how they go back.  What is live is copied to itself.
             loading.later(lambda: value.load_state_dict({**read.raw, **copies}))
         # Afterwards: that call gives every submodule the extra state that it had before.
         for member in extra:
             _want_extra(member, read.names, place.child(member.name), loading)
+
+
+def _require_not_meta(member: Member, at: Place) -> None:
+    if member.value.is_meta:
+        raise StateError(
+            f"{at} is on the meta device, and the module's state_dict does not show the tensor itself",
+            remedy='give the module memory first, for example with module.to_empty(device="cuda")',
+        )
+
+
+def _want_the_rest(module: nn.Module, read: _Read, place: Place, loading: Loading) -> None:
+    """Give memory to buffers that are on the meta device and not persistent, where that can be."""
+    known = {member.name for member in read.members}
+    for key, buffer in module.named_buffers(remove_duplicate=False):
+        name = read.names.name(key)
+        if name in known or not buffer.is_meta:
+            continue
+        at = place.child(name)
+        if loading.spec(at) is not None:
+            loading.tensor(buffer, at)
+        elif loading.takes(at):
+            loading.note(at, "a buffer that is not persistent is on the meta device: give it values yourself")
 
 
 def _want_extra(member: Member, names: _Names, at: Place, loading: Loading) -> None:
@@ -221,7 +248,7 @@ def _identity(tensor: torch.Tensor) -> Any:
     if is_dtensor(tensor):
         with torch.no_grad():
             local = tensor.to_local()  # type: ignore[attr-defined]
-        return ("local", _identity(local) if local.numel() else id(tensor))
+        return ("local", _identity(local) if local.numel() and not local.is_meta else id(tensor))
     if type(tensor).__name__ in ("UninitializedParameter", "UninitializedBuffer") or not tensor.numel():
         return id(tensor)
     if tensor.layout is not torch.strided or tensor.is_meta or tensor.is_nested:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -11,13 +12,12 @@ from reknit.frameworks import dtensor, tree
 from reknit.frameworks.neutral import to_neutral
 from reknit.frameworks.optimizer_slots import HOW, Slot, Slots, is_state_dict, read
 from reknit.frameworks.stateful import rebuild, skeleton, tensors_of
-from reknit.frameworks.torch_tensor import local_memory, torch_dtype
-from reknit.frameworks.walk import View
+from reknit.frameworks.torch_tensor import torch_dtype
 
 if TYPE_CHECKING:
     from reknit.frameworks.loading import Loading
     from reknit.frameworks.saving import Saving
-    from reknit.frameworks.walk import Assign, Place, Walk, World
+    from reknit.frameworks.walk import Assign, Place, View, Walk, World
     from reknit.types.shard import TensorSpec
 
 
@@ -73,17 +73,18 @@ def _view(state: Any, slot: Slot | None, place: Place, walk: Walk, *, fill: bool
         return view
     parameter: Any = slot.parameter
     if parameter is None or not dtensor.is_dtensor(parameter):
-        return View(view.spec, view.parts, slot.replicas, view.memory, view.settle)
-    local, _ = local_memory(parameter, place, fill=False)
+        return replace(view, replicas=slot.replicas)
+    with torch.no_grad():
+        local = parameter.to_local()
     if state.ndim and state.shape == local.shape:
         # An optimizer that works on local tensors: the state lies where the parameter's part does.
         spec = type(view.spec)(tuple(parameter.shape), view.spec.dtype)
         parts = dtensor.parts(parameter, view.parts[0][1], place)
-        return View(spec, parts, dtensor.replicas(parameter, walk.world), view.memory, view.settle)
+        return replace(view, spec=spec, parts=parts, replicas=dtensor.replicas(parameter, walk.world))
     # A counter that every rank of the mesh advances alike; anything else may be one rank's own.
     is_counter = state.ndim == 0 and place.fqn.endswith("/step")
     holders = dtensor.mesh_ranks(parameter.device_mesh, walk.world) if is_counter else None
-    return View(view.spec, view.parts, holders or walk.world.alone, view.memory, view.settle)
+    return replace(view, replicas=holders or walk.world.alone)
 
 
 class _Saved:
@@ -117,21 +118,65 @@ class _Saved:
 
 
 def _want_states(slot: Slot, slots: Slots, saved: _Saved, place: Place, loading: Loading) -> None:
-    """Ask for all saved states of a parameter; they become its state, and what was not saved is dropped."""
+    """Ask for all saved states of a parameter; they become its state, and what was not saved is dropped.
+
+    States that are not to be loaded stay as they are.
+    """
     below = place.child("state", slot.name)
-    if why := _reshaped(slot, loading) or _too_large(slot, saved, below, loading):
-        for element in saved.states(slot.name):
+    elements = [element for element in saved.states(slot.name) if loading.takes(below.below(element))]
+    resize = _may_resize(slot, elements, below, loading)
+    if not resize and (why := _reshaped(slot, loading) or _too_large(slot, elements, below, loading)):
+        for element in elements:
             loading.report_mismatched(below.below(element), why)
         return
-    current, fresh = slots.state_of(slot), {}
-    for element in saved.states(slot.name):
-        name = tree.unescape(element)
-        whole, state = _want_state(current.get(name), slot, below.below(element), loading)
+    current = slots.state_of(slot)
+    fresh = _left(current, below, loading)
+    for element in elements:
+        name, at = tree.unescape(element), below.below(element)
+        spec = loading.spec(at)
+        if spec is not None and resize:
+            spec = _resized(spec, current.get(name), slot, at, loading)
+        whole, state = _want_state(current.get(name), slot, at, loading, spec)
         if whole:
             fresh[name] = state
         elif name in current:
             fresh[name] = current[name]
-    loading.later(lambda: slots.put(slot, fresh))
+    if elements or len(fresh) < len(current):
+        loading.later(lambda: slots.put(slot, fresh))
+
+
+def _left(current: Mapping[Any, Any], below: Place, loading: Loading) -> dict[Any, Any]:
+    """Return the present states that are to be left as they are."""
+    if not loading.catalog.terms.only:
+        return {}
+    return {name: state for name, state in current.items() if not loading.takes(below.child(name))}
+
+
+def _may_resize(slot: Slot, elements: list[str], below: Place, loading: Loading) -> bool:
+    """Tell whether the states, or the parameter that they follow, may have been saved in another shape."""
+    if slot.parameter is None:
+        return False
+    if slot.home is not None and loading.may_resize(slot.home.child(slot.name)):
+        return True
+    return any(loading.may_resize(below.below(element)) for element in elements)
+
+
+def _resized(spec: TensorSpec, current: Any, slot: Slot, at: Place, loading: Loading) -> TensorSpec:
+    """Return the spec that a saved state has here, where its parameter has another shape.
+
+    A state is as long as its parameter, or 1, along each dimension; of others only a present one tells.
+    """
+    parameter: Any = slot.parameter
+    here = tuple(parameter.shape)
+    home = loading.spec(slot.home.child(slot.name)) if slot.home else None
+    if not spec.shape or (home is not None and home.shape == here):
+        return spec
+    if len(spec.shape) == len(here):
+        one = [n == 1 and (home is None or home.shape[d] != 1) for d, n in enumerate(spec.shape)]
+        return type(spec)(tuple(1 if o else n for o, n in zip(one, here, strict=True)), spec.dtype)
+    if isinstance(current, torch.Tensor) and current.ndim == len(spec.shape):
+        return type(spec)(tuple(current.shape), spec.dtype)
+    return spec
 
 
 def _reshaped(slot: Slot, loading: Loading) -> str | None:
@@ -143,7 +188,7 @@ def _reshaped(slot: Slot, loading: Loading) -> str | None:
     return f"its parameter has the shape {list(spec.shape)} in the checkpoint and {here} here"
 
 
-def _too_large(slot: Slot, saved: _Saved, below: Place, loading: Loading) -> str | None:
+def _too_large(slot: Slot, elements: list[str], below: Place, loading: Loading) -> str | None:
     """Say that states cannot belong to a parameter of this shape, where no module tells the saved one.
 
     States are as large as their parameter, or 1 along some dimensions (factored second moments).
@@ -151,7 +196,7 @@ def _too_large(slot: Slot, saved: _Saved, below: Place, loading: Loading) -> str
     if slot.home is not None or slot.parameter is None:
         return None
     shape = tuple(slot.parameter.shape)
-    for element in saved.states(slot.name):
+    for element in elements:
         spec = loading.spec(below.below(element))
         if spec is None or len(spec.shape) != len(shape):
             continue
@@ -161,12 +206,16 @@ def _too_large(slot: Slot, saved: _Saved, below: Place, loading: Loading) -> str
     return None
 
 
-def _want_state(current: Any, slot: Slot | None, at: Place, loading: Loading) -> tuple[bool, Any]:
-    """Ask for one state, and return whether it comes, and the object that it comes in."""
-    spec = loading.spec(at)
+def _want_state(
+    current: Any, slot: Slot | None, at: Place, loading: Loading, spec: TensorSpec | None
+) -> tuple[bool, Any]:
+    """Ask for one state, a tensor of the shape `spec` here or a value; return whether it comes, and it."""
     if spec is not None:
         state = _memory_for(spec, current, slot, at, loading.world)
-        loading.view(_view(state, slot, at, loading, fill=True), at, state)
+        resize = spec != loading.spec(at)
+        if resize and state is not current:
+            state.zero_()  # as optimizers begin
+        loading.view(_view(state, slot, at, loading, fill=True), at, state, resize=resize)
         return True, state
     found = loading.value(at)
     if found.why is not None:
@@ -251,6 +300,9 @@ def _set_options(group: dict[str, Any], options: dict[str, Any], groups: list[di
 
 
 def _want_shared(name: Any, slots: Slots, place: Place, loading: Loading) -> None:
-    whole, state = _want_state(slots.shared().get(name), None, place.child("shared", name), loading)
+    at = place.child("shared", name)
+    if not loading.takes(at):
+        return
+    whole, state = _want_state(slots.shared().get(name), None, at, loading, loading.spec(at))
     if whole:
         loading.later(lambda: slots.state.__setitem__(name, state))

@@ -132,6 +132,8 @@ class PerRankAdapter:
 
     def wanted(self, value: PerRank, place: Place, loading: Loading, assign: Assign) -> None:
         """Ask for the value if the ranks are the same as those that saved."""
+        if not loading.takes(place):
+            return
         mine = value.place_of(loading.world)
         saved = [
             dict(other)

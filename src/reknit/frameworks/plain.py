@@ -187,6 +187,8 @@ class ValueAdapter:
 
 def want_value(target: Any, place: Place, loading: Loading, assign: Assign) -> None:
     """Ask for a value that takes the place of `target`, inside it where it is mutable."""
+    if not loading.takes(place):
+        return
     if assign is None and not tree.refillable(target):
         raise StateError(
             f"{place} is a {type(target).__name__} in a container that cannot be changed",

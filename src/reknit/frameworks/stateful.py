@@ -39,13 +39,42 @@ class StatefulAdapter:
 
     def wanted(self, value: Any, place: Place, loading: Loading, assign: Assign) -> None:
         """Ask for the object's state; it is handed over complete, in fresh memory."""
-        found = loading.value(place.below(tree.SKELETON))
+        record = place.below(tree.SKELETON)
+        if not loading.takes(record):
+            _want_tensors(value, place, loading)
+            return
+        found = loading.value(record)
         if found.why is not None:
             return
         current = tensors_of(value.state_dict(), place, loading)
         whole, state = rebuild(found.value, place, loading, current)
         if whole:
             loading.later(lambda: value.load_state_dict(state))
+
+
+def _want_tensors(value: Any, place: Place, loading: Loading) -> None:
+    """Ask for those tensors of the object's present state that are to be loaded, and keep all else."""
+    asked: list[Place] = []
+
+    def fill(path: tree.Path, leaf: Any) -> Any:
+        library = loading.arrays(leaf)
+        if library is None:
+            return tree.DESCEND
+        at = place.child(*path)
+        spec = loading.spec(at)
+        if not loading.takes(at):
+            return leaf
+        asked.append(at)
+        if spec is None:
+            loading.report_missing(at, "the checkpoint does not have it")
+            return leaf
+        tensor = library.fresh(spec, leaf)
+        loading.tensor(tensor, at)
+        return tensor
+
+    state = tree.map_leaves(value.state_dict(), fill)
+    if any(loading.spec(at) is not None for at in asked):
+        loading.later(lambda: value.load_state_dict(state))
 
 
 def skeleton(value: Any, place: Place, saving: Saving) -> Any:
@@ -80,6 +109,7 @@ def rebuild(value: Any, place: Place, loading: Loading, current: dict[str, Any])
 
     A tensor comes in fresh memory, shaped and placed like that in `current` where there is one of its path:
     a `state_dict` may return what the object shares with others, and that must not change before delivery.
+    One that is not to be loaded stays the present one.
     """
     absent: list[Place] = []
 
@@ -88,6 +118,10 @@ def rebuild(value: Any, place: Place, loading: Loading, current: dict[str, Any])
             return tree.DESCEND
         library, relative = _placeholder(leaf, place)
         at = place.below(relative)
+        if not loading.takes(at):
+            if relative not in current:
+                absent.append(at)
+            return current.get(relative)
         spec = loading.spec(at)
         if spec is None:
             loading.report_missing(at, "the checkpoint does not have it")

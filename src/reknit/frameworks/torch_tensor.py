@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from reknit.errors import StateError
-from reknit.frameworks import dtensor, torch_private
+from reknit.frameworks import dtensor, meta, torch_private
 from reknit.frameworks.walk import View
 from reknit.types.box import Box
 from reknit.types.dtype import ITEMSIZE
@@ -29,7 +29,12 @@ class TorchArrays:
         return isinstance(value, torch.Tensor)
 
     def view(self, tensor: Any, place: Place, world: World, *, fill: bool) -> View:
-        """Look at a tensor.  Raises `StateError` for one that has no bytes of its own here."""
+        """Look at a tensor.  Raises `StateError` for one that has no bytes of its own here.
+
+        To be filled, a tensor on the meta device is looked at as the memory that it gets when that is full.
+        """
+        if fill and tensor.is_meta and not torch.nn.parameter.is_lazy(tensor):
+            return meta.view(tensor, self, place, world)
         local, settle = local_memory(tensor, place, fill=fill)
         spec = spec_of(tensor, place)
         if dtensor.is_dtensor(tensor):

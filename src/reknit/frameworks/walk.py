@@ -75,7 +75,7 @@ class View:
 
     `parts` are boxes and the local memory of each.  `memory` is equal for two tensors that are the same
     memory in the same form.  `settle` copies a filled part to where it belongs when the tensor's own memory
-    cannot be filled byte by byte.
+    cannot be filled byte by byte.  `fresh` tells that the memory is new and holds nothing yet.
     """
 
     spec: TensorSpec
@@ -83,6 +83,7 @@ class View:
     replicas: Replicas
     memory: Hashable
     settle: Callable[[], None] | None = None
+    fresh: bool = False
 
 
 class Arrays(Protocol):

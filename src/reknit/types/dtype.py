@@ -43,3 +43,53 @@ def numpy_dtype(name: str) -> np.dtype[Any]:
     if name == "float4_e2m1fn_x2":
         return np.dtype("uint8")
     return np.dtype(getattr(ml_dtypes, name, name))
+
+
+_INTEGERS = {
+    "uint8": (0, 8),
+    "int8": (1, 7),
+    "uint16": (0, 16),
+    "int16": (1, 15),
+    "uint32": (0, 32),
+    "int32": (1, 31),
+    "uint64": (0, 64),
+    "int64": (1, 63),
+}
+"""Whether an integer type has a sign, and its bits for the number."""
+
+_FLOATS = frozenset(
+    {
+        "float8_e4m3fn",
+        "float8_e5m2",
+        "float8_e4m3fnuz",
+        "float8_e5m2fnuz",
+        "float16",
+        "bfloat16",
+        "float32",
+        "float64",
+    }
+)
+_COMPLEX = frozenset({"complex64", "complex128"})
+
+
+def converts(saved: str, wanted: str) -> bool:
+    """Tell whether a load may convert from one dtype to another: where nothing but rounding is lost.
+
+    Floats become any float, and complex numbers any complex number: a wider type has the value exactly, a
+    narrower one gets the nearest (ties to even).  Integers become integers that have all their values, and
+    any float.  Booleans become 0 and 1 of any number.  Nothing becomes a boolean, no float an integer, no
+    complex number a float.  Packed and exponent-only types convert to nothing, nor does complex32.
+    """
+    if saved == wanted:
+        return True
+    number = wanted in _INTEGERS or wanted in _FLOATS or wanted in _COMPLEX
+    if saved == "bool":
+        return number
+    if saved in _INTEGERS and wanted in _INTEGERS:
+        (has_sign, bits), (may_have_sign, room) = _INTEGERS[saved], _INTEGERS[wanted]
+        return has_sign <= may_have_sign and bits <= room
+    if saved in _INTEGERS:
+        return wanted in _FLOATS
+    if saved in _FLOATS:
+        return wanted in _FLOATS
+    return saved in _COMPLEX and wanted in _COMPLEX

@@ -3,12 +3,35 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from fnmatch import fnmatchcase
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Sequence
 
     from reknit.types.shard import Shard
+
+
+def matches(name: str, patterns: Sequence[str]) -> bool:
+    """Tell whether a name (`full_name`) is one that the patterns mean."""
+    return any(fnmatchcase(name, pattern) for pattern in patterns)
+
+
+@dataclass(frozen=True, slots=True)
+class Terms:
+    """On what terms a load takes place, for those who decide what is wanted.
+
+    `only` are patterns of the names that are loaded, none for all.  `resizable` are patterns of tensors that
+    may have another shape in the checkpoint.  `cast` tells whether another dtype will be converted.
+    """
+
+    only: tuple[str, ...] = ()
+    resizable: tuple[str, ...] = ()
+    cast: bool = False
+
+    def takes(self, name: str) -> bool:
+        """Tell whether what has this name is loaded."""
+        return not self.only or matches(name, self.only)
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,6 +46,9 @@ class Wanted:
     `mismatched`: (item, fqn, why) of what the catalog has in a form that the target cannot take.
     `notes`: (item, fqn, what) of what could not be restored by design, such as a random state after a change
     of world.
+    `resizable`: (item, fqn) of wanted tensors that take what they have in common with a saved one of another
+    shape.
+    `idle`: patterns of `Terms.only` that match no name of this rank's target.
     `deliver`: called with nothing once every byte has arrived; puts values into the live objects.  Until then
     nothing live has changed but the memory behind `shards`.
     """
@@ -35,4 +61,6 @@ class Wanted:
     mismatched: tuple[tuple[str, str, str], ...] = ()
     notes: tuple[tuple[str, str, str], ...] = ()
     own: tuple[tuple[str, str], ...] = ()
+    resizable: tuple[tuple[str, str], ...] = ()
+    idle: tuple[str, ...] = ()
     deliver: Callable[[], None] = field(default=lambda: None)
