@@ -21,6 +21,7 @@ ROWS = (
     ("cli", "integrations", "testing"),
     ("steps", "interop"),
     ("api",),
+    ("ranks",),
     ("engine",),
     ("planner", "frameworks", "dataloader"),
     ("storage", "comm", "format"),
@@ -35,6 +36,7 @@ ROW = {package: number for number, packages in enumerate(ROWS) for package in pa
 LOWEST = {"options", "errors"}
 MAY_IMPORT = {
     "api": {
+        "ranks",
         "engine",
         "frameworks",
         "dataloader",
@@ -46,6 +48,7 @@ MAY_IMPORT = {
         "types",
     }
     | LOWEST,
+    "ranks": {"frameworks", "comm"} | LOWEST,
     "engine": {"planner", "storage.base", "comm.base", "format", "monitor", "types"} | LOWEST,
     "planner": {"types"} | LOWEST,
     "frameworks": {"types"} | LOWEST,

@@ -16,7 +16,6 @@ from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, Literal
 
 from reknit.comm import base as comm
-from reknit.comm.base import Group, SoloGroup
 from reknit.engine import load as load_story
 from reknit.engine import save as save_story
 from reknit.engine.background import Background
@@ -27,27 +26,24 @@ from reknit.engine.report import LoadReport, PendingSave, VerifyReport
 from reknit.engine.send_off import SendOff
 from reknit.engine.verify import verify as verify_story
 from reknit.errors import ReknitError, UsageError
-from reknit.frameworks import registry
-from reknit.frameworks.arrays import empty
+from reknit.frameworks import arrays, registry
 from reknit.frameworks.fence import before_steps
-from reknit.frameworks.torch_job import current_job, subgroup_job
 from reknit.monitor.phase import Recorder, Sink
 from reknit.monitor.sinks.jsonl import JsonLinesSink
-from reknit.options import LoadOptions, SaveOptions, quiet_grpc
+from reknit.options import LoadOptions, SaveOptions
+from reknit.ranks import acting
 from reknit.storage.registry import Recipe, open_storage, recipe
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
     from os import PathLike
 
-    from reknit.frameworks.torch_job import Job
-    from reknit.options import CommOptions
+    from reknit.comm.base import Group
+    from reknit.storage.base import Storage
     from reknit.types.shard import Holdings
 
 logger = logging.getLogger("reknit")
 
-_ALONE = SoloGroup()
-_trees: weakref.WeakKeyDictionary[Any, Group] = weakref.WeakKeyDictionary()
 _backgrounds: weakref.WeakKeyDictionary[Group, dict[bool, Background]] = weakref.WeakKeyDictionary()
 
 
@@ -82,7 +78,7 @@ def save(
     is where it began, and described by a `ReknitError` on the other ranks.
     """
     options = options or SaveOptions()
-    joined, ranks = _group(group, options.comm)
+    joined, ranks, _ = acting(group, options.comm)
 
     def checked() -> tuple[Destination, Recorder]:
         _check_state(state)
@@ -96,17 +92,17 @@ def save(
     def collect() -> Holdings:
         return registry.collect(state, joined.rank, joined.size, ranks=ranks)
 
+    place = _place(path)
+
     def send_off() -> SendOff:
         to, recorder = checked()
         to.storage.close()  # the agent opens its own
-        place = recipe(path)
         return SendOff(collect, to, place.url, place.factory, _absolute(options), recorder)
 
     try:
         if wait:
             pending = _save_now(path, joined, checked, collect, options)
         else:
-            place = _place(path)
             pending = _background(joined, place.elsewhere).save(joined, send_off, place.url, options)
         if options.on_error == "raise":
             for background in _backgrounds.get(joined, {}).values():
@@ -150,7 +146,7 @@ def prepare(path: str | PathLike[str], *, options: SaveOptions | None = None, gr
     `AgentError`, `CommError`.
     """
     options = options or SaveOptions()
-    joined, _ = _group(group, options.comm)
+    joined = acting(group, options.comm).group
     _background(joined, recipe(path).elsewhere).prepare(joined, options)
 
 
@@ -211,13 +207,12 @@ def load(
     options = options or LoadOptions()
     if not strict:
         options = replace(options, lenient=("*",))
-    joined, ranks = _group(group, options.comm)
+    joined, ranks, carrier = acting(group, options.comm)
     with ExitStack() as last:
         with _told(joined, load_story.FIRST_ROUND, options.timeout_s):
             _check_state(state)
             part = _part(state, items)
-            storage = open_storage(path)
-            last.callback(storage.close)
+            storage, *replicas = _opened(path, options, last)
             recorder = Recorder("load", joined.rank, None, storage.url, _sinks(options.events))
         job = load_story.LoadJob(
             lambda catalog: registry.wanted(
@@ -232,6 +227,8 @@ def load(
             tuple(part),
             options,
             recorder,
+            carrier,
+            replicas,
         )
         report = load_story.load(job)
     if isinstance(state, MutableMapping):
@@ -245,11 +242,10 @@ def open(path: str | PathLike[str], *, options: LoadOptions | None = None) -> Ch
     Raises `CheckpointNotFoundError`, `CorruptError`, `VersionError`, `StorageError`.
     """
     options = options or LoadOptions()
-    storage = open_storage(path)
     with ExitStack() as failing:
-        failing.callback(storage.close)
+        storage, *replicas = _opened(path, options, failing)
         recorder = Recorder("read", path=storage.url, sinks=_sinks(options.events))
-        checkpoint = Checkpoint(storage, options, recorder, empty)
+        checkpoint = Checkpoint(storage, options, recorder, arrays, replicas)
         failing.pop_all()
     return checkpoint
 
@@ -344,29 +340,6 @@ def _check_state(state: Mapping[str, Any]) -> None:
         raise UsageError(f"item names are non-empty strings, not {wrong[0]!r}")
 
 
-def _group(group: Any, options: CommOptions) -> tuple[Group, Sequence[int] | None]:
-    """Return the ranks that act together, and their torch ranks where these differ from their places."""
-    if group is not None and hasattr(group, "exchange"):
-        return group, None
-    job = current_job() if group is None else subgroup_job(group)
-    if job is None or job.size == 1:
-        return _ALONE, None if job is None else job.ranks
-    return _joined(job, options), job.ranks
-
-
-def _joined(job: Job, options: CommOptions) -> Group:
-    """Return the tree of a job's ranks, joined once for as long as torch's group lives."""
-    group = _trees.get(job.identity)
-    if group is None:
-        quiet_grpc()
-        from reknit.comm.tree import TreeGroup  # gRPC is loaded only when there is someone to talk to
-
-        group = TreeGroup.join(job.store, job.rank, job.size, job="reknit", options=options)
-        _trees[job.identity] = group
-        weakref.finalize(job.identity, group.close)
-    return group
-
-
 def _background(group: Group, elsewhere: bool) -> Background:
     """Return the background saves of a group, to stores that other processes can open or cannot."""
     kinds = _backgrounds.setdefault(group, {})
@@ -389,6 +362,15 @@ def _place(path: str | PathLike[str]) -> Recipe:
 def _absolute(options: SaveOptions) -> SaveOptions:
     """Return options that mean the same in an agent, whatever folder this process goes to."""
     return options if options.events is None else replace(options, events=os.path.abspath(options.events))
+
+
+def _opened(path: str | PathLike[str], options: LoadOptions, last: ExitStack) -> list[Storage]:
+    """Open the place to load from, and then its replicas; `last` closes them."""
+    stores = []
+    for place in (path, *options.replicas):
+        stores.append(open_storage(place))
+        last.callback(stores[-1].close)
+    return stores
 
 
 def _sinks(events: str | None) -> tuple[Sink, ...]:

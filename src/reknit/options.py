@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import re
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Literal
 
@@ -26,6 +28,11 @@ def local_ranks() -> int:
 def cores_per_rank() -> int:
     """Return this rank's share of the machine's cores, at least 1."""
     return max(1, (os.cpu_count() or 1) // local_ranks())
+
+
+def host_name() -> str | None:
+    """Return what REKNIT_HOST says: ranks with equal names can share memory.  None to find that out."""
+    return os.environ.get("REKNIT_HOST") or None
 
 
 def num_threads(wanted: int | None) -> int:
@@ -77,7 +84,9 @@ class SaveOptions:
     differ: ``"guessed"`` only where the framework could not vouch that copies are equal, ``"all"``, or
     ``"off"``.  `allow_pickle`: store values that the blob codec does not know with pickle; recorded in the
     manifest.  `timeout_s`: the longest that a rank waits for the others.  `events`: path of a JSON-lines file
-    to which this process appends every phase, or None.  `comm`: how the ranks reach each other.
+    to which this process appends every phase, or None.  `progress`: while a save takes longer than two
+    seconds, rank 0 tells how far it is; those in the background never do.  `comm`: how the ranks reach each
+    other.
 
     `on_error`: with ``"warn"`` a save never raises what went wrong with storage or other ranks; it is logged,
     and `PendingSave.result` still raises it.  A wrong call (`UsageError`) is raised all the same.
@@ -101,6 +110,7 @@ class SaveOptions:
     allow_pickle: bool = False
     timeout_s: float = 1800.0
     events: str | None = None
+    progress: bool = True
     comm: CommOptions = field(default_factory=CommOptions)
     on_error: Literal["raise", "warn"] = "raise"
     stage: Literal["eager", "lazy"] = "eager"
@@ -141,36 +151,136 @@ class SaveOptions:
 class LoadOptions:
     """How `reknit.load` reads.
 
-    `verify`: ``"touched"`` checks the digest of every block that is read, ``"off"`` reads only the bytes
-    wanted.  `cast`: convert where the saved dtype differs from the target's, instead of refusing.  `lenient`:
-    patterns (``fnmatch`` on ``item/fqn``) in which missing, unexpected or mismatched entries are reported
-    instead of refused; `strict=False` is the pattern ``*``.  `threads`: reader threads per rank, None for
-    this rank's share of the cores, at most 4.  `inflight_nbytes`: bytes of host memory for reads that cannot
-    go straight into their target.  `gap_nbytes`: with `verify="off"`, holes up to this size between wanted
-    runs are read over.  `allow_pickle`: unpickle values that were saved with `allow_pickle`.  Only for
-    checkpoints that you trust.  `timeout_s`: the longest that a rank waits for the others.  `events`: path of
-    a JSON-lines file to which this process appends every phase, or None.  `comm`: how the ranks reach each
-    other.
+    `verify`: ``"touched"`` checks the digest of every block that is read, ``"full"`` also checks every block
+    of every file before anything changes, the ranks dividing the work, and ``"off"`` checks nothing and reads
+    only the bytes wanted.  `cast`: convert where the saved dtype differs from the target's, instead of
+    refusing, as far as nothing but rounding is lost (see `reknit.types.dtype.converts`).
+
+    Patterns are those of ``fnmatch``, and names are ``item/fqn`` as the state has them.  `only`: load just
+    what these patterns match, and leave everything else of the target as it is.  `lenient`: patterns in which
+    missing, unexpected or mismatched entries are reported instead of refused; `strict=False` is the pattern
+    ``*``.  `allow_shape_mismatch`: patterns of tensors whose saved shape may differ, in as many dimensions;
+    what both shapes have is loaded, and the rest of the target keeps its values.  The states that an
+    optimizer has for such a parameter may differ likewise.
+
+    `rename`: from names in the checkpoint to names in the state; one that ends in ``/`` or ``.`` is a prefix,
+    and renames all below.  `rewrite`: pairs of a regular expression and its replacement, as for ``re.sub``,
+    that change the checkpoint's names in this order, after `rename`.
+
+    `threads`: reader threads per rank, None for this rank's share of the cores, at most 4.
+    `inflight_nbytes`: bytes of host memory for reads that cannot go straight into their target.
+    `gap_nbytes`: with `verify="off"`, holes up to this size between wanted runs are read over, as long as
+    little is wasted so; None for what suits the storage.
+    `allow_pickle`: unpickle values that were saved with `allow_pickle`.  Only for checkpoints that you trust.
+    `timeout_s`: the longest that a rank waits for the others.  `events`: path of a JSON-lines file to which
+    this process appends every phase, or None.  `progress`: while a load takes longer than two seconds, rank 0
+    tells how far it is.  `comm`: how the ranks reach each other.
+
+    `on_corrupt`: ``"raise"``, or ``"replica"`` to take a block of tensors that is damaged or cannot be read
+    from one of `replicas`, in this order: paths or URLs of other copies of the same checkpoint.  Manifest,
+    index and values have to be sound, and so has all that ``verify="full"`` checks.
+
+    `share`: whether ranks that want the same bytes divide the reading, and pass on to each other what they
+    read: in shared memory on one host (one copy of the bytes there), and through torch's process group
+    between hosts.  ``"always"`` takes each byte from storage once; ``"auto"`` where that is sooner, going by
+    how many ranks want it and how fast storage was found to be; ``"never"``.
     """
 
-    verify: Literal["touched", "off"] = "touched"
+    verify: Literal["touched", "full", "off"] = "touched"
     cast: bool = False
+    only: tuple[str, ...] = ()
     lenient: tuple[str, ...] = ()
+    allow_shape_mismatch: tuple[str, ...] = ()
+    rename: Mapping[str, str] = field(default_factory=dict)
+    rewrite: tuple[tuple[str, str], ...] = ()
     threads: int | None = None
     inflight_nbytes: int = 256 * MIB
-    gap_nbytes: int = 256 << 10
+    gap_nbytes: int | None = None
     allow_pickle: bool = False
     timeout_s: float = 1800.0
     events: str | None = None
+    progress: bool = True
     comm: CommOptions = field(default_factory=CommOptions)
+    share: Literal["auto", "always", "never"] = "auto"
+    on_corrupt: Literal["raise", "replica"] = "raise"
+    replicas: tuple[str | os.PathLike[str], ...] = ()
 
     def __post_init__(self) -> None:
-        _require(self.verify in ("touched", "off"), f"verify is 'touched' or 'off', not {self.verify!r}")
-        _require(not isinstance(self.lenient, str), "lenient is a tuple of patterns, not one string")
+        _require(
+            self.share in ("auto", "always", "never"),
+            f"share is 'auto', 'always' or 'never', not {self.share!r}",
+        )
+        _require(
+            self.verify in ("touched", "full", "off"),
+            f"verify is 'touched', 'full' or 'off', not {self.verify!r}",
+        )
+        for name in ("only", "lenient", "allow_shape_mismatch"):
+            _check_patterns(name, getattr(self, name))
+        _check_rename(self.rename)
+        _check_rewrite(self.rewrite)
         _require(self.threads is None or self.threads >= 1, f"threads must be at least 1, not {self.threads}")
         _require(self.inflight_nbytes >= 16 * MIB, "inflight_nbytes must be at least 16 MiB")
-        _require(self.gap_nbytes >= 0, "gap_nbytes must not be negative")
+        _require(self.gap_nbytes is None or self.gap_nbytes >= 0, "gap_nbytes must not be negative")
         _require(self.timeout_s > 0, "timeout_s must be positive")
+        _check_replicas(self.on_corrupt, self.replicas)
+
+
+def _check_replicas(on_corrupt: str, replicas: object) -> None:
+    """Raise `UsageError` unless replicas are several places, and there are some where they are wanted."""
+    _require(on_corrupt in ("raise", "replica"), f"on_corrupt is 'raise' or 'replica', not {on_corrupt!r}")
+    _require(
+        isinstance(replicas, (tuple, list)) and all(isinstance(r, (str, os.PathLike)) for r in replicas),
+        f"replicas is a tuple of paths or URLs, not {replicas!r}",
+    )
+    _require(on_corrupt == "raise" or bool(replicas), "on_corrupt='replica' needs a path in `replicas`")
+
+
+def _check_patterns(name: str, patterns: object) -> None:
+    """Raise `UsageError` unless `patterns` are several texts."""
+    _require(not isinstance(patterns, str), f"{name} is a tuple of patterns, not one string")
+    _require(
+        isinstance(patterns, (tuple, list)) and all(isinstance(p, str) and p for p in patterns),
+        f"{name} is a tuple of patterns, which are texts that are not empty, not {patterns!r}",
+    )
+
+
+def _check_rename(rename: object) -> None:
+    """Raise `UsageError` unless names go to names, and prefixes to prefixes."""
+    _require(isinstance(rename, Mapping), f"rename maps names to names, and is no {type(rename).__name__}")
+    assert isinstance(rename, Mapping)
+    for old, new in rename.items():
+        _require(
+            isinstance(old, str) and isinstance(new, str) and old != "",
+            f"rename maps names to names, which {old!r}: {new!r} does not",
+        )
+        below = old.endswith(("/", "."))
+        _require(
+            not below or new == "" or new.endswith(("/", ".")),
+            f"rename takes all below the prefix {old!r} to {new!r}, which is no prefix: end it in / or .",
+        )
+        _require(below or new != "", f"rename leaves {old!r} without a name")
+
+
+def _check_rewrite(rewrite: object) -> None:
+    """Raise `UsageError` for what is no list of expressions and replacements."""
+    _require(
+        isinstance(rewrite, (tuple, list))
+        and all(
+            isinstance(rule, (tuple, list)) and len(rule) == 2 and all(isinstance(part, str) for part in rule)
+            for rule in rewrite
+        ),
+        f"rewrite is a tuple of pairs (expression, replacement), not {rewrite!r}",
+    )
+    assert isinstance(rewrite, (tuple, list))
+    for expression, replacement in rewrite:
+        try:
+            re.sub(expression, replacement, "")
+        except (re.error, IndexError) as error:
+            raise UsageError(
+                f"rewrite has the rule {expression!r}, {replacement!r}, which is no regular expression with "
+                f"its replacement: {error}",
+                remedy="write both as for re.sub, as raw strings",
+            ) from error
 
 
 def quiet_grpc() -> None:

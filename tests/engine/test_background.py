@@ -510,14 +510,27 @@ def test_a_store_that_cannot_be_closed_stops_neither_this_save_nor_the_next() ->
         assert background(f"gated://close/{k}", {"model": weights(k)}).result(LIMIT_S).num_files == 1
 
 
+@pytest.mark.parametrize("wait", [True, False])
+def test_a_place_where_no_folder_can_be_made_is_named_whoever_writes(tmp_path: Path, wait: bool) -> None:
+    (tmp_path / "file").touch()
+    places = {
+        tmp_path / "file/below/it": f"the folder {tmp_path}/file cannot be made: a file is in the place",
+        Path("/proc/nope/x"): "/proc/nope cannot be made: /proc is there, but takes nothing new",
+    }
+    for place, fault in places.items():
+        with pytest.raises(reknit.StorageError, match=fault) as caught:
+            reknit.save(place, {"model": weights(1)}, wait=wait).result(LIMIT_S)
+        assert (caught.value.rank, caught.value.phase) == (0, "write")
+
+
 def test_saves_that_fail_and_only_warn_are_not_kept() -> None:
-    from reknit import api
+    from reknit import api, ranks
 
     GATE.failing = lambda path: True
     options = reknit.SaveOptions(on_error="warn")
     for k in range(5):
         background(f"gated://kept/{k}", {"model": weights(k)}, options=options).wait(LIMIT_S)
-    assert len(api._backgrounds[api._ALONE][False]._pending) == 1
+    assert len(api._backgrounds[ranks._ALONE][False]._pending) == 1
 
 
 def test_a_message_that_is_interrupted_closes_the_channel() -> None:

@@ -28,6 +28,10 @@ class Group(Protocol):
     def size(self) -> int:
         """Number of ranks."""
 
+    @property
+    def broken(self) -> bool:
+        """Whether the group is known to be broken: a rank is gone, and no later round can end well."""
+
     def exchange(
         self, name: str, request: bytes, decide: Callable[[list[bytes]], Sequence[bytes]], timeout_s: float
     ) -> bytes:
@@ -48,6 +52,7 @@ class SoloGroup:
 
     rank = 0
     size = 1
+    broken = False
 
     def exchange(
         self, name: str, request: bytes, decide: Callable[[list[bytes]], Sequence[bytes]], timeout_s: float

@@ -77,6 +77,11 @@ class ThreadGroup:
         self._number = 0
         self._turn = threading.Lock()
 
+    @property
+    def broken(self) -> bool:
+        """Whether a rank has closed the group."""
+        return self._hall.broken is not None
+
     def exchange(self, name: str, request: bytes, decide: Decide, timeout_s: float) -> bytes:
         """Hold one round, as `Group.exchange` says."""
         if not self._turn.acquire(blocking=False):

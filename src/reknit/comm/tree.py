@@ -193,6 +193,11 @@ class Seat:
         rounds = Rounds(self._node, self._topology, self._options.max_message_nbytes, uplink)
         return TreeGroup(self, rounds)
 
+    @property
+    def broken(self) -> bool:
+        """Whether the group is known to be broken."""
+        return self._node.broken is not None
+
     def on_broken(self, callback: Callable[[ReknitError], object]) -> None:
         """Call `callback` once, from a thread of its own, when the group is broken, or at once if it is.
 
@@ -299,6 +304,11 @@ class TreeGroup:
         may climb in any order.  Raises `CommError` when this rank cannot listen.
         """
         return Seat(rank, size, job, options)
+
+    @property
+    def broken(self) -> bool:
+        """Whether the group is known to be broken."""
+        return self._seat.broken
 
     def exchange(
         self, name: str, request: bytes, decide: Callable[[list[bytes]], Sequence[bytes]], timeout_s: float

@@ -11,6 +11,8 @@ from reknit.format import paths
 from reknit.planner.assemble import Written
 
 if TYPE_CHECKING:
+    from collections.abc import Container, Iterable, Mapping, Sequence
+
     from numpy.typing import NDArray
 
 
@@ -144,15 +146,15 @@ class Outcome(msgspec.Struct, array_like=True):
 
 
 class Opened(msgspec.Struct, array_like=True):
-    """The root's answer: the `items` that some rank wants, and what it read of them for everyone.
+    """The root's answer to `Items`: what it read of a checkpoint, as far as it is about these items.
 
-    That is the manifest, the index, and the files of shared blobs of these items.
+    That is the manifest, the index, and the files of shared blobs.  The first two are files of format 1 with
+    fewer entries: the manifest names all items, but only those files that belong to the wanted ones.
     """
 
     manifest: bytes
     index: bytes
     blobs: dict[str, bytes]
-    items: list[str]
 
 
 class Items(msgspec.Struct, array_like=True):
@@ -162,38 +164,99 @@ class Items(msgspec.Struct, array_like=True):
     optional: list[str]
 
 
+class Offer(msgspec.Struct, array_like=True):
+    """Before a load's reading: what a rank would read alone, and how it could share that with others.
+
+    Ranks with equal `host` reach each other by `link`; `carries` tells whether bytes can go to other hosts.
+    Reads do not cross multiples of `cell` bytes, and are verified as `verify` says.  The rates are measured,
+    in bytes per second, and 0 where they were not.  `columns` are file (a number of `files`), start and size.
+    """
+
+    host: str
+    link: str
+    carries: bool
+    cell: int
+    verify: str
+    read_rate: float
+    copy_rate: float
+    files: list[str]
+    columns: list[bytes]
+
+
+class Share(msgspec.Struct, array_like=True):
+    """The root's answer to `Offer`: a `planner.sharing.Part`, by the rank's own numbers of files.
+
+    `peers` are the links of the ranks that take something from this one.
+    """
+
+    num_turns: int
+    columns: list[bytes]
+    peers: dict[int, str]
+
+
 class Wish(msgspec.Struct, array_like=True):
     """Before a load's reading: which saved tensors and blobs a rank takes, and what does not fit.
 
-    `tensors` is a bit per tensor of the index, `blobs` a bit per shared blob in the order of the files.
+    `tensors` and `blobs` are `bitmaps` of the names that the rank's part of the checkpoint has.  `idle` are
+    patterns of `LoadOptions.only` that match nothing in the rank's target, `damaged` sentences about files.
     """
 
     rank: int
-    tensors: bytes
-    blobs: bytes
+    tensors: dict[str, bytes]
+    blobs: dict[str, bytes]
     missing: list[tuple[str, str]]
     mismatched: list[tuple[str, str]]
+    idle: list[str]
+    damaged: list[str]
+    offer: Offer | None
+
+
+class Stopped(msgspec.Struct, array_like=True):
+    """After a load's reading, in place of nothing: what stopped a rank that met no error of its own."""
+
+    rank: int
+    why: str
 
 
 class Agreed(msgspec.Struct, array_like=True):
-    """The root's answer to `Wish`: names that no rank takes, which a lenient load puts up with."""
+    """The root's answer to `Wish`: names that no rank takes, which a lenient load puts up with.
+
+    `share` is this rank's part in reading together, None where it reads alone.
+    """
 
     unexpected: list[str]
+    share: Share | None
 
 
-def bitmap(numbers: list[int], size: int) -> bytes:
-    """Return `size` bits of which the given ones are set."""
-    flags = np.zeros(size, np.bool_)
-    flags[numbers] = True
-    return np.packbits(flags).tobytes()
+Name = tuple[str, str]
+"""Item and FQN."""
 
 
-def unset(bitmaps: list[bytes], size: int) -> list[int]:
-    """Return the numbers below `size` that are set in none of the bitmaps."""
-    union = np.zeros(-(-size // 8), np.uint8)
-    for bits in bitmaps:
-        union |= np.frombuffer(bits, np.uint8)
-    return [int(n) for n in np.flatnonzero(np.unpackbits(union, count=size) == 0)]
+def bitmaps(names: Iterable[Name], taken: Container[Name]) -> dict[str, bytes]:
+    """Return, by item, a bit per name of the item: whether it is one of the taken.
+
+    Within an item all ranks have the same names in the same order, whatever other items they have.
+    """
+    flags: dict[str, list[bool]] = {}
+    for name in names:
+        flags.setdefault(name[0], []).append(name in taken)
+    return {item: np.packbits(np.array(bits, np.bool_)).tobytes() for item, bits in flags.items()}
+
+
+def left_over(names: Iterable[Name], ranks: Sequence[Mapping[str, bytes]]) -> list[Name]:
+    """Return the names that none of the ranks took, given the `bitmaps` of each."""
+    by_item: dict[str, list[Name]] = {}
+    for name in names:
+        by_item.setdefault(name[0], []).append(name)
+    left = []
+    for item, members in by_item.items():
+        union = np.zeros(-(-len(members) // 8), np.uint8)
+        for taken in ranks:
+            if item in taken:
+                union |= np.frombuffer(taken[item], np.uint8)
+        bits = np.unpackbits(union, count=len(members)).tolist()
+        left += [name for name, bit in zip(members, bits, strict=True) if not bit]
+    return left
 
 
 class Seat(msgspec.Struct, array_like=True):

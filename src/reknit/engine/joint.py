@@ -1,0 +1,217 @@
+"""Ranks that want the same bytes come to terms: what each of them would read, and who reads what for whom."""
+
+from __future__ import annotations
+
+import os
+import secrets
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from reknit.engine import messages
+from reknit.engine.exchange import Exchange, Sharing
+from reknit.engine.host_link import HostLink
+from reknit.engine.turns import BUCKET_NBYTES
+from reknit.monitor.phase import Stopwatch
+from reknit.options import host_name, num_threads
+from reknit.planner.sharing import WORTH_NBYTES, Costs, Division, Part, Reads, divide, fetch_of
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    from numpy.typing import NDArray
+
+    from reknit.comm.base import Group
+    from reknit.engine.read import Reader
+    from reknit.engine.turns import Carrier
+    from reknit.monitor.phase import Recorder
+    from reknit.options import LoadOptions
+
+_NETWORK_RATE = 1e9
+"""Bytes per second between hosts that are reckoned with: what a rank gets of a 10-gigabit link."""
+
+_MOST_SLOTS = 8
+"""Fetches that a rank reads ahead of those that take them."""
+
+
+@dataclass(frozen=True, slots=True)
+class Joint:
+    """One rank's side of the terms; `files` are the paths of the files that the reader's plan numbers."""
+
+    group: Group
+    carrier: Carrier | None
+    reader: Reader
+    files: Sequence[str]
+    link: HostLink | None
+    options: LoadOptions
+
+    @classmethod
+    def begin(
+        cls,
+        group: Group,
+        carrier: Callable[[], Carrier] | None,
+        reader: Reader,
+        files: Sequence[str],
+        options: LoadOptions,
+    ) -> Joint:
+        """Return this rank's side, which `close` ends; `carrier` makes what reaches other hosts, if any."""
+        link = HostLink(group.rank) if HostLink.available() else None
+        return cls(group, None if carrier is None else carrier(), reader, files, link, options)
+
+    def offer(self) -> messages.Offer:
+        """Return what this rank would read alone, and by which ways it can be reached."""
+        read_rate, copy_rate = self._rates() if self.options.share == "auto" else (0.0, 0.0)
+        return messages.Offer(
+            host=_host() if self.link is not None else secrets.token_hex(8),
+            link="" if self.link is None else self.link.address,
+            carries=self.carrier is not None,
+            cell=self.reader.cell_nbytes,
+            verify=self.options.verify,
+            read_rate=read_rate,
+            copy_rate=copy_rate,
+            files=list(self.files),
+            columns=[messages.packed(column, "i8") for column in self._reads()],
+        )
+
+    def run(self, share: messages.Share, recorder: Recorder, timeout_s: float) -> int:
+        """Read together with the others, as the root decided; return the bytes that came from them.
+
+        Raises `StoppedError` when another rank gave up, which then says why.
+        """
+        part = Part(*(messages.unpacked(c, "i8") for c in share.columns))
+        rows: list[list[int]] = [[] for _ in part.number]
+        private: list[int] = []
+        for number, row in enumerate(fetch_of(self._reads(), part).tolist()):
+            (rows[row] if row >= 0 else private).append(number)
+        sharing = Sharing(
+            part,
+            share.num_turns,
+            rows,
+            [self.files[file] for file in part.file.tolist()],
+            share.peers,
+            self.reader.cell_nbytes,
+            max(min(_MOST_SLOTS, self.options.inflight_nbytes // self.reader.cell_nbytes // 4), 1),
+        )
+        exchange = Exchange(
+            self.group.rank,
+            sharing,
+            self.reader,
+            self.reader.jobs(private),
+            self.link,
+            self.carrier if share.num_turns else None,
+            lambda: self.group.broken,
+            timeout_s,
+        )
+        # One thread may wait for storage, while another copies what others have read.
+        try:
+            exchange.run(max(2, num_threads(self.options.threads)), self.reader.cell_nbytes)
+        finally:
+            self.reader.record(recorder)
+        return exchange.nbytes_received
+
+    def close(self) -> None:
+        """Let nobody connect any more."""
+        if self.link is not None:
+            self.link.close()
+
+    def _reads(self) -> Reads:
+        """Return the reads that others may want as well."""
+        plan = self.reader.plan
+        # What combs read are runs far apart: hardly anybody else's, and many.
+        return Reads(plan.read_file, plan.read_start, plan.read_nbytes)
+
+    def _rates(self) -> tuple[float, float]:
+        """Measure how fast this rank reads, and copies, while the others do the same; bytes per second."""
+        plan = self.reader.plan
+        if int(plan.read_nbytes.sum()) < WORTH_NBYTES:
+            return 0.0, 0.0
+        read = len(plan.read_file) // 2
+        nbytes = int(plan.read_nbytes[read])
+        memory, copy = np.ones(nbytes, np.uint8), np.ones(nbytes, np.uint8)
+        reading, copying = Stopwatch(), Stopwatch()
+        with reading.lap():
+            self.reader.fetch(self.files[plan.read_file[read]], int(plan.read_start[read]), memory)
+        with copying.lap():
+            np.copyto(copy, memory)
+        return nbytes / max(reading.seconds, 1e-9), nbytes / max(copying.seconds, 1e-9)
+
+
+def share_out(offers: Sequence[messages.Offer | None], options: LoadOptions) -> list[messages.Share | None]:
+    """Decide, on the root, who reads what for whom; None for a rank that reads alone."""
+    alone: list[messages.Share | None] = [None] * len(offers)
+    there = [offer for offer in offers if offer is not None]
+    if len(there) < len(offers) or len({(o.cell, o.verify) for o in there}) > 1:
+        return alone
+    numbers: dict[str, int] = {}
+    for offer in there:
+        for path in offer.files:
+            numbers.setdefault(path, len(numbers))
+    own = [np.array([numbers[path] for path in offer.files], np.int64) for offer in there]
+    reads = [_reads(offer, files) for offer, files in zip(there, own, strict=True)]
+    division = _divide(there, reads, options)
+    answers = alone
+    for rank, part in enumerate(division.parts):
+        if not len(part.number) and not division.num_turns:
+            continue
+        local = np.full(len(numbers), -1, np.int64)
+        local[own[rank]] = np.arange(len(own[rank]))
+        columns = part._replace(file=local[part.file])
+        answers[rank] = messages.Share(
+            division.num_turns,
+            [messages.packed(column, "i8") for column in columns],
+            {int(taker): there[taker].link for taker in np.unique(part.taker)},
+        )
+    return answers
+
+
+def _divide(offers: Sequence[messages.Offer], reads: Sequence[Reads], options: LoadOptions) -> Division:
+    """Divide the reads among all ranks, or on each host alone where nothing carries bytes between hosts."""
+    costs = None
+    if options.share == "auto":
+        rates = [(offer.read_rate, offer.copy_rate) for offer in offers if offer.read_rate]
+        if not rates:
+            return Division(tuple(_no_part() for _ in offers), 0)
+        read, copy = np.mean(rates, axis=0).tolist()
+        costs = Costs(read, copy, _NETWORK_RATE)
+    names = list(dict.fromkeys(offer.host for offer in offers))
+    hosts = [names.index(offer.host) for offer in offers]
+
+    def divided(reads: Sequence[Reads]) -> Division:
+        cell = offers[0].cell
+        # Of what may be in flight a rank needs two buckets to receive, and one or two to send from.
+        bucket = max(min(BUCKET_NBYTES, options.inflight_nbytes // 8), cell)
+        return divide(reads, hosts, cell_nbytes=cell, bucket_nbytes=bucket, costs=costs)
+
+    if all(offer.carries for offer in offers) or len(names) == 1:
+        return divided(reads)
+    none = Reads(*(np.zeros(0, np.int64) for _ in range(3)))
+    parts = [_no_part()] * len(offers)
+    for host in range(len(names)):
+        mine = [r if h == host else none for r, h in zip(reads, hosts, strict=True)]
+        for rank, part in enumerate(divided(mine).parts):
+            if hosts[rank] == host:
+                parts[rank] = part
+    return Division(tuple(parts), 0)
+
+
+def _no_part() -> Part:
+    empty, first = np.zeros(0, np.int64), np.zeros(1, np.int64)
+    return Part(empty, empty, empty, empty, empty, empty, empty, first, empty, first, empty)
+
+
+def _reads(offer: messages.Offer, files: NDArray[np.int64]) -> Reads:
+    """Return what a rank would read, by the numbers of files that all ranks have in common."""
+    file, start, nbytes = (messages.unpacked(column, "i8") for column in offer.columns)
+    file = files[file]
+    order = np.lexsort((start, file))
+    return Reads(file[order], start[order], nbytes[order])
+
+
+def _host() -> str:
+    """Return what ranks have in common that can share memory: kernel, network namespace and user."""
+    if (name := host_name()) is not None:
+        return name
+    boot = Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
+    return f"{boot}-{os.stat('/proc/self/ns/net').st_ino}-{os.geteuid()}"

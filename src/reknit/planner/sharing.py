@@ -1,0 +1,288 @@
+"""Which rank reads what several ranks want, and by which way does it reach the others?"""
+
+from __future__ import annotations
+
+from itertools import pairwise
+from typing import TYPE_CHECKING, NamedTuple
+
+import numpy as np
+
+from reknit.errors import ProtocolError
+from reknit.planner.balance import readers
+from reknit.planner.fetches import bounds_of, merged, numbers_of, occurrences, runs
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from numpy.typing import NDArray
+
+    from reknit.planner.fetches import Fetches
+
+WORTH_NBYTES = 32 << 20
+"""With costs given, sharing is set up only if some rank takes part in fetches of this many bytes."""
+
+
+class Reads(NamedTuple):
+    """What one rank would read alone: byte ranges, ascending by (file, start), disjoint, none empty.
+
+    `file` is the number of the file, in a numbering common to all ranks.
+    """
+
+    file: NDArray[np.int64]
+    start: NDArray[np.int64]
+    nbytes: NDArray[np.int64]
+
+
+class Costs(NamedTuple):
+    """Speeds per rank while all ranks are busy, in bytes per second.
+
+    `read`: from storage.  `copy`: from memory to memory.  `network`: between hosts.
+    """
+
+    read: float
+    copy: float
+    network: float
+
+
+class Part(NamedTuple):
+    """What one rank has to know: a row for each fetch that it takes part in.
+
+    `number` counts the fetches of all ranks; `file`, `start`, `nbytes` are the bytes.  `reader` is the rank
+    that reads them from storage.  `source` is the rank of this host from which this rank takes them: itself
+    where it reads them or receives them from another host.  `turn` is the exchange between hosts in which
+    they travel, -1 where no other host wants them.
+
+    Rows are in the order in which all ranks of this host work: turn by turn (those with turn -1 lie between),
+    in each turn what this host reads before what it receives, and else by `number`.  So what a rank reads
+    ascends by `number`, and so does what it sends, and what it receives.
+
+    The other ranks of this host that take row `k` from this rank (none where `source` is another) are
+    `taker[taker_first[k]:taker_first[k + 1]]`.  The ranks of other hosts to which this rank sends it (none
+    where `reader` is another) are `remote[remote_first[k]:remote_first[k + 1]]`.
+    """
+
+    number: NDArray[np.int64]
+    file: NDArray[np.int64]
+    start: NDArray[np.int64]
+    nbytes: NDArray[np.int64]
+    source: NDArray[np.int64]
+    reader: NDArray[np.int64]
+    turn: NDArray[np.int64]
+    taker_first: NDArray[np.int64]
+    taker: NDArray[np.int64]
+    remote_first: NDArray[np.int64]
+    remote: NDArray[np.int64]
+
+
+class Division(NamedTuple):
+    """The part of every rank, and how many exchanges between hosts there are."""
+
+    parts: tuple[Part, ...]
+    num_turns: int
+
+
+def divide(
+    reads: Sequence[Reads],
+    hosts: Sequence[int],
+    *,
+    cell_nbytes: int,
+    bucket_nbytes: int,
+    costs: Costs | None,
+) -> Division:
+    """Divide what two or more ranks want among these, so that each byte is read once.
+
+    Pure.  `reads[r]` is what rank `r`, on host `hosts[r]`, would read alone; no read crosses a multiple of
+    `cell_nbytes`.  Reads that overlap become one fetch.  One of the ranks that want it reads it, chosen such
+    that all ranks read about equally many bytes, private ones included.  On each other host one rank that
+    wants it receives it and serves the rest of its host.  In no turn does a rank send or receive more than
+    `bucket_nbytes`, counting every copy, but for a fetch that is more than that alone.
+
+    With `costs`, what is read sooner by everyone alone is left out; with None all is shared.
+
+    Ranks that work off their rows in order, and fill the places where they keep fetches for others in order,
+    never wait for each other in a circle, if a rank has but one such place and an exchange waits for all that
+    its turn sends: what a host reads in a turn waits only for earlier turns, and each exchange only for that.
+
+    Raises `ProtocolError` when a rank's reads do not keep to the cells.
+    """
+    host = np.unique(np.asarray(hosts, np.int64), return_inverse=True)[1].reshape(-1).astype(np.int64)
+    columns = [np.concatenate(column) for column in zip(*reads, strict=True)]
+    rank = np.repeat(np.arange(len(reads)), [len(r.file) for r in reads])
+    _require_cells(columns[1], columns[2], rank, cell_nbytes)
+    fetches = merged(columns[0], columns[1], columns[2], rank, host)
+    if costs is not None:
+        fetches = _worthwhile(fetches, host, costs)
+    alone = np.array([int(r.nbytes.sum()) for r in reads], np.int64)
+    reader = readers(fetches, alone, host)
+    routes = _routes(fetches, reader, host)
+    turn = _turns(fetches, reader, routes, bucket_nbytes)
+    num_turns = int(turn.max(initial=-1)) + 1
+    stage = np.where(turn < 0, _stages(fetches, reader, num_turns), turn)
+    return Division(_parts(fetches, reader, routes, turn, stage, len(reads)), num_turns)
+
+
+def fetch_of(reads: Reads, part: Part) -> NDArray[np.int64]:
+    """Return for each of a rank's reads the row of its part that contains it, or -1 where it is private."""
+    found = np.full(len(reads.file), -1, np.int64)
+    if not len(part.number) or not len(found):
+        return found
+    wide = int(max((reads.start + reads.nbytes).max(), (part.start + part.nbytes).max())) + 1
+    key = part.file * wide + part.start
+    order = np.argsort(key)
+    row = order[np.maximum(np.searchsorted(key[order], reads.file * wide + reads.start, side="right") - 1, 0)]
+    inside = (part.file[row] == reads.file) & (part.start[row] <= reads.start)
+    inside &= reads.start + reads.nbytes <= part.start[row] + part.nbytes[row]
+    found[inside] = row[inside]
+    return found
+
+
+def private(reads: Reads, part: Part) -> NDArray[np.bool_]:
+    """Return which of a rank's reads are in none of its fetches."""
+    return fetch_of(reads, part) < 0
+
+
+class _Routes(NamedTuple):
+    """How fetches reach hosts: a row for each fetch and host that wants it, in order of fetch and host.
+
+    `first` cuts the rows of `Fetches.rank` by fetch and host.  `source` is the rank that has the bytes first
+    on that host: the reader on its own, a receiver on others (`away`).
+    """
+
+    fetch: NDArray[np.int64]
+    first: NDArray[np.int64]
+    source: NDArray[np.int64]
+    away: NDArray[np.bool_]
+
+
+def _require_cells(
+    start: NDArray[np.int64], nbytes: NDArray[np.int64], rank: NDArray[np.int64], cell_nbytes: int
+) -> None:
+    """Raise `ProtocolError` naming the first rank that has a read which is empty or crosses cells."""
+    broken = (nbytes < 1) | (start // cell_nbytes != (start + nbytes - 1) // cell_nbytes)
+    if broken.any():
+        row = int(broken.argmax())
+        raise ProtocolError(
+            f"rank {rank[row]} means to read {nbytes[row]} bytes from byte {start[row]} of a file on, which "
+            f"is not inside one cell of {cell_nbytes} bytes",
+            remedy="run the same version of reknit on all ranks",
+        )
+
+
+def _worthwhile(fetches: Fetches, host: NDArray[np.int64], costs: Costs) -> Fetches:
+    """Return the fetches that are quicker shared: none, if they are too few to set up sharing for."""
+    want = fetches.of_rank()
+    hosts = host[fetches.rank]
+    across = np.bincount(want[runs(want, hosts)[:-1]], minlength=len(fetches.file)) > 1
+    # Ranks that want different bytes of a fetch save less than their number says.
+    times = np.bincount(want, fetches.wanted, len(fetches.file)) / fetches.nbytes
+    shared_s = 1 / (times * costs.read) + 1 / costs.copy + across / costs.network
+    fetches = fetches.only(shared_s < 1 / costs.read)
+    taken = np.bincount(fetches.rank, fetches.nbytes[fetches.of_rank()])
+    if taken.max(initial=0) >= WORTH_NBYTES:
+        return fetches
+    return fetches.only(np.zeros(len(fetches.file), np.bool_))
+
+
+def _routes(fetches: Fetches, reader: NDArray[np.int64], host: NDArray[np.int64]) -> _Routes:
+    """Choose who receives each fetch on each other host: the ranks there that want it, one after another."""
+    want, hosts = fetches.of_rank(), host[fetches.rank]
+    first = runs(want, hosts)
+    fetch = want[first[:-1]]
+    away = hosts[first[:-1]] != host[reader[fetch]]
+    source = reader[fetch]
+    # Counted for each set of ranks alone: else a rhythm in the file could meet the rhythm of the counting.
+    turns = occurrences(np.where(away, numbers_of(first, fetches.rank), -1))
+    row = first[:-1] + turns % np.diff(first)
+    source[away] = fetches.rank[row[away]]
+    return _Routes(fetch, first, source, away)
+
+
+def _turns(
+    fetches: Fetches, reader: NDArray[np.int64], routes: _Routes, bucket_nbytes: int
+) -> NDArray[np.int64]:
+    """Return in which exchange each fetch travels: the first that has room with all who send or receive it.
+
+    No rank goes back to an earlier turn, so that it sends and receives in order of file and start.
+    """
+    turn = np.full(len(reader), -1, np.int64)
+    fetch, receiver = routes.fetch[routes.away], routes.source[routes.away]
+    bounds = runs(fetch)
+    travelling = fetch[bounds[:-1]]
+    # Each rank has two buckets, an even one for what it sends, an odd one for what it receives.
+    num_buckets = 2 * int(fetches.rank.max(initial=-1)) + 2
+    current, filled = [0] * num_buckets, [0] * num_buckets
+    receiving = (2 * receiver + 1).tolist()
+    columns = (travelling, reader[travelling], fetches.nbytes[travelling], bounds[:-1], bounds[1:])
+    for number, rank, nbytes, begin, end in zip(*(c.tolist() for c in columns), strict=True):
+        more = [(2 * rank, nbytes * (end - begin)), *[(bucket, nbytes) for bucket in receiving[begin:end]]]
+        now = max([current[bucket] for bucket, _ in more])
+        # An empty bucket takes a fetch of any size.
+        if any([current[b] == now and 0 < filled[b] > bucket_nbytes - size for b, size in more]):
+            now += 1
+        for bucket, size in more:
+            filled[bucket] = size if current[bucket] < now else filled[bucket] + size
+            current[bucket] = now
+        turn[number] = now
+    return turn
+
+
+def _stages(fetches: Fetches, reader: NDArray[np.int64], num_turns: int) -> NDArray[np.int64]:
+    """Return with which turn each fetch would come, going by how much its reader has read before.
+
+    That is where fetches that stay on their host have their place, so that exchanges go on beside them.
+    """
+    order = np.argsort(reader, kind="stable")
+    bounds = runs(reader[order])
+    past = bounds_of(fetches.nbytes[order])
+    before = past[:-1] - np.repeat(past[bounds[:-1]], np.diff(bounds))
+    total = np.repeat(np.diff(past[bounds]), np.diff(bounds))
+    stage = np.empty(len(reader), np.int64)
+    stage[order] = before * num_turns // total
+    return stage
+
+
+def _parts(
+    fetches: Fetches,
+    reader: NDArray[np.int64],
+    routes: _Routes,
+    turn: NDArray[np.int64],
+    stage: NDArray[np.int64],
+    num_ranks: int,
+) -> tuple[Part, ...]:
+    """Number the fetches by stage, then by file and start, and return every rank's rows."""
+    number = np.empty(len(reader), np.int64)
+    number[np.argsort(stage, kind="stable")] = np.arange(len(reader))
+    # Keys that ascend in the order of the rows of all ranks, for what a host reads and what it receives.
+    read_key = 2 * stage * len(reader) + number
+    wide = 2 * (int(stage.max(initial=0)) + 1) * len(reader)
+    counts = np.diff(routes.first)
+    fetch = np.repeat(routes.fetch, counts)
+    source = np.repeat(routes.source, counts)
+    key = read_key[fetch] + np.repeat(routes.away, counts) * len(reader)
+    own_key = fetches.rank * wide + key
+    order = np.argsort(own_key)
+    taking = source != fetches.rank
+    sent = routes.fetch[routes.away]
+    served = (
+        _served(own_key[order], source[taking] * wide + key[taking], fetches.rank[taking]),
+        _served(own_key[order], reader[sent] * wide + read_key[sent], routes.source[routes.away]),
+    )
+    fetch, source = fetch[order], source[order]
+    of_fetch = (number, fetches.file, fetches.start, fetches.nbytes, reader, turn)
+    parts = []
+    for a, b in pairwise(bounds_of(np.bincount(fetches.rank, minlength=num_ranks)).tolist()):
+        columns = [column[fetch[a:b]] for column in of_fetch]
+        columns.insert(4, source[a:b].copy())
+        for first, ranks in served:
+            columns += [first[a : b + 1] - first[a], ranks[first[a] : first[b]].copy()]
+        parts.append(Part(*columns))
+    return tuple(parts)
+
+
+def _served(
+    key: NDArray[np.int64], served_key: NDArray[np.int64], ranks: NDArray[np.int64]
+) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+    """Group ranks by the row that serves them: where those of each row begin, the end, and the ranks."""
+    order = np.argsort(served_key, kind="stable")
+    first = np.searchsorted(served_key[order], key).astype(np.int64)
+    return np.append(first, len(ranks)), ranks[order]
