@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import mmap
 import os
-import shutil
 import statistics
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -17,70 +16,10 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from benchmarks.async_save.contenders import Contender
+    from benchmarks.ranks import Bench
 
 PIECE = 16 << 20
 PAGE = 4096
-
-
-class Bench:
-    """The ranks of a run, and the folder that they measure in."""
-
-    def __init__(self, folder: str) -> None:
-        import torch
-        import torch.distributed as dist
-
-        torch.set_num_threads(1)
-        dist.init_process_group("gloo")
-        self.dist, self.folder = dist, folder
-        self.rank, self.world = dist.get_rank(), dist.get_world_size()
-
-    def slowest(self, *values: float) -> list[float]:
-        """Return the largest of every rank's values."""
-        return self._reduced(self.dist.ReduceOp.MAX, values)
-
-    def mean(self, *values: float) -> list[float]:
-        return [value / self.world for value in self._reduced(self.dist.ReduceOp.SUM, values)]
-
-    def _reduced(self, how: Any, values: tuple[float, ...]) -> list[float]:
-        import torch
-
-        reduced = torch.tensor(values, dtype=torch.float64)
-        self.dist.all_reduce(reduced, how)
-        return [float(value) for value in reduced]
-
-    def best(self, repeat: int, action: Callable[[], None], before: Callable[[], None]) -> float:
-        """Return the best of several times of the slowest rank."""
-        times = []
-        for _ in range(repeat):
-            before()
-            self.dist.barrier()
-            begin = time.perf_counter()
-            action()
-            times.append(self.slowest(time.perf_counter() - begin)[0])
-        return min(times)
-
-    def drop(self, path: str) -> None:
-        """Remove a checkpoint that every rank is done with."""
-        self.dist.barrier()
-        if self.rank == 0:
-            shutil.rmtree(path, ignore_errors=True)
-        self.dist.barrier()
-
-    def settle(self) -> None:
-        """Write back whatever is dirty, so that the next contender does not pay for it."""
-        self.dist.barrier()
-        if self.rank == 0:
-            os.sync()
-        self.dist.barrier()
-
-    def pause(self) -> None:
-        """Let everything come to rest, the same way before everything that is compared."""
-        self.settle()
-        time.sleep(0.3)
-
-    def say(self, text: str) -> None:
-        if self.rank == 0:
-            print(text, flush=True)
 
 
 class Training:

@@ -15,12 +15,9 @@ import json
 import os
 import shutil
 import signal
-import socket
-import subprocess
 import sys
 import tempfile
 import threading
-import time
 import traceback
 from functools import partial
 from pathlib import Path
@@ -28,51 +25,18 @@ from typing import TYPE_CHECKING, Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
+from benchmarks.aims import judged, ratio, tell
 from benchmarks.async_save import contenders
-from benchmarks.async_save.measure import Bench, Effort, baselines, copier, measure, memcpy
+from benchmarks.async_save.measure import Effort, baselines, copier, measure, memcpy
+from benchmarks.ranks import Bench, launch
 from benchmarks.save_load.run import build, tensors
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
+    from benchmarks.aims import Row
+
 PARTS = ("baselines", "reknit", "slow", "dcp", "torch_checkpointing", "ddp")
-
-
-def launch(args: argparse.Namespace, role: str, world: int, folder: str) -> dict[str, Any]:
-    """Start one process per rank, and return what rank 0 measured."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    common = dict(os.environ, WORLD_SIZE=str(world), MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
-    common.update(OMP_NUM_THREADS="1", TORCH_CPP_LOG_LEVEL="ERROR", LOCAL_WORLD_SIZE=str(world))
-    command = [sys.executable, __file__, *sys.argv[1:], "--role", role, "--dir", folder]
-    log = Path(folder, f"{role}.log")  # some contenders say much
-    with log.open("wb") as told:
-        ranks = [
-            subprocess.Popen(
-                command,
-                env=dict(common, RANK=str(rank), LOCAL_RANK=str(rank)),
-                stdout=sys.stderr,
-                stderr=told,
-            )
-            for rank in range(world)
-        ]
-    end = time.monotonic() + args.timeout
-    try:
-        # A rank that fails leaves the others waiting for it.
-        while any(rank.poll() is None for rank in ranks) and not any(rank.poll() for rank in ranks):
-            if time.monotonic() > end:
-                break
-            time.sleep(0.1)
-        status = [rank.poll() for rank in ranks]
-    finally:
-        for rank in ranks:
-            rank.kill()
-    if any(ended != 0 for ended in status):
-        sys.stderr.write(log.read_text(errors="replace")[-20_000:])
-        raise SystemExit(f"the ranks of the {role} part ended with {status} (None: not by then)")
-    result: dict[str, Any] = json.loads(Path(folder, f"{role}.json").read_text())
-    return result
 
 
 def sharded_part(args: argparse.Namespace) -> dict[str, Any]:
@@ -202,10 +166,6 @@ def ddp_part(args: argparse.Namespace) -> dict[str, Any]:
     }
 
 
-def _ratio(over: float | None, under: float | None) -> float | None:
-    return round(over / under, 3) if over is not None and under else None
-
-
 def aims(result: dict[str, Any]) -> list[dict[str, Any]]:
     """Return every ratio with its aim and whether it is met; None where something was not measured."""
     found: dict[str, Any] = {k: v for k, v in result.get("contenders", {}).items() if "error" not in v}
@@ -222,15 +182,15 @@ def aims(result: dict[str, Any]) -> list[dict[str, Any]]:
     blocking, whole = ours.get("blocking_s"), ours.get("end_to_end_s")
     slowdown, lost = (computing(key, [ours] if ours else []) for key in ("slowdown", "lost_s"))
     # The same within noise: as far apart as two saves to the quick storage are.
-    spread = max(1.15, _ratio(max(ours.get("blocking_later_s", [0.0])), blocking) or 0.0)
+    spread = max(1.15, ratio(max(ours.get("blocking_later_s", [0.0])), blocking) or 0.0)
     between = ours.get("memcpy_between_saves_s")
-    rows: list[tuple[str, float | None, str, float | None]] = [
-        ("blocking / memcpy between the saves", _ratio(blocking, between), "<=", 1.3),
-        ("blocking / best memcpy in a hot loop", _ratio(blocking, base.get("memcpy_s")), "<=", 1.3),
-        ("DCP's best blocking / blocking", _ratio(best("blocking_s"), blocking), ">=", 2.0),
-        ("blocking on slow storage / blocking", _ratio(slow.get("blocking_s"), blocking), "<=", spread),
-        ("end to end / raw write", _ratio(whole, base.get("raw_write_s")), "<=", 1.25),
-        ("DCP's best end to end / end to end", _ratio(best("end_to_end_s"), whole), ">=", 3.0),
+    rows: list[Row] = [
+        ("blocking / memcpy between the saves", ratio(blocking, between), "<=", 1.3),
+        ("blocking / best memcpy in a hot loop", ratio(blocking, base.get("memcpy_s")), "<=", 1.3),
+        ("DCP's best blocking / blocking", ratio(best("blocking_s"), blocking), ">=", 2.0),
+        ("blocking on slow storage / blocking", ratio(slow.get("blocking_s"), blocking), "<=", spread),
+        ("end to end / raw write", ratio(whole, base.get("raw_write_s")), "<=", 1.25),
+        ("DCP's best end to end / end to end", ratio(best("end_to_end_s"), whole), ">=", 3.0),
         ("slowdown of the trainer, against DCP's least", slowdown, "<=", computing("slowdown", dcp)),
         ("seconds that a save costs the trainer, against DCP's least", lost, "<=", computing("lost_s", dcp)),
     ]
@@ -239,16 +199,7 @@ def aims(result: dict[str, Any]) -> list[dict[str, Any]]:
         for key in ("written_share", "staged_share"):
             off = max(abs(share * shares["world"] - 1) for share in shares[key]) / shares["world"]
             rows.append((f"DDP: {key.replace('_', ' ')}, farthest from equal", round(off, 4), "<=", 0.01))
-    return [
-        {"what": what, "value": value, "aim": f"{sign} {aim}", "met": _met(value, sign, aim)}
-        for what, value, sign, aim in rows
-    ]
-
-
-def _met(value: float | None, sign: str, aim: float | None) -> bool | None:
-    if value is None or aim is None:
-        return None
-    return value <= aim if sign == "<=" else value >= aim
+    return judged(rows)
 
 
 def rank_main(args: argparse.Namespace) -> None:
@@ -296,9 +247,9 @@ def main() -> int:
     try:
         result: dict[str, Any] = {}
         if set(args.parts) - {"ddp"}:
-            result = launch(args, "sharded", args.world, folder)
+            result = launch(__file__, "sharded", args.world, folder, args.timeout)
         if "ddp" in args.parts:
-            result["ddp"] = launch(args, "ddp", 4, folder)
+            result["ddp"] = launch(__file__, "ddp", 4, folder, args.timeout)
     finally:
         shutil.rmtree(folder, ignore_errors=True)
     result["aims"] = aims(result)
@@ -306,9 +257,7 @@ def main() -> int:
     if args.out:
         Path(args.out).write_text(text + "\n")
     print(text, flush=True)
-    for row in result["aims"]:
-        met = {True: "met", False: "NOT met", None: "not measured"}[row["met"]]
-        print(f"{row['what']:60s} {row['value']!s:>8s}   aim {row['aim']:>9s}   {met}", file=sys.stderr)
+    tell(result["aims"])
     return 0
 
 

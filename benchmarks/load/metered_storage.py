@@ -1,0 +1,169 @@
+"""A folder that counts what is read, and may be slow: ``metered://LIMIT/absolute/path``.
+
+The limit is ``none``, or bytes per second and who shares them: ``200000000-rank`` or ``200000000-host``.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import functools
+import mmap
+import os
+import struct
+import tempfile
+import threading
+import time
+from typing import TYPE_CHECKING
+
+from reknit.storage.local import LocalStorage
+from reknit.storage.registry import register
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    import numpy as np
+    from numpy.typing import NDArray
+
+    from reknit.options import Durability
+    from reknit.storage.base import Listed, Reading, Storage, Writer
+
+HOST_CLOCK = "throttle-of-the-host"
+
+
+class Throttle:
+    """Lets bytes through at a rate: each caller waits until the bytes before its own and its own have passed.
+
+    With a `clock`, a small file, all processes that open it share the rate.
+    """
+
+    def __init__(self, rate: float, clock: str | None) -> None:
+        self._rate = rate
+        self._lock = threading.Lock()
+        if clock is None:
+            with tempfile.TemporaryFile() as file:
+                self._fd = os.dup(file.fileno())
+        else:
+            self._fd = os.open(clock, os.O_RDWR | os.O_CREAT, 0o600)
+        os.ftruncate(self._fd, mmap.PAGESIZE)
+        self._free = mmap.mmap(self._fd, mmap.PAGESIZE)
+
+    def take(self, nbytes: int) -> None:
+        """Return when `nbytes` bytes may have passed."""
+        with self._lock:
+            fcntl.flock(self._fd, fcntl.LOCK_EX)
+            try:
+                # One clock for all processes of a machine.
+                begin = max(time.monotonic(), struct.unpack_from("d", self._free)[0])
+                end = begin + nbytes / self._rate
+                struct.pack_into("d", self._free, 0, end)
+            finally:
+                fcntl.flock(self._fd, fcntl.LOCK_UN)
+        time.sleep(max(0.0, end - time.monotonic()))
+
+
+class Meter:
+    """What this process has read of metered folders: bytes of data files, and of all others."""
+
+    def __init__(self) -> None:
+        self.data_nbytes = self.other_nbytes = 0
+        self._lock = threading.Lock()
+        self._throttles: dict[tuple[str, str], Throttle] = {}
+
+    def reset(self) -> None:
+        self.data_nbytes = self.other_nbytes = 0
+
+    def count(self, path: str, nbytes: int) -> None:
+        with self._lock:
+            if path.endswith(".safetensors"):
+                self.data_nbytes += nbytes
+            else:
+                self.other_nbytes += nbytes
+
+    def open(self, url: str, durability: Durability) -> Storage:
+        """Return the store at `url`."""
+        limit, _, path = url.partition("://")[2].partition("/")
+        inner = LocalStorage(f"/{path}", durability=durability)
+        return MeteredStorage(inner, self, self._throttle(limit, f"/{path}"))
+
+    def _throttle(self, limit: str, path: str) -> Throttle | None:
+        if limit == "none":
+            return None
+        rate, _, shared = limit.partition("-")
+        clock = os.path.join(os.path.dirname(path), HOST_CLOCK) if shared == "host" else None
+        key = (limit, os.path.dirname(path))
+        with self._lock:
+            if key not in self._throttles:
+                self._throttles[key] = Throttle(float(rate), clock)
+            return self._throttles[key]
+
+
+class MeteredStorage:
+    """A store whose reads are counted, as they are asked for, and at most as fast as its throttle."""
+
+    def __init__(self, inner: Storage, meter: Meter, throttle: Throttle | None) -> None:
+        self._inner = inner
+        self._meter = meter
+        self._throttle = throttle
+
+    @property
+    def url(self) -> str:
+        return self._inner.url
+
+    @property
+    def reading(self) -> Reading:
+        return self._inner.reading
+
+    def read_into(self, path: str, start: int, buffers: list[memoryview]) -> None:
+        self._passing(path, sum(buffer.nbytes for buffer in buffers))
+        self._inner.read_into(path, start, buffers)
+
+    def read_runs(self, path: str, starts: NDArray[np.int64], nbytes: int, buffer: memoryview) -> None:
+        self._passing(path, buffer.nbytes)
+        self._inner.read_runs(path, starts, nbytes, buffer)
+
+    def get(self, path: str, *, limit: int) -> bytes:
+        data = self._inner.get(path, limit=limit)
+        self._passing(path, len(data))
+        return data
+
+    def _passing(self, path: str, nbytes: int) -> None:
+        self._meter.count(path, nbytes)
+        if self._throttle is not None:
+            self._throttle.take(nbytes)
+
+    def create(self, path: str, nbytes: int) -> Writer:
+        return self._inner.create(path, nbytes)
+
+    def put(self, path: str, data: bytes, *, if_absent: bool) -> bool:
+        return self._inner.put(path, data, if_absent=if_absent)
+
+    def size(self, path: str) -> int:
+        return self._inner.size(path)
+
+    def folders(self) -> list[str]:
+        return self._inner.folders()
+
+    def list(self, prefix: str = "") -> Iterator[Listed]:
+        return self._inner.list(prefix)
+
+    def delete(self, path: str) -> None:
+        self._inner.delete(path)
+
+    def sub(self, path: str) -> Storage:
+        return MeteredStorage(self._inner.sub(path), self._meter, self._throttle)
+
+    def close(self) -> None:
+        self._inner.close()
+
+
+@functools.cache
+def meter() -> Meter:
+    """Return the meter of this process, which serves ``metered://`` from then on."""
+    ours = Meter()
+    register("metered", ours.open)
+    return ours
+
+
+def metered(path: str, limit: str = "none") -> str:
+    """Return the URL by which the meter counts what is read of a folder."""
+    return f"metered://{limit}{os.path.abspath(path)}"

@@ -1,0 +1,114 @@
+"""One process per rank: starting them, and one rank's side of a measurement."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+
+def launch(script: str, role: str, world: int, folder: str, timeout_s: float) -> dict[str, Any]:
+    """Start one process per rank, and return what rank 0 measured."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    common = dict(os.environ, WORLD_SIZE=str(world), MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
+    common.update(OMP_NUM_THREADS="1", TORCH_CPP_LOG_LEVEL="ERROR", LOCAL_WORLD_SIZE=str(world))
+    command = [sys.executable, script, *sys.argv[1:], "--role", role, "--dir", folder]
+    log = Path(folder, f"{role}.log")  # some contenders say much
+    with log.open("wb") as told:
+        ranks = [
+            subprocess.Popen(
+                command,
+                env=dict(common, RANK=str(rank), LOCAL_RANK=str(rank)),
+                stdout=sys.stderr,
+                stderr=told,
+            )
+            for rank in range(world)
+        ]
+    end = time.monotonic() + timeout_s
+    try:
+        # A rank that fails leaves the others waiting for it.
+        while any(rank.poll() is None for rank in ranks) and not any(rank.poll() for rank in ranks):
+            if time.monotonic() > end:
+                break
+            time.sleep(0.1)
+        status = [rank.poll() for rank in ranks]
+    finally:
+        for rank in ranks:
+            rank.kill()
+    if any(ended != 0 for ended in status):
+        sys.stderr.write(log.read_text(errors="replace")[-20_000:])
+        raise SystemExit(f"the ranks of the {role} part ended with {status} (None: not by then)")
+    result: dict[str, Any] = json.loads(Path(folder, f"{role}.json").read_text())
+    return result
+
+
+class Bench:
+    """The ranks of a run, and the folder that they measure in."""
+
+    def __init__(self, folder: str) -> None:
+        import torch
+        import torch.distributed as dist
+
+        torch.set_num_threads(1)
+        dist.init_process_group("gloo")
+        self.dist, self.folder = dist, folder
+        self.rank, self.world = dist.get_rank(), dist.get_world_size()
+
+    def slowest(self, *values: float) -> list[float]:
+        """Return the largest of every rank's values."""
+        return self._reduced(self.dist.ReduceOp.MAX, values)
+
+    def mean(self, *values: float) -> list[float]:
+        return [value / self.world for value in self._reduced(self.dist.ReduceOp.SUM, values)]
+
+    def _reduced(self, how: Any, values: tuple[float, ...]) -> list[float]:
+        import torch
+
+        reduced = torch.tensor(values, dtype=torch.float64)
+        self.dist.all_reduce(reduced, how)
+        return [float(value) for value in reduced]
+
+    def best(self, repeat: int, action: Callable[[], None], before: Callable[[], None]) -> float:
+        """Return the best of several times of the slowest rank."""
+        times = []
+        for _ in range(repeat):
+            before()
+            self.dist.barrier()
+            begin = time.perf_counter()
+            action()
+            times.append(self.slowest(time.perf_counter() - begin)[0])
+        return min(times)
+
+    def drop(self, path: str) -> None:
+        """Remove a checkpoint that every rank is done with."""
+        self.dist.barrier()
+        if self.rank == 0:
+            shutil.rmtree(path, ignore_errors=True)
+        self.dist.barrier()
+
+    def settle(self) -> None:
+        """Write back whatever is dirty, so that the next contender does not pay for it."""
+        self.dist.barrier()
+        if self.rank == 0:
+            os.sync()
+        self.dist.barrier()
+
+    def pause(self) -> None:
+        """Let everything come to rest, the same way before everything that is compared."""
+        self.settle()
+        time.sleep(0.3)
+
+    def say(self, text: str) -> None:
+        if self.rank == 0:
+            print(text, flush=True)
