@@ -29,6 +29,8 @@ if TYPE_CHECKING:
     from reknit.monitor.phase import Recorder
     from reknit.options import LoadOptions
 
+_COPY_RATE = 3e9
+"""Bytes per second out of another rank's ring that are reckoned with, while all ranks copy."""
 _NETWORK_RATE = 1e9
 """Bytes per second between hosts that are reckoned with: what a rank gets of a 10-gigabit link."""
 
@@ -62,15 +64,13 @@ class Joint:
 
     def offer(self) -> messages.Offer:
         """Return what this rank would read alone, and by which ways it can be reached."""
-        read_rate, copy_rate = self._rates() if self.options.share == "auto" else (0.0, 0.0)
         return messages.Offer(
             host=_host() if self.link is not None else secrets.token_hex(8),
             link="" if self.link is None else self.link.address,
             carries=self.carrier is not None,
             cell=self.reader.cell_nbytes,
             verify=self.options.verify,
-            read_rate=read_rate,
-            copy_rate=copy_rate,
+            read_rate=self._read_rate() if self.options.share == "auto" else 0.0,
             files=list(self.files),
             columns=[messages.packed(column, "i8") for column in self._reads()],
         )
@@ -122,20 +122,16 @@ class Joint:
         # What combs read are runs far apart: hardly anybody else's, and many.
         return Reads(plan.read_file, plan.read_start, plan.read_nbytes)
 
-    def _rates(self) -> tuple[float, float]:
-        """Measure how fast this rank reads, and copies, while the others do the same; bytes per second."""
+    def _read_rate(self) -> float:
+        """Measure how fast this rank reads while the others do the same, in bytes per second."""
         plan = self.reader.plan
         if int(plan.read_nbytes.sum()) < WORTH_NBYTES:
-            return 0.0, 0.0
+            return 0.0
         read = len(plan.read_file) // 2
-        nbytes = int(plan.read_nbytes[read])
-        memory, copy = np.ones(nbytes, np.uint8), np.ones(nbytes, np.uint8)
-        reading, copying = Stopwatch(), Stopwatch()
+        memory, reading = np.ones(int(plan.read_nbytes[read]), np.uint8), Stopwatch()
         with reading.lap():
             self.reader.fetch(self.files[plan.read_file[read]], int(plan.read_start[read]), memory)
-        with copying.lap():
-            np.copyto(copy, memory)
-        return nbytes / max(reading.seconds, 1e-9), nbytes / max(copying.seconds, 1e-9)
+        return len(memory) / max(reading.seconds, 1e-9)
 
 
 def share_out(offers: Sequence[messages.Offer | None], options: LoadOptions) -> list[messages.Share | None]:
@@ -170,11 +166,10 @@ def _divide(offers: Sequence[messages.Offer], reads: Sequence[Reads], options: L
     """Divide the reads among all ranks, or on each host alone where nothing carries bytes between hosts."""
     costs = None
     if options.share == "auto":
-        rates = [(offer.read_rate, offer.copy_rate) for offer in offers if offer.read_rate]
+        rates = [offer.read_rate for offer in offers if offer.read_rate]
         if not rates:
             return Division(tuple(_no_part() for _ in offers), 0)
-        read, copy = np.mean(rates, axis=0).tolist()
-        costs = Costs(read, copy, _NETWORK_RATE)
+        costs = Costs(float(np.median(rates)), _COPY_RATE, _NETWORK_RATE)
     names = list(dict.fromkeys(offer.host for offer in offers))
     hosts = [names.index(offer.host) for offer in offers]
 

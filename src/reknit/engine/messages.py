@@ -168,8 +168,8 @@ class Offer(msgspec.Struct, array_like=True):
     """Before a load's reading: what a rank would read alone, and how it could share that with others.
 
     Ranks with equal `host` reach each other by `link`; `carries` tells whether bytes can go to other hosts.
-    Reads do not cross multiples of `cell` bytes, and are verified as `verify` says.  The rates are measured,
-    in bytes per second, and 0 where they were not.  `columns` are file (a number of `files`), start and size.
+    Reads do not cross multiples of `cell` bytes, and are verified as `verify` says.  `read_rate` is measured,
+    in bytes per second, and 0 where it was not.  `columns` are file (a number of `files`), start and size.
     """
 
     host: str
@@ -178,7 +178,6 @@ class Offer(msgspec.Struct, array_like=True):
     cell: int
     verify: str
     read_rate: float
-    copy_rate: float
     files: list[str]
     columns: list[bytes]
 
