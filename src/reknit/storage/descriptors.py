@@ -8,7 +8,7 @@ from collections import OrderedDict
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
-from reknit.storage.posix import identity, open_regular
+from reknit.storage.posix import expect_sequence, identity, open_regular
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -107,7 +107,9 @@ class ReadCache:
                 return known
             known.release()
             self.drop(path)
-        return self._admit(path, open_regular(path))
+        fd = open_regular(path)
+        expect_sequence(fd)
+        return self._admit(path, fd)
 
     def _admit(self, path: str, fd: int) -> Descriptor:
         fresh = Descriptor(fd)

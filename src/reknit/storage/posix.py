@@ -41,6 +41,16 @@ def open_regular(full: str) -> int:
     raise FileNotFoundError(errno.ENOENT, "what is there is not a regular file", full)
 
 
+def expect_sequence(fd: int) -> None:
+    """Tell the kernel that a file will be read from front to back, though by several threads at once.
+
+    Their reads come a little out of order, for which it would else take back its reading ahead: a file that
+    is not cached arrives half as fast again with it.
+    """
+    if hasattr(os, "posix_fadvise"):
+        os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_SEQUENTIAL)
+
+
 def identity(file: str | int) -> tuple[int, int] | None:
     """Return what tells a file (a path or a descriptor) from all others; None when nothing is there."""
     try:
