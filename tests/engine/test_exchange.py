@@ -1,0 +1,322 @@
+"""The order in which a rank reads, keeps and takes fetches, with work that a test holds up as it likes."""
+
+from __future__ import annotations
+
+import threading
+from contextlib import suppress
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import pytest
+
+from reknit.comm import base as comm
+from reknit.engine.exchange import Exchange, Sharing, StoppedError
+from reknit.engine.host_link import HostLink
+from reknit.errors import CommError, DeadlineError, StorageError
+from reknit.planner.sharing import Reads, divide
+from reknit.testing.world import MemoryStore, run_ranks
+from tests.world.sharing import Hub, ThreadCarrier
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    from numpy.typing import NDArray
+
+    from reknit.comm.base import Group
+    from reknit.engine.arena import Arena
+
+    Bytes = NDArray[np.uint8]
+
+CELL = 4096
+WAIT_S = 30.0
+
+
+def contents(start: int, nbytes: int) -> Bytes:
+    """Return what the only file has there."""
+    return ((np.arange(start, start + nbytes) * 7) % 251).astype(np.uint8)
+
+
+class Work:
+    """Reads a made-up file; `hold` is called with the start of a fetch before it is read."""
+
+    def __init__(self, nbytes: int, hold: Callable[[int], object] = lambda _: None) -> None:
+        self.delivered = np.zeros(nbytes, np.uint8)
+        self.fetched: list[int] = []
+        self.abandoned = False
+        self._hold = hold
+
+    def fetch(self, path: str, start: int, buffer: Bytes) -> None:
+        self._hold(start)
+        self.fetched.append(start)
+        buffer[:] = contents(start, len(buffer))
+
+    def deliver(self, number: int, start: int, data: Bytes) -> None:
+        assert not self.abandoned
+        self.delivered[start : start + len(data)] = data
+
+    def under_way(self) -> str:
+        return "reading the file"
+
+    def abandon(self) -> None:
+        self.abandoned = True
+
+
+def exchanges(
+    works: Sequence[Work],
+    hosts: Sequence[int],
+    reads: Sequence[Sequence[tuple[int, int]]],
+    *,
+    bucket: int = 4 * CELL,
+    num_slots: int = 8,
+    timeout_s: Sequence[float] = (WAIT_S,) * 4,
+    hub: Hub | None = None,
+    private: dict[int, list[Callable[[Arena], None]]] | None = None,
+) -> Callable[[Group], int]:
+    """Return what each rank has to run, given the reads (start, size) of each."""
+    wanted = [
+        Reads(np.zeros(len(r), np.int64), *np.array(r, np.int64).reshape(-1, 2).T.copy()) for r in reads
+    ]
+    division = divide(wanted, hosts, cell_nbytes=CELL, bucket_nbytes=bucket, costs=None)
+    store, hall = MemoryStore(), hub or Hub(len(works))
+
+    def rank(group: Group) -> int:
+        me = group.rank
+        link = HostLink(me)
+        store.set(str(me), link.address.encode())
+        part = division.parts[me]
+        peers = {int(r): store.get(str(r), WAIT_S).decode() for r in np.unique(part.taker)}
+        sharing = Sharing(
+            part,
+            division.num_turns,
+            [[row] for row in range(len(part.number))],
+            ["file"] * len(part.number),
+            peers,
+            CELL,
+            num_slots,
+        )
+        carrier = ThreadCarrier(hall, me) if division.num_turns else None
+        jobs = (private or {}).get(me, [])
+        exchange = Exchange(me, sharing, works[me], jobs, link, carrier, lambda: group.broken, timeout_s[me])
+        try:
+            exchange.run(2, CELL)
+        finally:
+            # As after a load: nobody leaves the group before all are done.
+            with suppress(CommError):
+                comm.barrier(group, "end", WAIT_S)
+        return exchange.nbytes_received
+
+    return rank
+
+
+def errors_of(rank: Callable[[Group], int]) -> Callable[[Group], Any]:
+    def caught(group: Group) -> Any:
+        try:
+            return rank(group)
+        except BaseException as error:  # an interrupt, too, is what a test looks at
+            return error
+
+    return caught
+
+
+def cells(count: int, nbytes: int = CELL) -> list[tuple[int, int]]:
+    return [(k * CELL, nbytes) for k in range(count)]
+
+
+def all_delivered(works: Sequence[Work], reads: Sequence[Sequence[tuple[int, int]]]) -> bool:
+    return all(
+        np.array_equal(work.delivered[start : start + nbytes], contents(start, nbytes))
+        for work, each in zip(works, reads, strict=True)
+        for start, nbytes in each
+    )
+
+
+@pytest.mark.parametrize("hosts", [[0, 0], [0, 1], [0, 0, 1], [0, 1, 2], [0, 1, 0, 1]])
+@pytest.mark.parametrize("num_slots", [1, 8])
+@pytest.mark.parametrize("bucket", [1, 10, 40])
+def test_with_few_places_and_many_exchanges_everything_arrives(
+    hosts: list[int], num_slots: int, bucket: int
+) -> None:
+    reads = [cells(30)] * len(hosts)
+    works = [Work(30 * CELL) for _ in hosts]
+    received = run_ranks(
+        len(hosts), exchanges(works, hosts, reads, num_slots=num_slots, bucket=bucket * CELL // 4)
+    )
+    assert all_delivered(works, reads)
+    assert sorted(start for work in works for start in work.fetched) == [k * CELL for k in range(30)]
+    for work, nbytes in zip(works, received, strict=True):
+        assert nbytes == (30 - len(work.fetched)) * CELL
+
+
+@pytest.mark.parametrize("hosts", [[0, 0, 0], [0, 1, 1], [0, 1, 2]])
+def test_tiny_fetches_share_a_place_and_are_each_taken(hosts: list[int]) -> None:
+    # 64 bytes each are kept for a fetch of one byte: those of an exchange may need more than eight places.
+    reads = [[(k * 8, 1) for k in range(1_500)]] * 3
+    works = [Work(20_000) for _ in range(3)]
+    received = run_ranks(3, exchanges(works, hosts, reads, bucket=1_000, num_slots=2))
+    assert all_delivered(works, reads)
+    assert sum(len(work.fetched) for work in works) == 1_500
+    assert sum(received) == 3_000
+
+
+def test_a_slow_taker_holds_up_the_reading_when_all_places_are_full_and_nothing_is_overwritten() -> None:
+    gate = threading.Event()
+    works = [Work(20 * CELL) for _ in range(2)]
+
+    class Slow(Work):
+        def deliver(self, number: int, start: int, data: Bytes) -> None:
+            if not gate.wait(0.5):
+                # By now the other rank has filled its places, and must not have gone on.
+                seen.append(len(works[0].fetched))
+                gate.set()
+            super().deliver(number, start, data)
+
+    seen: list[int] = []
+    works[1] = Slow(20 * CELL)
+    reads = [cells(20), cells(20)]
+    run_ranks(2, exchanges(works, [0, 0], reads, num_slots=2))
+    assert all_delivered(works, reads)
+    assert seen
+    assert max(seen) <= 3
+
+
+def test_what_concerns_nobody_else_is_done_while_a_rank_waits_for_others() -> None:
+    done = threading.Event()
+    works = [Work(4 * CELL, lambda _: done.wait(WAIT_S)), Work(4 * CELL)]
+    reads = [cells(4), cells(4)]
+    private = {1: [lambda _: done.set()]}
+    run_ranks(2, exchanges(works, [0, 0], reads, private=private))
+    assert done.is_set()
+    assert all_delivered(works, reads)
+
+
+@pytest.mark.parametrize("hosts", [[0, 0, 0], [0, 0, 1], [0, 1, 1], [0, 1, 2]])
+@pytest.mark.parametrize("at", [0, 5])
+def test_an_error_while_others_wait_ends_them_all_and_only_its_own_rank_knows_why(
+    hosts: list[int], at: int
+) -> None:
+    reads = [cells(18)] * 3
+    works = [Work(18 * CELL) for _ in range(3)]
+
+    def fail(_: int) -> None:
+        if len(works[1].fetched) >= at:
+            raise StorageError("no")
+
+    works[1] = Work(18 * CELL, fail)
+    hub = Hub(3)
+    outcomes = run_ranks(3, errors_of(exchanges(works, hosts, reads, hub=hub)))
+    assert hub.is_in_step
+    assert isinstance(outcomes[1], StorageError)
+    assert outcomes[1].phase == "read"
+    assert {type(outcomes[rank]) for rank in (0, 2)} == {StoppedError}
+    assert all(work.abandoned for work in works)
+
+
+@pytest.mark.parametrize("hosts", [[0, 0], [0, 1]])
+def test_an_error_in_work_of_its_own_ends_the_others_too(hosts: list[int]) -> None:
+    def fail(_: Arena) -> None:
+        raise StorageError("no")
+
+    works = [Work(8 * CELL, lambda _: threading.Event().wait(0.05)) for _ in range(2)]
+    outcomes = run_ranks(
+        2, errors_of(exchanges(works, hosts, [cells(8)] * 2, num_slots=1, private={0: [fail]}))
+    )
+    assert [type(outcome) for outcome in outcomes] == [StorageError, StoppedError]
+
+
+def test_a_rank_that_fails_while_it_only_takes_ends_the_rank_that_reads_for_it() -> None:
+    class Taker(Work):
+        def deliver(self, number: int, start: int, data: Bytes) -> None:
+            if not self.fetched:
+                raise StorageError("no")
+            super().deliver(number, start, data)
+
+    works = [Taker(CELL), Taker(CELL)]
+    outcomes = run_ranks(2, errors_of(exchanges(works, [0, 0], [cells(1)] * 2)))
+    for work, outcome in zip(works, outcomes, strict=True):
+        assert type(outcome) is (StoppedError if work.fetched else StorageError)
+
+
+def test_a_rank_that_fails_lets_its_host_know_before_it_waits_for_other_hosts() -> None:
+    class Taker(Work):
+        def deliver(self, number: int, start: int, data: Bytes) -> None:
+            # Meanwhile rank 1 fills its places, and rank 0 says that it is ready for the next exchange.
+            threading.Event().wait(0.5)
+            raise StorageError("no")
+
+    # Ranks 0 and 2 have so much to read alone that rank 1 reads all that they have in common.
+    reads = [cells(50), cells(8), cells(8) + [(k * CELL, CELL) for k in range(50, 100)]]
+    works = [Taker(50 * CELL), Work(8 * CELL), Work(100 * CELL)]
+    hub = Hub(3)
+    exchanged = exchanges(works, [0, 0, 1], reads, bucket=CELL, num_slots=1, hub=hub)
+    outcomes = run_ranks(3, errors_of(exchanged))
+    assert [type(outcome) for outcome in outcomes] == [StorageError, StoppedError, StoppedError]
+    assert len(works[1].fetched) < 8
+    assert hub.is_in_step
+
+
+@pytest.mark.parametrize("hosts", [[0, 0], [0, 1]])
+def test_a_rank_that_cannot_make_its_ring_keeps_nobody_waiting(
+    hosts: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    make = Exchange._make_ring
+
+    def short(self: Exchange, last: Any) -> None:
+        if self._rank == 1:
+            raise MemoryError("no room")
+        make(self, last)
+
+    monkeypatch.setattr(Exchange, "_make_ring", short)
+    works, hub = [Work(8 * CELL) for _ in range(2)], Hub(2)
+    outcomes = run_ranks(2, errors_of(exchanges(works, hosts, [cells(8)] * 2, hub=hub)))
+    assert hub.is_in_step
+    assert [type(outcome) for outcome in outcomes] == [StoppedError, MemoryError]
+
+
+@pytest.mark.parametrize("hosts", [[0, 0], [0, 1]])
+def test_a_rank_that_waits_too_long_says_for_what(hosts: list[int]) -> None:
+    late = threading.Event()
+    threading.Timer(1.0, late.set).start()
+    works = [Work(8 * CELL), Work(8 * CELL, lambda _: late.wait(WAIT_S))]
+    exchanged = exchanges(works, hosts, [cells(8)] * 2, bucket=CELL, timeout_s=(0.3, WAIT_S))
+    waited, stopped = run_ranks(2, errors_of(exchanged))
+    assert isinstance(waited, DeadlineError)
+    assert "of file, that rank 1 reads did not finish within 0.3 s" in waited.message
+    assert isinstance(stopped, StoppedError)
+
+
+def test_a_rank_whose_storage_hangs_says_what_it_reads() -> None:
+    released = threading.Event()
+    works = [Work(8 * CELL), Work(8 * CELL, lambda _: released.wait(WAIT_S))]
+    outcomes = run_ranks(2, errors_of(exchanges(works, [0, 1], [cells(8)] * 2, timeout_s=(WAIT_S, 0.5))))
+    released.set()
+    assert [type(outcome) for outcome in outcomes] == [StoppedError, DeadlineError]
+    assert outcomes[1].message == "reading the file did not finish within 0.5 s"
+
+
+def test_a_rank_that_waits_too_long_for_another_host_stays_in_step_with_it() -> None:
+    late = threading.Event()
+    threading.Timer(1.0, late.set).start()
+    works, hub = [Work(8 * CELL), Work(8 * CELL, lambda _: late.wait(WAIT_S))], Hub(2)
+    exchanged = exchanges(works, [0, 1], [cells(8)] * 2, bucket=CELL, hub=hub, timeout_s=(0.3, WAIT_S))
+    outcomes = run_ranks(2, errors_of(exchanged))
+    assert [type(outcome) for outcome in outcomes] == [DeadlineError, StoppedError]
+    # It could not take back what it said, so that one exchange was held before both ended.
+    assert hub.is_in_step
+    assert hub.num_swaps == 1
+
+
+def test_ranks_of_a_group_that_breaks_stop_waiting() -> None:
+    released = threading.Event()
+    works = [Work(8 * CELL), Work(8 * CELL, lambda _: released.wait(WAIT_S))]
+    run = errors_of(exchanges(works, [0, 0], [cells(8)] * 2))
+
+    def rank(group: Group) -> Any:
+        if group.rank == 0:
+            threading.Timer(0.3, group.close).start()
+            outcome = run(group)
+            released.set()
+            return outcome
+        return run(group)
+
+    outcomes = run_ranks(2, rank)
+    assert {type(outcome) for outcome in outcomes} == {StoppedError}
