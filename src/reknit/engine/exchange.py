@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 from reknit.engine.arena import SharedArena
 from reknit.engine.pipeline import run_jobs, start
+from reknit.engine.ring import AWAY, Held, Slot, aligned, batches_of, num_slots
 from reknit.engine.turns import Turns
 from reknit.errors import CommError, DeadlineError, ReknitError
 from reknit.monitor.phase import Deadline
@@ -70,30 +71,6 @@ class Work(Protocol):
         """Touch no target any more, whatever still hangs in storage."""
 
 
-_AWAY = -1
-"""Stands for all ranks of other hosts, to whom one exchange brings a fetch."""
-
-
-class _Slot:
-    """A place in the ring for fetches; `turn` is the exchange that filled it, -1 for this rank itself."""
-
-    def __init__(self, at: int, memory: Bytes, turn: int = -1) -> None:
-        self.at, self.memory, self.turn = at, memory, turn
-        self.holds: set[int] = set()
-
-
-class _Held(NamedTuple):
-    """A fetch in a slot, from byte `at` of the ring on, and who has not copied it yet.
-
-    This rank itself is one of those, and so is `_AWAY`.
-    """
-
-    slot: _Slot
-    at: int
-    memory: Bytes
-    waiting: set[int]
-
-
 class Exchange:
     """One rank's part in the reading of one load.
 
@@ -123,11 +100,11 @@ class Exchange:
         self._arrived: deque[Job] = deque()
         part = sharing.part
         self._row = {number: row for row, number in enumerate(part.number.tolist())}
-        self._to_read = deque(_batches(part, rank, sharing.cell_nbytes))
+        self._to_read = deque(batches_of(part, rank, sharing.cell_nbytes))
         self._to_come = set(part.number[part.reader != rank].tolist())
         self._owed = Counter(part.taker.tolist())
-        self._held: dict[int, _Held] = {}
-        self._free: list[_Slot] = []
+        self._held: dict[int, Held] = {}
+        self._free: list[Slot] = []
         self._ring: SharedArena | None = None
         self._is_open, self._num_reading = False, 0
         self._received = Counter[int]()
@@ -189,15 +166,12 @@ class Exchange:
     def _make_ring(self, last: ExitStack) -> None:
         """Make the memory through which fetches go from this rank, no larger than needed."""
         cell = self._sharing.cell_nbytes
-        turns = Counter(int(self._sharing.part.turn[batch[0]]) for batch in self._to_read)
-        # What travels in one exchange is in the ring all at once.
-        together = max((count for turn, count in turns.items() if turn >= 0), default=0)
-        slots = min(len(self._to_read), max(self._sharing.num_slots, together + 1))
+        slots = num_slots(self._to_read, self._sharing.part, self._sharing.num_slots)
         received = 0 if self._turns is None else self._turns.area_nbytes
         if slots or received:
             ring = self._ring = SharedArena.create(slots * cell + received)
             last.callback(ring.close)
-            self._free = [_Slot(k * cell, ring.bytes[k * cell : (k + 1) * cell]) for k in range(slots)]
+            self._free = [Slot(k * cell, ring.bytes[k * cell : (k + 1) * cell]) for k in range(slots)]
             if self._turns is not None:
                 self._turns.area = ring.bytes[slots * cell :]
 
@@ -248,7 +222,7 @@ class Exchange:
         if rows:
             readers = ", ".join(map(str, sorted(set(part.reader[rows].tolist()))[:8]))
             return f"waiting for {len(rows)} ranges, such as of {paths[rows[0]]}, that rank {readers} reads"
-        takers = ", ".join(map(str, sorted(waiting - {self._rank, _AWAY})[:8])) or "of another host"
+        takers = ", ".join(map(str, sorted(waiting - {self._rank, AWAY})[:8])) or "of another host"
         return f"waiting for rank {takers} to take what was read for it"
 
     # Workers.
@@ -284,7 +258,7 @@ class Exchange:
 
         return counted
 
-    def _read(self, rows: Sequence[int], slot: _Slot, _: Arena) -> None:
+    def _read(self, rows: Sequence[int], slot: Slot, _: Arena) -> None:
         """Read fetches into a slot, tell those who want them, and take this rank's own part."""
         part = self._sharing.part
         slot.holds = set(part.number[list(rows)].tolist())
@@ -293,12 +267,12 @@ class Exchange:
             start, nbytes = int(part.start[row]), int(part.nbytes[row])
             memory = slot.memory[at : at + nbytes]
             self._work.fetch(self._sharing.paths[row], start, memory)
-            self._hold(row, _Held(slot, slot.at + at, memory, {_AWAY} if part.turn[row] >= 0 else set()))
-            at += _aligned(nbytes)
+            self._hold(row, Held(slot, slot.at + at, memory, {AWAY} if part.turn[row] >= 0 else set()))
+            at += aligned(nbytes)
             self._deliver(row, memory)
             self.taken(int(part.number[row]), self._rank)
 
-    def _hold(self, row: int, held: _Held) -> None:
+    def _hold(self, row: int, held: Held) -> None:
         """Keep a fetch until all have copied it, and tell those of this host."""
         part = self._sharing.part
         number = int(part.number[row])
@@ -402,30 +376,8 @@ class Exchange:
             raise failure or StoppedError("a rank of another host has left the exchange")
         received = self._turns.swap(turn, {row: self._held[int(numbers[row])].memory for row in sending})
         for row in sending:
-            self.taken(int(numbers[row]), _AWAY)
+            self.taken(int(numbers[row]), AWAY)
         base = 0 if self._ring is None else self._ring.nbytes - self._turns.area_nbytes
         for row, at, memory in received:
-            self._hold(row, _Held(_Slot(base + at, memory, turn), base + at, memory, set()))
+            self._hold(row, Held(Slot(base + at, memory, turn), base + at, memory, set()))
             self._arrive(row, memory, partial(self.taken, int(numbers[row]), self._rank))
-
-
-def _batches(part: Part, rank: int, cell_nbytes: int) -> list[list[int]]:
-    """Return the rows that a rank reads from storage, in batches that fit in a slot.
-
-    Those of a batch travel in the same exchange between hosts, or in none.
-    """
-    batches: list[list[int]] = []
-    filling: dict[bool, tuple[int, int, list[int]]] = {}
-    for row in (part.reader == rank).nonzero()[0].tolist():
-        turn, nbytes = int(part.turn[row]), _aligned(int(part.nbytes[row]))
-        of_turn, filled, batch = filling.get(turn < 0, (turn, cell_nbytes, []))
-        if of_turn != turn or filled + nbytes > cell_nbytes:
-            filled, batch = 0, []
-            batches.append(batch)
-        batch.append(row)
-        filling[turn < 0] = turn, filled + nbytes, batch
-    return batches
-
-
-def _aligned(nbytes: int) -> int:
-    return -(-nbytes // 64) * 64
