@@ -218,6 +218,40 @@ def test_a_vocabulary_of_another_size_takes_what_both_have(
     other.step()
 
 
+@pytest.mark.parametrize("tied_when_saved", [True, False])
+@pytest.mark.parametrize("parallel", [True, False])
+def test_any_name_of_a_tied_parameter_lets_its_states_differ_too(
+    tmp_path: Path, tied_when_saved: bool, parallel: bool
+) -> None:
+    def tied(num_words: int) -> Any:
+        model = nn.ModuleDict({"embed": nn.Embedding(num_words, 4)})
+        model["head"] = nn.Linear(4, num_words, bias=False)
+        model["head"].weight = model["embed"].weight
+        return model
+
+    model = tied(6)
+    weight = model["embed"].weight
+    optimizer = torch.optim.AdamW([("embed.weight", weight)])
+    model["head"](model["embed"](torch.arange(6))).sum().backward()
+    optimizer.step()
+    saved = model if tied_when_saved else {"head.weight": weight.detach()}
+    reknit.save(tmp_path / "x", {"model": saved, "optimizer": optimizer})
+    target = tied(9)
+    here = target["embed"].weight
+    other = torch.optim.AdamW(target.parameters())
+    state = {"model": nn.DataParallel(target).cpu() if parallel else target, "optimizer": other}
+    with pytest.raises(reknit.MismatchError, match="its parameter has the shape"):
+        reknit.load(tmp_path / "x", state)
+    options = reknit.LoadOptions(allow_shape_mismatch=("model/head.weight",))
+    reknit.load(tmp_path / "x", state, options=options)
+    ours, theirs = other.state[here], optimizer.state[weight]
+    assert torch.equal(here[:6], weight)
+    assert torch.equal(ours["exp_avg"][:6], theirs["exp_avg"])
+    assert ours["exp_avg"].shape == (9, 4)
+    assert not ours["exp_avg"][6:].any()
+    assert ours["step"] == theirs["step"]
+
+
 def test_states_shorter_than_their_parameter_follow_its_shape(tmp_path: Path) -> None:
     def build(num_words: int, steps: int) -> tuple[nn.Module, Any]:
         return trained(num_words, steps=steps, kind=torch.optim.Adafactor)

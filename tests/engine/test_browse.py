@@ -222,6 +222,13 @@ def cut(path: str) -> dict[str, Any]:
     found["rows"] = equal(rows["embed.weight"], "embed.weight", Shard(0))
     found["scalar"] = equal(rows["norm.num_batches_tracked"], "norm.num_batches_tracked", Replicate())
     found["tied"] = rows["embed.weight"] is rows["head.weight"]
+    last = checkpoint.read_all(["model"], sharding=(mesh, [Shard(-1)]))["model"]
+    found["last"] = equal(last["embed.weight"], "embed.weight", Shard(1))
+    found["last of one"] = equal(last["head.bias"], "head.bias", Shard(0))
+    found["last of none"] = equal(last["norm.num_batches_tracked"], "norm.num_batches_tracked", Replicate())
+    first = checkpoint.read_all(["model"], sharding=(mesh, [Shard(-2)]))["model"]
+    found["second to last"] = equal(first["embed.weight"], "embed.weight", Shard(0))
+    found["second to last of one"] = equal(first["head.bias"], "head.bias", Replicate())
     by_name = checkpoint.read_all(["model"], sharding={"model/embed.weight": (mesh, [Shard(1)])})["model"]
     found["columns"] = equal(by_name["embed.weight"], "embed.weight", Shard(1))
     found["plain"] = type(by_name["head.weight"]) is torch.Tensor

@@ -98,7 +98,7 @@ def exchanges(
         jobs = (private or {}).get(me, [])
         exchange = Exchange(me, sharing, works[me], jobs, link, carrier, lambda: group.broken, timeout_s[me])
         try:
-            exchange.run(2, CELL)
+            exchange.run(2, CELL, 64 * CELL)
         finally:
             # As after a load: nobody leaves the group before all are done.
             with suppress(CommError):

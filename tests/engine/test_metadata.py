@@ -50,7 +50,7 @@ def save_on_ranks(name: str) -> MemoryStorage:
 
 
 def load_on_ranks(
-    stored: MemoryStorage, items: tuple[tuple[str, ...], ...]
+    stored: MemoryStorage, items: tuple[tuple[str, ...], ...], **renaming: Any
 ) -> tuple[list[FaultyStorage], list[dict[str, Any]], list[dict[str, Any]]]:
     """Load different items on each rank; return what each did to the store, was offered, and got."""
     stores = [FaultyStorage(stored) for _ in items]
@@ -62,7 +62,7 @@ def load_on_ranks(
             offered[group.rank].update(tensors=dict(catalog.tensors), blobs=catalog.blobs)
             return registry.wanted(targets[group.rank], catalog, group.rank, group.size)
 
-        options = LoadOptions(lenient=("*",), timeout_s=30)
+        options = LoadOptions(lenient=("*",), timeout_s=30, **renaming)
         recorder = Recorder("load", group.rank)
         load(LoadJob(want, group, stores[group.rank], items[group.rank], options, recorder))
 
@@ -91,6 +91,31 @@ def test_only_the_root_reads_what_all_ranks_need_and_nobody_lists() -> None:
         assert (target["model"][f"w.{rank}"] == 3 + rank).all()
         assert target["optimizer"]["lr"] == 3
         assert target["mine"].value == [3, rank]
+
+
+def own_files(stored: MemoryStorage) -> list[str]:
+    manifest = decode_manifest(stored.get("manifest.json", limit=1 << 20))
+    return [blob.path for blob in manifest.blobs if blob.coordinate is not None]
+
+
+def test_only_the_root_looks_for_the_names_that_are_to_be_changed() -> None:
+    stored = save_on_ranks("named")
+    files = own_files(stored)
+    stores, _, targets = load_on_ranks(stored, (("model",),) * SIZE, rename={"extra/": "more/"})
+    assert [path for path in opened_paths(stores[0]) if path in files] == files[:1]
+    for store in stores[1:]:
+        assert not {path for _, path in store.operations if path in files}
+    assert (targets[2]["model"]["w.2"] == 5).all()
+
+
+def test_ranks_read_no_values_but_their_own_when_names_change() -> None:
+    stored = save_on_ranks("values")
+    files = own_files(stored)
+    stores, _, targets = load_on_ranks(stored, (ITEMS,) * SIZE, rename={"extra/": "more/"})
+    for rank, store in enumerate(stores):
+        read = {path for path in opened_paths(store) if path in files}
+        assert len(read) == 1, "a rank's own values; the root finds the names in its own"
+        assert targets[rank]["mine"].value == [3, rank]
 
 
 def test_a_rank_is_offered_nothing_of_an_item_that_it_does_not_load() -> None:

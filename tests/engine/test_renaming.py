@@ -284,6 +284,68 @@ def test_ranks_with_different_items_and_values_of_their_own_agree_on_the_names()
         assert target["lag"]["seconds"] == rank
 
 
+def saved_by_ranks(folder: Path, damaged: Sequence[int]) -> None:
+    """Save a model and values of each rank's own; damage the latter on some ranks."""
+
+    def save(group: Group) -> None:
+        reknit.save(folder, {"m": {"w": np.full(4, 3.0)}, "own": reknit.PerRank([group.rank])}, group=group)
+
+    run_ranks(2, save)
+    files = sorted(folder.glob("own/*"))
+    assert len(files) == 2
+    for rank in damaged:
+        files[rank].write_bytes(bytes(files[rank].stat().st_size))
+
+
+@pytest.mark.parametrize("damaged", [(0,), (1,), (0, 1)])
+def test_damaged_values_of_ranks_in_an_item_that_nobody_wants_do_not_stop_a_load(
+    tmp_path: Path, damaged: Sequence[int]
+) -> None:
+    saved_by_ranks(tmp_path / "x", damaged)
+
+    def load(group: Group) -> None:
+        target = {"m": {"v": np.zeros(4)}}
+        options = reknit.LoadOptions(
+            rename={"m/w": "m/v"}, rewrite=(("^own$", ""),) if len(damaged) == 2 else ()
+        )
+        reknit.load(tmp_path / "x", target, group=group, options=options)
+        assert target["m"]["v"].tolist() == [3] * 4
+
+    run_ranks(2, load)
+
+
+@pytest.mark.parametrize("item", ["own", "private"])
+def test_damaged_values_of_ranks_in_an_item_that_is_wanted_are_told(tmp_path: Path, item: str) -> None:
+    saved_by_ranks(tmp_path / "x", (0, 1))
+    rules = {"m/w": "m/v"} | ({"own": item} if item != "own" else {})
+
+    def load(group: Group) -> None:
+        options = reknit.LoadOptions(rename=rules, lenient=(f"{item}*",))
+        reknit.load(tmp_path / "x", {item: reknit.PerRank([9])}, group=group, options=options)
+
+    with pytest.raises(reknit.CorruptError, match=r"own/.* are not those that were saved"):
+        run_ranks(2, load)
+
+
+def test_ranks_whose_values_are_whole_load_them_where_the_first_ranks_are_damaged(tmp_path: Path) -> None:
+    saved_by_ranks(tmp_path / "x", (0,))
+
+    def load(group: Group) -> None:
+        target = {"private": reknit.PerRank([9])} if group.rank else {"m": {"w": np.zeros(4)}}
+        options = reknit.LoadOptions(rename={"own": "private"})
+        reknit.load(tmp_path / "x", target, group=group, options=options)
+        assert group.rank == 0 or target["private"].value == [1]  # type: ignore[union-attr]
+
+    run_ranks(2, load)
+
+
+def test_one_whole_file_is_enough_to_refuse_a_rule_that_matches_nothing(tmp_path: Path) -> None:
+    saved_by_ranks(tmp_path / "x", (0,))
+    options = reknit.LoadOptions(rename={"own/x": "own/y"})
+    with pytest.raises(reknit.MismatchError, match="rename has 'own/x', which matches no name"):
+        reknit.load(tmp_path / "x", {"m": {"w": np.zeros(4)}}, options=options)
+
+
 def test_a_wrapper_around_model_and_optimizer_is_taken_off_by_one_rule(tmp_path: Path) -> None:
     inner = torch.nn.Linear(3, 2)
     outer = torch.nn.ModuleDict({"module": inner})

@@ -7,6 +7,7 @@ from types import EllipsisType
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 from reknit.engine.opening import OpenCheckpoint, check_size, opened, read_opened
+from reknit.engine.pipeline import within
 from reknit.engine.read import Reader, granularity
 from reknit.engine.renaming import Naming
 from reknit.errors import MismatchError, UsageError
@@ -57,7 +58,11 @@ class Checkpoint:
         replicas: Sequence[Storage] = (),
     ) -> None:
         with recorder.phase("open"):
-            message = read_opened(storage, None)
+            message = within(
+                options.timeout_s,
+                f"reading manifest and index of {storage.url}",
+                lambda: read_opened(storage, None),
+            )
             self._open: OpenCheckpoint = opened(
                 storage, message, None, allow_pickle=options.allow_pickle, naming=Naming.of(options)
             )

@@ -113,8 +113,11 @@ class Exchange:
 
     # The caller's thread.
 
-    def run(self, threads: int, arena_nbytes: int) -> None:
-        """Carry out everything.  Raises `StoppedError` when another rank gave up, or its own error."""
+    def run(self, threads: int, arena_nbytes: int, budget_nbytes: int) -> None:
+        """Carry out everything, with this much memory, but for what the least of it takes.
+
+        Raises `StoppedError` when another rank gave up, or its own error.
+        """
         with ExitStack() as last:
             join_turns = start("reknit-exchange", self._hold_turns).join
             try:
@@ -124,7 +127,7 @@ class Exchange:
                     lambda _, arena: self._loop(arena),
                     threads=threads,
                     arena_nbytes=arena_nbytes,
-                    budget_nbytes=threads * arena_nbytes,
+                    budget_nbytes=budget_nbytes - self._nbytes,
                     timeout_s=self._deadline.seconds,
                     what=self._doing,
                     stop=self.failed,
@@ -155,6 +158,12 @@ class Exchange:
         with self._changed:
             self._is_open = True
             self._changed.notify_all()
+
+    @property
+    def _nbytes(self) -> int:
+        """Memory of the ring, and of what is packed to be sent."""
+        sent = 0 if self._turns is None else self._turns.sent_nbytes
+        return sent if self._ring is None else sent + self._ring.nbytes
 
     def _leave(self, join_turns: Callable[[], None]) -> None:
         """Let ranks of this host know that this one has ended, then those of others, in step with them."""

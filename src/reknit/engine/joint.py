@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import secrets
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -13,6 +14,7 @@ import numpy as np
 from reknit.engine import messages
 from reknit.engine.exchange import Exchange, Sharing
 from reknit.engine.host_link import HostLink
+from reknit.engine.pipeline import within
 from reknit.engine.turns import BUCKET_NBYTES
 from reknit.monitor.phase import Stopwatch
 from reknit.options import host_name, num_threads
@@ -106,7 +108,8 @@ class Joint:
         )
         # One thread may wait for storage, while another copies what others have read.
         try:
-            exchange.run(max(2, num_threads(self.options.threads)), self.reader.cell_nbytes)
+            threads = max(2, num_threads(self.options.threads))
+            exchange.run(threads, self.reader.cell_nbytes, self.options.inflight_nbytes)
         finally:
             self.reader.record(recorder)
         return exchange.nbytes_received
@@ -128,9 +131,13 @@ class Joint:
         if int(plan.read_nbytes.sum()) < WORTH_NBYTES:
             return 0.0
         read = len(plan.read_file) // 2
-        memory, reading = np.ones(int(plan.read_nbytes[read]), np.uint8), Stopwatch()
+        # One block is enough, and hardly counts among the bytes that are read.
+        nbytes = min(int(plan.read_nbytes[read]), self.reader.block_nbytes)
+        memory, reading = np.ones(nbytes, np.uint8), Stopwatch()
+        path, start = self.files[plan.read_file[read]], int(plan.read_start[read])
         with reading.lap():
-            self.reader.fetch(self.files[plan.read_file[read]], int(plan.read_start[read]), memory)
+            fetch = partial(self.reader.fetch, path, start, memory)
+            within(self.options.timeout_s, f"reading a block of {path}", fetch)
         return len(memory) / max(reading.seconds, 1e-9)
 
 
@@ -138,7 +145,7 @@ def share_out(offers: Sequence[messages.Offer | None], options: LoadOptions) -> 
     """Decide, on the root, who reads what for whom; None for a rank that reads alone."""
     alone: list[messages.Share | None] = [None] * len(offers)
     there = [offer for offer in offers if offer is not None]
-    if len(there) < len(offers) or len({(o.cell, o.verify) for o in there}) > 1:
+    if len(there) < len(offers) or len({(o.cell, o.verify == "off") for o in there}) > 1:
         return alone
     numbers: dict[str, int] = {}
     for offer in there:

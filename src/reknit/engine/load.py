@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from contextlib import ExitStack
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, NamedTuple
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 import numpy as np
 
@@ -15,7 +16,7 @@ from reknit.engine.joint import Joint, share_out
 from reknit.engine.match import Fill, Problems, match, require_fit, terms, uncovered
 from reknit.engine.metadata import Metadata, read_for_all
 from reknit.engine.opening import opened
-from reknit.engine.pipeline import start
+from reknit.engine.pipeline import start, within
 from reknit.engine.read import Reader, granularity
 from reknit.engine.renaming import Naming
 from reknit.engine.report import LoadReport
@@ -27,7 +28,7 @@ from reknit.types.shard import full_name
 from reknit.types.wanted import matches
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Sequence
+    from collections.abc import Callable, Iterator, Mapping, Sequence
 
     from reknit.engine.opening import OpenCheckpoint
     from reknit.engine.turns import Carrier
@@ -40,6 +41,8 @@ if TYPE_CHECKING:
 
 
 _PARTLY = "; the target is partly written"
+_Result = TypeVar("_Result")
+
 FIRST_ROUND = "open"
 """The round in which a load begins."""
 
@@ -91,12 +94,16 @@ def _open(job: LoadJob) -> Metadata | bytes:
 
     def decide(requests: Sequence[bytes]) -> list[bytes]:
         wanted = [messages.decode(request, messages.Items) for request in requests]
-        metadata = read_for_all(
-            job.storage,
-            wanted,
-            allow_pickle=job.options.allow_pickle,
-            naming=Naming.of(job.options),
-            whole_for_all=job.options.verify == "full",
+        metadata = _within(
+            job,
+            "reading manifest and index of",
+            lambda: read_for_all(
+                job.storage,
+                wanted,
+                allow_pickle=job.options.allow_pickle,
+                naming=Naming.of(job.options),
+                whole_for_all=job.options.verify == "full",
+            ),
         )
         read.append(metadata)
         return metadata.answers
@@ -166,7 +173,9 @@ def _prepare(job: LoadJob, metadata: Metadata | bytes) -> _Prepared:
     """Find out 2 what this rank wants (local), and 3 which bytes that is (pure)."""
     checkpoint = _opened(job, metadata)
     with job.recorder.phase("collect"):
-        wanted = job.want(checkpoint.catalog(terms(job.options)))
+        catalog = checkpoint.catalog(terms(job.options))
+        own = partial(_own, job, catalog)
+        wanted = job.want(replace(catalog, own=own))
     with job.recorder.phase("plan"):
         fills, problems = match(checkpoint.index, wanted, job.options, checkpoint.stored)
         plan = _plan(checkpoint, fills, job.options)
@@ -188,6 +197,16 @@ def _prepare(job: LoadJob, metadata: Metadata | bytes) -> _Prepared:
     if job.group.size > 1 and job.options.share != "never":
         joint = Joint.begin(job.group, job.carrier, reader, checkpoint.index.files, job.options)
     return _Prepared(checkpoint, wanted, fills, problems, plan, reader, joint)
+
+
+def _own(job: LoadJob, catalog: Catalog, item: str, coordinate: Mapping[str, int]) -> Mapping[str, Any]:
+    """Return what the rank with a coordinate saved for itself."""
+    return _within(job, f"reading values of {item!r} of", lambda: catalog.own(item, coordinate))
+
+
+def _within(job: LoadJob, what: str, work: Callable[[], _Result]) -> _Result:
+    """Ask the storage for something, and wait for it no longer than other ranks would wait for this one."""
+    return within(job.options.timeout_s, f"{what} {job.storage.url}", work)
 
 
 def _fill(job: LoadJob, ready: _Prepared, share: messages.Share | None) -> int:
@@ -219,9 +238,12 @@ def _damaged(job: LoadJob, checkpoint: OpenCheckpoint, plan: LoadPlan) -> list[s
     """Say what is wrong with the files that this rank reads or, on request, with its share of all bytes."""
     if job.options.verify == "full":
         with job.recorder.phase("verify"):
-            return check_all(checkpoint, job.group.rank, job.group.size, job.options)
+            check = partial(check_all, checkpoint, job.group.rank, job.group.size, job.options)
+            return _within(job, "checking all files of", check)
     paths = [checkpoint.index.files[file] for file in plan.files]
-    return check_sizes(checkpoint.storage, [checkpoint.files[path] for path in paths], job.replicas)
+    files = [checkpoint.files[path] for path in paths]
+    check = partial(check_sizes, checkpoint.storage, files, job.replicas)
+    return _within(job, "looking for files of", check)
 
 
 def _plan(checkpoint: OpenCheckpoint, fills: Sequence[Fill], options: LoadOptions) -> LoadPlan:

@@ -145,16 +145,25 @@ class Outcome(msgspec.Struct, array_like=True):
     warnings: list[str]
 
 
+class OwnNames(msgspec.Struct, array_like=True):
+    """The names of values that ranks saved for themselves; items in `unknown` may have more than these."""
+
+    names: list[tuple[str, str]]
+    unknown: list[str]
+
+
 class Opened(msgspec.Struct, array_like=True):
     """The root's answer to `Items`: what it read of a checkpoint, as far as it is about these items.
 
     That is the manifest, the index, and the files of shared blobs.  The first two are files of format 1 with
     fewer entries: the manifest names all items, but only those files that belong to the wanted ones.
+    `own` is there where things are to be renamed: no rank reads the files of others for the names in them.
     """
 
     manifest: bytes
     index: bytes
     blobs: dict[str, bytes]
+    own: OwnNames | None = None
 
 
 class Items(msgspec.Struct, array_like=True):

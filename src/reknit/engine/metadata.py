@@ -45,7 +45,7 @@ def read_for_all(
     """
     items = list(dict.fromkeys(item for rank in wanted for item in rank.names))
     optional = {item for rank in wanted for item in rank.optional}
-    message = read_opened(storage, None if naming else items)
+    message = read_opened(storage, None if naming else items, own=naming is not None)
     whole = opened(storage, message, items, allow_pickle=allow_pickle, naming=naming)
     known = whole.offered
     if absent := [item for item in items if item not in known and item not in optional]:

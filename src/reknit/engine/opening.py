@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 from reknit.engine import messages
-from reknit.engine.renaming import Naming, Renamed, renamed
+from reknit.engine.renaming import Naming, Renamed, names_in, renamed
 from reknit.errors import (
     CheckpointNotFoundError,
     CorruptError,
@@ -29,6 +30,9 @@ if TYPE_CHECKING:
     from reknit.storage.base import Storage
     from reknit.types.manifest import BlobFile, FileEntry, Index, Manifest
     from reknit.types.shard import TensorSpec
+
+_TRIES = 4
+"""Files that are read, one after another, for the names of ranks' own values in an item."""
 
 
 @dataclass
@@ -109,8 +113,11 @@ def _place(file: BlobFile) -> tuple[tuple[str, int], ...]:
     return tuple(sorted((file.coordinate or {}).items()))
 
 
-def read_opened(storage: Storage, items: Sequence[str] | None) -> messages.Opened:
-    """Read manifest, index and shared values of `items` (None: all); see `read_manifest` for errors."""
+def read_opened(storage: Storage, items: Sequence[str] | None, *, own: bool = False) -> messages.Opened:
+    """Read manifest, index and shared values of `items` (None: all); see `read_manifest` for errors.
+
+    With `own`, find the names of ranks' own values too, of all items.
+    """
     data = read_manifest(storage)
     manifest = _decoded(data, storage)
     files = {file.path: file for file in manifest.files}
@@ -120,7 +127,33 @@ def read_opened(storage: Storage, items: Sequence[str] | None) -> messages.Opene
         if blob.coordinate is None and (items is None or blob.item in items)
     }
     index = read_checked(storage, files[manifest.index_path], manifest.block_nbytes)
-    return messages.Opened(data, index, blobs)
+    return messages.Opened(data, index, blobs, own_names(storage, manifest) if own else None)
+
+
+def own_names(storage: Storage, manifest: Manifest) -> messages.OwnNames:
+    """Return the names of the values that ranks saved for themselves.
+
+    These are the same on all ranks: one rank's file is read, and another only where that cannot be.
+    """
+    files = {file.path: file for file in manifest.files}
+    names: dict[tuple[str, str], None] = {}
+    known: dict[tuple[str, frozenset[str]], bool] = {}
+    failed: Counter[tuple[str, frozenset[str]]] = Counter()
+    for blob in manifest.blobs:
+        if blob.coordinate is None:
+            continue
+        kind = (blob.item, frozenset(blob.coordinate))
+        if known.setdefault(kind, False) or failed[kind] == _TRIES:
+            continue
+        try:
+            data = read_checked(storage, files[blob.path], manifest.block_nbytes)
+            names.update(dict.fromkeys((blob.item, fqn) for fqn in names_in(data)))
+            known[kind] = True
+        except (FormatError, StorageError):
+            # Perhaps nobody wants this item.  A rank that does reads its own file, and raises what is wrong.
+            failed[kind] += 1
+    unknown = dict.fromkeys(item for (item, _), found in known.items() if not found)
+    return messages.OwnNames(list(names), list(unknown))
 
 
 def opened(
@@ -144,19 +177,16 @@ def opened(
     index = decode_index(message.index)
     check_extents(index, {file.path: file.nbytes for file in manifest.files})
     whole = OpenCheckpoint(storage, manifest, index, blobs, wanted, allow_pickle)
-    return whole if naming is None else _renamed(whole, naming, items)
+    if naming is None:
+        return whole
+    return _renamed(whole, naming, items, message.own or own_names(storage, manifest))
 
 
-def _renamed(whole: OpenCheckpoint, naming: Naming, items: Sequence[str] | None) -> OpenCheckpoint:
+def _renamed(
+    whole: OpenCheckpoint, naming: Naming, items: Sequence[str] | None, own: messages.OwnNames
+) -> OpenCheckpoint:
     """Return a checkpoint under the state's names."""
-    own: dict[tuple[str, str], None] = {}
-    seen: set[tuple[str, frozenset[str]]] = set()
-    for file in whole.manifest.blobs:
-        # Ranks' own values have the same names on all ranks: those of one rank are looked at.
-        if file.coordinate is not None and (kind := (file.item, frozenset(file.coordinate))) not in seen:
-            seen.add(kind)
-            own.update(dict.fromkeys((file.item, fqn) for fqn in whole.own(file.item, file.coordinate)))
-    names = renamed(naming, whole.manifest.items, whole.index, whole.blobs, own)
+    names = renamed(naming, whole.manifest.items, whole.index, whole.blobs, own.names, own.unknown)
     wanted = names.items if items is None else tuple(items)
     blobs = {item: names.blobs.get(item, {}) for item in (*names.items, *wanted)}
     return replace(whole, index=names.index, blobs=blobs, items=wanted, renamed=names)

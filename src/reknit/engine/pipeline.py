@@ -14,6 +14,9 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Sequence
 
 Job = TypeVar("Job")
+Result = TypeVar("Result")
+
+_NO_ARENA_NBYTES = 4096
 
 
 class _Source(Generic[Job]):
@@ -79,6 +82,24 @@ def start(name: str, work: Callable[[], None]) -> threading.Thread:
     thread = threading.Thread(target=work, name=name, daemon=True)
     thread.start()
     return thread
+
+
+def within(timeout_s: float, what: str, work: Callable[[], Result]) -> Result:
+    """Return what `work` returns, or raise what it raises, or `DeadlineError` when it takes too long.
+
+    It runs in a thread of its own, which is then left behind: let it change nothing that others see.
+    """
+    found: list[Result] = []
+    run_jobs(
+        [work],
+        lambda job, _: found.append(job()),
+        threads=1,
+        arena_nbytes=_NO_ARENA_NBYTES,
+        budget_nbytes=_NO_ARENA_NBYTES,
+        timeout_s=timeout_s,
+        what=lambda: what,
+    )
+    return found[0]
 
 
 def run_jobs(

@@ -93,6 +93,11 @@ class Reader:
         checkpoint = self._checkpoint
         return granularity(self._options, checkpoint.manifest.block_nbytes, checkpoint.storage.reading).nbytes
 
+    @property
+    def block_nbytes(self) -> int:
+        """Bytes of which a digest is taken: what is verified begins and ends with them, or with the file."""
+        return self._checkpoint.manifest.block_nbytes
+
     def jobs(self, reads: Iterable[int]) -> Sequence[Callable[[Arena], None]]:
         """Return the work of some reads of the plan, and of all combs: nobody else could want just these.
 
@@ -202,6 +207,7 @@ class Reader:
         starts, direct = self._deliverer.run_starts(number), self._deliverer.direct_runs(number)
         buffer = arena.view(len(starts) * run) if direct is None else direct
         try:
+            self._repairer.require_sound(path)
             with self._reading(path, len(buffer)):
                 self._checkpoint.storage.read_runs(path, starts, run, buffer.data)
         except UNREADABLE as error:
@@ -218,6 +224,7 @@ class Reader:
         """Read and verify the bytes of a file from `start` on, for which `spans` are laid out."""
         nbytes = sum(len(span.buffer) for span in spans)
         try:
+            self._repairer.require_sound(path)
             with self._reading(path, nbytes):
                 self._checkpoint.storage.read_into(path, start, [span.buffer.data for span in spans])
         except UNREADABLE as error:

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import re
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from reknit.errors import MismatchError
+from reknit.errors import CorruptError, MismatchError
+from reknit.format.msgpack_reader import read_msgpack
 from reknit.types.shard import Tagged, full_name
 
 if TYPE_CHECKING:
@@ -104,24 +106,34 @@ class Renamed:
         }
 
 
+def names_in(data: bytes) -> list[str]:
+    """Return the names in a file of blobs, whose values are not built: they may be pickled, or of no use."""
+    values = read_msgpack(data, lambda _code, _payload: None)
+    if type(values) is not dict or any(type(fqn) is not str for fqn in values):
+        raise CorruptError("a file of blobs is no map of names")
+    return list(values)
+
+
 def renamed(
     naming: Naming,
     items: Sequence[str],
     index: Index,
     blobs: Mapping[str, Mapping[str, Any]],
     own: Iterable[Name],
+    unknown: Sequence[str] = (),
 ) -> Renamed:
     """Give everything the state's names.
 
-    `items` are those of the checkpoint, `own` the names of values that ranks saved for themselves.  Raises
-    `MismatchError` where two names become one, or a rule matches nothing.
+    `items` are those of the checkpoint, `own` the names of values that ranks saved for themselves; items in
+    `unknown` have more of these.  Raises `MismatchError` where two names become one, or a rule matches
+    nothing, which cannot be told while names are unknown.
     """
     tensors = [entry[:2] for entry in index.tensors]
     values = [(item, fqn) for item, members in blobs.items() for fqn in members]
     own = list(dict.fromkeys(own))
     used: set[object] = set()
     new = {name: naming.apply(name, used) for name in dict.fromkeys([*tensors, *values, *own])}
-    if told := naming.unused(used):
+    if (told := naming.unused(used)) and not unknown:
         raise MismatchError(
             f"{', '.join(told)}, which matches no name in the checkpoint",
             remedy="rules are for names item/fqn as `reknit show` lists them; a prefix ends in / or .",
@@ -134,17 +146,28 @@ def renamed(
     sources: dict[str, dict[str, None]] = {}
     for name in own:
         sources.setdefault(new[name][0], {})[name[0]] = None
+    for item in unknown:
+        for to in _destinations(naming, item, new):
+            sources.setdefault(to, {})[item] = None
     full = {item for item, _ in new}
     empty = [item for item in items if item not in full]
     return Renamed(
         index=_sorted(index, [new[name] for name in tensors]),
         blobs=offered,
-        items=tuple(dict.fromkeys([*(to for to, _ in new.values()), *empty])),
+        items=tuple(dict.fromkeys([*(to for to, _ in new.values()), *sources, *empty])),
         stored={full_name(*name): full_name(*old) for old, name in new.items() if old != name},
         sources={item: tuple(olds) for item, olds in sources.items()},
         naming=naming,
         names=new,
     )
+
+
+def _destinations(naming: Naming, item: str, new: Mapping[Name, Name]) -> set[str]:
+    """Return the items of the state that names in this item, those that are not known, may lead to."""
+    found = {item, *(to for (stored, _), (to, _) in new.items() if stored == item)}
+    with suppress(MismatchError):  # where the rules are for names in the item, its own may lead nowhere
+        found.add(naming.apply((item, ""))[0])
+    return found
 
 
 def _require_distinct(new: Mapping[Name, Name]) -> None:

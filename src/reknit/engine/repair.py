@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from reknit.errors import DeadlineError, ReknitError, StorageError
+from reknit.engine.opening import check_size
+from reknit.errors import CorruptError, DeadlineError, ReknitError, StorageError
 from reknit.format.checksum import digest
 
 if TYPE_CHECKING:
@@ -37,11 +38,33 @@ class Repairer:
         self._lock = threading.Lock()
         self.repaired: list[tuple[str, int]] = []
         self.nbytes = 0
+        self._unsound: dict[str, str] = {}
+        """By path, what is wrong with a file's size, empty where nothing is."""
 
     @property
     def able(self) -> bool:
         """Tell whether there are replicas at all."""
         return bool(self._replicas)
+
+    def require_sound(self, path: str) -> None:
+        """Raise `StorageError` for a file of another size than it was saved with, if there are replicas.
+
+        Where its bytes lie is then anybody's guess, and each block has to be compared with its digest.
+        """
+        if not self.able:
+            return
+        with self._lock:
+            known = self._unsound.get(path)
+        if known is None:
+            try:
+                check_size(self._checkpoint.storage, self._checkpoint.files[path])
+                known = ""
+            except (CorruptError, StorageError) as error:
+                known = error.message
+            with self._lock:
+                self._unsound[path] = known
+        if known:
+            raise StorageError(known)
 
     def reread(self, path: str, block: int, error: ReknitError) -> NDArray[np.uint8]:
         """Return a block of a read that failed, as it was saved: the rest of the read may have been at fault.

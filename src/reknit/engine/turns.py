@@ -57,6 +57,10 @@ class Turns:
         self._incoming = came
         self._outgoing = (part.reader == rank) & (part.turn >= 0)
         self.area_nbytes = 2 * self._half
+        copies = np.diff(part.remote_first)
+        leaving = np.bincount(np.maximum(part.turn, 0), part.nbytes * copies, minlength=1)
+        self.sent_nbytes = int(leaving.max())
+        """Most bytes that are packed for one exchange."""
         self.area: Bytes = np.empty(0, np.uint8)
 
     def sending(self, turn: int) -> list[int]:

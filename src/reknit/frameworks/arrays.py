@@ -78,21 +78,32 @@ def _layout(name: str, spec: TensorSpec, sharding: Any) -> tuple[Any, Any] | Non
 def _cut(place: Place, spec: TensorSpec, device: Any, mesh: Any, placements: Any) -> Fresh:
     """Return a DTensor without values, and what this rank holds of it."""
     import torch
-    from torch.distributed.tensor import Replicate
     from torch.distributed.tensor import empty as empty_dtensor
 
     from reknit.frameworks import dtensor
 
     if device is not None and torch.device(device).type != mesh.device_type:
         raise UsageError(f"{place} is to be on {device}, and its mesh is one of {mesh.device_type}")
-    ndim = len(spec.shape)
-    # One sharding serves all tensors, also those (a bias, a counter) that lack a dimension which it cuts.
-    lacking = [p.is_shard() and not -ndim <= p.dim < ndim for p in placements]
-    fitting = [Replicate() if lacks else p for lacks, p in zip(lacking, placements, strict=True)]
+    fitting = [_fitting(placement, len(spec.shape)) for placement in placements]
     dtype = getattr(torch, spec.dtype)
     tensor = empty_dtensor(spec.shape, dtype=dtype, device_mesh=mesh, placements=fitting)
     with torch.no_grad():
         return Fresh(tensor, dtensor.parts(tensor, tensor.to_local(), place))
+
+
+def _fitting(placement: Any, ndim: int) -> Any:
+    """Return a placement for a tensor of `ndim` dimensions, with the one that it cuts counted from the first.
+
+    One sharding serves all tensors, also those (a bias, a counter) that lack a dimension which it cuts.
+    """
+    from torch.distributed.tensor import Replicate, Shard
+
+    if not placement.is_shard():
+        return placement
+    if not -ndim <= placement.dim < ndim:
+        return Replicate()
+    # torch asserts that a dimension is not negative.
+    return Shard(placement.dim % ndim)
 
 
 def live(value: Any, fqn: str, tensors: Mapping[str, Any]) -> Any:

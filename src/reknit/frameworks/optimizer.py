@@ -156,9 +156,12 @@ def _may_resize(slot: Slot, elements: list[str], below: Place, loading: Loading)
     """Tell whether the states, or the parameter that they follow, may have been saved in another shape."""
     if slot.parameter is None:
         return False
-    if slot.home is not None and loading.may_resize(slot.home.child(slot.name)):
-        return True
-    return any(loading.may_resize(below.below(element)) for element in elements)
+    return any(map(loading.may_resize, (*slot.places, *map(below.below, elements))))
+
+
+def _saved_spec(slot: Slot, loading: Loading) -> TensorSpec | None:
+    """Return the spec of the saved parameter, under the first of its names that the checkpoint has."""
+    return next((spec for place in slot.places if (spec := loading.spec(place)) is not None), None)
 
 
 def _resized(spec: TensorSpec, current: Any, slot: Slot, at: Place, loading: Loading) -> TensorSpec:
@@ -168,7 +171,7 @@ def _resized(spec: TensorSpec, current: Any, slot: Slot, at: Place, loading: Loa
     """
     parameter: Any = slot.parameter
     here = tuple(parameter.shape)
-    home = loading.spec(slot.home.child(slot.name)) if slot.home else None
+    home = _saved_spec(slot, loading)
     if not spec.shape or (home is not None and home.shape == here):
         return spec
     if len(spec.shape) == len(here):
@@ -181,7 +184,7 @@ def _resized(spec: TensorSpec, current: Any, slot: Slot, at: Place, loading: Loa
 
 def _reshaped(slot: Slot, loading: Loading) -> str | None:
     """Say that the parameter itself has another shape in the checkpoint, if that can be seen."""
-    spec = loading.spec(slot.home.child(slot.name)) if slot.home else None
+    spec = _saved_spec(slot, loading)
     if spec is None or slot.parameter is None or spec.shape == tuple(slot.parameter.shape):
         return None
     here = list(slot.parameter.shape)
@@ -193,7 +196,7 @@ def _too_large(slot: Slot, elements: list[str], below: Place, loading: Loading) 
 
     States are as large as their parameter, or 1 along some dimensions (factored second moments).
     """
-    if slot.home is not None or slot.parameter is None:
+    if slot.places or slot.parameter is None:
         return None
     shape = tuple(slot.parameter.shape)
     for element in elements:

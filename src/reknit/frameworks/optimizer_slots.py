@@ -6,7 +6,10 @@ import sys
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from torch import nn
+
 from reknit.errors import StateError
+from reknit.frameworks import ddp
 from reknit.frameworks.module import parameters, without_wrappers
 
 if TYPE_CHECKING:
@@ -26,7 +29,7 @@ _NOT_OPTIONS = HOW | {"params", "param_names"}
 class Slot:
     """A parameter of an optimizer.
 
-    `key` is its key in the optimizer's `state`, `home` the place of the module that has it.
+    `key` is its key in the optimizer's `state`, `places` where modules have it: several where it is tied.
     """
 
     name: str
@@ -34,7 +37,7 @@ class Slot:
     parameter: torch.Tensor | None
     group: dict[str, Any]
     replicas: Replicas
-    home: Place | None
+    places: tuple[Place, ...]
 
     def options(self) -> dict[str, Any]:
         """Return the options of the parameter's group that mean something elsewhere."""
@@ -111,15 +114,18 @@ def _require_supported(optimizer: Any, place: Place) -> None:
 
 def _slots(groups: list[dict[str, Any]], place: Place, walk: Walk) -> Iterator[Slot]:
     named = parameters(walk)
+    places = _places(walk)
     for group in groups:
         own_names = group.get("param_names")
         for index, parameter in enumerate(group["params"]):
             known = named.get(id(parameter))
             if known is not None:
-                yield Slot(known.name, parameter, parameter, group, known.replicas, known.place)
+                yield Slot(
+                    known.name, parameter, parameter, group, known.replicas, tuple(places[id(parameter)])
+                )
             elif own_names is not None:
                 yield Slot(
-                    without_wrappers(own_names[index]), parameter, parameter, group, walk.world.alone, None
+                    without_wrappers(own_names[index]), parameter, parameter, group, walk.world.alone, ()
                 )
             else:
                 raise StateError(
@@ -127,6 +133,27 @@ def _slots(groups: list[dict[str, Any]], place: Place, walk: Walk) -> Iterator[S
                     "to no module in the state, so its name is unknown",
                     remedy="put the model into the state too, or make the optimizer from named_parameters()",
                 )
+
+
+def _places(walk: Walk) -> dict[int, list[Place]]:
+    """Return all places of all parameters of the modules in the state, by the id of the parameter."""
+    if "parameter places" not in walk.memo:
+        found: dict[int, list[Place]] = {}
+        for module, place in walk.find(nn.Module):
+            inner = module.named_modules(remove_duplicate=False)
+            parallel = {without_wrappers(path) for path, wrapper in inner if ddp.is_wrapper(wrapper)}
+            for key, parameter in module.named_parameters(remove_duplicate=False):
+                found.setdefault(id(parameter), []).append(place.child(_name(key, parallel)))
+        walk.memo["parameter places"] = found
+    places: dict[int, list[Place]] = walk.memo["parameter places"]
+    return places
+
+
+def _name(key: str, parallel: set[str]) -> str:
+    """Return a parameter's name without wrappers, and without the `module` of those paths in `parallel`."""
+    elements = without_wrappers(key).split(".")
+    kept = (e for n, e in enumerate(elements) if e != "module" or ".".join(elements[:n]) not in parallel)
+    return ".".join(kept)
 
 
 def _raw_slots(groups: list[dict[str, Any]], place: Place, walk: Walk) -> Iterator[Slot]:
@@ -141,4 +168,4 @@ def _raw_slots(groups: list[dict[str, Any]], place: Place, walk: Walk) -> Iterat
                 remedy="put the optimizer itself into the state",
             )
         for name, key in zip(names, keys, strict=True):
-            yield Slot(without_wrappers(name), key, None, group, walk.world.alone, None)
+            yield Slot(without_wrappers(name), key, None, group, walk.world.alone, ())
