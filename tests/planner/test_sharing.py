@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from reknit.errors import ProtocolError
-from reknit.planner.sharing import WORTH_NBYTES, Costs, Division, Part, Reads, divide, fetch_of, private
+from reknit.planner.sharing import WORTH_NBYTES, Costs, Division, Part, Reads, divide, fetch_of
 
 CELL = 16
 FILES = 2
@@ -158,7 +158,7 @@ def test_a_byte_that_several_ranks_want_is_read_once_and_no_byte_is_read_that_no
     for rank, (reads, part) in enumerate(zip(world[0], division.parts, strict=True)):
         for file, start, end in ranges_of(reads):
             wanted.update((file, byte) for byte in range(start, end))
-        alone = private(reads, part)
+        alone = fetch_of(reads, part) < 0
         ranges = [r for r, k in zip(ranges_of(reads), alone.tolist(), strict=True) if k]
         ranges += [row.range for row in rows_of(part) if row.reader == rank]
         for file, start, end in ranges:
@@ -281,14 +281,13 @@ def test_each_read_finds_the_fetch_that_holds_it(world: tuple[list[Reads], list[
         for (file, start, end), row in zip(ranges_of(reads), found, strict=True):
             holding = [k for k, (f, s, e) in enumerate(fetches) if f == file and s <= start and end <= e]
             assert holding == ([] if row < 0 else [row])
-        assert private(reads, part).tolist() == [row < 0 for row in found]
         assert {row for row in found if row >= 0} == set(range(len(fetches)))
 
 
 def loads(reads: list[Reads], division: Division) -> list[int]:
     """Return how many bytes each rank reads from storage."""
     return [
-        int(mine.nbytes[private(mine, part)].sum() + part.nbytes[part.reader == rank].sum())
+        int(mine.nbytes[fetch_of(mine, part) < 0].sum() + part.nbytes[part.reader == rank].sum())
         for rank, (mine, part) in enumerate(zip(reads, division.parts, strict=True))
     ]
 
@@ -379,7 +378,7 @@ def test_reads_that_overlap_in_a_chain_are_one_fetch_for_all_of_them() -> None:
 def test_ranks_without_reads_and_a_rank_alone_share_nothing(reads: list[Reads]) -> None:
     division = shared((reads, [0] * len(reads), CELL))
     assert [len(part.number) for part in division.parts] == [0] * len(reads)
-    assert all(private(mine, part).all() for mine, part in zip(reads, division.parts, strict=True))
+    assert all((fetch_of(mine, part) < 0).all() for mine, part in zip(reads, division.parts, strict=True))
 
 
 @pytest.mark.parametrize("broken", [(0, 12, 20), (0, 3, 3)])

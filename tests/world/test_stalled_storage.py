@@ -83,6 +83,7 @@ def test_storage_that_hangs_before_anything_has_changed_is_the_same_error_on_all
     outcomes = run_ranks(SIZE, attempt, timeout_s=30)
     assert all(isinstance(error, DeadlineError) for error, _ in outcomes), outcomes
     assert outcomes[rank][0] is not None
+    assert "mem://stalled" in str(outcomes[rank][0])
     assert "within 1 s" in str(outcomes[rank][0])
     assert all(same for _, same in outcomes)
     MemoryStorage.clear("stalled")

@@ -60,7 +60,7 @@ class Checkpoint:
         with recorder.phase("open"):
             message = within(
                 options.timeout_s,
-                f"reading manifest and index of {storage.url}",
+                lambda: f"reading manifest and index of {storage.url}",
                 lambda: read_opened(storage, None),
             )
             self._open: OpenCheckpoint = opened(

@@ -137,7 +137,7 @@ class Joint:
         path, start = self.files[plan.read_file[read]], int(plan.read_start[read])
         with reading.lap():
             fetch = partial(self.reader.fetch, path, start, memory)
-            within(self.options.timeout_s, f"reading a block of {path}", fetch)
+            within(self.options.timeout_s, self.reader.under_way, fetch)
         return len(memory) / max(reading.seconds, 1e-9)
 
 

@@ -206,7 +206,7 @@ def _own(job: LoadJob, catalog: Catalog, item: str, coordinate: Mapping[str, int
 
 def _within(job: LoadJob, what: str, work: Callable[[], _Result]) -> _Result:
     """Ask the storage for something, and wait for it no longer than other ranks would wait for this one."""
-    return within(job.options.timeout_s, f"{what} {job.storage.url}", work)
+    return within(job.options.timeout_s, lambda: f"{what} {job.storage.url}", work)
 
 
 def _fill(job: LoadJob, ready: _Prepared, share: messages.Share | None) -> int:

@@ -84,7 +84,7 @@ def start(name: str, work: Callable[[], None]) -> threading.Thread:
     return thread
 
 
-def within(timeout_s: float, what: str, work: Callable[[], Result]) -> Result:
+def within(timeout_s: float, what: Callable[[], str], work: Callable[[], Result]) -> Result:
     """Return what `work` returns, or raise what it raises, or `DeadlineError` when it takes too long.
 
     It runs in a thread of its own, which is then left behind: let it change nothing that others see.
@@ -97,7 +97,7 @@ def within(timeout_s: float, what: str, work: Callable[[], Result]) -> Result:
         arena_nbytes=_NO_ARENA_NBYTES,
         budget_nbytes=_NO_ARENA_NBYTES,
         timeout_s=timeout_s,
-        what=lambda: what,
+        what=what,
     )
     return found[0]
 

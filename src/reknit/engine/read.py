@@ -14,7 +14,7 @@ from reknit.engine.opening import corrupt_block
 from reknit.engine.pipeline import Gate, run_jobs
 from reknit.engine.repair import UNREADABLE, Repairer
 from reknit.errors import ReknitError, UsageError
-from reknit.format.checksum import BLOCK_NBYTES, digest
+from reknit.format.checksum import digest
 from reknit.monitor.phase import Stopwatch
 from reknit.options import num_threads
 from reknit.planner.load import Granularity
@@ -32,10 +32,6 @@ if TYPE_CHECKING:
     from reknit.options import LoadOptions
     from reknit.storage.base import Storage
     from reknit.types.plan import LoadPlan
-
-PIECE_NBYTES = 2 * BLOCK_NBYTES
-"""Bytes that a worker reads, checks and delivers at once, where the storage has no wish of its own."""
-
 
 LOCAL_DISK = Reading()
 

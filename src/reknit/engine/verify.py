@@ -9,10 +9,10 @@ import numpy as np
 
 from reknit.engine.opening import check_blocks, check_size, read_checked, read_manifest
 from reknit.engine.pipeline import run_jobs
-from reknit.engine.read import PIECE_NBYTES
 from reknit.engine.report import VerifyReport
 from reknit.errors import CorruptError, FormatError, ReknitError, StorageError
 from reknit.format.blob_codec import decode_blobs
+from reknit.format.checksum import BLOCK_NBYTES
 from reknit.format.data_file import data_start, decode_header
 from reknit.format.index_checks import check_extents
 from reknit.format.index_file import decode_index
@@ -29,6 +29,9 @@ if TYPE_CHECKING:
     from reknit.options import LoadOptions
     from reknit.storage.base import Storage
     from reknit.types.manifest import FileEntry, Index, Manifest
+
+PIECE_NBYTES = 2 * BLOCK_NBYTES
+"""Bytes that a worker reads and checks at once."""
 
 
 def verify(storage: Storage, level: str, options: LoadOptions) -> VerifyReport:

@@ -136,11 +136,6 @@ def fetch_of(reads: Reads, part: Part) -> NDArray[np.int64]:
     return found
 
 
-def private(reads: Reads, part: Part) -> NDArray[np.bool_]:
-    """Return which of a rank's reads are in none of its fetches."""
-    return fetch_of(reads, part) < 0
-
-
 class _Routes(NamedTuple):
     """How fetches reach hosts: a row for each fetch and host that wants it, in order of fetch and host.
 
