@@ -9,12 +9,13 @@ from typing import TYPE_CHECKING, Any
 import pytest
 import torch
 import torch.distributed as dist
+from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.distributed.tensor import DTensor
-from torch.distributed.tensor.debug import CommDebugMode
 
 from reknit.frameworks.registry import collect, wanted
 from reknit.frameworks.tree import same_value
 from tests.frameworks.checkpoint import Checkpoint, assemble, fill, portable
+from tests.frameworks.silence import Silence
 from tests.torchrun.harness import run
 from tests.torchrun.models import LAYOUTS, Trained, build, state, train_step, truth
 
@@ -24,42 +25,6 @@ if TYPE_CHECKING:
     from reknit.types.shard import Holdings
 
 SAVED: dict[str, tuple[list[Holdings], dict[str, dict[str, Any]]]] = {}
-
-
-class Silence:
-    """Makes every collective of torch an error, and counts those that slip through below Python."""
-
-    _NAMES = (
-        "all_gather",
-        "all_gather_into_tensor",
-        "all_gather_object",
-        "all_reduce",
-        "barrier",
-        "broadcast",
-        "broadcast_object_list",
-        "gather_object",
-        "recv",
-        "send",
-    )
-
-    def __enter__(self) -> Silence:
-        self._mode: Any = CommDebugMode()  # type: ignore[no-untyped-call]
-        self._patch = pytest.MonkeyPatch()
-        for name in self._NAMES:
-            self._patch.setattr(dist, name, self._refuse)
-        for name in ("full_tensor", "redistribute"):
-            self._patch.setattr(DTensor, name, self._refuse)
-        self._mode.__enter__()  # type: ignore[no-untyped-call]
-        return self
-
-    def __exit__(self, *error: Any) -> None:
-        self._mode.__exit__(*error)
-        self._patch.undo()
-        assert self._mode.get_total_counts() == 0
-
-    @staticmethod
-    def _refuse(*args: Any, **kwargs: Any) -> None:
-        raise AssertionError("a collective was called")
 
 
 def fingerprint(trained: Trained) -> str:
@@ -89,7 +54,8 @@ def save_one(layout: str) -> tuple[Holdings, dict[str, dict[str, Any]]]:
     trained = build(layout)
     # A state dict puts parameters that FSDP has gathered back into shards; that is FSDP's own doing.
     for part in trained.parts:
-        part.state_dict()
+        if not isinstance(part, FullyShardedDataParallel):
+            part.state_dict()
     before = fingerprint(trained)
     rank, size = dist.get_rank(), dist.get_world_size()
     with Silence():
@@ -151,7 +117,15 @@ def test_shards_of_all_ranks_make_exactly_what_torch_gathers(layout: str) -> Non
 
 @pytest.mark.parametrize(
     ("layout", "all_known"),
-    [("single", True), ("ddp-2", True), ("fsdp2-3", True), ("hsdp-2x2", True), ("pp-2xfsdp2-2", False)],
+    [
+        ("single", True),
+        ("ddp-2", True),
+        ("fsdp2-3", True),
+        ("hsdp-2x2", True),
+        ("pp-2xfsdp2-2", False),
+        ("fsdp1gradop-3", True),
+        ("fsdp1none-2", True),
+    ],
 )
 def test_replicas_are_known_where_the_mesh_has_all_ranks(layout: str, all_known: bool) -> None:
     everyone, _ = saved(layout)
@@ -165,8 +139,9 @@ def test_replicas_are_known_where_the_mesh_has_all_ranks(layout: str, all_known:
     assert all(claims) if all_known else not any(claims)
 
 
-def test_hsdp_replicas_are_the_ranks_across_the_replicate_dimension() -> None:
-    everyone, _ = saved("hsdp-2x2")
+@pytest.mark.parametrize("layout", ["hsdp-2x2", "fsdp1hybrid-2x2"])
+def test_hsdp_replicas_are_the_ranks_across_the_replicate_dimension(layout: str) -> None:
+    everyone, _ = saved(layout)
     claims = [{s.replicas for s in holdings.shards if s.fqn == "layers.0.up.weight"} for holdings in everyone]
     assert claims == [{(0, 2)}, {(1, 3)}, {(0, 2)}, {(1, 3)}]
 

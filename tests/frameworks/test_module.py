@@ -314,21 +314,6 @@ def test_ddp_vouches_only_for_what_it_averages_over_all_ranks() -> None:
     assert [name for _, name, _ in answers[1]] == ["weight", "bias", "weight", "bias"]
 
 
-def fsdp1() -> str:
-    from torch.distributed.fsdp import FullyShardedDataParallel
-
-    model = nn.Sequential(FullyShardedDataParallel(nn.Linear(4, 4), device_id=torch.device("cpu")))
-    with pytest.raises(StateError) as error:
-        collect({"m": model}, dist.get_rank(), 2)
-    return str(error.value)
-
-
-def test_fsdp1_is_refused_with_the_remedy() -> None:
-    assert all(
-        "m holds a FullyShardedDataParallel" in told and "fully_shard" in told for told in run(2, fsdp1)
-    )
-
-
 class Transposed(nn.Module):
     """A module whose hooks save a parameter in another form, around one with extra state."""
 

@@ -25,10 +25,13 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.fsdp import fully_shard
+from torch.distributed.fsdp import FullyShardedDataParallel, ShardingStrategy, fully_shard
+from torch.distributed.fsdp.wrap import ModuleWrapPolicy
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.nn.parallel import DistributedDataParallel
+
+from tests.torchrun import flat_truth
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -44,8 +47,25 @@ LAYOUTS: dict[str, int] = {
     "fsdp2xtp-2x2": 4,
     "pp-2xfsdp2-2": 4,
     "ep-2x2": 4,
+    "fsdp1full-2": 2,
+    "fsdp1gradop-3": 3,
+    "fsdp1hybrid-2x2": 4,
+    "fsdp1none-2": 2,
+    "fsdp1xtp-2x2": 4,
 }
 """Ranks that each layout runs on."""
+
+ONE_GROUP: dict[str, int] = {
+    "1group-single": 1,
+    "1group-fsdp2-2": 2,
+    "1group-fsdp1full-3": 3,
+    "1group-fsdp1flatfull-2": 2,
+    "1group-fsdp1flatgradop-3": 3,
+    "1group-fsdp1flathybrid-2x2": 4,
+    "1group-fsdp1flatnone-2": 2,
+    "1group-fsdp1flatxtp-2x2": 4,
+}
+"""Layouts with one parameter group: FSDP with use_orig_params=False ("flat") has all in one tensor."""
 
 WIDTH, HIDDEN, VOCABULARY, LAYERS, EXPERTS = 6, 10, 12, 4, 6
 
@@ -137,7 +157,7 @@ class Trained:
 def build(layout: str, *, steps: int = 2, seed: int = 0) -> Trained:
     """Build the model in a layout on this rank, and train it."""
     torch.manual_seed(seed)
-    trained = _BUILDERS[layout.split("-")[0]](layout, Tiny())
+    trained = _BUILDERS[layout.removeprefix("1group-").split("-")[0]](layout, Tiny())
     for number in range(steps):
         train_step(trained, number)
     return trained
@@ -177,11 +197,14 @@ def state(trained: Trained) -> dict[str, Any]:
 
 
 def _finished(layout: str, model: nn.Module, replica: int, **more: Any) -> Trained:
-    named = list(model.parameters())
+    vectors = [p for name, p in model.named_parameters() if ".norm." in name or name.endswith("bias")]
+    known = set(map(id, vectors))
     groups = [
-        {"params": [p for p in named if p.ndim > 1], "weight_decay": 0.1},
-        {"params": [p for p in named if p.ndim <= 1], "weight_decay": 0.0, "lr": 5e-3},
+        {"params": [p for p in model.parameters() if id(p) not in known], "weight_decay": 0.1},
+        {"params": vectors, "weight_decay": 0.0, "lr": 5e-3},
     ]
+    if layout.startswith("1group-"):
+        groups = [{"params": list(model.parameters()), "weight_decay": 0.1}]
     # Not foreach: under FSDP with tensor parallelism, the parameters of a group lie on different meshes.
     optimizer = torch.optim.AdamW(groups, lr=1e-2, foreach=False)
     scheduler = torch.optim.lr_scheduler.StepLR(optimizer, step_size=1, gamma=0.5)
@@ -284,6 +307,33 @@ def _ep(layout: str, model: Tiny) -> Trained:
     return _finished(layout, model, dist.get_rank(), mesh=mesh)
 
 
+def _fsdp1(layout: str, model: Tiny) -> Trained:
+    kind = layout.removeprefix("1group-").removeprefix("fsdp1").split("-")[0]
+    sizes = _sizes(layout)
+    strategy = {
+        "full": ShardingStrategy.FULL_SHARD,
+        "gradop": ShardingStrategy.SHARD_GRAD_OP,
+        "hybrid": ShardingStrategy.HYBRID_SHARD,
+        "none": ShardingStrategy.NO_SHARD,
+        "xtp": ShardingStrategy.FULL_SHARD,
+    }[kind.removeprefix("flat")]
+    mesh = _mesh(sizes, *(("replicate", "shard") if "hybrid" in kind else ("dp", "tp"))[: len(sizes)])
+    if kind.endswith("xtp"):
+        _tensor_parallel(model, mesh["tp"])
+        replica, mesh = mesh["dp"].get_local_rank(), mesh["dp"]
+    else:
+        replica = dist.get_rank()
+    wrapped = FullyShardedDataParallel(
+        model,
+        auto_wrap_policy=ModuleWrapPolicy({Block, ExpertWeights}),
+        use_orig_params=not kind.startswith("flat"),
+        sharding_strategy=strategy,
+        device_mesh=mesh,
+        device_id=torch.device("cpu"),
+    )
+    return _finished(layout, wrapped, replica, mesh=mesh)
+
+
 _BUILDERS: dict[str, Callable[[str, Tiny], Trained]] = {
     "single": _single,
     "ddp": _ddp,
@@ -293,6 +343,11 @@ _BUILDERS: dict[str, Callable[[str, Tiny], Trained]] = {
     "fsdp2xtp": _fsdp2xtp,
     "pp": _pp,
     "ep": _ep,
+    **{
+        f"fsdp1{flat}{kind}": _fsdp1
+        for flat in ("", "flat")
+        for kind in ("full", "gradop", "hybrid", "none", "xtp")
+    },
 }
 
 
@@ -303,6 +358,9 @@ def truth(trained: Trained) -> dict[str, dict[str, Any]]:
     """
     mine: dict[str, dict[str, Any]] = {"model": {}, "optimizer": {}}
     for part, optimizer in zip(trained.parts, trained.optimizers, strict=True):
+        if isinstance(part, FullyShardedDataParallel):
+            flat_truth.add(part, optimizer, mine)
+            continue
         module = part.module if isinstance(part, DistributedDataParallel) else part
         for name, tensor in module.state_dict().items():
             mine["model"][name] = _whole(tensor)

@@ -12,16 +12,18 @@ from typing import TYPE_CHECKING, Any
 import pytest
 import torch
 import torch.distributed as dist
+from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.distributed.tensor import DTensor
 
 import reknit
-from tests.torchrun import models
+from tests.torchrun import flat_truth, models
 from tests.torchrun.harness import run
 
 if TYPE_CHECKING:
     from pathlib import Path
 
 LAYOUTS = list(models.LAYOUTS)
+ONE_GROUP = list(models.ONE_GROUP)
 OPTIONS = reknit.SaveOptions(durability="process", threads=2, timeout_s=60)
 
 
@@ -64,6 +66,8 @@ def load_all(layout: str, root: str, saved: list[str]) -> dict[str, list[str]]:
 
 def plain_names(part: torch.nn.Module) -> list[str]:
     """Return the names of the tensors of which this rank holds something."""
+    if isinstance(part, FullyShardedDataParallel):
+        return flat_truth.names_held(part)
     held = {name: t.to_local() if isinstance(t, DTensor) else t for name, t in part.state_dict().items()}
     return [name.removeprefix("module.") for name, tensor in held.items() if tensor.numel()]
 
@@ -80,8 +84,17 @@ def bytes_of(tensor: torch.Tensor) -> torch.Tensor:
 
 @pytest.fixture(scope="module")
 def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return saved_by(models.LAYOUTS, tmp_path_factory)
+
+
+@pytest.fixture(scope="module")
+def one_group(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return saved_by(models.ONE_GROUP, tmp_path_factory)
+
+
+def saved_by(layouts: dict[str, int], tmp_path_factory: pytest.TempPathFactory) -> Path:
     root = tmp_path_factory.mktemp("matrix")
-    for layout, world in models.LAYOUTS.items():
+    for layout, world in layouts.items():
         run(world, save, layout, str(root))
     return root
 
@@ -93,10 +106,26 @@ def test_checkpoints_of_all_layouts_load_into(target: str, checkpoints: Path) ->
         assert differing == {source: [] for source in LAYOUTS}
 
 
+@pytest.mark.parametrize("target", ONE_GROUP)
+def test_checkpoints_with_one_parameter_group_load_into(target: str, one_group: Path) -> None:
+    results = run(models.ONE_GROUP[target], load_all, target, str(one_group), ONE_GROUP, timeout=240)
+    for differing in results:
+        assert differing == {source: [] for source in ONE_GROUP}
+
+
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_a_checkpoint_of_any_layout_is_sound_and_has_the_same_names(layout: str, checkpoints: Path) -> None:
-    report = reknit.verify(checkpoints / layout, "data")
+    assert_sound_and_alike(checkpoints / layout, checkpoints / "single")
+
+
+@pytest.mark.parametrize("layout", ONE_GROUP)
+def test_a_checkpoint_with_one_parameter_group_has_the_same_names(layout: str, one_group: Path) -> None:
+    assert_sound_and_alike(one_group / layout, one_group / "1group-single")
+
+
+def assert_sound_and_alike(one: Path, another: Path) -> None:
+    report = reknit.verify(one, "data")
     assert report.ok, report.problems
-    single, other = reknit.open(checkpoints / "single"), reknit.open(checkpoints / layout)
+    single, other = reknit.open(another), reknit.open(one)
     assert other.tensors == single.tensors
     assert set(other.values["optimizer"]) == set(single.values["optimizer"])

@@ -140,16 +140,26 @@ def parts(tensor: Any, local: Any, place: Place) -> tuple[Part, ...]:
         return ((Box.whole(shape), local.new_empty(shape)),)
     if (chunks := torch_private.chunk_list(tensor)) is not None:
         return _hooked(chunks, local, place)
-    found = _held(shape, tuple(_cuts(tensor, place)), tuple(local.shape))
-    if found is None:
-        raise StateError(
-            f"{place} is a DTensor of shape {list(shape)} placed as {tensor.placements} on a mesh of "
-            f"{tuple(tensor.device_mesh.shape)}; its local shape {list(local.shape)} does not fit that",
-            remedy="its placements are wrong: build it with fully_shard or distribute_tensor",
-        )
+    found = held(tensor, tuple(local.shape), place)
     if len(found) == 1:
         return ((found[0][0], local),)
     return tuple((box, _narrow(local, inside)) for box, inside in found)
+
+
+def held(tensor: Any, local: tuple[int, ...], place: Place) -> tuple[tuple[Box, Box], ...]:
+    """Return the boxes that a local tensor of shape `local` holds of a DTensor, each with its place in it.
+
+    Of the DTensor only `shape`, `device_mesh` and `placements` count.  Raises `StateError` as `parts` does.
+    """
+    shape = tuple(tensor.shape)
+    found = _held(shape, tuple(_cuts(tensor, place)), local)
+    if found is None:
+        raise StateError(
+            f"{place} is a DTensor of shape {list(shape)} placed as {tensor.placements} on a mesh of "
+            f"{tuple(tensor.device_mesh.shape)}; its local shape {list(local)} does not fit that",
+            remedy="its placements are wrong: build it with fully_shard or distribute_tensor",
+        )
+    return found
 
 
 @lru_cache(maxsize=1 << 16)

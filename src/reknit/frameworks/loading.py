@@ -44,6 +44,7 @@ class _Request:
 class Loading(Walk):
     """What a walk gathers to load."""
 
+    fills = True
     catalog: Catalog = field(default_factory=lambda: Catalog((), {}, {}, {}, lambda *_: {}))
     blobs: list[Entry] = field(default_factory=list)
     taken_back: list[Entry] = field(default_factory=list)

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from reknit.frameworks import dtensor, tree
+from reknit.frameworks import dtensor, optimizer_flat, tree
 from reknit.frameworks.neutral import to_neutral
 from reknit.frameworks.optimizer_slots import HOW, Slot, Slots, is_state_dict, read
 from reknit.frameworks.stateful import rebuild, skeleton, tensors_of
@@ -37,11 +37,18 @@ class OptimizerAdapter:
     def collect(self, value: Any, place: Place, saving: Saving) -> None:
         """Collect states and options.  Takes no step, and leaves the optimizer as it is."""
         slots = read(value, place, saving)
+        groups, states = place.child("param_groups"), place.child("state")
+        options: dict[int, Any] = {}
         for slot in slots.each:
-            at = place.child("param_groups", slot.name)
-            saving.blob(to_neutral(slot.options(), str(at)), at)
+            at = groups.child(slot.name)
+            if id(slot.group) not in options:
+                options[id(slot.group)] = to_neutral(slot.options(), str(at))
+            saving.blob(options[id(slot.group)], at)
+            if _has_nothing(slot):
+                continue
+            below = states.child(slot.name)
             for name, state in slots.state_of(slot).items():
-                _collect_state(state, place.child("state", slot.name, name), slot, saving)
+                _collect_state(state, below.child(name), slot, saving)
         for name, state in slots.shared().items():
             _collect_state(state, place.child("shared", name), None, saving)
 
@@ -51,11 +58,25 @@ class OptimizerAdapter:
         saved = _Saved(place, loading)
         for group in slots.groups:
             _want_options(group, slots, place, loading)
+        joints: dict[Any, list[Slot]] = {}
         for slot in slots.each:
-            if saved.knows(slot.name):
+            if _has_nothing(slot):
+                continue
+            if slot.joint:
+                joints.setdefault(slot.key, []).append(slot)
+            elif saved.knows(slot.name):
                 _want_states(slot, slots, saved, place, loading)
+        for members in joints.values():
+            states = {slot.name: saved.states(slot.name) for slot in members}
+            if any(saved.knows(slot.name) for slot in members):
+                optimizer_flat.Joint(slots, members, place, loading).want(states)
         for name in dict.fromkeys([*slots.shared(), *saved.shared]):
             _want_shared(name, slots, place, loading)
+
+
+def _has_nothing(slot: Slot) -> bool:
+    """Tell whether other ranks have the states of a parameter; what is kept for no element counts as none."""
+    return not slot.kept or (slot.flat is not None and not slot.flat.numel and not slot.joint)
 
 
 def _collect_state(state: Any, place: Place, slot: Slot | None, saving: Saving) -> None:
@@ -68,6 +89,8 @@ def _collect_state(state: Any, place: Place, slot: Slot | None, saving: Saving) 
 
 def _view(state: Any, slot: Slot | None, place: Place, walk: Walk, *, fill: bool) -> View:
     """Look at a state of a parameter, with what its parameter tells about it."""
+    if slot is not None and slot.flat is not None and not dtensor.is_dtensor(state):
+        return optimizer_flat.view(state, slot, place, walk)
     view = walk.look(state, place, fill=fill)
     if slot is None or dtensor.is_dtensor(state):
         return view
@@ -169,8 +192,8 @@ def _resized(spec: TensorSpec, current: Any, slot: Slot, at: Place, loading: Loa
 
     A state is as long as its parameter, or 1, along each dimension; of others only a present one tells.
     """
-    parameter: Any = slot.parameter
-    here = tuple(parameter.shape)
+    here = slot.shape
+    assert here is not None
     home = _saved_spec(slot, loading)
     if not spec.shape or (home is not None and home.shape == here):
         return spec
@@ -185,10 +208,9 @@ def _resized(spec: TensorSpec, current: Any, slot: Slot, at: Place, loading: Loa
 def _reshaped(slot: Slot, loading: Loading) -> str | None:
     """Say that the parameter itself has another shape in the checkpoint, if that can be seen."""
     spec = _saved_spec(slot, loading)
-    if spec is None or slot.parameter is None or spec.shape == tuple(slot.parameter.shape):
+    if spec is None or slot.shape is None or spec.shape == slot.shape:
         return None
-    here = list(slot.parameter.shape)
-    return f"its parameter has the shape {list(spec.shape)} in the checkpoint and {here} here"
+    return f"its parameter has the shape {list(spec.shape)} in the checkpoint and {list(slot.shape)} here"
 
 
 def _too_large(slot: Slot, elements: list[str], below: Place, loading: Loading) -> str | None:
@@ -196,9 +218,12 @@ def _too_large(slot: Slot, elements: list[str], below: Place, loading: Loading) 
 
     States are as large as their parameter, or 1 along some dimensions (factored second moments).
     """
-    if slot.places or slot.parameter is None:
+    if slot.flat is not None:
+        specs = (loading.spec(below.below(element)) for element in elements)
+        return next((why for spec in specs if (why := optimizer_flat.misfit(slot, spec))), None)
+    shape = slot.shape
+    if slot.places or shape is None:
         return None
-    shape = tuple(slot.parameter.shape)
     for element in elements:
         spec = loading.spec(below.below(element))
         if spec is None or len(spec.shape) != len(shape):
@@ -235,7 +260,7 @@ def _memory_for(spec: TensorSpec, current: Any, slot: Slot | None, at: Place, wo
     if slot is None or parameter is None:
         return torch.empty(spec.shape, dtype=dtype)
     with torch.no_grad():
-        if spec.shape == tuple(parameter.shape) and not at.fqn.endswith("/step"):
+        if spec.shape == slot.shape and not at.fqn.endswith("/step"):
             return torch.empty_like(parameter, dtype=dtype, requires_grad=False)
         if spec.shape == ():
             on_device = slot.group.get("capturable") or slot.group.get("fused")
@@ -244,6 +269,8 @@ def _memory_for(spec: TensorSpec, current: Any, slot: Slot | None, at: Place, wo
 
 
 def _fits(current: torch.Tensor, slot: Slot | None, spec: TensorSpec) -> bool:
+    if slot is not None and slot.flat is not None:
+        return optimizer_flat.fits(current, slot, spec)
     if tuple(current.shape) == spec.shape:
         return True
     parameter: Any = slot.parameter if slot else None

@@ -2,21 +2,22 @@
 
 from __future__ import annotations
 
-import sys
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from torch import nn
 
 from reknit.errors import StateError
-from reknit.frameworks import ddp
-from reknit.frameworks.module import parameters, without_wrappers
+from reknit.frameworks import ddp, torch_private, zero_redundancy
+from reknit.frameworks.members import parameters, without_wrappers
 
 if TYPE_CHECKING:
     from collections.abc import Hashable, Iterator, Mapping, MutableMapping
 
     import torch
 
+    from reknit.frameworks.flat import FlatPart
+    from reknit.frameworks.members import Named
     from reknit.frameworks.walk import Place, Replicas, Walk
 
 HOW = frozenset({"foreach", "fused", "capturable", "differentiable"})
@@ -30,6 +31,9 @@ class Slot:
     """A parameter of an optimizer.
 
     `key` is its key in the optimizer's `state`, `places` where modules have it: several where it is tied.
+    `flat` tells which elements this rank holds of one that is flattened, and `counter` which ranks have its
+    counters; several slots are `joint` where they have one key together.  `kept` tells whether this rank
+    keeps the states at all.
     """
 
     name: str
@@ -38,6 +42,17 @@ class Slot:
     group: dict[str, Any]
     replicas: Replicas
     places: tuple[Place, ...]
+    flat: FlatPart | None = None
+    counter: Replicas = None
+    joint: bool = False
+    kept: bool = True
+
+    @property
+    def shape(self) -> tuple[int, ...] | None:
+        """Shape of the whole parameter, where it is known."""
+        if self.flat is not None:
+            return self.flat.shape
+        return None if self.parameter is None else tuple(self.parameter.shape)
 
     def options(self) -> dict[str, Any]:
         """Return the options of the parameter's group that mean something elsewhere."""
@@ -89,9 +104,9 @@ def read(value: Any, place: Place, walk: Walk) -> Slots:
         state, groups = value["state"], value["param_groups"]
         each = tuple(_raw_slots(groups, place, walk))
     else:
-        _require_supported(value, place)
-        state, groups = value.state, value.param_groups
-        each = tuple(_slots(groups, place, walk))
+        mine = zero_redundancy.share(value, place, walk.world)
+        state, groups = value.state if mine is None else mine.state, value.param_groups
+        each = tuple(_share(slot, mine) for slot in _slots(groups, place, walk))
     names: set[str] = set()
     for slot in each:
         if slot.name in names:
@@ -103,27 +118,23 @@ def read(value: Any, place: Place, walk: Walk) -> Slots:
     return Slots(state, groups, each)
 
 
-def _require_supported(optimizer: Any, place: Place) -> None:
-    zero = sys.modules.get("torch.distributed.optim")
-    if zero is not None and isinstance(optimizer, getattr(zero, "ZeroRedundancyOptimizer", ())):
-        raise StateError(
-            f"{place} is a ZeroRedundancyOptimizer, which reknit does not support yet",
-            remedy="shard the model with torch.distributed.fsdp.fully_shard, which shards the optimizer too",
-        )
+def _share(slot: Slot, mine: zero_redundancy.Share | None) -> Slot:
+    """Return a slot as a rank has it that keeps states of its own share of the parameters only."""
+    if mine is None:
+        return slot
+    return replace(slot, replicas=mine.replicas, kept=id(slot.parameter) in mine.mine)
 
 
 def _slots(groups: list[dict[str, Any]], place: Place, walk: Walk) -> Iterator[Slot]:
     named = parameters(walk)
-    places = _places(walk)
     for group in groups:
         own_names = group.get("param_names")
         for index, parameter in enumerate(group["params"]):
             known = named.get(id(parameter))
             if known is not None:
-                yield Slot(
-                    known.name, parameter, parameter, group, known.replicas, tuple(places[id(parameter)])
-                )
-            elif own_names is not None:
+                for one in known:
+                    yield _slot(one, group, walk)
+            elif own_names is not None and not torch_private.is_flattened(parameter):
                 yield Slot(
                     without_wrappers(own_names[index]), parameter, parameter, group, walk.world.alone, ()
                 )
@@ -133,6 +144,17 @@ def _slots(groups: list[dict[str, Any]], place: Place, walk: Walk) -> Iterator[S
                     "to no module in the state, so its name is unknown",
                     remedy="put the model into the state too, or make the optimizer from named_parameters()",
                 )
+
+
+def _slot(named: Named, group: dict[str, Any], walk: Walk) -> Slot:
+    parameter = named.parameter
+    if named.flat is None:
+        at = tuple(_places(walk)[id(parameter)])
+        return Slot(named.name, parameter, parameter, group, named.replicas, at)
+    joint = named.flat.original is None
+    part = named.flat.part if joint else named.flat.part.alone()
+    counter = named.flat.replicas.counter
+    return Slot(named.name, parameter, parameter, group, named.replicas, named.places, part, counter, joint)
 
 
 def _places(walk: Walk) -> dict[int, list[Place]]:

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import sys
-from typing import Any
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
 
 
 def default_store() -> Any:
@@ -39,3 +42,150 @@ def hides_data(kind: type) -> bool:
 def group_name(group: Any) -> str:
     """Return the name that all members of a process group know it by."""
     return str(group.group_name)
+
+
+class FlatMember(NamedTuple):
+    """A parameter inside the flat parameter of an FSDP1 unit.
+
+    `names` are those below the unit's wrapped module, more than one where it is tied; `owner` is the module
+    that has it under the last element of the first.  `shape` and `stride` are of the tensor that was
+    flattened, which is the local one of `spec` where the parameter was a DTensor.  `start`, `numel` and
+    `offset` say which elements this rank has and where in its shard; they are None where it has none.
+    """
+
+    names: tuple[str, ...]
+    owner: Any
+    parameter: Any
+    shape: tuple[int, ...]
+    stride: tuple[int, ...] | None
+    spec: Any
+    start: int | None
+    numel: int | None
+    offset: int | None
+
+
+class FlatUnit(NamedTuple):
+    """The flat parameter of an FSDP1 unit, of which each rank has a shard.
+
+    `live` is the memory of this rank's shard, padding included, and `shard` what FSDP goes back to when it
+    gives up the gathered copy (None before the first forward).  `phase` is what FSDP is doing with it.
+    `originals` tells whether optimizers see the original parameters and not the flat one.
+    """
+
+    handle: Any
+    flat: Any
+    live: Any
+    shard: Any
+    sharded: bool
+    originals: bool
+    phase: str
+    group: Any
+    replicas: Any
+    members: tuple[FlatMember, ...]
+
+
+def flat_unit(module: Any) -> FlatUnit | None:
+    """Return the flat parameter of an FSDP1 module, or None for one that has none of its own."""
+    handle = getattr(module, "_handle", None)
+    if handle is None:
+        return None
+    flat = handle.flat_param
+    phase = handle._training_state.name
+    shard = getattr(flat, "_local_shard", None)
+    # Between forwards the flat parameter is the shard; at other times it may be the gathered copy.
+    live = flat.data if phase == "IDLE" or shard is None else shard
+    return FlatUnit(
+        handle,
+        flat,
+        live,
+        shard,
+        handle.uses_sharded_strategy,
+        flat._params is not None,
+        phase,
+        handle.process_group,
+        getattr(module, "_inter_node_pg", None),
+        tuple(_flat_members(flat)),
+    )
+
+
+def _flat_members(flat: Any) -> Iterator[FlatMember]:
+    tied: dict[tuple[int, str], list[str]] = {}
+    for name, _, path, first_name, first_owner, _ in flat._shared_param_infos:
+        tied.setdefault((id(first_owner), first_name), []).append(f"{path}.{name}" if path else name)
+    parameters = flat._params or [None] * len(flat._fqns)
+    columns = zip(
+        flat._fqns,
+        flat._param_infos,
+        parameters,
+        flat._shapes,
+        flat._strides,
+        flat._contiguities,
+        flat._param_extensions,
+        flat._shard_param_infos,
+        strict=True,
+    )
+    for fqn, (name, owner, _), parameter, shape, stride, contiguous, spec, here in columns:
+        yield FlatMember(
+            (fqn, *tied.get((id(owner), name), ())),
+            owner,
+            parameter,
+            tuple(shape),
+            None if contiguous else tuple(stride),
+            spec,
+            here.intra_param_start_idx,
+            here.numel_in_shard,
+            here.offset_in_shard,
+        )
+
+
+def is_flattened(parameter: Any) -> bool:
+    """Tell whether FSDP1 made a parameter a part of a flat one, or the flat one of it."""
+    return bool(getattr(parameter, "_fsdp_flattened", False))
+
+
+def has_gathered_copy(unit: FlatUnit) -> bool:
+    """Tell whether an FSDP1 unit keeps gathered parameters, which the next forward would use."""
+    return any(copy.untyped_storage().size() for copy in _gathered_copies(unit))
+
+
+def drop_gathered_copy(unit: FlatUnit) -> None:
+    """Make an FSDP1 unit go back to its shard, and gather again before the next forward.  Sends nothing."""
+    unit.handle.reshard(False)
+    unit.handle.post_reshard()
+    unit.handle._prefetched = False
+    for copy in _gathered_copies(unit):
+        if copy.is_cuda:
+            import torch
+
+            copy.record_stream(torch.cuda.current_stream(copy.device))
+        copy.untyped_storage().resize_(0)
+
+
+def _gathered_copies(unit: FlatUnit) -> list[Any]:
+    if not unit.sharded:
+        return []
+    names = ("_full_param_padded", "_full_prec_full_param_padded")
+    return [copy for name in names if (copy := getattr(unit.flat, name, None)) is not None]
+
+
+def zero_owners(optimizer: Any) -> dict[Any, int]:
+    """Return which rank of its group has the states of each parameter of a ZeroRedundancyOptimizer."""
+    owners: dict[Any, int] = optimizer._param_to_rank
+    return owners
+
+
+def steps_in_backward(optimizer: Any) -> bool:
+    """Tell whether a ZeroRedundancyOptimizer leaves its steps to DistributedDataParallel."""
+    return bool(optimizer._overlap_with_ddp)
+
+
+def own_entries(module: Any) -> dict[str, Any]:
+    """Return the state-dict entries of one module without its children, and without running hooks."""
+    entries: dict[str, Any] = {}
+    module._save_to_state_dict(entries, "", True)
+    return entries
+
+
+def has_state_dict_hooks(module: Any) -> bool:
+    """Tell whether a module has hooks that change what its state dict holds."""
+    return bool(module._state_dict_hooks or module._state_dict_pre_hooks)

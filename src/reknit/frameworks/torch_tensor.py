@@ -78,6 +78,8 @@ def local_memory(tensor: Any, place: Place, *, fill: bool) -> tuple[Any, Callabl
     Raises `StateError` for tensors without such memory: sparse, nested, quantized, on the meta device, not
     yet initialised, or of a type that keeps its values somewhere else.
     """
+    if not fill and type(tensor) is torch.Tensor and _is_plain(tensor):
+        return tensor.detach(), None
     with torch.no_grad():
         local = tensor.to_local() if dtensor.is_dtensor(tensor) else tensor
         if callable(wait := getattr(local, "wait", None)):
@@ -90,6 +92,13 @@ def local_memory(tensor: Any, place: Place, *, fill: bool) -> tuple[Any, Callabl
             return local, None
         plain = local.resolve_conj().resolve_neg()
     return plain, (lambda: _copy_back(plain, local)) if fill else None
+
+
+def _is_plain(tensor: torch.Tensor) -> bool:
+    """Tell whether the memory of a tensor is its values, with nothing more to ask."""
+    return tensor.layout is torch.strided and not (
+        tensor.is_meta or tensor.is_quantized or tensor.is_nested or tensor.is_conj() or tensor.is_neg()
+    )
 
 
 def _copy_back(filled: torch.Tensor, target: torch.Tensor) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections import Counter, OrderedDict, defaultdict, deque
 from collections.abc import Mapping, MutableMapping
+from functools import lru_cache
 from typing import TYPE_CHECKING, Any, Final
 
 import numpy as np
@@ -32,7 +33,7 @@ class _Descend:
 DESCEND: Final = _Descend()
 
 
-def escape(key: object, where: str) -> str:
+def escape(key: object, where: object) -> str:
     """Return the path element for a key of a container, different for different keys.
 
     `~` and `/` in strings become `~0` and `~1`; a string that looks like an integer is prefixed with `~2`,
@@ -41,10 +42,7 @@ def escape(key: object, where: str) -> str:
     if isinstance(key, str):
         text = str.__str__(key)
         _require_encodable(text, where)
-        if not text:
-            return "~3"
-        text = text.replace("~", "~0").replace("/", "~1")
-        return f"~2{text}" if _INTEGER.fullmatch(text) else text
+        return _escaped(text)
     if isinstance(key, int) and not isinstance(key, bool):
         return str(int(key))
     raise StateError(
@@ -53,7 +51,18 @@ def escape(key: object, where: str) -> str:
     )
 
 
-def _require_encodable(text: str, where: str) -> None:
+@lru_cache(maxsize=1 << 16)
+def _escaped(text: str) -> str:
+    """Return the path element for a text; the same at every save."""
+    if not text:
+        return "~3"
+    text = text.replace("~", "~0").replace("/", "~1")
+    return f"~2{text}" if _INTEGER.fullmatch(text) else text
+
+
+def _require_encodable(text: str, where: object) -> None:
+    if text.isascii():
+        return
     try:
         text.encode()
     except UnicodeEncodeError as error:

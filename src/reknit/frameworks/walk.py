@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, ClassVar, Protocol
 
 from reknit.errors import StateError
 from reknit.frameworks import tree
@@ -59,7 +59,11 @@ class Place:
 
     def child(self, *keys: str | int) -> Place:
         """Return the place of what these keys lead to."""
-        return Place(self.item, tree.join(self.fqn, *(tree.escape(key, str(self)) for key in keys)))
+        fqn = self.fqn
+        for key in keys:
+            element = tree.escape(key, self)
+            fqn = f"{fqn}/{element}" if fqn else element
+        return Place(self.item, fqn)
 
     def below(self, relative: str) -> Place:
         """Return the place of an escaped path below this one."""
@@ -121,8 +125,9 @@ class Adapter(Protocol):
 
 @dataclass
 class Walk:
-    """A pass over a state: what every adapter may look at on the way."""
+    """A pass over a state: what every adapter may look at on the way.  `fills` what it finds, or reads it."""
 
+    fills: ClassVar[bool] = False
     state: Mapping[str, Any]
     world: World
     adapters: tuple[Adapter, ...]

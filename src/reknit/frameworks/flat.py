@@ -1,0 +1,138 @@
+"""Which boxes are consecutive elements of a flattened tensor?  Each with its memory, without a copy."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from functools import lru_cache
+from math import prod
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from reknit.types.box import Box, flat_range_boxes
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+Held = tuple[tuple[Box, Box], ...]
+"""Boxes of a whole tensor that a local one holds, each with its place in the local one."""
+
+
+class _Piece(NamedTuple):
+    """A box, and where its elements lie in flat memory, counted from the first element of the range."""
+
+    box: Box
+    strides: tuple[int, ...]
+    position: int
+
+
+@dataclass(frozen=True, slots=True)
+class FlatPart:
+    """What a rank holds of a tensor: `numel` consecutive elements of the local tensor, from `start` on.
+
+    The whole tensor has the shape `shape`, the local one `local`, and it holds the boxes `held` of the whole:
+    one that is all of it, or what tensor parallelism left.  Its elements are flattened in storage order:
+    row-major, or with `order` the dimensions from the slowest to the fastest.  In flat memory of `total`
+    elements, which may have other tensors and padding too, the range begins at `offset`.
+    """
+
+    shape: tuple[int, ...]
+    local: tuple[int, ...]
+    held: Held
+    order: tuple[int, ...] | None
+    start: int
+    numel: int
+    offset: int
+    total: int
+    _known: tuple[_Piece, ...] | None = field(default=None, compare=False, repr=False)
+
+    def __post_init__(self) -> None:
+        if self._known is None:
+            pieces = _pieces(self.local, self.held, self.order, self.start, self.numel)
+            object.__setattr__(self, "_known", pieces)
+
+    @classmethod
+    def nothing(cls, shape: tuple[int, ...], total: int) -> FlatPart:
+        """Return the part of a rank that holds no element."""
+        return cls(shape, shape, (), None, 0, 0, 0, total)
+
+    def alone(self) -> FlatPart:
+        """Return the same part in memory that has nothing else."""
+        numel = self.numel
+        return FlatPart(
+            self.shape, self.local, self.held, self.order, self.start, numel, 0, numel, self._known
+        )
+
+    def fits(self, memory: Any) -> bool:
+        """Tell whether a tensor has the form of the flat memory, or of a local tensor that is held whole."""
+        form = tuple(memory.shape)
+        if len(form) == 1 and not memory.is_contiguous():
+            return False
+        return form == (self.total,) or (form == self.local and self.numel == prod(form))
+
+    def parts(self, memory: Any) -> tuple[tuple[Box, Any], ...]:
+        """Return the boxes that are held and the memory of each, for memory that `fits`.
+
+        A tensor without elements is one empty box on every rank.
+        """
+        if not self._known and not prod(self.shape):
+            return ((Box.whole(self.shape), memory.new_empty(self.shape)),)
+        if memory.ndim != 1:
+            return tuple((box, memory[inside.slices()]) for box, inside in self.held)
+        first = memory.storage_offset() + self.offset
+        return tuple(
+            [
+                (box, memory.as_strided(box.lengths, strides, first + position))
+                for box, strides, position in self._known or ()
+            ]
+        )
+
+
+def storage_order(shape: Sequence[int], strides: Sequence[int]) -> tuple[int, ...] | None:
+    """Return the dimensions from the slowest to the fastest of memory without gaps.
+
+    Raises `ValueError` for memory that has gaps, or places that are several elements.
+    """
+    order = sorted(range(len(shape)), key=lambda d: (-strides[d], d))
+    step = 1
+    for d in reversed(order):
+        if shape[d] != 1:
+            if strides[d] != step:
+                raise ValueError(f"strides {tuple(strides)} of shape {tuple(shape)} are not dense")
+            step *= shape[d]
+    # Dimensions of length 1 may stand anywhere.
+    moving = [d for d in order if shape[d] != 1]
+    return None if moving == sorted(moving) else tuple(order)
+
+
+@lru_cache(maxsize=1 << 16)
+def _pieces(
+    local: tuple[int, ...], held: Held, order: tuple[int, ...] | None, start: int, numel: int
+) -> tuple[_Piece, ...]:
+    """Return the pieces of a range of a local tensor; the same at every save."""
+    dims = tuple(range(len(local))) if order is None else order
+    found: list[_Piece] = []
+    position = 0
+    for stored in flat_range_boxes([local[d] for d in dims], start, numel):
+        strides = _row_major(stored.lengths)
+        here = Box(_back(stored.offsets, dims), _back(stored.lengths, dims))
+        steps = _back(strides, dims)
+        for box, inside in held:
+            common = here.intersect(inside)
+            if common is not None:
+                skipped = common.relative_to(here.offsets).offsets
+                at = position + sum(n * step for n, step in zip(skipped, steps, strict=True))
+                placed = common.relative_to(inside.offsets).shifted(box.offsets)
+                found.append(_Piece(placed, steps, at))
+        position += stored.numel
+    return tuple(found)
+
+
+def _row_major(lengths: Sequence[int]) -> tuple[int, ...]:
+    return tuple(prod(lengths[d + 1 :]) for d in range(len(lengths)))
+
+
+def _back(values: Sequence[int], dims: Sequence[int]) -> tuple[int, ...]:
+    """Return values given in storage order by dimension of the tensor."""
+    by_dim = [0] * len(dims)
+    for value, d in zip(values, dims, strict=True):
+        by_dim[d] = value
+    return tuple(by_dim)

@@ -1,0 +1,316 @@
+"""What does a module hold, and what is each thing called?  Its state dict, without wrappers or gathering."""
+
+from __future__ import annotations
+
+import inspect
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
+
+import torch
+from torch import nn
+
+from reknit.errors import StateError
+from reknit.frameworks import ddp, fsdp, torch_private
+from reknit.frameworks.dtensor import is_dtensor
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from reknit.frameworks.fsdp import FlatParameter
+    from reknit.frameworks.walk import Place, Replicas, Walk, World
+
+_WRAPPERS = frozenset({"_orig_mod", "_checkpoint_wrapped_module", "_fsdp_wrapped_module"})
+"""Names by which torch.compile, activation checkpointing and FSDP hold the module that they wrap."""
+
+_EXTRA = "_extra_state"
+
+Kind = Literal["parameter", "buffer", "extra", "other"]
+
+
+@dataclass(frozen=True, slots=True)
+class Source:
+    """A module, where it sits in the tree (empty, or ending in a dot), and what its own state dict holds."""
+
+    module: nn.Module
+    prefix: str
+    raw: dict[str, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class Member:
+    """One entry of a state dict: its key there, its name without wrappers, and what it is.
+
+    `live` tells whether the value is the module's own memory.
+    """
+
+    source: Source
+    key: str
+    name: str
+    value: Any
+    kind: Kind
+    live: bool
+    claim: ddp.Claim | None
+
+
+class Named(NamedTuple):
+    """A parameter of some module in the state: its name, where it sits, and who has equal copies.
+
+    `flat` is set for one inside an FSDP1 unit; `parameter` is then what optimizers see instead.
+    """
+
+    name: str
+    parameter: nn.Parameter
+    replicas: Replicas
+    places: tuple[Place, ...]
+    flat: FlatParameter | None = None
+
+
+class Names:
+    """The names of a module tree without its wrappers; `flattened` are those of FSDP1, with their paths."""
+
+    def __init__(self, module: nn.Module) -> None:
+        self.modules: dict[str, nn.Module] = {}
+        self.flattened: list[tuple[str, nn.Module]] = []
+        self._wrapped: list[tuple[tuple[str, ...], nn.Module]] = []
+        for path, inner in module.named_modules(remove_duplicate=False):
+            elements = _stripped(path)
+            if ddp.is_wrapper(inner):
+                self._wrapped.append((elements, inner))
+            elif fsdp.is_wrapper(inner):
+                self.flattened.append((path, inner))
+            # The innermost of a wrapper and what it wraps comes last, and is the one that the name means.
+            self.modules[".".join(self._cut(elements))] = inner
+        self._wrapped.sort(key=lambda pair: -len(pair[0]))
+
+    def name(self, key: str) -> str:
+        """Return a state-dict key or parameter name without wrappers."""
+        return ".".join(self._cut(_stripped(key)))
+
+    def wrapper(self, key: str) -> tuple[nn.Module, str] | None:
+        """Return the innermost data-parallel wrapper around a name, and the name inside it."""
+        elements = _stripped(key)
+        for path, wrapper in self._wrapped:
+            if elements[: len(path) + 1] == (*path, "module"):
+                return wrapper, ".".join(elements[len(path) + 1 :])
+        return None
+
+    def _cut(self, elements: tuple[str, ...]) -> tuple[str, ...]:
+        if not self._wrapped:
+            return elements
+        dropped = {len(path) for path, _ in self._wrapped if elements[: len(path) + 1] == (*path, "module")}
+        return tuple(element for n, element in enumerate(elements) if n not in dropped)
+
+
+def without_wrappers(name: str) -> str:
+    """Return a parameter's name without the attributes by which wrappers hold what they wrap."""
+    return ".".join(_stripped(name))
+
+
+def _stripped(path: str) -> tuple[str, ...]:
+    return tuple(element for element in path.split(".") if element not in _WRAPPERS) if path else ()
+
+
+@dataclass(frozen=True, slots=True)
+class Read:
+    """What a module holds, read once per walk: entries of state dicts, and what FSDP1 has taken out of them.
+
+    `flats` come with their names without wrappers; the first is the parameter's own, others are tied.
+    """
+
+    names: Names
+    sources: tuple[Source, ...]
+    members: tuple[Member, ...]
+    flats: tuple[tuple[tuple[str, ...], FlatParameter], ...]
+
+
+def read(module: nn.Module, place: Place, walk: Walk) -> Read:
+    """Return what a module holds.  Raises `StateError` where FSDP1 keeps it from being known or filled."""
+    key = ("module", id(module))
+    if key not in walk.memo:
+        names = Names(module)
+        flats = tuple(_flats(names, place, walk))
+        apart = _Apart(module, names, flats, place).sources() if names.flattened else None
+        whole = apart or [_source(module, "")]
+        sources = tuple(whole)
+        members = tuple(_members(module, sources, names, walk.world))
+        walk.memo[key] = Read(names, sources, members, flats)
+    found: Read = walk.memo[key]
+    return found
+
+
+def _flats(names: Names, place: Place, walk: Walk) -> Iterator[tuple[tuple[str, ...], FlatParameter]]:
+    """Yield the parameters of all FSDP1 units, with all their names."""
+    found: dict[tuple[int, int], FlatParameter] = {}
+    for key, inner in names.flattened:
+        for flat in fsdp.parameters(key, inner, place, walk.world, fill=walk.fills):
+            known = found.setdefault((id(flat.unit.flat), flat.number), flat)
+            if known is not flat:
+                found[id(flat.unit.flat), flat.number] = replace(known, keys=known.keys + flat.keys)
+    for flat in found.values():
+        yield tuple(dict.fromkeys(map(names.name, flat.keys))), flat
+
+
+def _source(module: nn.Module, prefix: str) -> Source:
+    """Return a module's state dict, with the live parameters in it where its own method shows them."""
+    try:
+        inspect.signature(module.state_dict).bind(keep_vars=True)
+    except TypeError:
+        return Source(module, prefix, dict(module.state_dict()))
+    return Source(module, prefix, dict(module.state_dict(keep_vars=True)))
+
+
+class _Apart:
+    """The state dict of a tree with FSDP1 units, put together without their hooks, which would gather."""
+
+    def __init__(
+        self,
+        module: nn.Module,
+        names: Names,
+        flats: tuple[tuple[tuple[str, ...], FlatParameter], ...],
+        place: Place,
+    ) -> None:
+        self._root, self._names, self._place = module, names, place
+        self._taken = {name for all_names, _ in flats for name in all_names}
+        self._owners = {id(names.modules[name.rpartition(".")[0]]) for name in self._taken}
+        inside = [tensor for _, flat in flats for tensor in (flat.unit.flat, flat.original)]
+        self._flats = {id(tensor) for tensor in inside if tensor is not None}
+        self._free: dict[int, bool] = {}
+
+    def sources(self) -> Iterator[Source]:
+        """Yield the state dicts of all parts of the tree that FSDP1 left alone, and of single modules."""
+        return self._below(self._root, "")
+
+    def _below(self, module: nn.Module, prefix: str) -> Iterator[Source]:
+        if self._is_free(module):
+            yield _source(module, prefix)
+            return
+        self._require_plain(module, prefix)
+        own = torch_private.own_entries(module)
+        kept = {key: value for key, value in own.items() if not self._is_taken(prefix + key, value)}
+        self._require_live(module, prefix, kept)
+        yield Source(module, prefix, kept)
+        for name, child in module._modules.items():
+            if child is not None:
+                yield from self._below(child, f"{prefix}{name}.")
+
+    def _is_free(self, module: nn.Module) -> bool:
+        """Tell whether a module and all below it are as if there were no FSDP1."""
+        key = id(module)
+        if key not in self._free:
+            self._free[key] = (
+                not fsdp.is_wrapper(module)
+                and key not in self._owners
+                and not any(id(parameter) in self._flats for parameter in module._parameters.values())
+                and all(self._is_free(child) for child in module.children())
+            )
+        return self._free[key]
+
+    def _is_taken(self, key: str, value: Any) -> bool:
+        if id(value) in self._flats and (name := self._names.name(key)) not in self._taken:
+            if name.rpartition(".")[2] == "_flat_param":
+                return True
+            raise StateError(
+                f"{self._place.child(name)} is tied to a parameter in another FSDP unit",
+                remedy="wrap the modules that share it in one unit, as FSDP demands",
+            )
+        return self._names.name(key) in self._taken
+
+    def _require_live(self, module: nn.Module, prefix: str, entries: dict[str, Any]) -> None:
+        """Refuse entries that a module made of what it has: FSDP may have taken that."""
+        own = {id(tensor) for tensor in (*module._parameters.values(), *module._buffers.values())}
+        for key, value in entries.items():
+            if key != _EXTRA and id(value) not in own:
+                raise self._refusal(module, prefix)
+
+    def _refusal(self, module: nn.Module, prefix: str) -> StateError:
+        name = self._names.name(prefix.removesuffix("."))
+        return StateError(
+            f"{self._place.child(name) if name else self._place} ({type(module).__name__}) changes its "
+            "state dict, and FSDP has taken parameters out of it",
+            remedy="remove its state-dict hooks or its own state_dict, or wrap it with fully_shard (FSDP2)",
+        )
+
+    def _require_plain(self, module: nn.Module, prefix: str) -> None:
+        """Refuse what changes a state dict that FSDP has to be kept out of: what it would do is not known."""
+        if _WRAPPERS & module._modules.keys():
+            return
+        own = type(module).state_dict is not nn.Module.state_dict
+        if own or torch_private.has_state_dict_hooks(module):
+            raise self._refusal(module, prefix)
+
+
+def _members(module: nn.Module, sources: tuple[Source, ...], names: Names, world: World) -> Iterator[Member]:
+    parameters = [p for _, p in module.named_parameters(remove_duplicate=False)]
+    buffers = [b for _, b in module.named_buffers(remove_duplicate=False)]
+    own = {_identity(tensor): tensor for tensor in (*parameters, *buffers)}
+    is_buffer = {_identity(tensor) for tensor in buffers} - {_identity(tensor) for tensor in parameters}
+    for source in sources:
+        for key, value in source.raw.items():
+            whole_key = source.prefix + key
+            name = names.name(whole_key)
+            if name.rpartition(".")[2] == _EXTRA:
+                yield Member(source, key, name, value, "extra", False, None)
+            elif not isinstance(value, torch.Tensor):
+                yield Member(source, key, name, value, "other", False, None)
+            else:
+                identity = _identity(value)
+                claim = None
+                if not is_dtensor(value) and (inside := names.wrapper(whole_key)):
+                    claim = _claim(*inside, is_buffer=identity in is_buffer, world=world)
+                kind: Kind = "buffer" if identity in is_buffer else "parameter"
+                yield Member(source, key, name, value, kind, identity in own, claim)
+
+
+def _claim(wrapper: Any, name: str, *, is_buffer: bool, world: World) -> ddp.Claim:
+    """Return what a data-parallel wrapper says about the tensor of this name (without wrappers) inside it."""
+    ignored = {without_wrappers(other) for other in getattr(wrapper, "parameters_to_ignore", ())}
+    return ddp.claim(wrapper, ignored=name in ignored, is_buffer=is_buffer, world=world)
+
+
+def _identity(tensor: torch.Tensor) -> Any:
+    """Return what is equal for a parameter and the detached view of it that a state dict may show."""
+    if is_dtensor(tensor):
+        with torch.no_grad():
+            local = tensor.to_local()  # type: ignore[attr-defined]
+        return ("local", _identity(local) if local.numel() and not local.is_meta else id(tensor))
+    if type(tensor).__name__ in ("UninitializedParameter", "UninitializedBuffer") or not tensor.numel():
+        return id(tensor)
+    if tensor.layout is not torch.strided or tensor.is_meta or tensor.is_nested:
+        return id(tensor)
+    return (tensor.device, tensor.data_ptr(), tuple(tensor.shape), tensor.stride(), tensor.dtype)
+
+
+def parameters(walk: Walk) -> dict[int, tuple[Named, ...]]:
+    """Return what optimizers see of all modules in the state: by the id of a parameter, what it stands for.
+
+    That is one parameter; for the flat parameter of an FSDP1 unit they are all that are in it.
+    """
+    if "parameters" not in walk.memo:
+        found: dict[int, tuple[Named, ...]] = {}
+        for module, place in walk.find(nn.Module):
+            for key, named in _parameters(module, place, walk).items():
+                found.setdefault(key, tuple(named))
+        walk.memo["parameters"] = found
+    every: dict[int, tuple[Named, ...]] = walk.memo["parameters"]
+    return every
+
+
+def _parameters(module: nn.Module, place: Place, walk: Walk) -> dict[int, list[Named]]:
+    # Reading the state dict first puts parameters that FSDP2 has gathered back into their shards.
+    known = read(module, place, walk)
+    found: dict[int, list[Named]] = {}
+    for names, flat in known.flats:
+        seen = flat.unit.flat if flat.original is None else flat.original
+        places = tuple(map(place.child, names))
+        named = Named(names[0], seen, flat.replicas.part, places, flat)
+        found.setdefault(id(seen), []).append(named)
+    flats = set(found)
+    for key, parameter in module.named_parameters(remove_duplicate=False):
+        if id(parameter) in flats:
+            continue
+        replicas = walk.world.alone
+        if not is_dtensor(parameter) and (inside := known.names.wrapper(key)):
+            replicas = _claim(*inside, is_buffer=False, world=walk.world).replicas
+        if id(parameter) not in found:
+            found[id(parameter)] = [Named(known.names.name(key), parameter, replicas, ())]
+    return found

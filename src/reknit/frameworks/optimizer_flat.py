@@ -1,0 +1,163 @@
+"""How are the states of flattened parameters saved?  As boxes of the whole states, in place."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from reknit.errors import StateError
+from reknit.frameworks import tree
+from reknit.frameworks.torch_tensor import local_memory, spec_of, torch_dtype
+from reknit.frameworks.walk import View
+from reknit.types.box import Box
+from reknit.types.shard import TensorSpec
+
+if TYPE_CHECKING:
+    from reknit.frameworks.loading import Loading
+    from reknit.frameworks.optimizer_slots import Slot, Slots
+    from reknit.frameworks.walk import Place, Walk
+
+
+def view(state: torch.Tensor, slot: Slot, place: Place, walk: Walk) -> View:
+    """Look at a state of a parameter of which this rank holds consecutive elements, or at a counter.
+
+    Raises `StateError` for a state that is neither as long as what is held nor a single number.
+    """
+    assert slot.flat is not None
+    memory, settle = local_memory(state, place, fill=walk.fills)
+    key = ("flat", id(state), slot.name)
+    if memory.ndim == 0:
+        holders = slot.counter if place.fqn.endswith("/step") else walk.world.alone
+        return View(spec_of(memory, place), ((Box((), ()), memory),), holders, key, settle)
+    if not slot.flat.fits(memory):
+        raise StateError(
+            f"{place} has the shape {list(state.shape)}, where the flat memory of its parameter has "
+            f"{slot.flat.total} elements: which of the whole these are cannot be known",
+            remedy="use an optimizer whose states are as large as the parameter, or shard the model with "
+            "torch.distributed.fsdp.fully_shard (FSDP2)",
+        )
+    spec = TensorSpec(slot.flat.shape, spec_of(memory, place).dtype)
+    return View(spec, slot.flat.parts(memory), slot.replicas, key, settle)
+
+
+def fits(current: Any, slot: Slot, spec: TensorSpec) -> bool:
+    """Tell whether a present state can take what was saved as `spec`."""
+    assert slot.flat is not None
+    if not isinstance(current, torch.Tensor):
+        return False
+    if current.ndim == 0 or not spec.shape:
+        return tuple(current.shape) == spec.shape
+    return spec.shape == slot.flat.shape and slot.flat.fits(current)
+
+
+def misfit(slot: Slot, spec: TensorSpec | None) -> str | None:
+    """Say why a saved state of this shape cannot be a state of a flattened parameter, if it cannot."""
+    if slot.flat is None or spec is None or spec.shape in ((), slot.flat.shape):
+        return None
+    return (
+        f"a state of shape {list(spec.shape)} of a parameter of shape {list(slot.flat.shape)} has no place "
+        "in a parameter that is flattened here"
+    )
+
+
+@dataclass
+class Joint:
+    """The states that several parameters have together, in the states of one flat parameter.
+
+    Each parameter has counters of its own in a checkpoint, which must be equal to be one here.
+    """
+
+    slots: Slots
+    members: list[Slot]
+    place: Place
+    loading: Loading
+    states: dict[Any, Any] = field(default_factory=dict)
+    _counters: dict[Any, list[tuple[Place, torch.Tensor]]] = field(default_factory=dict)
+
+    def want(self, elements: dict[str, list[str]]) -> None:
+        """Ask for all saved states; `elements` has the path elements of those of each parameter."""
+        current = dict(self.slots.state_of(self.members[0]))
+        asked = dict.fromkeys(e for slot in self.members for e in elements[slot.name] if self._takes(slot, e))
+        for element in asked:
+            for slot in self.members:
+                at = self._at(slot, element)
+                if element in elements[slot.name] and self.loading.takes(at):
+                    self._want(slot, tree.unescape(element), at, current)
+                elif element not in elements[slot.name] or tree.unescape(element) not in current:
+                    self.loading.report_missing(
+                        at, "other parameters have it, and here they have one flat tensor together"
+                    )
+        kept = {name: state for name, state in current.items() if self._stays(name, asked)}
+        if asked or len(kept) < len(current):
+            self.loading.later(lambda: self._deliver(kept))
+
+    def _at(self, slot: Slot, element: str) -> Place:
+        return self.place.child("state", slot.name).below(element)
+
+    def _takes(self, slot: Slot, element: str) -> bool:
+        return self.loading.takes(self._at(slot, element))
+
+    def _stays(self, name: Any, asked: dict[str, None]) -> bool:
+        """Tell whether a present state that nothing was asked for is to be left, and not dropped."""
+        element = tree.escape(name, str(self.place))
+        return element not in asked and not all(self._takes(slot, element) for slot in self.members)
+
+    def _want(self, slot: Slot, name: Any, at: Place, current: dict[Any, Any]) -> None:
+        spec = self.loading.spec(at)
+        if spec is None:
+            self._want_value(name, at)
+        elif spec.shape == ():
+            counter = torch.empty((), dtype=torch_dtype(spec.dtype), device=_counter_device(slot))
+            self._counters.setdefault(name, []).append((at, counter))
+            self.loading.view(view(counter, slot, at, self.loading), at, counter)
+        else:
+            resize = any(map(self.loading.may_resize, (*slot.places, at)))
+            if not resize and (why := misfit(slot, spec)):
+                self.loading.report_mismatched(at, why)
+                return
+            state = self._memory(slot, name, spec, current)
+            self.loading.view(view(state, slot, at, self.loading), at, state, resize=resize)
+
+    def _memory(self, slot: Slot, name: Any, spec: TensorSpec, current: dict[Any, Any]) -> torch.Tensor:
+        """Return the flat state: the present one, or zeros as optimizers begin, padding included."""
+        assert slot.flat is not None
+        assert slot.parameter is not None
+        if name not in self.states:
+            present = current.get(name)
+            if not (isinstance(present, torch.Tensor) and present.ndim == 1 and slot.flat.fits(present)):
+                present = torch.zeros(
+                    slot.flat.total, dtype=torch_dtype(spec.dtype), device=slot.parameter.device
+                )
+            self.states[name] = present
+        state: torch.Tensor = self.states[name]
+        return state
+
+    def _want_value(self, name: Any, at: Place) -> None:
+        found = self.loading.value(at)
+        if found.why is not None:
+            return
+        if not tree.same_value(self.states.setdefault(name, found.value), found.value):
+            self.loading.report_mismatched(
+                at, f"its value {found.value!r} is not that of the other parameters in its flat parameter"
+            )
+
+    def _deliver(self, kept: dict[Any, Any]) -> None:
+        for name, counters in self._counters.items():
+            (first, counter), *others = counters
+            for at, other in others:
+                if not torch.equal(other, counter):
+                    raise StateError(
+                        f"{at} is {other.item()} in the checkpoint and {first} is {counter.item()}, and here "
+                        "the two parameters have one counter together",
+                        remedy="wrap the model with use_orig_params=True",
+                    )
+            self.states[name] = counter
+        self.slots.put(self.members[0], {**kept, **self.states})
+
+
+def _counter_device(slot: Slot) -> Any:
+    assert slot.parameter is not None
+    on_device = slot.group.get("capturable") or slot.group.get("fused")
+    return slot.parameter.device if on_device else "cpu"

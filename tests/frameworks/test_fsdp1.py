@@ -1,0 +1,573 @@
+"""FSDP1 modules and their optimizers: read and filled shard by shard, whatever FSDP is doing."""
+
+from __future__ import annotations
+
+import traceback
+from functools import cache
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import FullyShardedDataParallel as FSDP
+from torch.distributed.fsdp import MixedPrecision, ShardingStrategy, StateDictType
+from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
+
+from reknit.errors import StateError
+from reknit.frameworks.registry import collect, wanted
+from tests.frameworks.checkpoint import Checkpoint, assemble, fill, portable
+from tests.frameworks.silence import Silence
+from tests.torchrun import flat_truth
+from tests.torchrun.harness import run
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+WORLD = 2
+CASES: dict[str, Callable[[], None]] = {}
+CPU = torch.device("cpu")
+
+
+def case(fn: Callable[[], None]) -> Callable[[], None]:
+    """Run a function on both ranks of one job, together with all others."""
+    CASES[fn.__name__] = fn
+    return fn
+
+
+def run_cases() -> dict[str, str]:
+    told = {}
+    for name, fn in CASES.items():
+        torch.manual_seed(0)
+        try:
+            fn()
+        except Exception:  # whatever it is, the test of this name tells of it
+            told[name] = traceback.format_exc()
+    return told
+
+
+@cache
+def outcomes() -> list[dict[str, str]]:
+    return run(WORLD, run_cases, timeout=200)
+
+
+class Net(nn.Module):
+    """Odd sizes, a transposed weight, a parameter that only one of two ranks has, and a buffer."""
+
+    seen: torch.Tensor
+
+    def __init__(self, *, tied: bool = False) -> None:
+        super().__init__()
+        self.emb = nn.Embedding(7, 5)
+        self.up = nn.Linear(5, 9)
+        self.down = nn.Linear(9, 5)
+        self.down.weight = nn.Parameter(torch.randn(9, 5).t())
+        self.head = nn.Linear(5, 7, bias=False)
+        if tied:
+            self.head.weight = self.emb.weight
+        self.register_buffer("seen", torch.tensor(3))
+        self.register_buffer("scratch", torch.zeros(2), persistent=False)
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        x: torch.Tensor = self.emb(ids)
+        hidden = self.down(self.up(x).relu())
+        out: torch.Tensor = self.head(x + hidden)
+        return out
+
+
+IDS = torch.tensor([[0, 1, 2, 3, 4, 5, 6]])
+
+
+def wrap(net: Any, strategy: str = "FULL_SHARD", *, flat: bool = False, **more: Any) -> Any:
+    if isinstance(net, Net):
+        inner = {"use_orig_params": not flat, "sharding_strategy": ShardingStrategy[strategy], **more}
+        net.up = FSDP(net.up, device_id=CPU, **inner)  # type: ignore[assignment]
+    return FSDP(
+        net, device_id=CPU, use_orig_params=not flat, sharding_strategy=ShardingStrategy[strategy], **more
+    )
+
+
+def adamw(module: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(module.parameters(), lr=0.1, amsgrad=True, foreach=False)
+
+
+def step(module: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    optimizer.zero_grad()
+    output = module(IDS)
+    nn.functional.cross_entropy(output.reshape(-1, 7), IDS.reshape(-1)).backward()  # type: ignore[no-untyped-call]
+    optimizer.step()
+
+
+def holdings(state: dict[str, Any]) -> Any:
+    with Silence():
+        return portable(collect(state, dist.get_rank(), WORLD))
+
+
+def gather(state: dict[str, Any]) -> Checkpoint:
+    """Put together what both ranks hold."""
+    everyone: list[Any] = [None] * WORLD
+    dist.all_gather_object(everyone, holdings(state))
+    return assemble(everyone)
+
+
+def load(state: dict[str, Any], checkpoint: Checkpoint) -> Any:
+    with Silence():
+        want = wanted(state, checkpoint.catalog(), dist.get_rank(), WORLD)
+    assert want.missing == want.mismatched == ()
+    fill(want, checkpoint)
+    return want
+
+
+def tensors(checkpoint: Checkpoint, item: str = "m") -> dict[str, torch.Tensor]:
+    return {fqn: tensor for (of, fqn), tensor in checkpoint.tensors.items() if of == item}
+
+
+def assert_equal(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> None:
+    assert found.keys() == expected.keys()
+    for name, tensor in expected.items():
+        assert torch.equal(found[name], tensor), name
+
+
+VARIANTS = [
+    (strategy, flat) for strategy in ("FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD") for flat in (False, True)
+]
+
+
+@case
+def what_is_held_is_the_whole_module_under_its_own_names() -> None:
+    for strategy, flat in VARIANTS:
+        torch.manual_seed(1)
+        reference = Net().state_dict()
+        torch.manual_seed(1)
+        found = tensors(gather({"m": wrap(Net(), strategy, flat=flat)}))
+        assert_equal(found, reference)
+
+
+@case
+def padding_is_not_held() -> None:
+    held = holdings({"m": wrap(Net())})
+    total = torch.tensor(sum(s.box.numel for s in held.shards if s.fqn != "seen"))
+    dist.all_reduce(total)
+    assert int(total) == sum(p.numel() for p in Net().parameters())
+
+
+@case
+def shards_are_views_of_the_live_memory_and_collecting_changes_nothing() -> None:
+    module = wrap(Net(), "SHARD_GRAD_OP")
+    optimizer = adamw(module)
+    step(module, optimizer)
+    parameters = list(module.parameters())
+    module(IDS)
+    before = [(id(p), p.data_ptr(), p._version) for p in parameters]
+    storages = {p.untyped_storage().data_ptr() for p in parameters}
+    with Silence():
+        held = collect({"m": module, "o": optimizer}, dist.get_rank(), WORLD)
+    assert {
+        s.data.untyped_storage().data_ptr() for s in held.shards if s.item == "m" and s.fqn != "seen"
+    } <= storages
+    assert [(id(p), p.data_ptr(), p._version) for p in parameters] == before
+
+
+@case
+def a_forward_after_loading_sees_what_was_loaded() -> None:
+    torch.manual_seed(5)
+    source = Net()
+    checkpoint = gather({"m": source})
+    expected = source(IDS)
+    for strategy, flat in VARIANTS:
+        for precision in (None, MixedPrecision(param_dtype=torch.bfloat16)):
+            for grad in (False, True):
+                module = wrap(Net(), strategy, flat=flat, mixed_precision=precision)
+                with torch.set_grad_enabled(grad):
+                    stale = module(IDS)
+                load({"m": module}, checkpoint)
+                for training in (True, False):
+                    module.train(training)
+                    found = module(IDS)
+                    error = (found - expected).abs().max().item()
+                    assert error < (1e-6 if precision is None else 0.2), (strategy, flat, precision, grad)
+                assert (stale - expected).abs().max().item() > 0.3
+                assert_equal(flat_truth.gathered(module), dict(source.named_parameters()))
+                assert_equal(tensors(gather({"m": module})), source.state_dict())
+
+
+@case
+def training_goes_on_from_a_loaded_state_as_if_it_had_never_stopped() -> None:
+    for strategy, flat in VARIANTS:
+        one = wrap(Net(), strategy, flat=flat)
+        optimizer = adamw(one)
+        step(one, optimizer)
+        checkpoint = gather({"m": one, "o": optimizer})
+        for trained in (False, True):
+            other = wrap(Net(), strategy, flat=flat)
+            fresh = adamw(other)
+            if trained:
+                step(other, fresh)
+            load({"m": other, "o": fresh}, checkpoint)
+            twin = gather({"m": other, "o": fresh})
+            assert_equal(tensors(twin, "m"), tensors(checkpoint, "m"))
+            assert_equal(tensors(twin, "o"), tensors(checkpoint, "o"))
+            if not trained:
+                step(one, optimizer)
+                after = gather({"m": one, "o": optimizer})
+            step(other, fresh)
+            found = gather({"m": other, "o": fresh})
+            assert_equal(tensors(found, "m"), tensors(after, "m"))
+            assert_equal(tensors(found, "o"), tensors(after, "o"))
+
+
+@case
+def states_that_are_made_are_as_the_optimizer_would_make_them() -> None:
+    for strategy, flat in VARIANTS:
+        one = wrap(Net(), strategy, flat=flat)
+        optimizer = adamw(one)
+        step(one, optimizer)
+        other = wrap(Net(), strategy, flat=flat)
+        fresh = adamw(other)
+        load({"m": other, "o": fresh}, gather({"m": one, "o": optimizer}))
+        for p, q in zip(one.parameters(), other.parameters(), strict=True):
+            made, expected = fresh.state.get(q, {}), optimizer.state.get(p, {})
+            assert set(made) == set(expected)
+            for name, state in expected.items():
+                assert made[name].shape == state.shape
+                assert made[name].stride() == state.stride()
+                assert made[name].dtype == state.dtype
+
+
+@case
+def an_optimizer_without_states_yet_is_saved_and_loaded_as_such() -> None:
+    for flat in (False, True):
+        one = wrap(Net(), flat=flat)
+        checkpoint = gather({"m": one, "o": adamw(one)})
+        assert not tensors(checkpoint, "o")
+        other = wrap(Net(), flat=flat)
+        trained = adamw(other)
+        step(other, trained)
+        load({"m": other, "o": trained}, checkpoint)
+        assert not any(trained.state.values())
+
+
+@case
+def a_parameter_of_which_a_rank_has_nothing_has_no_states_there() -> None:
+    module = wrap(Net())
+    optimizer = adamw(module)
+    step(module, optimizer)
+    held = holdings({"m": module, "o": optimizer})
+    with_elements = {s.fqn for s in held.shards if s.item == "m" and s.fqn != "seen"}
+    assert len(with_elements) < 6
+    assert {s.fqn.split("/")[1] for s in held.shards if s.item == "o"} == with_elements
+    assert {b.fqn.split("/")[1] for b in held.blobs} >= {"emb.weight", "head.weight", "down.bias"}
+
+
+@case
+def tied_weights_are_one_tensor_with_two_names() -> None:
+    for flat in (False, True):
+        net = Net(tied=True)
+        module = wrap(net, flat=flat)
+        optimizer = adamw(module)
+        step(module, optimizer)
+        held = holdings({"m": module, "o": optimizer})
+        assert ("m", "head.weight", "emb.weight") in {(a.item, a.fqn, a.of) for a in held.aliases}
+        checkpoint = gather({"m": module, "o": optimizer})
+        plain = Net(tied=True)
+        load({"m": plain}, checkpoint)
+        assert_equal(dict(plain.state_dict()), tensors(checkpoint))
+        other = wrap(Net(tied=True), flat=flat)
+        load({"m": other, "o": adamw(other)}, checkpoint)
+        assert_equal(tensors(gather({"m": other})), tensors(checkpoint))
+
+
+@case
+def frozen_and_ignored_parameters_and_activation_checkpointing() -> None:
+    torch.manual_seed(2)
+    net: Any = Net()
+    net.emb.requires_grad_(requires_grad=False)
+    expected = {name: tensor.clone() for name, tensor in net.state_dict().items()}
+    net.up = checkpoint_wrapper(net.up)
+    module = FSDP(net, device_id=CPU, use_orig_params=True, ignored_states=list(net.head.parameters()))
+    optimizer = adamw(module)
+    checkpoint = gather({"m": module, "o": optimizer})
+    assert_equal(tensors(checkpoint), expected)
+    step(module, optimizer)
+    assert not any("emb.weight" in fqn for fqn in tensors(gather({"m": module, "o": optimizer}), "o"))
+    load({"m": module}, checkpoint)
+    assert_equal(tensors(gather({"m": module})), expected)
+
+
+@case
+def in_the_middle_of_a_forward_the_shards_are_held_and_none_are_filled() -> None:
+    for strategy, flat in VARIANTS:
+        module = wrap(Net(), strategy, flat=flat)
+        checkpoint = gather({"m": module})
+        seen: list[Any] = []
+
+        def look(*_: Any, module: Any = module, checkpoint: Any = checkpoint, seen: Any = seen) -> None:
+            seen.append(holdings({"m": module}))
+            with pytest.raises(StateError, match="in the middle of a forward"):
+                wanted({"m": module}, checkpoint.catalog(), dist.get_rank(), WORLD)
+
+        module.module.down.register_forward_hook(look)
+        module(IDS)
+        everyone: list[Any] = [None] * WORLD
+        dist.all_gather_object(everyone, seen[0])
+        assert_equal(tensors(assemble(everyone)), tensors(checkpoint))
+
+
+@case
+def summoned_parameters_are_refused() -> None:
+    module = wrap(Net())
+    checkpoint = gather({"m": module})
+    with FSDP.summon_full_params(module):
+        with pytest.raises(StateError, match="summon"):
+            holdings({"m": module})
+        with pytest.raises(StateError, match="summon"):
+            load({"m": module}, checkpoint)
+    assert_equal(tensors(gather({"m": module})), tensors(checkpoint))
+
+
+@case
+def mixed_precision_is_held_in_full_precision() -> None:
+    for strategy, flat in VARIANTS:
+        module = wrap(Net(), strategy, flat=flat, mixed_precision=MixedPrecision(param_dtype=torch.bfloat16))
+        before = tensors(gather({"m": module}))
+        module(IDS)
+        after = gather({"m": module})
+        assert {tensor.dtype for tensor in tensors(after).values()} == {torch.float32, torch.int64}
+        assert_equal(tensors(after), before)
+
+
+@case
+def memory_that_fsdp_does_not_know_of_is_refused() -> None:
+    module = wrap(Net())
+    for parameter in module.parameters():
+        parameter.data = parameter.data.clone()
+    with pytest.raises(StateError, match="other memory"):
+        holdings({"m": module})
+    module(IDS)  # FSDP takes it over
+    holdings({"m": module})
+    module.module.down.bias = nn.Parameter(torch.zeros_like(module.module.down.bias))
+    if module.module.down.bias.numel():
+        with pytest.raises(StateError, match="other memory"):
+            holdings({"m": module})
+    module = wrap(Net())
+    module(IDS)
+    module.double()
+    with pytest.raises(StateError, match="moved or converted"):
+        holdings({"m": module})
+
+
+class Renamed(nn.Linear):
+    def state_dict(self, *args: Any, **kwargs: Any) -> Any:
+        return {f"other_{key}": value for key, value in super().state_dict(*args, **kwargs).items()}
+
+
+class Doubled(nn.Linear):
+    def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
+        super()._save_to_state_dict(destination, prefix, keep_vars)
+        destination[f"{prefix}double"] = self.weight.detach() * 2
+
+
+@case
+def modules_that_change_what_fsdp_took_are_refused() -> None:
+    hooked: Any = nn.Linear(3, 3)
+    hooked.register_state_dict_post_hook(lambda *args: None)
+    for inner in (hooked, Renamed(3, 3), Doubled(3, 3)):
+        module = wrap(nn.Sequential(inner, nn.Linear(3, 3)))
+        with pytest.raises(StateError, match="changes its state dict"):
+            holdings({"m": module})
+
+
+@case
+def what_fsdp_left_alone_goes_through_its_own_hooks() -> None:
+    hooked: Any = nn.Linear(3, 3, bias=False)
+    before = hooked.weight.detach().clone()
+    hooked.register_state_dict_post_hook(
+        lambda _, state, prefix, __: state.update({f"{prefix}weight": state[f"{prefix}weight"] * 2})
+    )
+    hooked.register_load_state_dict_pre_hook(
+        lambda _, state, prefix, *__: state.update({f"{prefix}weight": state[f"{prefix}weight"] / 2})
+    )
+    module = nn.ModuleDict({"a": hooked, "b": wrap(nn.Linear(3, 3))})
+    checkpoint = gather({"m": module})
+    assert torch.equal(tensors(checkpoint)["a.weight"], before * 2)
+    with torch.no_grad():
+        hooked.weight.zero_()
+    load({"m": module}, checkpoint)
+    assert torch.equal(hooked.weight, before)
+
+
+@case
+def a_parameter_tied_across_units_is_refused() -> None:
+    net = nn.Sequential(nn.Linear(3, 3, bias=False), nn.Linear(3, 3, bias=False))
+    net[1].weight = net[0].weight
+    module = nn.Sequential(FSDP(net[0], device_id=CPU, use_orig_params=True), net[1])
+    with pytest.raises(StateError, match="tied to a parameter in another FSDP unit"):
+        holdings({"m": module})
+
+
+@case
+def the_optimizer_alone_is_refused() -> None:
+    for flat in (False, True):
+        module = wrap(Net(), flat=flat)
+        named = torch.optim.AdamW(list(module.named_parameters()), lr=0.1)
+        with pytest.raises(StateError, match="belongs to no module in the state"):
+            holdings({"o": named})
+
+
+@case
+def counters_that_differ_do_not_fit_one_flat_parameter() -> None:
+    net = Net()
+    optimizer = adamw(net)
+    step(net, optimizer)
+    optimizer.state[net.up.bias]["step"] += 1
+    module = wrap(Net(), flat=True)
+    fresh = adamw(module)
+    checkpoint = gather({"m": net, "o": optimizer})
+    with Silence():
+        want = wanted({"m": module, "o": fresh}, checkpoint.catalog(), dist.get_rank(), WORLD)
+    with pytest.raises(StateError, match=r"up.bias/step is 2.0 in the checkpoint and .* is 1.0"):
+        fill(want, checkpoint)
+    assert not fresh.state.get(module.module.up._handle.flat_param)
+    module = wrap(Net())
+    fresh = adamw(module)
+    load({"m": module, "o": fresh}, checkpoint)
+    assert float(tensors(gather({"m": module, "o": fresh}), "o")["state/up.bias/step"]) == 2
+
+
+@case
+def states_of_some_parameters_do_not_make_those_of_a_flat_one() -> None:
+    net = Net()
+    optimizer = adamw(net)
+    step(net, optimizer)
+    del optimizer.state[net.up.bias]
+    module = wrap(Net(), flat=True)
+    checkpoint = gather({"m": net, "o": optimizer})
+    want = wanted({"m": module, "o": adamw(module)}, checkpoint.catalog(), dist.get_rank(), WORLD)
+    assert {fqn for _, fqn, _ in want.missing} == {
+        f"state/up.bias/{name}" for name in ("step", "exp_avg", "exp_avg_sq", "max_exp_avg_sq")
+    }
+
+
+@case
+def states_that_are_not_as_long_as_the_shard_are_refused() -> None:
+    module = wrap(Net())
+    optimizer = adamw(module)
+    step(module, optimizer)
+    parameter = next(p for p in optimizer.state if p.numel() > 1)
+    optimizer.state[parameter]["scales"] = torch.zeros(parameter.numel() + 1)
+    with pytest.raises(StateError, match="which of the whole these are cannot be known"):
+        holdings({"m": module, "o": optimizer})
+
+
+@case
+def states_that_a_flattened_parameter_has_no_place_for_do_not_match() -> None:
+    net = Net()
+    optimizer = adamw(net)
+    optimizer.state[net.up.weight]["rows"] = torch.zeros(9, 1)
+    checkpoint = gather({"m": net, "o": optimizer})
+    for flat in (False, True):
+        module = wrap(Net(), flat=flat)
+        want = wanted({"m": module, "o": adamw(module)}, checkpoint.catalog(), dist.get_rank(), WORLD)
+        mismatched = {fqn for _, fqn, _ in want.mismatched}
+        everyone: list[Any] = [None] * WORLD
+        dist.all_gather_object(everyone, mismatched)
+        assert set().union(*everyone) == {"state/up.weight/rows"}
+
+
+@case
+def modules_beside_and_around_fsdp() -> None:
+    net = nn.ModuleDict({"a": wrap(nn.Linear(3, 5)), "b": nn.Linear(2, 2), "c": nn.BatchNorm1d(3)})
+    expected = {"b.weight", "b.bias", "c.weight", "c.running_mean"}
+    checkpoint = gather({"m": net})
+    assert expected | {"a.weight", "a.bias", "c.num_batches_tracked"} <= tensors(checkpoint).keys()
+    plain = nn.ModuleDict({"a": nn.Linear(3, 5), "b": nn.Linear(2, 2), "c": nn.BatchNorm1d(3)})
+    load({"m": plain}, checkpoint)
+    assert_equal(dict(plain.state_dict()), tensors(checkpoint))
+
+
+@case
+def fsdp_with_one_rank_beside_tensor_parallelism() -> None:
+    mesh = init_device_mesh("cpu", (1, 2), mesh_dim_names=("dp", "tp"))
+    net = nn.Sequential(nn.Linear(4, 6))
+    reference = {name: tensor.clone() for name, tensor in net.state_dict().items()}
+    parallelize_module(net, mesh["tp"], {"0": ColwiseParallel()})
+    module = FSDP(net, device_id=CPU, use_orig_params=True, device_mesh=mesh["dp"])
+    checkpoint = gather({"m": module})
+    assert_equal(tensors(checkpoint), reference)
+    with torch.no_grad():
+        for parameter in module.parameters():
+            parameter.zero_()
+    load({"m": module}, checkpoint)
+    assert_equal(tensors(gather({"m": module})), reference)
+
+
+@case
+def the_flat_parameter_has_what_is_read_of_it() -> None:
+    """A contract: what reknit reads of FSDP1 that torch does not promise."""
+    net = nn.Sequential(nn.Linear(3, 5), nn.Linear(5, 3))
+    net[1].bias = nn.Parameter(torch.randn(3))
+    module = FSDP(net, device_id=CPU, use_orig_params=True)
+    handle: Any = module._handle
+    flat: Any = handle.flat_param
+    rank = dist.get_rank()
+    assert handle._training_state.name == "IDLE"
+    assert handle.uses_sharded_strategy
+    assert dist.get_process_group_ranks(handle.process_group) == [0, 1]
+    assert getattr(module, "_inter_node_pg", None) is None
+    assert not hasattr(flat, "_local_shard")
+    assert list(flat._fqns) == ["0.weight", "0.bias", "1.weight", "1.bias"]
+    assert [tuple(shape) for shape in flat._shapes] == [(5, 3), (5,), (3, 5), (3,)]
+    assert [tuple(stride) for stride in flat._strides] == [(3, 1), (1,), (5, 1), (1,)]
+    assert list(flat._contiguities) == [True] * 4
+    assert list(flat._param_extensions) == [None] * 4
+    assert flat._shared_param_infos == ()
+    assert [(n, m is net[k]) for k, (n, m, _) in zip((0, 0, 1, 1), flat._param_infos, strict=True)] == [
+        (name, True) for name in ("weight", "bias", "weight", "bias")
+    ]
+    # 15 and one of padding, 5 and three, 15 and one, 3 and one: 44 elements, 22 for each rank.
+    assert [tuple(i) for i in flat._shard_param_infos] == [
+        [
+            (True, 0, 15, 0, 14),
+            (True, 16, 5, 0, 4),
+            (False, None, None, None, None),
+            (False, None, None, None, None),
+        ],
+        [
+            (False, None, None, None, None),
+            (False, None, None, None, None),
+            (True, 2, 15, 0, 14),
+            (True, 18, 3, 0, 2),
+        ],
+    ][rank]
+    assert all(p is q for p, q in zip(flat._params, module.parameters(), strict=True))
+    assert all(p._fsdp_flattened for p in (flat, *flat._params))
+    module(torch.ones(2, 3)).sum().backward()
+    assert flat._local_shard.data_ptr() == flat.data_ptr()
+    assert flat._full_param_padded.untyped_storage().size() == 0
+    flat = wrap(nn.Linear(3, 5), flat=True)._handle.flat_param
+    assert flat._params is None
+    assert flat._fsdp_flattened
+
+
+@case
+def fsdp_itself_still_works_after_loading() -> None:
+    module = wrap(Net(), "SHARD_GRAD_OP")
+    optimizer = adamw(module)
+    step(module, optimizer)
+    checkpoint = gather({"m": module, "o": optimizer})
+    step(module, optimizer)
+    module.eval()
+    module(IDS)
+    load({"m": module, "o": optimizer}, checkpoint)
+    with FSDP.state_dict_type(module, StateDictType.FULL_STATE_DICT):
+        assert_equal(module.state_dict(), tensors(checkpoint))
+    module.train()
+    step(module, optimizer)
+
+
+@pytest.mark.parametrize("name", list(CASES))
+def test_fsdp1(name: str) -> None:
+    told = [text for outcome in outcomes() if (text := outcome.get(name))]
+    assert not told, "\n".join(told)
