@@ -11,6 +11,7 @@ from reknit.errors import (
     CommitError,
     CorruptError,
     DeadlineError,
+    FencedError,
     FormatError,
     GroupClosedError,
     MismatchError,
@@ -28,7 +29,8 @@ from reknit.errors import (
     VersionError,
 )
 from reknit.frameworks.per_rank import PerRank, RngState
-from reknit.options import CommOptions, LoadOptions, SaveOptions
+from reknit.options import CommOptions, LoadOptions, SaveOptions, Tls
+from reknit.ranks import connect
 
 __all__ = [
     "AgentError",
@@ -40,6 +42,7 @@ __all__ = [
     "CommitError",
     "CorruptError",
     "DeadlineError",
+    "FencedError",
     "FormatError",
     "GroupClosedError",
     "LoadOptions",
@@ -59,11 +62,13 @@ __all__ = [
     "StorageFullError",
     "StorageNotFoundError",
     "StoragePermissionError",
+    "Tls",
     "UnknownSchemeError",
     "UsageError",
     "VerifyReport",
     "VersionError",
     "close",
+    "connect",
     "fence",
     "latest",
     "load",

@@ -18,6 +18,9 @@ GIB = 1 << 30
 
 Durability = Literal["process", "power"]
 
+ANYWHERE = ("0.0.0.0", "::")
+"""The addresses that stand for all that a host has."""
+
 
 def local_ranks() -> int:
     """Return how many ranks share this machine, as launchers say it in LOCAL_WORLD_SIZE; 1 if none does."""
@@ -33,6 +36,11 @@ def cores_per_rank() -> int:
 def host_name() -> str | None:
     """Return what REKNIT_HOST says: ranks with equal names can share memory.  None to find that out."""
     return os.environ.get("REKNIT_HOST") or None
+
+
+def store_token() -> str | None:
+    """Return what REKNIT_TOKEN says: the secret by which ranks that meet at an address know each other."""
+    return os.environ.get("REKNIT_TOKEN") or None
 
 
 def num_threads(wanted: int | None) -> int:
@@ -51,12 +59,50 @@ def _require(ok: bool, message: str) -> None:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class Tls:
+    """The certificates by which ranks know each other: those of others, and their own, as paths of PEM files.
+
+    `ca`: whoever has a certificate that these sign takes part.  `certificate` and `key`: this rank's own, for
+    both directions, with the intermediate ones after it; the key without a password.  `server_name`: a name
+    that the certificates of all ranks have in common.  Without it a rank's certificate has to name the IP
+    address (or the `CommOptions.bind`) under which the others reach it.
+    """
+
+    ca: str | os.PathLike[str]
+    certificate: str | os.PathLike[str]
+    key: str | os.PathLike[str]
+    server_name: str | None = None
+
+    def __post_init__(self) -> None:
+        for name in ("ca", "certificate", "key"):
+            path = getattr(self, name)
+            _require(
+                isinstance(path, (str, os.PathLike)) and path != "", f"tls.{name} is a path, not {path!r}"
+            )
+            # Agents read the files too, from wherever they run.
+            object.__setattr__(self, name, os.path.abspath(path))
+        _require(
+            self.server_name is None or (isinstance(self.server_name, str) and self.server_name != ""),
+            f"tls.server_name is a name, not {self.server_name!r}",
+        )
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class CommOptions:
     """How ranks reach each other.
 
-    `fan_out`: children per node of the tree.  `bind`: address that this rank's server listens on and that
-    other ranks are told, None for the one that this host's name leads to.  `connect_timeout_s`: the longest
-    wait for a peer to come up.  `max_message_nbytes`: a larger message is refused.
+    `fan_out`: children per node of the tree; that of rank 0 counts.  `connect_timeout_s`: the longest wait
+    for a peer to come up.  `max_message_nbytes`: a larger message is refused.
+
+    `bind`: address that this rank's server listens on and that other ranks are told; ``"0.0.0.0"`` or
+    ``"::"`` listen on all, and others are told the one that is found.  `interface`: name of the network
+    interface whose address it is, as ``GLOO_SOCKET_IFNAME`` has it.  Without both: loopback where all ranks
+    are on one host, else the address by which this host reaches the master of the framework's store, or that
+    its name leads to, or of its first interface.
+
+    `generation`: a number that is higher in each run of a job than in those before it, the same on all ranks;
+    None for the time at which the ranks met.  `tls`: certificates, None for plain connections, which any
+    listener in the network can read.
 
     Ranks meet once, at the first save or load of a process group; the options of that call count for all
     later ones.
@@ -64,11 +110,34 @@ class CommOptions:
 
     fan_out: int = 16
     bind: str | None = None
+    interface: str | None = None
     connect_timeout_s: float = 120.0
     max_message_nbytes: int = GIB
+    generation: int | None = None
+    tls: Tls | None = None
 
     def __post_init__(self) -> None:
         _require(self.fan_out >= 1, "fan_out must be at least 1")
+        _require(self.connect_timeout_s > 0, "connect_timeout_s must be positive")
+        for name in ("bind", "interface"):
+            text = getattr(self, name)
+            _require(
+                text is None or (isinstance(text, str) and text != ""), f"{name} is a text, not {text!r}"
+            )
+        _require(
+            self.interface is None or self.bind is None or self.bind in ANYWHERE,
+            f"bind={self.bind!r} and interface={self.interface!r} may differ: give one of them",
+        )
+        _require(
+            self.generation is None or (type(self.generation) is int and 0 <= self.generation < 1 << 63),
+            f"generation is a whole number from 0 on, or None, not {self.generation!r}",
+        )
+        if isinstance(self.tls, Mapping):  # what became of it in `dataclasses.asdict`, on its way to an agent
+            object.__setattr__(self, "tls", Tls(**self.tls))
+        _require(
+            self.tls is None or isinstance(self.tls, Tls),
+            f"tls is a reknit.Tls, not {type(self.tls).__name__}",
+        )
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -99,7 +168,7 @@ class SaveOptions:
     with ``"low"`` the writing process gives way to training when both want the processor or the disk.
     `exit_wait_s`: the longest that the end of the interpreter waits for saves under way; those staged by then
     are finished by their agents all the same.  What agents and memory are made with (`comm`, `priority`,
-    `host_nbytes`) counts from the first such save on.
+    `host_nbytes`) counts from the first such save, or `reknit.prepare`, on.
     """
 
     durability: Durability = "power"
@@ -176,9 +245,9 @@ class LoadOptions:
     this process appends every phase, or None.  `progress`: while a load takes longer than two seconds, rank 0
     tells how far it is.  `comm`: how the ranks reach each other.
 
-    `on_corrupt`: ``"raise"``, or ``"replica"`` to take a block of tensors that is damaged or cannot be read
-    from one of `replicas`, in this order: paths or URLs of other copies of the same checkpoint.  Manifest,
-    index and values have to be sound, and so has all that ``verify="full"`` checks.
+    `on_corrupt`: ``"raise"``, or ``"replica"`` to take what is damaged or cannot be read (a block of tensors,
+    or the whole of the manifest, the index or a file of values) from one of `replicas`, in this order: paths
+    or URLs of other copies of the same checkpoint.  What ``verify="full"`` checks has to be sound.
 
     `share`: whether ranks that want the same bytes divide the reading, and pass on to each other what they
     read: in shared memory on one host (one copy of the bytes there), and through torch's process group

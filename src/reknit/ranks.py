@@ -2,21 +2,29 @@
 
 from __future__ import annotations
 
+import operator
+import os
 import weakref
+from contextlib import ExitStack
 from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
+from urllib.parse import urlsplit
+from urllib.request import url2pathname
 
-from reknit.comm.base import SoloGroup
+from reknit.comm.base import SoloGroup, barrier
+from reknit.comm.rendezvous import FolderStore
+from reknit.errors import UsageError
+from reknit.frameworks.jax_job import coordination_store
 from reknit.frameworks.torch_carrier import TorchCarrier
-from reknit.frameworks.torch_job import current_job, subgroup_job
-from reknit.options import quiet_grpc
+from reknit.frameworks.torch_job import TorchStore, current_job, subgroup_job
+from reknit.options import CommOptions, quiet_grpc, store_token
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
     from reknit.comm.base import Group
+    from reknit.comm.rendezvous import Store
     from reknit.frameworks.torch_job import Job
-    from reknit.options import CommOptions
 
 _ALONE = SoloGroup()
 _trees: weakref.WeakKeyDictionary[Any, Group] = weakref.WeakKeyDictionary()
@@ -55,3 +63,102 @@ def _joined(job: Job, options: CommOptions) -> Group:
         _trees[job.identity] = group
         weakref.finalize(job.identity, group.close)
     return group
+
+
+def connect(
+    rank: int,
+    size: int,
+    *,
+    at: Any,
+    job: str = "job",
+    token: str | None = None,
+    options: CommOptions | None = None,
+) -> Group:
+    """Return the group of `size` processes of a job without torch.distributed, once all of them are there.
+
+    Pass it as `group=` to `reknit.save`, `reknit.load` and `reknit.prepare`, and close it at the end.  Every
+    process calls this once with a `rank` of its own, and the same `at` and `job` otherwise.  `at` is where
+    they meet: a folder that all see, as a path or ``file://`` URL; ``tcp://host:port``, a free port of the
+    host of rank 0; a store of torch, such as a ``TCPStore``; or ``jax://``, after
+    ``jax.distributed.initialize``.  `job` keeps apart what meets in one place at the same time; a job that is
+    started again may meet under the same name.
+
+    For ``tcp://``, `token` is a secret of at least 16 letters, the same for all, or stands in the environment
+    variable ``REKNIT_TOKEN``.  Who knows it can take part, and who can list or read the folder or the store
+    of the other kinds.
+
+    Raises `DeadlineError` naming the ranks that did not come within `options.connect_timeout_s`, `CommError`
+    when a token is wrong or a process cannot be reached, `UsageError`.
+    """
+    options = options or CommOptions()
+    rank, size = _whole("rank", rank), _whole("size", size)
+    if not 0 <= rank < size:
+        raise UsageError(f"rank must be within 0 .. size - 1, not {rank} of {size}")
+    if not isinstance(job, str) or not job:
+        raise UsageError(f"job is a name, not {job!r}")
+    with ExitStack() as meeting:
+        store = _meeting_store(at, rank, size, token, options, meeting)
+        if size == 1:
+            return SoloGroup(options.generation)
+        quiet_grpc()
+        from reknit.comm.tree import TreeGroup  # gRPC is loaded only when there is someone to talk to
+
+        group = TreeGroup.join(store, rank, size, job=job, options=options)
+        try:
+            # When all have come out of this round, none needs the store any more.
+            barrier(group, "connect", options.connect_timeout_s)
+        except BaseException:
+            group.close()
+            raise
+    return group
+
+
+def _whole(name: str, number: Any) -> int:
+    try:
+        return operator.index(number)
+    except TypeError as error:
+        raise UsageError(f"{name} is a whole number, not {number!r}") from error
+
+
+def _meeting_store(
+    at: Any, rank: int, size: int, token: str | None, options: CommOptions, last: ExitStack
+) -> Store:
+    """Return the store in which ranks meet; `last` ends what has to be ended.  Raises `UsageError`."""
+    scheme, colon, _ = at.partition("://") if isinstance(at, str) else ("", "", "")
+    if colon and scheme.lower() == "tcp":
+        return _addressed(at, rank, size, token, options, last)
+    if token is not None:
+        raise UsageError("a token is for at='tcp://host:port' only")
+    if colon and scheme.lower() == "jax":
+        return coordination_store("reknit/connect")
+    if colon and scheme.lower() == "file":
+        parts = urlsplit(at)
+        if parts.netloc not in ("", "localhost") or not parts.path:
+            raise UsageError(f"{at!r} names no folder of this host", remedy="write file:///path/of/folder")
+        return FolderStore(url2pathname(parts.path))
+    if not colon and isinstance(at, (str, os.PathLike)) and os.fspath(at):
+        return FolderStore(at)
+    if hasattr(at, "wait") and hasattr(at, "check"):
+        return TorchStore(at, "reknit/connect")
+    raise UsageError(
+        f"ranks cannot meet at {at!r}",
+        remedy="give a folder, 'tcp://host:port', a store of torch.distributed, or 'jax://'",
+    )
+
+
+def _addressed(
+    at: str, rank: int, size: int, token: str | None, options: CommOptions, last: ExitStack
+) -> Store:
+    """Return the store at an address: rank 0 serves it, the others connect."""
+    quiet_grpc()
+    from reknit.comm import address_store  # gRPC is loaded only when there is someone to talk to
+
+    point = address_store.Point.of(at)
+    secret = address_store.checked_token(store_token() if token is None else token)
+    if rank == 0 and size > 1:
+        from reknit.comm.address_server import ServedStore
+
+        return last.enter_context(ServedStore(point, size, secret, options))
+    remote = address_store.RemoteStore(point, secret, options)
+    last.callback(remote.close)
+    return remote

@@ -71,7 +71,7 @@ def test_a_name_that_differs_is_told_without_waiting_for_ranks_that_never_come(j
 def test_a_tree_names_absent_ranks_to_all_that_can_be_told(
     join: Join, absent: set[int], request: pytest.FixtureRequest
 ) -> None:
-    topology = Topology(7, int(request.node.callspec.params["join"].partition("-")[2]))
+    topology = Topology.flat(7, int(request.node.callspec.params["join"].partition("-")[2]))
     silent = {rank for head in absent for rank in topology.subtree(head)}
     present = [group for group in join(7) if group.rank not in absent]
     errors = endings(present, lambda group: ask(group, "plan", timeout_s=0.2))

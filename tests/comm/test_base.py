@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from reknit.comm.base import SoloGroup, agree, barrier, broadcast, gather, round, scatter
+from reknit.comm.envelope import Envelope, decode, encode, failed, merged
 from reknit.errors import CommError, MismatchError, ProtocolError, ReknitError, StorageFullError, UsageError
 from tests.comm.worlds import endings
 
@@ -54,6 +57,97 @@ def test_a_process_that_is_alone_needs_no_backend() -> None:
     with pytest.raises(MismatchError):
         agree(group, "agree", MismatchError("no"), WAIT_S)
     group.close()
+
+
+@pytest.mark.parametrize("join", ["threads", "tree-1", "tree-2", "tree-16"], indirect=True)
+@pytest.mark.parametrize("size", [1, 2, 7])
+def test_requests_that_are_merged_reach_rank_0_as_one(join: Join, size: int) -> None:
+    decided: list[list[bytes]] = []
+
+    def run(group: Group) -> bytes:
+        def decide(requests: list[bytes]) -> list[bytes]:
+            decided.append(requests)
+            return [b"for %d" % rank for rank in range(size)]
+
+        return round(group, "plan", lambda: b"%d" % group.rank, decide, WAIT_S, merge=b" ".join)
+
+    assert endings(join(size), run) == [b"for %d" % rank for rank in range(size)]
+    ((request,),) = decided
+    assert sorted(request.split()) == [b"%d" % rank for rank in range(size)]
+
+
+@pytest.mark.parametrize("bug", [MismatchError("unlike"), KeyError("name")], ids=repr)
+@pytest.mark.parametrize("join", ["threads", "tree-1", "tree-2"], indirect=True)
+def test_a_merge_that_fails_reaches_every_rank(join: Join, bug: Exception) -> None:
+    def run(group: Group) -> bytes:
+        def refuse(_: Sequence[bytes]) -> bytes:
+            raise bug
+
+        return round(group, "plan", lambda: b"", echo, WAIT_S, merge=refuse)
+
+    groups = join(5)
+    errors = endings(groups, run)
+    if isinstance(bug, KeyError):
+        assert bug in errors, "where it happened it is raised unchanged"
+        assert {type(error) for error in errors} == {KeyError, ReknitError}
+        assert any("KeyError: 'name'" in str(error) for error in errors)
+    else:
+        assert all(type(error) is MismatchError and "unlike" in error.message for error in errors)
+    assert endings(groups, lambda group: barrier(group, "again", WAIT_S)) == [None] * 5
+
+
+@pytest.mark.parametrize("join", ["threads", "tree-2"], indirect=True)
+@pytest.mark.parametrize("helper", ["round", "gather", "scatter", "broadcast", "barrier", "agree"])
+def test_ranks_that_are_about_different_saves_hear_who_is_where(join: Join, helper: str) -> None:
+    def run(group: Group) -> object:
+        about = "save a" if group.rank != 3 else "save b"
+        calls: dict[str, Callable[[], object]] = {
+            "round": lambda: round(group, "commit", lambda: b"", echo, WAIT_S, subject=about),
+            "gather": lambda: gather(group, "commit", b"", WAIT_S, subject=about),
+            "scatter": lambda: scatter(group, "commit", [b""] * 5, WAIT_S, subject=about),
+            "broadcast": lambda: broadcast(group, "commit", b"", WAIT_S, subject=about),
+            "barrier": lambda: barrier(group, "commit", WAIT_S, subject=about),
+            "agree": lambda: agree(group, "commit", None, WAIT_S, subject=about),
+        }
+        return calls[helper]()
+
+    for error in endings(join(5), run):
+        assert type(error) is ProtocolError
+        assert "ranks 0-2, 4 in 'commit' of save a; rank 3 in 'commit' of save b" in error.message
+
+
+@settings(deadline=None)
+@given(st.sets(st.integers(0, 40)), st.integers(1, 41), st.data())
+def test_errors_that_are_merged_step_by_step_say_what_they_would_say_at_once(
+    failing: set[int], size: int, data: st.DataObject
+) -> None:
+    envelopes = [
+        failed(MismatchError(f"bad {rank}"), rank, "check") if rank in failing else Envelope(b"%d " % rank)
+        for rank in range(size)
+    ]
+    at_once = merged(envelopes, b"".join)
+    while len(envelopes) > 1:
+        low = data.draw(st.integers(0, len(envelopes) - 2))
+        high = data.draw(st.integers(low + 2, len(envelopes)))
+        envelopes[low:high] = [decode(encode(merged(envelopes[low:high], b"".join)))]
+    assert envelopes[0].payload == at_once.payload
+    assert str(envelopes[0].failure()) == str(at_once.failure())
+    assert len(encode(envelopes[0])) < 600
+
+
+def test_a_process_that_is_alone_is_of_the_generation_given_or_of_when_that_was_first_asked() -> None:
+    assert SoloGroup(5).generation == 5
+    earlier = SoloGroup()
+    assert earlier.generation == earlier.generation
+    assert earlier.generation <= SoloGroup().generation
+    assert earlier.topology.size == 1
+
+
+def test_every_rank_knows_the_same_tree_and_generation(join: Join) -> None:
+    groups = join(5)
+    assert {group.topology.digest for group in groups} == {groups[0].topology.digest}
+    assert len({group.generation for group in groups}) == 1
+    assert groups[0].topology.size == 5
 
 
 def test_when_one_rank_cannot_make_its_request_all_raise_its_error(join: Join) -> None:
@@ -187,14 +281,17 @@ def test_a_broadcast_is_encoded_once_and_not_once_per_rank() -> None:
     kept: list[Sequence[bytes]] = []
 
     class Listening(SoloGroup):
+        size = 3
+
         def exchange(
             self,
             name: str,
             request: bytes,
             decide: Callable[[list[bytes]], Sequence[bytes]],
             timeout_s: float,
+            **how: Any,
         ) -> bytes:
-            kept.append(decide([request] * 3))
+            kept.append(decide([request]))
             return kept[0][0]
 
     payload = bytes(1000)

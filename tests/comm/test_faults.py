@@ -6,7 +6,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from reknit.comm import faults
+from reknit.comm.message import Heading
 from reknit.errors import DeadlineError, ProtocolError
+
+ROUND = Heading("job", 7, 4, "plan", "")
 
 
 @settings(deadline=None)
@@ -23,12 +26,31 @@ def test_a_long_list_of_ranks_is_cut_and_says_how_many_more_there_are() -> None:
 
 
 def test_a_round_with_one_name_failed_for_the_ranks_that_did_not_come() -> None:
-    error = faults.failed_round(4, {"plan": [0, 1]}, [2, 3, 5], 30)
+    error = faults.failed_round(ROUND, {"'plan'": [0, 1]}, [2, 3, 5], 30)
     assert type(error) is DeadlineError
     assert error.message == "ranks 2-3, 5 did not come to round 4 ('plan') within 30 s"
 
 
 def test_a_round_with_two_names_failed_for_the_ranks_in_different_places() -> None:
-    error = faults.failed_round(4, {"plan": [0, 1, 2], "commit": [3]}, [4], 30)
+    error = faults.failed_round(ROUND, {"'plan'": [0, 1, 2], "'commit'": [3]}, [4], 30)
     assert type(error) is ProtocolError
     assert "ranks 0-2 in 'plan'; rank 3 in 'commit'; rank 4 did not come" in error.message
+
+
+def test_a_round_with_a_place_for_every_rank_failed_with_a_message_that_stays_short() -> None:
+    places = {f"'{rank}'": [rank] for rank in range(1000)}
+    message = faults.failed_round(ROUND, places, [], 30).message
+    assert "rank 0 in '0'; rank 1 in '1'" in message
+    assert message.endswith("; and 992 places more")
+
+
+def test_another_job_or_run_is_told_from_our_own() -> None:
+    assert faults.misfit(3, "job", 7, 0, "job", 7) is None
+    for job, run, text in [
+        ("other", 7, "job 'other'"),
+        ("job", 6, "an older run"),
+        ("job", 8, "a newer run"),
+    ]:
+        error = faults.misfit(3, job, run, 0, "job", 7)
+        assert type(error) is ProtocolError
+        assert text in error.message

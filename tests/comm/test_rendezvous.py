@@ -8,7 +8,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from reknit.comm.rendezvous import FolderStore, Store, addresses
+from reknit.comm.rendezvous import FolderStore, Store
 from reknit.errors import CommError, DeadlineError
 from reknit.testing.world import MemoryStore
 
@@ -100,22 +100,23 @@ def test_a_value_that_cannot_be_put_in_place_leaves_no_file_behind(tmp_path: Pat
         store.get("taken", 0)
 
 
-def test_a_chosen_address_is_listened_on_and_told_to_others() -> None:
-    assert addresses("10.1.2.3") == ("10.1.2.3", "10.1.2.3")
-    assert addresses("::1") == ("[::1]", "[::1]")
+def test_keys_with_a_beginning_in_common_can_be_forgotten(tmp_path: Path) -> None:
+    store = FolderStore(tmp_path)
+    for key in ("a/1", "a/2/x", "a", "ab/1"):
+        store.set(key, b"value")
+    store.forget("a/")
+    assert [store.get(key, 0) for key in ("a", "ab/1")] == [b"value"] * 2
+    for key in ("a/1", "a/2/x"):
+        with pytest.raises(DeadlineError):
+            store.get(key, 0)
 
 
-def test_a_server_that_listens_everywhere_tells_others_an_address_that_they_can_use() -> None:
-    told, listens = addresses("0.0.0.0")
-    assert listens == "0.0.0.0"
-    assert told not in ("0.0.0.0", "")
-    told, listens = addresses(None)
-    assert told == listens != "0.0.0.0"
-
-
-def test_a_host_that_does_not_know_its_own_name_listens_to_itself(monkeypatch: pytest.MonkeyPatch) -> None:
-    def unknown(_: str) -> str:
-        raise OSError("Name or service not known")
-
-    monkeypatch.setattr("socket.gethostbyname", unknown)
-    assert addresses(None) == ("127.0.0.1", "127.0.0.1")
+def test_what_cannot_be_forgotten_is_left(tmp_path: Path) -> None:
+    store = FolderStore(tmp_path / "store")
+    (tmp_path / "store" / "key-a%2F1").mkdir()
+    store.set("a/2", b"")
+    store.forget("a/")
+    assert [entry.name for entry in (tmp_path / "store").iterdir()] == ["key-a%2F1"]
+    (tmp_path / "store" / "key-a%2F1").rmdir()
+    (tmp_path / "store").rmdir()
+    store.forget("a/")

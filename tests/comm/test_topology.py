@@ -1,12 +1,25 @@
 from __future__ import annotations
 
+import math
+
+import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from reknit.comm.topology import Topology
 
-topologies = st.builds(Topology, st.integers(1, 120), st.integers(1, 40))
+host_lists = st.lists(st.integers(0, 12), min_size=1, max_size=120)
+topologies = st.one_of(
+    st.builds(Topology.flat, st.integers(1, 120), st.integers(1, 40)),
+    st.builds(Topology, host_lists, st.integers(1, 40)),
+)
+
+
+def leaders(topology: Topology) -> list[int]:
+    """Return the lowest rank of each host, in order."""
+    hosts = list(topology.hosts)
+    return sorted(hosts.index(host) for host in set(hosts))
 
 
 @settings(deadline=None)
@@ -20,8 +33,31 @@ def test_every_rank_but_the_first_is_a_child_of_its_parent_and_of_no_other(topol
 
 @settings(deadline=None)
 @given(topologies)
-def test_no_rank_has_more_children_than_the_fan_out(topology: Topology) -> None:
-    assert all(len(topology.children(rank)) <= topology.fan_out for rank in range(topology.size))
+def test_a_rank_has_at_most_as_many_children_on_its_host_and_elsewhere_as_the_fan_out(
+    topology: Topology,
+) -> None:
+    for rank in range(topology.size):
+        children = topology.children(rank)
+        here = [child for child in children if topology.hosts[child] == topology.hosts[rank]]
+        assert len(here) <= topology.fan_out
+        assert len(children) - len(here) <= topology.fan_out
+        assert list(children) == sorted(children)
+        assert all(child > rank for child in children)
+
+
+@settings(deadline=None)
+@given(topologies)
+def test_only_the_lowest_rank_of_a_host_reports_to_another_host_and_only_to_its_lowest_rank(
+    topology: Topology,
+) -> None:
+    first = leaders(topology)
+    for rank in range(1, topology.size):
+        parent = topology.parent(rank)
+        assert parent is not None
+        if rank in first:
+            assert parent in first
+        else:
+            assert topology.hosts[parent] == topology.hosts[rank]
 
 
 @settings(deadline=None)
@@ -48,12 +84,56 @@ def test_depth_counts_the_steps_to_the_top_and_height_is_the_largest(topology: T
     assert topology.height == max(depths)
 
 
+@settings(deadline=None)
+@given(host_lists, st.integers(1, 5), st.permutations(range(13)))
+def test_the_names_of_the_hosts_change_nothing(hosts: list[int], fan_out: int, names: list[int]) -> None:
+    one, other = Topology(hosts, fan_out), Topology([names[host] for host in hosts], fan_out)
+    assert one.digest == other.digest
+    assert [one.parent(rank) for rank in range(one.size)] == [
+        other.parent(rank) for rank in range(other.size)
+    ]
+
+
+@settings(deadline=None)
+@given(topologies, topologies)
+def test_trees_that_differ_have_different_digests(one: Topology, other: Topology) -> None:
+    same = one.fan_out == other.fan_out and list(one.hosts) == list(other.hosts)
+    assert (one.digest == other.digest) == same
+
+
+@settings(deadline=None)
+@given(st.integers(1, 3000), st.integers(1, 64), st.integers(2, 32))
+def test_the_height_grows_with_the_logarithm_of_hosts_and_of_ranks_on_a_host(
+    size: int, per_host: int, fan_out: int
+) -> None:
+    topology = Topology([rank // per_host for rank in range(size)], fan_out)
+    num_hosts = math.ceil(size / per_host)
+    steps = [math.ceil(math.log(count * (fan_out - 1) + 1, fan_out)) for count in (num_hosts, per_host)]
+    assert topology.height <= sum(steps)
+
+
 @pytest.mark.parametrize(("size", "fan_out", "height"), [(1, 16, 0), (17, 16, 1), (18, 16, 2), (40, 1, 39)])
 def test_the_height_of_known_trees(size: int, fan_out: int, height: int) -> None:
-    assert Topology(size, fan_out).height == height
+    assert Topology.flat(size, fan_out).height == height
+    assert Topology([7] * size, fan_out).height == height
 
 
-def test_a_hundred_thousand_ranks_are_five_steps_deep() -> None:
-    topology = Topology(100_000, 16)
+def test_two_hosts_of_four_ranks_are_joined_by_one_line() -> None:
+    topology = Topology([3, 3, 3, 3, 1, 1, 1, 1], 16)
+    assert topology.children(0) == (1, 2, 3, 4)
+    assert topology.children(4) == (5, 6, 7)
+    assert topology.parent(4) == 0
+
+
+def test_ranks_that_are_dealt_to_hosts_in_turn_still_stand_below_the_lowest_of_their_host() -> None:
+    topology = Topology([0, 1, 0, 1, 0, 1], 2)
+    assert topology.children(0) == (1, 2, 4)
+    assert topology.children(1) == (3, 5)
+
+
+def test_a_hundred_thousand_ranks_are_no_work() -> None:
+    topology = Topology(np.arange(100_000) // 8, 16)
     assert topology.height == 5
+    assert topology.depth(99_999) == 5
     assert len(topology.subtree(0)) == 100_000
+    assert sum(len(topology.subtree(child)) for child in topology.children(0)) == 99_999

@@ -5,19 +5,20 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
-import threading
-import time
 from typing import TYPE_CHECKING
 
 import pytest
 
-from reknit.comm.base import barrier, broadcast, gather
+from reknit.comm import tree_server
+from reknit.comm.base import barrier, broadcast, gather, round
 from reknit.comm.rendezvous import FolderStore
+from reknit.comm.threads import thread_groups
+from reknit.comm.topology import Topology
 from reknit.comm.tree import TreeGroup
 from reknit.errors import CommError, DeadlineError, ProtocolError, UsageError
 from reknit.options import CommOptions
 from reknit.testing.world import MemoryStore, run_ranks
-from tests.comm.worlds import ask, endings, resources, settled, tree_world
+from tests.comm.worlds import GENERATION, ask, climb, endings, resources, settled, take_seats, tree_world
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -71,48 +72,61 @@ def test_answers_that_are_too_large_fail_on_all_ranks() -> None:
         assert endings(groups, ask) == [b""] * 5
 
 
-def test_ranks_with_different_limits_fail_with_a_remedy_instead_of_hanging() -> None:
-    store = MemoryStore()
-    narrow, wide = (CommOptions(bind=HERE, max_message_nbytes=nbytes) for nbytes in (2_000, MIB))
-    root = TreeGroup.join(store, 0, 2, job="job", options=narrow)
-    leaf = TreeGroup.join(store, 1, 2, job="job", options=wide)
-    above, below = endings([root, leaf], lambda group: ask(group, request=os.urandom(50_000), timeout_s=1))
-    assert type(below) is CommError
-    assert "same CommOptions.max_message_nbytes" in str(below.remedy)
-    assert isinstance(above, CommError)
-    for group in (leaf, root):
-        group.close()
-
-
-@pytest.mark.parametrize("left", ["nobody", "somebody else", "an older format"])
-def test_addresses_left_by_an_earlier_run_are_overcome(left: str) -> None:
-    store = MemoryStore()
-    if left == "nobody":
-        with tree_world(4, store=store):
-            pass
-    stranger = TreeGroup.listen(0, 4, job="job", options=CommOptions(fan_out=2, bind=HERE))
-    if left != "nobody":
-        token = " stale" if left == "somebody else" else ""
-        for rank in (0, 1):
-            store.set(f"reknit/job/address/{rank}", (stranger.address.split()[0] + token).encode())
-    results: dict[int, TreeGroup] = {}
-
-    def join(rank: int) -> None:
-        results[rank] = TreeGroup.join(
-            store, rank, 4, job="job", options=CommOptions(fan_out=2, bind=HERE, connect_timeout_s=30)
+def test_a_report_larger_than_the_rank_above_takes_fails_on_both_with_a_remedy() -> None:
+    topology = Topology.flat(2, 2)
+    narrow, wide = (
+        TreeGroup.listen(rank, topology, job="job", generation=GENERATION, options=options)
+        for rank, options in enumerate(
+            CommOptions(bind=HERE, max_message_nbytes=nbytes) for nbytes in (2_000, MIB)
         )
-
-    threads = [threading.Thread(target=join, args=(rank,)) for rank in (3, 2, 1, 0)]
-    for thread in threads:
-        thread.start()
-        time.sleep(0.1)
-    for thread in threads:
-        thread.join()
-    groups = [results[rank] for rank in range(4)]
-    assert endings(groups, ask) == [b""] * 4
+    )
+    groups = [narrow.climb(""), wide.climb(narrow.address)]
+    for error in endings(groups, lambda group: ask(group, request=os.urandom(50_000), timeout_s=600)):
+        assert type(error) is CommError
+        assert "larger than the 3024 that this rank takes" in error.message
+        assert "same CommOptions.max_message_nbytes" in str(error.remedy)
+    assert endings(groups, ask) == [b"", b""]
     for group in groups:
         group.close()
-    stranger.close()
+
+
+def test_a_message_above_what_grpc_takes_at_once_travels_all_the_same() -> None:
+    payload = os.urandom(9 * MIB)
+    assert dict(tree_server.settings())["grpc.max_receive_message_length"] < len(payload)
+    with tree_world(3, fan_out=1) as groups:
+        assert endings(groups, lambda group: ask(group, request=payload)) == [payload] * 3
+
+
+def test_requests_are_merged_below_and_not_carried_to_rank_0_one_by_one() -> None:
+    def run(group: Group) -> bytes:
+        # The parts of two ranks exceed the limit, and the merged ones do not.
+        return round(group, "largest", lambda: os.urandom(8_000), lambda _: [b"ok"] * 7, 30, merge=max)
+
+    with tree_world(7, max_message_nbytes=10_000) as groups:
+        assert endings(groups, run) == [b"ok"] * 7
+
+
+def test_a_job_meets_again_in_the_store_of_an_earlier_run() -> None:
+    store = MemoryStore()
+    with tree_world(4, store=store) as groups:
+        assert endings(groups, ask) == [b""] * 4
+        first = groups[0].generation
+    with tree_world(4, store=store) as groups:
+        assert endings(groups, ask) == [b""] * 4
+        assert groups[0].generation >= first
+        assert {group.generation for group in groups} == {groups[0].generation}
+
+
+def test_a_group_is_of_the_generation_that_rank_0_was_given() -> None:
+    with tree_world(3, generation=41) as groups:
+        assert [group.generation for group in groups] == [41] * 3
+
+
+def test_the_ranks_of_one_host_are_a_tree_of_their_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("REKNIT_HOST", "one")
+    with tree_world(5, fan_out=2) as groups:
+        assert {group.topology.num_hosts for group in groups} == {1}
+        assert endings(groups, ask) == [b""] * 5
 
 
 def test_two_jobs_share_a_store_without_meeting() -> None:
@@ -123,47 +137,31 @@ def test_two_jobs_share_a_store_without_meeting() -> None:
 
 
 def test_a_rank_whose_rank_above_never_starts_says_so() -> None:
-    with pytest.raises(DeadlineError, match="address/0"):
+    with pytest.raises(DeadlineError):
         TreeGroup.join(MemoryStore(), 1, 2, job="job", options=CommOptions(connect_timeout_s=0.1))
 
 
 def test_a_rank_that_cannot_reach_the_rank_above_names_it_and_its_address() -> None:
-    store = MemoryStore()
-    store.set("reknit/job/address/0", b"127.0.0.1:1 secret")
+    options = CommOptions(bind=HERE, connect_timeout_s=0.3)
+    seat = TreeGroup.listen(1, Topology.flat(2, 2), job="job", generation=GENERATION, options=options)
     with pytest.raises(
         DeadlineError, match=r"rank 0 at 127.0.0.1:1 could not be reached within 0.3 s"
     ) as caught:
-        TreeGroup.join(store, 1, 2, job="job", options=CommOptions(connect_timeout_s=0.3))
+        seat.climb("127.0.0.1:1 secret")
     assert "CommOptions.bind" in str(caught.value.remedy)
     assert "secret" not in str(caught.value)
-
-
-def test_a_rank_whose_rank_above_could_not_join_hears_that_it_closed() -> None:
-    store, quick = MemoryStore(), CommOptions(fan_out=1, bind=HERE, connect_timeout_s=1)
-    errors: list[BaseException] = []
-
-    def join() -> None:
-        try:
-            TreeGroup.join(store, 1, 3, job="job", options=quick)
-        except DeadlineError as error:
-            errors.append(error)
-
-    middle = threading.Thread(target=join)
-    middle.start()
-    leaf = TreeGroup.join(store, 2, 3, job="job", options=quick)
-    with pytest.raises(CommError, match="rank 1 closed the group"):
-        ask(leaf)
-    middle.join()
-    leaf.close()
-    assert "address/0" in str(errors[0])
+    seat.close()
 
 
 def test_ranks_that_were_started_with_different_sizes_do_not_join() -> None:
-    store = MemoryStore()
-    root = TreeGroup.join(store, 0, 2, job="job", options=CommOptions(bind=HERE))
-    with pytest.raises(ProtocolError, match="rank 1 joins job 'job' with size 3"):
-        TreeGroup.join(store, 1, 3, job="job", options=CommOptions(bind=HERE))
-    root.close()
+    store, options = MemoryStore(), CommOptions(bind=HERE, connect_timeout_s=30)
+
+    def join(group: Group) -> None:
+        TreeGroup.join(store, group.rank, 2 + group.rank, job="job", options=options)
+
+    for error in endings(thread_groups(2), join):
+        assert type(error) is ProtocolError
+        assert "size 3" in error.message
 
 
 @pytest.mark.parametrize(("rank", "size"), [(-1, 2), (2, 2), (0, 0)])
@@ -173,12 +171,15 @@ def test_a_rank_outside_the_group_is_refused(rank: int, size: int) -> None:
 
 
 def test_a_second_process_with_a_taken_rank_is_refused_and_the_first_goes_on() -> None:
-    store = MemoryStore()
-    with tree_world(2, store=store) as groups:
-        assert endings(groups, ask) == [b"", b""]
-        with pytest.raises(ProtocolError, match="another process is rank 1 already"):
-            TreeGroup.join(store, 1, 2, job="job", options=CommOptions(fan_out=2, bind=HERE))
-        assert endings(groups, ask) == [b"", b""]
+    seats = take_seats(2)
+    groups = [climb(seats, rank) for rank in range(2)]
+    assert endings(groups, ask) == [b"", b""]
+    second = take_seats(2)[1]
+    with pytest.raises(ProtocolError, match="another process is rank 1 already"):
+        second.climb(seats[0].address)
+    assert endings(groups, ask) == [b"", b""]
+    for seat in (*seats, second):
+        seat.close()
 
 
 def test_a_closed_group_says_so_when_it_is_used_again() -> None:
@@ -218,10 +219,10 @@ def test_closed_groups_leave_no_thread_and_no_file_open() -> None:
 def test_a_rank_that_closes_alone_leaves_no_connection_open() -> None:
     with tree_world(2) as groups:
         endings(groups, ask)
-    store, options = MemoryStore(), CommOptions(bind=HERE)
-    root = TreeGroup.join(store, 0, 2, job="job", options=options)
+    seats = take_seats(2)
+    root = climb(seats, 0)
     before = resources()[1]
-    leaf = TreeGroup.join(store, 1, 2, job="job", options=options)
+    leaf = climb(seats, 1)
     assert endings([root, leaf], ask) == [b"", b""]
     leaf.close()
     assert settled((sys.maxsize, before))[1] <= before

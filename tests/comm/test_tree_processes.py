@@ -25,6 +25,7 @@ RANK = """
 import json, os, signal, sys, threading, time
 from reknit.comm.base import barrier
 from reknit.comm.rendezvous import FolderStore
+from reknit.comm.topology import Topology
 from reknit.comm.tree import TreeGroup
 from reknit.errors import ReknitError
 from reknit.options import CommOptions
@@ -45,7 +46,8 @@ options = CommOptions(fan_out=fan_out, bind="127.0.0.1", connect_timeout_s=60)
 if folder:
     group = TreeGroup.join(FolderStore(folder), rank, size, job="job", options=options)
 else:
-    seat = TreeGroup.listen(rank, size, job="job", options=options)
+    topology = Topology.flat(size, fan_out)
+    seat = TreeGroup.listen(rank, topology, job="job", generation=7, options=options)
     print(json.dumps(["listens", seat.address]), flush=True)
     group = seat.climb(json.loads(sys.stdin.readline())[0])
 print(json.dumps(["joined", ""]), flush=True)
@@ -60,7 +62,7 @@ for line in sys.stdin:
         group.on_broken(lambda error: print(json.dumps(["broken", error.message]), flush=True))
         continue
     if verb == "interrupted round":
-        threading.Thread(target=interrupt, args=({"collect", "ask"},), daemon=True).start()
+        threading.Thread(target=interrupt, args=({"_next"},), daemon=True).start()
     ending = ["ok", ""]
     try:
         print(json.dumps(["begins", ""]), flush=True)
@@ -103,7 +105,7 @@ def carry_addresses(ranks: list[Rank], fan_out: int) -> None:
     """Tell every rank the address of the one above it, as those do who start ranks that share no store."""
     addresses = [rank.ending()[1] for rank in ranks]
     for rank in reversed(ranks):
-        above = Topology(SIZE, fan_out).parent(rank.rank)
+        above = Topology.flat(SIZE, fan_out).parent(rank.rank)
         rank.send("" if above is None else addresses[above])
 
 

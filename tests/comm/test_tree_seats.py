@@ -7,7 +7,7 @@ import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import grpc
 import pytest
@@ -15,15 +15,16 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from reknit.comm.base import gather
-from reknit.comm.message import Outcome, encode
+from reknit.comm.message import Reply, encode
+from reknit.comm.topology import Topology
 from reknit.comm.tree import TreeGroup
-from reknit.errors import CommError, DeadlineError, ProtocolError, UsageError
+from reknit.errors import CommError, DeadlineError, GroupClosedError, ProtocolError, UsageError
 from reknit.options import CommOptions
 from reknit.testing.world import run_ranks
-from tests.comm.worlds import ask, climb, endings, resources, settled, take_seats, tree_world
+from tests.comm.worlds import GENERATION, ask, climb, endings, resources, settled, take_seats, tree_world
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Callable, Iterator, Sequence
 
     from reknit.comm.tree import Seat
     from reknit.errors import ReknitError
@@ -40,6 +41,22 @@ def seats() -> Iterator[list[Seat]]:
     yield taken
     for seat in taken:
         seat.close()
+
+
+def stray_seat(
+    rank: int = 1,
+    size: int = 4,
+    *,
+    fan_out: int = 2,
+    job: str = "job",
+    generation: int = GENERATION,
+    hosts: Sequence[int] | None = None,
+    connect_timeout_s: float = 30,
+) -> Seat:
+    """Return a seat of a rank that does not have to belong to the others."""
+    options = CommOptions(bind="127.0.0.1", connect_timeout_s=connect_timeout_s)
+    topology = Topology(range(size) if hosts is None else hosts, fan_out)
+    return TreeGroup.listen(rank, topology, job=job, generation=generation, options=options)
 
 
 class Ear:
@@ -83,7 +100,7 @@ def test_ranks_climb_in_any_order_and_hold_rounds(data: st.DataObject, fan_out: 
     order = data.draw(st.permutations(range(size)))
     seats = take_seats(size, fan_out)
     try:
-        joined = {rank: climb(seats, rank, fan_out) for rank in order}
+        joined = {rank: climb(seats, rank) for rank in order}
         groups = [joined[rank] for rank in range(size)]
         assert [(group.rank, group.size) for group in groups] == [(rank, size) for rank in range(size)]
         gathered = run_ranks(size, lambda group: gather(group, "x", b"%d" % group.rank, 30), groups=groups)
@@ -153,6 +170,22 @@ def test_ranks_hear_once_that_another_closed_and_the_one_that_closed_hears_nothi
     assert [len(ear.heard) for ear in [*ears, *seconds]] == [int(rank % 4 != closer) for rank in range(8)]
 
 
+def test_whoever_hears_of_a_round_that_broke_has_heard_of_the_group_before(seats: list[Seat]) -> None:
+    groups = [climb(seats, rank) for rank in range(4)]
+    order: list[str] = []
+
+    def hear(error: ReknitError) -> None:
+        time.sleep(0.2)
+        order.append("group")
+
+    groups[1].on_broken(hear)
+    threading.Timer(0.1, groups[0].close).start()
+    with pytest.raises(GroupClosedError):
+        ask(groups[1])
+    order.append("round")
+    assert order == ["group", "round"]
+
+
 def test_whoever_asks_late_about_a_broken_group_hears_it_at_once(seats: list[Seat]) -> None:
     groups = [climb(seats, rank) for rank in range(4)]
     first = Ear(groups[1])
@@ -184,9 +217,7 @@ def test_what_hears_of_the_end_may_close_the_group_and_sign_the_error(seats: lis
 
 def test_an_address_with_a_wrong_token_is_refused_at_once_and_not_told(seats: list[Seat]) -> None:
     address = seats[0].address.split()[0]
-    patient = TreeGroup.listen(
-        1, 4, job="job", options=CommOptions(fan_out=2, bind="127.0.0.1", connect_timeout_s=20)
-    )
+    patient = stray_seat(connect_timeout_s=20)
     with pytest.raises(CommError, match=f"rank 0 at {address} does not know the token") as caught:
         patient.climb(f"{address} wrong")
     assert not isinstance(caught.value, DeadlineError)
@@ -218,7 +249,7 @@ def half_a_server(watch: Callable[[bytes, grpc.ServicerContext], bytes]) -> Iter
         def service(self, call: grpc.HandlerCallDetails) -> grpc.RpcMethodHandler[bytes, bytes]:
             greets = call.method == "/reknit.Tree/hello"
             return grpc.unary_unary_rpc_method_handler(
-                (lambda data, context: encode(Outcome())) if greets else watch
+                (lambda data, context: encode(Reply())) if greets else watch
             )
 
     with ThreadPoolExecutor(2) as pool:
@@ -234,7 +265,7 @@ def test_a_rank_above_that_stops_after_its_greeting_is_not_waited_for_longer_tha
 
     def hang(data: bytes, context: grpc.ServicerContext) -> bytes:
         release.wait(30)
-        return encode(Outcome())
+        return encode(Reply())
 
     seat = take_seats(2, connect_timeout_s=0.5)[1]
     with half_a_server(hang) as address:
@@ -245,7 +276,7 @@ def test_a_rank_above_that_stops_after_its_greeting_is_not_waited_for_longer_tha
 
 
 def test_a_rank_that_was_greeted_and_is_then_refused_does_not_join() -> None:
-    refusal = encode(Outcome(error=ProtocolError("another process is rank 1 already").to_wire()))
+    refusal = encode(Reply(ProtocolError("another process is rank 1 already").to_wire()))
     seat = take_seats(2)[1]
     with (
         half_a_server(lambda data, context: refusal) as address,
@@ -255,31 +286,23 @@ def test_a_rank_that_was_greeted_and_is_then_refused_does_not_join() -> None:
     seat.close()
 
 
-def test_an_address_that_is_looked_up_is_looked_up_anew_until_it_is_right(seats: list[Seat]) -> None:
-    address = seats[0].address.split()[0]
-    left: list[float] = []
-    found = iter([f"{address} stale", "127.0.0.1:1 stale", f"{address} stale", seats[0].address])
-
-    def look_up(timeout_s: float) -> str:
-        left.append(timeout_s)
-        return next(found)
-
-    group = seats[2].climb(look_up)
-    assert len(left) == 4
-    assert left == sorted(left, reverse=True)
-    assert group.rank == 2
-
-
 @pytest.mark.parametrize(
-    ("job", "size", "fan_out"),
-    [("other", 4, 2), ("job", 5, 2), ("job", 4, 3)],
-    ids=["job", "size", "fan-out"],
+    ("how", "reason"),
+    [
+        ({"job": "other"}, "rank 1 belongs to job 'other', rank 0 to 'job'"),
+        ({"generation": 6}, "rank 1 belongs to an older run of job 'job' than rank 0: generation 6"),
+        ({"generation": 8}, "rank 1 belongs to a newer run of job 'job' than rank 0: generation 8"),
+        ({"size": 5}, "rank 1 joins with a tree of another size"),
+        ({"fan_out": 3}, "rank 1 joins with a tree of another size"),
+        ({"hosts": [0, 1, 1, 2]}, "rank 1 joins with a tree of another size"),
+    ],
+    ids=["job", "older", "newer", "size", "fan-out", "hosts"],
 )
-def test_a_seat_of_another_job_or_shape_does_not_get_in(
-    seats: list[Seat], job: str, size: int, fan_out: int
+def test_a_seat_of_another_job_run_or_shape_does_not_get_in(
+    seats: list[Seat], how: dict[str, Any], reason: str
 ) -> None:
-    stray = TreeGroup.listen(1, size, job=job, options=CommOptions(fan_out=fan_out, bind="127.0.0.1"))
-    with pytest.raises(ProtocolError, match="rank 1 joins job"):
+    stray = stray_seat(**how)
+    with pytest.raises(ProtocolError, match=reason):
         stray.climb(seats[0].address)
     stray.close()
     groups = [climb(seats, rank) for rank in range(4)]
@@ -318,7 +341,7 @@ def test_a_seat_that_is_closed_cannot_climb(seats: list[Seat]) -> None:
 
 @pytest.mark.parametrize("silent", [True, False], ids=["one that does not answer", "one that is gone"])
 def test_closing_a_seat_ends_its_climb_to_a_rank_above(silent: bool) -> None:
-    patient = TreeGroup.listen(1, 4, job="job", options=CommOptions(fan_out=2, connect_timeout_s=10_000))
+    patient = stray_seat(connect_timeout_s=10_000)
     with silent_host() as address:
         timer = threading.Timer(0.2, patient.close)
         timer.start()

@@ -24,6 +24,9 @@ if TYPE_CHECKING:
     from reknit.comm.tree import Seat
 
 
+GENERATION = 7
+
+
 class Join(Protocol):
     """Makes the groups of a world of some size; the fixture `join` closes them."""
 
@@ -43,13 +46,17 @@ def join_tree(
 
 def take_seats(size: int, fan_out: int = 2, job: str = "job", connect_timeout_s: float = 30) -> list[Seat]:
     """Return the seats of ranks that share no store."""
-    options = CommOptions(fan_out=fan_out, bind="127.0.0.1", connect_timeout_s=connect_timeout_s)
-    return [TreeGroup.listen(rank, size, job=job, options=options) for rank in range(size)]
+    options = CommOptions(bind="127.0.0.1", connect_timeout_s=connect_timeout_s)
+    topology = Topology.flat(size, fan_out)
+    return [
+        TreeGroup.listen(rank, topology, job=job, generation=GENERATION, options=options)
+        for rank in range(size)
+    ]
 
 
-def climb(seats: Sequence[Seat], rank: int, fan_out: int = 2) -> TreeGroup:
+def climb(seats: Sequence[Seat], rank: int) -> TreeGroup:
     """Join one of the ranks that took `seats`, with the address of the rank above it."""
-    above = Topology(len(seats), fan_out).parent(rank)
+    above = seats[rank].above
     return seats[rank].climb("" if above is None else seats[above].address)
 
 

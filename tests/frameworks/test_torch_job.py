@@ -1,12 +1,17 @@
 from __future__ import annotations
 
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
 import torch.distributed as dist
 
+from reknit.comm.hosts import Shape, gather_shape
 from reknit.errors import CommError, DeadlineError, UsageError
 from reknit.frameworks import torch_job
+from reknit.options import CommOptions
 from tests.torchrun.harness import run
 
 
@@ -80,7 +85,7 @@ class Gone:
     def set(self, *args: Any) -> None:
         raise dist.DistNetworkError("Connection reset by peer")
 
-    wait = get = set
+    check = get = set
 
 
 def test_a_store_that_is_gone_is_said_to_be() -> None:
@@ -88,5 +93,65 @@ def test_a_store_that_is_gone_is_said_to_be() -> None:
     store._store = Gone()
     with pytest.raises(CommError, match="cannot be reached for 'k'"):
         store.set("k", b"")
-    with pytest.raises(CommError, match="Connection reset"):
-        store.get("k", 1.0)
+    for ask in (lambda: store.get("k", 1.0), lambda: store.get_many(["k"], 1.0)):
+        with pytest.raises(CommError, match="Connection reset") as caught:
+            ask()
+        assert not isinstance(caught.value, DeadlineError)
+
+
+def tcp_store() -> Any:
+    return dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize("kind", ["tcp", "hash", "file"])
+def test_every_kind_of_store_gives_many_values_in_order(
+    kind: str, tmp_path: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch_job, "_BATCH", 7)
+    torch_dist: Any = dist
+    if kind == "tcp":
+        store = torch_job.TorchStore(tcp_store(), "a")
+    elif kind == "hash":
+        store = torch_job.TorchStore(torch_dist.HashStore(), "a")
+    else:
+        store = torch_job.TorchStore(torch_dist.FileStore(str(tmp_path / "store"), 1), "a")
+    keys = [f"k{number}" for number in range(20)]
+    for number, key in enumerate(keys[1:], start=1):
+        store.set(key, bytes([number]))
+    with pytest.raises(DeadlineError, match="no rank put all of 7 keys like 'k0' into torch's store"):
+        store.get_many(keys, 0.05)
+    threading.Timer(0.1, store.set, ("k0", b"\x00")).start()
+    assert store.get_many(keys, 20) == [bytes([number]) for number in range(20)]
+    assert store.get_many([], 0) == []
+
+
+def test_a_store_says_on_which_host_its_values_are(tmp_path: Any) -> None:
+    torch_dist: Any = dist
+    assert torch_job.TorchStore(torch_dist.PrefixStore("b", tcp_store()), "a").master == "127.0.0.1"
+    assert torch_job.TorchStore(torch_dist.FileStore(str(tmp_path / "store"), 1), "a").master is None
+
+
+def test_waiting_in_vain_writes_nothing_into_the_log(capfd: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(DeadlineError):
+        torch_job.TorchStore(tcp_store(), "a").get("nothing", 0.3)
+    out, err = capfd.readouterr()
+    assert (out, err) == ("", "")
+
+
+def test_a_store_that_outlives_a_job_does_not_mislead_the_next() -> None:
+    server = tcp_store()
+    runs = set()
+    for lateness_s in (0.0, 0.4):
+
+        def gather(rank: int, late_s: float = lateness_s) -> Shape:
+            time.sleep(late_s if rank == 0 else 0)
+            own = dist.TCPStore("127.0.0.1", server.port, is_master=False)  # type: ignore[attr-defined]
+            store = torch_job.TorchStore(own, "reknit")
+            return gather_shape(store, rank, 3, job="job", options=CommOptions(), timeout_s=20)
+
+        with ThreadPoolExecutor(3) as pool:
+            shapes = list(pool.map(gather, range(3)))
+        assert len({shape.run for shape in shapes}) == 1
+        assert shapes[2].topology.hosts.tolist() == [0, 0, 0]
+        runs.add(shapes[0].run)
+    assert len(runs) == 2

@@ -7,14 +7,19 @@ before or while making its request sends the error in its place, and then every 
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Protocol
 
-import msgspec
-
-from reknit.errors import ProtocolError, ReknitError, UsageError, from_wire
+from reknit.comm.envelope import Envelope, decode, encode, failed, merged
+from reknit.comm.topology import Topology
+from reknit.errors import ReknitError, UsageError
+from reknit.monitor.phase import now
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
+
+    from reknit.comm.subtree import Merge
+
+    Decide = Callable[[list[bytes]], Sequence[bytes]]
 
 
 class Group(Protocol):
@@ -29,18 +34,35 @@ class Group(Protocol):
         """Number of ranks."""
 
     @property
+    def topology(self) -> Topology:
+        """Who is above and below whom, and on which host."""
+
+    @property
+    def generation(self) -> int:
+        """A number that is higher than those of all earlier runs of this job; the same on all ranks."""
+
+    @property
     def broken(self) -> bool:
         """Whether the group is known to be broken: a rank is gone, and no later round can end well."""
 
     def exchange(
-        self, name: str, request: bytes, decide: Callable[[list[bytes]], Sequence[bytes]], timeout_s: float
+        self,
+        name: str,
+        request: bytes,
+        decide: Decide,
+        timeout_s: float,
+        *,
+        merge: Merge | None = None,
+        subject: str = "",
     ) -> bytes:
         """Send `request` to rank 0, which runs `decide` on all of them, and return this rank's answer.
 
-        `decide` never raises, and is called on rank 0 only.  Every rank calls `exchange` with the same `name`
-        at the same place in its sequence of rounds; otherwise all raise `ProtocolError`, which says who is
-        where. Raises `DeadlineError` naming the ranks that did not come within `timeout_s`, `CommError` when
-        a peer is gone.
+        `decide` never raises, is called on rank 0 only, and returns one answer for each rank.  With `merge`,
+        which never raises either, it gets one request, that `merge` made of all of them in some number of
+        steps; `merge` is not called for one request alone.  Every rank calls `exchange` with the same `name`
+        and `subject` at the same place in its sequence of rounds; otherwise all raise `ProtocolError`, which
+        says who is where.  Raises `DeadlineError` naming the ranks that did not come within `timeout_s`,
+        `CommError` when a peer is gone.
         """
 
     def close(self) -> None:
@@ -54,8 +76,30 @@ class SoloGroup:
     size = 1
     broken = False
 
+    def __init__(self, generation: int | None = None) -> None:
+        self._generation = generation
+
+    @property
+    def topology(self) -> Topology:
+        """A tree of one rank."""
+        return Topology.flat(1, 1)
+
+    @property
+    def generation(self) -> int:
+        """What was given, or else the time in ms at which it was first asked for."""
+        if self._generation is None:
+            self._generation = int(now() * 1000)
+        return self._generation
+
     def exchange(
-        self, name: str, request: bytes, decide: Callable[[list[bytes]], Sequence[bytes]], timeout_s: float
+        self,
+        name: str,
+        request: bytes,
+        decide: Decide,
+        timeout_s: float,
+        *,
+        merge: Merge | None = None,
+        subject: str = "",
     ) -> bytes:
         """Answer the only request."""
         return decide([request])[0]
@@ -64,102 +108,93 @@ class SoloGroup:
         """Do nothing: there is no one to leave."""
 
 
-class _Envelope(msgspec.Struct, array_like=True):
-    payload: bytes = b""
-    error: dict[str, Any] | None = None
+class _Merging:
+    """Makes one envelope of several, on the way up; an error there is a rank's like any other."""
 
+    def __init__(self, rank: int, name: str, merge: Merge) -> None:
+        self._rank, self._name, self._merge = rank, name, merge
+        self.error: BaseException | None = None
 
-_encode = msgspec.msgpack.Encoder().encode
-_decoder = msgspec.msgpack.Decoder(_Envelope)
-
-
-def _decode(data: bytes) -> _Envelope:
-    try:
-        return _decoder.decode(data)
-    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
-        raise ProtocolError(f"a rank sent bytes that are no part of a round: {error}") from error
+    def __call__(self, requests: Sequence[bytes]) -> bytes:
+        try:
+            return encode(merged([decode(request) for request in requests], self._merge))
+        except BaseException as error:  # all ranks wait for word of this one, so a bug must reach them too
+            self.error = error
+            return encode(failed(error, self._rank, self._name))
 
 
 class _Decision:
     """Rank 0's part of a round: turns all requests into all answers, and an error into everyone's answer."""
 
-    def __init__(self, name: str, decide: Callable[[list[bytes]], Sequence[bytes]]) -> None:
-        self._name = name
-        self._decide = decide
+    def __init__(self, size: int, name: str, decide: Decide) -> None:
+        self._size, self._name, self._decide = size, name, decide
         self.error: BaseException | None = None
 
     def __call__(self, requests: list[bytes]) -> Sequence[bytes]:
         try:
-            envelopes = [_decode(request) for request in requests]
-            failed = [from_wire(envelope.error) for envelope in envelopes if envelope.error is not None]
-            if failed:
-                refusal = _encode(_Envelope(error=_merged(failed).to_wire()))
-                return [refusal] * len(requests)
+            envelopes = [decode(request) for request in requests]
+            if any(envelope.error is not None for envelope in envelopes):
+                return [encode(merged(envelopes, b"".join))] * self._size
             answers = list(self._decide([envelope.payload for envelope in envelopes]))
-            if len(answers) != len(requests):
-                raise ReknitError(f"{len(answers)} answers for {len(requests)} ranks", rank=0)
+            if len(answers) != self._size:
+                raise ReknitError(f"{len(answers)} answers for {self._size} ranks", rank=0)
             # A broadcast answers every rank with one object: encoded once, it stays one.
-            encoded = {id(answer): _encode(_Envelope(payload=answer)) for answer in answers}
+            encoded = {id(answer): encode(Envelope(answer)) for answer in answers}
             return [encoded[id(answer)] for answer in answers]
-        except (
-            BaseException
-        ) as error:  # every rank waits for an answer, so a bug or Ctrl-C must reach them too
+        except BaseException as error:  # every rank waits for an answer: a bug or Ctrl-C must reach them too
             self.error = error
-            return [_encode(_Envelope(error=_described(error, 0, self._name).to_wire()))] * len(requests)
+            return [encode(failed(error, 0, self._name))] * self._size
 
 
 def round(
     group: Group,
     name: str,
     produce: Callable[[], bytes],
-    decide: Callable[[list[bytes]], Sequence[bytes]],
+    decide: Decide,
     timeout_s: float,
+    *,
+    merge: Merge | None = None,
+    subject: str = "",
 ) -> bytes:
     """Hold one round: run `produce` here for the request, `decide` on rank 0, and return this rank's answer.
 
-    When `produce` fails on any rank, or `decide` fails, every rank raises the same error, naming the rank
-    where it began.  An error that is not a `ReknitError` (a bug, Ctrl-C) is raised unchanged where it
-    happened, and reaches the other ranks as a `ReknitError` that describes it.
+    `subject` says what the round is about; ranks with different ones are in different places.  With `merge`,
+    requests become one on the way up, and `decide` gets that one alone: `merge` is called with the requests
+    of a rank and of the subtrees below it, two or more, in no fixed order over all ranks, and has to be
+    associative.
+
+    When `produce` or `merge` fails on any rank, or `decide` fails, every rank raises the same error, naming
+    the rank where it began.  An error that is not a `ReknitError` (a bug, Ctrl-C) is raised unchanged where
+    it happened, and reaches the other ranks as a `ReknitError` that describes it.
     """
     own: BaseException | None = None
-    decision = _Decision(name, decide)
+    decision = _Decision(group.size, name, decide)
+    merging = _Merging(group.rank, name, merge or b"".join)
     try:
-        request = _encode(_Envelope(payload=produce()))
+        request = encode(Envelope(produce()))
     except BaseException as error:  # whatever it is, the others must not wait for this rank
         own = error
-        request = _encode(_Envelope(error=_described(error, group.rank, name).to_wire()))
+        request = encode(failed(error, group.rank, name))
     try:
-        answer = _decode(group.exchange(name, request, decision, timeout_s))
+        answer = decode(
+            group.exchange(name, request, decision, timeout_s, merge=merge and merging, subject=subject)
+        )
     except ReknitError as error:
         error.sign(rank=group.rank, phase=name)
-        own = own or decision.error
+        own = own or decision.error or merging.error
         raise (own or error) from (error if own else None)
-    own = own or decision.error
+    own = own or decision.error or merging.error
     if own is not None and not isinstance(own, ReknitError):
         raise own
-    if answer.error is not None:
-        raise from_wire(answer.error) from own
+    failure = answer.failure()
+    if failure is not None:
+        raise failure from own
     return answer.payload
 
 
-def _described(error: BaseException, rank: int, name: str) -> ReknitError:
-    """Return `error` itself, or a typed description of a foreign one."""
-    typed = error if isinstance(error, ReknitError) else ReknitError(f"{type(error).__name__}: {error}")
-    typed.sign(rank=rank, phase=name)
-    return typed
-
-
-def _merged(errors: list[ReknitError]) -> ReknitError:
-    """Return the first error, saying how many other ranks failed too and how."""
-    first = errors[0]
-    if others := errors[1:]:
-        ranks = ", ".join(f"{other.rank} ({type(other).__name__})" for other in others[:8])
-        more = f" and {len(others) - 8} more" if len(others) > 8 else ""
-        first.message += f"; also failed: rank {ranks}{more}"
-    return first
-
-
-def gather(group: Group, name: str, payload: bytes, timeout_s: float) -> list[bytes] | None:
+def gather(
+    group: Group, name: str, payload: bytes, timeout_s: float, *, subject: str = ""
+) -> list[bytes] | None:
     """Return every rank's payload on rank 0, and None elsewhere."""
     kept: list[list[bytes]] = []
 
@@ -167,11 +202,13 @@ def gather(group: Group, name: str, payload: bytes, timeout_s: float) -> list[by
         kept.append(payloads)
         return [b""] * len(payloads)
 
-    round(group, name, lambda: payload, keep, timeout_s)
+    round(group, name, lambda: payload, keep, timeout_s, subject=subject)
     return kept[0] if kept else None
 
 
-def scatter(group: Group, name: str, payloads: Sequence[bytes] | None, timeout_s: float) -> bytes:
+def scatter(
+    group: Group, name: str, payloads: Sequence[bytes] | None, timeout_s: float, *, subject: str = ""
+) -> bytes:
     """Return this rank's part of the `payloads` that rank 0 gave, one for each rank."""
 
     def decide(_: list[bytes]) -> Sequence[bytes]:
@@ -179,26 +216,28 @@ def scatter(group: Group, name: str, payloads: Sequence[bytes] | None, timeout_s
             raise UsageError("rank 0 has to give the payloads of a scatter")
         return payloads
 
-    return round(group, name, lambda: b"", decide, timeout_s)
+    return round(group, name, _empty, decide, timeout_s, merge=b"".join, subject=subject)
 
 
-def broadcast(group: Group, name: str, payload: bytes | None, timeout_s: float) -> bytes:
+def broadcast(
+    group: Group, name: str, payload: bytes | None, timeout_s: float, *, subject: str = ""
+) -> bytes:
     """Return the payload that rank 0 gave; it is not looked at on other ranks."""
 
-    def decide(requests: list[bytes]) -> list[bytes]:
+    def decide(_: list[bytes]) -> list[bytes]:
         if payload is None:
             raise UsageError("rank 0 has to give the payload of a broadcast")
-        return [payload] * len(requests)
+        return [payload] * group.size
 
-    return round(group, name, lambda: b"", decide, timeout_s)
+    return round(group, name, _empty, decide, timeout_s, merge=b"".join, subject=subject)
 
 
-def barrier(group: Group, name: str, timeout_s: float) -> None:
+def barrier(group: Group, name: str, timeout_s: float, *, subject: str = "") -> None:
     """Return when every rank has come here."""
-    broadcast(group, name, b"", timeout_s)
+    broadcast(group, name, b"", timeout_s, subject=subject)
 
 
-def agree(group: Group, name: str, error: ReknitError | None, timeout_s: float) -> None:
+def agree(group: Group, name: str, error: ReknitError | None, timeout_s: float, *, subject: str = "") -> None:
     """Return on every rank when no rank brought an error; otherwise raise the same one on all."""
 
     def produce() -> bytes:
@@ -206,4 +245,11 @@ def agree(group: Group, name: str, error: ReknitError | None, timeout_s: float) 
             raise error
         return b""
 
-    round(group, name, produce, lambda requests: [b""] * len(requests), timeout_s)
+    def decide(_: list[bytes]) -> list[bytes]:
+        return [b""] * group.size
+
+    round(group, name, produce, decide, timeout_s, merge=b"".join, subject=subject)
+
+
+def _empty() -> bytes:
+    return b""

@@ -9,6 +9,8 @@ from reknit.errors import CommError, DeadlineError, GroupClosedError, ProtocolEr
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
 
+    from reknit.comm.message import Heading
+
 GRACE_S = 2.0
 """Seconds past a rank's own deadline that bad news may take up the tree, and as many down again."""
 
@@ -17,6 +19,10 @@ SETTLE_S = 0.5
 
 FOREVER_S = 1e8
 """The longest wait that is passed to a lock or a call; more overflows their clocks."""
+
+_MOST_PLACES = 8
+
+_ORDER = "every rank must make the same calls in the same order"
 
 _LOGS = "look at the logs of the ranks named here: they stopped, fail elsewhere, or are slower than this"
 
@@ -41,59 +47,82 @@ def spelled(ranks: Iterable[int], limit: int = 16) -> str:
 
 
 def failed_round(
-    number: int, places: Mapping[str, Iterable[int]], missing: Iterable[int], timeout_s: float
+    heading: Heading, places: Mapping[str, Iterable[int]], missing: Iterable[int], timeout_s: float
 ) -> CommError:
-    """Return the error of a round that some ranks entered by another name, or did not enter in time.
+    """Return the error of a round that ranks were elsewhere in, or did not enter in time.
 
-    `places` maps the name that ranks gave the round to those ranks.
+    `places` maps the name and subject that ranks gave the round to those ranks.
     """
     absent = list(missing)
     if len(places) == 1:
-        name = next(iter(places))
         return DeadlineError(
-            f"{spelled(absent)} did not come to round {number} ({name!r}) within {timeout_s:g} s",
-            remedy=_LOGS,
+            f"{spelled(absent)} did not come to {heading.label} within {timeout_s:g} s", remedy=_LOGS
         )
-    where = "; ".join(f"{spelled(ranks)} in {name!r}" for name, ranks in places.items())
+    first = sorted((sorted(ranks), place) for place, ranks in places.items())
+    where = "; ".join(f"{spelled(ranks)} in {place}" for ranks, place in first[:_MOST_PLACES])
+    more = f"; and {len(first) - _MOST_PLACES} places more" if len(first) > _MOST_PLACES else ""
     also = f"; {spelled(absent)} did not come" if absent else ""
     return ProtocolError(
-        f"ranks are in different places in round {number}: {where}{also}",
-        remedy="every rank must make the same calls in the same order",
+        f"ranks are in different places in round {heading.number}: {where}{more}{also}", remedy=_ORDER
     )
 
 
-def undecided(number: int, name: str, timeout_s: float) -> DeadlineError:
-    """Return the error of a round whose requests were all there, and whose answers did not come in time."""
+def unanswered(heading: Heading, rank: int, timeout_s: float) -> DeadlineError:
+    """Return the error of a round that this rank reported, and did not hear the end of in time."""
     return DeadlineError(
-        f"rank 0 did not answer round {number} ({name!r}) within {timeout_s:g} s", remedy=_LOGS
+        f"{spelled([rank])} did not answer {heading.label} within {timeout_s:g} s", remedy=_LOGS
     )
 
 
-def misdecided(number: int, name: str, error: BaseException) -> CommError:
+def misdecided(heading: Heading, error: BaseException) -> CommError:
     """Return what the other ranks hear when `decide` raised, or gave answers that do not fit, on rank 0."""
-    return CommError(f"rank 0 failed to decide round {number} ({name!r}): {type(error).__name__}: {error}")
+    return CommError(f"rank 0 failed to decide {heading.label}: {type(error).__name__}: {error}")
 
 
-def ahead(
-    number: int, name: str, rank: int, their_number: int, their_name: str, waiting: int
-) -> ProtocolError:
+def miscounted(heading: Heading, num_answers: int, size: int) -> ProtocolError:
+    """Return the error of a round in which `decide` gave too few or too many answers."""
+    return ProtocolError(f"{num_answers} answers were decided for {size} ranks in {heading.place}")
+
+
+def unmerged(heading: Heading, rank: int, error: Exception) -> CommError:
+    """Return what all ranks hear when the requests of some of them could not be made one."""
+    return CommError(f"{spelled([rank])} failed to merge {heading.label}: {type(error).__name__}: {error}")
+
+
+def ahead(heading: Heading, rank: int, theirs: Heading, waiting: int) -> ProtocolError:
     """Return the error of a round that a rank has left behind without taking part."""
     return ProtocolError(
-        f"{spelled([rank])} is in round {their_number} ({their_name!r}) already, "
-        f"{spelled([waiting])} in round {number} ({name!r})",
-        remedy="every rank must make the same calls in the same order",
+        f"{spelled([rank])} is in {theirs.label} already, {spelled([waiting])} in {heading.label}",
+        remedy=_ORDER,
     )
 
 
-def over(number: int, name: str, rank: int) -> ProtocolError:
+def over(heading: Heading, rank: int) -> ProtocolError:
     """Return the refusal of a message that repeats, or comes after the end of, its round."""
-    return ProtocolError(f"round {number} ({name!r}) is over, or {spelled([rank])} took part in it before")
+    return ProtocolError(f"{heading.label} is over, or {spelled([rank])} took part in it before")
 
 
-def left(number: int, name: str, rank: int) -> CommError:
+def left(heading: Heading, rank: int) -> CommError:
     """Return the error of a round in which a rank stopped waiting for its answer."""
     return CommError(
-        f"{spelled([rank])} left round {number} ({name!r}) before it ended: interrupted, dead, or out of time"
+        f"{spelled([rank])} left {heading.label} before it ended: interrupted, dead, or out of time"
+    )
+
+
+def misfit(rank: int, job: str, generation: int, here: int, our_job: str, ours: int) -> ProtocolError | None:
+    """Return the refusal of a rank of another job or another run of it, None for one of ours."""
+    if job != our_job:
+        return ProtocolError(
+            f"{spelled([rank])} belongs to job {job!r}, {spelled([here])} to {our_job!r}",
+            remedy="start every rank with the same job",
+        )
+    if generation == ours:
+        return None
+    age = "an older" if generation < ours else "a newer"
+    return ProtocolError(
+        f"{spelled([rank])} belongs to {age} run of job {job!r} than {spelled([here])}: "
+        f"generation {generation}, and ours is {ours}",
+        remedy="let every process of the older run end before a newer one begins",
     )
 
 
@@ -124,6 +153,22 @@ def stranger(rank: int, address: str) -> CommError:
 def closed(rank: int) -> GroupClosedError:
     """Return the error of a group that a rank has left."""
     return GroupClosedError(f"{spelled([rank])} closed the group")
+
+
+def taken(rank: int) -> ProtocolError:
+    """Return the refusal of a process that comes as a rank which another process is."""
+    return ProtocolError(
+        f"another process is rank {rank} already, or that rank does not report here",
+        remedy="give each process a rank of its own, and each run of a job another name",
+    )
+
+
+def reshaped(rank: int, here: int) -> ProtocolError:
+    """Return the refusal of a rank that takes the group for another one."""
+    return ProtocolError(
+        f"rank {rank} joins with a tree of another size, fan-out or placement on hosts than rank {here}",
+        remedy="start every rank with the same size and CommOptions.fan_out",
+    )
 
 
 def crowded(rank: int) -> ProtocolError:

@@ -2,23 +2,27 @@
 
 from __future__ import annotations
 
-import zlib
+import struct
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import msgspec
+import pyarrow as pa
 
 from reknit.errors import CommError, ProtocolError
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
-COMPRESS_NBYTES = 1 << 20
+    from reknit.errors import ReknitError
+
+COMPRESS_NBYTES = 64 << 10
 """Messages above this size are compressed."""
 
 OVERHEAD_NBYTES = 1 << 10
 """What a message may need beyond the payloads and the numbers in it."""
 
-_PLAIN, _ZLIB = b"\0", b"\1"
+_PLAIN, _ZSTD = b"\0", b"\1"
+_SIZE = struct.Struct("<Q")
 
 
 class Parcel(msgspec.Struct, array_like=True, frozen=True, forbid_unknown_fields=True):
@@ -47,26 +51,68 @@ class Parcel(msgspec.Struct, array_like=True, frozen=True, forbid_unknown_fields
 
 
 class Hello(msgspec.Struct, array_like=True, frozen=True, forbid_unknown_fields=True):
-    """What a rank says once to the rank above it, before all else."""
+    """What a rank says once to the rank above it, before all else; `topology` is the digest of its tree."""
 
     job: str
+    generation: int
     rank: int
-    size: int
-    fan_out: int
+    topology: str
 
 
-class Report(msgspec.Struct, array_like=True, frozen=True, forbid_unknown_fields=True):
-    """What a rank sends up in a round, for itself and all ranks below it.
+class Heading(msgspec.Struct, array_like=True, frozen=True, forbid_unknown_fields=True):
+    """The round that a message belongs to: the job and its generation, the round's number, name and subject.
 
-    Either everyone is there, under `name`, and `requests` holds a payload of each in ascending order of
-    ranks; or the round has failed already: `places` says who is there by which name, `missing` who did not
-    come, and `error` is set when something else went wrong.
+    Ranks are in the same place when they are in rounds of equal number, name and subject.
     """
 
     job: str
-    sender: int
+    generation: int
     number: int
     name: str
+    subject: str
+
+    @property
+    def place(self) -> str:
+        """The name and the subject, as errors spell them."""
+        return f"{self.name!r} of {self.subject}" if self.subject else repr(self.name)
+
+    @property
+    def label(self) -> str:
+        """The round, as errors spell it."""
+        return f"round {self.number} ({self.place})"
+
+    def report(
+        self,
+        sender: int,
+        requests: Parcel | None = None,
+        *,
+        places: dict[str, list[int]] | None = None,
+        missing: list[int] | None = None,
+        error: ReknitError | None = None,
+    ) -> Report:
+        """Return a report of `sender` in this round."""
+        wire = None if error is None else error.to_wire()
+        return Report(*self._itself, sender, requests or Parcel(), places or {}, missing or [], wire)
+
+    def outcome(self, answers: Parcel | None = None, error: ReknitError | None = None) -> Outcome:
+        """Return an outcome of this round."""
+        wire = None if error is None else error.to_wire()
+        return Outcome(*self._itself, answers or Parcel(), wire)
+
+    @property
+    def _itself(self) -> tuple[str, int, int, str, str]:
+        return self.job, self.generation, self.number, self.name, self.subject
+
+
+class Report(Heading, array_like=True, frozen=True, forbid_unknown_fields=True):
+    """What a rank sends up in a round, for itself and all ranks below it.
+
+    Either everyone is there, in one place, and `requests` holds a payload of each in ascending order of
+    ranks, or one payload that was merged from all of them; or the round has failed already: `places` says who
+    is in which place, `missing` who did not come, and `error` is set when something else went wrong.
+    """
+
+    sender: int
     requests: Parcel = Parcel()
     places: dict[str, list[int]] = {}
     missing: list[int] = []
@@ -74,28 +120,43 @@ class Report(msgspec.Struct, array_like=True, frozen=True, forbid_unknown_fields
 
     @property
     def whole(self) -> bool:
-        """Whether every rank of the sender's subtree is there, under one name."""
+        """Whether every rank of the sender's subtree is there, in one place."""
         return not (self.places or self.missing or self.error)
 
 
-class Outcome(msgspec.Struct, array_like=True, frozen=True, forbid_unknown_fields=True):
+class Outcome(Heading, array_like=True, frozen=True, forbid_unknown_fields=True):
     """What comes down: the answers for a rank and all ranks below it, or the error that everyone raises."""
 
     answers: Parcel = Parcel()
     error: dict[str, Any] | None = None
 
 
-_Message = TypeVar("_Message", Hello, Report, Outcome)
+class News(msgspec.Struct, array_like=True, frozen=True, forbid_unknown_fields=True):
+    """What a rank tells the one above it when the group is broken."""
+
+    job: str
+    generation: int
+    sender: int
+    error: dict[str, Any]
 
 
-def encode(message: Hello | Report | Outcome) -> bytes:
+class Reply(msgspec.Struct, array_like=True, frozen=True, forbid_unknown_fields=True):
+    """The answer to anything but a report: that it was heard, or why not."""
+
+    error: dict[str, Any] | None = None
+
+
+_Message = TypeVar("_Message", Hello, Report, Outcome, News, Reply)
+
+
+def encode(message: Hello | Report | Outcome | News | Reply) -> bytes:
     """Return the bytes of a message, compressed when it is large and that helps."""
     plain = msgspec.msgpack.encode(message)
     if len(plain) > COMPRESS_NBYTES:
         # The lowest level: what is large here are tables, which shrink well at once or not at all.
-        packed = zlib.compress(plain, 1)
-        if len(packed) < len(plain):
-            return _ZLIB + packed
+        packed = pa.Codec("zstd", compression_level=1).compress(plain, asbytes=True)
+        if _SIZE.size + len(packed) < len(plain):
+            return _ZSTD + _SIZE.pack(len(plain)) + packed
     return _PLAIN + plain
 
 
@@ -103,21 +164,26 @@ def decode(data: bytes, kind: type[_Message], max_nbytes: int) -> _Message:
     """Return the message in `data`; raises `ProtocolError` when there is none, or one above `max_nbytes`."""
     marker, body = data[:1], memoryview(data)[1:]
     try:
-        if marker == _ZLIB:
-            body = memoryview(_inflated(body, max_nbytes + OVERHEAD_NBYTES))
+        if marker == _ZSTD:
+            body = memoryview(_plain(body, max_nbytes + OVERHEAD_NBYTES))
         elif marker != _PLAIN:
             raise ProtocolError("a message begins with an unknown marker: the ranks run different versions")
         return msgspec.msgpack.decode(body, type=kind)
-    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError, zlib.error) as error:
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         raise ProtocolError(f"a message cannot be read as {kind.__name__}: {error}") from error
 
 
-def _inflated(body: memoryview, max_nbytes: int) -> bytes:
-    inflater = zlib.decompressobj()
-    plain = inflater.decompress(body, max_nbytes)
-    if inflater.unconsumed_tail or not inflater.eof:
-        raise ProtocolError(f"a message is cut off, or larger than {max_nbytes} bytes when decompressed")
-    return plain
+def _plain(body: memoryview, max_nbytes: int) -> bytes:
+    """Return what was compressed.  It says how large that is, which is checked before any of it is made."""
+    if len(body) < _SIZE.size:
+        raise ProtocolError("a message is cut off")
+    (nbytes,) = _SIZE.unpack_from(body)
+    if nbytes > max_nbytes:
+        raise ProtocolError(f"a message is larger than {max_nbytes} bytes when decompressed: {nbytes} bytes")
+    try:
+        return pa.Codec("zstd").decompress(body[_SIZE.size :], decompressed_size=nbytes, asbytes=True)
+    except OSError as error:
+        raise ProtocolError(f"a message is cut off, or not as large as it says: {error}") from error
 
 
 def too_large(what: str, nbytes: int, max_nbytes: int) -> CommError | None:
@@ -128,8 +194,3 @@ def too_large(what: str, nbytes: int, max_nbytes: int) -> CommError | None:
         f"{what}: {nbytes} bytes, more than max_message_nbytes ({max_nbytes})",
         remedy="raise CommOptions.max_message_nbytes, or lower CommOptions.fan_out",
     )
-
-
-def wire_limit(max_nbytes: int) -> int:
-    """Return the largest encoded message in bytes, for a limit on its payloads (gRPC counts in 32 bits)."""
-    return min(max_nbytes + OVERHEAD_NBYTES, (1 << 31) - 1)

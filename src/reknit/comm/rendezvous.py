@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import hashlib
 import os
-import socket
 import tempfile
 import time
+from contextlib import suppress
 from pathlib import Path
 from typing import Protocol
 from urllib.parse import quote
@@ -17,17 +17,25 @@ from reknit.monitor.phase import Deadline
 _FIRST_POLL_S = 0.005
 _LAST_POLL_S = 0.25
 _LONGEST_NAME = 160
-_ANYWHERE = ("0.0.0.0", "::")
 
 
 class Store(Protocol):
-    """Named values that every rank of a job sees; used while a group forms, and not after."""
+    """Named values that every rank of a job sees; used while a group forms, and not after.
+
+    What is more is optional.  ``get_many(keys, timeout_s)`` returns the values of many keys in less time than
+    one `get` each takes, and waits until all are there.  ``forget(prefix)`` deletes all keys that begin so.
+    ``master`` is the host where the values are, for stores that have one.
+    """
 
     def set(self, key: str, value: bytes) -> None:
         """Put `value` under `key`, over what was there."""
 
     def get(self, key: str, timeout_s: float) -> bytes:
-        """Return the value of `key`; wait until there is one, and raise `DeadlineError` when none comes."""
+        """Return the value of `key`; wait until there is one, and raise `DeadlineError` when none comes.
+
+        A value that is there is returned even if `timeout_s` is zero.  A store that cannot be reached raises
+        another `CommError`.
+        """
 
 
 class FolderStore:
@@ -78,6 +86,16 @@ class FolderStore:
             time.sleep(min(pause_s, deadline.remaining()))
             pause_s = min(_LAST_POLL_S, pause_s * 2)
 
+    def forget(self, prefix: str) -> None:
+        """Delete the keys that begin with `prefix`, apart from very long ones, as far as they can be."""
+        beginning = f"key-{quote(prefix, safe='')}"
+        # What is left here is litter, and harms nobody.
+        with suppress(OSError):
+            for file in list(self._folder.iterdir()):
+                if file.name.startswith(beginning):
+                    with suppress(OSError):
+                        file.unlink()
+
     def _file(self, key: str) -> Path:
         name = quote(key, safe="")
         if len(name) > _LONGEST_NAME:
@@ -91,18 +109,3 @@ class FolderStore:
             path=str(self._folder),
             remedy="give a folder that every rank can write to",
         )
-
-
-def addresses(bind: str | None) -> tuple[str, str]:
-    """Return the host that other ranks are told, and the one to listen on, for `CommOptions.bind`."""
-    host = bind
-    if bind is None or bind in _ANYWHERE:
-        try:
-            host = socket.gethostbyname(socket.gethostname())
-        except OSError:
-            host = "127.0.0.1"  # a host that does not know its own name is alone, or sets `bind`
-    return _bracketed(str(host)), _bracketed(bind or str(host))
-
-
-def _bracketed(host: str) -> str:
-    return f"[{host}]" if ":" in host and not host.startswith("[") else host

@@ -6,29 +6,33 @@ import threading
 from typing import TYPE_CHECKING
 
 from reknit.comm import faults
-from reknit.errors import ProtocolError, ReknitError
+from reknit.comm.effects import Call
+from reknit.comm.message import Heading
+from reknit.comm.topology import Topology
+from reknit.errors import ReknitError
 from reknit.monitor.phase import Deadline
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
     from reknit.comm.base import Group
+    from reknit.comm.subtree import Merge
 
     Decide = Callable[[list[bytes]], Sequence[bytes]]
 
 
-def thread_groups(size: int) -> list[Group]:
+def thread_groups(size: int, generation: int = 0) -> list[Group]:
     """Return one group for each of `size` ranks; give each to a thread of its own."""
-    hall = _Hall(size)
+    hall = _Hall(size, generation)
     return [ThreadGroup(hall, rank) for rank in range(size)]
 
 
 class _Round:
-    """A round: who came by which name, who was told, and the answers or the error."""
+    """A round: who came to which place, who was told, and the answers or the error."""
 
     def __init__(self, number: int) -> None:
         self.number = number
-        self.came: dict[int, tuple[str, bytes]] = {}
+        self.came: dict[int, tuple[Heading, bytes]] = {}
         self.told: set[int] = set()
         self.settled: Deadline | None = None
         self.answers: list[bytes] | None = None
@@ -41,15 +45,15 @@ class _Round:
     def places(self) -> dict[str, list[int]]:
         places: dict[str, list[int]] = {}
         for rank in sorted(self.came):
-            places.setdefault(self.came[rank][0], []).append(rank)
+            places.setdefault(self.came[rank][0].place, []).append(rank)
         return places
 
 
 class _Hall:
     """What the ranks share; `changed` guards all of it."""
 
-    def __init__(self, size: int) -> None:
-        self.size = size
+    def __init__(self, size: int, generation: int) -> None:
+        self.size, self.generation = size, generation
         self.changed = threading.Condition()
         self.rounds: dict[int, _Round] = {}
         self.broken: ReknitError | None = None
@@ -78,11 +82,30 @@ class ThreadGroup:
         self._turn = threading.Lock()
 
     @property
+    def topology(self) -> Topology:
+        """A tree in which every rank is a host of its own."""
+        return Topology.flat(self.size, 16)
+
+    @property
+    def generation(self) -> int:
+        """What `thread_groups` was given."""
+        return self._hall.generation
+
+    @property
     def broken(self) -> bool:
         """Whether a rank has closed the group."""
         return self._hall.broken is not None
 
-    def exchange(self, name: str, request: bytes, decide: Decide, timeout_s: float) -> bytes:
+    def exchange(
+        self,
+        name: str,
+        request: bytes,
+        decide: Decide,
+        timeout_s: float,
+        *,
+        merge: Merge | None = None,
+        subject: str = "",
+    ) -> bytes:
         """Hold one round, as `Group.exchange` says."""
         if not self._turn.acquire(blocking=False):
             raise faults.crowded(self.rank)
@@ -90,8 +113,9 @@ class ThreadGroup:
             number, self._number = self._number, self._number + 1
             with self._hall.changed:
                 meeting = self._hall.rounds.setdefault(number, _Round(number))
+                call = Call(name, request, min(timeout_s, faults.FOREVER_S), subject, merge)
                 try:
-                    return self._attend(meeting, name, request, decide, min(timeout_s, faults.FOREVER_S))
+                    return self._attend(meeting, call, decide)
                 finally:
                     self._hall.depart(meeting, self.rank)
         finally:
@@ -103,61 +127,65 @@ class ThreadGroup:
             self._hall.broken = self._hall.broken or faults.closed(self.rank)
             self._hall.changed.notify_all()
 
-    def _attend(self, meeting: _Round, name: str, request: bytes, decide: Decide, timeout_s: float) -> bytes:
+    def _attend(self, meeting: _Round, call: Call, decide: Decide) -> bytes:
+        heading = Heading("threads", self.generation, meeting.number, call.name, call.subject)
         if not meeting.over:
-            meeting.came[self.rank] = (name, request)
+            meeting.came[self.rank] = (heading, call.request)
             self._hall.changed.notify_all()
-        deadline = Deadline(timeout_s)
+        deadline = Deadline(call.timeout_s)
         try:
             while not meeting.over:
-                self._advance(meeting, name, decide, deadline)
+                self._advance(meeting, call, decide, deadline)
         except ReknitError as error:
             self._hall.fail(meeting, error)
             raise
         except BaseException as error:
             # Whatever it is, Ctrl-C too: the other ranks wait for an outcome.
             if self.rank == 0:
-                self._hall.fail(meeting, faults.misdecided(meeting.number, name, error))
+                self._hall.fail(meeting, faults.misdecided(heading, error))
             else:
-                self._hall.fail(meeting, faults.left(meeting.number, name, self.rank))
+                self._hall.fail(meeting, faults.left(heading, self.rank))
             raise
         if meeting.answers is None:
             assert meeting.error is not None
             raise faults.copied(meeting.error)
         return meeting.answers[self.rank]
 
-    def _advance(self, meeting: _Round, name: str, decide: Decide, deadline: Deadline) -> None:
+    def _advance(self, meeting: _Round, call: Call, decide: Decide, deadline: Deadline) -> None:
         """Bring a round nearer to its end: fail it, decide it, or wait for a change."""
         hall, all_here = self._hall, len(meeting.came) == self.size
-        one_name = len({place for place, _ in meeting.came.values()}) == 1
-        if not one_name and meeting.settled is None:
+        heading = meeting.came[self.rank][0]
+        one_place = len(meeting.places()) == 1
+        if not one_place and meeting.settled is None:
             meeting.settled = Deadline(faults.SETTLE_S)
         clocks = [clock for clock in (deadline, meeting.settled) if clock is not None]
         pause_s = min(clock.remaining() for clock in clocks)
         if hall.broken is not None:
             hall.fail(meeting, hall.broken)
-        elif all_here and one_name and self.rank == 0:
-            self._decide(meeting, name, decide)
-        elif pause_s > 0 and (one_name or not all_here):
+        elif all_here and one_place and self.rank == 0:
+            self._decide(meeting, heading, call, decide)
+        elif pause_s > 0 and (one_place or not all_here):
             hall.changed.wait(pause_s)
-        elif all_here and one_name:
-            hall.fail(meeting, faults.undecided(meeting.number, name, deadline.seconds))
+        elif all_here and one_place:
+            hall.fail(meeting, faults.unanswered(heading, 0, deadline.seconds))
         else:
             missing = [rank for rank in range(self.size) if rank not in meeting.came]
-            error = faults.failed_round(meeting.number, meeting.places(), missing, deadline.seconds)
+            error = faults.failed_round(heading, meeting.places(), missing, deadline.seconds)
             hall.fail(meeting, error)
 
-    def _decide(self, meeting: _Round, name: str, decide: Decide) -> None:
+    def _decide(self, meeting: _Round, heading: Heading, call: Call, decide: Decide) -> None:
         """Run `decide` with the hall open, so that the others can still give up or close."""
         hall = self._hall
         requests = [meeting.came[rank][1] for rank in range(self.size)]
         hall.changed.release()
         try:
+            if call.merge is not None and self.size > 1:
+                requests = [call.merge(requests)]
             answers = list(decide(requests))
         finally:
             hall.changed.acquire()
         if len(answers) != self.size:
-            raise ProtocolError(f"{len(answers)} answers were decided for {self.size} ranks in {name!r}")
+            raise faults.miscounted(heading, len(answers), self.size)
         if hall.broken is not None:
             hall.fail(meeting, hall.broken)
         elif not meeting.over:

@@ -1,4 +1,4 @@
-"""The server of a rank in the tree: it lets in who knows its token, and answers out of the rank's node."""
+"""The server of a rank in the tree: it lets in who knows its token, and answers out of the rank's rounds."""
 
 from __future__ import annotations
 
@@ -13,19 +13,22 @@ from typing import TYPE_CHECKING, cast
 import grpc
 
 from reknit.comm import faults
+from reknit.comm.addresses import addresses
+from reknit.comm.chunks import CHUNK_NBYTES, divided, joined
 from reknit.comm.crew import Crew
-from reknit.comm.message import Hello, Outcome, Report, decode, encode, wire_limit
-from reknit.comm.rendezvous import addresses
-from reknit.errors import CommError, ProtocolError, ReknitError, from_wire
+from reknit.comm.message import OVERHEAD_NBYTES, Heading, Hello, News, Reply, Report, decode, encode
+from reknit.comm.tls import open_port
+from reknit.errors import ReknitError, from_wire
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Iterable, Iterator
     from concurrent.futures import ThreadPoolExecutor
 
-    from reknit.comm.node import Node
+    from reknit.comm.message import Outcome
+    from reknit.comm.rounds import Rounds
+    from reknit.comm.topology import Topology
     from reknit.options import CommOptions
 
-    Behaviour = Callable[[bytes, grpc.ServicerContext], Outcome]
     _Handler = grpc.GenericRpcHandler[bytes, bytes]
 else:
     _Handler = grpc.GenericRpcHandler  # generic in the stubs only
@@ -44,12 +47,15 @@ WATCHING = "reknit-watching"
 _MOST_PEERS_LOGGED = 256
 
 
-def settings(options: CommOptions) -> list[tuple[str, int]]:
+_NOWHERE = Heading("", 0, -1, "", "")
+
+
+def settings() -> list[tuple[str, int]]:
     """Return the settings of channels and servers, so that no environment variable decides them."""
-    limit = wire_limit(options.max_message_nbytes)
     return [
-        ("grpc.max_send_message_length", limit),
-        ("grpc.max_receive_message_length", limit),
+        # What is larger comes in chunks; see `CommOptions.max_message_nbytes` for what these may add up to.
+        ("grpc.max_send_message_length", 2 * CHUNK_NBYTES),
+        ("grpc.max_receive_message_length", 2 * CHUNK_NBYTES),
         ("grpc.so_reuseport", 0),
         ("grpc.enable_http_proxy", 0),
         ("grpc.enable_retries", 0),
@@ -65,57 +71,51 @@ def settings(options: CommOptions) -> list[tuple[str, int]]:
 
 
 class Server(_Handler):
-    """The server of a rank: answers the ranks below it out of its node."""
+    """The server of a rank: answers the ranks below it out of its rounds.
+
+    `host` is the address of this host that other ranks are told, `address` all that the ranks below need.
+    """
 
     def __init__(
-        self,
-        node: Node,
-        hello: Hello,
-        options: CommOptions,
-        tell: Callable[[ReknitError], object],
+        self, rounds: Rounds, hello: Hello, topology: Topology, options: CommOptions, master: str | None
     ) -> None:
-        """Listen; `tell` gets the error of whoever is gone or closed, when that breaks the node."""
-        self._node, self._hello, self._tell = node, hello, tell
+        """Listen; `master` is the host of the store in which the ranks met, if it has one."""
+        self._rounds, self._hello = rounds, hello
         token = secrets.token_hex(32)
         self._token = token.encode()
         self._limit = options.max_message_nbytes
-        self._behaviours: dict[str, Behaviour] = {
-            SERVICE + "hello": self._greet,
-            SERVICE + "watch": self._watch,
-            SERVICE + "round": self._round,
-            SERVICE + "tell": self._hear,
+        unary, stream = grpc.unary_unary_rpc_method_handler, grpc.stream_stream_rpc_method_handler
+        self._handlers: dict[str, grpc.RpcMethodHandler[bytes, bytes]] = {
+            SERVICE + "hello": unary(functools.partial(self._reply, self._greet)),
+            SERVICE + "watch": unary(functools.partial(self._reply, self._watch)),
+            SERVICE + "tell": unary(functools.partial(self._reply, self._hear)),
+            SERVICE + "round": stream(self._round),
         }
         self._refused: set[str] = set()
         self._ended = threading.Condition()
         self._num_open = 0
         # For each child a round and a watch may wait here; the others return at once.
-        self._crew = Crew(2 * options.fan_out + 4)
+        self._crew = Crew(2 * len(topology.children(hello.rank)) + 4)
         self._server = grpc.server(
-            cast("ThreadPoolExecutor", self._crew), handlers=[self], options=settings(options)
+            cast("ThreadPoolExecutor", self._crew), handlers=[self], options=settings()
         )
-        host, listens = addresses(options.bind)
-        try:
-            port = self._server.add_insecure_port(f"{listens}:0")
-        except RuntimeError as error:
-            raise CommError(
-                f"no server can listen on {listens}: {error}",
-                remedy="set CommOptions.bind to an address of this host that the other hosts reach",
-            ) from error
+        self.host, listens = addresses(options, one_host=topology.num_hosts == 1, master=master)
+        port = open_port(self._server, f"{listens}:0", options)
         self._server.start()
-        self.address = f"{host}:{port} {token}"
+        self.address = f"{self.host}:{port} {token}"
 
     def service(
         self, handler_call_details: grpc.HandlerCallDetails
     ) -> grpc.RpcMethodHandler[bytes, bytes] | None:
         """Return what serves a call: a refusal that reads nothing of it, unless it carries the token."""
-        behaviour = self._behaviours.get(handler_call_details.method)
-        if behaviour is None:
+        handler = self._handlers.get(handler_call_details.method)
+        if handler is None:
             return None
         given = next((v for k, v in handler_call_details.invocation_metadata or () if k == TOKEN), "")
         value = given if isinstance(given, bytes) else given.encode()
         if not hmac.compare_digest(value, self._token):
             return grpc.stream_unary_rpc_method_handler(self._refuse)
-        return grpc.unary_unary_rpc_method_handler(functools.partial(self._reply, behaviour))
+        return handler
 
     def stop(self) -> None:
         """Let calls that have their outcome end, then free port and threads.
@@ -146,46 +146,58 @@ class Server(_Handler):
         peer = context.peer().rpartition(":")[0]
         if peer not in self._refused and len(self._refused) < _MOST_PEERS_LOGGED:
             self._refused.add(peer)
-            _log.warning("rank %d refused a call from %s: wrong token", self._node.rank, peer)
-        context.abort(grpc.StatusCode.UNAUTHENTICATED, f"rank {self._node.rank} does not know this token")
+            _log.warning("rank %d refused a call from %s: wrong token", self._rounds.rank, peer)
+        context.abort(grpc.StatusCode.UNAUTHENTICATED, f"rank {self._rounds.rank} does not know this token")
 
-    def _reply(self, behaviour: Behaviour, data: bytes, context: grpc.ServicerContext) -> bytes:
+    def _reply(self, hear: Callable[..., Reply], data: bytes, context: grpc.ServicerContext) -> bytes:
         try:
-            return encode(behaviour(data, context))
+            return encode(hear(data, context))
         except ReknitError as error:
-            return encode(Outcome(error=error.to_wire()))
+            return encode(Reply(error.to_wire()))
 
-    def _greet(self, data: bytes, _: grpc.ServicerContext) -> Outcome:
-        theirs, ours = decode(data, Hello, self._limit), self._hello
-        if (theirs.job, theirs.size, theirs.fan_out) != (ours.job, ours.size, ours.fan_out):
-            raise ProtocolError(
-                f"rank {theirs.rank} joins job {theirs.job!r} with size {theirs.size} and fan-out "
-                f"{theirs.fan_out}, rank {ours.rank} job {ours.job!r} with {ours.size} and {ours.fan_out}",
-                remedy="start every rank with the same job, size and CommOptions.fan_out",
-            )
-        self._node.greet(theirs.rank)
-        return Outcome()
+    def _greet(self, data: bytes, _: object) -> Reply:
+        self._rounds.greet(self._known(data))
+        return Reply()
 
-    def _watch(self, data: bytes, context: grpc.ServicerContext) -> Outcome:
-        child = decode(data, Hello, self._limit).rank
-        self._node.attach(child)
-        self._open(context, functools.partial(self._lost, child))
-        with contextlib.suppress(grpc.RpcError):  # of a child that is gone again; `_lost` has seen to that
+    def _watch(self, data: bytes, context: grpc.ServicerContext) -> Reply:
+        child = self._known(data)
+        self._rounds.attach(child)
+        self._open(context, functools.partial(self._rounds.break_off, faults.gone(child), child))
+        with contextlib.suppress(grpc.RpcError):  # of a child that is gone again; that is seen to
             context.send_initial_metadata(((WATCHING, ""),))
-        return Outcome(error=self._node.until_broken().to_wire())
+        return Reply(self._rounds.until_broken().to_wire())
 
-    def _lost(self, child: int) -> None:
-        error = faults.gone(child)
-        if self._node.break_off(error):
-            self._tell(error)
+    def _hear(self, data: bytes, _: object) -> Reply:
+        news = decode(data, News, self._limit)
+        self._agree(news.sender, news.job, news.generation)
+        self._rounds.break_off(from_wire(news.error), news.sender)
+        return Reply()
 
-    def _round(self, data: bytes, context: grpc.ServicerContext) -> Outcome:
-        visit = self._node.attend(decode(data, Report, self._limit))
-        self._open(context, functools.partial(self._node.leave, visit))
-        return self._node.answer(visit)
+    def _round(self, chunks: Iterable[bytes], context: grpc.ServicerContext) -> Iterator[bytes]:
+        yield from divided(encode(self._attended(chunks, context)))
 
-    def _hear(self, data: bytes, _: grpc.ServicerContext) -> Outcome:
-        error = from_wire(decode(data, Outcome, self._limit).error or {})
-        if self._node.break_off(error):
-            self._tell(error)
-        return Outcome()
+    def _attended(self, chunks: Iterable[bytes], context: grpc.ServicerContext) -> Outcome:
+        """Take a report, and wait for what its sender is told."""
+        try:
+            report = decode(joined(chunks, self._limit + OVERHEAD_NBYTES), Report, self._limit)
+            visit = self._rounds.attend(report)
+        except ReknitError as error:
+            return _NOWHERE.outcome(error=error)
+        self._open(context, functools.partial(self._rounds.leave, visit))
+        outcome = self._rounds.answer(visit)
+        # A child that hung up hears nothing of this.
+        return outcome or report.outcome(error=faults.left(report, visit.child))
+
+    def _known(self, data: bytes) -> int:
+        """Return the rank that says hello; raises `ProtocolError` unless it belongs to this group."""
+        theirs = decode(data, Hello, self._limit)
+        self._agree(theirs.rank, theirs.job, theirs.generation)
+        if theirs.topology != self._hello.topology:
+            raise faults.reshaped(theirs.rank, self._hello.rank)
+        return theirs.rank
+
+    def _agree(self, rank: int, job: str, generation: int) -> None:
+        ours = self._hello
+        stranger = faults.misfit(rank, job, generation, ours.rank, ours.job, ours.generation)
+        if stranger is not None:
+            raise stranger

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import hashlib
 import sys
+import time
 from dataclasses import dataclass
-from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
 from reknit.errors import CommError, DeadlineError, UsageError
@@ -15,6 +15,9 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
 _PREFIX = "reknit"
+_BATCH = 512
+_FIRST_PAUSE_S = 0.005
+_LAST_PAUSE_S = 0.5
 
 
 class TorchStore:
@@ -37,17 +40,60 @@ class TorchStore:
 
         Raises `DeadlineError` when none came, `CommError` when the store is gone.
         """
+        self._wait([key], timeout_s)
         try:
-            self._store.wait([key], timedelta(seconds=max(timeout_s, 0.001)))
             return bytes(self._store.get(key))
         except RuntimeError as error:
-            # torch has no type for "waited too long" that all its stores raise; they all say it in words.
-            if "timeout" not in str(error).lower():
-                raise _lost(key, error) from error
-            raise DeadlineError(
-                f"no rank put {key!r} into torch's store within {timeout_s:g} s",
-                remedy="check that all ranks make the same call",
-            ) from error
+            raise _lost(key, error) from error
+
+    def get_many(self, keys: Sequence[str], timeout_s: float) -> list[bytes]:
+        """Return the values of `keys`, many in a call where the store can; waits and raises as `get` does."""
+        # torch's server takes time that grows with the square of the keys in a call, beyond a few hundred.
+        batches = [list(keys[first : first + _BATCH]) for first in range(0, len(keys), _BATCH)]
+        values: list[bytes] = []
+        for batch in batches:
+            timeout_s -= self._wait(batch, timeout_s)
+            try:
+                if self._store.has_extended_api():
+                    values += map(bytes, self._store.multi_get(batch))
+                else:
+                    values += [bytes(self._store.get(key)) for key in batch]
+            except RuntimeError as error:
+                raise _lost(batch[0], error) from error
+        return values
+
+    @property
+    def master(self) -> str | None:
+        """The host of the process that holds the values, None for a store without one."""
+        store = self._store
+        while hasattr(store, "underlying_store"):
+            store = store.underlying_store
+        return getattr(store, "host", None)
+
+    def _wait(self, keys: list[str], timeout_s: float) -> float:
+        """Wait until all keys have values; return how long that took.
+
+        They are asked for again and again, since torch's own `wait` writes warnings into the log of a rank
+        each time that it ends in vain.
+        """
+        waited_s, pause_s = 0.0, _FIRST_PAUSE_S
+        try:
+            while not self._store.check(keys):
+                if waited_s >= timeout_s:
+                    raise DeadlineError(
+                        f"no rank put {_first(keys)} into torch's store within {timeout_s:g} s",
+                        remedy="check that all ranks make the same call",
+                    )
+                nap_s = min(pause_s, timeout_s - waited_s)
+                time.sleep(nap_s)
+                waited_s, pause_s = waited_s + nap_s, min(_LAST_PAUSE_S, pause_s * 1.5)
+        except RuntimeError as error:
+            raise _lost(keys[0], error) from error
+        return waited_s
+
+
+def _first(keys: Sequence[str]) -> str:
+    return repr(keys[0]) if len(keys) == 1 else f"all of {len(keys)} keys like {keys[0]!r}"
 
 
 def _lost(key: str, error: RuntimeError) -> CommError:

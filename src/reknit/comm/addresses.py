@@ -1,0 +1,163 @@
+"""Under which address can other ranks reach this one, and on which does it listen?"""
+
+from __future__ import annotations
+
+import ipaddress
+import socket
+from typing import TYPE_CHECKING, NamedTuple
+
+import psutil
+
+from reknit.errors import CommError, UsageError
+from reknit.options import ANYWHERE
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from reknit.options import CommOptions
+
+_REMEDY = "set CommOptions.interface, or CommOptions.bind to an address of this host that the others reach"
+
+# A packet that nobody sends: connecting a UDP socket only asks for the route, and any port will do.
+_ANY_PORT = 9
+
+_OF_CONTAINERS = ("docker", "br-", "veth", "virbr", "cni", "flannel", "cali", "lxc", "podman")
+
+
+class Address(NamedTuple):
+    """What other ranks are told, and what the server listens on; to be followed by a colon and a port."""
+
+    told: str
+    listens: str
+
+
+def addresses(options: CommOptions, *, one_host: bool, master: str | None = None) -> Address:
+    """Return the address of this rank's server.
+
+    `one_host`: all ranks of the group are on this host.  `master`: the host of the store in which they met,
+    if it has one.  Raises `UsageError` for an interface that this host does not have, `CommError` when there
+    is no address to be found.
+    """
+    everywhere = options.bind in ANYWHERE
+    if options.bind is not None and not everywhere:
+        told = options.bind
+    elif options.interface is not None:
+        told = _of_interface(options.interface)
+    elif one_host:
+        told = _loopback()
+    else:
+        told = _found(master)
+    listens = options.bind if everywhere and options.bind is not None else told
+    return Address(bracketed(told), bracketed(listens))
+
+
+def bracketed(host: str) -> str:
+    """Return a host as it stands before a colon and a port: an IPv6 address in brackets."""
+    return f"[{host}]" if ":" in host and not host.startswith("[") else host
+
+
+def is_loopback(host: str) -> bool:
+    """Tell whether an address leads nowhere but to the host itself."""
+    return _parsed(host).is_loopback
+
+
+def own_addresses() -> set[str]:
+    """Return all IP addresses of this host."""
+    return {address for _, address in _of_all()}
+
+
+def _found(master: str | None) -> str:
+    """Return an address that other hosts can use."""
+    route = None if master is None else _towards(master)
+    if route is not None and _usable(route):
+        return route
+    for address in _of_name():
+        if _usable(address):
+            return address
+    apart = [(name, address) for name, address in _of_all() if _usable(address) and _is_up(name)]
+    # Bridges of containers have addresses that no other host reaches; IPv4 first, as with a chosen interface.
+    apart.sort(key=lambda entry: (entry[0].startswith(_OF_CONTAINERS), ":" in entry[1]))
+    if apart:
+        return apart[0][1]
+    if route is not None:
+        return route  # the master is reached inside this host: so are all ranks, whatever hosts they name
+    raise CommError("this host has no address that other hosts could reach", remedy=_REMEDY)
+
+
+def _towards(host: str) -> str | None:
+    """Return the address of this host from which packets to another would come, None where none can go."""
+    try:
+        ends = socket.getaddrinfo(host, _ANY_PORT, type=socket.SOCK_DGRAM)
+    except OSError:
+        return None
+    for family, kind, protocol, _, end in ends:
+        try:
+            with socket.socket(family, kind, protocol) as probe:
+                probe.connect(end)
+                return str(probe.getsockname()[0])
+        except OSError:
+            continue
+    return None
+
+
+def _of_name() -> list[str]:
+    """Return the addresses to which this host's name leads; Debian lets it lead to 127.0.1.1."""
+    try:
+        ends = socket.getaddrinfo(socket.gethostname(), None, type=socket.SOCK_STREAM)
+    except OSError:
+        return []
+    return [str(end[0]) for *_, end in ends]
+
+
+def _of_interface(name: str) -> str:
+    found: dict[str, list[str]] = {}
+    for interface, address in _of_all():
+        found.setdefault(interface, []).append(address)
+    if name not in found:
+        raise UsageError(
+            f"this host has no network interface {name!r} with an address",
+            remedy=f"name one of these in CommOptions.interface: {', '.join(sorted(found)) or 'none'}",
+        )
+    # An address that is good on one link only means nothing to another host: the link has another name there.
+    usable = [address for address in found[name] if not _parsed(address).is_link_local]
+    if not usable:
+        raise UsageError(
+            f"the network interface {name!r} has only addresses of its link: {', '.join(found[name])}",
+            remedy=_REMEDY,
+        )
+    return min(usable, key=lambda address: ":" in address)
+
+
+def _loopback() -> str:
+    own = own_addresses()
+    return "::1" if "::1" in own and "127.0.0.1" not in own else "127.0.0.1"
+
+
+def _of_all() -> Iterator[tuple[str, str]]:
+    """Yield each interface with each of its IP addresses."""
+    try:
+        interfaces = psutil.net_if_addrs()
+    except OSError as error:
+        raise CommError(f"the network interfaces cannot be listed: {error}", remedy=_REMEDY) from error
+    for name, entries in interfaces.items():
+        for entry in entries:
+            if entry.family in (socket.AF_INET, socket.AF_INET6):
+                yield name, entry.address
+
+
+def _is_up(interface: str) -> bool:
+    state = psutil.net_if_stats().get(interface)
+    return state is None or state.isup
+
+
+def _usable(host: str) -> bool:
+    """Tell whether an address means something to other hosts."""
+    address = _parsed(host)
+    return not (address.is_loopback or address.is_link_local or address.is_unspecified)
+
+
+def _parsed(host: str) -> ipaddress.IPv4Address | ipaddress.IPv6Address:
+    address = ipaddress.ip_address(host.partition("%")[0])
+    if isinstance(address, ipaddress.IPv6Address) and address.ipv4_mapped is not None:
+        return address.ipv4_mapped
+    return address

@@ -1,0 +1,78 @@
+"""What a rank's part in a round travels in: its payload, or the errors that kept it from having one."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+
+from reknit.errors import ProtocolError, ReknitError, from_wire
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+MOST_OTHERS = 8
+"""How many ranks are named that failed besides the first; of all others only their number is kept."""
+
+
+class Envelope(msgspec.Struct, array_like=True, frozen=True):
+    """A payload; or the error of the lowest rank that failed, and who failed too, and how."""
+
+    payload: bytes = b""
+    error: dict[str, Any] | None = None
+    others: list[tuple[int | None, str]] = []
+    more: int = 0
+
+    def failure(self) -> ReknitError | None:
+        """Return the error, which says how many other ranks failed too and how; None without one."""
+        if self.error is None:
+            return None
+        first = from_wire(self.error)
+        if self.others:
+            ranks = ", ".join(f"{rank} ({kind})" for rank, kind in self.others)
+            more = f" and {self.more} more" if self.more else ""
+            first.message += f"; also failed: rank {ranks}{more}"
+        return first
+
+
+encode = msgspec.msgpack.Encoder().encode
+_decoder = msgspec.msgpack.Decoder(Envelope)
+
+
+def decode(data: bytes) -> Envelope:
+    """Return the envelope in `data`; raises `ProtocolError` when there is none."""
+    try:
+        return _decoder.decode(data)
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+        raise ProtocolError(f"a rank sent bytes that are no part of a round: {error}") from error
+
+
+def failed(error: BaseException, rank: int, name: str) -> Envelope:
+    """Return the envelope of a rank that met an error: a typed description of it, if it is a foreign one."""
+    typed = error if isinstance(error, ReknitError) else ReknitError(f"{type(error).__name__}: {error}")
+    typed.sign(rank=rank, phase=name)
+    return Envelope(error=typed.to_wire())
+
+
+def merged(envelopes: Sequence[Envelope], merge: Callable[[list[bytes]], bytes]) -> Envelope:
+    """Return what several envelopes say together: `merge` of the payloads, if no rank failed."""
+    failures = [envelope for envelope in envelopes if envelope.error is not None]
+    if not failures:
+        return Envelope(merge([envelope.payload for envelope in envelopes]))
+    failures.sort(key=lambda envelope: _order(_culprit(envelope)))
+    others = [_culprit(envelope) for envelope in failures[1:]]
+    others += [other for envelope in failures for other in envelope.others]
+    others.sort(key=_order)
+    more = sum(envelope.more for envelope in failures) + max(0, len(others) - MOST_OTHERS)
+    return Envelope(b"", failures[0].error, others[:MOST_OTHERS], more)
+
+
+def _culprit(envelope: Envelope) -> tuple[int | None, str]:
+    wire = envelope.error or {}
+    rank = wire.get("rank")
+    return rank if isinstance(rank, int) else None, str(wire.get("type"))
+
+
+def _order(culprit: tuple[int | None, str]) -> tuple[bool, int]:
+    rank, _ = culprit
+    return rank is None, rank or 0

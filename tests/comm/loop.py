@@ -1,0 +1,133 @@
+"""Machines of a whole tree in one thread, whose messages arrive when and as often as a test likes."""
+
+from __future__ import annotations
+
+import math
+from typing import TYPE_CHECKING, NamedTuple
+
+from reknit.comm import faults
+from reknit.comm.effects import Call, Decide, Done, Refuse, SendOutcome, SendReport, Tell
+from reknit.comm.machine import RoundMachine
+from reknit.errors import ReknitError, from_wire
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable, Sequence
+
+    from reknit.comm.effects import Effect
+    from reknit.comm.topology import Topology
+
+MAX_NBYTES = 1 << 20
+
+
+class Delivery(NamedTuple):
+    """A message under way: what it does to the machine of `rank` once it arrives."""
+
+    rank: int
+    effect: SendReport | SendOutcome | Tell | Decide
+    origin: int
+
+
+class Loop:
+    """The machines of a tree, the messages between them, and how each rank's rounds ended."""
+
+    def __init__(
+        self, topology: Topology, decide: Callable[[list[bytes]], Sequence[bytes]] | None = None
+    ) -> None:
+        self.topology = topology
+        self.machines = [
+            RoundMachine(rank, topology, job="job", generation=7, max_nbytes=MAX_NBYTES)
+            for rank in range(topology.size)
+        ]
+        self.decide = decide or (lambda requests: requests)
+        self.now = 0.0
+        self.under_way: list[Delivery] = []
+        self.arrived: list[Delivery] = []
+        self.decisions: list[list[bytes]] = []
+        self.endings: dict[int, list[bytes | ReknitError]] = {rank: [] for rank in range(topology.size)}
+        self.ended_at: dict[int, float] = {}
+        self.refused: list[ReknitError] = []
+        self.dead: set[int] = set()
+
+    def enter(self, rank: int, call: Call) -> None:
+        """Let a rank begin its next round."""
+        self.carry_out(rank, self.machines[rank].enter(call, self.now))
+
+    def enter_all(self, name: str = "plan", *, but: Iterable[int] = (), timeout_s: float = 30.0) -> None:
+        """Let all ranks begin a round, each with its number as the request."""
+        for rank in range(self.topology.size):
+            if rank not in but and rank not in self.dead:
+                self.enter(rank, Call(name, b"%d" % rank, timeout_s))
+
+    def carry_out(self, rank: int, effects: list[Effect]) -> None:
+        """Put what a machine sends under way, and note how its rounds end."""
+        for effect in effects:
+            if isinstance(effect, SendReport):
+                above = self.topology.parent(rank)
+                assert above is not None
+                self.under_way.append(Delivery(above, effect, rank))
+            elif isinstance(effect, SendOutcome):
+                self.under_way.append(Delivery(effect.child, effect, rank))
+            elif isinstance(effect, Tell):
+                self.under_way.append(Delivery(effect.rank, effect, rank))
+            elif isinstance(effect, Decide):
+                self.under_way.append(Delivery(rank, effect, rank))
+            elif isinstance(effect, Refuse):
+                self.refused.append(effect.error)
+            else:
+                assert isinstance(effect, Done)
+                self.endings[rank].append(_ending(effect))
+                self.ended_at[rank] = self.now
+
+    def deliver(self, delivery: Delivery) -> None:
+        """Let a message arrive; the dead hear nothing."""
+        rank, effect, origin = delivery
+        if rank in self.dead:
+            return
+        self.arrived.append(delivery)
+        machine = self.machines[rank]
+        if isinstance(effect, SendReport):
+            effects = machine.hear_report(effect.report, self.now)
+        elif isinstance(effect, SendOutcome):
+            effects = machine.hear_outcome(effect.outcome, self.now)
+        elif isinstance(effect, Tell):
+            effects = machine.break_off(effect.error, self.now, origin)
+        else:
+            self.decisions.append(effect.requests)
+            effects = machine.decided(effect.number, self.decide(effect.requests), self.now)
+        self.carry_out(rank, effects)
+
+    def step(self, pick: int = 0) -> bool:
+        """Let the message at `pick` arrive, or else the next deadline pass; False when there is none."""
+        if self.under_way:
+            self.deliver(self.under_way.pop(pick % len(self.under_way)))
+            return True
+        alive = [machine for machine in self.machines if machine.rank not in self.dead]
+        due = min((machine.next_at for machine in alive), default=math.inf)
+        if due == math.inf:
+            return False
+        self.now = max(self.now, due)
+        for machine in alive:
+            if machine.next_at <= self.now:
+                self.carry_out(machine.rank, machine.tick(self.now))
+        return True
+
+    def run(self, picks: Iterable[int] = ()) -> None:
+        """Let all messages arrive, in an order that `picks` says, and all deadlines pass."""
+        for pick in picks:
+            self.step(pick)
+        while self.step():
+            pass
+
+    def kill(self, rank: int) -> None:
+        """End a rank without a word; those next to it notice at some time, as its connections break."""
+        self.dead.add(rank)
+        around = [self.topology.parent(rank), *self.topology.children(rank)]
+        for other in around:
+            if other is not None:
+                self.under_way.append(Delivery(other, Tell(other, faults.gone(rank)), rank))
+
+
+def _ending(done: Done) -> bytes | ReknitError:
+    if done.outcome.error is not None:
+        return from_wire(done.outcome.error)
+    return done.outcome.answers.payloads(1)[0]

@@ -1,0 +1,637 @@
+"""One rank's part in rounds, whatever is lost, repeated, late, out of order, gone, or from a stranger."""
+
+from __future__ import annotations
+
+import math
+from typing import TYPE_CHECKING
+
+import pytest
+from hypothesis import assume, given, settings
+from hypothesis import strategies as st
+
+from reknit.comm import faults
+from reknit.comm.effects import Call, Decide, Done, Refuse, SendOutcome, SendReport, Tell
+from reknit.comm.machine import RoundMachine
+from reknit.comm.message import Heading, Parcel
+from reknit.comm.topology import Topology
+from reknit.errors import CommError, DeadlineError, MismatchError, ProtocolError, ReknitError, from_wire
+from tests.comm.loop import Loop
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from reknit.comm.effects import Effect
+    from reknit.comm.message import Outcome, Report
+
+LATEST_S = 30.0 + 3 * faults.GRACE_S
+
+topologies = st.builds(Topology, st.lists(st.integers(0, 4), min_size=1, max_size=14), st.integers(1, 3))
+picks = st.lists(st.integers(0, 1 << 16), max_size=120)
+
+
+def new_machine(rank: int = 0, size: int = 3, fan_out: int = 2, max_nbytes: int = 1 << 20) -> RoundMachine:
+    topology = Topology.flat(size, fan_out)
+    return RoundMachine(rank, topology, job="job", generation=7, max_nbytes=max_nbytes)
+
+
+def place(number: int = 0, name: str = "plan", subject: str = "", job: str = "job", run: int = 7) -> Heading:
+    return Heading(job, run, number, name, subject)
+
+
+def whole(sender: int, number: int = 0, name: str = "plan", payload: bytes = b"x") -> Report:
+    return place(number, name).report(sender, Parcel.of([payload]))
+
+
+def call(name: str = "plan", request: bytes = b"own", timeout_s: float = 30.0) -> Call:
+    return Call(name, request, timeout_s)
+
+
+def sent(effects: list[Effect]) -> Report:
+    """Return the only report among `effects`."""
+    (report,) = [effect.report for effect in effects if isinstance(effect, SendReport)]
+    return report
+
+
+def told(effects: list[Effect]) -> dict[int, Outcome]:
+    return {effect.child: effect.outcome for effect in effects if isinstance(effect, SendOutcome)}
+
+
+def raised(outcome: Outcome | Report) -> ReknitError:
+    assert outcome.error is not None
+    return from_wire(outcome.error)
+
+
+def refusal(effects: list[Effect]) -> ReknitError:
+    (refused,) = effects
+    assert isinstance(refused, Refuse)
+    return refused.error
+
+
+def ended(effects: list[Effect]) -> Outcome:
+    (outcome,) = [effect.outcome for effect in effects if isinstance(effect, Done)]
+    return outcome
+
+
+def join_texts(requests: Sequence[bytes]) -> bytes:
+    assert len(requests) > 1, "a request alone is not merged"
+    return b" ".join(requests)
+
+
+# Whole trees.
+
+
+@settings(deadline=None)
+@given(topologies, st.lists(picks, min_size=1, max_size=3))
+def test_every_rank_gets_its_answer_in_whatever_order_messages_arrive(
+    topology: Topology, orders: list[list[int]]
+) -> None:
+    loop = Loop(topology, lambda requests: [b"to " + request for request in requests])
+    for order in orders:
+        loop.enter_all()
+        loop.run(order)
+    numbers = [b"%d" % rank for rank in range(topology.size)]
+    assert loop.decisions == [numbers] * len(orders)
+    assert loop.endings == {rank: [b"to %d" % rank] * len(orders) for rank in range(topology.size)}
+    assert loop.now == 0.0, "nobody had to wait for a deadline"
+
+
+@settings(deadline=None)
+@given(topologies, st.lists(st.tuples(st.booleans(), picks), min_size=1, max_size=4), st.data())
+def test_messages_that_arrive_again_at_any_time_change_nothing(
+    topology: Topology, rounds: list[tuple[bool, list[int]]], data: st.DataObject
+) -> None:
+    loop = Loop(topology)
+    for _, order in rounds:
+        loop.enter_all()
+        for pick in order:
+            if loop.arrived and pick % 3 == 0:
+                loop.deliver(loop.arrived[pick % len(loop.arrived)])
+            else:
+                loop.step(pick)
+        loop.run()
+    assert loop.endings == {rank: [b"%d" % rank] * len(rounds) for rank in range(topology.size)}
+    for delivery in data.draw(st.permutations(loop.arrived)):
+        loop.deliver(delivery)
+    loop.run()
+    assert all(len(endings) == len(rounds) for endings in loop.endings.values())
+
+
+@settings(deadline=None)
+@given(topologies, picks, st.data())
+def test_the_requests_of_a_subtree_become_one_on_the_way_up(
+    topology: Topology, order: list[int], data: st.DataObject
+) -> None:
+    size = topology.size
+    loop = Loop(topology, lambda requests: [b"%d %d" % (rank, len(requests)) for rank in range(size)])
+    for rank in data.draw(st.permutations(range(size))):
+        loop.enter(rank, Call("plan", b"%d" % rank, 30.0, merge=join_texts))
+    loop.run(order)
+
+    def expected(rank: int) -> list[bytes]:
+        return [b"%d" % rank, *(text for child in topology.children(rank) for text in expected(child))]
+
+    assert loop.decisions == [[b" ".join(expected(0))]]
+    assert loop.endings == {rank: [b"%d 1" % rank] for rank in range(size)}
+
+
+@settings(deadline=None)
+@given(topologies, picks, st.data())
+def test_ranks_in_different_places_all_hear_who_is_where(
+    topology: Topology, order: list[int], data: st.DataObject
+) -> None:
+    loop = Loop(topology)
+    kinds = st.sampled_from([("plan", ""), ("commit", "save a"), ("commit", "save b")])
+    where = {rank: data.draw(kinds) for rank in range(topology.size)}
+    for rank, (name, subject) in where.items():
+        loop.enter(rank, Call(name, b"", 30.0, subject))
+    loop.run(order)
+    places = {place(0, *kind).place: [r for r in where if where[r] == kind] for kind in set(where.values())}
+    for (ending,) in loop.endings.values():
+        if len(places) == 1:
+            assert ending == b""
+            continue
+        assert type(ending) is ProtocolError
+        for spot, ranks in places.items():
+            assert f"{faults.spelled(ranks)} in {spot}" in ending.message
+    loop.enter_all("again")
+    loop.run()
+    assert [endings[1:] for endings in loop.endings.values()] == [[b"%d" % rank] for rank in where]
+
+
+@settings(deadline=None)
+@given(topologies, picks, st.data())
+def test_every_rank_that_came_hears_in_time_who_did_not(
+    topology: Topology, order: list[int], data: st.DataObject
+) -> None:
+    assume(topology.size > 1)
+    ranks = st.integers(0, topology.size - 1)
+    absent = data.draw(st.sets(ranks, min_size=1, max_size=topology.size - 1))
+    silent = {rank for head in absent for rank in topology.subtree(head)}
+    loop = Loop(topology)
+    loop.enter_all(but=absent)
+    loop.run(order)
+    for rank in set(range(topology.size)) - absent:
+        (ending,) = loop.endings[rank]
+        assert type(ending) is DeadlineError
+        assert loop.ended_at[rank] <= LATEST_S
+        if rank not in silent:
+            assert ending.message == f"{faults.spelled(silent)} did not come to round 0 ('plan') within 30 s"
+        else:
+            above = rank
+            while above not in absent:
+                above = topology.parent(above) or 0
+            assert ending.message == f"rank {above} did not answer round 0 ('plan') within 30 s"
+    for rank in absent:
+        loop.enter(rank, call())
+    loop.run()
+    loop.enter_all("again")
+    loop.run()
+    for rank, (first, second) in loop.endings.items():
+        assert isinstance(first, CommError), "a rank that comes too late fails too"
+        assert second == b"%d" % rank, "and all are in step again"
+
+
+@settings(deadline=None, max_examples=300)
+@given(topologies, picks, st.integers(0, 60), st.data())
+def test_when_a_rank_dies_at_any_step_all_others_end_in_time_and_stay_broken(
+    topology: Topology, order: list[int], steps: int, data: st.DataObject
+) -> None:
+    victim = data.draw(st.integers(0, topology.size - 1))
+    loop = Loop(topology)
+    loop.enter_all()
+    for pick in order[:steps]:
+        loop.step(pick)
+    loop.kill(victim)
+    loop.run(order[steps:])
+    loop.enter_all("later")
+    loop.run()
+    answered = loop.decisions != []
+    for rank in set(range(topology.size)) - {victim}:
+        first, second = loop.endings[rank]
+        assert isinstance(first, CommError) or (answered and first == b"%d" % rank)
+        assert isinstance(second, CommError)
+        assert f"rank {victim} is gone" in second.message
+        assert loop.machines[rank].broken is not None
+        assert loop.ended_at[rank] <= LATEST_S
+        assert loop.machines[rank].next_at == math.inf
+
+
+@settings(deadline=None, max_examples=300)
+@given(topologies, picks, st.integers(0, 60), st.data())
+def test_when_a_rank_stops_waiting_at_any_step_all_end_and_are_in_step_again(
+    topology: Topology, order: list[int], steps: int, data: st.DataObject
+) -> None:
+    leaver = data.draw(st.integers(0, topology.size - 1))
+    loop = Loop(topology)
+    loop.enter_all()
+    for pick in order[:steps]:
+        loop.step(pick)
+    loop.carry_out(leaver, loop.machines[leaver].leave(KeyboardInterrupt(), loop.now))
+    loop.run(order[steps:])
+    ((mine,), others) = loop.endings[leaver], [e for r, (e,) in loop.endings.items() if r != leaver]
+    failed = [error for error in others if isinstance(error, ReknitError)]
+    reason = "rank 0 failed to decide" if leaver == 0 else f"rank {leaver} left round 0 ('plan')"
+    assert all(reason in error.message for error in failed)
+    if isinstance(mine, ReknitError):
+        assert reason in mine.message
+        if not loop.decisions:
+            assert len(failed) == topology.size - 1
+    else:
+        assert not failed, "it left after its answer"
+    assert loop.ended_at.keys() == set(range(topology.size))
+    loop.enter_all("again")
+    loop.run()
+    assert all(loop.endings[rank][1] == b"%d" % rank for rank in range(topology.size))
+
+
+@settings(deadline=None)
+@given(topologies, picks, st.integers(0, 60), st.data())
+def test_when_a_rank_closes_before_all_came_every_rank_hears_that_it_did(
+    topology: Topology, order: list[int], steps: int, data: st.DataObject
+) -> None:
+    leaver = data.draw(st.integers(0, topology.size - 1))
+    loop = Loop(topology)
+    loop.enter_all(but=[leaver])
+    for pick in order[:steps]:
+        if loop.under_way:
+            loop.step(pick)
+    loop.carry_out(leaver, loop.machines[leaver].break_off(faults.closed(leaver), loop.now))
+    loop.run(order[steps:])
+    for rank in set(range(topology.size)) - {leaver}:
+        (ending,) = loop.endings[rank]
+        assert isinstance(ending, ReknitError)
+        assert ending.message == f"rank {leaver} closed the group"
+
+
+@settings(deadline=None)
+@given(topologies, picks, st.data())
+def test_messages_that_are_lost_fail_a_round_in_time_and_no_later_one(
+    topology: Topology, order: list[int], data: st.DataObject
+) -> None:
+    loop = Loop(topology)
+    loop.enter_all()
+    for pick in order:
+        if loop.under_way and pick % 4 == 0:
+            del loop.under_way[pick % len(loop.under_way)]
+        else:
+            loop.step(pick)
+    loop.run()
+    if loop.machines[0].next_at == math.inf and not loop.endings[0]:
+        loop.carry_out(0, loop.machines[0].leave(KeyboardInterrupt(), loop.now))  # `decided` itself was lost
+        loop.run()
+    assert all(len(endings) == 1 for endings in loop.endings.values())
+    assert all(at <= LATEST_S for at in loop.ended_at.values())
+    loop.enter_all("again")
+    loop.run()
+    assert all(loop.endings[rank][1] == b"%d" % rank for rank in range(topology.size))
+
+
+# One machine, message by message.
+
+
+def test_a_round_brings_the_requests_below_together_and_divides_the_answers() -> None:
+    machine = new_machine(rank=1, size=9)
+    assert machine.enter(call(request=b"1"), 0) == []
+    assert machine.hear_report(place().report(3, Parcel.of([b"3", b"7", b"8"])), 0) == []
+    report = sent(machine.hear_report(whole(4, payload=b"4"), 0))
+    assert report.requests.payloads(5) == [b"1", b"3", b"4", b"7", b"8"]
+    answers = Parcel.of([b"a1", b"a3", b"a4", b"a7", b"a8"])
+    effects = machine.hear_outcome(place().outcome(answers), 0)
+    outcomes = told(effects)
+    assert outcomes[3].answers.payloads(3) == [b"a3", b"a7", b"a8"]
+    assert outcomes[4].answers.payloads(1) == [b"a4"]
+    assert ended(effects).answers.payloads(1) == [b"a1"]
+
+
+def test_a_report_that_repeats_one_under_way_is_refused_and_changes_nothing() -> None:
+    machine = new_machine()
+    machine.hear_report(whole(1, payload=b"first"), 0)
+    assert (
+        "rank 1 took part in it before"
+        in refusal(machine.hear_report(whole(1, payload=b"second"), 0)).message
+    )
+    machine.hear_report(whole(2), 0)
+    assert machine.enter(call(), 0) == [Decide(0, [b"own", b"first", b"x"])]
+
+
+def test_a_report_of_a_round_long_over_is_answered_and_one_of_the_last_hears_why_it_failed() -> None:
+    machine = new_machine()
+    for number in (0, 1):
+        machine.enter(call(timeout_s=1), 0)
+        machine.hear_report(whole(1, number), 0)
+        assert type(raised(ended(machine.tick(1000)))) is DeadlineError
+    (late,) = told(machine.hear_report(whole(2, 0), 0)).values()
+    assert "round 0 ('plan') is over" in raised(late).message
+    (late,) = told(machine.hear_report(whole(2, 1), 0)).values()
+    assert "rank 2 did not come to round 1" in raised(late).message
+    assert "took part in it before" in refusal(machine.hear_report(whole(1, 1), 0)).message
+
+
+@pytest.mark.parametrize(
+    ("report", "reason"),
+    [
+        (place(job="other").report(1, Parcel.of([b""])), "belongs to job 'other'"),
+        (place(run=6).report(1, Parcel.of([b""])), "an older run of job 'job' than rank 0: generation 6"),
+        (place(run=8).report(1, Parcel.of([b""])), "a newer run of job 'job' than rank 0: generation 8"),
+        (whole(0), "does not report to"),
+        (whole(3), "does not report to"),
+        (whole(7), "does not report to"),
+        (place().report(1, Parcel.of([b""] * 3)), "does not fit"),
+        (place().report(1, Parcel([], [])), "does not fit"),
+    ],
+    ids=["job", "older", "newer", "itself", "grandchild", "nobody", "too many requests", "none"],
+)
+def test_a_report_that_does_not_belong_here_is_refused_and_changes_nothing(
+    report: Report, reason: str
+) -> None:
+    machine = new_machine(size=4)
+    machine.enter(call(timeout_s=5), 0)
+    error = refusal(machine.hear_report(report, 0))
+    assert type(error) is ProtocolError
+    assert reason in error.message
+    assert "ranks 1-3 did not come" in raised(ended(machine.tick(1000))).message
+
+
+def test_requests_that_refer_to_nothing_fail_the_round() -> None:
+    machine = new_machine(size=2)
+    machine.enter(call(), 0)
+    effects = machine.hear_report(place().report(1, Parcel([b"x"], [1])), 0)
+    assert type(raised(ended(effects))) is ProtocolError
+
+
+def test_an_outcome_that_does_not_belong_here_changes_nothing() -> None:
+    machine = new_machine(rank=1, size=2)
+    answer = Parcel.of([b"answer"])
+    assert machine.hear_outcome(place().outcome(answer), 0) == []
+    machine.enter(call(), 0)
+    for other in (place(1), place(job="other"), place(run=6)):
+        assert machine.hear_outcome(other.outcome(answer), 0) == []
+    assert ended(machine.hear_outcome(place().outcome(answer), 0)).answers == answer
+    assert machine.hear_outcome(place().outcome(answer), 0) == []
+
+
+@pytest.mark.parametrize(
+    "outcome",
+    [place().outcome(Parcel.of([b""] * 2)), place(name="commit").outcome(Parcel.of([b""]))],
+    ids=["answers for two", "of another name"],
+)
+def test_answers_that_do_not_fit_fail_the_round(outcome: Outcome) -> None:
+    machine = new_machine(rank=1, size=2)
+    machine.enter(call(), 0)
+    assert type(raised(ended(machine.hear_outcome(outcome, 0)))) is ProtocolError
+
+
+def test_a_child_that_is_a_round_ahead_fails_this_round_and_is_waited_for_in_its_own() -> None:
+    machine = new_machine(size=2)
+    machine.hear_report(whole(1, 1, "commit"), 0)
+    message = raised(ended(machine.enter(call(), 0))).message
+    assert "rank 1 is in round 1 ('commit') already, rank 0 in round 0 ('plan')" in message
+    assert machine.enter(call("commit"), 0) == [Decide(1, [b"own", b"x"])]
+    outcomes = told(machine.decided(1, [b"", b"for 1"], 0))
+    assert outcomes[1].answers.payloads(1) == [b"for 1"]
+
+
+def test_a_child_that_stops_waiting_before_the_end_fails_the_round_at_once() -> None:
+    machine = new_machine()
+    machine.hear_report(whole(1), 0)
+    machine.child_left(1, 0, 0)
+    effects = machine.enter(call(), 0)
+    assert "rank 1 left round 0 ('plan')" in raised(ended(effects)).message
+    assert "rank 1 left round 0" in raised(told(effects)[1]).message
+
+
+@pytest.mark.parametrize("by_word", [True, False])
+def test_a_rank_that_stops_waiting_while_rank_0_decides_is_an_objection_however_deep_it_is(
+    by_word: bool,
+) -> None:
+    root, inner = new_machine(size=4, fan_out=1), new_machine(rank=2, size=4, fan_out=1)
+    middle = new_machine(rank=1, size=4, fan_out=1)
+    for machine in (root, middle, inner):
+        machine.enter(call(), 0)
+    up = sent(inner.hear_report(whole(3), 0))
+    requests = [b"own", b"own", b"own", b"x"]
+    assert root.hear_report(sent(middle.hear_report(up, 0)), 0) == [Decide(0, requests)]
+    if by_word:
+        effects = inner.hear_report(place().report(3, error=faults.left(place(), 3)), 1)
+    else:
+        effects = inner.child_left(3, 0, 1)
+    assert inner.child_left(3, 0, 1) == [], "it is told once"
+    assert root.hear_report(sent(middle.hear_report(sent(effects), 1)), 1) == []
+    ending = root.decided(0, requests, 1)
+    assert "rank 3 left round 0" in raised(ended(ending)).message
+    assert "rank 3 left round 0" in raised(told(ending)[1]).message
+
+
+def test_that_a_round_must_fail_is_told_above_once_whoever_else_leaves() -> None:
+    machine = new_machine(rank=1, size=5)
+    machine.enter(call(), 0)
+    machine.hear_report(whole(3), 0)
+    sent(machine.hear_report(whole(4), 0))
+    assert machine.child_left(3, 1, 1) == [], "of another round"
+    assert "rank 3 left" in raised(sent(machine.child_left(3, 0, 1))).message
+    assert machine.child_left(4, 0, 2) == []
+    assert [type(effect) for effect in machine.tick(1000)] == [SendOutcome, SendOutcome, Done]
+
+
+def test_a_report_of_failure_that_arrives_twice_is_refused_the_second_time() -> None:
+    machine = new_machine()
+    failure = place().report(1, error=CommError("mine"))
+    assert machine.hear_report(failure, 0) == []
+    assert "took part in it before" in refusal(machine.hear_report(failure, 0)).message
+
+
+def test_a_child_that_hangs_up_after_its_answer_did_nothing_wrong() -> None:
+    machine = new_machine(size=2)
+    machine.hear_report(whole(1), 0)
+    machine.enter(call(), 0)
+    assert told(machine.decided(0, [b"", b"yes"], 0))[1].answers.payloads(1) == [b"yes"]
+    assert machine.child_left(1, 0, 0) == []
+    machine.hear_report(whole(1, 1), 0)
+    assert machine.enter(call(), 0) == [Decide(1, [b"own", b"x"])]
+
+
+def test_an_error_below_is_reported_above_without_waiting_for_the_others() -> None:
+    machine = new_machine(rank=1, size=5)
+    machine.enter(call(), 0)
+    effects = machine.hear_report(place().report(3, error=CommError("too large")), 0)
+    assert raised(sent(effects)).message == "too large"
+
+
+def test_places_and_missing_ranks_below_are_added_to_those_here() -> None:
+    machine = new_machine(size=7)
+    machine.enter(call(), 0)
+    below = place().report(1, places={"'plan'": [1], "'commit'": [3]}, missing=[4])
+    assert machine.hear_report(below, 1) == []
+    assert machine.next_at == 1 + faults.SETTLE_S
+    message = raised(ended(machine.tick(machine.next_at))).message
+    assert "ranks 0-1 in 'plan'; rank 3 in 'commit'; ranks 2, 4-6 did not come" in message
+
+
+def test_a_broken_machine_fails_this_and_every_later_round_with_its_first_error() -> None:
+    machine = new_machine(rank=1, size=5)
+    machine.hear_report(whole(3), 0)
+    effects = machine.break_off(faults.gone(4), 0, origin=4)
+    assert [effect.rank for effect in effects if isinstance(effect, Tell)] == [0, 3]
+    assert "rank 4 is gone" in raised(told(effects)[3]).message
+    assert machine.break_off(faults.closed(0), 0) == []
+    for _ in range(2):
+        assert "rank 4 is gone" in raised(ended(machine.enter(call(), 0))).message
+    (late,) = told(machine.hear_report(whole(3, 5), 0)).values()
+    assert "rank 4 is gone" in raised(late).message
+
+
+def test_a_rank_that_closes_takes_no_answer_from_those_below_the_ranks_above_it() -> None:
+    machine = new_machine(rank=1, size=4)
+    machine.hear_report(whole(3), 0)
+    machine.enter(call(), 0)
+    # Rank 0 decided, answered, and left; the news of that may overtake the answer.
+    effects = machine.break_off(faults.closed(0), 5, origin=0)
+    assert effects == [Tell(3, effects[0].error)] if isinstance(effects[0], Tell) else False
+    assert machine.next_at == 5 + faults.GRACE_S
+    outcomes = told(machine.hear_outcome(place().outcome(Parcel.of([b"1", b"3"])), 6))
+    assert outcomes[3].answers.payloads(1) == [b"3"]
+
+
+def test_a_child_that_comes_to_a_round_whose_end_is_awaited_hears_that_end_though_the_group_broke() -> None:
+    machine = new_machine(rank=1, size=5)
+    machine.enter(call(), 0)
+    machine.hear_report(place().report(3, error=MismatchError("mine")), 0)
+    machine.break_off(faults.closed(0), 0, origin=0)
+    assert machine.hear_report(whole(4), 1) == []
+    outcomes = told(machine.hear_outcome(place().outcome(error=MismatchError("mine")), 1))
+    assert [raised(outcomes[child]).message for child in (3, 4)] == ["mine", "mine"]
+
+
+def test_an_outcome_before_this_rank_has_reported_is_none() -> None:
+    machine = new_machine(rank=1, size=5)
+    machine.enter(call(), 0)
+    assert machine.hear_outcome(place().outcome(Parcel.of([b""] * 3)), 0) == []
+    assert machine.hear_outcome(place().outcome(error=CommError("too soon")), 0) == []
+
+
+def test_ranks_that_did_not_come_are_all_named_however_unlike_the_hosts_are() -> None:
+    loop = Loop(Topology([0, 0, 1, 1, 0, 0], 1))
+    loop.enter_all(but=[3, 5])
+    loop.run()
+    for rank in (0, 1, 2, 4):
+        (ending,) = loop.endings[rank]
+        assert isinstance(ending, DeadlineError)
+        assert ending.message == "ranks 3, 5 did not come to round 0 ('plan') within 30 s"
+
+
+def test_an_answer_that_can_never_come_is_not_waited_for() -> None:
+    machine = new_machine(rank=1, size=2)
+    machine.enter(call(), 0)
+    assert machine.unanswered(1, CommError("the call broke"), 0) == []
+    assert "the call broke" in raised(ended(machine.unanswered(0, CommError("the call broke"), 0))).message
+    machine.enter(call(), 0)
+    machine.break_off(faults.gone(0), 0)
+    ending = ended(machine.unanswered(1, CommError("the call broke"), 0))
+    assert "rank 0 is gone" in raised(ending).message, "what broke the group is the better reason"
+    machine = new_machine(rank=1, size=2)
+    machine.enter(call(), 0)
+    machine.break_off(faults.gone(0), 1)
+    assert "rank 0 is gone" in raised(ended(machine.tick(1 + faults.GRACE_S))).message
+
+
+def test_a_decision_after_the_end_of_its_round_is_no_end_of_another() -> None:
+    machine = new_machine(size=1)
+    assert machine.enter(call(), 0) == [Decide(0, [b"own"])]
+    assert machine.next_at == math.inf, "rank 0 takes as long to decide as it takes"
+    machine.leave(KeyboardInterrupt(), 0)
+    assert machine.decided(0, [b"late"], 0) == []
+    machine.enter(call(), 0)
+    assert machine.decided(0, [b"late"], 0) == []
+    assert ended(machine.decided(1, [b"now"], 0)).answers.payloads(1) == [b"now"]
+
+
+def test_a_decision_that_fails_or_has_too_many_answers_fails_the_round_for_all() -> None:
+    machine = new_machine(size=2)
+    ends: list[Sequence[bytes] | ReknitError] = [MismatchError("no"), [b""] * 3]
+    for number, answers in enumerate(ends):
+        machine.enter(call(), 0)
+        machine.hear_report(whole(1, number), 0)
+        effects = machine.decided(number, answers, 0)
+        assert type(raised(ended(effects))) is type(raised(told(effects)[1]))
+        assert type(raised(ended(effects))) is (ProtocolError if number else MismatchError)
+
+
+def test_a_second_round_at_once_is_refused() -> None:
+    machine = new_machine()
+    machine.enter(call(), 0)
+    with pytest.raises(ProtocolError, match="two threads of rank 0"):
+        machine.enter(call(), 0)
+
+
+@pytest.mark.parametrize("error", [MismatchError("unlike"), KeyError("name")], ids=repr)
+def test_a_merge_that_fails_fails_the_round_for_all(error: Exception) -> None:
+    def refuse(_: Sequence[bytes]) -> bytes:
+        raise error
+
+    machine = new_machine(rank=1, size=4)
+    machine.hear_report(whole(3), 0)
+    report = sent(machine.enter(Call("plan", b"", 30.0, merge=refuse), 0))
+    kind, text = (MismatchError, "unlike") if isinstance(error, ReknitError) else (CommError, "KeyError")
+    assert type(raised(report)) is kind
+    assert text in raised(report).message
+    root = new_machine()
+    root.hear_report(whole(1), 0)
+    root.hear_report(whole(2), 0)
+    assert type(raised(ended(root.enter(Call("plan", b"", 30.0, merge=refuse), 0)))) is kind
+
+
+def test_a_child_that_merges_where_its_parent_does_not_fails_the_round() -> None:
+    machine = new_machine(size=4)
+    machine.hear_report(whole(1), 0)
+    machine.hear_report(whole(2), 0)
+    assert type(raised(ended(machine.enter(call(), 0)))) is ProtocolError
+
+
+def test_requests_and_answers_above_the_limit_fail_the_round_instead_of_being_sent() -> None:
+    leaf = new_machine(rank=1, size=2, max_nbytes=1000)
+    report = sent(leaf.enter(call(request=bytes(1001)), 0))
+    assert "the requests of rank 1" in raised(report).message
+    assert "max_message_nbytes (1000)" in raised(report).message
+    root = new_machine(size=2, max_nbytes=1000)
+    root.enter(call(), 0)
+    root.hear_report(whole(1), 0)
+    effects = root.decided(0, [b"", bytes(1001)], 0)
+    assert "the answers of 'plan' for rank 1" in raised(told(effects)[1]).message
+    assert ended(effects).error is not None
+    root.enter(call(), 0)
+    root.hear_report(whole(1, 1), 0)
+    assert ended(root.decided(1, [bytes(5000), b""], 0)).error is None, "its own answer goes nowhere"
+
+
+def test_the_deeper_a_rank_the_sooner_it_reports_and_the_longer_it_waits() -> None:
+    size, fan_out = 40, 1
+    machines = [new_machine(rank, size, fan_out) for rank in range(size)]
+    for machine in machines:
+        machine.enter(call(timeout_s=10), 0)
+    due = [machine.next_at for machine in machines[:-1]]
+    assert due == sorted(due, reverse=True)
+    assert 10 <= due[-1] < due[0] <= 10 + faults.GRACE_S
+    for machine in machines[:-1]:
+        machine.tick(machine.next_at)
+    told_at = [machine.next_at for machine in machines[1:]]
+    assert told_at == sorted(told_at)
+    assert told_at[-1] <= 10 + 2 * faults.GRACE_S
+
+
+def test_waiting_forever_is_a_wait_like_any_other() -> None:
+    machine = new_machine()
+    machine.enter(call(timeout_s=math.inf), 0)
+    assert machine.next_at < 2 * faults.FOREVER_S
+
+
+@settings(deadline=None)
+@given(st.integers(0, 1), st.binary(max_size=60))
+def test_noise_in_reports_and_outcomes_ends_in_a_typed_error_or_nothing(rank: int, noise: bytes) -> None:
+    machine = new_machine(rank, size=2)
+    machine.enter(call(), 0)
+    which = [len(noise), *noise[:3]]
+    heading = place(number=noise[0] if noise else 0)
+    if rank == 0:
+        machine.hear_report(heading.report(1, Parcel([noise], which)), 0)
+    else:
+        machine.hear_outcome(heading.outcome(Parcel([noise], which)), 0)

@@ -1,0 +1,249 @@
+"""The machine of a rank in a process: the rank's thread, those of its server, and the connection above."""
+
+from __future__ import annotations
+
+import threading
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+from reknit.comm import faults
+from reknit.comm.effects import Call
+from reknit.comm.machine import RoundMachine
+from reknit.comm.message import Heading, Parcel
+from reknit.comm.rounds import Rounds
+from reknit.comm.topology import Topology
+from reknit.errors import CommError, DeadlineError, GroupClosedError, ProtocolError
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from reknit.comm.message import Outcome, Report
+    from reknit.comm.rounds import Heard
+    from reknit.errors import ReknitError
+
+ROUND = Heading("job", 7, 0, "plan", "")
+
+
+class RankAbove:
+    """Keeps what it is told, and answers reports with `end`."""
+
+    def __init__(self, end: Outcome | ReknitError | None = None) -> None:
+        self.end = end
+        self.did: list[str] = []
+        self.failures: list[Report] = []
+        self.interrupts = False
+
+    def ask(self, report: Report, timeout_s: float, heard: Heard) -> None:
+        if self.interrupts:
+            raise KeyboardInterrupt
+        self.did.append("ask")
+        if self.end is not None:
+            threading.Thread(target=heard, args=(self.end,)).start()
+
+    def send(self, report: Report) -> None:
+        self.did.append("send")
+        self.failures.append(report)
+
+    def drop(self) -> None:
+        self.did.append("drop")
+
+    def tell(self, error: ReknitError) -> None:
+        self.did.append(f"tell {error.message}")
+
+
+def new_rounds(rank: int = 0, size: int = 3, above: RankAbove | None = None) -> Rounds:
+    topology = Topology.flat(size, 2)
+    machine = RoundMachine(rank, topology, job="job", generation=7, max_nbytes=1 << 20)
+    rounds = Rounds(machine, topology.children(rank))
+    if above is not None:
+        rounds.connect(above)
+    return rounds
+
+
+def report(sender: int, number: int = 0, error: ReknitError | None = None) -> Report:
+    heading = Heading("job", 7, number, "plan", "")
+    return heading.report(sender, error=error) if error else heading.report(sender, Parcel.of([b"x"]))
+
+
+def call(timeout_s: float = 30.0) -> Call:
+    return Call("plan", b"own", timeout_s)
+
+
+def in_thread(fn: Callable[[], Any]) -> Callable[[], Any]:
+    """Run `fn` in a thread; return what waits for its result, or for the error that it raised."""
+    ended: list[Any] = []
+
+    def run() -> None:
+        try:
+            ended.append(fn())
+        except (CommError, KeyboardInterrupt) as error:
+            ended.append(error)
+
+    thread = threading.Thread(target=run)
+    thread.start()
+
+    def wait() -> Any:
+        thread.join(30)
+        return ended[0]
+
+    return wait
+
+
+def test_rank_0_decides_in_its_own_thread_and_the_children_hear_their_answers() -> None:
+    rounds = new_rounds()
+    visits = [rounds.attend(report(child)) for child in (1, 2)]
+    own = rounds.hold(call(), lambda requests: [request + b"!" for request in requests])
+    assert own == b"own!"
+    for visit in visits:
+        outcome = rounds.answer(visit)
+        assert outcome is not None
+        assert outcome.answers.payloads(1) == [b"x!"]
+        rounds.leave(visit)
+    again = [rounds.attend(report(child, 1)) for child in (1, 2)]
+    assert rounds.hold(call(), lambda requests: requests) == b"own"
+    assert all(rounds.answer(visit) is not None for visit in again)
+
+
+def test_a_round_that_failed_before_it_was_decided_is_not_decided() -> None:
+    rounds = new_rounds()
+    decided: list[object] = []
+    rounds.attend(report(1))
+
+    def decide(requests: list[bytes]) -> list[bytes]:
+        decided.append(requests)
+        return requests
+
+    ending = in_thread(lambda: rounds.hold(call(), decide))
+    with rounds._changed:  # as if both came before the thread of the rank awoke
+        rounds.attend(report(2))
+        rounds.break_off(faults.gone(2))
+    assert "rank 2 is gone" in ending().message
+    assert decided == []
+
+
+def test_a_child_that_is_in_its_next_round_waits_for_its_last_no_more() -> None:
+    rounds = new_rounds()
+    first = rounds.attend(report(1))
+    waiting = in_thread(lambda: rounds.answer(first))
+    second = rounds.attend(report(1, 1))
+    assert waiting() is None
+    assert second.outcome is None
+
+
+def test_a_child_that_takes_its_report_back_is_answered_at_once_and_the_round_fails() -> None:
+    rounds = new_rounds()
+    first = rounds.attend(report(1))
+    back = rounds.attend(report(1, error=faults.left(ROUND, 1)))
+    assert rounds.answer(back) is not None
+    assert first.outcome is None
+    with pytest.raises(CommError, match="rank 1 left round 0"):
+        rounds.hold(call(), lambda requests: requests)
+    outcome = rounds.answer(first)
+    assert outcome is not None
+    assert outcome.error is not None
+
+
+def test_a_child_whose_call_ends_is_not_waited_for() -> None:
+    rounds = new_rounds()
+    visit = rounds.attend(report(1))
+    waiting = in_thread(lambda: rounds.answer(visit))
+    rounds.leave(visit)
+    assert waiting() is None
+    with pytest.raises(CommError, match="rank 1 left round 0"):
+        rounds.hold(call(), lambda requests: requests)
+
+
+def test_a_report_that_repeats_one_is_refused_and_the_first_is_still_answered() -> None:
+    rounds = new_rounds(size=2)
+    visit = rounds.attend(report(1))
+    with pytest.raises(ProtocolError, match="took part in it before"):
+        rounds.attend(report(1))
+    assert rounds.hold(call(), lambda requests: requests) == b"own"
+    assert rounds.answer(visit) is not None
+
+
+def test_an_answer_from_above_ends_the_round_and_its_call() -> None:
+    above = RankAbove(ROUND.outcome(Parcel.of([b"answer"])))
+    assert new_rounds(1, 2, above).hold(call(), lambda requests: requests) == b"answer"
+    assert above.did == ["ask", "drop"]
+
+
+@pytest.mark.parametrize(
+    ("end", "kind", "text"),
+    [
+        (CommError("the call broke"), CommError, "the call broke"),
+        (ROUND.outcome(error=DeadlineError("late")), DeadlineError, "late"),
+        (Heading("", 0, -1, "", "").outcome(error=ProtocolError("not you")), ProtocolError, "not you"),
+        (Heading("", 0, -1, "", "").outcome(), ProtocolError, "something else"),
+    ],
+    ids=["none", "an error", "a refusal", "of nowhere"],
+)
+def test_whatever_ends_the_call_above_ends_the_round(
+    end: Outcome | ReknitError, kind: type[CommError], text: str
+) -> None:
+    above = RankAbove(end)
+    with pytest.raises(kind, match=text):
+        new_rounds(1, 2, above).hold(call(), lambda requests: requests)
+
+
+def test_a_rank_that_is_interrupted_tells_the_rank_above_and_those_below() -> None:
+    above = RankAbove()
+    rounds = new_rounds(1, 4, above)
+    visit = rounds.attend(report(3))
+    above.interrupts = True
+    with pytest.raises(KeyboardInterrupt):
+        rounds.hold(call(), lambda requests: requests)
+    assert above.did == ["send", "drop"]
+    assert "rank 1 left round 0" in str(above.failures[0].error)
+    outcome = rounds.answer(visit)
+    assert outcome is not None
+    assert "rank 1 left round 0" in str(outcome.error)
+    above.interrupts, above.end = False, Heading("job", 7, 1, "plan", "").outcome(Parcel.of([b"a", b"b"]))
+    rounds.attend(report(3, 1))
+    assert rounds.hold(call(), lambda requests: requests) == b"a", "and it is in step again"
+
+
+def test_a_rank_that_hears_nothing_gives_up_at_its_deadline() -> None:
+    above = RankAbove()
+    with pytest.raises(DeadlineError, match=r"rank 0 did not answer round 0 \('plan'\) within 0.05 s"):
+        new_rounds(1, 2, above).hold(call(0.05), lambda requests: requests)
+    assert above.did == ["ask", "send", "drop"]
+
+
+def test_the_rank_above_hears_that_the_group_is_broken_unless_it_said_so_itself() -> None:
+    above, late = RankAbove(), RankAbove()
+    rounds = new_rounds(1, 4, above)
+    rounds.break_off(faults.closed(1))
+    rounds.break_off(faults.gone(3), 3)
+    assert above.did == ["tell rank 1 closed the group"]
+    rounds.connect(late)
+    assert late.did == above.did
+    with pytest.raises(GroupClosedError):
+        rounds.hold(call(), lambda requests: requests)
+    deaf = RankAbove()
+    other = new_rounds(1, 4, deaf)
+    other.break_off(faults.gone(0), 0)
+    assert deaf.did == []
+    assert other.broken is other.until_broken()
+
+
+def test_a_child_attaches_once_and_only_to_the_rank_above_it() -> None:
+    rounds = new_rounds(size=4)
+    rounds.greet(1)
+    rounds.attach(1)
+    with pytest.raises(ProtocolError, match="another process is rank 1 already"):
+        rounds.greet(1)
+    with pytest.raises(ProtocolError, match="another process is rank 1 already"):
+        rounds.attach(1)
+    with pytest.raises(ProtocolError, match="rank 3 does not report to rank 0"):
+        rounds.greet(3)
+    with pytest.raises(ProtocolError, match="does not report here"):
+        rounds.attach(3)
+
+
+def test_a_child_that_took_part_in_a_round_is_not_greeted_again() -> None:
+    rounds = new_rounds()
+    rounds.attend(report(1))
+    with pytest.raises(ProtocolError, match="another process is rank 1 already"):
+        rounds.greet(1)

@@ -1,0 +1,220 @@
+"""Ranks with certificates of one authority reach each other, and nobody else reaches them."""
+
+from __future__ import annotations
+
+import dataclasses
+import socket
+import subprocess
+import sys
+from contextlib import ExitStack
+from typing import TYPE_CHECKING, NamedTuple
+
+import grpc
+import pytest
+import trustme
+
+from reknit.comm import address_store, tls
+from reknit.comm.address_server import ServedStore
+from reknit.comm.address_store import Point, RemoteStore
+from reknit.errors import CommError, UsageError
+from reknit.options import CommOptions, Tls
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+    from pathlib import Path
+
+SECRET = "a secret of the job"
+
+
+class Authority(NamedTuple):
+    """Who signs certificates, and where they are."""
+
+    ca: trustme.CA
+    folder: Path
+
+    @classmethod
+    def at(cls, folder: Path) -> Authority:
+        folder.mkdir()
+        ca = trustme.CA()
+        ca.cert_pem.write_to_path(folder / "ca.pem")
+        return cls(ca, folder)
+
+    def issue(self, *names: str, server_name: str | None = None) -> Tls:
+        """Return the settings of a rank whose certificate bears some names."""
+        certificate = self.ca.issue_cert(*names)
+        chain, key = self.folder / f"{names[0]}.pem", self.folder / f"{names[0]}.key"
+        chain.write_bytes(b"".join(part.bytes() for part in certificate.cert_chain_pems))
+        certificate.private_key_pem.write_to_path(key)
+        return Tls(ca=self.folder / "ca.pem", certificate=chain, key=key, server_name=server_name)
+
+
+@pytest.fixture
+def ours(tmp_path: Path) -> Authority:
+    return Authority.at(tmp_path / "ours")
+
+
+@pytest.fixture
+def theirs(tmp_path: Path) -> Authority:
+    return Authority.at(tmp_path / "theirs")
+
+
+@pytest.fixture
+def last() -> Iterator[ExitStack]:
+    with ExitStack() as stack:
+        yield stack
+
+
+@pytest.fixture(autouse=True)
+def hasty(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(address_store, "_REPLY_S", 1.0)
+
+
+def options(settings: Tls | None) -> CommOptions:
+    return CommOptions(tls=settings, connect_timeout_s=5)
+
+
+def serve(last: ExitStack, settings: Tls | None) -> Point:
+    with socket.create_server(("127.0.0.1", 0)) as door:
+        point = Point("127.0.0.1", door.getsockname()[1])
+    served = ServedStore(point, 2, SECRET, options(settings))
+    last.callback(served.close)
+    served.set("key", b"value")
+    return point
+
+
+def fetch(last: ExitStack, point: Point, settings: Tls | None) -> bytes:
+    remote = RemoteStore(point, SECRET, options(settings))
+    last.callback(remote.close)
+    return remote.get("key", 0)
+
+
+def test_ranks_whose_certificates_name_their_address_reach_each_other(
+    ours: Authority, last: ExitStack
+) -> None:
+    point = serve(last, ours.issue("127.0.0.1"))
+    assert fetch(last, point, ours.issue("elsewhere.example")) == b"value"
+
+
+def test_ranks_whose_certificates_share_a_name_reach_each_other_by_any_address(
+    ours: Authority, last: ExitStack
+) -> None:
+    point = serve(last, ours.issue("ranks.example", server_name="ranks.example"))
+    assert fetch(last, point, ours.issue("ranks.example", server_name="ranks.example")) == b"value"
+
+
+def test_a_certificate_that_names_another_host_is_not_believed(ours: Authority, last: ExitStack) -> None:
+    point = serve(last, ours.issue("ranks.example"))
+    for settings in (ours.issue("other.example"), ours.issue("b.example", server_name="other.example")):
+        with pytest.raises(CommError, match="cannot be reached"):
+            fetch(last, point, settings)
+
+
+def test_a_rank_with_a_certificate_of_another_authority_is_turned_away(
+    ours: Authority, theirs: Authority, last: ExitStack
+) -> None:
+    point = serve(last, ours.issue("127.0.0.1"))
+    believed = dataclasses.replace(theirs.issue("a.example"), ca=ours.folder / "ca.pem")
+    with pytest.raises(CommError, match="cannot be reached"):
+        fetch(last, point, believed)
+
+
+def test_a_server_with_a_certificate_of_another_authority_is_not_believed(
+    ours: Authority, theirs: Authority, last: ExitStack
+) -> None:
+    point = serve(last, dataclasses.replace(theirs.issue("127.0.0.1"), ca=ours.folder / "ca.pem"))
+    with pytest.raises(CommError, match="cannot be reached"):
+        fetch(last, point, ours.issue("a.example"))
+
+
+def test_a_rank_without_certificates_does_not_reach_one_with(ours: Authority, last: ExitStack) -> None:
+    for served, fetched in ((ours.issue("127.0.0.1"), None), (None, ours.issue("127.0.0.1"))):
+        point = serve(last, served)
+        with pytest.raises(CommError, match="cannot be reached"):
+            fetch(last, point, fetched)
+
+
+def test_a_rank_that_shows_no_certificate_is_turned_away(ours: Authority, last: ExitStack) -> None:
+    point = serve(last, ours.issue("127.0.0.1"))
+    anonymous = grpc.ssl_channel_credentials((ours.folder / "ca.pem").read_bytes())
+    with grpc.secure_channel(str(point), anonymous) as channel:
+        with pytest.raises(grpc.RpcError) as caught:
+            channel.unary_unary("/reknit.Store/get", None, None)(b"", timeout=2)
+        assert caught.value.code() in (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.DEADLINE_EXCEEDED)
+
+
+def test_without_tls_there_are_no_credentials() -> None:
+    assert tls.server_credentials(CommOptions()) is None
+    assert tls.channel_credentials(CommOptions()) is None
+
+
+@pytest.mark.parametrize("name", ["ca", "certificate", "key"])
+def test_a_file_that_is_not_there_is_named(name: str, ours: Authority, tmp_path: Path) -> None:
+    paths = dataclasses.asdict(ours.issue("a.example")) | {name: tmp_path / "absent"}
+    settings = Tls(**paths)
+    for credentials in (tls.server_credentials, tls.channel_credentials):
+        with pytest.raises(UsageError, match=rf"tls\.{name} cannot be read: No such file") as caught:
+            credentials(options(settings))
+        assert caught.value.path == str(tmp_path / "absent")
+
+
+def test_files_that_hold_something_else_are_refused(ours: Authority, tmp_path: Path) -> None:
+    (tmp_path / "text").write_text("no certificate\n")
+    good = ours.issue("a.example")
+    with pytest.raises(UsageError, match=r"tls\.ca holds no certificate"):
+        tls.channel_credentials(options(dataclasses.replace(good, ca=tmp_path / "text")))
+    wrong = tmp_path / "text"
+    for bad in (dataclasses.replace(good, certificate=wrong), dataclasses.replace(good, key=wrong)):
+        with pytest.raises(UsageError, match=r"tls\.certificate and tls\.key are no pair"):
+            tls.server_credentials(options(bad))
+
+
+def test_a_key_of_another_certificate_is_refused(ours: Authority) -> None:
+    good, other = ours.issue("a.example"), ours.issue("b.example")
+    with pytest.raises(UsageError, match="are no pair"):
+        tls.server_credentials(options(dataclasses.replace(good, key=other.key)))
+
+
+ENCRYPT = """
+import sys
+from cryptography.hazmat.primitives import serialization as s
+path = sys.argv[1]
+key = s.load_pem_private_key(open(path, "rb").read(), None)
+data = key.private_bytes(s.Encoding.PEM, s.PrivateFormat.PKCS8, s.BestAvailableEncryption(b"word"))
+open(path, "wb").write(data)
+"""
+
+
+def test_a_key_with_a_password_is_refused_and_nobody_is_asked_for_it(ours: Authority) -> None:
+    settings = ours.issue("a.example")
+    subprocess.run([sys.executable, "-c", ENCRYPT, str(settings.key)], check=True, timeout=60)
+    with pytest.raises(UsageError, match="are no pair") as caught:
+        tls.server_credentials(options(settings))
+    assert "without a password" in str(caught.value)
+
+
+def test_a_port_that_cannot_be_opened_is_a_comm_error(ours: Authority) -> None:
+    for settings in (None, ours.issue("a.example")):
+        server = grpc.server(None, options=[("grpc.so_reuseport", 0)])  # type: ignore[arg-type]
+        with pytest.raises(CommError, match=r"no server can listen on 192\.0\.2\.200:0"):
+            tls.open_port(server, "192.0.2.200:0", options(settings))
+        server.stop(None)
+
+
+def test_options_keep_their_certificates_on_the_way_to_an_agent(
+    ours: Authority, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.chdir(ours.folder)
+    chosen = options(Tls(ca="ca.pem", certificate="a.pem", key="a.key", server_name="name"))
+    monkeypatch.chdir(tmp_path)
+    assert CommOptions(**dataclasses.asdict(chosen)) == chosen
+    assert chosen.tls is not None
+    assert chosen.tls.ca == str(ours.folder / "ca.pem")
+
+
+def test_wrong_settings_are_refused() -> None:
+    with pytest.raises(UsageError, match=r"tls\.key is a path"):
+        Tls(ca="ca.pem", certificate="a.pem", key="")
+    with pytest.raises(UsageError, match=r"tls\.server_name is a name"):
+        Tls(ca="ca.pem", certificate="a.pem", key="a.key", server_name="")
+    with pytest.raises(UsageError, match=r"tls is a reknit\.Tls, not str"):
+        CommOptions(tls="ca.pem")  # type: ignore[arg-type]
