@@ -60,3 +60,52 @@ def test_where_no_copy_is_whole_the_error_says_which_were_tried(tmp_path: Path) 
     target = {name: np.zeros_like(array) for name, array in SAVED.items()}
     with pytest.raises(reknit.CorruptError, match=r"no replica has them.*there"):
         reknit.load(here, {"model": target}, options=options)
+
+
+def read_back(here: Path, there: Path) -> dict[str, Any]:
+    options = reknit.LoadOptions(on_corrupt="replica", replicas=(there,))
+    target = {name: np.zeros_like(array) for name, array in SAVED.items()}
+    state = {"model": target, "extra": {"epoch": 0}}
+    reknit.load(here, state, options=options)
+    with reknit.open(here, options=options) as checkpoint:
+        assert np.array_equal(checkpoint.read("model", "b"), SAVED["b"])
+        assert checkpoint.values["extra"] == {"epoch": 7}
+    assert state["extra"] == {"epoch": 7}
+    return target
+
+
+@pytest.mark.parametrize("damage", ["missing", "changed", "shorter"])
+@pytest.mark.parametrize("name", ["manifest.json", "index.*.parquet", "extra/*.msgpack"])
+def test_a_manifest_an_index_or_a_value_that_is_damaged_is_taken_from_a_replica(
+    tmp_path: Path, name: str, damage: str
+) -> None:
+    here, there = tmp_path / "here", tmp_path / "there"
+    reknit.save(here, {"model": SAVED, "extra": {"epoch": 7}})
+    shutil.copytree(here, there)
+    (file,) = here.glob(name)
+    data = file.read_bytes()
+    if damage == "missing":
+        file.unlink()
+    elif damage == "changed":
+        file.write_bytes(data[:-1] + bytes([data[-1] ^ 1]))
+    else:
+        file.write_bytes(data[:-1])
+    state: dict[str, Any] = {"model": dict(SAVED), "extra": {"epoch": 0}}
+    with pytest.raises((reknit.CorruptError, reknit.CheckpointNotFoundError)):
+        reknit.load(here, state)
+    with pytest.raises((reknit.CorruptError, reknit.CheckpointNotFoundError)):
+        reknit.load(here, state, options=reknit.LoadOptions(replicas=(there,)))
+    for key, array in read_back(here, there).items():
+        assert np.array_equal(array, SAVED[key])
+
+
+def test_where_the_manifest_is_damaged_in_all_copies_the_error_is_about_the_first(tmp_path: Path) -> None:
+    here, there = tmp_path / "here", tmp_path / "there"
+    reknit.save(here, {"model": SAVED, "extra": {"epoch": 7}})
+    shutil.copytree(here, there)
+    for place in (here, there):
+        (place / "manifest.json").write_bytes(b"{}")
+    with pytest.raises(reknit.CorruptError) as caught:
+        read_back(here, there)
+    assert caught.value.path is not None
+    assert str(here) in caught.value.path

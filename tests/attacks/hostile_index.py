@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from reknit.format import index_file
+from reknit.format import index_columns
 from reknit.format.index_file import encode_index
 from tests.attacks.thrift import BINARY, I32, I64, LIST, STRUCT, Reader, Struct, write
 from tests.format.samples import sample_index
@@ -37,7 +37,7 @@ def attacks() -> Iterator[tuple[str, bytes]]:
         _parquet(80, fqn="a" * (1 << 20), use_dictionary=False, write_batch_size=1),
     )
     yield "many_values_in_few_bytes", _parquet(100_000, ndim=32)
-    yield "stored_schema_that_agrees", _parquet(1, schema=index_file._WRITTEN, store_schema=True)
+    yield "stored_schema_that_agrees", _parquet(1, schema=index_columns.SCHEMA, store_schema=True)
     yield "other_compression", _parquet(1, compression="gzip")
     yield (
         "delta_strings_that_multiply",
@@ -246,7 +246,7 @@ def _apply(fields: Struct, changes: Any) -> None:
 
 def _schema() -> pa.Schema:
     # the schema of a real index, with plain strings
-    return index_file._schema(pa.string())
+    return index_columns.schema(pa.string())
 
 
 def _nullable() -> pa.Schema:

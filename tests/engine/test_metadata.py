@@ -9,10 +9,12 @@ import pytest
 
 import reknit
 from reknit.engine import messages
+from reknit.engine.excerpt import Reach
 from reknit.engine.load import LoadJob, load
-from reknit.engine.metadata import read_for_all
+from reknit.engine.match import Fill
+from reknit.engine.metadata import Received, hand_out, read_for_all
 from reknit.engine.opening import opened, read_opened
-from reknit.errors import CorruptError, MismatchError
+from reknit.errors import MismatchError
 from reknit.format.manifest_file import decode_manifest
 from reknit.frameworks import registry
 from reknit.monitor.phase import Recorder
@@ -20,10 +22,13 @@ from reknit.options import LoadOptions
 from reknit.storage.memory import MemoryStorage
 from reknit.testing.faulty_storage import FaultyStorage
 from reknit.testing.world import run_ranks
+from reknit.types.box import Box
+from reknit.types.wanted import Wanted
 from tests.format.samples import same_index
 
 if TYPE_CHECKING:
     from reknit.comm.base import Group
+    from reknit.engine.opening import OpenCheckpoint
 
 SIZE = 4
 ITEMS = ("extra", "mine", "model", "optimizer")
@@ -133,32 +138,42 @@ def asking(*items: str) -> messages.Items:
     return messages.Items(list(items), [])
 
 
-def test_an_answer_holds_just_the_rows_the_files_and_the_values_of_the_items_asked_for() -> None:
+def received(stored: MemoryStorage, answer: bytes, items: list[str]) -> Received:
+    return Received.of(answer, stored, items, allow_pickle=False)
+
+
+def test_an_answer_holds_just_the_names_the_files_and_the_values_of_the_items_asked_for() -> None:
     stored = save_on_ranks("answers")
     whole = opened(stored, read_opened(stored, None), None, allow_pickle=False)
-    asked = [asking("model"), asking("extra", "optimizer"), asking("mine"), asking(*ITEMS)]
+    asked = [asking(), asking("model"), asking("extra", "optimizer"), asking("mine"), asking(*ITEMS)]
     metadata = read_for_all(stored, asked)
-    for rank, answer in zip(asked, metadata.answers, strict=True):
-        part = opened(stored, messages.decode(answer, messages.Opened), rank.names, allow_pickle=False)
+    for rank, answer in zip(asked[1:], metadata.answers[1:], strict=True):
+        part = received(stored, answer, rank.names)
         items = set(rank.names)
-        assert same_index(part.index, whole.index.of_items(items))
-        assert {entry.item for entry in part.index.tensors} <= items
-        assert {path.split("/")[0] for path in part.files} - {whole.manifest.index_path} <= items
-        assert all(part.files[path] == whole.files[path] for path in part.files)
-        assert {item for item, values in part.blobs.items() if values} <= items
-        assert part.manifest.items == whole.manifest.items
-        assert len(part.catalog().coordinates.get("mine", ())) == (SIZE if "mine" in items else 0)
+        checkpoint = part.checkpoint
+        assert checkpoint.index.tensors == whole.index.of_items(items).tensors
+        assert not len(checkpoint.index.tensor), "where tensors lie is another question"
+        assert part.files.paths == [f.path for f in whole.manifest.files if is_data(f.path, items)]
+        assert {path.split("/")[0] for path in checkpoint.files} - {whole.manifest.index_path} <= items
+        assert all(checkpoint.files[path] == whole.files[path] for path in checkpoint.files)
+        assert {item for item, values in checkpoint.blobs.items() if values} <= items
+        assert checkpoint.manifest.items == whole.manifest.items
+        assert len(checkpoint.catalog().coordinates.get("mine", ())) == (SIZE if "mine" in items else 0)
+
+
+def is_data(path: str, items: set[str]) -> bool:
+    return path.endswith(".safetensors") and path.split("/")[0] in items
 
 
 def test_ranks_that_ask_for_the_same_get_the_same_bytes() -> None:
     stored = save_on_ranks("same")
     asked = [asking("model", "extra"), asking("model"), asking("extra", "model"), asking("model")]
-    first, second, third, fourth = read_for_all(stored, asked).answers
-    assert first is third
-    assert second is fourth
-    assert len(second) < len(first)
-    (everything,) = read_for_all(stored, [asking(*ITEMS)]).answers
-    assert messages.decode(everything, messages.Opened) == read_opened(stored, None)
+    root, first, second, third = read_for_all(stored, [asking("extra"), *asked[:1], *asked[2:]]).answers
+    assert first is second
+    assert len(third) < len(second)
+    assert root == b"", "it keeps what it has read"
+    (_, everything) = read_for_all(stored, [asking(), asking(*ITEMS)]).answers
+    assert received(stored, everything, list(ITEMS)).checkpoint.blobs["optimizer"] == {"lr": 3}
 
 
 def test_the_root_keeps_what_some_rank_wants() -> None:
@@ -174,18 +189,96 @@ def test_an_item_that_is_not_there_is_refused_unless_every_rank_that_wants_it_ca
     with pytest.raises(MismatchError, match="has no item 'ema'"):
         read_for_all(stored, [asking("model"), asking("ema")])
     lenient = messages.Items(["model", "ema"], ["ema"])
-    (answer,) = read_for_all(stored, [lenient]).answers
-    part = opened(stored, messages.decode(answer, messages.Opened), lenient.names, allow_pickle=False)
-    assert part.catalog().tensors["ema"] == {}
+    (_, answer) = read_for_all(stored, [lenient, lenient]).answers
+    part = received(stored, answer, lenient.names)
+    assert part.checkpoint.catalog().tensors["ema"] == {}
 
 
-def test_a_rank_refuses_an_index_that_names_a_file_of_no_entry() -> None:
-    stored = save_on_ranks("checked")
-    model, optimizer = read_for_all(stored, [asking("model"), asking("optimizer")]).answers
-    other = messages.decode(optimizer, messages.Opened).manifest
-    mixed = messages.Opened(other, messages.decode(model, messages.Opened).index, {})
-    with pytest.raises(CorruptError, match="no file of the checkpoint"):
-        opened(stored, mixed, ["model"], allow_pickle=False)
+def everything_of(checkpoint: OpenCheckpoint) -> Reach:
+    fills = [
+        Fill(entry.fqn, number, Box.whole(entry.spec.shape), None, False)
+        for number, entry in enumerate(checkpoint.index.tensors)
+    ]
+    return Reach.of(checkpoint.index, fills, Wanted(checkpoint.items))
+
+
+def taking(checkpoint: OpenCheckpoint, names: set[str], boxes: int = 0) -> messages.Asked:
+    """Return the request of a rank that takes tensors with these FQNs, and no values."""
+    taken = {key for key in checkpoint.index.ids if key[1] in names}
+    return messages.Asked(
+        messages.bitmaps(checkpoint.index.ids, taken),
+        messages.bitmaps(checkpoint.blob_names(), ()),
+        [],
+        boxes,
+    )
+
+
+def test_what_a_rank_is_handed_are_the_rows_and_the_files_of_the_tensors_that_it_takes() -> None:
+    stored = save_on_ranks("rows")
+    items = [asking(*ITEMS), asking("model"), asking("optimizer", "model"), asking("optimizer", "model")]
+    metadata = read_for_all(stored, items)
+    ranks = [
+        received(stored, answer, i.names) for answer, i in zip(metadata.answers[1:], items[1:], strict=True)
+    ]
+    names = [{"w.0"}, {"w.1", "b"}, {"w.1", "m.2"}, {"w.1", "m.2"}]
+    checkpoints = [metadata.checkpoint, *(rank.checkpoint for rank in ranks)]
+    asked = [taking(checkpoint, own) for checkpoint, own in zip(checkpoints, names, strict=True)]
+    answers = hand_out(metadata.checkpoint, asked).answers
+    assert answers[2] is answers[3]
+    whole = metadata.checkpoint
+    for rank, answer, own in zip(ranks, answers[1:], names[1:], strict=True):
+        message = messages.decode(answer, messages.Answer)
+        part = rank.with_rows(rank.checkpoint, everything_of(rank.checkpoint), message)
+        found = {part.index.tensors[number].fqn for number in part.index.tensor.tolist()}
+        assert found == own
+        for (item, fqn), number in part.index.ids.items():
+            if fqn in own:
+                assert [*part.index.chunks(number)] == [*whole.index.chunks(whole.index.ids[item, fqn])]
+        assert set(part.index.files) == {f.path for f in part.manifest.files if is_data(f.path, set(ITEMS))}
+        assert all(part.files[path] == whole.files[path] for path in part.files)
+    root = metadata.with_rows(whole, everything_of(whole), messages.decode(answers[0], messages.Answer))
+    assert same_index(root.index, whole.index), "it takes the rows from its memory"
+
+
+def test_ranks_that_check_all_files_together_have_the_same_manifest_as_the_root() -> None:
+    stored = save_on_ranks("manifest")
+    metadata = read_for_all(stored, [asking("extra"), asking("model")], whole_for_all=True)
+    rank = received(stored, metadata.answers[1], ["model"])
+    asked = [taking(metadata.checkpoint, set()), taking(rank.checkpoint, {"w.1", "b"})]
+    answer = messages.decode(hand_out(metadata.checkpoint, asked).answers[1], messages.Answer)
+    part = rank.with_rows(rank.checkpoint, everything_of(rank.checkpoint), answer)
+    assert part.manifest == metadata.checkpoint.manifest
+
+
+def test_ranks_that_want_the_same_boxes_are_told_of_each_other() -> None:
+    stored = save_on_ranks("alike")
+    metadata = read_for_all(stored, [asking("model")] * 5)
+    checkpoint = metadata.checkpoint
+    asked = [taking(checkpoint, {"b"}, 7), taking(checkpoint, {"b"}, 8), taking(checkpoint, {"w.1"}, 7)]
+    for answer in hand_out(checkpoint, [*asked, asked[1], asked[0]]).answers:
+        alike = messages.decode(answer, messages.Answer).alike
+        assert messages.unpacked(alike, "i4").tolist() == [0, 1, 2, 1, 0]
+
+
+def test_names_that_no_rank_takes_are_left_unless_a_rank_has_a_use_for_them() -> None:
+    stored = save_on_ranks("left")
+    checkpoint = read_for_all(stored, [asking("model", "extra")]).checkpoint
+    first, second = taking(checkpoint, {"w.0", "b"}), taking(checkpoint, {"w.1"})
+    second.refused.append(("model", "w.3"))
+    left = hand_out(checkpoint, [first, second]).left
+    assert left == [("model", "w.2"), ("extra", "epoch")]
+    second.blobs = messages.bitmaps(checkpoint.blob_names(), {("extra", "epoch")})
+    assert hand_out(checkpoint, [first, second]).left == [("model", "w.2")]
+
+
+def test_only_of_tensors_that_some_rank_takes_must_the_index_be_whole() -> None:
+    stored = save_on_ranks("holes")
+    checkpoint = read_for_all(stored, [asking("model")]).checkpoint
+    row = int(checkpoint.index.first[checkpoint.index.ids["model", "w.2"]])
+    checkpoint.index.lengths[row, 0] -= 1
+    assert hand_out(checkpoint, [taking(checkpoint, {"b"})]).damaged == []
+    (told,) = hand_out(checkpoint, [taking(checkpoint, {"b"}), taking(checkpoint, {"w.2"})]).damaged
+    assert "the chunks of model/w.2 in the index do not cover it exactly" in told
 
 
 def test_names_left_over_are_those_that_no_rank_took_whatever_items_the_others_have() -> None:

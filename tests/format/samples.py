@@ -150,6 +150,7 @@ def sample_manifest() -> Manifest:
         uses_pickle=True,
         origin={"world_size": 8, "torch": "2.13.0"},
         metadata={"loss": 1.5, "tags": ["a", None, True, {"x": -0.0}]},
+        generation=1789000000123,
     )
 
 
@@ -204,6 +205,7 @@ def manifests(draw: st.DrawFn) -> Manifest:
         uses_pickle=draw(st.booleans()),
         origin=draw(objects),
         metadata=draw(objects),
+        generation=draw(st.none() | st.integers(0, (1 << 63) - 1)),
     )
 
 

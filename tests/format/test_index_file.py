@@ -3,23 +3,27 @@ from __future__ import annotations
 import contextlib
 import io
 from dataclasses import replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import duckdb
 import numpy as np
 import pandas as pd
+import pyarrow.parquet as pq
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from reknit.errors import CorruptError, FormatError
-from reknit.format import index_file
+from reknit.format import index_file, parquet_bounds
 from reknit.format.index_checks import check_extents
 from reknit.format.index_file import decode_index, encode_index
 from reknit.types.box import Box
 from reknit.types.manifest import Index
 from reknit.types.shard import TensorSpec
 from tests.format.samples import index_of, indexes, same_index, sample_index
+
+if TYPE_CHECKING:
+    from pathlib import Path
 
 
 @given(indexes())
@@ -63,6 +67,87 @@ def test_an_index_of_many_row_groups_comes_back_within_its_own_limits(
     index = many_chunks(num_tensors, per_tensor)
     assert len(index.tensor) > 2 * index_file.GROUP_ROWS
     assert same_index(decode_index(encode_index(index)), index)
+
+
+def ranges(data: bytes, column: str) -> list[Any]:
+    """Return the first and the last value of a column that the footer tells of each row group."""
+    footer = pq.ParquetFile(io.BytesIO(data)).metadata
+    number = footer.schema.names.index(column)
+    found = [footer.row_group(k).column(number).statistics for k in range(footer.num_row_groups)]
+    return [None if one is None or not one.has_min_max else (one.min, one.max) for one in found]
+
+
+def test_each_row_group_says_which_tensors_it_has() -> None:
+    index = many_chunks(3000, 64)
+    tensors = [
+        index.tensors[number]
+        for first in row_groups(index)
+        for number in index.tensor[[first.start, first.stop - 1]]
+    ]
+    data = encode_index(index)
+    assert ranges(data, "item") == [("model", "model")] * 3
+    assert ranges(data, "fqn") == [(a.fqn, b.fqn) for a, b in zip(tensors[::2], tensors[1::2], strict=True)]
+
+
+def row_groups(index: Index) -> list[range]:
+    rows = range(len(index.tensor))
+    return [
+        rows[first : first + index_file.GROUP_ROWS] for first in range(0, len(rows), index_file.GROUP_ROWS)
+    ]
+
+
+def test_names_too_long_to_be_repeated_in_the_footer_are_left_out_of_it() -> None:
+    index = many_chunks(3000, 64)
+    entries = [entry._replace(fqn="a" * 4000 + entry.fqn) for entry in index.tensors]
+    long = replace(index, tensors=tuple(entries))
+    groups = 1 + (len(index.tensor) - 1) // index_file.GROUP_ROWS
+    assert None not in ranges(encode_index(long), "item"), "three groups can afford it"
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(index_file, "_STATISTICS_NBYTES", groups * 4 * 4000)
+        data = encode_index(long)
+    assert set(ranges(data, "fqn")) == {None}
+    assert same_index(decode_index(data), long)
+
+
+def test_duckdb_reads_only_the_row_groups_of_the_tensor_that_is_asked_for(tmp_path: Path) -> None:
+    path = tmp_path / "index.parquet"
+    path.write_bytes(encode_index(many_chunks(3000, 64)))
+    with duckdb.connect() as connection:
+        query = f"select count(*), min(start) from '{path}' where fqn = 'layers.002999.weight'"
+        assert connection.execute(query).fetchall() == [(64, 4096 + 2999 * 32)]
+        stored = f"select count(*) from parquet_metadata('{path}') where path_in_schema = 'fqn'"
+        hit = f"{stored} and stats_max_value >= 'layers.002999.weight'"
+        assert connection.execute(stored).fetchall() == [(3,)]
+        assert connection.execute(hit).fetchall() == [(1,)]
+
+
+def in_dimensions(index: Index, ndim: int) -> Index:
+    """Return an index of tensors with more dimensions, all of length one."""
+    more = ndim - 2
+    specs = [entry.spec for entry in index.tensors]
+    wider = [TensorSpec((*spec.shape, *[1] * more), spec.dtype) for spec in specs]
+    entries = zip(index.tensors, wider, strict=True)
+    return replace(
+        index,
+        tensors=tuple(entry._replace(spec=spec) for entry, spec in entries),
+        offsets=np.pad(index.offsets, ((0, 0), (0, more))),
+        lengths=np.pad(index.lengths, ((0, 0), (0, more)), constant_values=1),
+    )
+
+
+@pytest.mark.parametrize("ndim", [2, 3, 4, 6, 32])
+@pytest.mark.parametrize(("num_tensors", "per_tensor"), [(2500, 64), (1250, 128), (625, 256)])
+def test_an_index_that_repeats_itself_stays_far_from_the_limits_of_its_readers(
+    num_tensors: int, per_tensor: int, ndim: int
+) -> None:
+    index = in_dimensions(many_chunks(num_tensors, per_tensor), ndim)
+    data = encode_index(index)
+    assert same_index(decode_index(data), index)
+    footer = pq.ParquetFile(io.BytesIO(data)).metadata
+    columns = [footer.row_group(g).column(c) for g in range(footer.num_row_groups) for c in range(9)]
+    assert footer.num_rows < 0.75 * parquet_bounds.ROWS_PER_BYTE * len(data)
+    assert sum(c.num_values for c in columns) < 0.75 * parquet_bounds.VALUES_PER_BYTE * len(data)
+    assert sum(c.total_uncompressed_size for c in columns) < 0.75 * parquet_bounds.NBYTES_PER_BYTE * len(data)
 
 
 def test_duckdb_and_pandas_read_the_index() -> None:

@@ -10,8 +10,8 @@ import xxhash
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from reknit.errors import CorruptError, FormatError, ReknitError, StateError
-from reknit.format.manifest_file import decode_manifest, encode_manifest
+from reknit.errors import CorruptError, FormatError, ReknitError, StateError, VersionError
+from reknit.format.manifest_file import decode_generation, decode_manifest, encode_manifest
 from reknit.types.manifest import BlobFile, FileEntry, Manifest
 from tests.format.samples import manifests, sample_manifest
 
@@ -31,8 +31,8 @@ def test_the_digest_is_over_every_byte_before_it() -> None:
 def test_the_document_is_plain_json_with_the_documented_members() -> None:
     document = json.loads(encode_manifest(sample_manifest()))
     assert list(document) == [
-        *("format", "format_version", "requires", "write_id", "step", "created", "items", "block_nbytes"),
-        *("index", "files", "blobs", "uses_pickle", "origin", "metadata", "digest"),
+        *("format", "format_version", "requires", "write_id", "generation", "step", "created", "items"),
+        *("block_nbytes", "index", "files", "blobs", "uses_pickle", "origin", "metadata", "digest"),
     ]
     file = document["files"][0]
     digests = sample_manifest().files[0].digests
@@ -99,6 +99,9 @@ def test_metadata_as_deep_as_allowed_is_kept() -> None:
     [
         {"write_id": "short"},
         {"write_id": "A" * 32},
+        {"generation": -1},
+        {"generation": 1 << 63},
+        {"generation": 1.5},
         {"step": -1},
         {"step": "1"},
         {"created": float("nan")},
@@ -129,5 +132,32 @@ def test_a_manifest_that_a_reader_would_refuse_is_not_written(change: dict[str, 
 def test_a_manifest_of_future_fields_is_read_without_them() -> None:
     good = encode_manifest(sample_manifest())
     body = good[:-29] + b',"novelty":[1,{"x":2}]'
-    data = body + f',"digest":"{xxhash.xxh3_64_hexdigest(body)}"}}'.encode()
-    assert decode_manifest(data) == sample_manifest()
+    assert decode_manifest(resigned(body)) == sample_manifest()
+
+
+def resigned(body: bytes) -> bytes:
+    return body + f',"digest":"{xxhash.xxh3_64_hexdigest(body)}"}}'.encode()
+
+
+def test_a_manifest_of_a_writer_that_knew_no_generation_has_none() -> None:
+    manifest = replace(sample_manifest(), generation=None)
+    data = encode_manifest(manifest)
+    assert b"generation" not in data
+    assert decode_manifest(data) == manifest
+    assert decode_generation(data) is None
+
+
+def test_the_generation_is_told_also_of_a_manifest_that_is_too_new_to_be_read() -> None:
+    good = encode_manifest(sample_manifest())
+    newer = resigned(good[:-29].replace(b'"format_version":1', b'"format_version":99'))
+    with pytest.raises(VersionError):
+        decode_manifest(newer)
+    assert decode_generation(newer) == decode_generation(good) == sample_manifest().generation
+
+
+def test_the_generation_of_a_damaged_manifest_is_not_told() -> None:
+    good = encode_manifest(sample_manifest())
+    for bad in (b"", good[:-1], good.replace(b'"generation":1', b'"generation":2'), resigned(b'{"format":1')):
+        with pytest.raises(CorruptError) as caught:
+            decode_generation(bad)
+        assert caught.value.path == "manifest.json"

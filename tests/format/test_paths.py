@@ -8,6 +8,7 @@ from hypothesis import strategies as st
 
 from reknit.errors import CorruptError, FormatError, StateError, UsageError
 from reknit.format import paths
+from reknit.format.paths import FileName
 from reknit.types.box import Box
 from reknit.types.shard import TensorSpec
 from tests.format.samples import WRITE_ID, grids, names
@@ -21,6 +22,8 @@ from tests.format.samples import WRITE_ID, grids, names
 @example("manifest.json")
 @example("index.01234567.parquet")
 @example("Index.parquet")
+@example("pending.0000000000000007.01234567")
+@example("Pending.000000000000000F.01234567")
 @example("a/b\\c\0%41")
 def test_every_item_name_has_a_safe_folder_and_comes_back_from_it(name: str) -> None:
     folder = paths.escape_item(name)
@@ -53,10 +56,11 @@ def test_an_item_name_that_no_folder_can_have_is_refused(name: str) -> None:
 @given(names, st.integers(0, 200_000), st.integers(0, 20))
 def test_the_name_of_every_file_says_what_it_is(item: str, rank: int, part: int) -> None:
     parsed = paths.parse_path(paths.data_path(item, rank, WRITE_ID, part))
-    assert parsed == ("data", "01234567", item, rank, part)
-    assert paths.parse_path(paths.blob_path(item, rank, WRITE_ID)) == ("blobs", "01234567", item, rank, 0)
+    assert parsed == FileName("data", "01234567", item, rank, part)
+    blobs = paths.parse_path(paths.blob_path(item, rank, WRITE_ID))
+    assert blobs == FileName("blobs", "01234567", item, rank, 0)
     own = paths.parse_path(paths.blob_path(item, rank, WRITE_ID, own=part))
-    assert own == ("own", "01234567", item, rank, part)
+    assert own == FileName("own", "01234567", item, rank, part)
 
 
 def test_file_names_look_as_documented() -> None:
@@ -66,8 +70,22 @@ def test_file_names_look_as_documented() -> None:
     assert paths.blob_path("", 7, WRITE_ID, own=0) == "%/00007.own.01234567.msgpack"
     assert paths.blob_path("extra", 7, WRITE_ID, own=3) == "extra/00007.own.3.01234567.msgpack"
     assert paths.index_path(WRITE_ID) == "index.01234567.parquet"
-    assert paths.parse_path(paths.index_path(WRITE_ID)) == ("index", "01234567", None, None, 0)
-    assert paths.parse_path("manifest.json") == ("manifest", None, None, None, 0)
+    assert paths.marker_path(0x19A, WRITE_ID) == "pending.000000000000019a.01234567"
+    assert paths.parse_path(paths.index_path(WRITE_ID)) == FileName("index", "01234567")
+    assert paths.parse_path("manifest.json") == FileName("manifest", None)
+
+
+@given(st.integers(0, (1 << 63) - 1), st.uuids().map(lambda drawn: drawn.hex))
+def test_the_marker_of_a_save_says_whose_it_is(generation: int, write_id: str) -> None:
+    path = paths.marker_path(generation, write_id)
+    assert paths.parse_path(path) == FileName("marker", write_id[:8], generation=generation)
+    assert paths.checked_relative(path) == path
+
+
+@pytest.mark.parametrize("generation", [-1, 1 << 63])
+def test_a_generation_that_no_marker_can_hold_is_refused(generation: int) -> None:
+    with pytest.raises(UsageError, match="generation"):
+        paths.marker_path(generation, WRITE_ID)
 
 
 @pytest.mark.parametrize(
@@ -84,6 +102,11 @@ def test_file_names_look_as_documented() -> None:
         "a/model/00000.01234567.safetensors",
         "..%/00000.01234567.msgpack",
         "index.0123.parquet",
+        "pending.7.01234567",
+        "pending.0000000000000007",
+        "pending.000000000000000F.01234567",
+        "pending.0000000000000007.01234567.tmp",
+        "model/pending.0000000000000007.01234567",
         "manifest.json.tmp",
         "notes.txt",
         "",

@@ -6,7 +6,8 @@ import operator
 from types import EllipsisType
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
-from reknit.engine.opening import OpenCheckpoint, check_size, opened, read_opened
+from reknit.engine.checked import check_size
+from reknit.engine.opening import OpenCheckpoint, opened, read_opened
 from reknit.engine.pipeline import within
 from reknit.engine.read import Reader, granularity
 from reknit.engine.renaming import Naming
@@ -57,14 +58,20 @@ class Checkpoint:
         arrays: Arrays,
         replicas: Sequence[Storage] = (),
     ) -> None:
+        substitutes = replicas if options.on_corrupt == "replica" else ()
         with recorder.phase("open"):
-            message = within(
+            contents = within(
                 options.timeout_s,
                 lambda: f"reading manifest and index of {storage.url}",
-                lambda: read_opened(storage, None),
+                lambda: read_opened(storage, None, replicas=substitutes),
             )
             self._open: OpenCheckpoint = opened(
-                storage, message, None, allow_pickle=options.allow_pickle, naming=Naming.of(options)
+                storage,
+                contents,
+                None,
+                allow_pickle=options.allow_pickle,
+                naming=Naming.of(options),
+                replicas=substitutes,
             )
         self._options = options
         self._recorder = recorder

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from contextlib import ExitStack
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
@@ -13,12 +13,11 @@ from reknit.comm import base as comm
 from reknit.engine import messages
 from reknit.engine.exchange import StoppedError
 from reknit.engine.joint import Joint, share_out
-from reknit.engine.match import Fill, Problems, match, require_fit, terms, uncovered
-from reknit.engine.metadata import Metadata, read_for_all
-from reknit.engine.opening import opened
-from reknit.engine.pipeline import start, within
+from reknit.engine.locate import FIRST_ROUND as FIRST_ROUND
+from reknit.engine.locate import Located, locate, within_deadline
+from reknit.engine.match import Fill, Problems, require_fit, terms
+from reknit.engine.pipeline import start
 from reknit.engine.read import Reader, granularity
-from reknit.engine.renaming import Naming
 from reknit.engine.report import LoadReport
 from reknit.engine.verify import check_all, check_sizes
 from reknit.errors import CommError, ReknitError
@@ -28,8 +27,9 @@ from reknit.types.shard import full_name
 from reknit.types.wanted import matches
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Mapping, Sequence
+    from collections.abc import Callable, Iterator, Sequence
 
+    from reknit.engine.metadata import Handout
     from reknit.engine.opening import OpenCheckpoint
     from reknit.engine.turns import Carrier
     from reknit.monitor.phase import Recorder
@@ -41,10 +41,6 @@ if TYPE_CHECKING:
 
 
 _PARTLY = "; the target is partly written"
-_Result = TypeVar("_Result")
-
-FIRST_ROUND = "open"
-"""The round in which a load begins."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,6 +58,11 @@ class LoadJob:
     replicas: Sequence[Storage] = ()
     """Other copies of the checkpoint."""
 
+    @property
+    def substitutes(self) -> Sequence[Storage]:
+        """Those of the copies that may take the place of what is damaged."""
+        return self.replicas if self.options.on_corrupt == "replica" else ()
+
 
 class _Prepared(NamedTuple):
     """A load that only has to be carried out."""
@@ -78,57 +79,30 @@ class _Prepared(NamedTuple):
 def load(job: LoadJob) -> LoadReport:
     """Load into the live objects.  Every rank returns, or every rank raises the same error."""
     with progress(job.recorder, start, wanted=job.options.progress), ExitStack() as last:
-        # 1 the root reads manifest and index for everyone
-        metadata = _open(job)
-        # 2 what this rank wants, 3 which bytes that is, and 4 one round: whatever does not fit on any rank is
-        # an error on all, before a byte of any target changes
-        ready, agreed = _prepare_all(job, metadata, last)
+        # 1 the root reads manifest and index for everyone, 2 what this rank wants, and where that lies
+        located = locate(job)
+        # 3 which bytes that is, and 4 one round: whatever does not fit on any rank is an error on all, before
+        # a byte of any target changes
+        ready, agreed = _prepare_all(job, located, last)
         # 5 read, verify, scatter; 6 hand over what is no tensor
         received = _fill_all(job, ready, agreed)
     return _report(job, ready, agreed.unexpected, received)
 
 
-def _open(job: LoadJob) -> Metadata | bytes:
-    """Return what the root read for all ranks, on the root, and this rank's part of it elsewhere."""
-    read: list[Metadata] = []
-
-    def decide(requests: Sequence[bytes]) -> list[bytes]:
-        wanted = [messages.decode(request, messages.Items) for request in requests]
-        metadata = _within(
-            job,
-            "reading manifest and index of",
-            lambda: read_for_all(
-                job.storage,
-                wanted,
-                allow_pickle=job.options.allow_pickle,
-                naming=Naming.of(job.options),
-                whole_for_all=job.options.verify == "full",
-            ),
-        )
-        read.append(metadata)
-        return metadata.answers
-
-    with job.recorder.phase("open"):
-        part = comm.round(job.group, FIRST_ROUND, lambda: _items(job), decide, job.options.timeout_s)
-    return read[0] if read else part
-
-
-def _prepare_all(
-    job: LoadJob, metadata: Metadata | bytes, last: ExitStack
-) -> tuple[_Prepared, messages.Agreed]:
+def _prepare_all(job: LoadJob, located: Located, last: ExitStack) -> tuple[_Prepared, messages.Agreed]:
     """Prepare this rank's load, and return when all ranks' loads fit; raises what does not."""
     prepared: list[_Prepared] = []
 
     def prepare() -> bytes:
-        prepared.append(_prepare(job, metadata))
+        prepared.append(_prepare(job, located))
         joint = prepared[0].joint
         if joint is not None:
             last.callback(joint.close)
         return _wish(job, prepared[0], None if joint is None else joint.offer())
 
     def decide(requests: Sequence[bytes]) -> list[bytes]:
-        assert isinstance(metadata, Metadata)
-        return _agree(job, metadata.checkpoint, requests)
+        assert located.handout is not None
+        return _agree(job, located.handout, requests)
 
     with job.recorder.phase("agree"):
         answer = comm.round(job.group, "agree", prepare, decide, job.options.timeout_s)
@@ -151,36 +125,13 @@ def _fill_all(job: LoadJob, ready: _Prepared, agreed: messages.Agreed) -> int:
     return received[0]
 
 
-def _items(job: LoadJob) -> bytes:
-    """Return which items this rank wants; ranks may want different ones."""
-    # A lenient pattern that matches a name in the item, whatever it is, covers the absence of them all.
-    some = bool(job.options.only)  # then each name that is missing is told by itself
-    optional = [item for item in job.items if some or matches(f"{item}/", job.options.lenient)]
-    return messages.encode(messages.Items(list(job.items), optional))
-
-
-def _opened(job: LoadJob, metadata: Metadata | bytes) -> OpenCheckpoint:
-    """Return the checkpoint as far as this rank asked for it."""
-    if isinstance(metadata, Metadata):
-        return metadata.checkpoint.of_items(job.items)
-    message = messages.decode(metadata, messages.Opened)
-    naming, trusted = Naming.of(job.options), job.options.allow_pickle
-    whole = opened(job.storage, message, job.items, allow_pickle=trusted, naming=naming)
-    return whole.of_items(job.items)
-
-
-def _prepare(job: LoadJob, metadata: Metadata | bytes) -> _Prepared:
-    """Find out 2 what this rank wants (local), and 3 which bytes that is (pure)."""
-    checkpoint = _opened(job, metadata)
-    with job.recorder.phase("collect"):
-        catalog = checkpoint.catalog(terms(job.options))
-        own = partial(_own, job, catalog)
-        wanted = job.want(replace(catalog, own=own))
+def _prepare(job: LoadJob, located: Located) -> _Prepared:
+    """Find out 3 which bytes this rank takes (pure), and whether the files are there."""
+    _, _, wanted, fills, problems, _ = located.sought
     with job.recorder.phase("plan"):
-        fills, problems = match(checkpoint.index, wanted, job.options, checkpoint.stored)
+        checkpoint, alike = located.found(job.group.rank)
         plan = _plan(checkpoint, fills, job.options)
-        problems.damaged.extend(uncovered(checkpoint.index, fills))
-    problems.damaged.extend(_damaged(job, checkpoint, plan))
+    problems.damaged.extend(_damaged(job, checkpoint, plan, alike))
     cast = frozenset(n for n, f in enumerate(fills) if f.cast)
     targets, tensors = [f.target for f in fills], [f.tensor for f in fills]
     reader = Reader(
@@ -197,16 +148,6 @@ def _prepare(job: LoadJob, metadata: Metadata | bytes) -> _Prepared:
     if job.group.size > 1 and job.options.share != "never":
         joint = Joint.begin(job.group, job.carrier, reader, checkpoint.index.files, job.options)
     return _Prepared(checkpoint, wanted, fills, problems, plan, reader, joint)
-
-
-def _own(job: LoadJob, catalog: Catalog, item: str, coordinate: Mapping[str, int]) -> Mapping[str, Any]:
-    """Return what the rank with a coordinate saved for itself."""
-    return _within(job, f"reading values of {item!r} of", lambda: catalog.own(item, coordinate))
-
-
-def _within(job: LoadJob, what: str, work: Callable[[], _Result]) -> _Result:
-    """Ask the storage for something, and wait for it no longer than other ranks would wait for this one."""
-    return within(job.options.timeout_s, lambda: f"{what} {job.storage.url}", work)
 
 
 def _fill(job: LoadJob, ready: _Prepared, share: messages.Share | None) -> int:
@@ -234,16 +175,19 @@ def _none_stopped(requests: Sequence[bytes]) -> list[bytes]:
     return [b""] * len(requests)
 
 
-def _damaged(job: LoadJob, checkpoint: OpenCheckpoint, plan: LoadPlan) -> list[str]:
-    """Say what is wrong with the files that this rank reads or, on request, with its share of all bytes."""
+def _damaged(job: LoadJob, checkpoint: OpenCheckpoint, plan: LoadPlan, alike: Sequence[int]) -> list[str]:
+    """Say what is wrong with the files that this rank reads or, on request, with its share of all bytes.
+
+    Ranks that read the same files look at some of them each.
+    """
     if job.options.verify == "full":
         with job.recorder.phase("verify"):
             check = partial(check_all, checkpoint, job.group.rank, job.group.size, job.options)
-            return _within(job, "checking all files of", check)
+            return within_deadline(job, "checking all files of", check)
     paths = [checkpoint.index.files[file] for file in plan.files]
-    files = [checkpoint.files[path] for path in paths]
+    files = [checkpoint.files[path] for path in sorted(paths)[alike.index(job.group.rank) :: len(alike)]]
     check = partial(check_sizes, checkpoint.storage, files, job.replicas)
-    return _within(job, "looking for files of", check)
+    return within_deadline(job, "looking for files of", check)
 
 
 def _plan(checkpoint: OpenCheckpoint, fills: Sequence[Fill], options: LoadOptions) -> LoadPlan:
@@ -254,24 +198,12 @@ def _plan(checkpoint: OpenCheckpoint, fills: Sequence[Fill], options: LoadOption
     return plan_load(index, [(f.tensor, f.box) for f in fills], sizes, cut)
 
 
-def _blob_names(checkpoint: OpenCheckpoint) -> list[tuple[str, str]]:
-    """Return (item, fqn) of all shared values of the loaded items, in an order that all ranks share."""
-    return [(item, fqn) for item in checkpoint.items for fqn in checkpoint.blobs[item]]
-
-
 def _wish(job: LoadJob, ready: _Prepared, offer: messages.Offer | None) -> bytes:
-    """Return what this rank takes and what does not fit, less what a lenient load puts up with."""
-    checkpoint, wanted, fills, problems = ready[:4]
-    index, names = checkpoint.index, _blob_names(checkpoint)
-    mentioned = {name for name, _ in problems.mismatched} | problems.resized.keys()
-    taken = {index.tensors[f.tensor][:2] for f in fills} | {alias[:2] for alias in wanted.aliases}
-    taken |= {key for key in index.ids if full_name(*key) in mentioned}
-    lenient = job.options.lenient
+    """Return what does not fit, less what a lenient load puts up with, and what this rank would read."""
+    wanted, problems, lenient = ready.wanted, ready.problems, job.options.lenient
     return messages.encode(
         messages.Wish(
             rank=job.group.rank,
-            tensors=messages.bitmaps(index.ids, taken),
-            blobs=messages.bitmaps(names, frozenset(wanted.blobs)),
             missing=[p for p in problems.missing if not matches(p[0], lenient)],
             mismatched=[p for p in problems.mismatched if not matches(p[0], lenient)],
             idle=list(wanted.idle),
@@ -281,14 +213,12 @@ def _wish(job: LoadJob, ready: _Prepared, offer: messages.Offer | None) -> bytes
     )
 
 
-def _agree(job: LoadJob, checkpoint: OpenCheckpoint, requests: Sequence[bytes]) -> list[bytes]:
+def _agree(job: LoadJob, handout: Handout, requests: Sequence[bytes]) -> list[bytes]:
     """Raise one error that lists what does not fit on any rank, or answer what no rank takes."""
     wishes = [messages.decode(request, messages.Wish) for request in requests]
-    left = messages.left_over(checkpoint.index.ids, [w.tensors for w in wishes])
-    left += messages.left_over(_blob_names(checkpoint), [w.blobs for w in wishes])
     taken = terms(job.options).takes
-    unexpected = [name for item, fqn in left if taken(name := full_name(item, fqn))]
-    require_fit(wishes, unexpected, job.options, job.storage.url)
+    unexpected = [name for key in handout.left if taken(name := full_name(*key))]
+    require_fit(wishes, unexpected, job.options, job.storage.url, handout.damaged)
     shares = share_out([wish.offer for wish in wishes], job.options)
     return [messages.encode(messages.Agreed(unexpected, share)) for share in shares]
 

@@ -13,7 +13,7 @@ from reknit.types.shard import full_name
 from reknit.types.wanted import Terms, matches
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Container, Mapping, Sequence
 
     from reknit.engine.messages import Wish
     from reknit.options import LoadOptions
@@ -116,24 +116,31 @@ def _stored_as(name: str, stored: Mapping[str, str]) -> str:
     return f" (its name in the checkpoint is {stored[name]})" if name in stored else ""
 
 
-def uncovered(index: Index, fills: Sequence[Fill]) -> list[str]:
-    """Say which of the tensors that will be read the chunks of the index do not cover exactly."""
-    wanted = {fill.tensor: fill.name for fill in fills}
+def uncovered(index: Index, wanted: Container[int]) -> list[str]:
+    """Say which of the wanted tensors the chunks of the index do not cover exactly."""
     shapes = [entry.spec.shape for entry in index.tensors]
     return [
-        f"the chunks of {wanted[gap.tensor]} in the index do not cover it exactly: they hold {gap.held} of "
-        f"{gap.numel} elements"
+        f"the chunks of {full_name(*index.tensors[gap.tensor][:2])} in the index do not cover it exactly: "
+        f"they hold {gap.held} of {gap.numel} elements"
         for gap in untiled(shapes, index.tensor, index.offsets, index.lengths)
         if gap.tensor in wanted
     ]
 
 
-def require_fit(wishes: Sequence[Wish], unexpected: Sequence[str], options: LoadOptions, url: str) -> None:
+def require_fit(
+    wishes: Sequence[Wish],
+    unexpected: Sequence[str],
+    options: LoadOptions,
+    url: str,
+    damaged: Sequence[str] = (),
+) -> None:
     """Raise one error that lists whatever stands against a load on any rank, if anything does.
 
-    That is a `CorruptError` if files are damaged, which no load puts up with, otherwise a `MismatchError`.
+    `damaged` is what the root found.  It is a `CorruptError` if files are damaged, which no load puts up
+    with, otherwise a `MismatchError`.
     """
-    told: dict[str, set[int]] = {}
+    everyone = {wish.rank for wish in wishes}
+    told: dict[str, set[int]] = {f"damaged: {what}": everyone for what in damaged}
     for wish in wishes:
         lines = [f"damaged: {what}" for what in wish.damaged]
         lines += [f"missing: {name}: {why}" for name, why in wish.missing]
@@ -153,7 +160,7 @@ def require_fit(wishes: Sequence[Wish], unexpected: Sequence[str], options: Load
         if all(pattern in wish.idle for wish in wishes) and not matches(pattern, options.lenient)
     ]
     if problems:
-        raise _refusal(problems, url, damaged=any(wish.damaged for wish in wishes))
+        raise _refusal(problems, url, damaged=bool(damaged) or any(wish.damaged for wish in wishes))
 
 
 def _refusal(problems: Sequence[str], url: str, *, damaged: bool) -> ReknitError:

@@ -7,17 +7,16 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 from reknit.engine import messages
+from reknit.engine.checked import first_sound, read_checked
 from reknit.engine.renaming import Naming, Renamed, names_in, renamed
 from reknit.errors import (
     CheckpointNotFoundError,
-    CorruptError,
     FormatError,
     StorageError,
     StorageNotFoundError,
 )
 from reknit.format import paths
 from reknit.format.blob_codec import decode_blobs
-from reknit.format.checksum import digest
 from reknit.format.index_checks import check_extents
 from reknit.format.index_file import decode_index
 from reknit.format.manifest_file import MAX_MANIFEST_NBYTES, decode_manifest
@@ -40,7 +39,7 @@ class OpenCheckpoint:
     """A checkpoint whose metadata is in memory.  `blobs[item][fqn]` are the values that all ranks share.
 
     `index`, `blobs` and `items` have the state's names; where `renamed` is given these may differ from those
-    in the checkpoint, to which `manifest` keeps.
+    in the checkpoint, to which `manifest` keeps.  `replicas` are other copies, for values that are damaged.
     """
 
     storage: Storage
@@ -50,6 +49,7 @@ class OpenCheckpoint:
     items: tuple[str, ...]
     allow_pickle: bool = False
     renamed: Renamed | None = None
+    replicas: tuple[Storage, ...] = ()
     files: dict[str, FileEntry] = field(init=False)
     _own: dict[str, dict[str, Any]] = field(init=False, default_factory=dict)
 
@@ -84,6 +84,10 @@ class OpenCheckpoint:
         }
         return Catalog(self.items, tensors, self.blobs, coordinates, self.own, terms or Terms())
 
+    def blob_names(self) -> list[tuple[str, str]]:
+        """Return (item, fqn) of all shared values of the opened items, in an order that all ranks share."""
+        return [(item, fqn) for item in self.items for fqn in self.blobs[item]]
+
     def of_items(self, items: Sequence[str]) -> OpenCheckpoint:
         """Return what a rank holds that wants only these items."""
         index = self.index.of_items(frozenset(items))
@@ -96,7 +100,9 @@ class OpenCheckpoint:
         for file in self._own_files(item):
             if file.coordinate is not None and dict(file.coordinate) == dict(coordinate):
                 if file.path not in self._own:
-                    data = read_checked(self.storage, self.files[file.path], self.manifest.block_nbytes)
+                    data = read_checked(
+                        self.storage, self.files[file.path], self.manifest.block_nbytes, self.replicas
+                    )
                     self._own[file.path] = decode_blobs(data, allow_pickle=self.allow_pickle)
                 values = self._own[file.path]
                 found |= self.renamed.own(item, file.item, values) if self.renamed else values
@@ -113,24 +119,37 @@ def _place(file: BlobFile) -> tuple[tuple[str, int], ...]:
     return tuple(sorted((file.coordinate or {}).items()))
 
 
-def read_opened(storage: Storage, items: Sequence[str] | None, *, own: bool = False) -> messages.Opened:
+@dataclass(frozen=True, slots=True)
+class Contents:
+    """What the files of a checkpoint say about it, checked; `blobs` are files of shared values, by path."""
+
+    manifest: Manifest
+    index: Index
+    blobs: Mapping[str, bytes]
+    own: messages.OwnNames | None = None
+
+
+def read_opened(
+    storage: Storage, items: Sequence[str] | None, *, own: bool = False, replicas: Sequence[Storage] = ()
+) -> Contents:
     """Read manifest, index and shared values of `items` (None: all); see `read_manifest` for errors.
 
-    With `own`, find the names of ranks' own values too, of all items.
+    With `own`, find the names of ranks' own values too, of all items.  What is missing or damaged is taken
+    from the first of `replicas` that has it: the manifest vouches for itself and for all other files.
     """
-    data = read_manifest(storage)
-    manifest = _decoded(data, storage)
+    manifest = first_sound([storage, *replicas], lambda place: _decoded(read_manifest(place), place))
     files = {file.path: file for file in manifest.files}
     blobs = {
-        blob.path: read_checked(storage, files[blob.path], manifest.block_nbytes)
+        blob.path: read_checked(storage, files[blob.path], manifest.block_nbytes, replicas)
         for blob in manifest.blobs
         if blob.coordinate is None and (items is None or blob.item in items)
     }
-    index = read_checked(storage, files[manifest.index_path], manifest.block_nbytes)
-    return messages.Opened(data, index, blobs, own_names(storage, manifest) if own else None)
+    index = decode_index(read_checked(storage, files[manifest.index_path], manifest.block_nbytes, replicas))
+    check_extents(index, {file.path: file.nbytes for file in manifest.files})
+    return Contents(manifest, index, blobs, own_names(storage, manifest, replicas) if own else None)
 
 
-def own_names(storage: Storage, manifest: Manifest) -> messages.OwnNames:
+def own_names(storage: Storage, manifest: Manifest, replicas: Sequence[Storage] = ()) -> messages.OwnNames:
     """Return the names of the values that ranks saved for themselves.
 
     These are the same on all ranks: one rank's file is read, and another only where that cannot be.
@@ -146,7 +165,7 @@ def own_names(storage: Storage, manifest: Manifest) -> messages.OwnNames:
         if known.setdefault(kind, False) or failed[kind] == _TRIES:
             continue
         try:
-            data = read_checked(storage, files[blob.path], manifest.block_nbytes)
+            data = read_checked(storage, files[blob.path], manifest.block_nbytes, replicas)
             names.update(dict.fromkeys((blob.item, fqn) for fqn in names_in(data)))
             known[kind] = True
         except (FormatError, StorageError):
@@ -158,28 +177,29 @@ def own_names(storage: Storage, manifest: Manifest) -> messages.OwnNames:
 
 def opened(
     storage: Storage,
-    message: messages.Opened,
+    contents: Contents,
     items: Sequence[str] | None,
     *,
     allow_pickle: bool,
     naming: Naming | None = None,
+    replicas: Sequence[Storage] = (),
 ) -> OpenCheckpoint:
-    """Decode what `read_opened` read, or the root's part of it, and offer `items` of it (None: all).
+    """Offer `items` (None: all) of what `read_opened` read, or of the root's part of it.
 
     With `naming`, for which everything must have been read, the state's names are given here, once.
     """
-    manifest = decode_manifest(message.manifest)
+    manifest = contents.manifest
     wanted = manifest.items if items is None else tuple(items)
     blobs: dict[str, dict[str, Any]] = {item: {} for item in (*manifest.items, *wanted)}
     for file in manifest.blobs:
-        if file.path in message.blobs:
-            blobs[file.item].update(decode_blobs(message.blobs[file.path], allow_pickle=allow_pickle))
-    index = decode_index(message.index)
-    check_extents(index, {file.path: file.nbytes for file in manifest.files})
-    whole = OpenCheckpoint(storage, manifest, index, blobs, wanted, allow_pickle)
+        if file.path in contents.blobs:
+            blobs[file.item].update(decode_blobs(contents.blobs[file.path], allow_pickle=allow_pickle))
+    whole = OpenCheckpoint(
+        storage, manifest, contents.index, blobs, wanted, allow_pickle, replicas=tuple(replicas)
+    )
     if naming is None:
         return whole
-    return _renamed(whole, naming, items, message.own or own_names(storage, manifest))
+    return _renamed(whole, naming, items, contents.own or own_names(storage, manifest, replicas))
 
 
 def _renamed(
@@ -231,72 +251,3 @@ def _has_manifest(storage: Storage, folder: str) -> bool:
     except StorageError:
         return False
     return True
-
-
-def read_checked(storage: Storage, file: FileEntry, block_nbytes: int) -> bytes:
-    """Return a whole small file whose size and digests are what the manifest says.  Raises `CorruptError`."""
-    check_size(storage, file)
-    buffer = bytearray(file.nbytes)
-    storage.read_into(file.path, 0, [memoryview(buffer)])
-    try:
-        check_blocks(file, 0, memoryview(buffer), block_nbytes)
-    except CorruptError as error:
-        error.sign(path=f"{storage.url}/{file.path}")
-        raise
-    return bytes(buffer)
-
-
-def check_size(storage: Storage, file: FileEntry, replicas: Sequence[Storage] = ()) -> None:
-    """Raise `CorruptError` when a file is missing or has another size than the manifest says.
-
-    That is no error, nor is a store that cannot tell, where one of `replicas` has the file in its right size.
-    """
-    try:
-        _check_own_size(storage, file)
-    except (CorruptError, StorageError):
-        if not any(_has(replica, file) for replica in replicas):
-            raise
-
-
-def _has(storage: Storage, file: FileEntry) -> bool:
-    try:
-        return storage.size(file.path) == file.nbytes
-    except StorageError:
-        return False  # whatever is wrong there, it is no replacement
-
-
-def _check_own_size(storage: Storage, file: FileEntry) -> None:
-    try:
-        found = storage.size(file.path)
-    except StorageNotFoundError:
-        raise CorruptError(
-            f"{file.path} is missing",
-            path=f"{storage.url}/{file.path}",
-            remedy="restore the file, or load another checkpoint",
-        ) from None
-    if found != file.nbytes:
-        raise CorruptError(
-            f"{file.path} has {found} bytes, the manifest says {file.nbytes}",
-            path=f"{storage.url}/{file.path}",
-            remedy="the file was truncated, extended or swapped: restore it, or load another checkpoint",
-        )
-
-
-def check_blocks(file: FileEntry, start: int, data: memoryview, block_nbytes: int) -> None:
-    """Raise `CorruptError` when a block of `data`, whole blocks from byte `start` on, is damaged."""
-    for k in range(0, len(data), block_nbytes):
-        number = (start + k) // block_nbytes
-        if digest(data[k : k + block_nbytes]) != file.digests[number]:
-            raise corrupt_block(file, number, block_nbytes)
-
-
-def corrupt_block(
-    file: FileEntry, number: int, block_nbytes: int, tensors: Sequence[str] = ()
-) -> CorruptError:
-    """Return the error for a block whose bytes are not those that were saved."""
-    stop = min((number + 1) * block_nbytes, file.nbytes)
-    of = f" (in {', '.join(tensors[:4])}{' and more' if len(tensors) > 4 else ''})" if tensors else ""
-    return CorruptError(
-        f"bytes {number * block_nbytes}:{stop} of {file.path} are not those that were saved{of}",
-        remedy="the file is damaged: restore it, or load another checkpoint",
-    )

@@ -22,6 +22,9 @@ MAX_NDIM = 32
 """Most dimensions of a tensor."""
 MAX_NBYTES = (1 << 63) - 1
 
+_BLOCK_ROWS = 1 << 14
+"""Rows that are checked at a time: what is computed of them stays in the processor's cache."""
+
 
 def check_index(index: Index) -> None:
     """Raise `CorruptError` (`FormatError` for an unsafe path) when the index breaks a rule of the format.
@@ -118,19 +121,33 @@ def _check_geometry(index: Index) -> None:
         if len(entry.spec.shape) > width:
             raise CorruptError(f"the boxes of {entry.fqn[:200]!r} have fewer dimensions than its shape")
         shapes[number, : len(entry.spec.shape)] = entry.spec.shape
-    itemsize = np.array([entry.spec.itemsize for entry in index.tensors], dtype=np.int64)[index.tensor]
-    empty = (shapes == 0).any(axis=1)[index.tensor]
-    numel = np.ones(len(index.tensor), dtype=np.int64)
-    for axis in range(width):
-        offset, length, size = index.offsets[:, axis], index.lengths[:, axis], shapes[index.tensor, axis]
+    itemsizes = np.array([entry.spec.itemsize for entry in index.tensors], dtype=np.int64)
+    for begin in range(0, len(index.tensor), _BLOCK_ROWS):
+        _check_boxes(index, slice(begin, begin + _BLOCK_ROWS), shapes, itemsizes)
+
+
+def _check_boxes(index: Index, rows: slice, shapes: NDArray[np.int64], itemsizes: NDArray[np.int64]) -> None:
+    """Check the boxes and extents of some rows."""
+    tensor, start, nbytes = index.tensor[rows], index.start[rows], index.nbytes[rows]
+    itemsize, numel = itemsizes[tensor], np.ones(len(tensor), dtype=np.int64)
+
+    def refuse_where(bad: NDArray[np.bool_], why: str) -> None:
+        if bad.any():
+            _refuse(index, rows.start + int(bad.argmax()), why)
+
+    for axis in range(shapes.shape[1]):
+        offset, length = index.offsets[rows, axis], index.lengths[rows, axis]
+        size = shapes[:, axis][tensor]
         outside = (offset < 0) | (length < 0) | (length > size) | (offset > size - length)
-        _refuse_where(index, outside, "has a box outside its shape")
+        refuse_where(outside, "has a box outside its shape")
         numel *= length
-    _refuse_where(index, (numel == 0) & ~empty, "has a chunk without elements")
-    _refuse_where(index, index.nbytes != numel * itemsize, "has a chunk whose nbytes do not fit its box")
-    _refuse_where(index, index.start < 0, "has a chunk that begins before its file")
-    _refuse_where(index, index.start > MAX_NBYTES - index.nbytes, "has a chunk that ends beyond 2**63")
-    _refuse_where(index, index.start % itemsize != 0, "has a chunk that is not aligned to its item size")
+    refuse_where((numel == 0) & (shapes != 0).all(axis=1)[tensor], "has a chunk without elements")
+    refuse_where(nbytes != numel * itemsize, "has a chunk whose nbytes do not fit its box")
+    refuse_where(start < 0, "has a chunk that begins before its file")
+    refuse_where(start > MAX_NBYTES - nbytes, "has a chunk that ends beyond 2**63")
+    refuse_where(
+        start & (itemsize - 1) != 0, "has a chunk that is not aligned to its item size"
+    )  # powers of 2
 
 
 def _check_order(index: Index) -> None:

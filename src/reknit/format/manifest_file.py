@@ -52,15 +52,17 @@ class _Head(msgspec.Struct):
     format: str
     format_version: _Count
     requires: list[str]
+    generation: _Count | msgspec.UnsetType = msgspec.UNSET
 
 
-class _Document(msgspec.Struct):
+class _Document(msgspec.Struct, kw_only=True):
     """The document but its last member, in the order in which the members are written."""
 
     format: str
     format_version: _Count
     requires: list[str]
     write_id: _WriteId
+    generation: _Count | msgspec.UnsetType = msgspec.UNSET
     step: _Count | None
     created: float
     items: list[str]
@@ -90,6 +92,7 @@ def encode_manifest(manifest: Manifest) -> bytes:
         format_version=manifest.format_version,
         requires=[],
         write_id=manifest.write_id,
+        generation=msgspec.UNSET if manifest.generation is None else manifest.generation,
         step=manifest.step,
         created=float(manifest.created),
         items=list(manifest.items),
@@ -127,7 +130,23 @@ def decode_manifest(data: bytes) -> Manifest:
         raise
 
 
-def _decode(data: bytes) -> Manifest:
+def decode_generation(data: bytes) -> int | None:
+    """Return the generation of the run that wrote a manifest, of whatever version; None when it says none.
+
+    Raises as `decode_manifest` does, but never `VersionError`.
+    """
+    try:
+        return _known(_decode_head(data).generation)
+    except ReknitError as error:
+        error.sign(path=MANIFEST_PATH)
+        raise
+
+
+def _known(generation: int | msgspec.UnsetType) -> int | None:
+    return None if isinstance(generation, msgspec.UnsetType) else generation
+
+
+def _decode_head(data: bytes) -> _Head:
     if len(data) > MAX_MANIFEST_NBYTES:
         raise FormatError(f"the manifest has {len(data)} bytes; {MAX_MANIFEST_NBYTES} is the limit")
     _check_own_digest(data)
@@ -136,6 +155,11 @@ def _decode(data: bytes) -> Manifest:
     )
     if head.format != _NAME:
         raise FormatError(f"this is a manifest of {head.format[:40]!r}, not of reknit")
+    return head
+
+
+def _decode(data: bytes) -> Manifest:
+    head = _decode_head(data)
     check_version(head.format_version, head.requires)
     document = decode_member(_DECODE_DOCUMENT, data, "the manifest")
     manifest = Manifest(
@@ -151,6 +175,7 @@ def _decode(data: bytes) -> Manifest:
         uses_pickle=document.uses_pickle,
         origin=document.origin,
         metadata=document.metadata,
+        generation=_known(document.generation),
     )
     _check_manifest(manifest)
     return manifest

@@ -9,6 +9,7 @@ from __future__ import annotations
 import hashlib
 import re
 import uuid
+from functools import lru_cache
 from typing import TYPE_CHECKING, Literal, NamedTuple
 
 from reknit.errors import CorruptError, FormatError, StateError, UsageError
@@ -28,13 +29,17 @@ _METADATA_KEY = "__metadata__"
 _WRITE_ID = re.compile(r"[0-9a-f]{32}")
 _PLAIN_BYTES = frozenset(b"ABCDEFGHIJKLMNOPQRSTUVWXYZabcdefghijklmnopqrstuvwxyz0123456789_-.")
 _EMPTY_ITEM = "%"
-_ROOT_NAME = re.compile(r"manifest\.json|index\.(?:.*\.)?parquet", re.IGNORECASE | re.DOTALL | re.ASCII)
+_ROOT_NAME = re.compile(
+    r"manifest\.json|index\.(?:.*\.)?parquet|pending\.[0-9a-f]{16}\.[0-9a-f]{8}",
+    re.IGNORECASE | re.DOTALL | re.ASCII,
+)
 _UNSAFE_IN_FQN = re.compile(r"[\[\]%\x00-\x1f\x7f-\x9f]")
 _UNSAFE_IN_PATH = re.compile(r"[\x00-\x1f\x7f\\:]")
 _ESCAPED_BYTES = re.compile(r"(?:%[0-9A-F]{2})+")
 _NUMBER = r"(?:0|[1-9][0-9]{0,18})"
 _KEY = re.compile(rf"([^\[\]]*)(?:\[({_NUMBER}:{_NUMBER}(?:,{_NUMBER}:{_NUMBER})*)\])?")
 _RANK = r"([0-9]{5}|[1-9][0-9]{5,9})"
+_MARKER_PATH = re.compile(r"pending\.([0-9a-f]{16})\.([0-9a-f]{8})")
 _INDEX_PATH = re.compile(r"index\.([0-9a-f]{8})\.parquet")
 _DATA_NAME = re.compile(rf"{_RANK}(?:\.([1-9][0-9]{{0,8}}))?\.([0-9a-f]{{8}})\.safetensors")
 _BLOB_NAME = re.compile(rf"{_RANK}(?:(\.own)(?:\.([1-9][0-9]{{0,8}}))?)?\.([0-9a-f]{{8}})\.msgpack")
@@ -43,12 +48,14 @@ _BLOB_NAME = re.compile(rf"{_RANK}(?:(\.own)(?:\.([1-9][0-9]{{0,8}}))?)?\.([0-9a
 class FileName(NamedTuple):
     """What the path of a file says about it; `write_id8` is None for the manifest, `item` for a root file."""
 
-    kind: Literal["manifest", "index", "data", "blobs", "own"]
+    kind: Literal["manifest", "marker", "index", "data", "blobs", "own"]
     write_id8: str | None
     item: str | None = None
     rank: int | None = None
     part: int = 0
     """Number of the data file, or of the coordinate, among those of its rank."""
+    generation: int | None = None
+    """That of the run whose save a marker stands for."""
 
 
 def new_write_id() -> str:
@@ -85,12 +92,21 @@ def index_path(write_id: str) -> str:
     return f"index.{short_id(write_id)}.parquet"
 
 
+def marker_path(generation: int, write_id: str) -> str:
+    """Return the path of the marker that stands there while a save is under way."""
+    if not 0 <= generation < 1 << 63:
+        raise UsageError(f"a generation is a whole number from 0 on, of 63 bits, not {generation}")
+    return f"pending.{generation:016x}.{short_id(write_id)}"
+
+
 def parse_path(path: str) -> FileName | None:
     """Return what the path of a file says, or None when no reknit gave it that name."""
     if path == MANIFEST_PATH:
         return FileName("manifest", None)
     if match := _INDEX_PATH.fullmatch(path):
         return FileName("index", match[1])
+    if match := _MARKER_PATH.fullmatch(path):
+        return FileName("marker", match[2], generation=int(match[1], 16))
     folder, slash, name = path.partition("/")
     try:
         item = unescape_item(folder) if slash else None
@@ -123,6 +139,7 @@ def checked_relative(path: str) -> str:
     return path
 
 
+@lru_cache(maxsize=1024)  # tens of thousands of ranks have files of the same few items
 def escape_item(name: str) -> str:
     """Return the folder name of an item: ``[A-Za-z0-9_.-]``, with everything else as ``%XX`` of its UTF-8.
 

@@ -1,0 +1,120 @@
+"""Is a file what the manifest says it is?  Its size, its blocks; and where else a whole one is to be had."""
+
+from __future__ import annotations
+
+import logging
+from contextlib import suppress
+from typing import TYPE_CHECKING, TypeVar
+
+from reknit.errors import (
+    CheckpointNotFoundError,
+    CorruptError,
+    DeadlineError,
+    StorageError,
+    StorageNotFoundError,
+)
+from reknit.format.checksum import digest
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    from reknit.storage.base import Storage
+    from reknit.types.manifest import FileEntry
+
+logger = logging.getLogger("reknit")
+
+Found = TypeVar("Found")
+
+_UNSOUND = (CheckpointNotFoundError, CorruptError, StorageError, DeadlineError)
+"""What is raised where a file is missing, damaged or out of reach."""
+
+
+def read_checked(
+    storage: Storage, file: FileEntry, block_nbytes: int, replicas: Sequence[Storage] = ()
+) -> bytes:
+    """Return a whole small file whose size and digests are what the manifest says.
+
+    Where that cannot be had, the first of `replicas` that has it is asked.  Raises `CorruptError`.
+    """
+    return first_sound([storage, *replicas], lambda place: _read_checked(place, file, block_nbytes))
+
+
+def first_sound(places: Sequence[Storage], read: Callable[[Storage], Found]) -> Found:
+    """Return what is read from the first place that has it whole; raise what is wrong with the very first."""
+    try:
+        return read(places[0])
+    except _UNSOUND as error:
+        for replica in places[1:]:
+            with suppress(*_UNSOUND):  # whatever is wrong there, it is no replacement
+                found = read(replica)
+                logger.warning("%s: taken from the replica %s", error.message, replica.url)
+                return found
+        raise
+
+
+def _read_checked(storage: Storage, file: FileEntry, block_nbytes: int) -> bytes:
+    check_size(storage, file)
+    buffer = bytearray(file.nbytes)
+    storage.read_into(file.path, 0, [memoryview(buffer)])
+    try:
+        check_blocks(file, 0, memoryview(buffer), block_nbytes)
+    except CorruptError as error:
+        error.sign(path=f"{storage.url}/{file.path}")
+        raise
+    return bytes(buffer)
+
+
+def check_size(storage: Storage, file: FileEntry, replicas: Sequence[Storage] = ()) -> None:
+    """Raise `CorruptError` when a file is missing or has another size than the manifest says.
+
+    That is no error, nor is a store that cannot tell, where one of `replicas` has the file in its right size.
+    """
+    try:
+        _check_own_size(storage, file)
+    except (CorruptError, StorageError):
+        if not any(_has(replica, file) for replica in replicas):
+            raise
+
+
+def _has(storage: Storage, file: FileEntry) -> bool:
+    try:
+        return storage.size(file.path) == file.nbytes
+    except StorageError:
+        return False  # whatever is wrong there, it is no replacement
+
+
+def _check_own_size(storage: Storage, file: FileEntry) -> None:
+    try:
+        found = storage.size(file.path)
+    except StorageNotFoundError:
+        raise CorruptError(
+            f"{file.path} is missing",
+            path=f"{storage.url}/{file.path}",
+            remedy="restore the file, or load another checkpoint",
+        ) from None
+    if found != file.nbytes:
+        raise CorruptError(
+            f"{file.path} has {found} bytes, the manifest says {file.nbytes}",
+            path=f"{storage.url}/{file.path}",
+            remedy="the file was truncated, extended or swapped: restore it, or load another checkpoint",
+        )
+
+
+def check_blocks(file: FileEntry, start: int, data: memoryview, block_nbytes: int) -> None:
+    """Raise `CorruptError` when a block of `data`, whole blocks from byte `start` on, is damaged."""
+    for k in range(0, len(data), block_nbytes):
+        number = (start + k) // block_nbytes
+        if digest(data[k : k + block_nbytes]) != file.digests[number]:
+            raise corrupt_block(file, number, block_nbytes)
+
+
+def corrupt_block(
+    file: FileEntry, number: int, block_nbytes: int, tensors: Sequence[str] = ()
+) -> CorruptError:
+    """Return the error for a block whose bytes are not those that were saved."""
+    stop = min((number + 1) * block_nbytes, file.nbytes)
+    of = f" (in {', '.join(tensors[:4])}{' and more' if len(tensors) > 4 else ''})" if tensors else ""
+    return CorruptError(
+        f"bytes {number * block_nbytes}:{stop} of {file.path} are not those that were saved{of}",
+        remedy="the file is damaged: restore it, or load another checkpoint",
+    )

@@ -1,0 +1,165 @@
+"""What does this rank take of a checkpoint, and where does that lie?  The first two rounds of a load."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from functools import partial
+from typing import TYPE_CHECKING, NamedTuple, TypeVar
+
+import numpy as np
+
+from reknit.comm import base as comm
+from reknit.engine import messages
+from reknit.engine.excerpt import Reach
+from reknit.engine.match import Fill, Problems, match, terms
+from reknit.engine.metadata import Handout, Metadata, Received, hand_out, read_for_all
+from reknit.engine.pipeline import within
+from reknit.engine.renaming import Naming
+from reknit.format.checksum import digest
+from reknit.types.shard import full_name
+from reknit.types.wanted import matches
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping, Sequence
+    from typing import Any
+
+    from reknit.engine.load import LoadJob
+    from reknit.engine.opening import OpenCheckpoint
+    from reknit.types.manifest import Catalog
+    from reknit.types.wanted import Wanted
+
+FIRST_ROUND = "open"
+"""The round in which a load begins."""
+
+_Result = TypeVar("_Result")
+
+
+class Sought(NamedTuple):
+    """What a rank takes of a checkpoint, of which it may not know yet where that lies."""
+
+    source: Metadata | Received
+    checkpoint: OpenCheckpoint
+    wanted: Wanted
+    fills: list[Fill]
+    problems: Problems
+    reach: Reach
+
+
+class Located(NamedTuple):
+    """The end of the two rounds: what a rank takes, the root's answer, and on the root what it handed out."""
+
+    sought: Sought
+    answer: bytes
+    handout: Handout | None
+
+    def found(self, rank: int) -> tuple[OpenCheckpoint, list[int]]:
+        """Return the checkpoint with the rows that this rank needs, and all ranks that need the same."""
+        answer = messages.decode(self.answer, messages.Answer)
+        checkpoint = self.sought.source.with_rows(self.sought.checkpoint, self.sought.reach, answer)
+        kinds = messages.unpacked(answer.alike, "i4")
+        return checkpoint, np.flatnonzero(kinds == kinds[rank]).tolist()
+
+
+def locate(job: LoadJob) -> Located:
+    """Read what there is, look for what this rank wants, and learn where that lies."""
+    metadata = _open(job)
+    sought: list[Sought] = []
+    handouts: list[Handout] = []
+
+    def ask() -> bytes:
+        sought.append(_look(job, metadata))
+        return messages.encode(_asked(sought[0]))
+
+    def decide(requests: Sequence[bytes]) -> list[bytes]:
+        assert isinstance(metadata, Metadata)
+        asked = [messages.decode(request, messages.Asked) for request in requests]
+        handouts.append(hand_out(metadata.checkpoint, asked))
+        return handouts[0].answers
+
+    with job.recorder.phase("locate"):
+        answer = comm.round(job.group, "locate", ask, decide, job.options.timeout_s)
+    return Located(sought[0], answer, handouts[0] if handouts else None)
+
+
+def within_deadline(job: LoadJob, what: str, work: Callable[[], _Result]) -> _Result:
+    """Ask the storage for something, and wait for it no longer than other ranks would wait for this one."""
+    return within(job.options.timeout_s, lambda: f"{what} {job.storage.url}", work)
+
+
+def _open(job: LoadJob) -> Metadata | bytes:
+    """Return what the root read for all ranks, on the root, and this rank's part of it elsewhere."""
+    read: list[Metadata] = []
+
+    def decide(requests: Sequence[bytes]) -> list[bytes]:
+        wanted = [messages.decode(request, messages.Items) for request in requests]
+        metadata = within_deadline(
+            job,
+            "reading manifest and index of",
+            lambda: read_for_all(
+                job.storage,
+                wanted,
+                allow_pickle=job.options.allow_pickle,
+                naming=Naming.of(job.options),
+                whole_for_all=job.options.verify == "full",
+                replicas=job.substitutes,
+            ),
+        )
+        read.append(metadata)
+        return metadata.answers
+
+    with job.recorder.phase("open"):
+        part = comm.round(job.group, FIRST_ROUND, lambda: _items(job), decide, job.options.timeout_s)
+    return read[0] if read else part
+
+
+def _items(job: LoadJob) -> bytes:
+    """Return which items this rank wants; ranks may want different ones."""
+    # A lenient pattern that matches a name in the item, whatever it is, covers the absence of them all.
+    some = bool(job.options.only)  # then each name that is missing is told by itself
+    optional = [item for item in job.items if some or matches(f"{item}/", job.options.lenient)]
+    return messages.encode(messages.Items(list(job.items), optional))
+
+
+def _look(job: LoadJob, metadata: Metadata | bytes) -> Sought:
+    """Find out what this rank wants, by the names and shapes that the checkpoint has."""
+    options = job.options
+    source = (
+        metadata
+        if isinstance(metadata, Metadata)
+        else Received.of(
+            metadata,
+            job.storage,
+            job.items,
+            allow_pickle=options.allow_pickle,
+            naming=Naming.of(options),
+            replicas=job.substitutes,
+        )
+    )
+    checkpoint = source.checkpoint.of_items(job.items)
+    with job.recorder.phase("collect"):
+        catalog = checkpoint.catalog(terms(options))
+        wanted = job.want(replace(catalog, own=partial(_own, job, catalog)))
+        fills, problems = match(checkpoint.index, wanted, options, checkpoint.stored)
+    reach = Reach.of(checkpoint.index, fills, wanted)
+    return Sought(source, checkpoint, wanted, fills, problems, reach)
+
+
+def _own(job: LoadJob, catalog: Catalog, item: str, coordinate: Mapping[str, int]) -> Mapping[str, Any]:
+    """Return what the rank with a coordinate saved for itself."""
+    return within_deadline(job, f"reading values of {item!r} of", lambda: catalog.own(item, coordinate))
+
+
+def _asked(sought: Sought) -> messages.Asked:
+    """Return what this rank takes, and what it has other names for than the root need tell it about."""
+    checkpoint, wanted, fills, problems = sought[1:5]
+    index = checkpoint.index
+    taken = {index.tensors[fill.tensor][:2] for fill in fills} | {alias[:2] for alias in wanted.aliases}
+    mentioned = {name for name, _ in problems.mismatched} | problems.resized.keys()
+    refused = [key for key in index.ids if mentioned and full_name(*key) in mentioned and key not in taken]
+    boxes = [(fill.tensor, fill.box.offsets, fill.box.lengths) for fill in fills]
+    return messages.Asked(
+        tensors=messages.bitmaps(index.ids, taken),
+        blobs=messages.bitmaps(checkpoint.blob_names(), frozenset(wanted.blobs)),
+        refused=refused,
+        boxes=digest(messages.encode(boxes)),
+    )
