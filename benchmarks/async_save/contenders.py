@@ -55,6 +55,13 @@ def reknit_contender(state: dict[str, Any]) -> Contender:
     return Contender("reknit", lambda path: ReknitSave(path, state))
 
 
+def prepared_contender(state: dict[str, Any], folder: str) -> Contender:
+    """Return reknit with agents, plan and arenas that are there before the first save, as after a start."""
+    reknit.close()
+    reknit.prepare(folder, state)
+    return Contender("reknit, prepared", lambda path: ReknitSave(path, state))
+
+
 def slow_contender(state: dict[str, Any], sleep_s: float) -> Contender:
     """Return reknit on a storage that sleeps `sleep_s` per file."""
     from benchmarks.async_save.slow_storage import open_slow

@@ -36,7 +36,7 @@ if TYPE_CHECKING:
 
     from benchmarks.aims import Row
 
-PARTS = ("baselines", "reknit", "slow", "dcp", "torch_checkpointing", "ddp")
+PARTS = ("baselines", "reknit", "prepared", "slow", "dcp", "torch_checkpointing", "ddp")
 
 
 def sharded_part(args: argparse.Namespace) -> dict[str, Any]:
@@ -66,12 +66,16 @@ def sharded_part(args: argparse.Namespace) -> dict[str, Any]:
     ) -> None:
         result["contenders"][name] = _measured(bench, name, make, effort, copy)
 
-    own, other, slow = _efforts(args)
+    own, other, slow, prepared = _efforts(args)
     if "reknit" in args.parts:
         copy = copier(owned)
         once = partial(bench.best, 1, copy, lambda: None)
         compete("reknit", lambda: contenders.reknit_contender(state), own, once)
         del copy, once
+    if "prepared" in args.parts:
+        compete("reknit, prepared", lambda: contenders.prepared_contender(state, bench.folder), prepared)
+        found = result["contenders"]["reknit, prepared"]
+        result["first_save_blocking_after_prepare"] = found.get("blocking_first_s")
     if "slow" in args.parts:
         sleep_s = 0.3 if args.quick else 5.0
         compete("reknit, slow storage", lambda: contenders.slow_contender(state, sleep_s), slow)
@@ -107,14 +111,16 @@ def _noise(bench: Bench, result: dict[str, Any], owned: list[Any]) -> dict[str, 
     return noise
 
 
-def _efforts(args: argparse.Namespace) -> tuple[Effort, Effort, Effort]:
-    """Return how much reknit, its rivals, and reknit on slow storage are measured."""
+def _efforts(args: argparse.Namespace) -> tuple[Effort, Effort, Effort, Effort]:
+    """Return how much reknit, its rivals, reknit on slow storage, and reknit after `prepare` are measured."""
+    few = Effort(2, 0, 60.0, 30) if args.quick else Effort(3, 0, 40.0, 100)
     if args.quick:
-        return (Effort(3, 1, 60.0, 30),) * 2 + (Effort(2, 0, 60.0, 30),)
+        return (Effort(3, 1, 60.0, 30),) * 2 + (few, few)
     return (
         Effort(args.saves, 3, 40.0, 100),
         Effort(min(4, args.saves), 1, args.rival_s, 100),
-        Effort(3, 0, 40.0, 100),
+        few,
+        few,
     )
 
 
@@ -171,6 +177,7 @@ def aims(result: dict[str, Any]) -> list[dict[str, Any]]:
     found: dict[str, Any] = {k: v for k, v in result.get("contenders", {}).items() if "error" not in v}
     base = result.get("baselines", {})
     ours, slow = found.get("reknit", {}), found.get("reknit, slow storage", {})
+    prepared = found.get("reknit, prepared", {})
     dcp = [v for k, v in found.items() if k.startswith("DCP")]
 
     def best(key: str) -> float | None:
@@ -189,6 +196,12 @@ def aims(result: dict[str, Any]) -> list[dict[str, Any]]:
         ("blocking / best memcpy in a hot loop", ratio(blocking, base.get("memcpy_s")), "<=", 1.3),
         ("DCP's best blocking / blocking", ratio(best("blocking_s"), blocking), ">=", 2.0),
         ("blocking on slow storage / blocking", ratio(slow.get("blocking_s"), blocking), "<=", spread),
+        (
+            "first save after prepare / later ones, blocking",
+            ratio(prepared.get("blocking_first_s"), prepared.get("blocking_s")),
+            "<=",
+            1.3,
+        ),
         ("end to end / raw write", ratio(whole, base.get("raw_write_s")), "<=", 1.25),
         ("DCP's best end to end / end to end", ratio(best("end_to_end_s"), whole), ">=", 3.0),
         ("slowdown of the trainer, against DCP's least", slowdown, "<=", computing("slowdown", dcp)),

@@ -17,15 +17,14 @@ from typing import TYPE_CHECKING
 
 from reknit.storage.local import LocalStorage
 from reknit.storage.registry import register
+from reknit.testing.forwarding import ForwardingStorage
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
-
     import numpy as np
     from numpy.typing import NDArray
 
     from reknit.options import Durability
-    from reknit.storage.base import Listed, Reading, Storage, Writer
+    from reknit.storage.base import Storage
 
 HOST_CLOCK = "throttle-of-the-host"
 
@@ -97,32 +96,27 @@ class Meter:
             return self._throttles[key]
 
 
-class MeteredStorage:
+class MeteredStorage(ForwardingStorage):
     """A store whose reads are counted, as they are asked for, and at most as fast as its throttle."""
 
     def __init__(self, inner: Storage, meter: Meter, throttle: Throttle | None) -> None:
-        self._inner = inner
+        super().__init__(inner)
         self._meter = meter
         self._throttle = throttle
 
-    @property
-    def url(self) -> str:
-        return self._inner.url
-
-    @property
-    def reading(self) -> Reading:
-        return self._inner.reading
+    def around(self, inner: Storage, path: str) -> Storage:
+        return MeteredStorage(inner, self._meter, self._throttle)
 
     def read_into(self, path: str, start: int, buffers: list[memoryview]) -> None:
         self._passing(path, sum(buffer.nbytes for buffer in buffers))
-        self._inner.read_into(path, start, buffers)
+        self.inner.read_into(path, start, buffers)
 
     def read_runs(self, path: str, starts: NDArray[np.int64], nbytes: int, buffer: memoryview) -> None:
         self._passing(path, buffer.nbytes)
-        self._inner.read_runs(path, starts, nbytes, buffer)
+        self.inner.read_runs(path, starts, nbytes, buffer)
 
     def get(self, path: str, *, limit: int) -> bytes:
-        data = self._inner.get(path, limit=limit)
+        data = self.inner.get(path, limit=limit)
         self._passing(path, len(data))
         return data
 
@@ -130,30 +124,6 @@ class MeteredStorage:
         self._meter.count(path, nbytes)
         if self._throttle is not None:
             self._throttle.take(nbytes)
-
-    def create(self, path: str, nbytes: int) -> Writer:
-        return self._inner.create(path, nbytes)
-
-    def put(self, path: str, data: bytes, *, if_absent: bool) -> bool:
-        return self._inner.put(path, data, if_absent=if_absent)
-
-    def size(self, path: str) -> int:
-        return self._inner.size(path)
-
-    def folders(self) -> list[str]:
-        return self._inner.folders()
-
-    def list(self, prefix: str = "") -> Iterator[Listed]:
-        return self._inner.list(prefix)
-
-    def delete(self, path: str) -> None:
-        self._inner.delete(path)
-
-    def sub(self, path: str) -> Storage:
-        return MeteredStorage(self._inner.sub(path), self._meter, self._throttle)
-
-    def close(self) -> None:
-        self._inner.close()
 
 
 @functools.cache

@@ -153,8 +153,11 @@ def _sliced(bench: LoadBench, part: Slice, shapes: Any) -> Target:
 
     def rival(mode: DcpMode, path: str) -> None:
         if bench.rank == 0:
+            # Into new memory, as reknit reads: whoever wants a part of a tensor has no memory for it yet.
+            fresh = {name: tensor.new_empty(tensor.shape) for name, tensor in state.items()}
             alone = contenders.DcpMode(mode.files, no_dist=True)
-            alone.load(path, state, planner=contenders.PartPlanner(tuple(s.start for s in box)))
+            alone.load(path, fresh, planner=contenders.PartPlanner(tuple(s.start for s in box)))
+            state.update(fresh)
 
     return Target(Contents(bench, state), load, rival)
 

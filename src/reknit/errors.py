@@ -14,6 +14,7 @@
     │   └── CorruptError               damaged: flipped, truncated, missing or swapped
     ├── MismatchError                  checkpoint and target do not fit; nothing was changed
     ├── CommitError                    the ranks' parts do not make a whole; nothing was committed
+    │   ├── FencedError                a newer run of the job, or a later save, is in its place
     │   ├── AgentError                 the process that writes in the background ended, or gave up
     │   └── SkippedError               skipped, since earlier saves were still being written
     ├── StorageError                   the store refused or failed
@@ -128,6 +129,14 @@ class MismatchError(ReknitError):
 
 class CommitError(ReknitError):
     """The parts that the ranks wrote do not make a whole; nothing was committed."""
+
+
+class FencedError(CommitError):
+    """A newer run of this job, or a later save to the same path, has taken this one's place.
+
+    This save committed nothing, and must not: what the newer one saves is what counts.  A process that hears
+    this and was replaced on purpose (its job was requeued, its node was given up) should end.
+    """
 
 
 class AgentError(CommitError):

@@ -1,4 +1,4 @@
-"""What every store can do: whole immutable files, ranged reads, and one small atomic write."""
+"""What every store can do: whole immutable files, ranged reads, and small atomic writes."""
 
 from __future__ import annotations
 
@@ -75,6 +75,19 @@ class Storage(Protocol):
 
         With `if_absent` an existing file is left as it is and the answer is False; otherwise the answer is
         True.
+        """
+
+    def commit(self, path: str, data: bytes, *, pending: str, if_absent: bool) -> bool:
+        """Write a small file as `put` does, but only while the file `pending` is there, which it uses up.
+
+        `pending` is an empty file in the same folder, made with `put`.  It belongs to the caller alone, who
+        commits one content with it; whoever deletes it keeps him from ever writing `path`.  Raises
+        `StorageNotFoundError` when it is gone; nothing was changed then.  Where the answer is False, as with
+        `put`, it is still there, but holds anything.
+
+        After any other error, or one from a network that repeats requests, only reading `path` tells what
+        happened.  Where the store can, look and write are one atomic step; where it cannot, it looks, and
+        then puts, and its documentation says how far that carries.
         """
 
     def get(self, path: str, *, limit: int) -> bytes:

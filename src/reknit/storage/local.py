@@ -4,23 +4,24 @@ from __future__ import annotations
 
 import os
 import stat
-import threading
 import uuid
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from typing import TYPE_CHECKING, get_args
 
 from reknit.errors import StorageError, StorageNotFoundError, UsageError
 from reknit.options import Durability
 from reknit.storage.base import Listed, Reading
-from reknit.storage.descriptors import Descriptor, ReadCache
-from reknit.storage.direct import DirectFile, start_write_back
+from reknit.storage.descriptors import ReadCache
 from reknit.storage.folders import Folders, prune, sweep, sync_folder
+from reknit.storage.local_writer import LocalWriter
 from reknit.storage.paths import check_path
 from reknit.storage.posix import (
     NEW_FILE,
     entries,
     identity,
     link_new,
+    move,
+    move_new,
     open_regular,
     preadv_all,
     preadv_runs,
@@ -109,6 +110,25 @@ class LocalStorage:
             if placed:
                 self._folders.sync(folder)
         sweep(folder)
+        return placed
+
+    def commit(self, path: str, data: bytes, *, pending: str, if_absent: bool) -> bool:
+        """Write into the file `pending`, and then give it the name `path`, by `rename` or `link`.
+
+        So look and write are one step of the file system, also on NFS, where the server takes it: a process
+        that was stopped in between finds the name gone, and what it wrote was never to be seen.  Only with
+        `if_absent`, on file systems without links, it is looked first whether `path` is free.
+        """
+        full, marker = self._full(path), self._full(pending)
+        with translated(f"make {path} of", marker):
+            self._fill(os.open(marker, os.O_WRONLY), data)
+            if if_absent:
+                placed = move_new(marker, full)
+            else:
+                move(marker, full)
+                placed = True
+            if placed:
+                self._folders.sync(os.path.dirname(full))
         return placed
 
     def get(self, path: str, *, limit: int) -> bytes:
@@ -241,101 +261,18 @@ class LocalStorage:
         raise StorageError(fault, remedy=remedy, path=missing)
 
     def _write_whole(self, full: str, data: bytes) -> None:
-        fd = self._open_new(full)
+        self._fill(self._open_new(full), data)
+
+    def _fill(self, fd: int, data: bytes) -> None:
+        """Make `data` all that a file holds, and close it.
+
+        It is not emptied first: where a commit was cut short, these bytes may be before readers already.
+        """
         try:
             pwrite_all(fd, 0, memoryview(data))
+            if os.fstat(fd).st_size > len(data):
+                os.ftruncate(fd, len(data))
             if self._durability == "power":
                 os.fsync(fd)
         finally:
             os.close(fd)
-
-
-class LocalWriter:
-    """A file that is being written to a folder."""
-
-    def __init__(self, root: str, path: str, fd: int, nbytes: int, folders: Folders) -> None:
-        self._root = root
-        self._path = path
-        self._nbytes = nbytes
-        self._folders = folders
-        self._descriptor = Descriptor(fd)
-        self._direct = DirectFile(fd)
-        self._identity = identity(fd)
-        self._written = 0
-        self._whole = False
-        self._lock = threading.Lock()
-
-    def write(self, start: int, data: memoryview) -> None:
-        """Write all of `data` at byte `start`; no lock is held meanwhile."""
-        data = data.cast("B")
-        if not 0 <= start <= self._nbytes - data.nbytes:
-            raise StorageError(
-                f"bytes {start} to {start + data.nbytes} lie outside the {self._nbytes} of {self._path}",
-                path=self._path,
-            )
-        with self._using("write"):
-            # Without a sync at the end the page cache is quicker; with it, the way past the cache is.
-            done = self._direct.pwrite(start, data) if self._folders.durable else 0
-            pwrite_all(self._descriptor.fd, start + done, data[done:])
-            if self._folders.durable:
-                start_write_back(self._descriptor.fd, start + done, data.nbytes - done)
-            with self._lock:
-                self._written += data.nbytes
-
-    def finish(self) -> None:
-        """Make the file whole and durable.  After a failure it can only be aborted.
-
-        A failed `fsync` is never repeated: the kernel may have dropped the pages that it could not write, and
-        would report success the second time.
-        """
-        with self._using("finish"):
-            self._descriptor.retire()
-            self._direct.close()
-            self._check_whole()
-            if self._folders.durable:
-                os.fsync(self._descriptor.fd)
-        # Closed by now; on NFS it is the close that reports a failed write.
-        with translated("finish", self._path):
-            self._folders.sync(os.path.dirname(self._path))
-        self._whole = True
-
-    def abort(self) -> None:
-        """Remove the file, unless it is finished; harmless to repeat."""
-        if self._whole:
-            return
-        # Nothing is lost when a store that is failing keeps an unfinished file: no manifest will name it.
-        # The descriptor goes last: an inode that is still open cannot belong to somebody else's new file.
-        ours, self._identity = self._identity, None
-        with suppress(OSError):
-            if ours is not None and identity(self._path) == ours:
-                os.unlink(self._path)
-        for opened in (self._direct.close, self._descriptor.retire):
-            with suppress(OSError):
-                opened()
-        prune(os.path.dirname(self._path), self._root)
-
-    @contextmanager
-    def _using(self, action: str) -> Iterator[None]:
-        if not self._descriptor.acquire():
-            raise StorageError(f"cannot {action} {self._path}: it is finished or aborted", path=self._path)
-        with translated(action, self._path):
-            try:
-                yield
-            finally:
-                self._descriptor.release()
-
-    def _check_whole(self) -> None:
-        if identity(self._path) != self._identity:
-            self._identity = None  # whatever takes the name now is not this writer's to remove
-            raise StorageError(
-                f"{self._path} was removed or replaced while it was written",
-                remedy="let only one job at a time write or clean up a checkpoint",
-                path=self._path,
-            )
-        if self._descriptor.users > 1:
-            fault = "another thread is still writing"
-        elif self._written != self._nbytes or os.fstat(self._descriptor.fd).st_size != self._nbytes:
-            fault = f"{self._written} of {self._nbytes} bytes were written"
-        else:
-            return
-        raise StorageError(f"cannot finish {self._path}: {fault}", path=self._path)

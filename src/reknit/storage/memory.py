@@ -94,6 +94,15 @@ class MemoryStorage:
             self._tree.files[full] = memoryview(bytes(data))
         return True
 
+    def commit(self, path: str, data: bytes, *, pending: str, if_absent: bool) -> bool:
+        """Put the one file and remove the other under the tree's lock."""
+        with self._tree.lock:
+            self._find(pending)
+            placed = self.put(path, data, if_absent=if_absent)
+            if placed:
+                self.delete(pending)
+        return placed
+
     def get(self, path: str, *, limit: int) -> bytes:
         """Return a whole file."""
         data, url = self._find(path)

@@ -6,7 +6,7 @@ import errno
 import os
 import stat
 from collections import deque
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from itertools import islice
 from typing import TYPE_CHECKING
 
@@ -116,10 +116,8 @@ def link_new(temporary: str, full: str) -> bool:
     try:
         os.link(temporary, full)
     except FileExistsError:
-        if os.path.isdir(full):
-            raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), full) from None
         # NFS repeats a request whose answer was lost, and then finds the link that it has made itself.
-        return os.stat(temporary).st_nlink > 1
+        return _taken(full) or os.stat(temporary).st_nlink > 1
     except OSError as error:
         if error.errno not in _NO_LINKS:
             raise
@@ -143,6 +141,43 @@ def _claim(temporary: str, full: str) -> bool:
         os.unlink(full)
         raise
     return True
+
+
+def move(source: str, full: str) -> None:
+    """Give a file another name, in place of what has it.  Raises `FileNotFoundError` when it is gone."""
+    os.rename(source, full)
+    # Of two names of one file, left by a `move_new` that was cut short, a rename removes neither.
+    with suppress(FileNotFoundError):
+        os.unlink(source)
+
+
+def move_new(source: str, full: str) -> bool:
+    """Do as `move` when the name is free, and else nothing; tell which."""
+    try:
+        os.link(source, full)
+    except FileExistsError:
+        # As in `link_new`, an earlier request, or an earlier attempt, may have made the link.
+        if identity(source) != identity(full):
+            return _taken(full)
+    except OSError as error:
+        if error.errno not in _NO_LINKS:
+            raise
+        # Without links, a look goes before the step.  `_claim` will not do: where the source vanishes under
+        # it, the empty file that it then removes may have become somebody else's whole one.
+        if os.path.lexists(full):
+            return _taken(full)
+        os.rename(source, full)
+        return True
+    with suppress(FileNotFoundError):  # NFS again: it is removed already
+        os.unlink(source)
+    return True
+
+
+def _taken(full: str) -> bool:
+    """Return False for a name that a file has.  Raises `IsADirectoryError` for that of a folder."""
+    if os.path.isdir(full):
+        raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), full)
+    return False
 
 
 def entries(folder: str) -> list[tuple[str, os.stat_result]]:

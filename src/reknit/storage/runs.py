@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 NEAR_NBYTES = 4096
 """Runs that begin so near each other are read with what lies between: it is on pages that come anyway."""
-STRETCH_NBYTES = 256 << 10
+STRETCH_NBYTES = 1 << 20
 """Bytes that are read at once to take near runs out of: they stay in the processor's cache."""
 
 
@@ -55,8 +55,10 @@ def near(starts: NDArray[np.int64]) -> bool:
 
 def take_runs(data: NDArray[np.uint8], starts: NDArray[np.int64], out: NDArray[np.uint8]) -> None:
     """Copy the runs that begin at `starts` in `data` to the rows of `out`."""
-    windows = np.lib.stride_tricks.sliding_window_view(data, out.shape[1])
-    out[...] = windows[starts]
+    # A run as one element: NumPy copies such an element at once.
+    run = np.dtype((np.void, out.shape[1]))
+    windows = np.ndarray((len(data) - run.itemsize + 1,), run, data, strides=(1,))
+    out.view(run)[:, 0] = windows[starts]
 
 
 def _stretches(starts: NDArray[np.int64], nbytes: int) -> Iterator[tuple[int, NDArray[np.uint8], int, int]]:

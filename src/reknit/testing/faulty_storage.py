@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Literal, NamedTuple, TypeVar
 
 from reknit.errors import DeadlineError, ReknitError, StorageError, StorageFullError, UsageError
+from reknit.testing.forwarding import ForwardingStorage
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator
@@ -17,7 +18,7 @@ if TYPE_CHECKING:
     import numpy as np
     from numpy.typing import NDArray
 
-    from reknit.storage.base import Listed, Reading, Storage, Writer
+    from reknit.storage.base import Listed, Storage, Writer
 
 T = TypeVar("T")
 
@@ -108,11 +109,11 @@ def _error(fault: Fault, operation: Operation) -> ReknitError:
     return StorageError(f"injected: {what[fault.kind]} {place}", path=operation.path)
 
 
-class FaultyStorage:
+class FaultyStorage(ForwardingStorage):
     """Passes everything on to `inner`, counts the operations, and fails as planned.
 
-    Counted are create, write, finish, put, get, size, read_into, read_runs, list, folders and delete.  To
-    sweep an action, run it with one fault at k = 1, 2, ... until `fired` stays empty: k is then beyond the
+    Counted are create, write, finish, put, commit, get, size, read_into, read_runs, list, folders and delete.
+    To sweep an action, run it with one fault at k = 1, 2, ... until `fired` stays empty: k is then beyond the
     last one.
     """
 
@@ -124,7 +125,7 @@ class FaultyStorage:
         stall: Callable[[], object] = _no_stall,
         kill: Callable[[], object] = _die,
     ) -> None:
-        self._inner = inner
+        super().__init__(inner)
         self._prefix = ""
         self._script = _Script(tuple(plan), stall, kill)
 
@@ -138,77 +139,71 @@ class FaultyStorage:
         """The faults that have happened."""
         return self._script.fired
 
-    @property
-    def url(self) -> str:
-        """Where the root of the inner store is."""
-        return self._inner.url
-
-    @property
-    def reading(self) -> Reading:
-        """How reads are best cut in the inner store."""
-        return self._inner.reading
+    def around(self, inner: Storage, path: str) -> FaultyStorage:
+        """Return a store below, with the same count and plan."""
+        below = FaultyStorage(inner)
+        below._prefix = f"{self._prefix}{path}/"
+        below._script = self._script
+        return below
 
     def create(self, path: str, nbytes: int) -> Writer:
         """Start a new file, whose write and finish are counted as well."""
-        writer = self._script.run(self._operation("create", path), lambda: self._inner.create(path, nbytes))
+        writer = self._run("create", path, lambda: self.inner.create(path, nbytes))
         return FaultyWriter(writer, self._prefix + path, self._script)
 
     def put(self, path: str, data: bytes, *, if_absent: bool) -> bool:
         """Write a small file in one atomic step: half of it is nothing."""
-        return self._script.run(
-            self._operation("put", path), lambda: self._inner.put(path, data, if_absent=if_absent)
+        return self._run("put", path, lambda: self.inner.put(path, data, if_absent=if_absent))
+
+    def commit(self, path: str, data: bytes, *, pending: str, if_absent: bool) -> bool:
+        """Write a small file in one atomic step, as `put` does, while another is there."""
+        return self._run(
+            "commit", path, lambda: self.inner.commit(path, data, pending=pending, if_absent=if_absent)
         )
 
     def get(self, path: str, *, limit: int) -> bytes:
         """Return a whole small file."""
-        return self._script.run(self._operation("get", path), lambda: self._inner.get(path, limit=limit))
+        return self._run("get", path, lambda: self.inner.get(path, limit=limit))
 
     def size(self, path: str) -> int:
         """Return the size of a file in bytes."""
-        return self._script.run(self._operation("size", path), lambda: self._inner.size(path))
+        return self._run("size", path, lambda: self.inner.size(path))
 
     def read_into(self, path: str, start: int, buffers: list[memoryview]) -> None:
         """Fill the buffers."""
-        self._script.run(
-            self._operation("read_into", path),
-            lambda: self._inner.read_into(path, start, buffers),
-            lambda: self._inner.read_into(path, start, _first_half(buffers)),
+        self._run(
+            "read_into",
+            path,
+            lambda: self.inner.read_into(path, start, buffers),
+            lambda: self.inner.read_into(path, start, _first_half(buffers)),
         )
 
     def read_runs(self, path: str, starts: NDArray[np.int64], nbytes: int, buffer: memoryview) -> None:
         """Fill the buffer with runs; half of them is half of the runs."""
         half = len(starts) // 2
-        self._script.run(
-            self._operation("read_runs", path),
-            lambda: self._inner.read_runs(path, starts, nbytes, buffer),
-            lambda: self._inner.read_runs(path, starts[:half], nbytes, buffer[: half * nbytes]),
+        self._run(
+            "read_runs",
+            path,
+            lambda: self.inner.read_runs(path, starts, nbytes, buffer),
+            lambda: self.inner.read_runs(path, starts[:half], nbytes, buffer[: half * nbytes]),
         )
 
     def delete(self, path: str) -> None:
         """Remove a file."""
-        self._script.run(self._operation("delete", path), lambda: self._inner.delete(path))
-
-    def sub(self, path: str) -> FaultyStorage:
-        """Return the store below, with the same count and plan."""
-        below = FaultyStorage(self._inner.sub(path))
-        below._prefix = f"{self._prefix}{path}/"
-        below._script = self._script
-        return below
-
-    def close(self) -> None:
-        """Close the inner store."""
-        self._inner.close()
+        self._run("delete", path, lambda: self.inner.delete(path))
 
     def folders(self) -> list[str]:
         """Return the names of the folders directly below the root, sorted."""
-        return self._script.run(self._operation("folders", ""), self._inner.folders)
+        return self._run("folders", "", self.inner.folders)
 
     def list(self, prefix: str = "") -> Iterator[Listed]:
         """Yield every file below a folder; the fault happens at the call, not while it is iterated."""
-        return self._script.run(self._operation("list", prefix), lambda: self._inner.list(prefix))
+        return self._run("list", prefix, lambda: self.inner.list(prefix))
 
-    def _operation(self, name: str, path: str) -> Operation:
-        return Operation(name, self._prefix + path)
+    def _run(
+        self, name: str, path: str, whole: Callable[[], T], half: Callable[[], object] | None = None
+    ) -> T:
+        return self._script.run(Operation(name, self._prefix + path), whole, half)
 
 
 class FaultyWriter:

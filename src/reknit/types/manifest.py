@@ -124,6 +124,7 @@ class Manifest:
 
     `files` lists every file but the manifest itself, the index included (`index_path`).  `created` is seconds
     since the epoch.  `origin` (world size, versions) is information only; `metadata` is the user's.
+    `generation` is higher in each run of a job; it is None where the writer knew of none.
     """
 
     format_version: int
@@ -138,6 +139,7 @@ class Manifest:
     uses_pickle: bool = False
     origin: Mapping[str, Any] = field(default_factory=dict)
     metadata: Mapping[str, Any] = field(default_factory=dict)
+    generation: int | None = None
 
 
 @dataclass(frozen=True, slots=True)

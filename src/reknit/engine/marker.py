@@ -1,0 +1,110 @@
+"""Which of several saves to one path may commit?  The one whose marker stays (docs/decisions/0007).
+
+Every step here asks the store in a certain order, which is what makes it safe: a marker is put before others
+are looked for, and markers are looked for before the manifest, because that is what they turn into.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, NamedTuple
+
+from reknit.engine.write import discard
+from reknit.errors import FencedError, FormatError, StorageNotFoundError
+from reknit.format import paths
+from reknit.format.manifest_file import MAX_MANIFEST_NBYTES, decode_generation
+
+if TYPE_CHECKING:
+    from reknit.storage.base import Storage
+
+
+class Marker(NamedTuple):
+    """What stands in a checkpoint's folder as long as a save may commit there."""
+
+    generation: int
+    write_id: str
+
+    @property
+    def path(self) -> str:
+        """Its path in the store."""
+        return paths.marker_path(self.generation, self.write_id)
+
+
+def put_up(storage: Storage, mine: Marker) -> None:
+    """Put this save's marker there, and see to it that no save which began here before can commit any more.
+
+    Raises `FencedError` when a newer run of the job is at work here, or has been.  After any error the marker
+    is gone again, as far as the store still does what it is asked.
+    """
+    try:
+        storage.put(mine.path, b"", if_absent=True)
+        others = _others(storage, mine)
+        for path, generation in others.items():
+            if generation > mine.generation:
+                raise _outrun(mine, generation, f"{storage.url}/{path}", "is saving to this path")
+        for path in others:
+            storage.delete(path)
+        generation = _committed_generation(storage)
+        if generation > mine.generation:
+            at = f"{storage.url}/{paths.MANIFEST_PATH}"
+            raise _outrun(mine, generation, at, "has saved to this path already")
+    except BaseException:
+        take_down(storage, mine)
+        raise
+
+
+def take_down(storage: Storage, mine: Marker) -> None:
+    """Keep this save from ever being committed, if it is not yet.
+
+    Where the store does not even delete the marker any more, the next save to this path does.
+    """
+    discard(storage, mine.path)
+
+
+def is_last(storage: Storage, mine: Marker, manifest: bytes) -> bool:
+    """Tell whether no other save that may commit has begun here since this one committed `manifest`.
+
+    Whatever files of others there were before this was called are then needed by nobody.
+    """
+    if any(generation >= mine.generation for generation in _others(storage, mine).values()):
+        return False
+    return storage.get(paths.MANIFEST_PATH, limit=MAX_MANIFEST_NBYTES) == manifest
+
+
+def fenced_off(storage: Storage, mine: Marker) -> FencedError:
+    """Return the error of a save whose marker is gone when it is about to commit."""
+    return FencedError(
+        "another save to this path began while this one (generation "
+        f"{mine.generation}) was under way, and took its marker away; nothing of this one is committed",
+        path=f"{storage.url}/{mine.path}",
+        remedy="end this process if a newer run of its job has taken its place; if not, give each job a path "
+        "of its own, and let only one save at a time go to a path",
+    )
+
+
+def _others(storage: Storage, mine: Marker) -> dict[str, int]:
+    """Return the markers of other saves, by path, with their generations."""
+    names = {listed.path: paths.parse_path(listed.path) for listed in storage.list()}
+    return {
+        path: name.generation
+        for path, name in names.items()
+        if name is not None and name.generation is not None and path != mine.path
+    }
+
+
+def _committed_generation(storage: Storage) -> int:
+    """Return the generation of the run that committed here, -1 where none did, or where none can be told."""
+    try:
+        generation = decode_generation(storage.get(paths.MANIFEST_PATH, limit=MAX_MANIFEST_NBYTES))
+    except (StorageNotFoundError, FormatError):  # what is damaged may be replaced by anybody
+        return -1
+    return -1 if generation is None else generation
+
+
+def _outrun(mine: Marker, generation: int, at: str, what: str) -> FencedError:
+    return FencedError(
+        f"a newer run (generation {generation}) {what}; this process belongs to generation "
+        f"{mine.generation} and must not commit",
+        path=at,
+        remedy="end this process if that run has taken its place; if the two have nothing to do with each "
+        f"other, save to another path; if that run is dead and this one is to go on here, delete {at} first",
+    )

@@ -1,0 +1,16 @@
+"""What every store must do, as tests: subclass `StorageSuite`, say how to make the store, run pytest."""
+
+from __future__ import annotations
+
+from reknit.testing.storage_suite.committing import CommittingSuite
+from reknit.testing.storage_suite.places import PlacesSuite
+from reknit.testing.storage_suite.probes import listed, pattern, read, read_runs, write
+from reknit.testing.storage_suite.putting import PuttingSuite
+from reknit.testing.storage_suite.reading import ReadingSuite
+from reknit.testing.storage_suite.writing import WritingSuite
+
+__all__ = ["StorageSuite", "listed", "pattern", "read", "read_runs", "write"]
+
+
+class StorageSuite(WritingSuite, PuttingSuite, CommittingSuite, ReadingSuite, PlacesSuite):
+    """The contract of `reknit.storage.base.Storage`, all of it."""
