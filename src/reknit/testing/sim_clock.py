@@ -1,0 +1,71 @@
+"""Virtual time: events in the order of their moments, and the last of them for whoever asks what happened."""
+
+from __future__ import annotations
+
+import heapq
+import zlib
+from collections import deque
+from itertools import count
+from math import inf
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+TRACE_LINES = 50
+"""How many of the last events a violation tells."""
+
+EPOCH_S = 1_700_000_000.0
+"""The date on which every simulation begins, in seconds since the epoch."""
+
+
+class Violation(AssertionError):
+    """What must never happen did."""
+
+
+class Schedule:
+    """A heap of events, the moment of the latest (which is the clock), and a trace of what was noted."""
+
+    def __init__(self) -> None:
+        self.moment = 0.0
+        self.events = 0
+        self.trace_digest = 0
+        self._heap: list[tuple[float, int, Callable[[], object]]] = []
+        self._order = count()
+        self._trace: deque[tuple[float, str, str]] = deque(maxlen=TRACE_LINES)
+
+    def monotonic(self) -> float:
+        """Return virtual seconds since the simulation began, as `monitor.phase.Clock` does."""
+        return self.moment
+
+    def time(self) -> float:
+        """Return the virtual date."""
+        return EPOCH_S + self.moment
+
+    def at(self, moment: float, action: Callable[[], object]) -> None:
+        """Let something happen at a moment, now at the earliest; never, where that is infinite."""
+        if moment < inf:
+            heapq.heappush(self._heap, (max(moment, self.moment), next(self._order), action))
+
+    def after(self, seconds: float, action: Callable[[], object]) -> None:
+        """Let something happen so much later."""
+        self.at(self.moment + seconds, action)
+
+    def note(self, who: str, what: str) -> None:
+        """Add a line to the trace."""
+        self._trace.append((self.moment, who, what))
+        self.trace_digest = zlib.crc32(f"{self.moment!r} {who} {what}".encode(), self.trace_digest)
+
+    def trace(self) -> str:
+        """Return the last lines of the trace."""
+        return "\n".join(f"  {moment:12.6f} s  {who:<8} {what}" for moment, who, what in self._trace)
+
+    def run(self, *, until_s: float) -> None:
+        """Let everything happen until there is nothing more; raises `Violation` when that lasts too long."""
+        while self._heap:
+            moment, _, action = heapq.heappop(self._heap)
+            if moment > until_s:
+                raise Violation(f"the simulated job still does something after {until_s:g} virtual seconds")
+            self.moment = moment
+            self.events += 1
+            action()

@@ -1,0 +1,374 @@
+"""The simulator itself: it repeats itself, it lets the dead rest, and it notices what must never happen."""
+
+from __future__ import annotations
+
+import shlex
+import subprocess
+import sys
+from functools import partial
+from math import inf
+from random import Random
+from typing import TYPE_CHECKING
+
+import numpy as np
+import pytest
+from msgspec.structs import replace
+
+from reknit.comm.machine import RoundMachine
+from reknit.errors import CommError, StorageError
+from reknit.monitor import phase
+from reknit.testing import sim_job, sim_oracle
+from reknit.testing.faulty_storage import Fault
+from reknit.testing.sim_clock import EPOCH_S, TRACE_LINES, Schedule
+from reknit.testing.sim_process import Process
+from reknit.testing.sim_storage import Disk, SimStorage, SimWriter
+from reknit.testing.simulator import (
+    Crash,
+    Cut,
+    DiskFault,
+    Interrupt,
+    Partition,
+    Restart,
+    Save,
+    Stop,
+    Violation,
+    Weather,
+    simulate,
+)
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from reknit.comm.effects import Effect
+    from reknit.comm.message import Outcome
+
+
+def outcomes(*faults: object, number: int = 0, ranks: int = 5, **more: object) -> dict[int, str]:
+    """Return by rank how a save of a job ended."""
+    result = simulate(3, ranks=ranks, fan_out=2, faults=faults, **more)  # type: ignore[arg-type]
+    return {rank: told for (n, rank), told in result.outcomes().items() if n == number}
+
+
+# Whole jobs.
+
+
+def test_a_job_to_which_nothing_happens_commits_every_save_on_all_ranks() -> None:
+    result = simulate(1, ranks=9, fan_out=2, hosts=3, saves=3)
+    assert set(result.outcomes().values()) == {"ok"}
+    assert [(c.run, c.number) for c in result.commits] == [(0, 0), (0, 1), (0, 2), (1, 0)]
+
+
+def test_a_thousand_ranks_run_in_one_thread() -> None:
+    result = simulate(1, ranks=1024, fan_out=16, hosts=128, recover=False)
+    assert len(result.endings) == 1024
+    assert set(result.outcomes().values()) == {"ok"}
+
+
+def test_a_seed_repeats_itself_and_another_one_does_not() -> None:
+    faults = (Crash(1, 20), Weather(slow=0.3, lost=0.05, doubled=0.3), Restart(0.05))
+    first, again, other = (simulate(seed, ranks=6, fan_out=2, saves=2, faults=faults) for seed in (5, 5, 6))
+    assert first.trace_digest == again.trace_digest != other.trace_digest
+    assert [e.outcome for e in first.endings] == [e.outcome for e in again.endings]
+
+
+def test_saves_to_several_folders_are_several_checkpoints() -> None:
+    saves = (Save("a"), Save("b", overwrite=False), Save("a"))
+    result = simulate(1, ranks=3, saves=saves)
+    assert [c.folder for c in result.commits[:3]] == ["a", "b", "a"]
+
+
+def test_a_save_where_a_checkpoint_is_fails_on_all_ranks_unless_it_may_overwrite() -> None:
+    result = simulate(1, ranks=3, saves=(Save(), Save(overwrite=False)), faults=(Weather(),), recover=False)
+    assert {who: told for who, told in result.outcomes().items() if who[0] == 1} == {
+        (1, rank): "CheckpointExistsError" for rank in range(3)
+    }
+
+
+# What can go wrong.
+
+
+def test_the_death_of_a_rank_is_an_error_on_all_others() -> None:
+    assert outcomes(Crash(4, 5)) == dict.fromkeys(range(4), "CommError")
+
+
+def test_a_silent_death_is_a_deadline_that_passes() -> None:
+    told = outcomes(Crash(4, 5, silent=True))
+    assert told == dict.fromkeys(range(4), "DeadlineError")
+
+
+def test_a_stopped_rank_goes_on_as_if_nothing_had_been() -> None:
+    assert set(outcomes(Stop(4, 5, 10.0)).values()) == {"ok"}
+
+
+def test_a_rank_stopped_for_ever_is_missed_in_time() -> None:
+    assert outcomes(Stop(4, 5, inf)) == dict.fromkeys(range(4), "DeadlineError")
+
+
+@pytest.mark.parametrize("noticed_s", [None, 0.1])
+def test_a_cut_connection_is_an_error_on_all_ranks(noticed_s: float | None) -> None:
+    told = outcomes(Cut(4, 2, noticed_s))
+    assert set(told) == set(range(5))
+    assert "ok" not in told.values()
+
+
+def test_an_interrupt_ends_the_save_on_all_ranks() -> None:
+    told = outcomes(Interrupt(2, 5))
+    assert told.pop(2) == "KeyboardInterrupt"
+    assert set(told) == {0, 1, 3, 4}
+    assert "ok" not in told.values()
+
+
+def test_a_disk_that_fails_is_the_same_error_on_all_ranks() -> None:
+    fault = DiskFault(3, Fault("full", 1, "write"))
+    assert outcomes(fault) == dict.fromkeys(range(5), "StorageFullError")
+
+
+def test_a_disk_that_stalls_is_waited_for() -> None:
+    assert set(outcomes(DiskFault(3, Fault("stall", 1, "write"), stall_s=9.0)).values()) == {"ok"}
+
+
+def test_a_partition_that_ends_in_time_is_borne_when_nothing_gets_lost() -> None:
+    assert set(outcomes(Partition((1, 3), 0.0, 9.0)).values()) == {"ok"}
+    assert "ok" not in outcomes(Partition((1, 3), 0.0, 9.0, kept=False)).values()
+
+
+def test_messages_that_all_get_lost_are_a_deadline_that_passes() -> None:
+    assert outcomes(Weather(lost=1.0)) == dict.fromkeys(range(5), "DeadlineError")
+
+
+def test_messages_that_come_twice_and_late_change_nothing() -> None:
+    assert set(outcomes(Weather(doubled=0.8, slow=0.5), saves=4, number=3).values()) == {"ok"}
+
+
+def test_a_job_that_is_started_again_saves_too() -> None:
+    result = simulate(1, ranks=4, faults=(Crash(0, 30), Restart(1.0)), recover=False)
+    assert set(result.outcomes(run=1).values()) == {"ok"}
+    assert result.commits[-1].run == 1
+
+
+# What is noticed.
+
+
+def test_a_violation_tells_how_to_repeat_it_and_what_happened_last(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(RoundMachine, "next_at", inf)
+    with pytest.raises(Violation) as caught:
+        simulate(11, ranks=2, fan_out=2, hosts=2, faults=(Crash(1, 5, silent=True),), timeout_s=4.0)
+    text = str(caught.value)
+    assert "wait for ever: [(0, 0)]" in text
+    assert "DIES silently" in text
+    assert len(text.split("The last events:\n")[1].splitlines()) <= TRACE_LINES
+    command = shlex.split(text.split("To repeat it:\n")[1].splitlines()[0])
+    assert command[:2] == ["python", "-c"]
+    assert "simulate(11, ranks=2, fan_out=2, hosts=2" in command[2]
+    subprocess.run([sys.executable, *command[1:]], check=True)  # where nothing is broken, it runs
+
+
+def test_a_rank_that_waits_beyond_its_deadline_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
+    late = property(lambda self: inf if self._round is None else self._round.until + 60)
+    monkeypatch.setattr(RoundMachine, "next_at", late)
+    with pytest.raises(Violation, match=r"a round \(assign\) of 30 s ended after 9\d"):
+        simulate(1, ranks=3, faults=(Crash(2, 1, silent=True),))
+
+
+def test_an_answer_of_another_round_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
+    hear = RoundMachine.hear_outcome
+
+    def hear_any(self: RoundMachine, outcome: Outcome, now: float) -> list[Effect]:
+        held = self._round
+        if held is not None:
+            heading = held.heading
+            outcome = replace(outcome, number=heading.number, name=heading.name, subject=heading.subject)
+        return hear(self, outcome, now)
+
+    monkeypatch.setattr(RoundMachine, "hear_outcome", hear_any)
+    with pytest.raises(Violation):
+        simulate(1, ranks=5, fan_out=2, saves=9, faults=(Weather(doubled=0.8, slow_s=0.05),))
+
+
+def test_bytes_that_change_on_their_way_to_the_disk_are_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
+    take_over = SimStorage.take_over
+
+    def flip(self: SimStorage, writer: SimWriter, data: bytes) -> None:
+        take_over(self, writer, bytes([data[0] ^ 1]) + data[1:])
+
+    monkeypatch.setattr(SimStorage, "take_over", flip)
+    with pytest.raises(Violation, match="has other bytes than it says"):
+        simulate(1, ranks=3)
+
+
+def test_a_manifest_without_a_file_that_it_lists_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
+    take_over = SimStorage.take_over
+
+    def lose(self: SimStorage, writer: SimWriter, data: bytes) -> None:
+        if "index" not in writer.path:
+            take_over(self, writer, data)
+
+    monkeypatch.setattr(SimStorage, "take_over", lose)
+    with pytest.raises(Violation, match="is not there in full"):
+        simulate(1, ranks=3)
+
+
+def test_values_of_another_save_are_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sim_job, "_own", lambda base, rank: np.zeros(sim_job.ROW) + rank)
+    monkeypatch.setattr(
+        sim_oracle, "tensors", lambda *about: {**sim_job.tensors(*about), "own.1": np.ones(4) / 3}
+    )
+    with pytest.raises(Violation, match=r"wrong values of own\.1"):
+        simulate(1, ranks=3)
+
+
+def test_a_save_that_is_said_to_be_committed_and_is_not_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("put", "commit"):
+        monkeypatch.setattr(SimStorage, name, lambda self, path, data, **more: True)
+    with pytest.raises(Violation):
+        simulate(1, ranks=3)
+
+
+def test_a_checkpoint_that_is_taken_away_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
+    start = sim_job.Worker.work
+
+    def delete_first(self: sim_job.Worker) -> None:
+        if self.group.run:
+            self.storage.delete("checkpoint/manifest.json")
+        start(self)
+
+    monkeypatch.setattr(sim_job.Worker, "work", delete_first)
+    with pytest.raises(Violation, match="the only checkpoint of checkpoint is gone"):
+        simulate(1, ranks=1)
+
+
+def test_files_that_are_left_over_are_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(SimStorage, "delete", lambda self, path: None)
+    with pytest.raises(Violation, match="files are left over in checkpoint"):
+        simulate(1, ranks=2, saves=2)
+
+
+# The pieces.
+
+
+def schedule_and_process(plan: dict[int, list[Callable[[Process], None]]]) -> tuple[Schedule, Process]:
+    schedule = Schedule()
+    return schedule, Process(schedule, 0, 0, plan)
+
+
+def test_a_dead_process_executes_nothing_more() -> None:
+    schedule, process = schedule_and_process({2: [lambda p: p.die(silent=False)]})
+    done = []
+
+    def work() -> None:
+        try:
+            for number in range(3):
+                process.here(f"{number}")
+                done.append(number)
+                process.sleep(1.0)
+        finally:
+            done.append(-1)
+            process.here("cleanup")
+            done.append(-2)
+
+    process.start(work)
+    schedule.run(until_s=100)
+    assert done == [0]
+    assert not process.ended
+    process.unwind()
+    assert done == [0, -1]  # only where it touches nothing that others see
+
+
+def test_a_stopped_process_does_its_actions_when_it_goes_on() -> None:
+    schedule, process = schedule_and_process({1: [lambda p: p.stop(5.0)]})
+    done: list[float] = []
+    for moment in (1.0, 2.0, 7.0):
+        schedule.at(moment, lambda: process.later("act", lambda: done.append(schedule.moment)))
+    schedule.run(until_s=100)
+    assert done == [6.0, 6.0, 7.0]
+
+
+def test_the_clock_of_deadlines_is_virtual_inside_and_real_outside() -> None:
+    seen = []
+
+    def collect(moment: float, end: float) -> None:
+        seen.append((moment, end))
+
+    schedule, process = schedule_and_process({})
+    token = phase.CLOCK.set(schedule)
+    try:
+        deadline = phase.Deadline(10)
+
+        def work() -> None:
+            process.sleep(4.0)
+            collect(phase.now() - EPOCH_S, deadline.remaining())
+
+        process.start(work)
+        schedule.run(until_s=100)
+    finally:
+        phase.CLOCK.reset(token)
+    assert seen == [(4.0, 6.0)]
+    assert phase.now() > EPOCH_S + 10
+
+
+def disk_of(work: Callable[[SimStorage], None], plan: dict[int, list[Callable[[Process], None]]]) -> Disk:
+    """Return the disk after a process has done its work on it."""
+    schedule, process = schedule_and_process(plan)
+    disk = Disk(Random(1), 0.001)
+    process.start(lambda: work(SimStorage(disk, process)))
+    schedule.run(until_s=100)
+    process.unwind()
+    return disk
+
+
+def test_a_file_appears_when_it_is_finished_and_a_name_is_given_once() -> None:
+    def work(storage: SimStorage) -> None:
+        writer = storage.create("a/b", 4)
+        with pytest.raises(StorageError, match="exists"):
+            storage.create("a/b", 4)
+        writer.write(2, memoryview(b"34"))
+        with pytest.raises(StorageError, match="missing"):
+            writer.finish()
+        writer.write(0, memoryview(b"12"))
+        writer.finish()
+        assert storage.size("a/b") == 4
+        assert [tuple(listed) for listed in storage.sub("a").list()] == [("b", 4)]
+
+    assert disk_of(work, {}).files == {"a/b": b"1234"}
+
+
+def test_a_commit_needs_its_marker() -> None:
+    def work(storage: SimStorage) -> None:
+        storage.put("marker", b"", if_absent=False)
+        assert storage.commit("manifest", b"1", pending="marker", if_absent=True)
+        with pytest.raises(StorageError):
+            storage.commit("manifest", b"2", pending="marker", if_absent=False)
+
+    assert disk_of(work, {}).files == {"manifest": b"1"}
+
+
+def test_a_request_of_a_process_that_dies_meanwhile_may_still_be_done() -> None:
+    done = set()
+    for seed in range(20):
+        schedule, process = schedule_and_process({})
+        disk = Disk(Random(seed), 0.001)
+        process.start(partial(SimStorage(disk, process).put, "file", b"1", if_absent=False))
+        schedule.at(1e-9, lambda process=process: process.die(silent=False))  # type: ignore[misc]
+        schedule.run(until_s=100)
+        assert not process.ended
+        process.unwind()
+        done.add("file" in disk.files)
+    assert done == {True, False}
+
+
+def test_a_missing_greenlet_names_the_extra() -> None:
+    code = (
+        "import sys; sys.modules['greenlet'] = None\n"
+        "from reknit.errors import MissingExtraError\n"
+        "try:\n    import reknit.testing.simulator\n"
+        "except MissingExtraError as error:\n    print(error)"
+    )
+    told = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
+    assert "reknit[testing]" in told
+
+
+def test_errors_of_rounds_are_those_of_the_real_machine() -> None:
+    result = simulate(1, ranks=2, faults=(Crash(1, 1, silent=True),), timeout_s=3.0, recover=False)
+    (ending,) = result.endings
+    assert isinstance(ending.error, CommError)
+    assert "rank 1 did not come to round 0 ('assign') within 3 s" in str(ending.error)
