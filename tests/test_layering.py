@@ -86,8 +86,18 @@ ROOMS = {
             "dataloader/",
         ),
     ),
-    "jax": Room(("jax", "jaxlib"), ("frameworks/jax.py", "integrations/")),
-    "grpc": Room(("grpc",), ("comm/tree.py", "comm/tree_server.py")),
+    "jax": Room(("jax", "jaxlib"), ("frameworks/jax.py", "frameworks/jax_job.py", "integrations/")),
+    "grpc": Room(
+        ("grpc",),
+        (
+            "comm/tree.py",
+            "comm/tree_client.py",
+            "comm/tree_server.py",
+            "comm/tls.py",
+            "comm/address_store.py",
+            "comm/address_server.py",
+        ),
+    ),
     "environment": Room(
         ("os.environ", "os.environb", "os.getenv", "os.getenvb", "os.putenv", "os.unsetenv"), ("options.py",)
     ),

@@ -1,137 +1,163 @@
-"""What does planning cost?  Every rank's own plan, the root's index, and torch DCP's global plan for the same
-shards.
+"""What does planning cost the root of a save, its tree, and every rank, up to a hundred thousand ranks?
 
-A rank's plan is local and runs on all ranks at once; the root's part is what a save waits for.  CPU seconds
-of one core.  Prints JSON.
+All ranks' claims and receipts are made by the code that ranks run, and merged level by level in one process,
+as hosts of 8 ranks with a fan-out of 16 would.  The root's part then runs in a process of its own.  CPU
+seconds of one core.  The jobs:
+
+fsdp2      matrices sharded by rows over all ranks: 500, or 500 and three optimizer states of each
+megatron   405B parameters, TP 8 x PP 16 and a distributed optimizer; ranks are added by data parallelism,
+           so that each holds what a rank of such a job holds: its stage's parameters, and an ever smaller
+           range of optimizer state
+
+Planning is all that the root computes up to the encoded index: claims and receipts merged and decoded, work
+assigned, the index assembled, checked and encoded.  The manifest, which has the digests of all files, is told
+by itself.  torch DCP's global plan for the same shards runs beside, in the same process.
+
+Prints JSON, and the aims to stderr.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import os
+import statistics
+import subprocess
 import sys
-import time
+import tempfile
+from pathlib import Path
 from typing import Any
 
-import numpy as np
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
-from reknit.engine.messages import Columns, decode, encode, packed
-from reknit.format.index_file import encode_index
-from reknit.planner.assemble import assemble
-from reknit.planner.resolve import shard_owners
-from reknit.planner.save import plan_save
-from reknit.types.box import Box
-from reknit.types.shard import Shard, TensorSpec
+import msgspec
 
+from benchmarks.aims import Row, judged, ratio, tell
+from benchmarks.planning import growth
+from benchmarks.planning.dcp import global_plan_s
+from benchmarks.planning.jobs import PP, TP, Fsdp2, Job, Megatron
+from benchmarks.planning.tree import climb
 
-def holdings(rank: int, ranks: int, tensors: int) -> list[Shard]:
-    """Return what a rank holds of `tensors` matrices sharded by rows, as FSDP2 does."""
-    rows, columns = 8, 4096
-    shape = (rows * ranks, columns)
-    box = Box((rows * rank, 0), (rows, columns))
-    spec = TensorSpec(shape, "bfloat16")
-    return [
-        Shard("model", f"layers.{n // 10}.weight_{n % 10}", spec, box, (rank,), None) for n in range(tensors)
-    ]
+MIB = 1 << 20
+SILENT_UP_TO = 40_000
+"""Up to so many ranks a second save by the same plans is measured too."""
+RESULTS = Path(__file__).resolve().parents[1] / "results"
 
 
-def receipt(shards: list[Shard], rank: int) -> bytes:
-    """Return a rank's receipt for its plan."""
-    plan = plan_save(shards, rank, 1 << 40)
-    entries = plan.files[0].entries
-    columns = Columns(
-        tensors=[(s.item, s.fqn, s.spec.dtype, s.spec.shape) for s in shards],
-        files=[f"model/{rank:05d}.0a1b2c3d.safetensors"],
-        ndim=2,
-        tensor=packed([e.shard for e in entries], "i8"),
-        offsets=packed([e.box.offsets for e in entries], "i8"),
-        lengths=packed([e.box.lengths for e in entries], "i8"),
-        file=packed(np.zeros(len(entries)), "i8"),
-        start=packed([4096 + e.start for e in entries], "i8"),
-        nbytes=packed([e.nbytes for e in entries], "i8"),
-        aliases=[],
+def measure(job: Job, folder: str, workers: int) -> dict[str, Any]:
+    """Return what one job's planning costs."""
+    told = climb(job, silent=job.ranks <= SILENT_UP_TO, workers=workers)
+    path = Path(folder, "at_root.msgpack")
+    path.write_bytes(
+        msgspec.msgpack.encode([told.claims.at_root, told.receipts.at_root, told.silent.at_root])
     )
-    return encode(columns)
-
-
-def measure(ranks: int, tensors: int) -> dict[str, Any]:
-    plans, receipts = [], []
-    for rank in range(ranks):
-        shards = holdings(rank, ranks, tensors)
-        begin = time.process_time()
-        receipts.append(receipt(shards, rank))
-        plans.append(time.process_time() - begin)
-    begin = time.process_time()
-    index, _ = assemble([decode(data, Columns).written() for data in receipts])
-    assembled = time.process_time() - begin
-    begin = time.process_time()
-    data = encode_index(index)
-    encoded = time.process_time() - begin
-    keys = [np.arange(tensors, dtype=np.uint64) + 1000 * rank for rank in range(ranks)]
-    begin = time.process_time()
-    shard_owners(keys, [np.full(tensors, 65536, np.int64)] * ranks)
-    resolved = time.process_time() - begin
+    root = Path(__file__).with_name("root.py")
+    done = subprocess.run([sys.executable, str(root), str(path)], capture_output=True, text=True, check=False)
+    if done.returncode:
+        raise SystemExit(f"the root ended with {done.returncode}: {done.stderr}")
+    measured = json.loads(done.stdout)
     return {
-        "ranks": ranks,
-        "tensors_per_rank": tensors,
-        "chunks": len(index.tensor),
-        "plan_per_rank_max_s": round(max(plans), 4),
-        "root_assemble_and_check_s": round(assembled, 3),
-        "root_encode_index_s": round(encoded, 3),
-        "root_resolve_all_s": round(resolved, 3),
-        "root_total_s": round(assembled + encoded + resolved, 3),
-        "index_nbytes": len(data),
+        "ranks": job.ranks,
+        "chunks": told.num_chunks,
+        "plan_per_rank_s": {
+            "median": round(statistics.median(told.plan_s), 4),
+            "most": round(max(told.plan_s), 4),
+        },
+        "tell_per_rank_median_s": round(statistics.median(told.tell_s), 4),
+        "claims": told.claims.told(),
+        "receipts": told.receipts.told(),
+        "root_s": measured["first"]["planning_and_index_s"],
+        "index_nbytes": measured["first"]["index_nbytes"],
+        **measured,
     }
 
 
-def measure_dcp(ranks: int, tensors: int) -> float:
-    """Return the CPU seconds of `DefaultSavePlanner.create_global_plan` for the same shards."""
-    import torch
-    from torch.distributed.checkpoint import DefaultSavePlanner, SavePlan
-    from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex, TensorProperties
-    from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
+def jobs(args: argparse.Namespace) -> dict[str, tuple[Job, bool]]:
+    """Return the jobs by name, and which of them torch DCP plans too."""
+    fsdp2 = {
+        f"fsdp2 {ranks} x {args.tensors}": (Fsdp2(ranks, args.tensors, 1), ranks in args.dcp)
+        for ranks in args.fsdp2
+    }
+    if 1024 in args.fsdp2:
+        fsdp2[f"fsdp2 1024 x {args.tensors} x 4"] = (Fsdp2(1024, args.tensors, 4), False)
+    return fsdp2 | {f"megatron {dp * TP * PP}": (Megatron(dp), False) for dp in args.dp}
 
-    plans = []
-    properties = TensorProperties(dtype=torch.bfloat16)
-    for rank in range(ranks):
-        items = []
-        for shard in holdings(rank, ranks, tensors):
-            offsets, size = torch.Size(shard.box.offsets), torch.Size(shard.box.lengths)
-            items.append(
-                WriteItem(
-                    index=MetadataIndex(shard.fqn, offsets),
-                    type=WriteItemType.SHARD,
-                    tensor_data=TensorWriteData(
-                        chunk=ChunkStorageMetadata(offsets=offsets, sizes=size),
-                        properties=properties,
-                        size=torch.Size(shard.spec.shape),
-                    ),
-                )
-            )
-        plans.append(SavePlan(items, planner_data={}))
-    planner = DefaultSavePlanner()
-    planner.set_up_planner({}, is_coordinator=True)
-    begin = time.process_time()
-    planner.create_global_plan(plans)
-    return time.process_time() - begin
+
+def rows(result: dict[str, Any]) -> list[Row]:
+    """Return what was measured with its aims."""
+    found = result["jobs"]
+    told: list[Row] = []
+    aims = {"fsdp2 1024 x 500": 0.5, "fsdp2 1024 x 500 x 4": 1.0, "megatron 8960": 1.0}
+    for name, row in found.items():
+        told.append((f"{name}: root, s of CPU", round(row["root_s"], 3), "<=", aims.get(name)))
+        if "dcp_global_plan_s" in row:
+            told.append((f"{name}: DCP / reknit", ratio(row["dcp_global_plan_s"], row["root_s"]), ">=", None))
+        if name in aims:
+            told.append((f"{name}: index, MiB", round(row["index_nbytes"] / MIB, 3), "<=", 2.0))
+        if name.startswith("megatron"):
+            told.append((f"{name}: a rank's plan, s", row["plan_per_rank_s"]["median"], "<=", 0.05))
+    told.append(("growth: k of (n log n)^k", result["growth"]["exponent"], "<=", 1.0))
+    return told
+
+
+def arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--fsdp2", type=int, nargs="*", default=[64, 256, 1024], help="ranks")
+    parser.add_argument("--tensors", type=int, default=500, help="tensors of an FSDP2 job")
+    parser.add_argument(
+        "--dp", type=int, nargs="*", default=[8, 70, 256, 782], help="data-parallel sizes: 128 ranks for each"
+    )
+    parser.add_argument(
+        "--dcp", type=int, nargs="*", default=[64, 256], help="FSDP2 jobs that DCP plans too (1024: a minute)"
+    )
+    parser.add_argument("--workers", type=int, default=os.cpu_count(), help="processes that play the ranks")
+    parser.add_argument("--keep", action="store_true", help="keep the results of other jobs that are there")
+    parser.add_argument("--quick", action="store_true", help="small jobs: does it run?")
+    parser.add_argument("--out", type=Path, default=RESULTS, help="folder for planning.json and planning.png")
+    args = parser.parse_args()
+    if args.quick:
+        args.fsdp2, args.tensors, args.dp, args.dcp = [8], 20, [1, 2, 3], [8]
+    return args
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--ranks", type=int, nargs="+", default=[64, 256])
-    parser.add_argument("--tensors", type=int, default=500)
-    parser.add_argument("--no-dcp", action="store_true")
-    args = parser.parse_args()
-    results = []
-    for ranks in args.ranks:
-        result = measure(ranks, args.tensors)
-        if not args.no_dcp:
-            result["dcp_global_plan_s"] = round(measure_dcp(ranks, args.tensors), 3)
-            result["dcp_over_root"] = round(result["dcp_global_plan_s"] / result["root_total_s"], 1)
-        results.append(result)
-        print(f"{ranks} ranks: {result['root_total_s']} s at the root", file=sys.stderr)
-    print(json.dumps(results, indent=1))
+    args = arguments()
+    args.out.mkdir(parents=True, exist_ok=True)
+    path = args.out / "planning.json"
+    chosen = jobs(args)
+    before = json.loads(path.read_text())["jobs"] if args.keep and path.exists() else {}
+    result: dict[str, Any] = {"cores": os.cpu_count(), "jobs": {}}
+    with tempfile.TemporaryDirectory() as folder:
+        for name in [*before, *(name for name in chosen if name not in before)]:
+            if name in before and name not in chosen:
+                result["jobs"][name] = before[name]
+                continue
+            print(f"-- {name}", file=sys.stderr)
+            job, beside = chosen[name]
+            row = result["jobs"][name] = measure(job, folder, args.workers)
+            row["load_average"] = round(os.getloadavg()[0], 1)
+            if beside:
+                row["dcp_global_plan_s"] = round(global_plan_s(job), 3)
+            path.write_text(json.dumps(result, indent=1) + "\n")  # in case a later one fails
+    finish(result, args.out)
     return 0
+
+
+def finish(result: dict[str, Any], out: Path) -> None:
+    """Add what all jobs together say, tell it, and leave it in files."""
+    sized = sorted(result["jobs"].items(), key=lambda job: job[1]["ranks"])
+    grown = {name: row for name, row in sized if name.startswith("megatron")}
+    ranks, seconds = [row["ranks"] for row in grown.values()], [row["root_s"] for row in grown.values()]
+    fit = growth.exponent(ranks, seconds)
+    result["growth"] = {"jobs": list(grown), "ranks": ranks, "seconds": seconds, "exponent": fit}
+    result["aims"] = judged(rows(result))
+    tell(result["aims"])
+    (out / "planning.json").write_text(json.dumps(result, indent=1) + "\n")
+    if grown:
+        growth.plot(result["jobs"], result["growth"], out / "planning.png")
+    print(json.dumps(result, indent=1))
 
 
 if __name__ == "__main__":

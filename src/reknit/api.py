@@ -128,6 +128,7 @@ def _save_now(
         with _told(joined, save_story.FIRST_ROUND, options.timeout_s):
             to, recorder = checked()
             last.callback(to.storage.close)
+            to = replace(to, generation=joined.generation)  # an agent takes that of its own group
             for background in _backgrounds.get(joined, {}).values():
                 background.wait_for(_place(path).url, options.timeout_s)
         report = save_story.save(save_story.SaveJob(collect, joined, to, options, recorder))
@@ -139,15 +140,54 @@ def _save_now(
     return pending
 
 
-def prepare(path: str | PathLike[str], *, options: SaveOptions | None = None, group: Any = None) -> None:
-    """Start the agents that `save(path, ..., wait=False)` needs, so that the first save need not.
+def prepare(
+    path: str | PathLike[str],
+    state: Mapping[str, Any] | None = None,
+    *,
+    options: SaveOptions | None = None,
+    group: Any = None,
+) -> None:
+    """Do ahead what the first `save(path, state, wait=False)` would do, so that it blocks like later ones.
 
-    Every rank calls it, with a path in the store that will be saved to; nothing is written.  Raises
-    `AgentError`, `CommError`.
+    Every rank calls it, like `save`, with the `options` of the saves to come.  `path` is any place in the
+    store that will be saved to, such as the folder of the run; nothing is written there.  Agents are started
+    and connected.  With `state`, they also agree on a plan, and the host memory that staging needs is taken
+    and filled with pages.  Nothing of the state is changed or kept.
+
+    A plan is for one layout: names, shapes, dtypes, and who holds what.  For a state that has another one at
+    the save (optimizers make theirs in the first step) the plan is made then, and what memory is missing is
+    taken then.
+
+    Raises `StateError`, `UnknownSchemeError`, `StorageError`, `AgentError`, `CommError`, on every rank the
+    same error, as for `save`, and `MemoryError` where there is too little of it.  With ``on_error="warn"``
+    what is no wrong call is logged, and the first save does what was not done.
     """
     options = options or SaveOptions()
-    joined = acting(group, options.comm).group
-    _background(joined, recipe(path).elsewhere).prepare(joined, options)
+    joined, ranks, _ = acting(group, options.comm)
+    place = _place(path)
+
+    def rehearsal() -> SendOff:
+        held = {} if state is None else state
+        _check_state(held)
+        storage = open_storage(path, durability=options.durability)
+        storage.close()
+        recorder = Recorder("prepare", joined.rank, None, storage.url, _sinks(options.events))
+        to = Destination(storage, None, False, options.allow_pickle, {}, {})
+        return SendOff(
+            lambda: registry.collect(held, joined.rank, joined.size, ranks=ranks),
+            to,
+            place.url,
+            place.factory,
+            _absolute(options),
+            recorder,
+        )
+
+    try:
+        _background(joined, place.elsewhere).prepare(joined, rehearsal, place.url, options)
+    except ReknitError as error:
+        if options.on_error == "raise" or isinstance(error, UsageError):
+            raise
+        logger.warning("could not prepare for saves to %s: %s", path, error)
 
 
 def fence(optimizer: Any = None) -> Any:

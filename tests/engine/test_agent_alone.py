@@ -73,7 +73,7 @@ def test_an_agent_that_is_given_up_is_gone_before_its_arena_is_filled_anew(
     monkeypatch.setattr(agent_link, "_REAP_S", 0.2)
     link = agent_link.AgentLink(0, in_process=False, send_timeout_s=5)
     assert link.pid is not None
-    link.ask(say.Join("agents", 0, 1, {}, False), 60)
+    link.ask(say.Join("agents", 0, [0], 1, 7, {}, False), 60)
     agent = psutil.Process(link.pid)
     running: list[bool] = []
     link.lost = lambda error: running.append(agent.is_running())

@@ -14,9 +14,11 @@ import pytest
 import torch
 
 import reknit
+from reknit.engine.coordinator import Coordinator
 from reknit.storage.memory import MemoryStorage
 from reknit.storage.registry import recipe, register
 from reknit.testing.world import run_ranks
+from tests.engine.watched import Watched
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
@@ -130,35 +132,64 @@ def test_a_save_is_not_visible_before_it_is_committed_and_tells_when_it_is() -> 
     assert reknit.verify("gated://slow", "data").ok
 
 
-def test_a_save_after_another_of_the_same_layout_needs_no_message_between_the_ranks() -> None:
-    counts: dict[int, list[int]] = {}
+class Counted:
+    """A group that counts the rounds that its trainer takes part in."""
 
-    class Counted:
-        def __init__(self, group: Group) -> None:
-            self._group, self.rank, self.size, self.rounds = group, group.rank, group.size, 0
+    def __init__(self, group: Group) -> None:
+        self._group, self.rounds = group, 0
 
-        def exchange(self, *args: Any) -> bytes:
-            self.rounds += 1
-            return self._group.exchange(*args)
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._group, name)
 
-        def close(self) -> None:
-            self._group.close()
+    def exchange(self, *args: Any, **more: Any) -> bytes:
+        self.rounds += 1
+        return self._group.exchange(*args, **more)
+
+
+def test_after_the_first_plan_nothing_of_planning_agreement_and_commit_is_on_the_training_thread(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    decided: list[tuple[str, str]] = []
+
+    def note(name: str) -> None:
+        whole = getattr(Coordinator, name)
+
+        def noted(*args: Any, **more: Any) -> Any:
+            decided.append((name, threading.current_thread().name))
+            return whole(*args, **more)
+
+        monkeypatch.setattr(Coordinator, name, noted)
+
+    note("assign")
+    note("commit")
+    back = [threading.Event() for _ in range(4)]
+    rounds: dict[int, list[int]] = {}
 
     def rank(group: Group) -> None:
         counted = Counted(group)
-        told, phases = [], []
-        for step in range(4):
+        for step, first_is_back in enumerate(back):
             state = {"model": {f"own.{group.rank}": np.full(9, step), "all": np.full(5, step)}, "n": step}
-            report = background(f"gated://plan/{step}", state, group=counted).result(LIMIT_S)
-            told.append(counted.rounds)
-            phases.append([r.phase for r in report.phases if r.phase == "assign"])
-        counts[group.rank] = told
-        assert phases == [["assign"], [], [], []]
+            if step and step % 3 != group.rank:
+                assert first_is_back.wait(LIMIT_S), "a rank whose plan is known waited for another"
+            with Watched() as seen:
+                save = background(f"gated://plan/{step}", state, group=counted)
+            first_is_back.set()
+            assigned = [r.phase for r in save.result(LIMIT_S).phases if r.phase == "assign"]
+            rounds.setdefault(group.rank, []).append(counted.rounds)
+            if step == 0:
+                assert assigned
+                assert "reknit.engine.handover.owners" in seen.agreed
+                assert "reknit.planner.save.plan_save" in seen.planned
+            else:
+                assert assigned == []
+                assert seen.agreed == seen.planned == set()
+                assert set(seen.said) - {"GiveArena"} == {"Begin", "Planned", "Filled"}
 
     run_ranks(3, rank)
-    for told in counts.values():
+    for told in rounds.values():
         assert told[0] > 0
         assert told == [told[0]] * 4
+    assert sorted(decided) == [(name, "reknit-agent-commit") for name in ["assign"] * 4 + ["commit"] * 4]
     target: dict[str, Any] = {"model": {"own.2": np.zeros(9, int), "all": np.zeros(5, int)}, "n": 0}
     reknit.load("gated://plan/3", target, strict=False)
     assert target["n"] == 3
@@ -520,7 +551,7 @@ def test_a_place_where_no_folder_can_be_made_is_named_whoever_writes(tmp_path: P
     for place, fault in places.items():
         with pytest.raises(reknit.StorageError, match=fault) as caught:
             reknit.save(place, {"model": weights(1)}, wait=wait).result(LIMIT_S)
-        assert (caught.value.rank, caught.value.phase) == (0, "write")
+        assert (caught.value.rank, caught.value.phase) == (0, "assign")
 
 
 def test_saves_that_fail_and_only_warn_are_not_kept() -> None:

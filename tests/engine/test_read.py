@@ -303,6 +303,18 @@ def test_a_damaged_block_is_named_with_its_tensors_whoever_fetches_it() -> None:
     assert whole.tobytes() == storage.get(path, limit=1 << 20)
 
 
+def test_of_several_damaged_blocks_in_one_read_the_first_is_named() -> None:
+    array = np.arange(200, dtype=np.uint8)
+    storage = fresh("damaged")
+    checkpoint = saved({"a": array}, [[Box.whole((200,))]], storage, 64, random.Random(3))
+    path = checkpoint.index.files[checkpoint.index.file[0]]
+    for byte in (190, 70):
+        spoilt(storage, path, byte)
+    whole = np.empty(checkpoint.files[path].nbytes, np.uint8)
+    with pytest.raises(CorruptError, match=r"bytes 64:128 of"):
+        reader_of(checkpoint, [], [], Granularity(64, 0, 256)).fetch(path, 0, whole)
+
+
 def test_bytes_that_are_no_whole_blocks_are_not_passed_off_as_verified() -> None:
     rng = random.Random(3)
     array = np.arange(200, dtype=np.uint8)

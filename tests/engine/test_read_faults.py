@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from reknit.engine import read
 from reknit.engine.arena import Arena
-from reknit.engine.opening import check_size
+from reknit.engine.checked import check_size
 from reknit.errors import CorruptError, DeadlineError, ReknitError, StorageError, UsageError
 from reknit.format.checksum import digest
 from reknit.monitor.phase import Recorder

@@ -113,6 +113,13 @@ def test_a_strided_rectangle_of_bytes_goes_to_a_transposed_target() -> None:
     assert np.array_equal(target, chunk[2:5, 5:7])
 
 
+def test_a_rectangle_whose_rows_have_holes_goes_to_a_dense_target() -> None:
+    chunk = np.arange(48, dtype=np.int64).reshape(6, 8)
+    target = np.zeros((6, 3), np.int64)
+    deliver(chunk.view(np.uint8).reshape(-1)[8:], (6, 3), (64, 16), bits(target))
+    assert np.array_equal(target, chunk[:, 1:6:2])
+
+
 @pytest.mark.parametrize("source", [torch.tensor(3.5), torch.tensor(3.5, dtype=torch.float64)])
 def test_what_has_no_dimensions_reaches_a_tensor_that_is_no_host_array(source: torch.Tensor) -> None:
     raw = bits(source)

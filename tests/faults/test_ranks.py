@@ -269,7 +269,7 @@ def test_a_rank_killed_while_it_writes_fails_the_others_and_keeps_the_old_checkp
 
 
 def test_the_root_killed_before_its_last_write_leaves_the_old_checkpoint(tmp_path: Path) -> None:
-    answers = run_some(3, die_at, str(tmp_path), 0, 1, "put")
+    answers = run_some(3, die_at, str(tmp_path), 0, 1, "commit")
     assert answers.pop(0) == {"type": "died", "code": -signal.SIGKILL}
     assert all(answer["comm"] for answer in answers), answers
     assert found(tmp_path / "x", 3) == 1
@@ -278,8 +278,8 @@ def test_the_root_killed_before_its_last_write_leaves_the_old_checkpoint(tmp_pat
 def test_the_root_killed_after_its_last_write_leaves_the_new_checkpoint_and_the_others_know(
     tmp_path: Path,
 ) -> None:
-    # What follows the manifest is the listing of old files; another listing comes before it.
-    answers = run_some(3, die_at, str(tmp_path), 0, 2, "list")
+    # What follows the manifest is the listing of old files; two other listings come before it.
+    answers = run_some(3, die_at, str(tmp_path), 0, 3, "list")
     assert answers.pop(0) == {"type": "died", "code": -signal.SIGKILL}
     assert [answer["type"] for answer in answers] == ["ok", "ok"], answers
     assert all("committed" in answer["answer"][0] for answer in answers)
@@ -321,7 +321,7 @@ def interrupt_while_waiting(root: str) -> Answer:
     faulty(stall=interrupt_rank_1)
     dist.barrier()
     if dist.get_rank() == 0:
-        PLAN[:] = [Fault("stall", 1, "put")]
+        PLAN[:] = [Fault("stall", 1, "commit")]
     return attempt(lambda: saved(f"faulty://{root}/x", 1))
 
 

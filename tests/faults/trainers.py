@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import gc
 import os
+import signal
 import tempfile
 import time
 from pathlib import Path
@@ -17,6 +18,7 @@ import pyarrow.parquet  # noqa: F401 - once here, and not in every fork
 import reknit
 from reknit.comm import base as comm
 from reknit.comm.rendezvous import FolderStore
+from reknit.engine.arenas import Arenas
 from reknit.options import CommOptions, quiet_grpc
 from reknit.testing.faulty_storage import Fault
 from reknit.testing.killpoint import faulty_url, register_faulty
@@ -230,6 +232,52 @@ def save_often(log: str, root: str, rank: int, size: int, count: int, early: int
             # Only when all have counted: a rank that is done closes its group and ends its agent, and the
             # connections and threads that the others have for these go, too.
             me.meet()
+    me.say("closed", reknit.close(PATIENCE_S))
+    me.say("end")
+
+
+class Strikes:
+    """A part of the state that kills its process, or the agent of it, when it is asked for its own state."""
+
+    def __init__(self, victim: str) -> None:
+        self._victim = victim
+
+    def state_dict(self) -> dict[str, Any]:
+        (agent,) = agents_of(os.getpid())
+        os.kill(agent if self._victim == "agent" else os.getpid(), signal.SIGKILL)
+        return {}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Take nothing."""
+
+
+def prepare_and_lose(log: str, root: str, rank: int, size: int, victim: str, late: bool) -> None:
+    """Prepare for saves, while rank 1 loses its agent or its life: before its part, or `late`, in it."""
+    me = Trainer(log, root, rank, size, 1 << 20)
+    options = dataclasses.replace(OPTIONS, on_error="raise")
+    state = me.state
+    if rank == 1 and late:
+        acquire = Arenas.acquire
+
+        def strike(self: Arenas, nbytes: int, timeout_s: float) -> Any:
+            lease = acquire(self, nbytes, timeout_s)
+            Arenas.acquire = acquire  # type: ignore[method-assign]
+            Strikes(victim).state_dict()
+            return lease
+
+        Arenas.acquire = strike  # type: ignore[method-assign]
+    elif rank == 1:
+        state = {**me.state, "strikes": Strikes(victim)}
+    try:
+        reknit.prepare(f"{root}/steps", state, options=options, group=me.group)
+    except reknit.ReknitError as error:
+        me.say("failed", type(error).__name__)
+    if victim == "agent":
+        me.meet()
+        # A save that meets the loss may fail; the next but one is well.
+        for step in range(3):
+            well = me.ended(step, me.save(step))
+        assert well
     me.say("closed", reknit.close(PATIENCE_S))
     me.say("end")
 

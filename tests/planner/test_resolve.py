@@ -1,41 +1,93 @@
 from __future__ import annotations
 
 import numpy as np
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from reknit.planner import resolve
+from reknit.planner.columns import Blocks
 from reknit.planner.resolve import OWN, blob_owners, shard_owners
 
+held_by_ranks = st.lists(st.sets(st.integers(0, 9)), min_size=1, max_size=6)
 
-@given(st.lists(st.sets(st.integers(0, 9)), min_size=1, max_size=6))
-def test_every_key_gets_one_owner_among_its_holders(held: list[set[int]]) -> None:
-    keys = [np.array(sorted(h), np.uint64) for h in held]
-    owners = shard_owners(keys, [np.array([100 * int(k) for k in ks], np.int64) for ks in keys])
+
+def keyed(held: list[set[int]]) -> Blocks:
+    return Blocks.of([np.array(sorted(keys), np.int64) for keys in held])
+
+
+def check_one_holder(held: list[set[int]]) -> None:
+    keys = keyed(held)
+    owners = shard_owners(keys, keys._replace(values=100 * keys.values))
     chosen: dict[int, set[int]] = {}
-    for ks, ranks in zip(keys, owners, strict=True):
+    for ks, ranks in zip(keys.lists(), owners.lists(), strict=True):
         for k, owner in zip(ks.tolist(), ranks.tolist(), strict=True):
             chosen.setdefault(k, set()).add(owner)
+    assert set(chosen) == set().union(*held)
     for k, named in chosen.items():
         (owner,) = named
         assert k in held[owner]
 
 
+@given(held_by_ranks)
+def test_every_key_gets_one_owner_among_its_holders(held: list[set[int]]) -> None:
+    check_one_holder(held)
+
+
+@given(held_by_ranks, st.sampled_from(["DEALT", "LOOKS"]), st.integers(0, 4))
+def test_every_key_gets_one_owner_when_there_are_too_many_to_deal_out(
+    held: list[set[int]], bound: str, most: int
+) -> None:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(resolve, bound, most)
+        check_one_holder(held)
+
+
+@given(held_by_ranks, st.integers(1, 3))
+def test_ranks_that_hold_the_same_are_answered_like_ranks_that_do_not(
+    held: list[set[int]], copies: int
+) -> None:
+    keys = keyed(held * copies)
+    apart = Blocks(keys.flat(), keys.counts, np.arange(len(keys.number)))
+    together = shard_owners(keys, keys._replace(values=keys.values % 7 * 100))
+    by_itself = shard_owners(apart, apart._replace(values=apart.values % 7 * 100))
+    assert together.flat().tolist() == by_itself.flat().tolist()
+
+
 def test_copies_are_spread_by_size() -> None:
     sizes = np.array([100, 60, 50, 40, 30, 20], np.int64)
-    keys = np.arange(6, dtype=np.uint64)
-    owners = shard_owners([keys, keys], [sizes, sizes])[0]
+    owners = shard_owners(Blocks.of([range(6)] * 2), Blocks.of([sizes] * 2)).at(0)
     assert abs(sizes[owners == 0].sum() - sizes[owners == 1].sum()) <= 20
 
 
+def test_more_copies_than_are_dealt_out_are_spread_all_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(resolve, "DEALT", 10)
+    rng = np.random.default_rng(0)
+    keys = rng.integers(-(1 << 63), (1 << 63) - 1, 4000)
+    sizes = np.full(4000, 100)
+    owners = shard_owners(Blocks.of([keys] * 4), Blocks.of([sizes] * 4)).at(0)
+    assert np.bincount(owners, minlength=4).min() > 900
+
+
 def test_equal_values_are_written_by_the_lowest_holder_and_unequal_ones_by_each() -> None:
-    keys = [np.array([1, 2], np.uint64), np.array([1, 2, 3], np.uint64)]
-    digests = [np.array([7, 8], np.uint64), np.array([7, 9, 5], np.uint64)]
-    first, second = blob_owners(keys, digests)
+    first, second = blob_owners(Blocks.of([[1, 2], [1, 2, 3]]), Blocks.of([[7, 8], [7, 9, 5]])).lists()
     assert first.tolist() == [0, OWN]
     assert second.tolist() == [0, OWN, 1]
 
 
+@given(st.lists(st.dictionaries(st.integers(-5, 5), st.integers(0, 1), max_size=4), min_size=1, max_size=6))
+def test_every_blob_is_written_by_its_lowest_holder_unless_holders_disagree(
+    held: list[dict[int, int]],
+) -> None:
+    owners = blob_owners(Blocks.of([list(h) for h in held]), Blocks.of([list(h.values()) for h in held]))
+    for rank, blobs in enumerate(held):
+        for key, owner in zip(blobs, owners.at(rank).tolist(), strict=True):
+            values = {h[key] for h in held if key in h}
+            lowest = next(r for r, h in enumerate(held) if key in h)
+            assert owner == (lowest if len(values) == 1 else OWN)
+
+
 def test_nothing_to_resolve_is_no_special_case() -> None:
-    empty = [np.zeros(0, np.uint64)] * 3
-    assert [o.tolist() for o in shard_owners(empty, [np.zeros(0, np.int64)] * 3)] == [[], [], []]
-    assert [o.tolist() for o in blob_owners(empty, empty)] == [[], [], []]
+    empty = Blocks.of([[], [], []])
+    assert [o.tolist() for o in shard_owners(empty, empty).lists()] == [[], [], []]
+    assert [o.tolist() for o in blob_owners(empty, empty).lists()] == [[], [], []]

@@ -1,15 +1,18 @@
 from __future__ import annotations
 
 import random
+from itertools import pairwise, product
 from math import prod
 from typing import TYPE_CHECKING
 
 import numpy as np
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from reknit.planner import tiling
 from reknit.planner.tiling import untiled
-from reknit.types.box import Box
+from reknit.types.box import Box, flat_range_boxes
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -84,6 +87,55 @@ def test_the_check_agrees_with_counting_how_often_each_element_is_covered(
     shapes, chunks = case
     expected = [t for t, shape in enumerate(shapes) if not is_tiled(shape, [b for n, b in chunks if n == t])]
     assert check(shapes, chunks) == expected
+
+
+@given(checkpoints())
+def test_the_check_agrees_with_counting_when_positions_do_not_fit_in_one_number(
+    case: tuple[list[tuple[int, ...]], list[tuple[int, Box]]],
+) -> None:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(tiling, "_EXACT", 0.0)
+        shapes, chunks = case
+        broken = check(shapes, chunks)
+    assert broken == check(shapes, chunks)
+
+
+@given(st.integers(0, 1 << 30), st.booleans())
+def test_cells_of_a_grid_are_found_whole_and_broken(seed: int, damage: bool) -> None:
+    rng = random.Random(seed)
+    shapes, chunks = [], []
+    for number in range(3):
+        cuts = [sorted({0, *rng.sample(range(1, 9), rng.randrange(4)), 9}) for _ in range(3)]
+        shapes.append((9, 9, 9))
+        for corner in product(*(list(pairwise(axis)) for axis in cuts)):
+            chunks.append((number, Box(tuple(a for a, _ in corner), tuple(b - a for a, b in corner))))
+    broken = []
+    if damage:
+        number, box = chunks[rng.randrange(len(chunks))]
+        twin = [k for k, (n, other) in enumerate(chunks) if n == number and other.lengths == box.lengths]
+        if len(twin) > 1:  # the right number of elements, one cell twice
+            chunks[twin[0]] = chunks[twin[1]]
+            broken = [number]
+    assert check(shapes, chunks) == broken
+
+
+@given(st.integers(0, 1 << 30))
+def test_boxes_of_flat_ranges_are_found_whole_and_broken(seed: int) -> None:
+    rng = random.Random(seed)
+    shapes = [(3, 4, 5), (7,), (2, 2, 2)]
+    chunks = []
+    for number, shape in enumerate(shapes):
+        cuts = sorted({0, *rng.sample(range(prod(shape)), 3), prod(shape)})
+        for first, end in pairwise(cuts):
+            chunks += [(number, box) for box in flat_range_boxes(shape, first, end - first)]
+    assert check(shapes, chunks) == []
+    number, _ = chunks.pop(rng.randrange(len(chunks)))
+    assert check(shapes, chunks) == [number]
+
+
+def test_a_box_that_goes_beyond_its_row_is_no_piece_of_the_next() -> None:
+    boxes = [Box((0, 0), (1, 8)), Box((2, 0), (1, 8))]
+    assert check([(4, 4)], [(0, b) for b in boxes]) == [0]
 
 
 def test_boxes_whose_sizes_add_up_but_overlap_are_found() -> None:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import os
 from itertools import pairwise
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -12,12 +14,11 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 import reknit
+from tests.engine.watched import Watched
+from tests.faults.nursery import agents_of, wait_until
 from tests.torchrun import models
 from tests.torchrun.harness import run
 from tests.torchrun.test_matrix import same
-
-if TYPE_CHECKING:
-    from pathlib import Path
 
 LIMIT_S = 90.0
 
@@ -90,3 +91,68 @@ def test_four_replicas_stage_and_write_a_quarter_each(tmp_path: Path) -> None:
     total = sum(staged for staged, _ in shares)
     for staged, _ in shares:
         assert 0.24 <= staged / total <= 0.26
+
+
+class Failing:
+    """An object whose own code fails."""
+
+    def state_dict(self) -> dict[str, Any]:
+        raise ValueError("the tokenizer is gone")
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Take nothing."""
+
+
+def prepare_first(layout: str, root: str) -> str:
+    """Prepare for saves, badly and then well; return what the bad one raised."""
+    rank = dist.get_rank()
+    trained = models.build(layout, steps=1)
+    state, options = models.state(trained), reknit.SaveOptions(durability="process", timeout_s=60)
+    try:
+        wrong = {**state, "tokenizer": Failing()} if rank == 1 else state
+        reknit.prepare(root, wrong, options=options)
+    except (ValueError, reknit.ReknitError) as error:
+        raised = f"{type(error).__name__}: {error}"
+    reknit.prepare(root, state, options=options)
+    agents, memory = agents_of(os.getpid()), arenas_mapped()
+    assert (len(agents), len(memory)) == (1, 2)
+    dist.barrier()
+    assert os.listdir(root) == []
+    for step in range(3):
+        # The rank of this number does not save before the other is back at its training.
+        if step == rank:
+            dist.barrier()
+        with Watched() as seen:
+            save = reknit.save(f"{root}/{step}", state, step, wait=False, options=options)
+        if step != rank:
+            dist.barrier()
+        assert seen.agreed == seen.planned == set()
+        assert set(seen.said) == {"Begin", "Planned", "Filled"}
+        assert save.result(LIMIT_S).warnings == ()
+        if rank == 0:
+            torch.save(models.truth(trained), f"{root}/{step}.truth")
+        else:
+            models.truth(trained)
+        models.train_step(trained, step + 1)
+    assert agents_of(os.getpid()) == agents
+    assert arenas_mapped() == memory
+    assert reknit.close(LIMIT_S)
+    assert arenas_mapped() == []
+    wait_until(lambda: agents_of(os.getpid()) == [], LIMIT_S)
+    return raised
+
+
+def arenas_mapped() -> list[str]:
+    """Return the ranges of this process's memory that are arenas."""
+    lines = Path("/proc/self/maps").read_text().splitlines()
+    return [line.split()[0] for line in lines if "reknit-arena" in line]
+
+
+def test_after_prepare_the_first_save_of_sharded_models_plans_nothing_and_waits_for_no_rank(
+    tmp_path: Path,
+) -> None:
+    first, second = run(2, prepare_first, "fsdp2-2", str(tmp_path))
+    assert second == "ValueError: the tokenizer is gone"
+    assert first.startswith("ReknitError: ValueError: the tokenizer is gone [rank 1")
+    for wrong in run(2, load_back, "fsdp2-2", str(tmp_path)):
+        assert wrong == []

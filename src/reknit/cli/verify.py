@@ -9,7 +9,8 @@ import numpy as np
 
 from reknit import api
 from reknit.cli.output import nbytes_text, printable
-from reknit.engine.opening import read_checked, read_manifest
+from reknit.engine.checked import read_checked
+from reknit.engine.opening import read_manifest
 from reknit.errors import FormatError, StorageError, UsageError
 from reknit.format.checksum import block_digests
 from reknit.format.index_file import decode_index, encode_index

@@ -27,6 +27,7 @@ from reknit.engine.commit import Destination
 from reknit.engine.coordinator import Coordinator
 from reknit.engine.errand import Errand
 from reknit.engine.receipt import Setting
+from reknit.engine.rehearsal import Rehearsal
 from reknit.engine.tuning import Tuner
 from reknit.errors import AgentError, GroupClosedError, ReknitError, from_wire
 from reknit.monitor.phase import Recorder
@@ -71,6 +72,7 @@ class Agent:
             say.Begin: self._begin,
             say.Planned: self._plan,
             say.Filled: self._fill,
+            say.Ready: self._make_ready,
             say.Abandon: self._abandon,
         }
 
@@ -147,7 +149,8 @@ class Agent:
         self._rank = join.rank
         if join.low_priority and self._trainer is not None:
             os.nice(_LOW_NICE)
-        if join.size == 1:
+        if len(join.hosts) == 1:
+            self._group = SoloGroup(join.generation)
             self._say(say.Seated("", None))
             return
         quiet_grpc()
@@ -155,13 +158,16 @@ class Agent:
 
         try:
             self._seat = TreeGroup.listen(
-                join.rank, join.size, job=join.job, options=CommOptions(**join.comm)
+                join.rank,
+                Topology(join.hosts, join.fan_out),
+                job=join.job,
+                generation=join.generation,
+                options=CommOptions(**join.comm),
             )
         except ReknitError as error:
             self._say(say.Joined(error.to_wire()))
         else:
-            above = Topology(join.size, join.comm["fan_out"]).parent(join.rank)
-            self._say(say.Seated(self._seat.address, above))
+            self._say(say.Seated(self._seat.address, self._seat.above))
 
     def _climb(self, climb: say.Climb) -> None:
         if self._seat is not None:
@@ -179,7 +185,7 @@ class Agent:
             self._arenas.pop(number).close()
 
     def _begin(self, begin: say.Begin) -> None:
-        errand = Errand(begin.number, self._channel)
+        errand = (Rehearsal if begin.rehearsal else Errand)(begin.number, self._channel)
         options = SaveOptions(**begin.options)
         try:
             where = self._where(begin, options)
@@ -210,7 +216,12 @@ class Agent:
         sinks = () if options.events is None else (JsonLinesSink(options.events),)
         recorder = Recorder("save", self._rank, begin.step, storage.url, sinks)
         to = Destination(
-            storage, begin.step, begin.overwrite, options.allow_pickle, **json.loads(begin.extra)
+            storage,
+            begin.step,
+            begin.overwrite,
+            options.allow_pickle,
+            **json.loads(begin.extra),
+            generation=self._group.generation,
         )
         return Setting(self._group, to, options, recorder)
 
@@ -239,6 +250,10 @@ class Agent:
     def _fill(self, filled: say.Filled) -> None:
         if (errand := self._errands.get(filled.number)) is not None:  # else it failed, and is over
             errand.fill(filled.span)
+
+    def _make_ready(self, ready: say.Ready) -> None:
+        if isinstance(rehearsal := self._errands.get(ready.number), Rehearsal):  # else it failed, and is over
+            rehearsal.make_ready()
 
     def _abandon(self, abandon: say.Abandon) -> None:
         error = from_wire(abandon.error)

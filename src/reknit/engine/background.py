@@ -14,7 +14,7 @@ from reknit.engine.arenas import Arenas
 from reknit.engine.crew import Crew, side_group
 from reknit.engine.pipeline import start
 from reknit.engine.report import PendingSave
-from reknit.engine.send_off import send_off
+from reknit.engine.send_off import rehearse, send_off
 from reknit.errors import AgentError, DeadlineError
 from reknit.monitor.phase import Deadline
 from reknit.options import SaveOptions
@@ -25,6 +25,8 @@ if TYPE_CHECKING:
     from reknit.comm.base import Group
     from reknit.engine.handover import Handover
     from reknit.engine.send_off import SendOff
+
+    Story = Callable[[SendOff, Crew, Handover, Arenas], None]
 
 logger = logging.getLogger("reknit")
 
@@ -69,27 +71,36 @@ class Background:
         if arenas is not None:
             arenas.forget()
 
-    def save(
-        self, group: Group, prepare: Callable[[], SendOff], url: str, options: SaveOptions
-    ) -> PendingSave:
-        """Stage what `prepare` gives, and leave the rest to the agent.
+    def save(self, group: Group, make: Callable[[], SendOff], url: str, options: SaveOptions) -> PendingSave:
+        """Stage what `make` gives, and leave the rest to the agent.
 
         What goes wrong is told by the `PendingSave`, on every rank; only what is no `Exception` is raised.
         """
         pending = PendingSave(url)
         with self._saving:
-            self._save(pending, group, prepare, options)
+            self._carry_out(send_off, pending, group, make, options)
         return pending
 
-    def prepare(self, group: Group, options: SaveOptions) -> None:
-        """Start the agents, together with all other ranks, before the first save needs them."""
-        with self._saving:
-            self._options = options
-            self._formed(group, self._count)
+    def prepare(self, group: Group, make: Callable[[], SendOff], url: str, options: SaveOptions) -> None:
+        """Make ready, together with all other ranks, what saving the state that `make` gives will need.
 
-    def _save(
-        self, pending: PendingSave, group: Group, prepare: Callable[[], SendOff], options: SaveOptions
+        What goes wrong on one rank is raised on all.
+        """
+        pending = PendingSave(url, logged=False)
+        pending.asked = True  # raised here, and by no later save
+        with self._saving:
+            self._carry_out(rehearse, pending, group, make, options)
+        pending.result(2 * options.timeout_s)  # each of the two rounds ends within its own time
+
+    def _carry_out(
+        self,
+        story: Story,
+        pending: PendingSave,
+        group: Group,
+        make: Callable[[], SendOff],
+        options: SaveOptions,
     ) -> None:
+        """Let this rank go through the story of its next number, as far as it is the trainer's."""
         with self._lock:
             keep = options.on_error == "raise"
             self._pending = [p for p in self._pending if not p.done() or (keep and _unasked(p))]
@@ -106,16 +117,16 @@ class Background:
                 self._waiting.discard(number)
             self.wait_for(pending.path, options.timeout_s, but=crew)
             pending.place = pending.path, crew
-            job = prepare()
+            job = make()
             if self._arenas is None:
                 self._arenas = Arenas(options.host_nbytes)
-            send_off(job, crew, handover, self._arenas)
+            story(job, crew, handover, self._arenas)
         except BaseException as error:  # whatever it is, the other ranks must hear of it
             if handover is not None:
                 handover.abandon(error, options.timeout_s)
             else:
                 self._give_up(number)
-            if pending.end(error):
+            if pending.end(error) and pending.logged:
                 logger.error("save to %s failed: %s", pending.path, str(error) or type(error).__name__)
             if not isinstance(error, Exception):
                 pending.asked = True  # raised here, and not once more by the next save

@@ -25,11 +25,16 @@ class Message(msgspec.Struct, array_like=True, tag=True):
 
 
 class Join(Message):
-    """To the agent: open a server for the agents below, as a rank of this group of agents."""
+    """To the agent: open a server for the agents below, as a rank of this group of agents.
+
+    `hosts` and `fan_out` are those of the trainers' tree, which is the agents' too.
+    """
 
     job: str
     rank: int
-    size: int
+    hosts: list[int]
+    fan_out: int
+    generation: int
     comm: dict[str, Any]
     low_priority: bool
 
@@ -58,6 +63,7 @@ class Begin(Message):
 
     `factory` is ``module:function`` of a store that only the trainer's program registered.  `claims` is None
     where the root knows those of this plan.  `extra` is what only the root's manifest needs, as JSON.
+    A `rehearsal` is no save: it ends with `Ready` instead of `Planned`, and nothing is written.
     """
 
     number: int
@@ -71,6 +77,7 @@ class Begin(Message):
     plan: bytes
     claims: ShardClaims | None
     blobs: list[EncodedBlob]
+    rehearsal: bool = False
 
 
 class Planned(Message):
@@ -96,6 +103,12 @@ class Filled(Message):
 
     number: int
     span: int
+
+
+class Ready(Message):
+    """To the agent: the trainer has made ready for later saves what a rehearsal is about."""
+
+    number: int
 
 
 class Abandon(Message):
@@ -173,6 +186,7 @@ AnyMessage = (
     | Begin
     | Planned
     | Filled
+    | Ready
     | Abandon
     | Quit
     | Seated

@@ -9,10 +9,12 @@ import numpy as np
 import xxhash
 
 from reknit.engine import messages
+from reknit.engine.packing import pack
 from reknit.engine.staging import bits, contiguous_bytes, stage
 from reknit.format import paths
 from reknit.format.blob_codec import encode_blobs, join_blobs
 from reknit.format.checksum import digest
+from reknit.planner.columns import NOTHING, said
 from reknit.planner.resolve import OWN, shard_key
 from reknit.types.shard import full_name
 
@@ -85,22 +87,35 @@ def bring(holdings: Holdings, options: SaveOptions) -> Brought:
 
 
 def claims(
+    rank: int,
     write_id: str,
     step: int | None,
     plan: bytes,
     shards: messages.ShardClaims | None,
     blobs: Sequence[messages.EncodedBlob],
-) -> messages.Claims:
-    """Return what a rank says before all ranks' work is assigned."""
+) -> bytes:
+    """Return what a rank says before all ranks' work is assigned: what only all together can say who writes.
+
+    `write_id` is empty where the root has to choose one.  `plan` stands for the layout of all that the rank
+    holds; `shards` is None where it is what the rank last claimed under this plan.
+    """
     shared = [blob for blob in blobs if blob.coordinate is None]
-    return messages.Claims(
-        write_id,
-        step,
-        plan,
-        shards,
-        messages.packed([blob.key for blob in shared], "u8"),
-        messages.packed([digest(blob.data) for blob in shared], "u8"),
+    keys = np.array([blob.key for blob in shared], np.uint64)
+    digests = np.array([digest(blob.data) for blob in shared], np.uint64)
+    own = said(
+        rank,
+        {"write_ids": [write_id]},
+        {
+            "step": ([] if step is None else [step], ""),
+            "plan": (messages.unpacked(plan, "i8"), ""),
+            "blob_keys": (keys, ""),
+            "blob_digests": (digests, ""),
+        },
     )
+    if shards is None:
+        return pack(own, NOTHING)
+    keys, nbytes = messages.unpacked(shards.keys, "u8"), messages.unpacked(shards.nbytes, "i8")
+    return pack(own, said(rank, {}, {"keys": (keys, ""), "nbytes": (nbytes, "")}))
 
 
 def blob_files(blobs: Sequence[messages.EncodedBlob], owners: bytes, rank: int) -> list[BlobFile]:

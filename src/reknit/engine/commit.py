@@ -5,9 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
-
 from reknit.engine import messages
+from reknit.engine.marker import Marker, fenced_off, is_last, put_up, take_down
 from reknit.engine.write import discard, write_bytes
 from reknit.errors import (
     CheckpointExistsError,
@@ -22,13 +21,14 @@ from reknit.format.index_file import encode_index
 from reknit.format.manifest_file import MAX_MANIFEST_NBYTES, decode_manifest, encode_manifest
 from reknit.format.versions import FORMAT_VERSION
 from reknit.monitor.phase import now
-from reknit.planner.assemble import SHOWN, assemble
-from reknit.types.manifest import BlobFile, FileEntry, Manifest
+from reknit.types.manifest import FileEntry, Manifest
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
+    from reknit.engine.tally import Tally
     from reknit.storage.base import Storage
+    from reknit.types.manifest import BlobFile, Index
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,14 +41,30 @@ class Destination:
     uses_pickle: bool
     origin: Mapping[str, Any]
     metadata: Mapping[str, Any]
+    generation: int = 0
+    """That of the group which saves."""
 
 
-def check_destination(destination: Destination) -> None:
-    """Raise `CheckpointExistsError`, or `StateError` for what no manifest can hold.
+def begin(destination: Destination, write_id: str) -> Marker:
+    """Put up the marker with which alone this save can commit, and return it.
 
-    That is better said now than after hours of writing.
+    Raises `CheckpointExistsError`, `FencedError`, or `StateError` for what no manifest can hold.  That is
+    better said now than after hours of writing.
     """
     check_manifest(destination)
+    _check_absent(destination)  # also before, so that nothing is touched where there is a checkpoint
+    mine = Marker(destination.generation, write_id)
+    put_up(destination.storage, mine)
+    try:
+        _check_absent(destination)
+    except BaseException:
+        take_down(destination.storage, mine)
+        raise
+    return mine
+
+
+def _check_absent(destination: Destination) -> None:
+    """Raise `CheckpointExistsError` where there is a checkpoint and none may be."""
     if not destination.overwrite and manifest_exists(destination.storage):
         raise CheckpointExistsError(
             "there is a committed checkpoint at this path already",
@@ -64,41 +80,29 @@ def check_manifest(destination: Destination) -> None:
 
 
 def commit(
-    destination: Destination,
-    write_id: str,
-    receipts: Sequence[messages.Receipt],
-    columns: Sequence[messages.Columns],
+    destination: Destination, write_id: str, index: Index, told: Tally, warnings: Sequence[str]
 ) -> messages.Outcome:
-    """Assemble all ranks' parts into the index, check it, write it, and commit.
+    """Write the index, and commit what all ranks told of.
 
-    Raises `CommitError` when the parts do not make a whole.  Nothing exists before the manifest is put,
-    everything after.
+    Raises `CommitError` when the parts do not make a whole, and `FencedError` when the marker of `begin` is
+    gone.  Nothing exists before the manifest is put, everything after.
     """
-    index, warnings = assemble(
-        [c.written(receipt.rank, write_id) for receipt, c in zip(receipts, columns, strict=True)]
-    )
-    warnings += _differing_copies(receipts) + _shared_places(receipts)
-    files = [
-        FileEntry(file.path, file.nbytes, tuple(messages.unpacked(file.digests, "u8").tolist()))
-        for receipt in receipts
-        for file in receipt.files
-    ]
-    blobs = tuple(BlobFile(b.item, b.path, b.coordinate) for receipt in receipts for b in receipt.blobs)
-    items = tuple(dict.fromkeys(item for receipt in receipts for item in receipt.items))
-    storage = destination.storage
-    _check_files(storage, receipts)
+    storage, files = destination.storage, told.files
+    mine = Marker(destination.generation, write_id)
+    _check_files(storage, told, mine)
     written = write_bytes(storage, paths.index_path(write_id), encode_index(index))
     try:
-        files.append(FileEntry(written.path, written.nbytes, tuple(written.digests.tolist())))
-        data = encode_manifest(_manifest(destination, write_id, items, files, blobs))
+        files = [*files, FileEntry(written.path, written.nbytes, tuple(written.digests.tolist()))]
+        data = encode_manifest(_manifest(destination, write_id, told.items, files, tuple(told.blobs)))
         # The commit: before this write there is no checkpoint, after it there is.
-        _put_manifest(destination, write_id, data)
+        _put_manifest(destination, mine, data)
     except BaseException as error:
+        take_down(storage, mine)
         if not isinstance(error, DeadlineError) and is_committed(storage, write_id) is False:
             discard(storage, written.path)
         raise
-    warnings += _clear_out(storage, write_id)
-    return messages.Outcome(sum(file.nbytes for file in files), warnings)
+    all_warnings = [*warnings, *told.warnings, *_clear_out(storage, mine, data)]
+    return messages.Outcome(sum(file.nbytes for file in files), all_warnings)
 
 
 def manifest_exists(storage: Storage) -> bool:
@@ -142,24 +146,27 @@ def _manifest(
         uses_pickle=destination.uses_pickle,
         origin=destination.origin,
         metadata=destination.metadata,
+        generation=destination.generation,
     )
 
 
-def _check_files(storage: Storage, receipts: Sequence[messages.Receipt]) -> None:
+def _check_files(storage: Storage, told: Tally, mine: Marker) -> None:
     """Raise `CommitError` unless the root sees every file that some rank wrote."""
     listed = {file.path: file.nbytes for file in storage.list()}
-    for receipt in receipts:
-        for file in receipt.files:
-            if listed.get(file.path) == file.nbytes or _size(storage, file.path) == file.nbytes:
-                continue
-            raise CommitError(
-                f"rank {receipt.rank} wrote {file.path} to {receipt.url}, and rank 0 does not find it in "
-                f"{storage.url}; nothing was committed",
-                rank=receipt.rank,
-                path=f"{storage.url}/{file.path}",
-                remedy="give every rank the same path, in a folder that all hosts share, and let only one "
-                "save at a time write to it",
-            )
+    for number, file in enumerate(told.files):
+        if listed.get(file.path) == file.nbytes or _size(storage, file.path) == file.nbytes:
+            continue
+        if _size(storage, mine.path) is None:  # whoever took that away may have cleared away the files
+            raise fenced_off(storage, mine)
+        rank = told.ranks[number]
+        raise CommitError(
+            f"rank {rank} wrote {file.path} to {told.urls[rank]}, and rank 0 does not find it in "
+            f"{storage.url}; nothing was committed",
+            rank=rank,
+            path=f"{storage.url}/{file.path}",
+            remedy="give every rank the same path, in a folder that all hosts share, and let only one "
+            "save at a time write to it",
+        )
 
 
 def _size(storage: Storage, path: str) -> int | None:
@@ -170,18 +177,16 @@ def _size(storage: Storage, path: str) -> int | None:
         return None
 
 
-def _put_manifest(destination: Destination, write_id: str, data: bytes) -> None:
+def _put_manifest(destination: Destination, mine: Marker, data: bytes) -> None:
     """Commit, or raise; after an error only `is_committed` knows."""
     storage = destination.storage
     try:
-        placed = storage.put(paths.MANIFEST_PATH, data, if_absent=not destination.overwrite)
+        placed = _placed(storage, mine, data, if_absent=not destination.overwrite)
     except ReknitError:
-        if not is_committed(storage, write_id):
+        if not is_committed(storage, mine.write_id):
             raise
-        # It is there all the same: the answer was lost, or the folder was not synced.  So once more, until
-        # the store says that it will stay.
-        placed = storage.put(paths.MANIFEST_PATH, data, if_absent=False)
-    if not placed and not is_committed(storage, write_id):
+        placed = _commit_again(storage, mine, data)
+    if not placed and not is_committed(storage, mine.write_id):
         raise CheckpointExistsError(
             "another save committed to this path meanwhile",
             path=storage.url,
@@ -189,58 +194,37 @@ def _put_manifest(destination: Destination, write_id: str, data: bytes) -> None:
         )
 
 
-def _differing_copies(receipts: Sequence[messages.Receipt]) -> list[str]:
-    """Return a warning when copies of a shard that were taken for equal are not."""
-    keys = np.concatenate([messages.unpacked(r.copies, "u8") for r in receipts])
-    if not len(keys):
-        return []
-    values = np.concatenate([messages.unpacked(r.copy_digests, "u8") for r in receipts])
-    ranks = np.concatenate([np.full(len(r.copy_names), r.rank) for r in receipts])
-    names = [name for r in receipts for name in r.copy_names]
-    order = np.argsort(keys, kind="stable")
-    _, first = np.unique(keys[order], return_index=True)
-    low, high = np.minimum.reduceat(values[order], first), np.maximum.reduceat(values[order], first)
-    told = []
-    for group in np.flatnonzero(low != high).tolist():
-        stop = first[group + 1] if group + 1 < len(first) else len(keys)
-        holders = ranks[order][first[group] : stop].tolist()
-        told.append(f"{names[order[first[group]]]} (ranks {', '.join(map(str, holders[:8]))})")
-    if not told:
-        return []
-    more = f" and {len(told) - SHOWN} more" if len(told) > SHOWN else ""
-    return [
-        f"ranks hold different values of {', '.join(told[:SHOWN])}{more}; one rank's copy was stored. "
-        "Make them equal, or wrap them in reknit.PerRank to keep each."
-    ]
+def _commit_again(storage: Storage, mine: Marker, data: bytes) -> bool:
+    """Commit what is committed, though the store did not say so: the answer was lost, or a folder not synced.
+
+    The store has to say that it will stay.  That is one more save of the same files, and begins like one.
+    """
+    put_up(storage, mine)
+    if not is_committed(storage, mine.write_id):
+        raise fenced_off(storage, mine)
+    return _placed(storage, mine, data, if_absent=False)
 
 
-def _shared_places(receipts: Sequence[messages.Receipt]) -> list[str]:
-    """Return a warning for every coordinate under which several ranks saved different values."""
-    holders: dict[tuple[str, frozenset[tuple[str, int]]], dict[bytes, list[int]]] = {}
-    for receipt in receipts:
-        digests = {file.path: file.digests for file in receipt.files}
-        for blob in receipt.blobs:
-            if blob.coordinate is not None:
-                key = (blob.item, frozenset(blob.coordinate.items()))
-                holders.setdefault(key, {}).setdefault(digests[blob.path], []).append(receipt.rank)
-    told = []
-    for (item, place), values in holders.items():
-        if len(values) > 1:
-            ranks = ", ".join(str(rank) for group in values.values() for rank in group[:4])
-            told.append(
-                f"ranks {ranks} saved different values of {item} under one coordinate {dict(sorted(place))}; "
-                "a load gives all of them the first. Give each rank a coordinate of its own."
-            )
-    return told
-
-
-def _clear_out(storage: Storage, write_id: str) -> list[str]:
-    """Delete the files of earlier saves to this path; what cannot be deleted is a warning, not a failure."""
+def _placed(storage: Storage, mine: Marker, data: bytes, *, if_absent: bool) -> bool:
+    """Put the manifest, if the marker is still there; false when nothing may be there, and something is."""
     try:
-        for listed in list(storage.list()):
-            name = paths.parse_path(listed.path)
-            if name is not None and name.write_id8 not in (None, paths.short_id(write_id)):
-                storage.delete(listed.path)
+        return storage.commit(paths.MANIFEST_PATH, data, pending=mine.path, if_absent=if_absent)
+    except StorageNotFoundError as error:
+        raise fenced_off(storage, mine) from error
+
+
+def _clear_out(storage: Storage, mine: Marker, manifest: bytes) -> list[str]:
+    """Delete the files of earlier saves to this path; what cannot be deleted is a warning, not a failure.
+
+    Of what is listed, some may belong to a later save.  Where one has begun, all is left to that.
+    """
+    try:
+        names = {listed.path: paths.parse_path(listed.path) for listed in storage.list()}
+        own = (None, paths.short_id(mine.write_id))
+        old = [path for path, name in names.items() if name is not None and name.write_id8 not in own]
+        if old and is_last(storage, mine, manifest):
+            for path in old:
+                storage.delete(path)
     except ReknitError as error:
         return [f"the checkpoint is committed, but files of an earlier save could not be deleted: {error}"]
     return []

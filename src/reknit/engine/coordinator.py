@@ -2,30 +2,55 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import TYPE_CHECKING, NamedTuple, TypeVar
 
+import numpy as np
+
 from reknit.engine import messages
-from reknit.engine.commit import check_destination, commit
+from reknit.engine.commit import begin, commit
+from reknit.engine.known import Known
+from reknit.engine.marker import take_down
+from reknit.engine.packing import merge_claims, merge_receipts, merged_chunks, unpack
+from reknit.engine.tally import tally
 from reknit.errors import CommitError, ProtocolError
 from reknit.format import paths
+from reknit.planner.assemble import assemble, chunk_files
+from reknit.planner.columns import merged
 from reknit.planner.resolve import blob_owners, shard_owners
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
+    from numpy.typing import NDArray
+
     from reknit.engine.commit import Destination
+    from reknit.engine.marker import Marker
+    from reknit.planner.assemble import ChunkFiles
+    from reknit.planner.columns import Blocks, RankColumns
+    from reknit.storage.base import Storage
+    from reknit.types.manifest import Index
+
+    Ints = NDArray[np.int64]
 
 PLANS_KEPT = 4
 """How many plans a rank keeps."""
+INDEXES_KEPT = 2
+"""How many assembled indexes the root keeps: a job may save two things in turn."""
 
 _Kept = TypeVar("_Kept")
 
 
-class _Claimed(NamedTuple):
-    """What a rank claimed under a plan, and what it was answered."""
+class Assembled(NamedTuple):
+    """An index, but for the names of its files, which differ from save to save."""
 
-    shards: messages.ShardClaims
-    owners: bytes
+    nameless: Index
+    files: ChunkFiles
+    warnings: list[str]
+
+    def named(self, write_id: str) -> Index:
+        """Return the index of one save."""
+        return replace(self.nameless, files=_paths(self.files, write_id))
 
 
 class Coordinator:
@@ -35,96 +60,164 @@ class Coordinator:
     """
 
     def __init__(self) -> None:
-        self._claims: dict[tuple[int, bytes], _Claimed] = {}
-        self._columns: dict[tuple[int, bytes], messages.Columns] = {}
+        self._begun: tuple[Storage, Marker] | None = None
+        self._claims = Known(PLANS_KEPT)
+        self._chunks = Known(PLANS_KEPT, merged_chunks)
+        self._owners: dict[bytes, Blocks] = {}
+        self._assembled: dict[bytes, Assembled] = {}
 
-    def assign(self, to: Destination, requests: Sequence[bytes]) -> list[bytes]:
-        """Answer every rank's `Claims`.
+    def assign(self, to: Destination | None, requests: Sequence[bytes]) -> list[bytes]:
+        """Answer every rank's `claims`, merged or not; `to` is None where nothing is going to be saved yet.
 
-        Raises `CheckpointExistsError`, `StateError` for unfit metadata, and `CommitError` when a rank that
-        made its plan before cannot keep it, because other ranks now hold other things.
+        Raises `CheckpointExistsError`, `FencedError`, `StateError` for unfit metadata, and `CommitError` when
+        a rank that made its plan before cannot keep it, because other ranks now hold other things.
         """
-        check_destination(to)
-        claims = [messages.decode(request, messages.Claims) for request in requests]
+        claims, shards = unpack(merge_claims(requests) if len(requests) > 1 else requests[0])
         write_id = _agreed_write_id(claims)
-        before = [self._claims.get((rank, c.plan)) for rank, c in enumerate(claims)]
-        shards = [
-            c.shards if c.shards is not None else _known(b, rank).shards
-            for rank, (c, b) in enumerate(zip(claims, before, strict=True))
-        ]
-        owners = shard_owners(
-            [messages.unpacked(s.keys, "u8") for s in shards],
-            [messages.unpacked(s.nbytes, "i8") for s in shards],
-        )
-        packed = [messages.packed(o, "i8") for o in owners]
-        stale = [
-            rank
-            for rank, (c, b) in enumerate(zip(claims, before, strict=True))
-            if c.shards is None and b is not None and b.owners != packed[rank]
-        ]
-        if stale:
-            changed = [rank for rank, c in enumerate(claims) if c.shards is not None]
-            raise CommitError(
-                f"rank {changed[0]} now holds other tensors than at the last save, and the plan that rank "
-                f"{stale[0]} made then does not fit any more; nothing was committed",
-                rank=changed[0],
-                remedy="save again: each rank then makes a new plan",
+        if to is not None:
+            self._begun = to.storage, begin(to, write_id)
+        owners = self._shard_owners(claims, shards)
+        blobs = blob_owners(claims.lists["blob_keys"], claims.lists["blob_digests"])
+        pairs = owners.number * len(blobs.sizes) + blobs.number
+        _, leads, number = np.unique(pairs, return_index=True, return_inverse=True)
+        # Ranks with equal answers get one object, which travels once.
+        answers = [
+            messages.encode(
+                messages.Assignment(
+                    write_id, messages.packed(owners.at(k), "i8"), messages.packed(blobs.at(k), "i8")
+                )
             )
-        for rank, c in enumerate(claims):
-            _keep(self._claims, rank, c.plan, _Claimed(shards[rank], packed[rank]))
-        blobs = blob_owners(
-            [messages.unpacked(c.blob_keys, "u8") for c in claims],
-            [messages.unpacked(c.blob_digests, "u8") for c in claims],
-        )
-        return [
-            messages.encode(messages.Assignment(write_id, s, messages.packed(b, "i8")))
-            for s, b in zip(packed, blobs, strict=True)
+            for k in leads.tolist()
         ]
+        return [answers[k] for k in number.tolist()]
+
+    def give_up(self) -> None:
+        """Keep the save that began last, if it began here and is not committed, from ever being committed."""
+        begun, self._begun = self._begun, None
+        if begun is not None:
+            take_down(*begun)
 
     def commit(self, to: Destination, write_id: str, requests: Sequence[bytes]) -> list[bytes]:
-        """Make one checkpoint of all ranks' `Receipt`s, and tell every rank the outcome.
+        """Make one checkpoint of all ranks' receipts, merged or not, and tell every rank the outcome.
 
         Raises `CommitError` when the parts do not make a whole.
         """
-        receipts = [messages.decode(request, messages.Receipt) for request in requests]
-        columns = []
-        for receipt in receipts:
-            mine = receipt.columns or _known(self._columns.get((receipt.rank, receipt.plan)), receipt.rank)
-            _keep(self._columns, receipt.rank, receipt.plan, mine)
-            columns.append(mine)
-        return [messages.encode(commit(to, write_id, receipts, columns))] * len(requests)
+        receipts, chunks = unpack(merge_receipts(requests) if len(requests) > 1 else requests[0])
+        assembled = self.assembled(receipts, chunks)
+        outcome = commit(
+            to, write_id, assembled.named(write_id), tally(receipts, write_id), assembled.warnings
+        )
+        self._begun = None
+        return [messages.encode(outcome)] * len(receipts.ranks)
+
+    def assembled(self, receipts: RankColumns, fresh: RankColumns) -> Assembled:
+        """Return the index of all ranks' chunks: that of a save before where all plans are the same."""
+        ranks, plans, planned = _plans(receipts)
+        silent = ~np.isin(ranks, fresh.ranks)
+        slots = _slots(self._chunks, ranks[silent], plans[silent])
+        version = self._chunks.version(ranks, slots) if silent.all() else b""
+        if version in self._assembled:
+            return _keep(self._assembled, version, self._assembled[version], INDEXES_KEPT)
+        chunks = merged_chunks([fresh, self._chunks.said(ranks[silent], slots)])
+        if (new := planned & ~silent).any():
+            self._chunks.keep(plans[new], fresh.select(np.flatnonzero(planned[~silent])))
+        index, warnings = assemble(chunks)
+        assembled = Assembled(index, chunk_files(chunks), warnings)
+        if planned.all():
+            version = self._chunks.version(ranks, self._chunks.find(ranks, plans))
+            _keep(self._assembled, version, assembled, INDEXES_KEPT)
+        return assembled
+
+    def _shard_owners(self, claims: RankColumns, fresh: RankColumns) -> Blocks:
+        """Return who writes each of the shards that ranks claim, and keep that with what they claimed."""
+        ranks, plans, planned = _plans(claims)
+        silent = ~np.isin(ranks, fresh.ranks)
+        slots = _slots(self._claims, ranks[silent], plans[silent])
+        version = self._claims.version(ranks, slots) if silent.all() else b""
+        if version in self._owners:
+            return _keep(self._owners, version, self._owners[version], PLANS_KEPT)
+        before = self._claims.said(ranks[silent], slots)
+        both = merged([fresh, before.without("owners")])
+        owners = shard_owners(both.lists["keys"], both.lists["nbytes"])
+        _refuse_stale(before, owners.select(np.flatnonzero(silent)), fresh.ranks)
+        if version:
+            _keep(self._owners, version, owners, PLANS_KEPT)
+        if (new := planned & ~silent).any():
+            said = fresh.with_list("owners", owners.select(np.flatnonzero(~silent)))
+            self._claims.keep(plans[new], said.select(np.flatnonzero(planned[~silent])))
+        return owners
 
 
-def _agreed_write_id(claims: Sequence[messages.Claims]) -> str:
+def _agreed_write_id(claims: RankColumns) -> str:
     """Return the id of the save that all ranks are at, a new one where they have none."""
-    first = claims[0]
-    for rank, other in enumerate(claims):
-        if (other.write_id, other.step) != (first.write_id, first.step):
-            raise ProtocolError(
-                f"rank {rank} is at another save than rank 0: it saves step {other.step}, rank 0 step "
-                f"{first.step}",
-                rank=rank,
-                remedy="let every rank make the same calls of save; one that missed a call is in step again "
-                "when every rank has called reknit.close()",
-            )
-    return first.write_id or paths.new_write_id()
+    step = claims.lists["step"]
+    astray = np.flatnonzero((claims.lists["write_ids"].number > 0) | (step.number > 0))
+    if len(astray):
+        rank = int(astray[0])
+        steps = [next(iter(step.at(k).tolist()), None) for k in (rank, 0)]
+        raise ProtocolError(
+            f"rank {rank} is at another save than rank 0: it saves step {steps[0]}, rank 0 step {steps[1]}",
+            rank=rank,
+            remedy="let every rank make the same calls of save; one that missed a call is in step again "
+            "when every rank has called reknit.close()",
+        )
+    write_id: str = claims.tables["write_ids"][0]
+    return write_id or paths.new_write_id()
 
 
-def _known(kept: _Kept | None, rank: int) -> _Kept:
-    """Return what was kept of a rank's plan, which is there as long as rank and root count alike."""
-    if kept is None:
+def _plans(said: RankColumns) -> tuple[Ints, Ints, NDArray[np.bool_]]:
+    """Return all ranks, each one's plan as two numbers, and whether it has one."""
+    column = said.lists["plan"]
+    planned = column.counts == 2
+    plans = np.zeros((len(said.ranks), 2), np.int64)
+    plans[planned] = column.flat().reshape(-1, 2)
+    return said.ranks, plans, planned
+
+
+def _slots(known: Known, ranks: Ints, plans: Ints) -> Ints:
+    """Return where ranks' plans are kept, which they are as long as rank and root count alike."""
+    slots = known.find(ranks, plans)
+    if (slots < 0).any():
+        rank = int(ranks[slots < 0][0])
         raise CommitError(
             f"rank {rank} refers to a plan that the root does not know",
             rank=rank,
             remedy="save again: each rank then makes a new plan",
         )
-    return kept
+    return slots
 
 
-def _keep(kept: dict[tuple[int, bytes], _Kept], rank: int, plan: bytes, value: _Kept) -> None:
-    """Keep a value of a rank's plan as its latest, and forget the rank's oldest where there are too many."""
-    kept.pop((rank, plan), None)
-    kept[rank, plan] = value
-    mine = [key for key in kept if key[0] == rank]
-    if len(mine) > PLANS_KEPT:
-        del kept[mine[0]]
+def _refuse_stale(before: RankColumns, owners: Blocks, changed: Ints) -> None:
+    """Raise `CommitError` when a rank that made its plan before would now be given other shards to write."""
+    if not len(before.ranks):
+        return
+    kept = before.lists["owners"]
+    differs = np.repeat(np.arange(len(kept.number)), kept.counts)[kept.flat() != owners.flat()]
+    if not len(differs):
+        return
+    stale = int(before.ranks[differs[0]])
+    cause = int(changed[0]) if len(changed) else next(r for r in before.ranks.tolist() if r != stale)
+    raise CommitError(
+        f"rank {cause} now holds other tensors than at the last save, and the plan that rank {stale} made "
+        "then does not fit any more; nothing was committed",
+        rank=cause,
+        remedy="save again: each rank then makes a new plan",
+    )
+
+
+def _keep(kept: dict[bytes, _Kept], version: bytes, value: _Kept, most: int) -> _Kept:
+    """Keep a value as the latest, forget the oldest where there are too many, and return it."""
+    kept.pop(version, None)
+    kept[version] = value
+    while len(kept) > most:
+        del kept[next(iter(kept))]
+    return value
+
+
+def _paths(files: ChunkFiles, write_id: str) -> tuple[str, ...]:
+    """Return the paths of data files."""
+    columns = (files.item.tolist(), files.rank.tolist(), files.part.tolist())
+    return tuple(
+        paths.data_path(files.items[item], rank, write_id, part)
+        for item, rank, part in zip(*columns, strict=True)
+    )

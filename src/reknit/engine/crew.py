@@ -7,7 +7,6 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from reknit.comm import base as comm
-from reknit.comm.topology import Topology
 from reknit.engine import channel as say
 from reknit.engine import messages
 from reknit.engine.agent_link import AgentLink
@@ -22,7 +21,7 @@ if TYPE_CHECKING:
     from reknit.engine.outline import Outline
     from reknit.engine.report import PendingSave
     from reknit.errors import AgentError
-    from reknit.options import SaveOptions
+    from reknit.options import CommOptions, SaveOptions
 
 FORM_ROUND = "agents"
 """The round in which the agents of a group find each other."""
@@ -67,8 +66,10 @@ class Crew:
 
         def seat() -> bytes:
             links.append(AgentLink(group.rank, in_process=in_process, send_timeout_s=options.timeout_s))
-            settings, low = dataclasses.asdict(options.comm), options.priority == "low"
-            seated = links[0].ask(say.Join(FORM_ROUND, group.rank, group.size, settings, low), patience_s)
+            settings, low = dataclasses.asdict(_where(group, options.comm)), options.priority == "low"
+            hosts, fan_out = group.topology.hosts.tolist(), group.topology.fan_out
+            join = say.Join(FORM_ROUND, group.rank, hosts, fan_out, group.generation, settings, low)
+            seated = links[0].ask(join, patience_s)
             assert isinstance(seated, say.Seated)
             return messages.encode(messages.Seat(seated.address, seated.above, number()))
 
@@ -130,19 +131,32 @@ def side_group(group: comm.Group, options: SaveOptions) -> comm.Group:
     Raises `CommError`.
     """
     if group.size == 1:
-        return comm.SoloGroup()
+        return comm.SoloGroup(group.generation)
     quiet_grpc()
     from reknit.comm.tree import TreeGroup  # gRPC is loaded only when there is someone to talk to
 
-    seat = TreeGroup.listen(group.rank, group.size, job="trainers", options=options.comm)
-    above = Topology(group.size, options.comm.fan_out).parent(group.rank)
+    seat = TreeGroup.listen(
+        group.rank,
+        group.topology,
+        job="trainers",
+        generation=group.generation,
+        options=_where(group, options.comm),
+    )
     try:
-        request = messages.encode(messages.Seat(seat.address, above))
+        request = messages.encode(messages.Seat(seat.address, seat.above))
         answer = comm.round(group, "trainers", lambda: request, _places, options.timeout_s)
         return seat.climb(messages.decode(answer, messages.Place).above)
     except BaseException:
         seat.close()
         raise
+
+
+def _where(group: comm.Group, options: CommOptions) -> CommOptions:
+    """Return options by which a server listens where that of `group` does, if this rank has one there."""
+    host = getattr(group, "host", None)
+    if host is None or options.bind is not None or options.interface is not None:
+        return options
+    return dataclasses.replace(options, bind=host)
 
 
 def _places(requests: Sequence[bytes]) -> list[bytes]:

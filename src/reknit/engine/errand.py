@@ -12,6 +12,7 @@ from reknit.engine import channel as say
 from reknit.engine import messages
 from reknit.engine.arena import SPAN_NBYTES, lay_out
 from reknit.engine.claims import Copies, blob_files, claims
+from reknit.engine.packing import merge_claims
 from reknit.engine.receipt import commit_round, receipt, write_blobs
 from reknit.engine.write import Outgoing, discard, write_files
 from reknit.errors import AgentError, ReknitError
@@ -49,6 +50,7 @@ class Errand:
         self._begun: tuple[say.Begin, Setting] | None = None
         self._image: _Image | None = None
         self._written: list[Written] | None = None
+        self._may_write = False
         self._over = threading.Event()
 
     @property
@@ -61,6 +63,9 @@ class Errand:
     def begin(self, begin: say.Begin, where: Setting) -> None:
         """Take what the trainer says at the beginning."""
         self._begun = begin, where
+        # Whoever has committed to this path clears away the files of others, unless a marker tells of them.
+        # A save that may not overwrite need not fear that: it fails anyway where somebody has committed.
+        self._may_write = not begin.overwrite
 
     def plan(self, planned: say.Planned, arena: SharedArena) -> None:
         """Take the files of the save, and the arena that will hold them."""
@@ -99,7 +104,9 @@ class Errand:
             if before is not None:
                 before._over.wait()
             with self._changed:
-                self._changed.wait_for(lambda: self._image is not None or self.error is not None)
+                self._changed.wait_for(
+                    lambda: (self._image is not None and self._may_write) or self.error is not None
+                )
                 image, error = self._image, self.error
             if error is None and image is not None and self._begun is not None:
                 begin, where = self._begun
@@ -117,7 +124,7 @@ class Errand:
                     busy=None if image.is_ring or _CORES_FOR_BOTH else lambda: not self.staged,
                 )
         except BaseException as error:  # whatever it is, the other ranks wait for this one's receipt
-            self.fail(_typed(error))
+            self.fail(typed(error))
         finally:
             self.tell(say.ArenaFree(self.number))
             with self._changed:
@@ -126,7 +133,7 @@ class Errand:
 
     def _fail(self, error: BaseException) -> None:
         """Let those that wait for the trainer know that one of them met an error."""
-        self.fail(_typed(error))
+        self.fail(typed(error))
 
     def _fetch(self, file: int, start: int, nbytes: int, _: Arena) -> NDArray[np.uint8]:
         """Return a piece of a file from the arena, as soon as it is there."""
@@ -156,6 +163,9 @@ class Errand:
         """Go with all ranks through the rounds of this save, and tell the trainer how it ended."""
         try:
             where, assignment = self._assign(group, coordinator, timeout_s)
+            with self._changed:
+                self._may_write = True
+                self._changed.notify_all()
             self.tell(say.Assigned(self.number, assignment.shard_owners))
             outcome, written = commit_round(
                 where,
@@ -164,9 +174,10 @@ class Errand:
                 lambda files: self._receipt(where, assignment, files),
             )
         except BaseException as error:  # Ctrl-C cannot come here, and a bug must reach the trainer too
-            self.fail(_typed(error))
+            self.fail(typed(error))
+            coordinator.give_up()
             self._discard()
-            self._done(_typed(error).to_wire(), [], messages.Outcome(0, []))
+            self._done(typed(error).to_wire(), [], messages.Outcome(0, []))
         else:
             self._done(None, written, outcome)
 
@@ -181,19 +192,20 @@ class Errand:
                 raise self.error
             assert begun is not None
             begin = begun[0]
-            return messages.encode(claims(begin.write_id, begin.step, begin.plan, begin.claims, begin.blobs))
+            return claims(group.rank, begin.write_id, begin.step, begin.plan, begin.claims, begin.blobs)
 
         def decide(requests: list[bytes]) -> list[bytes]:
             assert begun is not None
-            return coordinator.assign(begun[1].to, requests)
+            begin, where = begun
+            return coordinator.assign(None if begin.rehearsal else where.to, requests)
 
-        answer = comm.round(group, "assign", request, decide, timeout_s)
+        # Not the write id: a rank whose trainer never came to begin this save does not know it.
+        subject = f"save {self.number}"
+        answer = comm.round(group, "assign", request, decide, timeout_s, merge=merge_claims, subject=subject)
         assert begun is not None
         return begun[1], messages.decode(answer, messages.Assignment)
 
-    def _receipt(
-        self, where: Setting, assignment: messages.Assignment, written: list[Written]
-    ) -> messages.Receipt:
+    def _receipt(self, where: Setting, assignment: messages.Assignment, written: list[Written]) -> bytes:
         """Return the receipt once all files of this rank are written."""
         with self._changed:
             self._changed.wait_for(lambda: self._written is not None)
@@ -206,11 +218,11 @@ class Errand:
         assert self._begun is not None
         begin, planned = self._begun[0], self._image.planned
         files = blob_files(begin.blobs, assignment.blob_owners, where.group.rank)
-        blobs = write_blobs(
+        places = write_blobs(
             where.to.storage, files, where.group.rank, begin.write_id, where.recorder, written
         )
         copies = Copies(planned.copies, planned.copy_digests, planned.copy_names)
-        return receipt(where, planned.items, written, begin.plan, planned.columns, blobs, copies)
+        return receipt(where, planned.items, written, begin.plan, planned.columns, places, copies)
 
     def _discard(self) -> None:
         """Delete what was written for a round that this rank never came to."""
@@ -276,6 +288,6 @@ class _Image:
         return self._arena.bytes[low : low + nbytes]
 
 
-def _typed(error: BaseException) -> ReknitError:
+def typed(error: BaseException) -> ReknitError:
     """Return the error itself, or a typed description of a foreign one."""
     return error if isinstance(error, ReknitError) else ReknitError(f"{type(error).__name__}: {error}")

@@ -83,9 +83,9 @@ class Handover:
     def abandon(self, error: BaseException, timeout_s: float) -> None:
         """Give the save up, and let all ranks hear why."""
         typed = error if isinstance(error, ReknitError) else ReknitError(f"{type(error).__name__}: {error}")
-        typed.sign(rank=self.link.rank)
+        unbegun = self._recorder is None
+        typed.sign(rank=self.link.rank, phase="assign" if unbegun else None)  # as the round does elsewhere
         with suppress(AgentError):  # whoever misses the agent says so
-            unbegun = self._recorder is None
             self.link.send(say.Abandon(self.number, unbegun, typed.to_wire(), timeout_s))
         self._end(error)
         self.staged()
@@ -148,7 +148,7 @@ class Handover:
 
     def _end(self, outcome: SaveReport | BaseException) -> None:
         """End the save, and write once to the log what nobody may ask for."""
-        if not self.pending.end(outcome):
+        if not self.pending.end(outcome) or not self.pending.logged:
             return
         rank = self.link.rank
         if isinstance(outcome, SaveReport):

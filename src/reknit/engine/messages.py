@@ -7,9 +7,6 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import msgspec
 import numpy as np
 
-from reknit.format import paths
-from reknit.planner.assemble import Written
-
 if TYPE_CHECKING:
     from collections.abc import Container, Iterable, Mapping, Sequence
 
@@ -43,24 +40,8 @@ class ShardClaims(msgspec.Struct, array_like=True):
     nbytes: bytes
 
 
-class Claims(msgspec.Struct, array_like=True):
-    """Before a save's commit: what a rank holds of which only all ranks together can say who writes it.
-
-    `write_id` is empty where the root has to choose one.  `step` is the one that the rank saves.  `plan`
-    stands for the layout of all that the rank holds; `shards` is None where it is what the rank last claimed
-    under this plan.
-    """
-
-    write_id: str
-    step: int | None
-    plan: bytes
-    shards: ShardClaims | None
-    blob_keys: bytes
-    blob_digests: bytes
-
-
 class Assignment(msgspec.Struct, array_like=True):
-    """The root's answer to `Claims`: who writes each of those shards and blobs, and the id of this save."""
+    """The root's answer to `claims`: who writes each of those shards and blobs, and the id of this save."""
 
     write_id: str
     shard_owners: bytes
@@ -79,24 +60,12 @@ class EncodedBlob(msgspec.Struct, array_like=True):
     data: bytes
 
 
-class FileReceipt(msgspec.Struct, array_like=True):
-    """A file that a rank wrote, with the digests of its blocks."""
-
-    path: str
-    nbytes: int
-    digests: bytes
-
-
-class BlobReceipt(msgspec.Struct, array_like=True):
-    """A file of blobs that a rank wrote."""
-
-    item: str
-    path: str
-    coordinate: dict[str, int] | None
-
-
 class Columns(msgspec.Struct, array_like=True):
-    """The chunks that a rank writes (`planner.assemble.Written`); `files` are item and part of data files."""
+    """The chunks that a rank writes, row by row: `tensor` and `file` count `tensors` and `files`.
+
+    `tensors` (item, FQN, dtype, shape) are all that the rank holds, `files` are item and part of data files,
+    `aliases` (item, alias FQN, FQN) of tied tensors.
+    """
 
     tensors: list[tuple[str, str, str, tuple[int, ...]]]
     files: list[tuple[str, int]]
@@ -109,37 +78,9 @@ class Columns(msgspec.Struct, array_like=True):
     nbytes: bytes
     aliases: list[tuple[str, str, str]]
 
-    def written(self, rank: int, write_id: str) -> Written:
-        """Return the columns as arrays, for the files that a rank wrote in one save."""
-        files = [paths.data_path(item, rank, write_id, part) for item, part in self.files]
-        column = [unpacked(c, "i8") for c in (self.tensor, self.file, self.start, self.nbytes)]
-        offsets, lengths = (unpacked(c, "i8").reshape(-1, self.ndim) for c in (self.offsets, self.lengths))
-        tensor, file, start, nbytes = column
-        return Written(self.tensors, files, tensor, offsets, lengths, file, start, nbytes, self.aliases)
-
-
-class Receipt(msgspec.Struct, array_like=True):
-    """After a save's writing: what a rank wrote, and the digests of the copies that it holds.
-
-    `url` is where it wrote.  `plan` stands for the layout of what it holds, and `columns` is None where the
-    root knows those of this plan already.  `copies` are `shard_key`s, `copy_digests` the digests of the
-    bytes; the root compares them between ranks.
-    """
-
-    rank: int
-    url: str
-    items: list[str]
-    files: list[FileReceipt]
-    plan: bytes
-    columns: Columns | None
-    blobs: list[BlobReceipt]
-    copies: bytes
-    copy_digests: bytes
-    copy_names: list[str]
-
 
 class Outcome(msgspec.Struct, array_like=True):
-    """The root's answer to `Receipt`: the checkpoint is committed."""
+    """The root's answer to a receipt: the checkpoint is committed."""
 
     total_nbytes: int
     warnings: list[str]
@@ -152,16 +93,30 @@ class OwnNames(msgspec.Struct, array_like=True):
     unknown: list[str]
 
 
-class Opened(msgspec.Struct, array_like=True):
-    """The root's answer to `Items`: what it read of a checkpoint, as far as it is about these items.
+class Files(msgspec.Struct, array_like=True):
+    """Files of a checkpoint, as columns; `numbers` are their places in its manifest, ascending.
 
-    That is the manifest, the index, and the files of shared blobs.  The first two are files of format 1 with
-    fewer entries: the manifest names all items, but only those files that belong to the wanted ones.
-    `own` is there where things are to be renamed: no rank reads the files of others for the names in them.
+    `digests` are those of all their blocks, one file after another.
+    """
+
+    numbers: bytes
+    paths: list[str]
+    nbytes: bytes
+    digests: bytes
+
+
+class Opened(msgspec.Struct, array_like=True):
+    """The root's answer to `Items`: what a checkpoint holds of these items, but not where its tensors lie.
+
+    `manifest` is a file of format 1 with fewer entries: it has all items, and of files just the index and
+    those of values.  `tensors` are item, FQN, dtype and shape of all tensors, `files` those in which they
+    lie, `blobs` the files of shared values, by path.  `own` is there where things are to be renamed: no rank
+    reads the files of others for the names in them.
     """
 
     manifest: bytes
-    index: bytes
+    tensors: list[tuple[str, str, str, tuple[int, ...]]]
+    files: Files
     blobs: dict[str, bytes]
     own: OwnNames | None = None
 
@@ -171,6 +126,29 @@ class Items(msgspec.Struct, array_like=True):
 
     names: list[str]
     optional: list[str]
+
+
+class Asked(msgspec.Struct, array_like=True):
+    """Once a rank knows what it wants: which tensors and blobs it takes, as `bitmaps` of the names it knows.
+
+    `refused` are tensors that it has names for but cannot take.  `boxes` stands for the boxes that it wants:
+    where these are equal, so are the files.
+    """
+
+    tensors: dict[str, bytes]
+    blobs: dict[str, bytes]
+    refused: list[tuple[str, str]]
+    boxes: int
+
+
+class Answer(msgspec.Struct, array_like=True):
+    """The root's answer to `Asked`: where these tensors lie, as `engine.excerpt` encodes it.
+
+    `alike` has a number for each rank; it is the same for ranks that asked for the same boxes.
+    """
+
+    blocks: list[bytes]
+    alike: bytes
 
 
 class Offer(msgspec.Struct, array_like=True):
@@ -203,15 +181,13 @@ class Share(msgspec.Struct, array_like=True):
 
 
 class Wish(msgspec.Struct, array_like=True):
-    """Before a load's reading: which saved tensors and blobs a rank takes, and what does not fit.
+    """Before a load's reading: what does not fit on a rank, and what it would read.
 
-    `tensors` and `blobs` are `bitmaps` of the names that the rank's part of the checkpoint has.  `idle` are
-    patterns of `LoadOptions.only` that match nothing in the rank's target, `damaged` sentences about files.
+    `idle` are patterns of `LoadOptions.only` that match nothing in the rank's target, `damaged` sentences
+    about files.
     """
 
     rank: int
-    tensors: dict[str, bytes]
-    blobs: dict[str, bytes]
     missing: list[tuple[str, str]]
     mismatched: list[tuple[str, str]]
     idle: list[str]
@@ -249,6 +225,13 @@ def bitmaps(names: Iterable[Name], taken: Container[Name]) -> dict[str, bytes]:
     for name in names:
         flags.setdefault(name[0], []).append(name in taken)
     return {item: np.packbits(np.array(bits, np.bool_)).tobytes() for item, bits in flags.items()}
+
+
+def numbers(first: Mapping[str, int], taken: Mapping[str, bytes]) -> NDArray[np.int64]:
+    """Return the numbers of the names that `bitmaps` say are taken; those of an item count from `first`."""
+    bits = {item: np.unpackbits(np.frombuffer(data, np.uint8)) for item, data in taken.items()}
+    parts = [np.flatnonzero(flags) + first[item] for item, flags in bits.items()]
+    return np.concatenate([np.zeros(0, np.int64), *parts])
 
 
 def left_over(names: Iterable[Name], ranks: Sequence[Mapping[str, bytes]]) -> list[Name]:

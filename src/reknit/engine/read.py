@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from reknit.engine.checked import corrupt_block
 from reknit.engine.deliver import Deliverer, Span, put, spans_of
-from reknit.engine.opening import corrupt_block
 from reknit.engine.pipeline import Gate, run_jobs
 from reknit.engine.repair import UNREADABLE, Repairer
 from reknit.errors import ReknitError, UsageError
@@ -283,8 +283,8 @@ class Reader:
         with self._gate.passing():
             put(data, block * self._checkpoint.manifest.block_nbytes, spans)
 
-    def _damaged(self, path: str, start: int, spans: Sequence[Span]) -> Iterator[int]:
-        """Yield every block whose digest is wrong; the spans begin and end with blocks (or the file)."""
+    def _damaged(self, path: str, start: int, spans: Sequence[Span]) -> list[int]:
+        """Return every block whose digest is wrong; the spans begin and end with blocks (or the file)."""
         file = self._checkpoint.files[path]
         block_nbytes = self._checkpoint.manifest.block_nbytes
         stop = spans[-1].start + len(spans[-1].buffer) if spans else start
@@ -298,9 +298,12 @@ class Reader:
                 end = min(len(buffer), (block + 1) * block_nbytes - begin)
                 parts.setdefault(block, []).append(buffer[position:end])
                 position = end
-        for block, buffers in parts.items():
-            if digest(*(buffer.data for buffer in buffers)) != file.digests[block]:
-                yield block
+        # The last block first: of what was just read, its bytes are still in the processor's cache.
+        return sorted(
+            block
+            for block, buffers in reversed(parts.items())
+            if digest(*(buffer.data for buffer in buffers)) != file.digests[block]
+        )
 
     def _corrupt(self, path: str, block: int) -> CorruptError:
         """Return the error of a block whose digest is wrong."""

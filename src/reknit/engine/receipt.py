@@ -3,14 +3,19 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple, TypeVar
+
+import numpy as np
 
 from reknit.comm import base as comm
 from reknit.engine import messages
 from reknit.engine.commit import is_committed
+from reknit.engine.packing import merge_receipts, pack
+from reknit.engine.tally import KINDS
 from reknit.engine.write import Written, discard, write_bytes
 from reknit.errors import CommError, ReknitError
 from reknit.format import paths
+from reknit.planner.columns import NOTHING, said
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -20,7 +25,10 @@ if TYPE_CHECKING:
     from reknit.engine.coordinator import Coordinator
     from reknit.monitor.phase import Recorder
     from reknit.options import SaveOptions
+    from reknit.planner.columns import RankColumns
     from reknit.storage.base import Storage
+
+_Value = TypeVar("_Value")
 
 _BEFORE_RECEIPT = frozenset({"plan", "stage", "digest", "write"})
 """Phases of a rank's own writing; an error signed with one of them is no lost answer."""
@@ -36,6 +44,13 @@ class Setting:
     recorder: Recorder
 
 
+class BlobPlace(NamedTuple):
+    """A file of values that a rank does not share with others, and their coordinate."""
+
+    path: str
+    coordinate: dict[str, int]
+
+
 def write_blobs(
     storage: Storage,
     files: Sequence[BlobFile],
@@ -43,18 +58,17 @@ def write_blobs(
     write_id: str,
     recorder: Recorder,
     written: list[Written],
-) -> list[messages.BlobReceipt]:
-    """Write a rank's files of blobs, adding each to `written`, and return what the root is told of them."""
-    receipts, own = [], 0
+) -> list[BlobPlace]:
+    """Write a rank's files of blobs, adding each to `written`, and return where its own values are."""
+    places: list[BlobPlace] = []
     for file in files:
-        number = None
-        if file.coordinate is not None:
-            number, own = own, own + 1
+        number = None if file.coordinate is None else len(places)
         path = paths.blob_path(file.item, rank, write_id, own=number)
         with recorder.phase("write", path=f"{storage.url}/{path}", nbytes=len(file.data)):
             written.append(write_bytes(storage, path, file.data))
-        receipts.append(messages.BlobReceipt(file.item, path, file.coordinate))
-    return receipts
+        if file.coordinate is not None:
+            places.append(BlobPlace(path, file.coordinate))
+    return places
 
 
 def receipt(
@@ -63,29 +77,75 @@ def receipt(
     written: Sequence[Written],
     plan: bytes,
     columns: messages.Columns | None,
-    blobs: list[messages.BlobReceipt],
+    places: Sequence[BlobPlace],
     copies: Copies,
-) -> messages.Receipt:
-    """Return what a rank tells the root when its files are written."""
-    return messages.Receipt(
-        rank=where.group.rank,
-        url=where.to.storage.url,
-        items=list(items),
-        files=[messages.FileReceipt(w.path, w.nbytes, messages.packed(w.digests, "u8")) for w in written],
-        plan=plan,
-        columns=columns,
-        blobs=blobs,
-        copies=copies.keys,
-        copy_digests=copies.digests,
-        copy_names=copies.names,
+) -> bytes:
+    """Return what a rank tells the root when its files are written (`engine.tally`).
+
+    `plan` stands for the layout of what it holds, and `columns` is None where the root knows those of this
+    plan already.
+    """
+    rank = where.group.rank
+    names = [parsed for parsed in (paths.parse_path(file.path) for file in written) if parsed is not None]
+    folder, folders = _numbered([name.item or "" for name in names])
+    place, kinds = _numbered([tuple(sorted(place.coordinate)) for place in places])
+    copy_name, copy_names = _numbered(copies.names)
+    digests = messages.unpacked(copies.digests, "u8")
+    own = said(
+        rank,
+        {"urls": [where.to.storage.url], "items": list(dict.fromkeys(items)), "folders": folders},
+        {
+            "plan": (messages.unpacked(plan, "i8"), ""),
+            "folder": (folder, "folders"),
+            "kind": ([KINDS.index(name.kind) for name in names], ""),
+            "number": ([name.part for name in names], ""),
+            "nbytes": ([file.nbytes for file in written], ""),
+            "num_blocks": ([len(file.digests) for file in written], ""),
+            "digests": (np.concatenate([np.zeros(0, np.uint64), *(file.digests for file in written)]), ""),
+            "coordinates": ([n for p in places for _, n in sorted(p.coordinate.items())], ""),
+            "copy": (messages.unpacked(copies.keys, "u8"), ""),
+            "low": (digests, ""),
+            "high": (digests, ""),
+        },
     )
+    own = own.with_names("places", kinds, place).with_names("copy_names", copy_names, copy_name)
+    return pack(own, NOTHING if columns is None else chunks_said(rank, columns))
+
+
+def chunks_said(rank: int, columns: messages.Columns) -> RankColumns:
+    """Return a rank's chunks as the root takes them (`planner.assemble.widened`)."""
+    offsets, lengths = (
+        messages.unpacked(c, "i8").reshape(-1, columns.ndim) for c in (columns.offsets, columns.lengths)
+    )
+    folder, folders = _numbered([item for item, _ in columns.files])
+    boxes = {f"offset.{d}": (offsets[:, d], "") for d in range(columns.ndim)}
+    boxes |= {f"length.{d}": (lengths[:, d], "") for d in range(columns.ndim)}
+    return said(
+        rank,
+        {"tensors": columns.tensors, "folders": folders, "aliases": list(dict.fromkeys(columns.aliases))},
+        {
+            "tensor": (messages.unpacked(columns.tensor, "i8"), "tensors"),
+            **boxes,
+            "file": (messages.unpacked(columns.file, "i8"), ""),
+            "start": (messages.unpacked(columns.start, "i8"), ""),
+            "nbytes": (messages.unpacked(columns.nbytes, "i8"), ""),
+            "folder": (folder, "folders"),
+            "part": ([part for _, part in columns.files], ""),
+        },
+    )
+
+
+def _numbered(values: Sequence[_Value]) -> tuple[list[int], list[_Value]]:
+    """Return the different values, and before them which of these each is."""
+    numbers: dict[_Value, int] = {}
+    return [numbers.setdefault(value, len(numbers)) for value in values], list(numbers)
 
 
 def commit_round(
     where: Setting,
     coordinator: Coordinator,
     write_id: str,
-    write: Callable[[list[Written]], messages.Receipt],
+    write: Callable[[list[Written]], bytes],
 ) -> tuple[messages.Outcome, list[Written]]:
     """Let `write` write this rank's files, noting each in the list that it gets, and commit with all ranks.
 
@@ -96,7 +156,7 @@ def commit_round(
     sent: list[bytes] = []
 
     def request() -> bytes:
-        sent.append(messages.encode(write(written)))
+        sent.append(write(written))
         return sent[0]
 
     try:
@@ -107,9 +167,12 @@ def commit_round(
                 request,
                 lambda requests: coordinator.commit(where.to, write_id, requests),
                 where.options.timeout_s,
+                merge=merge_receipts,
+                subject=write_id,
             )
         outcome = messages.decode(answer, messages.Outcome)
     except BaseException as error:  # Ctrl-C too: what was written is part of a checkpoint, or litter
+        coordinator.give_up()  # before the look at what is committed, which is then the last word
         committed = _clean_up(where, write_id, written, error, sent=bool(sent))
         if not committed or not isinstance(error, CommError):
             raise

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from reknit.engine.opening import check_size
+from reknit.engine.checked import check_size
 from reknit.errors import CorruptError, DeadlineError, ReknitError, StorageError
 from reknit.format.checksum import digest
 

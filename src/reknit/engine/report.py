@@ -84,8 +84,10 @@ class VerifyReport:
 class PendingSave:
     """A save under way, or one that has ended."""
 
-    def __init__(self, path: str, step: int | None = None) -> None:
+    def __init__(self, path: str, step: int | None = None, *, logged: bool = True) -> None:
         """Use `reknit.save`."""
+        self.logged = logged
+        """Whether a failure is written to the log, too, as nobody may ask for it."""
         self.path = path
         self.step = step
         self.place: tuple[str, object] | None = None

@@ -10,6 +10,7 @@ from reknit.engine import messages
 from reknit.engine.claims import blob_files, bring, claims, compare
 from reknit.engine.coordinator import Coordinator
 from reknit.engine.outline import outline
+from reknit.engine.packing import merge_claims
 from reknit.engine.pipeline import start
 from reknit.engine.receipt import Setting, commit_round, receipt, write_blobs
 from reknit.engine.report import SaveReport
@@ -62,12 +63,16 @@ def save(job: SaveJob) -> SaveReport:
     """Save, and return once the checkpoint is committed; every rank does, or all raise the same error."""
     coordinator, clock = Coordinator(), Stopwatch()
     with clock.lap(), progress(job.recorder, start, wanted=job.options.progress):
-        # 1 what does this rank hold (local); one round for what no framework can know alone
-        assigned = _assign(job, coordinator)
-        # 2 plan, 3 stage and digest and write, 4 receipts up; the root commits; the outcome comes down
-        outcome, written = commit_round(
-            job.where, coordinator, assigned.write_id, lambda written: _write(job, assigned, written)
-        )
+        try:
+            # 1 what does this rank hold (local); one round for what no framework can know alone
+            assigned = _assign(job, coordinator)
+            # 2 plan, 3 stage and digest and write, 4 receipts up; the root commits; the outcome comes down
+            outcome, written = commit_round(
+                job.where, coordinator, assigned.write_id, lambda written: _write(job, assigned, written)
+            )
+        except BaseException:
+            coordinator.give_up()  # or the root's marker would be there until the next save
+            raise
     return SaveReport(
         path=job.to.storage.url,
         step=job.to.step,
@@ -89,7 +94,7 @@ def _assign(job: SaveJob, coordinator: Coordinator) -> _Assigned:
         with job.recorder.phase("collect"):
             brought = bring(job.collect(), job.options)
         collected.append(brought)
-        return messages.encode(claims("", job.to.step, b"", brought.shard_claims(), brought.blobs))
+        return claims(job.group.rank, "", job.to.step, b"", brought.shard_claims(), brought.blobs)
 
     with job.recorder.phase("assign"):
         answer = comm.round(
@@ -98,6 +103,7 @@ def _assign(job: SaveJob, coordinator: Coordinator) -> _Assigned:
             request,
             lambda requests: coordinator.assign(job.to, requests),
             job.options.timeout_s,
+            merge=merge_claims,
         )
     assignment = messages.decode(answer, messages.Assignment)
     brought = collected[0]
@@ -105,15 +111,15 @@ def _assign(job: SaveJob, coordinator: Coordinator) -> _Assigned:
     return _Assigned(assignment.write_id, brought, holdings, assignment.blob_owners)
 
 
-def _write(job: SaveJob, assigned: _Assigned, written: list[Written]) -> messages.Receipt:
+def _write(job: SaveJob, assigned: _Assigned, written: list[Written]) -> bytes:
     """Plan and write this rank's files; return its receipt."""
     with job.recorder.phase("plan"):
         outlined = outline(assigned.holdings, job.group.rank, job.options.max_file_nbytes)
         sources = [bits(shard.data) for shard in assigned.holdings.shards]
         images = outlined.images(assigned.write_id, sources)
     files = blob_files(assigned.brought.blobs, assigned.blob_owners, job.group.rank)
-    blobs = write_blobs(job.to.storage, files, job.group.rank, assigned.write_id, job.recorder, written)
+    places = write_blobs(job.to.storage, files, job.group.rank, assigned.write_id, job.recorder, written)
     written += write_images(job.to.storage, images, job.options, job.recorder)
     with job.recorder.phase("digest"):
         copies = compare(assigned.brought, job.options.check_replicas, job.group.size)
-    return receipt(job.where, assigned.holdings.items, written, b"", outlined.columns, blobs, copies)
+    return receipt(job.where, assigned.holdings.items, written, b"", outlined.columns, places, copies)

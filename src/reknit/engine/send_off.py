@@ -1,4 +1,4 @@
-"""The save story of a trainer that does not wait, in numbered steps; the rest of it is the agent's."""
+"""The save story of a trainer that does not wait, in numbered steps, and its rehearsal."""
 
 from __future__ import annotations
 
@@ -9,13 +9,14 @@ from typing import TYPE_CHECKING
 from reknit.engine import channel as say
 from reknit.engine import messages
 from reknit.engine.arena import image_nbytes
+from reknit.engine.arenas import MAX_ARENAS
 from reknit.engine.claims import bring, compare
 from reknit.engine.commit import check_manifest
 from reknit.engine.crew import Plan
 from reknit.engine.outline import layout_digest, outline
 from reknit.engine.pipeline import start
 from reknit.engine.snapshot import Snapshot
-from reknit.engine.staging import bits, pin
+from reknit.engine.staging import Staging, bits, pin
 from reknit.errors import DeadlineError, SkippedError
 from reknit.monitor.phase import Stopwatch
 
@@ -56,21 +57,20 @@ def send_off(job: SendOff, crew: Crew, handover: Handover, arenas: Arenas) -> No
     clock, recorder = Stopwatch(), job.recorder
     with clock.lap():
         # 1 what does this rank hold (local)
-        with recorder.phase("collect"):
-            brought = bring(job.collect(), job.options)
-            key = layout_digest(brought.holdings, job.options.max_file_nbytes)
-            if crew.link.rank == 0:
-                check_manifest(job.to)
+        brought, key = _brought(job)
+        if crew.link.rank == 0:
+            check_manifest(job.to)
         known = crew.plan(handover, key)
         handover.begin(_begin(job, crew, handover, key, brought, known), recorder)
-        # 2 plan; where the layout was saved before, no rank waits for another
+        # 2 plan; where the layout was saved, or rehearsed, before, no rank waits for another
         plan = known or _planned(job, crew, handover, key, brought)
         with recorder.phase("plan"):
             sources = [bits(shard.data) for shard in brought.holdings.shards]
             images = plan.outline.images(handover.write_id, sources)
         # 3 stage
         lease = _leased(job, handover, arenas, images)
-        _hand_over(job, crew, handover, lease, brought, plan, images)
+        _share(crew, lease)
+        _hand_over(job, crew, handover, lease, brought, plan)
         snapshot = Snapshot(brought.holdings.shards, sources, images, lease, handover, job.options)
         handover.streamed = snapshot.streamed
         lazy = job.options.stage == "lazy" and not snapshot.streamed
@@ -84,6 +84,33 @@ def send_off(job: SendOff, crew: Crew, handover: Handover, arenas: Arenas) -> No
         start("reknit-stages", lambda: _settle(job, handover, snapshot))
     else:
         handover.staged()
+
+
+def rehearse(job: SendOff, crew: Crew, handover: Handover, arenas: Arenas) -> None:
+    """Do ahead of a save, with all ranks together, what its layout will need; nothing is copied or written.
+
+    Every rank makes its plan anew, so that all ranks' plans fit each other whatever was saved before.
+    """
+    brought, key = _brought(job)
+    begin = _begin(job, crew, handover, key, brought, None)
+    begin.blobs, begin.rehearsal = [], True  # values are assigned with each save
+    handover.begin(begin, job.recorder)
+    plan = _planned(job, crew, handover, key, brought)
+    with job.recorder.phase("plan"):
+        sources = [bits(shard.data) for shard in brought.holdings.shards]
+        images = plan.outline.images(handover.write_id, sources)
+        Staging(sources)  # the stream of each device that will be copied from
+    with job.recorder.phase("back_pressure"):
+        _make_arenas(crew, arenas, images)
+    handover.staged()
+    crew.link.send(say.Ready(handover.number))
+
+
+def _brought(job: SendOff) -> tuple[Brought, bytes]:
+    """Return what this rank holds, and what stands for the layout of it."""
+    with job.recorder.phase("collect"):
+        brought = bring(job.collect(), job.options)
+        return brought, layout_digest(brought.holdings, job.options.max_file_nbytes)
 
 
 def _begin(
@@ -135,29 +162,41 @@ def _leased(job: SendOff, handover: Handover, arenas: Arenas, images: list[Image
     handover.waited_s = clock.seconds
     handover.take(arenas, lease)
     if lease.fresh:
-        lease.arena.hold(pin(lease.arena.bytes))
         start("reknit-warms", arenas.warm)
     return lease
 
 
-def _hand_over(
-    job: SendOff,
-    crew: Crew,
-    handover: Handover,
-    lease: Lease,
-    brought: Brought,
-    plan: Plan,
-    images: list[Image],
-) -> None:
-    """Give the agent the arena, and tell it what will be in there."""
-    with job.recorder.phase("digest"):
-        copies = compare(brought, job.options.check_replicas, crew.size)
+def _make_arenas(crew: Crew, arenas: Arenas, images: list[Image]) -> None:
+    """Make as many arenas for the images as there may be, but for those that saves under way still have."""
+    nbytes = image_nbytes([image.nbytes for image in images])
+    leases: list[Lease] = []
+    try:
+        while nbytes and len(leases) < MAX_ARENAS and (lease := arenas.acquire(nbytes, 0.0)) is not None:
+            leases.append(lease)
+            _share(crew, lease)
+    finally:
+        for lease in leases:
+            arenas.release(lease)
+
+
+def _share(crew: Crew, lease: Lease) -> None:
+    """Let the devices and the agent use an arena, too."""
+    if lease.fresh:
+        lease.arena.hold(pin(lease.arena.bytes))
     if dropped := tuple(number for number in lease.dropped if number in crew.arenas):
         crew.link.send(say.DropArenas(dropped))
         crew.arenas.difference_update(dropped)
     if lease.number not in crew.arenas:
         crew.link.send(say.GiveArena(lease.number, lease.arena.nbytes), lease.arena.fd)
         crew.arenas.add(lease.number)
+
+
+def _hand_over(
+    job: SendOff, crew: Crew, handover: Handover, lease: Lease, brought: Brought, plan: Plan
+) -> None:
+    """Tell the agent what will be in the arena."""
+    with job.recorder.phase("digest"):
+        copies = compare(brought, job.options.check_replicas, crew.size)
     files = [(f.plan.item, f.plan.part, f.nbytes) for f in plan.outline.files]
     columns = None if plan.committed else plan.outline.columns
     crew.link.send(

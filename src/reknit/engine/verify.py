@@ -7,7 +7,8 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
-from reknit.engine.opening import check_blocks, check_size, read_checked, read_manifest
+from reknit.engine.checked import check_blocks, check_size, read_checked
+from reknit.engine.opening import read_manifest
 from reknit.engine.pipeline import run_jobs
 from reknit.engine.report import VerifyReport
 from reknit.errors import CorruptError, FormatError, ReknitError, StorageError

@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 import time
 from contextlib import contextmanager
+from contextvars import ContextVar
 from dataclasses import asdict, dataclass, field
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
@@ -12,6 +13,20 @@ from reknit.errors import DeadlineError, ReknitError
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
+
+
+class Clock(Protocol):
+    """What tells the time, as the module `time` does; only a simulation has another one."""
+
+    def monotonic(self) -> float:
+        """Return seconds since some moment, never fewer than before."""
+
+    def time(self) -> float:
+        """Return seconds since the epoch."""
+
+
+CLOCK: ContextVar[Clock] = ContextVar("reknit.clock", default=time)
+"""The clock of deadlines and dates in this context; every thread begins with that of the machine."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -171,11 +186,11 @@ class Deadline:
 
     def __init__(self, seconds: float) -> None:
         self.seconds = seconds
-        self._end = time.monotonic() + seconds
+        self._end = monotonic() + seconds
 
     def remaining(self) -> float:
         """Return the seconds left, never negative."""
-        return max(0.0, self._end - time.monotonic())
+        return max(0.0, self._end - monotonic())
 
     def passed(self) -> bool:
         """Tell whether the time is over."""
@@ -187,6 +202,11 @@ class Deadline:
             raise DeadlineError(f"{what} did not finish within {self.seconds:g} s")
 
 
+def monotonic() -> float:
+    """Return seconds since some moment, never fewer than before: for deadlines."""
+    return CLOCK.get().monotonic()
+
+
 def now() -> float:
     """Return wall-clock seconds since the epoch."""
-    return time.time()
+    return CLOCK.get().time()

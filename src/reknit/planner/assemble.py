@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import numpy as np
 
 from reknit.errors import CommitError
+from reknit.planner.columns import Blocks, spread
 from reknit.planner.tiling import untiled
 from reknit.types.manifest import Index, TensorEntry
 from reknit.types.shard import TensorSpec, full_name
@@ -16,99 +17,189 @@ if TYPE_CHECKING:
 
     from numpy.typing import NDArray
 
+    from reknit.planner.columns import RankColumns
+
+    Ints = NDArray[np.int64]
+
 SHOWN = 20
 """How many problems an error lists before it only counts them."""
 
-
-class Written(NamedTuple):
-    """The chunks that one rank wrote, as columns: `tensor`, `file` are row numbers of `tensors`, `files`.
-
-    `aliases` are (item, alias fqn, fqn) of tied tensors.
-    """
-
-    tensors: list[tuple[str, str, str, tuple[int, ...]]]
-    files: list[str]
-    tensor: NDArray[np.int64]
-    offsets: NDArray[np.int64]
-    lengths: NDArray[np.int64]
-    file: NDArray[np.int64]
-    start: NDArray[np.int64]
-    nbytes: NDArray[np.int64]
-    aliases: list[tuple[str, str, str]]
+_EXACT = 2.0**62
+"""Positions below this are told apart in 64 bits, however they were rounded on the way."""
 
 
-def assemble(written: Sequence[Written]) -> tuple[Index, list[str]]:
-    """Merge all ranks' chunks into the index, and return it with warnings.
+class _Rows(NamedTuple):
+    """The chunks of all ranks, as the columns of an index."""
 
+    tensor: Ints
+    offsets: Ints
+    lengths: Ints
+    file: Ints
+    start: Ints
+    nbytes: Ints
+
+
+def assemble(chunks: RankColumns) -> tuple[Index, list[str]]:
+    """Make the index of all ranks' chunks, and return it with warnings.
+
+    `chunks` are as `widened` takes them.  The files of the index are those of `chunk_files`, without names.
     Equal boxes written twice are dropped but for one, with a warning.  Raises `CommitError` when two ranks
     disagree about a tensor's shape or dtype, or when the chunks of a tensor leave a hole or overlap.
     """
-    specs, numbers = _merged_specs(written)
-    order_of = {key: place for place, key in enumerate(sorted(specs))}
-    rank_of = np.array([order_of[key] for key in numbers], np.int64)
-    width = max([w.offsets.shape[1] for w in written], default=1)
-    files = [path for w in written for path in w.files]
-    file_base = np.cumsum([0] + [len(w.files) for w in written])
-    tensor_base = np.cumsum([0] + [len(w.tensors) for w in written])
-    tensor = np.concatenate([rank_of[w.tensor + tensor_base[r]] for r, w in enumerate(written)])
-    offsets = np.concatenate([_padded(w.offsets, width, 0) for w in written])
-    lengths = np.concatenate([_padded(w.lengths, width, 1) for w in written])
-    file = np.concatenate([w.file + file_base[r] for r, w in enumerate(written)])
-    start = np.concatenate([w.start for w in written])
-    nbytes = np.concatenate([w.nbytes for w in written])
-    order = np.lexsort((*offsets.T[::-1], tensor))
-    tensor, offsets, lengths = tensor[order], offsets[order], lengths[order]
-    file, start, nbytes = file[order], start[order], nbytes[order]
-    warnings: list[str] = []
+    specs = _specs(chunks)
     entries = [TensorEntry(item, fqn, specs[item, fqn]) for item, fqn in sorted(specs)]
-    same = (
-        (tensor[1:] == tensor[:-1])
-        & (offsets[1:] == offsets[:-1]).all(1)
-        & (lengths[1:] == lengths[:-1]).all(1)
-    )
-    if same.any():
-        twice = sorted({full_name(*entries[t][:2]) for t in tensor[1:][same].tolist()})
-        warnings.append(f"written by more than one rank, kept once: {_some(twice)}")
-        keep = np.concatenate(([True], ~same))
-        tensor, offsets, lengths = tensor[keep], offsets[keep], lengths[keep]
-        file, start, nbytes = file[keep], start[keep], nbytes[keep]
-    _check_tiling(entries, tensor, offsets, lengths)
-    index = Index(tuple(entries), tuple(files), tensor, offsets, lengths, file, start, nbytes)
-    return _with_aliases(index, sorted({alias for w in written for alias in w.aliases})), warnings
+    number = {(entry.item, entry.fqn): place for place, entry in enumerate(entries)}
+    numbers = np.array([number[item, fqn] for item, fqn, _, _ in chunks.tables["tensors"]], np.int64)
+    chunks = widened(chunks, max((len(entry.spec.shape) for entry in entries), default=1))
+    rows = _sorted_rows(chunks, entries, numbers)
+    rows, warnings = _once(rows, entries)
+    _check_tiling(entries, rows.tensor, rows.offsets, rows.lengths)
+    index = Index(tuple(entries), (), *rows)
+    return _with_aliases(index, sorted(chunks.tables["aliases"])), warnings
 
 
-def _merged_specs(
-    written: Sequence[Written],
-) -> tuple[dict[tuple[str, str], TensorSpec], list[tuple[str, str]]]:
-    """Return the spec of every tensor, and the (item, fqn) of every row of every rank's tensor table."""
+class ChunkFiles(NamedTuple):
+    """The data files of all ranks: each one's rank, its item (a number of `items`) and its part."""
+
+    items: list[str]
+    rank: Ints
+    item: Ints
+    part: Ints
+
+
+def chunk_files(chunks: RankColumns) -> ChunkFiles:
+    """Return the files that ranks' chunks lie in, as an index counts them."""
+    item, part = chunks.lists["folder"], chunks.lists["part"]
+    rank = np.repeat(chunks.ranks, part.counts)
+    return ChunkFiles(chunks.tables["folders"], rank, item.flat(), part.flat())
+
+
+def widened(chunks: RankColumns, ndim: int) -> RankColumns:
+    """Return the chunks with boxes of `ndim` dimensions.
+
+    The columns of chunks are, for each rank: `tensor`, a number of the table `tensors` (item, FQN, dtype,
+    shape), which has all that the rank holds; the box, `offset.0`, `length.0`, `offset.1` and so on; `file`,
+    counted within the rank; `start` and `nbytes`.  `folder` (a number of the table `folders`, items) and
+    `part` are those of each file.  The table `aliases` has (item, alias FQN, FQN) of tied tensors.
+    """
+    lists = dict(chunks.lists)
+    for name, fill in (("offset", 0), ("length", 1)):
+        for d in range(num_dims(chunks), ndim):
+            sizes = lists["nbytes"].counts
+            lists[f"{name}.{d}"] = Blocks(
+                np.full(sizes.sum(), fill, np.int64), sizes, np.arange(len(sizes))
+            ).distinct()
+    return chunks._replace(lists=lists)
+
+
+def num_dims(chunks: RankColumns) -> int:
+    """Return how many dimensions the boxes have."""
+    return sum(name.startswith("offset.") for name in chunks.lists)
+
+
+def _specs(chunks: RankColumns) -> dict[tuple[str, str], TensorSpec]:
+    """Return the spec of every tensor."""
     specs: dict[tuple[str, str], TensorSpec] = {}
-    keys: list[tuple[str, str]] = []
-    for rank, w in enumerate(written):
-        for item, fqn, dtype, shape in w.tensors:
-            key = (item, fqn)
-            keys.append(key)
-            known = specs.get(key)
-            if known is None:
-                specs[key] = TensorSpec(tuple(shape), dtype)
-            elif known.shape != tuple(shape) or known.dtype != dtype:
-                raise CommitError(
-                    f"ranks disagree about {full_name(*key)}: {known}, on rank {rank} {dtype}{list(shape)}",
-                    remedy="give tensors that differ different names, or wrap them in reknit.PerRank",
-                )
-    return specs, keys
+    named = chunks.lists["tensors"]
+    for place, (item, fqn, dtype, shape) in enumerate(chunks.tables["tensors"]):
+        known = specs.setdefault((item, fqn), TensorSpec(tuple(shape), dtype))
+        if known.shape != tuple(shape) or known.dtype != dtype:
+            # Who names this entry first is the first rank that says otherwise.
+            block = int(np.searchsorted(np.cumsum(named.sizes), np.argmax(named.values == place), "right"))
+            rank = int(chunks.ranks[named.leads[block]])
+            raise CommitError(
+                f"ranks disagree about {full_name(item, fqn)}: {known}, on rank {rank} {dtype}{list(shape)}",
+                remedy="give tensors that differ different names, or wrap them in reknit.PerRank",
+            )
+    return specs
 
 
-def _padded(columns: NDArray[np.int64], width: int, fill: int) -> NDArray[np.int64]:
-    """Return the columns widened to `width` dimensions."""
-    extra = width - columns.shape[1]
-    return np.pad(columns, ((0, 0), (0, extra)), constant_values=fill) if extra else columns
+def _sorted_rows(chunks: RankColumns, entries: Sequence[TensorEntry], numbers: Ints) -> _Rows:
+    """Return the chunks of all ranks by tensor and offsets; `numbers` are those of the tensors in `entries`.
+
+    Of equal boxes that of the lowest rank comes first.  Columns that are the same for many ranks are read
+    from the one block that these have, in its new order: a copy for every rank is never made.
+    """
+    lists, ndim = chunks.lists, num_dims(chunks)
+    tensor = lists["tensor"]._replace(values=numbers[lists["tensor"].values])
+    counts = tensor.counts
+    order = _order(tensor, [lists[f"offset.{d}"] for d in range(ndim)], _shapes(entries, ndim))
+    rank = np.repeat(np.arange(len(counts)), counts)[order]
+    place = spread(np.zeros(len(counts), np.int64), counts)[order]
+
+    def column(name: str) -> Ints:
+        block = lists[name]
+        if len(block.sizes) == 1:
+            return block.values[place]
+        shifted: Ints = block.values[place + block.starts[block.number][rank]]
+        return shifted
+
+    rows = len(order)
+    offsets, lengths = np.empty((rows, ndim), np.int64), np.empty((rows, ndim), np.int64)
+    for d in range(ndim):
+        offsets[:, d], lengths[:, d] = column(f"offset.{d}"), column(f"length.{d}")
+    files = lists["part"].counts
+    weights = np.repeat(np.bincount(tensor.number), tensor.sizes)
+    sizes = np.bincount(tensor.values, weights, len(entries)).astype(np.int64)
+    return _Rows(
+        np.repeat(np.arange(len(entries)), sizes),
+        offsets,
+        lengths,
+        column("file") + (np.cumsum(files) - files)[rank],
+        column("start"),
+        column("nbytes"),
+    )
+
+
+def _order(tensor: Blocks, offsets: Sequence[Blocks], shapes: Ints) -> Ints:
+    """Return the order of the rows by tensor and offsets.
+
+    One number says both: where the box begins when all tensors are laid end to end, row-major.  What ranks
+    wrote is made of long ascending runs, which a stable sort only merges.
+    """
+    strides = np.ones_like(shapes)
+    strides[:, :-1] = np.cumprod(shapes[:, :0:-1], axis=1)[:, ::-1]
+    numel = strides[:, 0] * shapes[:, 0]
+    if float(shapes.prod(axis=1, dtype=np.float64).sum()) >= _EXACT:
+        order: Ints = np.lexsort((*[column.flat() for column in offsets[::-1]], tensor.flat()))
+        return order
+    key = tensor._replace(values=(np.cumsum(numel) - numel)[tensor.values]).flat()
+    for d, column in enumerate(offsets):
+        if column.values.any():
+            key = key + column.flat() * tensor._replace(values=strides[:, d][tensor.values]).flat()
+    return np.argsort(key, kind="stable")
+
+
+def _shapes(entries: Sequence[TensorEntry], ndim: int) -> Ints:
+    """Return by tensor how many offsets a box can have in each dimension, an empty one behind the end too."""
+    shapes = np.ones((len(entries), ndim), np.int64)
+    for number, entry in enumerate(entries):
+        shapes[number, : len(entry.spec.shape)] = entry.spec.shape
+    shapes += shapes != 1
+    return shapes
+
+
+def _once(rows: _Rows, entries: Sequence[TensorEntry]) -> tuple[_Rows, list[str]]:
+    """Drop the second of equal boxes, and return a warning about it."""
+    same = rows.tensor[1:] == rows.tensor[:-1]
+    for d in range(rows.offsets.shape[1]):
+        same &= rows.offsets[1:, d] == rows.offsets[:-1, d]
+    if not same.any():
+        return rows, []
+    same &= (rows.lengths[1:] == rows.lengths[:-1]).all(1)
+    if not same.any():
+        return rows, []
+    twice = sorted({full_name(*entries[t][:2]) for t in rows.tensor[1:][same].tolist()})
+    keep = np.concatenate(([True], ~same))
+    kept = _Rows(*(column[keep] for column in rows))
+    return kept, [f"written by more than one rank, kept once: {_some(twice)}"]
 
 
 def _check_tiling(
     entries: Sequence[TensorEntry],
-    tensor: NDArray[np.int64],
-    offsets: NDArray[np.int64],
-    lengths: NDArray[np.int64],
+    tensor: Ints,
+    offsets: Ints,
+    lengths: Ints,
 ) -> None:
     """Raise `CommitError` naming the tensors that are not tiled exactly."""
     gaps = untiled([entry.spec.shape for entry in entries], tensor, offsets, lengths)
@@ -128,7 +219,7 @@ def _check_tiling(
     )
 
 
-def _with_aliases(index: Index, aliases: list[tuple[str, str, str]]) -> Index:
+def _with_aliases(index: Index, aliases: Sequence[tuple[str, str, str]]) -> Index:
     """Return the index with a second set of rows for every tied name, on the same extents."""
     fresh = [(item, fqn, of) for item, fqn, of in aliases if (item, fqn) not in index.ids]
     if not fresh:

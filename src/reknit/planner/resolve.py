@@ -7,15 +7,22 @@ from typing import TYPE_CHECKING
 import numpy as np
 import xxhash
 
-if TYPE_CHECKING:
-    from collections.abc import Sequence
+from reknit.planner.columns import Blocks, spread
 
+if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from reknit.types.shard import Shard
 
+    Ints = NDArray[np.int64]
+
 OWN = -1
 """In the answer of `blob_owners`: the value differs between ranks, and each rank keeps its own."""
+
+DEALT = 1 << 13
+"""So many of the largest shards that several ranks hold are dealt out one by one ..."""
+LOOKS = 1 << 26
+"""... while that takes at most so many looks at what a rank has to write so far."""
 
 
 def shard_key(shard: Shard) -> int:
@@ -23,55 +30,89 @@ def shard_key(shard: Shard) -> int:
     return xxhash.xxh3_64_intdigest(f"{shard.item}\0{shard.fqn}\0{shard.spec}{shard.box}".encode())
 
 
-def shard_owners(
-    keys: Sequence[NDArray[np.uint64]], nbytes: Sequence[NDArray[np.int64]]
-) -> list[NDArray[np.int64]]:
-    """Return for each rank and each of its keys the rank that writes it.
+def shard_owners(keys: Blocks, nbytes: Blocks) -> Blocks:
+    """Return for each rank (by its place) and each of its keys the rank that writes it.
 
-    `keys[rank]` are the `shard_key` of the shards whose replicas that rank does not know, `nbytes[rank]`
-    their sizes.  A shard is written whole by one of its holders, since nothing promises that the copies are
-    equal; the largest go first, each to the holder that has least to write so far.
+    `keys` are the `shard_key` of the shards whose replicas a rank does not know, `nbytes` their sizes; equal
+    keys have equal sizes.  A shard is written whole by one of its holders, since nothing promises that the
+    copies are equal; the largest go first, each to the holder that has least to write so far.  Of millions,
+    the small ones go to a holder that the key chooses: enough to be even without a look at each.
     """
-    counts = [len(k) for k in keys]
-    rank = np.repeat(np.arange(len(keys)), counts)
-    key = np.concatenate(keys) if keys else np.zeros(0, np.uint64)
-    size = np.concatenate(nbytes) if nbytes else np.zeros(0, np.int64)
-    order = np.lexsort((rank, key))
-    _, first, number = np.unique(key[order], return_index=True, return_inverse=True)
-    last = np.append(first[1:], len(key))
-    owner = rank[order][first].astype(np.int64)
-    load = np.bincount(
-        rank[order][first[last - first == 1]], size[order][first[last - first == 1]], len(keys)
-    )
-    several = np.flatnonzero(last - first > 1)
-    for group in several[np.argsort(-size[order][first[several]], kind="stable")]:
-        holders = rank[order][first[group] : last[group]]
-        owner[group] = holders[np.argmin(load[holders])]
-        load[owner[group]] += size[order][first[group]]
-    answer = np.empty(len(key), np.int64)
-    answer[order] = owner[number]
-    return np.split(answer, np.cumsum(counts)[:-1]) if counts else []
+    if not len(keys.values):
+        return keys
+    held = _Held(keys)
+    sizes = nbytes.select(keys.leads).flat()[held.order][held.first]
+    owner = held.holder(np.zeros(len(held.first), np.int64))
+    several = held.counts > 1
+    load = np.bincount(owner[~several], sizes[~several], len(keys.number)).astype(np.int64)
+    groups = np.flatnonzero(several)
+    groups = groups[np.argsort(-sizes[groups], kind="stable")]
+    dealt = min(DEALT, int(np.searchsorted(np.cumsum(held.counts[groups]), LOOKS, side="right")))
+    for group in groups[:dealt].tolist():
+        holders = held.holders(group)
+        writer = holders[np.argmin(load[holders])]
+        owner[group] = writer
+        load[writer] += sizes[group]
+    if len(rest := groups[dealt:]):
+        drawn = keys.values[held.order][held.first].astype(np.uint64) % held.counts.astype(np.uint64)
+        owner[rest] = held.holder(drawn.astype(np.int64))[rest]
+    return keys._replace(values=owner[held.group])
 
 
-def blob_owners(
-    keys: Sequence[NDArray[np.uint64]], digests: Sequence[NDArray[np.uint64]]
-) -> list[NDArray[np.int64]]:
-    """Return for each rank and each of its blobs the rank that writes it, or `OWN` where the ranks disagree.
+def blob_owners(keys: Blocks, digests: Blocks) -> Blocks:
+    """Return for each rank (by its place) and each of its blobs the rank that writes it, or `OWN` where the
+    ranks disagree.
 
-    `keys[rank]` stand for the blobs' names, `digests[rank]` for their values.  Equal values are written once,
-    by the lowest rank that holds them.
+    `keys` stand for the blobs' names, `digests` for their values.  Equal values are written once, by the
+    lowest rank that holds them.
     """
-    counts = [len(k) for k in keys]
-    rank = np.repeat(np.arange(len(keys)), counts)
-    key = np.concatenate(keys) if keys else np.zeros(0, np.uint64)
-    digest = np.concatenate(digests) if digests else np.zeros(0, np.uint64)
-    order = np.lexsort((rank, key))
-    _, first, number = np.unique(key[order], return_index=True, return_inverse=True)
-    if not len(key):
-        return [np.zeros(0, np.int64) for _ in counts]
+    if not len(keys.values):
+        return keys
+    # One row for every key of every different pair of blocks; the first rank of a pair stands for all.
+    pair = keys.number * len(digests.sizes) + digests.number
+    _, lead = np.unique(pair, return_index=True)
+    lead = np.sort(lead)
+    rank = np.repeat(lead, keys.sizes[keys.number[lead]])
+    key, digest = keys.select(lead).flat(), digests.select(lead).flat()
+    order = np.argsort(key, kind="stable")
+    first = np.flatnonzero(np.diff(key[order], prepend=~key[order[:1]]))
     low = np.minimum.reduceat(digest[order], first)
     high = np.maximum.reduceat(digest[order], first)
     owner = np.where(low == high, rank[order][first], OWN)
-    answer = np.empty(len(key), np.int64)
-    answer[order] = owner[number]
-    return np.split(answer, np.cumsum(counts)[:-1])
+    return keys._replace(values=owner[np.searchsorted(key[order][first], keys.values)])
+
+
+class _Held:
+    """Who holds each key: the ranks of all blocks that have it.
+
+    `order` sorts the rows of the blocks by key; those of the g-th key begin at `first[g]`.  `group` is the
+    number of each row's key, and `counts[g]` how many ranks hold it.
+    """
+
+    def __init__(self, keys: Blocks) -> None:
+        self.order = np.argsort(keys.values, kind="stable")
+        key = keys.values[self.order]
+        self.first = np.flatnonzero(np.diff(key, prepend=~key[:1]))
+        self.group = np.empty(len(key), np.int64)
+        self.group[self.order] = np.repeat(np.arange(len(self.first)), np.diff(self.first, append=len(key)))
+        self._members = np.argsort(keys.number, kind="stable")
+        """Ranks, those of the first block first."""
+        have = np.bincount(keys.number, minlength=len(keys.sizes))
+        block = np.repeat(np.arange(len(keys.sizes)), keys.sizes)[self.order]
+        self._have = have[block]
+        self._start = (np.cumsum(have) - have)[block]
+        self._ends = np.cumsum(self._have)
+        self.counts: Ints = np.add.reduceat(self._have, self.first)
+
+    def holders(self, group: int) -> Ints:
+        """Return the ranks that hold a key, ascending."""
+        low, high = self.first[group], self.first[group + 1 : group + 2].sum() or len(self.order)
+        members = self._members[spread(self._start[low:high], self._have[low:high])]
+        return np.sort(members) if high - low > 1 else members
+
+    def holder(self, which: Ints) -> Ints:
+        """Return for every key the holder with this number."""
+        at = self._ends[self.first] - self._have[self.first] + which
+        row = np.searchsorted(self._ends, at, side="right")
+        holder: Ints = self._members[self._start[row] + at - (self._ends[row] - self._have[row])]
+        return holder

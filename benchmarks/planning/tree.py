@@ -1,0 +1,171 @@
+"""A save's two messages on their way to the root, level by level in one process."""
+
+from __future__ import annotations
+
+import multiprocessing
+import time
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import dataclass, field
+from functools import partial
+from types import SimpleNamespace
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import numpy as np
+
+from reknit.comm.topology import Topology
+from reknit.engine import messages
+from reknit.engine.claims import Brought, Copies, claims
+from reknit.engine.outline import layout_digest, outline
+from reknit.engine.packing import merge_claims, merge_receipts
+from reknit.engine.receipt import BlobPlace, receipt
+from reknit.engine.write import Written
+from reknit.format import paths
+from reknit.format.checksum import BLOCK_NBYTES
+from reknit.types.shard import Holdings
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator, Sequence
+
+    from benchmarks.planning.jobs import Job
+
+PER_HOST, FAN_OUT = 8, 16
+WRITE_ID = "0a1b2c3d" * 4
+SHARED_VALUES = 20
+"""How many values that are no tensors all ranks hold alike: step, learning rate, and so on."""
+MAX_FILE_NBYTES = 16 << 30
+AT_ONCE = 64
+"""Ranks that a worker makes at once."""
+
+
+class Rank(NamedTuple):
+    """What one rank tells the root, and the CPU seconds that its plan and its receipt took.
+
+    `silent` is its receipt for a second save by the same plan.
+    """
+
+    claims: bytes
+    receipt: bytes
+    silent: bytes
+    plan_s: float
+    tell_s: float
+    num_chunks: int
+
+
+def rank_of(job: Job, rank: int, *, silent: bool) -> Rank:
+    """Let one rank plan and tell: its shards, some shared values, and one value of its own (its RNG)."""
+    holdings = Holdings(("model", "optimizer", "rng", "extra"), tuple(job.shards(rank)), ())
+    begin = time.process_time()
+    digest = layout_digest(holdings, MAX_FILE_NBYTES)
+    plan = outline(holdings, rank, MAX_FILE_NBYTES)
+    planned = time.process_time()
+    own = BlobPlace(paths.blob_path("rng", rank, WRITE_ID, own=0), {"rank": rank})
+    files = [(image.path, image.nbytes) for image in plan.images(WRITE_ID, [])]
+    files += [(own.path, 5000)] + [(paths.blob_path("extra", rank, WRITE_ID), 2000)] * (rank == 0)
+    random = np.random.default_rng(rank)
+    written = [
+        Written(path, nbytes, random.integers(0, 1 << 64, -(-nbytes // BLOCK_NBYTES), np.uint64))
+        for path, nbytes in files
+    ]
+    where: Any = SimpleNamespace(
+        group=SimpleNamespace(rank=rank),
+        to=SimpleNamespace(storage=SimpleNamespace(url="file:///job/step")),
+    )
+    telling = time.process_time()
+    told = receipt(where, holdings.items, written, digest, plan.columns, [own], _NO_COPIES)
+    tell_s = time.process_time() - telling
+    again = receipt(where, holdings.items, written, digest, None, [own], _NO_COPIES) if silent else b""
+    claimed = claims(rank, WRITE_ID, 1, digest, _NO_SHARDS, _SHARED)
+    return Rank(claimed, told, again, planned - begin, tell_s, len(plan.columns.tensor) // 8)
+
+
+def _some(job: Job, silent: bool, ranks: range) -> list[Rank]:
+    return [rank_of(job, rank, silent=silent) for rank in ranks]
+
+
+def _ranks(job: Job, silent: bool, workers: int) -> Iterator[Rank]:
+    """Yield what all ranks tell, from the last to the first."""
+    parts = [range(high - 1, max(high - AT_ONCE, 0) - 1, -1) for high in range(job.ranks, 0, -AT_ONCE)]
+    if workers == 1 or len(parts) == 1:
+        yield from (rank for part in parts for rank in _some(job, silent, part))
+        return
+    spawn = multiprocessing.get_context("spawn")
+    with ProcessPoolExecutor(workers, spawn) as pool:
+        for ranks in pool.map(partial(_some, job, silent), parts):
+            yield from ranks
+
+
+_NO_SHARDS = Brought(Holdings((), (), ()), (), ()).shard_claims()
+_SHARED = [messages.EncodedBlob("extra", 7919 * n, None, b"x" * 50) for n in range(SHARED_VALUES)]
+_NO_COPIES = Copies(b"", b"", [])
+
+
+@dataclass
+class Climb:
+    """One round on its way up: what reaches the root, and what it took to bring it there."""
+
+    merge: Callable[[Sequence[bytes]], bytes]
+    at_root: list[bytes] = field(default_factory=list)
+    nbytes: int = 0
+    largest_fan_in_nbytes: int = 0
+    busiest_s: float = 0.0
+
+    def join(self, parts: list[bytes]) -> bytes:
+        """Make one message of a rank's own and those from below, as an inner node does."""
+        below = sum(map(len, parts[1:]))
+        self.nbytes += below
+        self.largest_fan_in_nbytes = max(self.largest_fan_in_nbytes, below)
+        if len(parts) == 1:
+            return parts[0]
+        begin = time.process_time()
+        merged = self.merge(parts)
+        self.busiest_s = max(self.busiest_s, time.process_time() - begin)
+        return merged
+
+    def end(self, parts: list[bytes]) -> None:
+        """Leave what reaches the root."""
+        self.at_root = parts
+        self.nbytes += sum(map(len, parts[1:]))
+
+    def told(self) -> dict[str, Any]:
+        """Return what it took, in bytes and seconds."""
+        into_root = sum(map(len, self.at_root[1:]))
+        return {
+            "up_in_all_nbytes": self.nbytes,
+            "into_root_nbytes": into_root,
+            "largest_fan_in_nbytes": max(self.largest_fan_in_nbytes, into_root),
+            "busiest_inner_node_s": round(self.busiest_s, 4),
+        }
+
+
+@dataclass
+class Told:
+    """What all ranks told, and what that took; `silent` are receipts of a second save by the same plans."""
+
+    claims: Climb
+    receipts: Climb
+    silent: Climb
+    plan_s: list[float]
+    tell_s: list[float]
+    num_chunks: int
+
+
+def climb(job: Job, *, silent: bool, workers: int = 1) -> Told:
+    """Let every rank plan, and bring what they tell to the root; `silent`: also for a second save."""
+    topology = Topology([rank // PER_HOST for rank in range(job.ranks)], FAN_OUT)
+    rounds = (Climb(merge_claims), Climb(merge_receipts), Climb(merge_receipts if silent else b"".join))
+    told = Told(*rounds, [], [], 0)
+    waiting: dict[int, list[bytes]] = {}
+    everyone = _ranks(job, silent, workers)
+    for number, rank in zip(range(job.ranks - 1, -1, -1), everyone, strict=True):  # children come first
+        told.plan_s.append(rank.plan_s)
+        told.tell_s.append(rank.tell_s)
+        told.num_chunks += rank.num_chunks
+        below = [waiting.pop(child) for child in topology.children(number)]
+        own = (rank.claims, rank.receipt, rank.silent)
+        parts = [[mine, *(child[k] for child in below)] for k, mine in enumerate(own)]
+        if number:
+            waiting[number] = [one.join(mine) for one, mine in zip(rounds, parts, strict=True)]
+        else:
+            for one, mine in zip(rounds, parts, strict=True):
+                one.end(mine)
+    return told

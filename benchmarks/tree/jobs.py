@@ -1,0 +1,75 @@
+"""Jobs of many small processes, and what becomes of them."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+class Job:
+    """The processes of a job, one per rank, each on a host of its own or some together."""
+
+    def __init__(
+        self,
+        folder: Path,
+        size: int,
+        spec: dict[str, Any],
+        *,
+        ranks_per_host: int,
+        on_host: Callable[[int, Sequence[str]], Sequence[str]] = lambda _, command: command,
+    ) -> None:
+        """Start them; `on_host` gives the command that runs another on a host."""
+        self._outs = [folder / f"{spec.get('job', 'measure')}.{rank}.json" for rank in range(size)]
+        self.log = folder / f"{spec.get('job', 'measure')}.log"
+        environment = dict(os.environ, OMP_NUM_THREADS="1", OPENBLAS_NUM_THREADS="1")
+        environment["PYTHONPATH"] = os.pathsep.join([str(ROOT / "src"), str(ROOT)])
+        self._ranks: list[subprocess.Popen[bytes]] = []
+        with self.log.open("ab") as log:
+            for rank, out in enumerate(self._outs):
+                host = rank // ranks_per_host
+                told = json.dumps(spec | {"rank": rank, "size": size, "out": str(out), "folder": str(folder)})
+                command = [sys.executable, str(Path(__file__).with_name("worker.py")), told]
+                self._ranks.append(
+                    subprocess.Popen(
+                        on_host(host, command),
+                        env=environment | {"REKNIT_HOST": f"host-{host}"},
+                        stdout=log,
+                        stderr=log,
+                    )
+                )
+
+    def wait_ready(self, timeout_s: float) -> None:
+        """Return when every rank has joined."""
+        self._wait(lambda: all(Path(f"{out}.ready").exists() for out in self._outs), timeout_s, "be ready")
+
+    def results(self, timeout_s: float) -> list[Any]:
+        """Return what every rank found, when all have ended."""
+        self._wait(lambda: all(rank.poll() is not None for rank in self._ranks), timeout_s, "end")
+        return [json.loads(out.read_text()) for out in self._outs]
+
+    def kill(self) -> None:
+        """End what still runs."""
+        for rank in self._ranks:
+            rank.kill()
+        for rank in self._ranks:
+            rank.wait()
+
+    def _wait(self, ready: Callable[[], bool], timeout_s: float, what: str) -> None:
+        end = time.monotonic() + timeout_s
+        while not ready():
+            failed = [n for n, rank in enumerate(self._ranks) if rank.poll()]
+            if failed or time.monotonic() > end:
+                self.kill()
+                told = self.log.read_text(errors="replace")[-4000:]
+                raise RuntimeError(f"ranks {failed or 'unknown'} did not {what} in time:\n{told}")
+            time.sleep(0.05)

@@ -1,0 +1,156 @@
+"""Claims and receipts on their way to the root: the columns of any number of ranks as one message."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+import numpy as np
+
+from reknit.errors import ProtocolError
+from reknit.planner.assemble import num_dims, widened
+from reknit.planner.columns import Blocks, RankColumns, merged
+from reknit.planner.copies import thinned
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    from numpy.typing import NDArray
+
+    Ints = NDArray[np.int64]
+
+MAX_NUMBERS = 1 << 31
+"""Most numbers of one column; a message can say in a few bytes that there are many equal ones."""
+
+
+class _Ints(msgspec.Struct, array_like=True):
+    """`count` numbers as what they are more than `base`, in `width` bytes each; equal ones need none."""
+
+    base: int
+    width: int
+    count: int
+    data: bytes
+
+
+class _Blocks(msgspec.Struct, array_like=True):
+    """`planner.columns.Blocks`."""
+
+    table: str
+    values: _Ints
+    sizes: _Ints
+    number: _Ints
+
+
+class _Section(msgspec.Struct, array_like=True):
+    """`planner.columns.RankColumns`; a table is a message of its own, so that equal ones are equal bytes."""
+
+    ranks: _Ints
+    tables: dict[str, bytes]
+    lists: dict[str, _Blocks]
+
+
+_encode = msgspec.msgpack.encode
+_decode = msgspec.msgpack.Decoder(list[_Section]).decode
+_decode_names = msgspec.msgpack.Decoder(list[str]).decode
+_decode_table: dict[str, Callable[[bytes], list[Any]]] = {
+    "tensors": msgspec.msgpack.Decoder(list[tuple[str, str, str, tuple[int, ...]]]).decode,
+    "aliases": msgspec.msgpack.Decoder(list[tuple[str, str, str]]).decode,
+    "places": msgspec.msgpack.Decoder(list[tuple[str, ...]]).decode,
+}
+
+
+def pack(*sections: RankColumns) -> bytes:
+    """Return what some ranks say as a message; each section may be of other ranks."""
+    return _encode(
+        [
+            _Section(
+                _narrow(section.ranks),
+                {name: _encode(entries) for name, entries in sorted(section.tables.items())},
+                {
+                    name: _Blocks(c.table, _narrow(c.values), _narrow(c.sizes), _narrow(c.number))
+                    for name, c in sorted(section.lists.items())
+                },
+            )
+            for section in sections
+        ]
+    )
+
+
+def unpack(data: bytes) -> list[RankColumns]:
+    """Return the sections that `pack` made a message of."""
+    return _unpacked([data])[0]
+
+
+def merge_claims(parts: Sequence[bytes]) -> bytes:
+    """Return the claims of several ranks, or of several parts of the tree, as one message.
+
+    The order in which parts are merged, and in how many steps, makes no difference.
+    """
+    return pack(*(merged(sections) for sections in zip(*_unpacked(parts), strict=True)))
+
+
+def merge_receipts(parts: Sequence[bytes]) -> bytes:
+    """Return the receipts of several ranks, or of several parts of the tree, as one message.
+
+    The order in which parts are merged, and in how many steps, makes no difference.
+    """
+    receipts, chunks = zip(*_unpacked(parts), strict=True)
+    return pack(thinned(merged(receipts)), merged_chunks(chunks))
+
+
+def merged_chunks(parts: Sequence[RankColumns]) -> RankColumns:
+    """Return the chunks of all parts, in as many dimensions as the widest has."""
+    ndim = max((num_dims(part) for part in parts), default=0)
+    return merged([widened(part, ndim) for part in parts if len(part.ranks)])
+
+
+def _unpacked(parts: Sequence[bytes]) -> list[list[RankColumns]]:
+    """Return the sections of several messages; tables with equal bytes are read once, and one object."""
+    tables: dict[tuple[str, bytes], list[Any]] = {}
+
+    def table(name: str, data: bytes) -> list[Any]:
+        if (name, data) not in tables:
+            tables[name, data] = _decode_table.get(name, _decode_names)(data)
+        return tables[name, data]
+
+    return [
+        [
+            RankColumns(
+                _wide(section.ranks),
+                {name: table(name, data) for name, data in section.tables.items()},
+                {
+                    name: Blocks(_wide(c.values), _wide(c.sizes), _wide(c.number), c.table)
+                    for name, c in section.lists.items()
+                },
+            )
+            for section in _decode(part)
+        ]
+        for part in parts
+    ]
+
+
+def _narrow(column: Ints) -> _Ints:
+    """Return a column in as few bytes as its numbers need."""
+    if not len(column):
+        return _Ints(0, 0, 0, b"")
+    if len(column) == 1:  # most of what a single rank says
+        return _Ints(int(column[0]), 0, 1, b"")
+    low, high = int(column.min()), int(column.max())
+    width = next(w for w in (0, 1, 2, 4, 8) if high - low < 1 << 8 * w)
+    if width == 0:
+        return _Ints(low, 0, len(column), b"")
+    base = low if width < 8 else 0
+    return _Ints(base, width, len(column), (column - base).astype(f"<u{width}").tobytes())
+
+
+def _wide(column: _Ints) -> Ints:
+    """Return the column that `_narrow` made."""
+    if not 0 <= column.count <= MAX_NUMBERS or column.width * column.count != len(column.data):
+        raise ProtocolError(f"a rank sent a column of {column.count} numbers in {len(column.data)} bytes")
+    if column.width == 0:
+        return np.full(column.count, column.base, np.int64)
+    if column.width == 8:
+        return np.frombuffer(column.data, "<i8")
+    wide = np.frombuffer(column.data, f"<u{column.width}").astype(np.int64)
+    wide += column.base
+    return wide

@@ -1,0 +1,258 @@
+"""What many ranks say, as columns: merged on the way to the root, and equal parts kept once."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import numpy as np
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
+    from numpy.typing import ArrayLike, NDArray
+
+    Ints = NDArray[np.int64]
+
+
+class Blocks(NamedTuple):
+    """A list of numbers for each of several ranks; equal lists are kept once, as one block.
+
+    The k-th rank has block `number[k]`.  Blocks lie end to end in `values`, `sizes[b]` of them for block b,
+    in the order in which the ranks come to them.  With a `table`, the numbers are those of its entries.
+    """
+
+    values: Ints
+    sizes: Ints
+    number: Ints
+    table: str = ""
+
+    @classmethod
+    def of(cls, lists: Sequence[ArrayLike], table: str = "") -> Blocks:
+        """Return the lists of some ranks as one column."""
+        arrays = [np.asarray(one, np.int64).reshape(-1) for one in lists]
+        sizes = np.array([len(one) for one in arrays], np.int64)
+        values = np.concatenate(arrays) if arrays else np.zeros(0, np.int64)
+        return cls(values, sizes, np.arange(len(sizes)), table).distinct()
+
+    @property
+    def starts(self) -> Ints:
+        """Where each block begins."""
+        starts: Ints = np.cumsum(self.sizes) - self.sizes
+        return starts
+
+    @property
+    def counts(self) -> Ints:
+        """How many numbers each rank has."""
+        return self.sizes[self.number]
+
+    @property
+    def leads(self) -> Ints:
+        """The first rank that has each block, as its place among the ranks."""
+        return _firsts(self.number, len(self.sizes))
+
+    def at(self, place: int) -> Ints:
+        """Return the list of one rank."""
+        block = self.number[place]
+        start = int(self.sizes[:block].sum())
+        return self.values[start : start + int(self.sizes[block])]
+
+    def lists(self) -> list[Ints]:
+        """Return the list of each rank; equal ones are one object."""
+        blocks = np.split(self.values, np.cumsum(self.sizes)[:-1]) if len(self.sizes) else []
+        return [blocks[number] for number in self.number.tolist()]
+
+    def flat(self) -> Ints:
+        """Return the lists of all ranks end to end."""
+        if len(self.sizes) == 1:
+            return np.tile(self.values, len(self.number))
+        if len(self.sizes) == len(self.number):
+            return self.values
+        return self.values[spread(self.starts[self.number], self.counts)]
+
+    def select(self, places: Ints) -> Blocks:
+        """Return the column of some ranks only."""
+        return self._replace(number=self.number[places])._ordered()
+
+    def distinct(self) -> Blocks:
+        """Return the same lists with equal blocks as one."""
+        if len(self.sizes) < 2:
+            return self
+        digest = _digests(self.values, self.sizes)
+        _, first, group = np.unique(digest, return_index=True, return_inverse=True)
+        if len(first) == len(digest):
+            return self._ordered()
+        same = first[group].astype(np.int64)
+        other = np.flatnonzero(same != np.arange(len(same)))
+        # Equal digests are only a hint; what does not hold up stays a block of its own.
+        fits = self.sizes[other] == self.sizes[same[other]]
+        same[other[~fits]] = other[~fits]
+        other = other[fits]
+        starts, sizes = self.starts, self.sizes[other]
+        differs = self.values[spread(starts[other], sizes)] != self.values[spread(starts[same[other]], sizes)]
+        if differs.any():
+            unlike = other[np.unique(np.repeat(np.arange(len(other)), sizes)[differs])]
+            same[unlike] = unlike
+        return self._replace(number=same[self.number])._ordered()
+
+    def _ordered(self) -> Blocks:
+        """Number the blocks as the ranks come to them, and drop those that no rank has."""
+        order = _by_appearance(self.number, len(self.sizes))
+        if len(order) == len(self.sizes) and (order == np.arange(len(order))).all():
+            return self
+        number = np.empty(len(self.sizes), np.int64)
+        number[order] = np.arange(len(order))
+        sizes = self.sizes[order]
+        values = self.values[spread(self.starts[order], sizes)]
+        return Blocks(values, sizes, number[self.number], self.table)
+
+
+class RankColumns(NamedTuple):
+    """What some ranks say: for each of `ranks`, which ascend, one list of numbers in every column.
+
+    `tables` hold what is no number.  The column of a table's name has what each rank itself names, in the
+    rank's own order; a table has just that, in the order in which the ranks come to it.  So one saying has
+    one form, however it was merged.
+    """
+
+    ranks: Ints
+    tables: Mapping[str, list[Any]]
+    lists: Mapping[str, Blocks]
+
+    def select(self, places: Ints) -> RankColumns:
+        """Return what some of the ranks say, given by their ascending places among `ranks`."""
+        if len(places) == len(self.ranks):
+            return self
+        lists = {name: column.select(places) for name, column in self.lists.items()}
+        return in_order(self.ranks[places], self.tables, lists)
+
+    def with_list(self, name: str, column: Blocks) -> RankColumns:
+        """Return the same with one column more."""
+        return self._replace(lists={**self.lists, name: column})
+
+    def without(self, name: str) -> RankColumns:
+        """Return the same but for one column."""
+        return self._replace(lists={other: c for other, c in self.lists.items() if other != name})
+
+    def with_names(self, name: str, entries: list[Any], numbers: ArrayLike) -> RankColumns:
+        """Return what one rank says with one table more, whose entries it names in this order."""
+        column = Blocks.of([numbers], name)
+        return self._replace(tables={**self.tables, name: entries}, lists={**self.lists, name: column})
+
+
+NOTHING = RankColumns(np.zeros(0, np.int64), {}, {})
+"""What no rank says."""
+
+
+def said(
+    rank: int, tables: Mapping[str, Sequence[Any]], lists: Mapping[str, tuple[ArrayLike, str]]
+) -> RankColumns:
+    """Return what one rank says: its own tables, without repetitions, and lists with the table they count."""
+    own = {name: list(entries) for name, entries in tables.items()}
+    columns = {name: Blocks.of([values], table) for name, (values, table) in lists.items()}
+    columns |= {name: Blocks.of([np.arange(len(entries))], name) for name, entries in own.items()}
+    return RankColumns(np.array([rank], np.int64), own, columns)
+
+
+def merged(parts: Sequence[RankColumns]) -> RankColumns:
+    """Return what the ranks of all parts say; the parts have different ranks, and columns of the same names.
+
+    It does not matter in which order, or in how many steps, parts are merged.
+    """
+    parts = [part for part in parts if len(part.ranks)]
+    if len(parts) < 2:
+        return parts[0] if parts else NOTHING
+    ranks = np.concatenate([part.ranks for part in parts])
+    order = np.argsort(ranks, kind="stable")
+    tables, numbers = {}, {}
+    for name in parts[0].tables:
+        tables[name], numbers[name] = _joined([part.tables[name] for part in parts])
+    lists = {}
+    for name in parts[0].lists:
+        columns = [part.lists[name] for part in parts]
+        if table := columns[0].table:
+            columns = [_renumbered(c, new) for c, new in zip(columns, numbers[table], strict=True)]
+        lists[name] = _merged(columns, order)
+    return in_order(ranks[order], tables, lists)
+
+
+def spread(starts: Ints, counts: Ints) -> Ints:
+    """Return the numbers `starts[k]`, `starts[k] + 1`, ..., `counts[k]` of them, for all k end to end."""
+    ends = np.cumsum(counts)
+    index: Ints = np.repeat(starts - (ends - counts), counts)
+    index += np.arange(len(index))
+    return index
+
+
+def _merged(columns: Sequence[Blocks], order: Ints) -> Blocks:
+    """Put the ranks of several columns into one, in another order."""
+    sizes = [len(column.sizes) for column in columns]
+    base = np.cumsum([0, *sizes[:-1]])
+    number = np.concatenate([column.number + low for column, low in zip(columns, base, strict=True)])
+    values = np.concatenate([column.values for column in columns])
+    count = np.concatenate([column.sizes for column in columns])
+    return Blocks(values, count, number[order], columns[0].table).distinct()
+
+
+def _joined(tables: Sequence[list[Any]]) -> tuple[list[Any], list[Ints | None]]:
+    """Return the entries of all tables, and for each table the new numbers of its own, None if the same."""
+    first = tables[0]
+    if all(table is first or table == first for table in tables):
+        return first, [None] * len(tables)
+    known: dict[Any, int] = {}
+    done: dict[int, Ints] = {}
+    for table in tables:
+        if id(table) not in done:
+            done[id(table)] = np.array([known.setdefault(entry, len(known)) for entry in table], np.int64)
+    return list(known), [done[id(table)] for table in tables]
+
+
+def _renumbered(column: Blocks, numbers: Ints | None) -> Blocks:
+    return column if numbers is None else column._replace(values=numbers[column.values])
+
+
+def in_order(ranks: Ints, tables: Mapping[str, list[Any]], lists: Mapping[str, Blocks]) -> RankColumns:
+    """Number the entries of every table as the ranks come to them, and drop those that no rank names."""
+    ordered, lists = {}, dict(lists)
+    for name, entries in tables.items():
+        order = _by_appearance(lists[name].values, len(entries))
+        ordered[name] = entries
+        if len(order) == len(entries) and (order == np.arange(len(order))).all():
+            continue
+        ordered[name] = [entries[number] for number in order.tolist()]
+        numbers = np.full(len(entries), -1, np.int64)
+        numbers[order] = np.arange(len(order))
+        for other, column in lists.items():
+            if column.table == name:
+                lists[other] = _renumbered(column, numbers)
+    return RankColumns(ranks, ordered, lists)
+
+
+def _firsts(numbers: Ints, size: int) -> Ints:
+    """Return where each number below `size` comes first; behind the end for one that does not come."""
+    firsts = np.full(size, len(numbers), np.int64)
+    firsts[numbers[::-1]] = np.arange(len(numbers) - 1, -1, -1)  # of several, the last assignment counts
+    return firsts
+
+
+def _by_appearance(numbers: Ints, size: int) -> Ints:
+    """Return the different numbers in the order in which they come."""
+    firsts = _firsts(numbers, size)
+    order = np.argsort(firsts, kind="stable")
+    return order[: int((firsts < len(numbers)).sum())]
+
+
+def _digests(values: Ints, sizes: Ints) -> NDArray[np.uint64]:
+    """Return 64 bits for every block that depend on its numbers and their places."""
+    starts = np.cumsum(sizes) - sizes
+    place = np.arange(len(values), dtype=np.uint64) - np.repeat(starts.astype(np.uint64), sizes)
+    weight = (place + np.uint64(1)) * np.uint64(0x9E3779B97F4A7C15)
+    weight ^= weight >> np.uint64(32)
+    mixed = values.astype(np.uint64)
+    mixed ^= mixed >> np.uint64(29)
+    mixed += weight
+    mixed *= np.uint64(0xBF58476D1CE4E5B9)
+    mixed ^= mixed >> np.uint64(32)
+    mixed *= weight | np.uint64(1)
+    sums = np.concatenate((np.zeros(1, np.uint64), np.cumsum(mixed, dtype=np.uint64)))
+    digests: NDArray[np.uint64] = sums[starts + sizes] - sums[starts] + sizes.astype(np.uint64)
+    return digests

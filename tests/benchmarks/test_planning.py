@@ -1,0 +1,56 @@
+"""What the planning benchmark says rests on jobs that are whole, and on bytes that were really sent."""
+
+from __future__ import annotations
+
+from math import log, prod
+from typing import TYPE_CHECKING
+
+import pytest
+
+from benchmarks.planning import growth, root
+from benchmarks.planning.jobs import Fsdp2, Megatron
+from benchmarks.planning.tree import climb, rank_of
+from reknit.engine.coordinator import Coordinator
+
+if TYPE_CHECKING:
+    from benchmarks.planning.jobs import Job
+    from benchmarks.planning.tree import Told
+
+
+def saved(told: Told) -> dict[str, float]:
+    """Let the root assemble the index, which fails unless every tensor is covered exactly."""
+    return root.save(Coordinator(), told.claims.at_root, told.receipts.at_root)
+
+
+@pytest.mark.parametrize("dp", [1, 3])
+def test_the_ranks_of_the_megatron_job_hold_405b_parameters_without_a_hole(dp: int) -> None:
+    job = Megatron(dp)
+    shapes = {s.fqn: s.spec.shape for rank in range(job.ranks) for s in job.shards(rank) if s.item == "model"}
+    assert sum(map(prod, shapes.values())) == pytest.approx(405.8e9, rel=0.001)
+    told = climb(job, silent=False)
+    assert saved(told)["chunks"] == told.num_chunks
+
+
+@pytest.mark.parametrize("job", [Fsdp2(24, 3, 4), Fsdp2(5, 2, 1)])
+def test_all_ranks_save_the_same_twice_and_the_second_time_they_tell_less(job: Job) -> None:
+    told, coordinator = climb(job, silent=True), Coordinator()
+    first = root.save(coordinator, told.claims.at_root, told.receipts.at_root)
+    again = root.save(coordinator, told.claims.at_root, told.silent.at_root)
+    assert first["index_nbytes"] == again["index_nbytes"]
+    assert first["chunks"] == again["chunks"] == job.ranks * len(job.shards(0))
+    assert told.silent.nbytes < told.receipts.nbytes
+
+
+def test_bytes_up_the_tree_are_those_of_all_messages_but_the_root_s_own() -> None:
+    job = Fsdp2(4, 2, 1)  # one host: every rank is right below the root
+    told = climb(job, silent=False)
+    sent = sum(len(rank_of(job, rank, silent=False).receipt) for rank in range(1, 4))
+    up = told.receipts.told()
+    assert up["up_in_all_nbytes"] == up["into_root_nbytes"] == up["largest_fan_in_nbytes"] == sent
+
+
+@pytest.mark.parametrize("power", [0.5, 1.0, 2.0])
+def test_growth_is_measured_against_n_log_n(power: float) -> None:
+    ranks = [128, 1024, 8960, 100_096]
+    assert growth.exponent(ranks, [1e-6 * (n * log(n)) ** power for n in ranks]) == pytest.approx(power)
+    assert growth.exponent(ranks[:2], [1.0, 2.0]) is None

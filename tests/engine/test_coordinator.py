@@ -1,0 +1,287 @@
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import pytest
+
+from reknit.comm.threads import thread_groups
+from reknit.engine import coordinator as module
+from reknit.engine import messages
+from reknit.engine.claims import Copies, bring, claims
+from reknit.engine.commit import Destination
+from reknit.engine.coordinator import PLANS_KEPT, Coordinator
+from reknit.engine.outline import layout_digest, outline
+from reknit.engine.packing import merge_claims, merge_receipts, unpack
+from reknit.engine.receipt import BlobPlace, Setting, receipt
+from reknit.engine.tally import tally
+from reknit.engine.write import write_bytes
+from reknit.errors import CommitError, ProtocolError
+from reknit.format import paths
+from reknit.format.index_file import decode_index
+from reknit.format.manifest_file import decode_manifest
+from reknit.monitor.phase import Recorder
+from reknit.options import SaveOptions
+from reknit.planner.assemble import assemble
+from reknit.storage.memory import MemoryStorage
+from reknit.types.box import Box
+from reknit.types.shard import Holdings, Shard, TensorSpec
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    from reknit.engine.outline import Outline
+    from reknit.engine.write import Written
+    from reknit.planner.columns import RankColumns
+    from reknit.types.manifest import FileEntry, Index, Manifest
+
+SIZE = 5
+NO_COPIES = Copies(b"", b"", [])
+
+
+def rows(rank: int, name: str, length: int = 2) -> Shard:
+    """Return a rank's rows of a matrix."""
+    box = Box((length * rank, 0), (length, 3))
+    return Shard("m", name, TensorSpec((length * SIZE, 3), "uint8"), box, (rank,), np.full((2, 3), rank))
+
+
+def copy(name: str, length: int = 100) -> Shard:
+    """Return a tensor of which no framework knows who else holds it."""
+    return Shard("m", name, TensorSpec((length,), "uint8"), Box((0,), (length,)), None, np.zeros(length))
+
+
+class Rank:
+    """One rank as its agent speaks for it: it keeps its plans, and tells the root of new ones only."""
+
+    def __init__(self, rank: int, to: Destination) -> None:
+        group = thread_groups(SIZE)[rank]
+        self.where = Setting(group, to, SaveOptions(), Recorder("save", rank))
+        self.rank = rank
+        self.plans: dict[bytes, Outline] = {}
+        self.silent = True
+
+    def claims(self, write_id: str, step: int, shards: Sequence[Shard]) -> bytes:
+        self.brought = bring(Holdings(("m",), tuple(shards), ()), SaveOptions())
+        self.plan = layout_digest(self.brought.holdings, 1 << 40)
+        self.known = self.silent and self.plan in self.plans
+        told = None if self.known else self.brought.shard_claims()
+        return claims(self.rank, write_id, step, self.plan, told, ())
+
+    def receipt(self, write_id: str, answer: bytes) -> bytes:
+        owners = messages.unpacked(messages.decode(answer, messages.Assignment).shard_owners, "i8")
+        if not self.known:
+            self.plans[self.plan] = outline(self.brought.resolved(owners), self.rank, 1 << 40)
+        planned = self.plans[self.plan]
+        written: list[Written] = []
+        for file in planned.files:
+            path = paths.data_path(file.plan.item, self.rank, write_id, file.plan.part)
+            written.append(write_bytes(self.where.to.storage, path, bytes(file.nbytes)))
+        columns = None if self.known else planned.columns
+        return receipt(self.where, ["m"], written, self.plan, columns, (), NO_COPIES)
+
+
+class World:
+    """All ranks of a job and their root, without a network: messages are merged as in a tree, or not."""
+
+    def __init__(self, name: str, *, merging: bool = True) -> None:
+        MemoryStorage.clear(name)
+        self.to = Destination(MemoryStorage(name), 1, True, False, {}, {})
+        self.ranks = [Rank(rank, self.to) for rank in range(SIZE)]
+        self.coordinator = Coordinator()
+        self.merging = merging
+
+    def up(self, requests: list[bytes], merge: Callable[[Sequence[bytes]], bytes]) -> list[bytes]:
+        return [merge([merge(requests[1:]), requests[0]])] if self.merging else requests
+
+    def save(self, holdings: Callable[[int], Sequence[Shard]]) -> tuple[Manifest, Index]:
+        write_id = paths.new_write_id()
+        requests = [rank.claims(write_id, 1, holdings(rank.rank)) for rank in self.ranks]
+        answers = self.coordinator.assign(self.to, self.up(requests, merge_claims))
+        assert len(answers) == SIZE
+        receipts = [rank.receipt(write_id, answer) for rank, answer in zip(self.ranks, answers, strict=True)]
+        outcomes = self.coordinator.commit(self.to, write_id, self.up(receipts, merge_receipts))
+        assert len(outcomes) == SIZE
+        manifest = decode_manifest(self.to.storage.get(paths.MANIFEST_PATH, limit=1 << 20))
+        assert manifest.write_id == write_id
+        return manifest, decode_index(self.to.storage.get(manifest.index_path, limit=1 << 20))
+
+
+def form(index: Index) -> list[Any]:
+    """Return all of an index but what names of files say about the save."""
+    ranks = [(name.item, name.rank, name.part) for name in map(paths.parse_path, index.files) if name]
+    columns = (index.tensor, index.offsets, index.lengths, index.file, index.start, index.nbytes)
+    return [index.tensors, ranks, *(column.tolist() for column in columns)]
+
+
+def entry(file: FileEntry) -> tuple[str, int, tuple[int, ...]]:
+    return file.path, file.nbytes, file.digests
+
+
+@pytest.fixture
+def assembled(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Count for every index that is assembled the ranks of its chunks."""
+    counts: list[int] = []
+
+    def counting(chunks: RankColumns) -> tuple[Index, list[str]]:
+        counts.append(len(chunks.ranks))
+        return assemble(chunks)
+
+    monkeypatch.setattr(module, "assemble", counting)
+    return counts
+
+
+@pytest.mark.parametrize("merging", [True, False])
+def test_a_save_by_known_plans_has_the_index_of_the_save_before_under_new_names(
+    merging: bool, assembled: list[int]
+) -> None:
+    world = World("known", merging=merging)
+    manifest, index = world.save(lambda rank: [rows(rank, "a"), copy("norm")])
+    again, same = world.save(lambda rank: [rows(rank, "a"), copy("norm")])
+    assert all(rank.known for rank in world.ranks)
+    assert form(same) == form(index)
+    assert len(index.tensors) == 2
+    assert all(paths.short_id(again.write_id) in path for path in same.files)
+    assert {file.path for file in again.files}.isdisjoint(file.path for file in manifest.files)
+    assert assembled == [SIZE]
+
+
+def test_only_the_rows_of_ranks_that_changed_are_told_anew(assembled: list[int]) -> None:
+    def changed(rank: int) -> list[Shard]:
+        return [rows(rank, "a"), *([own] if rank == 3 else [])]
+
+    spec = TensorSpec((4,), "uint8")
+    own = Shard("m", "own", spec, Box((0,), (4,)), (3,), np.zeros(4))
+    world, other = World("rows"), World("rows-fresh")
+    world.save(lambda rank: [rows(rank, "a")])
+    _, index = world.save(changed)
+    assert [rank.known for rank in world.ranks] == [rank != 3 for rank in range(SIZE)]
+    assert form(index) == form(other.save(changed)[1])
+    # Back again: what rank 3 told first is known, and gives the first index.
+    _, index = world.save(lambda rank: [rows(rank, "a")])
+    assert all(rank.known for rank in world.ranks)
+    assert form(index) == form(other.save(lambda rank: [rows(rank, "a")])[1])
+    assert assembled == [SIZE, SIZE, SIZE, SIZE]  # two of them for the other world
+
+
+def test_two_layouts_in_turn_are_each_assembled_once(assembled: list[int]) -> None:
+    world = World("turns")
+    first = form(world.save(lambda rank: [rows(rank, "a")])[1])
+    second = form(world.save(lambda rank: [rows(rank, "b")])[1])
+    for _ in range(2):
+        assert form(world.save(lambda rank: [rows(rank, "a")])[1]) == first
+        assert form(world.save(lambda rank: [rows(rank, "b")])[1]) == second
+    assert assembled == [SIZE, SIZE]
+
+
+def test_chunks_told_again_under_a_plan_replace_those_before(assembled: list[int]) -> None:
+    world = World("again")
+    world.save(lambda rank: [rows(rank, "a")])
+    world.ranks[2].silent = False
+    world.save(lambda rank: [rows(rank, "a")])
+    world.ranks[2].silent = True
+    world.save(lambda rank: [rows(rank, "a")])
+    assert assembled == [SIZE, SIZE]
+
+
+def test_a_tensor_that_changed_its_shape_leaves_nothing_of_the_old_one_behind() -> None:
+    world = World("shapes")
+    for length in (2, 3, 2, 4):
+        _, index = world.save(lambda rank: [rows(rank, "a", length)])  # noqa: B023 (called at once)
+        assert [entry.spec.shape for entry in index.tensors] == [(length * SIZE, 3)]
+
+
+def test_a_plan_that_the_root_does_not_know_is_named() -> None:
+    world = World("unknown")
+    world.save(lambda rank: [rows(rank, "a")])
+    world.coordinator = Coordinator()
+    world.ranks[0].plans.clear()
+    with pytest.raises(CommitError, match="rank 1 refers to a plan that the root does not know"):
+        world.save(lambda rank: [rows(rank, "a")])
+
+
+def test_a_plan_that_has_become_wrong_because_another_rank_changed_is_refused() -> None:
+    world = World("stale")
+    world.save(lambda rank: [rows(rank, "a"), copy("norm")])
+    holders = [rank for rank in range(SIZE) if rank != 0]
+    with pytest.raises(CommitError, match=r"rank 0 now holds other tensors .* rank [1-4] made then"):
+        world.save(lambda rank: [rows(rank, "a"), *([copy("norm")] if rank in holders else [])])
+
+
+def test_plans_that_fit_each_by_itself_but_not_together_are_refused() -> None:
+    world = World("apart")
+
+    def only(*holders: int) -> Callable[[int], list[Shard]]:
+        return lambda rank: [rows(rank, "a"), *([copy("norm")] if rank in holders else [])]
+
+    world.save(only(0, 1))
+    world.save(only(2, 3))
+    with pytest.raises(CommitError, match=r"rank \d now holds other tensors"):
+        world.save(only(0, 1, 2, 3))
+
+
+def test_ranks_at_different_saves_are_told_where_they_are() -> None:
+    world = World("astray")
+    write_id = paths.new_write_id()
+    requests = [rank.claims(write_id, 7 + (rank.rank == 2), [rows(rank.rank, "a")]) for rank in world.ranks]
+    with pytest.raises(ProtocolError, match="rank 2 is at another save than rank 0: it saves step 8, rank 0"):
+        world.coordinator.assign(world.to, [merge_claims(requests)])
+
+
+def test_ranks_with_equal_answers_get_one_object() -> None:
+    world = World("equal")
+    write_id = paths.new_write_id()
+    requests = [rank.claims(write_id, 1, [copy("a"), copy("b")]) for rank in world.ranks]
+    answers = world.coordinator.assign(world.to, [merge_claims(requests)])
+    assert len({id(answer) for answer in answers}) == 1
+    owners = messages.unpacked(messages.decode(answers[0], messages.Assignment).shard_owners, "i8")
+    assert len(set(owners.tolist())) == 2
+
+
+def test_what_is_kept_does_not_grow_with_the_layouts_that_were_saved() -> None:
+    world = World("bounded")
+    for number in range(3 * PLANS_KEPT):
+        world.save(lambda rank: [rows(rank, f"t{number}")])  # noqa: B023 (called at once)
+    known = world.coordinator._chunks
+    assert sum(len(slot.lists["nbytes"].flat()) for slot in known._slots) == PLANS_KEPT * SIZE
+    assert sorted(name for slot in known._slots for _, name, _, _ in slot.tables["tensors"]) == sorted(
+        f"t{number}" for number in range(2 * PLANS_KEPT, 3 * PLANS_KEPT)
+    )
+    assert len(world.coordinator._assembled) <= module.INDEXES_KEPT
+
+
+def test_a_file_that_the_root_does_not_see_is_named_with_who_wrote_it() -> None:
+    world = World("unseen")
+    elsewhere = MemoryStorage("unseen-elsewhere")
+    MemoryStorage.clear("unseen-elsewhere")
+    world.ranks[2].where = replace(world.ranks[2].where, to=replace(world.to, storage=elsewhere))
+    with pytest.raises(CommitError, match=r"rank 2 wrote m/00002\..* to mem://unseen-elsewhere, and rank 0"):
+        world.save(lambda rank: [rows(rank, "a")])
+
+
+def test_the_tally_has_every_file_with_its_digests_and_coordinates() -> None:
+    world = World("tally")
+    write_id = paths.new_write_id()
+    told: list[bytes] = []
+    files: list[tuple[str, int, tuple[int, ...], int]] = []
+    blobs: list[tuple[str, dict[str, int] | None]] = []
+    for rank in world.ranks:
+        place = {"dp": rank.rank // 2, "a": -7}
+        names = [
+            paths.data_path("m/ü", rank.rank, write_id, 1),
+            paths.blob_path("x", rank.rank, write_id),
+            paths.blob_path("x", rank.rank, write_id, own=0),
+            paths.blob_path("y", rank.rank, write_id, own=1),
+        ]
+        written = [write_bytes(world.to.storage, name, name.encode() * 3) for name in names]
+        places = [BlobPlace(names[2], place), BlobPlace(names[3], {"rank": rank.rank})]
+        told.append(receipt(rank.where, ["m/ü", "x", "y"], written, b"", None, places, NO_COPIES))
+        files += [(file.path, file.nbytes, tuple(file.digests.tolist()), rank.rank) for file in written]
+        blobs += [(names[1], None), (names[2], place), (names[3], {"rank": rank.rank})]
+    got = tally(unpack(merge_receipts(told))[0], write_id)
+    assert got.items == ("m/ü", "x", "y")
+    assert files == [(*file, rank) for file, rank in zip(map(entry, got.files), got.ranks, strict=True)]
+    assert [(blob.path, blob.coordinate) for blob in got.blobs] == blobs
+    assert got.urls == ["mem://tally"] * SIZE
+    assert len(got.warnings) == 2
+    assert all("of x under one coordinate" in warning for warning in got.warnings)

@@ -1,0 +1,84 @@
+from __future__ import annotations
+
+import random
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+import numpy as np
+import pytest
+from hypothesis import example, given
+from hypothesis import strategies as st
+
+from reknit.engine.packing import MAX_NUMBERS, merge_claims, merge_receipts, pack, unpack
+from reknit.errors import ProtocolError
+from reknit.planner.columns import NOTHING, said
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from reknit.planner.columns import RankColumns
+
+ENDS = (-(1 << 63), -1, 0, 255, 256, 1 << 16, 1 << 32, (1 << 63) - 1)
+
+
+def claims(rank: int) -> bytes:
+    """Return claims, of shards too for every other rank."""
+    own = said(rank, {"write_ids": ["w"]}, {"plan": ([1, 2], ""), "blob_keys": ([rank % 2, 7], "")})
+    shards = said(rank, {}, {"keys": ([rank % 3, 5], ""), "nbytes": ([1, 2], "")})
+    return pack(own, shards if rank % 2 else NOTHING)
+
+
+def receipts(rank: int) -> bytes:
+    """Return a receipt, with chunks for every other rank, of one to three dimensions."""
+    tables: dict[str, list[Any]] = {"urls": ["mem://x"], "items": [f"i{rank % 2}", "j"], "folders": ["j"]}
+    digests = ([rank % 4, 1], "")
+    lists = {"copy": ([3, 4], ""), "low": digests, "high": digests, "digests": ([-1], "")}
+    own = said(rank, tables, lists).with_names("copy_names", ["a", "b"], [0, 1])
+    if rank % 2:
+        return pack(own, NOTHING)
+    shape = (4,) * (1 + rank % 3)
+    chunks = {"tensor": ([0], "tensors"), "nbytes": ([1], ""), "part": ([0], "")}
+    chunks |= {f"{name}.{d}": ([rank], "") for name in ("offset", "length") for d in range(len(shape))}
+    tables = {"tensors": [("j", f"t{len(shape)}", "uint8", shape)], "aliases": [("j", "b", "a")]}
+    return pack(own, said(rank, tables, chunks))
+
+
+@pytest.mark.parametrize(("say", "merge"), [(claims, merge_claims), (receipts, merge_receipts)])
+@given(st.integers(2, 12), st.integers(0, 1 << 30))
+def test_messages_merged_in_any_order_and_in_any_number_of_steps_are_the_same_bytes(
+    say: Callable[[int], bytes], merge: Callable[[list[bytes]], bytes], size: int, seed: int
+) -> None:
+    rng = random.Random(seed)
+    parts = [say(rank) for rank in range(size)]
+    whole = merge(parts)
+    while len(parts) > 1:
+        rng.shuffle(parts)
+        count = rng.randrange(2, len(parts) + 1)
+        parts = [merge(parts[:count]), *parts[count:]]
+    assert parts == [whole]
+    assert unpack(whole)[0].ranks.tolist() == list(range(size))
+
+
+def form(said: RankColumns) -> list[Any]:
+    lists = {name: (*map(np.ndarray.tolist, c[:3]), c.table) for name, c in said.lists.items()}
+    return [said.ranks.tolist(), said.tables, lists]
+
+
+@given(st.lists(st.sampled_from(ENDS) | st.integers(-(1 << 63), (1 << 63) - 1)))
+@example([-(1 << 63), (1 << 63) - 1])
+@example([1 << 62] * 3)
+def test_what_is_packed_is_unpacked(numbers: list[int]) -> None:
+    tensors = [("i", "f", "uint8", (3, 0)), ("i", "g", "uint8", ())]
+    told = said(7, {"tensors": tensors, "places": [("a", "b")], "urls": ["ü"]}, {"n": (numbers, "")})
+    assert [form(section) for section in unpack(pack(told, NOTHING))] == [form(told), form(NOTHING)]
+
+
+@pytest.mark.parametrize("bad", [[0, 0, MAX_NUMBERS + 1, b""], [0, 2, 3, b"four"], [0, 0, -1, b""]])
+def test_a_column_that_says_more_than_it_has_is_refused(bad: list[Any]) -> None:
+    good = [0, 0, 0, b""]
+    with pytest.raises(ProtocolError, match="column"):
+        unpack(msgspec.msgpack.encode([[good, {}, {"n": ["", bad, good, good]}]]))
+
+
+def test_equal_ranks_take_next_to_no_room() -> None:
+    assert len(merge_claims([claims(2 * rank) for rank in range(2000)])) < 5000

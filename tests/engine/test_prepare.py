@@ -1,0 +1,477 @@
+"""What is done ahead of the first save, through the public door: so that it blocks like any other save."""
+
+from __future__ import annotations
+
+import logging
+import os
+import threading
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import pytest
+import torch
+
+import reknit
+from reknit import api, ranks
+from reknit.engine.arena import SharedArena
+from reknit.engine.arenas import Arenas
+from reknit.engine.rehearsal import Rehearsal
+from reknit.storage.memory import MemoryStorage
+from reknit.storage.registry import register
+from reknit.testing.world import run_ranks
+from tests.engine.watched import Watched
+from tests.faults.nursery import agents_of, wait_until
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+
+    from reknit.comm.base import Group
+    from reknit.engine.background import Background
+    from reknit.engine.crew import Crew
+
+LIMIT_S = 60.0
+MIB = 1 << 20
+
+
+def shut(url: str, durability: str) -> MemoryStorage:
+    """Be a store that cannot be opened, where an agent opens it."""
+    if "/only-by-agents" in url and "rank " in threading.current_thread().name:
+        return MemoryStorage("prepared")
+    raise reknit.StorageError("nobody is in")
+
+
+register("shut", lambda url, durability: shut(url, durability))
+
+
+@pytest.fixture(autouse=True)
+def _clean() -> Iterator[None]:
+    yield
+    assert reknit.close(LIMIT_S)
+    MemoryStorage.clear("prepared")
+
+
+class Broken:
+    """An object whose own code fails when it is asked for its state."""
+
+    def __init__(self, error: BaseException) -> None:
+        self._error = error
+
+    def state_dict(self) -> dict[str, Any]:
+        raise self._error
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        raise self._error
+
+
+def state_of(rank: int, value: float = 1.0) -> dict[str, Any]:
+    """Return a state of which no framework knows who else holds what."""
+    model = {f"own.{rank}": np.full(40_000, value, np.float32), "all": np.full(5_000, value)}
+    return {"model": model, "extra": {"epoch": int(value)}}
+
+
+def background_of(group: Group | None = None, *, elsewhere: bool = False) -> Background:
+    return api._backgrounds[group or ranks._ALONE][elsewhere]
+
+
+def crew_of(group: Group | None = None, *, elsewhere: bool = False) -> Crew:
+    crew = background_of(group, elsewhere=elsewhere)._crew
+    assert crew is not None
+    return crew
+
+
+def phases(pending: reknit.PendingSave) -> list[str]:
+    return [record.phase for record in pending.result(LIMIT_S).phases]
+
+
+def outcome(act: Callable[[], object]) -> tuple[str, str]:
+    """Return the type of the error that every rank should raise, and what it says."""
+    try:
+        act()
+    except Exception as error:  # which one is what the test asks
+        return type(error).__name__, str(error)
+    return "", ""
+
+
+@pytest.fixture
+def made(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Return the sizes of the arenas that are made from now on."""
+    sizes: list[int] = []
+    create = SharedArena.create
+
+    def counted(nbytes: int) -> SharedArena:
+        sizes.append(nbytes)
+        return create(nbytes)
+
+    monkeypatch.setattr(SharedArena, "create", counted)
+    return sizes
+
+
+def test_the_first_save_after_it_plans_nothing_makes_no_memory_and_waits_for_no_rank(made: list[int]) -> None:
+    others_may, told = threading.Event(), {}
+
+    def rank(group: Group) -> None:
+        state = state_of(group.rank)
+        reknit.prepare("mem://prepared", state, group=group)
+        sizes = len(made)
+        if group.rank != 1:
+            assert others_may.wait(LIMIT_S)
+        with Watched() as seen:
+            pending = reknit.save("mem://prepared/1", state, wait=False, group=group)
+        others_may.set()
+        assert "assign" not in phases(pending)
+        assert len(made) == sizes == 6
+        told[group.rank] = seen
+
+    run_ranks(3, rank)
+    for seen in told.values():
+        assert seen.agreed == seen.planned == set()
+        assert set(seen.said) == {"Begin", "Planned", "Filled"}
+    with reknit.open("mem://prepared/1") as checkpoint:
+        assert checkpoint.read("model", "own.2").tolist() == [1.0] * 40_000
+    assert reknit.verify("mem://prepared/1", "data").ok
+
+
+def test_it_writes_nothing_and_keeps_nothing_of_the_state(tmp_path: Path) -> None:
+    state = state_of(0)
+    reknit.prepare(tmp_path / "run" / "step_1", state)
+    reknit.prepare("mem://prepared/here", state)
+    assert list(tmp_path.iterdir()) == []
+    assert list(MemoryStorage("prepared").list()) == []
+    for value in state["model"].values():
+        value[:] = 7
+    state["extra"]["epoch"] = 7
+    reknit.save(tmp_path / "run" / "step_1", state, wait=False).result(LIMIT_S)
+    target = state_of(0, 0.0)
+    reknit.load(tmp_path / "run" / "step_1", target)
+    assert target["model"]["own.0"].tolist() == [7.0] * 40_000
+    assert target["extra"] == {"epoch": 7}
+
+
+@pytest.mark.parametrize(
+    ("nbytes", "sizes"), [(10 * MIB, [12 * MIB] * 2), (40 * MIB, [42 * MIB]), (160 * MIB, [64 * MIB])]
+)
+def test_as_much_memory_is_made_as_the_budget_allows(made: list[int], nbytes: int, sizes: list[int]) -> None:
+    options = reknit.SaveOptions(host_nbytes=64 * MIB)
+    state = {"model": {"w": np.arange(nbytes, dtype=np.uint8)}}
+    reknit.prepare("mem://prepared", state, options=options)
+    assert made == sizes
+    assert crew_of().arenas == set(range(1, len(sizes) + 1)), "the agent maps them already"
+    for k in range(2):
+        report = reknit.save(f"mem://prepared/{k}", state, wait=False, options=options).result(LIMIT_S)
+        assert report.streamed is (nbytes > 64 * MIB)
+        with reknit.open(f"mem://prepared/{k}") as checkpoint:
+            assert np.array_equal(checkpoint.read("model", "w"), state["model"]["w"])
+    assert made == sizes
+
+
+def test_the_memory_is_there_before_the_save_writes_to_it() -> None:
+    nbytes = 8 * MIB
+    reknit.prepare("mem://prepared", {"model": {"w": np.zeros(nbytes, np.uint8)}})
+    arenas = background_of()._arenas
+    assert arenas is not None
+    for _ in range(2):
+        lease = arenas.acquire(nbytes, 0.0)
+        assert lease is not None
+        assert not lease.fresh
+        assert os.fstat(lease.arena.fd).st_blocks * 512 >= nbytes
+
+
+def test_a_state_that_has_another_layout_at_the_save_is_planned_anew_in_larger_memory(
+    made: list[int],
+) -> None:
+    def rank(group: Group) -> list[list[str]]:
+        small = {"model": {f"own.{group.rank}": np.ones(9)}}
+        reknit.prepare("mem://prepared", small, group=group)
+        told = []
+        for k in range(4):
+            state = {"model": {f"own.{group.rank}": np.full(MIB, k, np.float64)}}
+            told.append(phases(reknit.save(f"mem://prepared/{k}", state, wait=False, group=group)))
+        told.append(phases(reknit.save("mem://prepared/small", small, wait=False, group=group)))
+        return [[phase for phase in names if phase == "assign"] for names in told]
+
+    assert run_ranks(2, rank) == [[["assign"], [], [], [], []]] * 2
+    wait_until(lambda: len(made) == 8, LIMIT_S)
+    assert sorted(made) == [2 * MIB] * 4 + [10 * MIB] * 4
+    with reknit.open("mem://prepared/3") as checkpoint:
+        assert checkpoint.read("model", "own.1")[-1] == 3
+    assert reknit.verify("mem://prepared/small", "data").ok
+
+
+def test_an_optimizer_before_its_first_step_gets_its_plan_with_the_first_save() -> None:
+    model = torch.nn.Linear(30, 30)
+    optimizer = torch.optim.AdamW(model.parameters())
+    state = {"model": model, "optimizer": optimizer}
+    reknit.prepare("mem://prepared", state)
+    assert not optimizer.state
+    agents = crew_of()
+    model(torch.ones(1, 30)).sum().backward()
+    optimizer.step()
+    saves = [reknit.save(f"mem://prepared/{k}", state, wait=False) for k in range(2)]
+    assert ["assign" in phases(save) for save in saves] == [True, False]
+    assert crew_of() is agents
+
+
+def test_twice_is_as_good_as_once_before_and_after_saves(made: list[int]) -> None:
+    def rank(group: Group) -> None:
+        state = state_of(group.rank)
+        for k in range(3):
+            for _ in range(2):
+                reknit.prepare("mem://prepared", state, group=group)
+            assert "assign" not in phases(reknit.save(f"mem://prepared/{k}", state, wait=False, group=group))
+
+    run_ranks(2, rank)
+    assert len(made) == 4
+    assert reknit.verify("mem://prepared/2", "data").ok
+
+
+def test_while_a_save_is_under_way_what_it_has_stays_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    written = threading.Event()
+    create = MemoryStorage.create
+
+    def late(self: MemoryStorage, path: str, nbytes: int) -> Any:
+        assert written.wait(LIMIT_S)
+        return create(self, path, nbytes)
+
+    monkeypatch.setattr(MemoryStorage, "create", late)
+    saves = [reknit.save(f"mem://prepared/{k}", state_of(0, k), wait=False) for k in range(2)]
+    done = threading.Event()
+
+    def prepare() -> None:
+        reknit.prepare("mem://prepared", {"model": {"w": np.ones(MIB)}})
+        done.set()
+
+    threading.Thread(target=prepare).start()
+    wait_until(lambda: background_of()._count == 3, LIMIT_S)
+    written.set()
+    assert done.wait(LIMIT_S)
+    for k, save in enumerate(saves):
+        save.result(LIMIT_S)
+        with reknit.open(f"mem://prepared/{k}") as checkpoint:
+            assert checkpoint.read("model", "own.0").tolist() == [k] * 40_000
+
+
+def test_without_a_state_agents_are_started_and_no_memory_is_taken(made: list[int], tmp_path: Path) -> None:
+    def rank(group: Group) -> None:
+        reknit.prepare(tmp_path, group=group)
+        agent = crew_of(group, elsewhere=True).link
+        assert agent.pid in agents_of(os.getpid())
+        reknit.save(tmp_path / "1", state_of(group.rank), wait=False, group=group).result(LIMIT_S)
+        assert crew_of(group, elsewhere=True).link is agent
+
+    reknit.prepare(tmp_path)
+    assert made == []
+    run_ranks(2, rank)
+
+
+def test_options_that_change_the_layout_of_files_change_the_plan_and_others_do_not() -> None:
+    state = {"model": {"a": np.zeros(MIB, np.uint8), "b": np.zeros(MIB, np.uint8)}}
+    reknit.prepare("mem://prepared", state)
+    many = reknit.SaveOptions(max_file_nbytes=MIB)
+    other = reknit.SaveOptions(threads=2, check_replicas="all", allow_pickle=True)
+    for options, planned, files in ((other, False, 1), (many, True, 2), (many, False, 2)):
+        save = reknit.save(f"mem://prepared/{files}{planned}", state, wait=False, options=options)
+        assert ("assign" in phases(save)) is planned
+        assert save.result().num_files == files
+
+
+def _bad_value(group: Group) -> dict[str, Any]:
+    return {**state_of(group.rank), "odd": {"value": threading.Lock()}}
+
+
+def _no_mapping(group: Group) -> Any:
+    return [1, 2]
+
+
+def _no_item(group: Group) -> dict[str, Any]:
+    return {"": np.ones(3)}
+
+
+@pytest.mark.parametrize(
+    ("broken", "error", "says"),
+    [
+        (_bad_value, "StateError", "odd/value"),
+        (_no_mapping, "UsageError", "state is a mapping of items, not a list"),
+        (_no_item, "UsageError", "item names are non-empty strings"),
+    ],
+)
+def test_what_cannot_be_saved_on_one_rank_is_told_on_all_and_the_next_call_is_well(
+    broken: Callable[[Group], Any], error: str, says: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    def rank(group: Group) -> tuple[str, str]:
+        wrong = broken(group) if group.rank == 1 else state_of(group.rank)
+        told = outcome(lambda: reknit.prepare("mem://prepared", wrong, group=group))
+        for k in range(2):
+            reknit.save(f"mem://prepared/{k}", state_of(group.rank), wait=False, group=group).result(LIMIT_S)
+        return told
+
+    caplog.set_level(logging.WARNING, "reknit")
+    first, *others = run_ranks(3, rank)
+    assert others == [first, first]
+    assert first[0] == error
+    assert says in first[1]
+    assert "rank 1" in first[1]
+    assert caplog.records == [], "who is told by an exception needs no log"
+
+
+@pytest.mark.parametrize("failure", [ValueError("not now"), KeyboardInterrupt()])
+def test_an_exception_of_the_users_own_code_is_raised_there_and_described_elsewhere(
+    failure: BaseException,
+) -> None:
+    def rank(group: Group) -> str:
+        state = state_of(group.rank)
+        wrong = {**state, "mine": Broken(failure)} if group.rank == 0 else state
+        with pytest.raises(type(failure) if group.rank == 0 else reknit.ReknitError) as caught:
+            reknit.prepare("mem://prepared", wrong, group=group)
+        reknit.save("mem://prepared/1", state, wait=False, group=group).result(LIMIT_S)
+        return str(caught.value)
+
+    _, second = run_ranks(2, rank)
+    assert type(failure).__name__ in second
+    assert "rank 0" in second
+
+
+def test_a_place_that_one_rank_does_not_know_is_told_on_all() -> None:
+    def rank(group: Group) -> tuple[str, str]:
+        path = "nowhere://x" if group.rank == 1 else "/tmp/reknit-not-made"
+        return outcome(lambda: reknit.prepare(path, state_of(group.rank), group=group))
+
+    first, second = run_ranks(2, rank)
+    assert first == second
+    assert first[0] == "UnknownSchemeError"
+    assert "nowhere" in first[1]
+    assert not Path("/tmp/reknit-not-made").exists()
+
+
+@pytest.mark.parametrize("path", ["shut://x", "shut://x/only-by-agents"])
+def test_a_store_that_does_not_open_is_told_on_all(path: str) -> None:
+    def rank(group: Group) -> tuple[str, str]:
+        return outcome(lambda: reknit.prepare(path, state_of(group.rank), group=group))
+
+    for error, message in run_ranks(2, rank):
+        assert error == "StorageError"
+        assert "nobody is in" in message
+
+
+def test_memory_that_one_rank_cannot_have_is_told_on_all(monkeypatch: pytest.MonkeyPatch) -> None:
+    acquire = Arenas.acquire
+
+    def scarce(self: Arenas, nbytes: int, timeout_s: float) -> Any:
+        if threading.current_thread().name == "rank 1":
+            raise MemoryError("no room for 12345 bytes")
+        return acquire(self, nbytes, timeout_s)
+
+    monkeypatch.setattr(Arenas, "acquire", scarce)
+
+    def rank(group: Group) -> str:
+        with pytest.raises(MemoryError if group.rank == 1 else reknit.ReknitError) as caught:
+            reknit.prepare("mem://prepared", state_of(group.rank), group=group)
+        monkeypatch.setattr(Arenas, "acquire", acquire)
+        reknit.save("mem://prepared/1", state_of(group.rank), wait=False, group=group).result(LIMIT_S)
+        return str(caught.value)
+
+    for told in run_ranks(2, rank):
+        assert "no room for 12345 bytes" in told
+
+
+def test_errors_only_warn_when_the_options_say_so(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.WARNING, "reknit")
+    options = reknit.SaveOptions(on_error="warn")
+    reknit.prepare("shut://prepared", state_of(0), options=options)
+    (record,) = caplog.records
+    assert "could not prepare for saves to shut://prepared: nobody is in" in record.getMessage()
+    with pytest.raises(reknit.StateError):
+        reknit.prepare("mem://prepared", {"odd": {"value": threading.Lock()}}, options=options)
+    reknit.save("mem://prepared/1", state_of(0), wait=False, options=options).result(LIMIT_S)
+
+
+def test_what_fails_after_an_interrupted_wait_is_not_raised_by_the_next_save(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def interrupted(*_: Any) -> None:
+        raise KeyboardInterrupt
+
+    def late(_: Rehearsal) -> bytes:
+        raise reknit.CommError("too late")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(reknit.PendingSave, "wait", interrupted)
+        patched.setattr(Rehearsal, "_when_ready", late)
+        with pytest.raises(KeyboardInterrupt):
+            reknit.prepare("mem://prepared", state_of(0))
+        wait_until(lambda: background_of().under_way() == [], LIMIT_S)
+    reknit.save("mem://prepared/1", state_of(0), wait=False).result(LIMIT_S)
+
+
+def test_a_rank_that_saves_instead_is_told_on_all_and_close_mends_it() -> None:
+    def rank(group: Group) -> tuple[str, str]:
+        state = state_of(group.rank)
+        if group.rank == 0:
+            told = outcome(lambda: reknit.prepare("mem://prepared", state, group=group))
+        else:
+            save = reknit.save("mem://prepared/0", state, 0, wait=False, group=group)
+            told = outcome(lambda: save.result(LIMIT_S))
+        closed.wait(LIMIT_S)
+        assert reknit.close(LIMIT_S)
+        closed.wait(LIMIT_S)
+        reknit.save("mem://prepared/1", state, 1, wait=False, group=group).result(LIMIT_S)
+        return told
+
+    closed = threading.Barrier(2)
+    for error, _ in run_ranks(2, rank):
+        assert error == "ProtocolError"
+
+
+def test_agents_that_are_lost_while_it_goes_on_are_replaced(tmp_path: Path) -> None:
+    class KillsItsAgent:
+        def __init__(self, group: Group) -> None:
+            self._group = group
+
+        def state_dict(self) -> dict[str, Any]:
+            pid = crew_of(self._group, elsewhere=True).link.pid
+            assert pid is not None
+            os.kill(pid, 9)
+            return {}
+
+        def load_state_dict(self, state: dict[str, Any]) -> None:
+            """Take nothing."""
+
+    def rank(group: Group) -> list[str]:
+        state = state_of(group.rank)
+        odd = {**state, "odd": KillsItsAgent(group)} if group.rank == 1 else state
+        told = [outcome(lambda: reknit.prepare(tmp_path, odd, group=group))[0]]
+        for k in range(4):
+            save = reknit.save(tmp_path / str(k), state, k, wait=False, group=group)
+            told.append(outcome(lambda: save.result(LIMIT_S))[0])  # noqa: B023 - called at once
+        return told
+
+    for told in run_ranks(3, rank):
+        assert told[0] in ("AgentError", "PeerLostError", "CommError", "GroupClosedError"), told
+        assert told[-2:] == ["", ""], told
+    assert reknit.verify(tmp_path / "3", "data").ok
+
+
+def held() -> tuple[int, int, list[int]]:
+    """Return how many descriptors and threads this process has, and its agents."""
+    return len(os.listdir("/proc/self/fd")), threading.active_count(), agents_of(os.getpid())
+
+
+@pytest.mark.parametrize("well", [True, False])
+def test_when_all_is_closed_nothing_of_it_is_left(tmp_path: Path, well: bool) -> None:
+    def turn() -> None:
+        state = state_of(0) if well else {**state_of(0), "odd": {"value": threading.Lock()}}
+        told = outcome(lambda: reknit.prepare(tmp_path, state))
+        assert (told[0] == "") is well
+        assert len(agents_of(os.getpid())) == 1
+        assert reknit.close(LIMIT_S)
+
+    def mapped() -> bool:
+        return "reknit-arena" in Path("/proc/self/maps").read_text()
+
+    turn()  # whatever is loaded once stays
+    wait_until(lambda: not agents_of(os.getpid()), LIMIT_S)
+    before = held()
+    for _ in range(3):
+        turn()
+    wait_until(lambda: held() == before, LIMIT_S, lambda: f"{before} became {held()}")
+    assert not mapped()

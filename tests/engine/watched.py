@@ -1,0 +1,55 @@
+"""What does the thread that trains do while it saves?  Every function of reknit that it calls is noted."""
+
+from __future__ import annotations
+
+import sys
+from typing import TYPE_CHECKING, Any
+
+from reknit.engine.channel import Channel
+
+if TYPE_CHECKING:
+    from types import FrameType
+
+_LOCAL = {"shard_key", "check_manifest"}
+"""Functions of the rooms below that, with all that they call, only look at this rank's own values."""
+
+_AGREEING = ("reknit.comm.", "reknit.engine.coordinator", "reknit.engine.receipt", "reknit.engine.commit")
+
+
+class Watched:
+    """Notes what this thread calls in a ``with`` block.
+
+    `agreed`: of what agrees with other ranks, commits, or waits for them.  `planned`: of what plans.  `said`:
+    the messages to the agent.
+    """
+
+    def __init__(self) -> None:
+        self.agreed: set[str] = set()
+        self.planned: set[str] = set()
+        self.said: list[str] = []
+        self._local: FrameType | None = None
+
+    def __enter__(self) -> Watched:
+        sys.setprofile(self._note)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        sys.setprofile(None)
+
+    def _note(self, frame: FrameType, event: str, _: Any) -> None:
+        code = frame.f_code
+        module, name = str(frame.f_globals.get("__name__", "")), code.co_name
+        if frame is self._local and event == "return":
+            self._local = None
+        if event != "call" or self._local is not None or name == "__init__":
+            return
+        if name in _LOCAL and module.startswith("reknit."):
+            self._local = frame
+        elif code is Channel.send.__code__:
+            self.said.append(type(frame.f_locals["message"]).__name__)
+        elif module.startswith("reknit.planner.") or (
+            module == "reknit.engine.outline" and name == "outline"
+        ):
+            self.planned.add(f"{module}.{name}")
+        elif module.startswith(_AGREEING) or name in ("owners", "ask"):
+            self.agreed.add(f"{module}.{name}")
