@@ -100,7 +100,8 @@ class RoundMachine:
         if len(answers) != len(self._subtree.ranks):
             return self._finish(held, faults.miscounted(held.heading, len(answers), len(self._subtree.ranks)))
         # Perhaps someone did not wait for the answer.
-        return self._finish(held, self._visits.obstacle(held.heading, self.rank) or answers)
+        objection = self.broken or self._visits.obstacle(held.heading, self.rank)
+        return self._finish(held, answers if objection is None else objection)
 
     def leave(self, error: BaseException, now: float) -> list[Effect]:
         """End this rank's round since it stopped waiting: Ctrl-C, a bug; all others are to hear of it."""
@@ -181,10 +182,9 @@ class RoundMachine:
         held = self._round
         for report in self._visits.end(lambda number: held is None or number != held.heading.number):
             effects.append(SendOutcome(report.sender, report.outcome(error=error)))
-        if held is not None and held.state == "wait":
-            # The outcome may be on its way, from a rank that closed right after.
-            held.until = min(held.until, now + faults.GRACE_S)
-        elif held is not None:
+        # What rank 0 is deciding, or has decided, may be a commit.  All ranks hear how it ended as long as
+        # the rank above them is there; if it is not, the end of the call to it says so.
+        if held is not None and held.state == "collect":
             effects += self._finish(held, error)
         return effects
 

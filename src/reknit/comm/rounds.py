@@ -95,7 +95,9 @@ class Rounds:
                     return effect.outcome
                 if isinstance(effect, Decide):
                     # Outside the lock, since others may give up or close meanwhile.
-                    self._put(self._machine.decided, effect.number, list(decide(effect.requests)))
+                    broken = self._machine.broken
+                    answers = list(decide(effect.requests)) if broken is None else broken
+                    self._put(self._machine.decided, effect.number, answers)
                 else:
                     self._report(effect.report, again=asked)
                     asked = True
@@ -119,8 +121,6 @@ class Rounds:
                     self._take(self._machine.tick(monotonic()))
                 else:
                     self._changed.wait(min(wait_s, faults.FOREVER_S))
-            if isinstance(self._due[0], Decide) and len(self._due) > 1:
-                self._due.popleft()  # the round failed before it was decided
             return self._due.popleft()
 
     def _rest(self) -> list[SendReport | Decide | Done]:

@@ -174,9 +174,13 @@ def commit_round(
     except BaseException as error:  # Ctrl-C too: what was written is part of a checkpoint, or litter
         coordinator.give_up()  # before the look at what is committed, which is then the last word
         committed = _clean_up(where, write_id, written, error, sent=bool(sent))
-        if not committed or not isinstance(error, CommError):
+        # That somebody was interrupted after the commit, or is gone, takes nothing away from it.
+        elsewhere = isinstance(error, CommError) or type(error) is ReknitError
+        if not committed or not elsewhere:
             raise
-        outcome = messages.Outcome(0, ["the checkpoint is committed, but the root's answer was lost"])
+        outcome = messages.Outcome(
+            0, [f"the checkpoint is committed, but the root's answer was lost: {error}"]
+        )
     return outcome, written
 
 
