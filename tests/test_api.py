@@ -8,6 +8,7 @@ import random
 import re
 import subprocess
 import sys
+import time
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -15,6 +16,7 @@ import pytest
 import torch
 
 import reknit
+from reknit.comm.base import SoloGroup
 from reknit.engine.write import write_bytes
 from reknit.errors import CorruptError
 from reknit.format import paths
@@ -723,3 +725,15 @@ def test_opening_a_checkpoint_to_look_into_it_is_a_phase(path: Path, tmp_path: P
         pass
     records = [json.loads(line) for line in events.read_text().splitlines()]
     assert [(r["action"], r["phase"], r["outcome"]) for r in records] == [("read", "open", "ok")]
+
+
+def test_a_process_may_save_over_what_another_one_saved_after_its_own_last_save(tmp_path: Path) -> None:
+    path = tmp_path / "x"
+    reknit.save(path, {"x": 1})
+    other = SoloGroup(int(time.time() * 1000))  # a job that began later
+    reknit.save(path, {"x": 2}, overwrite=True, group=other)
+    time.sleep(0.002)
+    reknit.save(path, {"x": 3}, overwrite=True)
+    state = {"x": 0}
+    reknit.load(path, state)
+    assert state == {"x": 3}

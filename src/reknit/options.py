@@ -101,8 +101,8 @@ class CommOptions:
     its name leads to, or of its first interface.
 
     `generation`: a number that is higher in each run of a job than in those before it, the same on all ranks;
-    None for the time at which the ranks met.  `tls`: certificates, None for plain connections, which any
-    listener in the network can read.
+    None for the time at which the ranks met (or at which a process that is alone began its save).  `tls`:
+    certificates, None for plain connections, which any listener in the network can read.
 
     Ranks meet once, at the first save or load of a process group; the options of that call count for all
     later ones.

@@ -165,7 +165,6 @@ def _judge(trainers: Sequence[Child], root: Path, plan: Plan, phase: str) -> Out
 def _check_litter(root: Path, plan: Plan, visible: set[int]) -> None:
     """Check that the next save to a path clears away what a killed one left there."""
     import reknit
-    from reknit.comm.base import SoloGroup
     from tests.faults.trainers import state
 
     for step in range(STEPS):
@@ -174,8 +173,7 @@ def _check_litter(root: Path, plan: Plan, visible: set[int]) -> None:
             for path in folder.rglob(".*.tmp"):
                 os.utime(path, (0, 0))  # only old ones are swept: a young one may be in use
             options = reknit.SaveOptions(durability="process")
-            # The process of this test is older than the job; as a new run of it, it needs a new group.
-            reknit.save(folder, state(step, plan.size, plan.nbytes), step, options=options, group=SoloGroup())
+            reknit.save(folder, state(step, plan.size, plan.nbytes), step, options=options)
             files = [path for path in folder.rglob("*") if path.is_file()]
             assert len(files) == 4, f"litter stays: {sorted(map(str, files))}"
             return

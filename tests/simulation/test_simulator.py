@@ -17,7 +17,7 @@ from msgspec.structs import replace
 from reknit.comm.machine import RoundMachine
 from reknit.errors import CommError, StorageError
 from reknit.monitor import phase
-from reknit.testing import sim_job, sim_oracle
+from reknit.testing import sim_clock, sim_job, sim_oracle
 from reknit.testing.faulty_storage import Fault
 from reknit.testing.sim_clock import EPOCH_S, TRACE_LINES, Schedule
 from reknit.testing.sim_process import Process
@@ -160,7 +160,16 @@ def test_a_violation_tells_how_to_repeat_it_and_what_happened_last(monkeypatch: 
     command = shlex.split(text.split("To repeat it:\n")[1].splitlines()[0])
     assert command[:2] == ["python", "-c"]
     assert "simulate(11, ranks=2, fan_out=2, hosts=2" in command[2]
-    subprocess.run([sys.executable, *command[1:]], check=True)  # where nothing is broken, it runs
+    # Where nothing is broken, it runs.
+    subprocess.run([sys.executable, *command[1:]], check=True, timeout=100)
+
+
+def test_a_rank_that_looks_at_the_clock_for_ever_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sim_clock, "MAX_AT_ONCE", 10_000)
+    monkeypatch.setattr(RoundMachine, "next_at", 0.5)
+    monkeypatch.setattr(RoundMachine, "tick", lambda self, now: [])
+    with pytest.raises(Violation, match="no end of it"):
+        simulate(1, ranks=3, faults=(Crash(2, 1, silent=True),))
 
 
 def test_a_rank_that_waits_beyond_its_deadline_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:

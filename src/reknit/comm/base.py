@@ -77,7 +77,7 @@ class SoloGroup:
     broken = False
 
     def __init__(self, generation: int | None = None) -> None:
-        self._generation = generation
+        self.given = generation
 
     @property
     def topology(self) -> Topology:
@@ -86,10 +86,12 @@ class SoloGroup:
 
     @property
     def generation(self) -> int:
-        """What was given, or else the time in ms at which it was first asked for."""
-        if self._generation is None:
-            self._generation = int(now() * 1000)
-        return self._generation
+        """What was given, or else the time in ms: what a process does alone is as new as the moment.
+
+        Nobody tells a process that is alone that it was started again; what it may know is that a later save
+        of another process has come before its own.
+        """
+        return int(now() * 1000) if self.given is None else self.given
 
     def exchange(
         self,

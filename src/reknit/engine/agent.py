@@ -156,6 +156,7 @@ class Agent:
         quiet_grpc()
         from reknit.comm.tree import TreeGroup  # gRPC is loaded only when there is someone to talk to
 
+        assert join.generation is not None
         try:
             self._seat = TreeGroup.listen(
                 join.rank,

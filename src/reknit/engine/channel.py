@@ -27,14 +27,15 @@ class Message(msgspec.Struct, array_like=True, tag=True):
 class Join(Message):
     """To the agent: open a server for the agents below, as a rank of this group of agents.
 
-    `hosts` and `fan_out` are those of the trainers' tree, which is the agents' too.
+    `hosts` and `fan_out` are those of the trainers' tree, which is the agents' too, and so is `generation`;
+    it is None for a process that is alone and was given none.
     """
 
     job: str
     rank: int
     hosts: list[int]
     fan_out: int
-    generation: int
+    generation: int | None
     comm: dict[str, Any]
     low_priority: bool
 

@@ -68,7 +68,8 @@ class Crew:
             links.append(AgentLink(group.rank, in_process=in_process, send_timeout_s=options.timeout_s))
             settings, low = dataclasses.asdict(_where(group, options.comm)), options.priority == "low"
             hosts, fan_out = group.topology.hosts.tolist(), group.topology.fan_out
-            join = say.Join(FORM_ROUND, group.rank, hosts, fan_out, group.generation, settings, low)
+            generation = group.given if isinstance(group, comm.SoloGroup) else group.generation
+            join = say.Join(FORM_ROUND, group.rank, hosts, fan_out, generation, settings, low)
             seated = links[0].ask(join, patience_s)
             assert isinstance(seated, say.Seated)
             return messages.encode(messages.Seat(seated.address, seated.above, number()))
@@ -131,7 +132,7 @@ def side_group(group: comm.Group, options: SaveOptions) -> comm.Group:
     Raises `CommError`.
     """
     if group.size == 1:
-        return comm.SoloGroup(group.generation)
+        return comm.SoloGroup()
     quiet_grpc()
     from reknit.comm.tree import TreeGroup  # gRPC is loaded only when there is someone to talk to
 

@@ -15,6 +15,9 @@ if TYPE_CHECKING:
 TRACE_LINES = 50
 """How many of the last events a violation tells."""
 
+MAX_AT_ONCE = 1_000_000
+"""More events than ever happen at one moment: who waits for a moment that is over waits for ever."""
+
 EPOCH_S = 1_700_000_000.0
 """The date on which every simulation begins, in seconds since the epoch."""
 
@@ -62,10 +65,14 @@ class Schedule:
 
     def run(self, *, until_s: float) -> None:
         """Let everything happen until there is nothing more; raises `Violation` when that lasts too long."""
+        here = 0
         while self._heap:
             moment, _, action = heapq.heappop(self._heap)
             if moment > until_s:
                 raise Violation(f"the simulated job still does something after {until_s:g} virtual seconds")
+            here = here + 1 if moment == self.moment else 0
+            if here > MAX_AT_ONCE:
+                raise Violation(f"{here} events happen at the same moment, and no end of it")
             self.moment = moment
             self.events += 1
             action()

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import base64
-import io
 import json
 from collections import Counter
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
+import pyarrow as pa
 import pyarrow.parquet as pq
 import xxhash
 
@@ -155,7 +155,7 @@ def _check_tensors(disk: Disk, folder: str, document: dict[str, Any]) -> None:
     """Put every tensor together from the rows of the index, and compare it with what was saved."""
     about = document["metadata"]
     wanted = tensors(about["ranks"], about["run"], about["save"])
-    index = io.BytesIO(disk.files[f"{folder}/{document['index']}"])
+    index = pa.BufferReader(disk.files[f"{folder}/{document['index']}"])
     found = {name: np.zeros(len(whole), np.int64) for name, whole in wanted.items()}
     for row in pq.ParquetFile(index).read(use_threads=False).to_pylist():
         if row["item"] != ITEM or row["fqn"] not in wanted:

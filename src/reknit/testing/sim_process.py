@@ -70,7 +70,7 @@ class Process:
         """How many steps that were planned to befall it did not come."""
         return len(self._plan)
 
-    def start(self, work: Callable[[], None]) -> None:
+    def start(self, work: Callable[[], object]) -> None:
         """Let its own code begin, now."""
         self._hub = greenlet.getcurrent()
         self._own = greenlet.greenlet(partial(self._live, work))
@@ -78,7 +78,7 @@ class Process:
         self._own.gr_context = copy_context()
         self.schedule.after(0.0, partial(self._resume, self._ticket))
 
-    def _live(self, work: Callable[[], None]) -> None:
+    def _live(self, work: Callable[[], object]) -> None:
         try:
             self.hold()
             work()
