@@ -13,6 +13,7 @@ from reknit.errors import (
     CommitError,
     DeadlineError,
     ReknitError,
+    StorageError,
     StorageNotFoundError,
 )
 from reknit.format import paths
@@ -27,6 +28,7 @@ if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
     from reknit.engine.tally import Tally
+    from reknit.engine.write import Written
     from reknit.storage.base import Storage
     from reknit.types.manifest import BlobFile, Index
 
@@ -90,7 +92,7 @@ def commit(
     storage, files = destination.storage, told.files
     mine = Marker(destination.generation, write_id)
     _check_files(storage, told, mine)
-    written = write_bytes(storage, paths.index_path(write_id), encode_index(index))
+    written = _write_index(storage, mine, encode_index(index))
     try:
         files = [*files, FileEntry(written.path, written.nbytes, tuple(written.digests.tolist()))]
         data = encode_manifest(_manifest(destination, write_id, told.items, files, tuple(told.blobs)))
@@ -167,6 +169,16 @@ def _check_files(storage: Storage, told: Tally, mine: Marker) -> None:
             remedy="give every rank the same path, in a folder that all hosts share, and let only one "
             "save at a time write to it",
         )
+
+
+def _write_index(storage: Storage, mine: Marker, data: bytes) -> Written:
+    """Write the index; who finds it cleared away under his hands is told by whom."""
+    try:
+        return write_bytes(storage, paths.index_path(mine.write_id), data)
+    except StorageError as error:
+        if _size(storage, mine.path) is None:
+            raise fenced_off(storage, mine) from error
+        raise
 
 
 def _size(storage: Storage, path: str) -> int | None:
