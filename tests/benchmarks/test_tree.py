@@ -1,0 +1,28 @@
+"""Saves between hosts that are far from each other, over wires that lose packets and break."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import pytest
+
+from benchmarks.tree.run import hosts
+from benchmarks.tree.wire import why_not
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+
+def test_saves_over_bad_wires_are_whole_and_a_cut_one_is_a_typed_error_in_time(tmp_path: Path) -> None:
+    if reason := why_not():
+        pytest.skip(reason)
+    found = hosts(tmp_path)
+    assert found["packets"]["lost"] > 0
+    assert found["saved_on_bad_wires"]
+    cut = found["cut"]
+    assert cut["ranks_with_an_error"] == found["ranks"]
+    assert set(cut["errors"]) <= {"CommError", "DeadlineError"}
+    assert cut["within_deadline"], cut
+    assert found["saved_after_mending"]
+    assert found["committed"] >= 4
+    assert found["all_sound"]
