@@ -248,7 +248,7 @@ def test_an_interrupt_behind_the_commit_takes_nothing_of_the_checkpoint_away(tmp
             return type(error).__name__
         return "ok"
 
-    assert run_ranks(SIZE, rank) == ["KeyboardInterrupt", "ReknitError", "ReknitError"]
+    assert run_ranks(SIZE, rank) == ["KeyboardInterrupt", "ok", "ok"], "what is committed did not fail"
     assert value_in(inner) == 2
 
 
