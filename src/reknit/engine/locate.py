@@ -154,6 +154,7 @@ def _asked(sought: Sought) -> messages.Asked:
     checkpoint, wanted, fills, problems = sought[1:5]
     index = checkpoint.index
     taken = {index.tensors[fill.tensor][:2] for fill in fills} | {alias[:2] for alias in wanted.aliases}
+    taken.update(wanted.superseded)
     mentioned = {name for name, _ in problems.mismatched} | problems.resized.keys()
     refused = [key for key in index.ids if mentioned and full_name(*key) in mentioned and key not in taken]
     boxes = [(fill.tensor, fill.box.offsets, fill.box.lengths) for fill in fills]

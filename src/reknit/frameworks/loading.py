@@ -15,7 +15,7 @@ from reknit.types.shard import Shard, full_name
 from reknit.types.wanted import matches
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Hashable, Mapping
+    from collections.abc import Callable, Hashable, Mapping, Sequence
 
     from reknit.frameworks.walk import Assign, Place, View
     from reknit.types.shard import TensorSpec
@@ -33,11 +33,15 @@ class Found(NamedTuple):
 
 @dataclass
 class _Request:
-    """Memory to fill, under all the names that the target has for it; `resize`: also from another shape."""
+    """Memory to fill, under all the names that the target has for it; `resize`: also from another shape.
+
+    `instead` are names that are looked for where the checkpoint has none of these.
+    """
 
     view: View
     resize: bool = False
     places: list[Place] = field(default_factory=list)
+    instead: list[Place] = field(default_factory=list)
 
 
 @dataclass
@@ -55,6 +59,8 @@ class Loading(Walk):
     _requests: dict[Hashable, _Request] = field(default_factory=dict)
     _own: dict[tuple[str, frozenset[tuple[str, int]]], Mapping[str, Any]] = field(default_factory=dict)
     _resizable: list[Entry] = field(default_factory=list)
+    _better: dict[Place, Place] = field(default_factory=dict)
+    _superseded: list[Entry] = field(default_factory=list)
     _used: set[str] = field(default_factory=set)
 
     def visit(self, value: Any, place: Place, assign: Assign) -> None:
@@ -88,12 +94,28 @@ class Loading(Walk):
         if self.takes(place):
             self.view(self.look(tensor, place, fill=True), place, tensor)
 
-    def view(self, view: View, place: Place, tensor: Any, *, resize: bool = False) -> None:
-        """Ask for a tensor that was looked at already; with `resize` whatever the saved shape."""
+    def view(
+        self,
+        view: View,
+        place: Place,
+        tensor: Any,
+        *,
+        resize: bool = False,
+        instead: Sequence[Place] = (),
+    ) -> None:
+        """Ask for a tensor that was looked at already; with `resize` whatever the saved shape.
+
+        Where the checkpoint has no tensor of this name, the first is taken that it has of those in `instead`.
+        """
         if self.claim_name(place, ("tensor", view.memory), tensor):
             request = self._requests.setdefault((place.item, view.memory), _Request(view))
             request.places.append(place)
+            request.instead += instead
             request.resize |= resize or self.may_resize(place)
+
+    def prefer(self, better: Place, places: Sequence[Place]) -> None:
+        """Fill what is wanted under these names from `better`, where it was saved in another precision."""
+        self._better |= dict.fromkeys(places, better)
 
     def value(self, place: Place) -> Found:
         """Ask for a saved value; its absence is recorded, except where it is not to be loaded."""
@@ -191,6 +213,7 @@ class Loading(Walk):
             tuple(self.notes),
             tuple(self.taken_back),
             resizable=tuple(self._resizable),
+            superseded=tuple(self._superseded),
             idle=tuple(pattern for pattern in self.catalog.terms.only if pattern not in self._used),
             deliver=self._deliver,
         )
@@ -198,6 +221,10 @@ class Loading(Walk):
     def _settle(self, request: _Request, shards: list[Shard], aliases: list[Remark]) -> None:
         """Take a tied tensor under the first of its names that the checkpoint has."""
         saved = [place for place in request.places if self.spec(place) is not None]
+        saved = saved or [place for place in request.instead if self.spec(place) is not None][:1]
+        if saved and (better := self._more_exact(saved[0], request)) is not None:
+            self._superseded += [(place.item, place.fqn) for place in saved]
+            saved = [better]
         if not saved:
             self.report_missing(request.places[0], "the checkpoint does not have it")
             return
@@ -224,6 +251,16 @@ class Loading(Walk):
         comes = same or (self.catalog.terms.cast and converts(spec.dtype, view.spec.dtype))
         if view.settle is not None and comes:
             self._actions.insert(0, view.settle)
+
+    def _more_exact(self, saved: Place, request: _Request) -> Place | None:
+        """Return what is to be taken in place of a saved tensor of another precision, where there is that."""
+        spec = self.spec(saved)
+        if spec is None or spec.dtype == request.view.spec.dtype:
+            return None
+        better = next((self._better[place] for place in request.places if place in self._better), None)
+        if better is not None:
+            self.note(saved, f"it has another precision in the checkpoint: taken from {better}")
+        return better
 
     def _deliver(self) -> None:
         for action in self._actions:

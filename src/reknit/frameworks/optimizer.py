@@ -10,7 +10,7 @@ import torch
 
 from reknit.frameworks import dtensor, optimizer_flat, tree
 from reknit.frameworks.neutral import to_neutral
-from reknit.frameworks.optimizer_slots import HOW, Slot, Slots, is_state_dict, read
+from reknit.frameworks.optimizer_slots import HOW, MASTER, Reader, Slot, Slots
 from reknit.frameworks.stateful import rebuild, skeleton, tensors_of
 from reknit.frameworks.torch_tensor import torch_dtype
 
@@ -22,21 +22,25 @@ if TYPE_CHECKING:
 
 
 class OptimizerAdapter:
-    """torch optimizers, and their own raw state dicts where those tell the parameters' names.
+    """Optimizers of the kind that `reader` knows.
 
-    `state/<parameter>/<name>` is a state of a parameter, `param_groups/<parameter>` the options of its group,
-    and `shared/<name>` what belongs to no parameter.
+    `state/<parameter>/<name>` is a state of a parameter, `state/<parameter>/master` its master weights where
+    the optimizer keeps some, `param_groups/<parameter>` the options of its group, and `shared/<name>` what
+    belongs to no parameter.
     """
 
     unites = True
 
+    def __init__(self, reader: Reader) -> None:
+        self._reader = reader
+
     def matches(self, value: Any) -> bool:
-        """Tell whether this is an optimizer."""
-        return isinstance(value, torch.optim.Optimizer) or is_state_dict(value)
+        """Tell whether this is such an optimizer."""
+        return self._reader.matches(value)
 
     def collect(self, value: Any, place: Place, saving: Saving) -> None:
         """Collect states and options.  Takes no step, and leaves the optimizer as it is."""
-        slots = read(value, place, saving)
+        slots = self._reader.read(value, place, saving)
         groups, states = place.child("param_groups"), place.child("state")
         options: dict[int, Any] = {}
         for slot in slots.each:
@@ -49,12 +53,14 @@ class OptimizerAdapter:
             below = states.child(slot.name)
             for name, state in slots.state_of(slot).items():
                 _collect_state(state, below.child(name), slot, saving)
+            if slot.master is not None:
+                _collect_state(slot.master, below.child(MASTER), slot, saving)
         for name, state in slots.shared().items():
             _collect_state(state, place.child("shared", name), None, saving)
 
     def wanted(self, value: Any, place: Place, loading: Loading, assign: Assign) -> None:
         """Fill states where there are some, make those that are not there yet, and take over the options."""
-        slots = read(value, place, loading)
+        slots = self._reader.read(value, place, loading)
         saved = _Saved(place, loading)
         for group in slots.groups:
             _want_options(group, slots, place, loading)
@@ -62,6 +68,7 @@ class OptimizerAdapter:
         for slot in slots.each:
             if _has_nothing(slot):
                 continue
+            _want_master(slot, place.child("state", slot.name, MASTER), loading)
             if slot.joint:
                 joints.setdefault(slot.key, []).append(slot)
             elif saved.knows(slot.name):
@@ -72,6 +79,8 @@ class OptimizerAdapter:
                 optimizer_flat.Joint(slots, members, place, loading).want(states)
         for name in dict.fromkeys([*slots.shared(), *saved.shared]):
             _want_shared(name, slots, place, loading)
+        if slots.deliver is not None:
+            loading.later(slots.deliver)
 
 
 def _has_nothing(slot: Slot) -> bool:
@@ -128,7 +137,7 @@ class _Saved:
                 self.shared.append(tree.unescape(fqn.removeprefix(shared)))
             parameter, _, name = fqn.removeprefix(states).partition("/")
             # A deeper name is a tensor inside a nested state, which that state's own value asks for.
-            if fqn.startswith(states) and name and "/" not in name:
+            if fqn.startswith(states) and name and "/" not in name and name != MASTER:
                 self._states.setdefault(parameter, []).append(name)
 
     def knows(self, name: str) -> bool:
@@ -138,6 +147,19 @@ class _Saved:
     def states(self, name: str) -> list[str]:
         """Return the names (path elements) of a parameter's saved states."""
         return self._states.get(tree.escape(name, str(self._place)), [])
+
+
+def _want_master(slot: Slot, at: Place, loading: Loading) -> None:
+    """Ask for master weights: where none were saved the parameter is the truth, where none are kept they are.
+
+    What was saved in the precision that the parameter has here is taken as it is.
+    """
+    if slot.master is not None:
+        if loading.takes(at):
+            view = _view(slot.master, slot, at, loading, fill=True)
+            loading.view(view, at, slot.master, instead=slot.places)
+    elif loading.spec(at) is not None:
+        loading.prefer(at, slot.places)
 
 
 def _want_states(slot: Slot, slots: Slots, saved: _Saved, place: Place, loading: Loading) -> None:

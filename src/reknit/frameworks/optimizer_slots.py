@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
+import torch
 from torch import nn
 
 from reknit.errors import StateError
@@ -12,9 +13,7 @@ from reknit.frameworks import ddp, torch_private, zero_redundancy
 from reknit.frameworks.members import parameters, without_wrappers
 
 if TYPE_CHECKING:
-    from collections.abc import Hashable, Iterator, Mapping, MutableMapping
-
-    import torch
+    from collections.abc import Callable, Hashable, Iterator, Mapping, MutableMapping
 
     from reknit.frameworks.flat import FlatPart
     from reknit.frameworks.members import Named
@@ -25,6 +24,9 @@ HOW = frozenset({"foreach", "fused", "capturable", "differentiable"})
 
 _NOT_OPTIONS = HOW | {"params", "param_names"}
 
+MASTER = "master"
+"""Name of the master weights of a parameter, among its states."""
+
 
 @dataclass(frozen=True, slots=True)
 class Slot:
@@ -33,7 +35,8 @@ class Slot:
     `key` is its key in the optimizer's `state`, `places` where modules have it: several where it is tied.
     `flat` tells which elements this rank holds of one that is flattened, and `counter` which ranks have its
     counters; several slots are `joint` where they have one key together.  `kept` tells whether this rank
-    keeps the states at all.
+    keeps the states at all.  `master` are the weights of higher precision that the optimizer works on, where
+    it has some beside the parameter, in the form of the states.
     """
 
     name: str
@@ -46,6 +49,7 @@ class Slot:
     counter: Replicas = None
     joint: bool = False
     kept: bool = True
+    master: torch.Tensor | None = None
 
     @property
     def shape(self) -> tuple[int, ...] | None:
@@ -61,11 +65,15 @@ class Slot:
 
 @dataclass(frozen=True, slots=True)
 class Slots:
-    """An optimizer, or its raw state dict, as its parameters."""
+    """An optimizer, or its raw state dict, as its parameters.
+
+    `deliver` runs when `state` and `groups` are filled, where the optimizer keeps them in another form.
+    """
 
     state: MutableMapping[Any, Any]
     groups: list[dict[str, Any]]
     each: tuple[Slot, ...]
+    deliver: Callable[[], None] | None = None
 
     def state_of(self, slot: Slot) -> Mapping[Any, Any]:
         """Return the states of a parameter by name; empty where it has none.  Adds no entry."""
@@ -83,6 +91,28 @@ class Slots:
         """Return what the optimizer keeps for no parameter in particular."""
         taken = {slot.key for slot in self.each if isinstance(slot.key, str)}
         return {key: value for key, value in self.state.items() if isinstance(key, str) and key not in taken}
+
+
+class Reader(Protocol):
+    """One kind of optimizers."""
+
+    def matches(self, value: Any) -> bool:
+        """Tell whether this is an optimizer of this kind."""
+
+    def read(self, value: Any, place: Place, walk: Walk) -> Slots:
+        """Return its parameters by name, without a message; raises `StateError` where there is no name."""
+
+
+class TorchOptimizers:
+    """torch optimizers, and their own raw state dicts where those tell the parameters' names."""
+
+    def matches(self, value: Any) -> bool:
+        """Tell whether this is one of them."""
+        return isinstance(value, torch.optim.Optimizer) or is_state_dict(value)
+
+    def read(self, value: Any, place: Place, walk: Walk) -> Slots:
+        """Return the parameters by name.  Raises `StateError` where a name cannot be known."""
+        return read(value, place, walk)
 
 
 def is_state_dict(value: Any) -> bool:

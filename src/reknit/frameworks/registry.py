@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Mapping, MutableMapping
+from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 from reknit.errors import StateError
@@ -21,6 +22,15 @@ if TYPE_CHECKING:
     from reknit.types.manifest import Catalog
     from reknit.types.shard import Holdings
     from reknit.types.wanted import Wanted
+
+_FRAMEWORKS = (
+    # one line for each
+    ("torch", "torch_objects"),
+)
+"""A module that makes a framework's objects, and the file here that knows them, in the order of asking.
+
+A framework that is not imported yet can have no object in any state.
+"""
 
 
 def collect(
@@ -80,22 +90,14 @@ def _world(rank: int, size: int, ranks: Sequence[int] | None) -> World:
 
 
 def _adapters() -> tuple[tuple[Adapter, ...], tuple[Arrays, ...]]:
-    """Return the adapters in the order in which they are asked, and the libraries whose tensors are known.
-
-    torch's are among them only where torch is imported already: without it, no state can hold its objects.
-    """
-    libraries: tuple[Arrays, ...] = (NumpyArrays(),)
-    modules: tuple[Adapter, ...] = ()
-    if "torch" in sys.modules:
-        from reknit.frameworks.module import ModuleAdapter
-        from reknit.frameworks.optimizer import OptimizerAdapter
-        from reknit.frameworks.torch_tensor import TorchArrays
-
-        libraries = (TorchArrays(), *libraries)
-        modules = (ModuleAdapter(), OptimizerAdapter())
+    """Return the adapters in the order of asking, and the libraries whose tensors are known."""
+    found = [
+        import_module(f"reknit.frameworks.{file}") for needs, file in _FRAMEWORKS if needs in sys.modules
+    ]
+    libraries = (*(one for module in found for one in getattr(module, "libraries", tuple)()), NumpyArrays())
     adapters: tuple[Adapter, ...] = (
         PerRankAdapter(),
-        *modules,
+        *(one for module in found for one in module.adapters()),
         StatefulAdapter(),
         TensorAdapter(libraries),
         ContainerAdapter(),

@@ -48,6 +48,7 @@ class Wanted:
     of world.
     `resizable`: (item, fqn) of wanted tensors that take what they have in common with a saved one of another
     shape.
+    `superseded`: (item, fqn) of saved tensors that are not needed, for another one says more.
     `idle`: patterns of `Terms.only` that match no name of this rank's target.
     `deliver`: called with nothing once every byte has arrived; puts values into the live objects.  Until then
     nothing live has changed but the memory behind `shards`.
@@ -62,5 +63,6 @@ class Wanted:
     notes: tuple[tuple[str, str, str], ...] = ()
     own: tuple[tuple[str, str], ...] = ()
     resizable: tuple[tuple[str, str], ...] = ()
+    superseded: tuple[tuple[str, str], ...] = ()
     idle: tuple[str, ...] = ()
     deliver: Callable[[], None] = field(default=lambda: None)
