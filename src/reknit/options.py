@@ -4,14 +4,11 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Literal
+from typing import Any, Literal, Protocol, runtime_checkable
 
 from reknit.errors import UsageError
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
 
 MIB = 1 << 20
 GIB = 1 << 30
@@ -20,6 +17,28 @@ Durability = Literal["process", "power"]
 
 ANYWHERE = ("0.0.0.0", "::")
 """The addresses that stand for all that a host has."""
+
+
+@runtime_checkable
+class Transform(Protocol):
+    """A rule of `reknit.transforms`, where it says what these are."""
+
+    @property
+    def optional(self) -> bool:
+        """Whether it may match nothing."""
+
+    @property
+    def keeps(self) -> bool:
+        """Whether what it takes stays."""
+
+    def bind(self, names: Any) -> Any:
+        """Tell which names become which."""
+
+    def make(self, shapes: Any, binding: Any) -> Any:
+        """Tell what of which becomes what."""
+
+    def inverse(self) -> Any:
+        """Return what leads back."""
 
 
 def local_ranks() -> int:
@@ -234,7 +253,8 @@ class LoadOptions:
 
     `rename`: from names in the checkpoint to names in the state; one that ends in ``/`` or ``.`` is a prefix,
     and renames all below.  `rewrite`: pairs of a regular expression and its replacement, as for ``re.sub``,
-    that change the checkpoint's names in this order, after `rename`.
+    that change the checkpoint's names in this order, after `rename`.  `transforms`: rules that change names
+    and layouts after both (see `reknit.transforms`); other options go by the names that these make.
 
     `threads`: reader threads per rank, None for this rank's share of the cores, at most 4.
     `inflight_nbytes`: bytes of host memory for reads that cannot go straight into their target.
@@ -262,6 +282,7 @@ class LoadOptions:
     allow_shape_mismatch: tuple[str, ...] = ()
     rename: Mapping[str, str] = field(default_factory=dict)
     rewrite: tuple[tuple[str, str], ...] = ()
+    transforms: Sequence[Transform] = ()
     threads: int | None = None
     inflight_nbytes: int = 256 * MIB
     gap_nbytes: int | None = None
@@ -286,6 +307,7 @@ class LoadOptions:
         for name in ("only", "lenient", "allow_shape_mismatch"):
             _check_patterns(name, getattr(self, name))
         _check_rename(self.rename)
+        _check_transforms(self.transforms)
         _check_rewrite(self.rewrite)
         _require(self.threads is None or self.threads >= 1, f"threads must be at least 1, not {self.threads}")
         _require(self.inflight_nbytes >= 16 * MIB, "inflight_nbytes must be at least 16 MiB")
@@ -310,6 +332,13 @@ def _check_patterns(name: str, patterns: object) -> None:
     _require(
         isinstance(patterns, (tuple, list)) and all(isinstance(p, str) and p for p in patterns),
         f"{name} is a tuple of patterns, which are texts that are not empty, not {patterns!r}",
+    )
+
+
+def _check_transforms(transforms: object) -> None:
+    _require(
+        isinstance(transforms, Sequence) and all(isinstance(one, Transform) for one in transforms),
+        f"transforms is a list of rules of reknit.transforms, not {transforms!r}",
     )
 
 

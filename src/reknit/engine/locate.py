@@ -16,6 +16,7 @@ from reknit.engine.metadata import Handout, Metadata, Received, hand_out, read_f
 from reknit.engine.pipeline import within
 from reknit.engine.renaming import Naming
 from reknit.format.checksum import digest
+from reknit.transforms.apply import Transformed
 from reknit.types.shard import full_name
 from reknit.types.wanted import matches
 
@@ -138,10 +139,18 @@ def _look(job: LoadJob, metadata: Metadata | bytes) -> Sought:
     checkpoint = source.checkpoint.of_items(job.items)
     with job.recorder.phase("collect"):
         catalog = checkpoint.catalog(terms(options))
-        wanted = job.want(replace(catalog, own=partial(_own, job, catalog)))
+        wanted = _wanted(job, replace(catalog, own=partial(_own, job, catalog)))
         fills, problems = match(checkpoint.index, wanted, options, checkpoint.stored)
     reach = Reach.of(checkpoint.index, fills, wanted)
     return Sought(source, checkpoint, wanted, fills, problems, reach)
+
+
+def _wanted(job: LoadJob, catalog: Catalog) -> Wanted:
+    """Return what this rank wants, in terms of the checkpoint as it is."""
+    if not job.options.transforms:
+        return job.want(catalog)
+    transformed = Transformed.of(job.options.transforms, catalog)
+    return transformed.back(job.want(transformed.catalog))
 
 
 def _own(job: LoadJob, catalog: Catalog, item: str, coordinate: Mapping[str, int]) -> Mapping[str, Any]:
@@ -160,7 +169,7 @@ def _asked(sought: Sought) -> messages.Asked:
     boxes = [(fill.tensor, fill.box.offsets, fill.box.lengths) for fill in fills]
     return messages.Asked(
         tensors=messages.bitmaps(index.ids, taken),
-        blobs=messages.bitmaps(checkpoint.blob_names(), frozenset(wanted.blobs)),
+        blobs=messages.bitmaps(checkpoint.blob_names(), frozenset((*wanted.blobs, *wanted.superseded))),
         refused=refused,
         boxes=digest(messages.encode(boxes)),
     )

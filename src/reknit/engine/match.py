@@ -65,8 +65,8 @@ def match(
     )
     resizable = frozenset(wanted.resizable)
     fills: list[Fill] = []
-    for shard in wanted.shards:
-        name = full_name(shard.item, shard.fqn)
+    called = wanted.told or [full_name(shard.item, shard.fqn) for shard in wanted.shards]
+    for name, shard in zip(called, wanted.shards, strict=True):
         tensor = index.ids.get((shard.item, shard.fqn))
         if tensor is None:
             problems.missing.append((name, "not in the checkpoint"))

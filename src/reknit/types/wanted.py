@@ -48,7 +48,8 @@ class Wanted:
     of world.
     `resizable`: (item, fqn) of wanted tensors that take what they have in common with a saved one of another
     shape.
-    `superseded`: (item, fqn) of saved tensors that are not needed, for another one says more.
+    `superseded`: (item, fqn) of what was saved and is not needed: another tensor says more, or it is dropped.
+    `told`: what to call each of the shards to users, where that is not its own name.
     `idle`: patterns of `Terms.only` that match no name of this rank's target.
     `deliver`: called with nothing once every byte has arrived; puts values into the live objects.  Until then
     nothing live has changed but the memory behind `shards`.
@@ -64,5 +65,6 @@ class Wanted:
     own: tuple[tuple[str, str], ...] = ()
     resizable: tuple[tuple[str, str], ...] = ()
     superseded: tuple[tuple[str, str], ...] = ()
+    told: tuple[str, ...] = ()
     idle: tuple[str, ...] = ()
     deliver: Callable[[], None] = field(default=lambda: None)

@@ -1,0 +1,135 @@
+"""What turns the names and layouts of a checkpoint into those of a state, while it is loaded.
+
+Give rules to `reknit.LoadOptions(transforms=[...])`; each takes what the one before left.  Templates name
+parameters, without the item: ``layers.{i}.weight``, where ``{i}`` is one part of a dotted name and ``{i*}``
+one or more.  What a rule does to a parameter it does to its optimizer states and options too.  Only the bytes
+that a rank needs are read.  With `optional` a rule may match nothing.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from reknit.errors import UsageError
+from reknit.transforms import rules
+from reknit.transforms.base import Rule
+from reknit.transforms.hugging_face import megatron_to_hugging_face
+from reknit.transforms.pattern import Pattern
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Sequence
+
+__all__ = [
+    "Rule",
+    "copy",
+    "drop",
+    "fuse",
+    "inverted",
+    "megatron_to_hugging_face",
+    "pad",
+    "rename",
+    "rewrite",
+    "split",
+    "stack",
+    "transpose",
+    "trim",
+    "unstack",
+]
+
+
+def rename(source: str, target: str, *, optional: bool = False) -> Rule:
+    """Give another name."""
+    return rules.Rename(Pattern(source), Pattern(target), optional)
+
+
+def copy(source: str, target: str, *, optional: bool = False) -> Rule:
+    """Give a second name, for weights that are tied in the checkpoint and not in the state."""
+    return rules.Rename(Pattern(source), Pattern(target), optional, keeps=True)
+
+
+def rewrite(expression: str, replacement: str, *, optional: bool = False) -> Rule:
+    """Give other names by a regular expression, as `re.sub` does it."""
+    return rules.Rewrite(expression, replacement, optional)
+
+
+def drop(source: str, *, optional: bool = False) -> Rule:
+    """Leave out what the state has no use for, which is an error otherwise."""
+    return rules.Drop(Pattern(source), optional)
+
+
+def split(
+    source: str,
+    targets: Sequence[str],
+    *,
+    dim: int = 0,
+    parts: Sequence[int] | None = None,
+    repeat: int = 1,
+    optional: bool = False,
+) -> Rule:
+    """Cut one tensor into several along `dim`.
+
+    The tensor is `repeat` times a run of each target, in order; `parts` are how long these are in proportion,
+    None for equal ones.  The query, key and value weights of grouped attention, fused group by group, are
+    ``parts=(query heads per group, 1, 1), repeat=groups``.
+    """
+    return rules.Split(
+        Pattern(source), tuple(map(Pattern, targets)), _cuts(targets, dim, parts, repeat), optional
+    )
+
+
+def fuse(
+    sources: Sequence[str],
+    target: str,
+    *,
+    dim: int = 0,
+    parts: Sequence[int] | None = None,
+    repeat: int = 1,
+    optional: bool = False,
+) -> Rule:
+    """Join several tensors to one along `dim`: what `split` with the same numbers takes apart."""
+    return rules.Fuse(
+        tuple(map(Pattern, sources)), Pattern(target), _cuts(sources, dim, parts, repeat), optional
+    )
+
+
+def _cuts(names: Sequence[str], dim: int, parts: Sequence[int] | None, repeat: int) -> rules.Cuts:
+    if isinstance(names, str) or not names:
+        raise UsageError(f"{names!r} is no list of names", remedy="give the names as a list")
+    given = (1,) * len(names) if parts is None else tuple(parts)
+    if len(given) != len(names):
+        raise UsageError(
+            f"{len(given)} parts were given for {len(names)} tensors", remedy="give one for each"
+        )
+    return rules.Cuts(dim, given, repeat)
+
+
+def transpose(
+    source: str, target: str | None = None, *, order: Sequence[int] = (1, 0), optional: bool = False
+) -> Rule:
+    """Put the dimensions into another order: dimension `d` of the target is `order[d]` of the source."""
+    return rules.Transpose(Pattern(source), Pattern(target or source), tuple(order), optional)
+
+
+def stack(source: str, target: str, *, over: str, dim: int = 0, optional: bool = False) -> Rule:
+    """Join tensors numbered by the field `over` (layers, experts) to one with a dimension more."""
+    return rules.Stack(Pattern(source), Pattern(target), over, dim, optional)
+
+
+def unstack(source: str, target: str, *, over: str, dim: int = 0, optional: bool = False) -> Rule:
+    """Take a tensor apart along `dim`, into one for each number in the field `over`."""
+    return rules.Unstack(Pattern(source), Pattern(target), over, dim, optional)
+
+
+def pad(source: str, size: int, *, dim: int = 0, was: int | None = None, optional: bool = False) -> Rule:
+    """Make a tensor longer, with zeros.  `was` is its length, which only `inverted` needs."""
+    return rules.Resize(Pattern(source), size, dim, True, was, optional)
+
+
+def trim(source: str, size: int, *, dim: int = 0, was: int | None = None, optional: bool = False) -> Rule:
+    """Leave out the end of a tensor, which is padding.  `was` is its length, which only `inverted` needs."""
+    return rules.Resize(Pattern(source), size, dim, False, was, optional)
+
+
+def inverted(steps: Iterable[Rule]) -> list[Rule]:
+    """Return the rules that lead back.  Raises `UsageError` where one has no inverse."""
+    return [step.inverse() for step in reversed(list(steps))]

@@ -1,0 +1,70 @@
+"""What is a transform?  Which names become which, and which box of each lies where in the other."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, NamedTuple, Protocol
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
+    from reknit.types.box import Box
+
+Shape = tuple[int, ...]
+
+
+class Binding(NamedTuple):
+    """Names that become other names, together."""
+
+    sources: tuple[str, ...]
+    targets: tuple[str, ...]
+
+
+class Piece(NamedTuple):
+    """A box of a source, and where its elements are in a target.
+
+    Dimension `d` of the source is dimension `axes[d]` of the target, or has length 1 in the box where that is
+    None; dimensions of the target that no `axes` names have length 1 in `target_box`.
+    """
+
+    source: int
+    source_box: Box
+    target_box: Box
+    axes: tuple[int | None, ...]
+
+
+class Made(NamedTuple):
+    """A target: its shape, and what it is made of.  The boxes in `blank` come from nowhere, and are zero."""
+
+    shape: Shape
+    pieces: tuple[Piece, ...]
+    blank: tuple[Box, ...] = ()
+
+
+class Rule(Protocol):
+    """A step from the names and shapes of a checkpoint to those of a state.
+
+    Names are those of parameters: what a rule says of one holds for its optimizer states and options too.
+    """
+
+    @property
+    def optional(self) -> bool:
+        """Whether the rule may match nothing."""
+
+    @property
+    def keeps(self) -> bool:
+        """Whether the sources stay under their own names too."""
+
+    def bind(self, names: Mapping[str, Shape | None]) -> list[Binding]:
+        """Return which names become which; the shape is None where no tensor has the name.
+
+        Raises `MismatchError` where some of what belongs together is missing.
+        """
+
+    def make(self, shapes: Sequence[Shape], binding: Binding) -> list[Made]:
+        """Return the targets of a binding whose sources have these shapes.
+
+        Raises `MismatchError` for shapes that the rule is not for.
+        """
+
+    def inverse(self) -> Rule:
+        """Return the rule that leads back.  Raises `UsageError` where none does."""

@@ -1,0 +1,109 @@
+"""Ready-made rules: what Megatron-Core's GPT models are called and cut like in Hugging Face's."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Literal
+
+from reknit.errors import UsageError
+from reknit.transforms.pattern import Pattern
+from reknit.transforms.rules import Cuts, Rename, Resize, Split, Stack
+
+if TYPE_CHECKING:
+    from reknit.transforms.base import Rule
+
+_LAYER, _THERE = "decoder.layers.{i}", "model.layers.{i}"
+
+
+def megatron_to_hugging_face(
+    *,
+    heads: int,
+    kv_heads: int,
+    vocab_size: int | None = None,
+    padded_vocab_size: int | None = None,
+    layer_norms: Literal["separate", "fused"] = "separate",
+    moe: bool = False,
+) -> list[Rule]:
+    """Return the rules from a Megatron-Core GPT model to Hugging Face's Llama, Qwen2, Qwen3, or Qwen3-MoE.
+
+    `heads` and `kv_heads` are the numbers of query and of key-value heads.  `vocab_size` is that of the
+    Hugging Face model where Megatron padded the vocabulary, to `padded_vocab_size`, which only the way back
+    needs.  `layer_norms` are ``"fused"`` into the linear layers that follow in Megatron models made with
+    Transformer Engine, but not before the experts of an `moe` model.  `reknit.transforms.inverted` turns the
+    rules round.
+
+    Names are those that a loaded `transformers` (5 or newer) model has, with all experts of a layer in one
+    tensor.  Raises `UsageError` for numbers that do not fit.
+    """
+    if kv_heads < 1 or heads % kv_heads:
+        raise UsageError(
+            f"{heads} query heads cannot share {kv_heads} key-value heads evenly",
+            remedy="give num_attention_heads and num_key_value_heads of the model",
+        )
+    return [
+        *_vocabulary(vocab_size, padded_vocab_size),
+        *_attention(heads // kv_heads, kv_heads),
+        *_norms(attention=layer_norms == "fused", mlp=layer_norms == "fused" and not moe),
+        *_mlp(),
+        *_experts(),
+    ]
+
+
+def _rename(source: str, target: str, *, optional: bool = True) -> Rule:
+    return Rename(Pattern(source), Pattern(target), optional)
+
+
+def _vocabulary(size: int | None, padded: int | None) -> list[Rule]:
+    names = {
+        "embedding.word_embeddings.weight": "model.embed_tokens.weight",
+        "output_layer.weight": "lm_head.weight",
+    }
+    rules = [_rename(source, target) for source, target in names.items()]
+    if size is not None:
+        rules += [Resize(Pattern(name), size, 0, False, padded, True) for name in names.values()]
+    return rules
+
+
+def _attention(per_group: int, groups: int) -> list[Rule]:
+    here, there = f"{_LAYER}.self_attention", f"{_THERE}.self_attn"
+    fused = tuple(Pattern(f"{there}.{letter}_proj.{{p}}") for letter in "qkv")
+    return [
+        # In its own order, group by group, so that tensor parallelism cuts between groups.
+        Split(Pattern(f"{here}.linear_qkv.{{p}}"), fused, Cuts(0, (per_group, 1, 1), groups)),
+        _rename(f"{here}.linear_proj.{{p}}", f"{there}.o_proj.{{p}}"),
+        _rename(f"{here}.q_layernorm.{{p}}", f"{there}.q_norm.{{p}}"),
+        _rename(f"{here}.k_layernorm.{{p}}", f"{there}.k_norm.{{p}}"),
+    ]
+
+
+def _norms(*, attention: bool, mlp: bool) -> list[Rule]:
+    """Return the rules for the layer norms; those are fused that these say."""
+    before_attention = (
+        "self_attention.linear_qkv.layer_norm_weight" if attention else "input_layernorm.weight"
+    )
+    before_mlp = "mlp.linear_fc1.layer_norm_weight" if mlp else "pre_mlp_layernorm.weight"
+    return [
+        _rename(f"{_LAYER}.{before_attention}", f"{_THERE}.input_layernorm.weight"),
+        _rename(f"{_LAYER}.{before_mlp}", f"{_THERE}.post_attention_layernorm.weight"),
+        _rename("decoder.final_layernorm.weight", "model.norm.weight"),
+    ]
+
+
+def _mlp() -> list[Rule]:
+    rules: list[Rule] = []
+    for here, there in (("mlp", "mlp"), ("mlp.shared_experts", "mlp.shared_expert")):
+        halves = tuple(Pattern(f"{_THERE}.{there}.{name}_proj.weight") for name in ("gate", "up"))
+        first = Pattern(f"{_LAYER}.{here}.linear_fc1.weight")
+        rules.append(Split(first, halves, Cuts(0, (1, 1), 1), optional=True))
+        rules.append(_rename(f"{_LAYER}.{here}.linear_fc2.weight", f"{_THERE}.{there}.down_proj.weight"))
+    return rules
+
+
+def _experts() -> list[Rule]:
+    here = f"{_LAYER}.mlp.experts.experts.{{e}}"
+    first, second = (Pattern(f"{here}.linear_fc{n}.weight") for n in (1, 2))
+    return [
+        _rename(f"{_LAYER}.mlp.router.weight", f"{_THERE}.mlp.gate.weight"),
+        _rename(f"{_LAYER}.mlp.shared_experts.gate_weight", f"{_THERE}.mlp.shared_expert_gate.weight"),
+        Stack(first, Pattern(f"{_THERE}.mlp.experts.gate_up_proj"), "e", optional=True),
+        Stack(second, Pattern(f"{_THERE}.mlp.experts.down_proj"), "e", optional=True),
+    ]

@@ -1,0 +1,62 @@
+"""Which names does a rule mean?  Templates with fields, such as ``layers.{i}.weight``."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from functools import cached_property
+
+from reknit.errors import UsageError
+
+_FIELD = re.compile(r"\{([A-Za-z_]\w*)(\*?)\}")
+
+
+@dataclass(frozen=True, repr=False)
+class Pattern:
+    """A template of names: ``{field}`` stands for one part of a dotted name, ``{field*}`` for one or more.
+
+    Raises `UsageError` for braces that are no field, and for a field that stands twice.
+    """
+
+    template: str
+
+    def __post_init__(self) -> None:
+        rest = _FIELD.sub("", self.template)
+        if not self.template or "{" in rest or "}" in rest:
+            raise UsageError(
+                f"{self.template!r} is no template of names",
+                remedy="fields are written {i}, or {path*} for several parts",
+            )
+        if len(set(self.fields)) < len(self.fields):
+            raise UsageError(
+                f"{self.template!r} has a field twice", remedy="give every field a name of its own"
+            )
+
+    @cached_property
+    def fields(self) -> tuple[str, ...]:
+        """Names of the fields."""
+        return tuple(name for name, _ in _FIELD.findall(self.template))
+
+    @cached_property
+    def _expression(self) -> re.Pattern[str]:
+        parts, end = [], 0
+        for field in _FIELD.finditer(self.template):
+            parts.append(re.escape(self.template[end : field.start()]))
+            parts.append(f"(?P<{field[1]}>{'.+' if field[2] else '[^./]+'})")
+            end = field.end()
+        return re.compile("".join([*parts, re.escape(self.template[end:])]))
+
+    def match(self, name: str) -> dict[str, str] | None:
+        """Return what the fields stand for in a name, or None for a name that is not meant."""
+        found = self._expression.fullmatch(name)
+        return None if found is None else found.groupdict()
+
+    def fill(self, fields: dict[str, str]) -> str:
+        """Return the name in which the fields stand for these."""
+        return _FIELD.sub(lambda field: fields[field[1]], self.template)
+
+    def __repr__(self) -> str:
+        return repr(self.template)
+
+    def __str__(self) -> str:
+        return self.template
