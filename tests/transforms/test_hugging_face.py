@@ -56,7 +56,7 @@ def test_a_model_becomes_one_of_megatron_and_itself_again(name: str, tmp_path: A
     assert shapes["embedding.word_embeddings.weight"] == (64, 32)
     assert shapes["decoder.layers.1.self_attention.linear_qkv.weight"] == (64, 32)
     if name == "qwen3_moe":
-        assert shapes["decoder.layers.0.mlp.experts.experts.3.linear_fc1.weight"] == (32, 32)
+        assert shapes["decoder.layers.0.mlp.experts.local_experts.3.linear_fc1.weight"] == (32, 32)
     else:
         assert shapes["decoder.layers.0.mlp.linear_fc1.weight"] == (96, 32)
     assert not any(fqn.startswith("model.") for fqn in shapes)

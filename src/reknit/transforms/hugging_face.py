@@ -99,7 +99,7 @@ def _mlp() -> list[Rule]:
 
 
 def _experts() -> list[Rule]:
-    here = f"{_LAYER}.mlp.experts.experts.{{e}}"
+    here = f"{_LAYER}.mlp.experts.local_experts.{{e}}"
     first, second = (Pattern(f"{here}.linear_fc{n}.weight") for n in (1, 2))
     return [
         _rename(f"{_LAYER}.mlp.router.weight", f"{_THERE}.mlp.gate.weight"),
