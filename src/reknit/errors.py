@@ -20,7 +20,8 @@
     ├── StorageError                   the store refused or failed
     │   ├── StorageNotFoundError
     │   ├── StorageFullError
-    │   └── StoragePermissionError
+    │   ├── StoragePermissionError
+    │   └── StorageUnavailableError    it could not be reached, or had too much to do: try again
     └── CommError                      ranks could not reach each other
         ├── DeadlineError (TimeoutError)
         ├── GroupClosedError           a rank left on purpose
@@ -161,6 +162,10 @@ class StorageFullError(StorageError):
 
 class StoragePermissionError(StorageError):
     """The store does not allow this."""
+
+
+class StorageUnavailableError(StorageError):
+    """The store could not be reached, or had too much to do; whether it did what was asked is not known."""
 
 
 class CommError(ReknitError):

@@ -12,9 +12,9 @@ import reknit
 from reknit.comm.base import SoloGroup
 from reknit.format.manifest_file import decode_generation
 from reknit.format.paths import parse_path
+from reknit.storage.forwarding import ForwardingStorage
 from reknit.storage.memory import MemoryStorage
 from reknit.storage.registry import register
-from reknit.testing.forwarding import ForwardingStorage
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

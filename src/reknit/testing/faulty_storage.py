@@ -9,8 +9,15 @@ from collections import Counter
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Literal, NamedTuple, TypeVar
 
-from reknit.errors import DeadlineError, ReknitError, StorageError, StorageFullError, UsageError
-from reknit.testing.forwarding import ForwardingStorage
+from reknit.errors import (
+    DeadlineError,
+    ReknitError,
+    StorageError,
+    StorageFullError,
+    StorageUnavailableError,
+    UsageError,
+)
+from reknit.storage.forwarding import ForwardingStorage
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator
@@ -22,7 +29,7 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 
-FaultKind = Literal["error", "full", "timeout", "short", "lost", "stall", "kill"]
+FaultKind = Literal["error", "full", "timeout", "short", "lost", "away", "unheard", "stall", "kill"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,7 +38,8 @@ class Fault:
 
     ``error``, ``full`` and ``timeout`` raise `StorageError`, `StorageFullError` and `DeadlineError` in place
     of the operation; ``short`` writes or reads the first half of the bytes before it raises `StorageError`,
-    and ``lost`` raises it after all was done; ``stall`` and ``kill`` call what the storage was given for
+    and ``lost`` raises it after all was done; ``away`` raises `StorageUnavailableError` in place of the
+    operation, and ``unheard`` after all was done; ``stall`` and ``kill`` call what the storage was given for
     them, and the operation follows when that returns.
     """
 
@@ -92,7 +100,7 @@ class _Script:
         if fault.kind in ("stall", "kill"):
             (self.stall if fault.kind == "stall" else self.kill)()
             return whole()
-        if fault.kind == "lost":
+        if fault.kind in ("lost", "unheard"):
             whole()
         elif fault.kind == "short" and half is not None:
             half()
@@ -103,6 +111,8 @@ def _error(fault: Fault, operation: Operation) -> ReknitError:
     place = f"in {operation.name} of {operation.path or 'the root'} (planned: {fault})"
     if fault.kind == "full":
         return StorageFullError(f"injected: no space left {place}", path=operation.path)
+    if fault.kind in ("away", "unheard"):
+        return StorageUnavailableError(f"injected: the store is away {place}", path=operation.path)
     if fault.kind == "timeout":
         return DeadlineError(f"injected: no answer in time {place}", path=operation.path)
     what = {"error": "input/output error", "short": "input/output error halfway", "lost": "answer lost"}

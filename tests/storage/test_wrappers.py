@@ -1,0 +1,224 @@
+"""Stores around stores: each keeps the contract, and does the one thing that it is for."""
+
+from __future__ import annotations
+
+import random
+import threading
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import pytest
+
+import reknit
+from reknit.errors import StorageError, StorageNotFoundError, StorageUnavailableError, UsageError
+from reknit.monitor.phase import monotonic
+from reknit.storage import registry
+from reknit.storage.local import LocalStorage
+from reknit.storage.memory import MemoryStorage
+from reknit.storage.metered import Meter, MeteredStorage
+from reknit.storage.retrying import Patience, RetryingStorage
+from reknit.storage.throttled import Pace, ThrottledStorage
+from reknit.testing.faulty_storage import Fault, FaultyStorage
+from reknit.testing.storage_suite import StorageSuite, pattern, read, write
+
+if TYPE_CHECKING:
+    from reknit.storage.base import Storage
+
+QUICK = Patience(deadline_s=20, first_s=0.001, longest_s=0.002)
+
+
+class WrappedSuite(StorageSuite):
+    def wrap(self, inner: Storage) -> Storage:
+        raise NotImplementedError
+
+    def make(self, tmp_path: Path) -> Storage:
+        self.root = tmp_path / "root"
+        return self.wrap(LocalStorage(self.root, durability="process"))
+
+    def raw_read(self, storage: Storage, path: str) -> bytes:
+        return Path(storage.url, path).read_bytes()
+
+    def raw_write(self, storage: Storage, path: str, data: bytes) -> None:
+        target = Path(storage.url, path)
+        target.parent.mkdir(parents=True, exist_ok=True)
+        target.write_bytes(data)
+
+
+class TestRetrying(WrappedSuite):
+    def wrap(self, inner: Storage) -> Storage:
+        return RetryingStorage(inner, QUICK)
+
+
+class TestThrottled(WrappedSuite):
+    def wrap(self, inner: Storage) -> Storage:
+        return ThrottledStorage(inner, Pace(bytes_per_s=1e12))
+
+
+class TestMetered(WrappedSuite):
+    def wrap(self, inner: Storage) -> Storage:
+        return MeteredStorage(inner)
+
+
+def work(storage: Storage) -> None:
+    """Use every operation, and check what it does."""
+    data = pattern(1000)
+    write(storage, "a/file", data)
+    assert storage.put("small", b"one", if_absent=True)
+    assert not storage.put("small", b"two", if_absent=True)
+    assert storage.put("small", b"two", if_absent=False)
+    assert storage.put("mark", b"", if_absent=True)
+    assert storage.commit("done", b"whole", pending="mark", if_absent=True)
+    assert storage.get("small", limit=10) == b"two"
+    assert storage.size("a/file") == 1000
+    assert read(storage, "a/file", 10, 20) == data[10:30]
+    runs = bytearray(8)
+    storage.read_runs("a/file", np.array([0, 500]), 4, memoryview(runs))
+    assert bytes(runs) == data[:4] + data[500:504]
+    assert {entry.path for entry in storage.list()} == {"a/file", "small", "done"}
+    assert storage.folders() == ["a"]
+    storage.delete("small")
+    with pytest.raises(StorageNotFoundError):
+        storage.size("small")
+    assert read(storage.sub("a"), "file", 0, 3) == data[:3]
+
+
+def count(work_on: Storage) -> int:
+    faulty = FaultyStorage(work_on)
+    work(faulty)
+    return len(faulty.operations)
+
+
+@pytest.mark.parametrize("kind", ["away", "unheard"])
+def test_every_operation_is_repeated_without_harm(kind: str, tmp_path: Path) -> None:
+    operations = count(LocalStorage(tmp_path / "counted"))
+    for number in range(1, operations + 1):
+        inner = LocalStorage(tmp_path / f"{kind}{number}", durability="process")
+        faulty = FaultyStorage(inner, plan=[Fault(kind, number)])  # type: ignore[arg-type]
+        name = _nth_operation(tmp_path, number)
+        if kind == "unheard" and name in ("create", "write", "finish"):
+            continue  # the file is there, half made: see below
+        storage = RetryingStorage(faulty, QUICK)
+        work(storage)
+        # Of a file that is missing the answer was heard.
+        assert sum(storage.retries.values()) == 1 or (kind, number) == ("unheard", operations - 1), name
+
+
+def _nth_operation(tmp_path: Path, number: int) -> str:
+    faulty = FaultyStorage(MemoryStorage(f"nth-{tmp_path.name}"))
+    MemoryStorage.clear(f"nth-{tmp_path.name}")
+    work(faulty)
+    return faulty.operations[number - 1].name
+
+
+def test_many_failures_in_a_row_are_outlasted(tmp_path: Path) -> None:
+    random.seed(0)
+    plan = [Fault("away", n) for n in range(1, 200, 2)]
+    storage = RetryingStorage(FaultyStorage(LocalStorage(tmp_path), plan=plan), QUICK)
+    work(storage)
+    assert sum(storage.retries.values()) > 5
+
+
+def test_a_store_that_stays_away_is_given_up_in_time() -> None:
+    plan = [Fault("away", n) for n in range(1, 10_000)]
+    patience = Patience(deadline_s=0.2, first_s=0.01, longest_s=0.02)
+    storage = RetryingStorage(FaultyStorage(MemoryStorage("away"), plan=plan), patience)
+    begin = monotonic()
+    with pytest.raises(StorageUnavailableError, match=r"tried \d+ times in 0.2 s"):
+        storage.get("x", limit=1)
+    assert monotonic() - begin < 5
+
+
+def test_what_is_an_answer_is_not_asked_again(tmp_path: Path) -> None:
+    faulty = FaultyStorage(LocalStorage(tmp_path), plan=[Fault("error", 1, "finish")])
+    storage = RetryingStorage(faulty, QUICK)
+    writer = storage.create("file", 3)
+    writer.write(0, memoryview(b"abc"))
+    with pytest.raises(StorageError):
+        writer.finish()
+    assert not storage.retries
+    with pytest.raises(StorageNotFoundError):
+        storage.get("nothing", limit=1)
+    assert not storage.retries
+
+
+def test_somebody_elses_file_is_not_taken_for_ones_own(tmp_path: Path) -> None:
+    inner = LocalStorage(tmp_path)
+    inner.put("taken", b"theirs", if_absent=True)
+    storage = RetryingStorage(FaultyStorage(inner, plan=[Fault("away", 1, "put")]), QUICK)
+    assert not storage.put("taken", b"mine!!", if_absent=True)
+    assert inner.get("taken", limit=10) == b"theirs"
+
+
+def test_impossible_patience_and_pace_are_refused() -> None:
+    with pytest.raises(UsageError, match="positive"):
+        Patience(first_s=0)
+    with pytest.raises(UsageError, match="positive"):
+        Pace(bytes_per_s=-1)
+
+
+def test_bytes_and_requests_pass_at_their_pace() -> None:
+    MemoryStorage.clear("pace")
+    inner = MemoryStorage("pace")
+    by_bytes = ThrottledStorage(inner, Pace(bytes_per_s=1e6))
+    begin = monotonic()
+    write(by_bytes, "f", bytes(100_000))
+    assert monotonic() - begin >= 0.1
+    by_requests = ThrottledStorage(inner, Pace(requests_per_s=100))
+    begin = monotonic()
+    threads = [threading.Thread(target=by_requests.size, args=("f",)) for _ in range(10)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert monotonic() - begin >= 0.09
+
+
+def test_a_meter_tells_what_was_asked() -> None:
+    MemoryStorage.clear("meter")
+    storage = MeteredStorage(MemoryStorage("meter"))
+    work(storage)
+    figures = storage.meter.figures
+    assert figures["write"].nbytes == 1000
+    assert figures["read"].nbytes == 20 + 8 + 3
+    assert figures["get"].nbytes == 3
+    assert figures["put"].count == 4
+    assert figures["size"].failed == 1
+    assert all(f.at_once == 1 and sum(f.latencies.values()) == f.count for f in figures.values())
+    assert all(f.slowest_s <= f.seconds and f.under_way == 0 for f in figures.values())
+
+
+def test_a_meter_knows_how_many_wait_at_once() -> None:
+    meter, together = Meter(), threading.Barrier(3)
+
+    def one() -> None:
+        with meter.measuring("read", 1):
+            together.wait(10)
+
+    threads = [threading.Thread(target=one) for _ in range(3)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert meter.figures["read"].at_once == 3
+
+
+def test_a_save_and_a_load_outlast_a_store_that_comes_and_goes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    stores: list[RetryingStorage] = []
+
+    def open_(url: str, durability: reknit.options.Durability) -> Storage:
+        plan = [Fault("away", n) for n in range(1, 400, 3)]
+        inner = LocalStorage(tmp_path, durability=durability)
+        stores.append(RetryingStorage(FaultyStorage(inner, plan=plan), QUICK))
+        return stores[-1]
+
+    monkeypatch.setitem(registry._factories, "away", open_)
+    state: dict[str, dict[str, Any]] = {"model": {"w": np.arange(1000.0)}, "extra": {"n": 3}}
+    reknit.save("away://x", state)
+    target: dict[str, dict[str, Any]] = {"model": {"w": np.zeros(1000)}, "extra": {"n": 0}}
+    reknit.load("away://x", target)
+    assert (target["model"]["w"] == state["model"]["w"]).all()
+    assert target["extra"] == {"n": 3}
+    assert all(store.retries for store in stores)
