@@ -29,6 +29,7 @@ from reknit.errors import (
     UsageError,
     VersionError,
 )
+from reknit.frameworks.custom import register_framework
 from reknit.frameworks.per_rank import PerRank, RngState
 from reknit.options import CommOptions, LoadOptions, SaveOptions, Tls
 from reknit.ranks import connect
@@ -76,6 +77,7 @@ __all__ = [
     "load",
     "open",
     "prepare",
+    "register_framework",
     "save",
     "verify",
 ]

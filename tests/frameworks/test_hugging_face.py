@@ -3,20 +3,25 @@
 from __future__ import annotations
 
 import os
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
+import pytest
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
+import reknit
 from reknit.frameworks.registry import collect, wanted
 from reknit.types.shard import Alias
 from tests.frameworks.checkpoint import assemble, fill, portable
 from tests.torchrun.harness import run
 
+if TYPE_CHECKING:
+    from pathlib import Path
 
-def llama(seed: int, lora: bool) -> Any:
+
+def llama(seed: int, lora: bool, *, shard: bool = True) -> Any:
     os.environ.update(HF_HUB_OFFLINE="1", TRANSFORMERS_VERBOSITY="error")
     from transformers import LlamaConfig, LlamaForCausalLM
 
@@ -33,6 +38,8 @@ def llama(seed: int, lora: bool) -> Any:
         model = get_peft_model(
             model, LoraConfig(r=2, target_modules=["q_proj", "v_proj"], init_lora_weights=False)
         )
+    if not shard:
+        return model
     mesh = init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("dp",))
     for layer in layers:
         fully_shard(layer, mesh=mesh)
@@ -82,3 +89,30 @@ def test_frozen_parameters_under_lora_are_saved_without_optimizer_state() -> Non
         assert states < whole.keys()
         assert {fqn for item, fqn in checkpoint.tensors if item == "model"} == whole.keys()
         assert same
+
+
+def save_adapters(folder: str) -> None:
+    model = llama(0, lora=True)
+    optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-2)
+    ids = torch.arange(12).reshape(2, 6)
+    model(input_ids=ids, labels=ids).loss.backward()
+    optimizer.step()
+    reknit.save(folder, {"model": model, "optimizer": optimizer}).result()
+
+
+@pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")
+def test_adapters_alone_load_onto_another_base_model(tmp_path: Path) -> None:
+    folder = str(tmp_path / "lora")
+    run(2, save_adapters, folder)
+    model = llama(1, lora=True, shard=False)
+    base = {name: p.detach().clone() for name, p in model.named_parameters() if not p.requires_grad}
+    options = reknit.LoadOptions(only=("model/*lora_*",))
+    report = reknit.load(folder, {"model": model}, options=options)
+    adapters = {name for name, p in model.named_parameters() if p.requires_grad}
+    assert set(report.restored) == {f"model/{name}" for name in adapters}
+    saved = reknit.open(folder)
+    for name, parameter in model.named_parameters():
+        if name in adapters:
+            assert torch.equal(parameter, torch.from_numpy(saved.read("model", name)))
+        else:
+            assert torch.equal(parameter, base[name])

@@ -38,8 +38,7 @@ MODELS: dict[str, Any] = {
 }
 
 
-def rules() -> list[transforms.Rule]:
-    return transforms.megatron_to_hugging_face(heads=4, kv_heads=2, vocab_size=40, padded_vocab_size=64)
+RULES = transforms.megatron_to_hugging_face(heads=4, kv_heads=2, vocab_size=40, padded_vocab_size=64)
 
 
 def offered(steps: list[transforms.Rule], model: torch.nn.Module) -> dict[str, tuple[int, ...]]:
@@ -51,7 +50,7 @@ def offered(steps: list[transforms.Rule], model: torch.nn.Module) -> dict[str, t
 @pytest.mark.parametrize("name", MODELS)
 def test_a_model_becomes_one_of_megatron_and_itself_again(name: str, tmp_path: Any) -> None:
     model, other = MODELS[name](), MODELS[name]()
-    there = transforms.inverted(rules())
+    there = transforms.inverted(RULES)
     shapes = offered(there, model)
     assert shapes["embedding.word_embeddings.weight"] == (64, 32)
     assert shapes["decoder.layers.1.self_attention.linear_qkv.weight"] == (64, 32)
@@ -64,16 +63,16 @@ def test_a_model_becomes_one_of_megatron_and_itself_again(name: str, tmp_path: A
     reknit.save(tmp_path / "hf", {"m": model})
     reknit.load(tmp_path / "hf", {"m": megatron}, options=reknit.LoadOptions(transforms=there))
     reknit.save(tmp_path / "mc", {"m": megatron})
-    reknit.load(tmp_path / "mc", {"m": other}, options=reknit.LoadOptions(transforms=rules()))
+    reknit.load(tmp_path / "mc", {"m": other}, options=reknit.LoadOptions(transforms=RULES))
     for ours, theirs in zip(other.parameters(), model.parameters(), strict=True):
         assert torch.equal(ours, theirs)
 
 
-def test_norms_may_be_fused_into_what_follows_them() -> None:
-    there = transforms.inverted(transforms.megatron_to_hugging_face(heads=4, kv_heads=2, layer_norms="fused"))
-    shapes = offered(there, MODELS["llama"]())
-    assert shapes["decoder.layers.0.self_attention.linear_qkv.layer_norm_weight"] == (32,)
-    assert shapes["decoder.layers.0.mlp.linear_fc1.layer_norm_weight"] == (32,)
+def test_norms_may_stand_by_themselves() -> None:
+    apart = transforms.megatron_to_hugging_face(heads=4, kv_heads=2, fused_norms=())
+    shapes = offered(transforms.inverted(apart), MODELS["llama"]())
+    assert shapes["decoder.layers.0.input_layernorm.weight"] == (32,)
+    assert shapes["decoder.layers.0.pre_mlp_layernorm.weight"] == (32,)
 
 
 def test_heads_that_cannot_be_grouped_are_refused() -> None:

@@ -9,7 +9,7 @@ from math import prod
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from reknit.errors import StateError
-from reknit.frameworks import torch_private
+from reknit.frameworks import ragged, torch_private
 from reknit.types.box import Box
 
 if TYPE_CHECKING:
@@ -37,9 +37,12 @@ class Cut(NamedTuple):
 
 
 def is_dtensor(value: Any) -> bool:
-    """Tell whether this is a DTensor, without importing what defines them."""
-    module = sys.modules.get("torch.distributed.tensor")
-    return module is not None and isinstance(value, module.DTensor)
+    """Tell whether this is a DTensor, torch's or that of veScale, without importing what defines them."""
+    for name in ("torch.distributed.tensor", "vescale.dtensor.dtensor"):
+        kind = getattr(sys.modules.get(name), "DTensor", None)
+        if kind is not None and isinstance(value, kind):
+            return True
+    return False
 
 
 def chunk(runs: Sequence[Run], size: int, position: int) -> list[Run]:
@@ -140,6 +143,9 @@ def parts(tensor: Any, local: Any, place: Place) -> tuple[Part, ...]:
         return ((Box.whole(shape), local.new_empty(shape)),)
     if (chunks := torch_private.chunk_list(tensor)) is not None:
         return _hooked(chunks, local, place)
+    dealt = ragged.find(tensor.placements, tuple(tensor.device_mesh.shape), place)
+    if dealt is not None:
+        return _ragged(dealt, tensor, local, place)
     found = held(tensor, tuple(local.shape), place)
     if len(found) == 1:
         return ((found[0][0], local),)
@@ -177,12 +183,31 @@ def _narrow(local: Any, inside: Box) -> Any:
     return local
 
 
-def _cuts(tensor: Any, place: Place) -> list[Cut]:
+def _ragged(dealt: ragged.Ragged, tensor: Any, local: Any, place: Place) -> tuple[Part, ...]:
+    """Return the boxes of a flat range: a ragged placement deals out what the cuts after it leave."""
+    shape = tuple(tensor.shape)
+    runs = applied(shape, _cuts(tensor, place, without=dealt.number))
+    lengths = tuple(sum(length for _, length in per_dim) for per_dim in runs)
+    if not local.is_contiguous():
+        raise StateError(
+            f"{place} is ragged, and its local tensor of shape {list(local.shape)} is not contiguous",
+            remedy="make its local tensor contiguous",
+        )
+    offsets = tuple(per_dim[0][0] if per_dim else 0 for per_dim in runs)
+    position = tensor.device_mesh.get_coordinate()[dealt.number]
+    held_part = ragged.part(dealt, position, shape, Box(offsets, lengths), local.numel(), place)
+    return held_part.parts(local.view(-1))
+
+
+def _cuts(tensor: Any, place: Place, without: int | None = None) -> list[Cut]:
     mesh = tensor.device_mesh
     coordinate = mesh.get_coordinate()
     cuts = []
     for number, placement in enumerate(tensor.placements):
-        stride = torch_private.split_factor(placement)
+        if number == without:
+            continue
+        # veScale's InterleavedShard is a strided cut under another name; its sizes are always even.
+        stride = getattr(placement, "interleaved_size", None) or torch_private.split_factor(placement)
         if stride is not None or placement.is_shard():
             cuts.append(Cut(placement.dim, mesh.size(number), coordinate[number], stride or 0))
         elif not placement.is_replicate():

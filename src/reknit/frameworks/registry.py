@@ -8,6 +8,8 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 from reknit.errors import StateError
+from reknit.frameworks import custom
+from reknit.frameworks.loader import LoaderAdapter
 from reknit.frameworks.loading import Loading
 from reknit.frameworks.per_rank import PerRankAdapter
 from reknit.frameworks.plain import ContainerAdapter, NumpyArrays, TensorAdapter, ValueAdapter
@@ -25,7 +27,11 @@ if TYPE_CHECKING:
 
 _FRAMEWORKS = (
     # one line for each
+    ("deepspeed", "deepspeed"),
+    ("vescale", "vescale"),
+    ("megatron.core", "megatron"),
     ("torch", "torch_objects"),
+    ("jax", "jax_arrays"),
 )
 """A module that makes a framework's objects, and the file here that knows them, in the order of asking.
 
@@ -97,7 +103,9 @@ def _adapters() -> tuple[tuple[Adapter, ...], tuple[Arrays, ...]]:
     libraries = (*(one for module in found for one in getattr(module, "libraries", tuple)()), NumpyArrays())
     adapters: tuple[Adapter, ...] = (
         PerRankAdapter(),
+        *custom.adapters(),
         *(one for module in found for one in module.adapters()),
+        LoaderAdapter(),
         StatefulAdapter(),
         TensorAdapter(libraries),
         ContainerAdapter(),

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING
 
 from reknit.errors import UsageError
 from reknit.transforms.pattern import Pattern
 from reknit.transforms.rules import Cuts, Rename, Resize, Split, Stack
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from reknit.transforms.base import Rule
 
 _LAYER, _THERE = "decoder.layers.{i}", "model.layers.{i}"
@@ -20,16 +22,15 @@ def megatron_to_hugging_face(
     kv_heads: int,
     vocab_size: int | None = None,
     padded_vocab_size: int | None = None,
-    layer_norms: Literal["separate", "fused"] = "separate",
-    moe: bool = False,
+    fused_norms: Sequence[str] = ("input_layernorm", "post_attention_layernorm"),
 ) -> list[Rule]:
     """Return the rules from a Megatron-Core GPT model to Hugging Face's Llama, Qwen2, Qwen3, or Qwen3-MoE.
 
     `heads` and `kv_heads` are the numbers of query and of key-value heads.  `vocab_size` is that of the
     Hugging Face model where Megatron padded the vocabulary, to `padded_vocab_size`, which only the way back
-    needs.  `layer_norms` are ``"fused"`` into the linear layers that follow in Megatron models made with
-    Transformer Engine, but not before the experts of an `moe` model.  `reknit.transforms.inverted` turns the
-    rules round.
+    needs.  `reknit.transforms.inverted` turns the rules round; only there it counts which layer norms
+    Megatron saves under the name of the linear layer that follows: all of them, but with Transformer Engine
+    not the one before experts (``fused_norms=("input_layernorm",)``).
 
     Names are those that a loaded `transformers` (5 or newer) model has, with all experts of a layer in one
     tensor.  Raises `UsageError` for numbers that do not fit.
@@ -42,7 +43,7 @@ def megatron_to_hugging_face(
     return [
         *_vocabulary(vocab_size, padded_vocab_size),
         *_attention(heads // kv_heads, kv_heads),
-        *_norms(attention=layer_norms == "fused", mlp=layer_norms == "fused" and not moe),
+        *_norms(fused=fused_norms),
         *_mlp(),
         *_experts(),
     ]
@@ -65,27 +66,39 @@ def _vocabulary(size: int | None, padded: int | None) -> list[Rule]:
 
 def _attention(per_group: int, groups: int) -> list[Rule]:
     here, there = f"{_LAYER}.self_attention", f"{_THERE}.self_attn"
-    fused = tuple(Pattern(f"{there}.{letter}_proj.{{p}}") for letter in "qkv")
+    # In its own order, group by group, so that tensor parallelism cuts between groups.
+    cuts = Cuts(0, (per_group, 1, 1), groups)
+    fused: list[Rule] = [
+        Split(
+            Pattern(f"{here}.linear_qkv.{kind}"),
+            tuple(Pattern(f"{there}.{letter}_proj.{kind}") for letter in "qkv"),
+            cuts,
+            optional=kind == "bias",
+        )
+        for kind in ("weight", "bias")
+    ]
     return [
-        # In its own order, group by group, so that tensor parallelism cuts between groups.
-        Split(Pattern(f"{here}.linear_qkv.{{p}}"), fused, Cuts(0, (per_group, 1, 1), groups)),
+        *fused,
         _rename(f"{here}.linear_proj.{{p}}", f"{there}.o_proj.{{p}}"),
         _rename(f"{here}.q_layernorm.{{p}}", f"{there}.q_norm.{{p}}"),
         _rename(f"{here}.k_layernorm.{{p}}", f"{there}.k_norm.{{p}}"),
     ]
 
 
-def _norms(*, attention: bool, mlp: bool) -> list[Rule]:
-    """Return the rules for the layer norms; those are fused that these say."""
-    before_attention = (
-        "self_attention.linear_qkv.layer_norm_weight" if attention else "input_layernorm.weight"
-    )
-    before_mlp = "mlp.linear_fc1.layer_norm_weight" if mlp else "pre_mlp_layernorm.weight"
-    return [
-        _rename(f"{_LAYER}.{before_attention}", f"{_THERE}.input_layernorm.weight"),
-        _rename(f"{_LAYER}.{before_mlp}", f"{_THERE}.post_attention_layernorm.weight"),
-        _rename("decoder.final_layernorm.weight", "model.norm.weight"),
-    ]
+def _norms(*, fused: Sequence[str]) -> list[Rule]:
+    """Return the rules for the layer norms, with the names by which Megatron may have saved each.
+
+    Turned round, the last of them comes first, and takes all.
+    """
+    names = {
+        "input_layernorm": ("self_attention.linear_qkv.layer_norm_weight", "input_layernorm.weight"),
+        "post_attention_layernorm": ("mlp.linear_fc1.layer_norm_weight", "pre_mlp_layernorm.weight"),
+    }
+    rules = [_rename("decoder.final_layernorm.weight", "model.norm.weight")]
+    for there, here in names.items():
+        order = reversed(here) if there in fused else here
+        rules += [_rename(f"{_LAYER}.{name}", f"{_THERE}.{there}.weight") for name in order]
+    return rules
 
 
 def _mlp() -> list[Rule]:

@@ -1,0 +1,304 @@
+"""How do tensors and models of other people's making come in?  Through three methods, and an entry point.
+
+A class with the methods of `CustomFramework` says what a value holds and takes back what was loaded.  It is
+made known by `register_framework`, or by the installed distribution that brings it::
+
+    [project.entry-points."reknit.frameworks"]
+    blocks = "my_package.checkpoints:Blocks"
+"""
+
+from __future__ import annotations
+
+import sys
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import cache
+from importlib.metadata import entry_points
+from math import prod
+from typing import TYPE_CHECKING, Any, Protocol, cast
+
+import numpy as np
+
+from reknit.errors import StateError, UsageError
+from reknit.frameworks.neutral import to_neutral
+from reknit.frameworks.walk import View
+from reknit.types.box import Box
+from reknit.types.dtype import ITEMSIZE, numpy_dtype
+from reknit.types.shard import TensorSpec
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Iterator, Mapping, Sequence
+    from importlib.metadata import EntryPoint
+
+    from reknit.frameworks.loading import Loading
+    from reknit.frameworks.saving import Saving
+    from reknit.frameworks.walk import Adapter, Assign, Place, Walk
+
+GROUP = "reknit.frameworks"
+"""Name of the group of entry points that bring frameworks."""
+
+
+@dataclass(frozen=True)
+class Held:
+    """A box of a named tensor, in this rank's memory.
+
+    `name` is below the value's own place in the state (levels are parted by ``/``, and an empty one means the
+    value itself is the tensor).  `shape` is that of the whole tensor, and `dtype` one of the names in
+    `reknit.types.dtype.ITEMSIZE`.  The box begins at `offsets` and is as long as `lengths`; a tensor that a
+    rank has in several pieces is several of these.  `memory` has the elements of the box: a NumPy array or a
+    torch tensor of that shape (any strides, any device), or what speaks the buffer protocol or DLPack
+    (contiguous).  It is read while a save lasts, and filled by a load.  `replicas` are the numbers of all
+    ranks that hold this box with equal bytes, where the framework knows them without asking.
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: str
+    offsets: tuple[int, ...]
+    lengths: tuple[int, ...]
+    memory: Any
+    replicas: tuple[int, ...] | None = None
+
+
+@dataclass(frozen=True)
+class Value:
+    """A named plain value: numbers, text, and nested dicts, lists and tuples of these."""
+
+    name: str
+    value: Any
+
+
+class CustomFramework(Protocol):
+    """What knows one kind of values that nothing else here knows."""
+
+    def matches(self, value: Any) -> bool:
+        """Tell whether this framework is for the value.  It is asked of every value in every state."""
+
+    def holdings(self, value: Any, rank: int, size: int) -> Iterable[Held | Value]:
+        """Return what `rank` of the `size` ranks that save or load has of a value.
+
+        Sends no messages and changes nothing.  Several ranks may return the same box, with equal bytes.
+        """
+
+    def restore(self, value: Any, held: Sequence[Held], values: Mapping[str, Any]) -> None:
+        """Take over what was loaded: the memory of `held` is filled, and `values` are by name.
+
+        Both have what was asked for with `holdings` and is in the checkpoint.  Where the memory was the
+        value's own, nothing is left to be done for it.
+        """
+
+
+_registered: list[CustomFramework] = []
+
+
+def register_framework(framework: CustomFramework) -> None:
+    """Make a framework known to all later saves and loads of this process; the first that matches is taken.
+
+    Raises `UsageError` for what lacks a method of `CustomFramework`.
+    """
+    _require_methods(framework, "register_framework was called with")
+    if not any(known is framework for known in _registered):
+        _registered.append(framework)
+
+
+@contextmanager
+def registered(framework: CustomFramework) -> Iterator[None]:
+    """Make a framework known inside the `with`, before all others."""
+    _require_methods(framework, "registered was called with")
+    _registered.insert(0, framework)
+    try:
+        yield
+    finally:
+        _registered.remove(framework)
+
+
+def adapters() -> tuple[Adapter, ...]:
+    """Return what knows the values of custom frameworks, in the order in which they were made known.
+
+    Raises `UsageError` where an entry point cannot be loaded, and names the distribution that has it.
+    """
+    return tuple(CustomAdapter(framework) for framework in (*_registered, *_installed()))
+
+
+@cache
+def _installed() -> tuple[CustomFramework, ...]:
+    """Return what installed distributions bring, loaded once per process."""
+    return tuple(_loaded(entry) for entry in entry_points(group=GROUP))
+
+
+def _loaded(entry: EntryPoint) -> CustomFramework:
+    origin = f"the distribution {entry.dist.name}" if entry.dist else "a distribution"
+    what = f"{origin} brings the framework {entry.name!r} ({entry.value}), which"
+    try:
+        found = entry.load()
+        framework = found() if isinstance(found, type) else found
+    except Exception as error:  # other people's code: whatever it raises, the reader must learn whose it was
+        raise UsageError(
+            f"{what} cannot be loaded: {type(error).__name__}: {error}",
+            remedy=f"mend or uninstall {origin.removeprefix('the distribution ')}",
+        ) from error
+    _require_methods(framework, what)
+    return cast("CustomFramework", framework)
+
+
+def _require_methods(framework: Any, what: str) -> None:
+    names = ("matches", "holdings", "restore")
+    missing = [name for name in names if not callable(getattr(framework, name, None))]
+    if missing or isinstance(framework, type):
+        lacks = "is a class and no object of it" if isinstance(framework, type) else f"has no {missing[0]}"
+        raise UsageError(
+            f"{what} {type(framework).__name__} {lacks}",
+            remedy="a framework is an object with the methods matches, holdings and restore",
+        )
+
+
+class CustomAdapter:
+    """The values of one custom framework."""
+
+    unites = False
+
+    def __init__(self, framework: CustomFramework) -> None:
+        self._framework = framework
+
+    def matches(self, value: Any) -> bool:
+        """Tell whether the framework says that this is one of its own."""
+        return bool(self._framework.matches(value))
+
+    def collect(self, value: Any, place: Place, saving: Saving) -> None:
+        """Collect what the framework says that this rank has."""
+        tensors, values = self._read(value, place, saving)
+        for tensor in tensors:
+            saving.view(tensor.view(value), tensor.place, value)
+        for at, one in values:
+            saving.blob(to_neutral(one.value, str(at)), at)
+
+    def wanted(self, value: Any, place: Place, loading: Loading, assign: Assign) -> None:
+        """Ask for all that the framework says that this rank has, and give it back when it is there."""
+        tensors, values = self._read(value, place, loading)
+        held: list[Held] = []
+        found: dict[str, Any] = {}
+        for tensor in tensors:
+            if loading.takes(tensor.place):
+                loading.view(tensor.view(value), tensor.place, value)
+                if _comes(tensor, loading):
+                    held += tensor.held
+        for at, one in values:
+            if loading.takes(at):
+                answer = loading.value(at)
+                if answer.why is None:
+                    found[one.name] = answer.value
+        if held or found:
+            loading.later(lambda: self._framework.restore(value, held, found))
+
+    def _read(self, value: Any, place: Place, walk: Walk) -> tuple[list[_Tensor], list[tuple[Place, Value]]]:
+        """Return what the framework says that this rank has, checked, by name."""
+        world = walk.world
+        tensors: dict[str, _Tensor] = {}
+        values: list[tuple[Place, Value]] = []
+        for one in self._framework.holdings(value, world.rank, world.size):
+            if not isinstance(one, (Held, Value)):
+                raise self._wrong(place, f"returned a {type(one).__name__}", "return Held and Value objects")
+            at = self._at(place, one.name)
+            if isinstance(one, Value):
+                values.append((at, one))
+                continue
+            spec, box = self._spec(one, at), Box(tuple(one.offsets), tuple(one.lengths))
+            tensor = tensors.setdefault(one.name, _Tensor(at, spec, [], ()))
+            if tensor.spec != spec:
+                raise self._wrong(
+                    at, f"gave it as {tensor.spec} and as {spec}", "a name has one shape and one dtype"
+                )
+            data = self._memory(one, at, fill=walk.fills)
+            tensors[one.name] = _Tensor(at, spec, [*tensor.held, one], (*tensor.parts, (box, data)))
+        return list(tensors.values()), values
+
+    def _at(self, place: Place, name: str) -> Place:
+        if not isinstance(name, str) or (name and not all(name.split("/"))):
+            raise self._wrong(place, f"used the name {name!r}", "a name is text, with levels parted by one /")
+        return place.child(*name.split("/")) if name else place
+
+    def _spec(self, held: Held, at: Place) -> TensorSpec:
+        """Return what the whole tensor is; raise `StateError` for a box that is none of it."""
+        if held.dtype not in ITEMSIZE:
+            raise self._wrong(at, f"gave it the dtype {held.dtype!r}", f"use one of {', '.join(ITEMSIZE)}")
+        shape = tuple(held.shape)
+        box = Box(tuple(held.offsets), tuple(held.lengths))
+        if not len(box.offsets) == len(box.lengths) == len(shape) or not box.fits(shape):
+            raise self._wrong(
+                at,
+                f"put a box at {list(held.offsets)} of lengths {list(held.lengths)} into the shape "
+                f"{list(shape)}",
+                "a box lies inside its tensor",
+            )
+        return TensorSpec(shape, held.dtype)
+
+    def _memory(self, held: Held, at: Place, *, fill: bool) -> Any:
+        """Return the memory of a box as an array; raise `StateError` where it is none, or another."""
+        try:
+            data = _array(held)
+        except (TypeError, ValueError, BufferError, RuntimeError) as error:
+            raise self._wrong(
+                at,
+                f"gave memory of type {type(held.memory).__name__} that is no array: {error}",
+                "give a NumPy array, a torch tensor, or a contiguous buffer",
+            ) from error
+        dtype = str(data.dtype).removeprefix("torch.")
+        if tuple(data.shape) != tuple(held.lengths) or dtype not in _names(held.dtype):
+            raise self._wrong(
+                at,
+                f"gave memory of {dtype}{list(data.shape)} for a box of {held.dtype}{list(held.lengths)}",
+                "memory has the elements of its box",
+            )
+        if fill and isinstance(data, np.ndarray) and not data.flags.writeable:
+            raise self._wrong(
+                at,
+                "gave memory that is read-only",
+                "give a writable copy, and take it over in restore",
+            )
+        return data
+
+    def _wrong(self, at: Place, what: str, remedy: str) -> StateError:
+        return StateError(f"the framework {type(self._framework).__name__} {what} for {at}", remedy=remedy)
+
+
+@dataclass(frozen=True)
+class _Tensor:
+    """All boxes of one tensor, as they were given, and each with its memory."""
+
+    place: Place
+    spec: TensorSpec
+    held: list[Held]
+    parts: tuple[tuple[Box, Any], ...]
+
+    def view(self, value: Any) -> View:
+        """Return the look at it."""
+        key = ("custom", id(value), self.place.fqn)
+        return View(self.spec, self.parts, None, key, holders=tuple(held.replicas for held in self.held))
+
+
+def _comes(tensor: _Tensor, loading: Loading) -> bool:
+    """Tell whether a tensor will be filled, in whole or, where its shape may differ, in part."""
+    saved = loading.spec(tensor.place)
+    return (
+        saved is not None
+        and (saved.shape == tensor.spec.shape or loading.may_resize(tensor.place))
+        and (saved.dtype == tensor.spec.dtype or loading.catalog.terms.cast)
+    )
+
+
+def _names(dtype: str) -> tuple[str, ...]:
+    """Return how arrays of a dtype may call it: NumPy has plain bytes for some."""
+    return dtype, str(numpy_dtype(dtype))
+
+
+def _array(held: Held) -> Any:
+    """Return memory as the array that it is, without a copy."""
+    memory, torch = held.memory, sys.modules.get("torch")
+    if isinstance(memory, np.ndarray):
+        return memory.view(np.ndarray)
+    if torch is not None and isinstance(memory, torch.Tensor):
+        return memory.detach()
+    if not hasattr(memory, "__dlpack__"):
+        flat: Any = np.frombuffer(memory, dtype=numpy_dtype(held.dtype))
+        return flat.reshape(held.lengths) if flat.size == prod(held.lengths) else flat
+    return np.from_dlpack(memory) if torch is None else torch.from_dlpack(memory)
