@@ -12,8 +12,8 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import CPUOffload, MixedPrecision, ShardingStrategy, StateDictType
 from torch.distributed.fsdp import FullyShardedDataParallel as FSDP
-from torch.distributed.fsdp import MixedPrecision, ShardingStrategy, StateDictType
 from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
 
 from reknit.errors import StateError
@@ -216,6 +216,45 @@ def training_goes_on_from_a_loaded_state_as_if_it_had_never_stopped() -> None:
             found = gather({"m": other, "o": fresh})
             assert_equal(tensors(found, "m"), tensors(after, "m"))
             assert_equal(tensors(found, "o"), tensors(after, "o"))
+
+
+@case
+def parameters_that_are_offloaded_to_the_cpu_are_saved_and_loaded_as_others() -> None:
+    """Without an accelerator nothing is pinned or waited for; FSDP gets other memory all the same."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(torch.Tensor, "pin_memory", torch.Tensor.clone)
+        patch.setattr(torch.cpu.Stream, "synchronize", lambda _: None, raising=False)
+        check_offloaded()
+
+
+def check_offloaded() -> None:
+    torch.manual_seed(5)
+    source = Net()
+    plain = gather({"m": source})
+    for flat in (False, True):
+        one = wrap(Net(), flat=flat, cpu_offload=CPUOffload(offload_params=True))
+        optimizer = adamw(one)
+        step(one, optimizer)
+        checkpoint = gather({"m": one, "o": optimizer})
+        other = wrap(Net(), flat=flat, cpu_offload=CPUOffload(offload_params=True))
+        fresh = adamw(other)
+        load({"m": other, "o": fresh}, checkpoint)
+        unlike = wrap(Net(), flat=flat)
+        third = adamw(unlike)
+        load({"m": unlike, "o": third}, checkpoint)
+        twins = [gather({"m": module, "o": of}) for module, of in ((other, fresh), (unlike, third))]
+        for twin in twins:
+            assert_equal(tensors(twin), tensors(checkpoint))
+            assert_equal(tensors(twin, "o"), tensors(checkpoint, "o"))
+        # With the original parameters, the gradients of all steps add up where nothing is pinned.
+        for module, of in ((one, optimizer), (other, fresh), (unlike, third)) if flat else ():
+            step(module, of)
+            found = gather({"m": module, "o": of})
+            assert_equal(tensors(found), tensors(gather({"m": one, "o": optimizer})))
+            assert_equal(tensors(found, "o"), tensors(gather({"m": one, "o": optimizer}), "o"))
+        load({"m": other}, plain)
+        assert_equal(flat_truth.gathered(other), dict(source.named_parameters()))
+        assert (other(IDS) - source(IDS)).abs().max().item() < 1e-6
 
 
 @case

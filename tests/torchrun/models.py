@@ -58,7 +58,6 @@ LAYOUTS: dict[str, int] = {
 ONE_GROUP: dict[str, int] = {
     "1group-single": 1,
     "1group-fsdp2-2": 2,
-    "1group-fsdp1full-3": 3,
     "1group-fsdp1flatfull-2": 2,
     "1group-fsdp1flatgradop-3": 3,
     "1group-fsdp1flathybrid-2x2": 4,

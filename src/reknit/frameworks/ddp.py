@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import sys
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from torch.nn.parallel import DataParallel, DistributedDataParallel
+
+from reknit.frameworks import deepspeed_private
 
 if TYPE_CHECKING:
     from reknit.frameworks.walk import Replicas, World
@@ -19,7 +22,11 @@ class Claim(NamedTuple):
 
 def is_wrapper(module: Any) -> bool:
     """Tell whether a module puts ``module.`` before the names of the one that it wraps."""
-    return isinstance(module, (DistributedDataParallel, DataParallel))
+    other: Any = getattr(
+        sys.modules.get("vescale.ddp.distributed_data_parallel"), "DistributedDataParallel", ()
+    )
+    known = (DistributedDataParallel, DataParallel, other)
+    return isinstance(module, known) or deepspeed_private.is_engine(module)
 
 
 def claim(wrapper: Any, *, ignored: bool, is_buffer: bool, world: World) -> Claim:
@@ -28,9 +35,9 @@ def claim(wrapper: Any, *, ignored: bool, is_buffer: bool, world: World) -> Clai
     Gradients are averaged, so parameters stay equal.  Buffers (running statistics) differ between ranks, and
     those of the group's first rank count: that is whose DDP itself hands to the others.
     """
-    if not isinstance(wrapper, DistributedDataParallel) or ignored:
-        return Claim(world.alone)
     ranks = _ranks(wrapper)
+    if ranks is None or ignored:
+        return Claim(world.alone)
     known = world.inside(ranks)
     if not is_buffer:
         return Claim(world.numbers(ranks) if known else None)
@@ -40,8 +47,12 @@ def claim(wrapper: Any, *, ignored: bool, is_buffer: bool, world: World) -> Clai
     return Claim(world.numbers([first]) if known else None, save=world.global_rank == first)
 
 
-def _ranks(wrapper: DistributedDataParallel) -> list[int]:
-    """Return the job-wide ranks of a wrapper's process group, in the group's order."""
+def _ranks(wrapper: Any) -> tuple[int, ...] | None:
+    """Return the job-wide ranks of a wrapper's process group, in the group's order, where it has one."""
     import torch.distributed as dist
 
-    return dist.get_process_group_ranks(wrapper.process_group)
+    if deepspeed_private.is_engine(wrapper):
+        return deepspeed_private.engine_ranks(wrapper)
+    if isinstance(wrapper, DistributedDataParallel):
+        return tuple(dist.get_process_group_ranks(wrapper.process_group))
+    return None

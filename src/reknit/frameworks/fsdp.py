@@ -50,6 +50,15 @@ class FlatParameter:
         """The parameter that optimizers see, or None where they see the flat one."""
         return self.unit.members[self.number].parameter
 
+    @property
+    def keep(self) -> Any:
+        """What holds the memory; parameters that it has together are loaded together."""
+        return self.unit.flat
+
+    def settle(self) -> None:
+        """Make FSDP use what was just written to the unit's shard.  Sends nothing."""
+        settle(self.unit)
+
     def view(self, place: Place) -> View:
         """Look at what this rank has of the parameter."""
         live = self.unit.live

@@ -10,12 +10,13 @@ import torch
 from torch import nn
 
 from reknit.errors import StateError
-from reknit.frameworks import ddp, fsdp, torch_private
+from reknit.frameworks import ddp, deepspeed_parameters, deepspeed_private, fsdp, torch_private
 from reknit.frameworks.dtensor import is_dtensor
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
+    from reknit.frameworks.deepspeed_parameters import PartitionedParameter
     from reknit.frameworks.fsdp import FlatParameter
     from reknit.frameworks.walk import Place, Replicas, Walk, World
 
@@ -55,14 +56,14 @@ class Member:
 class Named(NamedTuple):
     """A parameter of some module in the state: its name, where it sits, and who has equal copies.
 
-    `flat` is set for one inside an FSDP1 unit; `parameter` is then what optimizers see instead.
+    `flat` is set for one of FSDP1 or ZeRO-3; `parameter` is then what optimizers see instead.
     """
 
     name: str
     parameter: nn.Parameter
     replicas: Replicas
     places: tuple[Place, ...]
-    flat: FlatParameter | None = None
+    flat: FlatParameter | PartitionedParameter | None = None
 
 
 class Names:
@@ -112,15 +113,16 @@ def _stripped(path: str) -> tuple[str, ...]:
 
 @dataclass(frozen=True, slots=True)
 class Read:
-    """What a module holds, read once per walk: entries of state dicts, and what FSDP1 has taken out of them.
+    """What a module holds, read once per walk: entries of state dicts, and what is not whole in them.
 
-    `flats` come with their names without wrappers; the first is the parameter's own, others are tied.
+    `flats` are the parameters of FSDP1 and ZeRO-3, with their names without wrappers; the first is the
+    parameter's own, others are tied.
     """
 
     names: Names
     sources: tuple[Source, ...]
     members: tuple[Member, ...]
-    flats: tuple[tuple[tuple[str, ...], FlatParameter], ...]
+    flats: tuple[tuple[tuple[str, ...], FlatParameter | PartitionedParameter], ...]
 
 
 def read(module: nn.Module, place: Place, walk: Walk) -> Read:
@@ -128,12 +130,16 @@ def read(module: nn.Module, place: Place, walk: Walk) -> Read:
     key = ("module", id(module))
     if key not in walk.memo:
         names = Names(module)
+        deepspeed_parameters.require_readable(module, place)
         flats = tuple(_flats(names, place, walk))
         apart = _Apart(module, names, flats, place).sources() if names.flattened else None
         whole = apart or [_source(module, "")]
         sources = tuple(whole)
+        parted = tuple(_partitioned(sources, names, place, walk.world))
         members = tuple(_members(module, sources, names, walk.world))
-        walk.memo[key] = Read(names, sources, members, flats)
+        if parted:
+            members = tuple(_whole_ones(members, place))
+        walk.memo[key] = Read(names, sources, members, (*flats, *parted))
     found: Read = walk.memo[key]
     return found
 
@@ -239,6 +245,33 @@ class _Apart:
             raise self._refusal(module, prefix)
 
 
+def _partitioned(
+    sources: tuple[Source, ...], names: Names, place: Place, world: World
+) -> Iterator[tuple[tuple[str, ...], PartitionedParameter]]:
+    """Yield the parameters of ZeRO-3, with all their names."""
+    known: dict[int, tuple[Any, list[str]]] = {}
+    for source in sources:
+        for key, value in source.raw.items():
+            if deepspeed_private.is_partitioned(value):
+                known.setdefault(id(value), (value, []))[1].append(names.name(source.prefix + key))
+    for parameter, found in known.values():
+        yield tuple(dict.fromkeys(found)), deepspeed_parameters.partitioned(parameter, found[0], place, world)
+
+
+def _whole_ones(members: tuple[Member, ...], place: Place) -> Iterator[Member]:
+    """Yield what is no parameter of ZeRO-3, and refuse what only looks as if it were none."""
+    for member in members:
+        if deepspeed_private.is_partitioned(member.value):
+            continue
+        if member.kind in ("parameter", "buffer") and not member.live:
+            raise StateError(
+                f"{place.child(member.name)} was made by a state-dict hook or a module's own state_dict, and "
+                "under ZeRO-3 of parameters that are not whole",
+                remedy="remove its state-dict hooks or its own state_dict, or use ZeRO-1 or ZeRO-2",
+            )
+        yield member
+
+
 def _members(module: nn.Module, sources: tuple[Source, ...], names: Names, world: World) -> Iterator[Member]:
     parameters = [p for _, p in module.named_parameters(remove_duplicate=False)]
     buffers = [b for _, b in module.named_buffers(remove_duplicate=False)]
@@ -300,7 +333,7 @@ def _parameters(module: nn.Module, place: Place, walk: Walk) -> dict[int, list[N
     known = read(module, place, walk)
     found: dict[int, list[Named]] = {}
     for names, flat in known.flats:
-        seen = flat.unit.flat if flat.original is None else flat.original
+        seen = flat.keep if flat.original is None else flat.original
         places = tuple(map(place.child, names))
         named = Named(names[0], seen, flat.replicas.part, places, flat)
         found.setdefault(id(seen), []).append(named)

@@ -8,11 +8,13 @@ from typing import TYPE_CHECKING, Any
 from torch import nn
 
 from reknit.errors import StateError
-from reknit.frameworks import fsdp
+from reknit.frameworks import deepspeed_parameters
 from reknit.frameworks.members import read
 from reknit.frameworks.neutral import to_neutral
 
 if TYPE_CHECKING:
+    from collections.abc import Iterator
+
     from reknit.frameworks.loading import Loading
     from reknit.frameworks.members import Member, Names, Read, Source
     from reknit.frameworks.saving import Saving
@@ -29,7 +31,7 @@ class _Return:
 
 
 class ModuleAdapter:
-    """torch modules: plain, compiled, checkpointed, under DDP or FSDP1, with DTensor parameters."""
+    """torch modules: plain, compiled, checkpointed, under DDP, FSDP1 or DeepSpeed, with DTensors."""
 
     unites = True
 
@@ -51,7 +53,7 @@ class ModuleAdapter:
         for names, flat in held.flats:
             view = flat.view(place.child(names[0]))
             for name in names:
-                saving.view(view, place.child(name), flat.unit.flat)
+                saving.view(view, place.child(name), flat.keep)
 
     def wanted(self, value: Any, place: Place, loading: Loading, assign: Assign) -> None:
         """Fill the module's tensors where they are."""
@@ -63,6 +65,7 @@ class ModuleAdapter:
                 back = returns.setdefault(id(member.source), _Return(member.source))
                 _want(member, back, place.child(member.name), loading)
         _want_flats(held, place, loading)
+        deepspeed_parameters.follow(list(_taken(held, place, loading)), place, loading)
         _want_the_rest(value, held, place, loading)
         for back in returns.values():
             if back.asked:
@@ -93,17 +96,27 @@ def _give_back(back: _Return) -> None:
 
 
 def _want_flats(held: Read, place: Place, loading: Loading) -> None:
-    """Ask for what FSDP1 units hold of their parameters."""
+    """Ask for what FSDP1 and ZeRO-3 hold of parameters that are not whole."""
     units = {}
     for names, flat in held.flats:
         places = [at for at in map(place.child, names) if loading.takes(at)]
         if places:
             view = flat.view(places[0])
             for at in places:
-                loading.view(view, at, flat.unit.flat)
-            units[id(flat.unit.flat)] = flat.unit
-    for unit in units.values():
-        loading.later(lambda unit=unit: fsdp.settle(unit))  # type: ignore[misc]
+                loading.view(view, at, flat.keep)
+            units[id(flat.keep)] = flat
+    for flat in units.values():
+        loading.later(flat.settle)
+
+
+def _taken(held: Read, place: Place, loading: Loading) -> Iterator[tuple[Any, Place]]:
+    """Yield the parameters that are loaded, with a place of each."""
+    for member in held.members:
+        if member.live and loading.takes(at := place.child(member.name)):
+            yield member.value, at
+    for names, flat in held.flats:
+        for at in filter(loading.takes, map(place.child, names)):
+            yield flat.original, at
 
 
 def _require_not_meta(member: Member, at: Place) -> None:

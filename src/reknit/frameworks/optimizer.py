@@ -66,9 +66,9 @@ class OptimizerAdapter:
             _want_options(group, slots, place, loading)
         joints: dict[Any, list[Slot]] = {}
         for slot in slots.each:
+            _want_master(slot, place.child("state", slot.name, MASTER), loading)
             if _has_nothing(slot):
                 continue
-            _want_master(slot, place.child("state", slot.name, MASTER), loading)
             if slot.joint:
                 joints.setdefault(slot.key, []).append(slot)
             elif saved.knows(slot.name):
@@ -141,8 +141,8 @@ class _Saved:
                 self._states.setdefault(parameter, []).append(name)
 
     def knows(self, name: str) -> bool:
-        """Tell whether the saved optimizer had a parameter of this name."""
-        return tree.escape(name, str(self._place)) in self._known
+        """Tell whether the saved optimizer had a parameter of this name; one of arrays has states alone."""
+        return tree.escape(name, str(self._place)) in self._known or bool(self.states(name))
 
     def states(self, name: str) -> list[str]:
         """Return the names (path elements) of a parameter's saved states."""
@@ -155,9 +155,9 @@ def _want_master(slot: Slot, at: Place, loading: Loading) -> None:
     What was saved in the precision that the parameter has here is taken as it is.
     """
     if slot.master is not None:
-        if loading.takes(at):
+        if loading.takes(at) and not _has_nothing(slot):
             view = _view(slot.master, slot, at, loading, fill=True)
-            loading.view(view, at, slot.master, instead=slot.places)
+            loading.view(view, at, slot.master, resize=slot.resizable, instead=slot.places)
     elif loading.spec(at) is not None:
         loading.prefer(at, slot.places)
 
@@ -201,7 +201,7 @@ def _may_resize(slot: Slot, elements: list[str], below: Place, loading: Loading)
     """Tell whether the states, or the parameter that they follow, may have been saved in another shape."""
     if slot.parameter is None:
         return False
-    return any(map(loading.may_resize, (*slot.places, *map(below.below, elements))))
+    return slot.resizable or any(map(loading.may_resize, (*slot.places, *map(below.below, elements))))
 
 
 def _saved_spec(slot: Slot, loading: Loading) -> TensorSpec | None:

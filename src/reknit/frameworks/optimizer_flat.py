@@ -113,7 +113,7 @@ class Joint:
             self._counters.setdefault(name, []).append((at, counter))
             self.loading.view(view(counter, slot, at, self.loading), at, counter)
         else:
-            resize = any(map(self.loading.may_resize, (*slot.places, at)))
+            resize = slot.resizable or any(map(self.loading.may_resize, (*slot.places, at)))
             if not resize and (why := misfit(slot, spec)):
                 self.loading.report_mismatched(at, why)
                 return

@@ -36,7 +36,8 @@ class Slot:
     `flat` tells which elements this rank holds of one that is flattened, and `counter` which ranks have its
     counters; several slots are `joint` where they have one key together.  `kept` tells whether this rank
     keeps the states at all.  `master` are the weights of higher precision that the optimizer works on, where
-    it has some beside the parameter, in the form of the states.
+    it has some beside the parameter, in the form of the states.  `resizable` tells that the checkpoint may
+    have them all in another shape.
     """
 
     name: str
@@ -50,6 +51,7 @@ class Slot:
     joint: bool = False
     kept: bool = True
     master: torch.Tensor | None = None
+    resizable: bool = False
 
     @property
     def shape(self) -> tuple[int, ...] | None:
@@ -157,8 +159,19 @@ def _share(slot: Slot, mine: zero_redundancy.Share | None) -> Slot:
 
 def _slots(groups: list[dict[str, Any]], place: Place, walk: Walk) -> Iterator[Slot]:
     named = parameters(walk)
+    if not any(group["params"] for group in groups):
+        raise StateError(
+            f"the optimizer {place} has no parameters: what it was made for has taken them out of its groups",
+            remedy="put that into the state instead, for example engine.optimizer of DeepSpeed",
+        )
     for group in groups:
         own_names = group.get("param_names")
+        if own_names is not None and len(own_names) != len(group["params"]):
+            raise StateError(
+                f"a group of the optimizer {place} has {len(own_names)} names for {len(group['params'])} "
+                "parameters: what it was made for has put others into it",
+                remedy="put that into the state instead, for example engine.optimizer of DeepSpeed",
+            )
         for index, parameter in enumerate(group["params"]):
             known = named.get(id(parameter))
             if known is not None:
@@ -179,7 +192,7 @@ def _slots(groups: list[dict[str, Any]], place: Place, walk: Walk) -> Iterator[S
 def _slot(named: Named, group: dict[str, Any], walk: Walk) -> Slot:
     parameter = named.parameter
     if named.flat is None:
-        at = tuple(_places(walk)[id(parameter)])
+        at = tuple(places(walk)[id(parameter)])
         return Slot(named.name, parameter, parameter, group, named.replicas, at)
     joint = named.flat.original is None
     part = named.flat.part if joint else named.flat.part.alone()
@@ -187,7 +200,7 @@ def _slot(named: Named, group: dict[str, Any], walk: Walk) -> Slot:
     return Slot(named.name, parameter, parameter, group, named.replicas, named.places, part, counter, joint)
 
 
-def _places(walk: Walk) -> dict[int, list[Place]]:
+def places(walk: Walk) -> dict[int, list[Place]]:
     """Return all places of all parameters of the modules in the state, by the id of the parameter."""
     if "parameter places" not in walk.memo:
         found: dict[int, list[Place]] = {}
@@ -197,8 +210,8 @@ def _places(walk: Walk) -> dict[int, list[Place]]:
             for key, parameter in module.named_parameters(remove_duplicate=False):
                 found.setdefault(id(parameter), []).append(place.child(_name(key, parallel)))
         walk.memo["parameter places"] = found
-    places: dict[int, list[Place]] = walk.memo["parameter places"]
-    return places
+    every: dict[int, list[Place]] = walk.memo["parameter places"]
+    return every
 
 
 def _name(key: str, parallel: set[str]) -> str:

@@ -18,8 +18,8 @@ def default_store() -> Any:
 
 def split_factor(placement: Any) -> int | None:
     """Return the split factor of a strided DTensor placement, or None for any other placement."""
-    module = sys.modules["torch.distributed.tensor.placement_types"]
-    if isinstance(placement, module._StridedShard):
+    module = sys.modules.get("torch.distributed.tensor.placement_types")
+    if module is not None and isinstance(placement, module._StridedShard):
         return int(placement.split_factor)
     return None
 

@@ -1,0 +1,130 @@
+"""How does a script that trains with DeepSpeed save and load?  A whole engine with one call.
+
+In the place of `engine.save_checkpoint` and `engine.load_checkpoint`, for ZeRO stages 0 to 3.  What is saved
+has no trace of the stage and the number of ranks, and loads into engines with others, and into plain modules.
+"""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from reknit import api
+from reknit.errors import UsageError
+from reknit.frameworks import deepspeed_private
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+    from os import PathLike
+
+    from reknit.engine.report import PendingSave
+    from reknit.options import LoadOptions, SaveOptions
+
+_OWN = ("model", "optimizer", "lr_scheduler", "engine", "client_state")
+
+
+def save(
+    engine: Any,
+    path: str | PathLike[str],
+    *,
+    step: int | None = None,
+    client_state: Mapping[str, Any] | None = None,
+    items: Mapping[str, Any] | None = None,
+    wait: bool = True,
+    overwrite: bool = False,
+    options: SaveOptions | None = None,
+    group: Any = None,
+    metadata: Mapping[str, Any] | None = None,
+) -> PendingSave:
+    """Save all that an engine has: model, optimizer, scheduler, loss scaler, counters, and `client_state`.
+
+    Every rank calls it with the same `path`.  `step` is by default the engine's number of steps.  What is in
+    `client_state` comes back from `load`; what is in `items` (more items of the state: data loaders, averages
+    of the weights) is filled in place by it.  All else is as for `reknit.save`, and so are the errors.
+    """
+    state = _state(engine, items)
+    state["client_state"] = _Kept(dict(client_state or {}))
+    return api.save(
+        path,
+        state,
+        engine.global_steps if step is None else step,
+        wait,
+        overwrite,
+        options,
+        group,
+        metadata,
+    )
+
+
+def load(
+    engine: Any,
+    path: str | PathLike[str],
+    *,
+    items: Mapping[str, Any] | None = None,
+    load_optimizer_states: bool = True,
+    load_lr_scheduler_states: bool = True,
+    load_module_only: bool = False,
+    strict: bool = True,
+    options: LoadOptions | None = None,
+    group: Any = None,
+) -> tuple[str, dict[str, Any]]:
+    """Load what `save` saved, whatever its stage and number of ranks; return the path and the client state.
+
+    Every rank calls it, between two steps.  Without the optimizer's states, its copies of the weights follow
+    the model.  With `load_module_only` nothing but the model is loaded, and the client state is empty: that
+    takes any checkpoint that has an item ``model``.  All else is as for `reknit.load`, and so are the errors.
+    """
+    state = _state(engine, items)
+    kept = state["client_state"] = _Kept()
+    if load_module_only:
+        state = {"model": state["model"]}
+    if not load_optimizer_states:
+        state.pop("optimizer", None)
+    if not load_lr_scheduler_states:
+        state.pop("lr_scheduler", None)
+    api.load(path, state, strict, None, options, group)
+    return os.fspath(path), kept.values
+
+
+def _state(engine: Any, items: Mapping[str, Any] | None) -> dict[str, Any]:
+    if not deepspeed_private.is_engine(engine):
+        raise UsageError(
+            f"a {type(engine).__name__} is no DeepSpeed engine",
+            remedy="pass what deepspeed.initialize returned first",
+        )
+    taken = sorted(set(items or ()) & set(_OWN))
+    if taken:
+        raise UsageError(f"the items {taken} are the engine's own", remedy="give yours other names")
+    state: dict[str, Any] = {"model": engine, "engine": _Progress(engine), **(items or {})}
+    if engine.optimizer is not None:
+        state["optimizer"] = engine.optimizer
+    if engine.lr_scheduler is not None:
+        state["lr_scheduler"] = engine.lr_scheduler
+    return state
+
+
+@dataclass
+class _Progress:
+    """An engine's counters and loss scaler, as something that has a state."""
+
+    engine: Any
+
+    def state_dict(self) -> dict[str, Any]:
+        return deepspeed_private.progress(self.engine)
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        deepspeed_private.set_progress(self.engine, state)
+
+
+@dataclass
+class _Kept:
+    """A user's values, whose form is known to nobody before they are loaded."""
+
+    values: dict[str, Any] = field(default_factory=dict)
+
+    def state_dict(self) -> dict[str, Any]:
+        return self.values
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.values = state

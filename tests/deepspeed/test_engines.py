@@ -1,0 +1,532 @@
+"""DeepSpeed engines and their optimizers: read and filled where they are, whatever DeepSpeed keeps beside."""
+
+from __future__ import annotations
+
+import sys
+import traceback
+from dataclasses import replace
+from functools import cache
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from reknit.errors import StateError
+from reknit.frameworks import deepspeed_parameters, deepspeed_private
+from reknit.frameworks.registry import collect, wanted
+from reknit.types.wanted import Terms
+from tests.deepspeed import engines
+from tests.frameworks.checkpoint import Checkpoint, assemble, fill, portable
+from tests.frameworks.silence import Silence
+from tests.torchrun import models
+from tests.torchrun.harness import run
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+pytest.importorskip("deepspeed", reason="DeepSpeed is not installed")
+
+WORLD = 2
+CASES: dict[str, Callable[[], None]] = {}
+IDS = torch.tensor([[0, 1, 2, 3, 4, 5, 6]])
+
+
+def case(fn: Callable[[], None]) -> Callable[[], None]:
+    """Run a function on both ranks of one job, together with all others."""
+    CASES[fn.__name__] = fn
+    return fn
+
+
+def run_cases() -> dict[str, str]:
+    told = {}
+    for name, fn in CASES.items():
+        torch.manual_seed(0)
+        try:
+            fn()
+        except Exception:  # whatever it is, the test of this name tells of it
+            told[name] = traceback.format_exc()
+    return told
+
+
+@cache
+def outcomes() -> list[dict[str, str]]:
+    return run(WORLD, run_cases, timeout=200)
+
+
+class Net(nn.Module):
+    """Odd sizes, tied weights, a frozen parameter, one of one element, and a buffer."""
+
+    seen: torch.Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.emb = nn.Embedding(7, 5)
+        self.up = nn.Linear(5, 9)
+        self.down = nn.Linear(9, 5)
+        self.scale = nn.Parameter(torch.tensor([0.5]))
+        self.head = nn.Linear(5, 7, bias=False)
+        self.head.weight = self.emb.weight
+        self.up.bias.requires_grad_(False)
+        self.register_buffer("seen", torch.tensor(3))
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        x: torch.Tensor = self.emb(ids)
+        hidden = self.down(self.up(x).relu())
+        out: torch.Tensor = self.head(x + self.scale * hidden)
+        return out
+
+
+def engine(stage: int, precision: str = "fp32", *, steps: int = 1, **more: Any) -> Any:
+    """Make an engine of a net with AdamW over all its parameters."""
+    zero, net = more.pop("zero", {}), more.pop("net", None) or Net()
+    optimizer = more.pop("optimizer", torch.optim.AdamW)(net.parameters(), lr=0.1)
+    how = {**engines.config(stage, precision, **zero), **more}
+    made, *_ = engines.deepspeed().initialize(model=net, optimizer=optimizer, config=how)
+    for _ in range(steps):
+        step(made)
+    return made
+
+
+def step(made: Any) -> None:
+    made.backward(nn.functional.cross_entropy(made(IDS).float().reshape(-1, 7), IDS.reshape(-1)))
+    made.step()
+
+
+def both(made: Any) -> dict[str, Any]:
+    return {"m": made, "o": made.optimizer}
+
+
+def gather(state: dict[str, Any]) -> Checkpoint:
+    """Put together what both ranks hold."""
+    everyone: list[Any] = [None] * WORLD
+    with Silence():
+        mine = portable(collect(state, dist.get_rank(), WORLD))
+    dist.all_gather_object(everyone, mine)
+    return assemble(everyone)
+
+
+def load(state: dict[str, Any], checkpoint: Checkpoint, only: tuple[str, ...] = ()) -> None:
+    catalog = checkpoint.catalog()
+    if only:
+        catalog = replace(catalog, terms=Terms(only=only))
+    with Silence():
+        want = wanted(state, catalog, dist.get_rank(), WORLD)
+        fill(want, checkpoint)
+    assert want.missing == want.mismatched == ()
+
+
+def same(one: Checkpoint, other: Checkpoint, *items: str) -> bool:
+    chosen = [
+        {name: tensor for name, tensor in some.tensors.items() if name[0] in (items or ("m", "o"))}
+        for some in (one, other)
+    ]
+    return chosen[0].keys() == chosen[1].keys() and all(
+        torch.equal(tensor, chosen[1][name]) for name, tensor in chosen[0].items()
+    )
+
+
+def refuses(state: dict[str, Any], match: str) -> None:
+    with pytest.raises(StateError, match=match) as caught:
+        collect(state, dist.get_rank(), WORLD)
+    assert caught.value.remedy
+
+
+STAGES = [(stage, precision) for stage in (1, 2, 3) for precision in ("fp32", "bf16")]
+
+
+@case
+def what_is_read_of_zero_1_and_2_is_where_deepspeed_itself_says() -> None:
+    for stage, precision in STAGES[:4]:
+        for zero in ({}, {"parameter_alignment": True}):
+            made = engine(stage, precision, zero=zero)
+            deepspeed_private.relink(made.optimizer)
+            members = [m for group in deepspeed_private.flat_groups(made.optimizer) for m in group.members]
+            assert len(members) == len([p for p in made.module.parameters() if p.requires_grad])
+            for group in deepspeed_private.flat_groups(made.optimizer):
+                assert group.ranks == (0, 1)
+                for member in group.members:
+                    mapping = member.parameter._hp_mapping
+                    if mapping is None:
+                        assert not member.numel
+                        continue
+                    address = mapping.lp_fragment_address
+                    assert (member.start, member.numel) == (address.start, address.numel)
+                    inside = slice(member.offset, member.offset + member.numel)
+                    assert group.flat[inside].data_ptr() == mapping.get_hp_fragment().data_ptr()
+                    shown = member.parameter.detach().reshape(-1)[member.start :][: member.numel]
+                    assert group.live[inside].data_ptr() == shown.data_ptr()
+                    states = deepspeed_private.inner(made.optimizer).state[group.flat]
+                    fragment = mapping.get_optim_state_fragment("exp_avg")
+                    assert states["exp_avg"][inside].data_ptr() == fragment.data_ptr()
+
+
+@case
+def what_is_read_of_zero_3_is_where_deepspeed_itself_says() -> None:
+    get = import_module("deepspeed.utils")
+    for precision in ("fp32", "bf16"):
+        for zero in ({}, {"sub_group_size": 20}, {"stage3_param_persistence_threshold": 0}):
+            made = engine(3, precision, zero=zero)
+            groups = deepspeed_private.flat_groups(made.optimizer)
+            assert (len(groups) > 1) == ("sub_group_size" in zero)
+            for group in groups:
+                states = deepspeed_private.inner(made.optimizer).state[group.flat]
+                for member in group.members:
+                    parameter, end = member.parameter, member.offset + member.numel
+                    here = get.safe_get_local_fp32_param(parameter)[: member.numel]
+                    assert torch.equal(group.flat[member.offset : end], here)
+                    here = get.safe_get_local_optimizer_state(parameter, "exp_avg")[: member.numel]
+                    assert torch.equal(states["exp_avg"][member.offset : end], here)
+            for parameter in made.module.parameters():
+                part = deepspeed_private.partition(parameter)
+                assert deepspeed_private.owner(parameter) is made.optimizer
+                with engines.deepspeed().zero.GatheredParameters(parameter):
+                    whole = parameter.detach().clone()
+                assert part.shape == tuple(whole.shape)
+                shown = whole.reshape(-1)[part.start : part.start + part.numel]
+                assert torch.equal(part.memory[: part.numel], shown)
+
+
+@case
+def checkpoints_of_all_stages_have_the_names_and_values_of_the_plain_module() -> None:
+    torch.manual_seed(3)
+    plain = Net().state_dict()
+    for stage, precision in STAGES:
+        torch.manual_seed(3)
+        made = engine(stage, precision, steps=0)
+        for module in (made, made.module):
+            found = gather({"m": module}).tensors
+            assert {name for _, name in found} == set(plain)
+            assert all(torch.equal(t, plain[name].to(t.dtype)) for (_, name), t in found.items())
+        step(made)
+        states = gather(both(made))
+        assert same(states, gather({"m": made.module, "o": made.optimizer}))
+        names = {name for item, name in states.tensors if item == "o"}
+        trained = [n for n, p in Net().named_parameters() if p.requires_grad]
+        kinds = ("exp_avg", "exp_avg_sq", "step", *(["master"] if precision == "bf16" else []))
+        assert names == {f"state/{name}/{kind}" for name in trained for kind in kinds}
+
+
+@case
+def padding_is_not_held() -> None:
+    for stage in (1, 3):
+        made = engine(stage)
+        held = collect({"o": made.optimizer, "m": made}, dist.get_rank(), WORLD)
+        total = torch.tensor(sum(s.box.numel for s in held.shards if s.fqn.endswith("/exp_avg")))
+        dist.all_reduce(total)
+        assert int(total) == sum(p.numel() for p in Net().parameters() if p.requires_grad)
+
+
+@case
+def training_goes_on_from_a_loaded_state_as_if_it_had_never_stopped() -> None:
+    for stage, precision in STAGES:
+        for zero in ({}, {"sub_group_size": 20, "stage3_param_persistence_threshold": 0}):
+            made = engine(stage, precision, zero=zero)
+            saved = gather(both(made))
+            step(made)
+            after = gather(both(made))
+            assert not same(saved, after)
+            for steps in (0, 2):
+                other = engine(stage, precision, zero=zero, steps=steps)
+                load(both(other), saved)
+                assert same(gather(both(other)), saved)
+                step(other)
+                assert same(gather(both(other)), after), (stage, precision, zero, steps)
+
+
+@case
+def states_that_are_made_are_as_the_optimizer_would_make_them() -> None:
+    for stage, precision in STAGES:
+        made, other = engine(stage, precision), engine(stage, precision, steps=0)
+        load(both(other), gather(both(made)))
+        ours, theirs = (deepspeed_private.inner(one.optimizer).state for one in (other, made))
+        for made_now, expected in zip(ours.values(), theirs.values(), strict=True):
+            assert set(made_now) == set(expected)
+            for name, tensor in expected.items():
+                assert (made_now[name].shape, made_now[name].dtype) == (tensor.shape, tensor.dtype)
+
+
+@case
+def a_model_that_is_loaded_alone_is_what_the_next_step_begins_with() -> None:
+    for stage, precision in STAGES:
+        made = engine(stage, precision)
+        saved = gather(both(made))
+        for state in ({"m": made}, {"m": made.module, "o": made.optimizer}):
+            other = engine(stage, precision, steps=1)
+            target = {"m": other} if len(state) == 1 else {"m": other.module, "o": other.optimizer}
+            load(target, saved, only=("m/*",))
+            for group in deepspeed_private.flat_groups(other.optimizer):
+                assert group.is_master == (precision == "bf16")
+                for member in group.members:
+                    inside = slice(member.offset, member.offset + member.numel)
+                    assert torch.equal(group.flat[inside], group.live[inside].to(group.flat.dtype))
+            assert same(gather({"m": other}), saved, "m")
+
+
+@case
+def a_bare_module_whose_optimizer_is_not_in_the_state_is_not_loaded_into() -> None:
+    for stage in (1, 2):
+        made = engine(stage, steps=0)
+        saved = gather({"m": made.module})
+        with pytest.raises(StateError, match="has a copy in the optimizer") as caught:
+            load({"m": made.module}, saved)
+        assert "engine.optimizer" in str(caught.value.remedy)
+    made = engine(3, steps=0)
+    other = engine(3, steps=0)
+    load({"m": other.module}, gather({"m": made.module}))
+    assert same(gather({"m": other}), gather({"m": made}))
+    assert same(gather(both(other)), gather(both(made)))
+
+
+@case
+def master_weights_are_not_loaded_without_their_parameters() -> None:
+    for stage in (1, 2, 3):
+        saved = gather(both(engine(stage, "bf16")))
+        with pytest.raises(StateError, match="at odds"):
+            load(both(engine(stage, "bf16")), saved, only=("o/*",))
+        other = engine(stage, "bf16")
+        load(both(other), saved, only=("o/state/*/exp_avg", "o/param_groups/*"))
+
+
+@case
+def a_forward_after_loading_sees_what_was_loaded() -> None:
+    for zero in ({}, {"stage3_param_persistence_threshold": 0}):
+        for training in (True, False):
+            made, other = engine(3, zero=zero), engine(3, zero=zero)
+            expected = made(IDS).detach()
+            other.train(training)
+            with torch.set_grad_enabled(training):
+                assert not torch.equal(other(IDS), expected)
+            load({"m": other}, gather({"m": made}))
+            other.eval()
+            with torch.no_grad():
+                assert torch.equal(other(IDS), expected)
+
+
+@case
+def a_gathered_parameter_that_was_changed_is_refused_until_its_partitions_are_too() -> None:
+    zero = engines.deepspeed().zero
+    made = engine(3, zero={"stage3_param_persistence_threshold": 0})
+    before = gather({"m": made})
+    parameter = made.module.up.weight
+    with zero.GatheredParameters(parameter, modifier_rank=0):
+        assert same(gather({"m": made}), before)
+        with torch.no_grad():
+            parameter += 1
+        refuses({"m": made}, "gathered parameter up.weight of m was changed")
+    assert torch.equal(gather({"m": made}).tensors["m", "up.weight"], before.tensors["m", "up.weight"] + 1)
+
+
+@case
+def weights_that_only_the_model_or_only_the_optimizer_was_given_are_refused() -> None:
+    for stage in (1, 2, 3):
+        made = engine(stage)
+        with torch.no_grad():
+            for parameter in made.module.parameters():
+                (parameter.ds_tensor if stage == 3 else parameter).add_(1)
+        if stage == 3:
+            deepspeed_private.release(list(made.module.parameters()))
+        refuses(both(made), "has other weights than the model")
+        made.optimizer.refresh_fp32_params()
+        gather(both(made))
+
+
+@case
+def parameters_that_were_given_other_memory_are_refused() -> None:
+    for stage in (1, 2):
+        made = engine(stage)
+        made.module.up.weight.data = made.module.up.weight.data.clone()
+        refuses(both(made), "was given other memory")
+    made = engine(3)
+    made.module.up.weight.ds_tensor.data = made.module.up.weight.ds_tensor.data.clone()
+    refuses(both(made), "was given other memory")
+
+
+@case
+def gradients_in_round_robin_are_read_right_where_deepspeed_has_another_mapping() -> None:
+    get = import_module("deepspeed.utils")
+    for stage in (1, 2):
+        for precision in ("fp32", "bf16"):
+            how = {"round_robin_gradients": True}
+            made, other = engine(stage, precision, zero=how), engine(stage, precision)
+            saved = gather(both(made))
+            plain = {name: p.detach() for name, p in made.module.named_parameters()}
+            theirs = {n: get.safe_get_full_fp32_param(p) for n, p in plain_trained(made)}
+            assert not all(torch.equal(theirs[n].to(plain[n].dtype), plain[n]) for n in theirs)
+            masters = {n: saved.tensors.get(("o", f"state/{n}/master"), plain[n]) for n in theirs}
+            assert all(torch.equal(masters[n].to(plain[n].dtype), plain[n]) for n in theirs)
+            load(both(other), saved)
+            again = engine(stage, precision, zero=how, steps=0)
+            load(both(again), saved)
+            assert same(gather(both(other)), saved)
+            assert same(gather(both(again)), saved)
+            for one in (made, other, again):
+                step(one)
+            assert same(gather(both(again)), gather(both(made)))
+            assert same(gather(both(other)), gather(both(made)))
+
+
+def plain_trained(made: Any) -> list[tuple[str, Any]]:
+    return [(name, p) for name, p in made.module.named_parameters() if p.requires_grad]
+
+
+@case
+def offload_to_the_cpu_makes_no_difference() -> None:
+    cpu = {"device": "cpu"}
+    for stage in (1, 2, 3):
+        for more in ({}, {"offload_param": cpu} if stage == 3 else {"round_robin_gradients": True}):
+            for precision in ("fp32", "bf16"):
+                made = engine(stage, precision, zero={"offload_optimizer": cpu, **more})
+                plain, again = (
+                    engine(stage, precision),
+                    engine(stage, precision, zero={"offload_optimizer": cpu, **more}, steps=0),
+                )
+                saved = gather(both(made))
+                load(both(plain), saved)
+                load(both(again), saved)
+                assert same(gather(both(plain)), saved)
+                assert same(gather(both(again)), saved)
+                for one in (made, again):
+                    step(one)
+                assert same(gather(both(again)), gather(both(made)))
+
+
+@case
+def the_bf16_optimizer_is_read_as_zero_1_is() -> None:
+    how: dict[str, Any] = {"data_types": {"grad_accum_dtype": "fp32"}}
+    made, other = engine(1, "bf16", **how), engine(1, "bf16", **how, steps=0)
+    assert type(made.optimizer).__name__ == "BF16_Optimizer"
+    saved = gather(both(made))
+    load(both(other), saved)
+    assert same(gather(both(other)), saved)
+    plain = engine(1, "bf16")
+    load(both(plain), saved)
+    assert same(gather(both(plain)), saved)
+    step(made)
+    step(other)
+    assert same(gather(both(other)), gather(both(made)))
+
+
+@case
+def an_engine_without_zero_is_as_data_parallel_as_any() -> None:
+    made, other = engine(0), engine(1, steps=0)
+    saved = gather(both(made))
+    load(both(other), gather(both(engine(0))))
+    assert {name for _, name in saved.tensors} > set(Net().state_dict())
+    assert all(
+        shard.replicas == (0, 1)
+        for shard in collect({"m": made}, dist.get_rank(), WORLD).shards
+        if shard.fqn != "seen"
+    )
+
+
+@case
+def steps_that_are_plain_numbers_are_counted_as_torch_counts() -> None:
+    made = engine(2, optimizer=Counting)
+    saved, plain = gather(both(made)), gather(both(engine(2)))
+    assert {n: (t.shape, t.dtype) for n, t in saved.tensors.items()} == {
+        n: (t.shape, t.dtype) for n, t in plain.tensors.items()
+    }
+    other = engine(2, optimizer=Counting, steps=0)
+    load(both(other), plain)
+    assert [s["step"] for s in deepspeed_private.inner(other.optimizer).state.values()] == [1]
+    assert all(type(s["step"]) is int for s in deepspeed_private.inner(other.optimizer).state.values())
+    step(other)
+
+
+class Counting(torch.optim.AdamW):
+    """Stands for DeepSpeed's compiled optimizers, which count in plain numbers."""
+
+    __module__ = "deepspeed.ops.adam.for_tests"
+
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for states in self.state.values():
+            assert type(states["step"]) is int
+            states["step"] = torch.tensor(float(states["step"]))
+        super().step()
+        for states in self.state.values():
+            states["step"] = int(states["step"])
+
+
+@case
+def the_optimizer_that_was_given_to_deepspeed_is_refused() -> None:
+    for stage in (1, 3):
+        for named in (False, True):
+            net = Net()
+            own = torch.optim.AdamW(list(net.named_parameters()) if named else net.parameters())
+            made, *_ = engines.deepspeed().initialize(
+                model=net, optimizer=own, config=engines.config(stage, "fp32")
+            )
+            step(made)
+            refuses({"m": made, "o": own}, "optimizer o")
+
+
+@case
+def what_is_not_supported_is_refused_by_name() -> None:
+    made = engine(0, "bf16")
+    refuses(both(made), "FP16_UnfusedOptimizer")
+    made = engine(1)
+    made.optimizer.offloaded_states = {"hp_params"}
+    refuses(both(made), "offload_states")
+    made = engine(1)
+    made.has_moe_layers = True
+    refuses({"m": made}, "mixture-of-experts")
+    made = engine(3)
+    made.optimizer.swap_optimizer = True
+    refuses(both(made), "NVMe")
+    parameter = made.module.up.weight
+    parameter.ds_tensor.final_location = "nvme"
+    refuses({"m": made.module}, "up.weight of m is offloaded to NVMe")
+    parameter.ds_tensor.final_location = None
+    parameter.ds_zero_param_process_group = dist.group.WORLD
+    refuses({"m": made}, "zero_hpz_partition_size")
+    made = engine(2)
+    made.module.up.weight.ds_is_replaced_module = True
+    refuses({"m": made}, "automatic tensor parallelism")
+
+
+@case
+def a_state_dict_that_makes_something_of_partitions_is_refused() -> None:
+    class Doubled(Net):
+        def state_dict(self, *args: Any, **kwargs: Any) -> Any:
+            found = super().state_dict(*args, **kwargs)
+            return {key: value.detach() * 2 if "up.weight" in key else value for key, value in found.items()}
+
+    made = engine(3, net=Doubled())
+    refuses({"m": made.module}, "up.weight was made by a state-dict hook")
+
+
+@case
+def an_optimizer_alone_has_the_names_of_its_engine() -> None:
+    for stage in (1, 3):
+        made = engine(stage)
+        assert same(gather({"o": made.optimizer}), gather(both(made)), "o")
+
+
+@case
+def buffers_of_the_first_rank_are_saved() -> None:
+    made = engine(1)
+    made.module.seen += dist.get_rank()
+    assert int(gather({"m": made}).tensors["m", "seen"]) == 3
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_deepspeed(name: str) -> None:
+    told = [outcome[name] for outcome in outcomes() if name in outcome]
+    assert not told, told[0]
+
+
+def test_without_deepspeed_nothing_is_one_of_its_objects(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("deepspeed", "deepspeed.runtime.engine", "deepspeed.runtime.base_optimizer"):
+        monkeypatch.setitem(sys.modules, name, None)
+    assert not deepspeed_private.is_engine(models.Tiny())
+    assert not deepspeed_private.is_optimizer(torch.optim.SGD(models.Tiny().parameters()))
+    assert deepspeed_parameters.only_here((0,), world_of_one()) == (0,)
+
+
+def world_of_one() -> Any:
+    from reknit.frameworks.walk import World
+
+    return World(0, 1, (0,))

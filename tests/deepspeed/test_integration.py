@@ -1,0 +1,150 @@
+"""One call saves a whole DeepSpeed engine, and one brings it back: values, counters, and the user's own."""
+
+from __future__ import annotations
+
+from functools import cache
+from types import SimpleNamespace
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import reknit
+from reknit.errors import UsageError
+from reknit.frameworks import deepspeed_private
+from reknit.integrations import deepspeed as integration
+from tests.deepspeed import engines
+from tests.torchrun.harness import run
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+pytest.importorskip("deepspeed", reason="DeepSpeed is not installed")
+
+SAVE = reknit.SaveOptions(durability="process", threads=2, timeout_s=60)
+CLIENT = {"epoch": 3, "nested": {"best": [0.5, 0.25]}, "noise": torch.arange(5.0)}
+
+
+def counters(engine: Any) -> dict[str, Any]:
+    return deepspeed_private.progress(engine)["counters"]
+
+
+def go_on(root: str) -> dict[str, Any]:
+    """Save an engine, load it into others, and return what was seen."""
+    engine = engines.build("z2-bf16", steps=3)
+    average = torch.full((3,), 2.5)
+    pending = integration.save(
+        engine, f"{root}/a", client_state=CLIENT, items={"average": average}, options=SAVE
+    )
+    seen: dict[str, Any] = {"report": pending.result().step, "counters": [counters(engine)]}
+    expected = [engines.train_step(engine, 3), engines.train_step(engine, 4)]
+    again = engines.build("z2-bf16", steps=0, seed=7)
+    other = torch.zeros(3)
+    seen["loaded"] = integration.load(again, f"{root}/a", items={"average": other})
+    seen["average"] = other
+    seen["counters"].append(counters(again))
+    seen["losses"] = (expected, [engines.train_step(again, 3), engines.train_step(again, 4)])
+    seen["rates"] = [one.optimizer.param_groups[0]["lr"] for one in (engine, again)]
+    resharded = engines.build("z3-bf16", steps=0, seed=7)
+    integration.load(resharded, f"{root}/a", items={"average": other}, load_lr_scheduler_states=False)
+    seen["counters"].append(counters(resharded))
+    alone = engines.build("z1-bf16", steps=1, seed=7)
+    before = counters(alone)
+    seen["alone"] = integration.load(alone, f"{root}/a", load_module_only=True), before == counters(alone)
+    seen["first losses"] = [engines.train_step(one, 3) for one in (resharded, alone)]
+    without = engines.build("z1-bf16", steps=1, seed=7)
+    states = [dict(s) for s in without.optimizer.state.values()]
+    integration.load(without, f"{root}/a", items={"average": other}, load_optimizer_states=False)
+    kept = zip(states, without.optimizer.state.values(), strict=True)
+    seen["states kept"] = all(torch.equal(a["exp_avg"], b["exp_avg"]) for a, b in kept)
+    dist.barrier()
+    return seen
+
+
+@cache
+def seen(root: str) -> list[dict[str, Any]]:
+    return run(2, go_on, root)
+
+
+@pytest.fixture(scope="module")
+def outcome(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    root: Path = tmp_path_factory.mktemp("integration")
+    return seen(str(root))[0]
+
+
+def test_training_goes_on_bit_for_bit_in_a_new_engine(outcome: dict[str, Any]) -> None:
+    expected, found = outcome["losses"]
+    assert found == expected
+    assert outcome["rates"][0] == outcome["rates"][1]
+
+
+def test_the_step_is_the_engines_own_where_none_is_given(outcome: dict[str, Any]) -> None:
+    assert outcome["report"] == 3
+
+
+def test_counters_come_back_whatever_the_stage(outcome: dict[str, Any]) -> None:
+    first, *others = outcome["counters"]
+    assert first["global_steps"] == first["micro_steps"] == 3
+    assert others == [first, first]
+
+
+def test_client_state_and_more_items_come_back(outcome: dict[str, Any]) -> None:
+    path, client = outcome["loaded"]
+    assert path.endswith("/a")
+    assert torch.equal(client.pop("noise"), CLIENT["noise"])  # type: ignore[arg-type]
+    assert client == {"epoch": 3, "nested": {"best": [0.5, 0.25]}}
+    assert torch.equal(outcome["average"], torch.full((3,), 2.5))
+
+
+def test_the_module_can_be_loaded_alone(outcome: dict[str, Any]) -> None:
+    (_, client), same_counters = outcome["alone"]
+    assert client == {}
+    assert same_counters
+    resharded, alone = outcome["first losses"]
+    # Not that of the first engine: with ZeRO-3, DeepSpeed changes how torch rounds in linear maps.
+    assert alone == resharded
+    assert alone == pytest.approx(outcome["losses"][0][0], rel=1e-3)
+
+
+def test_the_optimizer_can_be_left_as_it_is(outcome: dict[str, Any]) -> None:
+    assert outcome["states kept"]
+
+
+def test_what_is_no_engine_is_refused() -> None:
+    with pytest.raises(UsageError, match="is no DeepSpeed engine"):
+        integration.save(torch.nn.Linear(2, 2), "nowhere")
+
+
+def test_items_do_not_take_the_names_of_the_engines_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(deepspeed_private, "is_engine", lambda _: True)
+    with pytest.raises(UsageError, match="model"):
+        integration.load(None, "nowhere", items={"model": 1})
+
+
+def scaler(**values: Any) -> Any:
+    import_scaler = pytest.importorskip("deepspeed.runtime.fp16.loss_scaler")
+    made = import_scaler.DynamicLossScaler(
+        init_scale=2**16,
+        scale_window=2,
+        min_scale=1,
+        delayed_shift=2,
+        consecutive_hysteresis=False,
+        dtype=torch.float16,
+    )
+    for name, value in values.items():
+        setattr(made, name, value)
+    return made
+
+
+def test_a_dynamic_loss_scaler_goes_on_where_it_was() -> None:
+    numbers = {name: 5 for name in ("global_steps", "global_samples", "micro_steps", "skipped_steps")}
+    at_work = scaler(cur_scale=2.0**11, cur_iter=9, last_overflow_iter=7, cur_hysteresis=1)
+    one = SimpleNamespace(optimizer=SimpleNamespace(loss_scaler=at_work), **numbers)
+    for _ in range(3):
+        at_work.update_scale(False)
+    other = SimpleNamespace(optimizer=SimpleNamespace(loss_scaler=scaler()), **dict.fromkeys(numbers, 0))
+    deepspeed_private.set_progress(other, deepspeed_private.progress(one))
+    assert vars(other.optimizer.loss_scaler) == vars(one.optimizer.loss_scaler)
+    assert vars(one.optimizer.loss_scaler) != vars(scaler())
+    assert other.skipped_steps == 5

@@ -1,0 +1,155 @@
+"""ZeRO-1, -2 and -3 on 2 and 3 ranks, in fp32 and bf16, load each other's checkpoints and those of others.
+
+Every source is trained from weights of its own and saved once.  Every target loads all sources one after
+another, the first into an engine that has taken no step yet.  What each rank then holds, by DeepSpeed's own
+mapping, is compared with what the saver gathered by DeepSpeed's own (or torch's) collectives.
+"""
+
+from __future__ import annotations
+
+from functools import cache
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import reknit
+from tests.deepspeed import engines
+from tests.torchrun import models
+from tests.torchrun.harness import run
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+pytest.importorskip("deepspeed", reason="DeepSpeed is not installed")
+
+OTHERS = {"single": 1, "fsdp2-2": 2, "fsdp1full-2": 2, "tp-2": 2}
+WORLDS = {f"{layout}@{world}": world for world in (2, 3) for layout in engines.LAYOUTS} | OTHERS
+SOURCES = list(WORLDS)
+ITEMS = ("model", "optimizer", "scheduler")
+SAVE = reknit.SaveOptions(durability="process", threads=2, timeout_s=60)
+LOAD = reknit.LoadOptions(cast=True, timeout_s=60)
+
+
+def is_engine(name: str) -> bool:
+    return name not in OTHERS
+
+
+def build(name: str, **how: Any) -> tuple[Any, dict[str, Any], Any]:
+    """Build a layout; return it, its state, and a function that gathers the truth."""
+    if is_engine(name):
+        engine = engines.build(name.partition("@")[0], **how)
+        return engine, engines.state(engine), engines.truth
+    trained = models.build(name, **how)
+    state = models.state(trained)
+    return trained, {item: state[item] for item in ITEMS}, models.truth
+
+
+def step(name: str, job: Any) -> None:
+    """Take the step after those that were saved."""
+    if is_engine(name):
+        engines.train_step(job, 2)
+    else:
+        models.train_step(job, 2)
+
+
+def save_all(root: str) -> None:
+    for number, name in enumerate(SOURCES):
+        if WORLDS[name] != dist.get_world_size():
+            continue
+        job, state, truth = build(name, seed=number)
+        report = reknit.save(f"{root}/{name}", state, step=2, options=SAVE).result()
+        assert report.warnings == (), report.warnings
+        before = truth(job), dict(state["scheduler"].state_dict())
+        step(name, job)
+        if dist.get_rank() == 0:
+            torch.save((before, truth(job)), f"{root}/{name}.truth")
+        else:
+            truth(job)
+
+
+def load_all(root: str) -> dict[str, dict[str, list[str]]]:
+    """Load each source into each layout of this world; return what differs."""
+    differing: dict[str, dict[str, list[str]]] = {}
+    for name in SOURCES:
+        if WORLDS[name] != dist.get_world_size():
+            continue
+        job, state, _ = build(name, steps=0, seed=99)
+        for source in SOURCES:
+            (expected, scheduler), after = torch.load(f"{root}/{source}.truth", weights_only=False)
+            reknit.load(f"{root}/{source}", state, options=LOAD)
+            wrong = compare(name, job, as_in(name, expected))
+            if state["scheduler"].state_dict() != scheduler:
+                wrong.append("scheduler")
+            if source == name:
+                step(name, job)
+                wrong += [f"after a step: {what}" for what in compare(name, job, after)]
+            differing.setdefault(name, {})[source] = wrong
+    return differing
+
+
+def as_in(target: str, truth: dict[str, dict[str, Any]]) -> dict[str, dict[str, Any]]:
+    """Return what a target has to hold after loading: its precision, and masters where it has some."""
+    masters = {
+        key.removeprefix("state/").removesuffix("/master"): value
+        for key, value in truth["optimizer"].items()
+        if key.endswith("/master")
+    }
+    optimizer = {key: value for key, value in truth["optimizer"].items() if not key.endswith("/master")}
+    exact = {name: masters.get(name, value) for name, value in truth["model"].items()}
+    if "bf16" not in target:
+        return {"model": exact, "optimizer": optimizer}
+    trained = {name for name, value in truth["model"].items() if value.is_floating_point()}
+    low = {name: v.bfloat16() if name in trained else v for name, v in truth["model"].items()}
+    return {"model": low, "optimizer": optimizer | {f"state/{n}/master": exact[n] for n in trained}}
+
+
+def compare(name: str, job: Any, expected: dict[str, dict[str, Any]]) -> list[str]:
+    return engines.unlike(job, expected) if is_engine(name) else unlike(models.truth(job), expected)
+
+
+def unlike(found: dict[str, dict[str, Any]], expected: dict[str, dict[str, Any]]) -> list[str]:
+    wrong = [f"{item}: {sorted(set(found[item]) ^ set(expected[item]))}" for item in found]
+    wrong = [line for line in wrong if not line.endswith(": []")]
+    for item, values in expected.items():
+        wrong += [key for key, value in values.items() if not same(found[item].get(key), value)]
+    return wrong
+
+
+def same(a: Any, b: Any) -> bool:
+    if isinstance(a, torch.Tensor) and isinstance(b, torch.Tensor):
+        return a.dtype == b.dtype and torch.equal(a, b)
+    return bool(a == b)
+
+
+@pytest.fixture(scope="module")
+def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    root = tmp_path_factory.mktemp("deepspeed")
+    for world in (1, 2, 3):
+        run(world, save_all, str(root))
+    return root
+
+
+@cache
+def differences(root: str, world: int) -> list[dict[str, dict[str, list[str]]]]:
+    return run(world, load_all, root, timeout=240)
+
+
+@pytest.mark.parametrize("target", SOURCES)
+def test_checkpoints_of_all_stages_and_of_other_layouts_load_into(target: str, checkpoints: Path) -> None:
+    for rank in differences(str(checkpoints), WORLDS[target]):
+        assert rank[target] == {source: [] for source in SOURCES}
+
+
+@pytest.mark.parametrize("source", [name for name in SOURCES if is_engine(name)])
+def test_a_checkpoint_of_an_engine_has_the_names_of_the_plain_model(source: str, checkpoints: Path) -> None:
+    assert reknit.verify(checkpoints / source, "data").ok
+    plain, other = reknit.open(checkpoints / "single"), reknit.open(checkpoints / source)
+    masters = {key for key in other.tensors["optimizer"] if key.endswith("/master")}
+    assert bool(masters) == ("bf16" in source)
+    for item in ITEMS:
+        shapes = {key: spec.shape for key, spec in plain.tensors[item].items()}
+        found = {key: spec.shape for key, spec in other.tensors[item].items() if key not in masters}
+        assert found == shapes
+        assert set(other.values[item]) == set(plain.values[item])
