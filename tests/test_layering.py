@@ -52,7 +52,7 @@ MAY_IMPORT = {
     "engine": {"planner", "transforms", "storage.base", "comm.base", "format", "monitor", "types"} | LOWEST,
     "planner": {"types"} | LOWEST,
     "frameworks": {"types"} | LOWEST,
-    "dataloader": {"types"} | LOWEST,
+    "dataloader": {"format", "types"} | LOWEST,
     "transforms": {"types"} | LOWEST,
     "storage": {"monitor"} | LOWEST,
     "comm": {"monitor"} | LOWEST,
@@ -87,7 +87,18 @@ ROOMS = {
             "dataloader/",
         ),
     ),
-    "jax": Room(("jax", "jaxlib"), ("frameworks/jax.py", "frameworks/jax_job.py", "integrations/")),
+    "jax": Room(
+        ("jax", "jaxlib"),
+        (
+            "frameworks/jax_arrays.py",
+            "frameworks/jax_filling.py",
+            "frameworks/jax_job.py",
+            "frameworks/jax_private.py",
+            "frameworks/jax_tree.py",
+            "frameworks/jax_values.py",
+            "integrations/",
+        ),
+    ),
     "grpc": Room(
         ("grpc",),
         (
@@ -123,7 +134,7 @@ ROOMS = {
             "multiprocessing",
             "asyncio",
         ),
-        ("engine/pipeline.py", "engine/agent.py", "comm/", "testing/"),
+        ("engine/pipeline.py", "engine/agent.py", "storage/object_upload.py", "comm/", "testing/"),
     ),
     "pickle": Room(
         ("pickle", "_pickle", "cloudpickle", "dill", "marshal", "shelve"), ("format/blob_codec.py",)

@@ -70,7 +70,7 @@ def save(
 
     `step` and `metadata` (JSON-like) are stored in the manifest.  `overwrite=True` replaces a checkpoint at
     `path` by a safe switch.  `group`: a torch process group or a `reknit` group, default all ranks of the
-    job; a process without torch.distributed is alone.
+    job; a process without torch.distributed or jax.distributed is alone.
 
     Raises `StateError` (something cannot be saved; nothing was written), `CheckpointExistsError`,
     `CommitError` (the ranks' parts leave a hole), `StorageError`, `CommError`: on every rank the same error,
@@ -419,7 +419,7 @@ def _sinks(events: str | None) -> tuple[Sink, ...]:
 
 def _origin(group: Group) -> dict[str, Any]:
     """Return what the manifest says about the job that wrote it; information only."""
-    names = [name for name in ("reknit", "numpy", "torch") if name == "reknit" or name in sys.modules]
+    names = [name for name in ("reknit", "numpy", "torch", "jax") if name == "reknit" or name in sys.modules]
     versions = {}
     for name in names:
         # What runs from a source tree has no version to tell, and that is no reason to fail.

@@ -14,6 +14,7 @@ from urllib.request import url2pathname
 from reknit.comm.base import SoloGroup, barrier
 from reknit.comm.rendezvous import FolderStore
 from reknit.errors import UsageError
+from reknit.frameworks import jax_job
 from reknit.frameworks.jax_job import coordination_store
 from reknit.frameworks.torch_carrier import TorchCarrier
 from reknit.frameworks.torch_job import TorchStore, current_job, subgroup_job
@@ -42,14 +43,33 @@ def acting(group: Any, options: CommOptions) -> Ranks:
     """Return the ranks that act together.
 
     `group` is a torch process group, a group of reknit's own (`comm.base.Group`), or None for all ranks of
-    the job, or for a process that is alone.
+    torch's job, for all processes of JAX's, or for a process that is alone.  Raises `UsageError` where torch
+    and JAX have different jobs.
     """
     if group is not None and hasattr(group, "exchange"):
         return Ranks(group, None, None)
-    job = current_job() if group is None else subgroup_job(group)
+    of_jax = jax_job.current_job() if group is None else None
+    job = _of_all(current_job(), of_jax) if group is None else subgroup_job(group)
     if job is None or job.size == 1:
         return Ranks(_ALONE, None if job is None else job.ranks, None)
-    return Ranks(_joined(job, options), job.ranks, partial(TorchCarrier, weakref.ref(job.identity)))
+    carrier = None if job is of_jax else partial(TorchCarrier, weakref.ref(job.identity))
+    return Ranks(_joined(job, options), job.ranks, carrier)
+
+
+def _of_all(of_torch: Job | None, of_jax: Job | None) -> Job | None:
+    """Return the job to act in: torch's where both are jobs of the same processes.
+
+    Raises `UsageError` where they are not.
+    """
+    if of_torch is None or of_jax is None:
+        return of_torch or of_jax
+    if (of_torch.rank, of_torch.size) != (of_jax.rank, of_jax.size):
+        raise UsageError(
+            f"this process is rank {of_torch.rank} of {of_torch.size} for torch.distributed and process "
+            f"{of_jax.rank} of {of_jax.size} for jax.distributed",
+            remedy="give both the same numbers, or pass group=reknit.connect(rank, size, at=...)",
+        )
+    return of_torch
 
 
 def _joined(job: Job, options: CommOptions) -> Group:

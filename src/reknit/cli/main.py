@@ -9,7 +9,7 @@ import sys
 from importlib.metadata import version
 from typing import TYPE_CHECKING
 
-from reknit.cli import diff, export, ls, show, verify
+from reknit.cli import certify, diff, export, ls, show, verify
 from reknit.errors import CheckpointNotFoundError, ReknitError, StorageNotFoundError, UsageError
 
 if TYPE_CHECKING:
@@ -44,7 +44,7 @@ def parser() -> argparse.ArgumentParser:
     )
     program.add_argument("--version", action="version", version=f"reknit {version('reknit')}")
     commands = program.add_subparsers(dest="command", metavar="COMMAND", required=True)
-    for command in (ls, show, verify, diff, export):
+    for command in (ls, show, verify, diff, export, certify):
         command.add_parser(commands)
     return program
 

@@ -11,6 +11,7 @@ import sys
 from typing import Any
 
 from reknit.errors import CommError, DeadlineError, MissingExtraError, UsageError
+from reknit.frameworks.torch_job import Job
 
 _SLICE_S = 1.0
 """The longest wait inside the client, which does not hear Ctrl-C meanwhile."""
@@ -84,6 +85,34 @@ def coordination_store(prefix: str) -> JaxStore:
             remedy="pip install --upgrade 'reknit[jax]', or meet in a folder",
         )
     return JaxStore(client, prefix, _host(distributed.global_state.coordinator_address))
+
+
+class _Meeting:
+    """Stands for the group of all processes, as long as they are connected to one service."""
+
+    client: Any = None
+
+
+_meetings: list[_Meeting] = []
+"""The present one; another service (JAX was shut down and initialised again) is another one."""
+
+
+def current_job() -> Job | None:
+    """Return the job of all processes of JAX, or None before ``jax.distributed.initialize``."""
+    if sys.modules.get("jax") is None:
+        return None
+    from jax._src import distributed
+
+    state = distributed.global_state
+    if getattr(state, "client", None) is None:
+        _meetings.clear()
+        return None
+    if not _meetings or _meetings[0].client is not state.client:
+        meeting = _Meeting()
+        meeting.client = state.client
+        _meetings[:] = [meeting]
+    store = coordination_store("reknit/all")
+    return Job(state.process_id, state.num_processes, tuple(range(state.num_processes)), store, _meetings[0])
 
 
 def _host(address: str | None) -> str | None:

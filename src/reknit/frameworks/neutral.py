@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from importlib import import_module
 from math import prod
 from typing import TYPE_CHECKING, Any
 
@@ -17,15 +18,23 @@ if TYPE_CHECKING:
     from types import ModuleType
 
 
+_JAX_VALUES = "reknit.frameworks.jax_values"
+
+
 def to_neutral(value: Any, where: str) -> Any:
-    """Return the value with every torch object inside it as a `Tagged`; containers come back as new ones.
+    """Return the value with torch's and JAX's objects inside it as `Tagged`; containers come as new ones.
 
     Raises `StateError` for a tensor whose bytes are not all here.
     """
     torch = sys.modules.get("torch")
-    if torch is None:
-        return tree.map_leaves(value, lambda _path, _leaf: tree.DESCEND)
-    return tree.map_leaves(value, lambda path, leaf: _neutral_leaf(torch, leaf, f"{where} {_dotted(path)}"))
+    jax_values = import_module(_JAX_VALUES) if "jax" in sys.modules else None
+
+    def neutral(path: tree.Path, leaf: Any) -> Any:
+        if jax_values is not None and jax_values.is_array(leaf):
+            return jax_values.to_tagged(leaf, f"{where} {_dotted(path)}")
+        return tree.DESCEND if torch is None else _neutral_leaf(torch, leaf, f"{where} {_dotted(path)}")
+
+    return tree.map_leaves(value, neutral)
 
 
 def _dotted(path: tree.Path) -> str:
@@ -75,17 +84,25 @@ def _live_leaf(path: tree.Path, leaf: Any) -> Any:
         return leaf.copy()
     if not isinstance(leaf, Tagged) or leaf.tag == "tensor":
         return tree.DESCEND
+    needs = "jax" if leaf.tag.startswith("jax.") else "torch"
     try:
-        import torch
+        library = import_module(_JAX_VALUES if needs == "jax" else needs)
     except ImportError as error:
         raise MissingExtraError(
-            f"the checkpoint holds a {leaf.tag}, and torch is not installed", remedy="install reknit[torch]"
+            f"the checkpoint holds a {leaf.tag}, and {needs} is not installed",
+            remedy=f"install reknit[{needs}]",
         ) from error
     try:
-        return _live(torch, leaf)
+        return _live_of_jax(library, leaf) if needs == "jax" else _live(library, leaf)
     except (KeyError, TypeError, ValueError, AttributeError, RuntimeError) as error:
-        # Whatever torch makes of a damaged or hostile value, the reader is told that the value is at fault.
+        # Whatever they make of a damaged or hostile value, the reader is told that the value is at fault.
         raise FormatError(f"the saved value {_dotted(path)} is no {leaf.tag}: {error}") from error
+
+
+def _live_of_jax(jax_values: ModuleType, tagged: Tagged) -> Any:
+    if tagged.tag != jax_values.TAG:
+        raise ValueError("this version of reknit does not know the type")
+    return jax_values.from_value(tagged.value)
 
 
 def _live(torch: ModuleType, tagged: Tagged) -> Any:

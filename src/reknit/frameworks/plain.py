@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, MutableMapping, MutableSequence
+from copy import copy
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -89,7 +90,10 @@ class TensorAdapter:
 
 
 class ContainerAdapter:
-    """Mappings, split by key, and lists and tuples that hold something live, split by index."""
+    """Mappings, split by key, and lists and tuples that hold something live, split by index.
+
+    Named tuples are split by the names of their fields, whatever they hold.
+    """
 
     unites = False
 
@@ -103,7 +107,7 @@ class ContainerAdapter:
             saving.blob(to_neutral(value, str(place)), place)
             return
         united = is_united(value, saving)
-        for key, inner in _children(value):
+        for key, inner in tree.children(value):
             saving.visit(inner, place if united else place.child(key))
 
     def wanted(self, value: Any, place: Place, loading: Loading, assign: Assign) -> None:
@@ -113,32 +117,48 @@ class ContainerAdapter:
         elif is_united(value, loading):
             for inner in value:
                 loading.visit(inner, place, None)
-        elif isinstance(value, tuple):
-            self._want_tuple(value, place, loading, assign)
+        elif isinstance(value, tuple) or not _is_first(value, loading):
+            self._want_copy(value, place, loading, assign)
         else:
-            for key, inner in _children(value):
+            for key, inner in tree.children(value):
                 loading.visit(inner, place.child(key), _setter(value, key))
 
-    def _want_tuple(self, value: tuple[Any, ...], place: Place, loading: Loading, assign: Assign) -> None:
-        """Ask for what is in a tuple; if anything in it has to be replaced, so has the tuple."""
-        fresh: dict[int, Any] = {}
+    def _want_copy(self, value: Any, place: Place, loading: Loading, assign: Assign) -> None:
+        """Ask for what is in a container that stays as it is; if anything in it is replaced, so is it."""
+        fresh: dict[Any, Any] = {}
 
-        def put(index: int) -> Assign:
-            return None if assign is None else lambda new: fresh.__setitem__(index, new)
+        def put(key: Any) -> Assign:
+            return None if assign is None else lambda new: fresh.__setitem__(key, new)
 
-        for index, inner in enumerate(value):
-            loading.visit(inner, place.child(index), put(index))
+        for key, inner in tree.children(value):
+            loading.visit(inner, place.child(key), put(key))
 
         def replace() -> None:
             if assign is not None and fresh:
-                assign(tree.retuple(value, [fresh.get(n, inner) for n, inner in enumerate(value)]))
+                assign(_with(value, fresh))
 
         loading.later(replace)
 
 
-def _children(value: Any) -> Any:
-    """Return (key, child) pairs of a mapping or a sequence."""
-    return list(value.items()) if isinstance(value, Mapping) else list(enumerate(value))
+def _is_first(container: Any, loading: Loading) -> bool:
+    """Tell whether this is the first place of a container, which alone may be changed in place.
+
+    A container that the target has twice may get other contents at each place.
+    """
+    key = ("container", id(container))
+    first = key not in loading.memo
+    loading.memo[key] = container  # kept, so that its id cannot come to mean another one
+    return first
+
+
+def _with(container: Any, fresh: dict[Any, Any]) -> Any:
+    """Return a container like this one, with some children replaced."""
+    if isinstance(container, tuple):
+        return tree.retuple(container, [fresh.get(key, inner) for key, inner in tree.children(container)])
+    changed = copy(container)
+    for key, inner in fresh.items():
+        changed[key] = inner
+    return changed
 
 
 def _setter(container: Any, key: Any) -> Assign:
@@ -151,7 +171,7 @@ def _is_value(value: Any, walk: Walk) -> bool:
     """Tell whether a container is saved as one value: an empty mapping, a sequence without anything live."""
     if isinstance(value, Mapping):
         return not value
-    return not tree.any_leaf(value, lambda leaf: is_live(leaf, walk))
+    return not tree.any_leaf(value, lambda leaf: tree.is_named(leaf) or is_live(leaf, walk))
 
 
 def is_live(value: Any, walk: Walk) -> bool:

@@ -41,7 +41,9 @@ class Saving(Walk):
             self.aliases.append(Alias(place.item, place.fqn, first))
             return
         holders = view.replicas if isinstance(replicas, EllipsisType) else replicas
-        for box, data in view.parts:
+        for number, (box, data) in enumerate(view.parts):
+            if view.holders is not None and isinstance(replicas, EllipsisType):
+                holders = view.holders[number]
             self.shards.append(Shard(place.item, place.fqn, view.spec, box, holders, data))
 
     def blob(self, value: Any, place: Place, coordinate: Mapping[str, int] | None = None) -> None:

@@ -24,6 +24,21 @@ def is_stateful(value: Any) -> bool:
     )
 
 
+class Unfilled:
+    """Memory to fill in the place of a tensor of a library whose tensors cannot be changed."""
+
+    def filled(self) -> Any:
+        """Return the tensor with what the memory holds."""
+        raise TypeError(f"{type(self).__name__} becomes no tensor")
+
+
+def _completed(state: Any) -> Any:
+    """Return a state with the tensors themselves, now that their values have arrived."""
+    return tree.map_leaves(
+        state, lambda _, leaf: leaf.filled() if isinstance(leaf, Unfilled) else tree.DESCEND
+    )
+
+
 class StatefulAdapter:
     """Schedulers, gradient scalers, samplers, data loaders, a user's own trainer object."""
 
@@ -49,7 +64,7 @@ class StatefulAdapter:
         current = tensors_of(value.state_dict(), place, loading)
         whole, state = rebuild(found.value, place, loading, current)
         if whole:
-            loading.later(lambda: value.load_state_dict(state))
+            loading.later(lambda: value.load_state_dict(_completed(state)))
 
 
 def _want_tensors(value: Any, place: Place, loading: Loading) -> None:
@@ -74,7 +89,7 @@ def _want_tensors(value: Any, place: Place, loading: Loading) -> None:
 
     state = tree.map_leaves(value.state_dict(), fill)
     if any(loading.spec(at) is not None for at in asked):
-        loading.later(lambda: value.load_state_dict(state))
+        loading.later(lambda: value.load_state_dict(_completed(state)))
 
 
 def skeleton(value: Any, place: Place, saving: Saving) -> Any:

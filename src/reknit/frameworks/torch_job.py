@@ -14,6 +14,8 @@ from reknit.frameworks import torch_private
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
+    from reknit.frameworks.jax_job import JaxStore
+
 _PREFIX = "reknit"
 _BATCH = 512
 _FIRST_PAUSE_S = 0.005
@@ -105,7 +107,7 @@ def _lost(key: str, error: RuntimeError) -> CommError:
 
 @dataclass(frozen=True, slots=True)
 class Job:
-    """The ranks that save and load together.
+    """The ranks that save and load together, of torch or of JAX.
 
     `rank` and `size` count inside the job or subgroup, `ranks` are the job-wide numbers of its ranks.
     `identity` is the same object as long as it is the same group, for those who keep something per group.
@@ -114,7 +116,7 @@ class Job:
     rank: int
     size: int
     ranks: tuple[int, ...]
-    store: TorchStore
+    store: TorchStore | JaxStore
     identity: Any
 
 

@@ -115,6 +115,20 @@ def _rebuilt(value: Any, child: Callable[[Any, Any], Any]) -> Any:
     return retuple(value, inner) if isinstance(value, tuple) else inner
 
 
+def is_named(value: Any) -> bool:
+    """Tell whether a value is a named tuple."""
+    return isinstance(value, tuple) and hasattr(type(value), "_fields")
+
+
+def children(value: Any) -> list[tuple[Any, Any]]:
+    """Return the keys and children of a container: a named tuple's keys are the names of its fields."""
+    if isinstance(value, Mapping):
+        return list(value.items())
+    if is_named(value):
+        return list(zip(type(value)._fields, value, strict=True))
+    return list(enumerate(value))
+
+
 def retuple(like: tuple[Any, ...], values: list[Any]) -> tuple[Any, ...]:
     """Return a tuple of the same type, plain or named, with other values."""
     make = getattr(type(like), "_make", tuple)

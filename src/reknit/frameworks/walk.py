@@ -79,7 +79,8 @@ class View:
 
     `parts` are boxes and the local memory of each.  `memory` is equal for two tensors that are the same
     memory in the same form.  `settle` copies a filled part to where it belongs when the tensor's own memory
-    cannot be filled byte by byte.  `fresh` tells that the memory is new and holds nothing yet.
+    cannot be filled byte by byte.  `fresh` tells that the memory is new and holds nothing yet.  `holders` are
+    the replicas of each part, where they are not the same for all.
     """
 
     spec: TensorSpec
@@ -88,6 +89,7 @@ class View:
     memory: Hashable
     settle: Callable[[], None] | None = None
     fresh: bool = False
+    holders: tuple[Replicas, ...] | None = None
 
 
 class Arrays(Protocol):
@@ -164,8 +166,8 @@ class Walk:
                 yield from self._find(inner, kind, place.child(key))
         elif isinstance(value, (list, tuple)):
             united = bool(value) and all(isinstance(inner, kind) for inner in value)
-            for index, inner in enumerate(value):
-                yield from self._find(inner, kind, place if united else place.child(index))
+            for key, inner in tree.children(value):
+                yield from self._find(inner, kind, place if united else place.child(key))
 
     def claim_name(self, place: Place, what: Hashable, keep: Any) -> bool:
         """Take a name for `what`; tell whether it was free, and raise `StateError` if something else has it.

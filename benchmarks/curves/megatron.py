@@ -1,0 +1,67 @@
+"""Megatron-Core, in one layout and then in another: the loss goes on as if nothing had happened.
+
+Runs on the CPU, through what the tests answer in CUDA's place; all else is Megatron's own.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+
+import torch.distributed as dist
+
+import reknit
+from tests.megatron.herd import run
+from tests.megatron.layouts import Layout
+
+STEPS, SAVED_AT = 30, 15
+"""How many steps, and after how many the checkpoint is saved."""
+
+SCENARIOS = {
+    # As many rows in both: a row more in the vocabulary is a term more in every loss.
+    "TP1 PP2 to TP2 PP1": (Layout(2, pp=2, multiple=2), Layout(2, tp=2)),
+    "DP2 to DP4": (Layout(2), Layout(4)),
+}
+
+
+def main() -> None:
+    print(json.dumps(curves(Path(sys.argv[1]))))
+
+
+def curves(folder: Path) -> dict[str, dict[str, list[float]]]:
+    """Return the losses of a training without a break, and of what goes on from its checkpoint."""
+    found = {}
+    for name, (first, second) in SCENARIOS.items():
+        path = str(folder / name.replace(" ", "-"))
+        whole, *_ = run(first.world, train, first, path)
+        same, *_ = run(first.world, resume, first, path)
+        resharded, *_ = run(second.world, resume, second, path)
+        found[name] = {"uninterrupted": whole, "same layout": same, "resumed": resharded}
+    return found
+
+
+def train(layout: Layout, path: str) -> list[float]:
+    """Train without a break, and save in the middle."""
+    from tests.megatron import gpt
+
+    trained = gpt.build(layout, steps=0)
+    losses = gpt.train(trained, SAVED_AT)
+    reknit.save(path, trained.state(), step=SAVED_AT).result()
+    return losses + gpt.train(trained, STEPS - SAVED_AT, SAVED_AT)
+
+
+def resume(layout: Layout, path: str) -> list[float]:
+    """Go on from the middle, with other weights before the load."""
+    from tests.megatron import gpt
+
+    trained = gpt.build(layout, steps=0, seed=dist.get_world_size())
+    reknit.load(path, trained.state())
+    return gpt.train(trained, STEPS - SAVED_AT, SAVED_AT)
+
+
+if __name__ == "__main__":
+    # The ranks find the functions by the name of this module, which is another one when it is run.
+    from benchmarks.curves import megatron
+
+    megatron.main()

@@ -1,0 +1,134 @@
+"""How are JAX's pytree nodes saved?  By the names of their children, and rebuilt around new ones."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, MutableMapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import jax
+from jax import tree_util
+
+from reknit.errors import StateError
+
+if TYPE_CHECKING:
+    from reknit.frameworks.loading import Loading
+    from reknit.frameworks.saving import Saving
+    from reknit.frameworks.walk import Assign, Place
+
+_LEAVES = frozenset({int, float, complex, str, bytes, bool, type(None)})
+
+
+def is_node(value: Any) -> bool:
+    """Tell whether a value is a registered node that no other library's containers are."""
+    if type(value) in _LEAVES or isinstance(value, (jax.Array, list, tuple, MutableMapping, type)):
+        return False
+    return type(value) is not dict and not tree_util.all_leaves((value,))
+
+
+class _Node(NamedTuple):
+    """A node one level deep: the children by key, and what rebuilds it.  A `box` has no name of its own."""
+
+    children: dict[str | int, Any]
+    build: Any
+    box: bool
+
+
+def _opened(value: Any, place: Place) -> _Node:
+    """Return what is in a node.  Raises `StateError` where two children have one name."""
+    paths, build = tree_util.tree_flatten_with_path(value, is_leaf=lambda inner: inner is not value)
+    children = {_key(path[0]): inner for path, inner in paths}
+    if len(children) < len(paths):
+        raise StateError(
+            f"{place} is a {type(value).__name__} whose children do not all have keys of their own",
+            remedy="register it with jax.tree_util.register_pytree_with_keys",
+        )
+    # Flax wraps arrays in objects that say how they are split or used, and are no part of their names.
+    box = type(value).__module__.startswith("flax.") and list(children) == ["value"]
+    return _Node(children, build, box or _is_variable(value))
+
+
+def _key(entry: Any) -> str | int:
+    for attribute in ("name", "idx", "key"):
+        if hasattr(entry, attribute):
+            key: str | int = getattr(entry, attribute)
+            return key
+    return str(entry)
+
+
+def _is_variable(value: Any) -> bool:
+    """Tell whether this is a variable of Flax NNX, which holds an array and can be given another one."""
+    return any(
+        kind.__module__.startswith("flax.nnx") and kind.__name__ == "Variable" for kind in type(value).__mro__
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class Into:
+    """Puts an array into a variable, which may be in the target at several places."""
+
+    variable: Any
+
+    def __call__(self, new: Any) -> None:
+        """Give the variable its new array."""
+        self.variable.set_raw_value(new)
+
+
+class JaxNodeAdapter:
+    """Dataclasses, frozen dicts, and whatever else JAX has been told how to take apart."""
+
+    unites = False
+
+    def matches(self, value: Any) -> bool:
+        """Tell whether JAX can take this apart."""
+        return is_node(value)
+
+    def collect(self, value: Any, place: Place, saving: Saving) -> None:
+        """Collect what is inside."""
+        node = _opened(value, place)
+        for key, inner in node.children.items():
+            saving.visit(inner, place if node.box else place.child(key))
+
+    def wanted(self, value: Any, place: Place, loading: Loading, assign: Assign) -> None:
+        """Ask for what is inside; if anything in it has to be replaced, so has the node."""
+        node = _opened(value, place)
+        if _is_variable(value):
+            self._want_variable(value, node, place, loading)
+            return
+        fresh: dict[str | int, Any] = {}
+
+        def put(key: str | int) -> Assign:
+            return None if assign is None else lambda new: fresh.__setitem__(key, new)
+
+        for key, inner in node.children.items():
+            loading.visit(inner, place if node.box else place.child(key), put(key))
+
+        def replace() -> None:
+            if assign is not None and fresh:
+                children = [fresh.get(key, inner) for key, inner in node.children.items()]
+                assign(tree_util.tree_unflatten(node.build, children))
+
+        loading.later(replace)
+
+    def _want_variable(self, value: Any, node: _Node, place: Place, loading: Loading) -> None:
+        """Ask for the value of a variable, which keeps its place in the model."""
+        for inner in node.children.values():
+            loading.visit(inner, place, Into(value))
+
+
+def leaves(value: Any) -> Iterator[Any]:
+    """Yield what is in nested containers and nodes."""
+    if type(value) in _LEAVES:
+        return
+    inside: Any = None
+    if isinstance(value, Mapping):
+        inside = value.values()
+    elif isinstance(value, (list, tuple)):
+        inside = value
+    elif is_node(value):
+        inside = tree_util.tree_leaves(value, is_leaf=lambda inner: inner is not value)
+    if inside is None:
+        yield value
+        return
+    for inner in inside:
+        yield from leaves(inner)

@@ -1,0 +1,59 @@
+"""What is a tensor of Megatron called, whatever the layout?  As in a model in one process."""
+
+from __future__ import annotations
+
+import re
+
+_LAYER = re.compile(r"(?:^|\.)layers\.(?!\d)")
+_EXPERTS = re.compile(r"\.experts\.experts\.(?!\d)")
+_EXPERT = re.compile(r"\.experts\.experts\.(?=\d)")
+_HALF = re.compile(r"(.*\.linear_fc1\.(?:weight|bias))_([wv])")
+_STATE = re.compile(r"(?:chained_\d+\.)?optimizer\.state\.(\w+)\.(.+)")
+_MASTERS = ("param", "fp32_param")
+
+
+def stacks_layers(key: str) -> bool:
+    """Tell whether a key is that of all layers, which are numbered by a dimension."""
+    return _LAYER.search(key) is not None
+
+
+def with_layer(key: str, number: int) -> str:
+    """Return the key of one layer."""
+    at = _LAYER.search(key)
+    assert at is not None
+    return f"{key[: at.end()]}{number}.{key[at.end() :]}"
+
+
+def stacks_experts(key: str) -> bool:
+    """Tell whether a key is that of all experts of a layer, which are numbered by a dimension."""
+    return _EXPERTS.search(key) is not None
+
+
+def with_expert(key: str, number: int) -> str:
+    """Return the key of one expert."""
+    return _EXPERTS.sub(f".experts.local_experts.{number}.", key, count=1)
+
+
+def plain(key: str) -> str:
+    """Return the key of one expert under the name that a model in one process has for it."""
+    return _EXPERT.sub(".experts.local_experts.", key)
+
+
+def is_of_expert(name: str) -> bool:
+    """Tell whether a tensor belongs to an expert."""
+    return ".local_experts." in name
+
+
+def half(key: str) -> tuple[str, bool] | None:
+    """Return the name of the whole of which a key is one half, and whether it is the second one."""
+    found = _HALF.fullmatch(key)
+    return None if found is None else (found[1], found[2] == "v")
+
+
+def state_of(key: str) -> tuple[str, str] | None:
+    """Return the prefix and the name of the state, for a key of a parameter's state in an optimizer."""
+    found = _STATE.fullmatch(key)
+    if found is None:
+        return None
+    name = "master" if found[1] in _MASTERS else found[1]
+    return key[: found.start(2)], name

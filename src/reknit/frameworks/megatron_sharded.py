@@ -1,0 +1,191 @@
+"""What do Megatron's ShardedTensor and ShardedObject say?  All that reknit uses of `dist_checkpointing`."""
+
+from __future__ import annotations
+
+import io
+import sys
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+
+from reknit.errors import StateError
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from reknit.frameworks.walk import Place
+
+
+def _loaded(name: str) -> Any:
+    """Return a class of Megatron, or nothing that has instances where its module is not imported."""
+    return getattr(sys.modules.get("megatron.core.dist_checkpointing.mapping"), name, ())
+
+
+def tensor_types() -> Any:
+    """Return the types that say where a tensor lies: ShardedTensor, and the factory of several."""
+    return _loaded("ShardedTensor"), _loaded("ShardedTensorFactory")
+
+
+def is_tensor(value: Any) -> bool:
+    """Tell whether this says where a tensor lies."""
+    return isinstance(value, tensor_types())
+
+
+def is_object(value: Any) -> bool:
+    """Tell whether this is a ShardedObject: a value with a place in a grid of them."""
+    return isinstance(value, _loaded("ShardedObject"))
+
+
+def is_local(value: Any) -> bool:
+    """Tell whether Megatron marked this as not to be saved."""
+    return isinstance(value, _loaded("LocalNonpersistentObject"))
+
+
+class Entry(NamedTuple):
+    """A box of a global tensor, and the memory that holds it: from `start` on in the local tensor's.
+
+    `stacked` is how many leading dimensions the local tensor does not have.  `main` tells whether Megatron
+    would save this copy, and `stage` is not 0 where another pipeline stage has the first copy.
+    """
+
+    key: str
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    offsets: tuple[int, ...]
+    lengths: tuple[int, ...]
+    stacked: int
+    start: int
+    strides: tuple[int, ...]
+    resizable: bool
+    main: bool
+    stage: int
+
+
+def entries(sharded: Any, place: Place) -> list[Entry]:
+    """Return the boxes that a ShardedTensor or a factory stands for.  Moves no data."""
+    local = sharded.data
+    if not hasattr(sharded, "build_fn"):
+        return [_entry(sharded, 0, tuple(local.stride()))]
+    if not local.is_contiguous():
+        raise StateError(f"{place} is not contiguous, and Megatron saves it in parts")
+    built = list(_tensors(sharded.build_fn(sharded.key, local.detach(), sharded.replica_id, None)))
+    memory = local.untyped_storage().data_ptr()
+    if all(part.data.untyped_storage().data_ptr() == memory for part in built):
+        first = local.storage_offset()
+        return [_entry(part, part.data.storage_offset() - first, tuple(part.data.stride())) for part in built]
+    # The factory copies: what it makes of the numbers of the elements tells where each element goes.
+    numbers = torch.arange(local.numel(), device=local.device).reshape(local.shape)
+    copies = _tensors(sharded.build_fn(sharded.key, numbers, sharded.replica_id, None))
+    return [
+        _entry(part, *_affine(copy.data, place), dtype=part.data.dtype)
+        for part, copy in zip(built, copies, strict=True)
+    ]
+
+
+def _tensors(built: Any) -> Iterator[Any]:
+    """Yield the ShardedTensors in what a factory built."""
+    if is_tensor(built):
+        yield built
+    elif isinstance(built, dict):
+        for inner in built.values():
+            yield from _tensors(inner)
+    elif isinstance(built, (list, tuple)):
+        for inner in built:
+            yield from _tensors(inner)
+
+
+def _affine(numbers: torch.Tensor, place: Place) -> tuple[int, tuple[int, ...]]:
+    """Return start and strides of the memory whose elements have these numbers."""
+    start = int(numbers.reshape(-1)[0])
+    strides = tuple(
+        int(numbers.select(d, 1).reshape(-1)[0]) - start if numbers.shape[d] > 1 else numbers.stride(d)
+        for d in range(numbers.ndim)
+    )
+    expected = torch.full_like(numbers, start)
+    for d, stride in enumerate(strides):
+        steps = torch.arange(numbers.shape[d], device=numbers.device) * stride
+        expected += steps.reshape([-1 if d == e else 1 for e in range(numbers.ndim)])
+    if not torch.equal(numbers, expected):
+        raise StateError(f"{place}: Megatron saves its elements in an order that is none of its memory")
+    return start, strides
+
+
+def _entry(part: Any, start: int, strides: tuple[int, ...], *, dtype: torch.dtype | None = None) -> Entry:
+    replica = part.replica_id if isinstance(part.replica_id, tuple) else (0, part.replica_id)
+    return Entry(
+        part.key,
+        dtype or part.data.dtype,
+        tuple(part.global_shape),
+        tuple(part.global_offset),
+        (1,) * part.prepend_axis_num + tuple(part.local_shape),
+        part.prepend_axis_num,
+        start,
+        (0,) * part.prepend_axis_num + strides,
+        bool(part.allow_shape_mismatch),
+        not any(replica),
+        replica[0],
+    )
+
+
+class Object(NamedTuple):
+    """A value of Megatron's: its key, its place in a grid, whether this copy is the one that is saved."""
+
+    key: str
+    shape: tuple[int, ...]
+    offsets: tuple[int, ...]
+    main: bool
+
+
+def described(value: Any) -> Object:
+    """Return what a ShardedObject says about itself."""
+    replica = value.replica_id if isinstance(value.replica_id, tuple) else (value.replica_id,)
+    return Object(value.key, tuple(value.global_shape), tuple(value.global_offset), not any(replica))
+
+
+def holds_something(extra: Any) -> bool:
+    """Tell whether the extra state of a module is more than a place for one."""
+    if isinstance(extra, io.BytesIO):
+        return extra.getbuffer().nbytes > 0
+    if isinstance(extra, torch.Tensor):
+        return extra.numel() > 0
+    return extra is not None
+
+
+def parted(state: Any, which: Any) -> tuple[Any, Any]:
+    """Return those leaves of a state dict that `which` picks, and the others, as Megatron parts them."""
+    from megatron.core.dist_checkpointing.dict_utils import extract_matching_values
+
+    picked, others = extract_matching_values(state, which)
+    return picked, others
+
+
+def merged(one: Any, other: Any) -> Any:
+    """Return two state dicts put together as Megatron does."""
+    from megatron.core.dist_checkpointing.dict_utils import merge
+
+    return merge(one, other)
+
+
+def unwrapped(state: Any) -> Any:
+    """Return a state dict with what sharded parts and local objects hold in their place."""
+    if isinstance(state, dict):
+        return {key: unwrapped(inner) for key, inner in state.items()}
+    if isinstance(state, list):
+        return [unwrapped(inner) for inner in state]
+    if is_local(state):
+        return state.unwrap()
+    return state.data if is_tensor(state) or is_object(state) else state
+
+
+def local_object(value: Any) -> Any:
+    """Return a value marked as not to be saved."""
+    from megatron.core.dist_checkpointing.mapping import LocalNonpersistentObject
+
+    return LocalNonpersistentObject(value)
+
+
+def async_request(wait: Any, args: tuple[Any, ...], finish: Any) -> Any:
+    """Return a save under way as Megatron's queue knows it: `wait` in a process of its own, then `finish`."""
+    from megatron.core.dist_checkpointing.strategies.async_utils import AsyncRequest
+
+    return AsyncRequest(wait, args, [finish])

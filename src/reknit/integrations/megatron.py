@@ -1,0 +1,286 @@
+"""How does a script that trains with Megatron save and load?  It changes one import.
+
+`save`, `load` and `load_common_state_dict` stand in for those of `megatron.core.dist_checkpointing`.  What
+`sharded_state_dict` returned goes in, and so may a model or an optimizer itself, in its place: a distributed
+optimizer is then saved from where it lies, without a message, and loads into any layout.
+"""
+
+from __future__ import annotations
+
+import logging
+import re
+import sys
+import time
+from argparse import Namespace
+from dataclasses import dataclass, field
+from enum import Enum
+from typing import TYPE_CHECKING, Any
+
+from reknit import api
+from reknit.errors import CheckpointNotFoundError, StateError, UsageError
+from reknit.frameworks import megatron_private as private
+from reknit.frameworks import megatron_sharded as parts
+from reknit.monitor.phase import Deadline
+from reknit.options import LoadOptions, SaveOptions
+from reknit.storage.registry import open_storage
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping
+    from os import PathLike
+
+    from reknit.engine.report import LoadReport
+
+logger = logging.getLogger("reknit")
+
+TRACKER = "latest_checkpointed_iteration.txt"
+"""The file in a run's folder that names its last iteration with a checkpoint."""
+
+_COMMON = "common"
+"""The item of all values that are no tensors, as rank 0 has them."""
+
+_CHUNK = re.compile(r"model(?:_?\d+)?")
+_FOLDER = re.compile(r"iter_(\d{7,})")
+_STRICT = {"assume_ok_unexpected", "raise_unexpected", "raise_all"}
+_RETURNS = {"return_unexpected", "return_all"}
+_QUIET = {"ignore_all", *_RETURNS}
+_POLL_S = 0.25
+
+
+def save(
+    sharded_state_dict: dict[str, Any],
+    checkpoint_dir: str | PathLike[str],
+    sharded_strategy: Any = None,
+    common_strategy: Any = None,
+    validate_access_integrity: bool = True,
+    async_sharded_save: bool = False,
+    preprocess_common_before_consistancy_check: Callable[[Any], Any] | None = None,
+    content_metadata: dict[str, Any] | None = None,
+    *,
+    step: int | None = None,
+    options: SaveOptions | None = None,
+) -> Any:
+    """Save a sharded state dict as one checkpoint.  Every rank calls it.
+
+    Values beside the tensors are those of rank 0.  Chunks of one model (``model0``, ``model1``) are one item.
+    A checkpoint that is there already is replaced by a safe switch.  `step` is by default the ``iteration``
+    of the state dict, or what a folder called ``iter_0000100`` says.  Access is always validated, so that
+    `validate_access_integrity` and what prepares the check of common values have nothing to say.
+
+    With `async_sharded_save` the state is copied when this returns, and an agent writes; the answer is an
+    `AsyncRequest` for Megatron's queue, whose first finalizing function raises what went wrong.
+
+    Raises `UsageError` for a strategy: reknit has one of its own.  All else is as for `reknit.save`.
+    """
+    _require_no_strategy(sharded_strategy, common_strategy)
+    leaves, common = _parted(sharded_state_dict)
+    if content_metadata is not None:
+        common["content_metadata"] = content_metadata
+    state = _items(leaves)
+    if _COMMON in state:
+        raise UsageError(f"the state dict has sharded parts under {_COMMON!r}", remedy="use another key")
+    state[_COMMON] = _Kept(_encoded(common)) if _rank() == 0 else parts.local_object(None)
+    number = _step(sharded_state_dict, checkpoint_dir) if step is None else step
+    options = options or SaveOptions()
+    pending = api.save(checkpoint_dir, state, number, not async_sharded_save, overwrite=True, options=options)
+    if not async_sharded_save:
+        pending.result()
+        return None
+    return parts.async_request(_wait_for, (str(checkpoint_dir), options.timeout_s), lambda: _finish(pending))
+
+
+def _finish(pending: Any) -> None:
+    pending.result()
+
+
+def _wait_for(path: str, timeout_s: float) -> None:
+    """Return when a checkpoint is there; what went wrong is told to those who finish the save."""
+    deadline = Deadline(timeout_s)
+    while deadline.remaining() > 0:
+        try:
+            api.open(path)
+        except CheckpointNotFoundError:
+            time.sleep(_POLL_S)
+        else:
+            return
+
+
+def load(
+    sharded_state_dict: dict[str, Any],
+    checkpoint_dir: str | PathLike[str],
+    sharded_strategy: Any = None,
+    common_strategy: Any = None,
+    validate_access_integrity: bool = True,
+    strict: Any = "assume_ok_unexpected",
+    *,
+    options: LoadOptions | None = None,
+) -> Any:
+    """Load into the tensors of a sharded state dict; return a state dict of plain tensors and values.
+
+    The tensors are filled where they are, models and optimizers themselves too.  Of `strict`, the values that
+    log, return or ignore make the load lenient; with all others, whatever does not fit raises `MismatchError`
+    before anything changes.  Those that return give a triple: the state dict, the names that only the
+    checkpoint has, and the names that only the state dict has.
+
+    Raises `UsageError` for a strategy: reknit has one of its own.  All else is as for `reknit.load`.
+    """
+    _require_no_strategy(sharded_strategy, common_strategy)
+    how = _strictness(strict)
+    leaves, local = _parted(sharded_state_dict, parts.is_local)
+    kept = _Kept()
+    report = api.load(
+        checkpoint_dir, {**_items(leaves), _COMMON: kept}, how in _STRICT, options=options or LoadOptions()
+    )
+    answer = parts.merged(_decoded(kept.values), parts.unwrapped(leaves))
+    answer = parts.merged(answer, parts.unwrapped(local))
+    if how not in _STRICT | _QUIET:
+        _log(report, extra=how == "log_all")
+    if how not in _RETURNS:
+        return answer
+    only_there = set(report.unexpected) if how == "return_all" else set()
+    return answer, only_there, set(report.missing)
+
+
+def load_common_state_dict(
+    checkpoint_dir: str | PathLike[str], *, options: LoadOptions | None = None
+) -> dict[str, Any]:
+    """Return what a checkpoint has beside sharded tensors and objects, as rank 0 saved it.
+
+    Every rank calls it.
+    """
+    kept = _Kept()
+    api.load(checkpoint_dir, {_COMMON: kept}, options=options or LoadOptions())
+    values: dict[str, Any] = _decoded(kept.values)
+    return values
+
+
+def iteration_folder(root: str | PathLike[str], iteration: int) -> str:
+    """Return where Megatron's scripts keep the checkpoint of an iteration."""
+    return f"{str(root).rstrip('/')}/iter_{iteration:07d}"
+
+
+def mark_latest(root: str | PathLike[str], iteration: int) -> None:
+    """Write in a run's folder which iteration has its last checkpoint.  One rank does it, after the save."""
+    storage = open_storage(root)
+    try:
+        storage.put(TRACKER, str(iteration).encode(), if_absent=False)
+    finally:
+        storage.close()
+
+
+@dataclass
+class _Kept:
+    """Values whose form is known to nobody before they are loaded."""
+
+    values: Any = field(default_factory=dict)
+
+    def state_dict(self) -> Any:
+        return self.values
+
+    def load_state_dict(self, state: Any) -> None:
+        self.values = state
+
+
+def _parted(state: dict[str, Any], which: Callable[[Any], bool] | None = None) -> tuple[Any, Any]:
+    """Return what is sharded or live in a state dict, and of the rest what `which` says, by default all."""
+    leaves, rest = parts.parted(state, private.is_leaf)
+    if which is None:
+        return leaves, parts.parted(rest, parts.is_local)[1]
+    return leaves, parts.parted(rest, which)[0]
+
+
+def _items(leaves: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the items of a state: the chunks of a model are one, and so is a model's own state dict."""
+    items: dict[str, Any] = {}
+    chunks: list[Any] = []
+    own: dict[str, Any] = {}
+    for key, value in leaves.items():
+        if parts.is_tensor(value) or key.endswith("_extra_state"):
+            own[key] = value
+        elif _CHUNK.fullmatch(key):
+            chunks += value if isinstance(value, list) else [value]
+        else:
+            items[key] = value
+    if own:
+        chunks.append(own)
+    if chunks:
+        items["model"] = chunks
+    return items
+
+
+def _require_no_strategy(*strategies: Any) -> None:
+    if any(strategy is not None for strategy in strategies):
+        raise UsageError(
+            "reknit writes in a format of its own, and takes no strategy",
+            remedy="leave sharded_strategy and common_strategy out",
+        )
+
+
+def _strictness(strict: Any) -> str:
+    how = strict.value if isinstance(strict, Enum) else strict
+    if how not in _STRICT | _QUIET | {"log_unexpected", "log_all"}:
+        raise UsageError(f"strict is a StrictHandling or the value of one, not {strict!r}")
+    return str(how)
+
+
+def _log(report: LoadReport, *, extra: bool) -> None:
+    for name in report.missing:
+        logger.warning("load from %s: the checkpoint does not have %s", report.path, name)
+    for name, why in report.mismatched.items():
+        logger.warning("load from %s: %s: %s", report.path, name, why)
+    for name in report.unexpected if extra else ():
+        logger.warning("load from %s: the state dict does not have %s", report.path, name)
+
+
+def _step(state: Mapping[str, Any], checkpoint_dir: str | PathLike[str]) -> int | None:
+    iteration = state.get("iteration")
+    if isinstance(iteration, int):
+        return iteration
+    folder = _FOLDER.fullmatch(str(checkpoint_dir).rstrip("/").rpartition("/")[2])
+    return int(folder[1]) if folder else None
+
+
+def _rank() -> int:
+    distributed = sys.modules["torch"].distributed
+    return int(distributed.get_rank()) if distributed.is_initialized() else 0
+
+
+_NAMESPACE = "<Namespace>"
+_ENUM = "<Enum>"
+
+
+def _encoded(value: Any) -> Any:
+    """Return a value with namespaces and members of enumerations as what every checkpoint can hold."""
+    if isinstance(value, Namespace):
+        return {_NAMESPACE: _encoded(vars(value))}
+    if isinstance(value, Enum):
+        return {_ENUM: [type(value).__module__, type(value).__qualname__, value.name]}
+    if isinstance(value, dict):
+        return {key: _encoded(inner) for key, inner in value.items()}
+    if type(value) in (list, tuple):
+        return type(value)(map(_encoded, value))
+    return value
+
+
+def _decoded(value: Any) -> Any:
+    """Return what `_encoded` was given; enumerations have to be imported already."""
+    if isinstance(value, dict):
+        if value.keys() == {_NAMESPACE}:
+            return Namespace(**_decoded(value[_NAMESPACE]))
+        if value.keys() == {_ENUM}:
+            return _member(*value[_ENUM])
+        return {key: _decoded(inner) for key, inner in value.items()}
+    if type(value) in (list, tuple):
+        return type(value)(map(_decoded, value))
+    return value
+
+
+def _member(module: str, path: str, name: str) -> Enum:
+    kind: Any = sys.modules.get(module)
+    for part in path.split("."):
+        kind = getattr(kind, part, None)
+    if not (isinstance(kind, type) and issubclass(kind, Enum)) or name not in kind.__members__:
+        raise StateError(
+            f"the checkpoint has {path}.{name} of {module}, which is no enumeration here",
+            remedy=f"import {module} before loading",
+        )
+    return kind[name]

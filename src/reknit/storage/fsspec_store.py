@@ -1,0 +1,352 @@
+"""Any file system that fsspec knows, as a store: the way to places that have no store of their own here."""
+
+from __future__ import annotations
+
+import logging
+import tempfile
+import threading
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from reknit.errors import (
+    StorageError,
+    StorageFullError,
+    StorageNotFoundError,
+    StoragePermissionError,
+    StorageUnavailableError,
+    UsageError,
+)
+from reknit.storage.base import Listed, Reading
+from reknit.storage.paths import check_path, is_temporary
+from reknit.storage.runs import read_runs
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from numpy.typing import NDArray
+
+logger = logging.getLogger("reknit")
+
+_PIECE_NBYTES = 16 << 20
+_ERRNO_FULL = 28
+
+_warned: set[str] = set()
+
+
+class FsspecStorage:
+    """The files below a URL of fsspec.
+
+    What it cannot promise, for fsspec has no word for it: that of several processes which write one name at
+    once only one succeeds, that a reader never sees half a small file, and that what was written survives a
+    loss of power.  Within a process it keeps all of them but the last.  A file is gathered in a temporary one
+    on the local disk until it is whole, and then uploaded in order.
+    """
+
+    def __init__(self, url: str, system: Any, root: str, names: _Names | None = None) -> None:
+        """Use `open_fsspec`; `root` is what `system` calls the folder that `url` means."""
+        self._url, self._system, self._root = url.rstrip("/"), system, root.rstrip("/")
+        self._names = names or _Names()
+
+    @property
+    def url(self) -> str:
+        """The URL of the root."""
+        return self._url
+
+    @property
+    def reading(self) -> Reading:
+        """A request costs more than many bytes, wherever this is."""
+        return Reading(gap_nbytes=4 << 20, waste=1.0, piece_nbytes=_PIECE_NBYTES)
+
+    def create(self, path: str, nbytes: int) -> FsspecWriter:
+        """Start a new file."""
+        if nbytes < 0:
+            raise UsageError(f"a file of {nbytes} bytes cannot be")
+        full = self._full(path)
+        with self._names.lock, self._translated("create", path):
+            self._check_place(path)
+            if full in self._names.writing or self._exists(full):
+                raise StorageError(
+                    f"cannot create {self._told(path)}: it exists",
+                    remedy="files are never written twice: use another name, or delete the old one first",
+                    path=self._told(path),
+                )
+            writer = FsspecWriter(self, path, full, nbytes)
+            self._names.writing[full] = writer
+        return writer
+
+    def put(self, path: str, data: bytes, *, if_absent: bool) -> bool:
+        """Write a small file; with `if_absent` it is looked first whether there is one."""
+        full = self._full(path)
+        with self._names.lock, self._translated("write", path):
+            self._check_place(path)
+            if if_absent and (full in self._names.writing or self._exists(full)):
+                return False
+            self._names.writing.pop(full, None)
+            self._make_folder(full)
+            self._system.pipe_file(full, bytes(data))
+        return True
+
+    def commit(self, path: str, data: bytes, *, pending: str, if_absent: bool) -> bool:
+        """Look for the file `pending`, put the other, and delete it."""
+        with self._names.lock:
+            self.size(pending)
+            placed = self.put(path, data, if_absent=if_absent)
+            if placed:
+                self.delete(pending)
+        return placed
+
+    def get(self, path: str, *, limit: int) -> bytes:
+        """Return a whole small file."""
+        with self._names.lock:
+            nbytes = self.size(path)
+            if nbytes > limit:
+                raise StorageError(
+                    f"{self._told(path)} has {nbytes} bytes, more than the {limit} allowed here",
+                    path=self._told(path),
+                )
+            with self._translated("read", path):
+                return bytes(self._system.cat_file(self._full(path)))
+
+    def size(self, path: str) -> int:
+        """Return the size of a file in bytes."""
+        with self._translated("find", path):
+            self._system.invalidate_cache()
+            found = self._system.info(self._full(path))
+            if found["type"] != "file":
+                raise FileNotFoundError(self._told(path))
+            return int(found["size"])
+
+    def read_into(self, path: str, start: int, buffers: list[memoryview]) -> None:
+        """Fill the buffers from one read of a range."""
+        if start < 0:
+            raise UsageError(f"a read cannot start at byte {start}")
+        wanted = sum(buffer.nbytes for buffer in buffers)
+        with self._translated("read", path):
+            if wanted:
+                data = self._system.cat_file(self._full(path), start=start, end=start + wanted)
+            else:
+                self.size(path)
+                return
+        if len(data) < wanted:
+            raise StorageError(
+                f"{self._told(path)} is shorter than expected: wanted bytes {start} to {start + wanted}, "
+                f"but it ends at {start + len(data)}",
+                path=self._told(path),
+            )
+        position = 0
+        source = np.frombuffer(data, np.uint8)
+        for buffer in buffers:
+            if buffer.nbytes:
+                out = np.frombuffer(buffer, np.uint8)
+                np.copyto(out, source[position : position + len(out)])
+                position += len(out)
+
+    def read_runs(self, path: str, starts: NDArray[np.int64], nbytes: int, buffer: memoryview) -> None:
+        """Fill the buffer with runs."""
+        read_runs(self.read_into, path, starts, nbytes, buffer)
+
+    def folders(self) -> list[str]:
+        """Return the names of the folders directly below the root, sorted."""
+        return sorted({entry.path.partition("/")[0] for entry in self.list() if "/" in entry.path})
+
+    def list(self, prefix: str = "") -> Iterator[Listed]:
+        """Return every file below a folder."""
+        folder = self._full(prefix) if prefix else self._root
+        with self._translated("list", prefix):
+            self._system.invalidate_cache()
+            try:
+                found = self._system.find(folder, detail=True)
+            except FileNotFoundError:
+                found = {}
+        base = f"{self._root.lstrip('/')}/"
+        entries = ((name.lstrip("/"), info) for name, info in found.items())
+        named = ((name.removeprefix(base), info) for name, info in entries if name.startswith(base))
+        hidden = any(map(is_temporary, prefix.split("/")))
+        return iter(
+            Listed(name, int(info["size"]))
+            for name, info in named
+            if not hidden and not any(map(is_temporary, name.split("/"))) and name != prefix
+        )
+
+    def delete(self, path: str) -> None:
+        """Remove a file."""
+        full = self._full(path)
+        with self._names.lock, self._translated("delete", path):
+            self._names.writing.pop(full, None)
+            self._system.invalidate_cache()
+            if not self._system.exists(full):
+                return
+            if self._system.info(full)["type"] != "file":
+                raise StorageError(f"cannot delete {self._told(path)}: it is a folder", path=self._told(path))
+            self._system.rm_file(full)
+
+    def sub(self, path: str) -> FsspecStorage:
+        """Return the store rooted at a folder of this one."""
+        return FsspecStorage(self._told(path), self._system, self._full(path), self._names)
+
+    def close(self) -> None:
+        """Do nothing: fsspec keeps its file systems for the whole process."""
+
+    def place(self, writer: FsspecWriter, path: str, full: str, source: Any) -> None:
+        """Upload a file that is whole."""
+        with self._translated("write", path):
+            self._make_folder(full)
+            try:
+                with self._system.open(full, "wb") as target:
+                    while piece := source.read(_PIECE_NBYTES):
+                        target.write(piece)
+            except BaseException:
+                self._discard(full)
+                raise
+            with self._names.lock:
+                if self._names.writing.get(full) is not writer:
+                    self._discard(full)
+                    raise StorageError(
+                        f"{self._told(path)} was removed or replaced while it was written",
+                        path=self._told(path),
+                    )
+                del self._names.writing[full]
+
+    def forget(self, writer: FsspecWriter, full: str) -> None:
+        """Give a name free."""
+        with self._names.lock:
+            if self._names.writing.get(full) is writer:
+                del self._names.writing[full]
+
+    def _discard(self, full: str) -> None:
+        if self._system.exists(full):
+            self._system.rm_file(full)
+
+    def _make_folder(self, full: str) -> None:
+        self._system.makedirs(full.rpartition("/")[0], exist_ok=True)
+
+    def _exists(self, full: str) -> bool:
+        self._system.invalidate_cache()
+        return bool(self._system.exists(full))
+
+    def _check_place(self, path: str) -> None:
+        """Refuse a file in the place of a folder, and a folder in the place of a file."""
+        parts = path.split("/")
+        for end in range(1, len(parts)):
+            above = self._full("/".join(parts[:end]))
+            if above in self._names.writing or self._system.isfile(above):
+                raise StorageError(f"{self._told(path)} lies below a file", path=self._told(path))
+        full = self._full(path)
+        below = any(other.startswith(f"{full}/") for other in self._names.writing)
+        if below or (self._system.isdir(full) and self._system.find(full)):
+            raise StorageError(f"{self._told(path)} is a folder", path=self._told(path))
+
+    def _full(self, path: str) -> str:
+        return f"{self._root}/{check_path(path, self._url)}"
+
+    def _told(self, path: str) -> str:
+        return f"{self._url}/{path}" if path else self._url
+
+    @contextmanager
+    def _translated(self, action: str, path: str) -> Iterator[None]:
+        """Turn the errors of whatever library serves this into ours."""
+        told = self._told(path)
+        try:
+            yield
+        except (StorageError, UsageError):
+            raise
+        except FileNotFoundError as error:
+            raise StorageNotFoundError(
+                f"there is no file {told}", remedy="check the path", path=told
+            ) from error
+        except PermissionError as error:
+            raise StoragePermissionError(f"cannot {action} {told}: {error}", path=told) from error
+        except (ConnectionError, TimeoutError) as error:
+            raise StorageUnavailableError(f"cannot {action} {told}: {error!r}", path=told) from error
+        except Exception as error:  # libraries behind fsspec have errors of their own, of any type
+            full = getattr(error, "errno", None) == _ERRNO_FULL
+            kind = StorageFullError if full else StorageError
+            raise kind(f"cannot {action} {told}: {error!r}", path=told) from error
+
+
+class _Names:
+    """Files of a file system that are being written by this process."""
+
+    def __init__(self) -> None:
+        self.lock = threading.RLock()
+        self.writing: dict[str, FsspecWriter] = {}
+
+
+class FsspecWriter:
+    """A file that is gathered on the local disk until it is whole."""
+
+    def __init__(self, storage: FsspecStorage, path: str, full: str, nbytes: int) -> None:
+        self._storage, self._path, self._full, self._nbytes = storage, path, full, nbytes
+        self._url = f"{storage.url}/{path}"
+        self._file = tempfile.TemporaryFile(prefix="reknit-")  # noqa: SIM115 - closed by finish or abort
+        self._written = 0
+        self._open = True
+        self._lock = threading.Lock()
+
+    def write(self, start: int, data: memoryview) -> None:
+        """Put `data` into its place."""
+        data = data.cast("B")
+        if not 0 <= start <= self._nbytes - data.nbytes:
+            raise StorageError(
+                f"bytes {start} to {start + data.nbytes} lie outside the {self._nbytes} of {self._url}",
+                path=self._url,
+            )
+        with self._lock:
+            self._check_open("write")
+            try:
+                self._file.seek(start)
+                self._file.write(data)
+            except OSError as error:
+                raise StorageFullError(
+                    f"cannot gather {self._url} in a temporary file: {error}",
+                    remedy="make room there, or point TMPDIR to another disk",
+                    path=self._url,
+                ) from error
+            self._written += data.nbytes
+
+    def finish(self) -> None:
+        """Upload the file."""
+        with self._lock:
+            self._check_open("finish")
+            self._open = False
+            try:
+                if self._written != self._nbytes:
+                    fault = f"{self._written} of {self._nbytes} bytes were written"
+                    raise StorageError(f"cannot finish {self._url}: {fault}", path=self._url)
+                self._file.seek(0)
+                self._storage.place(self, self._path, self._full, self._file)
+            finally:
+                self._file.close()
+                self._storage.forget(self, self._full)
+
+    def abort(self) -> None:
+        """Give up, unless the file is finished."""
+        with self._lock:
+            self._open = False
+            self._file.close()
+        self._storage.forget(self, self._full)
+
+    def _check_open(self, action: str) -> None:
+        if not self._open:
+            raise StorageError(f"cannot {action} {self._url}: it is finished or aborted", path=self._url)
+
+
+def open_fsspec(url: str) -> FsspecStorage:
+    """Return the store at a URL of fsspec, and warn once of what it cannot promise.
+
+    Raises `ImportError` where fsspec, or what serves this protocol, is not installed.
+    """
+    import fsspec
+
+    system, root = fsspec.core.url_to_fs(url, use_listings_cache=False)
+    scheme = url.partition(":")[0]
+    if scheme not in _warned:
+        _warned.add(scheme)
+        logger.warning(
+            "%s:// is served by fsspec, which has no conditional writes: let no two jobs save to one path at "
+            "once, and expect more memory and processor time than with a store of reknit's own",
+            scheme,
+        )
+    return FsspecStorage(url, system, root)

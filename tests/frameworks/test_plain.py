@@ -1,0 +1,60 @@
+"""Plain containers: what their children are called, and what happens to one that a state has twice."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import numpy as np
+
+import reknit
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+
+class Point(NamedTuple):
+    x: Any
+    y: Any
+
+
+def names(folder: Path) -> set[str]:
+    with reknit.open(folder) as checkpoint:
+        return {f"{item}/{fqn}" for item, specs in checkpoint.tensors.items() for fqn in specs}
+
+
+def test_named_tuples_are_split_by_their_fields_and_keep_their_type(tmp_path: Path) -> None:
+    state = {"a": Point(np.ones(2), Point(1, "text")), "b": (Point(2, ()),)}
+    reknit.save(tmp_path / "c", state)
+    assert names(tmp_path / "c") == {"a/x"}
+    target: dict[str, Any] = {"a": Point(np.zeros(2), Point(0, "")), "b": (Point(0, ()),)}
+    array = target["a"].x
+    reknit.load(tmp_path / "c", target)
+    assert target["a"].y == Point(1, "text")
+    assert type(target["a"].y) is type(target["b"][0]) is Point
+    assert target["b"] == (Point(2, ()),)
+    assert target["a"].x is array
+    assert array.tolist() == [1, 1]
+
+
+def test_a_container_that_is_there_twice_gets_the_values_of_each_place(tmp_path: Path) -> None:
+    reknit.save(
+        tmp_path / "c", {"a": OrderedDict(n=1, m=[np.ones(1), 5]), "b": OrderedDict(n=2, m=[np.ones(1), 6])}
+    )
+    shared = OrderedDict[str, Any](n=0, m=[np.zeros(1), 0])
+    target = {"a": shared, "b": shared}
+    reknit.load(tmp_path / "c", target)
+    assert target["a"] is shared
+    assert (target["a"]["n"], target["a"]["m"][1]) == (1, 5)
+    assert (target["b"]["n"], target["b"]["m"][1]) == (2, 6)
+    assert isinstance(target["b"], OrderedDict)
+
+
+def test_a_container_that_is_there_twice_stays_so_when_nothing_in_it_is_replaced(tmp_path: Path) -> None:
+    shared = {"w": np.ones(2)}
+    reknit.save(tmp_path / "c", {"a": shared, "b": shared})
+    target: dict[str, Any] = {"a": {"w": np.zeros(2)}}
+    target["b"] = target["a"]
+    reknit.load(tmp_path / "c", target)
+    assert target["a"] is target["b"]
+    assert target["a"]["w"].tolist() == [1, 1]

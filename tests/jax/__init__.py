@@ -1,0 +1,1 @@
+"""Saving and loading with JAX, always in processes of its own."""

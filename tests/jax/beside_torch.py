@@ -1,0 +1,117 @@
+"""What one process with four devices checks about JAX and torch, in one state and after each other."""
+
+# mypy: disallow-untyped-calls=False
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import torch
+from jax.sharding import Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+from torch import nn
+
+import reknit
+
+
+def model(seed: int) -> nn.Module:
+    torch.manual_seed(seed)
+    return nn.Sequential(nn.Linear(8, 4), nn.LayerNorm(4), nn.Linear(4, 2).to(torch.bfloat16))
+
+
+def sharded(shape: tuple[int, ...], dtype: Any) -> Any:
+    on = Mesh(np.array(jax.devices()), ("x",))
+    spec = P("x") if shape and shape[0] % 4 == 0 else P()
+    return jax.ShapeDtypeStruct(shape, dtype, sharding=NamedSharding(on, spec))
+
+
+def as_numpy(tensor: Any) -> Any:
+    return tensor.detach().float().numpy()
+
+
+def check_a_torch_module_loads_into_arrays_of_its_names_and_back(folder: str) -> None:
+    saved = model(0)
+    reknit.save(f"{folder}/torch", {"model": saved})
+    kinds = {name: jnp.dtype(str(t.dtype).removeprefix("torch.")) for name, t in saved.state_dict().items()}
+    arrays = {"model": {name: sharded(tuple(t.shape), kinds[name]) for name, t in saved.state_dict().items()}}
+    reknit.load(f"{folder}/torch", arrays)
+    for name, tensor in saved.state_dict().items():
+        assert arrays["model"][name].dtype == kinds[name]
+        assert np.array_equal(arrays["model"][name].astype(np.float32), as_numpy(tensor)), name
+    reknit.save(f"{folder}/jax", arrays)
+    back = model(1)
+    reknit.load(f"{folder}/jax", {"model": back})
+    for name, tensor in back.state_dict().items():
+        assert torch.equal(tensor, saved.state_dict()[name])
+
+
+def check_a_torch_optimizer_loads_into_arrays_of_its_names_and_back(folder: str) -> None:
+    def trained(seed: int) -> tuple[Any, Any]:
+        net = nn.Linear(8, 4)
+        optimizer = torch.optim.AdamW(net.parameters(), lr=0.1)
+        for step in range(2):
+            net(torch.full((1, 8), float(seed + step))).sum().backward()
+            optimizer.step()
+        return net, optimizer
+
+    net, optimizer = trained(1)
+    reknit.save(f"{folder}/torch", {"model": net, "optimizer": optimizer})
+    shapes = {"weight": (4, 8), "bias": (4,)}
+    moments: dict[str, Any] = {
+        name: {
+            "exp_avg": sharded(shape, jnp.float32),
+            "exp_avg_sq": sharded(shape, jnp.float32),
+            "step": sharded((), jnp.float32),
+        }
+        for name, shape in shapes.items()
+    }
+    target = {
+        "model": {name: sharded(shape, jnp.float32) for name, shape in shapes.items()},
+        "optimizer": {"state": moments},
+    }
+    reknit.load(f"{folder}/torch", target, options=reknit.LoadOptions(lenient=("optimizer/param_groups*",)))
+    for name, parameter in net.named_parameters():
+        for key, tensor in optimizer.state[parameter].items():
+            assert np.array_equal(target["optimizer"]["state"][name][key], as_numpy(tensor)), (name, key)
+    reknit.save(f"{folder}/jax", target)
+    other, fresh = trained(5)
+    reknit.load(
+        f"{folder}/jax",
+        {"model": other, "optimizer": fresh},
+        options=reknit.LoadOptions(lenient=("optimizer/param_groups*",)),
+    )
+    for ours, theirs in zip(net.parameters(), other.parameters(), strict=True):
+        assert torch.equal(ours, theirs)
+        for key, tensor in optimizer.state[ours].items():
+            assert torch.equal(fresh.state[theirs][key], tensor)
+
+
+def check_torch_and_jax_share_one_state(folder: str) -> None:
+    def state(seed: int) -> dict[str, Any]:
+        net = model(seed)
+        ema = {name: jnp.asarray(as_numpy(tensor)) for name, tensor in net.state_dict().items()}
+        return {"model": net, "ema": ema, "both": [torch.full((2,), float(seed)), jnp.full(2, seed), seed]}
+
+    saved, target = state(0), state(1)
+    reknit.save(folder, saved)
+    reknit.load(folder, target)
+    for name, tensor in target["model"].state_dict().items():
+        assert torch.equal(tensor, saved["model"].state_dict()[name])
+        assert np.array_equal(target["ema"][name], saved["ema"][name])
+    assert target["both"][0].tolist() == target["both"][1].tolist() == [0, 0]
+    assert target["both"][2] == 0
+
+
+def check_numpy_loads_into_arrays_and_back(folder: str) -> None:
+    values = np.arange(8, dtype=np.float32)
+    reknit.save(f"{folder}/numpy", {"a": {"w": values}})
+    target: dict[str, Any] = {"a": {"w": jnp.zeros(8)}}
+    reknit.load(f"{folder}/numpy", target)
+    assert np.array_equal(target["a"]["w"], values)
+    reknit.save(f"{folder}/jax", target)
+    host = {"a": {"w": np.zeros(8, np.float32)}}
+    reknit.load(f"{folder}/jax", host)
+    assert np.array_equal(host["a"]["w"], values)

@@ -1,0 +1,108 @@
+"""What the ranks of the matrix do."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+import reknit
+from reknit.frameworks.registry import collect
+from tests.frameworks.silence import Silence
+from tests.megatron.layouts import FAMILIES, WORDS
+
+if TYPE_CHECKING:
+    from tests.megatron.gpt import Trained
+
+OPTIONS = reknit.SaveOptions(durability="process", threads=2, timeout_s=60)
+
+
+def save_all(root: str, world: int) -> None:
+    """Train and save all layouts of so many ranks."""
+    from tests.megatron import gpt, truth
+
+    for family, layouts in FAMILIES.items():
+        for name, layout in layouts.items():
+            if layout.world != world:
+                continue
+            trained = gpt.build(layout)
+            _change_options(trained)
+            rank = torch.distributed.get_rank()
+            with Silence():
+                collect(trained.state(), rank, world)
+            report = reknit.save(f"{root}/{family}/{name}", trained.state(), step=2, options=OPTIONS).result()
+            assert report.warnings == (), report.warnings
+            known = truth.truth(trained)
+            if rank == 0:
+                torch.save(known, f"{root}/{family}/{name}.truth")
+
+
+def _change_options(trained: Trained) -> None:
+    """Give the groups other options than they begin with."""
+    for group in trained.optimizer.param_groups:
+        group["lr"] = 0.125 * (1 + group["wd_mult"])
+        group["max_lr"] = 0.5
+
+
+def load_all(root: str, world: int) -> dict[tuple[str, str, str], list[str]]:
+    """Load every checkpoint of a family into every layout of so many ranks; return what differs."""
+    from tests.megatron import gpt
+
+    differing = {}
+    for family, layouts in FAMILIES.items():
+        for name, layout in layouts.items():
+            if layout.world != world:
+                continue
+            trained = gpt.build(layout, steps=0, seed=1)
+            for number, source in enumerate(layouts):
+                # Every second time the optimizer has states already, of another training.
+                _forget(trained, keep_states=number % 2 == 1)
+                differing[family, source, name] = _load(f"{root}/{family}/{source}", trained)
+            gpt.train(trained, 1)
+    return differing
+
+
+def _forget(trained: Trained, *, keep_states: bool) -> None:
+    """Make a model and its optimizer such that everything in them is wrong."""
+    with torch.no_grad():
+        for chunk in trained.chunks:
+            for parameter in chunk.parameters():
+                parameter.fill_(7.0)
+        for optimizer in trained.optimizer.chained_optimizers:
+            inner = optimizer.optimizer
+            for group in inner.param_groups:
+                group["lr"] = 77.0
+                group.pop("step", None)
+                for main in group["params"]:
+                    main.fill_(7.0)
+            for states in inner.state.values():
+                for state in states.values():
+                    state.fill_(7.0)
+            if not keep_states:
+                inner.state.clear()
+
+
+def _load(path: str, trained: Trained) -> list[str]:
+    from tests.megatron import truth
+
+    report = reknit.load(path, trained.state(), options=reknit.LoadOptions(timeout_s=120))
+    assert not report.missing, report.missing
+    assert not report.unexpected, report.unexpected
+    assert report.step == 2
+    expected = torch.load(f"{path}.truth", weights_only=False)
+    return compare(expected, truth.truth(trained))
+
+
+def compare(expected: dict[str, Any], found: dict[str, Any]) -> list[str]:
+    """Return the names of what differs; of padded vocabularies, the words are compared."""
+    wrong = sorted(set(expected) ^ set(found))
+    for name in expected.keys() & found.keys():
+        a, b = expected[name], found[name]
+        if isinstance(a, torch.Tensor):
+            if "word_embeddings" in name or "output_layer" in name:
+                a, b = a[:WORDS], b[:WORDS]
+            if a.dtype != b.dtype or not torch.equal(a, b):
+                wrong.append(name)
+        elif a != b:
+            wrong.append(f"{name}: {a} {b}")
+    return wrong

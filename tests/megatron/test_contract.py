@@ -1,0 +1,324 @@
+"""What reknit reads of Megatron means what it is taken for: on the real thing, trained for two steps."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+pytest.importorskip("megatron.core", reason="Megatron-Core is not installed")
+
+import torch
+import torch.distributed as dist
+
+import reknit
+from reknit.errors import StateError
+from reknit.frameworks import megatron_model, megatron_private, megatron_sharded
+from reknit.frameworks.registry import collect
+from reknit.frameworks.walk import Place, World
+from reknit.types.box import Box
+from tests.frameworks.checkpoint import Checkpoint, assemble, load, portable
+from tests.frameworks.silence import Silence
+from tests.megatron.herd import run
+from tests.megatron.layouts import Layout
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from reknit.frameworks.flat import FlatPart
+
+HERE = Place("model")
+
+
+def ranges(layout: Layout) -> None:
+    """The ranges of a distributed optimizer are elements of the parameter, in its own order."""
+    from tests.megatron import gpt
+
+    trained = gpt.build(layout)
+    covered: dict[int, int] = {}
+    for optimizer in megatron_private.chained(trained.optimizer, HERE):
+        for work in megatron_private.working(optimizer, HERE):
+            mine = work.parameter.detach().reshape(-1)[work.start : work.start + work.numel]
+            assert torch.equal(work.main.detach().reshape(-1).to(mine.dtype), mine)
+            assert work.exact == layout.bf16
+            assert work.main.numel() == work.numel
+            states = work.inner.state[work.main]
+            assert states.keys() == {"exp_avg", "exp_avg_sq"}
+            assert all(state.shape == work.main.shape for state in states.values())
+            assert work.group["step"] == 2
+            assert any(work.main is main for main in work.group["params"])
+            assert megatron_private.counts_in_group(work.inner)
+            covered[id(work.parameter)] = covered.get(id(work.parameter), 0) + work.numel
+    parameters = [p for chunk in trained.chunks for p in chunk.parameters()]
+    held = torch.tensor([covered.get(id(p), 0) for p in parameters])
+    if layout.distributed:
+        dist.all_reduce(held)
+    assert held.tolist() == [p.numel() for p in parameters]
+
+
+@pytest.mark.parametrize("bf16", [False, True])
+@pytest.mark.parametrize("distributed", [False, True])
+def test_ranges_of_optimizers_are_elements_of_the_parameters(bf16: bool, distributed: bool) -> None:
+    run(2, ranges, Layout(2, bf16=bf16, distributed=distributed, bucket=2000, layers=2))
+
+
+def groups(layout: Layout) -> None:
+    """The ranks that are said to have the same part of a parameter do, and no others."""
+    from tests.megatron import gpt
+
+    trained = gpt.build(layout, steps=0)
+    world = World(dist.get_rank(), dist.get_world_size(), tuple(range(dist.get_world_size())))
+    ours = megatron_private.groups(world)
+    mine = {}
+    for chunk in trained.chunks:
+        for _, sharded in megatron_private.described(chunk, HERE):
+            if megatron_sharded.is_tensor(sharded):
+                for one in megatron_model.held(sharded, HERE):
+                    boxes = tuple(box for box, _ in one.part.held)
+                    mine[one.name, boxes] = ours.copies(expert=one.expert, whole=one.whole)
+    everyone: list[Any] = [None] * world.size
+    dist.all_gather_object(everyone, mine)
+    for key, said in mine.items():
+        having = tuple(rank for rank, theirs in enumerate(everyone) if key in theirs)
+        if "word_embeddings" not in key[0]:  # tied ones are on two stages, and saved from the first
+            assert said == having, key
+
+
+@pytest.mark.parametrize(
+    "layout",
+    [
+        Layout(4, tp=2, layers=2),
+        Layout(4, cp=2, layers=2),
+        Layout(4, tp=2, pp=2, layers=2),
+        Layout(4, experts=4, ep=2, etp=2, layers=2),
+        Layout(4, experts=4, ep=2, pp=2, layers=2),
+    ],
+    ids=["tp2-dp2", "cp2-dp2", "tp2-pp2", "ep2-etp2", "ep2-pp2"],
+)
+def test_ranks_that_are_said_to_hold_the_same_do(layout: Layout) -> None:
+    run(4, groups, layout)
+
+
+def transposing_factory() -> list[tuple[str, FlatPart]]:
+    """A factory such as that of grouped experts, whose weights lie transposed, all in one parameter."""
+    from megatron.core.dist_checkpointing.mapping import ShardedTensor, ShardedTensorFactory
+
+    experts, hidden, ffn, first, total = 2, 3, 2, 2, 4
+    key = "decoder.layers.0.mlp.experts.experts.linear_fc1.weight"
+    weight = torch.nn.Parameter(torch.arange(experts * hidden * 2 * ffn).float().view(hidden, -1))
+
+    def build(key: str, t: torch.Tensor, replica: Any, _: Any) -> list[Any]:
+        whole = t.view(experts, hidden, 2 * ffn).transpose(-1, -2)
+        parts = [part.contiguous() for part in torch.chunk(whole, 2, -2)]
+        return [
+            ShardedTensor.from_rank_offsets(
+                key, part, (0, first // experts, total // experts), (1, n, 2), replica_id=replica
+            )
+            for n, part in enumerate(parts)
+        ]
+
+    factory = ShardedTensorFactory(key, weight, build, lambda parts: parts, (0, 0, 0))
+    found = megatron_model.held(factory, HERE)
+    memory = weight.detach().reshape(-1)
+    for number, one in enumerate(found):
+        assert one.name == f"decoder.layers.0.mlp.experts.local_experts.{first + number}.linear_fc1.weight"
+        whole = torch.zeros(one.part.shape)
+        for box, data in one.part.parts(memory):
+            whole[box.slices()] = data
+        expected = memory.view(experts, hidden, 2 * ffn)[number].t()
+        assert torch.equal(whole, expected)
+    return [(one.name, one.part) for one in found]
+
+
+def test_grouped_experts_that_lie_transposed_have_a_tensor_each() -> None:
+    (found,) = run(1, transposing_factory)
+    assert len(found) == 2
+    assert all(part.shape == (4, 3) and part.order == (1, 0) and part.total == 24 for _, part in found)
+    assert [part.offset for _, part in found] == [0, 12]
+
+
+def two_boxes(layout: Layout) -> list[tuple[Box, Box]]:
+    from tests.megatron import gpt
+
+    trained = gpt.build(layout, steps=0)
+    for key, sharded in megatron_private.described(trained.chunks[0], HERE):
+        if key == "decoder.layers.0.mlp.linear_fc1.weight":
+            (one,) = megatron_model.held(sharded, HERE)
+            assert one.part.shape == (56, 24)
+            return list(one.part.held)
+    raise AssertionError("no such tensor")
+
+
+def test_a_gated_layer_is_two_boxes_side_by_side_in_memory() -> None:
+    found = run(2, two_boxes, Layout(2, tp=2, layers=1))
+    for rank, held in enumerate(found):
+        assert held == [
+            (Box((14 * rank, 0), (14, 24)), Box((0, 0), (14, 24))),
+            (Box((28 + 14 * rank, 0), (14, 24)), Box((14, 0), (14, 24))),
+        ]
+
+
+def hold(layout: Layout, steps: int) -> Any:
+    from tests.megatron import gpt
+
+    trained = gpt.build(layout, steps=steps)
+    with Silence():
+        return portable(collect(trained.state(), dist.get_rank(), dist.get_world_size()))
+
+
+def take(layout: Layout, checkpoint: Checkpoint) -> tuple[Any, list[Any]]:
+    """Load without a message; return what is held then, and parameters with their masters."""
+    from tests.megatron import gpt
+
+    trained = gpt.build(layout, steps=0, seed=1)
+    rank, world = dist.get_rank(), dist.get_world_size()
+    with Silence():
+        load(trained.state(), checkpoint, rank, world)
+        held = portable(collect(trained.state(), rank, world))
+    pairs = []
+    for optimizer in trained.optimizer.chained_optimizers:
+        for work in megatron_private.working(optimizer, HERE):
+            part = work.parameter.detach().reshape(-1)[work.start : work.start + work.numel]
+            pairs.append((part.clone(), work.main.detach().reshape(-1).clone()))
+    return held, pairs
+
+
+def test_what_a_rank_says_of_the_others_is_true_and_loads_without_a_message() -> None:
+    source, target = Layout(4, pp=2, bf16=True, layers=2), Layout(2, bf16=True, layers=2)
+    everyone = run(4, hold, source, 2)
+    for last_stage in everyone[2:]:
+        assert not [shard.fqn for shard in last_stage.shards if "word_embeddings" in shard.fqn]
+    saved = assemble(everyone)
+    answers = run(2, take, target, saved)
+    again = assemble([held for held, _ in answers])
+    assert again.tensors.keys() == saved.tensors.keys()
+    for name, tensor in saved.tensors.items():
+        assert torch.equal(again.tensors[name], tensor), name
+    for _, pairs in answers:
+        assert all(torch.equal(part, main.to(part.dtype)) for part, main in pairs)
+
+
+def change_precision(root: str) -> None:
+    """Save with masters and load without, and the other way round."""
+    from tests.megatron import gpt
+
+    full, low = Layout(1, layers=2), Layout(1, bf16=True, layers=2)
+    cast = reknit.LoadOptions(cast=True)
+    for source, target in ((full, low), (low, full)):
+        trained = gpt.build(source)
+        path = f"{root}/{source.bf16}"
+        reknit.save(path, trained.state()).result()
+        exact = [work.main.detach().clone() for work in works(trained)]
+        trained = gpt.build(target, steps=0, seed=1)
+        reknit.load(path, trained.state(), options=cast)
+        assert len(exact) == len(works(trained))
+        for work, truth in zip(works(trained), exact, strict=True):
+            part = work.parameter.detach().reshape(-1)[work.start : work.start + work.numel]
+            assert torch.equal(work.main.detach().reshape(-1), truth.reshape(-1))
+            assert torch.equal(part, truth.reshape(-1).to(part.dtype))
+
+
+def works(trained: Any) -> list[Any]:
+    chain = megatron_private.chained(trained.optimizer, HERE)
+    return [work for optimizer in chain for work in megatron_private.working(optimizer, HERE)]
+
+
+def test_a_training_in_full_precision_and_one_with_masters_take_each_others_checkpoints(
+    tmp_path: Path,
+) -> None:
+    run(1, change_precision, str(tmp_path))
+
+
+def random_states(layout: Layout, other: Layout) -> None:
+    """Random states come back where there are as many places, and stay where there are others."""
+    from megatron.core.tensor_parallel import get_cuda_rng_tracker
+
+    from reknit.frameworks.registry import wanted
+    from tests.megatron import gpt
+
+    gpt.build(layout, steps=0)
+    rank, world = dist.get_rank(), dist.get_world_size()
+    tracker = get_cuda_rng_tracker()
+    before = {name: state.clone() for name, state in tracker.get_states().items()}
+    held = portable(collect({"rng": tracker}, rank, world))
+    everyone: list[Any] = [None] * world
+    dist.all_gather_object(everyone, held)
+    checkpoint = assemble(everyone)
+    gpt.build(layout, steps=0, seed=5)
+    tracker = get_cuda_rng_tracker()
+    assert any(not torch.equal(state, before[name]) for name, state in tracker.get_states().items())
+    load({"rng": tracker}, checkpoint, rank, world)
+    assert all(torch.equal(state, before[name]) for name, state in tracker.get_states().items())
+    gpt.build(other, steps=0, seed=5)
+    want = wanted({"rng": get_cuda_rng_tracker()}, checkpoint.catalog(), rank, world)
+    assert want.missing == ()
+    assert "not restored" in want.notes[0][2]
+
+
+def test_random_states_belong_to_places_in_pipeline_and_tensor_groups() -> None:
+    run(2, random_states, Layout(2, tp=2, layers=2), Layout(2, pp=2, layers=2))
+
+
+def scales(root: str, layout: Layout) -> None:
+    """The loss scaler of a training in half precision comes back with its optimizer."""
+    from megatron.core.optimizer.grad_scaler import DynamicGradScaler
+
+    from tests.megatron import gpt
+
+    def scaled(seed: int) -> Any:
+        trained = gpt.build(layout, steps=0, seed=seed)
+        for optimizer in trained.optimizer.chained_optimizers:
+            optimizer.grad_scaler = DynamicGradScaler(2.0**16, 1.0, 2.0, 0.5, 100, 1)
+        return trained
+
+    before = scaled(0)
+    for optimizer in before.optimizer.chained_optimizers:
+        for overflow in (True, False, False):
+            optimizer.grad_scaler.update(overflow)
+    expected = before.optimizer.chained_optimizers[0].grad_scaler.state_dict()
+    reknit.save(root, before.state()).result()
+    after = scaled(1)
+    reknit.load(root, after.state())
+    for optimizer in after.optimizer.chained_optimizers:
+        assert optimizer.grad_scaler.state_dict() == expected
+    assert expected["scale"].item() == 2.0**15
+
+
+def test_the_loss_scaler_comes_back_with_every_optimizer_of_a_chain(tmp_path: Path) -> None:
+    run(2, scales, str(tmp_path), Layout(2, experts=4, ep=2, bf16=True, layers=2))
+
+
+def refusals() -> None:
+    """What is not known is refused, with what to do."""
+    from megatron.core import parallel_state
+    from megatron.core.optimizer.layer_wise_optimizer import LayerWiseDistributedOptimizer
+
+    from tests.megatron import gpt
+
+    trained = gpt.build(Layout(1, layers=2), steps=0)
+    chain = LayerWiseDistributedOptimizer.__new__(LayerWiseDistributedOptimizer)
+    with pytest.raises(StateError, match="LayerWiseDistributedOptimizer"):
+        collect({"model": trained.chunks, "optimizer": chain}, 0, 1)
+    (inner,) = trained.optimizer.chained_optimizers
+    inner.config.use_precision_aware_optimizer = True
+    with pytest.raises(StateError, match="not known here"):
+        collect(trained.state(), 0, 1)
+    inner.config.use_precision_aware_optimizer = False
+    groups = inner.optimizer.param_groups
+    assert len(groups) == 2
+    (held,) = [portable(collect(trained.state(), 0, 1))]
+    saved = assemble([held])
+    assert not any(at[1].endswith("/step") for at in saved.specs)
+    gpt.train(trained, 1)
+    saved = assemble([portable(collect(trained.state(), 0, 1))])
+    steps = [at for at in saved.specs if at[1].endswith("/step")]
+    saved.tensors[steps[0]].fill_(9)
+    with pytest.raises(StateError, match="which counts them"):
+        load(trained.state(), saved)
+    parallel_state.destroy_model_parallel()
+    with pytest.raises(StateError, match="initialize_model_parallel"):
+        collect({"model": trained.chunks}, 0, 1)
+
+
+def test_what_is_not_known_is_refused() -> None:
+    run(1, refusals)

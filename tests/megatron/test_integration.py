@@ -1,0 +1,165 @@
+"""A script that calls dist_checkpointing's `save` and `load` calls those of reknit instead."""
+
+from __future__ import annotations
+
+from argparse import Namespace
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+pytest.importorskip("megatron.core", reason="Megatron-Core is not installed")
+
+import torch
+import torch.distributed as dist
+
+import reknit
+from reknit.errors import MismatchError, StateError, UsageError
+from reknit.integrations import megatron
+from tests.megatron.herd import run
+from tests.megatron.layouts import Layout
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from tests.megatron.gpt import Trained
+
+FULLY = {"distrib_optim_sharding_type": "fully_reshardable", "chained_optim_avoid_prefix": True}
+OPTIONS = reknit.SaveOptions(durability="process", threads=2, timeout_s=60)
+
+
+def state_dict(trained: Trained, *, loading: bool, live: bool, stacked: bool = True) -> dict[str, Any]:
+    """Return what a training script builds."""
+    from megatron.core import parallel_state
+    from megatron.core.dist_checkpointing import ShardedObject
+    from megatron.core.transformer.enums import AttnBackend
+
+    metadata = {**FULLY, "non_homogeneous_layers": not stacked}
+    chunks = [chunk.module.sharded_state_dict(metadata=metadata) for chunk in trained.chunks]
+    names = ["model"] if len(chunks) == 1 else [f"model{n}" for n in range(len(chunks))]
+    models = dict(zip(names, chunks, strict=True))
+    place = parallel_state.get_pipeline_model_parallel_rank(), parallel_state.get_tensor_model_parallel_rank()
+    mine = {"seed": [*place], "torch": torch.full((3,), float(sum(place)))}
+    grid = trained.layout.pp, trained.layout.tp
+    state: dict[str, Any] = {
+        "args": Namespace(lr=0.5, rank=dist.get_rank(), dtype=torch.bfloat16, backend=AttnBackend.unfused),
+        "iteration": 7,
+        **models,
+        "rng_state": ShardedObject(
+            "rng_state", [mine], grid, place, replica_id=parallel_state.get_data_parallel_rank()
+        ),
+    }
+    if live:
+        state["optimizer"] = trained.optimizer
+    else:
+        both = models["model"] if len(chunks) == 1 else models
+        state["optimizer"] = trained.optimizer.sharded_state_dict(both, is_loading=loading, metadata=metadata)
+    return state
+
+
+def save(root: str) -> None:
+    from tests.megatron import gpt, truth
+
+    trained = gpt.build(Layout(2, tp=2, layers=4))
+    for live in (True, False):
+        folder = megatron.iteration_folder(f"{root}/{live}", 7)
+        state = state_dict(trained, loading=False, live=live)
+        assert megatron.save(state, folder, content_metadata={"written by": "us"}, options=OPTIONS) is None
+        if dist.get_rank() == 0:
+            megatron.mark_latest(f"{root}/{live}", 7)
+    known = truth.truth(trained)
+    if dist.get_rank() == 0:
+        torch.save(known, f"{root}/truth")
+
+
+def resume(root: str, layout: Layout, live: bool, stacked: bool) -> tuple[list[str], Any]:
+    """Load as a script does; return what differs, and what the state dict was."""
+    from tests.megatron import gpt, truth
+    from tests.megatron.jobs import compare
+
+    trained = gpt.build(layout, steps=0, seed=1)
+    state = state_dict(trained, loading=True, live=live, stacked=stacked)
+    loaded = megatron.load(state, f"{root}/{live}/iter_0000007")
+    for number, chunk in enumerate(trained.chunks):
+        chunk.module.load_state_dict(loaded["model" if len(trained.chunks) == 1 else f"model{number}"])
+    if not live:
+        trained.optimizer.load_state_dict(loaded["optimizer"])
+    expected = torch.load(f"{root}/truth", weights_only=False)
+    wrong = compare(expected, truth.truth(trained))
+    return wrong, (loaded["args"], loaded["iteration"], loaded["content_metadata"], loaded["rng_state"])
+
+
+@pytest.fixture(scope="module")
+def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("script")
+    run(2, save, str(folder))
+    return folder
+
+
+@pytest.mark.parametrize("live", [True, False], ids=["live optimizer", "sharded optimizer"])
+def test_a_script_resumes_in_the_same_layout_with_all_its_values(root: Path, live: bool) -> None:
+    for rank, (wrong, values) in enumerate(run(2, resume, str(root), Layout(2, tp=2), live, False)):
+        args, iteration, content, random = values
+        assert wrong == []
+        assert (args.lr, args.rank, args.dtype, args.backend.name) == (0.5, 0, torch.bfloat16, "unfused")
+        assert (iteration, content) == (7, {"written by": "us"})
+        assert random[0]["seed"] == [0, rank]
+        assert torch.equal(random[0]["torch"], torch.full((3,), float(rank)))
+
+
+@pytest.mark.parametrize("live", [True, False], ids=["live optimizer", "sharded optimizer"])
+def test_a_script_resumes_in_another_layout_whatever_the_key_space(root: Path, live: bool) -> None:
+    for wrong, _ in run(2, resume, str(root), Layout(2, pp=2, vp=2 if live else None), live, True):
+        assert wrong == []
+
+
+def test_markers_are_those_of_megatron_scripts(root: Path) -> None:
+    assert (root / "True" / megatron.TRACKER).read_text() == "7"
+    assert reknit.latest(root / "True") == str(root / "True" / "iter_0000007")
+    assert reknit.open(root / "True" / "iter_0000007").step == 7
+
+
+def load_alone(root: str) -> None:
+    """See the strict values, common values, and wrong calls, on one rank."""
+    from tests.megatron import gpt
+
+    folder = f"{root}/True/iter_0000007"
+    assert megatron.load_common_state_dict(folder)["iteration"] == 7
+    trained = gpt.build(Layout(1, tied=False), steps=0)
+    state = {"model": trained.chunks[0].module.sharded_state_dict()}
+    with pytest.raises(MismatchError, match=r"output_layer\.weight"):
+        megatron.load(state, folder)
+    _, only_there, only_here = megatron.load(state, folder, strict="return_all")
+    assert (only_there, only_here) == (set(), {"model/output_layer.weight"})
+    assert megatron.load(state, folder, strict="log_all")["iteration"] == 7
+    with pytest.raises(UsageError, match="no strategy"):
+        megatron.load(state, folder, sharded_strategy=("torch_dist", 1))
+    with pytest.raises(UsageError, match="StrictHandling"):
+        megatron.load(state, folder, strict="very")
+    with pytest.raises(StateError, match="no Megatron model in the state"):
+        reknit.save(f"{root}/alone", {"optimizer": trained.optimizer}).result()
+
+
+def test_strictness_and_wrong_calls(root: Path) -> None:
+    run(1, load_alone, str(root))
+
+
+def save_in_the_background(root: str) -> list[str]:
+    from megatron.core.dist_checkpointing.strategies.async_utils import AsyncCallsQueue
+
+    from tests.megatron import gpt
+
+    trained = gpt.build(Layout(2))
+    state = state_dict(trained, loading=False, live=True)
+    request = megatron.save(state, f"{root}/background/iter_0000009", async_sharded_save=True, step=9)
+    seen: list[str] = []
+    request.add_finalize_fn(lambda: seen.append(str(reknit.latest(f"{root}/background"))))
+    queue = AsyncCallsQueue()
+    queue.schedule_async_request(request)
+    assert len(queue.maybe_finalize_async_calls(blocking=True)) == 1
+    reknit.close()
+    return seen
+
+
+def test_a_save_in_the_background_is_one_of_megatrons_queue(root: Path) -> None:
+    for seen in run(2, save_in_the_background, str(root)):
+        assert seen == [str(root / "background" / "iter_0000009")]

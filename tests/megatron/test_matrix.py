@@ -1,0 +1,60 @@
+"""Every layout's checkpoint loads into every other layout, bit for bit, and all of it.
+
+Each layout is trained and saved once by real Megatron.  Then each layout's ranks build a fresh model (other
+weights, an optimizer without state), load every checkpoint, and are taken apart by the test itself.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+pytest.importorskip("megatron.core", reason="Megatron-Core is not installed")
+
+import reknit
+from tests.megatron import jobs
+from tests.megatron.herd import run
+from tests.megatron.layouts import FAMILIES
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+WORLDS = sorted({layout.world for family in FAMILIES.values() for layout in family.values()})
+
+
+@pytest.fixture(scope="module")
+def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("megatron")
+    for world in WORLDS:
+        run(world, jobs.save_all, str(folder), world)
+    return folder
+
+
+@pytest.mark.parametrize("world", WORLDS)
+def test_checkpoints_of_all_layouts_load_into_those_of_so_many_ranks(world: int, root: Path) -> None:
+    for differing in run(world, jobs.load_all, str(root), world):
+        assert differing == {pair: [] for pair in differing}
+        assert differing
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_checkpoints_of_all_layouts_are_sound_and_have_the_same_names(family: str, root: Path) -> None:
+    first, *others = FAMILIES[family]
+    one = reknit.open(root / family / first)
+    for name in others:
+        assert reknit.verify(root / family / name, "data").problems == ()
+        other = reknit.open(root / family / name)
+        assert shapes(other) == shapes(one), name
+        assert set(other.values["optimizer"]) == set(one.values["optimizer"])
+
+
+def shapes(checkpoint: Any) -> dict[str, Any]:
+    """Return names and shapes of all tensors; vocabularies are as long as the layout pads them."""
+    found: dict[str, Any] = {}
+    for item, tensors in checkpoint.tensors.items():
+        for name, spec in tensors.items():
+            padded = "word_embeddings" in name or "output_layer" in name
+            shape = spec.shape[1:] if padded else spec.shape
+            found[f"{item}/{name}"] = (shape, spec.dtype)
+    return found

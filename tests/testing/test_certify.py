@@ -1,0 +1,61 @@
+"""A store is certified as a whole: a good one in all points, and one that breaks a promise in just that."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from reknit.storage import registry
+from reknit.storage.memory import MemoryStorage
+from reknit.testing.certify import certify, table
+from tests.cli.command import Command
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    import pytest
+
+    from reknit.options import Durability
+    from reknit.storage.base import Storage
+
+
+class Overwriting(MemoryStorage):
+    """A store that takes no notice of `if_absent`, as some object stores do."""
+
+    def put(self, path: str, data: bytes, *, if_absent: bool) -> bool:
+        return super().put(path, data, if_absent=False)
+
+    def sub(self, path: str) -> Overwriting:
+        below = Overwriting(self._name)
+        below._prefix = self._full(path)[0] + "/"
+        return below
+
+
+def open_overwriting(url: str, durability: Durability) -> Storage:
+    storage = Overwriting("overwriting")
+    below = url.partition("://")[2].strip("/")
+    return storage.sub(below) if below else storage
+
+
+def test_a_folder_holds_all_and_is_left_as_it_was(tmp_path: Path) -> None:
+    results = certify(str(tmp_path))
+    assert len(results) > 90
+    assert {result.part for result in results} == {"contract", "faults"}
+    assert [result for result in results if result.outcome != "passed"] == []
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_what_a_store_does_not_hold_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(registry._factories, "overwriting", open_overwriting)
+    results = certify("overwriting://root")
+    failed = {result.test for result in results if result.outcome == "failed"}
+    assert "put if absent has one winner" in failed
+    assert len(failed) < 10
+    told = table(results)
+    assert f"{len(results) - len(failed)} of {len(results)} hold" in told
+    assert "  NO" in told
+
+
+def test_the_command_runs_it(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    command = Command(capsys)
+    assert command("certify-storage", "nonsense://x").code == 2
+    assert command("certify-storage", tmp_path).code == 0
