@@ -81,4 +81,5 @@ def logits(model: GPTModel) -> torch.Tensor:
     positions = torch.arange(rows.shape[1])[None].expand_as(rows)
     mask = torch.tril(torch.ones(1, 1, rows.shape[1], rows.shape[1])) < 0.5
     with torch.no_grad():
-        return model(rows, positions, mask)[..., :WORDS]
+        answer: torch.Tensor = model(rows, positions, mask)[..., :WORDS]
+    return answer

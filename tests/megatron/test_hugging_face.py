@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
@@ -22,7 +22,7 @@ TOLERANCE = 2e-5
 
 def hugging_face(*, moe: bool, seed: int) -> torch.nn.Module:
     torch.manual_seed(seed)
-    sizes = {
+    sizes: dict[str, Any] = {
         "hidden_size": llama.HIDDEN,
         "num_hidden_layers": llama.LAYERS,
         "num_attention_heads": llama.HEADS,
@@ -37,7 +37,7 @@ def hugging_face(*, moe: bool, seed: int) -> torch.nn.Module:
     }
     if not moe:
         return transformers.LlamaForCausalLM(transformers.LlamaConfig(**sizes))
-    experts = {
+    experts: dict[str, Any] = {
         "moe_intermediate_size": llama.FFN,
         "num_experts": llama.EXPERTS,
         "num_experts_per_tok": 2,
