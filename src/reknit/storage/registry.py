@@ -19,7 +19,6 @@ from reknit.storage.memory import MemoryStorage
 Factory = Callable[[str, Durability], Storage]
 
 ENTRY_POINTS = "reknit.storage"
-_PLANNED = ("s3", "gs", "az", "hdfs")
 _SCHEME = re.compile(r"[A-Za-z][A-Za-z0-9+.-]*")
 
 
@@ -35,7 +34,7 @@ def open_storage(url: str | os.PathLike[str], *, durability: Durability = "power
     scheme = _scheme(text)
     if scheme is None:
         return LocalStorage(_expand(text), durability=durability)
-    factory = _factories.get(scheme) or _installed(scheme)
+    factory = _factories.get(scheme) or _installed(scheme) or _of_fsspec(scheme)
     if factory is None:
         raise _unknown(scheme, text)
     if "://" not in text and scheme != "file":
@@ -111,21 +110,33 @@ def _installed(scheme: str) -> Factory | None:
     return None
 
 
+def _of_fsspec(scheme: str) -> Factory | None:
+    """Return what opens a protocol of fsspec, where that is installed and knows it."""
+    try:
+        from fsspec.registry import get_filesystem_class, known_implementations, registry
+    except ImportError:
+        return None
+    if scheme not in known_implementations and scheme not in registry:
+        return None
+    try:
+        get_filesystem_class(scheme)
+    except ImportError as error:
+        raise MissingExtraError(
+            f"fsspec cannot serve {scheme}://: {error}", remedy="install what it asks for"
+        ) from error
+    from reknit.storage.fsspec_store import open_fsspec
+
+    return lambda url, durability: open_fsspec(url)
+
+
 def _unknown(scheme: str, text: str) -> UnknownSchemeError:
-    if scheme in _PLANNED:
-        message = f"{scheme}:// is not available in this version of reknit (nor are {_others(scheme)})"
-    else:
-        message = f"no storage is registered for {scheme!r}, as in {text!r}"
+    message = f"no storage is registered for {scheme!r}, as in {text!r}"
     known = ", ".join(f"{name}://" for name in sorted(_factories))
     return UnknownSchemeError(
         message,
         remedy=f"known are plain paths, {known}, and what packages register in the entry-point group "
         f"{ENTRY_POINTS!r}; a folder of that name is given by its absolute path",
     )
-
-
-def _others(scheme: str) -> str:
-    return ", ".join(f"{other}://" for other in _PLANNED if other != scheme)
 
 
 def _open_file(url: str, durability: Durability) -> Storage:
@@ -152,4 +163,35 @@ def _open_memory(url: str, durability: Durability) -> Storage:
     return storage.sub(below) if below else storage
 
 
-_factories: dict[str, Factory] = {"file": _open_file, "mem": _open_memory}
+def _open_object(url: str, durability: Durability) -> Storage:
+    # An object that is there stays, whatever the durability.
+    try:
+        from reknit.storage.object import open_object
+    except ImportError as error:
+        if error.name is None or error.name.partition(".")[0] != "obstore":
+            raise
+        extra = {"s3": "s3", "gs": "gcs", "az": "azure"}[url.partition(":")[0].lower()]
+        raise MissingExtraError(
+            f"{url!r} needs the package obstore", remedy=f"pip install 'reknit[{extra}]'"
+        ) from error
+    return open_object(url)
+
+
+def _open_hdfs(url: str, durability: Durability) -> Storage:
+    try:
+        from reknit.storage.hdfs import open_hdfs
+    except ImportError as error:
+        if error.name is None or error.name.partition(".")[0] != "hdfs_native":
+            raise
+        raise MissingExtraError(
+            f"{url!r} needs the package hdfs-native", remedy="pip install 'reknit[hdfs]'"
+        ) from error
+    return open_hdfs(url, durability)
+
+
+_factories: dict[str, Factory] = {
+    "file": _open_file,
+    "mem": _open_memory,
+    **dict.fromkeys(("s3", "gs", "az"), _open_object),
+    "hdfs": _open_hdfs,
+}

@@ -1,0 +1,91 @@
+"""What did an object store say no to?  Its client's errors, as ours."""
+
+from __future__ import annotations
+
+import re
+from contextlib import contextmanager
+from typing import TYPE_CHECKING
+
+from obstore import exceptions
+
+from reknit.errors import (
+    StorageError,
+    StorageFullError,
+    StorageNotFoundError,
+    StoragePermissionError,
+    StorageUnavailableError,
+)
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+_SECRETS = re.compile(r"(?i)\b(sig|signature|x-amz-[a-z-]+|x-goog-[a-z-]+|token)=[^&\s\"')]+")
+_MESSAGE = re.compile(r"<Code>([^<]*)</Code>\s*<Message>([^<]*)</Message>")
+_BUCKET = re.compile(r"NoSuchBucket|ContainerNotFound|The specified bucket does not exist", re.IGNORECASE)
+_FULL = re.compile(
+    r"status code: 507|QuotaExceeded|InsufficientStorage|StorageFull|quota.{0,20}exceeded|no space left",
+    re.IGNORECASE | re.DOTALL,
+)
+_DENIED = re.compile(r"status code: 40[13]|AccessDenied|token request", re.IGNORECASE)
+_BUSY = re.compile(r"status code: (429|503)|SlowDown|TooManyRequests|ServerBusy", re.IGNORECASE)
+_UNREACHED = re.compile(r"HTTP error|error sending request|connect|timed? ?out|connection", re.IGNORECASE)
+
+
+@contextmanager
+def translated(action: str, url: str) -> Iterator[None]:
+    """Raise what the client raises as a `StorageError` about `url`."""
+    try:
+        yield
+    except (exceptions.BaseError, OSError, ValueError) as error:
+        raise as_ours(action, url, error) from error
+    except BaseException as error:
+        # The client is written in Rust; what it did not expect comes out as this, beside `Exception`.
+        if type(error).__name__ != "PanicException":
+            raise
+        raise StorageError(f"the client failed to {action} {url}: {plain(error)}", path=url) from error
+
+
+def as_ours(action: str, url: str, error: BaseException) -> StorageError:
+    """Return the `StorageError` that says what an error of the client means."""
+    text = str(error)
+    if _BUCKET.search(text):
+        return StorageError(
+            f"cannot {action} {url}: there is no such bucket",
+            remedy="make the bucket, or correct the URL; the endpoint and the account come from the "
+            "environment, see the page about this kind of store",
+            path=url,
+        )
+    if isinstance(error, FileNotFoundError):
+        return StorageNotFoundError(f"there is no file {url}", remedy="check the path", path=url)
+    kind, remedy = _kind(error, text)
+    return kind(f"cannot {action} {url}: {plain(error)}", remedy=remedy, path=url)
+
+
+def plain(error: BaseException) -> str:
+    """Return what an error says: without the client's internals, and without anything secret."""
+    text = str(error).partition("\n\nDebug source")[0]
+    if found := _MESSAGE.search(text):
+        text = f"{text[: found.start()].partition('<?xml')[0]}{found[1]}: {found[2]}"
+    return _SECRETS.sub(r"\1=...", " ".join(text.split()))[:500]
+
+
+def _kind(error: BaseException, text: str) -> tuple[type[StorageError], str]:
+    denied = (exceptions.PermissionDeniedError, exceptions.UnauthenticatedError)
+    if _FULL.search(text):
+        return StorageFullError, "make room: delete old checkpoints, or raise the quota"
+    if isinstance(error, denied) or _DENIED.search(text):
+        return StoragePermissionError, (
+            "check which credentials the process has (environment, role of the machine), and that they may "
+            "list the bucket and read, write and delete below this prefix"
+        )
+    if _BUSY.search(text):
+        return (
+            StorageUnavailableError,
+            "the store asks for fewer requests: save less often, with fewer threads, or retry",
+        )
+    if _UNREACHED.search(text):
+        return StorageUnavailableError, (
+            "check the endpoint and the network; where requests only take long, give smaller parts or more "
+            "time with ?part_mib= and ?timeout_s= in the URL"
+        )
+    return StorageError, "see what the store says; it may be passing, so that another try helps"

@@ -1,0 +1,156 @@
+"""A proxy for HTTP that spoils one request: refuses it, cuts it, keeps it waiting, or loses its answer."""
+
+from __future__ import annotations
+
+import http.client
+import http.server
+import socket
+import struct
+import threading
+from typing import TYPE_CHECKING, Any, Literal, get_args
+
+if TYPE_CHECKING:
+    from types import TracebackType
+
+Fault = Literal[
+    "500",
+    "503",
+    "429",
+    "reset before",
+    "reset mid",
+    "hang",
+    "truncated",
+    "applied then reset",
+    "applied then 500",
+]
+FAULTS: tuple[Fault, ...] = get_args(Fault)
+_HANG_S = 60.0
+_UPSTREAM_S = 60.0
+
+
+class FaultProxy:
+    """Passes requests on to `upstream` (``http://host:port/...``); use it in a ``with`` statement.
+
+    After `spoil` one request, or each from one on, meets a fault: ``"500"``, ``"503"`` and ``"429"`` are
+    answers that come at once; ``"reset before"`` closes the connection when the head has come, and
+    ``"reset mid"`` in the middle of the body, where there is one; ``"hang"`` never answers;
+    ``"truncated"`` ends in the middle of the answer's body, ``"applied then reset"`` before the answer, but
+    when the server has done what it was asked, and ``"applied then 500"`` says then that it has not.
+    """
+
+    def __init__(self, upstream: str) -> None:
+        self.upstream, _, self._path = upstream.removeprefix("http://").partition("/")
+        self.requests: list[str] = []
+        """What was asked since `spoil` was called last: method and target."""
+        self._lock = threading.Lock()
+        self._at: range = range(0)
+        self._fault: Fault | None = None
+        self._over = threading.Event()
+        handler = type("Handler", (_Handler,), {"proxy": self})
+        self._server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), handler)
+        self._server.daemon_threads = True
+        self._thread = threading.Thread(target=self._server.serve_forever, args=(0.05,), daemon=True)
+
+    @property
+    def endpoint(self) -> str:
+        """Where clients find the proxy, with the path that `upstream` has."""
+        return f"http://127.0.0.1:{self._server.server_address[1]}/{self._path}".rstrip("/")
+
+    def spoil(self, at: int | None, fault: Fault = "500", *, times: int = 1) -> None:
+        """From now on count requests anew, and let the `times` ones from number `at` on meet a fault."""
+        with self._lock:
+            self.requests = []
+            self._at, self._fault = range(0) if at is None else range(at, at + times), fault
+
+    def fault_for(self, request: str) -> Fault | None:
+        """Count a request, and return what is to happen to it."""
+        with self._lock:
+            self.requests.append(request)
+            return self._fault if len(self.requests) - 1 in self._at else None
+
+    def wait_forever(self) -> None:
+        """Return when the proxy ends, or the client must have given up."""
+        self._over.wait(_HANG_S)
+
+    def __enter__(self) -> FaultProxy:
+        self._thread.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._over.set()
+        self._server.shutdown()
+        self._thread.join()
+        self._server.server_close()
+
+
+class _Handler(http.server.BaseHTTPRequestHandler):
+    protocol_version = "HTTP/1.1"
+    disable_nagle_algorithm = True
+    wbufsize = 1 << 16
+    proxy: FaultProxy
+
+    def pass_on(self) -> None:
+        """Do what the proxy has in store for this request."""
+        fault = self.proxy.fault_for(f"{self.command} {self.path}")
+        nbytes = int(self.headers.get("Content-Length") or 0)
+        if fault in ("reset before", "reset mid"):
+            self.rfile.read(nbytes // 2 if fault == "reset mid" else 0)
+            self._reset()
+            return
+        body = self.rfile.read(nbytes)
+        if fault == "hang":
+            self.proxy.wait_forever()
+            self._reset()
+        elif fault in ("500", "503", "429"):
+            self._answer(int(fault), [], b"spoilt")
+        else:
+            status, headers, data = self._ask(body)
+            if fault == "applied then reset":
+                self._reset()
+                return
+            if fault == "applied then 500":
+                status, headers, data = 500, [], b"spoilt"
+            self._answer(status, headers, data, cut=fault == "truncated")
+
+    do_GET = do_PUT = do_POST = do_DELETE = do_HEAD = pass_on
+
+    def log_message(self, format: str, *args: Any) -> None:
+        """Say nothing."""
+
+    def _ask(self, body: bytes) -> tuple[int, list[tuple[str, str]], bytes]:
+        connection = http.client.HTTPConnection(self.proxy.upstream, timeout=_UPSTREAM_S)
+        try:
+            # The host stays the one that the client has signed.
+            connection.putrequest(self.command, self.path, skip_host=True, skip_accept_encoding=True)
+            for name, value in self.headers.items():
+                connection.putheader(name, value)
+            connection.endheaders(body)
+            answer = connection.getresponse()
+            return answer.status, answer.getheaders(), answer.read()
+        finally:
+            connection.close()
+
+    def _answer(self, status: int, headers: list[tuple[str, str]], data: bytes, *, cut: bool = False) -> None:
+        length = str(len(data))
+        self.send_response_only(status)
+        for name, value in headers:
+            if name.lower() == "content-length" and self.command == "HEAD":
+                length = value
+            elif name.lower() not in ("content-length", "transfer-encoding", "connection"):
+                self.send_header(name, value)
+        self.send_header("Content-Length", length)
+        self.end_headers()
+        if self.command != "HEAD":
+            self.wfile.write(data[: len(data) // 2] if cut else data)
+        self.wfile.flush()
+        if cut:
+            self._reset()
+
+    def _reset(self) -> None:
+        """Close the connection so that the client is told of it by a reset."""
+        self.connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+        self.close_connection = True
+        self.rfile.close()
+        self.connection.close()

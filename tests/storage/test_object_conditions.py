@@ -1,0 +1,96 @@
+"""Endpoints that do not keep to conditions are found out, before a checkpoint rests on them."""
+
+from __future__ import annotations
+
+from concurrent.futures import ThreadPoolExecutor
+from typing import TYPE_CHECKING
+
+import numpy as np
+import pytest
+
+pytest.importorskip("obstore", reason="the object stores need obstore")
+
+import reknit
+from reknit.errors import StorageError
+from reknit.storage.object import ObjectStorage
+from reknit.storage.object_client import ObjectOptions, parse_url
+from tests.storage.tiny_s3 import Conditions, TinyS3
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+URL = "s3://bucket/run"
+WRONG = pytest.mark.parametrize("tiny", ["ignored", "unknown"], indirect=True)
+
+
+@pytest.fixture
+def tiny(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[TinyS3]:
+    conditions: Conditions = request.param
+    with TinyS3(conditions) as store:
+        monkeypatch.setenv("AWS_ENDPOINT_URL", store.endpoint)
+        monkeypatch.setenv("AWS_ACCESS_KEY_ID", "anybody")
+        monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "not a secret")
+        yield store
+
+
+def opened(**options: object) -> ObjectStorage:
+    store = ObjectStorage(parse_url(URL)[0], ObjectOptions(retries=1, **options))  # type: ignore[arg-type]
+    store._bucket.conditions._settle_s = 0.05
+    return store
+
+
+@pytest.mark.parametrize("tiny", ["kept"], indirect=True)
+def test_an_endpoint_that_keeps_to_conditions_is_used_with_them(tiny: TinyS3) -> None:
+    reknit.save(f"{URL}/1", {"x": np.arange(5)})
+    assert reknit.verify(f"{URL}/1").ok
+    assert not any(key.endswith(".tmp") for key in tiny.files)
+
+
+@WRONG
+def test_a_save_to_an_endpoint_without_conditions_is_refused(tiny: TinyS3) -> None:
+    """With a word on what to do, and nothing is left."""
+    with pytest.raises(StorageError, match=r"(?s)conditional create.*\?conditional=lock"):
+        reknit.save(f"{URL}?retries=1", {"x": np.arange(5)})
+    assert tiny.files == {}
+
+
+@WRONG
+def test_with_a_lock_object_it_is_saved_to_after_a_warning(tiny: TinyS3) -> None:
+    with pytest.warns(RuntimeWarning, match="lock object"):
+        reknit.save(f"{URL}?retries=1&conditional=lock", {"x": np.arange(5)})
+    target = {"x": np.zeros(5, int)}
+    reknit.load(URL, target)
+    assert target["x"].tolist() == [0, 1, 2, 3, 4]
+    assert not any(key.endswith(".tmp") for key in tiny.files)
+
+
+@WRONG
+@pytest.mark.filterwarnings("ignore:.*lock object")
+def test_of_many_who_use_the_lock_one_is_first(tiny: TinyS3) -> None:
+    """Each with a client of his own, as in processes of their own."""
+    stores = [opened(conditional="lock") for _ in range(4)]
+    with ThreadPoolExecutor(4) as pool:
+        won = list(pool.map(lambda k: stores[k].put("x", b"%d" % k, if_absent=True), range(4)))
+    assert won.count(True) == 1
+    assert tiny.files["bucket/run/x"] == b"%d" % won.index(True)
+    for k, store in enumerate(stores):
+        store.put(f"pending.{k}", b"", if_absent=False)
+    with ThreadPoolExecutor(4) as pool:
+        assert all(
+            pool.map(
+                lambda k: stores[k].commit("x", b"%d!" % k, pending=f"pending.{k}", if_absent=False), range(4)
+            )
+        )
+    assert tiny.files.keys() == {"bucket/run/x"}
+
+
+@pytest.mark.parametrize("tiny", ["unknown"], indirect=True)
+def test_files_without_a_condition_go_up_to_an_endpoint_that_knows_none(tiny: TinyS3) -> None:
+    """They have names of their own; one that is there is still not written again."""
+    store = opened()
+    writer = store.create("x", 3)
+    writer.write(0, memoryview(b"abc"))
+    writer.finish()
+    with pytest.raises(StorageError, match="exists"):
+        store.create("x", 3)
+    assert tiny.files == {"bucket/run/x": b"abc"}

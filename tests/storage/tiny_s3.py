@@ -1,0 +1,113 @@
+"""An S3 server in a few lines that ignores conditions, or says that it knows none."""
+
+from __future__ import annotations
+
+import hashlib
+import http.server
+import re
+import threading
+from typing import TYPE_CHECKING, Any, Literal
+from urllib.parse import parse_qs, unquote, urlsplit
+from xml.sax.saxutils import escape
+
+if TYPE_CHECKING:
+    from types import TracebackType
+
+Conditions = Literal["kept", "ignored", "unknown"]
+
+
+class TinyS3:
+    """Use it in a ``with`` statement; `files` is what it holds, by bucket and key."""
+
+    def __init__(self, conditions: Conditions) -> None:
+        self.conditions = conditions
+        self.files: dict[str, bytes] = {}
+        self.lock = threading.Lock()
+        handler = type("Handler", (_Handler,), {"store": self})
+        self._server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), handler)
+        self._server.daemon_threads = True
+        self._thread = threading.Thread(target=self._server.serve_forever, args=(0.05,), daemon=True)
+        self.endpoint = f"http://127.0.0.1:{self._server.server_address[1]}"
+
+    def __enter__(self) -> TinyS3:
+        self._thread.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._server.shutdown()
+        self._thread.join()
+        self._server.server_close()
+
+
+def etag(data: bytes) -> str:
+    return f'"{hashlib.md5(data).hexdigest()}"'
+
+
+class _Handler(http.server.BaseHTTPRequestHandler):
+    protocol_version = "HTTP/1.1"
+    disable_nagle_algorithm = True
+    wbufsize = 1 << 16
+    store: TinyS3
+
+    def serve(self) -> None:
+        body = self.rfile.read(int(self.headers.get("Content-Length") or 0))
+        url = urlsplit(self.path)
+        with self.store.lock:
+            status, data = self.answer(unquote(url.path).lstrip("/"), parse_qs(url.query, True), body)
+        self.send_response_only(status)
+        self.send_header("Content-Length", str(len(data)))
+        self.send_header("Last-Modified", "Sat, 21 Nov 2026 00:00:00 GMT")
+        self.send_header("ETag", etag(data if self.command != "PUT" else body))
+        if status == 206:
+            self.send_header("Content-Range", self.range)
+        self.end_headers()
+        if self.command != "HEAD":
+            self.wfile.write(data)
+        self.wfile.flush()
+
+    do_GET = do_PUT = do_POST = do_DELETE = do_HEAD = serve
+
+    def answer(self, key: str, query: dict[str, list[str]], body: bytes) -> tuple[int, bytes]:
+        files = self.store.files
+        if self.command == "PUT":
+            return self.put(key, body), b""
+        if "list-type" in query:
+            return 200, self.listing(key, query["prefix"][0])
+        if key not in files:
+            return 404, b""
+        if self.command == "DELETE":
+            del files[key]
+            return 204, b""
+        wanted = re.fullmatch(r"bytes=(\d+)-(\d+)", self.headers.get("Range", ""))
+        if wanted is None:
+            return 200, files[key]
+        first, last = int(wanted[1]), min(int(wanted[2]), len(files[key]) - 1)
+        self.range = f"bytes {first}-{last}/{len(files[key])}"
+        return 206, files[key][first : last + 1]
+
+    def put(self, key: str, body: bytes) -> int:
+        files = self.store.files
+        fresh, same = self.headers.get("If-None-Match"), self.headers.get("If-Match")
+        if fresh is not None or same is not None:
+            if self.store.conditions == "unknown":
+                return 501
+            there = files.get(key)
+            fits = there is None if fresh else there is not None and etag(there) == same
+            if self.store.conditions == "kept" and not fits:
+                return 412
+        files[key] = body
+        return 200
+
+    def listing(self, bucket: str, prefix: str) -> bytes:
+        found = "".join(
+            f"<Contents><Key>{escape(key[len(bucket) + 1 :])}</Key><Size>{len(data)}</Size>"
+            f"<LastModified>2026-11-21T00:00:00.000Z</LastModified><ETag>{escape(etag(data))}</ETag></Contents>"
+            for key, data in sorted(self.store.files.items())
+            if key.startswith(f"{bucket}/{prefix}")
+        )
+        return f"<ListBucketResult><IsTruncated>false</IsTruncated>{found}</ListBucketResult>".encode()
+
+    def log_message(self, format: str, *args: Any) -> None:
+        """Say nothing."""
