@@ -13,6 +13,8 @@ All saves are asynchronous: an agent beside each rank writes and commits while t
      load report has to say that it was left alone; so the steps compared are those without dropout.
   6. One process opens the checkpoint that the two saved: reads a slice, loads the model alone, verifies every
      byte, exports to Hugging Face format, compares with transformers, and is refused a damaged copy.
+  7. Four ranks with worker processes read documents into token buffers, and are all killed between two saves.
+     Two ranks go on.  Every document must have been consumed exactly once, those of a source in their order.
 
 A table tells what was expected and what was measured; the exit status is 0 only if all of it is true.  Takes
 about a minute on two cores.  Needs no GPU and no network.
@@ -32,10 +34,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from checks import Check, read_checks, table
+from documents import token_sets
 from held_store import SCHEME
 from ranks import Job, JobFailed
 
 import reknit
+from reknit.dataloader import COLUMNS, TokenLoader
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -43,6 +47,7 @@ if TYPE_CHECKING:
 HERE = Path(__file__).parent
 STEPS, SAVE_EVERY, DROPOUT_STEPS = 24, 4, 16
 LOST_RANK, HELD_AT = 2, 8
+FEED_SAVE = 4
 TOLERANCE = 1e-3
 TIMEOUT_S = 180.0
 GRACE_S = 30.0
@@ -78,7 +83,7 @@ def steps(numbers: Sequence[int]) -> str:
 
 
 class Demo:
-    """The six parts; each adds to `checks`."""
+    """The seven parts; each adds to `checks`."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -239,8 +244,66 @@ class Demo:
             job.wait(TIMEOUT_S)
         self.checks += read_checks(results)
 
+    def fed(self) -> None:
+        """Read documents on four ranks, lose them all, and read what is left on two."""
+        root, ledgers = self.folder / "data", [self.folder / name for name in ("four", "two")]
+        root.mkdir()
+        fixed = [f"--root={root}", f"--ledger={ledgers[0]}"]
+        feed = HERE / "feed.py"
+        with Job("four", feed, [*fixed, f"--save-every={FEED_SAVE}"], world=4, logs=self.folder) as job:
+            job.wait_until(lambda: all(len(read(ledgers[0], n)) > FEED_SAVE for n in range(4)), TIMEOUT_S)
+            job.kill(*range(4))
+            job.end(GRACE_S)
+        newest = reknit.latest(root / "steps")
+        saved = int(Path(newest).name.removeprefix("step_")) if newest else 0
+        fixed = [f"--root={root}", f"--ledger={ledgers[1]}"]
+        with Job("two", feed, fixed, world=2, logs=self.folder) as job:
+            job.wait(TIMEOUT_S)
+        before = [batch for n in range(4) for batch in read(ledgers[0], n)]
+        kept = [batch["samples"] for batch in before if batch["step"] <= saved]
+        after = [batch["samples"] for n in range(2) for batch in read(ledgers[1], n)]
+        self.check(
+            "kill 4 ranks that read documents",
+            "batches lost",
+            f"{len(before) - len(kept)} of {len(before)} lost",
+            0 < len(kept) < len(before),
+        )
+        whole = list(TokenLoader(token_sets(), token_budget=8192, dtype="uint8"))
+        expected = by_source([batch.samples.tolist() for batch in whole])
+        found = by_source(kept + after)
+        self.check(
+            "  2 ranks read what is left",
+            "each piece once, in order",
+            f"{sum(map(len, found.values()))} pieces of {len(found)} sources",
+            found == expected,
+        )
 
-PARTS = (Demo.uninterrupted, Demo.lost_rank, Demo.orphaned, Demo.resumed, Demo.moved, Demo.one_process)
+
+def read(ledger: Path, rank: int) -> list[dict[str, Any]]:
+    """Return the batches that a rank wrote down, but for a line that is still being written."""
+    path = Path(f"{ledger}-{rank}.jsonl")
+    lines = path.read_text() if path.exists() else ""
+    return [json.loads(line) for line in lines[: lines.rfind("\n") + 1].splitlines()]
+
+
+def by_source(batches: Sequence[Any]) -> dict[int, list[Any]]:
+    """Return what was consumed of each source, in the order in which it was."""
+    found: dict[int, list[Any]] = {}
+    for samples in batches:
+        for row in samples:
+            found.setdefault(row[COLUMNS.index("source")], []).append(row)
+    return found
+
+
+PARTS = (
+    Demo.uninterrupted,
+    Demo.lost_rank,
+    Demo.orphaned,
+    Demo.resumed,
+    Demo.moved,
+    Demo.one_process,
+    Demo.fed,
+)
 
 
 def run(folder: Path) -> int:

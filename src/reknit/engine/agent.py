@@ -10,6 +10,7 @@ from __future__ import annotations
 import importlib
 import json
 import logging
+import mmap
 import os
 import queue
 import signal
@@ -17,7 +18,7 @@ import socket
 import sys
 import threading
 from contextlib import suppress
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 from reknit.comm.base import Group, SoloGroup
 from reknit.comm.topology import Topology
@@ -60,6 +61,7 @@ class Agent:
         self._group: Group = SoloGroup()
         self._arenas: dict[int, SharedArena] = {}
         self._errands: dict[int, Errand] = {}
+        self._lent: dict[int, dict[int, memoryview]] = {}
         self._longest_s = 0.0
         self._coordinator = Coordinator()
         self._tuners: dict[tuple[str, int | None, int | None], Tuner] = {}
@@ -116,6 +118,9 @@ class Agent:
                 assert received.fd is not None
                 given = received.message
                 self._arenas[given.number] = SharedArena.attach(received.fd, given.nbytes)
+            elif isinstance(received.message, say.Lend):
+                assert received.fd is not None
+                self._borrow(received.message, received.fd)
             else:
                 self._hears[type(received.message)](received.message)
 
@@ -185,7 +190,18 @@ class Agent:
         for number in drop.numbers:
             self._arenas.pop(number).close()
 
+    def _borrow(self, lend: say.Lend, fd: int) -> None:
+        """Map values of a save that is about to begin."""
+        try:
+            memory = memoryview(mmap.mmap(fd, lend.nbytes))
+        finally:
+            os.close(fd)
+        views = {number: memory[begin:end] for number, begin, end in lend.blobs}
+        self._lent.setdefault(lend.number, {}).update(views)
+
     def _begin(self, begin: say.Begin) -> None:
+        for number, view in self._lent.pop(begin.number, {}).items():
+            begin.blobs[number].data = cast("bytes", view)  # as good as bytes for everyone who gets it
         errand = (Rehearsal if begin.rehearsal else Errand)(begin.number, self._channel)
         options = SaveOptions(**begin.options)
         try:
@@ -257,6 +273,7 @@ class Agent:
             rehearsal.make_ready()
 
     def _abandon(self, abandon: say.Abandon) -> None:
+        self._lent.pop(abandon.number, None)
         error = from_wire(abandon.error)
         errand = self._errands.get(abandon.number)
         if errand is not None:

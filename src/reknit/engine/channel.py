@@ -59,6 +59,17 @@ class DropArenas(Message):
     numbers: tuple[int, ...]
 
 
+class Lend(Message):
+    """To the agent, with a descriptor, before `Begin`: values of this save that lie in shared memory.
+
+    `blobs` are the numbers of those values among the save's, and where each begins and ends.
+    """
+
+    number: int
+    nbytes: int
+    blobs: list[tuple[int, int, int]]
+
+
 class Begin(Message):
     """To the agent: a save begins.
 
@@ -184,6 +195,7 @@ AnyMessage = (
     | Climb
     | GiveArena
     | DropArenas
+    | Lend
     | Begin
     | Planned
     | Filled

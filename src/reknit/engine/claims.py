@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple, cast
 
 import numpy as np
 import xxhash
@@ -12,11 +12,11 @@ from reknit.engine import messages
 from reknit.engine.packing import pack
 from reknit.engine.staging import bits, contiguous_bytes, stage
 from reknit.format import paths
-from reknit.format.blob_codec import encode_blobs, join_blobs
+from reknit.format.blob_codec import encode_blobs, join_blobs, name_of_value
 from reknit.format.checksum import digest
 from reknit.planner.columns import NOTHING, said
 from reknit.planner.resolve import OWN, shard_key
-from reknit.types.shard import full_name
+from reknit.types.shard import Encoded, full_name
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from reknit.options import SaveOptions
-    from reknit.types.shard import Holdings, Shard
+    from reknit.types.shard import Blob, Holdings, Shard
 
 
 class Brought(NamedTuple):
@@ -79,11 +79,23 @@ def bring(holdings: Holdings, options: SaveOptions) -> Brought:
             blob.item,
             xxhash.xxh3_64_intdigest(f"{blob.item}\0{blob.fqn}".encode()),
             None if blob.coordinate is None else dict(blob.coordinate),
-            encode_blobs({blob.fqn: blob.value}, allow_pickle=options.allow_pickle, item=blob.item),
+            _encoded(blob, options),
         )
         for blob in holdings.blobs
     )
     return Brought(holdings, guessed, blobs)
+
+
+def _encoded(blob: Blob, options: SaveOptions) -> bytes:
+    """Return the file of blobs that holds just this one; what is encoded already is not copied."""
+    if not isinstance(blob.value, Encoded):
+        return encode_blobs({blob.fqn: blob.value}, allow_pickle=options.allow_pickle, item=blob.item)
+    memory, start = blob.value[:2]
+    name = name_of_value(blob.fqn)
+    if len(name) > start:
+        return b"".join((name, memory[start:]))
+    memory[start - len(name) : start] = name
+    return cast("bytes", memory[start - len(name) :])  # as good as bytes for everyone who gets them
 
 
 def claims(

@@ -219,7 +219,13 @@ class Errand:
         begin, planned = self._begun[0], self._image.planned
         files = blob_files(begin.blobs, assignment.blob_owners, where.group.rank)
         places = write_blobs(
-            where.to.storage, files, where.group.rank, begin.write_id, where.recorder, written
+            where.to.storage,
+            files,
+            where.group.rank,
+            begin.write_id,
+            where.recorder,
+            written,
+            threads=where.options.threads,
         )
         copies = Copies(planned.copies, planned.copy_digests, planned.copy_names)
         return receipt(where, planned.items, written, begin.plan, planned.columns, places, copies)

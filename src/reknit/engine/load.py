@@ -127,7 +127,7 @@ def _fill_all(job: LoadJob, ready: _Prepared, agreed: messages.Agreed) -> int:
 
 def _prepare(job: LoadJob, located: Located) -> _Prepared:
     """Find out 3 which bytes this rank takes (pure), and whether the files are there."""
-    _, _, wanted, fills, problems, _ = located.sought
+    wanted, fills, problems = located.sought[2:5]
     with job.recorder.phase("plan"):
         checkpoint, alike = located.found(job.group.rank)
         plan = _plan(checkpoint, fills, job.options)

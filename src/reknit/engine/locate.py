@@ -44,6 +44,8 @@ class Sought(NamedTuple):
     fills: list[Fill]
     problems: Problems
     reach: Reach
+    transformed: Transformed | None
+    made: dict[str, bytes]
 
 
 class Located(NamedTuple):
@@ -74,8 +76,9 @@ def locate(job: LoadJob) -> Located:
     def decide(requests: Sequence[bytes]) -> list[bytes]:
         assert isinstance(metadata, Metadata)
         asked = [messages.decode(request, messages.Asked) for request in requests]
-        handouts.append(hand_out(metadata.checkpoint, asked))
-        return handouts[0].answers
+        handout = hand_out(metadata.checkpoint, asked)
+        handouts.append(handout._replace(left=handout.left + _left_of_made(sought[0], asked, handout.left)))
+        return handout.answers
 
     with job.recorder.phase("locate"):
         answer = comm.round(job.group, "locate", ask, decide, job.options.timeout_s)
@@ -139,23 +142,48 @@ def _look(job: LoadJob, metadata: Metadata | bytes) -> Sought:
     checkpoint = source.checkpoint.of_items(job.items)
     with job.recorder.phase("collect"):
         catalog = checkpoint.catalog(terms(options))
-        wanted = _wanted(job, replace(catalog, own=partial(_own, job, catalog)))
+        own, read_ahead = partial(_own, job, catalog), partial(_read_ahead, job, catalog)
+        wanted, transformed, made = _wanted(job, replace(catalog, own=own, read_ahead=read_ahead))
         fills, problems = match(checkpoint.index, wanted, options, checkpoint.stored)
     reach = Reach.of(checkpoint.index, fills, wanted)
-    return Sought(source, checkpoint, wanted, fills, problems, reach)
+    return Sought(source, checkpoint, wanted, fills, problems, reach, transformed, made)
 
 
-def _wanted(job: LoadJob, catalog: Catalog) -> Wanted:
-    """Return what this rank wants, in terms of the checkpoint as it is."""
+def _wanted(job: LoadJob, catalog: Catalog) -> tuple[Wanted, Transformed | None, dict[str, bytes]]:
+    """Return what this rank wants, in terms of the checkpoint as it is, and what it has of transforms."""
     if not job.options.transforms:
-        return job.want(catalog)
+        return job.want(catalog), None, {}
     transformed = Transformed.of(job.options.transforms, catalog)
-    return transformed.back(job.want(transformed.catalog))
+    wanted = job.want(transformed.catalog)
+    known = {(shard.item, shard.fqn) for shard in wanted.shards} | set(wanted.superseded)
+    known.update(entry[:2] for entry in (*wanted.aliases, *wanted.mismatched))
+    return transformed.back(wanted), transformed, messages.bitmaps(transformed.made, known)
+
+
+def _left_of_made(
+    root: Sought, asked: Sequence[messages.Asked], left: Sequence[messages.Name]
+) -> list[messages.Name]:
+    """Return what transforms make and no rank takes, of tensors that are taken for something else."""
+    if root.transformed is None:
+        return []
+    kinds = [dict(kind) for kind in {tuple(rank.made.items()) for rank in asked}]
+    # Rules may make more of an item where they know of others too, and ranks may load different items.
+    sizes = {item: {len(kind[item]) for kind in kinds if item in kind} for item in root.made}
+    names = [name for name in root.transformed.made if len(sizes[name[0]]) == 1]
+    known = set(left)  # and told there
+    return [
+        name for name in messages.left_over(names, kinds) if known.isdisjoint(root.transformed.origins(name))
+    ]
 
 
 def _own(job: LoadJob, catalog: Catalog, item: str, coordinate: Mapping[str, int]) -> Mapping[str, Any]:
     """Return what the rank with a coordinate saved for itself."""
     return within_deadline(job, f"reading values of {item!r} of", lambda: catalog.own(item, coordinate))
+
+
+def _read_ahead(job: LoadJob, catalog: Catalog, item: str, coordinates: Sequence[Mapping[str, int]]) -> None:
+    """Read what several ranks saved for themselves."""
+    within_deadline(job, f"reading values of {item!r} of", lambda: catalog.read_ahead(item, coordinates))
 
 
 def _asked(sought: Sought) -> messages.Asked:
@@ -172,4 +200,5 @@ def _asked(sought: Sought) -> messages.Asked:
         blobs=messages.bitmaps(checkpoint.blob_names(), frozenset((*wanted.blobs, *wanted.superseded))),
         refused=refused,
         boxes=digest(messages.encode(boxes)),
+        made=sought.made,
     )

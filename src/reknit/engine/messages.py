@@ -132,13 +132,15 @@ class Asked(msgspec.Struct, array_like=True):
     """Once a rank knows what it wants: which tensors and blobs it takes, as `bitmaps` of the names it knows.
 
     `refused` are tensors that it has names for but cannot take.  `boxes` stands for the boxes that it wants:
-    where these are equal, so are the files.
+    where these are equal, so are the files.  `made` tells like `tensors` which of those it has names for that
+    transforms make.
     """
 
     tensors: dict[str, bytes]
     blobs: dict[str, bytes]
     refused: list[tuple[str, str]]
     boxes: int
+    made: dict[str, bytes] = {}
 
 
 class Answer(msgspec.Struct, array_like=True):

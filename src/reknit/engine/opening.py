@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from reknit.engine import messages
 from reknit.engine.checked import first_sound, read_checked
+from reknit.engine.pipeline import run_jobs
 from reknit.engine.renaming import Naming, Renamed, names_in, renamed
 from reknit.errors import (
     CheckpointNotFoundError,
@@ -29,6 +30,9 @@ if TYPE_CHECKING:
     from reknit.storage.base import Storage
     from reknit.types.manifest import BlobFile, FileEntry, Index, Manifest
     from reknit.types.shard import TensorSpec
+
+_MOST_READERS = 64
+"""Files of values that are read at once: an object store answers a request in tens of milliseconds."""
 
 _TRIES = 4
 """Files that are read, one after another, for the names of ranks' own values in an item."""
@@ -52,6 +56,7 @@ class OpenCheckpoint:
     replicas: tuple[Storage, ...] = ()
     files: dict[str, FileEntry] = field(init=False)
     _own: dict[str, dict[str, Any]] = field(init=False, default_factory=dict)
+    _places: dict[str, dict[Any, list[BlobFile]]] = field(init=False, default_factory=dict)
 
     def __post_init__(self) -> None:
         self.files = {file.path: file for file in self.manifest.files}
@@ -82,7 +87,9 @@ class OpenCheckpoint:
             )
             for item in self.items
         }
-        return Catalog(self.items, tensors, self.blobs, coordinates, self.own, terms or Terms())
+        return Catalog(
+            self.items, tensors, self.blobs, coordinates, self.own, terms or Terms(), self.read_ahead
+        )
 
     def blob_names(self) -> list[tuple[str, str]]:
         """Return (item, fqn) of all shared values of the opened items, in an order that all ranks share."""
@@ -97,16 +104,36 @@ class OpenCheckpoint:
     def own(self, item: str, coordinate: Mapping[str, int]) -> dict[str, Any]:
         """Read the values that the rank with this coordinate saved for itself; maybe none."""
         found: dict[str, Any] = {}
-        for file in self._own_files(item):
-            if file.coordinate is not None and dict(file.coordinate) == dict(coordinate):
-                if file.path not in self._own:
-                    data = read_checked(
-                        self.storage, self.files[file.path], self.manifest.block_nbytes, self.replicas
-                    )
-                    self._own[file.path] = decode_blobs(data, allow_pickle=self.allow_pickle)
-                values = self._own[file.path]
-                found |= self.renamed.own(item, file.item, values) if self.renamed else values
+        for file in self._files_at(item, coordinate):
+            if file.path not in self._own:
+                self._read_own(file)
+            values = self._own[file.path]
+            found |= self.renamed.own(item, file.item, values) if self.renamed else values
         return found
+
+    def read_ahead(self, item: str, coordinates: Sequence[Mapping[str, int]]) -> None:
+        """Read what `own` will be asked for, several files at once."""
+        files = [file for place in coordinates for file in self._files_at(item, place)]
+        run_jobs(
+            [file for file in files if file.path not in self._own],
+            lambda file, _: self._read_own(file),
+            threads=min(len(files), _MOST_READERS) or 1,
+            arena_nbytes=1,
+            budget_nbytes=_MOST_READERS,
+        )
+
+    def _read_own(self, file: BlobFile) -> None:
+        data = read_checked(self.storage, self.files[file.path], self.manifest.block_nbytes, self.replicas)
+        self._own[file.path] = decode_blobs(data, allow_pickle=self.allow_pickle)
+
+    def _files_at(self, item: str, coordinate: Mapping[str, int]) -> list[BlobFile]:
+        """Return the files that the ranks with this coordinate wrote of an item; there may be thousands."""
+        if item not in self._places:
+            places: dict[Any, list[BlobFile]] = {}
+            for file in self._own_files(item):
+                places.setdefault(_place(file), []).append(file)
+            self._places[item] = places
+        return self._places[item].get(tuple(sorted(coordinate.items())), [])
 
     def _own_files(self, item: str) -> list[BlobFile]:
         """Return the files in which ranks saved values of their own for an item."""

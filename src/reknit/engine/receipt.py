@@ -12,7 +12,7 @@ from reknit.engine import messages
 from reknit.engine.commit import is_committed
 from reknit.engine.packing import merge_receipts, pack
 from reknit.engine.tally import KINDS
-from reknit.engine.write import Written, discard, write_bytes
+from reknit.engine.write import Written, discard, write_small
 from reknit.errors import CommError, ReknitError
 from reknit.format import paths
 from reknit.planner.columns import NOTHING, said
@@ -29,6 +29,9 @@ if TYPE_CHECKING:
     from reknit.storage.base import Storage
 
 _Value = TypeVar("_Value")
+
+_MOST_WRITERS = 64
+"""Files of blobs that are on their way at once: an object store answers a request in tens of milliseconds."""
 
 _BEFORE_RECEIPT = frozenset({"plan", "stage", "digest", "write"})
 """Phases of a rank's own writing; an error signed with one of them is no lost answer."""
@@ -58,16 +61,26 @@ def write_blobs(
     write_id: str,
     recorder: Recorder,
     written: list[Written],
+    *,
+    threads: int | None = None,
 ) -> list[BlobPlace]:
-    """Write a rank's files of blobs, adding each to `written`, and return where its own values are."""
+    """Write a rank's files of blobs, adding each to `written`, and return where its own values are.
+
+    Several files are written at once, unless `threads` is 1: they may be small and many, and then each waits
+    for the store rather than for the disk.
+    """
     places: list[BlobPlace] = []
+    named: list[tuple[str, bytes]] = []
     for file in files:
         number = None if file.coordinate is None else len(places)
         path = paths.blob_path(file.item, rank, write_id, own=number)
-        with recorder.phase("write", path=f"{storage.url}/{path}", nbytes=len(file.data)):
-            written.append(write_bytes(storage, path, file.data))
+        named.append((path, file.data))
         if file.coordinate is not None:
             places.append(BlobPlace(path, file.coordinate))
+    here = f"{storage.url}/{named[0][0]}" if len(named) == 1 else storage.url
+    if named:
+        with recorder.phase("write", path=here, nbytes=sum(len(data) for _, data in named)):
+            write_small(storage, named, written, threads=1 if threads == 1 else _MOST_WRITERS)
     return places
 
 

@@ -118,7 +118,15 @@ def _write(job: SaveJob, assigned: _Assigned, written: list[Written]) -> bytes:
         sources = [bits(shard.data) for shard in assigned.holdings.shards]
         images = outlined.images(assigned.write_id, sources)
     files = blob_files(assigned.brought.blobs, assigned.blob_owners, job.group.rank)
-    places = write_blobs(job.to.storage, files, job.group.rank, assigned.write_id, job.recorder, written)
+    places = write_blobs(
+        job.to.storage,
+        files,
+        job.group.rank,
+        assigned.write_id,
+        job.recorder,
+        written,
+        threads=job.options.threads,
+    )
     written += write_images(job.to.storage, images, job.options, job.recorder)
     with job.recorder.phase("digest"):
         copies = compare(assigned.brought, job.options.check_replicas, job.group.size)

@@ -19,6 +19,7 @@ from reknit.engine.snapshot import Snapshot
 from reknit.engine.staging import Staging, bits, pin
 from reknit.errors import DeadlineError, SkippedError
 from reknit.monitor.phase import Stopwatch
+from reknit.types.shard import Encoded
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -31,7 +32,7 @@ if TYPE_CHECKING:
     from reknit.engine.write import Image
     from reknit.monitor.phase import Recorder
     from reknit.options import SaveOptions
-    from reknit.types.shard import Holdings
+    from reknit.types.shard import Blob, Holdings, SharedFile
 
 _FOR_AGENT = ("allow_pickle", "durability", "events", "piece_nbytes", "threads", "timeout_s")
 
@@ -61,6 +62,7 @@ def send_off(job: SendOff, crew: Crew, handover: Handover, arenas: Arenas) -> No
         if crew.link.rank == 0:
             check_manifest(job.to)
         known = crew.plan(handover, key)
+        _lend(crew, handover, brought)
         handover.begin(_begin(job, crew, handover, key, brought, known), recorder)
         # 2 plan; where the layout was saved, or rehearsed, before, no rank waits for another
         plan = known or _planned(job, crew, handover, key, brought)
@@ -130,8 +132,30 @@ def _begin(
         extra=json.dumps(extra, default=dict).encode(),
         plan=key,
         claims=brought.shard_claims() if known is None else None,
-        blobs=list(brought.blobs),
+        blobs=[
+            messages.EncodedBlob(blob.item, blob.key, blob.coordinate, b"") if _lent(saved, blob) else blob
+            for saved, blob in zip(brought.holdings.blobs, brought.blobs, strict=True)
+        ],
     )
+
+
+def _lent(blob: Blob, encoded: messages.EncodedBlob) -> Encoded | None:
+    """Return the value if the agent can map it instead of getting a copy."""
+    value = blob.value
+    in_place = isinstance(value, Encoded) and value.file is not None and not isinstance(encoded.data, bytes)
+    return value if in_place else None
+
+
+def _lend(crew: Crew, handover: Handover, brought: Brought) -> None:
+    """Let the agent map values that lie, encoded, in shared memory."""
+    files: dict[SharedFile, list[tuple[int, int, int]]] = {}
+    for number, (blob, encoded) in enumerate(zip(brought.holdings.blobs, brought.blobs, strict=True)):
+        value = _lent(blob, encoded)
+        if value is not None and value.file is not None:
+            end = value.at + len(value.memory)
+            files.setdefault(value.file, []).append((number, end - len(encoded.data), end))
+    for file, places in files.items():
+        crew.link.send(say.Lend(handover.number, file.nbytes, places), file.fd)
 
 
 def _planned(job: SendOff, crew: Crew, handover: Handover, key: bytes, brought: Brought) -> Plan:

@@ -327,6 +327,33 @@ def write_bytes(storage: Storage, path: str, data: bytes) -> Written:
     return Written(path, len(data), np.array(block_digests(data), np.uint64))
 
 
+def write_small(
+    storage: Storage, files: Sequence[tuple[str, bytes]], written: list[Written], *, threads: int
+) -> None:
+    """Write files that are whole in memory, `threads` at once, and add them to `written`, in their order.
+
+    After an error `written` has those that storage has.
+    """
+    done: dict[int, Written] = {}
+
+    def write(number: int, _: object = None) -> None:
+        path, data = files[number]
+        try:
+            done[number] = write_bytes(storage, path, data)
+        except ReknitError as error:
+            error.sign(path=f"{storage.url}/{path}")
+            raise
+
+    try:
+        if (threads := min(threads, len(files))) > 1:
+            run_jobs(range(len(files)), write, threads=threads, arena_nbytes=1, budget_nbytes=threads)
+        else:
+            for number in range(len(files)):
+                write(number)
+    finally:
+        written += [done[number] for number in sorted(done)]
+
+
 def discard(storage: Storage, path: str) -> None:
     """Delete a file of a save that failed; where even that fails, the next save to this path does it."""
     with suppress(ReknitError):

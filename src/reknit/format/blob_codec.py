@@ -63,8 +63,20 @@ def encode_blobs(values: Mapping[str, Any], *, allow_pickle: bool = False, item:
     return data
 
 
+def encode_value(value: Any) -> bytes:
+    """Return the bytes of one value, which `name_of_value` makes a file of blobs.  Raises `StateError`."""
+    return encode_blobs({"": value})[len(name_of_value("")) :]
+
+
+def name_of_value(fqn: str) -> bytes:
+    """Return what stands in a file of blobs before its only value."""
+    return b"\x81" + msgspec.msgpack.encode(checked_name(fqn, "name"))
+
+
 def join_blobs(parts: Sequence[bytes]) -> bytes:
     """Return the file of blobs that holds what `parts` hold, each of them a file with a single value."""
+    if len(parts) == 1 and len(parts[0]) <= MAX_BLOBS_NBYTES:
+        return parts[0]
     if len(parts) < 16:
         head = bytes([0x80 | len(parts)])
     else:

@@ -12,7 +12,7 @@ from reknit.types.box import Box
 from reknit.types.wanted import Terms
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Container, Iterator, Mapping
+    from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 
     from numpy.typing import NDArray
 
@@ -148,7 +148,8 @@ class Catalog:
 
     `tensors[item][fqn]` is a spec and `blobs[item][fqn]` a value that all ranks shared.  `coordinates[item]`
     are the coordinates whose ranks saved values of their own, and `own(item, coordinate)` reads those of one,
-    by fqn.  `terms` are those of the load.
+    by fqn; `read_ahead(item, coordinates)` reads those of several at once, for `own`.  `terms` are those of
+    the load.
     """
 
     items: tuple[str, ...]
@@ -157,3 +158,4 @@ class Catalog:
     coordinates: Mapping[str, tuple[Mapping[str, int], ...]]
     own: Callable[[str, Mapping[str, int]], Mapping[str, Any]]
     terms: Terms = field(default_factory=Terms)
+    read_ahead: Callable[[str, Sequence[Mapping[str, int]]], None] = field(default=lambda *_: None)

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import os
+from contextlib import suppress
 from dataclasses import dataclass, field
 from math import prod
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from reknit.types.dtype import ITEMSIZE
 
@@ -81,6 +83,46 @@ class Blob:
     fqn: str
     value: Any
     coordinate: Mapping[str, int] | None = None
+
+
+class Encoded(NamedTuple):
+    """A value of a `Blob` that is encoded already, as `format.blob_codec.encode_value` does it.
+
+    It is `memory[start:]`.  What lies before is free: whoever writes the value puts its name there.  Where
+    `memory` is shared memory, it lies in `file` from byte `at` on, and another process can map it.
+    """
+
+    memory: memoryview
+    start: int
+    file: SharedFile | None = None
+    at: int = 0
+
+
+class SharedFile:
+    """A descriptor of shared memory of `nbytes` bytes, open as long as this object lives."""
+
+    def __init__(self, fd: int, nbytes: int) -> None:
+        self.fd, self.nbytes = fd, nbytes
+
+    def __del__(self) -> None:
+        with suppress(OSError):
+            os.close(self.fd)
+
+
+class LoaderShard(NamedTuple):
+    """The part of a data loader's state that is never split: one source, and what was read of it ahead.
+
+    `source` is its number in the loader's replicated state; `rank` (in the data-parallel group) and `worker`
+    are where it is read.  `left` is the work that remains in it, in any unit, and `num_items` counts the
+    items that are read and not yet used.  `value` is neutral or `Encoded`, and None where it is not loaded.
+    """
+
+    source: int
+    rank: int
+    worker: int
+    left: int
+    num_items: int
+    value: Any = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,0 +1,247 @@
+"""The token loader: packs samples of several token sets into batches, and can go on in any layout."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+from reknit.dataloader.place import ReaderPlace
+from reknit.dataloader.process import ProcessWorker
+from reknit.dataloader.reader import Reader
+from reknit.dataloader.reshard import Readers, dealt, shards_of_rank
+from reknit.dataloader.station import LocalWorker
+from reknit.dataloader.token_sets import Corpus, Recipe, TokenSet
+from reknit.errors import StateError, UsageError
+from reknit.types.shard import LoaderShard
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Sequence
+
+    from reknit.dataloader.reader import Batch
+
+    Worker = LocalWorker | ProcessWorker
+
+_FORM = 1
+"""Of the replicated state and the shards."""
+
+
+class TokenLoader:
+    """An iterator of `Batch`es: this rank's share of the token sets, in micro-batches of `token_budget`.
+
+    Samples are read into a token buffer until it holds `buffer_tokens` (four batches, if not given), and
+    leave it in the order in which they came, as far as they fit into a batch.  Token sets take turns so that
+    each has its `ratio` of the tokens, as long as it has some left; the samples of each of their sources come
+    in an order that depends only on `seed`, epoch and source (`shuffle`), or as they are.  `epochs` is how
+    often all is read, None for ever.  Tokens are of `dtype`, and batches are filled up with `padding`.
+
+    `place` says which part of the data this rank reads.  With `num_workers`, as many processes read and pack,
+    `prefetch` batches ahead; their batches come in turns, always in the same order.  With `in_process` they
+    are no processes, but work the same.  With `save_every`, workers have their state ready whenever that many
+    batches were taken since the last save or load, so that saving does not wait for it (`expect_save`).
+
+    Put it into the state that is saved and loaded.  On the same number of ranks and workers it goes on with
+    the very same batches; on others all sources are dealt out anew, with what was read of them and not yet
+    consumed.  No sample is lost or comes twice, and those of a source keep their order.  A batch that was
+    taken counts as consumed.
+    """
+
+    def __init__(
+        self,
+        token_sets: Sequence[TokenSet],
+        *,
+        token_budget: int,
+        place: ReaderPlace | None = None,
+        num_workers: int = 0,
+        seed: int = 0,
+        shuffle: bool = True,
+        epochs: int | None = 1,
+        buffer_tokens: int | None = None,
+        dtype: str = "int32",
+        padding: int = 0,
+        prefetch: int = 2,
+        save_every: int | None = None,
+        in_process: bool = False,
+        timeout_s: float = 300.0,
+    ) -> None:
+        self.place = place or ReaderPlace()
+        rank, size, replica = self.place
+        _check(token_budget >= 1, "token_budget is at least 1")
+        _check(epochs is None or epochs >= 1, "epochs is at least 1, or None for ever")
+        _check(save_every is None or save_every >= 1, "save_every is at least 1, or None")
+        _check(num_workers >= 0 and prefetch >= 0, "num_workers and prefetch are not negative")
+        _check(0 <= rank < size and replica >= 0, f"there is no place {rank} of {size}, replica {replica}")
+        buffered = 4 * token_budget if buffer_tokens is None else buffer_tokens
+        _check(buffered >= 1, "buffer_tokens is at least 1")
+        self._sets = tuple(token_sets)
+        self._recipe = Recipe(token_budget, buffered, seed, shuffle, epochs, dtype, padding)
+        self._readers = Readers(size, max(num_workers, 1))
+        self._processes = num_workers > 0 and not in_process
+        self._depth = prefetch if num_workers else 0
+        self._timeout_s = timeout_s
+        self._save_every = save_every
+        self._corpus = Corpus.of(self._sets)
+        filled = sum(source.length > 0 for source in self._corpus.sources)
+        _check(
+            epochs is not None or filled >= size,
+            f"{size} ranks cannot read {filled} sources for ever: cut the token sets into more partitions",
+        )
+        self._kinds = [source.token_set for source in self._corpus.sources]
+        self._workers: list[Worker] = []
+        self._ended: set[int] = set()
+        self._until_save = save_every or 0
+        weakref.finalize(self, _close, self._workers)
+
+    # Reading.
+
+    def __iter__(self) -> Iterator[Batch]:
+        return self
+
+    def __next__(self) -> Batch:
+        workers = self._started()
+        # Whoever has given least is next: so they take turns, and nobody has to remember whose turn it is.
+        while live := self._live():
+            number = min(live)[1]
+            batch = workers[number].take()
+            if batch is not None:
+                self._count()
+                return batch
+            self._ended.add(number)
+        raise StopIteration
+
+    def expect_save(self, in_batches: int = 1) -> None:
+        """Have workers get their state ready as of so many batches from now, for a save that is planned."""
+        workers = self._started()
+        if self.place.replica:
+            return
+        given = [worker.given for worker in workers]
+        live = [number for _, number in self._live()]
+        for _ in range(in_batches if live else 0):
+            given[min(live, key=lambda number: (given[number], number))] += 1
+        for worker, count in zip(workers, given, strict=True):
+            worker.prepare(count)
+
+    def close(self) -> None:
+        """End the worker processes; a loader that is used again starts new ones, from the beginning."""
+        _close(self._workers)
+
+    def _live(self) -> list[tuple[int, int]]:
+        """Return what each worker has given, and its number, of those that may have more."""
+        return [(w.given, n) for n, w in enumerate(self._workers) if n not in self._ended]
+
+    def _count(self) -> None:
+        """Count down to the next planned save, and past it."""
+        if self._save_every is not None:
+            self._until_save -= 1
+            if self._until_save <= 0:
+                self._plan_next()
+
+    def _plan_next(self) -> None:
+        if self._save_every is not None:
+            self._until_save = self._save_every
+            self.expect_save(self._save_every)
+
+    def _started(self) -> list[Worker]:
+        """Return the workers; where there are none yet, they begin at the beginning."""
+        if not self._workers:
+            fresh = [LoaderShard(s.number, 0, 0, s.length, 0) for s in self._corpus.sources]
+            self._start(dealt(fresh, self._kinds, self._readers, self.place.rank), same=False)
+        return self._workers
+
+    def _start(self, shards: Sequence[LoaderShard], *, same: bool) -> None:
+        """Start workers in the place of those that there are, with the shards of this rank."""
+        self.close()
+        self._ended = set()
+        states: list[dict[int, Any]] = [{} for _ in range(self._readers.num_workers)]
+        for shard in shards:
+            states[shard.worker][shard.source] = shard.value
+        for mine in states:
+            if self._processes:
+                worker: Worker = ProcessWorker(
+                    self._sets, self._recipe, mine, same=same, depth=self._depth, timeout_s=self._timeout_s
+                )
+            else:
+                reader = Reader(self._corpus, self._recipe, list(mine))
+                known = {source: state for source, state in mine.items() if state is not None}
+                worker = LocalWorker(reader, known, same=same, depth=self._depth)
+            self._workers.append(worker)
+        self._plan_next()
+
+    # What a checkpoint holds of it (`protocols.ShardOwned`).
+
+    def replicated_state(self) -> dict[str, Any]:
+        """Return what all ranks share: what is read, and by how many."""
+        return {
+            "form": _FORM,
+            "ranks": self._readers.num_ranks,
+            "workers": self._readers.num_workers,
+            **self._fixed(),
+            "token_budget": self._recipe.token_budget,
+        }
+
+    def _fixed(self) -> dict[str, Any]:
+        """Return what has to be the same whenever a run goes on."""
+        corpus = self._corpus
+        sets = zip(corpus.names, corpus.lengths, corpus.partitions, strict=True)
+        return {
+            "token_sets": [{"name": name, "length": n, "partitions": parts} for name, n, parts in sets],
+            "seed": self._recipe.seed,
+            "shuffle": self._recipe.shuffle,
+            "dtype": self._recipe.dtype,
+        }
+
+    def sharded_state(self) -> list[LoaderShard]:
+        """Return the state of all sources that this rank reads, as of the last batch that was taken."""
+        if self.place.replica:
+            return []
+        workers = self._started()
+        for worker in workers:
+            worker.prepare(worker.given)  # all of them at once, if they were not told before
+        found = [
+            shard._replace(rank=self.place.rank, worker=number)
+            for number, worker in enumerate(workers)
+            for shard in worker.shards()
+        ]
+        self._plan_next()
+        return found
+
+    def choose_shards(self, replicated: Any, saved: Sequence[LoaderShard]) -> list[LoaderShard]:
+        """Return the shards that this rank goes on with.  Raises `StateError` where the data are others."""
+        before = self._checked(replicated)
+        return shards_of_rank(saved, self._kinds, before, self._readers, self.place.rank)
+
+    def load_shards(self, replicated: Any, shards: Sequence[LoaderShard]) -> None:
+        """Go on with these shards; batches that workers have made ahead are dropped."""
+        self._start(shards, same=self._checked(replicated) == self._readers)
+
+    def _checked(self, replicated: Any) -> Readers:
+        """Return the readers of the loader that was saved, if this one can go on in its place."""
+        if not isinstance(replicated, Mapping) or replicated.get("form") != _FORM:
+            raise StateError("what was saved here is no state of a token loader that this reknit knows")
+        for name, here in self._fixed().items():
+            if replicated.get(name) != here:
+                raise StateError(
+                    f"the loader that was saved has {name} = {replicated.get(name)!r}, and this one {here!r}",
+                    remedy="read the same data in the same order; ratios, epochs and the layout may change",
+                )
+        if replicated["token_budget"] > self._recipe.token_budget:
+            raise StateError(
+                f"items for batches of {replicated['token_budget']} tokens wait in the saved buffers, and "
+                f"batches have {self._recipe.token_budget} here",
+                remedy="keep the token budget, or choose a larger one",
+            )
+        return Readers(int(replicated["ranks"]), int(replicated["workers"]))
+
+
+def _close(workers: list[Worker]) -> None:
+    """End workers, all at the same time, and forget them."""
+    for worker in workers:
+        worker.leave()
+    for worker in workers:
+        worker.close()
+    workers.clear()
+
+
+def _check(ok: bool, message: str) -> None:
+    if not ok:
+        raise UsageError(message)

@@ -1,0 +1,174 @@
+"""A worker process as its loader sees it: batches come out of it, and its state as of any that was taken."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import socket
+import subprocess
+import sys
+from collections import deque
+from dataclasses import asdict
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from reknit.dataloader import channel as say
+from reknit.dataloader import shared_memory
+from reknit.dataloader.reader import COLUMNS, Batch
+from reknit.errors import DeadlineError, ReknitError
+from reknit.format.blob_codec import encode_value
+from reknit.options import agent_environment
+from reknit.types.shard import Encoded, LoaderShard, SharedFile
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
+    from reknit.dataloader.token_sets import Recipe, TokenSet
+
+_REAP_S = 10.0
+
+
+class ProcessWorker:
+    """Starts a process that reads the sources in `states`, which goes when its loader goes."""
+
+    def __init__(
+        self,
+        sets: Sequence[TokenSet],
+        recipe: Recipe,
+        states: Mapping[int, Any],
+        *,
+        same: bool,
+        depth: int,
+        timeout_s: float,
+    ) -> None:
+        self._timeout_s = timeout_s
+        self._made: deque[Batch | None] = deque()
+        self._prepared: dict[int, list[LoaderShard]] = {}
+        self._told: set[int] = set()
+        self._given: int | None = None
+        openers = [
+            (one.name, one.opener, encode_value(dict(one.arguments)), one.ratio, one.num_partitions)
+            for one in sets
+        ]
+        data = encode_value({source: state for source, state in states.items() if state is not None})
+        fd = shared_memory.create(len(data))
+        shared_memory.write(fd, 0, data)
+        ours, theirs = socket.socketpair()
+        self._channel = say.Channel(ours)
+        try:
+            self._process = self._spawn(theirs)
+        except BaseException:
+            os.close(fd)
+            ours.close()
+            raise
+        finally:
+            theirs.close()
+        self._send(say.Open(openers, asdict(recipe), sorted(states), same, depth, len(data)), fd)
+
+    @property
+    def given(self) -> int:
+        """How many batches were taken from this reader, before it was saved or since."""
+        while self._given is None:
+            self._hear()
+        return self._given
+
+    def take(self) -> Batch | None:
+        """Return the next batch, or None when all is read."""
+        given = self.given
+        while not self._made:
+            self._hear()
+        batch = self._made.popleft()
+        if batch is not None:
+            self._given = given + 1
+            self._prepared = {count: kept for count, kept in self._prepared.items() if count > given}
+            self._send(say.Consumed(given + 1))
+        return batch
+
+    def prepare(self, given: int) -> None:
+        """Have the state after so many batches got ready."""
+        if given not in self._told:
+            self._told = {count for count in self._told if count >= self.given} | {given}
+            self._send(say.Prepare(given))
+
+    def shards(self) -> list[LoaderShard]:
+        """Return the state as of the last batch that was taken, encoded; at once if it was prepared."""
+        given = self.given
+        self.prepare(given)
+        while given not in self._prepared:
+            self._hear()
+        return self._prepared[given]
+
+    def leave(self) -> None:
+        """Let the process end: it does when it finds nobody at the other end."""
+        self._channel.close()
+
+    def close(self) -> None:
+        """Wait for the end of the process, or kill it."""
+        self._channel.close()
+        try:
+            self._process.wait(_REAP_S)
+        except subprocess.TimeoutExpired:  # stuck in the data's own code, perhaps
+            self._process.kill()
+            self._process.wait()
+
+    def _spawn(self, sock: socket.socket) -> subprocess.Popen[bytes]:
+        command = [sys.executable, "-m", "reknit.dataloader.worker", str(sock.fileno())]
+        return subprocess.Popen(
+            command,
+            stdin=subprocess.DEVNULL,
+            pass_fds=[sock.fileno()],
+            env=agent_environment(sys.path),
+        )
+
+    def _send(self, message: say.Message, fd: int | None = None) -> None:
+        with contextlib.suppress(OSError):  # a worker that is gone has said why, or will be missed
+            self._channel.send(message, fd)
+
+    def _hear(self) -> None:
+        """Take the next message.  Raises what went wrong in the worker."""
+        try:
+            received = self._channel.receive(self._timeout_s)
+        except DeadlineError as error:
+            error.message = f"a worker of the data loader gave nothing for {self._timeout_s:g} s"
+            error.remedy = "see why reading the data takes so long, or allow more with timeout_s"
+            raise
+        if received is None:
+            raise ReknitError(
+                f"a worker of the data loader ended with status {self._process.wait()}",
+                remedy="see what it printed; a negative status is the signal that killed it",
+            )
+        message, fd = received
+        if isinstance(message, say.Opened):
+            self._given = message.given
+        elif isinstance(message, say.Made):
+            assert fd is not None
+            self._made.append(_batch(message, fd))
+        elif isinstance(message, say.Ended):
+            self._made.append(None)
+        elif isinstance(message, say.Prepared):
+            assert fd is not None
+            self._prepared[message.given] = _shards(message, SharedFile(fd, message.nbytes))
+        elif isinstance(message, say.Failed):
+            raise ReknitError(f"a worker of the data loader failed: {message.what}")
+
+
+def _batch(made: say.Made, fd: int) -> Batch:
+    """Return a batch whose arrays are the memory that the worker filled."""
+    samples = made.num_samples * len(COLUMNS)
+    tokens_at = 8 * (made.num_samples + 1 + samples)
+    memory = shared_memory.attach(fd, tokens_at + made.num_tokens * np.dtype(made.dtype).itemsize)
+    os.close(fd)
+    numbers = np.frombuffer(memory[:tokens_at], np.int64)
+    tokens = np.frombuffer(memory[tokens_at:], made.dtype)
+    bounds = numbers[: made.num_samples + 1]
+    return Batch(tokens, bounds, numbers[made.num_samples + 1 :].reshape(-1, len(COLUMNS)))
+
+
+def _shards(prepared: say.Prepared, file: SharedFile) -> list[LoaderShard]:
+    """Return shards whose values are the memory in which the worker encoded them."""
+    memory = shared_memory.attach(file.fd, prepared.nbytes)
+    return [
+        LoaderShard(source, 0, 0, left, num_items, Encoded(memory[begin:end], prepared.room, file, begin))
+        for source, left, num_items, begin, end in prepared.shards
+    ]

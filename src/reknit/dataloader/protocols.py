@@ -1,0 +1,53 @@
+"""What does a data loader have to be able to do, so that its state goes with the job to any layout?"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
+
+from reknit.types.shard import LoaderShard
+
+__all__ = ["CanonicalStream", "LoaderShard", "ShardOwned"]
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+
+@runtime_checkable
+class CanonicalStream(Protocol):
+    """A loader in which one global position says all: any number of ranks can cut the stream anew from there.
+
+    Nothing has to be inherited: an object that has these methods is saved and loaded by them.  It may have a
+    method ``check_stream(state)`` as well, which raises `StateError` before anything of the load has changed.
+    """
+
+    def stream_state(self) -> Any:
+        """Return the global position, and whatever else all ranks share: equal on every rank."""
+
+    def load_stream(self, state: Any) -> None:
+        """Go on from there, as the rank of the layout that this loader has now."""
+
+
+@runtime_checkable
+class ShardOwned(Protocol):
+    """A loader whose sources are each read by one reader: a worker of a data-parallel rank.
+
+    What was read of a source, and the items that wait in a buffer, are a shard, which is never split.  Ranks
+    that read the same (they differ in tensor or pipeline parallelism) hold the same state; all but one of
+    them return no shards when they save, and all of them load.
+    """
+
+    def replicated_state(self) -> Any:
+        """Return what is the same on all ranks: the sources in a fixed order, the layout of the readers."""
+
+    def sharded_state(self) -> Sequence[LoaderShard]:
+        """Return the shards that this rank saves, as of the last item that was consumed."""
+
+    def choose_shards(self, replicated: Any, saved: Sequence[LoaderShard]) -> Sequence[LoaderShard]:
+        """Return those of the saved shards (all of them, without values) that this rank goes on with.
+
+        Every rank computes this alone, and together they take every shard (`dataloader.reshard`).  Changes
+        nothing.  Raises `StateError` for what cannot be taken up.
+        """
+
+    def load_shards(self, replicated: Any, shards: Sequence[LoaderShard]) -> None:
+        """Go on with the shards that were chosen, now with their values."""

@@ -1,0 +1,90 @@
+"""A reader that works ahead: batches that wait to be taken, and its state as of each of them."""
+
+from __future__ import annotations
+
+from collections import deque
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from reknit.dataloader.reader import Batch, Reader, Version
+    from reknit.types.shard import LoaderShard
+
+
+class Station:
+    """Keeps a version for the last batch that was consumed, and for each that was made since.
+
+    A version costs little: it refers to items that are in the buffer anyway.  So a save holds the state as of
+    what training has consumed, however far the reader is, and what was made ahead is made again after a load.
+    """
+
+    def __init__(self, reader: Reader) -> None:
+        self._reader = reader
+        self._versions: deque[Version] = deque([reader.version()])
+        self.ended = False
+
+    @property
+    def made(self) -> int:
+        """How many batches the reader has given, before it was restored or since."""
+        return self._versions[-1].given
+
+    @property
+    def ahead(self) -> int:
+        """How many batches are made that nobody has consumed."""
+        return len(self._versions) - 1
+
+    def make(self) -> Batch | None:
+        """Return one more batch, or None when all is read."""
+        batch = None if self.ended else self._reader.next()
+        self.ended = batch is None
+        if batch is not None:
+            self._versions.append(self._reader.version())
+        return batch
+
+    def consumed(self, given: int) -> None:
+        """Note that training has had so many batches."""
+        while self._versions[0].given < given:
+            self._versions.popleft()
+
+    def has(self, given: int) -> bool:
+        """Tell whether the state after so many batches is known."""
+        return self._versions[0].given <= given <= self.made
+
+    def shards(self, given: int) -> list[LoaderShard]:
+        """Return the state after so many batches."""
+        return self._reader.shards(self._versions[given - self._versions[0].given])
+
+
+class LocalWorker:
+    """A reader in this process, `depth` batches ahead of who takes them."""
+
+    def __init__(self, reader: Reader, states: Mapping[int, Any], *, same: bool, depth: int) -> None:
+        reader.restore(states, same=same)
+        self._station = Station(reader)
+        self._depth = depth
+        self._made: deque[Batch | None] = deque()
+        self.given = self._station.made
+
+    def take(self) -> Batch | None:
+        """Return the next batch, or None when all is read."""
+        while len(self._made) <= self._depth and not self._station.ended:
+            self._made.append(self._station.make())
+        batch = self._made.popleft() if self._made else None
+        if batch is not None:
+            self.given += 1
+            self._station.consumed(self.given)
+        return batch
+
+    def prepare(self, given: int) -> None:
+        """Take note that the state after so many batches will be asked for: here it is always at hand."""
+
+    def shards(self) -> list[LoaderShard]:
+        """Return the state as of the last batch that was taken."""
+        return self._station.shards(self.given)
+
+    def leave(self) -> None:
+        """Have nothing more made."""
+
+    def close(self) -> None:
+        """Release what it has, which is nothing."""

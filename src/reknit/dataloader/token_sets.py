@@ -1,0 +1,139 @@
+"""What is read?  Sets of samples made of tokens, each cut into sources that are read one after another."""
+
+from __future__ import annotations
+
+import hashlib
+import math
+from dataclasses import dataclass, field
+from functools import lru_cache
+from importlib import import_module
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import numpy as np
+
+from reknit.errors import UsageError
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping, Sequence
+
+    from numpy.typing import NDArray
+
+
+@dataclass(frozen=True, kw_only=True)
+class TokenSet:
+    """A set of samples, each a row of integers of any length.
+
+    `open(**arguments)` returns something with ``len()`` and ``[n]``, in every process that reads.  For worker
+    processes it is a function at the top of a module, and `arguments` are plain values.  `ratio` is this
+    set's share of the tokens.  `num_partitions` is the number of sources that it is cut into: at least as
+    many as there will ever be readers.
+    """
+
+    name: str
+    open: Callable[..., Any]
+    arguments: Mapping[str, Any] = field(default_factory=dict)
+    ratio: float = 1.0
+    num_partitions: int = 64
+
+    def __post_init__(self) -> None:
+        if not self.name or self.num_partitions < 1 or not 0 < self.ratio < math.inf:
+            raise UsageError(
+                f"a set of tokens has a name, a ratio above 0 and at least one partition: {self.name!r}, "
+                f"{self.ratio}, {self.num_partitions}"
+            )
+
+    @property
+    def opener(self) -> str:
+        """Where another process finds `open`.  Raises `UsageError`."""
+        module, name = getattr(self.open, "__module__", None), getattr(self.open, "__qualname__", "")
+        if not module or module == "__main__" or not name.isidentifier() or opened_by(module, name) is None:
+            raise UsageError(
+                f"a worker process cannot import what opens the token set {self.name!r}: {self.open!r}",
+                remedy="give a function at the top of a module that can be imported (not of the script), "
+                "with what it needs in `arguments`; or use num_workers=0",
+            )
+        return f"{module}:{name}"
+
+
+def opened_by(module: str, name: str) -> Callable[..., Any] | None:
+    """Return the function at the top of a module."""
+    found: Callable[..., Any] | None = getattr(import_module(module), name, None)
+    return found
+
+
+class Source(NamedTuple):
+    """A part of a token set, samples `start` to `stop`: read by one reader, in one order."""
+
+    number: int
+    token_set: int
+    partition: int
+    start: int
+    stop: int
+
+    @property
+    def length(self) -> int:
+        """Number of samples."""
+        return self.stop - self.start
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """How samples become batches; the same for all readers of a loader.
+
+    See `loader.TokenLoader` for what these are.
+    """
+
+    token_budget: int
+    buffer_tokens: int
+    seed: int
+    shuffle: bool
+    epochs: int | None
+    dtype: str
+    padding: int
+
+
+class Corpus:
+    """All token sets of a loader, opened, and the sources that they are cut into."""
+
+    def __init__(self, names: Sequence[str], ratios: Sequence[float], opened: Sequence[Any]) -> None:
+        self.names, self.ratios, self.opened = tuple(names), tuple(ratios), tuple(opened)
+        self.lengths = tuple(len(samples) for samples in opened)
+        self.partitions: tuple[int, ...] = ()
+        self.sources: tuple[Source, ...] = ()
+
+    @classmethod
+    def of(cls, sets: Sequence[TokenSet]) -> Corpus:
+        """Open all sets here."""
+        names = [one.name for one in sets]
+        if not names or len(set(names)) < len(names):
+            raise UsageError(f"a loader has token sets with different names, not {names}")
+        opened = [one.open(**one.arguments) for one in sets]
+        return cls(names, [one.ratio for one in sets], opened).cut([one.num_partitions for one in sets])
+
+    def cut(self, partitions: Sequence[int]) -> Corpus:
+        """Cut the sets into sources, in the order of the sets."""
+        sources: list[Source] = []
+        for number, (length, parts) in enumerate(zip(self.lengths, partitions, strict=True)):
+            for part in range(parts):
+                bounds = length * part // parts, length * (part + 1) // parts
+                sources.append(Source(len(sources), number, part, *bounds))
+        self.partitions, self.sources = tuple(partitions), tuple(sources)
+        return self
+
+    def sample(self, source: Source, recipe: Recipe, epoch: int, position: int) -> int:
+        """Return the number, in its set, of the sample that a source has at a position of an epoch."""
+        if not recipe.shuffle:
+            return source.start + position
+        order = order_of(recipe.seed, epoch, self.names[source.token_set], source.partition, source.length)
+        return source.start + int(order[position])
+
+
+@lru_cache(maxsize=4096)
+def order_of(seed: int, epoch: int, name: str, partition: int, length: int) -> NDArray[np.int64]:
+    """Return the order of a source's samples in an epoch: it depends on these alone, never on who reads.
+
+    NumPy promises that the bits of a generator stay what they are, but not what it makes of them.
+    """
+    text = f"{seed}\0{epoch}\0{partition}\0{name}".encode()
+    key = np.frombuffer(hashlib.blake2b(text, digest_size=16).digest(), np.uint64)
+    return np.argsort(np.random.Philox(key=key).random_raw(length), kind="stable").astype(np.int64)

@@ -1,0 +1,131 @@
+"""A worker process of a token loader: reads ahead, and has its state ready when a save is planned."""
+
+from __future__ import annotations
+
+import mmap
+import os
+import signal
+import socket
+import sys
+import traceback
+from typing import Any
+
+import numpy as np
+
+from reknit.dataloader import channel as say
+from reknit.dataloader import shared_memory
+from reknit.dataloader.reader import Batch, Reader
+from reknit.dataloader.station import Station
+from reknit.dataloader.token_sets import Corpus, Recipe, opened_by
+from reknit.format.blob_codec import decode_blobs, encode_value, name_of_value
+
+_ROOM = 4096 + 16
+"""Bytes before each encoded state, where its name in the checkpoint will stand (`types.shard.Encoded`)."""
+
+
+class _Worker:
+    """Does what it is told first, then what a save needs, and reads ahead in the time that is left."""
+
+    def __init__(self, channel: say.Channel, station: Station, depth: int) -> None:
+        self._channel, self._station, self._depth = channel, station, depth
+        self._wanted: set[int] = set()
+        self._told_end = False
+
+    def run(self) -> None:
+        """Work until the loader is gone."""
+        while True:
+            while self._channel.ready(0.0 if self._has_work() else None):
+                received = self._channel.receive()
+                if received is None:
+                    return
+                self._hear(received[0])
+            if due := sorted(given for given in self._wanted if self._station.has(given)):
+                self._wanted.discard(due[0])
+                self._prepare(due[0])
+            elif self._may_make():
+                self._make()
+
+    def _has_work(self) -> bool:
+        return self._may_make() or any(self._station.has(given) for given in self._wanted)
+
+    def _may_make(self) -> bool:
+        return not self._told_end and self._station.ahead <= self._depth
+
+    def _hear(self, message: Any) -> None:
+        if isinstance(message, say.Consumed):
+            self._station.consumed(message.given)
+            # A save that was planned for an earlier batch did not come.
+            self._wanted = {given for given in self._wanted if given >= message.given}
+        elif isinstance(message, say.Prepare):
+            self._wanted.add(message.given)
+
+    def _make(self) -> None:
+        batch = self._station.make()
+        if batch is None:
+            self._told_end = True
+            self._channel.send(say.Ended())
+            return
+        self._channel.send(*_laid_out(batch))
+
+    def _prepare(self, given: int) -> None:
+        """Encode the state after so many batches into shared memory."""
+        fd, at, told = shared_memory.create(0), 0, []
+        for shard in self._station.shards(given):
+            data = encode_value(shard.value)
+            shared_memory.write(fd, at + _ROOM, data)
+            told.append((shard.source, shard.left, shard.num_items, at, at + _ROOM + len(data)))
+            at += -(-(_ROOM + len(data)) // mmap.PAGESIZE) * mmap.PAGESIZE
+        shared_memory.resize(fd, at)
+        self._channel.send(say.Prepared(given, _ROOM, told, at), fd)
+
+
+def _laid_out(batch: Batch) -> tuple[say.Made, int]:
+    """Return a batch in shared memory: its numbers, then its tokens."""
+    fd, at = shared_memory.create(batch.bounds.nbytes + batch.samples.nbytes + batch.tokens.nbytes), 0
+    for part in (batch.bounds, batch.samples, batch.tokens):
+        shared_memory.write(fd, at, np.ascontiguousarray(part).reshape(-1).view(np.uint8).data)
+        at += part.nbytes
+    return say.Made(batch.tokens.dtype.str, len(batch.tokens), len(batch.samples)), fd
+
+
+def _opened(channel: say.Channel) -> _Worker | None:
+    """Make ready for what the loader wants to be read; None when it is gone already."""
+    received = channel.receive()
+    if received is None:
+        return None
+    wanted, fd = received
+    assert fd is not None
+    data = bytes(shared_memory.attach(fd, wanted.nbytes))
+    os.close(fd)
+    states = decode_blobs(name_of_value("") + data)[""]
+    opened = []
+    for _, opener, arguments, _, _ in wanted.sets:
+        module, _, name = opener.partition(":")
+        make = opened_by(module, name)
+        assert make is not None  # the loader found it there
+        opened.append(make(**decode_blobs(name_of_value("") + arguments)[""]))
+    corpus = Corpus([one[0] for one in wanted.sets], [one[3] for one in wanted.sets], opened)
+    reader = Reader(corpus.cut([one[4] for one in wanted.sets]), Recipe(**wanted.recipe), wanted.sources)
+    reader.restore(states, same=wanted.same)
+    station = Station(reader)
+    channel.send(say.Opened(station.made))
+    return _Worker(channel, station, wanted.depth)
+
+
+def main(fd: int) -> None:
+    """Serve the loader at the other end of a socket, until it is gone."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # meant for the trainer, with which this process ends
+    channel = say.Channel(socket.socket(fileno=fd))
+    try:
+        worker = _opened(channel)
+        if worker is not None:
+            worker.run()
+    except BrokenPipeError:
+        return  # the loader is gone
+    except Exception as error:  # whatever the data's own code raises; the loader raises it in its place
+        text = "".join(traceback.format_exception(error))
+        channel.send(say.Failed(f"{type(error).__name__}: {error}\n{text}"))
+
+
+if __name__ == "__main__":
+    main(int(sys.argv[1]))

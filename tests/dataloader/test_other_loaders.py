@@ -1,0 +1,114 @@
+"""Loaders of other projects, the real ones: what they say of their position is enough to go on anywhere."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import warnings
+from itertools import islice
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+from reknit.dataloader import ConsumedSamples, ReaderPlace, SourceLoader
+from reknit.frameworks.registry import collect
+from tests.frameworks.checkpoint import Checkpoint, assemble, load
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+    from pathlib import Path
+
+STORY = ((3, 4), (2, 3), (5, 1), (1, None))
+
+
+def installed(name: str) -> Any:
+    """Import a module, whatever it warns of, or skip the test."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        return pytest.importorskip(name, reason=f"{name} is not installed")
+
+
+def followed(make: Callable[[int, int], Any], plain: Callable[[Any], list[int]]) -> list[int]:
+    """Read on changing numbers of ranks, losing what was read after each save; return all that was kept."""
+    seen: list[int] = []
+    checkpoint: Checkpoint | None = None
+    for size, steps in STORY:
+        job = [make(rank, size) for rank in range(size)]
+        for rank, one in enumerate(job):
+            if checkpoint is not None:
+                load({"data": one}, checkpoint, rank, size)
+        seen += [n for one in job for value in islice(one, steps) for n in plain(value)]
+        checkpoint = assemble([collect({"data": one}, rank, size) for rank, one in enumerate(job)])
+        for one in job:
+            next(one, None)
+    return seen
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_shards_of_a_streaming_hugging_face_dataset_are_sources() -> None:
+    datasets = installed("datasets")
+    whole = datasets.Dataset.from_dict({"n": list(range(64))}).to_iterable_dataset(num_shards=8)
+
+    def make(rank: int, size: int) -> SourceLoader:
+        return SourceLoader(lambda n: whole.shard(8, n), 8, place=ReaderPlace(rank, size))
+
+    seen = followed(make, lambda row: [row["n"]])
+    assert sorted(seen) == list(range(64))
+    for source in range(8):
+        numbers = [n for n in seen if n // 8 == source]
+        assert numbers == sorted(numbers)
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_a_grain_dataset_goes_on_by_its_position() -> None:
+    grain = installed("grain")
+    whole = grain.MapDataset.range(0, 66).shuffle(seed=3)
+
+    def make(rank: int, size: int) -> ConsumedSamples[Any]:
+        def begin(position: int) -> Any:
+            return whole[position:][rank::size].batch(2).to_iter_dataset()
+
+        return ConsumedSamples(begin, batch_size=2, size=size)
+
+    seen = followed(make, lambda batch: [int(n) for n in batch])
+    assert sorted(seen) == list(range(66))
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_iterators_of_grain_are_sources_too() -> None:
+    grain = installed("grain")
+
+    def make(rank: int, size: int) -> SourceLoader:
+        return SourceLoader(
+            lambda n: grain.MapDataset.range(8 * n, 8 * n + 8).shuffle(seed=n).to_iter_dataset(),
+            8,
+            place=ReaderPlace(rank, size),
+        )
+
+    assert sorted(followed(make, lambda n: [int(n)])) == list(range(64))
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_mosaic_streaming_says_one_position_for_all_ranks(tmp_path: Path) -> None:
+    streaming = installed("streaming")
+    with streaming.MDSWriter(out=str(tmp_path), columns={"n": "int"}) as out:
+        for n in range(64):
+            out.write({"n": n})
+
+    def make() -> Any:
+        dataset = streaming.StreamingDataset(local=str(tmp_path), batch_size=4, shuffle=True)
+        return streaming.StreamingDataLoader(dataset, batch_size=4)
+
+    one = make()
+    first = [n for batch in islice(one, 5) for n in batch["n"].tolist()]
+    checkpoint = assemble([collect({"data": one}, 0, 1)])
+    assert not checkpoint.own
+    other = make()
+    load({"data": other}, checkpoint)
+    assert sorted(first + [n for batch in other for n in batch["n"].tolist()]) == list(range(64))
+
+
+def test_loaders_of_torch_are_not_imported_with_the_others() -> None:
+    code = "import reknit.dataloader, sys; print('torch' in sys.modules)"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "False"

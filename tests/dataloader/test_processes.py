@@ -1,0 +1,178 @@
+"""Worker processes: real ones, that read ahead while they are saved, crash, and are dealt out anew."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from itertools import islice
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+import reknit
+from reknit.dataloader import TokenSet
+from reknit.errors import ReknitError, UsageError
+from reknit.types.shard import Encoded
+from tests.dataloader.corpora import Ledger, equal, failing, loader, token_set
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from reknit.dataloader import TokenLoader
+
+SETS = [token_set("web", 150, 8, 3.0), token_set("code", 60, 4)]
+
+
+@pytest.fixture
+def started() -> Iterator[list[TokenLoader]]:
+    loaders: list[TokenLoader] = []
+    yield loaders
+    for one in loaders:
+        one.close()
+
+
+def real(started: list[TokenLoader], num_workers: int = 2, **more: Any) -> TokenLoader:
+    """Return a loader with worker processes."""
+    started.append(loader(SETS, num_workers=num_workers, **{"in_process": False, **more}))
+    return started[-1]
+
+
+def pids(one: TokenLoader) -> list[int]:
+    return [worker._process.pid for worker in one._workers or ()]  # type: ignore[union-attr]
+
+
+def test_batches_stay_the_same_through_three_restarts(started: list[TokenLoader], tmp_path: Path) -> None:
+    whole = list(loader(SETS, num_workers=2))
+    found = []
+    for k in range(4):
+        one = real(started, save_every=12)
+        if k:
+            reknit.load(tmp_path / str(k - 1), {"loader": one})
+        found += list(islice(one, 12))
+        reknit.save(tmp_path / str(k), {"loader": one}, wait=k % 2 == 0).result()
+        next(one)  # made and taken after the save, and gone with the restart
+        one.close()
+    assert equal(found, whole[:48])
+
+
+def test_the_ledger_holds_with_real_processes(started: list[TokenLoader], tmp_path: Path) -> None:
+    ledger, expected = Ledger(), Ledger()
+    expected.enter(loader(SETS))
+    group, layouts = [2, 1, 3], [2, 1, 0]
+    previous: Path | None = None
+    for k, (size, workers) in enumerate(zip(group, layouts, strict=True)):
+        job = [real(started, workers, rank=rank, size=size) for rank in range(size)]
+        path = tmp_path / str(k)
+        _each(job, lambda rank, one, joined, at=previous: at and reknit.load(at, {"l": one}, group=joined))
+        for one in job:
+            ledger.enter(islice(one, 5))
+        _each(job, lambda rank, one, joined, at=path: reknit.save(at, {"l": one}, group=joined))
+        for one in job:
+            one.close()
+        previous = path
+    last = real(started, 2)
+    assert previous is not None
+    reknit.load(previous, {"l": last})
+    ledger.enter(last)
+    assert ledger.consumed == expected.consumed
+
+
+def _each(job: list[TokenLoader], act: Any) -> None:
+    from reknit.testing.world import run_ranks
+
+    run_ranks(len(job), lambda group: act(group.rank, job[group.rank], group))
+
+
+def test_a_planned_state_is_there_before_it_is_asked_for(started: list[TokenLoader]) -> None:
+    one = real(started, save_every=4)
+    list(islice(one, 4))
+    workers: Any = one._workers
+    for worker in workers:
+        while worker.given not in worker._prepared:
+            worker._hear()  # it comes unasked
+    told = [set(worker._told) for worker in workers]
+    shards = one.sharded_state()
+    assert all(isinstance(shard.value, Encoded) for shard in shards)
+    assert [worker.given in before for worker, before in zip(workers, told, strict=True)] == [True, True]
+
+
+def test_a_state_that_was_planned_for_another_batch_is_not_taken(started: list[TokenLoader]) -> None:
+    one = real(started, save_every=4)
+    list(islice(one, 6))
+    reknit.save("mem://loaders/a", {"l": one}, wait=False).result()  # its agent is a thread
+    rest = list(one)
+    other = real(started)
+    reknit.load("mem://loaders/a", {"l": other})
+    assert equal(list(other), rest)
+    assert equal(rest, list(loader(SETS, num_workers=2))[6:])
+
+
+def test_what_goes_wrong_while_reading_is_raised_by_the_loader(started: list[TokenLoader]) -> None:
+    broken = [TokenSet(name="web", open=failing, arguments={"num_samples": 30}, num_partitions=2)]
+    one = loader(broken, num_workers=1, in_process=False)
+    started.append(one)
+    with pytest.raises(ReknitError, match="OSError: this sample is damaged"):
+        list(one)
+
+
+def test_a_worker_that_is_killed_is_told_and_not_waited_for(started: list[TokenLoader]) -> None:
+    one = real(started)
+    next(one)
+    os.kill(pids(one)[1], signal.SIGKILL)
+    with pytest.raises(ReknitError, match="ended with status -9"):
+        list(one)
+
+
+def test_workers_end_with_their_loader() -> None:
+    one = loader(SETS, num_workers=2, in_process=False)
+    next(one)
+    running = pids(one)
+    assert len(running) == 2
+    del one
+    assert not any(Path(f"/proc/{pid}").exists() for pid in running)
+
+
+def test_workers_end_when_the_trainer_is_killed() -> None:
+    code = (
+        "from tests.dataloader.test_processes import *\n"
+        "one = loader(SETS, num_workers=2, in_process=False)\nnext(one)\n"
+        "print(*pids(one), flush=True)\nos.kill(os.getpid(), signal.SIGKILL)\n"
+    )
+    environment = dict(os.environ, PYTHONPATH=os.pathsep.join(sys.path))
+    ended = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True)
+    assert ended.returncode == -signal.SIGKILL, ended.stderr
+    running = [int(pid) for pid in ended.stdout.split()]
+    assert len(running) == 2
+    deadline = time.monotonic() + 30
+    while any(_alive(pid) for pid in running):
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+
+
+def _alive(pid: int) -> bool:
+    try:
+        return b"reknit.dataloader.worker" in Path(f"/proc/{pid}/cmdline").read_bytes()
+    except OSError:
+        return False
+
+
+def test_a_worker_that_gives_nothing_is_waited_for_only_so_long(started: list[TokenLoader]) -> None:
+    one = real(started, 1, timeout_s=0.5)
+    one._started()
+    os.kill(pids(one)[0], signal.SIGSTOP)
+    try:
+        with pytest.raises(ReknitError, match=r"gave nothing for 0\.5 s"):
+            list(one)
+    finally:
+        os.kill(pids(one)[0], signal.SIGCONT)
+
+
+def test_what_a_worker_cannot_import_is_refused_with_a_way_out() -> None:
+    local = TokenSet(name="web", open=lambda: [[1, 2]], num_partitions=1)
+    assert [b.num_tokens for b in loader([local], num_workers=2)] == [2]
+    with pytest.raises(UsageError, match="at the top of a module"):
+        list(loader([local], num_workers=1, in_process=False))

@@ -1,0 +1,179 @@
+"""The real StatefulDataLoader of torchdata, with and without worker processes, on changing layouts."""
+
+from __future__ import annotations
+
+import warnings
+from itertools import islice
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+pytest.importorskip("torchdata.stateful_dataloader", reason="torchdata is not installed")
+
+from torchdata.stateful_dataloader import StatefulDataLoader
+
+from reknit.dataloader import ConsumedSamples, GlobalSampler, ReaderPlace, SourceLoader
+from reknit.dataloader.torchdata_loader import ShardedDataLoader, SourceDataset
+from reknit.errors import UsageError
+from reknit.frameworks.registry import collect, wanted
+from tests.frameworks.checkpoint import assemble, load
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Sequence
+
+SIZES = [7, 0, 12, 3, 9, 5, 11, 4]
+WHOLE = {(source, n) for source, size in enumerate(SIZES) for n in range(size)}
+
+
+class Counted:
+    """A source that knows where it is."""
+
+    def __init__(self, source: int) -> None:
+        self.source, self.at = source, 0
+
+    def __iter__(self) -> Iterator[tuple[int, int]]:
+        while self.at < SIZES[self.source]:
+            self.at += 1
+            yield self.source, self.at - 1
+
+    def state_dict(self) -> dict[str, int]:
+        return {"at": self.at}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        self.at = state["at"]
+
+
+def pairs(batch: list[Any]) -> list[tuple[int, int]]:
+    return [tuple(pair) for pair in batch]
+
+
+def of_torch(rank: int, size: int, num_workers: int, **more: Any) -> ShardedDataLoader:
+    dataset = SourceDataset(Counted, len(SIZES), place=ReaderPlace(rank, size), sizes=SIZES)
+    context = "forkserver" if num_workers else None
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # torchdata calls what torch has deprecated
+        loader = StatefulDataLoader(
+            dataset,
+            batch_size=2,
+            num_workers=num_workers,
+            collate_fn=pairs,
+            multiprocessing_context=context,
+            **more,
+        )
+    return ShardedDataLoader(loader)
+
+
+def in_order(seen: Sequence[tuple[int, int]]) -> None:
+    """Check that all was consumed once, and each source in its order."""
+    assert sorted(seen) == sorted(WHOLE)
+    for source in range(len(SIZES)):
+        numbers = [n for of, n in seen if of == source]
+        assert numbers == sorted(numbers)
+
+
+def resumed(job: list[Any], checkpoint: Any) -> list[Any]:
+    for rank, one in enumerate(job):
+        load({"data": one}, checkpoint, rank, len(job))
+    return job
+
+
+def saved(job: list[Any]) -> Any:
+    return assemble([collect({"data": one}, rank, len(job)) for rank, one in enumerate(job)])
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_worker_states_are_rewritten_for_other_ranks_and_workers() -> None:
+    seen: list[tuple[int, int]] = []
+    checkpoint = None
+    for size, workers, steps in ((1, 2, 3), (3, 0, 2), (2, 0, 2), (1, 2, None)):
+        job = [of_torch(rank, size, workers) for rank in range(size)]
+        if checkpoint is not None:
+            resumed(job, checkpoint)
+        for one in job:
+            seen += [pair for batch in islice(one, steps) for pair in batch]
+        checkpoint = saved(job)
+        for one in job:
+            next(one, None)  # lost in the crash
+    in_order(seen)
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("workers", [0, 2])
+def test_on_the_same_layout_the_very_same_batches_follow(workers: int) -> None:
+    one = of_torch(0, 1, workers)
+    first = list(islice(one, 5))
+    checkpoint = saved([one])
+    rest = list(one)
+    assert list(resumed([of_torch(0, 1, workers)], checkpoint)[0]) == rest
+    in_order([pair for batch in first + rest for pair in batch])
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_a_loader_at_its_end_does_not_begin_anew() -> None:
+    one = of_torch(0, 1, 0)
+    list(one)
+    assert list(resumed([of_torch(0, 1, 0)], saved([one]))[0]) == []
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_other_sources_and_rare_snapshots_are_refused() -> None:
+    checkpoint = saved([of_torch(0, 1, 0)])
+    other = ShardedDataLoader(StatefulDataLoader(SourceDataset(Counted, 3), collate_fn=pairs))
+    want = wanted({"data": other}, checkpoint.catalog(), 0, 1)
+    assert "a loader of 8 sources was saved, and this one has 3" in want.mismatched[0][2]
+    with pytest.raises(UsageError, match="every 4 steps"):
+        of_torch(0, 1, 0, snapshot_every_n_steps=4)
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_a_map_style_dataset_goes_on_by_its_position_whatever_workers_read_ahead() -> None:
+    def make(rank: int, size: int, workers: int) -> ConsumedSamples[Any]:
+        def begin(position: int) -> Any:
+            sampler = GlobalSampler(60, ReaderPlace(rank, size), start=position, seed=5)
+            context = "forkserver" if workers else None
+            return StatefulDataLoader(
+                range(60),
+                batch_size=3,
+                sampler=sampler,
+                num_workers=workers,
+                collate_fn=list,
+                multiprocessing_context=context,
+            )
+
+        return ConsumedSamples(begin, batch_size=3, size=size)
+
+    seen: list[int] = []
+    checkpoint = None
+    for size, workers, steps in ((2, 1, 3), (5, 0, 1), (1, 0, None)):
+        job: list[Any] = [make(rank, size, workers) for rank in range(size)]
+        if checkpoint is not None:
+            resumed(job, checkpoint)
+        for one in job:
+            seen += [n for batch in islice(one, steps) for n in batch]
+        checkpoint = saved(job)
+    assert sorted(seen) == list(range(60))
+
+
+def test_sources_without_a_loader_are_dealt_out_anew_as_well() -> None:
+    seen: list[tuple[int, int]] = []
+    checkpoint = None
+    for size, steps in ((4, 3), (3, 2), (9, 1), (2, None)):
+        job: list[Any] = [
+            SourceLoader(Counted, len(SIZES), place=ReaderPlace(rank, size), sizes=SIZES)
+            for rank in range(size)
+        ]
+        if checkpoint is not None:
+            resumed(job, checkpoint)
+        for one in job:
+            seen += list(islice(one, steps))
+        checkpoint = saved(job)
+        for one in job:
+            next(one, None)
+    in_order(seen)
+
+
+def test_sources_that_do_not_know_their_state_are_refused() -> None:
+    one = SourceLoader(lambda n: [1, 2], 1)
+    next(one)
+    with pytest.raises(UsageError, match="does not know its state"):
+        one.sharded_state()

@@ -1,0 +1,95 @@
+"""Values on their way into files of blobs: encoded once, or before, and written several at a time."""
+
+from __future__ import annotations
+
+import threading
+from typing import Any
+
+import numpy as np
+import pytest
+
+from reknit.engine.claims import BlobFile, blob_files, bring
+from reknit.engine.messages import packed
+from reknit.engine.receipt import write_blobs
+from reknit.engine.write import Written
+from reknit.errors import StorageError
+from reknit.format.blob_codec import decode_blobs, encode_value
+from reknit.monitor.phase import Recorder
+from reknit.options import SaveOptions
+from reknit.storage.memory import MemoryStorage
+from reknit.types.shard import Blob, Encoded, Holdings
+
+WRITE_ID = "0123456789abcdef" * 2
+VALUE = {"tokens": np.arange(1000), "position": 7}
+
+
+def encoded(value: Any, room: int) -> Encoded:
+    data = encode_value(value)
+    return Encoded(memoryview(bytearray(room) + bytearray(data)), room)
+
+
+@pytest.mark.parametrize("room", [0, 3, 4112])
+@pytest.mark.parametrize("fqn", ["", "a/~p", "n" * 4096])
+def test_a_value_that_is_encoded_already_makes_the_same_file(room: int, fqn: str) -> None:
+    value = encoded(VALUE, room)
+    blobs = [Blob("loader", fqn, one, {"source": 1}) for one in (VALUE, value)]
+    plain, ready = bring(Holdings(("loader",), (), tuple(blobs)), SaveOptions()).blobs
+    assert bytes(ready.data) == plain.data
+    assert (decode_blobs(bytes(ready.data))[fqn]["tokens"] == VALUE["tokens"]).all()
+    in_place = np.shares_memory(np.frombuffer(ready.data, np.uint8), np.frombuffer(value.memory, np.uint8))
+    assert in_place == (room == 4112 or (room == 3 and fqn == ""))
+
+
+def test_a_file_with_one_value_is_what_was_encoded_and_no_copy_of_it() -> None:
+    holdings = Holdings(("loader",), (), (Blob("loader", "x", encoded(VALUE, 100), {"source": 1}),))
+    brought = bring(holdings, SaveOptions())
+    (file,) = blob_files(brought.blobs, packed([], "i8"), 0)
+    assert file.data is brought.blobs[0].data
+
+
+def many(count: int) -> list[BlobFile]:
+    return [BlobFile("loader", {"source": n}, b"\x80" + bytes([n])) for n in range(count)]
+
+
+class Meeting(MemoryStorage):
+    """A store in which nothing is finished before so many are about to be."""
+
+    def __init__(self, name: str, count: int) -> None:
+        MemoryStorage.clear(name)
+        super().__init__(name)
+        self.barrier = threading.Barrier(count, timeout=20)
+
+    def create(self, path: str, nbytes: int) -> Any:
+        self.barrier.wait()
+        return super().create(path, nbytes)
+
+
+def test_small_files_are_written_several_at_a_time_and_told_in_their_order() -> None:
+    storage, written = Meeting("meeting", 16), list[Written]()
+    places = write_blobs(storage, many(32), 3, WRITE_ID, Recorder("save"), written)
+    assert [place.path for place in places] == [file.path for file in written]
+    assert [place.coordinate["source"] for place in places] == list(range(32))
+    assert {file.path for file in storage.list()} == {file.path for file in written}
+
+
+def test_with_one_thread_they_are_written_one_after_another() -> None:
+    storage, written = Meeting("alone", 1), list[Written]()
+    write_blobs(storage, many(5), 0, WRITE_ID, Recorder("save"), written, threads=1)
+    assert len(written) == 5
+
+
+class Refusing(MemoryStorage):
+    """A store that refuses one file."""
+
+    def create(self, path: str, nbytes: int) -> Any:
+        if ".own.7." in path:
+            raise StorageError("no")
+        return super().create(path, nbytes)
+
+
+def test_after_an_error_all_that_is_there_is_known() -> None:
+    MemoryStorage.clear("refusing")
+    storage, written = Refusing("refusing"), list[Written]()
+    with pytest.raises(StorageError, match=r"own\.7"):
+        write_blobs(storage, many(20), 0, WRITE_ID, Recorder("save"), written)
+    assert {file.path for file in storage.list()} == {file.path for file in written}
