@@ -199,13 +199,15 @@ def fence(optimizer: Any = None) -> Any:
     (an average of the weights, a buffer larger than 64 KiB) has to wait for `PendingSave.staged`.
     """
 
-    def wait(*_: Any) -> None:
-        for backgrounds in list(_backgrounds.values()):
-            for background in backgrounds.values():
-                for pending in background.under_way():
-                    pending.staged()
+    return before_steps(optimizer, _wait_for_copies)
 
-    return before_steps(optimizer, wait)
+
+def _wait_for_copies(*_: Any) -> None:
+    """Wait until the copies of all saves under way are made, and their states may be changed."""
+    for backgrounds in list(_backgrounds.values()):
+        for background in list(backgrounds.values()):
+            for pending in background.under_way():
+                pending.staged()
 
 
 def close(timeout_s: float | None = None) -> bool:
@@ -270,6 +272,7 @@ def load(
             carrier,
             replicas,
         )
+        _wait_for_copies()
         report = load_story.load(job)
     if isinstance(state, MutableMapping):
         state.update({name: value for name, value in part.items() if value is not state[name]})

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import getpass
 import os
 import re
 from collections.abc import Mapping, Sequence
@@ -60,6 +61,19 @@ def host_name() -> str | None:
 def store_token() -> str | None:
     """Return what REKNIT_TOKEN says: the secret by which ranks that meet at an address know each other."""
     return os.environ.get("REKNIT_TOKEN") or None
+
+
+def hadoop_conf_dir() -> str | None:
+    """Return the folder of Hadoop's configuration: HADOOP_CONF_DIR, or etc/hadoop in HADOOP_HOME."""
+    if folder := os.environ.get("HADOOP_CONF_DIR"):
+        return folder
+    home = os.environ.get("HADOOP_HOME")
+    return os.path.join(home, "etc", "hadoop") if home else None
+
+
+def hadoop_user() -> str:
+    """Return as whom Hadoop is asked where it authenticates nobody: HADOOP_USER_NAME, or this process's user."""
+    return os.environ.get("HADOOP_USER_NAME") or getpass.getuser()
 
 
 def num_threads(wanted: int | None) -> int:

@@ -23,7 +23,7 @@ from reknit.errors import StateError, UsageError
 from reknit.frameworks.neutral import to_neutral
 from reknit.frameworks.walk import View
 from reknit.types.box import Box
-from reknit.types.dtype import ITEMSIZE, numpy_dtype
+from reknit.types.dtype import ITEMSIZE, converts, numpy_dtype
 from reknit.types.shard import TensorSpec
 
 if TYPE_CHECKING:
@@ -282,7 +282,10 @@ def _comes(tensor: _Tensor, loading: Loading) -> bool:
     return (
         saved is not None
         and (saved.shape == tensor.spec.shape or loading.may_resize(tensor.place))
-        and (saved.dtype == tensor.spec.dtype or loading.catalog.terms.cast)
+        and (
+            saved.dtype == tensor.spec.dtype
+            or (loading.catalog.terms.cast and converts(saved.dtype, tensor.spec.dtype))
+        )
     )
 
 

@@ -15,6 +15,7 @@ from reknit.frameworks.fsdp import FlatReplicas
 from reknit.frameworks.torch_tensor import spec_of
 from reknit.frameworks.walk import View
 from reknit.types.box import Box
+from reknit.types.dtype import converts
 from reknit.types.shard import TensorSpec
 
 if TYPE_CHECKING:
@@ -150,8 +151,10 @@ def groups(optimizer: Any, place: Place, walk: Walk) -> tuple[FlatGroup, ...]:
 
 def follow(parameters: list[tuple[Any, Place]], place: Place, loading: Loading) -> None:
     """Let the copies that optimizers step follow what is loaded into these parameters of a module."""
-    copied = [parameter for parameter, _ in parameters if deepspeed_private.has_copies(parameter)]
-    copied += [p for p, _ in parameters if deepspeed_private.owner(p) is not None]
+    # Of what the checkpoint lacks, copies say more than the parameters, which stay as they are.
+    arriving = [parameter for parameter, at in parameters if loading.spec(at) is not None]
+    copied = [parameter for parameter in arriving if deepspeed_private.has_copies(parameter)]
+    copied += [parameter for parameter in arriving if deepspeed_private.owner(parameter) is not None]
     if not copied:
         return
     copies = _copies(place, loading, copied)
@@ -193,8 +196,15 @@ def _refresh(parameters: list[Any], copies: dict[int, _Copy], loading: Loading) 
     with torch.no_grad():
         for parameter in parameters:
             copy, sources = copies.get(id(parameter)), masters.get(id(parameter), ())
-            if copy is not None and not any(loading.spec(at) is not None for at in sources):
+            if copy is not None and not _comes(copy.stepped, sources, loading):
                 copy.stepped.copy_(copy.live)
+
+
+def _comes(master: torch.Tensor, sources: tuple[Place, ...], loading: Loading) -> bool:
+    """Tell whether master weights are filled: a lenient load leaves those of which the dtype does not fit."""
+    saved = next((spec.dtype for at in sources if (spec := loading.spec(at)) is not None), None)
+    mine = str(master.dtype).removeprefix("torch.")
+    return saved == mine or (saved is not None and loading.catalog.terms.cast and converts(saved, mine))
 
 
 def note_master(parameter: Any, at: Place, places: tuple[Place, ...], loading: Loading) -> None:

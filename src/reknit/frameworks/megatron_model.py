@@ -198,7 +198,10 @@ class ModelAdapter:
 
     def collect(self, value: Any, place: Place, saving: Saving) -> None:
         """Collect what the model holds.  Calls the model's own `sharded_state_dict`, which sends nothing."""
-        for _, sharded, parts in model(value, place, saving):
+        found = model(value, place, saving)
+        if max(len(groups(saving).data), len(groups(saving).expert_data)) > 1:
+            private.require_gathered(value, place)
+        for _, sharded, parts in found:
             if not leaves.is_tensor(sharded):
                 collect_object(sharded, place, saving)
             for one in parts:

@@ -58,11 +58,11 @@ class _Writer:
         options = {key: value for key, value in real.items() if key not in _LOCAL}
         return self.groups.setdefault(id(real), options)
 
-    def flat(self, state: Any) -> Any:
+    def flat(self, state: Any, parameter: Any, place: Place) -> Any:
         """Return a state as a row of elements, in the order of memory."""
         if not isinstance(state, torch.Tensor) or state.ndim < 1:
             return state
-        row = state.detach().reshape(-1)
+        row = _row(state, parameter, place)
         self.whole[id(row)] = (row, state)  # the row too, so that no other tensor gets its id
         return row
 
@@ -76,7 +76,7 @@ class _Writer:
             elif id(state) in self.whole:
                 fresh[name] = self.whole[id(state)][1]
             elif isinstance(state, torch.Tensor) and state.numel() == work.main.numel() and state.ndim:
-                fresh[name] = state.view(work.main.shape)
+                fresh[name] = state.as_strided(work.main.shape, work.main.stride(), state.storage_offset())
             else:
                 fresh[name] = state
         if fresh:
@@ -149,7 +149,9 @@ class _Reading:
     def _states(self, work: Working, *, omit_step: bool) -> dict[Any, Any]:
         """Return the present states of a parameter, and the step that its group counts among them."""
         present = work.inner.state.get(work.main) or {}
-        states = {name: self.writer.flat(state) for name, state in present.items()}
+        states = {
+            name: self.writer.flat(state, work.parameter, self.place) for name, state in present.items()
+        }
         if states and _STEP not in states and _STEP in work.group:
             states[_STEP] = torch.tensor(float(work.group[_STEP]))
         if omit_step:
@@ -162,10 +164,11 @@ class _Reading:
 
     def _slot(self, work: Working, one: Held, flat: FlatPart, home: Place, joint: bool) -> Slot:
         replicas, counter = self._replicas(work, one)
+        main = _row(work.main, work.parameter, self.place)
         return Slot(
             one.name,
             work.main,
-            work.main.detach().reshape(-1),
+            main,
             self.writer.group(work.group),
             replicas,
             (home.child(one.name),),
@@ -173,7 +176,7 @@ class _Reading:
             None if joint else counter,
             joint,
             one.first or self.walk.fills,
-            work.main.detach().reshape(-1) if work.exact else None,
+            main if work.exact else None,
             one.resizable,
         )
 
@@ -213,6 +216,23 @@ class _Reading:
         self.writer.finish(self.place)
         for scaler in self.scalers:
             scaler.load_state_dict(self.state[_GRAD_SCALER])
+
+
+def _row(tensor: torch.Tensor, parameter: Any, place: Place) -> torch.Tensor:
+    """Return what an optimizer keeps of a parameter as a row of elements on the same memory.
+
+    These are in the order of the parameter's memory.  Raises `StateError` for memory in another order.
+    """
+    found = tensor.detach()
+    if found.is_contiguous() and (found.ndim == 1 or parameter.is_contiguous()):
+        return found.view(-1)
+    if found.shape == parameter.shape and found.stride() == parameter.stride():
+        return found.as_strided((found.numel(),), (1,), found.storage_offset())
+    raise StateError(
+        f"{place} has a state of shape {list(found.shape)} whose memory is in another order "
+        f"(strides {found.stride()}) than that of its parameter ({parameter.stride()})",
+        remedy="make both contiguous",
+    )
 
 
 def _cut(one: Held, work: Working) -> FlatPart | None:

@@ -58,6 +58,19 @@ def bare(module: Any, place: Place) -> Any:
     return module
 
 
+def require_gathered(module: Any, place: Place) -> None:
+    """Refuse parameters of which this rank may have old elements, that others have stepped since."""
+    while is_module(module):
+        if getattr(module, "remove_forward_pre_hook_handles", None):
+            raise StateError(
+                f"the parameters of {place} may be on their way: with overlap_param_gather, Megatron fetches "
+                "what other ranks stepped in the next forward",
+                remedy="call disable_forward_pre_hook() of every chunk before the save, as Megatron's own "
+                "training loop does, and enable_forward_pre_hook() after it",
+            )
+        module = getattr(module, "module", None)
+
+
 def described(module: Any, place: Place) -> list[tuple[str, Any]]:
     """Return what Megatron says of everything that a model saves, with the name inside this process's model.
 
@@ -233,8 +246,11 @@ def scaler(optimizer: Any) -> Any:
 
 
 def counts_in_group(inner: Any) -> bool:
-    """Tell whether an optimizer counts its steps in the group, as Apex and TransformerEngine do."""
-    return not isinstance(inner, (torch.optim.Adam, torch.optim.SGD))
+    """Tell whether an optimizer counts its steps in the group, as Apex and TransformerEngine do.
+
+    Torch's own count in the states of each parameter, if at all.
+    """
+    return not type(inner).__module__.startswith("torch.optim.")
 
 
 def is_leaf(value: Any) -> bool:

@@ -64,6 +64,11 @@ class Entry(NamedTuple):
 def entries(sharded: Any, place: Place) -> list[Entry]:
     """Return the boxes that a ShardedTensor or a factory stands for.  Moves no data."""
     local = sharded.data
+    if getattr(sharded, "flattened_range", None) is not None:
+        raise StateError(
+            f"{place} is a flat range of {sharded.key}, as older Megatron has states of optimizers",
+            remedy="put the optimizer itself into the state",
+        )
     if not hasattr(sharded, "build_fn"):
         return [_entry(sharded, 0, tuple(local.stride()))]
     if not local.is_contiguous():

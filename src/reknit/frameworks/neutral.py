@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from types import ModuleType
 
 
+_JAX = "jax"
 _JAX_VALUES = "reknit.frameworks.jax_values"
 
 
@@ -27,7 +28,7 @@ def to_neutral(value: Any, where: str) -> Any:
     Raises `StateError` for a tensor whose bytes are not all here.
     """
     torch = sys.modules.get("torch")
-    jax_values = import_module(_JAX_VALUES) if "jax" in sys.modules else None
+    jax_values = import_module(_JAX_VALUES) if sys.modules.get(_JAX) is not None else None
 
     def neutral(path: tree.Path, leaf: Any) -> Any:
         if jax_values is not None and jax_values.is_array(leaf):

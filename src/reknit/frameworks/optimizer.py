@@ -17,7 +17,7 @@ from reknit.frameworks.torch_tensor import torch_dtype
 if TYPE_CHECKING:
     from reknit.frameworks.loading import Loading
     from reknit.frameworks.saving import Saving
-    from reknit.frameworks.walk import Assign, Place, View, Walk, World
+    from reknit.frameworks.walk import Assign, Place, View, Walk
     from reknit.types.shard import TensorSpec
 
 
@@ -261,7 +261,7 @@ def _want_state(
 ) -> tuple[bool, Any]:
     """Ask for one state, a tensor of the shape `spec` here or a value; return whether it comes, and it."""
     if spec is not None:
-        state = _memory_for(spec, current, slot, at, loading.world)
+        state = _memory_for(spec, current, slot, at, loading)
         resize = spec != loading.spec(at)
         if resize and state is not current:
             state.zero_()  # as optimizers begin
@@ -273,7 +273,9 @@ def _want_state(
     return rebuild(found.value, at, loading, tensors_of(current, at, loading))
 
 
-def _memory_for(spec: TensorSpec, current: Any, slot: Slot | None, at: Place, world: World) -> torch.Tensor:
+def _memory_for(
+    spec: TensorSpec, current: Any, slot: Slot | None, at: Place, loading: Loading
+) -> torch.Tensor:
     """Return the tensor for a saved state: the present one, or one such as the optimizer would make."""
     if isinstance(current, torch.Tensor) and _fits(current, slot, spec):
         return current
@@ -283,10 +285,12 @@ def _memory_for(spec: TensorSpec, current: Any, slot: Slot | None, at: Place, wo
         return torch.empty(spec.shape, dtype=dtype)
     with torch.no_grad():
         if spec.shape == slot.shape and not at.fqn.endswith("/step"):
+            dtype = optimizer_flat.dtype_for(spec, slot, loading)
             return torch.empty_like(parameter, dtype=dtype, requires_grad=False)
         if spec.shape == ():
             on_device = slot.group.get("capturable") or slot.group.get("fused")
             return torch.empty((), dtype=dtype, device=parameter.device if on_device else "cpu")
+        dtype = optimizer_flat.dtype_for(spec, slot, loading)
         return parameter.new_empty(spec.shape, dtype=dtype, requires_grad=False)
 
 

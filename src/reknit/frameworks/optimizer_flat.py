@@ -12,6 +12,7 @@ from reknit.frameworks import tree
 from reknit.frameworks.torch_tensor import local_memory, spec_of, torch_dtype
 from reknit.frameworks.walk import View
 from reknit.types.box import Box
+from reknit.types.dtype import converts
 from reknit.types.shard import TensorSpec
 
 if TYPE_CHECKING:
@@ -50,6 +51,18 @@ def fits(current: Any, slot: Slot, spec: TensorSpec) -> bool:
     if current.ndim == 0 or not spec.shape:
         return tuple(current.shape) == spec.shape
     return spec.shape == slot.flat.shape and slot.flat.fits(current)
+
+
+def dtype_for(spec: TensorSpec, slot: Slot, loading: Loading) -> torch.dtype:
+    """Return the dtype of a state that is not there yet, for what was saved as `spec`.
+
+    One that had its parameter's precision has that of the parameter here, where a load may convert.
+    """
+    assert slot.parameter is not None
+    home = next((found for place in slot.places if (found := loading.spec(place)) is not None), None)
+    mine = str(slot.parameter.dtype).removeprefix("torch.")
+    follows = home is not None and home.dtype == spec.dtype and loading.catalog.terms.cast
+    return slot.parameter.dtype if follows and converts(spec.dtype, mine) else torch_dtype(spec.dtype)
 
 
 def misfit(slot: Slot, spec: TensorSpec | None) -> str | None:
@@ -108,7 +121,7 @@ class Joint:
         spec = self.loading.spec(at)
         if spec is None:
             self._want_value(name, at)
-        elif spec.shape == ():
+        elif spec.shape == () and (name == "step" or slot.shape != ()):
             counter = torch.empty((), dtype=torch_dtype(spec.dtype), device=_counter_device(slot))
             self._counters.setdefault(name, []).append((at, counter))
             self.loading.view(view(counter, slot, at, self.loading), at, counter)
@@ -127,9 +140,8 @@ class Joint:
         if name not in self.states:
             present = current.get(name)
             if not (isinstance(present, torch.Tensor) and present.ndim == 1 and slot.flat.fits(present)):
-                present = torch.zeros(
-                    slot.flat.total, dtype=torch_dtype(spec.dtype), device=slot.parameter.device
-                )
+                dtype = dtype_for(spec, slot, self.loading)
+                present = torch.zeros(slot.flat.total, dtype=dtype, device=slot.parameter.device)
             self.states[name] = present
         state: torch.Tensor = self.states[name]
         return state

@@ -116,7 +116,9 @@ def _world(rank: int, size: int, ranks: Sequence[int] | None) -> World:
 def _adapters() -> tuple[tuple[Adapter, ...], tuple[Arrays, ...]]:
     """Return the adapters in the order of asking, and the libraries whose tensors are known."""
     found = [
-        import_module(f"reknit.frameworks.{file}") for needs, file in _FRAMEWORKS if needs in sys.modules
+        import_module(f"reknit.frameworks.{file}")
+        for needs, file in _FRAMEWORKS
+        if sys.modules.get(needs) is not None  # None blocks the import of what is not to be there
     ]
     libraries = (*(one for module in found for one in getattr(module, "libraries", tuple)()), NumpyArrays())
     adapters: tuple[Adapter, ...] = (

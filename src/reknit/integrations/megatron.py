@@ -85,7 +85,9 @@ def save(
     if not async_sharded_save:
         pending.result()
         return None
-    return parts.async_request(_wait_for, (str(checkpoint_dir), options.timeout_s), lambda: _finish(pending))
+    # The queue is done when it is on all ranks, and one that looks is enough for the storage.
+    patience_s = options.timeout_s if _rank() == 0 else 0.0
+    return parts.async_request(_wait_for, (str(checkpoint_dir), patience_s), lambda: _finish(pending))
 
 
 def _finish(pending: Any) -> None:

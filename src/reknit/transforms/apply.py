@@ -15,7 +15,7 @@ import numpy as np
 from reknit.errors import MismatchError
 from reknit.transforms.base import Binding, Made, Piece
 from reknit.types.box import Box
-from reknit.types.dtype import numpy_dtype
+from reknit.types.dtype import converts, numpy_dtype
 from reknit.types.shard import Shard, TensorSpec, full_name
 
 if TYPE_CHECKING:
@@ -144,6 +144,17 @@ class Transformed:
             deliver=deliver,
         )
 
+    @property
+    def made(self) -> list[Name]:
+        """Names of the tensors that rules made, in an order that is the same wherever an item is known."""
+        made = {name for step in self._steps for name in step.tensors}
+        every = ((item, fqn) for item, all_ in self.catalog.tensors.items() for fqn in all_)
+        return [name for name in every if name in made]
+
+    def origins(self, name: Name) -> list[Name]:
+        """Return the names in the checkpoint of all tensors that a tensor is made of."""
+        return self._origins(name, tensors=True)
+
     def _clipped(self, shard: Shard) -> Shard:
         """Return the part of a shard that is in what the checkpoint offers, where that is made by a rule."""
         name = (shard.item, shard.fqn)
@@ -171,7 +182,7 @@ class Transformed:
         if not source.made.shape and len(source.names) > 1:
             yield from self._equal(shard, source.names, depth, checks, blanks)
             return
-        for blank in source.made.blank:
+        for blank in source.made.blank if self._comes(shard, depth) else ():
             if (common := shard.box.intersect(blank)) is not None:
                 blanks.append(shard.data[common.relative_to(shard.box.offsets).slices()])
         for piece in source.made.pieces:
@@ -200,6 +211,11 @@ class Transformed:
             checks[told].values.append(value)
             one = Shard(item, fqn, TensorSpec((), dtype), shard.box, shard.replicas, value)
             yield from self._back(one, depth - 1, checks, blanks)
+
+    def _comes(self, shard: Shard, depth: int) -> bool:
+        """Tell whether a shard is filled: a lenient load leaves those of which the dtype does not fit."""
+        saved = self._dtype((shard.item, shard.fqn), depth)
+        return saved == shard.spec.dtype or (self.catalog.terms.cast and converts(saved, shard.spec.dtype))
 
     def _dtype(self, name: Name, depth: int) -> str:
         """Return the dtype of a tensor in the checkpoint, by a name that it has after `depth` rules."""

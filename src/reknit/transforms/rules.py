@@ -83,6 +83,13 @@ class Rewrite:
             raise UsageError(
                 f"{self.expression!r} is no regular expression: {error}", remedy="see Python's module re"
             ) from error
+        try:
+            re.sub(self.expression, self.replacement, "")
+        except (re.error, IndexError) as error:
+            raise UsageError(
+                f"{self.replacement!r} is no replacement for {self.expression!r}: {error}",
+                remedy="see Python's module re",
+            ) from error
 
     def bind(self, names: Mapping[str, Shape | None]) -> list[Binding]:
         """See `Rule`."""

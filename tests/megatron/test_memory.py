@@ -1,0 +1,121 @@
+"""Memory of Megatron that is not what it seems: transposed, cut to a range, or still to be gathered."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+pytest.importorskip("megatron.core", reason="Megatron-Core is not installed")
+
+import torch
+import torch.distributed as dist
+
+import reknit
+from reknit.errors import StateError
+from reknit.frameworks import megatron_private
+from reknit.frameworks.registry import collect
+from tests.megatron.herd import run
+from tests.megatron.layouts import Layout
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+STATES = ("exp_avg", "exp_avg_sq")
+NAME = "decoder.layers.0.mlp.linear_fc2.weight"
+
+
+def transposed(layout: Layout, root: str) -> list[tuple[str, bool]]:
+    """Tell of each state of a transposed parameter whether it is saved and loaded as it is."""
+    from tests.megatron import gpt
+
+    trained = gpt.build(layout)
+    parameter = dict(trained.chunks[0].module.named_parameters())[NAME]
+    (inner,) = [
+        one.optimizer for one in trained.optimizer.chained_optimizers if parameter in one.optimizer.state
+    ]
+    states = inner.state[parameter]
+    with torch.no_grad():
+        parameter.data = parameter.data.t().contiguous().t()
+        for name in STATES:
+            states[name] = states[name].t().contiguous().t()
+    true: dict[str, Any] = {f"state/{NAME}/{name}": states[name] for name in STATES}
+    true[NAME] = parameter.detach()
+    shards = [shard for shard in collect(trained.state(), 0, 1).shards if shard.fqn in true]
+    found = [(shard.fqn, torch.equal(shard.data, true[shard.fqn])) for shard in shards]
+    path = f"{root}/transposed"
+    reknit.save(path, trained.state())
+    kept = {name: value.clone() for name, value in true.items()}
+    for value in true.values():
+        value.fill_(7)
+    reknit.load(path, trained.state())
+    states = inner.state[parameter]
+    found += [(name, torch.equal(states[name], kept[f"state/{NAME}/{name}"])) for name in STATES]
+    inner.state[parameter].clear()  # and those that the load makes itself
+    reknit.load(path, trained.state())
+    states = inner.state[parameter]
+    return found + [(name, torch.equal(states[name], kept[f"state/{NAME}/{name}"])) for name in STATES]
+
+
+def test_states_of_a_transposed_parameter_are_saved_and_loaded_as_they_are(tmp_path: Path) -> None:
+    layout = Layout(1, distributed=False, layers=1, swiglu=False)
+    (found,) = run(1, transposed, layout, str(tmp_path))
+    assert len(found) == 7
+    assert all(same for _, same in found), found
+
+
+def gathered_late(layout: Layout) -> tuple[bool, str | None, int]:
+    """Tell whether parameters are old after a step, what a save says of that, and what it collects then."""
+    from tests.megatron import gpt
+
+    trained = gpt.build(layout)
+    for chunk in trained.chunks:
+        chunk.ddp_config.overlap_param_gather = True
+        chunk.use_forward_hook = True
+        for group in chunk.bucket_groups + chunk.expert_parallel_bucket_groups:
+            assert group.ddp_config is chunk.ddp_config
+        chunk.enable_forward_pre_hook()
+    gpt.train(trained, 1, first=2)
+    parameter = torch.cat([p.detach().reshape(-1) for p in trained.chunks[0].parameters()])
+    both = [torch.empty_like(parameter) for _ in range(2)]
+    dist.all_gather(both, parameter)
+    stale = not torch.equal(*both)
+    said = None
+    try:
+        collect(trained.state(), dist.get_rank(), 2)
+    except StateError as error:
+        said = str(error)
+    for chunk in trained.chunks:
+        chunk.disable_forward_pre_hook()
+    return stale, said, len(collect(trained.state(), dist.get_rank(), 2).shards)
+
+
+def test_parameters_that_are_still_to_be_gathered_are_refused() -> None:
+    for stale, refused, held in run(2, gathered_late, Layout(2, layers=1)):
+        assert stale
+        assert refused is not None
+        assert "overlap_param_gather" in refused
+        assert held
+
+
+def flat_range() -> str:
+    """Return what is said of a leaf that is a flat range of its tensor."""
+    from megatron.core.dist_checkpointing.mapping import ShardedTensor
+
+    memory = torch.arange(8.0)
+    leaf = ShardedTensor(
+        "optimizer.state.exp_avg.norm.weight", memory[:4], memory.dtype, (4,), (4,), (0,), (1,)
+    )
+    leaf.data, leaf.flattened_range = memory[2:4], slice(2, 4)  # as Megatron before 0.16 makes them
+    with pytest.raises(StateError, match="flat range") as caught:
+        collect({"optimizer": leaf}, 0, 1)
+    return str(caught.value)
+
+
+def test_a_leaf_that_is_a_flat_range_is_refused() -> None:
+    assert "norm.weight" in run(1, flat_range)[0]
+
+
+@pytest.mark.parametrize("kind", [torch.optim.AdamW, torch.optim.Adam, torch.optim.SGD, torch.optim.RMSprop])
+def test_optimizers_of_torch_count_their_steps_in_the_states(kind: Any) -> None:
+    assert not megatron_private.counts_in_group(kind([torch.zeros(1)], lr=0.1))
