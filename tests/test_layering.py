@@ -134,7 +134,14 @@ ROOMS = {
             "multiprocessing",
             "asyncio",
         ),
-        ("engine/pipeline.py", "engine/agent.py", "storage/object_upload.py", "comm/", "testing/"),
+        (
+            "engine/pipeline.py",
+            "engine/agent.py",
+            "storage/hdfs_threads.py",
+            "storage/object_upload.py",
+            "comm/",
+            "testing/",
+        ),
     ),
     "pickle": Room(
         ("pickle", "_pickle", "cloudpickle", "dill", "marshal", "shelve"), ("format/blob_codec.py",)

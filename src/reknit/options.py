@@ -72,7 +72,7 @@ def hadoop_conf_dir() -> str | None:
 
 
 def hadoop_user() -> str:
-    """Return as whom Hadoop is asked where it authenticates nobody: HADOOP_USER_NAME, or this process's user."""
+    """Return as whom Hadoop is asked where it authenticates nobody: HADOOP_USER_NAME, or the user here."""
     return os.environ.get("HADOOP_USER_NAME") or getpass.getuser()
 
 

@@ -1,0 +1,144 @@
+"""How tests reach an HDFS without reknit: over its web server."""
+
+from __future__ import annotations
+
+import http.client
+import importlib.util
+import json
+import subprocess
+import sys
+import time
+from collections import Counter
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+from urllib.parse import quote, urlencode, urlsplit
+
+from reknit.storage.hdfs_names import encoded
+from tests.servers import STATE, server
+
+if TYPE_CHECKING:
+    import signal
+
+    from reknit.storage.base import Storage
+
+
+def ask(address: str, method: str, path: str, data: bytes | None = None, **query: Any) -> tuple[int, bytes]:
+    """Return what WebHDFS answers; it sends us on to a DataNode for content."""
+    root, words = f"/webhdfs/v1{quote(path)}", urlencode({"user.name": "root", **query})
+    for _ in range(2):
+        connection = http.client.HTTPConnection(address, timeout=30)
+        try:
+            connection.request(method, f"{root}?{words}", body=data)
+            answer = connection.getresponse()
+            body, target = answer.read(), answer.headers.get("Location")
+        finally:
+            connection.close()
+        if answer.status != 307 or target is None:
+            break
+        parts = urlsplit(target)
+        address, words = parts.netloc, parts.query
+        root = f"/webhdfs/v1{quote(quote(path))}"  # DataNodes of this version decode it twice
+    return answer.status, body
+
+
+def raw_get(found: dict[str, Any], storage: Storage, path: str) -> bytes:
+    """Return the bytes of a file."""
+    status, data = ask(found["http"], "GET", place(storage, path), op="OPEN")
+    assert status == 200, (status, data)
+    return data
+
+
+def raw_put(found: dict[str, Any], storage: Storage, path: str, data: bytes) -> None:
+    """Put a file there, or replace one."""
+    target = place(storage, path)
+    status, answer = ask(found["http"], "PUT", target, data, op="CREATE", overwrite="true")
+    assert status == 201, (status, answer)
+
+
+def everything(found: dict[str, Any], path: str) -> list[str]:
+    """Return the names of all that is in a folder, also what is under way."""
+    status, answer = ask(found["http"], "GET", path, op="LISTSTATUS")
+    if status == 404:
+        return []
+    assert status == 200, (status, answer)
+    return [entry["pathSuffix"] for entry in json.loads(answer)["FileStatuses"]["FileStatus"]]
+
+
+def place(storage: Storage, path: str = "") -> str:
+    """Return the absolute path of a file of a store."""
+    below = urlsplit(storage.url).path
+    return f"{below}/{encoded(path)}" if path else below
+
+
+class Cluster:
+    """A cluster of a test's own, whose processes may be stopped; made of what the server brought."""
+
+    def __init__(self, folder: Path, datanodes: int, **settings: str) -> None:
+        server("hdfs")  # skips the test where nothing was brought
+        self._parts = _server_module()
+        self.server = self._parts.lay_out(STATE / "hdfs", folder, datanodes, **settings)
+        self._running: dict[str, subprocess.Popen[bytes]] = {}
+        for node in self.server["nodes"]:
+            self.launch(node)
+
+    def launch(self, node: str) -> None:
+        """Start a process, for the first time or again."""
+        folder = Path(self.server["folder"])
+        if node in self._running:
+            self._running[node].wait()
+        with open(folder / "log" / node, "ab") as log:
+            self._running[node] = subprocess.Popen(
+                self.server["nodes"][node], stdin=subprocess.DEVNULL, stdout=log, stderr=log, cwd=folder
+            )
+
+    def send(self, node: str, sign: signal.Signals) -> None:
+        """Send a signal to a process."""
+        self._running[node].send_signal(sign)
+
+    def wait(self, seconds: float = 60) -> None:
+        """Return when the NameNode takes writes, and all DataNodes that run have told it so."""
+        end = time.monotonic() + seconds
+        while True:
+            try:
+                self._parts.ready(self.server)
+                return
+            except (OSError, RuntimeError):
+                assert time.monotonic() < end, f"see {self.server['folder']}/log"
+            time.sleep(0.1)
+
+    def end(self) -> None:
+        """Kill all processes."""
+        for process in self._running.values():
+            process.kill()
+            process.wait()
+
+
+def calls(found: dict[str, Any]) -> Counter[str]:
+    """Return how often the NameNode was asked for what, by anybody but DataNodes."""
+    time.sleep(2.2)  # it counts anew each second
+    port = found["endpoint"].rpartition(":")[2]
+    told = _server_module().jmx(found, f"RpcDetailedActivityForPort{port}")
+    counts = {key.removesuffix("NumOps"): n for key, n in told.items() if key.endswith("NumOps")}
+    datanodes = (
+        "SendHeartbeat",
+        "BlockReceived",
+        "BlockReport",
+        "VersionRequest",
+        "RegisterDatanode",
+        "CacheReport",
+    )
+    return Counter({key: n for key, n in counts.items() if not key.startswith(datanodes)})
+
+
+def _server_module() -> Any:
+    folder = STATE.parent / "scripts/servers.d"
+    sys.path.insert(0, str(folder))
+    try:
+        spec = importlib.util.spec_from_file_location("servers_hdfs", folder / "hdfs.py")
+        assert spec is not None
+        assert spec.loader is not None
+        module = importlib.util.module_from_spec(spec)
+        spec.loader.exec_module(module)
+    finally:
+        sys.path.remove(str(folder))
+    return module
