@@ -11,7 +11,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from reknit.errors import UsageError
-from reknit.transforms import rules
+from reknit.transforms import cuts, rules
 from reknit.transforms.base import Rule
 from reknit.transforms.hugging_face import megatron_to_hugging_face
 from reknit.transforms.pattern import Pattern
@@ -72,7 +72,7 @@ def split(
     None for equal ones.  The query, key and value weights of grouped attention, fused group by group, are
     ``parts=(query heads per group, 1, 1), repeat=groups``.
     """
-    return rules.Split(
+    return cuts.Split(
         Pattern(source), tuple(map(Pattern, targets)), _cuts(targets, dim, parts, repeat), optional
     )
 
@@ -87,12 +87,12 @@ def fuse(
     optional: bool = False,
 ) -> Rule:
     """Join several tensors to one along `dim`: what `split` with the same numbers takes apart."""
-    return rules.Fuse(
+    return cuts.Fuse(
         tuple(map(Pattern, sources)), Pattern(target), _cuts(sources, dim, parts, repeat), optional
     )
 
 
-def _cuts(names: Sequence[str], dim: int, parts: Sequence[int] | None, repeat: int) -> rules.Cuts:
+def _cuts(names: Sequence[str], dim: int, parts: Sequence[int] | None, repeat: int) -> cuts.Cuts:
     if isinstance(names, str) or not names:
         raise UsageError(f"{names!r} is no list of names", remedy="give the names as a list")
     given = (1,) * len(names) if parts is None else tuple(parts)
@@ -100,7 +100,7 @@ def _cuts(names: Sequence[str], dim: int, parts: Sequence[int] | None, repeat: i
         raise UsageError(
             f"{len(given)} parts were given for {len(names)} tensors", remedy="give one for each"
         )
-    return rules.Cuts(dim, given, repeat)
+    return cuts.Cuts(dim, given, repeat)
 
 
 def transpose(
@@ -112,12 +112,12 @@ def transpose(
 
 def stack(source: str, target: str, *, over: str, dim: int = 0, optional: bool = False) -> Rule:
     """Join tensors numbered by the field `over` (layers, experts) to one with a dimension more."""
-    return rules.Stack(Pattern(source), Pattern(target), over, dim, optional)
+    return cuts.Stack(Pattern(source), Pattern(target), over, dim, optional)
 
 
 def unstack(source: str, target: str, *, over: str, dim: int = 0, optional: bool = False) -> Rule:
     """Take a tensor apart along `dim`, into one for each number in the field `over`."""
-    return rules.Unstack(Pattern(source), Pattern(target), over, dim, optional)
+    return cuts.Unstack(Pattern(source), Pattern(target), over, dim, optional)
 
 
 def pad(source: str, size: int, *, dim: int = 0, was: int | None = None, optional: bool = False) -> Rule:

@@ -5,8 +5,9 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from reknit.errors import UsageError
+from reknit.transforms.cuts import Cuts, Split, Stack
 from reknit.transforms.pattern import Pattern
-from reknit.transforms.rules import Cuts, Rename, Resize, Split, Stack
+from reknit.transforms.rules import Rename, Resize
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

@@ -1,4 +1,4 @@
-"""The rules: other names, other cuts along a dimension, another order of dimensions, other lengths."""
+"""The rules of one tensor: another name, another order of dimensions, another length, or none at all."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 
 from reknit.errors import MismatchError, UsageError
 from reknit.transforms.base import Binding, Made, Piece
+from reknit.transforms.geometry import one_to_one, require_fields, resized, run
 from reknit.types.box import Box
 
 if TYPE_CHECKING:
@@ -16,23 +17,6 @@ if TYPE_CHECKING:
 
     from reknit.transforms.base import Rule, Shape
     from reknit.transforms.pattern import Pattern
-
-
-def one_to_one(source: Pattern, target: Pattern, names: Mapping[str, Shape | None]) -> list[Binding]:
-    """Return the bindings of each name that a pattern means to one other."""
-    found = ((name, source.match(name)) for name in names)
-    return [Binding((name,), (target.fill(fields),)) for name, fields in found if fields is not None]
-
-
-def require_fields(sources: Sequence[Pattern], targets: Sequence[Pattern], extra: str = "") -> None:
-    """Raise `UsageError` unless all templates of a rule have the same fields, but for `extra`."""
-    known = set(sources[0].fields)
-    for pattern in (*sources, *targets):
-        if other := (set(pattern.fields) ^ known) - {extra}:
-            raise UsageError(
-                f"the field {min(other)!r} stands in only one of {sources[0]} and {pattern}",
-                remedy="what a field stands for on one side has to be on the other too",
-            )
 
 
 def _same(shape: Shape, source: int = 0) -> Made:
@@ -130,142 +114,6 @@ class Drop:
 
 
 @dataclass(frozen=True)
-class Cuts:
-    """How several tensors lie in one along a dimension: `repeat` times a run of each, in order.
-
-    `parts` are how long the runs are, in proportion.
-    """
-
-    dim: int
-    parts: tuple[int, ...]
-    repeat: int
-
-    def __post_init__(self) -> None:
-        if self.dim < 0 or self.repeat < 1 or not self.parts or min(self.parts) < 1:
-            raise UsageError(
-                f"a cut along dimension {self.dim} into {self.repeat} times {list(self.parts)} is none",
-                remedy="dim counts from 0, and parts and repeat are at least 1",
-            )
-
-    def runs(self, unit: int, part: int) -> list[tuple[int, int, int]]:
-        """Return the runs of a part: where each begins in the whole and in the part, and its length."""
-        length, before, each = self.parts[part] * unit, sum(self.parts[:part]) * unit, sum(self.parts) * unit
-        return [(n * each + before, n * length, length) for n in range(self.repeat)]
-
-
-def _with(shape: Shape, dim: int, length: int) -> Shape:
-    return (*shape[:dim], length, *shape[dim + 1 :])
-
-
-def _run(shape: Shape, dim: int, offset: int, length: int) -> Box:
-    return Box(_with((0,) * len(shape), dim, offset), _with(shape, dim, length))
-
-
-@dataclass(frozen=True)
-class Split:
-    """One tensor becomes several, along a dimension."""
-
-    source: Pattern
-    targets: tuple[Pattern, ...]
-    cuts: Cuts
-    optional: bool = False
-    keeps: bool = False
-
-    def __post_init__(self) -> None:
-        require_fields([self.source], self.targets)
-
-    def bind(self, names: Mapping[str, Shape | None]) -> list[Binding]:
-        """See `Rule`."""
-        found = ((name, self.source.match(name)) for name in names)
-        return [
-            Binding((name,), tuple(target.fill(fields) for target in self.targets))
-            for name, fields in found
-            if fields is not None
-        ]
-
-    def make(self, shapes: Sequence[Shape], binding: Binding) -> list[Made]:
-        """See `Rule`."""
-        shape, cuts = shapes[0], self.cuts
-        share = cuts.repeat * sum(cuts.parts)
-        if len(shape) <= cuts.dim or shape[cuts.dim] % share:
-            raise MismatchError(
-                f"{binding.sources[0]} has the shape {list(shape)}, which cannot be cut along dimension "
-                f"{cuts.dim} into {cuts.repeat} times {list(cuts.parts)}",
-                remedy="the numbers of heads or groups given to the transform are probably not the model's",
-            )
-        axes, made = tuple(range(len(shape))), []
-        for part in range(len(cuts.parts)):
-            runs = cuts.runs(shape[cuts.dim] // share, part)
-            whole = _with(shape, cuts.dim, sum(length for *_, length in runs))
-            pieces = (
-                Piece(0, _run(shape, cuts.dim, a, n), _run(whole, cuts.dim, b, n), axes) for a, b, n in runs
-            )
-            made.append(Made(whole, tuple(pieces)))
-        return made
-
-    def inverse(self) -> Rule:
-        """See `Rule`."""
-        return Fuse(self.targets, self.source, self.cuts, self.optional)
-
-
-@dataclass(frozen=True)
-class Fuse:
-    """Several tensors become one, along a dimension."""
-
-    sources: tuple[Pattern, ...]
-    target: Pattern
-    cuts: Cuts
-    optional: bool = False
-    keeps: bool = False
-
-    def __post_init__(self) -> None:
-        require_fields(self.sources, [self.target])
-
-    def bind(self, names: Mapping[str, Shape | None]) -> list[Binding]:
-        """See `Rule`."""
-        found: dict[tuple[str, ...], None] = {}
-        for source in self.sources:
-            for name in names:
-                if (fields := source.match(name)) is not None:
-                    found[tuple(one.fill(fields) for one in self.sources)] = None
-        for together in found:
-            if missing := [name for name in together if name not in names]:
-                here = next(name for name in together if name in names)
-                raise MismatchError(
-                    f"{here} is to be fused with {missing[0]}, which the checkpoint does not have"
-                )
-        first = self.sources[0]
-        return [Binding(names, (self.target.fill(first.match(names[0]) or {}),)) for names in found]
-
-    def make(self, shapes: Sequence[Shape], binding: Binding) -> list[Made]:
-        """See `Rule`."""
-        cuts, first = self.cuts, shapes[0]
-        unit = first[cuts.dim] // (cuts.parts[0] * cuts.repeat) if len(first) > cuts.dim else 0
-        for name, shape, part in zip(binding.sources, shapes, cuts.parts, strict=True):
-            if not unit or shape != _with(first, cuts.dim, unit * part * cuts.repeat):
-                raise self._misfit(name, shape, binding.sources[0], first)
-        whole = _with(first, cuts.dim, unit * sum(cuts.parts) * cuts.repeat)
-        axes = tuple(range(len(first)))
-        pieces = (
-            Piece(part, _run(shape, cuts.dim, b, n), _run(whole, cuts.dim, a, n), axes)
-            for part, shape in enumerate(shapes)
-            for a, b, n in cuts.runs(unit, part)
-        )
-        return [Made(whole, tuple(pieces))]
-
-    def _misfit(self, name: str, shape: Shape, first: str, other: Shape) -> MismatchError:
-        return MismatchError(
-            f"{name} has the shape {list(shape)} and {first} {list(other)}, which cannot be fused along "
-            f"dimension {self.cuts.dim} as {self.cuts.repeat} times {list(self.cuts.parts)}",
-            remedy="the numbers of heads or groups given to the transform are probably not the model's",
-        )
-
-    def inverse(self) -> Rule:
-        """See `Rule`."""
-        return Split(self.target, self.sources, self.cuts, self.optional)
-
-
-@dataclass(frozen=True)
 class Transpose:
     """Dimensions in another order: dimension `d` of the target is dimension `order[d]` of the source."""
 
@@ -301,115 +149,6 @@ class Transpose:
 
 
 @dataclass(frozen=True)
-class Stack:
-    """Tensors numbered by the field `over` become one, in which `dim` is the number."""
-
-    source: Pattern
-    target: Pattern
-    over: str
-    dim: int = 0
-    optional: bool = False
-    keeps: bool = False
-
-    def __post_init__(self) -> None:
-        if self.over not in self.source.fields or self.over in self.target.fields:
-            raise UsageError(
-                f"the field {self.over!r} has to stand in {self.source} and not in {self.target}",
-                remedy="it is what numbers the tensors that are stacked",
-            )
-        require_fields([self.source], [self.target], self.over)
-
-    def bind(self, names: Mapping[str, Shape | None]) -> list[Binding]:
-        """See `Rule`."""
-        found: dict[str, dict[int, str]] = {}
-        for name in names:
-            if (fields := self.source.match(name)) is None:
-                continue
-            if not fields[self.over].isdecimal():
-                raise MismatchError(f"{name} is to be stacked by {fields[self.over]!r}, which is no number")
-            found.setdefault(self.target.fill(fields), {})[int(fields[self.over])] = name
-        for target, members in found.items():
-            if lost := [n for n in range(max(members) + 1) if n not in members]:
-                raise MismatchError(
-                    f"number {lost[0]} of what is stacked to {target} is not in the checkpoint"
-                )
-        return [
-            Binding(tuple(members[n] for n in range(len(members))), (target,))
-            for target, members in found.items()
-        ]
-
-    def make(self, shapes: Sequence[Shape], binding: Binding) -> list[Made]:
-        """See `Rule`."""
-        first = shapes[0]
-        if len(set(shapes)) > 1 or len(first) < self.dim:
-            raise MismatchError(
-                f"{binding.sources[0]} and others cannot be stacked along dimension {self.dim}: they have "
-                f"the shapes {', '.join(str(list(shape)) for shape in dict.fromkeys(shapes))}"
-            )
-        whole = (*first[: self.dim], len(shapes), *first[self.dim :])
-        axes = tuple(d if d < self.dim else d + 1 for d in range(len(first)))
-        box = Box.whole(first)
-        return [
-            Made(whole, tuple(Piece(n, box, _run(whole, self.dim, n, 1), axes) for n in range(len(shapes))))
-        ]
-
-    def inverse(self) -> Rule:
-        """See `Rule`."""
-        return Unstack(self.target, self.source, self.over, self.dim, self.optional)
-
-
-@dataclass(frozen=True)
-class Unstack:
-    """A tensor becomes several, numbered by the field `over`, one for each place along `dim`."""
-
-    source: Pattern
-    target: Pattern
-    over: str
-    dim: int = 0
-    optional: bool = False
-    keeps: bool = False
-
-    def __post_init__(self) -> None:
-        if self.over not in self.target.fields or self.over in self.source.fields:
-            raise UsageError(
-                f"the field {self.over!r} has to stand in {self.target} and not in {self.source}",
-                remedy="it is what numbers the tensors that come of one",
-            )
-        require_fields([self.source], [self.target], self.over)
-
-    def bind(self, names: Mapping[str, Shape | None]) -> list[Binding]:
-        """See `Rule`."""
-        found = []
-        for name, shape in names.items():
-            if (fields := self.source.match(name)) is None or shape is None:
-                continue
-            if len(shape) <= self.dim:
-                raise MismatchError(f"{name} has the shape {list(shape)}, and no dimension {self.dim}")
-            targets = (self.target.fill(fields | {self.over: str(n)}) for n in range(shape[self.dim]))
-            found.append(Binding((name,), tuple(targets)))
-        return found
-
-    def make(self, shapes: Sequence[Shape], binding: Binding) -> list[Made]:
-        """See `Rule`."""
-        shape = shapes[0]
-        if len(shape) <= self.dim or shape[self.dim] != len(binding.targets):
-            raise MismatchError(
-                f"a state of {binding.sources[0]} has the shape {list(shape)}, which cannot be taken apart "
-                f"along dimension {self.dim} into {len(binding.targets)}"
-            )
-        one = (*shape[: self.dim], *shape[self.dim + 1 :])
-        axes = tuple(None if d == self.dim else d - (d > self.dim) for d in range(len(shape)))
-        return [
-            Made(one, (Piece(0, _run(shape, self.dim, n, 1), Box.whole(one), axes),))
-            for n in range(shape[self.dim])
-        ]
-
-    def inverse(self) -> Rule:
-        """See `Rule`."""
-        return Stack(self.target, self.source, self.over, self.dim, self.optional)
-
-
-@dataclass(frozen=True)
 class Resize:
     """Another length along a dimension: what is beyond the shorter one is padding.
 
@@ -437,9 +176,9 @@ class Resize:
                 f"{binding.sources[0]} has the shape {list(shape)}, which cannot be {verb} to {self.size} "
                 f"along dimension {dim}"
             )
-        new = _with(shape, dim, self.size)
-        common = _run(shape, dim, 0, min(shape[dim], self.size))
-        rest = _run(new, dim, shape[dim], max(self.size - shape[dim], 0))
+        new = resized(shape, dim, self.size)
+        common = run(shape, dim, 0, min(shape[dim], self.size))
+        rest = run(new, dim, shape[dim], max(self.size - shape[dim], 0))
         piece = Piece(0, common, common, tuple(range(len(shape))))
         return [Made(new, (piece,), (rest,) if prod(rest.lengths) else ())]
 
