@@ -189,7 +189,12 @@ def _from_pyspark(downloads: Path, jars: Path) -> None:
 
 
 def _from_debian(downloads: Path, jars: Path) -> None:
-    run(["apt-get", "download", "--quiet=2", *DEBIAN], cwd=downloads)
+    download = ["apt-get", "download", "--quiet=2", *DEBIAN]
+    try:
+        run(download, cwd=downloads)
+    except RuntimeError:  # a fresh machine knows no packages yet
+        run(["apt-get", "update", "--quiet=2"])
+        run(download, cwd=downloads)
     for package in downloads.glob("*.deb"):
         run(["dpkg", "-x", str(package), str(downloads / "debian")])
     for jar in (downloads / "debian/usr/share/java").glob("*.jar"):
