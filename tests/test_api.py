@@ -229,7 +229,8 @@ def test_step_and_metadata_come_back(tmp_path: Path) -> None:
     with reknit.open(tmp_path / "x") as checkpoint:
         assert (checkpoint.step, checkpoint.metadata) == (12, metadata)
         assert checkpoint.manifest.origin["world_size"] == 1
-        assert set(checkpoint.manifest.origin["versions"]) == {"reknit", "numpy", "torch"}
+        # Other tests may have imported more.
+        assert set(checkpoint.manifest.origin["versions"]) - {"jax"} == {"reknit", "numpy", "torch"}
 
 
 def test_an_empty_state_and_empty_items_are_checkpoints(tmp_path: Path) -> None:
