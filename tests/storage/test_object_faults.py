@@ -234,8 +234,10 @@ def test_a_reader_during_overwrites_sees_the_old_or_the_new(proxy: FaultProxy) -
 
 def test_a_save_in_the_background_goes_through_agents(proxy: FaultProxy) -> None:
     """They are processes of their own, started anew and never forked, and find the store by its URL."""
+    reknit.close()  # agents have the environment that was when they began
     url = new_url("s3")
     assert open_storage(url).put("used", b"1", if_absent=True)  # this process has a client, with threads
     for value in range(3):
         reknit.save(f"{url}/{value}", state(value), wait=False).result()
+    reknit.close()
     assert [loaded(f"{url}/{value}") for value in range(3)] == [0, 1, 2]
