@@ -1,4 +1,4 @@
-"""Property tests are not timed: a busy machine is no failure.  And nothing looks for credentials in a cloud."""
+"""Property tests are not timed: a busy machine is no failure.  Nothing asks a cloud for credentials."""
 
 from __future__ import annotations
 
