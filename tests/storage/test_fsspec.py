@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 import reknit
-from reknit.errors import MissingExtraError, StorageUnavailableError, UnknownSchemeError
+from reknit.errors import MissingExtraError, StorageError, StorageUnavailableError, UnknownSchemeError
 from reknit.storage import fsspec_store, registry
 from reknit.storage.fsspec_store import open_fsspec
 from reknit.testing.storage_suite import StorageSuite
@@ -47,6 +47,33 @@ def test_a_save_and_a_load(caplog: pytest.LogCaptureFixture) -> None:
     assert (target["m"]["w"] == state["m"]["w"]).all()
     assert target["x"] == {"n": 1}
     assert reknit.verify("memory://runs/one", "data").ok
+
+
+def test_what_was_put_in_the_place_of_an_unfinished_file_stays() -> None:
+    storage = open_fsspec("memory://replaced")
+    writer = storage.create("a", 3)
+    writer.write(0, memoryview(b"old"))
+    storage.put("a", b"new", if_absent=False)
+    with pytest.raises(StorageError, match="replaced while it was written"):
+        writer.finish()
+    assert storage.get("a", limit=10) == b"new"
+
+
+def test_the_first_error_of_an_upload_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    storage = open_fsspec("memory://failing")
+    writer = storage.create("a", 3)
+    writer.write(0, memoryview(b"abc"))
+
+    def fails(what: str) -> Any:
+        def call(*_: Any, **__: Any) -> Any:
+            raise OSError(what)
+
+        return call
+
+    monkeypatch.setattr(storage._system, "open", fails("the first"))
+    monkeypatch.setattr(storage, "_discard", fails("the second"))
+    with pytest.raises(StorageError, match="the first"):
+        writer.finish()
 
 
 def test_a_scheme_that_nobody_knows_is_refused() -> None:

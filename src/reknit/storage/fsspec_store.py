@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import tempfile
 import threading
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -192,22 +192,25 @@ class FsspecStorage:
     def place(self, writer: FsspecWriter, path: str, full: str, source: Any) -> None:
         """Upload a file that is whole."""
         with self._translated("write", path):
+            self._require_own(writer, path, full)  # what was put in its place meanwhile is not touched
             self._make_folder(full)
             try:
                 with self._system.open(full, "wb") as target:
                     while piece := source.read(_PIECE_NBYTES):
                         target.write(piece)
+                with self._names.lock:
+                    self._require_own(writer, path, full)
+                    del self._names.writing[full]
             except BaseException:
-                self._discard(full)
-                raise
-            with self._names.lock:
-                if self._names.writing.get(full) is not writer:
+                with suppress(Exception):  # the first error is the one to be told
                     self._discard(full)
-                    raise StorageError(
-                        f"{self._told(path)} was removed or replaced while it was written",
-                        path=self._told(path),
-                    )
-                del self._names.writing[full]
+                raise
+
+    def _require_own(self, writer: FsspecWriter, path: str, full: str) -> None:
+        if self._names.writing.get(full) is not writer:
+            raise StorageError(
+                f"{self._told(path)} was removed or replaced while it was written", path=self._told(path)
+            )
 
     def forget(self, writer: FsspecWriter, full: str) -> None:
         """Give a name free."""

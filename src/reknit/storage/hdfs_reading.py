@@ -12,7 +12,7 @@ import numpy as np
 from reknit.errors import StorageError, StorageNotFoundError
 from reknit.monitor.phase import Deadline
 from reknit.storage.hdfs_client import PIECE_NBYTES
-from reknit.storage.runs import take_runs
+from reknit.storage.runs import spread, take_runs
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -66,7 +66,7 @@ class Readers:
             last = min(first + most, end)
             ranges = [(begin, min(PIECE_NBYTES, last - begin)) for begin in range(first, last, PIECE_NBYTES)]
             for data in self._ranges(path, ranges, start, end):
-                _spread(np.frombuffer(data, np.uint8), out)
+                spread(np.frombuffer(data, np.uint8), out)
 
     def take(self, path: str, starts: NDArray[np.int64], nbytes: int, out: NDArray[np.uint8]) -> None:
         """Fill the rows of `out` with the runs of `nbytes` bytes that begin at `starts`."""
@@ -163,15 +163,3 @@ def _groups(starts: list[int], nbytes: int) -> Iterator[tuple[int, int]]:
         ):
             yield first, number
             first = number
-
-
-def _spread(data: NDArray[np.uint8], out: list[NDArray[np.uint8]]) -> None:
-    """Copy bytes into the buffers that come next, which become shorter by them."""
-    while len(data):
-        nbytes = min(len(data), len(out[0]))
-        np.copyto(out[0][:nbytes], data[:nbytes])
-        data = data[nbytes:]
-        if nbytes == len(out[0]):
-            del out[0]
-        else:
-            out[0] = out[0][nbytes:]

@@ -18,7 +18,7 @@ from reknit.storage.object_conditions import Conditions, look
 from reknit.storage.object_errors import as_ours, translated
 from reknit.storage.object_writer import Names, ObjectWriter, existing
 from reknit.storage.paths import check_path, is_temporary
-from reknit.storage.runs import checked_runs, near, read_runs
+from reknit.storage.runs import checked_runs, near, read_runs, spread
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -169,7 +169,7 @@ class ObjectStorage:
         for first in range(start, end, part * _AT_ONCE):
             last = min(first + part * _AT_ONCE, end)
             for data in self._ranges(key, url, first, last, part):
-                _spread(data, out)
+                spread(data, out)
 
     def read_runs(self, path: str, starts: NDArray[np.int64], nbytes: int, buffer: memoryview) -> None:
         """Ask for many runs at once, those that are near each other together."""
@@ -300,18 +300,6 @@ class ObjectStorage:
                 self._check_reaches(key, url, first, last)
                 raise StorageError(f"{url} gave {len(data)} bytes instead of {nbytes}", path=url)
             yield np.frombuffer(memoryview(data), np.uint8)
-
-
-def _spread(data: NDArray[np.uint8], out: list[NDArray[np.uint8]]) -> None:
-    """Copy bytes into the buffers that come next, which become shorter by them."""
-    while len(data):
-        nbytes = min(len(data), len(out[0]))
-        np.copyto(out[0][:nbytes], data[:nbytes])
-        data = data[nbytes:]
-        if nbytes == len(out[0]):
-            del out[0]
-        else:
-            out[0] = out[0][nbytes:]
 
 
 def missing(url: str) -> StorageNotFoundError:

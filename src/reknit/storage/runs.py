@@ -73,3 +73,15 @@ def _stretches(starts: NDArray[np.int64], nbytes: int) -> Iterator[tuple[int, ND
         last = int(np.searchsorted(starts, begin + len(scratch) - nbytes, side="right"))
         yield begin, scratch[: int(starts[last - 1]) + nbytes - begin], first, last
         first = last
+
+
+def spread(data: NDArray[np.uint8], out: list[NDArray[np.uint8]]) -> None:
+    """Copy bytes into the buffers that come next, which become shorter by them."""
+    while len(data):
+        nbytes = min(len(data), len(out[0]))
+        np.copyto(out[0][:nbytes], data[:nbytes])
+        data = data[nbytes:]
+        if nbytes == len(out[0]):
+            del out[0]
+        else:
+            out[0] = out[0][nbytes:]
