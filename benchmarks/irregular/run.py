@@ -5,7 +5,8 @@ parameter that begins or ends within a row.  Each then collects what it holds, w
 boxes of whole tensors, without a message; and calls `FSDP.optim_state_dict` with SHARDED_STATE_DICT, which
 gathers and cuts again.  Collectives of both are counted.  The time for the optimizer is that for model and
 optimizer less that for the model alone, which tells the names of both; it is processor time, as everything
-in it is local.
+in it is local.  No view of a state is made before it is staged, so the time that staging takes to make arrays
+of all that was collected is told beside it.
 
 Run: scripts/bench irregular [--parameters 1000] [--width 63] [--repeat 7] [--flat]
 """
@@ -115,18 +116,27 @@ def milliseconds(bench: Bench, action: Callable[[], Any], repeat: int) -> dict[s
 
 
 def measure(chosen: argparse.Namespace) -> None:
+    from reknit.engine.staging import all_bits
+
     bench = Bench(chosen.dir)
     model, optimizer = trained(chosen)
     ours, theirs = collecting(bench, model=model, optimizer=optimizer), gathering(model, optimizer)
-    both, alone = (
-        processor_ms(bench, action, chosen.repeat) for action in (ours, collecting(bench, model=model))
-    )
+    first = processor_ms(bench, ours, 1)
+    both = processor_ms(bench, ours, chosen.repeat)
+    alone = processor_ms(bench, collecting(bench, model=model), chosen.repeat)
+    held = ours()
+    arrays = processor_ms(bench, lambda: all_bits(held.shards), chosen.repeat)
     result: dict[str, Any] = {
-        "processor_ms": {"model and optimizer": both, "model": alone, "optimizer": round(both - alone, 2)},
+        "processor_ms": {
+            "model and optimizer": both,
+            "model and optimizer, the first time": first,
+            "model": alone,
+            "optimizer": round(both - alone, 2),
+            "arrays of all shards": arrays,
+        },
         "collect": milliseconds(bench, ours, chosen.repeat),
         "optim_state_dict": milliseconds(bench, theirs, 1),
     }
-    held = ours()
     result["shards_of_states"] = sum(shard.item == "optimizer" for shard in held.shards)
     result["collectives"] = {"collect": counted(ours), "optim_state_dict": counted(theirs)}
     if bench.rank == 0:
@@ -136,10 +146,19 @@ def measure(chosen: argparse.Namespace) -> None:
 
 
 def rows(result: dict[str, Any]) -> list[Row]:
-    ours = result["collect"]["best_ms"]
+    ours, processor = result["collect"]["best_ms"], result["processor_ms"]
     theirs = result["optim_state_dict"]["best_ms"]
     return [
-        ("collect the optimizer, processor ms", result["processor_ms"]["optimizer"], "<=", AIM_MS),
+        ("collect the optimizer, processor ms", processor["optimizer"], "<=", AIM_MS),
+        *(
+            (f"{what}, processor ms", processor[what], "<=", None)
+            for what in (
+                "model",
+                "model and optimizer",
+                "model and optimizer, the first time",
+                "arrays of all shards",
+            )
+        ),
         ("collect model and optimizer, ms", ours, "<=", None),
         ("collectives of collect", result["collectives"]["collect"], "<=", 0),
         ("collect / optim_state_dict", ratio(ours, theirs), "<=", None),

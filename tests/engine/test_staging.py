@@ -18,8 +18,21 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 
 from reknit.engine import staging
-from reknit.engine.staging import Staging, bits, changes, contiguous_bytes, convert, deliver, pin, stage
+from reknit.engine.staging import (
+    Staging,
+    all_bits,
+    bits,
+    changes,
+    contiguous_bytes,
+    convert,
+    deliver,
+    pin,
+    stage,
+)
+from reknit.types.box import Box
 from reknit.types.dtype import ITEMSIZE, numpy_dtype
+from reknit.types.shard import Shard as Held
+from reknit.types.shard import Strided, TensorSpec
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -79,6 +92,35 @@ def test_nan_payloads_negative_zero_and_subnormals_survive() -> None:
     target = torch.zeros(5)
     deliver(out, (5,), (4,), bits(target))
     assert target.numpy().view(np.uint32).tolist() == patterns.tolist()
+
+
+@pytest.mark.parametrize("name", ["float32", "bfloat16", "int64", "complex128"])
+def test_rectangles_of_one_flat_memory_are_the_bits_of_each(name: str) -> None:
+    memory = torch.arange(40).to(getattr(torch, name))[3:]
+    ties: list[tuple[tuple[int, ...], tuple[int, ...], int]] = [
+        ((2, 5), (5, 1), 0),
+        ((1, 3), (3, 1), 10),
+        ((4, 2), (1, 4), 20),
+        ((), (), 36),
+        ((0, 2), (2, 1), 9),
+    ]
+    spec = TensorSpec((40, 40), name)
+    shards = [
+        Held(
+            "m", "w", spec, Box((0,) * len(lengths), lengths), (0,), Strided(memory, lengths, strides, first)
+        )
+        for lengths, strides, first in ties
+    ]
+    shards.append(Held("m", "v", spec, Box((0,), (37,)), (0,), memory))
+    for source, shard in zip(all_bits(shards), shards, strict=True):
+        assert isinstance(source, np.ndarray)
+        assert source.tobytes() == bits(shard.data).tobytes()
+        assert source.shape == shard.box.lengths
+        assert not source.size or np.shares_memory(source, bits(memory))
+    (source,) = all_bits(
+        [Held("m", "w", spec, Box((0,), (3,)), None, Strided(memory.to("meta"), (3,), (2,), 4))]
+    )
+    assert (tuple(source.shape), source.stride(), source.storage_offset()) == ((3,), (2,), 4)
 
 
 def test_bits_shares_memory_and_needs_no_gradient_context() -> None:

@@ -6,6 +6,7 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 import torch
+from msgspec import structs
 
 from reknit.frameworks.registry import collect, wanted
 from reknit.frameworks.tree import same_value
@@ -22,7 +23,7 @@ Name = tuple[str, str]
 
 def portable(holdings: Holdings) -> Holdings:
     """Return holdings with copies of the live memory, to be sent to another process or kept over a change."""
-    return replace(holdings, shards=tuple(replace(s, data=_copy(s.data)) for s in holdings.shards))
+    return replace(holdings, shards=tuple(structs.replace(s, memory=_copy(s.data)) for s in holdings.shards))
 
 
 def _copy(data: Any) -> torch.Tensor:

@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from reknit.frameworks.dtensor import Cut, applied, boxes
 from reknit.frameworks.flat import FlatPart, storage_order
 from reknit.types.box import Box
+from reknit.types.shard import Strided
 
 shapes = st.lists(st.integers(1, 4), min_size=1, max_size=4).map(tuple)
 
@@ -68,6 +69,18 @@ def test_filling_the_parts_fills_the_range_and_nothing_else(
     assert torch.equal(memory, expected)
 
 
+@given(flattened())
+def test_parts_that_are_looked_at_later_are_the_same_memory(
+    case: tuple[torch.Tensor, FlatPart, torch.Tensor],
+) -> None:
+    _, part, memory = case
+    for (box, seen), (same, unseen) in zip(part.parts(memory), part.unseen(memory), strict=True):
+        later = unseen.view() if isinstance(unseen, Strided) else unseen
+        assert same == box
+        assert (later.shape, later.stride(), later.tolist()) == (seen.shape, seen.stride(), seen.tolist())
+        assert not seen.numel() or later.data_ptr() == seen.data_ptr()
+
+
 def test_a_range_inside_two_boxes_of_a_local_tensor_is_cut_at_their_border() -> None:
     # Rows 0 and 1 of the local tensor are rows 2 and 3 of the whole one, the others rows 8 and 9.
     held = ((Box((2, 0), (2, 3)), Box((0, 0), (2, 3))), (Box((8, 0), (2, 3)), Box((2, 0), (2, 3))))
@@ -92,6 +105,11 @@ def test_memory_fits_flat_or_as_a_whole_local_tensor() -> None:
     assert not some.fits(torch.zeros(10)[::2])
     assert not some.fits(torch.zeros(2, 3))
     assert not some.fits(torch.zeros(()))
+    held = ((Box.whole((5,)), Box.whole((5,))),)
+    row = FlatPart((5,), (5,), held, None, 0, 5, 4, 16)
+    assert not row.fits(torch.zeros(5)), "it would be looked for behind what is before it in the flat memory"
+    assert row.alone().fits(torch.zeros(5))
+    assert row.alone() is row.alone()
 
 
 def test_a_tensor_without_elements_is_one_empty_box_and_a_rank_without_elements_has_none() -> None:

@@ -300,6 +300,85 @@ def a_parameter_of_which_a_rank_has_nothing_has_no_states_there() -> None:
     assert {b.fqn.split("/")[1] for b in held.blobs} >= {"emb.weight", "head.weight", "down.bias"}
 
 
+def states_of(module: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, torch.Tensor]:
+    """Return what this rank's optimizer has, by the names that it is saved under."""
+    names: dict[torch.Tensor, str] = {
+        p: name.replace("_fsdp_wrapped_module.", "") for name, p in module.named_parameters()
+    }
+    return {
+        f"state/{names[p]}/{key}": state.reshape(-1).clone()
+        for p, states in optimizer.state.items()
+        for key, state in states.items()
+        if p.numel()
+    }
+
+
+def assert_saved_as_is(module: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    """Check that what is saved now is what module and optimizer have now, and lies where they have it."""
+    held = collect({"m": module, "o": optimizer}, dist.get_rank(), WORLD)
+    found: dict[str, list[torch.Tensor]] = {}
+    places = {state.untyped_storage().data_ptr() for s in optimizer.state.values() for state in s.values()}
+    for shard in held.shards:
+        if shard.item == "o":
+            found.setdefault(shard.fqn, []).append(shard.data.reshape(-1))
+            assert shard.data.untyped_storage().data_ptr() in places, shard.fqn
+    expected = states_of(module, optimizer)
+    assert_equal({name: torch.cat(parts) for name, parts in found.items()}, expected)
+    assert all(found[name][0].dtype == state.dtype for name, state in expected.items())
+    checkpoint = gather({"m": module, "o": optimizer})
+    assert_equal(tensors(checkpoint), flat_truth.gathered(module))
+
+
+@case
+def a_later_save_sees_whatever_was_changed_since_an_earlier_one() -> None:
+    net = nn.Sequential(nn.Linear(7, 9), nn.Linear(9, 7, bias=False))
+    module: Any = FSDP(net, device_id=CPU, use_orig_params=True)
+    first, *rest = module.parameters()
+    optimizer = torch.optim.AdamW([first], lr=0.1, amsgrad=True, foreach=False)
+
+    def train() -> None:
+        module(torch.ones(1, 7)).sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        assert_saved_as_is(module, optimizer)
+
+    train()
+    optimizer.add_param_group({"params": rest, "lr": 0.5})
+    assert_saved_as_is(module, optimizer)
+    train()
+    saved = {"state": {}, "param_groups": optimizer.state_dict()["param_groups"]}
+    saved["state"] = {
+        n: {key: state * 2 for key, state in states.items()}
+        for n, states in optimizer.state_dict()["state"].items()
+    }
+    optimizer.load_state_dict(saved)
+    assert_saved_as_is(module, optimizer)
+    for states in list(optimizer.state.values()):
+        states["exp_avg"] = states["exp_avg"].to(torch.bfloat16)
+        states["more"] = states.pop("exp_avg_sq")
+        states["max_exp_avg_sq"].data = torch.full_like(states["max_exp_avg_sq"], 7)
+        states["step"] = states["step"] + 1
+    assert_saved_as_is(module, optimizer)
+    here = next((states for p, states in optimizer.state.items() if p.numel() > 1), None)
+    if here is not None:
+        here["more"].resize_(here["more"].numel() - 1)
+        with pytest.raises(StateError, match="which of the whole these are cannot be known"):
+            collect({"m": module, "o": optimizer}, dist.get_rank(), WORLD)
+    # Other names for equal shapes, another cut of the same names, and other parameters under the same names.
+    around: Any = nn.ModuleDict({"inner": FSDP(nn.Linear(7, 9), device_id=CPU, use_orig_params=True)})
+    whole = wrap(nn.Sequential(nn.Linear(7, 9), nn.Linear(9, 7, bias=False)), "NO_SHARD")
+    for wrapped in (around, whole):
+        other = torch.optim.AdamW(wrapped.parameters(), lr=0.1, foreach=False)
+        inner = wrapped["inner"] if wrapped is around else wrapped
+        inner(torch.ones(1, 7)).sum().backward()
+        other.step()
+        assert_saved_as_is(wrapped, other)
+    around["inner"] = wrap(nn.Linear(7, 9))
+    with pytest.raises(StateError, match="belongs to no module"):
+        holdings({"m": around, "o": torch.optim.AdamW(net.parameters(), lr=0.1)})
+    assert_equal(tensors(gather({"m": around})), flat_truth.gathered(around))
+
+
 @case
 def tied_weights_are_one_tensor_with_two_names() -> None:
     for flat in (False, True):
@@ -554,7 +633,14 @@ def the_flat_parameter_has_what_is_read_of_it() -> None:
     assert handle._training_state.name == "IDLE"
     assert handle.uses_sharded_strategy
     assert dist.get_process_group_ranks(handle.process_group) == [0, 1]
-    assert getattr(module, "_inter_node_pg", None) is None
+    assert "_inter_node_pg" not in vars(module)
+    hybrid: Any = FSDP(
+        nn.Linear(3, 3),
+        device_id=CPU,
+        sharding_strategy=ShardingStrategy.HYBRID_SHARD,
+        device_mesh=init_device_mesh("cpu", (2, 1)),
+    )
+    assert dist.get_process_group_ranks(vars(hybrid)["_inter_node_pg"]) == [0, 1]
     assert not hasattr(flat, "_local_shard")
     assert list(flat._fqns) == ["0.weight", "0.bias", "1.weight", "1.bias"]
     assert [tuple(shape) for shape in flat._shapes] == [(5, 3), (5,), (3, 5), (3,)]

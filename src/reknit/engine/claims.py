@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, NamedTuple, cast
 
 import numpy as np
 import xxhash
+from msgspec import structs
 
 from reknit.engine import messages
 from reknit.engine.packing import pack
@@ -46,7 +47,7 @@ class Brought(NamedTuple):
         """Return the holdings with one owner for each guessed shard."""
         shards = list(self.holdings.shards)
         for number, owner in zip(self.guessed, owners.tolist(), strict=True):
-            shards[number] = replace(shards[number], replicas=(owner,))
+            shards[number] = structs.replace(shards[number], replicas=(owner,))
         return replace(self.holdings, shards=tuple(shards))
 
 

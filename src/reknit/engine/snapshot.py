@@ -53,7 +53,7 @@ class Snapshot:
         self._staging = Staging(self._sources)
         self._on_host = all(isinstance(source, np.ndarray) for source in self._sources)
         self._shards = shards
-        self._watched: list[tuple[Shard, int]] = []
+        self._watched: list[tuple[Shard, Any, int]] = []
 
     def take(self) -> None:
         """Copy everything; when this returns the live memory may be changed."""
@@ -75,8 +75,8 @@ class Snapshot:
             if shard.nbytes <= SMALL_NBYTES:
                 source = self._sources[number]
                 self._sources[number] = source.copy() if isinstance(source, np.ndarray) else source.clone()
-            elif (version := changes(shard.data)) is not None:
-                self._watched.append((shard, version))
+            elif (version := changes(data := shard.data)) is not None:
+                self._watched.append((shard, data, version))
         if not self._on_host:
             self._queue()
 
@@ -92,7 +92,7 @@ class Snapshot:
         else:
             self._staging.wait()
             self._tell_all_but_last()
-        changed = [full_name(s.item, s.fqn) for s, version in self._watched if changes(s.data) != version]
+        changed = [full_name(s.item, s.fqn) for s, data, version in self._watched if changes(data) != version]
         if changed:
             more = f" and {len(changed) - 1} more" if len(changed) > 1 else ""
             raise StateError(

@@ -11,11 +11,14 @@ import numpy as np
 
 from reknit.types.box import flat_range_boxes
 from reknit.types.dtype import numpy_dtype
+from reknit.types.shard import Strided
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Sequence
 
     from numpy.typing import NDArray
+
+    from reknit.types.shard import Shard
 
 logger = logging.getLogger("reknit")
 
@@ -49,6 +52,30 @@ def bits(data: Any) -> Any:
     if tensor.element_size() < 16:
         tensor = tensor.view(getattr(torch, BITS[tensor.element_size()]))
     return tensor.numpy() if tensor.device.type == "cpu" else tensor
+
+
+def all_bits(shards: Iterable[Shard]) -> list[Any]:
+    """Return the `bits` of the data of shards; flat memory that several lie in is looked at once."""
+    flats: dict[int, Any] = {}
+    found: list[Any] = []
+    for shard in shards:
+        memory = shard.memory
+        if not isinstance(memory, Strided):
+            found.append(bits(memory))
+            continue
+        flat = flats.get(id(memory.memory))
+        if flat is None:
+            flat = flats[id(memory.memory)] = bits(memory.memory)
+        found.append(_rectangle(flat, memory))
+    return found
+
+
+def _rectangle(flat: Any, at: Strided) -> Any:
+    """Return a rectangle of one-dimensional `bits`."""
+    if isinstance(flat, np.ndarray):
+        step = flat.itemsize
+        return np.ndarray(at.lengths, flat.dtype, flat, at.first * step, [n * step for n in at.strides])
+    return flat.as_strided(at.lengths, at.strides, flat.storage_offset() + at.first)
 
 
 def contiguous_bytes(view: Any) -> NDArray[np.uint8] | None:

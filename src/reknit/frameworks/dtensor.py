@@ -38,11 +38,18 @@ class Cut(NamedTuple):
 
 def is_dtensor(value: Any) -> bool:
     """Tell whether this is a DTensor, torch's or that of veScale, without importing what defines them."""
-    for name in ("torch.distributed.tensor", "vescale.dtensor.dtensor"):
-        kind = getattr(sys.modules.get(name), "DTensor", None)
-        if kind is not None and isinstance(value, kind):
-            return True
-    return False
+    kind: Any = type(value)
+    return _is_dtensor(kind)
+
+
+@lru_cache(maxsize=256)
+def _is_dtensor(kind: type) -> bool:
+    """Tell it of a type: what a type inherits was imported before it, and stays what it is."""
+    known = (
+        getattr(sys.modules.get(name), "DTensor", None)
+        for name in ("torch.distributed.tensor", "vescale.dtensor.dtensor")
+    )
+    return any(one is not None and issubclass(kind, one) for one in known)
 
 
 def chunk(runs: Sequence[Run], size: int, position: int) -> list[Run]:

@@ -8,6 +8,7 @@ from math import prod
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from reknit.types.box import Box, flat_range_boxes
+from reknit.types.shard import Strided
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -16,12 +17,13 @@ Held = tuple[tuple[Box, Box], ...]
 """Boxes of a whole tensor that a local one holds, each with its place in the local one."""
 
 
-class _Piece(NamedTuple):
-    """A box, and where its elements lie in flat memory, counted from the first element of the range."""
+class Piece(NamedTuple):
+    """A box, and where its elements lie in flat memory: the first of them, and the steps between them."""
 
     box: Box
+    lengths: tuple[int, ...]
     strides: tuple[int, ...]
-    position: int
+    first: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,7 +33,8 @@ class FlatPart:
     The whole tensor has the shape `shape`, the local one `local`, and it holds the boxes `held` of the whole:
     one that is all of it, or what tensor parallelism left.  Its elements are flattened in storage order:
     row-major, or with `order` the dimensions from the slowest to the fastest.  In flat memory of `total`
-    elements, which may have other tensors and padding too, the range begins at `offset`.
+    elements, which may have other tensors and padding too, the range begins at `offset`.  `pieces` are the
+    boxes of the range in that memory, and `form` is its shape.
     """
 
     shape: tuple[int, ...]
@@ -42,12 +45,22 @@ class FlatPart:
     numel: int
     offset: int
     total: int
-    _known: tuple[_Piece, ...] | None = field(default=None, compare=False, repr=False)
+    _known: tuple[Piece, ...] | None = field(default=None, compare=False, repr=False)
+    pieces: tuple[Piece, ...] = field(init=False, compare=False, repr=False)
+    form: tuple[int] = field(init=False, compare=False, repr=False)
+    _alone: FlatPart | None = field(init=False, compare=False, repr=False)
 
     def __post_init__(self) -> None:
-        if self._known is None:
-            pieces = _pieces(self.local, self.held, self.order, self.start, self.numel)
-            object.__setattr__(self, "_known", pieces)
+        known = self._known
+        if known is None:
+            known = _pieces(self.local, self.held, self.order, self.start, self.numel)
+            object.__setattr__(self, "_known", known)
+        pieces = known
+        if self.offset:
+            pieces = tuple(piece._replace(first=self.offset + piece.first) for piece in known)
+        object.__setattr__(self, "pieces", pieces)
+        object.__setattr__(self, "form", (self.total,))
+        object.__setattr__(self, "_alone", None)
 
     @classmethod
     def nothing(cls, shape: tuple[int, ...], total: int) -> FlatPart:
@@ -56,33 +69,44 @@ class FlatPart:
 
     def alone(self) -> FlatPart:
         """Return the same part in memory that has nothing else."""
-        numel = self.numel
-        return FlatPart(
-            self.shape, self.local, self.held, self.order, self.start, numel, 0, numel, self._known
-        )
+        if self._alone is None:
+            numel = self.numel
+            alone = FlatPart(
+                self.shape, self.local, self.held, self.order, self.start, numel, 0, numel, self._known
+            )
+            object.__setattr__(self, "_alone", alone)
+            return alone
+        return self._alone
 
     def fits(self, memory: Any) -> bool:
         """Tell whether a tensor has the form of the flat memory, or of a local tensor that is held whole."""
-        form = tuple(memory.shape)
-        if len(form) == 1 and not memory.is_contiguous():
-            return False
-        return form == (self.total,) or (form == self.local and self.numel == prod(form))
+        if self.is_flat(memory):
+            return True
+        whole: bool = memory.shape == self.local and self.numel == prod(self.local)
+        return whole and (memory.ndim != 1 or (not self.offset and memory.is_contiguous()))
+
+    def is_flat(self, memory: Any) -> bool:
+        """Tell whether a tensor has the form of the flat memory."""
+        flat: bool = memory.shape == self.form and memory.is_contiguous()
+        return flat
 
     def parts(self, memory: Any) -> tuple[tuple[Box, Any], ...]:
         """Return the boxes that are held and the memory of each, for memory that `fits`.
 
         A tensor without elements is one empty box on every rank.
         """
-        if not self._known and not prod(self.shape):
+        return tuple(
+            (box, part.view() if isinstance(part, Strided) else part) for box, part in self.unseen(memory)
+        )
+
+    def unseen(self, memory: Any) -> tuple[tuple[Box, Any], ...]:
+        """Return the same, where `memory` is flat each as a `Strided`, of which no view was made yet."""
+        if not self.pieces and not prod(self.shape):
             return ((Box.whole(self.shape), memory.new_empty(self.shape)),)
         if memory.ndim != 1:
             return tuple((box, memory[inside.slices()]) for box, inside in self.held)
-        first = memory.storage_offset() + self.offset
         return tuple(
-            [
-                (box, memory.as_strided(box.lengths, strides, first + position))
-                for box, strides, position in self._known or ()
-            ]
+            [(box, Strided(memory, lengths, strides, first)) for box, lengths, strides, first in self.pieces]
         )
 
 
@@ -106,10 +130,10 @@ def storage_order(shape: Sequence[int], strides: Sequence[int]) -> tuple[int, ..
 @lru_cache(maxsize=1 << 16)
 def _pieces(
     local: tuple[int, ...], held: Held, order: tuple[int, ...] | None, start: int, numel: int
-) -> tuple[_Piece, ...]:
-    """Return the pieces of a range of a local tensor; the same at every save."""
+) -> tuple[Piece, ...]:
+    """Return the pieces of a range of a local tensor, in memory that begins with it: pure, kept for saves."""
     dims = tuple(range(len(local))) if order is None else order
-    found: list[_Piece] = []
+    found: list[Piece] = []
     position = 0
     for stored in flat_range_boxes([local[d] for d in dims], start, numel):
         strides = _row_major(stored.lengths)
@@ -121,7 +145,7 @@ def _pieces(
                 skipped = common.relative_to(here.offsets).offsets
                 at = position + sum(n * step for n, step in zip(skipped, steps, strict=True))
                 placed = common.relative_to(inside.offsets).shifted(box.offsets)
-                found.append(_Piece(placed, steps, at))
+                found.append(Piece(placed, placed.lengths, steps, at))
         position += stored.numel
     return tuple(found)
 

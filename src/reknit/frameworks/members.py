@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import inspect
-from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import TYPE_CHECKING, Any, Literal
 
+import msgspec
 import torch
 from torch import nn
 
@@ -53,7 +55,7 @@ class Member:
     claim: ddp.Claim | None
 
 
-class Named(NamedTuple):
+class Named(msgspec.Struct, frozen=True, eq=False):
     """A parameter of some module in the state: its name, where it sits, and who has equal copies.
 
     `flat` is set for one of FSDP1 or ZeRO-3; `parameter` is then what optimizers see instead.
@@ -73,11 +75,15 @@ class Names:
         self.modules: dict[str, nn.Module] = {}
         self.flattened: list[tuple[str, nn.Module]] = []
         self._wrapped: list[tuple[tuple[str, ...], nn.Module]] = []
+        kinds: dict[type[nn.Module], str] = {}
         for path, inner in module.named_modules(remove_duplicate=False):
             elements = _stripped(path)
-            if ddp.is_wrapper(inner):
+            if type(inner) not in kinds:
+                kinds[type(inner)] = _kind(inner)
+            kind = kinds[type(inner)]
+            if kind == "parallel":
                 self._wrapped.append((elements, inner))
-            elif fsdp.is_wrapper(inner):
+            elif kind == "flattened":
                 self.flattened.append((path, inner))
             # The innermost of a wrapper and what it wraps comes last, and is the one that the name means.
             self.modules[".".join(self._cut(elements))] = inner
@@ -85,7 +91,7 @@ class Names:
 
     def name(self, key: str) -> str:
         """Return a state-dict key or parameter name without wrappers."""
-        return ".".join(self._cut(_stripped(key)))
+        return ".".join(self._cut(_stripped(key))) if self._wrapped else without_wrappers(key)
 
     def wrapper(self, key: str) -> tuple[nn.Module, str] | None:
         """Return the innermost data-parallel wrapper around a name, and the name inside it."""
@@ -102,12 +108,22 @@ class Names:
         return tuple(element for n, element in enumerate(elements) if n not in dropped)
 
 
+def _kind(module: nn.Module) -> str:
+    """Return what kind of wrapper a module is, if it is one."""
+    if ddp.is_wrapper(module):
+        return "parallel"
+    return "flattened" if fsdp.is_wrapper(module) else ""
+
+
+@lru_cache(maxsize=1 << 16)
 def without_wrappers(name: str) -> str:
     """Return a parameter's name without the attributes by which wrappers hold what they wrap."""
     return ".".join(_stripped(name))
 
 
+@lru_cache(maxsize=1 << 16)
 def _stripped(path: str) -> tuple[str, ...]:
+    """Return the elements of a path without those of wrappers; the same at every save."""
     return tuple(element for element in path.split(".") if element not in _WRAPPERS) if path else ()
 
 
@@ -115,11 +131,12 @@ def _stripped(path: str) -> tuple[str, ...]:
 class Read:
     """What a module holds, read once per walk: entries of state dicts, and what is not whole in them.
 
-    `flats` are the parameters of FSDP1 and ZeRO-3, with their names without wrappers; the first is the
-    parameter's own, others are tied.
+    `parameters` are those of `named_parameters`, with duplicates.  `flats` are the parameters of FSDP1 and
+    ZeRO-3, with their names without wrappers; the first is the parameter's own, others are tied.
     """
 
     names: Names
+    parameters: tuple[tuple[str, nn.Parameter], ...]
     sources: tuple[Source, ...]
     members: tuple[Member, ...]
     flats: tuple[tuple[tuple[str, ...], FlatParameter | PartitionedParameter], ...]
@@ -136,10 +153,12 @@ def read(module: nn.Module, place: Place, walk: Walk) -> Read:
         whole = apart or [_source(module, "")]
         sources = tuple(whole)
         parted = tuple(_partitioned(sources, names, place, walk.world))
-        members = tuple(_members(module, sources, names, walk.world))
+        # After the state dict was read, which puts parameters that FSDP2 has gathered back into their shards.
+        parameters = tuple(module.named_parameters(remove_duplicate=False))
+        members = tuple(_members(module, parameters, sources, names, walk.world))
         if parted:
             members = tuple(_whole_ones(members, place))
-        walk.memo[key] = Read(names, sources, members, (*flats, *parted))
+        walk.memo[key] = Read(names, parameters, sources, members, (*flats, *parted))
     found: Read = walk.memo[key]
     return found
 
@@ -151,7 +170,8 @@ def _flats(names: Names, place: Place, walk: Walk) -> Iterator[tuple[tuple[str, 
         for flat in fsdp.parameters(key, inner, place, walk.world, fill=walk.fills):
             known = found.setdefault((id(flat.unit.flat), flat.number), flat)
             if known is not flat:
-                found[id(flat.unit.flat), flat.number] = replace(known, keys=known.keys + flat.keys)
+                both = msgspec.structs.replace(known, keys=known.keys + flat.keys)
+                found[id(flat.unit.flat), flat.number] = both
     for flat in found.values():
         yield tuple(dict.fromkeys(map(names.name, flat.keys))), flat
 
@@ -272,11 +292,16 @@ def _whole_ones(members: tuple[Member, ...], place: Place) -> Iterator[Member]:
         yield member
 
 
-def _members(module: nn.Module, sources: tuple[Source, ...], names: Names, world: World) -> Iterator[Member]:
-    parameters = [p for _, p in module.named_parameters(remove_duplicate=False)]
-    buffers = [b for _, b in module.named_buffers(remove_duplicate=False)]
-    own = {_identity(tensor): tensor for tensor in (*parameters, *buffers)}
-    is_buffer = {_identity(tensor) for tensor in buffers} - {_identity(tensor) for tensor in parameters}
+def _members(
+    module: nn.Module,
+    parameters: tuple[tuple[str, nn.Parameter], ...],
+    sources: tuple[Source, ...],
+    names: Names,
+    world: World,
+) -> Iterator[Member]:
+    own = {_identity(parameter) for _, parameter in parameters}
+    is_buffer = {_identity(buffer) for _, buffer in module.named_buffers(remove_duplicate=False)} - own
+    own |= is_buffer
     for source in sources:
         for key, value in source.raw.items():
             whole_key = source.prefix + key
@@ -329,7 +354,6 @@ def parameters(walk: Walk) -> dict[int, tuple[Named, ...]]:
 
 
 def _parameters(module: nn.Module, place: Place, walk: Walk) -> dict[int, list[Named]]:
-    # Reading the state dict first puts parameters that FSDP2 has gathered back into their shards.
     known = read(module, place, walk)
     found: dict[int, list[Named]] = {}
     for names, flat in known.flats:
@@ -338,7 +362,7 @@ def _parameters(module: nn.Module, place: Place, walk: Walk) -> dict[int, list[N
         named = Named(names[0], seen, flat.replicas.part, places, flat)
         found.setdefault(id(seen), []).append(named)
     flats = set(found)
-    for key, parameter in module.named_parameters(remove_duplicate=False):
+    for key, parameter in known.parameters:
         if id(parameter) in flats:
             continue
         replicas = walk.world.alone

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import weakref
-from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import torch
+from msgspec import structs
 
 from reknit.errors import StateError
 from reknit.frameworks import dtensor
@@ -57,7 +57,7 @@ def _settled(looked: View, tensor: Any, memory: torch.Tensor) -> View:
             inner()
         _become(tensor, memory)
 
-    return replace(looked, settle=settle, fresh=True)
+    return structs.replace(looked, settle=settle, fresh=True)
 
 
 def _become(tensor: Any, memory: torch.Tensor) -> None:

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import torch
+from msgspec import structs
 
 from reknit.frameworks import dtensor, optimizer_flat, tree
 from reknit.frameworks.neutral import to_neutral
@@ -51,7 +51,10 @@ class OptimizerAdapter:
             if _has_nothing(slot):
                 continue
             below = states.child(slot.name)
-            for name, state in slots.state_of(slot).items():
+            each = slots.state_of(slot)
+            if slot.flat is not None:
+                each = optimizer_flat.collect(slot, each, below, saving)
+            for name, state in each.items():
                 _collect_state(state, below.child(name), slot, saving)
             if slot.master is not None:
                 _collect_state(slot.master, below.child(MASTER), slot, saving)
@@ -105,18 +108,19 @@ def _view(state: Any, slot: Slot | None, place: Place, walk: Walk, *, fill: bool
         return view
     parameter: Any = slot.parameter
     if parameter is None or not dtensor.is_dtensor(parameter):
-        return replace(view, replicas=slot.replicas)
+        return structs.replace(view, replicas=slot.replicas)
     with torch.no_grad():
         local = parameter.to_local()
     if state.ndim and state.shape == local.shape:
         # An optimizer that works on local tensors: the state lies where the parameter's part does.
         spec = type(view.spec)(tuple(parameter.shape), view.spec.dtype)
         parts = dtensor.parts(parameter, view.parts[0][1], place)
-        return replace(view, spec=spec, parts=parts, replicas=dtensor.replicas(parameter, walk.world))
+        holders = dtensor.replicas(parameter, walk.world)
+        return structs.replace(view, spec=spec, parts=parts, replicas=holders)
     # A counter that every rank of the mesh advances alike; anything else may be one rank's own.
     is_counter = state.ndim == 0 and place.fqn.endswith("/step")
     holders = dtensor.mesh_ranks(parameter.device_mesh, walk.world) if is_counter else None
-    return replace(view, replicas=holders or walk.world.alone)
+    return structs.replace(view, replicas=holders or walk.world.alone)
 
 
 class _Saved:

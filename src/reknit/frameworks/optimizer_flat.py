@@ -9,16 +9,21 @@ import torch
 
 from reknit.errors import StateError
 from reknit.frameworks import tree
-from reknit.frameworks.torch_tensor import local_memory, spec_of, torch_dtype
+from reknit.frameworks.torch_tensor import dtype_name, local_memory, plain_dtype, torch_dtype
 from reknit.frameworks.walk import View
 from reknit.types.box import Box
 from reknit.types.dtype import converts
-from reknit.types.shard import TensorSpec
+from reknit.types.shard import Shard, Strided, TensorSpec
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping
+
     from reknit.frameworks.loading import Loading
     from reknit.frameworks.optimizer_slots import Slot, Slots
-    from reknit.frameworks.walk import Place, Walk
+    from reknit.frameworks.saving import Saving
+    from reknit.frameworks.walk import Place, Replicas, Walk
+
+_NUMBER = Box((), ())
 
 
 def view(state: torch.Tensor, slot: Slot, place: Place, walk: Walk) -> View:
@@ -26,21 +31,67 @@ def view(state: torch.Tensor, slot: Slot, place: Place, walk: Walk) -> View:
 
     Raises `StateError` for a state that is neither as long as what is held nor a single number.
     """
-    assert slot.flat is not None
     memory, settle = local_memory(state, place, fill=walk.fills)
-    key = ("flat", id(state), slot.name)
-    if memory.ndim == 0:
-        holders = slot.counter if place.fqn.endswith("/step") else walk.world.alone
-        return View(spec_of(memory, place), ((Box((), ()), memory),), holders, key, settle)
-    if not slot.flat.fits(memory):
+    spec, parts, holders = _lies(memory, slot, place, walk)
+    return View(spec, parts, holders, _identity(state, slot), settle)
+
+
+def collect(slot: Slot, states: Mapping[Any, Any], below: Place, saving: Saving) -> dict[Any, Any]:
+    """Collect the states of a parameter that are plain tensors, and return the others.
+
+    They are what `view` sees, without a view: a rank has many, and nearly all are of this kind.
+    """
+    flat = slot.flat
+    assert flat is not None
+    others: dict[Any, Any] = {}
+    item, add = below.item, saving.shards.append
+    shape, form, pieces, replicas = flat.shape, flat.form, flat.pieces, slot.replicas
+    for name, state in states.items():
+        dtype = plain_dtype(state)
+        is_flat = dtype is not None and state.shape == form and state.is_contiguous()
+        if dtype is None or not (is_flat or state.ndim == 0):
+            others[name] = state
+            continue
+        place = below.child(name)
+        if not saving.claim(_identity(state, slot), place, state):
+            continue
+        fqn = place.fqn
+        if is_flat:
+            spec = TensorSpec(shape, dtype)
+            for box, lengths, strides, first in pieces:
+                add(Shard(item, fqn, spec, box, replicas, Strided(state, lengths, strides, first)))
+        else:
+            add(Shard(item, fqn, TensorSpec((), dtype), _NUMBER, _counts(slot, place, saving), state))
+    return others
+
+
+def _identity(state: torch.Tensor, slot: Slot) -> tuple[str, int, str]:
+    """Return what stands for the memory of a state: parameters that have one together have a part each."""
+    return "flat", id(state), slot.name
+
+
+def _counts(slot: Slot, place: Place, walk: Walk) -> Replicas:
+    """Return who has a state that is a single number."""
+    return slot.counter if place.fqn.endswith("/step") else walk.world.alone
+
+
+def _lies(
+    memory: torch.Tensor, slot: Slot, place: Place, walk: Walk
+) -> tuple[TensorSpec, tuple[tuple[Box, Any], ...], Replicas]:
+    """Return of what tensor memory is a part, as which boxes, and who has the same."""
+    flat = slot.flat
+    assert flat is not None
+    if not memory.ndim:
+        holders = _counts(slot, place, walk)
+        return TensorSpec((), dtype_name(memory, place)), ((_NUMBER, memory),), holders
+    if not flat.fits(memory):
         raise StateError(
-            f"{place} has the shape {list(state.shape)}, where the flat memory of its parameter has "
-            f"{slot.flat.total} elements: which of the whole these are cannot be known",
+            f"{place} has the shape {list(memory.shape)}, where the flat memory of its parameter has "
+            f"{flat.total} elements: which of the whole these are cannot be known",
             remedy="use an optimizer whose states are as large as the parameter, or shard the model with "
             "torch.distributed.fsdp.fully_shard (FSDP2)",
         )
-    spec = TensorSpec(slot.flat.shape, spec_of(memory, place).dtype)
-    return View(spec, slot.flat.parts(memory), slot.replicas, key, settle)
+    return TensorSpec(flat.shape, dtype_name(memory, place)), flat.unseen(memory), slot.replicas
 
 
 def fits(current: Any, slot: Slot, spec: TensorSpec) -> bool:

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
 
+import msgspec
 import torch
 from torch import nn
 
@@ -28,8 +29,7 @@ MASTER = "master"
 """Name of the master weights of a parameter, among its states."""
 
 
-@dataclass(frozen=True, slots=True)
-class Slot:
+class Slot(msgspec.Struct, frozen=True, eq=False):
     """A parameter of an optimizer.
 
     `key` is its key in the optimizer's `state`, `places` where modules have it: several where it is tied.
@@ -154,7 +154,7 @@ def _share(slot: Slot, mine: zero_redundancy.Share | None) -> Slot:
     """Return a slot as a rank has it that keeps states of its own share of the parameters only."""
     if mine is None:
         return slot
-    return replace(slot, replicas=mine.replicas, kept=id(slot.parameter) in mine.mine)
+    return msgspec.structs.replace(slot, replicas=mine.replicas, kept=id(slot.parameter) in mine.mine)
 
 
 def _slots(groups: list[dict[str, Any]], place: Place, walk: Walk) -> Iterator[Slot]:

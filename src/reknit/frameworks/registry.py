@@ -49,11 +49,15 @@ def collect(
     `rank` and `size` count the ranks that save; `ranks` are their numbers in the whole job (None: the same).
     Raises `StateError` for what cannot be saved, with the key path to it.
     """
-    saving = Saving(_checked(state), _world(rank, size, ranks), *_adapters())
     with _without_collections():
-        for item, value in state.items():
-            saving.visit(value, Place(item))
-        return saving.holdings()
+        # In a call of its own: what the walk needed on its way is gone when collections go on.
+        return _walked(Saving(_checked(state), _world(rank, size, ranks), *_adapters()))
+
+
+def _walked(saving: Saving) -> Holdings:
+    for item, value in saving.state.items():
+        saving.visit(value, Place(item))
+    return saving.holdings()
 
 
 def wanted(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from dataclasses import dataclass, field
 from types import EllipsisType
 from typing import TYPE_CHECKING, Any
@@ -22,7 +23,7 @@ class Saving(Walk):
     shards: list[Shard] = field(default_factory=list)
     blobs: list[Blob] = field(default_factory=list)
     aliases: list[Alias] = field(default_factory=list)
-    _first: dict[Hashable, str] = field(default_factory=dict)
+    _first: dict[str, dict[Hashable, str]] = field(default_factory=lambda: defaultdict(dict))
 
     def visit(self, value: Any, place: Place) -> None:
         """Collect a value, whatever it is."""
@@ -34,21 +35,28 @@ class Saving(Walk):
 
     def view(self, view: View, place: Place, tensor: Any, replicas: Replicas | EllipsisType = ...) -> None:
         """Collect a tensor that was looked at already."""
-        if not self.claim_name(place, ("tensor", view.memory), tensor):
+        if not self.claim(view.memory, place, tensor):
             return
-        first = self._first.setdefault((place.item, view.memory), place.fqn)
-        if first != place.fqn:
-            self.aliases.append(Alias(place.item, place.fqn, first))
-            return
+        item, fqn = place.item, place.fqn
         holders = view.replicas if isinstance(replicas, EllipsisType) else replicas
-        for number, (box, data) in enumerate(view.parts):
+        for number, (box, memory) in enumerate(view.parts):
             if view.holders is not None and isinstance(replicas, EllipsisType):
                 holders = view.holders[number]
-            self.shards.append(Shard(place.item, place.fqn, view.spec, box, holders, data))
+            self.shards.append(Shard(item, fqn, view.spec, box, holders, memory))
+
+    def claim(self, memory: Hashable, place: Place, tensor: Any) -> bool:
+        """Take a name for memory; tell whether it is the first that it has, and note another as an alias."""
+        if not self.claim_name(place, memory, tensor):
+            return False
+        first = self._first[place.item].setdefault(memory, place.fqn)
+        if first == place.fqn:
+            return True
+        self.aliases.append(Alias(place.item, place.fqn, first))
+        return False
 
     def blob(self, value: Any, place: Place, coordinate: Mapping[str, int] | None = None) -> None:
         """Collect a neutral value."""
-        self.claim_name(place, ("value", object()), value)
+        self.claim_name(place, object(), value)
         self.blobs.append(Blob(place.item, place.fqn, value, coordinate))
 
     def holdings(self) -> Holdings:

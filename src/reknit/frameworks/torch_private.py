@@ -103,7 +103,7 @@ def flat_unit(module: Any) -> FlatUnit | None:
         flat._params is not None,
         phase,
         handle.process_group,
-        getattr(module, "_inter_node_pg", None),
+        vars(module).get("_inter_node_pg"),  # getattr would ask the wrapped module, which takes long
         tuple(_flat_members(flat)),
     )
 

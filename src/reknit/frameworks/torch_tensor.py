@@ -19,6 +19,11 @@ if TYPE_CHECKING:
     from reknit.frameworks.walk import Place, World
 
 
+_NAMES: dict[torch.dtype, str] = {getattr(torch, name): name for name in ITEMSIZE if hasattr(torch, name)}
+_REAL = {dtype: name for dtype, name in _NAMES.items() if not dtype.is_complex}
+_STRIDED, _TENSOR = torch.strided, torch.Tensor
+
+
 class TorchArrays:
     """torch's tensors."""
 
@@ -62,14 +67,19 @@ def torch_dtype(name: str) -> torch.dtype:
     return dtype
 
 
-def spec_of(tensor: Any, place: Place) -> TensorSpec:
-    """Return shape and dtype of the whole tensor.  Raises `StateError` for a dtype that is not stored."""
-    name = str(tensor.dtype).removeprefix("torch.")
-    if name not in ITEMSIZE:
+def dtype_name(tensor: Any, place: Place) -> str:
+    """Return the name of a tensor's dtype.  Raises `StateError` for one that is not stored."""
+    name = _NAMES.get(tensor.dtype)
+    if name is None:
         raise StateError(
             f"{place} is a tensor of dtype {tensor.dtype}", remedy="save it dequantized, or as plain integers"
         )
-    return TensorSpec(tuple(tensor.shape), name)
+    return name
+
+
+def spec_of(tensor: Any, place: Place) -> TensorSpec:
+    """Return shape and dtype of the whole tensor.  Raises `StateError` for a dtype that is not stored."""
+    return TensorSpec(tuple(tensor.shape), dtype_name(tensor, place))
 
 
 def local_memory(tensor: Any, place: Place, *, fill: bool) -> tuple[Any, Callable[[], None] | None]:
@@ -78,8 +88,8 @@ def local_memory(tensor: Any, place: Place, *, fill: bool) -> tuple[Any, Callabl
     Raises `StateError` for tensors without such memory: sparse, nested, quantized, on the meta device, not
     yet initialised, or of a type that keeps its values somewhere else.
     """
-    if not fill and type(tensor) is torch.Tensor and _is_plain(tensor):
-        return tensor.detach(), None
+    if not fill and plain_dtype(tensor) is not None:
+        return tensor, None
     with torch.no_grad():
         local = tensor.to_local() if dtensor.is_dtensor(tensor) else tensor
         if callable(wait := getattr(local, "wait", None)):
@@ -94,11 +104,16 @@ def local_memory(tensor: Any, place: Place, *, fill: bool) -> tuple[Any, Callabl
     return plain, (lambda: _copy_back(plain, local)) if fill else None
 
 
-def _is_plain(tensor: torch.Tensor) -> bool:
-    """Tell whether the memory of a tensor is its values, with nothing more to ask."""
-    return tensor.layout is torch.strided and not (
-        tensor.is_meta or tensor.is_quantized or tensor.is_nested or tensor.is_conj() or tensor.is_neg()
-    )
+def plain_dtype(value: Any) -> str | None:
+    """Return the name of the dtype of a tensor whose memory is its values, with nothing more to ask.
+
+    None for other tensors, which `local_memory` looks at from every side, and for what is no tensor.
+    """
+    if type(value) is not _TENSOR or value.layout is not _STRIDED:
+        return None
+    if value.is_meta or value.is_nested or value.is_neg() or value.requires_grad:
+        return None
+    return _REAL.get(value.dtype)  # such a tensor is not quantized, and not to be conjugated
 
 
 def _copy_back(filled: torch.Tensor, target: torch.Tensor) -> None:

@@ -40,9 +40,12 @@ def escape(key: object, where: object) -> str:
     the empty string is `~3`; an integer is its digits.  Raises `StateError` for any other type of key.
     """
     if isinstance(key, str):
-        text = str.__str__(key)
-        _require_encodable(text, where)
-        return _escaped(text)
+        try:
+            return _escaped(key if type(key) is str else str.__str__(key))
+        except UnicodeEncodeError as error:
+            raise StateError(
+                f"{where} has the key {key!r}, which is no valid text", remedy="rename the key"
+            ) from error
     if isinstance(key, int) and not isinstance(key, bool):
         return str(int(key))
     raise StateError(
@@ -53,22 +56,13 @@ def escape(key: object, where: object) -> str:
 
 @lru_cache(maxsize=1 << 16)
 def _escaped(text: str) -> str:
-    """Return the path element for a text; the same at every save."""
+    """Return the path element for a text, the same at every save.  Raises `UnicodeEncodeError`."""
     if not text:
         return "~3"
+    if not text.isascii():
+        text.encode()
     text = text.replace("~", "~0").replace("/", "~1")
     return f"~2{text}" if _INTEGER.fullmatch(text) else text
-
-
-def _require_encodable(text: str, where: object) -> None:
-    if text.isascii():
-        return
-    try:
-        text.encode()
-    except UnicodeEncodeError as error:
-        raise StateError(
-            f"{where} has the key {text!r}, which is no valid text", remedy="rename the key"
-        ) from error
 
 
 def unescape(element: str) -> str | int:

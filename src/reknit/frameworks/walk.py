@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, ClassVar, Protocol
+
+import msgspec
 
 from reknit.errors import StateError
 from reknit.frameworks import tree
@@ -50,8 +53,7 @@ class World:
         return tuple(sorted(place[rank] for rank in ranks if rank in place))
 
 
-@dataclass(frozen=True, slots=True)
-class Place:
+class Place(msgspec.Struct, frozen=True, gc=False):
     """Where a value sits: in which item, and under which name in it."""
 
     item: str
@@ -59,28 +61,27 @@ class Place:
 
     def child(self, *keys: str | int) -> Place:
         """Return the place of what these keys lead to."""
-        fqn = self.fqn
+        place = self
         for key in keys:
-            element = tree.escape(key, self)
-            fqn = f"{fqn}/{element}" if fqn else element
-        return Place(self.item, fqn)
+            place = place.below(tree.escape(key, self))
+        return place
 
     def below(self, relative: str) -> Place:
         """Return the place of an escaped path below this one."""
-        return Place(self.item, tree.join(self.fqn, relative))
+        fqn = self.fqn
+        return Place(self.item, f"{fqn}/{relative}" if fqn and relative else fqn or relative)
 
     def __str__(self) -> str:
         return tree.join(self.item, self.fqn)
 
 
-@dataclass(frozen=True, slots=True)
-class View:
+class View(msgspec.Struct, frozen=True):
     """A tensor as one rank sees it.
 
-    `parts` are boxes and the local memory of each.  `memory` is equal for two tensors that are the same
-    memory in the same form.  `settle` copies a filled part to where it belongs when the tensor's own memory
-    cannot be filled byte by byte.  `fresh` tells that the memory is new and holds nothing yet.  `holders` are
-    the replicas of each part, where they are not the same for all.
+    `parts` are boxes and the local memory of each, as a `Shard` has it.  `memory` is equal for two tensors
+    that are the same memory in the same form.  `settle` copies a filled part to where it belongs when the
+    tensor's own memory cannot be filled byte by byte.  `fresh` tells that the memory is new and holds nothing
+    yet.  `holders` are the replicas of each part, where they are not the same for all.
     """
 
     spec: TensorSpec
@@ -135,7 +136,7 @@ class Walk:
     adapters: tuple[Adapter, ...]
     libraries: tuple[Arrays, ...]
     memo: dict[Any, Any] = field(default_factory=dict)
-    _names: dict[tuple[str, str], Hashable] = field(default_factory=dict)
+    _names: dict[str, dict[str, Hashable]] = field(default_factory=lambda: defaultdict(dict))
     _alive: list[Any] = field(default_factory=list)
 
     def adapter(self, value: Any) -> Adapter:
@@ -175,10 +176,14 @@ class Walk:
         `keep` stays alive as long as the walk, so that what identifies it (an address) is not used twice.
         """
         self._alive.append(keep)
-        known = self._names.setdefault((place.item, place.fqn), what)
+        names = self._names[place.item]
+        known = names.get(place.fqn)
+        if known is None:
+            names[place.fqn] = what
+            return True
         if known != what:
             raise StateError(
                 f"{place} is the name of two different things",
                 remedy="give them different names, for example by putting each under a key of its own",
             )
-        return known is what
+        return False

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import os
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from math import prod
 from typing import TYPE_CHECKING, Any, NamedTuple
+
+import msgspec
 
 from reknit.types.dtype import ITEMSIZE
 
@@ -21,8 +23,7 @@ def full_name(item: str, fqn: str) -> str:
     return f"{item}/{fqn}" if fqn else item
 
 
-@dataclass(frozen=True, slots=True)
-class TensorSpec:
+class TensorSpec(msgspec.Struct, frozen=True, gc=False):
     """Global shape and dtype name (a key of `ITEMSIZE`) of a tensor."""
 
     shape: tuple[int, ...]
@@ -47,14 +48,32 @@ class TensorSpec:
         return f"{self.dtype}{list(self.shape)}"
 
 
-@dataclass(frozen=True, slots=True)
-class Shard:
+class Strided(msgspec.Struct, frozen=True, gc=False):
+    """A rectangle in one-dimensional memory (of torch): its first element and its steps, counted in elements.
+
+    To look at memory as a rectangle costs more than all else that is known of a shard, and one who writes
+    nothing of it need not look.
+    """
+
+    memory: Any
+    lengths: tuple[int, ...]
+    strides: tuple[int, ...]
+    first: int
+
+    def view(self) -> Any:
+        """Return the rectangle, a view of the memory."""
+        memory = self.memory
+        return memory.as_strided(self.lengths, self.strides, memory.storage_offset() + self.first)
+
+
+class Shard(msgspec.Struct, frozen=True, eq=False, gc=False):
     """A box of a named tensor, in this rank's memory.
 
-    `item` is the top-level name in the user's state, `fqn` the name inside it.  `data` is an array (torch or
-    NumPy, on any device, with any strides) of shape `box.lengths` and dtype `spec.dtype`: a view of the live
-    memory, never a copy.  `replicas` is the sorted tuple of ranks that hold equal bytes for this box, as far
-    as the framework knows without asking; None means that it cannot know.
+    `item` is the top-level name in the user's state, `fqn` the name inside it.  `memory` is an array (torch
+    or NumPy, on any device, with any strides) of shape `box.lengths` and dtype `spec.dtype`, or such a
+    rectangle of flat memory: live memory, never a copy, and no part of what makes two shards equal.
+    `replicas` is the sorted tuple of ranks that hold equal bytes for this box, as far as the framework knows
+    without asking; None means that it cannot know.
     """
 
     item: str
@@ -62,16 +81,33 @@ class Shard:
     spec: TensorSpec
     box: Box
     replicas: tuple[int, ...] | None
-    data: Any = field(compare=False, repr=False)
+    memory: Any
+
+    @property
+    def data(self) -> Any:
+        """The memory as an array of the shape of the box."""
+        memory = self.memory
+        return memory.view() if type(memory) is Strided else memory
 
     @property
     def nbytes(self) -> int:
         """Bytes of this box."""
         return self.box.numel * self.spec.itemsize
 
+    def _what(self) -> tuple[Any, ...]:
+        return self.item, self.fqn, self.spec, self.box, self.replicas
 
-@dataclass(frozen=True, slots=True)
-class Blob:
+    def __eq__(self, other: object) -> bool:
+        return self._what() == other._what() if isinstance(other, Shard) else NotImplemented
+
+    def __hash__(self) -> int:
+        return hash(self._what())
+
+    def __repr__(self) -> str:
+        return f"Shard{self._what()}"
+
+
+class Blob(msgspec.Struct, frozen=True):
     """A named value that is no tensor.
 
     `coordinate` is None for a value that is the same on every rank that holds it, and names the rank's
@@ -125,8 +161,7 @@ class LoaderShard(NamedTuple):
     value: Any = None
 
 
-@dataclass(frozen=True, slots=True)
-class Alias:
+class Alias(msgspec.Struct, frozen=True, gc=False):
     """A second name of a tensor: tied weights are stored once and found under both names."""
 
     item: str

@@ -48,6 +48,7 @@ class Wanted:
     of world.
     `resizable`: (item, fqn) of wanted tensors that take what they have in common with a saved one of another
     shape.
+    `resized`: (name, what) of wanted tensors whose shards say no more that the saved one has another shape.
     `superseded`: (item, fqn) of what was saved and is not needed: another tensor says more, or it is dropped.
     `told`: what to call each of the shards to users, where that is not its own name.
     `idle`: patterns of `Terms.only` that match no name of this rank's target.
@@ -64,6 +65,7 @@ class Wanted:
     notes: tuple[tuple[str, str, str], ...] = ()
     own: tuple[tuple[str, str], ...] = ()
     resizable: tuple[tuple[str, str], ...] = ()
+    resized: tuple[tuple[str, str], ...] = ()
     superseded: tuple[tuple[str, str], ...] = ()
     told: tuple[str, ...] = ()
     idle: tuple[str, ...] = ()
