@@ -58,8 +58,22 @@ def go_on(root: str) -> dict[str, Any]:
     integration.load(without, f"{root}/a", items={"average": other}, load_optimizer_states=False)
     kept = zip(states, without.optimizer.state.values(), strict=True)
     seen["states kept"] = all(torch.equal(a["exp_avg"], b["exp_avg"]) for a, b in kept)
+    seen["not trained"] = [_without_an_optimizer(f"{root}/not trained", stage) for stage in (0, 3)]
     dist.barrier()
     return seen
+
+
+def _without_an_optimizer(path: str, stage: int) -> bool:
+    """Save and load engines that only evaluate; tell whether the second has the weights of the first."""
+    made = []
+    for seed in (0, 1):
+        torch.manual_seed(seed)
+        how = engines.config(stage, "fp32")
+        made.append(engines.deepspeed().initialize(model=torch.nn.Linear(5, 3), config=how)[0])
+    integration.save(made[0], f"{path}-{stage}", options=SAVE)
+    integration.load(made[1], f"{path}-{stage}")
+    one, other = ([engines.whole(p) for p in engine.module.parameters()] for engine in made)
+    return all(map(torch.equal, one, other))
 
 
 @cache
@@ -109,6 +123,10 @@ def test_the_module_can_be_loaded_alone(outcome: dict[str, Any]) -> None:
 
 def test_the_optimizer_can_be_left_as_it_is(outcome: dict[str, Any]) -> None:
     assert outcome["states kept"]
+
+
+def test_an_engine_without_an_optimizer_comes_back(outcome: dict[str, Any]) -> None:
+    assert outcome["not trained"] == [True, True]
 
 
 def test_what_is_no_engine_is_refused() -> None:

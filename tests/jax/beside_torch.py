@@ -15,6 +15,8 @@ from jax.sharding import PartitionSpec as P
 from torch import nn
 
 import reknit
+from reknit.errors import MismatchError
+from tests.jax.trees import raises
 
 
 def model(seed: int) -> nn.Module:
@@ -72,7 +74,7 @@ def check_a_torch_optimizer_loads_into_arrays_of_its_names_and_back(folder: str)
         "model": {name: sharded(shape, jnp.float32) for name, shape in shapes.items()},
         "optimizer": {"state": moments},
     }
-    reknit.load(f"{folder}/torch", target, options=reknit.LoadOptions(lenient=("optimizer/param_groups*",)))
+    reknit.load(f"{folder}/torch", target)
     for name, parameter in net.named_parameters():
         for key, tensor in optimizer.state[parameter].items():
             assert np.array_equal(target["optimizer"]["state"][name][key], as_numpy(tensor)), (name, key)
@@ -87,6 +89,43 @@ def check_a_torch_optimizer_loads_into_arrays_of_its_names_and_back(folder: str)
         assert torch.equal(ours, theirs)
         for key, tensor in optimizer.state[ours].items():
             assert torch.equal(fresh.state[theirs][key], tensor)
+
+
+def check_options_of_a_torch_optimizer_are_left_out_and_told_unless_asked_for(folder: str) -> None:
+    net = nn.Linear(8, 4)
+    net.bias.requires_grad_(False)
+    optimizer = torch.optim.AdamW(net.named_parameters(), lr=0.25)
+    net(torch.ones(1, 8)).sum().backward()
+    optimizer.step()
+    reknit.save(folder, {"in": {"optimizer": optimizer}})
+
+    def target(kinds: tuple[str, ...] = ("exp_avg", "exp_avg_sq", "step"), **more: Any) -> dict[str, Any]:
+        states = {kind: sharded(() if kind == "step" else (4, 8), jnp.float32) for kind in kinds}
+        return {"in": {"optimizer": {"state": {"weight": states}, **more}}}
+
+    report = reknit.load(folder, target())
+    names = {"in/optimizer/param_groups/weight", "in/optimizer/param_groups/bias"}
+    assert names == set(report.notes)
+    assert not names & {*report.unexpected, *report.restored}
+    asked = target(param_groups={"weight": None, "bias": None})
+    report = reknit.load(folder, asked)
+    assert asked["in"]["optimizer"]["param_groups"]["bias"]["lr"] == 0.25
+    assert not report.notes
+    assert names <= set(report.restored)
+    raises(MismatchError, "exp_avg_sq", lambda: reknit.load(folder, target(("exp_avg", "step"))))
+
+
+def check_what_torch_has_in_64_bits_is_filled_on_the_host(folder: str) -> None:
+    net = nn.BatchNorm1d(4)
+    net(torch.ones(2, 4))
+    reknit.save(folder, {"model": net})
+    target: dict[str, Any] = {n: sharded(tuple(t.shape), jnp.float32) for n, t in net.state_dict().items()}
+    counted = "num_batches_tracked"
+    raises(MismatchError, counted, lambda: reknit.load(folder, {"model": dict(target)}))
+    target[counted] = np.zeros((), np.int64)
+    reknit.load(folder, {"model": target})
+    assert target[counted] == 1
+    assert np.array_equal(target["running_mean"], as_numpy(net.running_mean))
 
 
 def check_torch_and_jax_share_one_state(folder: str) -> None:

@@ -22,20 +22,24 @@ from typing import TYPE_CHECKING, Any, BinaryIO
 
 if TYPE_CHECKING:
     from collections.abc import Callable
+    from pathlib import Path
 
-_herd: subprocess.Popen[bytes] | None = None
+_herds: dict[Path | None, subprocess.Popen[bytes]] = {}
 
 
 class RankFailed(AssertionError):
     """A rank raised, died, or did not finish; the message holds its traceback."""
 
 
-def run(world: int, fn: Callable[..., Any], *args: Any, timeout: float = 180.0) -> list[Any]:
+def run(
+    world: int, fn: Callable[..., Any], *args: Any, timeout: float = 180.0, other: Path | None = None
+) -> list[Any]:
     """Call `fn(*args)` on every rank of a real gloo group; return what each returned, by rank.
 
-    `fn` is a module-level function.  Megatron is imported and adapted to the CPU, and not initialised.
+    `fn` is a module-level function.  Megatron is imported and adapted to the CPU, and not initialised; it is
+    that of the environment, or of the folder `other` where a wheel of another version was installed.
     """
-    herd = _started()
+    herd = _started(other)
     assert herd.stdin is not None
     assert herd.stdout is not None
     with tempfile.TemporaryDirectory(prefix="reknit-herd-") as folder:
@@ -49,19 +53,21 @@ def _blame(ended: tuple[int, int]) -> tuple[bool, int]:
     return ended[1] != 1, ended[0]
 
 
-def _started() -> subprocess.Popen[bytes]:
-    global _herd
-    if _herd is None or _herd.poll() is not None:
+def _started(other: Path | None) -> subprocess.Popen[bytes]:
+    if other not in _herds or _herds[other].poll() is not None:
         environment = dict(os.environ, OMP_NUM_THREADS="1", GLOO_SOCKET_IFNAME="lo", PYTHONHASHSEED="0")
         environment.pop("LOCAL_WORLD_SIZE", None)
-        _herd = subprocess.Popen(
+        if other is not None:
+            known = environment.get("PYTHONPATH")
+            environment["PYTHONPATH"] = os.pathsep.join([str(other), *([known] if known else [])])
+        herd = _herds[other] = subprocess.Popen(
             [sys.executable, "-W", "ignore", "-m", "tests.megatron.herd"],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             env=environment,
         )
-        atexit.register(_herd.kill)
-    return _herd
+        atexit.register(herd.kill)
+    return _herds[other]
 
 
 def _answer(folder: str, rank: int, code: int) -> Any:

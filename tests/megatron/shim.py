@@ -10,6 +10,7 @@ import contextlib
 import warnings
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import torch
 import torch.distributed as dist
 
@@ -83,6 +84,8 @@ def install() -> None:
     """Answer for CUDA, and import what of Megatron needs to be told apart."""
     _answer_for_cuda()
     _put_cuda_tensors_on_the_cpu()
+    if not hasattr(np, "product"):
+        vars(np)["product"] = np.prod  # Megatron before 0.16 is older than NumPy 2
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         _adapt_megatron()

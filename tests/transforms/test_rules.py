@@ -352,3 +352,32 @@ def test_a_tensor_can_have_a_second_name(tmp_path: Path) -> None:
     reknit.load(tmp_path, {"model": target}, options=reknit.LoadOptions(transforms=[t.copy("emb", "head")]))
     assert (target["head"] == target["emb"]).all()
     assert target["head"][1] == 1
+
+
+def test_what_rules_make_in_another_length_is_taken_as_far_as_it_goes_and_told(tmp_path: Path) -> None:
+    saved = {"w": numbered(4, 3), "same": numbered(2, first=50), "b": numbered(5)}
+    reknit.save(tmp_path / "a", {"model": saved})
+    rules = [t.transpose("w", "weight"), t.rename("same", "other")]
+    target = {"weight": np.full((3, 6), -1, np.int32), "other": numbered(2), "b": np.full(3, -1, np.int32)}
+    options = reknit.LoadOptions(transforms=rules, allow_shape_mismatch=("model/*",))
+    report = reknit.load(tmp_path / "a", {"model": target}, options=options)
+    assert (target["weight"][:, :4] == saved["w"].T).all()
+    assert (target["weight"][:, 4:] == -1).all()
+    assert (target["b"] == saved["b"][:3]).all()
+    assert report.restored == ("model/other",)
+    assert set(report.mismatched) == {"model/weight", "model/b"}
+    told = report.mismatched["model/weight"]
+    assert "make shape [3, 4]" in told
+    assert "wanted [3, 6]: took [0:3,0:4]" in told
+
+
+def test_of_a_tensor_in_another_length_and_of_another_dtype_nothing_is_told_as_taken(tmp_path: Path) -> None:
+    reknit.save(tmp_path / "a", {"model": {"w": numbered(4)}})
+    target = {"weight": np.full(6, -1, np.float32)}
+    options = reknit.LoadOptions(
+        transforms=[t.rename("w", "weight")], allow_shape_mismatch=("model/*",), lenient=("model/*",)
+    )
+    report = reknit.load(tmp_path / "a", {"model": target}, options=options)
+    assert "saved dtype int32, wanted float32" in report.mismatched["model/weight"]
+    assert "took" not in report.mismatched["model/weight"]
+    assert (target["weight"] == -1).all()

@@ -60,7 +60,7 @@ def match(
     problems = Problems(
         [(full_name(item, fqn), why) for item, fqn, why in wanted.missing],
         [(n := full_name(item, fqn), why + _stored_as(n, names)) for item, fqn, why in wanted.mismatched],
-        {},
+        dict(wanted.resized),
         [],
     )
     resizable = frozenset(wanted.resizable)
@@ -81,6 +81,8 @@ def match(
         else:
             problems.resized[name] = _resized(saved, shard.spec) + _stored_as(name, names)
             fills += _common(Fill(name, tensor, shard.box, shard.data, cast), saved)
+    for name, _ in problems.mismatched:
+        problems.resized.pop(name, None)
     return fills, problems
 
 

@@ -95,13 +95,12 @@ def require_readable(module: nn.Module, place: Place) -> None:
     if not deepspeed_private.is_imported():
         return
     for path, inner in module.named_modules():
-        if deepspeed_private.is_engine(inner):
-            flaw = deepspeed_private.engine_flaw(inner)
-            if flaw is not None:
-                raise StateError(
-                    f"the DeepSpeed engine {path or 'at the root'} of {place} is not supported: {flaw}",
-                    remedy="use DeepSpeed's own save_checkpoint, or an engine without that",
-                )
+        flaw = deepspeed_private.module_flaw(inner)
+        if flaw is not None:
+            raise StateError(
+                f"the module {path or 'at the root'} of {place} {flaw}",
+                remedy="use DeepSpeed's own save_checkpoint, or an engine without that",
+            )
     for name, parameter in module.named_parameters():
         flaw = deepspeed_private.parameter_flaw(parameter)
         if flaw is not None:
@@ -153,6 +152,9 @@ def follow(parameters: list[tuple[Any, Place]], place: Place, loading: Loading) 
     """Let the copies that optimizers step follow what is loaded into these parameters of a module."""
     # Of what the checkpoint lacks, copies say more than the parameters, which stay as they are.
     arriving = [parameter for parameter, at in parameters if loading.spec(at) is not None]
+    if not arriving or not deepspeed_private.is_imported():
+        return
+    _require_known_steps(arriving, loading)
     copied = [parameter for parameter in arriving if deepspeed_private.has_copies(parameter)]
     copied += [parameter for parameter in arriving if deepspeed_private.owner(parameter) is not None]
     if not copied:
@@ -169,6 +171,29 @@ def follow(parameters: list[tuple[Any, Place]], place: Place, loading: Loading) 
     loading.later(lambda: _refresh(copied, copies, loading))
 
 
+def _require_known_steps(arriving: list[Any], loading: Loading) -> None:
+    """Refuse parameters of engines whose optimizers may keep weights of their own, where nobody knows."""
+    for engine, at in _engines(loading):
+        flaw = None
+        if deepspeed_private.is_optimizer(engine.optimizer):
+            flaw = deepspeed_private.optimizer_flaw(engine.optimizer)
+        inside = set(map(id, engine.parameters())) if flaw else ()
+        if any(id(parameter) in inside for parameter in arriving):
+            raise StateError(
+                f"the optimizer of the DeepSpeed engine {at} {flaw}: it may have a copy of the weights, and "
+                "the next step would make them again what they were",
+                remedy="use ZeRO stage 1, 2 or 3 with its states in memory, or load before there is one",
+            )
+
+
+def _engines(walk: Walk) -> Iterator[tuple[Any, Place]]:
+    """Yield all engines in a state, and where each is."""
+    for module, place in walk.find(nn.Module):
+        for path, inner in module.named_modules():
+            if deepspeed_private.is_engine(inner):
+                yield inner, place.child(path) if path else place
+
+
 def _copies(place: Place, loading: Loading, parameters: list[Any]) -> dict[int, _Copy]:
     """Return the copies in all optimizers of DeepSpeed that are in the state, or that something in it has."""
     found: dict[int, _Copy] = {}
@@ -183,9 +208,7 @@ def _copies(place: Place, loading: Loading, parameters: list[Any]) -> dict[int, 
 
 def _optimizers(walk: Walk, parameters: list[Any]) -> list[Any]:
     found = [optimizer for optimizer, _ in walk.find(object) if deepspeed_private.is_optimizer(optimizer)]
-    for module, _ in walk.find(nn.Module):
-        engines = [inner for inner in module.modules() if deepspeed_private.is_engine(inner)]
-        found += [engine.optimizer for engine in engines]
+    found += [engine.optimizer for engine, _ in _engines(walk)]
     found += [deepspeed_private.owner(parameter) for parameter in parameters]
     known = {id(one): one for one in found if deepspeed_private.is_optimizer(one)}
     return list(known.values())

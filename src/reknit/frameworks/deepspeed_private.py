@@ -11,6 +11,8 @@ if TYPE_CHECKING:
 _ZERO_1_2 = "deepspeed.runtime.zero.stage_1_and_2", "DeepSpeedZeroOptimizer"
 _ZERO_3 = "deepspeed.runtime.zero.stage3", "DeepSpeedZeroOptimizer_Stage3"
 _BF16 = "deepspeed.runtime.bf16_optimizer", "BF16_Optimizer"
+_PIPELINE = "deepspeed.runtime.pipe.module", "PipelineModule"
+_MPU = "is given model parallelism (mpu, or stages of a pipeline), of which DeepSpeed knows no layout"
 
 
 class FlatMember(NamedTuple):
@@ -83,26 +85,38 @@ def is_optimizer(value: Any) -> bool:
     return isinstance(value, _kind(("deepspeed.runtime.base_optimizer", "DeepSpeedOptimizer")))
 
 
+def stepped_by(engine: Any) -> Any:
+    """Return an engine's optimizer, or None: ZeRO-3 without one keeps what cuts parameters in its place."""
+    offload = _kind(("deepspeed.runtime.zero.parameter_offload", "DeepSpeedZeRoOffload"))
+    return None if isinstance(engine.optimizer, offload) else engine.optimizer
+
+
 def engine_ranks(engine: Any) -> tuple[int, ...]:
     """Return the ranks among which an engine averages gradients."""
     return _ranks(engine.seq_data_parallel_group)
 
 
-def engine_flaw(engine: Any) -> str | None:
-    """Return what an engine does that makes names or layouts unknown, if it does."""
-    if isinstance(engine.module, _kind(("deepspeed.runtime.pipe.module", "PipelineModule"))):
-        return "its module is a PipelineModule"
-    if engine.has_moe_layers:
-        return "it has mixture-of-experts layers, whose experts have the same names on every rank"
-    if engine.mp_world_size > 1:
-        return "it is given tensor parallelism (mpu), whose layout DeepSpeed does not know"
-    return None
+def module_flaw(module: Any) -> str | None:
+    """Return what a module of DeepSpeed does that makes names or layouts unknown, if it does."""
+    if isinstance(module, _kind(_PIPELINE)):
+        return "is a PipelineModule, of which each rank has some layers"
+    if not is_engine(module):
+        return None
+    if isinstance(module.module, _kind(_PIPELINE)):
+        return "is an engine of a PipelineModule, of which each rank has some layers"
+    if module.has_moe_layers:
+        return "has mixture-of-experts layers, whose experts have the same names on every rank"
+    return _MPU if module.mp_world_size > 1 else None
 
 
 def parameter_flaw(parameter: Any) -> str | None:
     """Return what DeepSpeed does with a parameter that makes its layout unknown, if it does."""
     if getattr(parameter, "ds_is_replaced_module", False):
         return "is cut by DeepSpeed's automatic tensor parallelism"
+    if hasattr(parameter, "group_name") and not getattr(parameter, "allreduce", True):
+        return "is an expert's of a mixture, whose experts have the same names on every rank"
+    if (has_copies(parameter) or is_partitioned(parameter)) and _has_model_parallelism():
+        return _MPU
     if not is_partitioned(parameter):
         return None
     if getattr(parameter, "ds_zero_param_process_group", None) is not None:
@@ -122,6 +136,10 @@ def optimizer_flaw(optimizer: Any) -> str | None:
     kind = type(optimizer)
     if not any(kind is _kind(place) for place in (_ZERO_1_2, _ZERO_3, _BF16)):
         return f"is a {kind.__name__}, not the optimizer of ZeRO stage 1, 2 or 3"
+    if getattr(optimizer, "zenflow", False):
+        return "steps some columns apart from the others (ZenFlow)"
+    if _is_model_parallel(optimizer):
+        return _MPU
     if getattr(optimizer, "swap_optimizer", False) or getattr(optimizer, "params_in_nvme_and_cpu", False):
         return "is offloaded to NVMe"
     if getattr(optimizer, "offloaded_states", None):
@@ -129,6 +147,22 @@ def optimizer_flaw(optimizer: Any) -> str | None:
     if getattr(optimizer, "has_moe_layers", False):
         return "has mixture-of-experts layers"
     return None
+
+
+def _has_model_parallelism() -> bool:
+    """Tell whether engines of this process were given an mpu that splits models: DeepSpeed keeps one."""
+    groups: Any = sys.modules["deepspeed.utils.groups"]
+    return bool(groups._get_model_parallel_world_size() > 1)
+
+
+def _is_model_parallel(optimizer: Any) -> bool:
+    if hasattr(optimizer, "model_parallel_group"):
+        group = optimizer.model_parallel_group
+    else:
+        # What DeepSpeed takes for an mpu of sequence parallelism alone splits no model.
+        splits = optimizer.mpu is not None and not hasattr(optimizer.mpu, "initialize_sequence_parallel")
+        group = optimizer.mpu.get_model_parallel_group() if splits else None
+    return group is not None and len(_ranks(group)) > 1
 
 
 def inner(optimizer: Any) -> Any:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, Final
 
 import jax
@@ -184,6 +185,7 @@ class JaxArrayAdapter:
             )
         if not _fits_implementation(value, place, loading):
             return
+        _leave_out_options(place, loading)
         tie = ("jax variable", id(assign.variable)) if isinstance(assign, Into) else None
         if tie is not None and tie in loading.memo:
             view, filling = loading.memo[tie]
@@ -198,6 +200,23 @@ class JaxArrayAdapter:
             loading.memo[tie] = view, filling
         loading.view(view, place, filling)
         loading.later(lambda: assign(filling.filled()) if filling.arrived else None)
+
+
+def _leave_out_options(place: Place, loading: Loading) -> None:
+    """Leave out the options that torch keeps beside the states of an optimizer, if this is one of those.
+
+    Transformations of JAX hold them as functions and settings, which are no part of a tree of arrays.
+    """
+    parts = place.fqn.split("/")
+    key = ("jax options", place.item, *parts[:-3])
+    if len(parts) < 3 or parts[-3] != "state" or key in loading.memo:
+        return
+    loading.memo[key] = place
+    prefix = "/".join([*parts[:-3], "param_groups", ""])
+    for fqn, value in loading.catalog.blobs.get(place.item, {}).items():
+        if fqn.startswith(prefix) and isinstance(value, Mapping):
+            at = Place(place.item).below(fqn)
+            loading.leave_out(at, "options of a torch optimizer, which a tree of arrays has no place for")
 
 
 def _fits_implementation(value: Any, place: Place, loading: Loading) -> bool:

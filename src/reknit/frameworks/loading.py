@@ -61,6 +61,7 @@ class Loading(Walk):
     _resizable: list[Entry] = field(default_factory=list)
     _better: dict[Place, Place] = field(default_factory=dict)
     _superseded: list[Entry] = field(default_factory=list)
+    _needless: dict[Entry, str] = field(default_factory=dict)
     _used: set[str] = field(default_factory=set)
 
     def visit(self, value: Any, place: Place, assign: Assign) -> None:
@@ -197,8 +198,15 @@ class Loading(Walk):
         """Record what is left as it is by design."""
         self.notes.append((place.item, place.fqn, what))
 
+    def leave_out(self, place: Place, why: str) -> None:
+        """Record that what was saved here has no place in the target by design, unless it is asked for."""
+        self._needless[place.item, place.fqn] = why
+
     def wanted(self) -> Wanted:
         """Return all that was asked for."""
+        for item, fqn in self._needless.keys() - set(self.blobs):
+            self._superseded.append((item, fqn))
+            self.notes.append((item, fqn, self._needless[item, fqn]))
         shards: list[Shard] = []
         aliases: list[Remark] = []
         for request in self._requests.values():
@@ -230,6 +238,9 @@ class Loading(Walk):
             return
         place, view = saved[0], request.view
         spec = self.catalog.tensors[place.item][place.fqn]
+        wanted = [
+            Shard(place.item, place.fqn, view.spec, box, view.replicas, memory) for box, memory in view.parts
+        ]
         other = spec.shape != view.spec.shape
         if other and not (request.resize and len(spec.shape) == len(view.spec.shape)):
             why = f"its shape is {list(spec.shape)} in the checkpoint and {list(view.spec.shape)} here"
@@ -240,13 +251,11 @@ class Loading(Walk):
         if other:
             self._resizable.append((place.item, place.fqn))
             if view.fresh:
-                for _, data in view.parts:
-                    data[...] = 0
+                for shard in wanted:
+                    shard.data[...] = 0
                 self.note(place, "the target was on the meta device: what the checkpoint lacks of it is zero")
         aliases += [(alias.item, alias.fqn, place.fqn) for alias in saved[1:]]
-        shards += [
-            Shard(place.item, place.fqn, view.spec, box, view.replicas, data) for box, data in view.parts
-        ]
+        shards += wanted
         same = spec.dtype == view.spec.dtype
         comes = same or (self.catalog.terms.cast and converts(spec.dtype, view.spec.dtype))
         if view.settle is not None and comes:

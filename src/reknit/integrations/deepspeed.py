@@ -97,8 +97,8 @@ def _state(engine: Any, items: Mapping[str, Any] | None) -> dict[str, Any]:
     if taken:
         raise UsageError(f"the items {taken} are the engine's own", remedy="give yours other names")
     state: dict[str, Any] = {"model": engine, "engine": _Progress(engine), **(items or {})}
-    if engine.optimizer is not None:
-        state["optimizer"] = engine.optimizer
+    if (optimizer := deepspeed_private.stepped_by(engine)) is not None:
+        state["optimizer"] = optimizer
     if engine.lr_scheduler is not None:
         state["lr_scheduler"] = engine.lr_scheduler
     return state

@@ -11,6 +11,7 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
+from msgspec import structs
 
 from reknit.errors import MismatchError
 from reknit.transforms.base import Binding, Made, Piece
@@ -113,8 +114,11 @@ class Transformed:
         taken: dict[Name, None] = {}
         checks: dict[str, _Equal] = {}
         blanks: list[Any] = []
-        for shard in map(self._clipped, wanted.shards):
-            name = full_name(shard.item, shard.fqn)
+        resized: dict[str, str] = {}
+        for whole in wanted.shards:
+            shard, name = self._clipped(whole), full_name(whole.item, whole.fqn)
+            if shard.spec.shape != whole.spec.shape:
+                resized[name] = _resized(shard.spec.shape, whole.spec.shape)
             for one in self._back(shard, len(self._steps), checks, blanks):
                 shards.append(one)
                 told.append(name)
@@ -139,6 +143,7 @@ class Transformed:
             shards=tuple(shards),
             told=tuple(told),
             aliases=(),
+            resized=tuple(resized.items()),
             superseded=tuple(taken),
             blobs=tuple(blobs),
             deliver=deliver,
@@ -164,9 +169,9 @@ class Transformed:
         whole = Box.whole(spec.shape)
         box = shard.box.intersect(whole) or Box(shard.box.offsets, (0,) * whole.ndim)
         if spec == shard.spec or box == shard.box:
-            return replace(shard, spec=spec)
+            return structs.replace(shard, spec=spec)
         data = shard.data[box.relative_to(shard.box.offsets).slices()]
-        return replace(shard, spec=spec, box=box, data=data)
+        return structs.replace(shard, spec=spec, box=box, memory=data)
 
     def _back(
         self, shard: Shard, depth: int, checks: dict[str, _Equal], blanks: list[Any]
@@ -201,7 +206,7 @@ class Transformed:
         """Yield the sources of a counter: the first goes to where it is wanted, and all to be compared."""
         told = full_name(shard.item, shard.fqn)
         item, fqn = sources[0]
-        yield from self._back(replace(shard, item=item, fqn=fqn), depth - 1, checks, blanks)
+        yield from self._back(structs.replace(shard, item=item, fqn=fqn), depth - 1, checks, blanks)
         if told in checks:
             return
         checks[told] = _Equal(told, tuple(full_name(*name) for name in sources))
@@ -232,6 +237,12 @@ class Transformed:
             )
             names = [origin for one in names for origin in known(one)]
         return names
+
+
+def _resized(made: Shape, wanted: Shape) -> str:
+    """Say what is taken of a tensor that has another shape."""
+    taken = Box.whole(tuple(map(min, made, wanted)))
+    return f"transforms make shape {list(made)} of what was saved, wanted {list(wanted)}: took {taken}"
 
 
 def _part(shard: Shard, piece: Piece, source: _Source) -> Shard | None:

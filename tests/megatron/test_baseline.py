@@ -1,0 +1,63 @@
+"""Megatron-Core 0.15.3 beside 0.16: the same adapter, the same checkpoints, and resharding of its own.
+
+0.15 is the last that can save its distributed optimizer in the space of the model and load it in any layout
+(`fully_sharded_model_space`): what it loads is what reknit has to load, found out in another way.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("megatron.core", reason="Megatron-Core is not installed")
+
+from tests.megatron import baseline_jobs
+from tests.megatron.herd import run
+
+VERSION = "0.15.3"
+FOLDER = Path(__file__).parents[2] / ".venv" / "baselines" / f"megatron-core-{VERSION}"
+
+pytestmark = pytest.mark.skipif(
+    not FOLDER.is_dir(), reason=f"Megatron-Core {VERSION} is not installed: scripts/setup does it"
+)
+
+EXACT: dict[str, list[str]] = {
+    f"{name} into {into}": [] for name, layouts in baseline_jobs.LOADED.items() for into in layouts
+}
+
+
+@pytest.fixture(scope="module")
+def older(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """Return where 0.15.3 saved, with reknit and by itself."""
+    root = str(tmp_path_factory.mktemp("older"))
+    assert run(3, baseline_jobs.save_all, root, True, other=FOLDER) == [VERSION] * 3
+    return root
+
+
+@pytest.fixture(scope="module")
+def newer(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """Return where the Megatron of the environment saved, with reknit."""
+    root = str(tmp_path_factory.mktemp("newer"))
+    assert VERSION not in run(3, baseline_jobs.save_all, root, False)
+    return root
+
+
+def test_irregular_layouts_load_into_others_with_the_older_version(older: str) -> None:
+    for differing in run(2, baseline_jobs.load_all, older, False, other=FOLDER):
+        assert differing == EXACT
+
+
+def test_what_megatron_itself_loads_from_its_model_space_is_what_reknit_loads(older: str) -> None:
+    for differing in run(2, baseline_jobs.load_all, older, True, other=FOLDER):
+        assert differing == EXACT
+
+
+def test_a_checkpoint_of_the_older_version_loads_in_the_newer_one(older: str) -> None:
+    for differing in run(2, baseline_jobs.load_all, older, False):
+        assert differing == EXACT
+
+
+def test_a_checkpoint_of_the_newer_version_loads_in_the_older_one(newer: str) -> None:
+    for differing in run(2, baseline_jobs.load_all, newer, False, other=FOLDER):
+        assert differing == EXACT
