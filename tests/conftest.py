@@ -1,13 +1,31 @@
-"""Property tests are not timed: a busy machine is no failure.  Nothing asks a cloud for credentials."""
+"""Property tests are not timed: a busy machine is no failure.  Nothing asks a cloud for credentials.
+
+What tests leave in shared memory goes with them.  ``process://name`` is a store that no other process sees.
+"""
 
 from __future__ import annotations
 
 import os
+import shutil
+import tempfile
 
 from hypothesis import settings
+
+from reknit.storage.registry import register
+from reknit.testing.process_memory import open_process_memory
 
 settings.register_profile("untimed", deadline=None)
 settings.load_profile("untimed")
 
 # A client of object stores without credentials asks the machine that it believes to run on.
 os.environ.setdefault("AWS_METADATA_ENDPOINT", "http://127.0.0.1:9")
+
+_MEMORY = tempfile.mkdtemp(prefix="reknit-tests-", dir="/dev/shm" if os.path.isdir("/dev/shm") else None)
+os.environ["REKNIT_MEMORY"] = _MEMORY
+
+register("process", lambda url, durability: open_process_memory(url))
+
+
+def pytest_unconfigure() -> None:
+    """Remove what is left in the memory of the tests."""
+    shutil.rmtree(_MEMORY, ignore_errors=True)

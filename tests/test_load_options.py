@@ -18,8 +18,8 @@ from reknit.engine.opening import opened, read_opened
 from reknit.engine.staging import convert
 from reknit.engine.verify import check_all
 from reknit.storage.local import LocalStorage
-from reknit.storage.memory import MemoryStorage
 from reknit.storage.registry import register
+from reknit.testing.process_memory import ProcessMemory
 from reknit.testing.world import run_ranks
 from reknit.types.dtype import ITEMSIZE, converts, numpy_dtype
 from reknit.types.manifest import FileEntry
@@ -134,14 +134,14 @@ def test_an_object_takes_those_parts_of_its_state_that_match_and_keeps_the_other
 
 
 def test_a_pattern_that_one_rank_has_use_for_is_no_typo() -> None:
-    MemoryStorage.clear("some")
+    ProcessMemory.clear("some")
 
     def rank(group: Group) -> list[float]:
         saved = {"m": {f"w{group.rank}": np.ones(2), "b": np.ones(2)}}
-        reknit.save("mem://some", saved, group=group)
+        reknit.save("process://some", saved, group=group)
         target = {"m": {f"w{group.rank}": np.zeros(2), "b": np.zeros(2)}}
         options = reknit.LoadOptions(only=("m/w1",), timeout_s=30)
-        reknit.load("mem://some", target, group=group, options=options)
+        reknit.load("process://some", target, group=group, options=options)
         return [float(array.sum()) for array in target["m"].values()]
 
     assert run_ranks(2, rank) == [[0, 0], [2, 0]]

@@ -24,8 +24,8 @@ from slow_store import SlowStore
 
 import reknit
 from reknit.dataloader import TokenLoader, TokenSet
-from reknit.storage.memory import MemoryStorage
 from reknit.storage.registry import register
+from reknit.testing.process_memory import ProcessMemory
 
 _SAMPLE = 65_536
 _SETTLE_S = 30.0
@@ -100,7 +100,7 @@ def files(args: argparse.Namespace) -> dict[str, Any]:
     """Measure what many small files add to a save, and how long ranks take to read their part of them."""
     found: dict[str, Any] = {"files": args.files, "nbytes": args.nbytes, "latency_ms": args.latency_ms}
     latency_s = args.latency_ms / 1e3
-    register("slow", lambda url, _: SlowStore(MemoryStorage(url.partition("://")[2]), latency_s))
+    register("slow", lambda url, _: SlowStore(ProcessMemory(url.partition("://")[2]), latency_s))
     one = shards(args, num_workers=1, prefetch=0)
     one.expect_save(1)
     next(one)

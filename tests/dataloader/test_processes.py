@@ -103,10 +103,10 @@ def test_a_planned_state_is_there_before_it_is_asked_for(started: list[TokenLoad
 def test_a_state_that_was_planned_for_another_batch_is_not_taken(started: list[TokenLoader]) -> None:
     one = real(started, save_every=4)
     list(islice(one, 6))
-    reknit.save("mem://loaders/a", {"l": one}, wait=False).result()  # its agent is a thread
+    reknit.save("process://loaders/a", {"l": one}, wait=False).result()  # its agent is a thread
     rest = list(one)
     other = real(started)
-    reknit.load("mem://loaders/a", {"l": other})
+    reknit.load("process://loaders/a", {"l": other})
     assert equal(list(other), rest)
     assert equal(rest, list(loader(SETS, num_workers=2))[6:])
 

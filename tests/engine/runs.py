@@ -17,8 +17,8 @@ from reknit.format.manifest_file import decode_generation, decode_manifest
 from reknit.format.paths import MANIFEST_PATH, parse_path
 from reknit.monitor.phase import Recorder
 from reknit.options import LoadOptions, SaveOptions
-from reknit.storage.memory import MemoryStorage
 from reknit.testing.faulty_storage import Fault, FaultyStorage
+from reknit.testing.process_memory import ProcessMemory
 from reknit.types.box import Box
 from reknit.types.shard import Blob, Holdings, Shard, TensorSpec
 from reknit.types.wanted import Wanted
@@ -90,11 +90,11 @@ class Commit(NamedTuple):
     value: int | None
 
 
-class Annals(MemoryStorage):
+class Annals(ProcessMemory):
     """A store in memory, empty at first, that keeps account of what was committed."""
 
     def __init__(self, name: str) -> None:
-        MemoryStorage.clear(name)
+        ProcessMemory.clear(name)
         super().__init__(name)
         self.commits: list[Commit] = []
 

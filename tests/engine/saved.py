@@ -9,7 +9,7 @@ import numpy as np
 
 from reknit.engine.opening import OpenCheckpoint
 from reknit.format.checksum import block_digests
-from reknit.storage.memory import MemoryStorage
+from reknit.testing.process_memory import ProcessMemory
 from reknit.testing.storage_suite import write
 from reknit.types.manifest import FileEntry, Index, Manifest, TensorEntry
 from reknit.types.shard import TensorSpec
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 FILES = 2
 
 
-class CountingStorage(MemoryStorage):
+class CountingStorage(ProcessMemory):
     """A store in memory that keeps the ranges it was asked for, of each file."""
 
     def __init__(self, name: str) -> None:
@@ -53,7 +53,7 @@ class CountingStorage(MemoryStorage):
 
 def fresh(name: str) -> CountingStorage:
     """Return an empty store."""
-    MemoryStorage.clear(name)
+    ProcessMemory.clear(name)
     return CountingStorage(name)
 
 

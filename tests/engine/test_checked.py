@@ -9,8 +9,8 @@ import pytest
 from reknit.engine.checked import read_checked
 from reknit.errors import CorruptError, ReknitError, StorageError
 from reknit.format.checksum import block_digests
-from reknit.storage.memory import MemoryStorage
 from reknit.testing.faulty_storage import Fault, FaultyStorage
+from reknit.testing.process_memory import ProcessMemory
 from reknit.types.manifest import FileEntry
 
 BLOCK = 4096
@@ -19,9 +19,9 @@ FILE = FileEntry("extra/x", len(DATA), tuple(block_digests(DATA, BLOCK)))
 OTHER = DATA[:-1] + b"\0"
 
 
-def place(name: str, data: bytes | None) -> MemoryStorage:
-    MemoryStorage.clear(f"checked-{name}")
-    storage = MemoryStorage(f"checked-{name}")
+def place(name: str, data: bytes | None) -> ProcessMemory:
+    ProcessMemory.clear(f"checked-{name}")
+    storage = ProcessMemory(f"checked-{name}")
     if data is not None:
         storage.put(FILE.path, data, if_absent=False)
     return storage
@@ -41,7 +41,7 @@ def test_a_small_file_that_is_not_what_was_saved_comes_from_the_first_copy_that_
         assert read_checked(here, FILE, BLOCK, copies) == DATA
     (told,) = caplog.messages
     assert says in told
-    assert "mem://checked-good" in told
+    assert "process://checked-good" in told
 
 
 def test_a_store_that_refuses_is_replaced_too() -> None:
@@ -56,4 +56,4 @@ def test_where_no_copy_is_whole_the_error_is_that_of_the_first_place() -> None:
     copies = [place("good", OTHER), place("never", None)]
     with pytest.raises(ReknitError, match="10239 bytes") as caught:
         read_checked(place("here", DATA[:-1]), FILE, BLOCK, copies)
-    assert caught.value.path == "mem://checked-here/extra/x"
+    assert caught.value.path == "process://checked-here/extra/x"

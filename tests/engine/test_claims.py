@@ -16,7 +16,7 @@ from reknit.errors import StorageError
 from reknit.format.blob_codec import decode_blobs, encode_value
 from reknit.monitor.phase import Recorder
 from reknit.options import SaveOptions
-from reknit.storage.memory import MemoryStorage
+from reknit.testing.process_memory import ProcessMemory
 from reknit.types.shard import Blob, Encoded, Holdings
 
 WRITE_ID = "0123456789abcdef" * 2
@@ -51,11 +51,11 @@ def many(count: int) -> list[BlobFile]:
     return [BlobFile("loader", {"source": n}, b"\x80" + bytes([n])) for n in range(count)]
 
 
-class Meeting(MemoryStorage):
+class Meeting(ProcessMemory):
     """A store in which nothing is finished before so many are about to be."""
 
     def __init__(self, name: str, count: int) -> None:
-        MemoryStorage.clear(name)
+        ProcessMemory.clear(name)
         super().__init__(name)
         self.barrier = threading.Barrier(count, timeout=20)
 
@@ -78,7 +78,7 @@ def test_with_one_thread_they_are_written_one_after_another() -> None:
     assert len(written) == 5
 
 
-class Refusing(MemoryStorage):
+class Refusing(ProcessMemory):
     """A store that refuses one file."""
 
     def create(self, path: str, nbytes: int) -> Any:
@@ -88,7 +88,7 @@ class Refusing(MemoryStorage):
 
 
 def test_after_an_error_all_that_is_there_is_known() -> None:
-    MemoryStorage.clear("refusing")
+    ProcessMemory.clear("refusing")
     storage, written = Refusing("refusing"), list[Written]()
     with pytest.raises(StorageError, match=r"own\.7"):
         write_blobs(storage, many(20), 0, WRITE_ID, Recorder("save"), written)

@@ -24,7 +24,7 @@ from reknit.format.manifest_file import decode_manifest
 from reknit.monitor.phase import Recorder
 from reknit.options import SaveOptions
 from reknit.planner.assemble import assemble
-from reknit.storage.memory import MemoryStorage
+from reknit.testing.process_memory import ProcessMemory
 from reknit.types.box import Box
 from reknit.types.shard import Holdings, Shard, TensorSpec
 
@@ -85,8 +85,8 @@ class World:
     """All ranks of a job and their root, without a network: messages are merged as in a tree, or not."""
 
     def __init__(self, name: str, *, merging: bool = True) -> None:
-        MemoryStorage.clear(name)
-        self.to = Destination(MemoryStorage(name), 1, True, False, {}, {})
+        ProcessMemory.clear(name)
+        self.to = Destination(ProcessMemory(name), 1, True, False, {}, {})
         self.ranks = [Rank(rank, self.to) for rank in range(SIZE)]
         self.coordinator = Coordinator()
         self.merging = merging
@@ -252,10 +252,12 @@ def test_what_is_kept_does_not_grow_with_the_layouts_that_were_saved() -> None:
 
 def test_a_file_that_the_root_does_not_see_is_named_with_who_wrote_it() -> None:
     world = World("unseen")
-    elsewhere = MemoryStorage("unseen-elsewhere")
-    MemoryStorage.clear("unseen-elsewhere")
+    elsewhere = ProcessMemory("unseen-elsewhere")
+    ProcessMemory.clear("unseen-elsewhere")
     world.ranks[2].where = replace(world.ranks[2].where, to=replace(world.to, storage=elsewhere))
-    with pytest.raises(CommitError, match=r"rank 2 wrote m/00002\..* to mem://unseen-elsewhere, and rank 0"):
+    with pytest.raises(
+        CommitError, match=r"rank 2 wrote m/00002\..* to process://unseen-elsewhere, and rank 0"
+    ):
         world.save(lambda rank: [rows(rank, "a")])
 
 
@@ -282,6 +284,6 @@ def test_the_tally_has_every_file_with_its_digests_and_coordinates() -> None:
     assert got.items == ("m/ü", "x", "y")
     assert files == [(*file, rank) for file, rank in zip(map(entry, got.files), got.ranks, strict=True)]
     assert [(blob.path, blob.coordinate) for blob in got.blobs] == blobs
-    assert got.urls == ["mem://tally"] * SIZE
+    assert got.urls == ["process://tally"] * SIZE
     assert len(got.warnings) == 2
     assert all("of x under one coordinate" in warning for warning in got.warnings)

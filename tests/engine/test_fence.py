@@ -153,11 +153,17 @@ def test_a_newer_run_is_not_harmed_by_an_older_one_that_saves_meanwhile(overwrit
 
 
 def played(
-    place: Annals, generations: list[int], choose: Callable[[list[int]], int], *, overwrite: bool
+    place: Annals,
+    generations: list[int],
+    choose: Callable[[list[int]], int],
+    *,
+    overwrite: bool,
+    before: int | None = None,
 ) -> None:
     """Let runs 1, 2, ... of these generations save at once, each operation when `choose` says so.
 
-    Checks what has to hold in whatever order it was.
+    Checks what has to hold in whatever order it was.  Of two that fence each other off none commits, and the
+    value `before` is still there.
     """
     stage, errors = Stage(), dict[int, ReknitError | None]()
 
@@ -173,7 +179,7 @@ def played(
     stage.play(choose)
     committed = [commit.value for commit in place.commits]
     assert [c.generation for c in place.commits] == sorted(c.generation or 0 for c in place.commits)
-    assert value_in(place) == (committed[-1] if committed else None)
+    assert value_in(place) == (committed[-1] if committed else before)
     for number, error in errors.items():
         assert (number in committed) == (error is None), (number, error)
         if isinstance(error, StorageError):
@@ -253,8 +259,8 @@ _stretches = st.lists(st.tuples(st.integers(0, 2), st.integers(1, SAVE)), max_si
 def test_runs_that_save_at_once_in_any_order_leave_the_newest_that_committed(
     generations: list[int], stretches: list[tuple[int, int]], overwrite: bool, after_another: bool
 ) -> None:
-    place = Annals("play")
-    if overwrite and after_another:
-        assert save_as(place, 0, 0) is None
+    place, before = Annals("play"), 0 if overwrite and after_another else None
+    if before is not None:
+        assert save_as(place, before, 0) is None
         place.commits.clear()
-    played(place, generations, in_stretches(*stretches), overwrite=overwrite)
+    played(place, generations, in_stretches(*stretches), overwrite=overwrite, before=before)

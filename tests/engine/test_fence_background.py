@@ -13,8 +13,8 @@ from reknit.comm.base import SoloGroup
 from reknit.format.manifest_file import decode_generation
 from reknit.format.paths import parse_path
 from reknit.storage.forwarding import ForwardingStorage
-from reknit.storage.memory import MemoryStorage
 from reknit.storage.registry import register
+from reknit.testing.process_memory import ProcessMemory
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -52,13 +52,13 @@ class Hesitant(ForwardingStorage):
 
 @pytest.fixture
 def url() -> Iterator[str]:
-    MemoryStorage.clear("hesitant")
+    ProcessMemory.clear("hesitant")
     Hesitant.early.clear()
     yield "hesitant://"
     assert reknit.close(LIMIT_S)
 
 
-register("hesitant", lambda url, durability: Hesitant(MemoryStorage("hesitant")))
+register("hesitant", lambda url, durability: Hesitant(ProcessMemory("hesitant")))
 
 
 def test_a_save_that_overwrites_begins_no_file_before_its_marker_is_there(url: str) -> None:

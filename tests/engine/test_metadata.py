@@ -19,8 +19,8 @@ from reknit.format.manifest_file import decode_manifest
 from reknit.frameworks import registry
 from reknit.monitor.phase import Recorder
 from reknit.options import LoadOptions
-from reknit.storage.memory import MemoryStorage
 from reknit.testing.faulty_storage import FaultyStorage
+from reknit.testing.process_memory import ProcessMemory
 from reknit.testing.world import run_ranks
 from reknit.types.box import Box
 from reknit.types.wanted import Wanted
@@ -44,18 +44,18 @@ def state(rank: int, value: int) -> dict[str, Any]:
     }
 
 
-def save_on_ranks(name: str) -> MemoryStorage:
-    MemoryStorage.clear(name)
+def save_on_ranks(name: str) -> ProcessMemory:
+    ProcessMemory.clear(name)
 
     def rank(group: Group) -> None:
-        reknit.save(f"mem://{name}", state(group.rank, 3), group=group).result()
+        reknit.save(f"process://{name}", state(group.rank, 3), group=group).result()
 
     run_ranks(SIZE, rank)
-    return MemoryStorage(name)
+    return ProcessMemory(name)
 
 
 def load_on_ranks(
-    stored: MemoryStorage, items: tuple[tuple[str, ...], ...], **renaming: Any
+    stored: ProcessMemory, items: tuple[tuple[str, ...], ...], **renaming: Any
 ) -> tuple[list[FaultyStorage], list[dict[str, Any]], list[dict[str, Any]]]:
     """Load different items on each rank; return what each did to the store, was offered, and got."""
     stores = [FaultyStorage(stored) for _ in items]
@@ -98,7 +98,7 @@ def test_only_the_root_reads_what_all_ranks_need_and_nobody_lists() -> None:
         assert target["mine"].value == [3, rank]
 
 
-def own_files(stored: MemoryStorage) -> list[str]:
+def own_files(stored: ProcessMemory) -> list[str]:
     manifest = decode_manifest(stored.get("manifest.json", limit=1 << 20))
     return [blob.path for blob in manifest.blobs if blob.coordinate is not None]
 
@@ -138,7 +138,7 @@ def asking(*items: str) -> messages.Items:
     return messages.Items(list(items), [])
 
 
-def received(stored: MemoryStorage, answer: bytes, items: list[str]) -> Received:
+def received(stored: ProcessMemory, answer: bytes, items: list[str]) -> Received:
     return Received.of(answer, stored, items, allow_pickle=False)
 
 

@@ -30,7 +30,7 @@ def claims(rank: int) -> bytes:
 
 def receipts(rank: int) -> bytes:
     """Return a receipt, with chunks for every other rank, of one to three dimensions."""
-    tables: dict[str, list[Any]] = {"urls": ["mem://x"], "items": [f"i{rank % 2}", "j"], "folders": ["j"]}
+    tables: dict[str, list[Any]] = {"urls": ["process://x"], "items": [f"i{rank % 2}", "j"], "folders": ["j"]}
     digests = ([rank % 4, 1], "")
     lists = {"copy": ([3, 4], ""), "low": digests, "high": digests, "digests": ([-1], "")}
     own = said(rank, tables, lists).with_names("copy_names", ["a", "b"], [0, 1])

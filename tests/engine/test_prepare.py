@@ -17,8 +17,8 @@ from reknit import api, ranks
 from reknit.engine.arena import SharedArena
 from reknit.engine.arenas import Arenas
 from reknit.engine.rehearsal import Rehearsal
-from reknit.storage.memory import MemoryStorage
 from reknit.storage.registry import register
+from reknit.testing.process_memory import ProcessMemory
 from reknit.testing.world import run_ranks
 from tests.engine.watched import Watched
 from tests.faults.nursery import agents_of, wait_until
@@ -34,10 +34,10 @@ LIMIT_S = 60.0
 MIB = 1 << 20
 
 
-def shut(url: str, durability: str) -> MemoryStorage:
+def shut(url: str, durability: str) -> ProcessMemory:
     """Be a store that cannot be opened, where an agent opens it."""
     if "/only-by-agents" in url and "rank " in threading.current_thread().name:
-        return MemoryStorage("prepared")
+        return ProcessMemory("prepared")
     raise reknit.StorageError("nobody is in")
 
 
@@ -48,7 +48,7 @@ register("shut", lambda url, durability: shut(url, durability))
 def _clean() -> Iterator[None]:
     yield
     assert reknit.close(LIMIT_S)
-    MemoryStorage.clear("prepared")
+    ProcessMemory.clear("prepared")
 
 
 class Broken:
@@ -112,12 +112,12 @@ def test_the_first_save_after_it_plans_nothing_makes_no_memory_and_waits_for_no_
 
     def rank(group: Group) -> None:
         state = state_of(group.rank)
-        reknit.prepare("mem://prepared", state, group=group)
+        reknit.prepare("process://prepared", state, group=group)
         sizes = len(made)
         if group.rank != 1:
             assert others_may.wait(LIMIT_S)
         with Watched() as seen:
-            pending = reknit.save("mem://prepared/1", state, wait=False, group=group)
+            pending = reknit.save("process://prepared/1", state, wait=False, group=group)
         others_may.set()
         assert "assign" not in phases(pending)
         assert len(made) == sizes == 6
@@ -127,17 +127,17 @@ def test_the_first_save_after_it_plans_nothing_makes_no_memory_and_waits_for_no_
     for seen in told.values():
         assert seen.agreed == seen.planned == set()
         assert set(seen.said) == {"Begin", "Planned", "Filled"}
-    with reknit.open("mem://prepared/1") as checkpoint:
+    with reknit.open("process://prepared/1") as checkpoint:
         assert checkpoint.read("model", "own.2").tolist() == [1.0] * 40_000
-    assert reknit.verify("mem://prepared/1", "data").ok
+    assert reknit.verify("process://prepared/1", "data").ok
 
 
 def test_it_writes_nothing_and_keeps_nothing_of_the_state(tmp_path: Path) -> None:
     state = state_of(0)
     reknit.prepare(tmp_path / "run" / "step_1", state)
-    reknit.prepare("mem://prepared/here", state)
+    reknit.prepare("process://prepared/here", state)
     assert list(tmp_path.iterdir()) == []
-    assert list(MemoryStorage("prepared").list()) == []
+    assert list(ProcessMemory("prepared").list()) == []
     for value in state["model"].values():
         value[:] = 7
     state["extra"]["epoch"] = 7
@@ -154,20 +154,20 @@ def test_it_writes_nothing_and_keeps_nothing_of_the_state(tmp_path: Path) -> Non
 def test_as_much_memory_is_made_as_the_budget_allows(made: list[int], nbytes: int, sizes: list[int]) -> None:
     options = reknit.SaveOptions(host_nbytes=64 * MIB)
     state = {"model": {"w": np.arange(nbytes, dtype=np.uint8)}}
-    reknit.prepare("mem://prepared", state, options=options)
+    reknit.prepare("process://prepared", state, options=options)
     assert made == sizes
     assert crew_of().arenas == set(range(1, len(sizes) + 1)), "the agent maps them already"
     for k in range(2):
-        report = reknit.save(f"mem://prepared/{k}", state, wait=False, options=options).result(LIMIT_S)
+        report = reknit.save(f"process://prepared/{k}", state, wait=False, options=options).result(LIMIT_S)
         assert report.streamed is (nbytes > 64 * MIB)
-        with reknit.open(f"mem://prepared/{k}") as checkpoint:
+        with reknit.open(f"process://prepared/{k}") as checkpoint:
             assert np.array_equal(checkpoint.read("model", "w"), state["model"]["w"])
     assert made == sizes
 
 
 def test_the_memory_is_there_before_the_save_writes_to_it() -> None:
     nbytes = 8 * MIB
-    reknit.prepare("mem://prepared", {"model": {"w": np.zeros(nbytes, np.uint8)}})
+    reknit.prepare("process://prepared", {"model": {"w": np.zeros(nbytes, np.uint8)}})
     arenas = background_of()._arenas
     assert arenas is not None
     for _ in range(2):
@@ -182,32 +182,32 @@ def test_a_state_that_has_another_layout_at_the_save_is_planned_anew_in_larger_m
 ) -> None:
     def rank(group: Group) -> list[list[str]]:
         small = {"model": {f"own.{group.rank}": np.ones(9)}}
-        reknit.prepare("mem://prepared", small, group=group)
+        reknit.prepare("process://prepared", small, group=group)
         told = []
         for k in range(4):
             state = {"model": {f"own.{group.rank}": np.full(MIB, k, np.float64)}}
-            told.append(phases(reknit.save(f"mem://prepared/{k}", state, wait=False, group=group)))
-        told.append(phases(reknit.save("mem://prepared/small", small, wait=False, group=group)))
+            told.append(phases(reknit.save(f"process://prepared/{k}", state, wait=False, group=group)))
+        told.append(phases(reknit.save("process://prepared/small", small, wait=False, group=group)))
         return [[phase for phase in names if phase == "assign"] for names in told]
 
     assert run_ranks(2, rank) == [[["assign"], [], [], [], []]] * 2
     wait_until(lambda: len(made) == 8, LIMIT_S)
     assert sorted(made) == [2 * MIB] * 4 + [10 * MIB] * 4
-    with reknit.open("mem://prepared/3") as checkpoint:
+    with reknit.open("process://prepared/3") as checkpoint:
         assert checkpoint.read("model", "own.1")[-1] == 3
-    assert reknit.verify("mem://prepared/small", "data").ok
+    assert reknit.verify("process://prepared/small", "data").ok
 
 
 def test_an_optimizer_before_its_first_step_gets_its_plan_with_the_first_save() -> None:
     model = torch.nn.Linear(30, 30)
     optimizer = torch.optim.AdamW(model.parameters())
     state = {"model": model, "optimizer": optimizer}
-    reknit.prepare("mem://prepared", state)
+    reknit.prepare("process://prepared", state)
     assert not optimizer.state
     agents = crew_of()
     model(torch.ones(1, 30)).sum().backward()
     optimizer.step()
-    saves = [reknit.save(f"mem://prepared/{k}", state, wait=False) for k in range(2)]
+    saves = [reknit.save(f"process://prepared/{k}", state, wait=False) for k in range(2)]
     assert ["assign" in phases(save) for save in saves] == [True, False]
     assert crew_of() is agents
 
@@ -217,28 +217,30 @@ def test_twice_is_as_good_as_once_before_and_after_saves(made: list[int]) -> Non
         state = state_of(group.rank)
         for k in range(3):
             for _ in range(2):
-                reknit.prepare("mem://prepared", state, group=group)
-            assert "assign" not in phases(reknit.save(f"mem://prepared/{k}", state, wait=False, group=group))
+                reknit.prepare("process://prepared", state, group=group)
+            assert "assign" not in phases(
+                reknit.save(f"process://prepared/{k}", state, wait=False, group=group)
+            )
 
     run_ranks(2, rank)
     assert len(made) == 4
-    assert reknit.verify("mem://prepared/2", "data").ok
+    assert reknit.verify("process://prepared/2", "data").ok
 
 
 def test_while_a_save_is_under_way_what_it_has_stays_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
     written = threading.Event()
-    create = MemoryStorage.create
+    create = ProcessMemory.create
 
-    def late(self: MemoryStorage, path: str, nbytes: int) -> Any:
+    def late(self: ProcessMemory, path: str, nbytes: int) -> Any:
         assert written.wait(LIMIT_S)
         return create(self, path, nbytes)
 
-    monkeypatch.setattr(MemoryStorage, "create", late)
-    saves = [reknit.save(f"mem://prepared/{k}", state_of(0, k), wait=False) for k in range(2)]
+    monkeypatch.setattr(ProcessMemory, "create", late)
+    saves = [reknit.save(f"process://prepared/{k}", state_of(0, k), wait=False) for k in range(2)]
     done = threading.Event()
 
     def prepare() -> None:
-        reknit.prepare("mem://prepared", {"model": {"w": np.ones(MIB)}})
+        reknit.prepare("process://prepared", {"model": {"w": np.ones(MIB)}})
         done.set()
 
     threading.Thread(target=prepare).start()
@@ -247,7 +249,7 @@ def test_while_a_save_is_under_way_what_it_has_stays_its_own(monkeypatch: pytest
     assert done.wait(LIMIT_S)
     for k, save in enumerate(saves):
         save.result(LIMIT_S)
-        with reknit.open(f"mem://prepared/{k}") as checkpoint:
+        with reknit.open(f"process://prepared/{k}") as checkpoint:
             assert checkpoint.read("model", "own.0").tolist() == [k] * 40_000
 
 
@@ -266,11 +268,11 @@ def test_without_a_state_agents_are_started_and_no_memory_is_taken(made: list[in
 
 def test_options_that_change_the_layout_of_files_change_the_plan_and_others_do_not() -> None:
     state = {"model": {"a": np.zeros(MIB, np.uint8), "b": np.zeros(MIB, np.uint8)}}
-    reknit.prepare("mem://prepared", state)
+    reknit.prepare("process://prepared", state)
     many = reknit.SaveOptions(max_file_nbytes=MIB)
     other = reknit.SaveOptions(threads=2, check_replicas="all", allow_pickle=True)
     for options, planned, files in ((other, False, 1), (many, True, 2), (many, False, 2)):
-        save = reknit.save(f"mem://prepared/{files}{planned}", state, wait=False, options=options)
+        save = reknit.save(f"process://prepared/{files}{planned}", state, wait=False, options=options)
         assert ("assign" in phases(save)) is planned
         assert save.result().num_files == files
 
@@ -300,9 +302,11 @@ def test_what_cannot_be_saved_on_one_rank_is_told_on_all_and_the_next_call_is_we
 ) -> None:
     def rank(group: Group) -> tuple[str, str]:
         wrong = broken(group) if group.rank == 1 else state_of(group.rank)
-        told = outcome(lambda: reknit.prepare("mem://prepared", wrong, group=group))
+        told = outcome(lambda: reknit.prepare("process://prepared", wrong, group=group))
         for k in range(2):
-            reknit.save(f"mem://prepared/{k}", state_of(group.rank), wait=False, group=group).result(LIMIT_S)
+            reknit.save(f"process://prepared/{k}", state_of(group.rank), wait=False, group=group).result(
+                LIMIT_S
+            )
         return told
 
     caplog.set_level(logging.WARNING, "reknit")
@@ -322,8 +326,8 @@ def test_an_exception_of_the_users_own_code_is_raised_there_and_described_elsewh
         state = state_of(group.rank)
         wrong = {**state, "mine": Broken(failure)} if group.rank == 0 else state
         with pytest.raises(type(failure) if group.rank == 0 else reknit.ReknitError) as caught:
-            reknit.prepare("mem://prepared", wrong, group=group)
-        reknit.save("mem://prepared/1", state, wait=False, group=group).result(LIMIT_S)
+            reknit.prepare("process://prepared", wrong, group=group)
+        reknit.save("process://prepared/1", state, wait=False, group=group).result(LIMIT_S)
         return str(caught.value)
 
     _, second = run_ranks(2, rank)
@@ -365,9 +369,9 @@ def test_memory_that_one_rank_cannot_have_is_told_on_all(monkeypatch: pytest.Mon
 
     def rank(group: Group) -> str:
         with pytest.raises(MemoryError if group.rank == 1 else reknit.ReknitError) as caught:
-            reknit.prepare("mem://prepared", state_of(group.rank), group=group)
+            reknit.prepare("process://prepared", state_of(group.rank), group=group)
         monkeypatch.setattr(Arenas, "acquire", acquire)
-        reknit.save("mem://prepared/1", state_of(group.rank), wait=False, group=group).result(LIMIT_S)
+        reknit.save("process://prepared/1", state_of(group.rank), wait=False, group=group).result(LIMIT_S)
         return str(caught.value)
 
     for told in run_ranks(2, rank):
@@ -381,8 +385,8 @@ def test_errors_only_warn_when_the_options_say_so(caplog: pytest.LogCaptureFixtu
     (record,) = caplog.records
     assert "could not prepare for saves to shut://prepared: nobody is in" in record.getMessage()
     with pytest.raises(reknit.StateError):
-        reknit.prepare("mem://prepared", {"odd": {"value": threading.Lock()}}, options=options)
-    reknit.save("mem://prepared/1", state_of(0), wait=False, options=options).result(LIMIT_S)
+        reknit.prepare("process://prepared", {"odd": {"value": threading.Lock()}}, options=options)
+    reknit.save("process://prepared/1", state_of(0), wait=False, options=options).result(LIMIT_S)
 
 
 def test_what_fails_after_an_interrupted_wait_is_not_raised_by_the_next_save(
@@ -398,23 +402,23 @@ def test_what_fails_after_an_interrupted_wait_is_not_raised_by_the_next_save(
         patched.setattr(reknit.PendingSave, "wait", interrupted)
         patched.setattr(Rehearsal, "_when_ready", late)
         with pytest.raises(KeyboardInterrupt):
-            reknit.prepare("mem://prepared", state_of(0))
+            reknit.prepare("process://prepared", state_of(0))
         wait_until(lambda: background_of().under_way() == [], LIMIT_S)
-    reknit.save("mem://prepared/1", state_of(0), wait=False).result(LIMIT_S)
+    reknit.save("process://prepared/1", state_of(0), wait=False).result(LIMIT_S)
 
 
 def test_a_rank_that_saves_instead_is_told_on_all_and_close_mends_it() -> None:
     def rank(group: Group) -> tuple[str, str]:
         state = state_of(group.rank)
         if group.rank == 0:
-            told = outcome(lambda: reknit.prepare("mem://prepared", state, group=group))
+            told = outcome(lambda: reknit.prepare("process://prepared", state, group=group))
         else:
-            save = reknit.save("mem://prepared/0", state, 0, wait=False, group=group)
+            save = reknit.save("process://prepared/0", state, 0, wait=False, group=group)
             told = outcome(lambda: save.result(LIMIT_S))
         closed.wait(LIMIT_S)
         assert reknit.close(LIMIT_S)
         closed.wait(LIMIT_S)
-        reknit.save("mem://prepared/1", state, 1, wait=False, group=group).result(LIMIT_S)
+        reknit.save("process://prepared/1", state, 1, wait=False, group=group).result(LIMIT_S)
         return told
 
     closed = threading.Barrier(2)

@@ -225,8 +225,8 @@ def test_where_no_copy_is_good_the_error_names_all_that_were_tried() -> None:
     spoil(worse, data_path(checkpoint), int(checkpoint.index.start[0]) + 30 * 80)
     with pytest.raises(CorruptError, match="not those that were saved") as caught:
         reader.run(Recorder("load"))
-    assert "mem://worse (damaged as well)" in str(caught.value)
-    assert "mem://gone (there is no file" in str(caught.value)
+    assert "process://worse (damaged as well)" in str(caught.value)
+    assert "process://gone (there is no file" in str(caught.value)
     assert "m/w" in str(caught.value)
     assert reader.repaired == []
 
@@ -298,7 +298,7 @@ def test_a_missing_or_short_file_is_no_error_where_a_replica_has_it() -> None:
     [
         {"on_corrupt": "repair"},
         {"on_corrupt": "replica"},
-        {"replicas": "mem://other"},
+        {"replicas": "process://other"},
         {"replicas": (1,)},
         {"gap_nbytes": -1},
     ],

@@ -14,7 +14,7 @@ import reknit
 from reknit.engine import renaming
 from reknit.engine.renaming import Naming, renamed
 from reknit.frameworks.tree import SKELETON
-from reknit.storage.memory import MemoryStorage
+from reknit.testing.process_memory import ProcessMemory
 from reknit.testing.world import run_ranks
 from reknit.types.manifest import Index, TensorEntry
 from reknit.types.shard import TensorSpec
@@ -254,7 +254,7 @@ def test_a_checkpoint_that_is_looked_into_has_the_new_names(path: Path) -> None:
 
 
 def test_ranks_with_different_items_and_values_of_their_own_agree_on_the_names() -> None:
-    MemoryStorage.clear("renamed")
+    ProcessMemory.clear("renamed")
 
     def save(group: Group) -> None:
         saved = {
@@ -262,7 +262,7 @@ def test_ranks_with_different_items_and_values_of_their_own_agree_on_the_names()
             "own": reknit.PerRank([group.rank]),
             "lag": {"s": group.rank},
         }
-        reknit.save("mem://renamed", saved, group=group)
+        reknit.save("process://renamed", saved, group=group)
 
     def load(group: Group) -> dict[str, Any]:
         target: dict[str, Any] = {
@@ -273,7 +273,7 @@ def test_ranks_with_different_items_and_values_of_their_own_agree_on_the_names()
         rules = reknit.LoadOptions(
             rename={"own": "private", "lag/s": "lag/seconds"}, rewrite=((r"old\.", "new_"),), timeout_s=30
         )
-        assert reknit.load("mem://renamed", target, group=group, options=rules).notes == {}
+        assert reknit.load("process://renamed", target, group=group, options=rules).notes == {}
         return target
 
     run_ranks(3, save)

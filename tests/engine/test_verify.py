@@ -9,7 +9,7 @@ from reknit.engine.save import SaveJob, save
 from reknit.engine.verify import verify
 from reknit.monitor.phase import Recorder
 from reknit.options import LoadOptions, SaveOptions
-from reknit.storage.memory import MemoryStorage
+from reknit.testing.process_memory import ProcessMemory
 from reknit.testing.world import run_ranks
 from reknit.types.box import Box
 from reknit.types.shard import Holdings, Shard, TensorSpec
@@ -21,8 +21,8 @@ SPEC = TensorSpec((50,), "float32")
 
 
 def test_a_box_that_two_ranks_wrote_by_mistake_is_kept_once_and_the_checkpoint_is_sound() -> None:
-    MemoryStorage.clear("twice")
-    storage = MemoryStorage("twice")
+    ProcessMemory.clear("twice")
+    storage = ProcessMemory("twice")
     data = np.arange(50, dtype=np.float32)
 
     def rank(group: Group) -> tuple[str, ...]:

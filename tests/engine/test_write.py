@@ -23,8 +23,8 @@ from reknit.errors import ReknitError, StorageError, StorageFullError, UsageErro
 from reknit.format.checksum import BLOCK_NBYTES, block_digests
 from reknit.monitor.phase import Recorder
 from reknit.options import SaveOptions
-from reknit.storage.memory import MemoryStorage
 from reknit.testing.faulty_storage import Fault, FaultyStorage
+from reknit.testing.process_memory import ProcessMemory
 from reknit.types.box import Box
 from reknit.types.plan import WriteEntry
 
@@ -42,10 +42,10 @@ BYTES = np.random.default_rng(7).integers(0, 256, 97 * MIB, np.uint8)
 
 
 @pytest.fixture
-def storage() -> Iterator[MemoryStorage]:
-    MemoryStorage.clear("write")
-    yield MemoryStorage("write")
-    MemoryStorage.clear("write")
+def storage() -> Iterator[ProcessMemory]:
+    ProcessMemory.clear("write")
+    yield ProcessMemory("write")
+    ProcessMemory.clear("write")
 
 
 def fixed(threads: int = 2, piece_nbytes: int = SMALL) -> Tuner:
@@ -101,8 +101,8 @@ def check(storage: Storage, memory: Memory, written: Sequence[Written]) -> None:
 def test_files_of_any_size_arrive_whole_with_the_digests_of_their_blocks(
     sizes: list[int], threads: int, piece: int
 ) -> None:
-    MemoryStorage.clear("any")
-    storage, memory, recorder = MemoryStorage("any"), Memory(sizes), Recorder("save")
+    ProcessMemory.clear("any")
+    storage, memory, recorder = ProcessMemory("any"), Memory(sizes), Recorder("save")
     answer = write_files(
         storage,
         memory.files,
@@ -118,10 +118,10 @@ def test_files_of_any_size_arrive_whole_with_the_digests_of_their_blocks(
     assert {r.phase: r.nbytes for r in recorder.records} == dict.fromkeys(
         ("wait", "digest", "write"), sum(sizes)
     )
-    MemoryStorage.clear("any")
+    ProcessMemory.clear("any")
 
 
-def test_pieces_are_fetched_in_the_order_of_the_files(storage: MemoryStorage) -> None:
+def test_pieces_are_fetched_in_the_order_of_the_files(storage: ProcessMemory) -> None:
     memory = Memory([10 * MIB, 3, 34 * MIB])
     write_files(
         storage, memory.files, memory.fetch, tuner=fixed(1, 16 * MIB), recorder=Recorder("save", rank=3)
@@ -135,10 +135,10 @@ def test_pieces_are_fetched_in_the_order_of_the_files(storage: MemoryStorage) ->
     ]
 
 
-def test_digests_are_of_the_memory_before_its_bytes_go_anywhere(storage: MemoryStorage) -> None:
+def test_digests_are_of_the_memory_before_its_bytes_go_anywhere(storage: ProcessMemory) -> None:
     scratch = np.array(BYTES[: 6 * MIB])
 
-    class Spoiling(MemoryStorage):
+    class Spoiling(ProcessMemory):
         def create(self, path: str, nbytes: int) -> Writer:  # type: ignore[override]
             writer = super().create(path, nbytes)
             real = writer.write
@@ -162,7 +162,7 @@ def test_digests_are_of_the_memory_before_its_bytes_go_anywhere(storage: MemoryS
 
 
 def test_while_the_core_is_busy_pieces_are_written_first_and_digested_later(
-    storage: MemoryStorage, monkeypatch: pytest.MonkeyPatch
+    storage: ProcessMemory, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     memory = Memory([5 * SMALL, 3 * SMALL + 7])
     events: list[str] = []
@@ -191,7 +191,7 @@ def test_while_the_core_is_busy_pieces_are_written_first_and_digested_later(
     assert events == ["fetch"] * 4 + ["digest"] * 4 + ["fetch", "digest"] * 5
     check(storage, memory, written)
 
-    MemoryStorage.clear("write")
+    ProcessMemory.clear("write")
     written = write_files(
         storage, memory.files, memory.fetch, tuner=fixed(), recorder=Recorder("save"), busy=lambda: True
     )
@@ -199,9 +199,9 @@ def test_while_the_core_is_busy_pieces_are_written_first_and_digested_later(
 
 
 def test_a_piece_is_given_back_after_it_is_written_and_before_the_file_is_finished() -> None:
-    MemoryStorage.clear("order")
+    ProcessMemory.clear("order")
     events: list[str] = []
-    faulty = FaultyStorage(MemoryStorage("order"))
+    faulty = FaultyStorage(ProcessMemory("order"))
     memory = Memory([2 * SMALL])
 
     def written(file: int, start: int, nbytes: int) -> None:
@@ -212,7 +212,7 @@ def test_a_piece_is_given_back_after_it_is_written_and_before_the_file_is_finish
     )
     assert events == ["create,write", "create,write,write"]
     assert faulty.operations[-1].name == "finish"
-    MemoryStorage.clear("order")
+    ProcessMemory.clear("order")
 
 
 # Memory that somebody else fills
@@ -264,7 +264,7 @@ class Ring:
 @pytest.mark.parametrize("threads", [1, 2, 4])
 @pytest.mark.parametrize("tuned", [False, True])
 def test_a_ring_of_one_span_is_enough_for_any_number_of_threads(
-    storage: MemoryStorage, threads: int, tuned: bool
+    storage: ProcessMemory, threads: int, tuned: bool
 ) -> None:
     memory = Memory([35 * MIB, 1, 40 * MIB])
     ring = Ring(memory)
@@ -285,8 +285,8 @@ def test_a_ring_of_one_span_is_enough_for_any_number_of_threads(
 
 
 def test_a_write_that_fails_wakes_those_who_wait_for_bytes_that_will_never_come() -> None:
-    MemoryStorage.clear("ring")
-    faulty = FaultyStorage(MemoryStorage("ring"), plan=[Fault("full", 2, "write")])
+    ProcessMemory.clear("ring")
+    faulty = FaultyStorage(ProcessMemory("ring"), plan=[Fault("full", 2, "write")])
     memory = Memory([80 * MIB])
     ring = Ring(memory)
     ring.thread.start()
@@ -303,10 +303,10 @@ def test_a_write_that_fails_wakes_those_who_wait_for_bytes_that_will_never_come(
     ring.thread.join()
     assert (caught.value.rank, caught.value.phase, caught.value.path) == (5, "write", "files/0")
     assert list(faulty.list()) == []
-    MemoryStorage.clear("ring")
+    ProcessMemory.clear("ring")
 
 
-def test_a_trainer_that_gives_up_leaves_no_file_behind(storage: MemoryStorage) -> None:
+def test_a_trainer_that_gives_up_leaves_no_file_behind(storage: ProcessMemory) -> None:
     memory = Memory([5 * MIB, 20 * MIB, 5 * MIB])
 
     def fetch(file: int, start: int, nbytes: int, arena: Arena) -> NDArray[np.uint8]:
@@ -330,7 +330,7 @@ def test_a_trainer_that_gives_up_leaves_no_file_behind(storage: MemoryStorage) -
 @pytest.mark.parametrize("operation", ["create", "write", "finish"])
 @pytest.mark.parametrize("kind", ["error", "short", "lost"])
 def test_whatever_fails_no_file_is_left_and_the_error_says_where(
-    storage: MemoryStorage, operation: str, kind: str
+    storage: ProcessMemory, operation: str, kind: str
 ) -> None:
     memory = Memory([5 * MIB, 0, 9 * MIB])
     for at in range(1, 20):
@@ -342,7 +342,7 @@ def test_whatever_fails_no_file_is_left_and_the_error_says_where(
         assert (error.rank, error.phase) == (2, "write")
         assert str(error.path).startswith("files/")
         assert list(storage.list()) == []
-        MemoryStorage.clear("write")
+        ProcessMemory.clear("write")
     assert at == {"create": 4, "write": 6, "finish": 4}[operation], "the sweep came to its end, and not early"
 
 
@@ -354,12 +354,12 @@ def failure(storage: Storage, memory: Memory) -> ReknitError | None:
     return None
 
 
-def test_a_store_that_says_nothing_of_the_place_is_signed_with_the_file(storage: MemoryStorage) -> None:
+def test_a_store_that_says_nothing_of_the_place_is_signed_with_the_file(storage: ProcessMemory) -> None:
     storage.create("files/1", 1)
     memory = Memory([5, 5])
     error = failure(storage, memory)
     assert error is not None
-    assert error.path == "mem://write/files/1"
+    assert error.path == "process://write/files/1"
     assert list(storage.list()) == []
 
 
@@ -377,7 +377,7 @@ def copy_files(storage: Storage, memory: Memory, tuner: Tuner) -> list[Written]:
 
 
 def test_a_first_save_measures_window_by_window_and_writes_the_rest_with_the_best(
-    storage: MemoryStorage,
+    storage: ProcessMemory,
 ) -> None:
     tuner = with_two_candidates()
     assert tuner.candidates == (Settings(2, SMALL), Settings(1, SMALL))
@@ -399,7 +399,7 @@ def test_a_first_save_measures_window_by_window_and_writes_the_rest_with_the_bes
     assert file.digests.tolist() == block_digests(memory.bytes_of(0))
 
 
-def test_a_save_smaller_than_a_window_measures_nothing(storage: MemoryStorage) -> None:
+def test_a_save_smaller_than_a_window_measures_nothing(storage: ProcessMemory) -> None:
     tuner = with_two_candidates(window_nbytes=40 * MIB)
     before = tuner.settings
     memory = Memory([20 * MIB, 19 * MIB])
@@ -408,7 +408,7 @@ def test_a_save_smaller_than_a_window_measures_nothing(storage: MemoryStorage) -
     assert tuner.settings == before
 
 
-def test_a_later_save_goes_on_measuring_where_the_first_one_ended(storage: MemoryStorage) -> None:
+def test_a_later_save_goes_on_measuring_where_the_first_one_ended(storage: ProcessMemory) -> None:
     tuner = with_two_candidates()
     memory = Memory([33 * MIB])
     copy_files(storage, memory, tuner)
@@ -420,7 +420,7 @@ def test_a_later_save_goes_on_measuring_where_the_first_one_ended(storage: Memor
 
 @pytest.mark.parametrize(("phase", "counts"), [("wait", False), ("stage", True)])
 def test_a_window_that_waited_for_its_bytes_says_nothing_about_the_store(
-    storage: MemoryStorage, monkeypatch: pytest.MonkeyPatch, phase: str, counts: bool
+    storage: ProcessMemory, monkeypatch: pytest.MonkeyPatch, phase: str, counts: bool
 ) -> None:
     tuner = with_two_candidates()
     memory = Memory([65 * MIB])
@@ -444,7 +444,7 @@ def test_a_window_that_waited_for_its_bytes_says_nothing_about_the_store(
 # Live memory
 
 
-def test_an_image_is_its_header_and_then_its_entries_whatever_their_strides(storage: MemoryStorage) -> None:
+def test_an_image_is_its_header_and_then_its_entries_whatever_their_strides(storage: ProcessMemory) -> None:
     matrix = np.arange(1500 * 1000, dtype=np.float32).reshape(1500, 1000)
     vector = np.arange(2_000_001, dtype=np.int64)
     sources = [bits(matrix.T), bits(vector)]
@@ -466,11 +466,11 @@ def test_an_image_is_its_header_and_then_its_entries_whatever_their_strides(stor
     assert {record.nbytes for record in recorder.records} == {2 * len(expected)}
 
 
-def test_no_images_are_no_special_case(storage: MemoryStorage) -> None:
+def test_no_images_are_no_special_case(storage: ProcessMemory) -> None:
     assert write_images(storage, [], SaveOptions(), Recorder("save")) == []
 
 
-def test_bytes_are_written_whole_or_not_at_all(storage: MemoryStorage) -> None:
+def test_bytes_are_written_whole_or_not_at_all(storage: ProcessMemory) -> None:
     data = BYTES[: 5 * MIB].tobytes()
     file = write_bytes(storage, "a/x", data)
     assert isinstance(file, Written)

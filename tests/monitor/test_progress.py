@@ -16,9 +16,9 @@ from reknit.engine.pipeline import start
 from reknit.monitor import progress as module
 from reknit.monitor.phase import Recorder
 from reknit.monitor.progress import Intervals, progress
-from reknit.storage.memory import MemoryStorage
 from reknit.storage.registry import register
 from reknit.testing.faulty_storage import Fault, FaultyStorage
+from reknit.testing.process_memory import ProcessMemory
 from reknit.testing.world import run_ranks
 
 if TYPE_CHECKING:
@@ -163,12 +163,12 @@ def test_a_slow_save_tells_how_far_it_is_on_rank_0_alone(
     lines: Lines, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(module, "INTERVALS", QUICK)
-    MemoryStorage.clear("slow")
+    ProcessMemory.clear("slow")
     plan = [Fault("stall", 2, "finish")]
     register(
         "stalled",
         lambda url, durability: FaultyStorage(
-            MemoryStorage("slow"), plan=plan, stall=lambda: lines.wait_for("save to ")
+            ProcessMemory("slow"), plan=plan, stall=lambda: lines.wait_for("save to ")
         ),
     )
     state = {"model": {"w": np.ones(1 << 20, np.float32)}, "extra": {"epoch": 1}}
@@ -185,8 +185,8 @@ def test_a_slow_save_tells_how_far_it_is_on_rank_0_alone(
 def test_a_save_counts_every_byte_of_its_data_files() -> None:
     from reknit.engine.write import Image, write_images
 
-    MemoryStorage.clear("counted")
+    ProcessMemory.clear("counted")
     recorder = Recorder("save")
     images = [Image(f"model/{k}", b"h" * n, (), n, ()) for k, n in enumerate((0, 5, 20 << 20))]
-    write_images(MemoryStorage("counted"), images, reknit.SaveOptions(), recorder)
+    write_images(ProcessMemory("counted"), images, reknit.SaveOptions(), recorder)
     assert recorder.standing()[:2] == (5 + (20 << 20),) * 2

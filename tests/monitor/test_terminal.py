@@ -23,7 +23,7 @@ import sys
 import numpy as np
 import reknit
 from reknit.monitor import progress
-from reknit.storage.memory import MemoryStorage
+from reknit.testing.process_memory import ProcessMemory
 from reknit.storage.registry import register
 from reknit.testing.faulty_storage import Fault, FaultyStorage
 
@@ -31,7 +31,7 @@ if "--no-rich" in sys.argv:
     sys.modules["rich"] = None
 progress.INTERVALS = progress.Intervals(0.0, 0.001, 0.001)
 plan = [Fault("stall", 1, "finish")]
-store = MemoryStorage("x").sub("deep/" * 29 + "deep")
+store = ProcessMemory("x").sub("deep/" * 29 + "deep")
 register("stalled", lambda url, durability: FaultyStorage(store, plan=plan, stall=sys.stdin.readline))
 reknit.save("stalled://x", {"model": {"w": np.ones(1 << 20, np.float32)}})
 print("saved", "rich.console" in sys.modules)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import uuid
 from pathlib import Path
 from typing import TYPE_CHECKING, ClassVar
 
@@ -9,6 +10,7 @@ from reknit.storage.local import LocalStorage
 from reknit.storage.memory import MemoryStorage
 from reknit.storage.runs import read_runs
 from reknit.testing.faulty_storage import FaultyStorage
+from reknit.testing.process_memory import ProcessMemory
 from reknit.testing.storage_suite import StorageSuite
 
 if TYPE_CHECKING:
@@ -64,18 +66,40 @@ class TestLocalThatReadsRunsAsRanges(LocalSuite):
         return WithoutRuns(tmp_path)
 
 
-class MemorySuite(StorageSuite):
+class TestMemory(LocalSuite):
+    def make(self, tmp_path: Path) -> Storage:
+        return MemoryStorage(f"contract-{uuid.uuid4().hex}")
+
+    def raw_read(self, storage: Storage, path: str) -> bytes:
+        return self.raw(storage, path).read_bytes()
+
+    def raw_write(self, storage: Storage, path: str, data: bytes) -> None:
+        target = self.raw(storage, path)
+        target.parent.mkdir(parents=True, exist_ok=True)
+        target.write_bytes(data)
+
+    def raw(self, storage: Storage, path: str) -> Path:
+        assert isinstance(storage, MemoryStorage)
+        return Path(storage.folder, path)
+
+
+class TestMemoryBelowAnotherStore(TestMemory):
+    def make(self, tmp_path: Path) -> Storage:
+        return super().make(tmp_path).sub("steps/1")
+
+
+class ProcessMemorySuite(StorageSuite):
     """The raw access is a second store, opened at the root of the tree."""
 
     def make(self, tmp_path: Path) -> Storage:
-        MemoryStorage.clear("contract")
-        return MemoryStorage("contract")
+        ProcessMemory.clear("contract")
+        return ProcessMemory("contract")
 
     def _raw(self, storage: Storage) -> dict[str, memoryview]:
-        return MemoryStorage._trees["contract"].files
+        return ProcessMemory._trees["contract"].files
 
     def _key(self, storage: Storage, path: str) -> str:
-        return f"{storage.url}/{path}".removeprefix("mem://contract/")
+        return f"{storage.url}/{path}".removeprefix("process://contract/")
 
     def raw_read(self, storage: Storage, path: str) -> bytes:
         return bytes(self._raw(storage)[self._key(storage, path)])
@@ -84,10 +108,10 @@ class MemorySuite(StorageSuite):
         self._raw(storage)[self._key(storage, path)] = memoryview(data)
 
 
-class TestMemory(MemorySuite):
+class TestProcessMemory(ProcessMemorySuite):
     pass
 
 
-class TestMemoryBelowAnotherStore(MemorySuite):
+class TestProcessMemoryBelowAnotherStore(ProcessMemorySuite):
     def make(self, tmp_path: Path) -> Storage:
         return super().make(tmp_path).sub("steps/1")

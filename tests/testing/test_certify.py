@@ -5,8 +5,8 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from reknit.storage import registry
-from reknit.storage.memory import MemoryStorage
 from reknit.testing.certify import certify, table
+from reknit.testing.process_memory import ProcessMemory
 from tests.cli.command import Command
 
 if TYPE_CHECKING:
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from reknit.storage.base import Storage
 
 
-class Overwriting(MemoryStorage):
+class Overwriting(ProcessMemory):
     """A store that takes no notice of `if_absent`, as some object stores do."""
 
     def put(self, path: str, data: bytes, *, if_absent: bool) -> bool:

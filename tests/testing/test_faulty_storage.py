@@ -12,8 +12,8 @@ import pytest
 
 from reknit.errors import DeadlineError, ReknitError, StorageError, StorageFullError, UsageError
 from reknit.storage.local import LocalStorage
-from reknit.storage.memory import MemoryStorage
 from reknit.testing.faulty_storage import Fault, FaultKind, FaultyStorage, Operation
+from reknit.testing.process_memory import ProcessMemory
 from reknit.testing.storage_suite import listed, pattern, read, write
 
 if TYPE_CHECKING:
@@ -27,8 +27,8 @@ DATA = pattern(1000)
 
 @pytest.fixture
 def inner() -> Storage:
-    MemoryStorage.clear("faulty")
-    return MemoryStorage("faulty")
+    ProcessMemory.clear("faulty")
+    return ProcessMemory("faulty")
 
 
 def save(storage: Storage) -> None:

@@ -25,8 +25,8 @@ from reknit.format.paths import parse_path
 from reknit.monitor.phase import Recorder
 from reknit.options import LoadOptions, SaveOptions
 from reknit.storage.local import LocalStorage
-from reknit.storage.memory import MemoryStorage
 from reknit.testing.faulty_storage import Fault, FaultyStorage
+from reknit.testing.process_memory import ProcessMemory
 from reknit.testing.world import run_ranks
 from reknit.types.box import Box
 from reknit.types.shard import Blob, Holdings, Shard, TensorSpec
@@ -156,9 +156,9 @@ def agreed(outcomes: list[Outcome], kind: str) -> bool:
     return False
 
 
-def store(k: int) -> MemoryStorage:
-    MemoryStorage.clear(f"faulty-{k}")
-    return MemoryStorage(f"faulty-{k}")
+def store(k: int) -> ProcessMemory:
+    ProcessMemory.clear(f"faulty-{k}")
+    return ProcessMemory(f"faulty-{k}")
 
 
 def strays(storage: Storage) -> set[str | None]:

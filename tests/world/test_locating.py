@@ -14,8 +14,8 @@ from reknit.errors import CorruptError, ReknitError
 from reknit.monitor.phase import Recorder
 from reknit.options import LoadOptions
 from reknit.planner.load import plan_load
-from reknit.storage.memory import MemoryStorage
 from reknit.testing.faulty_storage import FaultyStorage
+from reknit.testing.process_memory import ProcessMemory
 from reknit.testing.world import run_ranks
 from reknit.types.box import Box
 from tests.world.layouts import Model, wants
@@ -47,15 +47,15 @@ PAIRS: Layout = {
 }
 
 
-def saved(name: str) -> MemoryStorage:
+def saved(name: str) -> ProcessMemory:
     """Save with each rank's share of the rows in a file of its own."""
-    MemoryStorage.clear(name)
-    save_on(model(), SHARDED, SIZE, MemoryStorage(name))
-    return MemoryStorage(name)
+    ProcessMemory.clear(name)
+    save_on(model(), SHARDED, SIZE, ProcessMemory(name))
+    return ProcessMemory(name)
 
 
 def load_all(
-    stored: MemoryStorage, layout: Layout, **options: Any
+    stored: ProcessMemory, layout: Layout, **options: Any
 ) -> tuple[list[FaultyStorage], list[list[Shard]], list[ReknitError | None]]:
     """Load on all ranks; return what each did to the store, what it has now, and its error."""
     stores = [FaultyStorage(stored) for _ in range(SIZE)]

@@ -9,8 +9,8 @@ import torch
 
 import reknit
 from reknit.storage.local import LocalStorage
-from reknit.storage.memory import MemoryStorage
 from reknit.storage.registry import register
+from reknit.testing.process_memory import ProcessMemory
 from reknit.testing.world import run_ranks
 
 if TYPE_CHECKING:
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 
 def test_different_values_under_one_coordinate_are_a_warning_and_equal_ones_are_not() -> None:
-    MemoryStorage.clear("places")
+    ProcessMemory.clear("places")
 
     def rank(group: Group) -> tuple[str, ...]:
         place = {"dp": group.rank // 2}
@@ -28,7 +28,7 @@ def test_different_values_under_one_coordinate_are_a_warning_and_equal_ones_are_
             "drifted": reknit.PerRank({"v": group.rank}, coordinate=place),
             "same": reknit.PerRank({"v": group.rank // 2}, coordinate=place),
         }
-        return reknit.save("mem://places/step", state, group=group).result().warnings
+        return reknit.save("process://places/step", state, group=group).result().warnings
 
     for warnings in run_ranks(4, rank):
         assert len(warnings) == 2
@@ -36,12 +36,12 @@ def test_different_values_under_one_coordinate_are_a_warning_and_equal_ones_are_
 
 
 def test_values_of_a_rank_of_its_own_are_among_the_restored() -> None:
-    MemoryStorage.clear("own")
+    ProcessMemory.clear("own")
 
     def rank(group: Group) -> tuple[str, ...]:
         state: dict[str, Any] = {"rng": reknit.RngState(), "lag": {"seconds": group.rank}, "step": 3}
-        reknit.save("mem://own/step", state, group=group)
-        return reknit.load("mem://own/step", state, group=group).restored
+        reknit.save("process://own/step", state, group=group)
+        return reknit.load("process://own/step", state, group=group).restored
 
     for restored in run_ranks(2, rank):
         assert set(restored) == {"rng", "lag/seconds", "step"}

@@ -14,7 +14,7 @@ from reknit.engine.save import SaveJob, save
 from reknit.monitor.phase import Recorder
 from reknit.options import LoadOptions, SaveOptions
 from reknit.planner.ownership import TINY_NBYTES
-from reknit.storage.memory import MemoryStorage
+from reknit.testing.process_memory import ProcessMemory
 from reknit.testing.world import run_ranks
 from tests.world.layouts import Model, held, wants
 
@@ -67,9 +67,9 @@ def test_saving_on_one_layout_and_loading_on_another_and_back_gives_equal_bytes(
 ) -> None:
     model = Model(content, num_tensors)
     layout_a, layout_b = model.spread(a, size_a), model.spread(b, size_b)
-    MemoryStorage.clear("there")
-    MemoryStorage.clear("back")
-    there, back = MemoryStorage("there"), MemoryStorage("back")
+    ProcessMemory.clear("there")
+    ProcessMemory.clear("back")
+    there, back = ProcessMemory("there"), ProcessMemory("back")
     save_on(model, layout_a, size_a, there)
     for shards, report in load_on(model, layout_b, size_b, there, EXACT):
         assert_equal(model, shards)
@@ -95,8 +95,8 @@ def test_every_replica_writes_its_share(content: int, spread: int, size: int) ->
     total = sum(model.arrays[fqn].nbytes for fqn in layout)
     if total < TINY_NBYTES * size:
         return
-    MemoryStorage.clear("share")
-    storage = MemoryStorage("share")
+    ProcessMemory.clear("share")
+    storage = ProcessMemory("share")
     reports = save_on(model, layout, size, storage)
     headers = 64 << 10
     for report in reports:

@@ -15,7 +15,7 @@ from reknit.engine.commit import Destination
 from reknit.engine.save import SaveJob, save
 from reknit.monitor.phase import Recorder
 from reknit.options import LoadOptions, SaveOptions
-from reknit.storage.memory import MemoryStorage
+from reknit.testing.process_memory import ProcessMemory
 from reknit.testing.world import run_ranks
 from reknit.types.box import Box
 from reknit.types.shard import Holdings, Shard, TensorSpec
@@ -42,8 +42,8 @@ sizes = st.integers(1, 6)
 
 def saved(model: Model, layout: dict[str, list[Part]], size: int, *, small_blocks: bool = False) -> None:
     """Save a model in a layout to a fresh store."""
-    MemoryStorage.clear(NAME)
-    save_on(model, layout, size, MemoryStorage(NAME))
+    ProcessMemory.clear(NAME)
+    save_on(model, layout, size, ProcessMemory(NAME))
     if small_blocks:
         reblock(NAME)
 
@@ -197,10 +197,10 @@ def test_ranks_that_load_different_items_share_those_that_they_have_in_common() 
         }
         return [Shard(item, item, spec, box, None, value) for item, value in values.items()]
 
-    MemoryStorage.clear(NAME)
+    ProcessMemory.clear(NAME)
 
     def save_rank(group: Group) -> SaveReport:
-        to = Destination(MemoryStorage(NAME), None, True, False, {}, {})
+        to = Destination(ProcessMemory(NAME), None, True, False, {}, {})
         holdings = Holdings(tuple("abcd"), tuple(shards("abcd", filled=True)), ())
         return save(SaveJob(lambda: holdings, group, to, SaveOptions(), Recorder("save", group.rank)))
 

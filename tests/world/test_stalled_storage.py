@@ -13,8 +13,8 @@ from reknit.engine.load import LoadJob, load
 from reknit.errors import CommError, DeadlineError
 from reknit.monitor.phase import Recorder
 from reknit.options import LoadOptions
-from reknit.storage.memory import MemoryStorage
 from reknit.testing.faulty_storage import Fault, FaultyStorage
+from reknit.testing.process_memory import ProcessMemory
 from reknit.testing.world import run_ranks
 from tests.world.layouts import Model, wants
 from tests.world.test_resharding import save_on
@@ -53,14 +53,14 @@ def test_storage_that_hangs_before_anything_has_changed_is_the_same_error_on_all
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(joint, "WORTH_NBYTES", 1)
-    MemoryStorage.clear("stalled")
+    ProcessMemory.clear("stalled")
     model = Model(5, 3)
     layout = model.spread(7, SIZE)
-    save_on(model, layout, SIZE, MemoryStorage("stalled"))
+    save_on(model, layout, SIZE, ProcessMemory("stalled"))
 
     def attempt(group: Group) -> tuple[Exception | None, bool]:
         plan = [Fault("stall", 1, operation)] if group.rank == rank else []
-        storage = FaultyStorage(MemoryStorage("stalled"), plan=plan, stall=released.wait)
+        storage = FaultyStorage(ProcessMemory("stalled"), plan=plan, stall=released.wait)
         shards = model.shards(layout, group.rank, filled=False, seed=3)
         before = [np.array(shard.data) for shard in shards]
         options = LoadOptions(timeout_s=TIMEOUT_S, verify=verify)  # type: ignore[arg-type]
@@ -83,7 +83,7 @@ def test_storage_that_hangs_before_anything_has_changed_is_the_same_error_on_all
     outcomes = run_ranks(SIZE, attempt, timeout_s=30)
     assert all(isinstance(error, DeadlineError) for error, _ in outcomes), outcomes
     assert outcomes[rank][0] is not None
-    assert "mem://stalled" in str(outcomes[rank][0])
+    assert "process://stalled" in str(outcomes[rank][0])
     assert "within 1 s" in str(outcomes[rank][0])
     assert all(same for _, same in outcomes)
-    MemoryStorage.clear("stalled")
+    ProcessMemory.clear("stalled")

@@ -3,19 +3,14 @@
 from __future__ import annotations
 
 import logging
-import os
 import threading
 from dataclasses import dataclass, field
-from pathlib import Path
-from typing import TYPE_CHECKING
 
 from reknit.engine.arena import SPAN_NBYTES, SharedArena
 from reknit.errors import UsageError
+from reknit.monitor.host_memory import available_nbytes
 from reknit.monitor.phase import Deadline
 from reknit.options import local_ranks
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
 
 logger = logging.getLogger("reknit")
 
@@ -270,51 +265,3 @@ def _dispose(arenas: list[SharedArena]) -> None:
         # Closing alone would leave the pages to other processes that have not let go of them yet.
         arena.discard()
         arena.close()
-
-
-def available_nbytes(root: Path = Path("/")) -> int:
-    """Return how many bytes of memory this process could still get, under `root` the system's folders."""
-    machine = _fields(root / "proc/meminfo").get("MemAvailable:")
-    if machine is not None:
-        free = machine * 1024
-    else:
-        pages = "SC_AVPHYS_PAGES" if "SC_AVPHYS_PAGES" in os.sysconf_names else "SC_PHYS_PAGES"
-        free = os.sysconf(pages) * os.sysconf("SC_PAGE_SIZE")
-    return max(0, min([free, *_group_rooms(root)]))
-
-
-def _group_rooms(root: Path) -> Iterator[int]:
-    """Return what each control group around this process, of either version, leaves of its limit.
-
-    Pages of files that were not used lately count as free, as they do in MemAvailable: a job that reads its
-    data and writes checkpoints fills its group with them.
-    """
-    for line in _text(root / "proc/self/cgroup").splitlines():
-        kinds, _, path = line.partition(":")[2].partition(":")
-        if not kinds:
-            top, limit, usage, cold = "sys/fs/cgroup", "memory.max", "memory.current", "inactive_file"
-        elif "memory" in kinds.split(","):
-            top, limit, usage = "sys/fs/cgroup/memory", "memory.limit_in_bytes", "memory.usage_in_bytes"
-            cold = "total_inactive_file"
-        else:
-            continue
-        inner = Path(path.lstrip("/"))
-        # In a container the path can be one of the host, which is not mounted; its top then is this group.
-        for group in (inner, *inner.parents):
-            folder = root / top / group
-            most, used = _text(folder / limit).strip(), _text(folder / usage).strip()
-            if most.isdecimal() and used.isdecimal():
-                yield int(most) - int(used) + _fields(folder / "memory.stat").get(cold, 0)
-
-
-def _fields(path: Path) -> dict[str, int]:
-    """Return the numbers of a file whose lines are a name, a number, and perhaps a unit."""
-    rows = [line.split() for line in _text(path).splitlines()]
-    return {row[0]: int(row[1]) for row in rows if len(row) > 1 and row[1].isdecimal()}
-
-
-def _text(path: Path) -> str:
-    try:
-        return path.read_text(encoding="ascii", errors="replace")
-    except OSError:
-        return ""  # not this kind of system, or not for us to see: other sources answer

@@ -36,12 +36,37 @@ def reserve(fd: int, folder: str, nbytes: int) -> None:
 
 def free_nbytes(path: str) -> int | None:
     """Return the bytes that are free for this user where `path` is or would be; None when that is unknown."""
-    while not os.path.exists(path) and path != os.path.dirname(path):
-        path = os.path.dirname(path)
     try:
-        return shutil.disk_usage(path).free
+        return shutil.disk_usage(_standing(path)).free
     except OSError:
         return None  # it only explains another error, which must not be hidden by this one
+
+
+def making_room(path: str) -> str:
+    """Return what helps where there is no room for `path`."""
+    free = free_nbytes(path)
+    room = "" if free is None else f" ({free:,} bytes are free there)"
+    if not in_memory(path):
+        return f"remove old checkpoints, or save where there is more room{room}"
+    return (
+        f"this is memory: remove old checkpoints from it, or let it be larger (mount -o remount,size=...; in "
+        f"Docker --shm-size), or save to a disk{room}"
+    )
+
+
+def in_memory(path: str) -> bool:
+    """Tell whether what is at `path`, or would be, is in memory and not on a disk."""
+    try:
+        return _filesystem(_standing(path)) in ("tmpfs", "ramfs")
+    except OSError:
+        return False  # it only explains another error
+
+
+def _standing(path: str) -> str:
+    """Return `path`, or the nearest folder above it that is there."""
+    while not os.path.exists(path) and path != os.path.dirname(path):
+        path = os.path.dirname(path)
+    return path
 
 
 def _filesystem(folder: str) -> str | None:
