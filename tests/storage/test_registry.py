@@ -12,6 +12,7 @@ from reknit.storage import registry
 from reknit.storage.local import LocalStorage
 from reknit.storage.memory import MemoryStorage
 from reknit.storage.registry import open_storage, register
+from reknit.testing.process_memory import ProcessMemory
 from reknit.testing.storage_suite import write
 
 if TYPE_CHECKING:
@@ -81,8 +82,10 @@ def test_a_wrong_file_url_is_refused(url: str) -> None:
 
 
 def test_a_memory_url_is_a_store_in_memory() -> None:
-    MemoryStorage.clear("registry")
-    write(open_storage("mem://registry/a/b/"), "x", b"1")
+    storage = open_storage("mem://registry/a/b/")
+    assert isinstance(storage, MemoryStorage)
+    assert storage.url == "mem://registry/a/b"
+    write(storage, "x", b"1")
     assert open_storage("mem://registry").get("a/b/x", limit=1) == b"1"
 
 
@@ -141,12 +144,12 @@ def test_a_registered_scheme_is_opened_by_its_factory() -> None:
 
     def factory(url: str, durability: Durability) -> Storage:
         opened.append((url, durability))
-        return MemoryStorage("registered")
+        return ProcessMemory("registered")
 
     register("vault", factory)
     register("vault", factory)
-    assert open_storage("vault://a/b", durability="process").url == "mem://registered"
-    assert open_storage("VAULT://a").url == "mem://registered"
+    assert open_storage("vault://a/b", durability="process").url == "process://registered"
+    assert open_storage("VAULT://a").url == "process://registered"
     assert opened == [("vault://a/b", "process"), ("VAULT://a", "power")]
     with pytest.raises(UsageError, match="two slashes"):
         open_storage("vault:/a")
@@ -155,7 +158,7 @@ def test_a_registered_scheme_is_opened_by_its_factory() -> None:
 @pytest.mark.parametrize("scheme", ["file", "mem", "Upper", "", "a/b", "1x"])
 def test_a_scheme_that_is_taken_or_impossible_is_refused(scheme: str) -> None:
     with pytest.raises(UsageError):
-        register(scheme, lambda url, durability: MemoryStorage("x"))
+        register(scheme, lambda url, durability: ProcessMemory("x"))
 
 
 def install(folder: Path, scheme: str, target: str) -> None:
@@ -169,12 +172,12 @@ def install(folder: Path, scheme: str, target: str) -> None:
 def test_an_installed_package_serves_its_scheme(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     install(tmp_path / "site", "tape", "reknit_tape_for_tests:open_tape")
     (tmp_path / "site" / "reknit_tape_for_tests.py").write_text(
-        "from reknit.storage.memory import MemoryStorage\n"
+        "from reknit.testing.process_memory import ProcessMemory\n"
         "def open_tape(url, durability):\n"
-        "    return MemoryStorage('tape').sub(durability)\n"
+        "    return ProcessMemory('tape').sub(durability)\n"
     )
     monkeypatch.syspath_prepend(tmp_path / "site")
-    assert open_storage("tape://x").url == "mem://tape/power"
+    assert open_storage("tape://x").url == "process://tape/power"
 
 
 def test_an_installed_package_that_is_broken_is_named(

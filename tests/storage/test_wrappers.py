@@ -15,11 +15,11 @@ from reknit.errors import StorageError, StorageNotFoundError, StorageUnavailable
 from reknit.monitor.phase import monotonic
 from reknit.storage import registry
 from reknit.storage.local import LocalStorage
-from reknit.storage.memory import MemoryStorage
 from reknit.storage.metered import Meter, MeteredStorage
 from reknit.storage.retrying import Patience, RetryingStorage
 from reknit.storage.throttled import Pace, ThrottledStorage
 from reknit.testing.faulty_storage import Fault, FaultyStorage
+from reknit.testing.process_memory import ProcessMemory
 from reknit.testing.storage_suite import StorageSuite, pattern, read, write
 
 if TYPE_CHECKING:
@@ -48,6 +48,11 @@ class WrappedSuite(StorageSuite):
 class TestRetrying(WrappedSuite):
     def wrap(self, inner: Storage) -> Storage:
         return RetryingStorage(inner, QUICK)
+
+
+class TestRetryingWhatCannotGoOn(WrappedSuite):
+    def wrap(self, inner: Storage) -> Storage:
+        return RetryingStorage(inner, QUICK, resumes=False)
 
 
 class TestThrottled(WrappedSuite):
@@ -105,8 +110,8 @@ def test_every_operation_is_repeated_without_harm(kind: str, tmp_path: Path) -> 
 
 
 def _nth_operation(tmp_path: Path, number: int) -> str:
-    faulty = FaultyStorage(MemoryStorage(f"nth-{tmp_path.name}"))
-    MemoryStorage.clear(f"nth-{tmp_path.name}")
+    faulty = FaultyStorage(ProcessMemory(f"nth-{tmp_path.name}"))
+    ProcessMemory.clear(f"nth-{tmp_path.name}")
     work(faulty)
     return faulty.operations[number - 1].name
 
@@ -122,7 +127,7 @@ def test_many_failures_in_a_row_are_outlasted(tmp_path: Path) -> None:
 def test_a_store_that_stays_away_is_given_up_in_time() -> None:
     plan = [Fault("away", n) for n in range(1, 10_000)]
     patience = Patience(deadline_s=0.2, first_s=0.01, longest_s=0.02)
-    storage = RetryingStorage(FaultyStorage(MemoryStorage("away"), plan=plan), patience)
+    storage = RetryingStorage(FaultyStorage(ProcessMemory("away"), plan=plan), patience)
     begin = monotonic()
     with pytest.raises(StorageUnavailableError, match=r"tried \d+ times in 0.2 s"):
         storage.get("x", limit=1)
@@ -158,8 +163,8 @@ def test_impossible_patience_and_pace_are_refused() -> None:
 
 
 def test_bytes_and_requests_pass_at_their_pace() -> None:
-    MemoryStorage.clear("pace")
-    inner = MemoryStorage("pace")
+    ProcessMemory.clear("pace")
+    inner = ProcessMemory("pace")
     by_bytes = ThrottledStorage(inner, Pace(bytes_per_s=1e6))
     begin = monotonic()
     write(by_bytes, "f", bytes(100_000))
@@ -175,8 +180,8 @@ def test_bytes_and_requests_pass_at_their_pace() -> None:
 
 
 def test_a_meter_tells_what_was_asked() -> None:
-    MemoryStorage.clear("meter")
-    storage = MeteredStorage(MemoryStorage("meter"))
+    ProcessMemory.clear("meter")
+    storage = MeteredStorage(ProcessMemory("meter"))
     work(storage)
     figures = storage.meter.figures
     assert figures["write"].nbytes == 1000

@@ -26,8 +26,20 @@ _SLOWEST = 128 << 10
 """Bytes per second: a part that goes slower than this is taken for stuck."""
 _SMALLEST_PART = 5 * MIB
 """S3 takes no smaller ones, except as the last."""
+_FEW = 4
+"""Most repetitions of a request that `reknit.storage.retrying` repeats as well: they take a second or two."""
+_LONGEST_S = 180.0
+"""How long after its first try a request is repeated by the client, at the latest."""
+_BACKOFF: Any = {
+    "init_backoff": timedelta(seconds=0.1),
+    # Each pause is random, up to four times the one before, but on the average only twice: with less the
+    # client would be through with all its tries in two seconds, where nobody is there to answer.
+    "base": 4,
+    "max_backoff": timedelta(seconds=10),
+}
 _OURS = (
-    "keys of reknit are conditional, part_mib, concurrency, timeout_s, retries, endpoint, region, unsigned"
+    "keys of reknit are conditional, part_mib, concurrency, timeout_s, retries, retry_s, endpoint, region, "
+    "unsigned"
 )
 
 
@@ -40,17 +52,18 @@ class ObjectOptions:
     bytes of one part of a multipart upload, and of one request to read; files of at most one part go up in
     one request.  Larger where a file would have more than 10,000 parts.  `concurrency`: parts of one file
     that are on their way at once.  `timeout_s`: the longest that one request may take, None for what a part
-    needs at 128 KiB/s, and 30 seconds.  `retries`: how often the client repeats a request that failed.
-    `endpoint`, `region`: as in the environment variables of the same meaning, which they go before.
-    `unsigned`: S3 requests are signed without their bodies, which halves the work; what is stored is checked
-    against digests in any case.
+    needs at 128 KiB/s, and 30 seconds.  `retries`: how often the client repeats a request of an upload that
+    failed, within three minutes; others at most four times, and then it is up to `retry_s`.  `endpoint`,
+    `region`: as in the environment variables of the same meaning, which they go before.  `unsigned`: S3
+    requests are signed without their bodies, which halves the work; what is stored is checked against digests
+    in any case.
     """
 
     conditional: Fallback = "refuse"
     part_nbytes: int = 8 * MIB
     concurrency: int = 8
     timeout_s: float | None = None
-    retries: int = 10
+    retries: int = 20
     endpoint: str | None = None
     region: str | None = None
     unsigned: bool = True
@@ -126,8 +139,11 @@ def _options(url: str, query: str) -> ObjectOptions:
     return replace(ObjectOptions(), **found)
 
 
-def connect(place: Place, options: ObjectOptions) -> Client:
+def connect(place: Place, options: ObjectOptions, *, uploading: bool = False) -> Client:
     """Return the client of a bucket.  Nothing is sent yet.
+
+    One for `uploading` repeats a request as often as the options say, since nobody else can repeat a part of
+    an upload.  Another leaves most of that to those who use it, and can tell that they wait.
 
     Endpoint, account and credentials are what the client finds in the environment (AWS_*, GOOGLE_*,
     AZURE_*), or gets from the machine it runs on.  Raises `UsageError` for what it cannot make sense of.
@@ -141,7 +157,11 @@ def connect(place: Place, options: ObjectOptions) -> Client:
     }
     shared: dict[str, Any] = {
         "client_options": client_options,
-        "retry_config": {"max_retries": options.retries, "retry_timeout": timedelta(minutes=3)},
+        "retry_config": {
+            "max_retries": options.retries if uploading else min(options.retries, _FEW),
+            "retry_timeout": timedelta(seconds=_LONGEST_S),
+            "backoff": _BACKOFF,
+        },
     }
     try:
         if place.scheme == "s3":

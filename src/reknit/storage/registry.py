@@ -15,6 +15,7 @@ from reknit.options import Durability
 from reknit.storage.base import Storage
 from reknit.storage.local import LocalStorage
 from reknit.storage.memory import MemoryStorage
+from reknit.storage.retrying import patient
 
 Factory = Callable[[str, Durability], Storage]
 
@@ -24,6 +25,9 @@ _SCHEME = re.compile(r"[A-Za-z][A-Za-z0-9+.-]*")
 
 def open_storage(url: str | os.PathLike[str], *, durability: Durability = "power") -> Storage:
     """Return the store at `url`: a folder's path, ``file://``, ``mem://``, or a registered scheme.
+
+    Stores over a network are asked again where they cannot be reached, see `reknit.storage.retrying`; their
+    URLs have the option ``?retry_s=``.  What is registered is opened as it is.
 
     Whatever looks like a URL of an unknown store raises `UnknownSchemeError` instead of becoming a folder of
     that name; a folder whose name really begins like that is given by its absolute path.
@@ -61,11 +65,11 @@ def recipe(url: str | os.PathLike[str]) -> Recipe:
     if scheme is None:
         return Recipe(os.path.abspath(_expand(text)), elsewhere=True)
     factory = _factories.get(scheme)
-    if factory is None or factory is _open_file:
+    if factory is None or getattr(factory, "__module__", "") == __name__:
         return Recipe(text, elsewhere=True)
     module, name = getattr(factory, "__module__", ""), getattr(factory, "__qualname__", "")
     found = getattr(sys.modules.get(module), name, None)
-    if factory is _open_memory or module == "__main__" or found is not factory:
+    if module == "__main__" or found is not factory:
         return Recipe(text, elsewhere=False)
     return Recipe(text, elsewhere=True, factory=f"{module}:{name}")
 
@@ -126,7 +130,7 @@ def _of_fsspec(scheme: str) -> Factory | None:
         ) from error
     from reknit.storage.fsspec_store import open_fsspec
 
-    return lambda url, durability: open_fsspec(url)
+    return patient(resumes=False)(lambda url, durability: open_fsspec(url))
 
 
 def _unknown(scheme: str, text: str) -> UnknownSchemeError:
@@ -155,7 +159,7 @@ def _open_file(url: str, durability: Durability) -> Storage:
 
 
 def _open_memory(url: str, durability: Durability) -> Storage:
-    # Memory does not survive the process, whatever the durability.
+    # There is nothing to sync, whatever the durability.
     name, _, below = url.partition("://")[2].strip("/").partition("/")
     if not name:
         raise UsageError(f"{url!r} names no store", remedy="write mem://name or mem://name/folder")
@@ -163,6 +167,7 @@ def _open_memory(url: str, durability: Durability) -> Storage:
     return storage.sub(below) if below else storage
 
 
+@patient(resumes=False)
 def _open_object(url: str, durability: Durability) -> Storage:
     # An object that is there stays, whatever the durability.
     try:
@@ -177,6 +182,7 @@ def _open_object(url: str, durability: Durability) -> Storage:
     return open_object(url)
 
 
+@patient(resumes=True)
 def _open_hdfs(url: str, durability: Durability) -> Storage:
     try:
         from reknit.storage.hdfs import open_hdfs

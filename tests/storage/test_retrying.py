@@ -1,0 +1,339 @@
+"""Remote stores are asked again, for as long as their URL says; whatever was done is done once."""
+
+from __future__ import annotations
+
+import logging
+import socket
+import threading
+import time
+from contextlib import suppress
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import pytest
+
+import reknit
+from reknit.errors import StorageError, StorageUnavailableError, UsageError
+from reknit.options import MIB
+from reknit.storage.local import LocalStorage
+from reknit.storage.registry import open_storage, recipe, register
+from reknit.storage.retrying import Patience, RetryingStorage, patient
+from reknit.testing.faulty_storage import Fault, FaultyStorage
+from reknit.testing.process_memory import ProcessMemory
+from reknit.testing.storage_suite import listed, pattern, read, write
+from tests.faults.nursery import wait_until
+from tests.servers import environment, new_url, server
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+    from pathlib import Path
+
+    from reknit.options import Durability
+    from reknit.storage.base import Storage, Writer
+    from reknit.testing.faulty_storage import FaultKind
+
+QUICK = Patience(deadline_s=20, first_s=0.001, longest_s=0.002)
+
+
+def retrying(folder: Path, *faults: Fault, patience: Patience = QUICK, resumes: bool = False) -> Any:
+    return RetryingStorage(FaultyStorage(LocalStorage(folder), plan=faults), patience, resumes=resumes)
+
+
+# Files of stores whose writers cannot go on
+
+
+@pytest.mark.parametrize("kind", ["away", "unheard"])
+@pytest.mark.parametrize("operation", ["write", "finish"])
+def test_a_small_file_is_written_anew_where_its_writer_cannot_go_on(
+    kind: FaultKind, operation: str, tmp_path: Path
+) -> None:
+    storage = retrying(tmp_path, Fault(kind, 1, operation))
+    data = pattern(1000)
+    writer = storage.create("x", len(data))
+    writer.write(500, memoryview(data)[500:])
+    writer.write(0, memoryview(data)[:500])
+    writer.finish()
+    assert read(storage, "x", 0, len(data)) == data
+    assert storage.retries == {"finish": 1}
+    assert listed(LocalStorage(tmp_path)) == {"x": 1000}
+
+
+def test_a_file_that_is_too_large_to_be_kept_is_left_to_its_store(tmp_path: Path) -> None:
+    storage = retrying(tmp_path, Fault("away", 1, "finish"))
+    writer = storage.create("x", 17 * MIB)
+    writer.write(0, memoryview(bytes(17 * MIB)))
+    with pytest.raises(StorageUnavailableError):
+        writer.finish()
+    writer.abort()
+    assert not storage.retries
+    assert listed(storage) == {}
+
+
+@pytest.mark.parametrize("resumes", [True, False])
+def test_a_create_whose_answer_was_lost_says_what_stands_in_the_way(resumes: bool, tmp_path: Path) -> None:
+    """The folder has the name from then on, and nobody can tell who gave it."""
+    storage = retrying(tmp_path, Fault("unheard", 1, "create"), resumes=resumes)
+    with pytest.raises(StorageError, match="may be from an attempt before, of which no answer came"):
+        storage.create("x", 3)
+    other = retrying(tmp_path, resumes=resumes)
+    with pytest.raises(StorageError) as caught:
+        other.create("x", 3)
+    assert "attempt" not in str(caught.value)
+
+
+class Dead(ProcessMemory):
+    """A store whose files cannot go on after their first piece, as an upload that is given up."""
+
+    def create(self, path: str, nbytes: int) -> Any:
+        return _DeadWriter(super().create(path, nbytes))
+
+
+class _DeadWriter:
+    def __init__(self, inner: Writer) -> None:
+        self.inner, self.error = inner, StorageUnavailableError("one part could not go up")
+
+    def write(self, start: int, data: memoryview) -> None:
+        raise self.error
+
+
+def test_who_raises_the_same_error_again_is_not_waited_for() -> None:
+    storage = RetryingStorage(Dead("dead"), Patience(deadline_s=1000, first_s=0.001))
+    with pytest.raises(StorageUnavailableError, match=r"one part could not go up$"):
+        storage.create("x", 3).write(0, memoryview(b"abc"))
+    assert storage.retries == {"write": 1}
+
+
+# How long
+
+
+class Away(ProcessMemory):
+    """A store that nobody reaches, until it is there."""
+
+    there = False
+
+    def size(self, path: str) -> int:
+        if not self.there:
+            raise StorageUnavailableError("nobody answers")
+        return super().size(path)
+
+
+def seconds(storage: Storage) -> float:
+    begin = time.monotonic()
+    with pytest.raises(StorageUnavailableError):
+        storage.size("x")
+    return time.monotonic() - begin
+
+
+def test_what_comes_after_an_operation_that_was_given_up_is_not_waited_for_as_long_again() -> None:
+    """So a save that fails does not wait once more for everything that it would clear away."""
+    away = Away("away")
+    storage = RetryingStorage(away, Patience(deadline_s=0.5, first_s=0.001, longest_s=0.01))
+    assert seconds(storage) >= 0.5
+    before = storage.retries["size"]
+    for _ in range(5):
+        seconds(storage)
+    assert storage.retries["size"] == before
+    away.there = True
+    write(storage, "x", b"1")
+    assert storage.size("x") == 1
+    away.there = False
+    assert seconds(storage) >= 0.5
+    assert storage.retries["size"] > before
+    time.sleep(0.6)  # it is another outage, as far as anybody knows
+    assert seconds(storage) >= 0.5
+
+
+def test_the_first_repetition_of_each_operation_is_told_and_not_all(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    plan = [Fault("away", n) for n in range(1, 100, 2)]
+    storage = RetryingStorage(FaultyStorage(LocalStorage(tmp_path), plan=plan), QUICK)
+    with caplog.at_level(logging.WARNING, "reknit"):
+        for k in range(10):
+            storage.sub("a").put(f"x{k}", b"1", if_absent=True)
+        storage.sub("a").size("x1")
+    told = [record.getMessage() for record in caplog.records]
+    assert len(told) == 2
+    assert all(str(tmp_path) in line and "is tried again, for up to 20 s" in line for line in told)
+    assert storage.retries == {"put": 10, "size": 1}
+
+
+# By the URL
+
+OPENED: list[str] = []
+
+
+@patient(resumes=False)
+def vault(url: str, durability: Durability) -> Storage:
+    """Open a store for these tests."""
+    OPENED.append(url)
+    return ProcessMemory("vault")
+
+
+@pytest.mark.parametrize(
+    ("option", "rest", "deadline_s"),
+    [
+        ("", "", 120.0),
+        ("?retry_s=7.5", "", 7.5),
+        ("?a=b&retry_s=7&c=d", "?a=b&c=d", 7.0),
+        ("?a=b", "?a=b", 120.0),
+        ("?retry_s=0", "", None),
+        ("?retry_s=0&a", "?a", None),
+    ],
+)
+def test_the_url_says_how_long_a_store_is_asked_again(
+    option: str, rest: str, deadline_s: float | None
+) -> None:
+    register("patient-vault", vault)
+    storage = open_storage(f"patient-vault://x/y{option}")
+    assert OPENED[-1] == f"patient-vault://x/y{rest}"
+    assert isinstance(storage, RetryingStorage) == (deadline_s is not None)
+    if isinstance(storage, RetryingStorage):
+        assert storage.patience.deadline_s == deadline_s
+        assert isinstance(storage.inner, ProcessMemory)
+    assert recipe("patient-vault://x") == ("patient-vault://x", True, f"{__name__}:vault")
+
+
+@pytest.mark.parametrize("option", ["retry_s=", "retry_s=soon", "retry_s=-1", "retry_s=inf", "retry_s=nan"])
+def test_a_time_that_is_none_is_refused(option: str) -> None:
+    register("patient-vault", vault)
+    with pytest.raises(UsageError, match="retry_s is a number of seconds"):
+        open_storage(f"patient-vault://x?{option}")
+
+
+def test_what_is_on_this_host_or_registered_is_opened_as_it_is(tmp_path: Path) -> None:
+    register("plain-vault", lambda url, durability: ProcessMemory("vault"))
+    for url in (tmp_path, f"file://{tmp_path}", "mem://x", "plain-vault://x"):
+        assert not isinstance(open_storage(url), RetryingStorage)
+
+
+# A server that goes away and comes back
+
+
+class Gate:
+    """Leads connections to a server, and refuses them while it is shut."""
+
+    def __init__(self, upstream: str) -> None:
+        host, _, port = upstream.removeprefix("http://").partition(":")
+        self._upstream = (host, int(port))
+        self._lock = threading.Lock()
+        self._connected: set[socket.socket] = set()
+        self._listener: socket.socket | None = None
+        self._timer = threading.Timer(0, self.open)
+        self.port = 0
+        self.puts = 0
+        self.shut_after: int | None = None
+        self.open()
+
+    def open(self) -> None:
+        """Take connections."""
+        self._listener = socket.create_server(("127.0.0.1", self.port))
+        self.port = self._listener.getsockname()[1]
+        threading.Thread(target=self._serve, args=(self._listener,), daemon=True).start()
+
+    def shut(self) -> None:
+        """Refuse connections, and cut those that there are."""
+        with self._lock:
+            listener, self._listener = self._listener, None
+            connected = set(self._connected)
+        for one in (*connected, *([] if listener is None else [listener])):
+            cut(one)
+
+    def shut_for(self, seconds: float) -> None:
+        """Be away for a while, from now on."""
+        self.shut()
+        self._timer = threading.Timer(seconds, self.open)
+        self._timer.start()
+
+    def end(self) -> None:
+        """Be gone, with all threads."""
+        self._timer.cancel()
+        self.shut()
+        wait_until(lambda: not self._connected, 10)
+
+    def _serve(self, listener: socket.socket) -> None:
+        with listener:
+            while True:
+                try:
+                    client, _ = listener.accept()
+                except OSError:
+                    return
+                threading.Thread(target=self._lead, args=(listener, client), daemon=True).start()
+
+    def _lead(self, listener: socket.socket, client: socket.socket) -> None:
+        with client, socket.create_connection(self._upstream) as there:
+            with self._lock:
+                self._connected |= {client, there}
+                if self._listener is not listener:
+                    cut(client)
+            back = threading.Thread(target=self._pass_on, args=(there, client), daemon=True)
+            back.start()
+            self._pass_on(client, there)
+            back.join()
+            with self._lock:
+                self._connected -= {client, there}
+
+    def _pass_on(self, source: socket.socket, sink: socket.socket) -> None:
+        with suppress(OSError):  # cut, by one end or by `shut`
+            while data := source.recv(1 << 16):
+                if data.startswith(b"PUT "):
+                    self.puts += 1
+                    if self.puts == self.shut_after:
+                        self.shut_for(3.0)
+                        break
+                sink.sendall(data)
+        cut(source)
+        cut(sink)
+
+
+def cut(one: socket.socket) -> None:
+    with suppress(OSError):  # it is cut already
+        one.shutdown(socket.SHUT_RDWR)
+
+
+@pytest.fixture
+def gate(monkeypatch: pytest.MonkeyPatch) -> Iterator[Gate]:
+    pytest.importorskip("obstore", reason="the object stores need obstore")
+    gate = Gate(server("s3")["endpoint"])
+    for name, value in environment("s3", f"http://127.0.0.1:{gate.port}").items():
+        monkeypatch.setenv(name, value)
+    yield gate
+    gate.end()
+
+
+@pytest.mark.parametrize("shut_after", [None, 4])
+def test_a_save_and_a_load_pass_through_a_server_that_is_away_for_three_seconds(
+    shut_after: int | None, gate: Gate, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The client alone, which tries twice, would give up in a fraction of a second."""
+    url = new_url("s3")
+    state: dict[str, Any] = {"model": {"w": np.arange(200_000.0)}, "extra": {"n": 3}}
+    gate.shut_for(1.0)
+    with pytest.raises(StorageUnavailableError):
+        reknit.save(f"{url}/alone?retries=1&retry_s=0", state)
+    time.sleep(1.1)
+    gate.shut_after = None if shut_after is None else gate.puts + shut_after
+    if shut_after is None:
+        gate.shut_for(3.0)
+    begin = time.monotonic()
+    with caplog.at_level(logging.WARNING, "reknit"):
+        reknit.save(f"{url}/run?retries=1", state)
+    assert time.monotonic() - begin >= 3
+    assert any("is tried again, for up to 120 s" in record.getMessage() for record in caplog.records)
+    assert len(caplog.records) < 10
+    gate.shut_for(3.0)
+    target: dict[str, Any] = {"model": {"w": np.zeros(200_000)}, "extra": {"n": 0}}
+    reknit.load(f"{url}/run?retries=1", target)
+    assert (target["model"]["w"] == state["model"]["w"]).all()
+    assert target["extra"] == {"n": 3}
+
+
+def test_parts_of_a_large_file_outlast_a_server_that_is_away_by_the_clients_own_tries(gate: Gate) -> None:
+    data = np.random.default_rng(1).integers(0, 256, 40 * MIB, np.uint8)
+    url = new_url("s3")
+    gate.shut_after = 6
+    reknit.save(url, {"m": {"w": data}})
+    assert gate.puts > 6
+    target = np.zeros_like(data)
+    reknit.load(url, {"m": {"w": target}})
+    assert (target == data).all()
