@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, NamedTuple, Protocol, runtime_checkable
+from typing import TYPE_CHECKING, Literal, NamedTuple, Protocol, runtime_checkable
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -130,8 +130,47 @@ class Storage(Protocol):
 
 
 @runtime_checkable
+class PerHost(Protocol):
+    """A store of which each host has one of its own: nobody sees what ranks of other hosts put there."""
+
+    @property
+    def folder(self) -> str:
+        """Where on this host the files are."""
+
+
+@runtime_checkable
 class Cacheable(Protocol):
     """A store whose reads may come from a cache that can be dropped, for cold measurements."""
 
     def evict(self, path: str) -> None:
         """Drop cached bytes of a file, so that the next read reaches the device."""
+
+
+class Dated(NamedTuple):
+    """Something that a store holds, and when it was last changed: seconds since the epoch, by its own clock.
+
+    `kind` is ``"file"`` for what `Storage.list` yields; ``"temporary"`` for what has no name of its own, and
+    is part of no file yet; ``"upload"`` for parts that are up of a file that does not exist.  `path` is
+    relative to the store's root, that of an upload is where the file would be.
+    """
+
+    kind: Literal["file", "temporary", "upload"]
+    path: str
+    nbytes: int
+    modified: float
+    upload_id: str = ""
+
+
+@runtime_checkable
+class Sweepable(Protocol):
+    """A store that can tell all it holds, also what no reader sees, and remove it."""
+
+    @property
+    def unseen(self) -> str | None:
+        """What killed processes leave here that `dated` does not tell, and what removes it; None if none."""
+
+    def dated(self) -> Iterator[Dated]:
+        """Yield all that is below the root, in any order.  What comes or goes meanwhile may be missed."""
+
+    def discard(self, found: Dated) -> None:
+        """Remove a temporary file, or the parts of an upload; what is gone already is no error."""

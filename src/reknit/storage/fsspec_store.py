@@ -20,7 +20,7 @@ from reknit.errors import (
 )
 from reknit.storage.base import Listed, Reading
 from reknit.storage.paths import check_path, is_temporary
-from reknit.storage.runs import read_runs
+from reknit.storage.runs import check_inside, read_runs
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -291,11 +291,7 @@ class FsspecWriter:
     def write(self, start: int, data: memoryview) -> None:
         """Put `data` into its place."""
         data = data.cast("B")
-        if not 0 <= start <= self._nbytes - data.nbytes:
-            raise StorageError(
-                f"bytes {start} to {start + data.nbytes} lie outside the {self._nbytes} of {self._url}",
-                path=self._url,
-            )
+        check_inside(start, data.nbytes, self._nbytes, self._url)
         with self._lock:
             self._check_open("write")
             try:

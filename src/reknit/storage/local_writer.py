@@ -12,6 +12,7 @@ from reknit.storage.descriptors import Descriptor
 from reknit.storage.direct import DirectFile, start_write_back
 from reknit.storage.folders import prune
 from reknit.storage.posix import identity, pwrite_all, translated
+from reknit.storage.runs import check_inside
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -37,11 +38,7 @@ class LocalWriter:
     def write(self, start: int, data: memoryview) -> None:
         """Write all of `data` at byte `start`; no lock is held meanwhile."""
         data = data.cast("B")
-        if not 0 <= start <= self._nbytes - data.nbytes:
-            raise StorageError(
-                f"bytes {start} to {start + data.nbytes} lie outside the {self._nbytes} of {self._path}",
-                path=self._path,
-            )
+        check_inside(start, data.nbytes, self._nbytes, self._path)
         with self._using("write"):
             # Without a sync at the end the page cache is quicker; with it, the way past the cache is.
             done = self._direct.pwrite(start, data) if self._folders.durable else 0

@@ -12,6 +12,7 @@ import obstore
 from obstore import exceptions
 
 from reknit.errors import StorageError, StorageNotFoundError, UsageError
+from reknit.storage import object_uploads
 from reknit.storage.base import Listed, Reading
 from reknit.storage.object_client import ObjectOptions, Place, connect, parse_url
 from reknit.storage.object_conditions import Conditions, look
@@ -24,6 +25,8 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
 
     from numpy.typing import NDArray
+
+    from reknit.storage.base import Dated
 
 
 _NUM_LOCKS = 64
@@ -63,6 +66,7 @@ class ObjectStorage:
     def __init__(self, place: Place, options: ObjectOptions | None = None) -> None:
         self._place, self._options = place, options or ObjectOptions()
         client = connect(place, self._options)
+        self._uploading = connect(place, self._options, uploading=True)
         conditions = Conditions(client, self.url, place.prefix, self._options.conditional)
         self._bucket = _Bucket(conditions)
         self._client = client
@@ -83,8 +87,9 @@ class ObjectStorage:
         if nbytes < 0:
             raise UsageError(f"a file of {nbytes} bytes cannot be")
         key, url = self._full(path)
-        writer = ObjectWriter(self._client, key, url, nbytes, self._options, self._bucket.names)
-        if not self._bucket.names.take(key, writer):
+        names, conditions = self._bucket.names, self._bucket.conditions
+        writer = ObjectWriter(self._uploading, key, url, nbytes, self._options, names, conditions)
+        if not names.take(key, writer):
             raise existing(url)
         try:
             if look(self._client, key, url) is not None:
@@ -218,6 +223,19 @@ class ObjectStorage:
         below._place = replace(self._place, prefix=f"{self._full(path)[0]}/")
         below._folders = set()
         return below
+
+    @property
+    def unseen(self) -> str | None:
+        """What the store does not list of uploads that nobody finished."""
+        return object_uploads.unseen(self._place)
+
+    def dated(self) -> Iterator[Dated]:
+        """Yield all objects, also temporary ones, and on S3 uploads that are neither finished nor aborted."""
+        return object_uploads.dated(self._client, self._place, self._options)
+
+    def discard(self, found: Dated) -> None:
+        """Remove a temporary object, or abort an upload."""
+        object_uploads.discard(self._client, self._place, self._options, found)
 
     def close(self) -> None:
         """Do nothing: the client ends with the last store that uses it."""

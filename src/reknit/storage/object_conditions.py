@@ -15,7 +15,7 @@ from obstore import exceptions
 
 from reknit.errors import DeadlineError, StorageError
 from reknit.monitor.phase import Deadline, now
-from reknit.storage.object_errors import as_ours, plain, translated
+from reknit.storage.object_errors import as_ours, gave_whole, plain, translated
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -48,6 +48,9 @@ class Conditions:
         self._fallback, self._settle_s = fallback, settle_s
         self._checking = threading.Lock()
         self._kept: bool | None = None
+        self.unknown = False
+        """Whether the endpoint has said that it knows no conditions; it is not asked again."""
+        self._whole_only = False
         self._one = threading.Lock()
 
     def put(self, key: str, url: str, data: bytes, seen: UpdateVersion | None) -> bool:
@@ -106,6 +109,13 @@ class Conditions:
                         RuntimeWarning,
                         stacklevel=2,
                     )
+                if self._whole_only:
+                    warnings.warn(
+                        f"{self._url}: the endpoint gives whole objects where a part is asked for: what is "
+                        "saved here cannot be loaded from here, only from where it is copied to",
+                        RuntimeWarning,
+                        stacklevel=2,
+                    )
                 self._kept = fault is None
         return self._kept
 
@@ -114,7 +124,8 @@ class Conditions:
         key = f"{self._prefix}.{uuid.uuid4().hex}.tmp"
         what = "the first of two conditional creates"
         try:
-            first = obstore.put(self._client, key, b"1", mode="create")
+            first = obstore.put(self._client, key, b"12", mode="create")
+            self._whole_only = self._gives_whole(key)
             what = "a second conditional create of one object"
             if self._gets_through(key, "create"):
                 return f"the endpoint let through {what}"
@@ -127,7 +138,8 @@ class Conditions:
                 return f"the endpoint let through {what} (If-Match)"
         except (exceptions.GenericError, exceptions.NotSupportedError) as error:
             told = as_ours(f"try out {what} in", self._url, error)
-            if _unsupported(error):
+            if unsupported(error):
+                self.unknown = True
                 return f"the endpoint does not know {what} ({plain(error)})"
             raise told from error
         except exceptions.BaseError as error:
@@ -145,6 +157,16 @@ class Conditions:
         except (exceptions.AlreadyExistsError, exceptions.PreconditionError):
             return False
         return True
+
+    def _gives_whole(self, key: str) -> bool:
+        """Tell whether the endpoint knows no ranges, so that nothing could be loaded."""
+        try:
+            obstore.get_range(self._client, key, start=1, length=1)
+        except exceptions.GenericError as error:
+            if not gave_whole(error):
+                raise
+            return True
+        return False
 
     def _put_locked(self, key: str, url: str, data: bytes, seen: UpdateVersion | None) -> bool:
         """Look, write and read back, while no other process that knows of the lock does."""
@@ -232,5 +254,6 @@ def version(found: Any) -> UpdateVersion:
     return {name: found[name] for name in names if found[name] is not None}  # type: ignore[return-value]
 
 
-def _unsupported(error: Exception) -> bool:
+def unsupported(error: Exception) -> bool:
+    """Tell whether an endpoint says by this that it does not know what it was asked."""
     return isinstance(error, exceptions.NotSupportedError) or "status code: 501" in str(error)

@@ -28,6 +28,7 @@ _FULL = re.compile(
 )
 _DENIED = re.compile(r"status code: 40[13]|AccessDenied|token request", re.IGNORECASE)
 _BUSY = re.compile(r"status code: (429|503)|SlowDown|TooManyRequests|ServerBusy", re.IGNORECASE)
+_NO_RANGES = re.compile(r"non-partial response", re.IGNORECASE)
 _UNREACHED = re.compile(r"HTTP error|error sending request|connect|timed? ?out|connection", re.IGNORECASE)
 
 
@@ -61,6 +62,11 @@ def as_ours(action: str, url: str, error: BaseException) -> StorageError:
     return kind(f"cannot {action} {url}: {plain(error)}", remedy=remedy, path=url)
 
 
+def gave_whole(error: BaseException) -> bool:
+    """Tell whether an endpoint gave a whole object where a part of it was asked for."""
+    return _NO_RANGES.search(str(error)) is not None
+
+
 def plain(error: BaseException) -> str:
     """Return what an error says: without the client's internals, and without anything secret."""
     text = str(error).partition("\n\nDebug source")[0]
@@ -82,6 +88,11 @@ def _kind(error: BaseException, text: str) -> tuple[type[StorageError], str]:
         return (
             StorageUnavailableError,
             "the store asks for fewer requests: save less often, with fewer threads, or retry",
+        )
+    if gave_whole(error):
+        return StorageError, (
+            "the endpoint gives whole objects where a part is asked for, so nothing can be loaded from it; "
+            "what was saved there is whole: copy it to a folder or to another store, and load it from there"
         )
     if _UNREACHED.search(text):
         return StorageUnavailableError, (

@@ -10,12 +10,14 @@ import obstore
 from obstore import exceptions
 
 from reknit.errors import StorageError
-from reknit.storage.object_conditions import new_nonce, seen_nonce
+from reknit.storage.object_conditions import new_nonce, seen_nonce, unsupported
 from reknit.storage.object_errors import as_ours, translated
 from reknit.storage.object_upload import Upload, part_size
+from reknit.storage.runs import check_inside
 
 if TYPE_CHECKING:
     from reknit.storage.object_client import Client, ObjectOptions
+    from reknit.storage.object_conditions import Conditions
 
 
 class Names:
@@ -50,10 +52,17 @@ class ObjectWriter:
     """A file that is being written; there is no object before `finish` returns."""
 
     def __init__(
-        self, client: Client, key: str, url: str, nbytes: int, options: ObjectOptions, names: Names
+        self,
+        client: Client,
+        key: str,
+        url: str,
+        nbytes: int,
+        options: ObjectOptions,
+        names: Names,
+        conditions: Conditions,
     ) -> None:
         self._client, self._key, self._url, self._nbytes = client, key, url, nbytes
-        self._names = names
+        self._names, self._conditions = names, conditions
         self._written = 0
         self._open = True
         self._lock = threading.Lock()
@@ -68,11 +77,7 @@ class ObjectWriter:
     def write(self, start: int, data: memoryview) -> None:
         """Copy `data` where the file is small, else upload the parts that it fills straight from it."""
         found = np.frombuffer(data, np.uint8) if data.nbytes else np.empty(0, np.uint8)
-        if not 0 <= start <= self._nbytes - len(found):
-            raise StorageError(
-                f"bytes {start} to {start + len(found)} lie outside the {self._nbytes} of {self._url}",
-                path=self._url,
-            )
+        check_inside(start, len(found), self._nbytes, self._url)
         with self._lock:
             self._check_open("write")
         if self._upload is None:
@@ -115,12 +120,16 @@ class ObjectWriter:
         self._names.free(self._key, self)
 
     def _put(self) -> None:
+        if self._conditions.unknown:
+            self._put_anyway()
+            return
         nonce = new_nonce()
         try:
             obstore.put(self._client, self._key, self._small, mode="create", attributes=nonce)
         except (exceptions.BaseError, OSError) as error:
-            if isinstance(error, exceptions.NotSupportedError) or "status code: 501" in str(error):
-                self._put_anyway()  # this endpoint knows no conditions
+            if unsupported(error):
+                self._conditions.unknown = True
+                self._put_anyway()
                 return
             refused = isinstance(error, exceptions.AlreadyExistsError)
             if not refused and not isinstance(error, exceptions.GenericError):

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import os
+import re
 
 from reknit.errors import StorageError
+
+_OWN_TEMPORARY = re.compile(r"\.(?:[0-9a-f]{32}(?:-[0-9]+-[0-9]+)?|[^/]+\.lock)\.tmp")
 
 
 def check_path(path: str, url: str) -> str:
@@ -26,6 +29,11 @@ def check_path(path: str, url: str) -> str:
 def is_temporary(name: str) -> bool:
     """Tell whether a file name belongs to a write under way, or to a removed file that NFS still holds."""
     return name.startswith(".nfs") or (name.startswith(".") and name.endswith(".tmp"))
+
+
+def is_own_temporary(name: str) -> bool:
+    """Tell whether a file name is one that the stores here make for a write under way, or for a lock."""
+    return _OWN_TEMPORARY.fullmatch(name) is not None
 
 
 def _fault(path: str) -> str | None:

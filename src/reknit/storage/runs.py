@@ -1,4 +1,4 @@
-"""Many small runs of a file at once."""
+"""Ranges of a file: many small runs at once, and whether a range lies inside."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from reknit.errors import UsageError
+from reknit.errors import StorageError, UsageError
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -17,6 +17,14 @@ NEAR_NBYTES = 4096
 """Runs that begin so near each other are read with what lies between: it is on pages that come anyway."""
 STRETCH_NBYTES = 1 << 20
 """Bytes that are read at once to take near runs out of: they stay in the processor's cache."""
+
+
+def check_inside(start: int, nbytes: int, whole_nbytes: int, url: str) -> None:
+    """Raise `StorageError` unless bytes to be written lie inside the `whole_nbytes` of a file."""
+    if not 0 <= start <= whole_nbytes - nbytes:
+        raise StorageError(
+            f"bytes {start} to {start + nbytes} lie outside the {whole_nbytes} of {url}", path=url
+        )
 
 
 def read_runs(

@@ -1,0 +1,140 @@
+"""`reknit gc`: what have killed saves left in a store, what does it cost, and away with it."""
+
+from __future__ import annotations
+
+import argparse
+import math
+import re
+from typing import TYPE_CHECKING, Any
+
+from reknit.cli.output import nbytes_text, print_json, print_table, printable, time_text
+from reknit.engine.leftovers import Leftover, leftovers, remove
+from reknit.errors import StorageNotFoundError, UsageError
+from reknit.monitor.phase import now
+from reknit.storage.local_sweep import sweepable
+from reknit.storage.registry import open_storage
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Iterator
+
+    from reknit.storage.base import Dated, Storage, Sweepable
+
+_AGE = re.compile(r"([0-9]+(?:\.[0-9]+)?)([smhd]?)")
+_UNITS = {"": 1.0, "s": 1.0, "m": 60.0, "h": 3600.0, "d": 86400.0}
+
+
+def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    """Add the command to those of the program."""
+    parser = commands.add_parser(
+        "gc",
+        help="list and delete what killed saves left behind",
+        description="List what killed saves have left below a folder, and what it costs: files that belong "
+        "to no checkpoint, temporary files, and uploads that nobody finished.  Nothing is deleted without "
+        "--delete, and never anything of a committed checkpoint, or of a save that may be under way.",
+    )
+    parser.add_argument("url", metavar="URL", help="a checkpoint, or a folder that holds some: a path or URL")
+    parser.add_argument(
+        "--older-than",
+        metavar="AGE",
+        type=age,
+        default="24h",
+        help="take a save for dead that did nothing for so long: a number with s, m, h or d (default: 24h)",
+    )
+    parser.add_argument("--delete", action="store_true", help="delete what is older than that")
+    parser.add_argument("--json", action="store_true", help="print JSON")
+    parser.set_defaults(run=run)
+
+
+def age(text: str) -> float:
+    """Return the seconds that an age such as ``24h`` stands for."""
+    found = _AGE.fullmatch(text.strip())
+    if found is None:
+        raise argparse.ArgumentTypeError(f"{text!r} is no age: write 24h, 90m or 7d")
+    return float(found[1]) * _UNITS[found[2]]
+
+
+def run(args: argparse.Namespace) -> int:
+    """List, delete where that is asked for, and return the exit code."""
+    storage = open_storage(args.url)
+    try:
+        sweep = sweepable(storage)
+        if sweep is None:
+            raise UsageError(
+                f"{storage.url}: nothing tells what here is left over from killed saves",
+                remedy="gc works on folders, s3://, gs://, az:// and hdfs://; in mem:// may be files of "
+                "a checkpoint whose manifest is on another host: delete what is not needed there by hand, or "
+                "let a later save to the same path do it",
+            )
+        moment = now()
+        # A store's clock may be ahead, and "0" means all.
+        before = moment - args.older_than if args.older_than else math.inf
+        found = leftovers(storage, _something(storage, sweep.dated()), before)
+        rows = [_row(storage, each, moment) for each in found]
+        if args.delete:
+            _delete(storage, sweep, found, rows)
+    finally:
+        storage.close()
+    if args.json:
+        print_json({"url": storage.url, "leftovers": rows, "unseen": sweep.unseen})
+    else:
+        _show(storage.url, rows, args, sweep.unseen)
+    return 0
+
+
+def _something(storage: Storage, held: Iterable[Dated]) -> Iterator[Dated]:
+    """Pass on what a store holds; raise where that is nothing, which is more often a misspelt URL."""
+    empty = True
+    for each in held:
+        empty = False
+        yield each
+    if empty:
+        raise StorageNotFoundError(
+            f"there is nothing in {storage.url}", remedy="check the path", path=storage.url
+        )
+
+
+def _delete(storage: Storage, sweep: Sweepable, found: list[Leftover], rows: list[dict[str, Any]]) -> None:
+    for leftover, row in zip(found, rows, strict=True):
+        if leftover.kept is None:
+            row["deleted"] = remove(storage, sweep, leftover)
+            if not row["deleted"]:
+                row["kept"] = "its save went on meanwhile"
+
+
+def _row(storage: Storage, leftover: Leftover, moment: float) -> dict[str, Any]:
+    """Return what is said about one save as plain data."""
+    return {
+        "folder": f"{storage.url}/{leftover.folder}".rstrip("/"),
+        "name": leftover.folder or ".",
+        "write_id8": leftover.write_id8,
+        "nbytes": leftover.nbytes,
+        "modified": leftover.modified,
+        "age_s": max(0.0, moment - leftover.modified),
+        "kept": leftover.kept,
+        "deleted": False,
+        "found": [{"kind": each.kind, "path": each.path, "nbytes": each.nbytes} for each in leftover.found],
+    }
+
+
+def _show(url: str, rows: list[dict[str, Any]], args: argparse.Namespace, unseen: str | None) -> None:
+    if not rows:
+        print(f"killed saves have left nothing in {printable(url)}")
+    else:
+        cells = [(row["name"], row["write_id8"] or "-", *_told(row)) for row in rows]
+        columns = ("FOLDER", "SAVE", "LEFT", "SIZE", "LAST CHANGED (UTC)", "")
+        print_table(columns, cells, right=("SIZE",))
+        dead = sum(row["nbytes"] for row in rows if row["kept"] is None)
+        kept = sum(row["nbytes"] for row in rows if row["kept"] is not None)
+        done = "deleted" if args.delete else "would be deleted with --delete"
+        print(f"{nbytes_text(dead)} {done}; {nbytes_text(kept)} kept")
+    if unseen is not None:
+        print(unseen)
+
+
+def _told(row: dict[str, Any]) -> tuple[str, str, str, str]:
+    kinds = [each["kind"] for each in row["found"]]
+    names = {"file": "file", "temporary": "temporary file", "upload": "upload"}
+    counts = {name: kinds.count(kind) for kind, name in names.items()}
+    left = ", ".join(f"{n} {name}{'s' * (n != 1)}" for name, n in counts.items() if n)
+    state = f"kept: {row['kept']}" if row["kept"] else "deleted" if row["deleted"] else "dead"
+    return left, nbytes_text(row["nbytes"]), time_text(row["modified"]), state

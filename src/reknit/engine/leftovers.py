@@ -1,0 +1,206 @@
+"""What have killed saves left in a store, and what of it can never become part of a checkpoint?
+
+Nothing is removed that belongs to a committed checkpoint, or to a save that may be under way:
+
+- *What a manifest names stays*, and so does every file with its write id.  Manifests are read after the store
+  was listed: what was committed when it was listed is in a manifest then.  Where a manifest cannot be made
+  sense of, nothing tells what belongs to it, and the whole folder stays.
+- *Age keeps a live save from being disturbed.*  Where anything in a checkpoint's folder that is not committed
+  is younger than the limit, the whole folder stays: a save may be at work there.
+- *A save whose files go cannot commit.*  A save commits only while its marker is there (docs/decisions/0007).
+  So the marker goes first.  Then it is looked whether there is a marker of that save again, and whether the
+  manifest has become its own, in this order, since a marker turns into a manifest.  Files go only if neither
+  is so.  What has no name yet (parts of uploads, temporary files) is part of no checkpoint: a save that finds
+  it gone fails before it commits.
+
+What is left is a window as long as one request, with a save that did nothing for longer than the limit and
+goes on in that instant.  Whoever commits looks for all files after the marker is up, and fails when one is
+missing; so he would have to put up the marker, look and commit between the last look here and the first file
+that goes.  On an object store, where commit is a look and a write, markers have that window anyhow.
+
+That listings are late is harmless here: what is not listed is not removed.
+"""
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+from reknit.errors import FormatError, StorageNotFoundError
+from reknit.format import paths
+from reknit.format.manifest_file import MAX_MANIFEST_NBYTES, decode_manifest
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+    from reknit.storage.base import Dated, Storage, Sweepable
+    from reknit.types.manifest import Manifest
+
+
+@dataclass(frozen=True, slots=True)
+class Leftover:
+    """What one save has left in one folder.
+
+    `folder` is that of the checkpoint, relative to where it was looked, empty for that place itself.
+    `write_id8` is None for temporary files, whose names do not tell of which save they are.  `modified` is
+    when the youngest was last changed.  `kept` says why it must stay; None where it need not.
+    """
+
+    folder: str
+    write_id8: str | None
+    found: tuple[Dated, ...]
+    kept: str | None
+
+    @property
+    def nbytes(self) -> int:
+        """What it costs."""
+        return sum(each.nbytes for each in self.found)
+
+    @property
+    def modified(self) -> float:
+        """When the youngest of it was last changed, in seconds since the epoch."""
+        return max(each.modified for each in self.found)
+
+    @property
+    def kinds(self) -> dict[str, int]:
+        """How many there are of each kind."""
+        return dict(Counter(each.kind for each in self.found))
+
+
+@dataclass
+class _Folder:
+    """What is in the folder of one checkpoint: all that is not its manifest, by write id."""
+
+    has_manifest: bool = False
+    saves: defaultdict[str | None, list[Dated]] = field(default_factory=lambda: defaultdict(list))
+
+
+def leftovers(storage: Storage, held: Iterable[Dated], before: float) -> list[Leftover]:
+    """Return what saves have left among what a store holds, by folder and write id.
+
+    What was changed after `before` may be part of a save that is under way, and so may all in its folder.
+    Files that are not of reknit's making, by their names, are passed over.
+    """
+    found = []
+    for name, folder in sorted(_by_folder(held).items()):
+        if folder.has_manifest and len(folder.saves) == 1 and _are_plain_files(folder):
+            continue  # these are the files of the checkpoint; or it is damaged, and not to be touched
+        found += _in_folder(storage, name, folder, before)
+    return found
+
+
+def remove(storage: Storage, sweep: Sweepable, leftover: Leftover) -> bool:
+    """Remove what a save has left; tell whether that was done, or it turned out to be needed."""
+    folder = storage.sub(leftover.folder) if leftover.folder else storage
+    markers = [each for each in leftover.found if _is_marker(each)]
+    others = [each for each in leftover.found if not _is_marker(each)]
+    for each in markers:
+        storage.delete(each.path)
+    has_files = any(each.kind == "file" for each in others)
+    if leftover.write_id8 is not None and has_files and _may_commit(folder, leftover.write_id8):
+        return False
+    for each in others:
+        if each.kind == "file":
+            storage.delete(each.path)
+        else:
+            sweep.discard(each)
+    return True
+
+
+def _by_folder(held: Iterable[Dated]) -> dict[str, _Folder]:
+    """Sort what is of reknit's making into the folders of checkpoints."""
+    folders: defaultdict[str, _Folder] = defaultdict(_Folder)
+    temporary = []
+    for each in held:
+        if each.kind == "temporary":
+            temporary.append(each)
+        elif (place := _place(each.path)) is not None:
+            folder, name = place
+            if name.kind == "manifest":
+                folders[folder].has_manifest |= each.kind == "file"
+            else:
+                folders[folder].saves[name.write_id8].append(each)
+    for each in temporary:
+        here = each.path.rpartition("/")[0]
+        above = here.rpartition("/")[0]
+        folders[above if here not in folders and above in folders else here].saves[None].append(each)
+    return folders
+
+
+def _place(path: str) -> tuple[str, paths.FileName] | None:
+    """Return the folder of the checkpoint that a path is in, and what the rest says; None if not ours."""
+    parts = path.split("/")
+    for depth in (1, 2):
+        name = paths.parse_path("/".join(parts[-depth:])) if len(parts) >= depth else None
+        if name is not None:
+            return "/".join(parts[:-depth]), name
+    return None
+
+
+def _is_marker(each: Dated) -> bool:
+    place = _place(each.path)
+    return each.kind == "file" and place is not None and place[1].kind == "marker"
+
+
+def _are_plain_files(folder: _Folder) -> bool:
+    return all(
+        each.kind == "file" and not _is_marker(each) for save in folder.saves.values() for each in save
+    )
+
+
+def _in_folder(storage: Storage, name: str, folder: _Folder, before: float) -> list[Leftover]:
+    """Return what is left in one folder."""
+    saves, kept = dict(folder.saves), None
+    if folder.has_manifest:
+        try:
+            manifest = _manifest(storage.sub(name) if name else storage)
+        except StorageNotFoundError:
+            return []  # somebody removes the checkpoint at this moment
+        except FormatError as error:
+            kept = f"the manifest there cannot be read: {error.message}"
+        else:
+            saves = _not_of(manifest, name, saves)
+    if not any(saves.values()):
+        return []
+    if kept is None and max(each.modified for save in saves.values() for each in save) > before:
+        kept = "a save may be under way there"
+    return [
+        Leftover(name, write_id8, tuple(save), kept)
+        for write_id8, save in sorted(saves.items(), key=lambda item: item[0] or "")
+        if save
+    ]
+
+
+def _manifest(folder: Storage) -> Manifest:
+    return decode_manifest(folder.get(paths.MANIFEST_PATH, limit=MAX_MANIFEST_NBYTES))
+
+
+def _not_of(
+    manifest: Manifest, name: str, saves: dict[str | None, list[Dated]]
+) -> dict[str | None, list[Dated]]:
+    """Return what is not part of a checkpoint: of its own save only markers, and what never became a file."""
+    prefix = f"{name}/" if name else ""
+    named = {prefix + file.path for file in manifest.files}
+    own = paths.short_id(manifest.write_id)
+    return {
+        write_id8: [
+            each
+            for each in save
+            if each.kind != "file" or _is_marker(each) or (write_id8 != own and each.path not in named)
+        ]
+        for write_id8, save in saves.items()
+    }
+
+
+def _may_commit(folder: Storage, write_id8: str) -> bool:
+    """Tell whether a save may commit here, or has; its marker was removed before this is called."""
+    names = (paths.parse_path(listed.path) for listed in folder.list())
+    if any(name is not None and name.kind == "marker" and name.write_id8 == write_id8 for name in names):
+        return True
+    try:
+        return paths.short_id(_manifest(folder).write_id) == write_id8
+    except StorageNotFoundError:
+        return False
+    except FormatError:  # then nothing tells whose files these are
+        return True

@@ -1,0 +1,284 @@
+"""What killed saves have left is told from what is needed, whatever lies about, and whoever wakes up."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import uuid
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import reknit
+from reknit.engine.leftovers import Leftover, leftovers, remove
+from reknit.errors import StorageNotFoundError
+from reknit.format import paths
+from reknit.format.manifest_file import decode_manifest, encode_manifest
+from reknit.storage.base import Dated
+from reknit.storage.forwarding import ForwardingStorage
+from reknit.storage.local import LocalStorage
+from reknit.storage.local_sweep import SweptFolder
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from reknit.storage.base import Storage
+
+NOW = 1_800_000_000.0
+LIMIT = NOW - 86_400
+OLD, YOUNG = NOW - 2 * 86_400, NOW - 60
+DEAD, OTHER = "0123abcd" + "0" * 24, "9876fedc" + "0" * 24
+
+
+@pytest.fixture(scope="module")
+def committed(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A checkpoint, made once."""
+    folder = tmp_path_factory.mktemp("made") / "step"
+    reknit.save(folder, {"model": {"w": np.arange(100)}, "step": 3})
+    return folder
+
+
+def touch(path: Path, modified: float, data: bytes = b"x") -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_bytes(data)
+    os.utime(path, (modified, modified))
+
+
+def copied(committed: Path, to: Path, modified: float = OLD) -> Path:
+    shutil.copytree(committed, to)
+    for path in to.rglob("*"):
+        os.utime(path, (modified, modified))
+    return to
+
+
+def files(root: Path) -> set[str]:
+    return {path.relative_to(root).as_posix() for path in root.rglob("*") if path.is_file()}
+
+
+def found(root: Path) -> list[Leftover]:
+    return leftovers(LocalStorage(root), SweptFolder(str(root)).dated(), LIMIT)
+
+
+def clear(root: Path) -> list[bool]:
+    storage, sweep = LocalStorage(root), SweptFolder(str(root))
+    return [remove(storage, sweep, each) for each in found(root) if each.kept is None]
+
+
+# Paths of what saves leave, of one write id, and of nobody that reknit knows.
+THINGS = {
+    "data": paths.data_path("model", 3, DEAD),
+    "more data": paths.data_path("optimizer/state", 0, DEAD, 2),
+    "values": paths.blob_path("extra", 0, DEAD, own=0),
+    "index": paths.index_path(DEAD),
+    "marker": paths.marker_path(17, DEAD),
+    "data of another": paths.data_path("model", 0, OTHER),
+    "marker of another": paths.marker_path(18, OTHER),
+    "temporary": f".{uuid.uuid4().hex}.tmp",
+    "sub-file": f"model/.{uuid.uuid4().hex}-3-0.tmp",
+    "lock": ".manifest.json.lock.tmp",
+}
+FOREIGN = ("notes.txt", "model/weights.bin", ".hidden.tmp", "model/.nfs0000001", "model/00000.safetensors")
+
+
+@settings(max_examples=60, deadline=None)
+@given(data=st.data())
+def test_all_that_is_dead_goes_and_nothing_else(
+    data: st.DataObject, committed: Path, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    """In any mixture of checkpoints, dead saves, live ones, and files of others."""
+    root, stays = tmp_path_factory.mktemp("any"), set()
+    for name in data.draw(st.sets(st.sampled_from(["", "a", "b/c"]), min_size=1), "folders"):
+        folder, below = root / name, f"{name}/" if name else ""
+        if data.draw(st.booleans(), "committed"):
+            shutil.copytree(committed, folder, dirs_exist_ok=True)
+            stays |= {below + path for path in files(committed)}
+        foreign = data.draw(st.sets(st.sampled_from(FOREIGN)), "foreign")
+        things = data.draw(
+            st.dictionaries(st.sampled_from(sorted(THINGS)), st.sampled_from([OLD, YOUNG])), "things"
+        )
+        for path in foreign:
+            touch(folder / path, OLD)
+        for thing, modified in things.items():
+            touch(folder / THINGS[thing], modified)
+        stays |= {below + path for path in foreign}
+        # A temporary file in the folder of an item belongs to the checkpoint above, where that is known.
+        known = (folder / "manifest.json").exists() or things.keys() - {"temporary", "sub-file", "lock"}
+        parts = [things] if known else [{k: things[k] for k in things if k == "sub-file"}]
+        parts += [] if known else [{k: things[k] for k in things if k != "sub-file"}]
+        for part in parts:
+            if YOUNG in part.values():
+                stays |= {below + THINGS[thing] for thing in part}
+    clear(root)
+    assert files(root) == stays
+    assert all(each.kept for each in found(root))
+
+
+def test_a_checkpoint_alone_is_not_even_opened(committed: Path, tmp_path: Path) -> None:
+    copied(committed, tmp_path / "a")
+    (tmp_path / "a/manifest.json").chmod(0o644)
+    touch(tmp_path / "a/manifest.json", OLD, b"damaged")
+    assert found(tmp_path) == []
+
+
+@pytest.mark.parametrize("content", [b"", b"{}", b'{"format_version": 99}'])
+def test_where_the_manifest_cannot_be_read_everything_stays(
+    content: bytes, committed: Path, tmp_path: Path
+) -> None:
+    folder = copied(committed, tmp_path / "a")
+    (folder / "manifest.json").chmod(0o644)
+    touch(folder / "manifest.json", OLD, content)
+    touch(folder / THINGS["data"], OLD)
+    touch(folder / THINGS["marker"], OLD)
+    before = files(tmp_path)
+    assert {each.write_id8 for each in found(tmp_path)} >= {DEAD[:8]}
+    assert all("manifest there cannot be read" in (each.kept or "") for each in found(tmp_path))
+    clear(tmp_path)
+    assert files(tmp_path) == before
+
+
+def test_files_that_a_manifest_names_stay_whatever_their_write_id(committed: Path, tmp_path: Path) -> None:
+    folder = copied(committed, tmp_path / "a")
+    manifest = decode_manifest((folder / "manifest.json").read_bytes())
+    borrowed = replace(manifest.files[0], path=THINGS["data"])
+    touch(folder / THINGS["data"], OLD)
+    touch(folder / THINGS["more data"], OLD)
+    (folder / "manifest.json").chmod(0o644)
+    (folder / "manifest.json").write_bytes(
+        encode_manifest(replace(manifest, files=(*manifest.files, borrowed)))
+    )
+    assert clear(tmp_path) == [True]
+    assert (folder / THINGS["data"]).exists()
+    assert not (folder / THINGS["more data"]).exists()
+
+
+def dead_save(tmp_path: Path, committed: Path) -> tuple[Storage, Path]:
+    """A checkpoint, and a save over it whose files and marker are all there, and old."""
+    folder = copied(committed, tmp_path / "a")
+    for thing in ("data", "index", "marker"):
+        touch(folder / THINGS[thing], OLD)
+    return LocalStorage(folder), folder
+
+
+def manifest_of(folder: Path, write_id: str) -> bytes:
+    manifest = decode_manifest((folder / "manifest.json").read_bytes())
+    return encode_manifest(replace(manifest, write_id=write_id))
+
+
+def test_a_save_that_commits_after_the_look_keeps_its_files(committed: Path, tmp_path: Path) -> None:
+    storage, folder = dead_save(tmp_path, committed)
+    (left,) = found(tmp_path)
+    storage.commit("manifest.json", manifest_of(folder, DEAD), pending=THINGS["marker"], if_absent=False)
+    assert not remove(LocalStorage(tmp_path), SweptFolder(str(tmp_path)), left)
+    assert (folder / THINGS["data"]).exists()
+    assert (folder / THINGS["index"]).exists()
+
+
+def test_a_save_that_puts_its_marker_up_again_keeps_its_files(committed: Path, tmp_path: Path) -> None:
+    """As one does whose commit was not answered: with the generation that it has now."""
+    storage, folder = dead_save(tmp_path, committed)
+    (left,) = found(tmp_path)
+    storage.put(paths.marker_path(99, DEAD), b"", if_absent=True)
+    assert not remove(LocalStorage(tmp_path), SweptFolder(str(tmp_path)), left)
+    assert (folder / THINGS["data"]).exists()
+
+
+def test_a_save_whose_files_went_cannot_commit(committed: Path, tmp_path: Path) -> None:
+    storage, folder = dead_save(tmp_path, committed)
+    assert clear(tmp_path) == [True]
+    with pytest.raises(StorageNotFoundError):
+        storage.commit("manifest.json", manifest_of(folder, DEAD), pending=THINGS["marker"], if_absent=False)
+    assert files(folder) == files(committed)
+    assert reknit.verify(folder, "data").ok
+
+
+class Waking(ForwardingStorage):
+    """A store in which a save that was taken for dead commits right before some operation, if it can."""
+
+    def __init__(self, inner: Storage, folder: Path, before: int) -> None:
+        super().__init__(inner)
+        self.folder, self.before, self.count, self.woke = folder, before, 0, False
+
+    def around(self, inner: Storage, path: str) -> Storage:
+        below = Waking(inner, self.folder, self.before)
+        below.step = self.step  # type: ignore[method-assign]
+        return below
+
+    def step(self) -> None:
+        self.count += 1
+        if self.count == self.before:
+            try:
+                LocalStorage(self.folder).commit(
+                    "manifest.json",
+                    manifest_of(self.folder, DEAD),
+                    pending=THINGS["marker"],
+                    if_absent=False,
+                )
+            except StorageNotFoundError:
+                return
+            self.woke = True
+
+    def delete(self, path: str) -> None:
+        self.step()
+        super().delete(path)
+
+    def get(self, path: str, *, limit: int) -> bytes:
+        self.step()
+        return super().get(path, limit=limit)
+
+    def list(self, prefix: str = ""):  # type: ignore[no-untyped-def]
+        self.step()
+        return super().list(prefix)
+
+
+@pytest.mark.parametrize("before", range(1, 8))
+def test_a_save_may_wake_up_at_any_moment(before: int, committed: Path, tmp_path: Path) -> None:
+    """It commits, and has all its files, or it does not."""
+    _, folder = dead_save(tmp_path, committed)
+    (left,) = found(tmp_path)
+    storage = Waking(LocalStorage(tmp_path), folder, before)
+    removed = remove(storage, SweptFolder(str(tmp_path)), left)
+    assert removed is not storage.woke
+    present = {THINGS["data"], THINGS["index"]} & files(folder)
+    assert len(present) == (2 if storage.woke else 0)
+    assert storage.woke == (before == 1)
+
+
+def test_an_upload_of_a_committed_save_is_left_over_and_its_files_are_not(
+    committed: Path, tmp_path: Path
+) -> None:
+    """A client that asked twice for an upload, since the first answer was lost, finishes one."""
+    copied(committed, tmp_path / "a")
+    manifest = decode_manifest((tmp_path / "a/manifest.json").read_bytes())
+    held = list(SweptFolder(str(tmp_path)).dated())
+    upload = Dated("upload", f"a/{manifest.files[0].path}", 5, OLD, "7")
+    (left,) = leftovers(LocalStorage(tmp_path), [*held, upload], LIMIT)
+    assert left.found == (upload,)
+    assert left.kept is None
+    (left,) = leftovers(LocalStorage(tmp_path), [*held, upload._replace(modified=YOUNG)], LIMIT)
+    assert left.kept is not None
+
+
+def test_links_are_not_followed(committed: Path, tmp_path: Path) -> None:
+    """Neither out of the folder nor around in it."""
+    touch(tmp_path / "elsewhere" / THINGS["data"], OLD)
+    root = tmp_path / "root"
+    root.mkdir()
+    (root / "out").symlink_to(tmp_path / "elsewhere")
+    (root / "up").symlink_to(root)
+    (root / THINGS["index"]).symlink_to(tmp_path / "elsewhere" / THINGS["data"])
+    assert found(root) == []
+
+
+def test_files_with_the_write_id_of_a_checkpoint_stay_also_when_it_does_not_name_them(
+    committed: Path, tmp_path: Path
+) -> None:
+    folder = copied(committed, tmp_path / "a")
+    write_id = decode_manifest((folder / "manifest.json").read_bytes()).write_id
+    touch(folder / paths.data_path("model", 7, write_id), OLD)
+    touch(folder / THINGS["data"], OLD)
+    assert clear(tmp_path) == [True]
+    assert files(folder) == files(committed) | {paths.data_path("model", 7, write_id)}

@@ -1,0 +1,191 @@
+"""Real servers without conditional writes: rclone overwrites whatever they say, Swift answers 501."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+pytest.importorskip("obstore", reason="the object stores need obstore")
+
+import reknit
+from reknit.errors import CheckpointExistsError, StorageError
+from reknit.storage.object import open_object
+from reknit.storage.registry import open_storage
+from tests.servers import environment, new_url, server
+
+EACH = pytest.mark.parametrize("url", ["rclone", "swift"], indirect=True)
+RCLONE = pytest.mark.parametrize("url", ["rclone"], indirect=True)
+SWIFT = pytest.mark.parametrize("url", ["swift"], indirect=True)
+LOCKED = pytest.mark.filterwarnings("ignore:.*(lock object|gives whole objects)")
+
+SAVER = """
+import sys, warnings
+import numpy as np
+import reknit
+from reknit.errors import CheckpointExistsError, FencedError
+
+warnings.simplefilter("ignore")
+url, number = sys.argv[1], int(sys.argv[2])
+print("ready", flush=True)
+sys.stdin.readline()
+try:
+    reknit.save(url, {"x": np.full(1000, number)})
+except (CheckpointExistsError, FencedError) as error:
+    print(type(error).__name__)
+else:
+    print("saved")
+"""
+COMMITTER = """
+import sys, warnings
+from reknit.storage.registry import open_storage
+
+warnings.simplefilter("ignore")
+storage, number = open_storage(sys.argv[1]), sys.argv[2]
+storage.put(f"pending.{number}", b"", if_absent=False)
+print("ready", flush=True)
+sys.stdin.readline()
+print(storage.commit("manifest.json", number.encode(), pending=f"pending.{number}", if_absent=True))
+"""
+
+
+@pytest.fixture
+def url(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+    for name, value in environment(request.param).items():
+        monkeypatch.setenv(name, value)
+    return new_url(request.param)
+
+
+def files_below(url: str) -> list[str]:
+    return sorted(file.path for file in open_storage(url).list())
+
+
+def folder_of(url: str) -> Path:
+    """What rclone serves is a folder of this machine."""
+    return Path(server("rclone")["data"]) / url.partition("://")[2].partition("?")[0]
+
+
+def together(code: str, url: str, number: int) -> list[str]:
+    """Run processes that begin at the same moment, and return what each says at its end."""
+    begun = [
+        subprocess.Popen(
+            [sys.executable, "-c", code, url, str(k)],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+        for k in range(number)
+    ]
+    try:
+        for process in begun:
+            assert process.stdout is not None
+            assert process.stdout.readline() == "ready\n"
+        return [process.communicate("go\n", timeout=60)[0].strip() for process in _released(begun)]
+    finally:
+        for process in begun:
+            process.kill()
+            process.wait()
+
+
+def _released(begun: list[subprocess.Popen[str]]) -> list[subprocess.Popen[str]]:
+    for process in begun:
+        assert process.stdin is not None
+        process.stdin.write("go\n")
+        process.stdin.flush()
+    return begun
+
+
+@EACH
+def test_a_save_with_default_options_is_refused_before_anything_is_written(url: str) -> None:
+    with pytest.raises(StorageError, match=r"(?s)conditional create.*\?conditional=lock"):
+        reknit.save(f"{url}?retries=1", {"x": np.arange(5)})
+    assert files_below(url) == []
+
+
+@EACH
+def test_the_lock_is_used_when_asked_for_and_said_to_be_weaker(url: str) -> None:
+    with pytest.warns(RuntimeWarning) as told:
+        reknit.save(f"{url}?retries=1&conditional=lock", {"x": np.arange(5)})
+    assert "saves are kept apart by a lock object" in str(told[0].message)
+    before = files_below(url)
+    assert "manifest.json" in before
+    assert not any("pending" in path for path in before)
+
+
+@EACH
+@LOCKED
+def test_a_checkpoint_that_is_there_is_never_overwritten_silently(url: str) -> None:
+    """Neither by a second save, nor by a bare conditional write, which rclone would carry out."""
+    told = f"{url}?retries=1&conditional=lock"
+    reknit.save(told, {"x": np.arange(5)})
+    storage = open_storage(told)
+    before = storage.get("manifest.json", limit=1 << 20)
+    with pytest.raises(CheckpointExistsError):
+        reknit.save(told, {"x": np.arange(6)})
+    assert not storage.put("manifest.json", b"{}", if_absent=True)
+    storage.put("pending.1", b"", if_absent=False)
+    assert not storage.commit("manifest.json", b"{}", pending="pending.1", if_absent=True)
+    assert storage.get("manifest.json", limit=1 << 20) == before
+
+
+@EACH
+def test_of_processes_that_commit_at_once_under_the_lock_one_is_first(url: str) -> None:
+    told = together(COMMITTER, f"{url}?retries=1&conditional=lock", 3)
+    assert sorted(told) == ["False", "False", "True"]
+    assert open_storage(url).get("manifest.json", limit=100) == b"%d" % told.index("True")
+
+
+@RCLONE
+def test_of_processes_that_save_at_once_under_the_lock_at_most_one_commits(url: str) -> None:
+    """The others are told why.  What is committed is whole, and that of the one who was told so."""
+    told = together(SAVER, f"{url}?retries=1&conditional=lock", 2)
+    assert set(told) <= {"saved", "FencedError", "CheckpointExistsError"}
+    assert told.count("saved") <= 1
+    if "saved" in told:
+        target = {"x": np.zeros(1000, int)}
+        reknit.load(folder_of(url), target)
+        assert (target["x"] == told.index("saved")).all()
+    else:
+        assert not (folder_of(url) / "manifest.json").exists()
+
+
+@RCLONE
+@LOCKED
+def test_an_endpoint_without_ranges_gives_an_error_and_no_bytes(url: str) -> None:
+    """It answers with the whole object; what was saved can be loaded once it is in a folder."""
+    state = {"x": np.arange(3 << 18)}
+    with pytest.warns(RuntimeWarning, match="cannot be loaded from here"):
+        reknit.save(f"{url}?retries=1&conditional=lock&part_mib=5", state)
+    target = {"x": np.full(3 << 18, -1)}
+    with pytest.raises(StorageError, match=r"(?s)non-partial.*copy it to a folder"):
+        reknit.load(url, target)
+    assert (target["x"] == -1).all()
+    problems = reknit.verify(url, "data").problems
+    assert problems
+    assert all("non-partial" in problem for problem in problems)
+    storage = open_storage(url)
+    into = bytearray(b"-" * 10)
+    data = next(path for path in files_below(url) if path.startswith("x/"))
+    with pytest.raises(StorageError, match="non-partial"):
+        storage.read_into(data, 5, [memoryview(into)])
+    with pytest.raises(StorageError, match="non-partial"):
+        storage.read_runs(data, np.array([3, 5 << 20]), 5, memoryview(into))
+    assert into == b"-" * 10
+    reknit.load(folder_of(url), target)
+    assert (target["x"] == state["x"]).all()
+
+
+@SWIFT
+@LOCKED
+def test_an_endpoint_that_knows_no_conditions_is_asked_for_one_once(url: str) -> None:
+    """The client takes a refusal for something that passes, and asks for seconds again and again."""
+    storage = open_object(f"{url}?retries=1&conditional=lock")
+    assert storage.put("x", b"1", if_absent=True)
+    assert storage._bucket.conditions.unknown
+    reknit.save(f"{url}/run?retries=1&conditional=lock", {"x": np.arange(3 << 18)})
+    target = {"x": np.zeros(3 << 18, int)}
+    reknit.load(f"{url}/run", target)
+    assert (target["x"] == np.arange(3 << 18)).all()
