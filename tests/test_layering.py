@@ -21,7 +21,7 @@ ROWS = (
     ("cli", "integrations", "testing"),
     ("steps", "interop"),
     ("api",),
-    ("ranks",),
+    ("arguments", "ranks"),
     ("engine",),
     ("planner", "frameworks", "dataloader", "transforms"),
     ("storage", "comm", "format"),
@@ -36,6 +36,7 @@ ROW = {package: number for number, packages in enumerate(ROWS) for package in pa
 LOWEST = {"options", "errors"}
 MAY_IMPORT = {
     "api": {
+        "arguments",
         "ranks",
         "engine",
         "frameworks",
@@ -48,6 +49,7 @@ MAY_IMPORT = {
         "types",
     }
     | LOWEST,
+    "arguments": {"engine", "storage.registry"} | LOWEST,
     "ranks": {"frameworks", "comm"} | LOWEST,
     "engine": {"planner", "transforms", "storage.base", "comm.base", "format", "monitor", "types"} | LOWEST,
     "planner": {"types"} | LOWEST,
@@ -65,7 +67,7 @@ MAY_IMPORT = {
 
 # The agent is a process of its own, and a door: it picks the stores and the tree as `api` does.  Agents are
 # a tree, whatever group their trainers are, and so is the group in which trainers form it.
-DOORS = {"reknit.engine.agent": {"storage.registry", "comm"}, "reknit.engine.crew": {"comm"}}
+DOORS = {"reknit.engine.agent": {"storage.registry", "comm"}, "reknit.engine.side_group": {"comm"}}
 
 
 class Room(NamedTuple):

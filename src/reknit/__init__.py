@@ -1,8 +1,8 @@
 """Checkpoints for large-model training: save on any layout, load on any other, and trust the bytes."""
 
-from reknit.api import close, fence, latest, load, open, prepare, save, verify
+from reknit.api import close, fence, latest, load, open, prepare, promote, save, verify
 from reknit.engine.browse import Checkpoint
-from reknit.engine.report import LoadReport, PendingSave, SaveReport, VerifyReport
+from reknit.engine.report import LoadReport, PendingSave, PromotionReport, SaveReport, VerifyReport
 from reknit.errors import (
     AgentError,
     CheckpointExistsError,
@@ -53,6 +53,7 @@ __all__ = [
     "MissingExtraError",
     "PendingSave",
     "PerRank",
+    "PromotionReport",
     "ProtocolError",
     "ReknitError",
     "RngState",
@@ -77,6 +78,7 @@ __all__ = [
     "load",
     "open",
     "prepare",
+    "promote",
     "register_framework",
     "save",
     "verify",

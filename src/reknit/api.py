@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import operator
 import os
 import platform
 import sys
@@ -15,6 +14,16 @@ from importlib import metadata as distributions
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, Literal
 
+from reknit.arguments import (
+    check_metadata,
+    check_places,
+    check_promotion,
+    check_state,
+    checked_step,
+    open_places,
+    part_of,
+    place_of,
+)
 from reknit.comm import base as comm
 from reknit.engine import load as load_story
 from reknit.engine import save as save_story
@@ -22,6 +31,8 @@ from reknit.engine.background import Background
 from reknit.engine.browse import Checkpoint
 from reknit.engine.commit import Destination
 from reknit.engine.newest import newest
+from reknit.engine.promote import Promotion, decline, promote_alone
+from reknit.engine.promote import promote as promote_saved
 from reknit.engine.report import LoadReport, PendingSave, VerifyReport
 from reknit.engine.send_off import SendOff
 from reknit.engine.verify import verify as verify_story
@@ -32,14 +43,15 @@ from reknit.monitor.phase import Recorder, Sink
 from reknit.monitor.sinks.jsonl import JsonLinesSink
 from reknit.options import LoadOptions, SaveOptions
 from reknit.ranks import acting
-from reknit.storage.registry import Recipe, open_storage, recipe
+from reknit.storage.registry import open_storage
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
     from os import PathLike
 
     from reknit.comm.base import Group
-    from reknit.storage.base import Storage
+    from reknit.engine.report import PendingPromotion, PromotionReport, SaveReport
+    from reknit.engine.write import Written
     from reknit.types.shard import Holdings
 
 logger = logging.getLogger("reknit")
@@ -81,10 +93,12 @@ def save(
     joined, ranks, _ = acting(group, options.comm)
 
     def checked() -> tuple[Destination, Recorder]:
-        _check_state(state)
-        _check_metadata(metadata or {})
-        number = _checked_step(step)
+        check_state(state)
+        check_metadata(metadata or {})
+        number = checked_step(step)
         storage = open_storage(path, durability=options.durability)
+        if options.promote_to is not None:
+            check_promotion(storage, options, joined.rank, overwrite=overwrite)
         recorder = Recorder("save", joined.rank, number, storage.url, _sinks(options.events))
         origin = _origin(joined)
         return Destination(storage, number, overwrite, options.allow_pickle, origin, metadata or {}), recorder
@@ -92,18 +106,22 @@ def save(
     def collect() -> Holdings:
         return registry.collect(state, joined.rank, joined.size, ranks=ranks)
 
-    place = _place(path)
+    place = place_of(path)
+
+    then = None if options.promote_to is None else place_of(options.promote_to)
 
     def send_off() -> SendOff:
         to, recorder = checked()
         to.storage.close()  # the agent opens its own
-        return SendOff(collect, to, place.url, place.factory, _absolute(options), recorder)
+        promote_to = None if then is None else (then.url, then.factory)
+        return SendOff(collect, to, place.url, place.factory, _absolute(options), recorder, promote_to)
 
     try:
         if wait:
             pending = _save_now(path, joined, checked, collect, options)
         else:
-            pending = _background(joined, place.elsewhere).save(joined, send_off, place.url, options)
+            elsewhere = place.elsewhere and (then is None or then.elsewhere)
+            pending = _background(joined, elsewhere).save(joined, send_off, place.url, options)
         if options.on_error == "raise":
             for background in _backgrounds.get(joined, {}).values():
                 background.surface(but=pending)
@@ -130,14 +148,70 @@ def _save_now(
             last.callback(to.storage.close)
             to = replace(to, generation=joined.generation)  # an agent takes that of its own group
             for background in _backgrounds.get(joined, {}).values():
-                background.wait_for(_place(path).url, options.timeout_s)
-        report = save_story.save(save_story.SaveJob(collect, joined, to, options, recorder))
-    if joined.rank == 0:
-        for warning in report.warnings:
-            logger.warning("save to %s: %s", report.path, warning)
-    pending = PendingSave(report.path, report.step)
-    pending.end(report)
+                background.wait_for(place_of(path).url, options.timeout_s)
+        written: list[Written] = []
+        report = save_story.save(save_story.SaveJob(collect, joined, to, options, recorder), written)
+        if joined.rank == 0:
+            for warning in report.warnings:
+                logger.warning("save to %s: %s", report.path, warning)
+        pending = PendingSave(report.path, report.step, promote_to=options.promote_to)
+        pending.end(report)
+        if pending.promotion is not None:
+            _promote_now(pending.promotion, to, joined, report, written, options)
     return pending
+
+
+def _promote_now(
+    promotion: PendingPromotion,
+    saved: Destination,
+    group: Group,
+    report: SaveReport,
+    written: Sequence[Written],
+    options: SaveOptions,
+) -> None:
+    """Promote what all ranks have just saved."""
+    try:
+        try:
+            target = open_storage(promotion.path, durability=options.durability)
+        except BaseException as error:  # whatever it is, the others must not wait for this rank
+            decline(group, error, report.write_id, options.timeout_s)
+        try:
+            recorder = Recorder("promote", group.rank, report.step, target.url, _sinks(options.events))
+            job = Promotion(saved.storage, target, saved.overwrite, options, recorder)
+            promotion.end(promote_saved(job, group, report.step, report.write_id, written))
+        finally:
+            target.close()
+    except ReknitError as error:
+        promotion.end(error)
+        if options.on_error == "raise":
+            raise
+        logger.warning("%s is saved, but not promoted: %s", report.path, error)
+
+
+def promote(
+    path: str | PathLike[str],
+    to: str | PathLike[str],
+    overwrite: bool = False,
+    options: SaveOptions | None = None,
+) -> PromotionReport:
+    """Copy the committed checkpoint at `path` to `to`, another path or URL, and commit it there as well.
+
+    One process does it alone, with every file that it finds at `path`; each block is compared with its
+    digest on the way.  What an earlier try has brought there is checked and kept, so it can be called again
+    after any failure.  `overwrite=True` replaces another checkpoint at `to`.
+
+    Raises `CheckpointNotFoundError`, `CheckpointExistsError`, `CorruptError`, `CommitError` (files are in
+    neither place), `StorageError`.
+    """
+    options = options or SaveOptions()
+    with ExitStack() as last:
+        source = open_storage(path)
+        last.callback(source.close)
+        target = open_storage(to, durability=options.durability)
+        last.callback(target.close)
+        check_places(source, target)
+        recorder = Recorder("promote", path=target.url, sinks=_sinks(options.events))
+        return promote_alone(Promotion(source, target, overwrite, options, recorder))
 
 
 def prepare(
@@ -164,11 +238,11 @@ def prepare(
     """
     options = options or SaveOptions()
     joined, ranks, _ = acting(group, options.comm)
-    place = _place(path)
+    place = place_of(path)
 
     def rehearsal() -> SendOff:
         held = {} if state is None else state
-        _check_state(held)
+        check_state(held)
         storage = open_storage(path, durability=options.durability)
         storage.close()
         recorder = Recorder("prepare", joined.rank, None, storage.url, _sinks(options.events))
@@ -252,9 +326,9 @@ def load(
     joined, ranks, carrier = acting(group, options.comm)
     with ExitStack() as last:
         with _told(joined, load_story.FIRST_ROUND, options.timeout_s):
-            _check_state(state)
-            part = _part(state, items)
-            storage, *replicas = _opened(path, options, last)
+            check_state(state)
+            part = part_of(state, items)
+            storage, *replicas = open_places(path, options, last)
             recorder = Recorder("load", joined.rank, None, storage.url, _sinks(options.events))
         job = load_story.LoadJob(
             lambda catalog: registry.wanted(
@@ -286,7 +360,7 @@ def open(path: str | PathLike[str], *, options: LoadOptions | None = None) -> Ch
     """
     options = options or LoadOptions()
     with ExitStack() as failing:
-        storage, *replicas = _opened(path, options, failing)
+        storage, *replicas = open_places(path, options, failing)
         recorder = Recorder("read", path=storage.url, sinks=_sinks(options.events))
         checkpoint = Checkpoint(storage, options, recorder, arrays, replicas)
         failing.pop_all()
@@ -343,46 +417,6 @@ def _told(group: Group, first_round: str, timeout_s: float) -> Iterator[None]:
         comm.round(group, first_round, fail, lambda requests: [b""] * len(requests), timeout_s)
 
 
-def _part(state: Mapping[str, Any], items: Sequence[str] | None) -> dict[str, Any]:
-    """Return the items of the state that are to be loaded."""
-    if isinstance(items, str):
-        raise UsageError(f"items is a list of names: pass [{items!r}]")
-    names = tuple(state) if items is None else tuple(items)
-    if absent := [name for name in names if name not in state]:
-        raise UsageError(f"items names {absent[0]!r}, but state has only {', '.join(map(repr, state))}")
-    return {name: state[name] for name in names}
-
-
-def _checked_step(step: Any) -> int | None:
-    """Return the step as a plain integer.  Raises `UsageError`."""
-    if step is None:
-        return None
-    try:
-        number = operator.index(step)
-    except TypeError:
-        number = -1
-    if isinstance(step, bool) or not 0 <= number < 1 << 63:
-        raise UsageError(f"step is a whole number from 0 on, or None, not {step!r}")
-    return number
-
-
-def _check_metadata(metadata: Any) -> None:
-    """Raise `UsageError` for metadata that is no mapping; the root looks into it."""
-    if not isinstance(metadata, Mapping):
-        raise UsageError(f"metadata is a mapping of names, not a {type(metadata).__name__}")
-
-
-def _check_state(state: Mapping[str, Any]) -> None:
-    """Raise `UsageError` for a state that is not a mapping of items."""
-    if not isinstance(state, Mapping):
-        raise UsageError(
-            f"state is a mapping of items, not a {type(state).__name__}",
-            remedy='wrap it: {"model": model}',
-        )
-    if wrong := [name for name in state if not isinstance(name, str) or not name]:
-        raise UsageError(f"item names are non-empty strings, not {wrong[0]!r}")
-
-
 def _background(group: Group, elsewhere: bool) -> Background:
     """Return the background saves of a group, to stores that other processes can open or cannot."""
     kinds = _backgrounds.setdefault(group, {})
@@ -394,26 +428,9 @@ def _background(group: Group, elsewhere: bool) -> Background:
     return kinds[elsewhere]
 
 
-def _place(path: str | PathLike[str]) -> Recipe:
-    """Return how an agent opens a store; what is wrong with a path is told when the save is under way."""
-    try:
-        return recipe(path)
-    except ReknitError:
-        return Recipe(os.fspath(path), elsewhere=True)
-
-
 def _absolute(options: SaveOptions) -> SaveOptions:
     """Return options that mean the same in an agent, whatever folder this process goes to."""
     return options if options.events is None else replace(options, events=os.path.abspath(options.events))
-
-
-def _opened(path: str | PathLike[str], options: LoadOptions, last: ExitStack) -> list[Storage]:
-    """Open the place to load from, and then its replicas; `last` closes them."""
-    stores = []
-    for place in (path, *options.replicas):
-        stores.append(open_storage(place))
-        last.callback(stores[-1].close)
-    return stores
 
 
 def _sinks(events: str | None) -> tuple[Sink, ...]:

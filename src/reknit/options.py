@@ -63,6 +63,11 @@ def store_token() -> str | None:
     return os.environ.get("REKNIT_TOKEN") or None
 
 
+def memory_folder() -> str | None:
+    """Return the folder in which ``mem://`` keeps its files, as REKNIT_MEMORY says it; None for the usual."""
+    return os.environ.get("REKNIT_MEMORY") or None
+
+
 def hadoop_conf_dir() -> str | None:
     """Return the folder of Hadoop's configuration: HADOOP_CONF_DIR, or etc/hadoop in HADOOP_HOME."""
     if folder := os.environ.get("HADOOP_CONF_DIR"):
@@ -193,6 +198,11 @@ class SaveOptions:
     `on_error`: with ``"warn"`` a save never raises what went wrong with storage or other ranks; it is logged,
     and `PendingSave.result` still raises it.  A wrong call (`UsageError`) is raised all the same.
 
+    `promote_to`: a path or URL, in a slower store that lasts, to which the checkpoint is copied as soon as it
+    is committed, every block compared with its digest; it is committed there too, and only when all of it is
+    there.  With `wait=False` the agents do that, see `PendingSave.promoted`; otherwise `save` does, and
+    returns after it.
+
     For saves with `wait=False` only: `stage` is ``"eager"`` (the state may be changed once `save` returns) or
     ``"lazy"`` (once `PendingSave.staged` returns; see `reknit.fence`).  `when_busy`: what to do while two
     earlier saves still occupy the host memory: ``"wait"``, or ``"skip"`` this save.  `host_nbytes`: bytes of
@@ -215,6 +225,7 @@ class SaveOptions:
     progress: bool = True
     comm: CommOptions = field(default_factory=CommOptions)
     on_error: Literal["raise", "warn"] = "raise"
+    promote_to: str | os.PathLike[str] | None = None
     stage: Literal["eager", "lazy"] = "eager"
     when_busy: Literal["wait", "skip"] = "wait"
     host_nbytes: int | None = None
@@ -236,6 +247,11 @@ class SaveOptions:
         )
         _require(self.timeout_s > 0, "timeout_s must be positive")
         _require(self.on_error in ("raise", "warn"), f"on_error is 'raise' or 'warn', not {self.on_error!r}")
+        _require(
+            self.promote_to is None
+            or (isinstance(self.promote_to, (str, os.PathLike)) and self.promote_to != ""),
+            f"promote_to is a path or a URL, not {self.promote_to!r}",
+        )
         _require(self.stage in ("eager", "lazy"), f"stage is 'eager' or 'lazy', not {self.stage!r}")
         _require(self.when_busy in ("wait", "skip"), f"when_busy is 'wait' or 'skip', not {self.when_busy!r}")
         _require(
@@ -398,6 +414,21 @@ def _check_rewrite(rewrite: object) -> None:
 def quiet_grpc() -> None:
     """Keep gRPC, before its first import, from telling users that a peer ended."""
     os.environ.setdefault("GRPC_VERBOSITY", "ERROR")
+
+
+_OF_STORES = ("AWS_", "AZURE_", "GOOGLE_", "HADOOP_", "KRB5", "REKNIT_MEMORY")
+
+
+def store_variables() -> dict[str, str]:
+    """Return the variables by which the clients of stores find what they need, secrets among them."""
+    return {name: value for name, value in os.environ.items() if name.startswith(_OF_STORES)}
+
+
+def take_store_variables(variables: Mapping[str, str]) -> None:
+    """Have the variables of stores as another process has them."""
+    for name in store_variables().keys() - variables.keys():
+        del os.environ[name]
+    os.environ.update(variables)
 
 
 def agent_environment(search_path: Sequence[str]) -> dict[str, str]:

@@ -15,8 +15,8 @@ import torch
 
 import reknit
 from reknit.engine.coordinator import Coordinator
-from reknit.storage.memory import MemoryStorage
 from reknit.storage.registry import recipe, register
+from reknit.testing.process_memory import ProcessMemory
 from reknit.testing.world import run_ranks
 from tests.engine.watched import Watched
 
@@ -42,7 +42,7 @@ class Gate:
 GATE = Gate()
 
 
-class Gated(MemoryStorage):
+class Gated(ProcessMemory):
     """Memory behind the gate; agents that use it are threads, as no other process knows it."""
 
     def create(self, path: str, nbytes: int) -> Any:
@@ -70,7 +70,7 @@ def _clean() -> Iterator[None]:
     GATE.failing = lambda path: False
     GATE.closing = lambda: None
     assert reknit.close(LIMIT_S)
-    MemoryStorage.clear("gated")
+    ProcessMemory.clear("gated")
 
 
 def weights(value: float, names: Sequence[str] = ("a", "b"), numel: int = 40_000) -> dict[str, Any]:
@@ -229,7 +229,7 @@ def test_a_layout_that_changes_on_one_rank_is_noticed_by_all_and_planned_anew(
     assert first[2] in outcome.split(" or ")
     if outcome == "CommitError or saved":
         assert first[3] == "saved", "a changed layout is planned anew after it failed once"
-    MemoryStorage.clear("gated")
+    ProcessMemory.clear("gated")
 
 
 def test_values_that_come_to_differ_between_ranks_are_kept_per_rank_by_a_cached_plan() -> None:
@@ -595,7 +595,8 @@ def test_saves_with_and_without_waiting_may_follow_each_other(tmp_path: Path) ->
 
 def test_a_store_that_only_this_process_knows_is_served_by_threads() -> None:
     assert not recipe("gated://x").elsewhere
-    assert not recipe("mem://x").elsewhere
+    assert not recipe("process://x").elsewhere
+    assert recipe("mem://x") == ("mem://x", True, None)
     assert recipe("/tmp/x").elsewhere
     assert recipe("file:///tmp/x").factory is None
     assert recipe("folder/x").url == str(Path("folder/x").absolute())
@@ -603,5 +604,5 @@ def test_a_store_that_only_this_process_knows_is_served_by_threads() -> None:
     assert recipe("elsewhere://x") == ("elsewhere://x", True, f"{__name__}:open_elsewhere")
 
 
-def open_elsewhere(url: str, durability: str) -> MemoryStorage:
-    return MemoryStorage("elsewhere")
+def open_elsewhere(url: str, durability: str) -> ProcessMemory:
+    return ProcessMemory("elsewhere")

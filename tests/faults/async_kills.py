@@ -137,7 +137,7 @@ def _judge(trainers: Sequence[Child], root: Path, plan: Plan, phase: str) -> Out
     wait_until(lambda: not any(t.agents() for t in trainers), GONE_S, lambda: "agents outlive their work")
     wait_until(lambda: not any(t.alive() for t in trainers), GONE_S, lambda: "a killed process goes on")
     assert not list((root / "temporary").iterdir()), "temporary files are left"
-    assert not [name for name in os.listdir("/dev/shm") if "reknit" in name]
+    assert not [entry.name for entry in os.scandir("/dev/shm") if "reknit" in entry.name and entry.is_file()]
     # I1: what is there is whole, and is what was saved as that step.
     steps = range(STEPS + 3)
     there = {step: found(step_path(root, step), plan.size, plan.nbytes) for step in steps}

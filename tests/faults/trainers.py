@@ -25,6 +25,8 @@ from reknit.testing.killpoint import faulty_url, register_faulty
 from tests.faults.nursery import agents_of, wait_until
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from reknit.comm.base import Group
     from reknit.testing.faulty_storage import FaultKind
 
@@ -53,6 +55,11 @@ def state(step: int, size: int, nbytes: int, rank: int | None = None) -> dict[st
 def step_path(root: str | Path, step: int) -> str:
     """Return where a step is saved."""
     return f"{root}/steps/{step:03d}"
+
+
+def lasting_path(root: str | Path, step: int) -> str:
+    """Return where a step is promoted to."""
+    return f"{root}/lasting/{step:03d}"
 
 
 def found(path: str, size: int, nbytes: int) -> int | None:
@@ -130,6 +137,32 @@ class Trainer:
         assert report.step == step
         self.say("committed", step)
         return True
+
+    def promoted_with(self, step: int, faults: Sequence[Fault], gate: str = "") -> bool:
+        """Save a step and have it promoted to a store with faults; tell the log, and the caller whether well.
+
+        A save that failed, since agents were lost, is made again.
+        """
+        path = lasting_path(self.root, step)
+        options = dataclasses.replace(
+            OPTIONS, promote_to=faulty_url(path, *faults, gate=gate) if faults else path
+        )
+        for _ in range(4):
+            self.meet()
+            self.update(step)
+            pending = self.save(step, options=options)
+            pending.staged(PATIENCE_S)
+            self.say("staged", step)
+            if self.agree(self.ended(step, pending), on=0):
+                break
+        try:
+            pending.promoted(2 * PATIENCE_S)
+            self.say("promoted", step)
+        except reknit.ReknitError as error:
+            self.say("unpromoted", step, type(error).__name__, error.rank)
+        assert self.untouched(step)
+        well = pending.promotion.error is None
+        return all([self.agree(well, on=rank) for rank in range(self.size)])
 
     def untouched(self, step: int) -> bool:
         """Tell whether the live state is what `update` made it."""
@@ -232,6 +265,49 @@ def save_often(log: str, root: str, rank: int, size: int, count: int, early: int
             # Only when all have counted: a rank that is done closes its group and ends its agent, and the
             # connections and threads that the others have for these go, too.
             me.meet()
+    me.say("closed", reknit.close(PATIENCE_S))
+    me.say("end")
+
+
+def promote_on(log: str, root: str, rank: int, size: int) -> None:
+    """Save with promotions until one goes well; that of the first save waits until there is a gate."""
+    me = Trainer(log, root, rank, size, 1 << 20)
+    for step in range(6):
+        fault = [Fault("stall", 1, "finish")] if step == 0 else []
+        if me.promoted_with(step, fault, gate=f"{root}/gate"):
+            break
+    me.say("closed", reknit.close(PATIENCE_S))
+    me.say("end")
+
+
+def close_early(log: str, root: str, rank: int, size: int) -> None:
+    """Promote to a store that waits for a gate; rank 0 leaves meanwhile, and the others want to go on."""
+    me = Trainer(log, root, rank, size, 1 << 20)
+    to = faulty_url(lasting_path(root, 0), Fault("stall", 1, "finish"), gate=f"{root}/gate")
+    pending = me.save(0, options=dataclasses.replace(OPTIONS, promote_to=to))
+    me.ended(0, pending)
+    if rank == 0:
+        me.say("closed", reknit.close(0.1))
+    me.meet()
+    if rank != 0:
+        me.ended(1, me.save(1))
+        me.meet()
+        Path(f"{root}/gate").touch()
+    else:
+        me.meet()
+    me.say("promoted", pending.promoted(PATIENCE_S).num_files)
+    me.say("closed", reknit.close(PATIENCE_S))
+    wait_until(lambda: not agents_of(os.getpid()), PATIENCE_S)
+    me.say("end")
+
+
+def promote_at_faults(log: str, root: str, rank: int, size: int, kind: FaultKind, every: int) -> None:
+    """Promote again and again; the k-th operation at the target fails on rank 0, until there is no k-th."""
+    me = Trainer(log, root, rank, size, 1 << 20)
+    for k in range(2, 60, every):  # the first would be that of the trainer, which looks what is there
+        faults = [Fault(kind, k)] if rank == 0 else []
+        if me.promoted_with(k, faults):
+            break
     me.say("closed", reknit.close(PATIENCE_S))
     me.say("end")
 

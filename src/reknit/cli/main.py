@@ -9,7 +9,7 @@ import sys
 from importlib.metadata import version
 from typing import TYPE_CHECKING
 
-from reknit.cli import certify, diff, export, ls, show, verify
+from reknit.cli import certify, diff, export, gc, ls, promote, show, verify
 from reknit.errors import CheckpointNotFoundError, ReknitError, StorageNotFoundError, UsageError
 
 if TYPE_CHECKING:
@@ -38,13 +38,13 @@ def parser() -> argparse.ArgumentParser:
     """Return the parser of the command line."""
     program = argparse.ArgumentParser(
         prog="reknit",
-        description="Look at, check, compare and export checkpoints.",
+        description="Look at, check, compare and export checkpoints, and clear away what is left of saves.",
         epilog=_EXIT_CODES,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     program.add_argument("--version", action="version", version=f"reknit {version('reknit')}")
     commands = program.add_subparsers(dest="command", metavar="COMMAND", required=True)
-    for command in (ls, show, verify, diff, export, certify):
+    for command in (ls, show, verify, diff, export, promote, gc, certify):
         command.add_parser(commands)
     return program
 

@@ -2,7 +2,7 @@
 
 ``python -m reknit.engine.agent`` is started by a trainer with one end of a pair of sockets.  Nothing here
 imports torch, and nothing that a trainer does, dying included, keeps a staged checkpoint from being written.
-For a store that only the trainer's process has (``mem://``) the same code runs in threads of the trainer.
+For a store that only the trainer's process has the same code runs in threads of the trainer.
 """
 
 from __future__ import annotations
@@ -29,15 +29,19 @@ from reknit.engine.coordinator import Coordinator
 from reknit.engine.errand import Errand
 from reknit.engine.receipt import Setting
 from reknit.engine.rehearsal import Rehearsal
+from reknit.engine.side_group import side_group
 from reknit.engine.tuning import Tuner
 from reknit.errors import AgentError, GroupClosedError, ReknitError, from_wire
 from reknit.monitor.phase import Recorder
 from reknit.monitor.sinks.jsonl import JsonLinesSink
-from reknit.options import CommOptions, SaveOptions, quiet_grpc
+from reknit.options import CommOptions, SaveOptions, quiet_grpc, take_store_variables
 from reknit.storage.registry import open_storage, register
 
 if TYPE_CHECKING:
     from collections.abc import Callable
+
+    from reknit.monitor.phase import Sink
+    from reknit.storage.base import Storage
 
     _Jobs = queue.SimpleQueue[Callable[[], None] | None]
 
@@ -59,6 +63,11 @@ class Agent:
         self._rank = 0
         self._seat: Any = None
         self._group: Group = SoloGroup()
+        self._promoters: Group | None = None
+        """The same agents once more, for rounds that take as long as a slow store does."""
+        self._no_promoters: BaseException | None = None
+        """What kept this agent from forming that group."""
+        self._comm = CommOptions()
         self._arenas: dict[int, SharedArena] = {}
         self._errands: dict[int, Errand] = {}
         self._lent: dict[int, dict[int, memoryview]] = {}
@@ -67,10 +76,12 @@ class Agent:
         self._tuners: dict[tuple[str, int | None, int | None], Tuner] = {}
         self._to_write: _Jobs = queue.SimpleQueue()
         self._to_commit: _Jobs = queue.SimpleQueue()
+        self._to_promote: _Jobs = queue.SimpleQueue()
         self._hears: dict[type[say.Message], Callable[[Any], None]] = {
             say.Join: self._join,
             say.Climb: self._climb,
             say.DropArenas: self._drop,
+            say.Variables: lambda said: take_store_variables(said.values),
             say.Begin: self._begin,
             say.Planned: self._plan,
             say.Filled: self._fill,
@@ -80,7 +91,11 @@ class Agent:
 
     def run(self) -> None:
         """Serve until the trainer says quit or is gone, and then until all that was staged is written."""
-        queues = {"reknit-agent-write": self._to_write, "reknit-agent-commit": self._to_commit}
+        queues = {
+            "reknit-agent-write": self._to_write,
+            "reknit-agent-commit": self._to_commit,
+            "reknit-agent-promote": self._to_promote,
+        }
         workers = [
             threading.Thread(target=_work, args=(jobs,), name=name, daemon=True)
             for name, jobs in queues.items()
@@ -92,11 +107,14 @@ class Agent:
             told = self._serve()
         finally:
             self._outlive(told)  # also after a bug: nobody may wait for what is not heard any more
-            for jobs in queues.values():
+            # In this order: what is committed may have to be promoted.
+            for jobs, worker in zip(queues.values(), workers, strict=True):
                 jobs.put(None)
-            for worker in workers:
                 worker.join()
-            self._group.close()
+                if jobs is self._to_commit:
+                    self._group.close()  # at once: another rank's next save must not wait for promotions
+            if self._promoters is not None:
+                self._promoters.close()
             for arena in self._arenas.values():
                 arena.close()
             self._channel.close()
@@ -142,7 +160,8 @@ class Agent:
         if not told and left:
             logger.warning("the process of rank %d ended; its agent finishes %d saves", self._rank, len(left))
         # Storage may hang for ever, and an agent must not.
-        watchdog = threading.Timer(self._longest_s + _GRACE_S, os._exit, (1,))
+        times = 1 + sum(errand.is_to_promote for errand in left)
+        watchdog = threading.Timer(times * self._longest_s + _GRACE_S, os._exit, (1,))
         watchdog.daemon = True
         watchdog.start()
 
@@ -162,13 +181,14 @@ class Agent:
         from reknit.comm.tree import TreeGroup  # gRPC is loaded only when there is someone to talk to
 
         assert join.generation is not None
+        self._comm = CommOptions(**join.comm)
         try:
             self._seat = TreeGroup.listen(
                 join.rank,
                 Topology(join.hosts, join.fan_out),
                 job=join.job,
                 generation=join.generation,
-                options=CommOptions(**join.comm),
+                options=self._comm,
             )
         except ReknitError as error:
             self._say(say.Joined(error.to_wire()))
@@ -226,12 +246,8 @@ class Agent:
 
     def _where(self, begin: say.Begin, options: SaveOptions) -> Setting:
         """Return where a save takes place, as this process sees it."""
-        if begin.factory is not None:
-            module, _, name = begin.factory.partition(":")
-            register(begin.url.partition(":")[0], getattr(importlib.import_module(module), name))
-        storage = open_storage(begin.url, durability=options.durability)
-        sinks = () if options.events is None else (JsonLinesSink(options.events),)
-        recorder = Recorder("save", self._rank, begin.step, storage.url, sinks)
+        storage = _open(begin.url, begin.factory, options)
+        recorder = Recorder("save", self._rank, begin.step, storage.url, _sinks(options))
         to = Destination(
             storage,
             begin.step,
@@ -253,12 +269,37 @@ class Agent:
         def commit() -> None:
             try:
                 errand.commit(group, self._coordinator, timeout_s)
-            finally:
+                promoters = self._joined_once_more(group, timeout_s) if errand.promotes else None
+            except BaseException as error:  # of the second group, and later saves need this thread
+                errand.not_promoted(error)
+                promoters = None
+            if promoters is None:
                 del self._errands[errand.number]
+            else:
+                self._to_promote.put(lambda: promote(promoters))
+
+        def promote(promoters: Group) -> None:
+            errand.promote(promoters, _open, _sinks)
+            del self._errands[errand.number]
 
         before = earlier[-1] if earlier else None
         self._to_write.put(lambda: errand.write(tuner, before))
         self._to_commit.put(commit)
+
+    def _joined_once_more(self, group: Group, timeout_s: float) -> Group:
+        """Return a second group of the same agents; all of them come here after the first save to promote.
+
+        Raises `CommError`, and then for ever: none of them would come to another round of the first group.
+        """
+        if self._no_promoters is not None:
+            raise self._no_promoters
+        if self._promoters is None:
+            try:
+                self._promoters = side_group(group, "promoters", self._comm, timeout_s)
+            except BaseException as error:
+                self._no_promoters = error
+                raise
+        return self._promoters
 
     def _plan(self, planned: say.Planned) -> None:
         if (errand := self._errands.get(planned.number)) is not None:
@@ -282,6 +323,18 @@ class Agent:
             errand = Errand(abandon.number, self._channel)
             errand.fail(error)
             self._take_up(errand, Tuner(), abandon.timeout_s)
+
+
+def _open(url: str, factory: str | None, options: SaveOptions) -> Storage:
+    """Open a store; `factory` makes those of its scheme, where only the trainer's program registered that."""
+    if factory is not None:
+        module, _, name = factory.partition(":")
+        register(url.partition(":")[0], getattr(importlib.import_module(module), name))
+    return open_storage(url, durability=options.durability)
+
+
+def _sinks(options: SaveOptions) -> tuple[Sink, ...]:
+    return () if options.events is None else (JsonLinesSink(options.events),)
 
 
 def _work(jobs: _Jobs) -> None:

@@ -14,7 +14,7 @@ from reknit.engine import channel as say
 from reknit.engine.pipeline import start
 from reknit.errors import AgentError, DeadlineError, from_wire
 from reknit.monitor.phase import Deadline
-from reknit.options import agent_environment
+from reknit.options import agent_environment, store_variables
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -40,6 +40,8 @@ class AgentLink:
         """Whether that is because another rank's trainer ended, or closed its agent."""
         self._quitting = False
         self._process: subprocess.Popen[bytes] | None = None
+        self._variables = store_variables()
+        """What the agent has of the variables by which stores are reached."""
         self._answered = threading.Condition()
         self._answers: list[say.Seated | say.Joined] = []
         self._gone: AgentError | None = None
@@ -66,10 +68,19 @@ class AgentLink:
     def send(self, message: say.Message, fd: int | None = None) -> None:
         """Send a message.  Raises `AgentError` when the agent is gone."""
         try:
+            if isinstance(message, say.Begin):
+                self._refresh()
             self._channel.send(message, fd)
         except AgentError as error:
             self.broken = True
             raise (self._gone or error) from None
+
+    def _refresh(self) -> None:
+        """Let the agent have credentials that were renewed since it was told of them."""
+        variables = store_variables()
+        if self._process is not None and variables != self._variables:
+            self._channel.send(say.Variables(variables))
+            self._variables = variables
 
     def ask(self, message: say.Message, timeout_s: float) -> say.Seated | say.Joined:
         """Send a message and return the answer.  Raises what kept the agent from giving one."""

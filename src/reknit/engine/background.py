@@ -11,10 +11,11 @@ from contextlib import suppress
 from typing import TYPE_CHECKING
 
 from reknit.engine.arenas import Arenas
-from reknit.engine.crew import Crew, side_group
+from reknit.engine.crew import Crew
 from reknit.engine.pipeline import start
 from reknit.engine.report import PendingSave
 from reknit.engine.send_off import rehearse, send_off
+from reknit.engine.side_group import side_group
 from reknit.errors import AgentError, DeadlineError
 from reknit.monitor.phase import Deadline
 from reknit.options import SaveOptions
@@ -76,7 +77,7 @@ class Background:
 
         What goes wrong is told by the `PendingSave`, on every rank; only what is no `Exception` is raised.
         """
-        pending = PendingSave(url)
+        pending = PendingSave(url, promote_to=options.promote_to)
         with self._saving:
             self._carry_out(send_off, pending, group, make, options)
         return pending
@@ -103,7 +104,7 @@ class Background:
         """Let this rank go through the story of its next number, as far as it is the trainer's."""
         with self._lock:
             keep = options.on_error == "raise"
-            self._pending = [p for p in self._pending if not p.done() or (keep and _unasked(p))]
+            self._pending = [p for p in self._pending if not p.over() or (keep and _unasked(p))]
             self._pending.append(pending)
             number, self._count = self._count, self._count + 1
             self._waiting.add(number)
@@ -138,21 +139,27 @@ class Background:
         Of two that commit at the same time one may clear away what the other has written.  Raises
         `DeadlineError`.
         """
-        for pending in self.under_way():
+        for pending in self._unfinished():
             if pending.place is not None and pending.place[0] == url and pending.place[1] is not but:
-                pending.wait(timeout_s)
+                pending.wait_over(timeout_s)
 
     def surface(self, but: PendingSave) -> None:
-        """Raise the error of a save, `but` excepted, that nobody has asked for the result of."""
+        """Raise the error of a save, `but` excepted, or of a promotion, that nobody has asked for."""
         with self._lock:
             failed = [pending for pending in self._pending if _unasked(pending) and pending is not but]
         for pending in failed:
             pending.result()
+            pending.promoted()
 
     def under_way(self) -> list[PendingSave]:
         """Return the saves that have not ended."""
         with self._lock:
             return [pending for pending in self._pending if not pending.done()]
+
+    def _unfinished(self) -> list[PendingSave]:
+        """Return the saves of which not even the promotion has ended."""
+        with self._lock:
+            return [pending for pending in self._pending if not pending.over()]
 
     def close(self, timeout_s: float | None = None) -> bool:
         """Wait for what is under way, and let the agent end; tell whether all has ended.
@@ -161,10 +168,10 @@ class Background:
         written and committed all the same.
         """
         deadline = Deadline(self._exit_wait_s if timeout_s is None else timeout_s)
-        pending = self.under_way()
+        pending = self._unfinished()
         for save in pending:
             with suppress(DeadlineError):
-                save.wait(deadline.remaining())
+                save.wait_over(deadline.remaining())
         crew, self._crew = self._crew, None
         if crew is not None:
             crew.link.quit()
@@ -177,11 +184,11 @@ class Background:
             self._arenas = None
         atexit.unregister(self._at_exit)
         self.when_closed()
-        return all(save.done() for save in pending)
+        return all(save.over() for save in pending)
 
     def retire(self) -> None:
         """Close, as the group is gone; what is still under way is waited for when the interpreter ends."""
-        if not self.under_way():
+        if not self._unfinished():
             self.close(0.0)
 
     def _at_exit(self) -> None:
@@ -190,13 +197,15 @@ class Background:
         if self._in_process:
             logger.warning("this process ends before its saves are committed, and they are lost with it")
         else:
-            logger.warning("this process ends before its saves are committed; its agent goes on with them")
+            logger.warning(
+                "this process ends before its saves are committed, or promoted; its agent goes on with them"
+            )
 
     def _formed(self, group: Group, number: int) -> Crew:
         """Return the agents that work on a save, started by all ranks together where there are none."""
         if self._crew is None:
             if self._side is None:
-                self._side = side_group(group, self._options)
+                self._side = side_group(group, "trainers", self._options.comm, self._options.timeout_s)
             self._install(Crew.form(group, self._options, lambda: number, in_process=self._in_process))
         crew = self._crew
         assert crew is not None
@@ -284,7 +293,10 @@ class Background:
 
 def _unasked(pending: PendingSave) -> bool:
     """Tell whether a save failed and nobody has been told."""
-    return pending.error is not None and not pending.asked and not pending.skipped
+    if pending.error is not None:
+        return not pending.asked and not pending.skipped
+    promotion = pending.promotion
+    return promotion is not None and promotion.error is not None and not promotion.asked
 
 
 _all: weakref.WeakSet[Background] = weakref.WeakSet()

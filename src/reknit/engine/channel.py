@@ -70,12 +70,25 @@ class Lend(Message):
     blobs: list[tuple[int, int, int]]
 
 
+class Variables(Message):
+    """To the agent, before `Begin`: the variables by which stores are reached, where some have changed.
+
+    They are the secrets of this user, on their way to another process of this user; nothing may log them.
+    """
+
+    values: dict[str, str]
+
+    def __repr__(self) -> str:
+        return f"Variables({sorted(self.values)})"
+
+
 class Begin(Message):
     """To the agent: a save begins.
 
     `factory` is ``module:function`` of a store that only the trainer's program registered.  `claims` is None
     where the root knows those of this plan.  `extra` is what only the root's manifest needs, as JSON.
-    A `rehearsal` is no save: it ends with `Ready` instead of `Planned`, and nothing is written.
+    A `rehearsal` is no save: it ends with `Ready` instead of `Planned`, and nothing is written.  `promote_to`
+    are URL and factory of the store that is to have the checkpoint too.
     """
 
     number: int
@@ -90,6 +103,7 @@ class Begin(Message):
     claims: ShardClaims | None
     blobs: list[EncodedBlob]
     rehearsal: bool = False
+    promote_to: tuple[str, str | None] | None = None
 
 
 class Planned(Message):
@@ -181,6 +195,17 @@ class Done(Message):
     records: list[dict[str, Any]]
 
 
+class Promoted(Message):
+    """To the trainer: the promotion of a save that ended well is over, too."""
+
+    number: int
+    error: dict[str, Any] | None
+    path: str
+    nbytes: int
+    num_files: int
+    records: list[dict[str, Any]]
+
+
 class Broken(Message):
     """To the trainer: the tree of agents is broken, and no later save can end well in it.
 
@@ -196,6 +221,7 @@ AnyMessage = (
     | GiveArena
     | DropArenas
     | Lend
+    | Variables
     | Begin
     | Planned
     | Filled
@@ -208,6 +234,7 @@ AnyMessage = (
     | Freed
     | ArenaFree
     | Done
+    | Promoted
     | Broken
 )
 _encode = msgspec.msgpack.Encoder().encode

@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
+
 from reknit.engine import messages
 from reknit.engine.marker import Marker, fenced_off, is_last, put_up, take_down
 from reknit.engine.write import discard, write_bytes
@@ -22,11 +24,13 @@ from reknit.format.index_file import encode_index
 from reknit.format.manifest_file import MAX_MANIFEST_NBYTES, decode_manifest, encode_manifest
 from reknit.format.versions import FORMAT_VERSION
 from reknit.monitor.phase import now
+from reknit.storage.base import PerHost
 from reknit.types.manifest import FileEntry, Manifest
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
+    from reknit.comm import base as comm
     from reknit.engine.tally import Tally
     from reknit.engine.write import Written
     from reknit.storage.base import Storage
@@ -54,23 +58,28 @@ def begin(destination: Destination, write_id: str) -> Marker:
     better said now than after hours of writing.
     """
     check_manifest(destination)
-    _check_absent(destination)  # also before, so that nothing is touched where there is a checkpoint
     mine = Marker(destination.generation, write_id)
-    put_up(destination.storage, mine)
-    try:
-        _check_absent(destination)
-    except BaseException:
-        take_down(destination.storage, mine)
-        raise
+    claim(destination.storage, mine, overwrite=destination.overwrite)
     return mine
 
 
-def _check_absent(destination: Destination) -> None:
+def claim(storage: Storage, mine: Marker, *, overwrite: bool) -> None:
+    """Put up a marker.  Raises `CheckpointExistsError` where there is a checkpoint that has to stay."""
+    check_absent(storage, overwrite)  # also before, so that nothing is touched where there is a checkpoint
+    put_up(storage, mine)
+    try:
+        check_absent(storage, overwrite)
+    except BaseException:
+        take_down(storage, mine)
+        raise
+
+
+def check_absent(storage: Storage, overwrite: bool) -> None:
     """Raise `CheckpointExistsError` where there is a checkpoint and none may be."""
-    if not destination.overwrite and manifest_exists(destination.storage):
+    if not overwrite and manifest_exists(storage):
         raise CheckpointExistsError(
             "there is a committed checkpoint at this path already",
-            path=destination.storage.url,
+            path=storage.url,
             remedy="save to another path, or pass overwrite=True to replace it safely",
         )
 
@@ -97,13 +106,13 @@ def commit(
         files = [*files, FileEntry(written.path, written.nbytes, tuple(written.digests.tolist()))]
         data = encode_manifest(_manifest(destination, write_id, told.items, files, tuple(told.blobs)))
         # The commit: before this write there is no checkpoint, after it there is.
-        _put_manifest(destination, mine, data)
+        put_manifest(storage, mine, data, overwrite=destination.overwrite)
     except BaseException as error:
         take_down(storage, mine)
         if not isinstance(error, DeadlineError) and is_committed(storage, write_id) is False:
             discard(storage, written.path)
         raise
-    all_warnings = [*warnings, *told.warnings, *_clear_out(storage, mine, data)]
+    all_warnings = [*warnings, *told.warnings, *clear_out(storage, mine, data)]
     return messages.Outcome(sum(file.nbytes for file in files), all_warnings)
 
 
@@ -153,13 +162,18 @@ def _manifest(
 
 
 def _check_files(storage: Storage, told: Tally, mine: Marker) -> None:
-    """Raise `CommitError` unless the root sees every file that some rank wrote."""
+    """Raise `CommitError` unless the root sees every file that some rank wrote.
+
+    Of a store that each host has for itself it sees its own host's; for the others the receipts vouch.
+    """
     listed = {file.path: file.nbytes for file in storage.list()}
     for number, file in enumerate(told.files):
         if listed.get(file.path) == file.nbytes or _size(storage, file.path) == file.nbytes:
             continue
         if _size(storage, mine.path) is None:  # whoever took that away may have cleared away the files
             raise fenced_off(storage, mine)
+        if isinstance(storage, PerHost) and _size(storage, file.path) is None:
+            continue
         rank = told.ranks[number]
         raise CommitError(
             f"rank {rank} wrote {file.path} to {told.urls[rank]}, and rank 0 does not find it in "
@@ -189,11 +203,10 @@ def _size(storage: Storage, path: str) -> int | None:
         return None
 
 
-def _put_manifest(destination: Destination, mine: Marker, data: bytes) -> None:
+def put_manifest(storage: Storage, mine: Marker, data: bytes, *, overwrite: bool) -> None:
     """Commit, or raise; after an error only `is_committed` knows."""
-    storage = destination.storage
     try:
-        placed = _placed(storage, mine, data, if_absent=not destination.overwrite)
+        placed = _placed(storage, mine, data, if_absent=not overwrite)
     except ReknitError:
         if not is_committed(storage, mine.write_id):
             raise
@@ -225,7 +238,22 @@ def _placed(storage: Storage, mine: Marker, data: bytes, *, if_absent: bool) -> 
         raise fenced_off(storage, mine) from error
 
 
-def _clear_out(storage: Storage, mine: Marker, manifest: bytes) -> list[str]:
+def clear_own_host(storage: Storage, group: comm.Group, write_id: str) -> None:
+    """After a commit, delete the files of earlier saves on a host of which the root sees nothing.
+
+    There is no marker to look at here: of a store that each host has for itself, a path is one job's.
+    """
+    hosts = group.topology.hosts
+    stands_for_host = int(np.argmax(hosts == hosts[group.rank])) == group.rank
+    if isinstance(storage, PerHost) and stands_for_host and hosts[group.rank] != hosts[0]:
+        own = paths.short_id(write_id)
+        for listed in list(storage.list()):
+            name = paths.parse_path(listed.path)
+            if name is not None and name.write_id8 != own:
+                discard(storage, listed.path)
+
+
+def clear_out(storage: Storage, mine: Marker, manifest: bytes) -> list[str]:
     """Delete the files of earlier saves to this path; what cannot be deleted is a warning, not a failure.
 
     Of what is listed, some may belong to a later save.  Where one has begun, all is left to that.

@@ -12,16 +12,16 @@ from reknit.engine import messages
 from reknit.engine.agent_link import AgentLink
 from reknit.engine.coordinator import PLANS_KEPT
 from reknit.engine.handover import Handover
+from reknit.engine.side_group import places, where_of
 from reknit.format import paths
-from reknit.options import quiet_grpc
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable
 
     from reknit.engine.outline import Outline
     from reknit.engine.report import PendingSave
     from reknit.errors import AgentError
-    from reknit.options import CommOptions, SaveOptions
+    from reknit.options import SaveOptions
 
 FORM_ROUND = "agents"
 """The round in which the agents of a group find each other."""
@@ -66,7 +66,7 @@ class Crew:
 
         def seat() -> bytes:
             links.append(AgentLink(group.rank, in_process=in_process, send_timeout_s=options.timeout_s))
-            settings, low = dataclasses.asdict(_where(group, options.comm)), options.priority == "low"
+            settings, low = dataclasses.asdict(where_of(group, options.comm)), options.priority == "low"
             hosts, fan_out = group.topology.hosts.tolist(), group.topology.fan_out
             generation = group.given if isinstance(group, comm.SoloGroup) else group.generation
             join = say.Join(FORM_ROUND, group.rank, hosts, fan_out, generation, settings, low)
@@ -79,7 +79,7 @@ class Crew:
             return b""
 
         try:
-            answer = comm.round(group, FORM_ROUND, seat, _places, options.timeout_s)
+            answer = comm.round(group, FORM_ROUND, seat, places, options.timeout_s)
             place = messages.decode(answer, messages.Place)
             comm.round(group, FORM_ROUND, climb, lambda requests: [b""] * len(requests), options.timeout_s)
         except BaseException:  # Ctrl-C too: an agent that nobody will use must not stay
@@ -110,8 +110,11 @@ class Crew:
 
     def _hear(self, message: Any) -> None:
         handover, key = self._handovers[message.number]
-        if isinstance(message, say.Done):
+        if isinstance(message, say.Promoted):
             del self._handovers[message.number]
+        elif isinstance(message, say.Done):
+            if message.error is not None or not handover.promotes:
+                del self._handovers[message.number]
             plan = self._plans.get(key or b"")
             if message.error is not None:
                 # Perhaps the plans are what is wrong; with the next save all ranks make new ones.
@@ -124,45 +127,3 @@ class Crew:
         for handover, _ in list(self._handovers.values()):
             handover.lose(error)
         self._handovers.clear()
-
-
-def side_group(group: comm.Group, options: SaveOptions) -> comm.Group:
-    """Return one more group of the same ranks, for rounds that another thread holds; all ranks do so at once.
-
-    Raises `CommError`.
-    """
-    if group.size == 1:
-        return comm.SoloGroup()
-    quiet_grpc()
-    from reknit.comm.tree import TreeGroup  # gRPC is loaded only when there is someone to talk to
-
-    seat = TreeGroup.listen(
-        group.rank,
-        group.topology,
-        job="trainers",
-        generation=group.generation,
-        options=_where(group, options.comm),
-    )
-    try:
-        request = messages.encode(messages.Seat(seat.address, seat.above))
-        answer = comm.round(group, "trainers", lambda: request, _places, options.timeout_s)
-        return seat.climb(messages.decode(answer, messages.Place).above)
-    except BaseException:
-        seat.close()
-        raise
-
-
-def _where(group: comm.Group, options: CommOptions) -> CommOptions:
-    """Return options by which a server listens where that of `group` does, if this rank has one there."""
-    host = getattr(group, "host", None)
-    if host is None or options.bind is not None or options.interface is not None:
-        return options
-    return dataclasses.replace(options, bind=host)
-
-
-def _places(requests: Sequence[bytes]) -> list[bytes]:
-    """Tell each rank where the one above it is, and what all have in common from now on."""
-    seats = [messages.decode(request, messages.Seat) for request in requests]
-    seed, number = paths.new_write_id(), max(seat.number for seat in seats)
-    above = ["" if seat.above is None else seats[seat.above].address for seat in seats]
-    return [messages.encode(messages.Place(address, seed, number)) for address in above]

@@ -13,13 +13,17 @@ from reknit.engine import messages
 from reknit.engine.arena import SPAN_NBYTES, lay_out
 from reknit.engine.claims import Copies, blob_files, claims
 from reknit.engine.packing import merge_claims
+from reknit.engine.promote import Promotion, decline, promote
 from reknit.engine.receipt import commit_round, receipt, write_blobs
 from reknit.engine.write import Outgoing, discard, write_files
 from reknit.errors import AgentError, ReknitError
 from reknit.format import paths
+from reknit.monitor.phase import Recorder
 from reknit.options import cores_per_rank
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     import numpy as np
     from numpy.typing import NDArray
 
@@ -28,6 +32,9 @@ if TYPE_CHECKING:
     from reknit.engine.receipt import Setting
     from reknit.engine.tuning import Tuner
     from reknit.engine.write import Written
+    from reknit.monitor.phase import Sink
+    from reknit.options import SaveOptions
+    from reknit.storage.base import Storage
 
 logger = logging.getLogger("reknit")
 
@@ -52,6 +59,17 @@ class Errand:
         self._written: list[Written] | None = None
         self._may_write = False
         self._over = threading.Event()
+        self._to_promote: list[Written] | None = None
+
+    @property
+    def is_to_promote(self) -> bool:
+        """Whether a promotion was asked for."""
+        return self._begun is not None and self._begun[0].promote_to is not None
+
+    @property
+    def promotes(self) -> bool:
+        """Whether the checkpoint is committed, and is to be promoted."""
+        return self._to_promote is not None
 
     @property
     def url(self) -> str:
@@ -90,7 +108,7 @@ class Errand:
     def staged(self) -> bool:
         """Whether the trainer is needed no more."""
         with self._changed:
-            return self._image is not None and not self._image.to_fill
+            return self.promotes or (self._image is not None and not self._image.to_fill)
 
     # Called by the thread that writes.
 
@@ -178,8 +196,21 @@ class Errand:
             coordinator.give_up()
             self._discard()
             self._done(typed(error).to_wire(), [], messages.Outcome(0, []))
+            self._end()
         else:
+            if self.is_to_promote:
+                self._keep_for_promotion(written)
             self._done(None, written, outcome)
+            if not self.promotes:
+                self._end()
+
+    def _keep_for_promotion(self, written: list[Written]) -> None:
+        """Keep what a promotion needs, and nothing else: many may wait for a slow store."""
+        with self._changed:
+            self._to_promote = written
+            self._image = None
+        assert self._begun is not None
+        self._begun[0].claims, self._begun[0].blobs = None, []
 
     def _assign(
         self, group: comm.Group, coordinator: Coordinator, timeout_s: float
@@ -259,17 +290,61 @@ class Errand:
                 records,
             )
         )
+
+    def _end(self) -> None:
+        """Let a later save to the same place begin to write."""
         self._over.set()
         if self._begun is not None:
-            try:
-                self._begun[1].to.storage.close()
-            except Exception as failure:  # a store of somebody else's, and nothing depends on it any more
-                logger.warning("%s could not be closed: %s", self.url, failure)
+            _close(self._begun[1].to.storage)
 
-    def tell(self, message: say.Message) -> None:
-        """Tell the trainer, if it is still there."""
+    # Called by the thread that promotes.
+
+    def promote(
+        self,
+        group: comm.Group,
+        opened: Callable[[str, str | None, SaveOptions], Storage],
+        sinks: Callable[[SaveOptions], tuple[Sink, ...]],
+    ) -> None:
+        """Copy what this rank wrote to the store that lasts, with all ranks, and tell the trainer."""
+        assert self._begun is not None
+        assert self._to_promote is not None
+        begin, where = self._begun
+        assert begin.promote_to is not None
+        try:
+            try:
+                target = opened(*begin.promote_to, where.options)
+            except BaseException as error:  # whoever made the store decides what it raises
+                decline(group, typed(error), begin.write_id, where.options.timeout_s)
+            recorder = Recorder("promote", group.rank, begin.step, target.url, sinks(where.options))
+            try:
+                job = Promotion(where.to.storage, target, begin.overwrite, where.options, recorder)
+                report = promote(job, group, begin.step, begin.write_id, self._to_promote)
+            finally:
+                _close(target)
+        except BaseException as error:  # whatever it is, the trainer must hear of it
+            self.not_promoted(error)
+        else:
+            records = [record.as_dict() for record in report.phases]
+            self.tell(say.Promoted(self.number, None, report.path, report.nbytes, report.num_files, records))
+            self._end()
+
+    def not_promoted(self, error: BaseException) -> None:
+        """Tell the trainer, or the log where that is gone, what kept the checkpoint from where it lasts."""
+        assert self._begun is not None
+        begin, where = self._begun
+        failure = typed(error)
+        failure.sign(rank=where.group.rank)
+        told = self.tell(say.Promoted(self.number, failure.to_wire(), "", 0, 0, []))
+        if not told and begin.promote_to is not None:
+            logger.error("promotion of %s to %s failed: %s", begin.url, begin.promote_to[0], failure)
+        self._end()
+
+    def tell(self, message: say.Message) -> bool:
+        """Tell the trainer, if it is still there; return whether it was."""
         with suppress(AgentError):
             self._channel.send(message)
+            return True
+        return False
 
 
 class _Image:
@@ -292,6 +367,14 @@ class _Image:
         """Return bytes of the arena that are those from `start` on of the span's file."""
         low = self._spans[span].at + start - self._spans[span].start
         return self._arena.bytes[low : low + nbytes]
+
+
+def _close(storage: Storage) -> None:
+    """Close a store that is needed no more."""
+    try:
+        storage.close()
+    except Exception as failure:  # a store of somebody else's, and nothing depends on it any more
+        logger.warning("%s could not be closed: %s", storage.url, failure)
 
 
 def typed(error: BaseException) -> ReknitError:

@@ -8,7 +8,7 @@ from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
 from reknit.engine import channel as say
-from reknit.engine.report import SaveReport
+from reknit.engine.report import PromotionReport, SaveReport
 from reknit.errors import AgentError, DeadlineError, ReknitError, SkippedError, from_wire
 from reknit.monitor.phase import PhaseRecord
 
@@ -38,6 +38,8 @@ class Handover:
         self.blocked_s = self.waited_s = 0.0
         self.streamed = False
         self._changed = threading.Condition()
+        self.promotes = False
+        """Whether the checkpoint is promoted when it is committed."""
         self._recorder: Recorder | None = None
         self._owners: bytes | None = None
         self._freed: set[int] = set()
@@ -49,6 +51,7 @@ class Handover:
     def begin(self, begin: say.Begin, recorder: Recorder) -> None:
         """Tell the agent that the save begins."""
         self.pending.step = recorder.step
+        self.promotes = begin.promote_to is not None
         self.link.send(begin)
         self._recorder = recorder
 
@@ -92,6 +95,9 @@ class Handover:
 
     def hear(self, message: Any) -> None:
         """Take what the agent says about this save."""
+        if isinstance(message, say.Promoted):
+            self._promoted(message)
+            return
         with self._changed:
             if isinstance(message, say.Assigned):
                 self._owners = message.shard_owners
@@ -107,7 +113,12 @@ class Handover:
     def lose(self, error: AgentError) -> None:
         """Take it that the agent is gone."""
         self.hear(say.ArenaFree(self.number))
-        self.hear(say.Done(self.number, error.to_wire(), 0, 0, 0, [], []))
+        with self._changed:
+            ended = self._done is not None
+        if not ended:
+            self.hear(say.Done(self.number, error.to_wire(), 0, 0, 0, [], []))
+        elif self.promotes:
+            self.hear(say.Promoted(self.number, error.to_wire(), "", 0, 0, []))
 
     def _wait(self, ready: Callable[[], bool], what: str, timeout_s: float) -> None:
         """Wait, with the condition held; raises what makes the save fail meanwhile."""
@@ -145,6 +156,24 @@ class Handover:
             waited_s=self.waited_s,
             streamed=self.streamed,
         )
+
+    def _promoted(self, message: say.Promoted) -> None:
+        """End the promotion; what goes wrong is logged too, as nobody may ask for it."""
+        promotion = self.pending.promotion
+        assert promotion is not None
+        if message.error is None:
+            records = tuple(PhaseRecord(**record) for record in message.records)
+            step, path = self.pending.step, message.path
+            promotion.end(
+                PromotionReport(
+                    path, self.pending.path, step, self.write_id, message.nbytes, message.num_files, records
+                )
+            )
+            return
+        error = from_wire(message.error)
+        promotion.end(error)
+        if self.link.rank in (0, error.rank):
+            logger.error("promotion of %s to %s failed: %s", self.pending.path, promotion.path, error)
 
     def _end(self, outcome: SaveReport | BaseException) -> None:
         """End the save, and write once to the log what nobody may ask for."""

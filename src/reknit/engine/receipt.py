@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple, TypeVar
 
@@ -9,7 +10,7 @@ import numpy as np
 
 from reknit.comm import base as comm
 from reknit.engine import messages
-from reknit.engine.commit import is_committed
+from reknit.engine.commit import clear_own_host, is_committed
 from reknit.engine.packing import merge_receipts, pack
 from reknit.engine.tally import KINDS
 from reknit.engine.write import Written, discard, write_small
@@ -194,6 +195,8 @@ def commit_round(
         outcome = messages.Outcome(
             0, [f"the checkpoint is committed, but the root's answer was lost: {error}"]
         )
+    with suppress(ReknitError):  # what could not be deleted takes memory, until the next save to this path
+        clear_own_host(where.to.storage, where.group, write_id)
     return outcome, written
 
 

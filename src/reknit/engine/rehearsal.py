@@ -60,6 +60,7 @@ class Rehearsal(Errand):
             self._done(typed(error).to_wire(), [], messages.Outcome(0, []))
         else:
             self._done(None, [], messages.Outcome(0, []))
+        self._end()
 
     def _when_ready(self) -> bytes:
         """Return when the trainer has done its part; raises what kept it from that."""

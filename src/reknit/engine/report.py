@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import os
 import threading
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from reknit.errors import DeadlineError, SkippedError
+from reknit.errors import DeadlineError, SkippedError, UsageError
+from reknit.monitor.phase import Deadline
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
+    from os import PathLike
 
     from reknit.monitor.phase import PhaseRecord
 
@@ -33,6 +36,22 @@ class SaveReport:
     blocked_s: float
     waited_s: float = 0.0
     streamed: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class PromotionReport:
+    """A committed checkpoint that is now at `path` too.
+
+    `nbytes` and `num_files` are what this rank copied from `source`; `phases` are its own.
+    """
+
+    path: str
+    source: str
+    step: int | None
+    write_id: str
+    nbytes: int
+    num_files: int
+    phases: tuple[PhaseRecord, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,10 +100,59 @@ class VerifyReport:
         return not self.problems
 
 
+class PendingPromotion:
+    """A promotion under way, or one that has ended."""
+
+    def __init__(self, path: str) -> None:
+        self.path = path
+        self.asked = False
+        """Whether somebody has asked for the outcome; if not, a failure is raised by the next save."""
+        self._ended = threading.Event()
+        self._ending = threading.Lock()
+        self._outcome: PromotionReport | BaseException | None = None
+
+    def end(self, outcome: PromotionReport | BaseException) -> None:
+        """End it, unless it has ended."""
+        with self._ending:
+            if not self._ended.is_set():
+                self._outcome = outcome
+                self._ended.set()
+
+    def done(self) -> bool:
+        """Tell whether it has ended, well or not."""
+        return self._ended.is_set()
+
+    @property
+    def error(self) -> BaseException | None:
+        """What made it fail, None while it is under way and when it ended well."""
+        return self._outcome if isinstance(self._outcome, BaseException) else None
+
+    def wait(self, timeout: float | None = None) -> None:
+        """Return when it has ended, well or not.  Raises `DeadlineError` after `timeout` seconds."""
+        if not self._ended.wait(timeout):
+            raise DeadlineError(f"the promotion to {self.path} has not ended within {timeout:g} s")
+
+    def result(self, timeout: float | None = None) -> PromotionReport:
+        """Return the report, or raise what made it fail.  Raises `DeadlineError` after `timeout` seconds."""
+        self.wait(timeout)
+        self.asked = True
+        if isinstance(self._outcome, BaseException):
+            raise self._outcome
+        assert self._outcome is not None
+        return self._outcome
+
+
 class PendingSave:
     """A save under way, or one that has ended."""
 
-    def __init__(self, path: str, step: int | None = None, *, logged: bool = True) -> None:
+    def __init__(
+        self,
+        path: str,
+        step: int | None = None,
+        *,
+        logged: bool = True,
+        promote_to: str | PathLike[str] | None = None,
+    ) -> None:
         """Use `reknit.save`."""
         self.logged = logged
         """Whether a failure is written to the log, too, as nobody may ask for it."""
@@ -99,6 +167,8 @@ class PendingSave:
         self._ending = threading.Lock()
         self._report: SaveReport | None = None
         self._error: BaseException | None = None
+        self.promotion = None if promote_to is None else PendingPromotion(os.fspath(promote_to))
+        """What `SaveOptions.promote_to` asks for, None where it asks for nothing."""
 
     def staged(self, timeout: float | None = None) -> None:
         """Return when the state may be changed again, also when the save has failed by then.
@@ -112,6 +182,20 @@ class PendingSave:
         """Tell whether the save has ended, well or not."""
         return self._ended.is_set()
 
+    def over(self) -> bool:
+        """Tell whether the promotion has ended too, if there is to be one."""
+        return self.done() and (self.promotion is None or self.promotion.done())
+
+    def wait_over(self, timeout: float | None = None) -> None:
+        """Return when the save and its promotion have ended, well or not.
+
+        Raises `DeadlineError` where one of them has not after `timeout` seconds.
+        """
+        deadline = None if timeout is None else Deadline(timeout)
+        self.wait(timeout)
+        if self.promotion is not None:
+            self.promotion.wait(None if deadline is None else deadline.remaining())
+
     def result(self, timeout: float | None = None) -> SaveReport:
         """Return the report once the checkpoint is committed, or raise what made it fail.
 
@@ -123,6 +207,18 @@ class PendingSave:
             raise self._error
         assert self._report is not None
         return self._report
+
+    def promoted(self, timeout: float | None = None) -> PromotionReport:
+        """Return the report once the checkpoint is at `SaveOptions.promote_to` too, or raise what went wrong.
+
+        Raises `DeadlineError` when that has not ended after `timeout` seconds; it goes on.
+        """
+        if self.promotion is None:
+            raise UsageError(f"the save to {self.path} was not asked to promote the checkpoint")
+        self.promotion.wait(timeout)
+        if self._error is not None:
+            self.asked = True  # what is raised now is the failure of the save
+        return self.promotion.result()
 
     def wait(self, timeout: float | None = None) -> None:
         """Return when the save has ended, well or not.  Raises `DeadlineError` after `timeout` seconds."""
@@ -157,6 +253,8 @@ class PendingSave:
                 self._report = outcome
             else:
                 self._error = outcome
+                if self.promotion is not None:
+                    self.promotion.end(outcome)
             self._staged.set()
             self._ended.set()
             return True

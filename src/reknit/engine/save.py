@@ -14,7 +14,7 @@ from reknit.engine.packing import merge_claims
 from reknit.engine.pipeline import start
 from reknit.engine.receipt import Setting, commit_round, receipt, write_blobs
 from reknit.engine.report import SaveReport
-from reknit.engine.staging import bits
+from reknit.engine.staging import all_bits
 from reknit.engine.write import write_images
 from reknit.monitor.phase import Stopwatch
 from reknit.monitor.progress import progress
@@ -59,8 +59,11 @@ class _Assigned(NamedTuple):
     blob_owners: bytes
 
 
-def save(job: SaveJob) -> SaveReport:
-    """Save, and return once the checkpoint is committed; every rank does, or all raise the same error."""
+def save(job: SaveJob, told: list[Written] | None = None) -> SaveReport:
+    """Save, and return once the checkpoint is committed; every rank does, or all raise the same error.
+
+    `told` gets the files that this rank wrote.
+    """
     coordinator, clock = Coordinator(), Stopwatch()
     with clock.lap(), progress(job.recorder, start, wanted=job.options.progress):
         try:
@@ -73,6 +76,8 @@ def save(job: SaveJob) -> SaveReport:
         except BaseException:
             coordinator.give_up()  # or the root's marker would be there until the next save
             raise
+    if told is not None:
+        told += written
     return SaveReport(
         path=job.to.storage.url,
         step=job.to.step,
@@ -115,7 +120,7 @@ def _write(job: SaveJob, assigned: _Assigned, written: list[Written]) -> bytes:
     """Plan and write this rank's files; return its receipt."""
     with job.recorder.phase("plan"):
         outlined = outline(assigned.holdings, job.group.rank, job.options.max_file_nbytes)
-        sources = [bits(shard.data) for shard in assigned.holdings.shards]
+        sources = all_bits(assigned.holdings.shards)
         images = outlined.images(assigned.write_id, sources)
     files = blob_files(assigned.brought.blobs, assigned.blob_owners, job.group.rank)
     places = write_blobs(

@@ -16,7 +16,7 @@ from reknit.engine.crew import Plan
 from reknit.engine.outline import layout_digest, outline
 from reknit.engine.pipeline import start
 from reknit.engine.snapshot import Snapshot
-from reknit.engine.staging import Staging, bits, pin
+from reknit.engine.staging import Staging, all_bits, pin
 from reknit.errors import DeadlineError, SkippedError
 from reknit.monitor.phase import Stopwatch
 from reknit.types.shard import Encoded
@@ -51,6 +51,8 @@ class SendOff:
     factory: str | None
     options: SaveOptions
     recorder: Recorder
+    promote_to: tuple[str, str | None] | None = None
+    """URL and factory of the store that is to have the checkpoint too."""
 
 
 def send_off(job: SendOff, crew: Crew, handover: Handover, arenas: Arenas) -> None:
@@ -67,7 +69,7 @@ def send_off(job: SendOff, crew: Crew, handover: Handover, arenas: Arenas) -> No
         # 2 plan; where the layout was saved, or rehearsed, before, no rank waits for another
         plan = known or _planned(job, crew, handover, key, brought)
         with recorder.phase("plan"):
-            sources = [bits(shard.data) for shard in brought.holdings.shards]
+            sources = all_bits(brought.holdings.shards)
             images = plan.outline.images(handover.write_id, sources)
         # 3 stage
         lease = _leased(job, handover, arenas, images)
@@ -96,10 +98,11 @@ def rehearse(job: SendOff, crew: Crew, handover: Handover, arenas: Arenas) -> No
     brought, key = _brought(job)
     begin = _begin(job, crew, handover, key, brought, None)
     begin.blobs, begin.rehearsal = [], True  # values are assigned with each save
+    begin.promote_to = None
     handover.begin(begin, job.recorder)
     plan = _planned(job, crew, handover, key, brought)
     with job.recorder.phase("plan"):
-        sources = [bits(shard.data) for shard in brought.holdings.shards]
+        sources = all_bits(brought.holdings.shards)
         images = plan.outline.images(handover.write_id, sources)
         Staging(sources)  # the stream of each device that will be copied from
     with job.recorder.phase("back_pressure"):
@@ -136,6 +139,7 @@ def _begin(
             messages.EncodedBlob(blob.item, blob.key, blob.coordinate, b"") if _lent(saved, blob) else blob
             for saved, blob in zip(brought.holdings.blobs, brought.blobs, strict=True)
         ],
+        promote_to=job.promote_to,
     )
 
 

@@ -37,7 +37,7 @@ PIECE_NBYTES = 2 * BLOCK_NBYTES
 _IDLE = 0.2
 """Part of the workers' time that may go by waiting for bytes in a window that counts as a measurement."""
 
-FetchPhase = Literal["stage", "wait"]
+FetchPhase = Literal["stage", "wait", "read"]
 
 
 class Fetch(Protocol):
@@ -272,7 +272,8 @@ def write_files(
     `fetch` is called by the worker that will write the piece.  Pieces begin at multiples of their own size,
     and never cross a multiple of 32 MiB.  They are handed out in order, file after file.  So whoever fills a
     bounded ring in that order never waits for a worker that waits for him, however many there are.  The time
-    spent in `fetch` is recorded as `phase`: ``"stage"`` when it copies, ``"wait"`` when it waits for others.
+    spent in `fetch` is recorded as `phase`: ``"stage"`` when it copies, ``"wait"`` when it waits for others,
+    ``"read"`` when it reads another store.
 
     `budget_nbytes` limits the memory that all workers copy to, for a `fetch` that does.  `written(file,
     start, nbytes)` is called when the memory of a piece is free again.  `failed(error)` is called by the

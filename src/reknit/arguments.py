@@ -1,0 +1,95 @@
+"""What a user passed to `save` or `load`: is it fit, and what does the engine take of it?"""
+
+from __future__ import annotations
+
+import operator
+import os
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+from reknit.engine.commit import check_absent
+from reknit.errors import ReknitError, UsageError
+from reknit.storage.registry import Recipe, open_storage, recipe
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+    from contextlib import ExitStack
+    from os import PathLike
+
+    from reknit.options import LoadOptions, SaveOptions
+    from reknit.storage.base import Storage
+
+
+def check_state(state: Mapping[str, Any]) -> None:
+    """Raise `UsageError` for a state that is not a mapping of items."""
+    if not isinstance(state, Mapping):
+        raise UsageError(
+            f"state is a mapping of items, not a {type(state).__name__}",
+            remedy='wrap it: {"model": model}',
+        )
+    if wrong := [name for name in state if not isinstance(name, str) or not name]:
+        raise UsageError(f"item names are non-empty strings, not {wrong[0]!r}")
+
+
+def checked_step(step: Any) -> int | None:
+    """Return the step as a plain integer.  Raises `UsageError`."""
+    if step is None:
+        return None
+    try:
+        number = operator.index(step)
+    except TypeError:
+        number = -1
+    if isinstance(step, bool) or not 0 <= number < 1 << 63:
+        raise UsageError(f"step is a whole number from 0 on, or None, not {step!r}")
+    return number
+
+
+def check_metadata(metadata: Any) -> None:
+    """Raise `UsageError` for metadata that is no mapping; the root looks into it."""
+    if not isinstance(metadata, Mapping):
+        raise UsageError(f"metadata is a mapping of names, not a {type(metadata).__name__}")
+
+
+def part_of(state: Mapping[str, Any], items: Sequence[str] | None) -> dict[str, Any]:
+    """Return the items of the state that are to be loaded."""
+    if isinstance(items, str):
+        raise UsageError(f"items is a list of names: pass [{items!r}]")
+    names = tuple(state) if items is None else tuple(items)
+    if absent := [name for name in names if name not in state]:
+        raise UsageError(f"items names {absent[0]!r}, but state has only {', '.join(map(repr, state))}")
+    return {name: state[name] for name in names}
+
+
+def place_of(path: str | PathLike[str]) -> Recipe:
+    """Return how an agent opens a store; what is wrong with a path is told when the save is under way."""
+    try:
+        return recipe(path)
+    except ReknitError:
+        return Recipe(os.fspath(path), elsewhere=True)
+
+
+def open_places(path: str | PathLike[str], options: LoadOptions, last: ExitStack) -> list[Storage]:
+    """Open the place to load from, and then its replicas; `last` closes them."""
+    stores = []
+    for place in (path, *options.replicas):
+        stores.append(open_storage(place))
+        last.callback(stores[-1].close)
+    return stores
+
+
+def check_promotion(storage: Storage, options: SaveOptions, rank: int, *, overwrite: bool) -> None:
+    """Raise what is wrong with the place to promote to, before anything is written; rank 0 looks there."""
+    assert options.promote_to is not None
+    target = open_storage(options.promote_to, durability=options.durability)
+    try:
+        check_places(storage, target)
+        if rank == 0:
+            check_absent(target, overwrite)
+    finally:
+        target.close()
+
+
+def check_places(source: Storage, target: Storage) -> None:
+    """Raise `UsageError` where source and target are one place."""
+    if source.url == target.url:
+        raise UsageError(f"a checkpoint cannot be promoted to where it is: {source.url}")

@@ -1,0 +1,37 @@
+"""`reknit promote`: copy a committed checkpoint to another store, and commit it there as well."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from reknit import api
+from reknit.cli.output import nbytes_text, printable
+
+if TYPE_CHECKING:
+    import argparse
+
+
+def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    """Add the command to those of the program."""
+    parser = commands.add_parser(
+        "promote",
+        help="copy a checkpoint to a store that lasts",
+        description="Copy a committed checkpoint to another store and commit it there as well, every block "
+        "compared with its digest on the way.  DST is seen by nobody before all of it is there.  What an "
+        "earlier try has brought there is checked and kept, so this can be repeated after any failure.",
+    )
+    parser.add_argument("path", metavar="SRC", help="a checkpoint: a folder or URL")
+    parser.add_argument("to", metavar="DST", help="where it is to be as well: a folder or URL")
+    parser.add_argument("--overwrite", action="store_true", help="replace another checkpoint at DST")
+    parser.set_defaults(run=run)
+
+
+def run(args: argparse.Namespace) -> int:
+    """Promote, and return the exit code."""
+    report = api.promote(args.path, args.to, overwrite=args.overwrite)
+    step = "" if report.step is None else f" (step {report.step})"
+    what = f"{nbytes_text(report.nbytes)} in {report.num_files} files copied"
+    if not report.num_files:
+        what = "all files were there already"
+    print(f"{printable(report.path)}{step} is committed; {what}")
+    return 0
