@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import os
 import tempfile
@@ -17,6 +18,9 @@ from reknit.monitor.phase import Deadline
 _FIRST_POLL_S = 0.005
 _LAST_POLL_S = 0.25
 _LONGEST_NAME = 160
+_STALE_TRIES = 8
+_VALUE = b"="
+"""What the file of a value begins with; it tells an empty value from a file that waits for one."""
 
 
 class Store(Protocol):
@@ -58,7 +62,7 @@ class FolderStore:
             handle, temporary = tempfile.mkstemp(prefix=".new-", dir=self._folder)
             try:
                 with os.fdopen(handle, "wb") as file:
-                    file.write(value)
+                    file.write(_VALUE + value)
                 os.replace(temporary, self._file(key))
             except BaseException:
                 os.unlink(temporary)
@@ -71,20 +75,36 @@ class FolderStore:
         deadline, pause_s = Deadline(timeout_s), _FIRST_POLL_S
         while True:
             try:
-                # Opened by name rather than looked up in a listing: network file systems check a name that is
-                # opened with their server, and may show an old listing.
-                return self._file(key).read_bytes()
-            except FileNotFoundError as error:
-                if deadline.passed():
-                    raise DeadlineError(
-                        f"no rank put {key!r} into the store within {timeout_s:g} s",
-                        path=str(self._folder),
-                        remedy="check that all ranks were started and see the same folder",
-                    ) from error
+                content = self._read(key)
             except OSError as error:
                 raise self._failure("read", error) from error
+            if content:
+                return content[len(_VALUE) :]
+            if deadline.passed():
+                raise DeadlineError(
+                    f"no rank put {key!r} into the store within {timeout_s:g} s",
+                    path=str(self._folder),
+                    remedy="check that all ranks were started and see the same folder",
+                )
             time.sleep(min(pause_s, deadline.remaining()))
             pause_s = min(_LAST_POLL_S, pause_s * 2)
+
+    def _read(self, key: str) -> bytes:
+        """Return what the file of a key holds, nothing where there is none yet.
+
+        It is made where it is missing, or else an NFS client that has looked in vain would go on to answer
+        for its server for up to a minute.  Whether the name leads to another file by now it asks when the
+        folder is opened.
+        """
+        for _ in range(_STALE_TRIES):
+            try:
+                os.close(os.open(self._folder, os.O_RDONLY | os.O_DIRECTORY))
+                with os.fdopen(os.open(self._file(key), os.O_RDONLY | os.O_CREAT, 0o600), "rb") as file:
+                    return file.read()
+            except OSError as error:
+                if error.errno != errno.ESTALE:  # it was replaced while it was read
+                    raise
+        return b""
 
     def forget(self, prefix: str) -> None:
         """Delete the keys that begin with `prefix`, apart from very long ones, as far as they can be."""

@@ -103,7 +103,12 @@ class ReadCache:
             if known is not None:
                 self._open.move_to_end(path)
         if known is not None and known.acquire():
-            if identity(known.fd) == identity(path):
+            try:
+                same = identity(known.fd) == identity(path)
+            except OSError:
+                known.release()
+                raise
+            if same:
                 return known
             known.release()
             self.drop(path)

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import stat
 import uuid
 from contextlib import suppress
+from copy import copy
 from typing import TYPE_CHECKING, get_args
 
 from reknit.errors import StorageError, StorageNotFoundError, UsageError
@@ -18,14 +20,15 @@ from reknit.storage.paths import check_path
 from reknit.storage.posix import (
     NEW_FILE,
     entries,
+    found_anew,
     identity,
     link_new,
     move,
     move_new,
-    open_regular,
     preadv_all,
     preadv_runs,
     pwrite_all,
+    read_whole,
     shorter,
     translated,
 )
@@ -53,7 +56,7 @@ class LocalStorage:
         if durability not in get_args(Durability):
             raise UsageError(f"durability is 'process' or 'power', not {durability!r}")
         if not hasattr(os, "preadv"):
-            raise UsageError("local storage needs a Unix system", remedy="run on Linux, or use mem://")
+            raise UsageError("local storage needs a Unix system", remedy="run on Linux or macOS")
         self._root = os.path.abspath(os.fspath(root))
         if "\0" in self._root:
             raise UsageError(f"a folder name cannot hold a NUL: {self._root!r}")
@@ -121,7 +124,12 @@ class LocalStorage:
         """
         full, marker = self._full(path), self._full(pending)
         with translated(f"make {path} of", marker):
-            self._fill(os.open(marker, os.O_WRONLY), data)
+            try:
+                self._fill(os.open(marker, os.O_WRONLY), data)
+            except OSError as error:
+                if error.errno == errno.ESTALE:  # how NFS tells that it was removed after it was opened
+                    raise FileNotFoundError(errno.ENOENT, "it was removed meanwhile", marker) from error
+                raise
             if if_absent:
                 placed = move_new(marker, full)
             else:
@@ -134,25 +142,18 @@ class LocalStorage:
     def get(self, path: str, *, limit: int) -> bytes:
         """Return a whole small file.
 
-        It is opened anew each time: on NFS that is what makes another machine's `put` visible.
+        Its folder is opened first, and it is opened anew each time: on NFS, 4.2 more than 3, it takes both to
+        make another machine's `put` visible.
         """
         full = self._full(path)
-        with translated("read", full), os.fdopen(open_regular(full), "rb") as file:
-            nbytes = os.fstat(file.fileno()).st_size
-            if nbytes > limit:
-                raise StorageError(
-                    f"{full} has {nbytes} bytes, more than the {limit} allowed here", path=full
-                )
-            data = file.read(nbytes)
-        if len(data) < nbytes:
-            raise shorter(full, 0, nbytes, len(data))
-        return data
+        with translated("read", full):
+            return found_anew(full, lambda: read_whole(full, limit))
 
     def size(self, path: str) -> int:
         """Return the size of a file in bytes."""
         full = self._full(path)
         with translated("find", full):
-            found = os.stat(full)
+            found = found_anew(full, lambda: os.stat(full))
         if not stat.S_ISREG(found.st_mode):
             raise StorageNotFoundError(f"{full} is not a regular file", path=full)
         return found.st_size
@@ -163,9 +164,14 @@ class LocalStorage:
             raise UsageError(f"a read cannot start at byte {start}")
         full = self._full(path)
         wanted = sum(buffer.nbytes for buffer in buffers)
-        with translated("read", full), self._cache.reading(full) as fd:
-            if preadv_all(fd, start, buffers) < wanted:
-                raise shorter(full, start, wanted, os.fstat(fd).st_size)
+
+        def read() -> None:
+            with self._cache.reading(full) as fd:
+                if preadv_all(fd, start, buffers) < wanted:
+                    raise shorter(full, start, wanted, os.fstat(fd).st_size)
+
+        with translated("read", full):
+            found_anew(full, read)
 
     def read_runs(self, path: str, starts: NDArray[np.int64], nbytes: int, buffer: memoryview) -> None:
         """Fill the buffer with a call for each run, or, where runs are near each other, with larger ones."""
@@ -174,10 +180,15 @@ class LocalStorage:
             read_runs(self.read_into, path, starts, nbytes, buffer)
             return
         full = self._full(path)
-        with translated("read", full), self._cache.reading(full) as fd:
-            short = preadv_runs(fd, starts.tolist(), nbytes, out.reshape(-1).data)
-            if short is not None:
-                raise shorter(full, short, nbytes, os.fstat(fd).st_size)
+
+        def read() -> None:
+            with self._cache.reading(full) as fd:
+                short = preadv_runs(fd, starts.tolist(), nbytes, out.reshape(-1).data)
+                if short is not None:
+                    raise shorter(full, short, nbytes, os.fstat(fd).st_size)
+
+        with translated("read", full):
+            found_anew(full, read)
 
     def evict(self, path: str) -> None:
         """Write back what is dirty of a file, and drop its pages from the page cache."""
@@ -194,7 +205,7 @@ class LocalStorage:
         folder = os.path.dirname(full)
         with translated("delete", full):
             try:
-                os.unlink(full)
+                found_anew(full, lambda: os.unlink(full))
             except (FileNotFoundError, NotADirectoryError):
                 return
             finally:
@@ -206,9 +217,8 @@ class LocalStorage:
 
     def sub(self, path: str) -> LocalStorage:
         """Return the store rooted at a folder; it shares the open files of this one."""
-        below = LocalStorage(self._full(path), durability=self._durability)
-        below._folders = self._folders
-        below._cache = self._cache
+        below = copy(self)
+        below._root = self._full(path)
         return below
 
     def close(self) -> None:
@@ -238,13 +248,13 @@ class LocalStorage:
     def _full(self, path: str) -> str:
         return os.path.join(self._root, check_path(path, self._root))
 
-    def _open_new(self, full: str) -> int:
+    def _open_new(self, full: str, flags: int = NEW_FILE) -> int:
         """Create a file with its folders, again where a delete elsewhere has just removed an empty folder."""
         missing = full
         for _ in range(_PRUNED_TRIES):
             try:
                 self._folders.make(os.path.dirname(full))
-                return os.open(full, NEW_FILE, 0o666)
+                return os.open(full, flags, 0o666)
             except FileNotFoundError as error:
                 missing = error.filename
             except OSError as error:
@@ -261,7 +271,8 @@ class LocalStorage:
         raise StorageError(fault, remedy=remedy, path=missing)
 
     def _write_whole(self, full: str, data: bytes) -> None:
-        self._fill(self._open_new(full), data)
+        # Not O_EXCL: NFS 3 keeps to it by giving the file wrong times, and others would sweep it away as old.
+        self._fill(self._open_new(full, NEW_FILE & ~os.O_EXCL), data)
 
     def _fill(self, fd: int, data: bytes) -> None:
         """Make `data` all that a file holds, and close it.

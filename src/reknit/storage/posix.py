@@ -8,18 +8,22 @@ import stat
 from collections import deque
 from contextlib import contextmanager, suppress
 from itertools import islice
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeVar
 
 from reknit.errors import StorageError, StorageFullError, StorageNotFoundError, StoragePermissionError
 from reknit.storage.paths import is_temporary
-from reknit.storage.space import free_nbytes
+from reknit.storage.space import making_room
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Callable, Iterator
+
+_T = TypeVar("_T")
 
 NEW_FILE = os.O_WRONLY | os.O_CREAT | os.O_EXCL
+_GONE = (errno.ENOENT, errno.ENOTDIR, errno.ESTALE)
 _NO_LINKS = (errno.EPERM, errno.EOPNOTSUPP, errno.ENOSYS, errno.EMLINK)
 _BUFFERS_PER_CALL = 1024  # IOV_MAX of Linux and macOS
+_STALE_TRIES = 8
 
 
 @contextmanager
@@ -29,6 +33,42 @@ def translated(action: str, full: str) -> Iterator[None]:
         yield
     except OSError as error:
         raise _typed(error, action, full) from error
+
+
+def found_anew(full: str, look: Callable[[], _T]) -> _T:
+    """Return what `look` finds at the path `full`; it is called again where what this machine knows is old.
+
+    On NFS the file that a name led to may be replaced by another machine before it is opened or read: the
+    server then knows it no more (ESTALE), and only the name leads to the one that has taken its place.  And a
+    name that was looked up in vain goes on missing for up to a minute after another machine has made it.
+    """
+    asked = False
+    for _ in range(_STALE_TRIES):
+        try:
+            return look()
+        except OSError as error:
+            if error.errno != errno.ESTALE and (asked or error.errno != errno.ENOENT):
+                raise
+        ask_server(os.path.dirname(full))
+        asked = True
+    return look()
+
+
+def ask_server(folder: str) -> None:
+    """Make an NFS client forget to which files the names in a folder led, or to none, if that has changed.
+
+    Whoever opens a folder is to see what was in it by then, so that the client asks its server.
+    """
+    try:
+        os.close(os.open(folder, os.O_RDONLY | os.O_DIRECTORY))
+    except FileNotFoundError:
+        above = os.path.dirname(folder)
+        if above != folder:
+            ask_server(above)
+            with suppress(OSError):  # what is wrong with it is told by the look that follows
+                os.close(os.open(folder, os.O_RDONLY | os.O_DIRECTORY))
+    except OSError:
+        return  # as above
 
 
 def open_regular(full: str) -> int:
@@ -55,7 +95,9 @@ def identity(file: str | int) -> tuple[int, int] | None:
     """Return what tells a file (a path or a descriptor) from all others; None when nothing is there."""
     try:
         found = os.stat(file)
-    except (FileNotFoundError, NotADirectoryError):
+    except OSError as error:
+        if error.errno not in _GONE:
+            raise
         return None
     return found.st_dev, found.st_ino
 
@@ -100,6 +142,19 @@ def preadv_runs(fd: int, starts: list[int], nbytes: int, buffer: memoryview) -> 
             return start
         position = end
     return None
+
+
+def read_whole(full: str, limit: int) -> bytes:
+    """Return all bytes of a file that has at most `limit`."""
+    ask_server(os.path.dirname(full))
+    with os.fdopen(open_regular(full), "rb") as file:
+        nbytes = os.fstat(file.fileno()).st_size
+        if nbytes > limit:
+            raise StorageError(f"{full} has {nbytes} bytes, more than the {limit} allowed here", path=full)
+        data = file.read(nbytes)
+    if len(data) < nbytes:
+        raise shorter(full, 0, nbytes, len(data))
+    return data
 
 
 def shorter(full: str, start: int, nbytes: int, available: int) -> StorageError:
@@ -194,7 +249,7 @@ def entries(folder: str) -> list[tuple[str, os.stat_result]]:
             try:
                 found.append((name, os.stat(os.path.join(folder, name))))
             except OSError as error:
-                if error.errno not in (errno.ENOENT, errno.ENOTDIR, errno.ELOOP):
+                if error.errno not in (*_GONE, errno.ELOOP):
                     raise
     return found
 
@@ -203,10 +258,7 @@ def _typed(error: OSError, action: str, full: str) -> StorageError:
     code = errno.errorcode.get(error.errno or 0, "no code")
     message = f"cannot {action} {full}: {error.strerror or error} ({code})"
     if error.errno in (errno.ENOSPC, errno.EDQUOT):
-        free = free_nbytes(full)
-        room = "" if free is None else f" ({free:,} bytes are free there)"
-        remedy = f"remove old checkpoints, or save where there is more room{room}"
-        return StorageFullError(message, remedy=remedy, path=full)
+        return StorageFullError(message, remedy=making_room(full), path=full)
     if error.errno in (errno.EACCES, errno.EPERM, errno.EROFS):
         remedy = f"let user {os.geteuid()} do that there, or choose another place"
         return StoragePermissionError(message, remedy=remedy, path=full)
