@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from benchmarks.storage.timing import PIECE
 from reknit.storage.registry import open_storage
 
 if TYPE_CHECKING:
@@ -12,21 +13,29 @@ if TYPE_CHECKING:
     import numpy as np
     from numpy.typing import NDArray
 
-PIECE = 8 << 20
+    from reknit.storage.base import Storage
 
 
-def put(url: str, data: NDArray[np.uint8], pool: ThreadPoolExecutor) -> None:
-    writer = open_storage(url).create("file", len(data))
+class Ours:
+    """The store that a URL names."""
+
+    def put(self, url: str, data: NDArray[np.uint8], pool: ThreadPoolExecutor) -> None:
+        write(open_storage(url), "file", data, pool)
+
+    def get(self, url: str, data: NDArray[np.uint8], pool: ThreadPoolExecutor) -> None:
+        read(open_storage(url), "file", data, pool)
+
+    def remove(self, url: str, data: NDArray[np.uint8], pool: ThreadPoolExecutor) -> None:
+        open_storage(url).delete("file")
+
+
+def write(storage: Storage, name: str, data: NDArray[np.uint8], pool: ThreadPoolExecutor) -> None:
+    writer = storage.create(name, len(data))
     starts = range(0, len(data), PIECE)
     list(pool.map(lambda start: writer.write(start, data[start : start + PIECE].data), starts))
     writer.finish()
 
 
-def get(url: str, data: NDArray[np.uint8], pool: ThreadPoolExecutor) -> None:
-    storage = open_storage(url)
+def read(storage: Storage, name: str, data: NDArray[np.uint8], pool: ThreadPoolExecutor) -> None:
     starts = range(0, len(data), PIECE)
-    list(pool.map(lambda start: storage.read_into("file", start, [data[start : start + PIECE].data]), starts))
-
-
-def remove(url: str, data: NDArray[np.uint8], pool: ThreadPoolExecutor) -> None:
-    open_storage(url).delete("file")
+    list(pool.map(lambda start: storage.read_into(name, start, [data[start : start + PIECE].data]), starts))

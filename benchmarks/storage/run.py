@@ -1,17 +1,20 @@
 """What does a backend cost beside its raw client?  Put and get of one file, in one run.
 
-Each measurement is a process of its own, and those of reknit and of the raw client alternate.  Prints a
-table to stderr and JSON to stdout.  Object stores are those that scripts/servers has up.
+Each measurement is a process of its own, and those of reknit and of the raw client alternate.  Before each,
+the machine has to be idle, as far as it gets so.  Prints a table to stderr and JSON to stdout; with --keep,
+both go to benchmarks/results/.  Servers are those that scripts/servers has up.
 
-Run: python benchmarks/storage/run.py [--mib 1024] [--repeat 3] [--threads 2] [--only local s3 gcs azure]
+With --hdfs it answers what only HDFS asks: one stream or sub-files, and how many threads read.
+
+Run: python benchmarks/storage/run.py [--mib 1024] [--repeat 3] [--threads 2] [--keep]
+     [--only local mem s3 gcs azure hdfs] [--hdfs]
 """
 
 from __future__ import annotations
 
 import argparse
 import json
-import resource
-import shutil
+import os
 import statistics
 import subprocess
 import sys
@@ -26,15 +29,15 @@ import numpy as np
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))
 
-from benchmarks.storage.places import PLACES, folder, prepare  # noqa: E402  (found by the line above)
+from benchmarks.storage.limits import limits  # noqa: E402  (found by the line above)
+from benchmarks.storage.places import PLACES, clear, folder, prepare  # noqa: E402
+from benchmarks.storage.timing import MIB, machine, timed, wait_until_idle  # noqa: E402
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
-
     from numpy.typing import NDArray
 
-MIB = 1 << 20
-PIECE = 8 * MIB
+RESULTS = ROOT / "benchmarks" / "results"
+MEASURES = ("MB/s", "CPU s/GB", "extra MiB")
 
 
 class Job(NamedTuple):
@@ -54,19 +57,54 @@ def main() -> int:
     parser.add_argument("--repeat", type=int, default=3)
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--only", nargs="*", choices=PLACES, default=PLACES)
+    parser.add_argument("--idle", type=float, default=0.85, help="share of the machine that has to be idle")
+    parser.add_argument("--wait", type=float, default=60, help="the longest wait for that, in seconds")
+    parser.add_argument("--keep", action="store_true", help=f"write to {RESULTS.relative_to(ROOT)}")
+    parser.add_argument("--hdfs", action="store_true", help="measure sub-files and reading threads on HDFS")
+    parser.add_argument("--sync", action="store_true", help="with --hdfs: DataNodes write to their disks")
     parser.add_argument("--job", help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     if arguments.job:
         print(json.dumps(measure(Job(*json.loads(arguments.job)))))
         return 0
-    rows = []
+    if arguments.hdfs:
+        from benchmarks.storage import hdfs
+
+        return hdfs.answer(arguments.mib, arguments.repeat, "power" if arguments.sync else "process")
+    result = measure_all(arguments)
+    table = drawn(result)
+    print(table, file=sys.stderr)
+    print(json.dumps(result, indent=1))
+    if arguments.keep:
+        RESULTS.mkdir(exist_ok=True)
+        (RESULTS / "storage.json").write_text(json.dumps(result, indent=1) + "\n")
+        (RESULTS / "storage.txt").write_text(f"{table}\n")
+    return 0
+
+
+def measure_all(arguments: argparse.Namespace) -> dict[str, Any]:
+    """Measure all places, and what the machine can do at most."""
+    told: dict[str, Any] = {
+        "machine": machine(),
+        "load average before": os.getloadavg()[0],
+        "mib": arguments.mib,
+        "threads": arguments.threads,
+        "repeat": arguments.repeat,
+    }
+    at = folder("local")
+    assert at is not None
+    wait_until_idle(arguments.idle, arguments.wait)
+    try:
+        told["limits MB/s"] = limits(Path(at), arguments.mib * MIB, arguments.threads, arguments.repeat)
+    finally:
+        clear("local", at)
+    told["rows"] = []
     for place in arguments.only:
         if (url := folder(place)) is None:
             print(f"{place}: not measured, scripts/servers up {place}", file=sys.stderr)
             continue
-        rows += compare(place, url, arguments)
-    print(json.dumps({"mib": arguments.mib, "threads": arguments.threads, "rows": rows}, indent=1))
-    return 0
+        told["rows"] += compare(place, url, arguments)
+    return told
 
 
 def compare(place: str, url: str, arguments: argparse.Namespace) -> list[dict[str, Any]]:
@@ -77,31 +115,54 @@ def compare(place: str, url: str, arguments: argparse.Namespace) -> list[dict[st
             for who in ("raw", "reknit"):
                 at = f"{url}/{uuid.uuid4().hex[:8]}"
                 for what in ("put", "get", "remove"):
+                    idle = wait_until_idle(arguments.idle, arguments.wait if what != "remove" else 0)
                     job = Job(place, who, what, at, arguments.mib, arguments.threads)
-                    found.setdefault((what, who), []).append(apart(job))
+                    found.setdefault((what, who), []).append(apart(job) | {"idle": idle})
     finally:
-        if place == "local":
-            shutil.rmtree(url, ignore_errors=True)
+        clear(place, url)
     rows = []
     for what in ("put", "get"):
         row: dict[str, Any] = {"place": place, "what": what}
         for who in ("raw", "reknit"):
-            runs = found[what, who]
-            for name in runs[0]:
-                row[f"{who} {name}"] = round(statistics.median(run[name] for run in runs), 2)
+            for name in MEASURES:
+                values = [run[name] for run in found[what, who]]
+                row[f"{who} {name}"] = round(statistics.median(values), 2)
+            row[f"{who} MB/s of each run"] = [round(run["MB/s"], 1) for run in found[what, who]]
         row["ratio"] = round(row["reknit MB/s"] / row["raw MB/s"], 3)
+        row["least idle"] = round(
+            min(run["idle"] for who in ("raw", "reknit") for run in found[what, who]), 2
+        )
         rows.append(row)
-        tell(row)
+        print(line(row), file=sys.stderr, flush=True)
     return rows
 
 
-def tell(row: dict[str, Any]) -> None:
-    sides = "   ".join(
-        f"{who}: {row[f'{who} MB/s']:7.0f} MB/s {row[f'{who} CPU s/GB']:5.2f} CPU s/GB "
-        f"{row[f'{who} extra MiB']:5.0f} MiB more"
-        for who in ("raw", "reknit")
+def drawn(result: dict[str, Any]) -> str:
+    """Return a table for people."""
+    about = result["machine"]
+    told = ", ".join(f"{name} {value}" for name, value in about.items() if name not in ("processor", "cores"))
+    most = ", ".join(f"{name} {value:.0f}" for name, value in result["limits MB/s"].items())
+    return "\n".join(
+        (
+            f"one file of {result['mib']} MiB, {result['threads']} threads, medians of {result['repeat']}",
+            f"{about['processor']}, {about['cores']} cores, {told}",
+            f"at most, MB/s: {most}",
+            f"load average before: {result['load average before']:.1f}",
+            "",
+            f"{'':11s}{'MB/s':>15s}{'':9s}{'CPU s/GB':>14s}{'extra MiB':>16s}",
+            f"{'':11s}{'raw':>7s}{'reknit':>8s}{'ratio':>7s}{'raw':>9s}{'reknit':>8s}{'raw':>8s}{'reknit':>8s}"
+            f"{'least idle':>12s}",
+            *map(line, result["rows"]),
+        )
     )
-    print(f"{row['place']:6s} {row['what']:4s} {sides}   ratio {row['ratio']:.2f}", file=sys.stderr)
+
+
+def line(row: dict[str, Any]) -> str:
+    cells = [f"{row['place']:6s} {row['what']:4s}"]
+    cells += [f"{row['raw MB/s']:7.0f}{row['reknit MB/s']:8.0f}{row['ratio']:7.2f}"]
+    cells += [f"{row['raw CPU s/GB']:9.2f}{row['reknit CPU s/GB']:8.2f}"]
+    cells += [f"{row['raw extra MiB']:8.0f}{row['reknit extra MiB']:8.0f}{row['least idle']:12.2f}"]
+    return "".join(cells)
 
 
 def apart(job: Job) -> dict[str, float]:
@@ -118,8 +179,7 @@ def measure(job: Job) -> dict[str, float]:
     prepare(job.place)
     from benchmarks.storage import ours, raw
 
-    actions: dict[str, Callable[[str, NDArray[np.uint8], ThreadPoolExecutor], None]]
-    side = ours if job.who == "reknit" else raw.side(job.place)
+    side: raw.Side = ours.Ours() if job.who == "reknit" else raw.side(job.place)
     actions = {"put": side.put, "get": side.get, "remove": side.remove}
     data = np.full(job.mib * MIB, 3, np.uint8)
     if job.what == "put":
@@ -128,16 +188,7 @@ def measure(job: Job) -> dict[str, float]:
             data[start : start + len(some)] = some[: len(data) - start]
     with ThreadPoolExecutor(job.threads) as pool:
         list(pool.map(time.sleep, [0.01] * job.threads))
-        Path("/proc/self/clear_refs").write_text("5")
-        before, used = memory(), cpu()
-        begin = time.perf_counter()
-        actions[job.what](job.url, data, pool)
-        seconds = time.perf_counter() - begin
-    found = {
-        "MB/s": data.nbytes / 1e6 / seconds,
-        "CPU s/GB": (cpu() - used) / (data.nbytes / 1e9),
-        "extra MiB": (memory() - before) / MIB,
-    }
+        found = timed(lambda: actions[job.what](job.url, data, pool), data.nbytes)
     if job.what == "get":
         check(data)
     return found
@@ -149,19 +200,6 @@ def check(data: NDArray[np.uint8]) -> None:
     for start in range(0, len(data), len(expected)):
         part = data[start : start + len(expected)]
         assert np.array_equal(part, expected[: len(part)])
-
-
-def memory() -> int:
-    """Return the most memory that this process has held since it was asked to forget."""
-    for line in Path("/proc/self/status").read_text().splitlines():
-        if line.startswith("VmHWM:"):
-            return int(line.split()[1]) * 1024
-    raise SystemExit("this needs Linux")
-
-
-def cpu() -> float:
-    used = resource.getrusage(resource.RUSAGE_SELF)
-    return used.ru_utime + used.ru_stime
 
 
 if __name__ == "__main__":

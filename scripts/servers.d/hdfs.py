@@ -36,6 +36,8 @@ JARS = re.compile(
 )
 OPENED = ("java.lang", "java.util", "java.net", "java.io", "java.nio", "sun.nio.ch")
 CLASSES = "org.apache.hadoop.hdfs.server"
+PAIR = "pair"
+"""The nameservice of two NameNodes."""
 
 
 def install(home: Path) -> None:
@@ -79,30 +81,16 @@ def lay_out(home: Path, folder: Path, datanodes: int, **settings: str) -> dict:
 
     What comes back is how to reach it, and in ``"nodes"`` the command of each process by its name.
     """
-    shutil.rmtree(folder, ignore_errors=True)
-    for name in ("conf", "log", "tmp"):
-        (folder / name).mkdir(parents=True)
     rpc, http_port, *ports = free_ports(2 + 3 * datanodes)
-    _configure(folder, rpc, http_port, settings)
-    opened = [f"--add-opens=java.base/{name}=ALL-UNNAMED" for name in OPENED]
-    classes = [folder / "conf", home / "web", *sorted((home / "jars").iterdir())]
-    java = [
-        "java",
-        *opened,
-        "-XX:+UseSerialGC",
-        "-Djava.net.preferIPv4Stack=true",
-        f"-Dhadoop.home.dir={home}",
-    ]
-    java += [f"-Dhadoop.log.dir={folder / 'log'}", "-cp", ":".join(map(str, classes))]
+    told = {
+        "dfs.namenode.name.dir": (folder / "name").as_uri(),
+        "dfs.namenode.rpc-address": f"127.0.0.1:{rpc}",
+        "dfs.namenode.http-address": f"127.0.0.1:{http_port}",
+    }
+    java = prepare(home, folder, f"hdfs://127.0.0.1:{rpc}", told | settings)
     namenode = f"{CLASSES}.namenode.NameNode"
     run([*java, namenode, "-format", "-nonInteractive", "-force"], cwd=folder)
-    nodes = {"namenode": [java[0], "-Xmx384m", *java[1:], namenode]}
-    for i in range(datanodes):
-        own = {"data.dir": (folder / f"data{i}").as_uri()}
-        for name, port in zip(("", "ipc.", "http."), ports[3 * i : 3 * i + 3], strict=True):
-            own[f"{name}address"] = f"127.0.0.1:{port}"
-        told = [word for name, value in own.items() for word in ("-D", f"dfs.datanode.{name}={value}")]
-        nodes[f"datanode{i}"] = [java[0], "-Xmx256m", *java[1:], f"{CLASSES}.datanode.DataNode", *told]
+    nodes = {"namenode": [java[0], "-Xmx384m", *java[1:], namenode]} | datanodes_of(java, folder, ports)
     return {
         "endpoint": f"hdfs://127.0.0.1:{rpc}",
         "http": f"127.0.0.1:{http_port}",
@@ -110,6 +98,71 @@ def lay_out(home: Path, folder: Path, datanodes: int, **settings: str) -> dict:
         "folder": str(folder),
         "nodes": nodes,
     }
+
+
+def lay_out_pair(home: Path, folder: Path, datanodes: int, **settings: str) -> dict:
+    """Make what `lay_out` makes for two NameNodes, nn1 and nn2, that share a folder of edits.
+
+    Both are standby when they start.  ``"admin"`` is the command that makes one the active one, up to its
+    arguments, and ``"web"`` the addresses of their web servers.
+    """
+    rpc1, rpc2, http1, http2, *ports = free_ports(4 + 3 * datanodes)
+    told = {
+        "dfs.nameservices": PAIR,
+        f"dfs.ha.namenodes.{PAIR}": "nn1,nn2",
+        "dfs.namenode.shared.edits.dir": (folder / "shared").as_uri(),
+        f"dfs.client.failover.proxy.provider.{PAIR}": "org.apache.hadoop.hdfs.server.namenode.ha."
+        "ConfiguredFailoverProxyProvider",
+        "dfs.ha.fencing.methods": "shell(/bin/true)",
+        "dfs.ha.tail-edits.period": "1",  # else a standby would know of the others minutes later
+        "dfs.ha.log-roll.period": "1",
+    }
+    for name, rpc, http_port in (("nn1", rpc1, http1), ("nn2", rpc2, http2)):
+        told[f"dfs.namenode.rpc-address.{PAIR}.{name}"] = f"127.0.0.1:{rpc}"
+        told[f"dfs.namenode.http-address.{PAIR}.{name}"] = f"127.0.0.1:{http_port}"
+    java = prepare(home, folder, f"hdfs://{PAIR}", told | settings)
+    nodes = {}
+    for name in ("nn1", "nn2"):
+        own = ["-D", f"dfs.ha.namenode.id={name}", "-D", f"dfs.namenode.name.dir={(folder / name).as_uri()}"]
+        nodes[name] = [java[0], "-Xmx384m", *java[1:], f"{CLASSES}.namenode.NameNode", *own]
+    run([*nodes["nn1"], "-format", "-nonInteractive", "-force"], cwd=folder)
+    shutil.copytree(folder / "nn1", folder / "nn2")
+    return {
+        "endpoint": f"hdfs://{PAIR}",
+        "web": {"nn1": f"127.0.0.1:{http1}", "nn2": f"127.0.0.1:{http2}"},
+        "conf": str(folder / "conf"),
+        "folder": str(folder),
+        "nodes": nodes | datanodes_of(java, folder, ports),
+        "admin": [*java, "org.apache.hadoop.hdfs.tools.DFSHAAdmin"],
+    }
+
+
+def prepare(home: Path, folder: Path, default: str, settings: dict[str, object]) -> list[str]:
+    """Make the folders and the configuration of a new cluster, and return how Java is called with it."""
+    shutil.rmtree(folder, ignore_errors=True)
+    for name in ("conf", "log", "tmp"):
+        (folder / name).mkdir(parents=True)
+    _configure(folder, default, settings)
+    opened = [f"--add-opens=java.base/{name}=ALL-UNNAMED" for name in OPENED]
+    opened += [
+        f"--add-{how}=java.security.jgss/sun.security.krb5=ALL-UNNAMED" for how in ("opens", "exports")
+    ]
+    classes = [folder / "conf", home / "web", *sorted((home / "jars").iterdir())]
+    java = ["java", *opened, "-XX:+UseSerialGC", "-Djava.net.preferIPv4Stack=true"]
+    java += [f"-Dhadoop.home.dir={home}", f"-Dhadoop.log.dir={folder / 'log'}"]
+    return [*java, "-cp", ":".join(map(str, classes))]
+
+
+def datanodes_of(java: list[str], folder: Path, ports: list[int]) -> dict[str, list[str]]:
+    """Return the commands of DataNodes by name, one for each three ports."""
+    nodes = {}
+    for i in range(len(ports) // 3):
+        own = {"data.dir": (folder / f"data{i}").as_uri()}
+        for name, port in zip(("", "ipc.", "http."), ports[3 * i : 3 * i + 3], strict=True):
+            own[f"{name}address"] = f"127.0.0.1:{port}"
+        told = [word for name, value in own.items() for word in ("-D", f"dfs.datanode.{name}={value}")]
+        nodes[f"datanode{i}"] = [java[0], "-Xmx256m", *java[1:], f"{CLASSES}.datanode.DataNode", *told]
+    return nodes
 
 
 def launch(cluster: dict, node: str) -> list[int]:
@@ -134,12 +187,9 @@ def jmx(server: dict, bean: str) -> dict:
     return found[0]
 
 
-def _configure(folder: Path, rpc: int, http_port: int, settings: dict[str, str]) -> None:
-    core = {"fs.defaultFS": f"hdfs://127.0.0.1:{rpc}", "hadoop.tmp.dir": folder / "tmp"}
+def _configure(folder: Path, default: str, settings: dict[str, object]) -> None:
+    core = {"fs.defaultFS": default, "hadoop.tmp.dir": folder / "tmp"}
     hdfs = {
-        "dfs.namenode.name.dir": (folder / "name").as_uri(),
-        "dfs.namenode.rpc-address": f"127.0.0.1:{rpc}",
-        "dfs.namenode.http-address": f"127.0.0.1:{http_port}",
         "dfs.replication": 1,
         "dfs.blocksize": 64 << 20,
         "dfs.namenode.fs-limits.min-block-size": 1 << 20,
@@ -154,6 +204,7 @@ def _configure(folder: Path, rpc: int, http_port: int, settings: dict[str, str])
         "dfs.namenode.avoid.read.stale.datanode": "true",
         **settings,
     }
+    core |= {key: hdfs.pop(key) for key in list(hdfs) if key.startswith("hadoop.")}
     for name, values in (("core", core), ("hdfs", hdfs)):
         lines = (
             f"<property><name>{key}</name><value>{value}</value></property>" for key, value in values.items()

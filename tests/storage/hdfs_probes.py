@@ -79,7 +79,7 @@ class Cluster:
 
     def __init__(self, folder: Path, datanodes: int, **settings: str) -> None:
         server("hdfs")  # skips the test where nothing was brought
-        self._parts = _server_module()
+        self._parts = hdfs_server()
         self.server = self._parts.lay_out(STATE / "hdfs", folder, datanodes, **settings)
         self._running: dict[str, subprocess.Popen[bytes]] = {}
         for node in self.server["nodes"]:
@@ -135,13 +135,14 @@ def calls(found: dict[str, Any]) -> Counter[str]:
 
 def _counts(found: dict[str, Any]) -> Counter[str]:
     port = found["endpoint"].rpartition(":")[2]
-    told = _server_module().jmx(found, f"RpcDetailedActivityForPort{port}")
+    told = hdfs_server().jmx(found, f"RpcDetailedActivityForPort{port}")
     counts = {key.removesuffix("NumOps"): n for key, n in told.items() if key.endswith("NumOps")}
     datanodes = ("SendHeartbeat", "Block", "VersionRequest", "RegisterDatanode", "CacheReport")
     return Counter({key: n for key, n in counts.items() if not key.startswith(datanodes)})
 
 
-def _server_module() -> Any:
+def hdfs_server() -> Any:
+    """Return the module that lays out clusters and starts them, of what the server brought."""
     folder = STATE.parent / "scripts/servers.d"
     sys.path.insert(0, str(folder))
     try:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import socket
 import uuid
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
@@ -48,7 +49,7 @@ class TestHdfs(Raw, StorageSuite):
     """The longest tests are shorter: closing a file often takes the client half a second."""
 
     def make(self, tmp_path: Path) -> Storage:
-        storage = open_storage(new_url("?timeout_s=20"))
+        storage = open_storage(new_url("?timeout_s=20&retry_s=0"))
         assert type(storage) is HdfsStorage
         options = replace(storage._place.options, part_nbytes=40_000)  # some of its files are larger
         return HdfsStorage(replace(storage._place, options=options))
@@ -195,24 +196,46 @@ def test_what_dead_writers_left_is_swept_up_after_a_day() -> None:
     assert sorted(everything(server("hdfs"), place(storage))) == [".new.tmp", "x"]
 
 
+def nameservice(folder: Path, monkeypatch: pytest.MonkeyPatch, **addresses: str) -> str:
+    """Return the URL of a new folder in a nameservice of these NameNodes."""
+    values = {"dfs.nameservices": "ns1", "dfs.ha.namenodes.ns1": ",".join(addresses)}
+    values |= {f"dfs.namenode.rpc-address.ns1.{name}": address for name, address in addresses.items()}
+    lines = (f"<property><name>{k}</name><value>{v}</value></property>" for k, v in values.items())
+    (folder / "hdfs-site.xml").write_text(f"<configuration>{''.join(lines)}</configuration>")
+    monkeypatch.setenv("HADOOP_CONF_DIR", str(folder))
+    return f"hdfs://ns1/test-{uuid.uuid4().hex[:12]}"
+
+
 def test_a_nameservice_is_found_in_hadoops_configuration(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     address = server("hdfs")["endpoint"].removeprefix("hdfs://")
-    values = {
-        "dfs.nameservices": "ns1",
-        "dfs.ha.namenodes.ns1": "dead,alive",
-        "dfs.namenode.rpc-address.ns1.dead": "127.0.0.1:1",
-        "dfs.namenode.rpc-address.ns1.alive": address,
-    }
-    lines = (f"<property><name>{k}</name><value>{v}</value></property>" for k, v in values.items())
-    (tmp_path / "hdfs-site.xml").write_text(f"<configuration>{''.join(lines)}</configuration>")
-    monkeypatch.setenv("HADOOP_CONF_DIR", str(tmp_path))
-    storage = open_hdfs(f"hdfs://ns1/test-{uuid.uuid4().hex[:12]}?part_mib=1&block_mib=1")
+    url = nameservice(tmp_path, monkeypatch, dead="127.0.0.1:1", alive=address)
+    storage = open_hdfs(f"{url}?part_mib=1&block_mib=1")
     data = pattern(3 * MIB)
     write(storage, "x", data)
     assert raw_get(server("hdfs"), storage, "x") == data
     storage.set_storage_policy("x", "COLD")
+
+
+def test_a_namenode_that_is_silent_is_waited_for_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    address = server("hdfs")["endpoint"].removeprefix("hdfs://")
+    data = pattern(2 * MIB)
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        port = silent.getsockname()[1]
+        url = nameservice(tmp_path, monkeypatch, silent=f"127.0.0.1:{port}", alive=address)
+        storage = open_hdfs(f"{url}?part_mib=1&block_mib=1&timeout_s=2")
+        with pytest.raises(StorageUnavailableError, match="within 2 s"):
+            storage.size("x")
+        writer = storage.create("x", len(data))
+        writer.write(0, memoryview(data))
+        with pytest.raises(StorageUnavailableError, match="join"):
+            writer.finish()
+        writer.finish()
+        assert read(storage, "x", 0, len(data)) == data
+        storage.set_storage_policy("x", "COLD")
 
 
 def test_errors_say_what_they_are() -> None:

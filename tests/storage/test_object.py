@@ -22,6 +22,7 @@ from reknit.storage.object_conditions import look
 from reknit.storage.object_errors import plain
 from reknit.storage.object_upload import MAX_PARTS, part_size
 from reknit.storage.registry import open_storage
+from reknit.storage.retrying import RetryingStorage
 from reknit.testing.storage_suite import StorageSuite, listed
 from reknit.testing.storage_suite.suite import Suite
 from reknit.testing.storage_suite.writing import WritingSuite
@@ -53,7 +54,7 @@ class OnServer(Suite):
             monkeypatch.setenv(name, value)
 
     def make(self, tmp_path: Path) -> Storage:
-        storage = open_storage(new_url(self.server))
+        storage = open_storage(f"{new_url(self.server)}?retry_s=0")
         assert type(storage) is ObjectStorage
         return Swept(storage._place, storage._options)
 
@@ -276,7 +277,9 @@ def test_a_url_that_makes_no_sense_is_refused(s3: str, url: str, part: str) -> N
 
 
 def test_options_of_the_url_count(s3: str) -> None:
-    storage = open_storage(f"{s3}/run?part_mib=16&concurrency=3&conditional=lock&timeout_s=7")
+    url = f"{s3}/run?part_mib=16&concurrency=3&conditional=lock&timeout_s=7"
+    assert isinstance(open_storage(url), RetryingStorage)
+    storage = open_storage(f"{url}&retry_s=0")
     assert isinstance(storage, ObjectStorage)
     assert storage.url == f"{s3}/run"
     assert storage._options == ObjectOptions(
@@ -295,7 +298,7 @@ def test_what_the_store_refuses_is_said_with_the_url(s3: str, monkeypatch: pytes
         open_storage(s3).put("y", b"1", if_absent=False)
     monkeypatch.setenv("AWS_ENDPOINT_URL", "http://127.0.0.1:9")
     with pytest.raises(StorageError, match="check the endpoint"):
-        open_storage(f"{s3}?retries=0").put("y", b"1", if_absent=False)
+        open_storage(f"{s3}?retries=0&retry_s=0").put("y", b"1", if_absent=False)
 
 
 @given(st.integers(0, 1 << 45), st.integers(1, 64))

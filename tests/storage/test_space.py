@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 import pytest
 
 from reknit.storage import space
-from reknit.storage.space import free_nbytes, reserve
+from reknit.storage.space import free_nbytes, in_memory, making_room, reserve
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -63,3 +63,17 @@ def test_free_space_is_that_of_the_nearest_folder(tmp_path: Path, monkeypatch: p
 
     monkeypatch.setattr("shutil.disk_usage", fail)
     assert free_nbytes(str(tmp_path)) is None
+
+
+def test_what_helps_a_full_memory_is_another_thing_than_what_helps_a_full_disk(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for kind, memory in (("tmpfs", True), ("ext4", False)):
+        mounts = tmp_path / "mountinfo"
+        device = os.stat(tmp_path).st_dev
+        mounts.write_text(f"23 27 {os.major(device)}:{os.minor(device)} / / rw - {kind} none rw\n")
+        monkeypatch.setattr(space, "_MOUNTS", str(mounts))
+        missing = str(tmp_path / "not" / "there")
+        assert in_memory(missing) == memory
+        assert making_room(missing).startswith("this is memory") == memory
+        assert "bytes are free there" in making_room(missing)

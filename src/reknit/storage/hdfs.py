@@ -6,11 +6,11 @@ import uuid
 from contextlib import suppress
 from copy import copy
 from dataclasses import replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 
 from reknit.errors import StorageError, StorageNotFoundError, StorageUnavailableError, UsageError
 from reknit.monitor.phase import now
-from reknit.storage.base import Listed, Reading
+from reknit.storage.base import Dated, Listed, Reading
 from reknit.storage.hdfs_client import HdfsClient
 from reknit.storage.hdfs_config import Place, parse_url
 from reknit.storage.hdfs_errors import ExistingError
@@ -18,7 +18,7 @@ from reknit.storage.hdfs_names import Names, decoded, encoded
 from reknit.storage.hdfs_reading import GAP_NBYTES, Readers
 from reknit.storage.hdfs_web import requests_of
 from reknit.storage.hdfs_writer import HdfsWriter
-from reknit.storage.paths import check_path, is_temporary
+from reknit.storage.paths import check_path, is_own_temporary, is_temporary
 from reknit.storage.runs import checked_runs
 
 if TYPE_CHECKING:
@@ -181,6 +181,22 @@ class HdfsStorage:
         below._place = replace(self._place, folder=self._full(path))
         return below
 
+    @property
+    def unseen(self) -> str | None:
+        """Nothing: what is written has a name from its first byte on."""
+        return None
+
+    def dated(self) -> Iterator[Dated]:
+        """Yield the files below the root, also sub-files; of what is being written, when it was begun."""
+        return self._walk_dated(self._place.folder)
+
+    def discard(self, found: Dated) -> None:
+        """Remove a sub-file, and the folders that become empty by it, but never the root."""
+        full = f"{self._place.folder}/{encoded(found.path)}"
+        with suppress(StorageNotFoundError):
+            self._client.delete(full)
+        self._prune(full.rpartition("/")[0])
+
     def close(self) -> None:
         """Drop connections and what is remembered of files; the store stays usable."""
         self._readers.drop()
@@ -274,6 +290,16 @@ class HdfsStorage:
             return self._client.entries(folder or "/")
         except StorageNotFoundError:
             return []
+
+    def _walk_dated(self, folder: str) -> Iterator[Dated]:
+        for entry in self._entries(folder):
+            name = entry.path.rpartition("/")[2]
+            if entry.isdir:
+                yield from self._walk_dated(entry.path)
+            elif is_own_temporary(name) or not is_temporary(name):
+                kind: Literal["temporary", "file"] = "temporary" if is_own_temporary(name) else "file"
+                path = decoded(entry.path[len(self._place.folder) + 1 :])
+                yield Dated(kind, path, entry.length, entry.modification_time / 1000)
 
     def _walk(self, folder: str) -> Iterator[Listed]:
         for entry in self._entries(folder):

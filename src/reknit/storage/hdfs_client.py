@@ -34,6 +34,8 @@ class HdfsClient:
         self.place, self.options = place, place.options
         self.cluster = cluster(place)
         self._lock = threading.Lock()
+        self._first = 0
+        """The NameNode that is asked first."""
         self._client = self._connect()
 
     def url(self, path: str) -> str:
@@ -136,14 +138,21 @@ class HdfsClient:
             raise as_ours(action, self.url(path), error) from error
 
     def _renew(self, client: RawClient) -> None:
-        """Take a new client where this one may have connections on which nothing comes back any more."""
+        """Take a new client where this one may have connections on which nothing comes back any more.
+
+        It asks another NameNode first: of one that is silent it would not get on to the next.
+        """
         with self._lock:
             if self._client is client:
+                self._first = (self._first + 1) % len(self.cluster.namenodes)
                 self._client = self._connect()
 
     def _connect(self) -> RawClient:
         # It asks all NameNodes once, instead of for a minute: whether to ask again is for others to say.
         config = {"dfs.client.failover.max.attempts": str(len(self.cluster.namenodes) - 1)}
+        if names := self.cluster.names:
+            order = ",".join((*names[self._first :], *names[: self._first]))
+            config[f"dfs.ha.namenodes.{self.place.authority}"] = order
         try:
             # What is around `inner` closes files that are forgotten, and waits for the NameNode meanwhile.
             return Client(

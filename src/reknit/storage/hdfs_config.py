@@ -90,11 +90,15 @@ class Place:
 
 @dataclass(frozen=True, slots=True)
 class Cluster:
-    """The NameNodes of a cluster as (host, port), and whether it authenticates those who ask."""
+    """The NameNodes of a cluster as (host, port), and whether it authenticates those who ask.
+
+    `names` is what a nameservice calls its NameNodes, in the same order; empty where there is none.
+    """
 
     namenodes: tuple[tuple[str, int], ...]
     secure: bool
     user: str
+    names: tuple[str, ...] = ()
 
 
 def parse_url(url: str, durability: Durability = "power") -> Place:
@@ -118,18 +122,17 @@ def parse_url(url: str, durability: Durability = "power") -> Place:
 def cluster(place: Place) -> Cluster:
     """Return where the NameNodes are, and how they are to be asked."""
     known, authority = configuration(), place.authority
-    nodes = [node.strip() for node in known.get(f"dfs.ha.namenodes.{authority}", "").split(",")]
-    if nodes == [""]:
-        addresses = [authority]
-    else:
-        addresses = [known.get(f"dfs.namenode.rpc-address.{authority}.{node}", "") for node in nodes]
+    told = known.get(f"dfs.ha.namenodes.{authority}", "").strip()
+    nodes = [node.strip() for node in told.split(",")] if told else []
+    addresses = [known.get(f"dfs.namenode.rpc-address.{authority}.{node}", "") for node in nodes]
+    addresses = addresses or [authority]
     if not all(addresses):
         raise UsageError(
             f"Hadoop's configuration tells no address of some NameNode of {authority}: {', '.join(nodes)}",
             remedy=f"set dfs.namenode.rpc-address.{authority}.<node> in hdfs-site.xml",
         )
     secure = known.get("hadoop.security.authentication", "simple").lower() != "simple"
-    return Cluster(tuple(map(_address, addresses)), secure, hadoop_user())
+    return Cluster(tuple(map(_address, addresses)), secure, hadoop_user(), tuple(nodes))
 
 
 def configuration() -> dict[str, str]:

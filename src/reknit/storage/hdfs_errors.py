@@ -18,7 +18,8 @@ _MISSING = re.compile(r"FileNotFoundException|LeaseExpiredException.*(?:does not
 _EXISTS = re.compile(r"FileAlreadyExistsException|AlreadyBeingCreatedException")
 _FULL = re.compile(r"QuotaExceeded|DiskOutOfSpace|No space left")
 _DENIED = re.compile(
-    r"AccessControlException|AuthorizationException|Permission denied|InvalidToken|GSSAPI|SASL"
+    r"AccessControlException|AuthorizationException|SecurityException|Permission denied|InvalidToken"
+    r"|GSSAPI|SASL"
 )
 _PASSING = re.compile(
     r"SafeModeException|StandbyException|RetriableException|ServerTooBusy|NotReplicatedYet"

@@ -76,9 +76,11 @@ class RpcRequests:
         """
         deadline, nodes = Deadline(self._timeout_s), self._cluster.namenodes
         error: BaseException = TimeoutError("no NameNode is active")
-        for number in range(self._active, self._active + len(nodes)):
-            try:
-                connection, new = self._connection(number % len(nodes), deadline)
+        first = self._active
+        for number in range(first, first + len(nodes)):
+            share = Deadline(deadline.remaining() / (first + len(nodes) - number))
+            try:  # one that is silent leaves time for the others
+                connection, new = self._connection(number % len(nodes), share)
             except OSError as failed:
                 error = failed
                 continue
@@ -88,6 +90,7 @@ class RpcRequests:
                 connection.close()
                 if not new:
                     self.close()  # the others were cut too, likely
+                self._active = (number + 1) % len(nodes)
                 raise unreached(action, url, failed or "the connection was cut") from failed
             if answer is None:
                 self._active = number % len(nodes)

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 from reknit.errors import StorageError, StorageNotFoundError
 from reknit.storage.hdfs_errors import ExistingError
 from reknit.storage.hdfs_upload import Upload
+from reknit.storage.runs import check_inside
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -46,11 +47,7 @@ class HdfsWriter:
     def write(self, start: int, data: memoryview) -> None:
         """Copy `data`, and send what is complete on its way; waits while too much is."""
         data = data.cast("B")
-        if not 0 <= start <= self._nbytes - data.nbytes:
-            raise StorageError(
-                f"bytes {start} to {start + data.nbytes} lie outside the {self._nbytes} of {self._url}",
-                path=self._url,
-            )
+        check_inside(start, data.nbytes, self._nbytes, self._url)
         with self._lock:
             self._check_open("write")
         if data.nbytes:

@@ -1,0 +1,93 @@
+"""What did a piece of work take: seconds, processor time, memory; and was the machine its own?"""
+
+from __future__ import annotations
+
+import os
+import platform
+import resource
+import time
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+MIB = 1 << 20
+PIECE = 8 * MIB
+_LOOK_S = 0.5
+
+
+def timed(work: Callable[[], object], nbytes: int) -> dict[str, float]:
+    """Return the speed of some work on so many bytes, and the processor time and memory of this process."""
+    Path("/proc/self/clear_refs").write_text("5")
+    before, used = memory(), cpu()
+    begin = time.perf_counter()
+    work()
+    seconds = time.perf_counter() - begin
+    return {
+        "MB/s": nbytes / 1e6 / seconds,
+        "CPU s/GB": (cpu() - used) / (nbytes / 1e9),
+        "extra MiB": (memory() - before) / MIB,
+    }
+
+
+def memory() -> int:
+    """Return the most memory that this process has held since it was asked to forget."""
+    for line in Path("/proc/self/status").read_text().splitlines():
+        if line.startswith("VmHWM:"):
+            return int(line.split()[1]) * 1024
+    raise SystemExit("this needs Linux")
+
+
+def cpu() -> float:
+    used = resource.getrusage(resource.RUSAGE_SELF)
+    return used.ru_utime + used.ru_stime
+
+
+def idle_share() -> float:
+    """Return how much of the machine nobody uses, as seen in half a second."""
+    before = _ticks()
+    time.sleep(_LOOK_S)
+    after = _ticks()
+    return (after[0] - before[0]) / max(1, after[1] - before[1])
+
+
+def wait_until_idle(share: float, seconds: float) -> float:
+    """Wait until so much of the machine is idle, but not for ever; return how much is."""
+    end = time.monotonic() + seconds
+    while (found := idle_share()) < share and time.monotonic() < end:
+        pass
+    return found
+
+
+def machine() -> dict[str, Any]:
+    """Return where this runs, and with what."""
+    names = [
+        line.partition(":")[2].strip() for line in _lines("/proc/cpuinfo") if line.startswith("model name")
+    ]
+    (total,) = [int(line.split()[1]) for line in _lines("/proc/meminfo") if line.startswith("MemTotal")]
+    packages = {}
+    for name in ("numpy", "obstore", "hdfs-native"):
+        try:
+            packages[name] = version(name)
+        except PackageNotFoundError:
+            continue
+    return {
+        "processor": names[0] if names else platform.machine(),
+        "cores": os.cpu_count(),
+        "memory GiB": round(total / MIB, 1),
+        "kernel": platform.release(),
+        "python": platform.python_version(),
+        **packages,
+    }
+
+
+def _lines(path: str) -> list[str]:
+    return Path(path).read_text().splitlines()
+
+
+def _ticks() -> tuple[int, int]:
+    """Return the ticks in which processors had nothing to do, and all."""
+    fields = [int(word) for word in _lines("/proc/stat")[0].split()[1:9]]
+    return fields[3] + fields[4], sum(fields)

@@ -1,0 +1,49 @@
+"""Each class of error that a NameNode or a gateway names becomes the error of ours that says what to do."""
+
+from __future__ import annotations
+
+import pytest
+
+from reknit.errors import (
+    StorageError,
+    StorageFullError,
+    StorageNotFoundError,
+    StoragePermissionError,
+    StorageUnavailableError,
+)
+
+pytest.importorskip("hdfs_native", reason="HDFS needs hdfs-native")
+
+from reknit.storage.hdfs_errors import ExistingError, of_class
+
+
+@pytest.mark.parametrize(
+    ("name", "message", "expected"),
+    [
+        ("java.io.FileNotFoundException", "File does not exist: /x", StorageNotFoundError),
+        ("org.apache.hadoop.fs.FileAlreadyExistsException", "/x", ExistingError),
+        ("org.apache.hadoop.hdfs.protocol.DSQuotaExceededException", "The quota", StorageFullError),
+        (
+            "org.apache.hadoop.security.AccessControlException",
+            "SIMPLE is not enabled",
+            StoragePermissionError,
+        ),
+        ("java.lang.SecurityException", "Failed to obtain user group information", StoragePermissionError),
+        (
+            "org.apache.hadoop.security.token.SecretManager$InvalidToken",
+            "token expired",
+            StoragePermissionError,
+        ),
+        ("org.apache.hadoop.ipc.StandbyException", "in state standby", StorageUnavailableError),
+        ("org.apache.hadoop.hdfs.server.namenode.SafeModeException", "Cannot", StorageUnavailableError),
+        ("java.io.IOException", "File /x could only be replicated to 0 nodes", StorageUnavailableError),
+        ("org.apache.hadoop.HadoopIllegalArgumentException", "concat: source is empty", StorageError),
+    ],
+)
+def test_what_hadoop_names_is_an_error_that_says_what_it_means(
+    name: str, message: str, expected: type[StorageError]
+) -> None:
+    error = of_class("write", "hdfs://nn/x", name, message)
+    assert type(error) is expected
+    assert "hdfs://nn/x" in str(error)
+    assert error.remedy

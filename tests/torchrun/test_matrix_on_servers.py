@@ -1,0 +1,184 @@
+"""What real servers store is what was saved: other layouts load it, readers see old or new, one saver wins.
+
+`test_matrix` is the whole matrix of layouts, on a local disk.  Here a few of them save to each server that
+`scripts/servers` has up, and load from there.
+"""
+
+from __future__ import annotations
+
+import os
+import uuid
+from typing import Any, NamedTuple
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+
+import reknit
+from reknit.comm.base import SoloGroup
+from reknit.errors import (
+    CheckpointExistsError,
+    CorruptError,
+    FencedError,
+    ReknitError,
+    StorageError,
+    StorageNotFoundError,
+)
+from tests.servers import environment, new_url, server
+from tests.torchrun import models
+from tests.torchrun.harness import run
+from tests.torchrun.test_matrix import forget, same, scheduler_state
+
+SAVED = ("fsdp2-2", "ddp-2")
+LOADING = ("single", "fsdp2-3", "tp-2")
+LIMIT_S = 60.0
+OPTIONS = reknit.SaveOptions(timeout_s=LIMIT_S)
+VERSIONS = 2
+NBYTES = 3_000_000
+
+
+class Place(NamedTuple):
+    """A folder on a server, the variables by which it is reached, and where the truth is kept."""
+
+    url: str
+    variables: dict[str, str]
+    truths: str
+
+
+@pytest.fixture(scope="module", params=["s3", "azure", "gcs", "hdfs"])
+def place(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Place:
+    """Return the place of checkpoints that have been saved once."""
+    name: str = request.param
+    if name == "hdfs":
+        pytest.importorskip("hdfs_native", reason="HDFS needs hdfs-native")
+        url, variables = f"{server(name)['endpoint']}/test-{uuid.uuid4().hex[:12]}", {}
+    else:
+        pytest.importorskip("obstore", reason="object stores need obstore")
+        url, variables = new_url(name), environment(name)
+    place = Place(url, variables, str(tmp_path_factory.mktemp(name)))
+    for counted in run(2, save_all, place):
+        assert counted == {layout: () for layout in SAVED}
+    return place
+
+
+def save_all(place: Place) -> dict[str, tuple[str, ...]]:
+    """Save in each layout, that of replicas in the background; return what reports warn of."""
+    os.environ.update(place.variables)
+    warnings = {}
+    for layout in SAVED:
+        trained, wait = models.build(layout), layout != "ddp-2"
+        truth = models.truth(trained)
+        if dist.get_rank() == 0:
+            torch.save((truth, scheduler_state(trained), trained.progress), f"{place.truths}/{layout}.truth")
+        state = models.state(trained)
+        pending = reknit.save(f"{place.url}/{layout}", state, step=2, wait=wait, options=OPTIONS)
+        if not wait:  # what happens to the state now is not saved
+            models.train_step(trained, 3)
+        warnings[layout] = pending.result(LIMIT_S).warnings
+    assert reknit.close(LIMIT_S)
+    return warnings
+
+
+def load_all(layout: str, place: Place) -> dict[str, list[str]]:
+    """Load each checkpoint into a target that is as if it were new; return what differs."""
+    os.environ.update(place.variables)
+    differing = {}
+    trained = models.build(layout, steps=0, seed=1)
+    for source in SAVED:
+        forget(trained)
+        state = models.state(trained)
+        options = reknit.LoadOptions(timeout_s=LIMIT_S)
+        report = reknit.load(f"{place.url}/{source}", state, options=options)
+        assert (report.step, report.missing, report.unexpected) == (2, (), ())
+        expected, scheduler, progress = torch.load(f"{place.truths}/{source}.truth", weights_only=False)
+        found, wrong = models.truth(trained), list[str]()
+        for item, values in expected.items():
+            wrong += sorted(f"{item}/{k}" for k in set(values) ^ set(found[item]))
+            wrong += [f"{item}/{k}" for k, v in values.items() if not same(v, found[item].get(k))]
+        wrong += [] if scheduler_state(trained) == scheduler else ["scheduler"]
+        wrong += [] if state["progress"] == progress else ["progress"]
+        differing[source] = wrong
+    return differing
+
+
+@pytest.mark.parametrize("layout", LOADING)
+def test_checkpoints_on_a_server_load_into(layout: str, place: Place) -> None:
+    for differing in run(models.LAYOUTS[layout], load_all, layout, place):
+        assert differing == {source: [] for source in SAVED}
+
+
+def version_of(value: int) -> dict[str, Any]:
+    """Return a state all of which tells its version."""
+    return {"model": {"a": np.full(NBYTES, value, np.uint8), "b": np.full(77, value)}, "extra": [value] * 9}
+
+
+def read_while_overwritten(place: Place) -> list[int | str]:
+    """Overwrite on one rank, and load on the other until the last version is there; return what it saw."""
+    os.environ.update(place.variables)
+    rank, url = dist.get_rank(), f"{place.url}/overwritten"
+    if rank == 0:
+        reknit.save(url, version_of(0), step=0, group=SoloGroup(), options=OPTIONS)
+    dist.barrier()
+    seen = [version_loaded(url)] if rank == 1 else []
+    dist.barrier()
+    if rank == 0:
+        for version in range(1, VERSIONS + 1):
+            reknit.save(url, version_of(version), version, overwrite=True, group=SoloGroup(), options=OPTIONS)
+        return []
+    while seen[-1:] != [VERSIONS]:
+        seen.append(version_loaded(url))
+        assert len(seen) < 2000
+    return seen
+
+
+def version_loaded(url: str) -> int | str:
+    """Load, and return which version it is, all of it; or the error that a file of it is gone."""
+    target = version_of(99)
+    try:
+        report = reknit.load(url, target, group=SoloGroup(), options=reknit.LoadOptions(timeout_s=LIMIT_S))
+    except (CorruptError, StorageNotFoundError) as error:
+        return f"{type(error).__name__}: {error}"
+    version = report.step
+    assert version is not None
+    expected = version_of(version)
+    assert np.array_equal(target["model"]["a"], expected["model"]["a"])
+    assert np.array_equal(target["model"]["b"], expected["model"]["b"])
+    assert target["extra"] == expected["extra"]
+    return version
+
+
+def test_a_reader_of_a_checkpoint_that_is_overwritten_sees_old_or_new(place: Place) -> None:
+    _, seen = run(2, read_while_overwritten, place)
+    versions = [one for one in seen if isinstance(one, int)]
+    assert (versions[0], versions[-1]) == (0, VERSIONS)
+    assert versions == sorted(versions)
+    # Old files are deleted once the new checkpoint is there: who was about to read them is told of it.
+    for one in seen:
+        assert isinstance(one, int) or "is missing" in one or "there is no file" in one, one
+
+
+def save_at_once(place: Place) -> str:
+    """Save to one path from both ranks, as jobs of their own; return what became of this one."""
+    os.environ.update(place.variables)
+    rank, outcome = dist.get_rank(), "saved"
+    dist.barrier()
+    try:
+        reknit.save(
+            f"{place.url}/contended", version_of(rank), step=5, group=SoloGroup(rank), options=OPTIONS
+        )
+    except ReknitError as error:
+        outcome = type(error).__name__
+    dist.barrier()
+    assert reknit.verify(f"{place.url}/contended", "data").ok
+    target = version_of(99)
+    reknit.load(f"{place.url}/contended", target, group=SoloGroup())
+    assert (int(target["extra"][0]) == rank) == (outcome == "saved")
+    return outcome
+
+
+def test_of_two_that_save_one_step_one_wins_and_the_other_is_told(place: Place) -> None:
+    outcomes = run(2, save_at_once, place)
+    assert outcomes.count("saved") == 1, outcomes
+    (other,) = [outcome for outcome in outcomes if outcome != "saved"]
+    assert other in (CheckpointExistsError.__name__, FencedError.__name__, StorageError.__name__)
