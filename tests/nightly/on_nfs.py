@@ -25,7 +25,6 @@ from reknit.comm.rendezvous import FolderStore
 from reknit.errors import (
     CheckpointExistsError,
     CheckpointNotFoundError,
-    CorruptError,
     DeadlineError,
     StorageError,
     StorageFullError,
@@ -75,11 +74,6 @@ def loaded(path: Path, nbytes: int = MIB) -> int:
     values = {int(target["own"]["value"]), *np.unique(target["model"]["w"]), *np.unique(target["model"]["b"])}
     assert len(values) == 1, values
     return int(values.pop())
-
-
-def gone(error: reknit.ReknitError) -> bool:
-    """Tell whether a file was missing."""
-    return isinstance(error, StorageNotFoundError) or "missing" in error.message
 
 
 class OnNfs(StorageSuite):
@@ -165,18 +159,18 @@ def test_a_file_that_another_host_replaces_is_read_anew(hosts: Hosts) -> None:
 
 
 def test_a_reader_sees_the_old_or_the_new_while_another_host_overwrites(hosts: Hosts) -> None:
-    """Or it fails, as what it began to read is deleted; never a mixture, nor the older after the newer."""
+    """Never a mixture, nor the older after the newer."""
     reknit.save(hosts.a / "c", state(1))
     seen: list[int] = []
-    failed: list[reknit.ReknitError] = []
+    failed: list[BaseException] = []
     over = threading.Event()
 
     def read() -> None:
-        while not over.is_set():
-            try:
+        try:
+            while not over.is_set():
                 seen.append(loaded(hosts.b / "c"))
-            except (StorageNotFoundError, CorruptError) as error:
-                failed.append(error)
+        except BaseException as error:
+            failed.append(error)
 
     reader = threading.Thread(target=read)
     reader.start()
@@ -184,8 +178,7 @@ def test_a_reader_sees_the_old_or_the_new_while_another_host_overwrites(hosts: H
         reknit.save(hosts.a / "c", state(value), overwrite=True)
     over.set()
     reader.join()
-    print(f"{len(seen)} loads, and {len(failed)} of what was deleted meanwhile")
-    assert [error for error in failed if not gone(error)] == []
+    assert failed == []
     assert seen
     assert seen == sorted(seen)
     assert loaded(hosts.b / "c") == 11

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
@@ -14,8 +15,10 @@ from reknit.engine import messages
 from reknit.engine.exchange import StoppedError
 from reknit.engine.joint import Joint, share_out
 from reknit.engine.locate import FIRST_ROUND as FIRST_ROUND
-from reknit.engine.locate import Located, locate, within_deadline
+from reknit.engine.locate import Located, locate, open_for_all, within_deadline
 from reknit.engine.match import Fill, Problems, require_fit, terms
+from reknit.engine.metadata import Metadata
+from reknit.engine.opening import REPLACED, REPLACED_TRIES, is_replaced
 from reknit.engine.pipeline import start
 from reknit.engine.read import Reader, granularity
 from reknit.engine.report import LoadReport
@@ -39,6 +42,8 @@ if TYPE_CHECKING:
     from reknit.types.plan import LoadPlan
     from reknit.types.wanted import Wanted
 
+
+logger = logging.getLogger("reknit")
 
 _PARTLY = "; the target is partly written"
 
@@ -77,10 +82,41 @@ class _Prepared(NamedTuple):
 
 
 def load(job: LoadJob) -> LoadReport:
-    """Load into the live objects.  Every rank returns, or every rank raises the same error."""
+    """Load into the live objects.  Every rank returns, or every rank raises the same error.
+
+    Where another checkpoint takes the place of the one that is read, whose files vanish then, all ranks load
+    that one instead.
+    """
+    for last in (False,) * (REPLACED_TRIES - 1) + (True,):
+        opened: list[Metadata] = []
+        try:
+            return _load(job, opened)
+        except REPLACED as error:
+            if last or not _replaced(job, opened):
+                raise
+            logger.info("%s was replaced while it was read; loading anew: %s", job.storage.url, error)
+    raise AssertionError("the last try returns or raises")
+
+
+def _replaced(job: LoadJob, opened: Sequence[Metadata]) -> bool:
+    """Let the root look for all ranks whether the checkpoint that they opened is still there."""
+
+    def look(requests: Sequence[bytes]) -> list[bytes]:
+        write_ids = [metadata.checkpoint.manifest.write_id for metadata in opened]
+        found = any(is_replaced(job.storage, write_id) for write_id in write_ids)
+        return [b"replaced" if found else b""] * len(requests)
+
+    return comm.round(job.group, "look_again", bytes, look, job.options.timeout_s) != b""
+
+
+def _load(job: LoadJob, opened: list[Metadata]) -> LoadReport:
+    """Load once; on the root, `opened` gets what it has read for all."""
     with progress(job.recorder, start, wanted=job.options.progress), ExitStack() as last:
         # 1 the root reads manifest and index for everyone, 2 what this rank wants, and where that lies
-        located = locate(job)
+        metadata = open_for_all(job)
+        if isinstance(metadata, Metadata):
+            opened.append(metadata)
+        located = locate(job, metadata)
         # 3 which bytes that is, and 4 one round: whatever does not fit on any rank is an error on all, before
         # a byte of any target changes
         ready, agreed = _prepare_all(job, located, last)

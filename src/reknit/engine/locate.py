@@ -63,9 +63,8 @@ class Located(NamedTuple):
         return checkpoint, np.flatnonzero(kinds == kinds[rank]).tolist()
 
 
-def locate(job: LoadJob) -> Located:
-    """Read what there is, look for what this rank wants, and learn where that lies."""
-    metadata = _open(job)
+def locate(job: LoadJob, metadata: Metadata | bytes) -> Located:
+    """Look for what this rank wants in what was opened, and learn where that lies."""
     sought: list[Sought] = []
     handouts: list[Handout] = []
 
@@ -90,7 +89,7 @@ def within_deadline(job: LoadJob, what: str, work: Callable[[], _Result]) -> _Re
     return within(job.options.timeout_s, lambda: f"{what} {job.storage.url}", work)
 
 
-def _open(job: LoadJob) -> Metadata | bytes:
+def open_for_all(job: LoadJob) -> Metadata | bytes:
     """Return what the root read for all ranks, on the root, and this rank's part of it elsewhere."""
     read: list[Metadata] = []
 

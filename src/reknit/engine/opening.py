@@ -12,6 +12,7 @@ from reknit.engine.pipeline import run_jobs
 from reknit.engine.renaming import Naming, Renamed, names_in, renamed
 from reknit.errors import (
     CheckpointNotFoundError,
+    CorruptError,
     FormatError,
     StorageError,
     StorageNotFoundError,
@@ -34,6 +35,10 @@ if TYPE_CHECKING:
 _MOST_READERS = 64
 """Files of values that are read at once: an object store answers a request in tens of milliseconds."""
 
+REPLACED = (CorruptError, StorageNotFoundError)
+"""What a reader meets whose checkpoint is replaced by another, and its files are removed."""
+REPLACED_TRIES = 5
+"""How often a checkpoint is read that is replaced again and again."""
 _TRIES = 4
 """Files that are read, one after another, for the names of ranks' own values in an item."""
 
@@ -162,9 +167,35 @@ def read_opened(
     """Read manifest, index and shared values of `items` (None: all); see `read_manifest` for errors.
 
     With `own`, find the names of ranks' own values too, of all items.  What is missing or damaged is taken
-    from the first of `replicas` that has it: the manifest vouches for itself and for all other files.
+    from the first of `replicas` that has it: the manifest vouches for itself and for all other files.  Where
+    another checkpoint takes the place of the one that is read, it is read instead.
     """
-    manifest = first_sound([storage, *replicas], lambda place: _decoded(read_manifest(place), place))
+    for last in (False,) * (REPLACED_TRIES - 1) + (True,):
+        manifest = first_sound([storage, *replicas], lambda place: _decoded(read_manifest(place), place))
+        try:
+            return _contents(storage, manifest, items, own, replicas)
+        except REPLACED:
+            if last or not is_replaced(storage, manifest.write_id):
+                raise
+    raise AssertionError("the last try returns or raises")
+
+
+def is_replaced(storage: Storage, write_id: str) -> bool:
+    """Tell whether there is another checkpoint by now than that of `write_id`, as far as can be told."""
+    try:
+        return decode_manifest(read_manifest(storage)).write_id != write_id
+    except (CheckpointNotFoundError, FormatError, StorageError):
+        return False
+
+
+def _contents(
+    storage: Storage,
+    manifest: Manifest,
+    items: Sequence[str] | None,
+    own: bool,
+    replicas: Sequence[Storage],
+) -> Contents:
+    """Read what the manifest leads to."""
     files = {file.path: file for file in manifest.files}
     blobs = {
         blob.path: read_checked(storage, files[blob.path], manifest.block_nbytes, replicas)

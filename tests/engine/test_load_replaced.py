@@ -1,0 +1,122 @@
+"""A checkpoint that is replaced while it is read: whoever loads it gets the old one whole, or the new one."""
+
+from __future__ import annotations
+
+import threading
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import pytest
+
+from reknit.comm.base import SoloGroup
+from reknit.engine.load import LoadJob, load
+from reknit.errors import CorruptError, ReknitError
+from reknit.format.paths import MANIFEST_PATH
+from reknit.monitor.phase import Recorder
+from reknit.options import LoadOptions
+from reknit.testing.faulty_storage import FaultyStorage
+from reknit.testing.process_memory import ProcessMemory
+from reknit.testing.world import run_ranks
+from reknit.types.box import Box
+from reknit.types.shard import Shard
+from reknit.types.wanted import Wanted
+from tests.engine.runs import SPEC, pausing, save_as, whole
+
+if TYPE_CHECKING:
+    from reknit.comm.base import Group
+    from reknit.storage.base import Storage
+
+RANKS = 3
+
+
+def loaded(storage: Storage, group: Group | None = None) -> int:
+    """Load what is here, with a rank's own part of the rows, and return its value, which all of it has."""
+    group = group or SoloGroup()
+    rows = SPEC.shape[0] // group.size
+    target = np.zeros((rows, SPEC.shape[1]))
+    epoch: list[Any] = []
+
+    def want(catalog: Any) -> Wanted:
+        epoch[:] = [catalog.blobs["extra"]["epoch"]]
+        box = Box((group.rank * rows, 0), target.shape)
+        return Wanted(("model", "extra"), (Shard("model", "w", SPEC, box, None, target),))
+
+    options = LoadOptions(threads=1, lenient=("*",), timeout_s=60)
+    report = load(LoadJob(want, group, storage, ("model", "extra"), options, Recorder("load", group.rank)))
+    assert report.step is not None
+    assert epoch == [report.step]
+    assert (target == whole(report.step)[group.rank * rows :][:rows]).all()
+    return report.step
+
+
+def test_one_process_loads_the_old_or_the_new_whatever_it_was_doing() -> None:
+    seen, replaced = list[int](), [True]
+    while replaced:
+        replaced = []
+        place = emptied("replaced")
+        assert save_as(place, 1, 1) is None
+
+        def replace(place: Storage = place, replaced: list[bool] = replaced) -> None:
+            replaced.append(save_as(place, 2, 1) is None)
+
+        seen.append(loaded(pausing(place, [len(seen) + 1], replace)))
+        assert replaced in ([], [True])
+    assert seen[-1] == 1  # nothing was left to be done when it would have been replaced
+    assert set(seen[:-1]) <= {1, 2}
+    assert len(seen) > 4
+
+
+def test_all_ranks_load_the_new_one_where_one_of_them_finds_the_old_gone() -> None:
+    outcomes = set()
+    for at in range(1, 12):
+        for victim in range(RANKS):
+            place = emptied("replaced-ranks")
+            assert save_as(place, 1, 1) is None
+            turn = threading.Lock()
+
+            def replace(place: Storage = place, turn: threading.Lock = turn) -> None:
+                with turn:
+                    assert save_as(place, 2, 1) is None
+
+            def run(group: Group, place: Storage = place, victim: int = victim, at: int = at) -> int:
+                mine = pausing(place, [at], replace) if group.rank == victim else FaultyStorage(place)
+                return loaded(mine, group)
+
+            values = set(run_ranks(RANKS, run))
+            assert len(values) == 1, (at, victim, values)
+            outcomes |= values
+    assert outcomes == {1, 2}
+
+
+def test_a_checkpoint_that_is_replaced_again_and_again_ends_in_an_error() -> None:
+    place, step = emptied("replaced-always"), [1]
+    assert save_as(place, 1, 1) is None
+
+    def replace() -> None:
+        step[0] += 1
+        assert save_as(place, step[0], 1) is None
+
+    class Restless(FaultyStorage):
+        def size(self, path: str) -> int:
+            replace()
+            return super().size(path)
+
+    with pytest.raises(CorruptError, match="missing"):
+        loaded(Restless(place))
+    assert 3 < step[0] < 40
+
+
+def test_a_file_that_is_really_missing_is_told_at_once() -> None:
+    place = emptied("missing")
+    assert save_as(place, 1, 1) is None
+    (path,) = [file.path for file in place.list() if file.path.endswith(".safetensors")]
+    place.delete(path)
+    watched = FaultyStorage(place)
+    with pytest.raises(ReknitError, match="missing"):
+        loaded(watched)
+    assert sum(operation.path.endswith(MANIFEST_PATH) for operation in watched.operations) == 2
+
+
+def emptied(name: str) -> ProcessMemory:
+    ProcessMemory.clear(name)
+    return ProcessMemory(name)
