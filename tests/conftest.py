@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import os
 import shutil
+import signal
 import tempfile
 
 from hypothesis import settings
@@ -19,6 +20,11 @@ settings.load_profile("untimed")
 
 # A client of object stores without credentials asks the machine that it believes to run on.
 os.environ.setdefault("AWS_METADATA_ENDPOINT", "http://127.0.0.1:9")
+
+# Whoever starts the tests in the background of a script has them begin with Ctrl-C switched off, and whatever
+# they start as well.
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 _MEMORY = tempfile.mkdtemp(prefix="reknit-tests-", dir="/dev/shm" if os.path.isdir("/dev/shm") else None)
 os.environ["REKNIT_MEMORY"] = _MEMORY
