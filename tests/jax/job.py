@@ -80,8 +80,9 @@ class Job:
         for rank in ranks:
             stream = self._processes[rank].stdout
             assert stream is not None
-            ready, _, _ = select.select([stream], [], [], max(0, deadline.remaining()))
-            line = stream.readline() if ready else b""
+            poll = select.poll()  # select.select knows no descriptor above 1023
+            poll.register(stream, select.POLLIN)
+            line = stream.readline() if poll.poll(1000 * deadline.remaining()) else b""
             if not line:
                 raise AssertionError(f"process {rank} said nothing:\n{self._stacks()}")
             answers[rank] = json.loads(line)

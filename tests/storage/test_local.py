@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import errno
+import gc
 import itertools
 import os
 import signal
@@ -808,3 +809,22 @@ def test_temporary_files_that_a_killed_writer_left_are_removed_by_a_later_put(tm
     LocalStorage(tmp_path).put("manifest.json", b"{}", if_absent=True)
     assert not stale.exists()
     assert young.exists()
+
+
+def test_a_store_that_nobody_closed_leaves_no_file_open(tmp_path: Path) -> None:
+    def open_files() -> list[str]:
+        links = [f"/proc/self/fd/{fd}" for fd in os.listdir("/proc/self/fd")]
+        return [to for link in links if os.path.lexists(link) and str(tmp_path) in (to := os.readlink(link))]
+
+    def read() -> None:
+        storage = LocalStorage(tmp_path)
+        storage.put("file", b"content", if_absent=True)
+        below = storage.sub("folder")
+        below.put("file", b"content", if_absent=True)
+        for each in (storage, below):
+            each.read_into("file", 0, [memoryview(bytearray(7))])
+        assert len(open_files()) == 2
+
+    read()
+    gc.collect()
+    assert open_files() == []

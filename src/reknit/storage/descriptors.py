@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import threading
+import weakref
 from collections import OrderedDict
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
@@ -69,6 +70,8 @@ class ReadCache:
         self._limit = limit
         self._open: OrderedDict[str, Descriptor] = OrderedDict()
         self._lock = threading.Lock()
+        # A store that nobody closed leaves no open files behind: some programs can have no more than 1024.
+        weakref.finalize(self, _retire_all, self._open).atexit = False
 
     @contextmanager
     def reading(self, path: str) -> Iterator[int]:
@@ -127,3 +130,8 @@ class ReadCache:
         for descriptor in outdated:
             descriptor.retire()
         return fresh
+
+
+def _retire_all(descriptors: OrderedDict[str, Descriptor]) -> None:
+    for descriptor in descriptors.values():
+        descriptor.retire()
