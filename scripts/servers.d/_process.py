@@ -77,6 +77,13 @@ def pip_install(target: Path, *packages: str) -> None:
     told.write_text(wanted)
 
 
+def apt_install(*packages: str) -> None:
+    """Install packages of Debian, after whoever does that at this moment."""
+    apt = ["apt-get", "-o", "DPkg::Lock::Timeout=300"]
+    run([*apt, "update", "-q"])
+    run([*apt, "install", "-y", "-q", "--no-install-recommends", *packages])
+
+
 def run(command: list[str], cwd: Path | None = None, timeout_s: float = 600) -> None:
     """Run a command to its end; raise RuntimeError with what it said when it fails."""
     try:

@@ -11,7 +11,7 @@ import shutil
 import uuid
 from typing import TYPE_CHECKING
 
-from _process import free_ports, run, spawn, stop
+from _process import apt_install, free_ports, run, spawn, stop
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -74,9 +74,7 @@ rgw verify ssl = false
 def install(home: Path) -> None:
     """Get the programs."""
     if any(shutil.which(program) is None for program in PROGRAMS):
-        apt = ["apt-get", "-o", "DPkg::Lock::Timeout=300"]
-        run([*apt, "update", "-q"])
-        run([*apt, "install", "-y", "-q", "--no-install-recommends", *PACKAGES])
+        apt_install(*PACKAGES)
 
 
 def start(home: Path, running: dict[str, dict]) -> dict:

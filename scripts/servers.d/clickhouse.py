@@ -7,7 +7,7 @@ import shutil
 from typing import TYPE_CHECKING
 from urllib.parse import quote
 
-from _process import free_ports, run, spawn
+from _process import apt_install, free_ports, spawn
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -48,9 +48,7 @@ USERS = """<yandex>
 def install(home: Path) -> None:
     """Get the program."""
     if shutil.which("clickhouse-server") is None:
-        apt = ["apt-get", "-o", "DPkg::Lock::Timeout=300"]
-        run([*apt, "update", "-q"])
-        run([*apt, "install", "-y", "-q", "--no-install-recommends", *PACKAGES])
+        apt_install(*PACKAGES)
 
 
 def start(home: Path, running: dict[str, dict]) -> dict:

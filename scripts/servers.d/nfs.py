@@ -19,7 +19,7 @@ import time
 import uuid
 from pathlib import Path
 
-from _process import run, spawn
+from _process import apt_install, run, spawn
 
 ABOUT = "Linux's NFS server and clients, in user-mode Linux"
 AFTER = ()
@@ -47,9 +47,7 @@ def install(home: Path) -> None:
     """Get the programs, and put the modules where they are looked for."""
     path = os.environ.get("PATH", "") + ":/usr/sbin:/sbin"
     if any(shutil.which(program, path=path) is None for program in PROGRAMS):
-        apt = ["apt-get", "-o", "DPkg::Lock::Timeout=300"]
-        run([*apt, "update", "-q"])
-        run([*apt, "install", "-y", "-q", "--no-install-recommends", *PACKAGES])
+        apt_install(*PACKAGES)
     below = home / "root/lib"
     below.mkdir(parents=True, exist_ok=True)
     if not (below / "modules").is_symlink():

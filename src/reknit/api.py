@@ -107,7 +107,6 @@ def save(
         return registry.collect(state, joined.rank, joined.size, ranks=ranks)
 
     place = place_of(path)
-
     then = None if options.promote_to is None else place_of(options.promote_to)
 
     def send_off() -> SendOff:
@@ -407,14 +406,9 @@ def _told(group: Group, first_round: str, timeout_s: float) -> Iterator[None]:
     try:
         yield
     except BaseException as error:  # Ctrl-C too: whatever it is, this rank will not come
-        failure = error
         if group.size == 1:
             raise
-
-        def fail() -> bytes:
-            raise failure
-
-        comm.round(group, first_round, fail, lambda requests: [b""] * len(requests), timeout_s)
+        comm.fail(group, first_round, error, timeout_s)
 
 
 def _background(group: Group, elsewhere: bool) -> Background:

@@ -7,7 +7,7 @@ before or while making its request sends the error in its place, and then every 
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, NoReturn, Protocol
 
 from reknit.comm.envelope import Envelope, decode, encode, failed, merged
 from reknit.comm.topology import Topology
@@ -251,6 +251,16 @@ def agree(group: Group, name: str, error: ReknitError | None, timeout_s: float, 
         return [b""] * group.size
 
     round(group, name, produce, decide, timeout_s, merge=b"".join, subject=subject)
+
+
+def fail(group: Group, name: str, error: BaseException, timeout_s: float, *, subject: str = "") -> NoReturn:
+    """Come to a round only to raise what keeps this rank from it, there and on all other ranks."""
+
+    def produce() -> bytes:
+        raise error
+
+    round(group, name, produce, lambda requests: [b""] * len(requests), timeout_s, subject=subject)
+    raise error
 
 
 def _empty() -> bytes:

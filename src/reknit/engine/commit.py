@@ -243,9 +243,11 @@ def clear_own_host(storage: Storage, group: comm.Group, write_id: str) -> None:
 
     There is no marker to look at here: of a store that each host has for itself, a path is one job's.
     """
+    if not isinstance(storage, PerHost):
+        return
     hosts = group.topology.hosts
     stands_for_host = int(np.argmax(hosts == hosts[group.rank])) == group.rank
-    if isinstance(storage, PerHost) and stands_for_host and hosts[group.rank] != hosts[0]:
+    if stands_for_host and hosts[group.rank] != hosts[0]:
         own = paths.short_id(write_id)
         for listed in list(storage.list()):
             name = paths.parse_path(listed.path)

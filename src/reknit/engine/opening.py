@@ -170,14 +170,18 @@ def read_opened(
     from the first of `replicas` that has it: the manifest vouches for itself and for all other files.  Where
     another checkpoint takes the place of the one that is read, it is read instead.
     """
-    for last in (False,) * (REPLACED_TRIES - 1) + (True,):
-        manifest = first_sound([storage, *replicas], lambda place: _decoded(read_manifest(place), place))
+
+    def manifest_here() -> Manifest:
+        return first_sound([storage, *replicas], lambda place: _decoded(read_manifest(place), place))
+
+    for _ in range(REPLACED_TRIES - 1):
+        manifest = manifest_here()
         try:
             return _contents(storage, manifest, items, own, replicas)
         except REPLACED:
-            if last or not is_replaced(storage, manifest.write_id):
+            if not is_replaced(storage, manifest.write_id):
                 raise
-    raise AssertionError("the last try returns or raises")
+    return _contents(storage, manifest_here(), items, own, replicas)
 
 
 def is_replaced(storage: Storage, write_id: str) -> bool:

@@ -186,12 +186,7 @@ def promote(
 
 def decline(group: comm.Group, error: BaseException, write_id: str, timeout_s: float) -> NoReturn:
     """Raise what keeps this rank from a promotion, on all ranks, which come to its first round."""
-
-    def fail() -> bytes:
-        raise error
-
-    comm.round(group, FIRST_ROUND, fail, lambda requests: [b""] * len(requests), timeout_s, subject=write_id)
-    raise error
+    comm.fail(group, FIRST_ROUND, error, timeout_s, subject=write_id)
 
 
 def promote_alone(job: Promotion) -> PromotionReport:
