@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, NoReturn, cast
+from typing import TYPE_CHECKING, NoReturn
 
 from reknit.comm import base as comm
 from reknit.engine.checked import check_blocks, check_size, read_checked
@@ -46,7 +46,7 @@ if TYPE_CHECKING:
     from reknit.engine.write import Written
     from reknit.monitor.phase import Recorder
     from reknit.options import SaveOptions
-    from reknit.storage.base import Storage, Writer
+    from reknit.storage.base import Storage
     from reknit.types.manifest import Manifest
 
 FIRST_ROUND = "promote"
@@ -155,7 +155,7 @@ def promote(
     def copy() -> bytes:
         # The index was written by the root of the save, which tells of it in the manifest alone.
         index = [f for c in begun for f in c.manifest.files if f.path == c.manifest.index_path]
-        _copy(job.source, job.target, [*mine, *index], BLOCK_NBYTES, copied, job)
+        _copy(job, [*mine, *index], BLOCK_NBYTES, copied, keep=False)
         whole.append(True)
         return b""
 
@@ -228,26 +228,10 @@ def _bring(
     here = [file for file in lacking if _size(job.source, file.path) is not None]
     for file in here:
         discard(job.target, file.path)  # what a killed try has left of it
-    _copy(job.source, cast("Storage", _Kept(job.target)), here, block_nbytes, copied, job)
+    # After an error what is finished stays for the next try: another host may have committed it by then.
+    _copy(job, here, block_nbytes, copied, keep=True)
     found = {file.path for file in here}
     return [file for file in lacking if file.path not in found]
-
-
-class _Kept:
-    """A store as one who copies alone uses it: after an error what is finished stays, for the next try.
-
-    Of several that copy the same files another one may have committed them by then.
-    """
-
-    def __init__(self, inner: Storage) -> None:
-        self._inner, self.url = inner, inner.url
-
-    def create(self, path: str, nbytes: int) -> Writer:
-        """Start a new file."""
-        return self._inner.create(path, nbytes)
-
-    def delete(self, path: str) -> None:
-        """Leave the file: an unfinished one goes when its writer gives up."""
 
 
 def _unsound(job: Promotion, files: Sequence[FileEntry], block_nbytes: int) -> list[FileEntry]:
@@ -287,17 +271,13 @@ def _size(storage: Storage, path: str) -> int | None:
 
 
 def _copy(
-    source: Storage,
-    target: Storage,
-    files: Sequence[FileEntry],
-    block_nbytes: int,
-    copied: list[FileEntry],
-    job: Promotion,
+    job: Promotion, files: Sequence[FileEntry], block_nbytes: int, copied: list[FileEntry], *, keep: bool
 ) -> None:
     """Copy files, each block compared with its digest on the way, and add them to `copied`.
 
-    After an error `copied` has at least those that the target has.
+    After an error `copied` has at least those that the target has; `keep` leaves there what is finished.
     """
+    source, target = job.source, job.target
     if block_nbytes > PIECES[-1]:
         raise FormatError(f"the checkpoint has blocks of {block_nbytes} bytes, more than can be promoted")
     small = [file for file in files if file.nbytes <= _SMALL_NBYTES]
@@ -305,7 +285,7 @@ def _copy(
     copied += files
 
     def whole(file: FileEntry, _: Arena) -> None:
-        write_bytes(target, file.path, read_checked(source, file, block_nbytes))
+        write_bytes(target, file.path, read_checked(source, file, block_nbytes), keep=keep)
 
     def fetch(number: int, start: int, nbytes: int, arena: Arena) -> NDArray[np.uint8]:
         piece, file = arena.view(nbytes), large[number]
@@ -331,4 +311,5 @@ def _copy(
         recorder=job.recorder,
         phase="read",
         budget_nbytes=job.options.inflight_nbytes,
+        keep=keep,
     )

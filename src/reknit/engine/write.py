@@ -229,11 +229,11 @@ class _Writing:
             with suppress(IndexError):  # another worker took the last one
                 self._digest(*self._undigested.popleft())
 
-    def undo(self) -> None:
-        """Leave nothing behind."""
+    def undo(self, *, keep: bool) -> None:
+        """Leave nothing behind, or with `keep` only what is finished."""
         for file in self.files:
             file.writer.abort()
-        for file in self.files:
+        for file in () if keep else self.files:
             discard(self._storage, file.path)
 
     def record(self) -> None:
@@ -263,11 +263,13 @@ def write_files(
     written: Callable[[int, int, int], None] | None = None,
     failed: Callable[[BaseException], None] | None = None,
     busy: Callable[[], bool] | None = None,
+    keep: bool = False,
 ) -> list[Written]:
     """Write all files, several pieces at once, and return what storage has, in the order of `files`.
 
     Each piece is digested in the memory from which it is written, never from what storage has, so damage on
-    the way to the disk shows when the bytes are read.  On an error no file of this call is left behind.
+    the way to the disk shows when the bytes are read.  On an error no file of this call is left behind, or
+    with `keep` those that are finished.
 
     `fetch` is called by the worker that will write the piece.  Pieces begin at multiples of their own size,
     and never cross a multiple of 32 MiB.  They are handed out in order, file after file.  So whoever fills a
@@ -287,7 +289,7 @@ def write_files(
         writing.open(files)
         writing.run(tuner, budget_nbytes)
     except BaseException:
-        writing.undo()
+        writing.undo(keep=keep)
         raise
     finally:
         writing.record()
@@ -315,15 +317,16 @@ def write_images(
     )
 
 
-def write_bytes(storage: Storage, path: str, data: bytes) -> Written:
-    """Write one file that is whole in memory; after an error it is not left behind."""
+def write_bytes(storage: Storage, path: str, data: bytes, *, keep: bool = False) -> Written:
+    """Write one file that is whole in memory; an error leaves it behind only if `keep`, and finished."""
     writer = storage.create(path, len(data))
     try:
         writer.write(0, memoryview(data))
         writer.finish()
     except BaseException:
         writer.abort()
-        discard(storage, path)  # finished perhaps, and only the answer was lost
+        if not keep:
+            discard(storage, path)  # finished perhaps, and only the answer was lost
         raise
     return Written(path, len(data), np.array(block_digests(data), np.uint64))
 
