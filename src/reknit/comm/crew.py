@@ -31,7 +31,10 @@ class Crew(Executor):
         self._threads: list[threading.Thread] = []
 
     def submit(self, fn: Callable[..., _Result], /, *args: Any, **kwargs: Any) -> Future[_Result]:
-        """Run ``fn(*args, **kwargs)`` in a thread of the crew."""
+        """Run ``fn(*args, **kwargs)`` in a thread of the crew.
+
+        Once the interpreter ends there are no new threads, and it waits for one that is free.
+        """
         future: Future[_Result] = Future()
 
         def job() -> None:
@@ -46,8 +49,13 @@ class Crew(Executor):
         with self._lock:
             if not self._idle.acquire(blocking=False) and len(self._threads) < self._most:
                 thread = threading.Thread(target=self._work, name="reknit-comm", daemon=True)
-                self._threads.append(thread)
-                thread.start()
+                try:
+                    thread.start()
+                except RuntimeError:  # the interpreter ends, and refuses new threads
+                    if not self._threads:
+                        raise
+                else:
+                    self._threads.append(thread)
         return future
 
     def shutdown(self, wait: bool = True, *, cancel_futures: bool = False, timeout_s: float = 5.0) -> None:

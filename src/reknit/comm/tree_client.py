@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import threading
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 import grpc
 
@@ -15,6 +15,7 @@ from reknit.comm.message import OVERHEAD_NBYTES, News, Outcome, Reply, decode, e
 from reknit.comm.tls import channel
 from reknit.comm.tree_server import SERVICE, TOKEN, WATCHING, settings
 from reknit.errors import CommError, DeadlineError, ReknitError, from_wire
+from reknit.monitor.phase import Deadline
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -41,6 +42,9 @@ class Uplink:
         self._asking: Any = None
         self._sending: Any = None
         self._telling: Any = None
+        self._confirming: Any = None
+        self._num_read = 0
+        self._watched: Literal["no", "yes", "told"] = "no"
         self._closed = False
         self._lost: Callable[[ReknitError], object] | None = None
         self.refused = False
@@ -63,9 +67,12 @@ class Uplink:
             try:
                 error = self._reply(call, "ended").error
             except CommError as failure:
+                self._watched = "no"
                 lost(failure)
             else:
+                self._watched = "told"
                 lost(from_wire(error or {}))
+                self._confirm()
 
         with self._lock:
             self._check()
@@ -80,7 +87,7 @@ class Uplink:
             limit.cancel()
         if WATCHING not in (name for name, _ in signs):
             raise from_wire(self._reply(call, "ended").error or {})
-        self._lost = lost
+        self._lost, self._watched = lost, "yes"
         call.add_done_callback(ended)
 
     def ask(self, report: Report, timeout_s: float, heard: Heard) -> None:
@@ -89,6 +96,7 @@ class Uplink:
         with self._lock:
             call = None if self._closed else self._stream("round", message, timeout_s)
             self._asking = call
+            self._num_read += call is not None
         if call is None:
             heard(CommError("the connection is closed"))
         else:
@@ -116,16 +124,32 @@ class Uplink:
             self._telling = self._unary("tell", news, _TELL_S)
 
     def close(self) -> None:
-        """End every call and the connection."""
+        """End every call and the connection, once the rank above knows that this one needs no answer more."""
         with self._lock:
             self._closed = True
         self.drop()
-        if self._telling is not None:
-            # Whoever does not hear it sees the connection break next.
-            with contextlib.suppress(grpc.RpcError, grpc.FutureCancelledError, grpc.FutureTimeoutError):
-                self._telling.result(timeout=_TELL_S)
+        deadline = Deadline(_TELL_S)
+        # Whoever does not hear this sees the connection break next.
+        with contextlib.suppress(grpc.RpcError, grpc.FutureCancelledError, grpc.FutureTimeoutError):
+            if self._telling is not None:
+                self._telling.result(timeout=deadline.remaining())
+            if self._confirming is not None:
+                self._confirming.result(timeout=deadline.remaining())
+            elif self._watched != "no":
+                # It waits here, since what does not needs a thread, which an interpreter that ends refuses.
+                stub = self._channel.unary_unary(SERVICE + "heard", None, None)
+                stub(encode(self._hello), timeout=deadline.remaining(), metadata=self._metadata)
         self._channel.close()
         self._readers.shutdown()
+
+    def _confirm(self) -> None:
+        """Tell the rank above that this one heard all, if it broke off and owes this one no outcome."""
+        with self._lock:
+            if self._watched != "told" or self._num_read or self._closed or self._confirming is not None:
+                return
+            with contextlib.suppress(RuntimeError):  # `close` does it in an interpreter that ends
+                stub = self._channel.unary_unary(SERVICE + "heard", None, None)
+                self._confirming = stub.future(encode(self._hello), timeout=_TELL_S, metadata=self._metadata)
 
     def _check(self) -> None:
         if self._closed:
@@ -148,6 +172,13 @@ class Uplink:
 
     def _read(self, call: Any, heard: Heard) -> None:
         """Wait for the end of a report's call."""
+        heard(self._end(call))
+        with self._lock:
+            self._num_read -= 1
+        self._confirm()
+
+    def _end(self, call: Any) -> Outcome | ReknitError:
+        """Return the outcome that a report's call ends with, or why there is none."""
         end: Outcome | ReknitError
         try:
             end = decode(joined(call, self._limit + OVERHEAD_NBYTES), Outcome, self._limit)
@@ -159,7 +190,7 @@ class Uplink:
         except CommError as error:
             call.cancel()
             end = error
-        heard(end)
+        return end
 
     def _reply(self, call: Any, overdue: str) -> Reply:
         """Return the reply to a call, or raise what its failure means."""

@@ -89,11 +89,13 @@ class Server(_Handler):
             SERVICE + "hello": unary(functools.partial(self._reply, self._greet)),
             SERVICE + "watch": unary(functools.partial(self._reply, self._watch)),
             SERVICE + "tell": unary(functools.partial(self._reply, self._hear)),
+            SERVICE + "heard": unary(functools.partial(self._reply, self._heard)),
             SERVICE + "round": stream(self._round),
         }
         self._refused: set[str] = set()
         self._ended = threading.Condition()
         self._num_open = 0
+        self._unheard: set[int] = set()
         # For each child a round and a watch may wait here; the others return at once.
         self._crew = Crew(2 * len(topology.children(hello.rank)) + 4)
         self._server = grpc.server(
@@ -118,13 +120,15 @@ class Server(_Handler):
         return handler
 
     def stop(self) -> None:
-        """Let calls that have their outcome end, then free port and threads.
+        """Let calls that have their outcome end, and the ranks below hear it, then free port and threads.
 
+        That a call ended here says no more than that its reply was given to the kernel.  On a wire that loses
+        packets the reply may have to be sent again, and a process that ends before resets the connection.
         The server's own grace period is not used: it needs a new thread, which an interpreter that ends
         refuses, and a script may well end between its last round and the reply to the ranks below.
         """
         with self._ended:
-            self._ended.wait_for(lambda: self._num_open == 0, faults.GRACE_S)
+            self._ended.wait_for(lambda: self._num_open == 0 and not self._unheard, faults.GRACE_S)
         self._server.stop(None)
         self._crew.shutdown()
 
@@ -161,17 +165,37 @@ class Server(_Handler):
 
     def _watch(self, data: bytes, context: grpc.ServicerContext) -> Reply:
         child = self._known(data)
+        told = threading.Event()
+
+        def ended() -> None:
+            self._rounds.break_off(faults.gone(child), child)
+            if not told.is_set():
+                self._note_heard(child)  # it is gone, and hears nothing more
+
         self._rounds.attach(child)
-        self._open(context, functools.partial(self._rounds.break_off, faults.gone(child), child))
+        with self._ended:
+            self._unheard.add(child)
+        self._open(context, ended)
         with contextlib.suppress(grpc.RpcError):  # of a child that is gone again; that is seen to
             context.send_initial_metadata(((WATCHING, ""),))
-        return Reply(self._rounds.until_broken().to_wire())
+        error = self._rounds.until_broken()
+        told.set()
+        return Reply(error.to_wire())
 
     def _hear(self, data: bytes, _: object) -> Reply:
         news = decode(data, News, self._limit)
         self._agree(news.sender, news.job, news.generation)
         self._rounds.break_off(from_wire(news.error), news.sender)
         return Reply()
+
+    def _heard(self, data: bytes, _: object) -> Reply:
+        self._note_heard(self._known(data))
+        return Reply()
+
+    def _note_heard(self, child: int) -> None:
+        with self._ended:
+            self._unheard.discard(child)
+            self._ended.notify_all()
 
     def _round(self, chunks: Iterable[bytes], context: grpc.ServicerContext) -> Iterator[bytes]:
         yield from divided(encode(self._attended(chunks, context)))

@@ -1,0 +1,141 @@
+"""A wire that loses a packet: what the kernel was given arrives later, unless its sender is gone by then."""
+
+from __future__ import annotations
+
+import contextlib
+import select
+import socket
+import struct
+import threading
+import time
+from typing import TYPE_CHECKING
+
+import pytest
+
+from reknit.comm import faults
+from tests.comm.worlds import ask, endings, take_seats
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from reknit.comm.base import Group
+    from reknit.comm.tree import Seat, TreeGroup
+
+_RESET = struct.pack("ii", 1, 0)
+
+
+class Wire:
+    """A connection to `port` whose way back is late by `late_s`, and loses all when its sender resets it."""
+
+    def __init__(self, port: int) -> None:
+        self.late_s = 0.0
+        self._listener = socket.create_server(("127.0.0.1", 0))
+        self._to = ("127.0.0.1", port)
+        self.port: int = self._listener.getsockname()[1]
+        threading.Thread(target=self._accept, daemon=True).start()
+
+    def close(self) -> None:
+        """Take no more connections."""
+        self._listener.close()
+
+    def _accept(self) -> None:
+        with contextlib.suppress(OSError):
+            while True:
+                below, _ = self._listener.accept()
+                threading.Thread(target=self._carry, args=(below,), daemon=True).start()
+
+    def _carry(self, below: socket.socket) -> None:
+        with below, contextlib.suppress(OSError), socket.create_connection(self._to) as above:
+            up = threading.Thread(target=self._up, args=(below, above), daemon=True)
+            up.start()
+            with contextlib.suppress(OSError):
+                while data := above.recv(1 << 16):
+                    below.sendall(data + self._delayed(above))
+            below.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, _RESET)
+            below.shutdown(socket.SHUT_RD)
+            up.join()
+
+    def _up(self, below: socket.socket, above: socket.socket) -> None:
+        with contextlib.suppress(OSError):
+            while data := below.recv(1 << 16):
+                above.sendall(data)
+        with contextlib.suppress(OSError):
+            above.shutdown(socket.SHUT_WR)
+
+    def _delayed(self, above: socket.socket) -> bytes:
+        """Wait for what was lost to be sent again; return what came meanwhile, which waits behind it."""
+        data, end = b"", time.monotonic() + self.late_s
+        while (left_s := end - time.monotonic()) > 0:
+            if select.select([above], [], [], left_s)[0]:
+                more = above.recv(1 << 16)
+                if not more:
+                    raise ConnectionResetError("nobody is there to send it again")
+                data += more
+        return data
+
+
+@pytest.fixture
+def seats() -> Iterator[list[Seat]]:
+    taken = take_seats(3)
+    yield taken
+    for seat in taken:
+        seat.close()
+
+
+@pytest.fixture
+def wire(seats: list[Seat]) -> Iterator[Wire]:
+    where = seats[0].address.split()[0]
+    made = Wire(int(where.rpartition(":")[2]))
+    yield made
+    made.close()
+
+
+@pytest.fixture
+def groups(seats: list[Seat], wire: Wire) -> list[TreeGroup]:
+    """Rank 0, and two below it at the other end of the wire."""
+    where, token = seats[0].address.split()
+    there = f"{where.rpartition(':')[0]}:{wire.port} {token}"
+    return [seats[0].climb(""), seats[1].climb(there), seats[2].climb(there)]
+
+
+def test_an_answer_that_has_to_be_sent_again_arrives_though_its_sender_closes_at_once(
+    groups: list[TreeGroup], wire: Wire
+) -> None:
+    def last(group: Group) -> bytes:
+        answer = ask(group, request=b"%d" % group.rank)
+        group.close()
+        return answer
+
+    assert endings(groups, ask) == [b"", b"", b""]
+    wire.late_s = 0.4
+    assert endings(groups, last) == [b"0", b"1", b"2"]
+
+
+def test_a_rank_that_does_not_hear_is_waited_for_no_longer_than_a_moment(
+    groups: list[TreeGroup], wire: Wire
+) -> None:
+    assert endings(groups, ask) == [b"", b"", b""]
+    wire.late_s = 60.0
+    begin = time.monotonic()
+    groups[0].close()
+    assert faults.GRACE_S <= time.monotonic() - begin < 30
+
+
+@pytest.mark.parametrize("ending", ["closes", "is lost"])
+def test_ranks_that_left_or_are_gone_are_not_waited_for(
+    seats: list[Seat], groups: list[TreeGroup], ending: str
+) -> None:
+    server, uplink = seats[0]._server, seats[2]._uplink
+    assert server is not None
+    assert uplink is not None
+    assert server._unheard == {1, 2}
+    if ending == "closes":
+        groups[2].close()
+    else:
+        uplink._channel.close()
+    for _ in range(600):
+        if not server._unheard:
+            break
+        time.sleep(0.05)
+    assert server._unheard == set(), "rank 2 left, and rank 1 heard of it"
+    assert all(group.broken for group in groups[:2])
