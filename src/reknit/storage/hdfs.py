@@ -15,6 +15,7 @@ from reknit.storage.hdfs_client import HdfsClient
 from reknit.storage.hdfs_config import Place, parse_url
 from reknit.storage.hdfs_errors import ExistingError
 from reknit.storage.hdfs_names import Names, decoded, encoded
+from reknit.storage.hdfs_placing import Placing
 from reknit.storage.hdfs_reading import GAP_NBYTES, Readers
 from reknit.storage.hdfs_web import requests_of
 from reknit.storage.hdfs_writer import HdfsWriter
@@ -53,6 +54,7 @@ class HdfsStorage:
         self._place = place
         self._client = HdfsClient(place)
         self._requests = requests_of(self._client.cluster, place.options)
+        self._placing = Placing(self._client, self._requests)
         self._names = Names()
         self._readers = Readers(self._client)
 
@@ -71,7 +73,9 @@ class HdfsStorage:
         if nbytes < 0:
             raise UsageError(f"a file of {nbytes} bytes cannot be")
         full = self._full(path)
-        writer = HdfsWriter(self._client, self._requests, self._names, full, nbytes, self._prune)
+        writer = HdfsWriter(
+            self._client, self._requests, self._placing, self._names, full, nbytes, self._prune
+        )
         if not self._names.take(full, writer):
             raise _existing(self._client.url(full))
         self._readers.drop(full)
@@ -91,7 +95,7 @@ class HdfsStorage:
             return False
         temporary = f"{full.rpartition('/')[0]}/.{uuid.uuid4().hex}.tmp"
         try:
-            self._client.write_whole(temporary, bytes(data))
+            self._placing.write(temporary, [bytes(data)] if data else [])
             self._client.rename(temporary, full, overwrite=not if_absent)
         except ExistingError:
             self._discard(temporary)

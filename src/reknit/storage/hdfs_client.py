@@ -63,19 +63,8 @@ class HdfsClient:
 
         return self.ask("list", folder, lambda client: list(client.list_status(folder, False)))
 
-    def write_whole(self, path: str, data: bytes) -> None:
-        """Write a new file and close it."""
-        self.write(path, [data] if data else [])
-
-    def write(self, path: str, pieces: Sequence[bytes]) -> None:
-        """Write a new file, with the folders above it, and close it."""
-        writer = self.begin(path)
-        for piece in pieces:
-            self.feed(path, writer, piece)
-        self.end(path, writer, empty=not pieces)
-
     def begin(self, path: str) -> RawFileWriter:
-        """Start a new file."""
+        """Start a new file, with the folders above it."""
         options = WriteOptions(
             block_size=self.options.block_nbytes,
             replication=self.options.replication,

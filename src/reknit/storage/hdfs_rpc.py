@@ -7,12 +7,15 @@ header, the name of the method, its arguments.  An answer is a length, a header,
 from __future__ import annotations
 
 import itertools
+import math
+import re
 import socket
 import struct
 import threading
 import uuid
 import weakref
 from contextlib import suppress
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Protocol
 
 from reknit.errors import StorageError
@@ -27,8 +30,15 @@ if TYPE_CHECKING:
 PROTOCOL = "org.apache.hadoop.hdfs.protocol.ClientProtocol"
 _CONTEXT_CALL = -3
 _NO_RETRY = -1
+_CREATE = 1
+"""The flag of a file that must not be there yet."""
+
+_HOLDER = re.compile(r"owned by (\S+) on ")
 _MOST_NBYTES = 64 << 20
 """A longer answer is none of a NameNode."""
+
+_QUICK_S = 5.0
+"""How long what a file can do without may take."""
 
 
 class Requests(Protocol):
@@ -40,8 +50,23 @@ class Requests(Protocol):
     def set_policy(self, path: str, policy: str, url: str) -> None:
         """Say on what kind of disks the blocks of a file or folder belong, such as ``"COLD"``."""
 
+    def nodes_of(self, path: str, url: str) -> list[DataNode]:
+        """Return the DataNodes of a file's last block, also of one being written; none if it is not told."""
+
+    def place(self, path: str, avoided: Sequence[DataNode], url: str) -> None:
+        """Have the first block of a file, of which nothing is written yet, given to other DataNodes."""
+
     def close(self) -> None:
         """Drop the connections; the next request makes new ones."""
+
+
+@dataclass(frozen=True)
+class DataNode:
+    """A DataNode; `told` is all that the NameNode says of it."""
+
+    key: str
+    address: tuple[str, int]
+    told: bytes = field(repr=False, compare=False)
 
 
 class RpcRequests:
@@ -64,25 +89,62 @@ class RpcRequests:
         """Ask for other disks."""
         self._call("setStoragePolicy", _text(1, path) + _text(2, policy), f"give the policy {policy} to", url)
 
+    def nodes_of(self, path: str, url: str) -> list[DataNode]:
+        """Ask where the last block is."""
+        action, request = "find the DataNodes of", _text(1, path) + _number(2, 0) + _number(3, 1)
+        answer = self._call("getBlockLocations", request, action, url, _QUICK_S)
+        try:
+            last = _inner(answer, 1, 4)
+            return [] if last is None else [_node(told) for field, told in _messages(last) if field == 3]
+        except OSError as error:
+            raise unreached(action, url, error) from error
+
+    def place(self, path: str, avoided: Sequence[DataNode], url: str) -> None:
+        """Add the first block in the name of the client that writes the file, which is told of it then.
+
+        A client that asks for a block again gets the one that is there, as if the first answer had been
+        lost.  Whose name it is the NameNode says to whoever wants to write the file as well.
+        """
+        action = "place a block of"
+        stranger = _text(3, f"reknit-{uuid.uuid4().hex}")
+        wish = _number(4, _CREATE) + _number(5, 0) + _number(6, 3) + _number(7, 128 << 20)
+        create = _text(1, path) + _bytes(2, _number(1, 0o600)) + stranger + wish
+        refusal = self._ask("create", create, action, url, _QUICK_S)
+        holder = None if isinstance(refusal, bytes) else _HOLDER.search(refusal[1])
+        if holder is None:
+            raise StorageError(f"cannot {action} {url}: the NameNode does not say who writes it", path=url)
+        shunned = b"".join(_bytes(4, node.told) for node in avoided)
+        self._call("addBlock", _text(1, path) + _text(2, holder[1]) + shunned, action, url, _QUICK_S)
+
     def close(self) -> None:
         """Drop the connections that nobody uses."""
         with self._lock:
             _close_all(self._idle)
 
-    def _call(self, method: str, request: bytes, action: str, url: str) -> None:
-        """Ask one NameNode after another until one does not send us on.
+    def _call(self, method: str, request: bytes, action: str, url: str, most_s: float = math.inf) -> bytes:
+        """Return the result of a request that is not refused."""
+        answer = self._ask(method, request, action, url, most_s)
+        if isinstance(answer, bytes):
+            return answer
+        raise of_class(action, url, *answer)
+
+    def _ask(
+        self, method: str, request: bytes, action: str, url: str, most_s: float
+    ) -> bytes | tuple[str, str]:
+        """Ask one NameNode after another until one does not send us on; return what it says, or why not.
 
         Only a request that cannot have been carried out is sent again; all else is for the caller to judge.
         """
-        deadline, nodes = Deadline(self._timeout_s), self._cluster.namenodes
+        deadline, nodes = Deadline(min(self._timeout_s, most_s)), self._cluster.namenodes
         error: BaseException = TimeoutError("no NameNode is active")
+        standby = None
         first = self._active
         for number in range(first, first + len(nodes)):
             share = Deadline(deadline.remaining() / (first + len(nodes) - number))
             try:  # one that is silent leaves time for the others
                 connection, new = self._connection(number % len(nodes), share)
             except OSError as failed:
-                error = failed
+                error, standby = failed, None
                 continue
             try:
                 answer = connection.call(method, request, deadline)
@@ -92,19 +154,16 @@ class RpcRequests:
                     self.close()  # the others were cut too, likely
                 self._active = (number + 1) % len(nodes)
                 raise unreached(action, url, failed or "the connection was cut") from failed
-            if answer is None:
-                self._active = number % len(nodes)
-                with self._lock:
-                    self._idle.append(connection)
-                return
-            connection.close()
-            name, message = answer
-            told = of_class(action, url, name, message)
-            if "StandbyException" not in name:
-                raise told
-            error = told
-        if isinstance(error, StorageError):
-            raise error
+            if not isinstance(answer, bytes) and "StandbyException" in answer[0]:
+                connection.close()
+                standby = answer
+                continue
+            self._active = number % len(nodes)
+            with self._lock:
+                self._idle.append(connection)
+            return answer
+        if standby is not None:
+            return standby
         raise unreached(action, url, error) from error
 
     def _connection(self, node: int, deadline: Deadline) -> tuple[_Connection, bool]:
@@ -132,8 +191,8 @@ class _Connection:
         # The version of the protocol is 9; the zeros stand for no service class and no authentication.
         self._socket.sendall(b"hrpc\x09\x00\x00" + struct.pack(">I", len(hello)) + hello)
 
-    def call(self, method: str, request: bytes, deadline: Deadline) -> tuple[str, str] | None:
-        """Return nothing, or the class and the message of an error.  Raises `OSError`."""
+    def call(self, method: str, request: bytes, deadline: Deadline) -> bytes | tuple[str, str]:
+        """Return the result, or the class and the message of an error.  Raises `OSError`."""
         number = next(self._calls)
         asked = _text(1, method) + _text(2, PROTOCOL) + _number(3, 1)
         body = b"".join(map(_delimited, (self._header(number), asked, request)))
@@ -146,7 +205,8 @@ class _Connection:
         length, start = _varint(answer, 0)
         header = dict(_fields(answer[start : start + length]))
         if not header.get(2, 0):
-            return None
+            nbytes, start = _varint(answer, start + length)
+            return answer[start : start + nbytes]
         name, message = header.get(4, b""), header.get(5, b"")
         return bytes(name).decode(errors="replace"), bytes(message).decode(errors="replace")
 
@@ -231,7 +291,7 @@ def _varint(data: bytes, start: int) -> tuple[int, int]:
 
 
 def _fields(data: bytes) -> Iterator[tuple[int, int | bytes]]:
-    """Yield the fields of a message, by number."""
+    """Yield the numbers and values of a message's fields."""
     position = 0
     while position < len(data):
         tag, position = _varint(data, position)
@@ -248,3 +308,27 @@ def _fields(data: bytes) -> Iterator[tuple[int, int | bytes]]:
             raise OSError("the answer is no message of Hadoop's RPC")
         yield tag >> 3, data[position : position + nbytes]
         position += nbytes
+
+
+def _messages(data: bytes) -> Iterator[tuple[int, bytes]]:
+    """Yield the fields that are texts or messages."""
+    return ((number, value) for number, value in _fields(data) if isinstance(value, bytes))
+
+
+def _inner(data: bytes, *path: int) -> bytes | None:
+    """Return a message inside a message, by the numbers of the fields that lead there."""
+    for number in path:
+        found = dict(_messages(data)).get(number)
+        if found is None:
+            return None
+        data = found
+    return data
+
+
+def _node(told: bytes) -> DataNode:
+    """Return a DataNode as the NameNode tells of it.  Raises `OSError`."""
+    ident = dict(_fields(_inner(told, 1) or b""))
+    host, key, port = ident.get(1), ident.get(3), ident.get(4)
+    if not (isinstance(host, bytes) and isinstance(key, bytes) and isinstance(port, int)):
+        raise OSError("the answer tells of no DataNode")
+    return DataNode(key.decode(errors="replace"), (host.decode(errors="replace"), port), told)

@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from hdfs_native._internal import RawFileWriter
 
     from reknit.storage.hdfs_client import HdfsClient
+    from reknit.storage.hdfs_placing import Placing
 
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.25, 4.0
 
@@ -54,8 +55,10 @@ class Upload:
     Without `split` all parts go into one file, one after another, and none is ever written again.
     """
 
-    def __init__(self, client: HdfsClient, folder: str, nbytes: int, *, split: bool) -> None:
-        self._client, self._folder, self._split = client, folder, split
+    def __init__(
+        self, client: HdfsClient, placing: Placing, folder: str, nbytes: int, *, split: bool
+    ) -> None:
+        self._client, self._placing, self._folder, self._split = client, placing, folder, split
         self._mark = uuid.uuid4().hex
         size = client.options.part_nbytes
         self._size = size
@@ -186,12 +189,12 @@ class Upload:
     def _write_anew(self, number: int, content: list[bytes]) -> str:
         """Write a sub-file, under a new name for each try, and return the name under which it is there.
 
-        The client does not go on with other DataNodes when one fails; a new file is given to others.
+        The client does not go on with other DataNodes when one fails; a new file can be given to others.
         """
         for attempt in range(self._client.options.tries):
             path = self._new_path(number)
             try:
-                self._client.write(path, content)
+                self._placing.write(path, content)
                 return path
             except (StorageUnavailableError, StorageNotFoundError):  # not found: the NameNode gave it up
                 self._remove(path)

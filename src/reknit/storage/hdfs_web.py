@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from reknit.storage.hdfs_config import Cluster, HdfsOptions
+    from reknit.storage.hdfs_rpc import DataNode
 
 
 def requests_of(cluster: Cluster, options: HdfsOptions) -> Requests | None:
@@ -52,6 +53,13 @@ class WebRequests:
         """Ask for other disks; from Hadoop 3 on."""
         query = {"op": "SETSTORAGEPOLICY", "storagepolicy": policy}
         self._call("PUT", path, query, f"give the policy {policy} to", url)
+
+    def nodes_of(self, path: str, url: str) -> list[DataNode]:
+        """Return none: in whose name blocks are asked for is nothing that a gateway could be told."""
+        return []
+
+    def place(self, path: str, avoided: Sequence[DataNode], url: str) -> None:
+        """Do nothing: where blocks go is for the NameNode to say."""
 
     def close(self) -> None:
         """Do nothing: each request has a connection of its own."""

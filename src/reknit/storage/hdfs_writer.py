@@ -15,6 +15,7 @@ if TYPE_CHECKING:
 
     from reknit.storage.hdfs_client import HdfsClient
     from reknit.storage.hdfs_names import Names
+    from reknit.storage.hdfs_placing import Placing
     from reknit.storage.hdfs_rpc import Requests
 
 _MOST_SOURCES = 64
@@ -28,6 +29,7 @@ class HdfsWriter:
         self,
         client: HdfsClient,
         requests: Requests | None,
+        placing: Placing,
         names: Names,
         path: str,
         nbytes: int,
@@ -36,7 +38,7 @@ class HdfsWriter:
         self._client, self._requests, self._names = client, requests, names
         self._path, self._nbytes, self._prune = path, nbytes, prune
         self._url = client.url(path)
-        self.upload = Upload(client, path.rpartition("/")[0], nbytes, split=requests is not None)
+        self.upload = Upload(client, placing, path.rpartition("/")[0], nbytes, split=requests is not None)
         self._joined = 1
         """Sub-files that have become the first one, with which it begins."""
         self._lengths = [part.missing for part in self.upload.parts]
