@@ -7,19 +7,24 @@ from __future__ import annotations
 
 import logging
 import signal
+import socket
+import threading
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import pytest
 
 pytest.importorskip("hdfs_native", reason="HDFS needs hdfs-native")
 
-from reknit.errors import StorageUnavailableError
+import reknit
+from reknit.errors import StorageError, StorageUnavailableError
 from reknit.options import MIB
 from reknit.storage import hdfs_placing
 from reknit.storage.hdfs import HdfsStorage, open_hdfs
+from reknit.storage.hdfs_placing import Placing
 from reknit.storage.hdfs_rpc import DataNode, RpcRequests
-from reknit.testing.storage_suite import pattern, read
-from tests.storage.hdfs_probes import Cluster, place
+from reknit.testing.storage_suite import listed, pattern, read
+from tests.storage.hdfs_probes import Cluster, everything, place
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -80,61 +85,167 @@ def write(storage: HdfsStorage, path: str, data: bytes) -> Any:
     return writer
 
 
+def nodes_of(storage: HdfsStorage, path: str) -> list[DataNode]:
+    """Return the DataNodes of a file's last block."""
+    return rpc(storage).nodes_of(place(storage, path), storage.url)
+
+
+def avoid(storage: HdfsStorage) -> DataNode:
+    """Have one DataNode of three avoided, which may be there all the same."""
+    storage.put("old", b"1", if_absent=True)
+    node = nodes_of(storage, "old")[0]
+    storage._placing._avoid([node], storage.url)
+    assert storage._placing.avoided == [node]
+    return node
+
+
+def test_files_of_all_kinds_go_past_a_node_that_is_avoided(
+    cluster: Cluster, request: pytest.FixtureRequest
+) -> None:
+    storage = store(cluster, request, "replication=1")
+    node = avoid(storage)
+    for number in range(6):
+        assert storage.put(f"put {number}", b"small", if_absent=True)
+        assert node not in nodes_of(storage, f"put {number}")
+    for number in range(6):
+        storage.put(f"marker {number}", b"", if_absent=True)
+        assert storage.commit(f"commit {number}", b"small", pending=f"marker {number}", if_absent=True)
+        assert node not in nodes_of(storage, f"commit {number}")
+        assert storage.get(f"commit {number}", limit=5) == b"small"
+    data = pattern(4 * MIB + 1)
+    write(storage, "large", data)
+    assert read(storage, "large", 0, len(data)) == data
+
+
+def test_empty_files_are_written_while_a_node_is_avoided(
+    cluster: Cluster, request: pytest.FixtureRequest
+) -> None:
+    storage = store(cluster, request, "replication=1&tries=1")
+    avoid(storage)
+    assert storage.put("empty", b"", if_absent=True)
+    storage.create("none", 0).finish()
+    assert listed(storage) == {"old": 1, "empty": 0, "none": 0}
+
+
+def test_a_whole_state_is_saved_and_loaded_while_a_node_is_avoided(
+    cluster: Cluster, request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    storage = store(cluster, request, "replication=1")
+    node = avoid(storage)
+    monkeypatch.setattr(Placing, "avoided", property(lambda _: [node]))
+    state, target = {"w": np.arange(1 << 19)}, {"w": np.zeros(1 << 19, np.int64)}
+    url = f"{storage.url}/step?{OPTIONS}&replication=1&retry_s=0"
+    reknit.save(url, state)
+    reknit.load(url, target)
+    assert np.array_equal(target["w"], state["w"])
+
+
+def test_a_path_that_looks_like_what_the_namenode_says_does_not_mislead(
+    cluster: Cluster, request: pytest.FixtureRequest
+) -> None:
+    storage = store(cluster, request, "replication=1")
+    node = avoid(storage)
+    for number in range(6):
+        name = f"{number} owned by me but is accessed by you/x"
+        assert storage.put(name, b"small", if_absent=True)
+        assert node not in nodes_of(storage, name)
+
+
 def test_where_no_other_nodes_are_left_those_have_to_do(
     cluster: Cluster, request: pytest.FixtureRequest
 ) -> None:
     storage = store(cluster, request, "replication=3")
     storage.put("old", b"1", if_absent=True)
-    nodes = rpc(storage).nodes_of(place(storage, "old"), storage.url)
+    nodes = nodes_of(storage, "old")
     assert sorted(ports(nodes)) == sorted(port_of(cluster, f"datanode{i}") for i in range(3))
-    storage._placing._avoid(nodes)
-    assert storage._placing.avoided == nodes
+    storage._placing._avoid(nodes, storage.url)
+    begun = f"{place(storage)}/begun"
+    writer = storage._client.begin(begun)
+    with pytest.raises(StorageUnavailableError, match=r"3 node\(s\) are excluded"):
+        rpc(storage).place(begun, nodes, storage.url)
+    storage._client.feed(begun, writer, b"1")
+    storage._client.end(begun, writer)
     data = pattern(3 * MIB)
     write(storage, "x", data)
     assert read(storage, "x", 0, len(data)) == data
 
 
-def test_nodes_that_all_answer_are_all_avoided_since_one_of_them_failed(
+def test_nodes_that_answer_are_not_avoided_whatever_failed(
     cluster: Cluster, request: pytest.FixtureRequest
 ) -> None:
-    storage = store(cluster, request, "replication=2")
-    storage.put("old", b"1", if_absent=True)
-    storage._placing._blame(place(storage, "old"))
-    nodes = rpc(storage).nodes_of(place(storage, "old"), storage.url)
-    assert set(storage._placing.avoided) == set(nodes)
-    assert len(nodes) == 2
-    write(storage, "x", pattern(MIB))
-    (other,) = rpc(storage).nodes_of(place(storage, "x"), storage.url)
-    assert other not in nodes
+    storage = store(cluster, request, "replication=3&timeout_s=2&tries=1")
+    writer = storage._client.begin(path := f"{place(storage)}/x")
+    storage._client.feed(path, writer, b"1")
+    cluster.send("namenode", signal.SIGSTOP)
+    timer = threading.Timer(3, cluster.send, ("namenode", signal.SIGCONT))
+    timer.start()
+    try:
+        with pytest.raises(StorageUnavailableError):
+            storage._placing._fill(path, writer, [], new=False)
+    finally:
+        timer.join()
+    storage._placing._find_silent(path)
+    assert storage._placing.avoided == []
 
 
 def test_a_node_gets_files_again_after_a_while(
     cluster: Cluster, request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    storage = store(cluster, request, "replication=1")
+    node = avoid(storage)
     monkeypatch.setattr(hdfs_placing, "_AVOIDED_S", 0.0)
-    storage = store(cluster, request, "replication=2")
-    storage.put("old", b"1", if_absent=True)
-    storage._placing._blame(place(storage, "old"))
+    storage._placing._avoid([node], storage.url)
     assert storage._placing.avoided == []
 
 
-def test_a_file_that_is_whole_is_not_placed(cluster: Cluster, request: pytest.FixtureRequest) -> None:
-    storage = store(cluster, request, "replication=1")
-    storage.put("old", b"1", if_absent=True)
-    with pytest.raises(Exception, match="does not say who writes it"):
-        rpc(storage).place(place(storage, "old"), [], storage.url)
-    assert storage.get("old", limit=1) == b"1"
-
-
-def test_where_nobody_can_be_asked_nothing_is_avoided(
+def test_a_file_that_nobody_writes_is_not_placed_and_none_is_made(
     cluster: Cluster, request: pytest.FixtureRequest
 ) -> None:
-    web = f"webhdfs=http://{cluster.server['http']}"
-    for more in ("concat=none", web):
-        storage = store(cluster, request, more)
-        storage.put(more[:3], b"1", if_absent=True)
-        storage._placing._blame(place(storage, more[:3]))
-        assert storage._placing.avoided == []
+    storage = store(cluster, request, "replication=1")
+    storage.put("old", b"1", if_absent=True)
+    for name in ("old", "missing"):
+        with pytest.raises(StorageError, match="does not say who writes it"):
+            rpc(storage).place(place(storage, name), [], storage.url)
+    assert storage.get("old", limit=1) == b"1"
+    assert everything(cluster.server, place(storage)) == ["old"]
+
+
+@pytest.mark.parametrize("way", ["concat=none", "webhdfs"])
+def test_where_nobody_can_be_asked_nothing_is_avoided(
+    cluster: Cluster, request: pytest.FixtureRequest, way: str
+) -> None:
+    more = f"webhdfs=http://{cluster.server['http']}" if way == "webhdfs" else way
+    storage = store(cluster, request, more)
+    storage.put("old", b"1", if_absent=True)
+    storage._placing._find_silent(place(storage, "old"))
+    assert storage._placing.avoided == []
+
+
+@pytest.mark.parametrize(
+    ("address", "there"),
+    [(None, True), (("127.0.0.1", 1), False), (("a..b", 1), False), (("127.0.0.1", 1 << 69), False)],
+)
+def test_a_node_is_there_if_it_hangs_up_on_nonsense(address: tuple[str, int] | None, there: bool) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+
+        def hang_up() -> None:
+            connection, _ = listener.accept()
+            with connection:
+                while connection.recv(4, socket.MSG_WAITALL) != bytes(4):
+                    pass  # as one that encrypts does, which reads a whole number
+
+        if address is None:
+            threading.Thread(target=hang_up, daemon=True).start()
+        at = address or listener.getsockname()
+        assert hdfs_placing._answers(DataNode("key", at, b"")) is there
+
+
+def test_a_node_that_takes_a_connection_and_says_nothing_is_not_there(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(hdfs_placing, "_PATIENCE_S", 0.2)
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        assert not hdfs_placing._answers(DataNode("key", listener.getsockname(), b""))
 
 
 @pytest.mark.parametrize("replication", [1, 2])
@@ -168,7 +279,7 @@ def test_a_node_that_is_gone_is_avoided_by_the_next_file(
         except StorageUnavailableError:
             break
     assert ports(storage._placing.avoided) == [gone]
-    for number in range(100, 112):
+    for number in range(100, 106):
         assert storage.put(f"{number}", b"small", if_absent=True)
-        (node,) = rpc(storage).nodes_of(place(storage, f"{number}"), storage.url)
+        (node,) = nodes_of(storage, f"{number}")
         assert node.address[1] != gone

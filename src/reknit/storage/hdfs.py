@@ -265,7 +265,7 @@ class HdfsStorage:
         if there == len(data):
             return
         try:
-            self._client.append(marker, data[there:])
+            self._placing.append(marker, data[there:], new=not there)
         except ExistingError as error:
             self._client.recover(marker)
             raise StorageUnavailableError(

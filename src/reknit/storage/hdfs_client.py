@@ -85,11 +85,9 @@ class HdfsClient:
             self.ask("sync", path, lambda _: writer.hsync())
         self.ask("finish", path, lambda _: writer.close())
 
-    def append(self, path: str, data: bytes) -> None:
-        """Write bytes at the end of a file that is there."""
-        writer = self.ask("write", path, lambda client: client.append(path))
-        self.feed(path, writer, data)
-        self.end(path, writer)
+    def reopen(self, path: str) -> RawFileWriter:
+        """Start to write at the end of a file that is there."""
+        return self.ask("write", path, lambda client: client.append(path))
 
     def recover(self, path: str) -> bool:
         """Have a file closed that somebody left open; tell whether it is."""

@@ -93,12 +93,14 @@ class Cluster:
     """The NameNodes of a cluster as (host, port), and whether it authenticates those who ask.
 
     `names` is what a nameservice calls its NameNodes, in the same order; empty where there is none.
+    `datanodes_by_name`: DataNodes are reached by their names, not by the addresses that the NameNode sees.
     """
 
     namenodes: tuple[tuple[str, int], ...]
     secure: bool
     user: str
     names: tuple[str, ...] = ()
+    datanodes_by_name: bool = False
 
 
 def parse_url(url: str, durability: Durability = "power") -> Place:
@@ -132,7 +134,8 @@ def cluster(place: Place) -> Cluster:
             remedy=f"set dfs.namenode.rpc-address.{authority}.<node> in hdfs-site.xml",
         )
     secure = known.get("hadoop.security.authentication", "simple").lower() != "simple"
-    return Cluster(tuple(map(_address, addresses)), secure, hadoop_user(), tuple(nodes))
+    by_name = known.get("dfs.client.use.datanode.hostname", "").lower() == "true"
+    return Cluster(tuple(map(_address, addresses)), secure, hadoop_user(), tuple(nodes), by_name)
 
 
 def configuration() -> dict[str, str]:

@@ -30,14 +30,14 @@ if TYPE_CHECKING:
 PROTOCOL = "org.apache.hadoop.hdfs.protocol.ClientProtocol"
 _CONTEXT_CALL = -3
 _NO_RETRY = -1
-_CREATE = 1
-"""The flag of a file that must not be there yet."""
+_FATAL = 2
+_HOLDER = re.compile(r" owned by (\S+) but is accessed by | is not the lease owner \(=([^:\s)]+)")
+"""How Hadoop 2 and 3 say whose file it is."""
 
-_HOLDER = re.compile(r"owned by (\S+) on ")
 _MOST_NBYTES = 64 << 20
 """A longer answer is none of a NameNode."""
 
-_QUICK_S = 5.0
+_QUICK_S = 2.0
 """How long what a file can do without may take."""
 
 
@@ -95,7 +95,8 @@ class RpcRequests:
         answer = self._call("getBlockLocations", request, action, url, _QUICK_S)
         try:
             last = _inner(answer, 1, 4)
-            return [] if last is None else [_node(told) for field, told in _messages(last) if field == 3]
+            by_name = self._cluster.datanodes_by_name
+            return [] if last is None else [_node(told, by_name) for n, told in _messages(last) if n == 3]
         except OSError as error:
             raise unreached(action, url, error) from error
 
@@ -103,18 +104,16 @@ class RpcRequests:
         """Add the first block in the name of the client that writes the file, which is told of it then.
 
         A client that asks for a block again gets the one that is there, as if the first answer had been
-        lost.  Whose name it is the NameNode says to whoever wants to write the file as well.
+        lost.  In whose name to ask the NameNode says to whoever asks in another.
         """
-        action = "place a block of"
-        stranger = _text(3, f"reknit-{uuid.uuid4().hex}")
-        wish = _number(4, _CREATE) + _number(5, 0) + _number(6, 3) + _number(7, 128 << 20)
-        create = _text(1, path) + _bytes(2, _number(1, 0o600)) + stranger + wish
-        refusal = self._ask("create", create, action, url, _QUICK_S)
-        holder = None if isinstance(refusal, bytes) else _HOLDER.search(refusal[1])
-        if holder is None:
+        action, stranger = "place a block of", f"reknit-{uuid.uuid4().hex}"
+        refusal = self._ask("addBlock", _text(1, path) + _text(2, stranger), action, url, _QUICK_S)
+        holders = [] if isinstance(refusal, bytes) else _HOLDER.findall(refusal[1].partition("\n")[0])
+        if not holders:
             raise StorageError(f"cannot {action} {url}: the NameNode does not say who writes it", path=url)
+        holder = "".join(holders[-1])  # the last, since a path may look like anything
         shunned = b"".join(_bytes(4, node.told) for node in avoided)
-        self._call("addBlock", _text(1, path) + _text(2, holder[1]) + shunned, action, url, _QUICK_S)
+        self._call("addBlock", _text(1, path) + _text(2, holder) + shunned, action, url, _QUICK_S)
 
     def close(self) -> None:
         """Drop the connections that nobody uses."""
@@ -203,12 +202,14 @@ class _Connection:
             raise OSError(f"{nbytes} bytes are no answer of a NameNode")
         answer = self._receive(nbytes, deadline)
         length, start = _varint(answer, 0)
-        header = dict(_fields(answer[start : start + length]))
+        header = dict(_fields(_cut(answer, start, length)))
         if not header.get(2, 0):
             nbytes, start = _varint(answer, start + length)
-            return answer[start : start + nbytes]
-        name, message = header.get(4, b""), header.get(5, b"")
-        return bytes(name).decode(errors="replace"), bytes(message).decode(errors="replace")
+            return _cut(answer, start, nbytes)
+        if header[2] == _FATAL:
+            self.close()  # as the other side does
+        told = [value if isinstance(value, bytes) else b"" for value in (header.get(4), header.get(5))]
+        return told[0].decode(errors="replace"), told[1].decode(errors="replace")
 
     def alive(self) -> bool:
         """Tell whether the other side has not closed it."""
@@ -290,6 +291,13 @@ def _varint(data: bytes, start: int) -> tuple[int, int]:
     raise OSError("the answer is no message of Hadoop's RPC")
 
 
+def _cut(data: bytes, start: int, nbytes: int) -> bytes:
+    """Return a part of a message.  Raises `OSError` when it is not all there."""
+    if start + nbytes > len(data):
+        raise OSError("the answer is no message of Hadoop's RPC")
+    return data[start : start + nbytes]
+
+
 def _fields(data: bytes) -> Iterator[tuple[int, int | bytes]]:
     """Yield the numbers and values of a message's fields."""
     position = 0
@@ -306,7 +314,7 @@ def _fields(data: bytes) -> Iterator[tuple[int, int | bytes]]:
             nbytes = 8 if kind == 1 else 4
         else:
             raise OSError("the answer is no message of Hadoop's RPC")
-        yield tag >> 3, data[position : position + nbytes]
+        yield tag >> 3, _cut(data, position, nbytes)
         position += nbytes
 
 
@@ -325,10 +333,10 @@ def _inner(data: bytes, *path: int) -> bytes | None:
     return data
 
 
-def _node(told: bytes) -> DataNode:
+def _node(told: bytes, by_name: bool) -> DataNode:
     """Return a DataNode as the NameNode tells of it.  Raises `OSError`."""
     ident = dict(_fields(_inner(told, 1) or b""))
-    host, key, port = ident.get(1), ident.get(3), ident.get(4)
+    host, key, port = ident.get(2 if by_name else 1), ident.get(3), ident.get(4)
     if not (isinstance(host, bytes) and isinstance(key, bytes) and isinstance(port, int)):
         raise OSError("the answer tells of no DataNode")
     return DataNode(key.decode(errors="replace"), (host.decode(errors="replace"), port), told)

@@ -1,0 +1,45 @@
+"""What a NameNode answers, read byte by byte."""
+
+from __future__ import annotations
+
+import pytest
+
+from reknit.errors import StorageUnavailableError
+from reknit.storage.hdfs_config import Cluster
+from reknit.storage.hdfs_rpc import DataNode, RpcRequests, _bytes, _number, _text
+
+NODE = _bytes(1, _text(1, "10.0.0.3") + _text(2, "data3") + _text(3, "uuid") + _number(4, 9866))
+BLOCK = _bytes(1, _text(1, "pool")) + _number(2, 0) + _bytes(3, NODE) + _number(4, 0)
+ANSWER = _bytes(1, _number(1, 5) + _number(3, 1) + _bytes(4, BLOCK) + _number(5, 0))
+
+
+def nodes(answer: bytes, monkeypatch: pytest.MonkeyPatch, *, by_name: bool = False) -> list[DataNode]:
+    """Return the DataNodes of which an answer tells."""
+    monkeypatch.setattr(RpcRequests, "_call", lambda *_: answer)
+    cluster = Cluster((("namenode", 8020),), False, "me", datanodes_by_name=by_name)
+    return RpcRequests(cluster, 1.0).nodes_of("/x", "hdfs://namenode/x")
+
+
+@pytest.mark.parametrize(("by_name", "host"), [(False, "10.0.0.3"), (True, "data3")])
+def test_a_datanode_is_known_by_what_the_namenode_tells_of_it(
+    by_name: bool, host: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (node,) = nodes(ANSWER, monkeypatch, by_name=by_name)
+    assert (node.key, node.address, node.told) == ("uuid", (host, 9866), NODE)
+
+
+def test_a_file_without_a_block_has_no_datanodes(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert nodes(b"", monkeypatch) == []
+    assert nodes(_bytes(1, _number(1, 5)), monkeypatch) == []
+
+
+@pytest.mark.parametrize("length", range(1, len(ANSWER)))
+def test_an_answer_that_is_cut_off_is_none(length: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(StorageUnavailableError, match="no message of Hadoop's RPC"):
+        nodes(ANSWER[:length], monkeypatch)
+
+
+@pytest.mark.parametrize("node", [b"", _bytes(1, b""), _bytes(1, _text(1, "10.0.0.3") + _text(3, "uuid"))])
+def test_a_datanode_without_an_address_is_none(node: bytes, monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(StorageUnavailableError, match="tells of no DataNode"):
+        nodes(_bytes(1, _bytes(4, _bytes(3, node))), monkeypatch)
