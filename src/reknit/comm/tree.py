@@ -7,7 +7,6 @@ other is gone.  Nothing here knows what a round is about.
 
 from __future__ import annotations
 
-import atexit
 import threading
 from typing import TYPE_CHECKING
 
@@ -20,6 +19,7 @@ from reknit.comm.rounds import Rounds
 from reknit.comm.tree_client import Uplink
 from reknit.comm.tree_server import Server
 from reknit.errors import CommError, ProtocolError, ReknitError, UsageError
+from reknit.exits import AtExit
 from reknit.monitor.phase import Deadline
 
 if TYPE_CHECKING:
@@ -72,7 +72,7 @@ class Seat:
         self._server = Server(self.rounds, self._hello, topology, options, master) if children else None
         self.address = self._server.address if self._server is not None else ""
         self.host = self._server.host if self._server is not None else None
-        atexit.register(self.close)
+        self._at_exit = AtExit(self.close)
 
     def climb(self, address: str) -> TreeGroup:
         """Join the group: return when this rank reached the rank above it.
@@ -131,7 +131,7 @@ class Seat:
             if self._closed.is_set():
                 return
             self._closed.set()
-        atexit.unregister(self.close)
+        self._at_exit.cancel()
         self.rounds.break_off(self._farewell)
         if self._server is not None:
             self._server.stop()

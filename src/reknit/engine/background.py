@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import atexit
 import logging
 import os
 import threading
@@ -17,6 +16,7 @@ from reknit.engine.report import PendingSave
 from reknit.engine.send_off import rehearse, send_off
 from reknit.engine.side_group import side_group
 from reknit.errors import AgentError, DeadlineError
+from reknit.exits import AtExit
 from reknit.monitor.phase import Deadline
 from reknit.options import SaveOptions
 
@@ -48,7 +48,7 @@ class Background:
         self._exit_wait_s = 0.0
         self._options = SaveOptions()
         self.begin_anew()
-        atexit.register(self._at_exit)
+        self._exit = AtExit(self._at_exit)
         _all.add(self)
 
     def begin_anew(self) -> None:
@@ -182,7 +182,7 @@ class Background:
         if self._arenas is not None:
             self._arenas.close()
             self._arenas = None
-        atexit.unregister(self._at_exit)
+        self._exit.cancel()
         self.when_closed()
         return all(save.over() for save in pending)
 
