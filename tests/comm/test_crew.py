@@ -51,3 +51,47 @@ def test_no_thread_is_left_after_shutdown() -> None:
 def test_a_thread_that_still_waits_does_not_keep_the_interpreter_from_ending() -> None:
     script = "import threading; from reknit.comm.crew import Crew; Crew(1).submit(threading.Event().wait)"
     subprocess.run([sys.executable, "-c", script], timeout=60, check=True)
+
+
+@pytest.fixture
+def refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No thread starts any more, as in an interpreter that ends, or where a host has no more to give."""
+
+    def start(_: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    monkeypatch.setattr(threading.Thread, "start", start)
+
+
+def test_where_no_thread_can_be_started_a_job_waits_for_one_that_is_busy(
+    request: pytest.FixtureRequest, caplog: pytest.LogCaptureFixture
+) -> None:
+    crew, go_on = Crew(4), threading.Event()
+    busy = crew.submit(go_on.wait, 30)
+    request.getfixturevalue("refused")
+    late = crew.submit(divmod, 8, 7)
+    assert "wait for a free thread: can't start new thread" in caplog.text
+    assert not late.done()
+    go_on.set()
+    assert busy.result(30)
+    assert late.result(30) == (1, 1)
+    crew.shutdown()
+
+
+def test_a_thread_that_is_there_from_the_beginning_takes_a_job_where_none_can_be_started(
+    request: pytest.FixtureRequest,
+) -> None:
+    crew = Crew(4, ready=1)
+    request.getfixturevalue("refused")
+    assert crew.submit(divmod, 8, 7).result(30) == (1, 1)
+    crew.shutdown()
+
+
+def test_jobs_for_which_there_was_no_thread_get_theirs_with_the_next(monkeypatch: pytest.MonkeyPatch) -> None:
+    crew, barrier = Crew(4), threading.Barrier(3)
+    with monkeypatch.context() as patch:
+        patch.setattr(threading.Thread, "start", lambda _: (_ for _ in ()).throw(RuntimeError("none")))
+        waiting = [crew.submit(barrier.wait, 30) for _ in range(2)]
+    waiting.append(crew.submit(barrier.wait, 30))
+    assert sorted(future.result(30) for future in waiting) == [0, 1, 2]
+    crew.shutdown()

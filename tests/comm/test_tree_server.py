@@ -66,7 +66,7 @@ def test_a_call_with_a_wrong_token_is_refused_and_logged_once(
     token: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     with tree_world(2) as groups:
-        for method in ("hello", "watch", "round", "tell", "heard"):
+        for method in ("hello", "watch", "round", "tell", "stay"):
             with pytest.raises(grpc.RpcError) as caught:
                 call(groups[0], method, encode(Reply(CommError("go away").to_wire())), token)
             failure: Any = caught.value
@@ -158,8 +158,16 @@ STRAY: dict[str, tuple[str, Callable[[TreeGroup], bytes]]] = {
     "watch, nothing": ("watch", lambda group: b""),
     "tell, other run": ("tell", lambda group: encode(News("job", group.generation - 1, 1, {}))),
     "tell, nothing": ("tell", lambda group: b""),
-    "heard, other run": (
-        "heard",
+    "stay, taken": (
+        "stay",
+        lambda group: encode(Hello("job", group.generation, 1, group.topology.digest)),
+    ),
+    "stay, no child": (
+        "stay",
+        lambda group: encode(Hello("job", group.generation, 0, group.topology.digest)),
+    ),
+    "stay, other run": (
+        "stay",
         lambda group: encode(Hello("job", group.generation + 1, 1, group.topology.digest)),
     ),
 }

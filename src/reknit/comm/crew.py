@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import queue
 import threading
 from concurrent.futures import Executor, Future
@@ -14,6 +15,8 @@ if TYPE_CHECKING:
 
 _Result = TypeVar("_Result")
 
+_log = logging.getLogger("reknit.comm")
+
 
 class Crew(Executor):
     """An executor of daemon threads.
@@ -23,17 +26,20 @@ class Crew(Executor):
     close its group.
     """
 
-    def __init__(self, most: int) -> None:
+    def __init__(self, most: int, *, ready: int = 0) -> None:
+        """Make an executor of up to `most` threads, `ready` of which are there from the beginning."""
         self._most = most
         self._jobs: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         self._idle = threading.Semaphore(0)
         self._lock = threading.Lock()
         self._threads: list[threading.Thread] = []
+        with self._lock:
+            self._start(ready)
 
     def submit(self, fn: Callable[..., _Result], /, *args: Any, **kwargs: Any) -> Future[_Result]:
         """Run ``fn(*args, **kwargs)`` in a thread of the crew.
 
-        Once the interpreter ends there are no new threads, and it waits for one that is free.
+        Where no thread can be started, as in an interpreter that ends, it waits for one that is free.
         """
         future: Future[_Result] = Future()
 
@@ -47,16 +53,20 @@ class Crew(Executor):
 
         self._jobs.put(job)
         with self._lock:
-            if not self._idle.acquire(blocking=False) and len(self._threads) < self._most:
-                thread = threading.Thread(target=self._work, name="reknit-comm", daemon=True)
-                try:
-                    thread.start()
-                except RuntimeError:  # the interpreter ends, and refuses new threads
-                    if not self._threads:
-                        raise
-                else:
-                    self._threads.append(thread)
+            if not self._idle.acquire(blocking=False):
+                self._start(min(self._jobs.qsize(), self._most - len(self._threads)))
         return future
+
+    def _start(self, number: int) -> None:
+        """Start threads, as far as there may be more; those that cannot be started are tried again later."""
+        for _ in range(number):
+            thread = threading.Thread(target=self._work, name="reknit-comm", daemon=True)
+            try:
+                thread.start()
+            except RuntimeError as error:  # raised into gRPC it would end its service, and its end would hang
+                _log.warning("calls of other ranks wait for a free thread: %s", error)
+                return
+            self._threads.append(thread)
 
     def shutdown(self, wait: bool = True, *, cancel_futures: bool = False, timeout_s: float = 5.0) -> None:
         """Let every thread end after its job, and wait up to `timeout_s` for all of them."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import threading
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any
 
 import grpc
 
@@ -15,7 +15,6 @@ from reknit.comm.message import OVERHEAD_NBYTES, News, Outcome, Reply, decode, e
 from reknit.comm.tls import channel
 from reknit.comm.tree_server import SERVICE, TOKEN, WATCHING, settings
 from reknit.errors import CommError, DeadlineError, ReknitError, from_wire
-from reknit.monitor.phase import Deadline
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -42,9 +41,9 @@ class Uplink:
         self._asking: Any = None
         self._sending: Any = None
         self._telling: Any = None
-        self._confirming: Any = None
+        self._staying: Any = None
         self._num_read = 0
-        self._watched: Literal["no", "yes", "told"] = "no"
+        self._over = False
         self._closed = False
         self._lost: Callable[[ReknitError], object] | None = None
         self.refused = False
@@ -61,18 +60,18 @@ class Uplink:
         """Call `lost`, from other threads, when the group breaks or the rank above is gone.
 
         Return when the rank above notices our end likewise; raises `CommError` when that takes too long.
+        From then on it does not end before this rank has heard of it, and the outcome of the last report: a
+        call that stays open until then tells.
         """
 
         def ended(call: Any) -> None:
             try:
-                error = self._reply(call, "ended").error
+                error = from_wire(self._reply(call, "ended").error or {})
             except CommError as failure:
-                self._watched = "no"
-                lost(failure)
-            else:
-                self._watched = "told"
-                lost(from_wire(error or {}))
-                self._confirm()
+                error = failure
+            self._over = True
+            lost(error)
+            self._stay_no_longer()
 
         with self._lock:
             self._check()
@@ -87,7 +86,11 @@ class Uplink:
             limit.cancel()
         if WATCHING not in (name for name, _ in signs):
             raise from_wire(self._reply(call, "ended").error or {})
-        self._lost, self._watched = lost, "yes"
+        with self._lock:
+            self._check()
+            stay = self._channel.unary_unary(SERVICE + "stay", None, None)
+            self._staying = stay.future(encode(self._hello), metadata=self._metadata)
+        self._lost = lost
         call.add_done_callback(ended)
 
     def ask(self, report: Report, timeout_s: float, heard: Heard) -> None:
@@ -124,32 +127,27 @@ class Uplink:
             self._telling = self._unary("tell", news, _TELL_S)
 
     def close(self) -> None:
-        """End every call and the connection, once the rank above knows that this one needs no answer more."""
+        """End every call and the connection."""
         with self._lock:
-            self._closed = True
+            closed, self._closed = self._closed, True
+        if closed:
+            return
         self.drop()
-        deadline = Deadline(_TELL_S)
-        # Whoever does not hear this sees the connection break next.
-        with contextlib.suppress(grpc.RpcError, grpc.FutureCancelledError, grpc.FutureTimeoutError):
+        try:
             if self._telling is not None:
-                self._telling.result(timeout=deadline.remaining())
-            if self._confirming is not None:
-                self._confirming.result(timeout=deadline.remaining())
-            elif self._watched != "no":
-                # It waits here, since what does not needs a thread, which an interpreter that ends refuses.
-                stub = self._channel.unary_unary(SERVICE + "heard", None, None)
-                stub(encode(self._hello), timeout=deadline.remaining(), metadata=self._metadata)
-        self._channel.close()
-        self._readers.shutdown()
+                # Whoever does not hear it sees the connection break next.
+                with contextlib.suppress(grpc.RpcError, grpc.FutureCancelledError, grpc.FutureTimeoutError):
+                    self._telling.result(timeout=_TELL_S)
+        finally:
+            self._channel.close()
+            self._readers.shutdown()
 
-    def _confirm(self) -> None:
-        """Tell the rank above that this one heard all, if it broke off and owes this one no outcome."""
+    def _stay_no_longer(self) -> None:
+        """Let the rank above end, if the group is over and this rank is owed no outcome."""
         with self._lock:
-            if self._watched != "told" or self._num_read or self._closed or self._confirming is not None:
-                return
-            with contextlib.suppress(RuntimeError):  # `close` does it in an interpreter that ends
-                stub = self._channel.unary_unary(SERVICE + "heard", None, None)
-                self._confirming = stub.future(encode(self._hello), timeout=_TELL_S, metadata=self._metadata)
+            staying = None if self._num_read or not self._over else self._staying
+        if staying is not None:
+            staying.cancel()
 
     def _check(self) -> None:
         if self._closed:
@@ -172,10 +170,12 @@ class Uplink:
 
     def _read(self, call: Any, heard: Heard) -> None:
         """Wait for the end of a report's call."""
-        heard(self._end(call))
-        with self._lock:
-            self._num_read -= 1
-        self._confirm()
+        try:
+            heard(self._end(call))
+        finally:
+            with self._lock:
+                self._num_read -= 1
+            self._stay_no_longer()
 
     def _end(self, call: Any) -> Outcome | ReknitError:
         """Return the outcome that a report's call ends with, or why there is none."""

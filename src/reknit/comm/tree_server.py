@@ -89,15 +89,16 @@ class Server(_Handler):
             SERVICE + "hello": unary(functools.partial(self._reply, self._greet)),
             SERVICE + "watch": unary(functools.partial(self._reply, self._watch)),
             SERVICE + "tell": unary(functools.partial(self._reply, self._hear)),
-            SERVICE + "heard": unary(functools.partial(self._reply, self._heard)),
+            SERVICE + "stay": unary(functools.partial(self._reply, self._stay)),
             SERVICE + "round": stream(self._round),
         }
+        self._children = frozenset(topology.children(hello.rank))
         self._refused: set[str] = set()
         self._ended = threading.Condition()
         self._num_open = 0
-        self._unheard: set[int] = set()
-        # For each child a round and a watch may wait here; the others return at once.
-        self._crew = Crew(2 * len(topology.children(hello.rank)) + 4)
+        self._staying: set[int] = set()
+        # For each child a round, a watch and a stay may wait here; the others return at once.
+        self._crew = Crew(3 * len(self._children) + 4, ready=1)
         self._server = grpc.server(
             cast("ThreadPoolExecutor", self._crew), handlers=[self], options=settings()
         )
@@ -128,7 +129,7 @@ class Server(_Handler):
         refuses, and a script may well end between its last round and the reply to the ranks below.
         """
         with self._ended:
-            self._ended.wait_for(lambda: self._num_open == 0 and not self._unheard, faults.GRACE_S)
+            self._ended.wait_for(lambda: self._num_open == 0, faults.GRACE_S)
         self._server.stop(None)
         self._crew.shutdown()
 
@@ -165,22 +166,11 @@ class Server(_Handler):
 
     def _watch(self, data: bytes, context: grpc.ServicerContext) -> Reply:
         child = self._known(data)
-        told = threading.Event()
-
-        def ended() -> None:
-            self._rounds.break_off(faults.gone(child), child)
-            if not told.is_set():
-                self._note_heard(child)  # it is gone, and hears nothing more
-
         self._rounds.attach(child)
-        with self._ended:
-            self._unheard.add(child)
-        self._open(context, ended)
+        self._open(context, functools.partial(self._rounds.break_off, faults.gone(child), child))
         with contextlib.suppress(grpc.RpcError):  # of a child that is gone again; that is seen to
             context.send_initial_metadata(((WATCHING, ""),))
-        error = self._rounds.until_broken()
-        told.set()
-        return Reply(error.to_wire())
+        return Reply(self._rounds.until_broken().to_wire())
 
     def _hear(self, data: bytes, _: object) -> Reply:
         news = decode(data, News, self._limit)
@@ -188,14 +178,17 @@ class Server(_Handler):
         self._rounds.break_off(from_wire(news.error), news.sender)
         return Reply()
 
-    def _heard(self, data: bytes, _: object) -> Reply:
-        self._note_heard(self._known(data))
-        return Reply()
-
-    def _note_heard(self, child: int) -> None:
+    def _stay(self, data: bytes, context: grpc.ServicerContext) -> Reply:
+        """Wait until a child has heard that the group is over and all that it is owed, or is gone."""
+        child = self._known(data)
         with self._ended:
-            self._unheard.discard(child)
-            self._ended.notify_all()
+            if child not in self._children or child in self._staying:
+                raise faults.taken(child)
+            self._staying.add(child)
+        ended = threading.Event()
+        self._open(context, ended.set)
+        ended.wait()
+        return Reply()
 
     def _round(self, chunks: Iterable[bytes], context: grpc.ServicerContext) -> Iterator[bytes]:
         yield from divided(encode(self._attended(chunks, context)))
