@@ -126,7 +126,11 @@ class Seat:
                     callback(faults.copied(error))
 
     def close(self) -> None:
-        """Leave the group, joined or not: rounds fail on every rank.  Closing twice does nothing."""
+        """Leave the group, joined or not: rounds fail on every rank.  Closing twice does nothing.
+
+        Returns once the ranks below have heard that, and the outcome of their last round; one that is stopped
+        or cut off is waited for no longer than 2 s.
+        """
         with self._lock:
             if self._closed.is_set():
                 return
