@@ -9,12 +9,14 @@ import subprocess
 import sys
 import time
 from collections import Counter
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 from urllib.parse import quote, urlencode, urlsplit
 
 from hdfs_native import Client
 
+from reknit.options import MIB
 from reknit.storage.hdfs_names import encoded
 from tests.servers import STATE, server
 
@@ -22,6 +24,7 @@ _MARK = "GetContentSummary"
 
 if TYPE_CHECKING:
     import signal
+    from collections.abc import Callable, Iterator, Mapping
 
     from reknit.storage.base import Storage
 
@@ -115,6 +118,29 @@ class Cluster:
         for process in self._running.values():
             process.kill()
             process.wait()
+
+
+@contextmanager
+def running(folder: Path, datanodes: int, **settings: str) -> Iterator[Cluster]:
+    """Yield a cluster of a test's own that takes writes, and end it."""
+    cluster = Cluster(folder, datanodes, **settings)
+    try:
+        cluster.wait()
+        yield cluster
+    finally:
+        cluster.end()
+
+
+def write(
+    storage: Storage, path: str, data: bytes, meanwhile: Mapping[int, Callable[[], object]] | None = None
+) -> Any:
+    """Write a file a MiB at a time, and return its writer; before some of them something happens."""
+    writer = storage.create(path, len(data))
+    for number, start in enumerate(range(0, len(data), MIB)):
+        (meanwhile or {}).get(number, lambda: None)()
+        writer.write(start, memoryview(data)[start : start + MIB])
+    writer.finish()
+    return writer
 
 
 def calls(found: dict[str, Any]) -> Counter[str]:

@@ -20,7 +20,7 @@ from reknit.storage.hdfs import HdfsStorage, open_hdfs
 from reknit.storage.registry import register
 from reknit.storage.retrying import Patience, RetryingStorage
 from reknit.testing.storage_suite import listed, pattern, read
-from tests.storage.hdfs_probes import Cluster, everything, place
+from tests.storage.hdfs_probes import Cluster, everything, place, running, write
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -34,12 +34,8 @@ PATIENCE = Patience(deadline_s=60, longest_s=1)
 
 @pytest.fixture(scope="module")
 def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
-    found = Cluster(tmp_path_factory.mktemp("hdfs"), datanodes=3)
-    try:
-        found.wait()
+    with running(tmp_path_factory.mktemp("hdfs"), datanodes=3) as found:
         yield found
-    finally:
-        found.end()
 
 
 @pytest.fixture
@@ -73,29 +69,13 @@ def after(seconds: float, *actions: object) -> Iterator[None]:
         thread.join()
 
 
-def write_slowly(storage: Storage, path: str, data: bytes, meanwhile: dict[int, object]) -> None:
-    """Write a file piece by piece; before some pieces something happens."""
-    writer = storage.create(path, len(data))
-    for number, start in enumerate(range(0, len(data), MIB)):
-        if (action := meanwhile.get(number)) is not None:
-            assert callable(action)
-            action()
-        writer.write(start, memoryview(data)[start : start + MIB])
-    writer.finish()
-
-
 def test_sub_files_are_written_again_when_a_datanode_is_killed(
     cluster: Cluster, storage: HdfsStorage
 ) -> None:
     data = pattern(12 * MIB)
     try:
-        writer = storage.create("x", len(data))
-        view = memoryview(data)
-        for start in range(0, len(data), MIB):
-            if start == 3 * MIB:
-                cluster.send("datanode0", signal.SIGKILL)
-            writer.write(start, view[start : start + MIB])
-        writer.finish()
+        kill = lambda: cluster.send("datanode0", signal.SIGKILL)  # noqa: E731
+        writer = write(storage, "x", data, {3: kill})
         assert writer.upload.attempts > 12
         assert read(storage, "x", 0, len(data)) == data
         assert everything(cluster.server, place(storage)) == ["x"]
@@ -110,7 +90,7 @@ def test_a_datanode_that_goes_silent_holds_up_neither_a_save_nor_a_load(
     data = pattern(8 * MIB)
     try:
         silence = lambda: cluster.send("datanode1", signal.SIGSTOP)  # noqa: E731
-        write_slowly(RetryingStorage(storage, PATIENCE), "x", data, {3: silence})
+        write(RetryingStorage(storage, PATIENCE), "x", data, {3: silence})
         loaded = read(RetryingStorage(open_hdfs(f"{storage.url}?{OPTIONS}"), PATIENCE), "x", 0, len(data))
         assert loaded == data
         assert everything(cluster.server, place(storage)) == ["x"]

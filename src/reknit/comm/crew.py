@@ -33,8 +33,7 @@ class Crew(Executor):
         self._idle = threading.Semaphore(0)
         self._lock = threading.Lock()
         self._threads: list[threading.Thread] = []
-        with self._lock:
-            self._start(ready)
+        self._start(ready)
 
     def submit(self, fn: Callable[..., _Result], /, *args: Any, **kwargs: Any) -> Future[_Result]:
         """Run ``fn(*args, **kwargs)`` in a thread of the crew.

@@ -95,7 +95,10 @@ class Placing:
         if new := [node for node in silent if node not in known]:
             named = ", ".join("{}:{}".format(*node.address) for node in new)
             logger.warning(
-                "writing %s: no answer from %s; nothing is written there for %g s", url, named, _AVOIDED_S
+                "writing %s: no answer from %s; for %g s new files go elsewhere, if they can",
+                url,
+                named,
+                _AVOIDED_S,
             )
 
 
