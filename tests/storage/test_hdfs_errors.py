@@ -14,7 +14,7 @@ from reknit.errors import (
 
 pytest.importorskip("hdfs_native", reason="HDFS needs hdfs-native")
 
-from reknit.storage.hdfs_errors import ExistingError, of_class
+from reknit.storage.hdfs_errors import ExistingError, of_class, plain
 
 
 @pytest.mark.parametrize(
@@ -47,3 +47,19 @@ def test_what_hadoop_names_is_an_error_that_says_what_it_means(
     assert type(error) is expected
     assert "hdfs://nn/x" in str(error)
     assert error.remedy
+
+
+@pytest.mark.parametrize(
+    ("told", "said"),
+    [
+        ("Connection refused (os error 111)", "Connection refused (os error 111)"),
+        ('RPCError("java.io.IOException", "one line")', "IOException: one line"),
+        ('RPCError("java.io.IOException", "it is (in brackets)")', "IOException: it is (in brackets)"),
+        (
+            'RPCError("java.io.IOException", "one line\\n\\tat org.apache.X.y(X.java:1)")',
+            "IOException: one line",
+        ),
+    ],
+)
+def test_an_error_is_told_in_full_without_the_stack_of_the_server(told: str, said: str) -> None:
+    assert plain(RuntimeError(told)) == said

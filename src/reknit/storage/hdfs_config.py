@@ -21,8 +21,8 @@ Concat = Literal["auto", "rpc", "webhdfs", "none"]
 
 DEFAULT_PORT = 8020
 _OURS = (
-    "keys of reknit are part_mib, block_mib, concurrency, replication, timeout_s, tries, concat, webhdfs, "
-    "principal, keytab"
+    "keys of reknit are part_mib, block_mib, concurrency, replication, timeout_s, tries, retry_s, concat, "
+    "webhdfs, principal, keytab"
 )
 _VARIABLE = re.compile(r"\$\{([^${}]+)\}")
 

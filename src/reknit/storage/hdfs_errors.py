@@ -66,8 +66,9 @@ def plain(error: BaseException) -> str:
     """Return what an error says, without the stack of a server."""
     text = str(error) or type(error).__name__
     if found := _RPC.match(text):
-        text = f"{found[1].rpartition('.')[2]}: {found[2]}"
-    return " ".join(re.split(r"\\n|\n", text)[0].rstrip('")').split())[:400]
+        told = found[2].removesuffix('")')
+        text = f"{found[1].rpartition('.')[2]}: {told}"
+    return " ".join(re.split(r"\\n|\n", text)[0].split())[:400]
 
 
 def _kind(error: BaseException, text: str, *, from_namenode: bool) -> tuple[type[StorageError], str]:
