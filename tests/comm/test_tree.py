@@ -18,7 +18,8 @@ from reknit.comm.tree import TreeGroup
 from reknit.errors import CommError, DeadlineError, ProtocolError, UsageError
 from reknit.options import CommOptions
 from reknit.testing.world import MemoryStore, run_ranks
-from tests.comm.worlds import GENERATION, ask, climb, endings, resources, settled, take_seats, tree_world
+from tests.comm.worlds import GENERATION, Resources, ask, climb, endings, take_seats, tree_world
+from tests.resources import open_files, threads
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -197,23 +198,22 @@ def test_five_hundred_rounds_leave_the_number_of_threads_and_files_as_it_was() -
                 ask(group, f"round {number}", b"%d" % number)
 
         run_ranks(4, rounds, groups=groups)
-        before = resources()
+        before = Resources()
         run_ranks(4, rounds, groups=groups)
-        after = resources()
-    assert after[0] < before[0] + 20, "each server may still add a few threads, up to its bound"
-    assert after[1] <= before[1] + 1
+        new_threads, new_files = threads() - before.threads, open_files() - before.files
+    assert len(new_threads) < 20, "each server may still add a few threads, up to its bound"
+    assert len(new_files) <= 1, new_files
 
 
 def test_closed_groups_leave_no_thread_and_no_file_open() -> None:
     with tree_world(4) as groups:  # gRPC opens some files for good when it is first used
         endings(groups, ask)
-    before = resources()
+    before = Resources()
     for _ in range(5):
         with tree_world(5) as groups:
             assert endings(groups, ask) == [b""] * 5
-    after = settled(before)
-    assert after[0] <= before[0]
-    assert after[1] <= before[1]
+    assert before.new_threads() == set()
+    assert before.new_files() == set()
 
 
 def test_a_rank_that_closes_alone_leaves_no_connection_open() -> None:
@@ -221,11 +221,11 @@ def test_a_rank_that_closes_alone_leaves_no_connection_open() -> None:
         endings(groups, ask)
     seats = take_seats(2)
     root = climb(seats, 0)
-    before = resources()[1]
+    before = Resources()
     leaf = climb(seats, 1)
     assert endings([root, leaf], ask) == [b"", b""]
     leaf.close()
-    assert settled((sys.maxsize, before))[1] <= before
+    assert before.new_files() == set()
     root.close()
 
 

@@ -21,7 +21,8 @@ from reknit.comm.tree import TreeGroup
 from reknit.errors import CommError, DeadlineError, GroupClosedError, ProtocolError, UsageError
 from reknit.options import CommOptions
 from reknit.testing.world import run_ranks
-from tests.comm.worlds import GENERATION, ask, climb, endings, resources, settled, take_seats, tree_world
+from tests.comm.worlds import GENERATION, Resources, ask, climb, endings, take_seats, tree_world
+from tests.running.examples import examples
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
@@ -93,7 +94,7 @@ def no_one_listens_for_the_end() -> bool:
     return False
 
 
-@settings(max_examples=10, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=examples(10), suppress_health_check=[HealthCheck.too_slow])
 @given(st.data(), st.integers(1, 3))
 def test_ranks_climb_in_any_order_and_hold_rounds(data: st.DataObject, fan_out: int) -> None:
     size = data.draw(st.integers(1, 8))
@@ -366,13 +367,12 @@ def test_a_seat_that_closes_without_climbing_is_heard_of_by_the_ranks_below(seat
 def test_seats_that_close_without_climbing_leave_no_thread_and_no_file_open() -> None:
     with tree_world(4) as groups:  # gRPC opens some files for good when it is first used
         endings(groups, ask)
-    before = resources()
+    before = Resources()
     for _ in range(5):
         seats = take_seats(5)
         leaf = climb(seats, 4)
         assert leaf.rank == 4
         for seat in seats:
             seat.close()
-    after = settled(before)
-    assert after[0] <= before[0]
-    assert after[1] <= before[1]
+    assert before.new_threads() == set()
+    assert before.new_files() == set()

@@ -2,21 +2,21 @@
 
 from __future__ import annotations
 
-import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Protocol
-
-import psutil
 
 from reknit.comm.topology import Topology
 from reknit.comm.tree import TreeGroup
 from reknit.errors import ReknitError
 from reknit.options import CommOptions
 from reknit.testing.world import MemoryStore, run_ranks
+from tests.resources import open_files, threads
 
 if TYPE_CHECKING:
+    import threading
     from collections.abc import Callable, Iterator, Sequence
 
     from reknit.comm.base import Group
@@ -90,16 +90,26 @@ def ask(group: Group, name: str = "ask", request: bytes = b"", timeout_s: float 
     return group.exchange(name, request, lambda requests: requests, timeout_s)
 
 
-def resources() -> tuple[int, int]:
-    """Return the numbers of threads and of open files of this process."""
-    return threading.active_count(), psutil.Process().num_fds()
+@dataclass(frozen=True)
+class Resources:
+    """The threads and open files that this process had, and what came since."""
+
+    threads: set[threading.Thread] = field(default_factory=threads)
+    files: set[str] = field(default_factory=open_files)
+
+    def new_threads(self) -> set[threading.Thread]:
+        """Return the threads that began since, once none is left or after a long while."""
+        return settled(lambda: threads() - self.threads)
+
+    def new_files(self) -> set[str]:
+        """Return the files that were opened since, once none is left or after a long while."""
+        return settled(lambda: open_files() - self.files)
 
 
-def settled(limit: tuple[int, int]) -> tuple[int, int]:
-    """Return the threads and files in use once they are within `limit`, or after a long while."""
+def settled(found: Callable[[], set[Any]]) -> set[Any]:
+    """Return what is found once that is nothing, or after a long while."""
     for _ in range(200):
-        found = resources()
-        if found[0] <= limit[0] and found[1] <= limit[1]:
-            return found
+        if not found():
+            break
         time.sleep(0.05)
-    return resources()
+    return found()

@@ -10,7 +10,7 @@ import subprocess
 import sys
 import threading
 from contextlib import contextmanager
-from pathlib import Path
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 import pytest
@@ -23,6 +23,8 @@ from reknit.engine.arena import SPAN_NBYTES, SharedArena
 from reknit.engine.arenas import LEAST_NBYTES, Arenas, Lease
 from reknit.errors import UsageError
 from reknit.options import local_ranks
+from tests.resources import mapped, open_files, shared_memory
+from tests.running.examples import examples
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -46,18 +48,20 @@ def acquire(arenas: Arenas, nbytes: int) -> Lease:
     return lease
 
 
-def open_fds() -> int:
-    return len(os.listdir("/proc/self/fd"))
+@dataclass(frozen=True)
+class Held:
+    """The descriptors and arenas that this process had, and what came since."""
 
+    files: set[str] = field(default_factory=open_files)
+    arenas: dict[str, int] = field(default_factory=mapped)
 
-def mapped_nbytes() -> int:
-    """Return how many bytes of arenas this process maps."""
-    total = 0
-    for line in Path("/proc/self/maps").read_text().splitlines():
-        if "reknit-arena" in line:
-            first, last = line.split()[0].split("-")
-            total += int(last, 16) - int(first, 16)
-    return total
+    def new_nbytes(self) -> int:
+        """Return how many bytes of arenas are mapped that were not."""
+        return sum(nbytes for addresses, nbytes in mapped().items() if addresses not in self.arenas)
+
+    def nothing_is_left(self) -> bool:
+        """Tell whether everything that came since is gone."""
+        return open_files() <= self.files and self.new_nbytes() == 0
 
 
 def in_thread(act: Callable[[], object]) -> threading.Thread:
@@ -223,29 +227,29 @@ def test_a_lease_that_is_released_twice_does_not_free_the_next_one() -> None:
 
 def test_warm_makes_the_second_arena_once_and_the_next_save_takes_it() -> None:
     with arenas_of(64 * MIB) as arenas:
-        before = mapped_nbytes()
+        before = Held()
         arenas.warm()
-        assert mapped_nbytes() == before, "before the first save nobody knows how large"
+        assert before.new_nbytes() == 0, "before the first save nobody knows how large"
         first = acquire(arenas, 8 * MIB)
         arenas.warm()
         arenas.warm()
-        assert mapped_nbytes() - before == 16 * MIB
+        assert before.new_nbytes() == 16 * MIB
         assert arenas.busy == 1
         second = acquire(arenas, 8 * MIB)
-        assert mapped_nbytes() - before == 16 * MIB
+        assert before.new_nbytes() == 16 * MIB
         assert (second.number, second.fresh) == (2, True)
         arenas.release(first)
         arenas.release(second)
         arenas.warm()
-        assert mapped_nbytes() - before == 16 * MIB
+        assert before.new_nbytes() == 16 * MIB
 
 
 def test_warm_makes_nothing_where_only_one_arena_fits() -> None:
     with arenas_of(64 * MIB) as arenas:
-        before = mapped_nbytes()
+        before = Held()
         arenas.release(acquire(arenas, 40 * MIB))
         arenas.warm()
-        assert mapped_nbytes() - before == 40 * MIB
+        assert before.new_nbytes() == 40 * MIB
 
 
 def test_warm_replaces_a_free_arena_that_saves_have_outgrown() -> None:
@@ -299,20 +303,21 @@ def test_an_arena_is_released_while_another_is_in_the_making(monkeypatch: pytest
 
 
 def test_close_frees_what_is_free_at_once_and_the_rest_when_it_is_released() -> None:
-    fds, before = open_fds(), mapped_nbytes()
+    before = Held()
     arenas = Arenas(64 * MIB)
     kept, free = acquire(arenas, 8 * MIB), acquire(arenas, 8 * MIB)
     arenas.release(free)
     kept.arena.bytes[:] = 6
     arenas.close()
-    assert mapped_nbytes() - before == 8 * MIB
+    assert before.new_nbytes() == 8 * MIB
     assert (kept.arena.bytes == 6).all()
     with pytest.raises(UsageError, match="closed"):
         arenas.acquire(1, 0)
     arenas.warm()
     arenas.release(kept)
     arenas.close()
-    assert (open_fds(), mapped_nbytes(), arenas.busy) == (fds, before, 0)
+    assert before.nothing_is_left()
+    assert arenas.busy == 0
 
 
 def test_close_ends_a_wait() -> None:
@@ -336,7 +341,7 @@ def test_close_ends_a_wait() -> None:
 
 
 def test_an_arena_that_was_in_the_making_at_close_is_closed(monkeypatch: pytest.MonkeyPatch) -> None:
-    fds, before = open_fds(), mapped_nbytes()
+    before = Held()
     arenas = Arenas(64 * MIB)
     arenas.release(acquire(arenas, 8 * MIB))
     gate = Gate(monkeypatch)
@@ -345,38 +350,38 @@ def test_an_arena_that_was_in_the_making_at_close_is_closed(monkeypatch: pytest.
     arenas.close()
     gate.opened.set()
     warming.join(60)
-    assert (open_fds(), mapped_nbytes()) == (fds, before)
+    assert before.nothing_is_left()
 
 
 def test_an_interrupt_while_an_arena_is_made_leaves_nothing_behind(monkeypatch: pytest.MonkeyPatch) -> None:
     def interrupt(arena: SharedArena, start: int, nbytes: int) -> None:
         raise KeyboardInterrupt
 
-    fds, before = open_fds(), mapped_nbytes()
+    before = Held()
     with arenas_of(64 * MIB) as arenas:
         with monkeypatch.context() as patch:
             patch.setattr(SharedArena, "populate", interrupt)
             with pytest.raises(KeyboardInterrupt):
                 arenas.acquire(40 * MIB, 0)
-        assert (open_fds(), mapped_nbytes()) == (fds, before)
+        assert before.nothing_is_left()
         assert acquire(arenas, 40 * MIB).nbytes == 40 * MIB
 
 
 def test_two_hundred_saves_leave_descriptors_memory_and_names_as_they_were() -> None:
-    names = set(os.listdir("/dev/shm"))
+    names = shared_memory()
     with arenas_of(64 * MIB) as arenas:
         lent = [acquire(arenas, 4 * MIB), acquire(arenas, 4 * MIB)]
-        fds, mapped = open_fds(), mapped_nbytes()
+        before = Held()
         for k in range(200):
             arenas.release(lent.pop(0))
             lent.append(acquire(arenas, (k % 4 + 1) * MIB))
             arenas.warm()
-        assert (open_fds(), mapped_nbytes()) == (fds, mapped)
-        assert set(os.listdir("/dev/shm")) == names
+        assert before.nothing_is_left()
+        assert shared_memory() <= names
 
 
 def test_saves_of_changing_sizes_from_several_threads_all_get_memory_of_their_own() -> None:
-    fds, failures = open_fds(), []
+    before, failures = Held(), []
     with arenas_of(32 * MIB) as arenas:
 
         def save(mark: int) -> None:
@@ -398,7 +403,7 @@ def test_saves_of_changing_sizes_from_several_threads_all_get_memory_of_their_ow
         assert not any(thread.is_alive() for thread in threads)
         assert not failures
         assert arenas.busy == 0
-    assert open_fds() == fds
+    assert before.nothing_is_left()
 
 
 class Machine(RuleBasedStateMachine):
@@ -408,8 +413,7 @@ class Machine(RuleBasedStateMachine):
 
     def __init__(self) -> None:
         super().__init__()
-        self.before = mapped_nbytes()
-        self.fds = open_fds()
+        self.before = Held()
         self.arenas = Arenas(self.BUDGET)
         self.lent: list[Lease] = []
         self.known: set[int] = set()
@@ -439,7 +443,7 @@ class Machine(RuleBasedStateMachine):
 
     @invariant()
     def within_the_budget(self) -> None:
-        assert mapped_nbytes() - self.before <= self.BUDGET
+        assert self.before.new_nbytes() <= self.BUDGET
         assert self.arenas.busy == len(self.lent)
         assert len({lease.number for lease in self.lent}) == len(self.lent) <= 2
 
@@ -447,18 +451,18 @@ class Machine(RuleBasedStateMachine):
         self.arenas.close()
         for lease in self.lent:
             self.arenas.release(lease)
-        assert (mapped_nbytes(), open_fds()) == (self.before, self.fds)
+        assert self.before.nothing_is_left()
 
 
 TestAnyOrderOfCalls = Machine.TestCase
-TestAnyOrderOfCalls.settings = settings(max_examples=25, stateful_step_count=20, deadline=None)
+TestAnyOrderOfCalls.settings = settings(max_examples=examples(25), stateful_step_count=20)
 
 
 def test_memory_that_cannot_be_had_halves_the_arena_and_is_told_once(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     limit_memory(monkeypatch, lambda: 3 * SPAN_NBYTES)
-    fds = open_fds()
+    fds = open_files()
     with arenas_of(1 << 40) as arenas, caplog.at_level(logging.WARNING, "reknit"):
         lease = acquire(arenas, 13 * SPAN_NBYTES)
         assert lease.nbytes == 3 * SPAN_NBYTES
@@ -471,18 +475,18 @@ def test_memory_that_cannot_be_had_halves_the_arena_and_is_told_once(
         f"only {3 * SPAN_NBYTES} of {13 * SPAN_NBYTES} bytes of host memory could be had: saves are streamed "
         "through it, or wait for one another, and block longer"
     ]
-    assert open_fds() == fds
+    assert open_files() <= fds
 
 
 def test_less_than_two_spans_is_not_settled_for(monkeypatch: pytest.MonkeyPatch) -> None:
     limit_memory(monkeypatch, lambda: LEAST_NBYTES - 1)
-    fds = open_fds()
+    fds = open_files()
     with arenas_of(1 << 40) as arenas:
         with pytest.raises(MemoryError, match="no room for 67108864 bytes"):
             arenas.acquire(200 * MIB, 0)
         monkeypatch.undo()
         assert acquire(arenas, 200 * MIB).nbytes == LEAST_NBYTES
-    assert open_fds() == fds + 2, "the lease is the only arena"
+    assert len(open_files() - fds) == 2, "the lease is the only arena"
 
 
 @pytest.mark.parametrize("warm", [True, False])

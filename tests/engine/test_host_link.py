@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-import gc
-import os
 import queue
 import socket
 import struct
-import threading
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -15,6 +12,7 @@ import pytest
 from reknit.engine.arena import SharedArena
 from reknit.engine.host_link import HostLink
 from reknit.errors import CommError
+from tests.resources import open_files, threads
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -53,12 +51,11 @@ class Ear:
 
 @pytest.fixture(autouse=True)
 def nothing_left() -> Iterator[None]:
-    """See to it that each test leaves descriptors and threads as they were."""
-    gc.collect()  # what other tests left in cycles would be closed meanwhile
-    before = len(os.listdir("/proc/self/fd"))
+    """See to it that each test leaves neither descriptors nor threads."""
+    before = open_files(), threads("reknit-host-link")
     yield
-    assert len(os.listdir("/proc/self/fd")) == before
-    assert not [t for t in threading.enumerate() if t.name == "reknit-host-link"]
+    assert open_files() <= before[0]
+    assert threads("reknit-host-link") <= before[1]
 
 
 @pytest.fixture

@@ -22,6 +22,7 @@ from reknit.testing.process_memory import ProcessMemory
 from reknit.testing.world import run_ranks
 from tests.engine.watched import Watched
 from tests.faults.nursery import agents_of, wait_until
+from tests.resources import mapped, open_files, threads
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -455,11 +456,6 @@ def test_agents_that_are_lost_while_it_goes_on_are_replaced(tmp_path: Path) -> N
     assert reknit.verify(tmp_path / "3", "data").ok
 
 
-def held() -> tuple[int, int, list[int]]:
-    """Return how many descriptors and threads this process has, and its agents."""
-    return len(os.listdir("/proc/self/fd")), threading.active_count(), agents_of(os.getpid())
-
-
 @pytest.mark.parametrize("well", [True, False])
 def test_when_all_is_closed_nothing_of_it_is_left(tmp_path: Path, well: bool) -> None:
     def turn() -> None:
@@ -469,13 +465,18 @@ def test_when_all_is_closed_nothing_of_it_is_left(tmp_path: Path, well: bool) ->
         assert len(agents_of(os.getpid())) == 1
         assert reknit.close(LIMIT_S)
 
-    def mapped() -> bool:
-        return "reknit-arena" in Path("/proc/self/maps").read_text()
-
     turn()  # whatever is loaded once stays
     wait_until(lambda: not agents_of(os.getpid()), LIMIT_S)
-    before = held()
+    files, running, arenas = open_files(), threads(), set(mapped())
+
+    def left() -> list[object]:
+        return [
+            *(open_files() - files),
+            *(threads() - running),
+            *(set(mapped()) - arenas),
+            *agents_of(os.getpid()),
+        ]
+
     for _ in range(3):
         turn()
-    wait_until(lambda: held() == before, LIMIT_S, lambda: f"{before} became {held()}")
-    assert not mapped()
+    wait_until(lambda: not left(), LIMIT_S, lambda: f"{left()} is left")

@@ -27,15 +27,13 @@ from reknit.errors import (
 from reknit.storage.base import Cacheable
 from reknit.storage.local import LocalStorage
 from reknit.testing.storage_suite import listed, pattern, read, write
+from tests.resources import open_files
+from tests.running.examples import examples
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
 MIB = 1 << 20
-
-
-def open_files() -> int:
-    return len(os.listdir("/proc/self/fd"))
 
 
 def names_below(folder: Path) -> set[str]:
@@ -243,7 +241,7 @@ def test_a_put_that_is_killed_leaves_the_old_content_or_the_new(
 # Whole transfers
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=examples(60))
 @given(data=st.binary(max_size=300), cuts=st.lists(st.integers(0, 300), max_size=6), step=st.integers(1, 40))
 def test_short_writes_and_short_reads_are_carried_on(
     tmp_path_factory: pytest.TempPathFactory, data: bytes, cuts: list[int], step: int
@@ -341,12 +339,12 @@ def test_open_files_are_bounded_and_closed(tmp_path: Path) -> None:
     storage = LocalStorage(tmp_path)
     for i in range(200):
         write(storage, f"a/{i}", b"%03d" % i)
-    assert open_files() == before
+    assert open_files() <= before
     for i in range(200):
         assert read(storage.sub("a"), str(i), 0, 3) == b"%03d" % i
-    assert before < open_files() <= before + 64
+    assert 0 < len(open_files() - before) <= 64
     storage.close()
-    assert open_files() == before
+    assert open_files() <= before
     assert read(storage, "a/7", 0, 3) == b"007"
     storage.close()
 
@@ -389,7 +387,7 @@ def test_errors_leave_no_file_open(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     with pytest.raises(StorageError):
         writer.finish()
     writer.abort()
-    assert open_files() == before
+    assert open_files() <= before
     assert names_below(tmp_path) == {"x", "folder"}
 
 
@@ -405,7 +403,7 @@ def test_a_file_that_another_process_replaced_is_read_anew(tmp_path: Path) -> No
     with pytest.raises(StorageNotFoundError):
         read(storage, "x", 0, 3)
     storage.close()
-    assert open_files() == before
+    assert open_files() <= before
 
 
 def test_a_stale_handle_is_opened_anew_at_the_next_read(
@@ -419,7 +417,7 @@ def test_a_stale_handle_is_opened_anew_at_the_next_read(
         patch.setattr(os, "preadv", failing(errno.ESTALE))
         with pytest.raises(StorageError, match="ESTALE"):
             read(storage, "x", 0, 1)
-    assert open_files() == before - 1
+    assert len(before - open_files()) == 1
     assert read(storage, "x", 0, 1) == b"1"
     storage.close()
 
@@ -812,10 +810,6 @@ def test_temporary_files_that_a_killed_writer_left_are_removed_by_a_later_put(tm
 
 
 def test_a_store_that_nobody_closed_leaves_no_file_open(tmp_path: Path) -> None:
-    def open_files() -> list[str]:
-        links = [f"/proc/self/fd/{fd}" for fd in os.listdir("/proc/self/fd")]
-        return [to for link in links if os.path.lexists(link) and str(tmp_path) in (to := os.readlink(link))]
-
     def read() -> None:
         storage = LocalStorage(tmp_path)
         storage.put("file", b"content", if_absent=True)
@@ -823,8 +817,8 @@ def test_a_store_that_nobody_closed_leaves_no_file_open(tmp_path: Path) -> None:
         below.put("file", b"content", if_absent=True)
         for each in (storage, below):
             each.read_into("file", 0, [memoryview(bytearray(7))])
-        assert len(open_files()) == 2
+        assert len(open_files(str(tmp_path))) == 2
 
     read()
     gc.collect()
-    assert open_files() == []
+    assert not open_files(str(tmp_path))

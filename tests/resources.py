@@ -1,0 +1,45 @@
+"""What of this process did a test make, and leave?  As sets: what others close or end meanwhile is no matter.
+
+Take a set before and compare with ``<=`` afterwards: `assert open_files() <= before`.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+from pathlib import Path
+
+
+def open_files(containing: str = "") -> set[str]:
+    """Return the open descriptors of this process, each with what it leads to."""
+    found = set()
+    for fd in os.listdir("/proc/self/fd"):
+        try:
+            target = os.readlink(f"/proc/self/fd/{fd}")
+        except FileNotFoundError:  # that of the listing itself, or closed meanwhile
+            continue
+        if containing in target:
+            found.add(f"{fd} -> {target}")
+    return found
+
+
+def mapped(containing: str = "reknit-arena") -> dict[str, int]:
+    """Return the mappings of files so named, by their addresses, with their sizes in bytes."""
+    found = {}
+    for line in Path("/proc/self/maps").read_text().splitlines():
+        if containing in line:
+            addresses = line.split()[0]
+            first, last = addresses.split("-")
+            found[addresses] = int(last, 16) - int(first, 16)
+    return found
+
+
+def threads(prefix: str = "") -> set[threading.Thread]:
+    """Return the running threads whose names begin so."""
+    return {thread for thread in threading.enumerate() if thread.name.startswith(prefix)}
+
+
+def shared_memory() -> set[str]:
+    """Return the names in shared memory, without the folders and torch's own, which other processes make."""
+    folder = Path("/dev/shm")
+    return {path.name for path in folder.iterdir() if path.is_file() and not path.name.startswith("torch_")}
