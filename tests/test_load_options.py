@@ -23,7 +23,8 @@ from reknit.testing.process_memory import ProcessMemory
 from reknit.testing.world import run_ranks
 from reknit.types.dtype import ITEMSIZE, converts, numpy_dtype
 from reknit.types.manifest import FileEntry
-from tests.torchrun.harness import run
+from tests.ranks import run
+from tests.running.examples import examples
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -379,7 +380,7 @@ NUMBERS = st.one_of(
 )
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=examples(200))
 @example([1 + 2**-11 + 2**-40], "float64", "float16")  # rounded once or twice, which is not the same
 @given(st.lists(NUMBERS, min_size=1, max_size=20), st.sampled_from(FLOATS), st.sampled_from(FLOATS))
 def test_numpy_and_torch_targets_get_the_same_bits(numbers: list[float], name: str, target: str) -> None:
@@ -398,7 +399,7 @@ def test_numpy_and_torch_targets_get_the_same_bits(numbers: list[float], name: s
 INTEGERS = [name for name in ITEMSIZE if "int" in name]
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=examples(100))
 @given(st.data(), st.sampled_from([*INTEGERS, "bool"]))
 def test_integers_become_the_same_numbers_in_both(data: st.DataObject, name: str) -> None:
     dtype = np.dtype(name)

@@ -52,21 +52,21 @@ def agents(folder: Path, ranks: int, fan_outs: list[int], rounds: int) -> dict[s
     return {"ranks": ranks, "cores": os.cpu_count(), "trees": trees, "steps": len(steps), "all_sound": sound}
 
 
-def hosts(folder: Path) -> dict[str, Any]:
+def hosts(folder: Path, num_hosts: int = HOSTS) -> dict[str, Any]:
     """Return how saves go over long and lossy wires, and how they end when one is cut."""
     if reason := why_not():
         return {"skipped": reason}
-    with Wire(HOSTS, delay_s=0.02, loss=0.01) as wire:
+    with Wire(num_hosts, delay_s=0.02, loss=0.01) as wire:
         quiet = _endured(folder, wire, "whole", saves=3, first_step=0)
         packets = {"forwarded": wire.forwarded, "lost": wire.dropped}
-        cut = _endured(folder, wire, "cut", saves=1000, first_step=100, cut=5)
+        cut = _endured(folder, wire, "cut", saves=1000, first_step=100, cut=num_hosts - 3)
         again = _endured(folder, wire, "again", saves=1, first_step=10_000)
     steps = sorted(path for path in folder.iterdir() if path.name.startswith("step_"))
     committed = [path for path in steps if (path / "manifest.json").exists()]
     ended = [rank for rank in cut if rank["error"] is not None]
     return {
-        "hosts": HOSTS,
-        "ranks": HOSTS * PER_HOST,
+        "hosts": num_hosts,
+        "ranks": num_hosts * PER_HOST,
         "packets": packets,
         "saved_on_bad_wires": all(rank["error"] is None for rank in quiet),
         "cut": {
@@ -96,7 +96,7 @@ def _endured(
         "first_step": first_step,
         "timeout_s": TIMEOUT_S if cut is not None else 60.0,
     }
-    job = Job(folder, HOSTS * PER_HOST, spec, ranks_per_host=PER_HOST, on_host=wire.command)
+    job = Job(folder, wire.hosts * PER_HOST, spec, ranks_per_host=PER_HOST, on_host=wire.command)
     try:
         job.wait_ready(180)
         if cut is not None:

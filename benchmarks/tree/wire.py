@@ -52,7 +52,7 @@ class Wire:
 
     def __init__(self, hosts: int, *, delay_s: float = 0.0, loss: float = 0.0, seed: int = 0) -> None:
         """Give it to a `with`."""
-        self.delay_s, self.loss = delay_s, loss
+        self.hosts, self.delay_s, self.loss = hosts, delay_s, loss
         self.forwarded = self.dropped = 0
         self._names = [f"wire-{os.getpid()}-{host}" for host in range(hosts)]
         self._random = random.Random(seed)

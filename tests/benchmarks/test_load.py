@@ -20,6 +20,7 @@ from benchmarks.load.geometry import BLOCK, needed
 from benchmarks.load.metered_storage import Meter, MeteredStorage
 from benchmarks.load.states import DDP_4, FSDP_2_TP_2, FSDP_4, TP_4, Layout, boxes
 from reknit.storage.local import LocalStorage
+from tests.running.examples import examples
 
 ROOT = Path(__file__).resolve().parents[2]
 SHAPES = {"embedding": (16, 8), "layers.0.wo": (8, 8), "layers.0.w1": (32, 8), "layers.0.norm": (8,)}
@@ -55,7 +56,7 @@ def _boxes(draw: st.DrawFn) -> tuple[str, tuple[slice, ...]]:
     return fqn, (slice(top, bottom), slice(left, right))
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=examples(25))
 @given(wanted=_boxes())
 def test_needed_bytes_and_blocks_are_those_found_element_by_element(
     checkpoint: str, wanted: tuple[str, tuple[slice, ...]]
@@ -120,7 +121,6 @@ def test_aims_are_told_per_case_and_a_failed_measurement_counts_as_none() -> Non
     assert not any("same layout" in what for what in rows)
 
 
-@pytest.mark.slow
 def test_the_benchmark_runs_through(tmp_path: Path) -> None:
     out = tmp_path / "out.json"
     command = [sys.executable, str(ROOT / "benchmarks/load/run.py"), "--quick", "--parts", "single"]

@@ -2,27 +2,17 @@
 
 from __future__ import annotations
 
-import json
+import multiprocessing
+import os
 import signal
-import subprocess
 import sys
+import threading
+import time
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from reknit.comm.topology import Topology
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
-    from pathlib import Path
-
-SIZE = 5
-LONG_S = 600.0
-
-# One rank: reads what to do, one JSON list per line, and prints how it ended.
-RANK = """
-import json, os, signal, sys, threading, time
 from reknit.comm.base import barrier
 from reknit.comm.rendezvous import FolderStore
 from reknit.comm.topology import Topology
@@ -30,51 +20,64 @@ from reknit.comm.tree import TreeGroup
 from reknit.errors import ReknitError
 from reknit.options import CommOptions
 
-def interrupt(functions):
-    found = set()
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+    from multiprocessing.connection import Connection
+    from pathlib import Path
+    from types import FrameType
+
+SIZE = 5
+LONG_S = 600.0
+WAIT_S = 100.0
+
+
+def be_rank(folder: str, rank: int, fan_out: int, test: Connection) -> None:
+    """Be one rank: receive what to do, and send how it ended."""
+    options = CommOptions(fan_out=fan_out, bind="127.0.0.1", connect_timeout_s=60)
+    if folder:
+        group = TreeGroup.join(FolderStore(folder), rank, SIZE, job="job", options=options)
+    else:
+        topology = Topology.flat(SIZE, fan_out)
+        seat = TreeGroup.listen(rank, topology, job="job", generation=7, options=options)
+        test.send(("listens", seat.address))
+        group = seat.climb(test.recv()[0])
+    test.send(("joined", ""))
+    for verb, *arguments in iter(test.recv, ["leave"]):
+        if verb == "close":
+            group.close()
+        elif verb == "listen for the end":
+            group.on_broken(lambda error: test.send(("broken", error.message)))
+        else:
+            if verb == "interrupted round":
+                threading.Thread(target=interrupt, args=({"_next"},), daemon=True).start()
+            test.send(("begins", ""))
+            test.send(ending_of(group, *arguments))
+            if verb == "last round":
+                break
+
+
+def ending_of(group: TreeGroup, name: str, timeout_s: float) -> tuple[str, str]:
+    try:
+        barrier(group, name, timeout_s)
+    except ReknitError as error:
+        return type(error).__name__, error.message
+    except KeyboardInterrupt:
+        return "KeyboardInterrupt", ""
+    return "ok", ""
+
+
+def interrupt(functions: set[str]) -> None:
+    """Send Ctrl-C once the main thread waits in one of these functions."""
+    found: set[str] = set()
     while not ("wait" in found and found & functions):
         time.sleep(0.01)
-        frame, found = sys._current_frames()[threading.main_thread().ident], set()
+        frame: FrameType | None = sys._current_frames()[threading.main_thread().ident or 0]
+        found = set()
         while frame is not None:
             found.add(frame.f_code.co_name)
             frame = frame.f_back
     time.sleep(0.1)  # Ctrl-C on the way into Condition.wait, rather than inside, would leave its lock open
     os.kill(os.getpid(), signal.SIGINT)
-
-folder, rank, size, fan_out = sys.argv[1], *map(int, sys.argv[2:])
-options = CommOptions(fan_out=fan_out, bind="127.0.0.1", connect_timeout_s=60)
-if folder:
-    group = TreeGroup.join(FolderStore(folder), rank, size, job="job", options=options)
-else:
-    topology = Topology.flat(size, fan_out)
-    seat = TreeGroup.listen(rank, topology, job="job", generation=7, options=options)
-    print(json.dumps(["listens", seat.address]), flush=True)
-    group = seat.climb(json.loads(sys.stdin.readline())[0])
-print(json.dumps(["joined", ""]), flush=True)
-for line in sys.stdin:
-    verb, *arguments = json.loads(line)
-    if verb == "leave":
-        break
-    if verb == "close":
-        group.close()
-        continue
-    if verb == "listen for the end":
-        group.on_broken(lambda error: print(json.dumps(["broken", error.message]), flush=True))
-        continue
-    if verb == "interrupted round":
-        threading.Thread(target=interrupt, args=({"_next"},), daemon=True).start()
-    ending = ["ok", ""]
-    try:
-        print(json.dumps(["begins", ""]), flush=True)
-        barrier(group, *arguments)
-    except ReknitError as error:
-        ending = [type(error).__name__, error.message]
-    except KeyboardInterrupt:
-        ending = ["KeyboardInterrupt", ""]
-    print(json.dumps(ending), flush=True)
-    if verb == "last round":
-        break
-"""
 
 
 class Rank:
@@ -82,8 +85,13 @@ class Rank:
 
     def __init__(self, folder: Path | None, rank: int, fan_out: int) -> None:
         self.rank = rank
-        command = [sys.executable, "-c", RANK, str(folder or ""), str(rank), str(SIZE), str(fan_out)]
-        self.process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+        context = multiprocessing.get_context("forkserver")
+        context.set_forkserver_preload(["reknit.comm.tree", __name__])
+        self.connection, theirs = context.Pipe()
+        arguments = (str(folder or ""), rank, fan_out, theirs)
+        self.process = context.Process(target=be_rank, args=arguments, daemon=True)
+        self.process.start()
+        theirs.close()
 
     def begin(self, name: str, timeout_s: float, verb: str = "round") -> None:
         """Let the rank enter a round; in an interrupted one it gets Ctrl-C as soon as it waits."""
@@ -91,14 +99,26 @@ class Rank:
         assert self.ending() == ("begins", "")
 
     def send(self, *words: Any) -> None:
-        assert self.process.stdin is not None
-        self.process.stdin.write(json.dumps(words) + "\n")
-        self.process.stdin.flush()
+        self.connection.send(list(words))
 
     def ending(self) -> tuple[str, str]:
-        assert self.process.stdout is not None
-        kind, message = json.loads(self.process.stdout.readline())
+        assert self.connection.poll(WAIT_S)
+        kind, message = self.connection.recv()
         return kind, message
+
+    def signal(self, number: int) -> None:
+        assert self.process.pid is not None
+        os.kill(self.process.pid, number)
+
+    def ended(self) -> int | None:
+        """Wait for the end of the process, and return its exit status."""
+        self.process.join(WAIT_S)
+        return self.process.exitcode
+
+    def kill(self) -> None:
+        self.process.kill()
+        self.process.join()
+        self.connection.close()
 
 
 def carry_addresses(ranks: list[Rank], fan_out: int) -> None:
@@ -124,9 +144,7 @@ def world(folder: Path | None, fan_out: int) -> Iterator[list[Rank]]:
         yield ranks
     finally:
         for rank in ranks:
-            rank.process.kill()
-        for rank in ranks:
-            rank.process.communicate()
+            rank.kill()
 
 
 @pytest.mark.parametrize("victim", [0, 1, 4])
@@ -138,7 +156,7 @@ def test_when_a_rank_in_a_round_is_killed_the_others_hear_it_long_before_the_dea
         for rank in ranks:
             if rank.rank != absent:
                 rank.begin("commit", LONG_S)
-        ranks[victim].process.send_signal(signal.SIGKILL)
+        ranks[victim].signal(signal.SIGKILL)
         for rank in [*(rank for rank in ranks if rank.rank not in (victim, absent)), ranks[absent]]:
             if rank.rank == absent:
                 rank.begin("commit", LONG_S)
@@ -155,7 +173,7 @@ def test_when_a_rank_on_its_way_to_a_round_is_killed_the_others_hear_it_too(
         others = [rank for rank in ranks if rank.rank != victim]
         for rank in others:
             rank.begin("commit", LONG_S)
-        ranks[victim].process.send_signal(signal.SIGKILL)
+        ranks[victim].signal(signal.SIGKILL)
         for rank in others:
             kind, message = rank.ending()
             assert kind == "CommError"
@@ -164,7 +182,7 @@ def test_when_a_rank_on_its_way_to_a_round_is_killed_the_others_hear_it_too(
 
 def test_a_rank_that_is_stopped_is_named_when_the_deadline_is_over(tmp_path: Path) -> None:
     with world(tmp_path, 16) as ranks:
-        ranks[2].process.send_signal(signal.SIGSTOP)
+        ranks[2].signal(signal.SIGSTOP)
         others = [rank for rank in ranks if rank.rank != 2]
         for rank in others:
             rank.begin("commit", 0.3)
@@ -204,7 +222,7 @@ def test_a_script_that_ends_without_closing_its_group_ends_and_the_others_hear_i
         for rank in others:
             rank.begin("commit", LONG_S)
         ranks[leaver].send("leave")
-        assert ranks[leaver].process.wait(60) == 0
+        assert ranks[leaver].ended() == 0
         for rank in others:
             kind, message = rank.ending()
             assert kind == "GroupClosedError"
@@ -216,7 +234,7 @@ def test_scripts_that_end_right_after_their_last_round_all_get_its_answer(tmp_pa
         for rank in ranks:
             rank.begin("last", LONG_S, "last round")
         assert [rank.ending() for rank in ranks] == [("ok", "")] * SIZE
-        assert [rank.process.wait(60) for rank in ranks] == [0] * SIZE
+        assert [rank.ended() for rank in ranks] == [0] * SIZE
 
 
 @pytest.mark.parametrize("victim", [1, 4])
@@ -228,7 +246,7 @@ def test_ranks_that_share_no_store_hear_at_once_that_one_was_killed(victim: int)
             rank.begin("heard", 60)
         ranks[victim].begin("heard", 60)
         assert [rank.ending() for rank in ranks] == [("ok", "")] * SIZE
-        ranks[victim].process.send_signal(signal.SIGKILL)
+        ranks[victim].signal(signal.SIGKILL)
         for rank in others:
             kind, message = rank.ending()
             assert kind == "broken"
@@ -244,25 +262,25 @@ def test_a_rank_that_closes_its_group_is_heard_of_by_the_others_and_not_by_itsel
         assert [rank.ending() for rank in ranks] == [("ok", "")] * SIZE
         ranks[leaver].send("close")
         ranks[leaver].send("leave")
-        assert ranks[leaver].process.wait(60) == 0
+        assert ranks[leaver].ended() == 0
         for rank in ranks:
             if rank.rank != leaver:
                 assert rank.ending() == ("broken", f"rank {leaver} closed the group")
                 rank.send("leave")
-                assert rank.process.wait(60) == 0
-            assert rank.process.stdout is not None
-            assert rank.process.stdout.read() == "", "it was told once, or not at all"
+                assert rank.ended() == 0
+            with pytest.raises(EOFError):  # it was told once, or not at all
+                rank.connection.recv()
 
 
 def test_a_rank_above_that_is_stopped_while_others_join_is_waited_for() -> None:
     ranks = [Rank(None, rank, 2) for rank in range(SIZE)]
     try:
         addresses = [rank.ending()[1] for rank in ranks]
-        ranks[0].process.send_signal(signal.SIGSTOP)
+        ranks[0].signal(signal.SIGSTOP)
         for below, above in ((3, 1), (4, 1), (2, 0), (1, 0)):
             ranks[below].send(addresses[above])
         assert [ranks[below].ending() for below in (3, 4)] == [("joined", "")] * 2
-        ranks[0].process.send_signal(signal.SIGCONT)
+        ranks[0].signal(signal.SIGCONT)
         ranks[0].send("")
         assert [rank.ending() for rank in ranks[:3]] == [("joined", "")] * 3
         for rank in ranks:
@@ -270,8 +288,7 @@ def test_a_rank_above_that_is_stopped_while_others_join_is_waited_for() -> None:
         assert [rank.ending() for rank in ranks] == [("ok", "")] * SIZE
     finally:
         for rank in ranks:
-            rank.process.kill()
-            rank.process.communicate()
+            rank.kill()
 
 
 def test_a_job_that_is_started_again_is_not_confused_by_the_addresses_of_its_first_run(

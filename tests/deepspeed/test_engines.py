@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 import traceback
 from dataclasses import replace
-from functools import cache
+from functools import cache, partial
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
@@ -18,14 +18,16 @@ from reknit.errors import StateError
 from reknit.frameworks import deepspeed_parameters, deepspeed_private
 from reknit.frameworks.registry import collect, wanted
 from reknit.types.wanted import Terms
+from tests import ranks
 from tests.deepspeed import engines
 from tests.frameworks.checkpoint import Checkpoint, assemble, fill, portable
 from tests.frameworks.silence import Silence
 from tests.torchrun import models
-from tests.torchrun.harness import run
 
 if TYPE_CHECKING:
     from collections.abc import Callable
+
+run = partial(ranks.run, warm="deepspeed")
 
 pytest.importorskip("deepspeed", reason="DeepSpeed is not installed")
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from functools import cache
+from functools import cache, partial
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
@@ -14,11 +14,13 @@ import reknit
 from reknit.errors import UsageError
 from reknit.frameworks import deepspeed_private
 from reknit.integrations import deepspeed as integration
+from tests import ranks
 from tests.deepspeed import engines
-from tests.torchrun.harness import run
 
 if TYPE_CHECKING:
     from pathlib import Path
+
+run = partial(ranks.run, warm="deepspeed")
 
 pytest.importorskip("deepspeed", reason="DeepSpeed is not installed")
 

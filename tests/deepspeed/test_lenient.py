@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import pytest
@@ -13,8 +14,10 @@ from torch import nn
 
 import reknit
 from reknit.frameworks import deepspeed_private
+from tests import ranks
 from tests.deepspeed import engines
-from tests.torchrun.harness import run
+
+run = partial(ranks.run, warm="deepspeed")
 
 SAVE = reknit.SaveOptions(durability="process", threads=1, timeout_s=60)
 

@@ -10,6 +10,7 @@ import os
 import re
 import traceback
 from contextlib import contextmanager
+from functools import partial
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
@@ -21,11 +22,13 @@ from torch import nn
 import reknit
 from reknit.errors import StateError
 from reknit.integrations import deepspeed as integration
+from tests import ranks
 from tests.deepspeed import engines
-from tests.torchrun.harness import run
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
+
+run = partial(ranks.run, warm="deepspeed")
 
 pytest.importorskip("deepspeed", reason="DeepSpeed is not installed")
 

@@ -13,7 +13,7 @@ from torch import nn
 import reknit
 from reknit.storage.local import LocalStorage
 from reknit.storage.registry import register
-from tests.torchrun.harness import run
+from tests.ranks import run
 
 if TYPE_CHECKING:
     from pathlib import Path

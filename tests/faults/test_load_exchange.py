@@ -30,8 +30,8 @@ from reknit.storage.base import Reading
 from reknit.storage.local import LocalStorage
 from reknit.storage.registry import register
 from reknit.testing.faulty_storage import Fault, FaultyStorage
-from tests.faults.test_ranks import RUN_S, Answer, attempt, place, run_some
-from tests.torchrun.harness import run
+from tests.faults.test_ranks import RUN_S, Answer, attempt, place
+from tests.ranks import Died, run
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -207,8 +207,8 @@ def die_reading(path: str, hosts: str, rank: int, at: int) -> Answer:
 def test_a_rank_killed_while_it_reads_for_others_is_an_error_that_names_it(
     checkpoint: str, hosts: str, rank: int, at: int
 ) -> None:
-    answers = run_some(WORLD, die_reading, checkpoint, hosts, rank, at)
-    assert answers.pop(rank) == {"type": "died", "code": -signal.SIGKILL}
+    answers = run(WORLD, die_reading, checkpoint, hosts, rank, at, timeout=RUN_S, some_die=True)
+    assert answers.pop(rank) == Died(-signal.SIGKILL)
     assert all(answer["comm"] for answer in answers), answers
     assert all(answer["rank"] == rank or f"rank {rank}" in answer["message"] for answer in answers), answers
 
@@ -231,8 +231,8 @@ def die_taking(path: str, hosts: str, rank: int) -> Answer:
 def test_a_rank_killed_while_it_takes_from_others_is_an_error_that_names_it(
     checkpoint: str, hosts: str
 ) -> None:
-    answers = run_some(WORLD, die_taking, checkpoint, hosts, 1)
-    assert answers.pop(1) == {"type": "died", "code": -signal.SIGKILL}
+    answers = run(WORLD, die_taking, checkpoint, hosts, 1, timeout=RUN_S, some_die=True)
+    assert answers.pop(1) == Died(-signal.SIGKILL)
     assert all(answer["comm"] for answer in answers), answers
     assert all(answer["rank"] == 1 or "rank 1" in answer["message"] for answer in answers), answers
 

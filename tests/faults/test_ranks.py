@@ -7,15 +7,12 @@ rank that will not come makes the run fail.
 from __future__ import annotations
 
 import gc
-import multiprocessing
 import os
-import pickle
 import signal
 import socket
 import subprocess
 import sys
 import time
-from multiprocessing.connection import wait
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -25,12 +22,10 @@ import torch
 import torch.distributed as dist
 
 import reknit
-from reknit.monitor.phase import Deadline
 from reknit.storage.local import LocalStorage
 from reknit.storage.registry import register
 from reknit.testing.faulty_storage import Fault, FaultyStorage
-from tests.torchrun import harness
-from tests.torchrun.harness import run
+from tests.ranks import Died, run
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -104,40 +99,6 @@ def found(path: Path | str, world: int) -> int:
     assert (target["model"]["all"] == value).all()
     assert isinstance(value, int)
     return value
-
-
-def run_some(world: int, fn: Callable[..., Any], *args: Any) -> list[Any]:
-    """As `harness.run`, for ranks of which some die: those answer with the signal that ended them."""
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(harness._PRELOAD)
-    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)  # type: ignore[attr-defined]
-    folder = str(args[0])
-    ranks, answers = [], {}
-    deadline = Deadline(RUN_S)
-    try:
-        for rank in range(world):
-            ours, theirs = context.Pipe(duplex=False)
-            call = pickle.dumps((fn, args))
-            more = (rank, world, store.port, call, theirs, folder, RUN_S)
-            process = context.Process(target=harness._main, args=more, daemon=True)
-            process.start()
-            theirs.close()
-            ranks.append((rank, process, ours))
-        for rank, process, ours in ranks:
-            assert wait([ours], deadline.remaining()), f"rank {rank} did not finish in time"
-            try:
-                ok, answers[rank] = pickle.loads(ours.recv_bytes())
-            except EOFError:
-                process.join(10)
-                answers[rank] = {"type": "died", "code": process.exitcode}
-            else:
-                assert ok, answers[rank]
-    finally:
-        for _, process, ours in ranks:
-            process.kill()
-            process.join()
-            ours.close()
-    return [answers[rank] for rank in range(world)]
 
 
 def place(answer: Answer) -> tuple[Any, ...]:
@@ -262,15 +223,15 @@ def die_at(root: str, rank: int, at: int, operation: str) -> Answer:
 def test_a_rank_killed_while_it_writes_fails_the_others_and_keeps_the_old_checkpoint(
     tmp_path: Path, rank: int
 ) -> None:
-    answers = run_some(3, die_at, str(tmp_path), rank, 2, "write")
-    assert answers.pop(rank) == {"type": "died", "code": -signal.SIGKILL}
+    answers = run(3, die_at, str(tmp_path), rank, 2, "write", timeout=RUN_S, some_die=True)
+    assert answers.pop(rank) == Died(-signal.SIGKILL)
     assert all(answer["comm"] for answer in answers), answers
     assert found(tmp_path / "x", 3) == 1
 
 
 def test_the_root_killed_before_its_last_write_leaves_the_old_checkpoint(tmp_path: Path) -> None:
-    answers = run_some(3, die_at, str(tmp_path), 0, 1, "commit")
-    assert answers.pop(0) == {"type": "died", "code": -signal.SIGKILL}
+    answers = run(3, die_at, str(tmp_path), 0, 1, "commit", timeout=RUN_S, some_die=True)
+    assert answers.pop(0) == Died(-signal.SIGKILL)
     assert all(answer["comm"] for answer in answers), answers
     assert found(tmp_path / "x", 3) == 1
 
@@ -279,8 +240,8 @@ def test_the_root_killed_after_its_last_write_leaves_the_new_checkpoint_and_the_
     tmp_path: Path,
 ) -> None:
     # What follows the manifest is the listing of old files; two other listings come before it.
-    answers = run_some(3, die_at, str(tmp_path), 0, 3, "list")
-    assert answers.pop(0) == {"type": "died", "code": -signal.SIGKILL}
+    answers = run(3, die_at, str(tmp_path), 0, 3, "list", timeout=RUN_S, some_die=True)
+    assert answers.pop(0) == Died(-signal.SIGKILL)
     assert [answer["type"] for answer in answers] == ["ok", "ok"], answers
     assert all("committed" in answer["answer"][0] for answer in answers)
     assert found(tmp_path / "x", 3) == 2

@@ -21,7 +21,7 @@ from reknit.frameworks.dtensor import Cut, Run, applied, boxes, chunk, decode, i
 from reknit.frameworks.registry import collect, wanted
 from reknit.types.box import Box
 from tests.frameworks.checkpoint import assemble, fill, portable
-from tests.torchrun.harness import run
+from tests.ranks import run
 
 
 def elements(runs: list[Run]) -> list[int]:

@@ -20,8 +20,8 @@ from reknit.errors import StateError
 from reknit.frameworks.registry import collect, wanted
 from tests.frameworks.checkpoint import Checkpoint, assemble, fill, portable
 from tests.frameworks.silence import Silence
+from tests.ranks import run
 from tests.torchrun import flat_truth
-from tests.torchrun.harness import run
 
 if TYPE_CHECKING:
     from collections.abc import Callable

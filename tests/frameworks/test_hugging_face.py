@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -14,11 +15,14 @@ from torch.distributed.fsdp import fully_shard
 import reknit
 from reknit.frameworks.registry import collect, wanted
 from reknit.types.shard import Alias
+from tests import ranks
 from tests.frameworks.checkpoint import assemble, fill, portable
-from tests.torchrun.harness import run
 
 if TYPE_CHECKING:
     from pathlib import Path
+
+
+run = partial(ranks.run, warm="transformers")
 
 
 def llama(seed: int, lora: bool, *, shard: bool = True) -> Any:

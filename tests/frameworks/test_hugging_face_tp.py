@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -13,12 +14,14 @@ from torch.distributed.tensor import DTensor
 
 import reknit
 from reknit.frameworks.registry import collect
+from tests import ranks
 from tests.frameworks.checkpoint import assemble, portable
 from tests.frameworks.silence import Silence
-from tests.torchrun.harness import run
 
 if TYPE_CHECKING:
     from pathlib import Path
+
+run = partial(ranks.run, warm="transformers")
 
 pytest.importorskip("transformers", reason="these are its models")
 

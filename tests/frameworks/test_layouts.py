@@ -16,7 +16,7 @@ from reknit.frameworks.registry import collect, wanted
 from reknit.frameworks.tree import same_value
 from tests.frameworks.checkpoint import Checkpoint, assemble, fill, portable
 from tests.frameworks.silence import Silence
-from tests.torchrun.harness import run
+from tests.ranks import run
 from tests.torchrun.models import LAYOUTS, Trained, build, state, train_step, truth
 
 if TYPE_CHECKING:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from functools import partial
 from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
 
@@ -13,11 +14,13 @@ from torch import nn
 
 import reknit
 from reknit.frameworks.registry import collect
+from tests import ranks
 from tests.frameworks.silence import Silence
-from tests.torchrun.harness import run
 
 if TYPE_CHECKING:
     from pathlib import Path
+
+run = partial(ranks.run, warm="lightning")
 
 if find_spec("lightning") is None:
     pytest.skip("Lightning is not installed", allow_module_level=True)

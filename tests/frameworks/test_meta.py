@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 import reknit
-from tests.torchrun.harness import run
+from tests.ranks import run
 
 if TYPE_CHECKING:
     from pathlib import Path

@@ -14,7 +14,7 @@ from reknit.errors import StateError
 from reknit.frameworks.registry import collect, wanted
 from reknit.types.shard import Alias
 from tests.frameworks.checkpoint import assemble, fill, load, portable, save
-from tests.torchrun.harness import run
+from tests.ranks import run
 
 
 class Inner(nn.Module):

@@ -14,7 +14,7 @@ from reknit.frameworks.registry import collect, wanted
 from reknit.frameworks.tree import same_value
 from reknit.types.shard import Tagged
 from tests.frameworks.checkpoint import Checkpoint, assemble, fill, load, save
-from tests.torchrun.harness import run
+from tests.ranks import run
 
 
 def net(seed: int = 0) -> nn.Sequential:

@@ -13,7 +13,7 @@ from reknit.errors import StateError, UsageError
 from reknit.frameworks.per_rank import PerRank, RngState
 from reknit.frameworks.registry import collect, wanted
 from tests.frameworks.checkpoint import Checkpoint, assemble, fill, load, save
-from tests.torchrun.harness import run
+from tests.ranks import run
 
 
 def save_as(size: int, make: Any) -> Checkpoint:

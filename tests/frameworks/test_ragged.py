@@ -25,7 +25,7 @@ from reknit.frameworks.walk import Place
 from reknit.types.box import Box
 from tests.frameworks.checkpoint import Checkpoint, assemble, fill, portable
 from tests.frameworks.silence import Silence
-from tests.torchrun.harness import run
+from tests.ranks import run
 
 if TYPE_CHECKING:
     from pathlib import Path

@@ -14,7 +14,7 @@ from reknit.errors import FormatError
 from reknit.frameworks.registry import collect, wanted
 from reknit.types.shard import Tagged
 from tests.frameworks.checkpoint import assemble, fill, load, portable, save
-from tests.torchrun.harness import run
+from tests.ranks import run
 
 
 class Keeper:

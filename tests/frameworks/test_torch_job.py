@@ -12,7 +12,7 @@ from reknit.comm.hosts import Shape, gather_shape
 from reknit.errors import CommError, DeadlineError, UsageError
 from reknit.frameworks import torch_job
 from reknit.options import CommOptions
-from tests.torchrun.harness import run
+from tests.ranks import run
 
 
 def test_a_process_alone_has_no_job() -> None:

@@ -13,7 +13,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tenso
 from torch.distributed.tensor.placement_types import _StridedShard
 
 from reknit.frameworks import torch_private
-from tests.torchrun.harness import run
+from tests.ranks import run
 
 
 def look() -> Any:

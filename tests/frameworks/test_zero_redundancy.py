@@ -15,7 +15,7 @@ from reknit.frameworks import torch_private
 from reknit.frameworks.registry import collect
 from tests.frameworks.checkpoint import Checkpoint, assemble, load, portable
 from tests.frameworks.silence import Silence
-from tests.torchrun.harness import run
+from tests.ranks import run
 
 
 def build(seed: int, *, zero: bool = True) -> tuple[nn.Module, Any]:

@@ -9,7 +9,7 @@ import pytest
 pytest.importorskip("torch", reason="torch is not installed")
 
 from tests.jax import fsdp_ranks
-from tests.torchrun.harness import run
+from tests.ranks import run
 
 if TYPE_CHECKING:
     from collections.abc import Callable

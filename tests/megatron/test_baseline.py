@@ -6,14 +6,17 @@
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 
 import pytest
 
 pytest.importorskip("megatron.core", reason="Megatron-Core is not installed")
 
+from tests import ranks
 from tests.megatron import baseline_jobs
-from tests.megatron.herd import run
+
+run = partial(ranks.run, warm="megatron")
 
 VERSION = "0.15.3"
 FOLDER = Path(__file__).parents[2] / ".venv" / "baselines" / f"megatron-core-{VERSION}"
@@ -31,7 +34,7 @@ EXACT: dict[str, list[str]] = {
 def older(tmp_path_factory: pytest.TempPathFactory) -> str:
     """Return where 0.15.3 saved, with reknit and by itself."""
     root = str(tmp_path_factory.mktemp("older"))
-    assert run(3, baseline_jobs.save_all, root, True, other=FOLDER) == [VERSION] * 3
+    assert run(3, baseline_jobs.save_all, root, True, path=FOLDER) == [VERSION] * 3
     return root
 
 
@@ -44,12 +47,12 @@ def newer(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 
 def test_irregular_layouts_load_into_others_with_the_older_version(older: str) -> None:
-    for differing in run(2, baseline_jobs.load_all, older, False, other=FOLDER):
+    for differing in run(2, baseline_jobs.load_all, older, False, path=FOLDER):
         assert differing == EXACT
 
 
 def test_what_megatron_itself_loads_from_its_model_space_is_what_reknit_loads(older: str) -> None:
-    for differing in run(2, baseline_jobs.load_all, older, True, other=FOLDER):
+    for differing in run(2, baseline_jobs.load_all, older, True, path=FOLDER):
         assert differing == EXACT
 
 
@@ -59,5 +62,5 @@ def test_a_checkpoint_of_the_older_version_loads_in_the_newer_one(older: str) ->
 
 
 def test_a_checkpoint_of_the_newer_version_loads_in_the_older_one(newer: str) -> None:
-    for differing in run(2, baseline_jobs.load_all, newer, False, other=FOLDER):
+    for differing in run(2, baseline_jobs.load_all, newer, False, path=FOLDER):
         assert differing == EXACT

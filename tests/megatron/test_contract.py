@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -17,15 +18,17 @@ from reknit.frameworks import megatron_model, megatron_private, megatron_sharded
 from reknit.frameworks.registry import collect
 from reknit.frameworks.walk import Place, World
 from reknit.types.box import Box
+from tests import ranks
 from tests.frameworks.checkpoint import Checkpoint, assemble, load, portable
 from tests.frameworks.silence import Silence
-from tests.megatron.herd import run
 from tests.megatron.layouts import Layout
 
 if TYPE_CHECKING:
     from pathlib import Path
 
     from reknit.frameworks.flat import FlatPart
+
+run = partial(ranks.run, warm="megatron")
 
 HERE = Place("model")
 

@@ -9,7 +9,7 @@ import torch
 import transformers
 
 import reknit
-from tests.megatron import herd
+from tests import ranks
 from tests.megatron import llama_jobs as llama
 from tests.megatron.layouts import Layout
 
@@ -58,7 +58,7 @@ def logits(model: torch.nn.Module) -> torch.Tensor:
     ids=["llama-tp2", "qwen3-moe-ep2"],
 )
 def test_logits_are_those_of_the_other_library(moe: bool, layout: Layout, tmp_path: Path) -> None:
-    answers = herd.run(2, llama.save, layout, str(tmp_path / "megatron"), moe)
+    answers = ranks.run(2, llama.save, layout, str(tmp_path / "megatron"), moe, warm="megatron")
     model = hugging_face(moe=moe, seed=3)
     report = reknit.load(
         tmp_path / "megatron", {"model": model}, options=reknit.LoadOptions(transforms=llama.RULES)
@@ -70,5 +70,7 @@ def test_logits_are_those_of_the_other_library(moe: bool, layout: Layout, tmp_pa
     other = hugging_face(moe=moe, seed=4)
     assert not torch.allclose(logits(other), answers[0], atol=0.05)
     reknit.save(tmp_path / "hugging_face", {"model": other})
-    back = herd.run(2, llama.load_from_hugging_face, layout, str(tmp_path / "hugging_face"), moe)
+    back = ranks.run(
+        2, llama.load_from_hugging_face, layout, str(tmp_path / "hugging_face"), moe, warm="megatron"
+    )
     assert torch.allclose(logits(other), back[0], atol=TOLERANCE)

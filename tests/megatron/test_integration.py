@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from argparse import Namespace
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -15,13 +16,15 @@ import torch.distributed as dist
 import reknit
 from reknit.errors import MismatchError, StateError, UsageError
 from reknit.integrations import megatron
-from tests.megatron.herd import run
+from tests import ranks
 from tests.megatron.layouts import Layout
 
 if TYPE_CHECKING:
     from pathlib import Path
 
     from tests.megatron.gpt import Trained
+
+run = partial(ranks.run, warm="megatron")
 
 FULLY = {"distrib_optim_sharding_type": "fully_reshardable", "chained_optim_avoid_prefix": True}
 OPTIONS = reknit.SaveOptions(durability="process", threads=2, timeout_s=60)

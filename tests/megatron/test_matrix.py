@@ -6,6 +6,7 @@ weights, an optimizer without state), load every checkpoint, and are taken apart
 
 from __future__ import annotations
 
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -13,12 +14,14 @@ import pytest
 pytest.importorskip("megatron.core", reason="Megatron-Core is not installed")
 
 import reknit
+from tests import ranks
 from tests.megatron import jobs
-from tests.megatron.herd import run
 from tests.megatron.layouts import FAMILIES
 
 if TYPE_CHECKING:
     from pathlib import Path
+
+run = partial(ranks.run, warm="megatron")
 
 WORLDS = sorted({layout.world for family in FAMILIES.values() for layout in family.values()})
 

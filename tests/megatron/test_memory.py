@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -15,11 +16,13 @@ import reknit
 from reknit.errors import StateError
 from reknit.frameworks import megatron_private
 from reknit.frameworks.registry import collect
-from tests.megatron.herd import run
+from tests import ranks
 from tests.megatron.layouts import Layout
 
 if TYPE_CHECKING:
     from pathlib import Path
+
+run = partial(ranks.run, warm="megatron")
 
 STATES = ("exp_avg", "exp_avg_sq")
 NAME = "decoder.layers.0.mlp.linear_fc2.weight"

@@ -16,8 +16,8 @@ from torch.nn.parallel import DistributedDataParallel
 import reknit
 from tests.engine.watched import Watched
 from tests.faults.nursery import agents_of, wait_until
+from tests.ranks import run
 from tests.torchrun import models
-from tests.torchrun.harness import run
 from tests.torchrun.test_matrix import same
 
 LIMIT_S = 90.0

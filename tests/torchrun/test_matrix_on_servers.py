@@ -23,9 +23,9 @@ from reknit.errors import (
     ReknitError,
     StorageError,
 )
+from tests.ranks import run
 from tests.servers import environment, new_url, server
 from tests.torchrun import models
-from tests.torchrun.harness import run
 from tests.torchrun.test_matrix import forget, same, scheduler_state
 
 SAVED = ("fsdp2-2", "ddp-2")

@@ -12,7 +12,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 
 import reknit
-from tests.torchrun.harness import run
+from tests.ranks import run
 
 if TYPE_CHECKING:
     from pathlib import Path

@@ -24,7 +24,7 @@ from reknit.storage.local import LocalStorage
 from reknit.storage.registry import register
 from reknit.testing.faulty_storage import FaultyStorage
 from tests.faults.test_load_exchange import reblock
-from tests.torchrun.harness import run
+from tests.ranks import run
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
 
@@ -14,13 +15,15 @@ from torch.distributed.fsdp import fully_shard
 import reknit
 from reknit.errors import StateError
 from reknit.frameworks.registry import collect
+from tests import ranks
 from tests.frameworks.checkpoint import assemble, portable
 from tests.frameworks.silence import Silence
-from tests.torchrun.harness import run
 from tests.vescale import jobs
 
 if TYPE_CHECKING:
     from pathlib import Path
+
+run = partial(ranks.run, warm="vescale")
 
 if not all(map(find_spec, ("vescale", "mmh3"))):
     pytest.skip("veScale 0.0.1, or mmh3 that it needs, is not installed", allow_module_level=True)

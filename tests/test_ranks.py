@@ -1,8 +1,9 @@
 from __future__ import annotations
 
-import multiprocessing
+import faulthandler
 import os
 import signal
+import sys
 import time
 from typing import Any
 
@@ -10,7 +11,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from tests.torchrun.harness import RankFailed, run
+from tests.ranks import Died, RankFailed, run
 
 
 def add_up(number: int) -> Any:
@@ -31,13 +32,25 @@ def die() -> None:
     dist.barrier()
 
 
+def die_quietly() -> int:
+    if dist.get_rank() == 1:
+        os.kill(os.getpid(), signal.SIGKILL)
+    return dist.get_rank()
+
+
+def imported() -> set[str]:
+    return {name.partition(".")[0] for name in sys.modules}
+
+
 def hang() -> None:
     if dist.get_rank() == 0:
         time.sleep(60)
 
 
-def is_clean() -> bool:
-    return not multiprocessing.active_children()
+def crash() -> None:
+    if dist.get_rank() == 1:
+        faulthandler._sigsegv()
+    dist.barrier()
 
 
 def test_every_rank_answers_in_its_place() -> None:
@@ -47,24 +60,37 @@ def test_every_rank_answers_in_its_place() -> None:
         ([33], 1, "1"),
         ([33], 2, "1"),
     ]
-    assert is_clean()
 
 
 def test_a_rank_that_raises_is_reported_and_the_others_do_not_hang() -> None:
     with pytest.raises(RankFailed, match="rank 1 raised") as error:
         run(2, fail_on, 1)
     assert "ValueError: this rank fails" in str(error.value)
-    assert is_clean()
 
 
 def test_a_rank_that_is_killed_is_reported() -> None:
-    with pytest.raises(RankFailed, match=r"rank (0 raised|1 ended with code)"):
+    with pytest.raises(RankFailed, match=r"rank (0 raised|1 ended with code -9)"):
         run(2, die)
-    assert is_clean()
+
+
+def test_a_rank_that_may_die_answers_with_how_it_ended() -> None:
+    assert run(2, die_quietly, some_die=True) == [0, Died(-signal.SIGKILL)]
+
+
+def test_a_rank_that_crashes_is_reported_with_its_stack() -> None:
+    with pytest.raises(RankFailed, match="rank 1 ended with code -11") as error:
+        run(2, crash)
+    assert "in crash" in str(error.value)
+    assert "core" in str(error.value)
+
+
+def test_ranks_import_only_what_they_are_told_to() -> None:
+    for found in run(1, imported), run(1, imported, warm="transformers"):
+        assert not {"jax", "megatron", "deepspeed", "lightning"} & found[0]
+    assert "transformers" in found[0]
 
 
 def test_a_rank_that_hangs_is_reported_with_its_stack() -> None:
     with pytest.raises(RankFailed, match="rank 0 ended") as error:
         run(2, hang, timeout=1.0)
     assert "in hang" in str(error.value)
-    assert is_clean()

@@ -1,0 +1,248 @@
+"""Real processes for tests: `run(world, fn, *args)` calls a function on every rank of a real gloo group.
+
+Ranks are forked from a process without threads that has imported torch already, and what else the tests of
+some framework need (a module of `tests.warm` says what), so a test with two ranks takes well under a second.
+The first `run` of a session with such a module starts that process, which takes a few seconds.
+"""
+
+from __future__ import annotations
+
+import atexit
+import ctypes
+import faulthandler
+import gc
+import importlib
+import logging
+import multiprocessing
+import os
+import pickle
+import resource
+import signal
+import struct
+import subprocess
+import sys
+import tempfile
+import traceback
+import warnings
+from multiprocessing.connection import wait
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, BinaryIO, NamedTuple
+
+from reknit.monitor.phase import Deadline
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+_GRACE_S = 10.0
+_PR_SET_PDEATHSIG = 1
+_LEAVES_A_CORE = (signal.SIGSEGV, signal.SIGABRT, signal.SIGBUS, signal.SIGILL, signal.SIGFPE)
+
+_servers: dict[tuple[str, Path | None], subprocess.Popen[bytes]] = {}
+
+
+class RankFailed(AssertionError):
+    """A rank raised, died, or did not finish; the message holds its traceback."""
+
+
+class Died(NamedTuple):
+    """The answer of a rank that ended without one: its exit status, negative for a signal."""
+
+    code: int
+
+
+class _Job(NamedTuple):
+    world: int
+    folder: str
+    port: int
+    timeout: float
+    call: bytes
+    some_die: bool
+    joined: bool
+
+
+def run(
+    world: int,
+    fn: Callable[..., Any],
+    *args: Any,
+    timeout: float = 120.0,
+    warm: str = "plain",
+    path: Path | None = None,
+    some_die: bool = False,
+    joined: bool = True,
+) -> list[Any]:
+    """Call `fn(*args)` on ranks 0 to `world - 1` of a gloo group, and return what each returned, by rank.
+
+    `fn` is a module-level function.  It finds torch's default process group initialised and the random
+    generators seeded alike; it may return anything that pickle knows (tensors travel by value).  When a rank
+    raises, dies, or is not done after `timeout` seconds, the others are killed at once and `RankFailed` tells
+    why, with a traceback.  Where `some_die`, ranks may be killed: their answers are `Died`.  Unless they are
+    `joined`, they find the environment variables of torchrun in place of a process group.
+
+    What is imported already is what `tests.warm.<warm>` imports, from the folder `path` first.
+    """
+    import torch.distributed as dist
+
+    # The store lives here, so that no port is guessed and no rank can take it along when it ends.
+    store = dist.TCPStore(  # type: ignore[attr-defined]
+        "127.0.0.1", 0, is_master=True, wait_for_workers=False
+    )
+    server = _server(warm, path)
+    with tempfile.TemporaryDirectory(prefix="reknit-ranks-") as folder:
+        job = _Job(world, folder, store.port, timeout, pickle.dumps((fn, args)), some_die, joined)
+        try:
+            _send(server.stdin, tuple(job))
+            codes: dict[int, int] = _received(server.stdout)
+        except BaseException:  # whatever it is, its ranks must not go on: they end with it
+            server.kill()
+            raise
+        # In the order in which they ended: the first is to blame for how the others did.
+        answers = {rank: _answer(folder, rank, code, some_die) for rank, code in codes.items()}
+    return [answers[rank] for rank in range(world)]
+
+
+def _server(warm: str, path: Path | None) -> subprocess.Popen[bytes]:
+    """Return the process that forks ranks with these imports."""
+    server = _servers.get((warm, path))
+    if server is None or server.poll() is not None:
+        known = filter(None, [str(path) if path else "", os.environ.get("PYTHONPATH")])
+        environment = {
+            **os.environ,
+            "OMP_NUM_THREADS": "1",
+            "GLOO_SOCKET_IFNAME": "lo",
+            "PYTHONHASHSEED": "0",
+            "PYTHONPATH": os.pathsep.join(known),
+        }
+        server = _servers[warm, path] = subprocess.Popen(
+            [sys.executable, "-W", "ignore", "-m", "tests.ranks", warm],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            env=environment,
+            cwd=Path(__file__).parents[1],
+        )
+        atexit.register(_end, server)
+    return server
+
+
+def _end(server: subprocess.Popen[bytes]) -> None:
+    server.kill()
+    server.communicate()
+
+
+def _answer(folder: str, rank: int, code: int, some_die: bool) -> Any:
+    try:
+        ok, answer = pickle.loads(Path(folder, f"answer-{rank}").read_bytes())
+    except FileNotFoundError:
+        if some_die:
+            return Died(code)
+        text = f"rank {rank} ended with code {code}\n{Path(folder, f'stacks-{rank}').read_text()}"
+        if -code in _LEAVES_A_CORE:
+            pattern = Path("/proc/sys/kernel/core_pattern").read_text().strip()
+            text += f"\nIf the system keeps cores, its core is where the pattern {pattern!r} says."
+        raise RankFailed(text) from None
+    if not ok:
+        raise RankFailed(f"rank {rank} raised\n{answer}")
+    return answer
+
+
+def _send(to: Any, message: object) -> None:
+    data = pickle.dumps(message)
+    to.write(struct.pack("<Q", len(data)) + data)
+    to.flush()
+
+
+def _received(source: BinaryIO | Any) -> Any:
+    head = source.read(8)
+    if len(head) < 8:
+        raise EOFError("the process that forks ranks has ended")
+    return pickle.loads(source.read(*struct.unpack("<Q", head)))
+
+
+# In the process that forks ranks, and in the ranks.
+
+
+def _serve(warm: str) -> None:
+    """Fork ranks as long as someone asks for them."""
+    answers = os.fdopen(os.dup(1), "wb")
+    os.dup2(2, 1)  # what ranks print is no answer
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the tests, which end this process
+    # What torch itself warns of here says nothing about a test, and would drown what does.
+    warnings.simplefilter("ignore")
+    logging.disable(logging.WARNING)
+    importlib.import_module(f"tests.warm.{warm}")
+    gc.collect()
+    gc.freeze()  # no rank goes through all that again
+    while True:
+        try:
+            job = _Job(*_received(sys.stdin.buffer))
+        except EOFError:
+            return
+        _send(answers, _forked(job))
+
+
+def _forked(job: _Job) -> dict[int, int]:
+    """Return how each rank ended, the first first; one that may not end badly takes the others with it."""
+    context = multiprocessing.get_context("fork")
+    ranks = [context.Process(target=_be, args=(rank, job)) for rank in range(job.world)]
+    for process in ranks:
+        process.start()
+    deadline = Deadline(job.timeout + _GRACE_S)
+    running = {process.sentinel: rank for rank, process in enumerate(ranks)}
+    codes: dict[int, int] = {}
+    while running:
+        ended = wait(list(running), deadline.remaining())
+        for rank in [running.pop(sentinel) for sentinel in ended]:  # type: ignore[call-overload]
+            ranks[rank].join()
+            codes[rank] = ranks[rank].exitcode or 0
+        if not ended or (any(codes.values()) and not job.some_die):
+            break
+    for rank in running.values():
+        ranks[rank].kill()
+        ranks[rank].join()
+        codes[rank] = ranks[rank].exitcode or 0
+    return codes
+
+
+def _be(rank: int, job: _Job) -> None:
+    """Be one rank."""
+    import torch
+    import torch.distributed as dist
+
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    most = resource.getrlimit(resource.RLIMIT_CORE)[1]
+    resource.setrlimit(resource.RLIMIT_CORE, (most, most))
+    stacks = open(os.path.join(job.folder, f"stacks-{rank}"), "w")  # noqa: SIM115 - written to until the end
+    faulthandler.enable(stacks)
+    faulthandler.dump_traceback_later(job.timeout, exit=True, file=stacks)
+    os.environ.update(RANK=str(rank), WORLD_SIZE=str(job.world), LOCAL_RANK=str(rank))
+    torch.set_num_threads(1)
+    ok = False
+    try:
+        if job.joined:
+            store = dist.TCPStore("127.0.0.1", job.port, is_master=False)  # type: ignore[attr-defined]
+            dist.init_process_group("gloo", store=store, rank=rank, world_size=job.world)
+        else:
+            os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(job.port))
+            os.environ.update(TORCHELASTIC_USE_AGENT_STORE="True", LOCAL_WORLD_SIZE=str(job.world))
+        torch.manual_seed(0)
+        fn, args = pickle.loads(job.call)
+        answer = pickle.dumps((True, fn(*args)))
+        ok = True
+    except BaseException:  # whatever it is, the test must hear of it
+        answer = pickle.dumps((False, traceback.format_exc()))
+    part = Path(job.folder, f"part-{rank}")
+    part.write_bytes(answer)
+    part.rename(Path(job.folder, f"answer-{rank}"))
+    if not ok:
+        sys.stderr.flush()
+        # No clean-up: it would wait for peers that are about to be killed.
+        os._exit(1)
+    faulthandler.cancel_dump_traceback_later()
+    if dist.is_initialized():
+        dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    from tests import ranks
+
+    ranks._serve(sys.argv[1])

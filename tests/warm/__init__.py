@@ -1,0 +1,1 @@
+"""What ranks find imported: a module for each set of frameworks, since some change torch for good."""

@@ -1,0 +1,5 @@
+"""DeepSpeed, on the CPU."""
+
+from tests.deepspeed import engines
+
+engines.deepspeed()

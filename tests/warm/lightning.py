@@ -1,0 +1,3 @@
+"""Lightning."""
+
+import tests.warm.plain  # noqa: F401

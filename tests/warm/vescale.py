@@ -1,0 +1,5 @@
+"""veScale, adapted to the CPU."""
+
+from tests.vescale import jobs
+
+jobs.shim()
