@@ -15,8 +15,12 @@ from hypothesis import settings
 from reknit.storage.registry import register
 from reknit.testing.process_memory import open_process_memory
 
-settings.register_profile("untimed", deadline=None)
-settings.load_profile("untimed")
+pytest_plugins = ["tests.running.budget", "tests.running.lanes"]
+
+# How many examples a property is tried with, unless `examples` of tests.running.examples says more or less.
+for profile, num_examples in {"quick": 10, "ci": 50, "nightly": 1000}.items():
+    settings.register_profile(profile, max_examples=num_examples, deadline=None)
+settings.load_profile("ci")
 
 # A client of object stores without credentials asks the machine that it believes to run on.
 os.environ.setdefault("AWS_METADATA_ENDPOINT", "http://127.0.0.1:9")

@@ -15,6 +15,8 @@ from urllib.parse import quote
 
 import pytest
 
+from tests.running.budget import use_server
+
 STATE = Path(__file__).parents[1] / ".servers"
 SCHEMES = {"s3": "s3", "ceph": "s3", "rclone": "s3", "swift": "s3", "gcs": "gs", "azure": "az"}
 
@@ -25,6 +27,7 @@ def server(name: str) -> dict[str, Any]:
         found: dict[str, Any] = json.loads((STATE / f"{name}.json").read_text())
     except FileNotFoundError:
         pytest.skip(f"needs a server: scripts/servers up {name}")
+    use_server(name)
     return found
 
 

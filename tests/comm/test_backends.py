@@ -15,6 +15,7 @@ from reknit.comm.threads import thread_groups
 from reknit.comm.topology import Topology
 from reknit.errors import CommError, DeadlineError, GroupClosedError, ProtocolError, ReknitError
 from tests.comm.worlds import ask, endings
+from tests.running.examples import examples
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -87,7 +88,7 @@ def test_a_tree_names_absent_ranks_to_all_that_can_be_told(
         assert error.message == named
 
 
-@settings(max_examples=8, deadline=None)
+@settings(max_examples=examples(8))
 @given(st.integers(2, 9), st.data())
 def test_ranks_in_threads_name_exactly_the_ranks_that_did_not_come(size: int, data: st.DataObject) -> None:
     absent = data.draw(st.sets(st.integers(0, size - 1), min_size=1, max_size=size - 1))

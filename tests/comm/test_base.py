@@ -6,7 +6,7 @@ import time
 from typing import TYPE_CHECKING, Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from reknit.comm.base import SoloGroup, agree, barrier, broadcast, gather, round, scatter
@@ -117,7 +117,6 @@ def test_ranks_that_are_about_different_saves_hear_who_is_where(join: Join, help
         assert "ranks 0-2, 4 in 'commit' of save a; rank 3 in 'commit' of save b" in error.message
 
 
-@settings(deadline=None)
 @given(st.sets(st.integers(0, 40)), st.integers(1, 41), st.data())
 def test_errors_that_are_merged_step_by_step_say_what_they_would_say_at_once(
     failing: set[int], size: int, data: st.DataObject

@@ -8,6 +8,7 @@ from hypothesis import strategies as st
 
 from reknit.comm.chunks import CHUNK_NBYTES, FIRST_NBYTES, divided, joined
 from reknit.errors import CommError, ProtocolError
+from tests.running.examples import examples
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -16,7 +17,7 @@ LIMIT = 4 * CHUNK_NBYTES
 sizes = st.sampled_from([0, 1, FIRST_NBYTES - 1, FIRST_NBYTES, FIRST_NBYTES + 1, 2 * CHUNK_NBYTES, LIMIT])
 
 
-@settings(deadline=None, max_examples=30)
+@settings(max_examples=examples(30))
 @given(sizes, st.binary(min_size=1, max_size=7))
 def test_a_message_is_what_it_was_before_it_was_divided(nbytes: int, pattern: bytes) -> None:
     message = (pattern * (nbytes // len(pattern) + 1))[:nbytes]
@@ -40,7 +41,7 @@ def test_a_message_above_the_limit_is_refused_before_more_of_it_is_taken() -> No
     assert "max_message_nbytes" in str(caught.value.remedy)
 
 
-@settings(deadline=None, max_examples=30)
+@settings(max_examples=examples(30))
 @given(sizes.filter(bool), st.data())
 def test_a_stream_that_lacks_its_end_is_refused(nbytes: int, data: st.DataObject) -> None:
     chunks = list(divided(bytes(nbytes)))

@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import re
 
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from reknit.comm import faults
@@ -12,7 +12,6 @@ from reknit.errors import DeadlineError, ProtocolError
 ROUND = Heading("job", 7, 4, "plan", "")
 
 
-@settings(deadline=None)
 @given(st.sets(st.integers(0, 200), min_size=1))
 def test_ranks_are_spelled_so_that_they_can_be_read_back(ranks: set[int]) -> None:
     text = faults.spelled(ranks, limit=200)

@@ -22,6 +22,7 @@ from reknit.comm.rendezvous import FolderStore, Store
 from reknit.errors import CommError, DeadlineError, ProtocolError, ReknitError, UsageError
 from reknit.options import CommOptions
 from reknit.testing.world import MemoryStore
+from tests.running.examples import examples
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence
@@ -85,7 +86,7 @@ def errors(found: Mapping[int, Shape | BaseException]) -> list[ReknitError]:
     return [answer for answer in found.values() if isinstance(answer, ReknitError)]
 
 
-@settings(suppress_health_check=[HealthCheck.function_scoped_fixture], max_examples=30, deadline=None)
+@settings(suppress_health_check=[HealthCheck.function_scoped_fixture], max_examples=examples(30))
 @given(st.lists(st.sampled_from("abcd"), min_size=1, max_size=9), st.integers(1, 5))
 def test_every_rank_learns_which_ranks_share_a_host(where: list[str], fan_out: int) -> None:
     chosen = {0: CommOptions(fan_out=fan_out)}

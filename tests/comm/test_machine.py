@@ -16,6 +16,7 @@ from reknit.comm.message import Heading, Parcel
 from reknit.comm.topology import Topology
 from reknit.errors import CommError, DeadlineError, MismatchError, ProtocolError, ReknitError, from_wire
 from tests.comm.loop import Loop
+from tests.running.examples import examples
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -80,7 +81,6 @@ def join_texts(requests: Sequence[bytes]) -> bytes:
 # Whole trees.
 
 
-@settings(deadline=None)
 @given(topologies, st.lists(picks, min_size=1, max_size=3))
 def test_every_rank_gets_its_answer_in_whatever_order_messages_arrive(
     topology: Topology, orders: list[list[int]]
@@ -95,7 +95,6 @@ def test_every_rank_gets_its_answer_in_whatever_order_messages_arrive(
     assert loop.now == 0.0, "nobody had to wait for a deadline"
 
 
-@settings(deadline=None)
 @given(topologies, st.lists(st.tuples(st.booleans(), picks), min_size=1, max_size=4), st.data())
 def test_messages_that_arrive_again_at_any_time_change_nothing(
     topology: Topology, rounds: list[tuple[bool, list[int]]], data: st.DataObject
@@ -116,7 +115,6 @@ def test_messages_that_arrive_again_at_any_time_change_nothing(
     assert all(len(endings) == len(rounds) for endings in loop.endings.values())
 
 
-@settings(deadline=None)
 @given(topologies, picks, st.data())
 def test_the_requests_of_a_subtree_become_one_on_the_way_up(
     topology: Topology, order: list[int], data: st.DataObject
@@ -134,7 +132,6 @@ def test_the_requests_of_a_subtree_become_one_on_the_way_up(
     assert loop.endings == {rank: [b"%d 1" % rank] for rank in range(size)}
 
 
-@settings(deadline=None)
 @given(topologies, picks, st.data())
 def test_ranks_in_different_places_all_hear_who_is_where(
     topology: Topology, order: list[int], data: st.DataObject
@@ -158,7 +155,6 @@ def test_ranks_in_different_places_all_hear_who_is_where(
     assert [endings[1:] for endings in loop.endings.values()] == [[b"%d" % rank] for rank in where]
 
 
-@settings(deadline=None)
 @given(topologies, picks, st.data())
 def test_every_rank_that_came_hears_in_time_who_did_not(
     topology: Topology, order: list[int], data: st.DataObject
@@ -191,7 +187,7 @@ def test_every_rank_that_came_hears_in_time_who_did_not(
         assert second == b"%d" % rank, "and all are in step again"
 
 
-@settings(deadline=None, max_examples=300)
+@settings(max_examples=examples(300))
 @given(topologies, picks, st.integers(0, 60), st.data())
 def test_when_a_rank_dies_at_any_step_all_others_end_in_time_and_stay_broken(
     topology: Topology, order: list[int], steps: int, data: st.DataObject
@@ -216,7 +212,7 @@ def test_when_a_rank_dies_at_any_step_all_others_end_in_time_and_stay_broken(
         assert loop.machines[rank].next_at == math.inf
 
 
-@settings(deadline=None, max_examples=300)
+@settings(max_examples=examples(300))
 @given(topologies, picks, st.integers(0, 60), st.data())
 def test_when_a_rank_stops_waiting_at_any_step_all_end_and_are_in_step_again(
     topology: Topology, order: list[int], steps: int, data: st.DataObject
@@ -244,7 +240,6 @@ def test_when_a_rank_stops_waiting_at_any_step_all_end_and_are_in_step_again(
     assert all(loop.endings[rank][1] == b"%d" % rank for rank in range(topology.size))
 
 
-@settings(deadline=None)
 @given(topologies, picks, st.integers(0, 60), st.data())
 def test_when_a_rank_closes_before_all_came_every_rank_hears_that_it_did(
     topology: Topology, order: list[int], steps: int, data: st.DataObject
@@ -263,7 +258,6 @@ def test_when_a_rank_closes_before_all_came_every_rank_hears_that_it_did(
         assert ending.message == f"rank {leaver} closed the group"
 
 
-@settings(deadline=None)
 @given(topologies, picks, st.data())
 def test_messages_that_are_lost_fail_a_round_in_time_and_no_later_one(
     topology: Topology, order: list[int], data: st.DataObject
@@ -635,7 +629,6 @@ def test_waiting_forever_is_a_wait_like_any_other() -> None:
     assert machine.next_at < 2 * faults.FOREVER_S
 
 
-@settings(deadline=None)
 @given(st.integers(0, 1), st.binary(max_size=60))
 def test_noise_in_reports_and_outcomes_ends_in_a_typed_error_or_nothing(rank: int, noise: bytes) -> None:
     machine = new_machine(rank, size=2)

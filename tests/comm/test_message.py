@@ -5,7 +5,7 @@ import os
 import msgspec
 import pyarrow as pa
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from reknit.comm.message import (
@@ -29,13 +29,11 @@ ROUND = Heading("job", 7, 3, "plan", "save 1")
 payload_lists = st.lists(st.one_of(st.binary(max_size=40), st.just(b"same")), max_size=30)
 
 
-@settings(deadline=None)
 @given(payload_lists)
 def test_a_parcel_gives_back_the_payloads_that_went_into_it(payloads: list[bytes]) -> None:
     assert Parcel.of(payloads).payloads(len(payloads)) == payloads
 
 
-@settings(deadline=None)
 @given(payload_lists, st.text(max_size=20), st.integers(0, 1 << 40))
 def test_a_report_arrives_as_it_was_sent(payloads: list[bytes], name: str, number: int) -> None:
     report = Heading("job", 7, number, name, "save 1").report(3, Parcel.of(payloads))
@@ -43,7 +41,6 @@ def test_a_report_arrives_as_it_was_sent(payloads: list[bytes], name: str, numbe
     assert report.whole
 
 
-@settings(deadline=None)
 @given(payload_lists)
 def test_the_size_that_is_checked_before_sending_bounds_the_size_that_is_sent(payloads: list[bytes]) -> None:
     parcel = Parcel.of(payloads)
@@ -90,7 +87,6 @@ def test_a_compressed_message_that_was_cut_off_is_refused(keep: int) -> None:
         decode(message[:keep], Outcome, 4 * MIB)
 
 
-@settings(deadline=None)
 @given(st.binary(max_size=200))
 def test_bytes_that_are_no_message_are_refused_with_a_typed_error(noise: bytes) -> None:
     zstd, size = pa.Codec("zstd"), len(noise).to_bytes(8, "little")
@@ -102,7 +98,6 @@ def test_bytes_that_are_no_message_are_refused_with_a_typed_error(noise: bytes) 
         assert msgspec.msgpack.decode(data[1:])  # by chance it was one
 
 
-@settings(deadline=None)
 @given(st.lists(st.integers(-5, 5), max_size=5), st.integers(0, 5))
 def test_a_parcel_that_does_not_fit_its_ranks_is_refused(which: list[int], count: int) -> None:
     parcel = Parcel([b"a", b"b"], which)

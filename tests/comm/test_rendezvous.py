@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from reknit.comm.rendezvous import FolderStore, Store
 from reknit.errors import CommError, DeadlineError
 from reknit.testing.world import MemoryStore
+from tests.running.examples import examples
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -53,7 +54,7 @@ def test_a_second_store_on_the_same_folder_sees_the_values_of_the_first(tmp_path
     assert FolderStore(tmp_path).get("key", 0) == b"value"
 
 
-@settings(suppress_health_check=[HealthCheck.function_scoped_fixture], max_examples=50, deadline=None)
+@settings(suppress_health_check=[HealthCheck.function_scoped_fixture], max_examples=examples(50))
 @given(
     st.dictionaries(st.text(st.characters(exclude_categories=["Cs"]), max_size=300), st.binary(max_size=50))
 )

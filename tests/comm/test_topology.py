@@ -4,7 +4,7 @@ import math
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from reknit.comm.topology import Topology
@@ -22,7 +22,6 @@ def leaders(topology: Topology) -> list[int]:
     return sorted(hosts.index(host) for host in set(hosts))
 
 
-@settings(deadline=None)
 @given(topologies)
 def test_every_rank_but_the_first_is_a_child_of_its_parent_and_of_no_other(topology: Topology) -> None:
     above = {child: rank for rank in range(topology.size) for child in topology.children(rank)}
@@ -31,7 +30,6 @@ def test_every_rank_but_the_first_is_a_child_of_its_parent_and_of_no_other(topol
     assert sum(len(topology.children(rank)) for rank in range(topology.size)) == topology.size - 1
 
 
-@settings(deadline=None)
 @given(topologies)
 def test_a_rank_has_at_most_as_many_children_on_its_host_and_elsewhere_as_the_fan_out(
     topology: Topology,
@@ -45,7 +43,6 @@ def test_a_rank_has_at_most_as_many_children_on_its_host_and_elsewhere_as_the_fa
         assert all(child > rank for child in children)
 
 
-@settings(deadline=None)
 @given(topologies)
 def test_only_the_lowest_rank_of_a_host_reports_to_another_host_and_only_to_its_lowest_rank(
     topology: Topology,
@@ -60,7 +57,6 @@ def test_only_the_lowest_rank_of_a_host_reports_to_another_host_and_only_to_its_
             assert topology.hosts[parent] == topology.hosts[rank]
 
 
-@settings(deadline=None)
 @given(topologies)
 def test_a_subtree_is_the_rank_and_the_subtrees_of_its_children_in_ascending_order(
     topology: Topology,
@@ -71,7 +67,6 @@ def test_a_subtree_is_the_rank_and_the_subtrees_of_its_children_in_ascending_ord
     assert topology.subtree(0) == tuple(range(topology.size))
 
 
-@settings(deadline=None)
 @given(topologies)
 def test_depth_counts_the_steps_to_the_top_and_height_is_the_largest(topology: Topology) -> None:
     depths = [topology.depth(rank) for rank in range(topology.size)]
@@ -84,7 +79,6 @@ def test_depth_counts_the_steps_to_the_top_and_height_is_the_largest(topology: T
     assert topology.height == max(depths)
 
 
-@settings(deadline=None)
 @given(host_lists, st.integers(1, 5), st.permutations(range(13)))
 def test_the_names_of_the_hosts_change_nothing(hosts: list[int], fan_out: int, names: list[int]) -> None:
     one, other = Topology(hosts, fan_out), Topology([names[host] for host in hosts], fan_out)
@@ -94,14 +88,12 @@ def test_the_names_of_the_hosts_change_nothing(hosts: list[int], fan_out: int, n
     ]
 
 
-@settings(deadline=None)
 @given(topologies, topologies)
 def test_trees_that_differ_have_different_digests(one: Topology, other: Topology) -> None:
     same = one.fan_out == other.fan_out and list(one.hosts) == list(other.hosts)
     assert (one.digest == other.digest) == same
 
 
-@settings(deadline=None)
 @given(st.integers(1, 3000), st.integers(1, 64), st.integers(2, 32))
 def test_the_height_grows_with_the_logarithm_of_hosts_and_of_ranks_on_a_host(
     size: int, per_host: int, fan_out: int

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from reknit.frameworks.registry import collect
 from tests.dataloader.corpora import Ledger, loader, token_set
 from tests.frameworks.checkpoint import Checkpoint, assemble, load
+from tests.running.examples import examples
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -110,7 +111,7 @@ def run(sets: Sequence[TokenSet], story: Sequence[Phase], epochs: int, last: Lay
     return ledger
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=examples(300))
 @given(corpora(), st.lists(phases, min_size=1, max_size=6), st.integers(1, 2), layouts)
 def test_every_sample_is_consumed_once_and_in_the_order_of_its_source(
     sets: list[TokenSet], story: list[Phase], epochs: int, last: Layout

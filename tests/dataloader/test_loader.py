@@ -14,6 +14,7 @@ from reknit.errors import StateError, UsageError
 from reknit.frameworks.registry import collect, wanted
 from tests.dataloader.corpora import BUDGET, equal, loader, rows, token_set
 from tests.frameworks.checkpoint import assemble, load, save
+from tests.running.examples import examples
 
 if TYPE_CHECKING:
     from reknit.dataloader import Batch
@@ -32,7 +33,7 @@ def tokens_of(batches: list[Batch]) -> dict[tuple[int, ...], list[int]]:
 
 
 @given(st.integers(0, 50), st.integers(1, 7), st.integers(0, 90), st.integers(1, 3), st.booleans())
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=examples(60))
 def test_an_epoch_is_every_sample_with_its_tokens_and_no_batch_is_over_budget(
     num_samples: int, partitions: int, longest: int, epochs: int, shuffle: bool
 ) -> None:

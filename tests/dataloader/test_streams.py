@@ -12,6 +12,7 @@ from reknit.dataloader import ConsumedSamples, GlobalSampler, ReaderPlace
 from reknit.errors import StateError, UsageError
 from reknit.frameworks.registry import collect, wanted
 from tests.frameworks.checkpoint import assemble, load
+from tests.running.examples import examples
 
 
 class MegatronSampler:
@@ -42,7 +43,7 @@ def megatron(rank: int, size: int, batch_size: int = 2) -> ConsumedSamples[list[
 
 
 @given(st.lists(st.tuples(st.sampled_from([1, 2, 3, 5, 8]), st.integers(0, 4)), max_size=5))
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=examples(60))
 def test_samples_that_are_consumed_in_order_stay_in_order_on_any_number_of_ranks(
     story: list[tuple[int, int]],
 ) -> None:
@@ -63,7 +64,7 @@ def test_samples_that_are_consumed_in_order_stay_in_order_on_any_number_of_ranks
 
 
 @given(st.integers(1, 40), st.integers(1, 6), st.integers(1, 6), st.integers(0, 30), st.booleans())
-@settings(max_examples=80, deadline=None)
+@settings(max_examples=examples(80))
 def test_a_global_sampler_goes_on_with_what_another_number_of_ranks_left(
     length: int, before: int, now: int, steps: int, shuffle: bool
 ) -> None:

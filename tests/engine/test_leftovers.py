@@ -22,6 +22,7 @@ from reknit.storage.base import Dated
 from reknit.storage.forwarding import ForwardingStorage
 from reknit.storage.local import LocalStorage
 from reknit.storage.local_sweep import SweptFolder
+from tests.running.examples import examples
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -84,7 +85,7 @@ THINGS = {
 FOREIGN = ("notes.txt", "model/weights.bin", ".hidden.tmp", "model/.nfs0000001", "model/00000.safetensors")
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=examples(60))
 @given(data=st.data())
 def test_all_that_is_dead_goes_and_nothing_else(
     data: st.DataObject, committed: Path, tmp_path_factory: pytest.TempPathFactory

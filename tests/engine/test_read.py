@@ -20,6 +20,7 @@ from reknit.storage.base import Reading
 from reknit.storage.local import LocalStorage
 from reknit.types.box import Box
 from tests.engine.saved import CountingStorage, chunks_of, fresh, saved
+from tests.running.examples import examples
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -131,7 +132,7 @@ def equal(got: NDArray[Any], wanted: NDArray[Any]) -> bool:
     return got.dtype == wanted.dtype and got.shape == wanted.shape and got.tobytes() == wanted.tobytes()
 
 
-@settings(max_examples=400)
+@settings(max_examples=examples(400))
 @given(cases(), CUTS)
 def test_a_box_of_anything_saved_in_any_way_arrives_in_any_memory_as_numpy_slices_it(
     case: Case, cut: Granularity

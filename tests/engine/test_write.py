@@ -27,6 +27,7 @@ from reknit.testing.faulty_storage import Fault, FaultyStorage
 from reknit.testing.process_memory import ProcessMemory
 from reknit.types.box import Box
 from reknit.types.plan import WriteEntry
+from tests.running.examples import examples
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -90,7 +91,7 @@ def check(storage: Storage, memory: Memory, written: Sequence[Written]) -> None:
 # Whole files
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=examples(25))
 @given(
     sizes=st.lists(
         st.one_of(st.integers(0, 9 * MIB), st.sampled_from([0, 1, BLOCK_NBYTES, 33 * MIB])), max_size=4

@@ -16,6 +16,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from transformers import AutoConfig, AutoModelForCausalLM
 
+from tests.running.examples import examples
+
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
@@ -47,7 +49,7 @@ def batches(part: int = 0, num_parts: int = 1, seed: int = 3) -> Any:
 
 
 @given(num_parts=st.sampled_from([1, 2, 3, 4, 6, 12]), steps=st.integers(0, 5))
-@settings(max_examples=20, deadline=None)
+@settings(max_examples=examples(20))
 def test_the_shares_of_any_number_of_ranks_are_the_global_batch(num_parts: int, steps: int) -> None:
     whole = next(itertools.islice(batches(), steps, None))
     shares = [next(itertools.islice(batches(n, num_parts), steps, None)) for n in range(num_parts)]

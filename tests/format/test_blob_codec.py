@@ -23,6 +23,7 @@ from reknit.errors import CorruptError, FormatError, StateError
 from reknit.format.blob_codec import decode_blobs, encode_blobs
 from reknit.types.shard import Tagged
 from tests.format.samples import Colour, Level, Outer, same, values
+from tests.running.examples import examples
 
 
 def kind_of(value: Any) -> str:
@@ -34,7 +35,7 @@ def round_trip(value: Any, **options: Any) -> Any:
     return decode_blobs(encode_blobs({"x": value}, **options), **options)["x"]
 
 
-@settings(max_examples=300)
+@settings(max_examples=examples(300))
 @given(values)
 def test_every_value_comes_back_with_its_type_and_every_bit(value: Any) -> None:
     assert same(round_trip(value), value)
@@ -416,7 +417,7 @@ SAMPLE = encode_blobs(
 )
 
 
-@settings(max_examples=1000)
+@settings(max_examples=examples(1000))
 @given(st.data())
 def test_a_changed_byte_gives_values_or_a_typed_error(data: st.DataObject) -> None:
     bad = bytearray(SAMPLE)

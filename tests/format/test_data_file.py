@@ -20,6 +20,7 @@ from reknit.types.box import Box
 from reknit.types.dtype import ITEMSIZE
 from reknit.types.shard import TensorSpec
 from tests.format.samples import WRITE_ID, names
+from tests.running.examples import examples
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -155,7 +156,7 @@ SAMPLE = encode_header(
 )
 
 
-@settings(max_examples=500)
+@settings(max_examples=examples(500))
 @given(st.data())
 def test_a_changed_byte_gives_a_header_or_a_typed_error(data: st.DataObject) -> None:
     bad = bytearray(SAMPLE)

@@ -5,9 +5,7 @@ import io
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-import duckdb
 import numpy as np
-import pandas as pd
 import pyarrow.parquet as pq
 import pytest
 from hypothesis import given, settings
@@ -21,6 +19,7 @@ from reknit.types.box import Box
 from reknit.types.manifest import Index
 from reknit.types.shard import TensorSpec
 from tests.format.samples import index_of, indexes, same_index, sample_index
+from tests.running.examples import examples
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -110,6 +109,7 @@ def test_names_too_long_to_be_repeated_in_the_footer_are_left_out_of_it() -> Non
 
 
 def test_duckdb_reads_only_the_row_groups_of_the_tensor_that_is_asked_for(tmp_path: Path) -> None:
+    duckdb = pytest.importorskip("duckdb", reason="DuckDB is not installed")
     path = tmp_path / "index.parquet"
     path.write_bytes(encode_index(many_chunks(3000, 64)))
     with duckdb.connect() as connection:
@@ -151,6 +151,8 @@ def test_an_index_that_repeats_itself_stays_far_from_the_limits_of_its_readers(
 
 
 def test_duckdb_and_pandas_read_the_index() -> None:
+    duckdb = pytest.importorskip("duckdb", reason="DuckDB is not installed")
+    pd = pytest.importorskip("pandas", reason="pandas is not installed")
     data = encode_index(sample_index())
     frame = pd.read_parquet(io.BytesIO(data))
     assert list(frame.columns) == [
@@ -289,7 +291,7 @@ def test_overlapping_extents_are_refused_unless_equal() -> None:
         check_extents(inside, {"f": 100})
 
 
-@settings(max_examples=400)
+@settings(max_examples=examples(400))
 @given(st.data())
 def test_a_changed_byte_gives_an_index_or_a_typed_error(data: st.DataObject) -> None:
     bad = bytearray(encode_index(sample_index()))

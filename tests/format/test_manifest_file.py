@@ -14,6 +14,7 @@ from reknit.errors import CorruptError, FormatError, ReknitError, StateError, Ve
 from reknit.format.manifest_file import decode_generation, decode_manifest, encode_manifest
 from reknit.types.manifest import BlobFile, FileEntry, Manifest
 from tests.format.samples import manifests, sample_manifest
+from tests.running.examples import examples
 
 
 @given(manifests())
@@ -39,7 +40,7 @@ def test_the_document_is_plain_json_with_the_documented_members() -> None:
     assert base64.b64decode(file["digests"]) == b"".join(number.to_bytes(8, "little") for number in digests)
 
 
-@settings(max_examples=300)
+@settings(max_examples=examples(300))
 @given(st.data())
 def test_a_flipped_bit_anywhere_is_noticed(data: st.DataObject) -> None:
     good = encode_manifest(sample_manifest())

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 
 from reknit.errors import CorruptError, FormatError
 from reknit.format.msgpack_reader import MAX_DEPTH, read_msgpack
+from tests.running.examples import examples
 
 plain = st.recursive(
     st.none()
@@ -96,7 +97,7 @@ def test_extensions_in_extensions_count_as_nesting() -> None:
         read(nested(MAX_DEPTH + 1))
 
 
-@settings(max_examples=300)
+@settings(max_examples=examples(300))
 @given(st.binary(max_size=60))
 def test_any_bytes_give_a_value_or_a_typed_error(data: bytes) -> None:
     with contextlib.suppress(FormatError):

@@ -15,6 +15,7 @@ from reknit.format.parquet_bounds import check_parquet
 from tests.attacks.hostile_index import attacks
 from tests.attacks.thrift import BINARY, BYTE, DOUBLE, FALSE, I64, LIST, STRUCT, TRUE, Reader, Struct, write
 from tests.format.samples import index_of, sample_index
+from tests.running.examples import examples
 
 # why each attack is refused here, before Arrow sees it
 REASONS = {
@@ -105,7 +106,7 @@ def places(fields: Struct) -> list[tuple[Struct, int]]:
     return found
 
 
-@settings(max_examples=500)
+@settings(max_examples=examples(500))
 @given(st.data())
 def test_a_field_of_any_other_kind_gives_a_typed_error_or_is_ignored(data: st.DataObject) -> None:
     footer = Reader(GOOD, PLACE).struct()

@@ -10,6 +10,7 @@ from reknit.planner.ownership import TINY_NBYTES, owned_parts
 from reknit.planner.save import plan_save
 from reknit.types.box import Box
 from reknit.types.shard import Shard, TensorSpec
+from tests.running.examples import examples
 
 
 def shard(fqn: str, shape: tuple[int, ...], replicas: tuple[int, ...], dtype: str = "float32") -> Shard:
@@ -43,7 +44,7 @@ def test_replicas_that_decide_alone_write_every_element_exactly_once(world: tupl
     assert all(parts[s.fqn] == 1 for s in shards if s.box.numel == 0)
 
 
-@settings(max_examples=50)
+@settings(max_examples=examples(50))
 @given(
     st.integers(2, 7), st.lists(st.tuples(st.integers(1, 900), st.integers(1, 900)), min_size=1, max_size=30)
 )

@@ -132,7 +132,6 @@ def test_ranks_that_wait_for_a_file_make_it_so_that_nobody_takes_it_for_missing(
     assert ours.get("key", 0) == b""
 
 
-@pytest.mark.slow
 def test_what_has_to_hold_on_nfs_holds() -> None:
     """In a machine with Linux's own server and clients."""
     server("nfs")

@@ -20,6 +20,7 @@ from reknit.types.box import Box
 from reknit.types.manifest import Catalog
 from reknit.types.shard import Shard, TensorSpec
 from reknit.types.wanted import Wanted
+from tests.running.examples import examples
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -148,7 +149,7 @@ def chains(draw: st.DrawFn) -> tuple[list[t.Rule], dict[str, Array], dict[str, A
     return rules, saved, now
 
 
-@settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=examples(150), suppress_health_check=[HealthCheck.too_slow])
 @given(chains(), st.data())
 def test_any_box_of_what_any_chain_of_rules_makes_is_what_numpy_makes(
     chain: tuple[list[t.Rule], dict[str, Array], dict[str, Array]], data: st.DataObject
@@ -162,7 +163,7 @@ def test_any_box_of_what_any_chain_of_rules_makes_is_what_numpy_makes(
     assert (read(rules, saved, name, box) == made[name][box.slices()]).all()
 
 
-@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=examples(60), suppress_health_check=[HealthCheck.too_slow])
 @given(chains())
 def test_inverted_rules_lead_back(
     chain: tuple[list[t.Rule], dict[str, Array], dict[str, Array]],

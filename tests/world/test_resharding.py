@@ -16,6 +16,7 @@ from reknit.options import LoadOptions, SaveOptions
 from reknit.planner.ownership import TINY_NBYTES
 from reknit.testing.process_memory import ProcessMemory
 from reknit.testing.world import run_ranks
+from tests.running.examples import examples
 from tests.world.layouts import Model, held, wants
 
 if TYPE_CHECKING:
@@ -60,7 +61,7 @@ seeds = st.integers(0, 1 << 30)
 sizes = st.integers(1, 6)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=examples(60))
 @given(seeds, seeds, seeds, sizes, sizes, st.integers(1, 6))
 def test_saving_on_one_layout_and_loading_on_another_and_back_gives_equal_bytes(
     content: int, a: int, b: int, size_a: int, size_b: int, num_tensors: int
@@ -82,7 +83,7 @@ def test_saving_on_one_layout_and_loading_on_another_and_back_gives_equal_bytes(
         assert_equal(model, shards)
 
 
-@settings(max_examples=15, deadline=None)
+@settings(max_examples=examples(15))
 @given(seeds, seeds, st.integers(2, 6))
 def test_every_replica_writes_its_share(content: int, spread: int, size: int) -> None:
     model = Model(content, 6, largest=40)

@@ -19,6 +19,7 @@ from reknit.testing.process_memory import ProcessMemory
 from reknit.testing.world import run_ranks
 from reknit.types.box import Box
 from reknit.types.shard import Holdings, Shard, TensorSpec
+from tests.running.examples import examples
 from tests.world.layouts import Model
 from tests.world.sharing import BLOCK_NBYTES, World, random_hosts, reblock, unique_nbytes
 from tests.world.test_resharding import assert_equal, save_on
@@ -73,7 +74,7 @@ def patterned(numel: int, dtype: str = "float32") -> Any:
 # Any layouts.
 
 
-@settings(max_examples=80, deadline=None)
+@settings(max_examples=examples(80))
 @given(seeds, seeds, seeds, sizes, sizes, st.integers(1, 6), seeds, st.booleans())
 def test_ranks_that_read_together_get_what_they_want_and_no_byte_leaves_the_store_twice(
     content: int, a: int, b: int, size_a: int, size_b: int, num_tensors: int, hosts: int, tight: bool
@@ -94,7 +95,7 @@ def test_ranks_that_read_together_get_what_they_want_and_no_byte_leaves_the_stor
         assert world.most <= 1
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=examples(60))
 @given(seeds, seeds, seeds, sizes, st.integers(2, 6), seeds, st.booleans())
 def test_ranks_that_verify_what_they_read_together_take_each_block_once(
     content: int, a: int, b: int, size_a: int, size_b: int, hosts: int, tight: bool
@@ -112,7 +113,7 @@ def test_ranks_that_verify_what_they_read_together_take_each_block_once(
     assert all(start % BLOCK_NBYTES == 0 and nbytes <= 2 * BLOCK_NBYTES for _, start, nbytes in world.reads)
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=examples(30))
 @given(seeds, seeds, seeds, st.integers(2, 6), seeds, seeds)
 def test_ranks_of_hosts_that_nothing_connects_share_on_their_host_only(
     content: int, a: int, b: int, size: int, hosts: int, order: int

@@ -1,0 +1,72 @@
+"""Which tests run side by side?  Whole files, in the processes of ``-n``; some tests with nothing beside.
+
+A test marked ``alone`` measures, or looks at, what all processes of the host share.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import os
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+from tests.running.budget import folder_of
+from tests.running.budgets import BUDGETS, Budget
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+TOGETHER = ("hdfs", "tests/jax", "tests/megatron")
+"""Files with one of these in their paths run one after another: they share a server, or processes."""
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
+    """Hand out whole files, or several that belong together."""
+    from xdist.scheduler import LoadScopeScheduling
+
+    class Files(LoadScopeScheduling):
+        def _split_scope(self, nodeid: str) -> str:
+            file = nodeid.partition("::")[0]
+            return next((name for name in TOGETHER if name in file), file)
+
+    config.option.loadscopereorder = False
+    return Files(config, log)
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Begin with the folders that take longest, so that no process is left with one of them at the end."""
+    if hasattr(config, "workerinput"):
+        items.sort(key=lambda item: -BUDGETS.get(folder_of(item.nodeid), Budget()).seconds)
+
+
+@pytest.hookimpl(wrapper=True, tryfirst=True)
+def pytest_runtest_protocol(item: pytest.Item) -> Iterator[None]:
+    """Run a test beside those of other processes, or when none of them runs one."""
+    if not hasattr(item.config, "workerinput"):
+        return (yield)
+    with _room(alone=item.get_closest_marker("alone") is not None):
+        return (yield)
+
+
+@contextmanager
+def _room(*, alone: bool) -> Iterator[None]:
+    """Share the host with other tests, or have it alone; who waits for it alone is not overtaken."""
+    with _opened(Path(__file__).parent) as door, _opened(Path(__file__)) as room:
+        fcntl.flock(door, fcntl.LOCK_EX)
+        fcntl.flock(room, fcntl.LOCK_EX if alone else fcntl.LOCK_SH)
+        fcntl.flock(door, fcntl.LOCK_UN)
+        yield
+        fcntl.flock(room, fcntl.LOCK_UN)  # closing would not do where a process was forked meanwhile
+
+
+@contextmanager
+def _opened(path: Path) -> Iterator[int]:
+    fd = os.open(path, os.O_RDONLY)
+    try:
+        yield fd
+    finally:
+        os.close(fd)

@@ -1,0 +1,114 @@
+"""The plugins that run the tests, on small folders of tests."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.running.budget import Cost, folder_of
+from tests.running.budgets import Budget
+from tests.running.examples import examples, partners
+
+ROOT = Path(__file__).parents[2]
+
+STARTS_ONE = """
+import subprocess, sys
+
+def test_that_starts_a_process_which_starts_another():
+    code = "import subprocess, sys; subprocess.run([sys.executable, '-c', ''], check=True)"
+    subprocess.run([sys.executable, "-c", code], check=True)
+"""
+
+SAYS_WHEN = """
+import json, os, time
+import pytest
+
+def note(name):
+    with open(os.environ["NOTES"], "a") as file:
+        file.write(json.dumps([time.monotonic(), name]) + chr(10))
+
+@pytest.mark.parametrize("number", range(6))
+def test_beside_others(number):
+    note("begin"), time.sleep(0.02), note("end")
+
+@pytest.mark.alone
+def test_alone():
+    note("begin alone"), time.sleep(0.1), note("end alone")
+
+def test_after():
+    note("begin"), note("end")
+"""
+
+
+def pytest_in(folder: Path, *arguments: str, **files: str) -> subprocess.CompletedProcess[str]:
+    """Run tests with the plugins, each file in a folder of its own."""
+    for name, text in files.items():
+        file = folder / "tests" / name / f"test_{name}.py"
+        file.parent.mkdir(parents=True)
+        file.write_text(text)
+    (folder / "pytest.ini").write_text(
+        "[pytest]\nmarkers = alone: alone\naddopts = --import-mode=importlib\n"
+    )
+    command = [sys.executable, "-m", "pytest", "-p", "tests.running.budget", "-p", "tests.running.lanes"]
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "NOTES": str(folder / "notes")}
+    return subprocess.run(
+        [*command, *arguments], cwd=folder, env=environment, text=True, capture_output=True, check=False
+    )
+
+
+@pytest.mark.parametrize("lanes", [[], ["-n", "2"]], ids=["one", "two"])
+def test_a_folder_that_starts_more_processes_than_its_budget_fails_the_run(
+    tmp_path: Path, lanes: list[str]
+) -> None:
+    done = pytest_in(tmp_path, *lanes, dear=STARTS_ONE, cheap="def test_nothing(): pass")
+    assert done.returncode == pytest.ExitCode.TESTS_FAILED, done.stdout + done.stderr
+    assert "tests/dear outgrew tests/running/budgets.py: 2 processes instead of 0" in done.stdout
+    assert "tests/cheap" not in done.stdout.partition("tests by folder")[2]
+    assert "2 passed" in done.stdout
+
+
+def test_a_run_within_its_budgets_is_green(tmp_path: Path) -> None:
+    assert pytest_in(tmp_path, cheap="def test_nothing(): pass").returncode == 0
+
+
+def test_a_server_that_the_budget_does_not_have_is_named() -> None:
+    cost = Cost(processes=3, servers={"s3", "hdfs"})
+    assert cost.beyond(Budget(processes=3, servers=("s3", "hdfs", "gcs"))) == []
+    assert cost.beyond(Budget(processes=2, servers=("s3",))) == [
+        "3 processes instead of 2",
+        "the servers hdfs",
+    ]
+
+
+def test_a_test_that_wants_to_be_alone_runs_beside_no_other(tmp_path: Path) -> None:
+    done = pytest_in(tmp_path, "-n", "2", a=SAYS_WHEN, b=SAYS_WHEN)
+    assert "16 passed" in done.stdout, done.stdout + done.stderr
+    notes = [
+        name for _, name in sorted(json.loads(line) for line in (tmp_path / "notes").read_text().splitlines())
+    ]
+    assert notes.count("begin alone") == 2
+    for at, name in enumerate(notes):
+        if name == "begin alone":
+            assert notes[:at].count("begin") == notes[:at].count("end")
+            assert notes[at + 1] == "end alone"
+
+
+def test_folders_are_those_below_tests() -> None:
+    assert folder_of("tests/engine/test_save.py::test_x[a/b]") == "engine"
+    assert folder_of("tests/test_api.py::test_x") == "."
+
+
+def test_by_day_each_case_has_four_partners_and_is_the_partner_of_four() -> None:
+    every = [str(number) for number in range(15)]
+    chosen = {one: partners(one, every) for one in every}
+    if examples(100) > 100:
+        assert all(found == every for found in chosen.values())
+        return
+    assert all(len(found) == 4 and one in found for one, found in chosen.items())
+    assert all(sum(one in found for found in chosen.values()) == 4 for one in every)
+    assert set(partners("0", ["0", "1", "2"])) <= {"0", "1", "2"}
