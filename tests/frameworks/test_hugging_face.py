@@ -17,6 +17,7 @@ from reknit.frameworks.registry import collect, wanted
 from reknit.types.shard import Alias
 from tests import ranks
 from tests.frameworks.checkpoint import assemble, fill, portable
+from tests.torchrun import pieces
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -69,9 +70,8 @@ def save_and_load(lora: bool) -> Any:
     want = wanted({"model": target, "optimizer": fresh}, checkpoint.catalog(), rank, 2)
     assert want.missing == want.mismatched == ()
     fill(want, checkpoint)
-    pairs = zip(model.state_dict().values(), target.state_dict().values(), strict=True)
-    same = all(torch.equal(a.full_tensor(), b.full_tensor()) for a, b in pairs)
-    whole = {name: tensor.full_tensor() for name, tensor in model.state_dict().items()}
+    whole, loaded = pieces.wholes(model.state_dict()), pieces.wholes(target.state_dict())
+    same = whole.keys() == loaded.keys() and all(torch.equal(whole[name], loaded[name]) for name in whole)
     return holdings, checkpoint, same, whole, fresh.param_groups[0]["lr"]
 
 

@@ -16,6 +16,7 @@ import reknit
 from reknit.frameworks.registry import collect
 from tests import ranks
 from tests.frameworks.silence import Silence
+from tests.torchrun import pieces
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -92,12 +93,12 @@ def data() -> Any:
 
 
 def whole(trainer: Any, module: Any) -> dict[str, torch.Tensor]:
-    """Return parameters and states as torch gathers them."""
-    found = {name: p.detach().full_tensor() for name, p in module.named_parameters()}
+    """Return parameters and states, whole."""
+    found: dict[str, Any] = dict(module.named_parameters())
     for name, parameter in module.named_parameters():
         for key, state in trainer.optimizers[0].state[parameter].items():
-            found[f"{name}/{key}"] = state.full_tensor() if hasattr(state, "full_tensor") else state.clone()
-    return found
+            found[f"{name}/{key}"] = state
+    return pieces.wholes(found)
 
 
 def fit_and_save(folder: str) -> dict[str, Any]:

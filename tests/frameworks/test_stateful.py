@@ -15,6 +15,7 @@ from reknit.frameworks.registry import collect, wanted
 from reknit.types.shard import Tagged
 from tests.frameworks.checkpoint import assemble, fill, load, portable, save
 from tests.ranks import run
+from tests.torchrun import pieces
 
 
 class Keeper:
@@ -129,7 +130,7 @@ def average() -> Any:
     want = wanted({"ema": target}, checkpoint.catalog(), rank, 2)
     fill(want, checkpoint)
     shards = [s.box.lengths for s in want.shards]
-    return shards, target.state["w"].full_tensor(), before is target.state["w"].to_local()
+    return shards, pieces.whole(target.state["w"]), before is target.state["w"].to_local()
 
 
 def test_shards_in_a_state_stay_shards() -> None:

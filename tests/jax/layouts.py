@@ -138,6 +138,8 @@ def beside_torch(folder: str) -> list[str]:
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
+    from tests.torchrun import pieces
+
     rank, told = jax.process_index(), []
     w = training.parameters(training.mesh(2, 2), 1)["emb"]
     for number, (ours, size) in enumerate([(0, 1), (1 - rank, 2)]):
@@ -159,7 +161,7 @@ def beside_torch(folder: str) -> list[str]:
         assert isinstance(state["jax"]["w"], DTensor)
         for shard in state["torch"]["w"].addressable_shards:
             assert np.array_equal(shard.data, values.numpy()[shard.index])
-        whole = state["jax"]["w"].full_tensor().numpy()
+        whole = pieces.whole(state["jax"]["w"]).numpy()
         for shard in w.addressable_shards:
             assert np.array_equal(shard.data, whole[shard.index])
         dist.barrier()

@@ -11,7 +11,8 @@ from typing import Any
 import torch
 from torch import nn
 from torch.distributed.fsdp import FullyShardedDataParallel
-from torch.distributed.tensor import DTensor
+
+from tests.torchrun import pieces
 
 WRAPPED = "_fsdp_wrapped_module."
 FLAT = "_flat_param"
@@ -39,13 +40,12 @@ def add(module: nn.Module, optimizer: torch.optim.Optimizer, mine: dict[str, dic
                 mine["optimizer"][f"param_groups/{name}"] = options
 
 
-def gathered(module: nn.Module) -> dict[str, torch.Tensor]:
-    """Return the whole parameters, as FSDP gathers them."""
+def gathered(module: nn.Module) -> dict[str, Any]:
+    """Return the parameters as FSDP gathers them: whole, or pieces where they are DTensors."""
     found = {}
     with FullyShardedDataParallel.summon_full_params(module, writeback=False):
         for name, parameter in module.named_parameters():
-            whole: Any = parameter.full_tensor() if isinstance(parameter, DTensor) else parameter
-            found[name.replace(WRAPPED, "")] = whole.detach().clone()
+            found[name.replace(WRAPPED, "")] = pieces.of(parameter)
     return found
 
 

@@ -11,7 +11,7 @@ router, and a head.  Two parameter groups: matrices decay, vectors do not.  One 
 optimizer.
 
 `state(trained)` is what a user would save: items model, optimizer, scheduler, progress.  `truth(trained)` is
-the same state as whole tensors, gathered with torch's own collectives and independent of reknit: equal on
+the same state as whole tensors, put together from the memory of all ranks and independent of reknit: equal on
 every rank, keyed like reknit's fqns.
 """
 
@@ -31,7 +31,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tenso
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.nn.parallel import DistributedDataParallel
 
-from tests.torchrun import flat_truth
+from tests.torchrun import flat_truth, pieces
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -353,7 +353,7 @@ _BUILDERS: dict[str, Callable[[str, Tiny], Trained]] = {
 def truth(trained: Trained) -> dict[str, dict[str, Any]]:
     """Return the whole state by item and fqn, the same on every rank: tensors, options of parameter groups.
 
-    Uses torch's collectives only, so every rank has to call it.
+    It is gathered over all ranks, so every rank has to call it.
     """
     mine: dict[str, dict[str, Any]] = {"model": {}, "optimizer": {}}
     for part, optimizer in zip(trained.parts, trained.optimizers, strict=True):
@@ -362,11 +362,11 @@ def truth(trained: Trained) -> dict[str, dict[str, Any]]:
             continue
         module = part.module if isinstance(part, DistributedDataParallel) else part
         for name, tensor in module.state_dict().items():
-            mine["model"][name] = _whole(tensor)
+            mine["model"][name] = pieces.of(tensor)
         names = {parameter: name for name, parameter in module.named_parameters()}
         for parameter, states in optimizer.state.items():
             for key, value in states.items():
-                mine["optimizer"][f"state/{names[parameter]}/{key}"] = _whole(value)
+                mine["optimizer"][f"state/{names[parameter]}/{key}"] = pieces.of(value)
         for group in optimizer.param_groups:
             options = {k: v for k, v in group.items() if k not in ("params", "foreach", "fused")}
             for parameter in group["params"]:
@@ -375,14 +375,4 @@ def truth(trained: Trained) -> dict[str, dict[str, Any]]:
         return mine
     everyone: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(everyone, mine)
-    merged: dict[str, dict[str, Any]] = {"model": {}, "optimizer": {}}
-    for one in reversed(everyone):  # where ranks differ (buffers under DDP), the first rank's counts
-        for item, values in one.items():
-            merged[item].update(values)
-    return merged
-
-
-def _whole(tensor: Any) -> Any:
-    if isinstance(tensor, DTensor):
-        tensor = tensor.full_tensor()
-    return tensor.detach().clone() if isinstance(tensor, torch.Tensor) else tensor
+    return {item: pieces.joined([one[item] for one in everyone]) for item in mine}

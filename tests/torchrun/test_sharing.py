@@ -25,6 +25,7 @@ from reknit.storage.registry import register
 from reknit.testing.faulty_storage import FaultyStorage
 from tests.faults.test_load_exchange import reblock
 from tests.ranks import run
+from tests.torchrun import pieces
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -181,7 +182,7 @@ def load_sharded(path: str, hosts: str, shape: tuple[int, ...]) -> list[tuple[li
         fully_shard(module, mesh=mesh)
         how = options(share, verify=verify)  # type: ignore[arg-type]
         reknit.load(f"counted://{path}", {"model": module}, options=how)
-        found = {name: value.full_tensor() for name, value in module.state_dict().items()}
+        found = pieces.wholes(module.state_dict())
         wrong = [name for name, tensor in expected.items() if not torch.equal(tensor, found[name])]
         answers.append((wrong, taken()))
     return answers
@@ -223,7 +224,7 @@ def load_distributed(path: str, hosts: str) -> list[tuple[list[str], int]]:
         }
         how = options(share, verify=verify)  # type: ignore[arg-type]
         reknit.load(f"counted://{path}", {"model": target}, options=how)
-        wrong = [name for name, t in target.items() if not torch.equal(t.full_tensor(), matrix(name))]
+        wrong = [name for name, t in pieces.wholes(target).items() if not torch.equal(t, matrix(name))]
         answers.append((wrong, taken()))
     return answers
 
