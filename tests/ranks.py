@@ -95,8 +95,11 @@ def run(
         except BaseException:  # whatever it is, its ranks must not go on: they end with it
             server.kill()
             raise
-        # In the order in which they ended: the first is to blame for how the others did.
-        answers = {rank: _answer(folder, rank, code, some_die) for rank, code in codes.items()}
+        try:
+            # In the order in which they ended: the first is to blame for how the others did.
+            answers = {rank: _answer(folder, rank, code, some_die) for rank, code in codes.items()}
+        except RankFailed as error:
+            raise RankFailed(f"{error}\n{_stacks(folder, world)}") from None
     return [answers[rank] for rank in range(world)]
 
 
@@ -134,14 +137,20 @@ def _answer(folder: str, rank: int, code: int, some_die: bool) -> Any:
     except FileNotFoundError:
         if some_die:
             return Died(code)
-        text = f"rank {rank} ended with code {code}\n{Path(folder, f'stacks-{rank}').read_text()}"
+        text = f"rank {rank} ended with code {code}"
         if -code in _LEAVES_A_CORE:
             pattern = Path("/proc/sys/kernel/core_pattern").read_text().strip()
-            text += f"\nIf the system keeps cores, its core is where the pattern {pattern!r} says."
+            text += f"; if the system keeps cores, its core is where the pattern {pattern!r} says"
         raise RankFailed(text) from None
     if not ok:
         raise RankFailed(f"rank {rank} raised\n{answer}")
     return answer
+
+
+def _stacks(folder: str, world: int) -> str:
+    """Return what the ranks did when they crashed, or when the first of them failed."""
+    texts = {rank: Path(folder, f"stacks-{rank}").read_text() for rank in range(world)}
+    return "\n".join(f"rank {rank} was here:\n{text}" for rank, text in texts.items() if text)
 
 
 def _send(to: Any, message: object) -> None:
@@ -169,6 +178,7 @@ def _serve(warm: str) -> None:
     warnings.simplefilter("ignore")
     logging.disable(logging.WARNING)
     importlib.import_module(f"tests.warm.{warm}")
+    _one_gloo_worker()
     gc.collect()
     gc.freeze()  # no rank goes through all that again
     while True:
@@ -177,6 +187,22 @@ def _serve(warm: str) -> None:
         except EOFError:
             return
         _send(answers, _forked(job))
+
+
+def _one_gloo_worker() -> None:
+    """Let groups of gloo have one worker: two of them corrupt memory (`tests.torchrun.gloo_race` shows it)."""
+    from torch.distributed import distributed_c10d as torch_dist
+
+    gloo: Any = torch_dist.ProcessGroupGloo
+
+    class OneWorker(gloo):  # type: ignore[misc]
+        def __init__(self, store: Any, rank: int, size: int, timeout: Any) -> None:
+            options = gloo._Options()
+            options._threads, options._timeout = 1, timeout
+            options._devices = [gloo.create_device(interface="lo")]
+            super().__init__(store, rank, size, options)
+
+    vars(torch_dist)["ProcessGroupGloo"] = OneWorker
 
 
 def _forked(job: _Job) -> dict[int, int]:
@@ -196,6 +222,9 @@ def _forked(job: _Job) -> dict[int, int]:
         if not ended or (any(codes.values()) and not job.some_die):
             break
     for rank in running.values():
+        os.kill(ranks[rank].pid or 0, signal.SIGUSR1)  # it writes where it is
+    wait(list(running), 0.5)
+    for rank in running.values():
         ranks[rank].kill()
         ranks[rank].join()
         codes[rank] = ranks[rank].exitcode or 0
@@ -213,6 +242,7 @@ def _be(rank: int, job: _Job) -> None:
     resource.setrlimit(resource.RLIMIT_CORE, (most, most))
     stacks = open(os.path.join(job.folder, f"stacks-{rank}"), "w")  # noqa: SIM115 - written to until the end
     faulthandler.enable(stacks)
+    faulthandler.register(signal.SIGUSR1, file=stacks)
     faulthandler.dump_traceback_later(job.timeout, exit=True, file=stacks)
     os.environ.update(RANK=str(rank), WORLD_SIZE=str(job.world), LOCAL_RANK=str(rank))
     torch.set_num_threads(1)

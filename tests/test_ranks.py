@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import faulthandler
 import os
+import re
 import signal
 import sys
 import time
@@ -94,3 +95,9 @@ def test_a_rank_that_hangs_is_reported_with_its_stack() -> None:
     with pytest.raises(RankFailed, match="rank 0 ended") as error:
         run(2, hang, timeout=1.0)
     assert "in hang" in str(error.value)
+
+
+def test_when_a_rank_fails_all_say_where_they_were() -> None:
+    with pytest.raises(RankFailed, match="rank 1 raised") as error:
+        run(2, fail_on, 1)
+    assert re.search("rank 0 was here.*in fail_on", str(error.value), re.DOTALL)

@@ -2,8 +2,8 @@
 
 Each layout is trained and saved once by real processes.  Then each layout's processes build a target and load
 checkpoints of several (at night: all) layouts one after another, each time with other weights and optimizers
-without state; what they then hold is put together from the memory of all ranks and compared with what the saver
-put together the same way.
+without state; what they then hold is put together from the memory of all ranks and compared with what the
+saver put together the same way.
 """
 
 from __future__ import annotations
