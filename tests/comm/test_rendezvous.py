@@ -74,9 +74,11 @@ def test_names_that_are_long_and_alike_stay_apart(tmp_path: Path) -> None:
 
 
 def test_only_the_owner_can_read_what_ranks_tell_each_other(tmp_path: Path) -> None:
-    FolderStore(tmp_path).set("token", b"secret")
-    (file,) = tmp_path.iterdir()
+    folder = tmp_path / "made"
+    FolderStore(folder).set("token", b"secret")
+    (file,) = folder.iterdir()
     assert stat.S_IMODE(file.stat().st_mode) == 0o600
+    assert stat.S_IMODE(folder.stat().st_mode) == 0o700
 
 
 def test_a_folder_that_cannot_be_made_or_written_is_a_comm_error(tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from typing import TYPE_CHECKING, Any
 
 import grpc
@@ -93,6 +94,22 @@ def test_what_a_stranger_sends_is_not_read(monkeypatch: pytest.MonkeyPatch) -> N
             list(stub(flood(), timeout=30, metadata=((TOKEN, "wrong"),)))
     assert read == []
     assert len(taken) < 50, "the connection took no more than its buffers hold"
+
+
+def test_a_stranger_is_refused_before_it_has_sent_anything() -> None:
+    refused = threading.Event()
+
+    def nothing() -> Iterator[bytes]:
+        refused.wait(20)
+        yield from ()
+
+    with tree_world(2) as groups, grpc.insecure_channel(address(groups[0])[0]) as channel:
+        stub: Any = channel.stream_stream("/reknit.Tree/round", None, None)
+        try:
+            with pytest.raises(grpc.RpcError, match="does not know this token"):
+                list(stub(nothing(), timeout=10, metadata=((TOKEN, "wrong"),)))
+        finally:
+            refused.set()
 
 
 def test_the_list_of_strangers_that_were_logged_is_bounded(

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import signal
 import subprocess
 import sys
 import threading
@@ -81,6 +83,17 @@ def test_an_agent_that_is_given_up_is_gone_before_its_arena_is_filled_anew(
     link._channel.shut()
     assert link.ended(60)
     assert running == [False], "whoever hears of the loss may fill what a stopped agent would still read"
+
+
+def test_an_agent_lives_through_the_signals_that_are_meant_for_its_trainer() -> None:
+    link = agent_link.AgentLink(0, in_process=False, send_timeout_s=5)
+    assert link.pid is not None
+    link.ask(say.Join("agents", 0, [0], 1, 7, {}, False), 60)
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        os.kill(link.pid, number)
+    assert link.ask(say.Climb(""), 60) == say.Joined(None)
+    link.quit()
+    assert link.ended(60)
 
 
 def test_a_save_that_ends_while_the_next_is_taken_up_disturbs_nobody() -> None:

@@ -14,6 +14,8 @@ import pytest
 import torch
 
 import reknit
+from reknit.engine import agent_link
+from reknit.engine.agent import Agent
 from reknit.engine.coordinator import Coordinator
 from reknit.storage.registry import recipe, register
 from reknit.testing.process_memory import ProcessMemory
@@ -130,6 +132,34 @@ def test_a_save_is_not_visible_before_it_is_committed_and_tells_when_it_is() -> 
         record.phase for record in report.phases
     }
     assert reknit.verify("gated://slow", "data").ok
+
+
+def test_what_is_staged_is_committed_though_its_trainer_is_gone_before_a_byte_is_written(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    noticed, ended, outlive, run = threading.Event(), threading.Event(), Agent._outlive, Agent.run
+
+    def outlives(agent: Agent, told: bool) -> None:
+        outlive(agent, told)
+        noticed.set()
+
+    def runs(agent: Agent) -> None:
+        run(agent)
+        ended.set()
+
+    monkeypatch.setattr(Agent, "_outlive", outlives)
+    monkeypatch.setattr(Agent, "run", runs)
+    GATE.open.clear()
+    save = background("gated://orphan", {"model": weights(1)})
+    save.staged(LIMIT_S)
+    for link in list(agent_link._open_links):
+        link._channel.shut()  # as the kernel does when a process dies
+    assert noticed.wait(LIMIT_S)
+    GATE.open.set()
+    assert ended.wait(LIMIT_S)
+    with pytest.raises(reknit.AgentError):
+        save.result(LIMIT_S)
+    assert reknit.verify("gated://orphan", "data").ok
 
 
 class Counted:

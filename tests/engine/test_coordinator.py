@@ -261,6 +261,22 @@ def test_a_file_that_the_root_does_not_see_is_named_with_who_wrote_it() -> None:
         world.save(lambda rank: [rows(rank, "a")])
 
 
+def test_a_file_that_has_another_size_by_the_commit_is_named_with_who_wrote_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    world = World("cut")
+    storage, receipt = world.to.storage, world.ranks[2].receipt
+
+    def cut_short(write_id: str, answer: bytes) -> bytes:
+        told = receipt(write_id, answer)
+        storage.put(paths.data_path("m", 2, write_id), b"x", if_absent=False)
+        return told
+
+    monkeypatch.setattr(world.ranks[2], "receipt", cut_short)
+    with pytest.raises(CommitError, match=r"rank 2 wrote m/00002\..*, and rank 0 does not find it"):
+        world.save(lambda rank: [rows(rank, "a")])
+
+
 def test_the_tally_has_every_file_with_its_digests_and_coordinates() -> None:
     world = World("tally")
     write_id = paths.new_write_id()

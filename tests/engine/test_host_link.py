@@ -5,6 +5,7 @@ from __future__ import annotations
 import queue
 import socket
 import struct
+from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -166,6 +167,7 @@ def fragments(link: HostLink, ring: SharedArena) -> list[tuple[bytes, list[int]]
         (b"x", [ring.fd]),
         (hello(link, token=bytes(16)), [ring.fd]),
         (hello(link, token=bytes(16)), []),
+        (hello(link, token=right[:8] + bytes(8)), [ring.fd]),
         (right[:-1], [ring.fd]),
         (bytes(32), [ring.fd] * 3),
         (bytes(5_000), [ring.fd]),
@@ -205,6 +207,22 @@ def test_strangers_who_say_nothing_keep_nobody_waiting(ring: SharedArena) -> Non
     for stranger in silent:
         stranger.close()
     assert ear.heard.empty() or ear.next() == ("source ended", 9)
+
+
+def test_a_process_of_another_user_is_shown_out_though_it_knows_the_token(
+    ring: SharedArena, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    link, ear, own = HostLink(0), Ear(), os.geteuid()
+    uids = iter([own + 1])  # whoever knocks first is not of this user, as far as the link can see
+    monkeypatch.setattr(os, "geteuid", lambda: next(uids, own))
+    link.open(None, {}, ear)
+    with knock(link) as stranger:
+        with suppress(OSError):  # it may hear of that while it still speaks
+            socket.send_fds(stranger, [hello(link)], [ring.fd])
+            stranger.send(struct.pack("<QQ", 6, 100))
+        works(link, ear, ring)
+    link.close()
+    assert ear.heard.empty()
 
 
 def no_memory(link: HostLink, stranger: socket.socket, ring: SharedArena) -> None:

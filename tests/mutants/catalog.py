@@ -45,7 +45,8 @@ class Mutant(msgspec.Struct, forbid_unknown_fields=True):
             path, _, name = test.partition("::")
             if not (root / path).exists():
                 return f"there is no {path}"
-            if f"def {name}(" not in (root / path).read_text() and name:
+            text = (root / path).read_text()
+            if not any(f"{kind} {name}(" in text for kind in ("def", "class")) and name:
                 return f"{path} has no {name}"
         try:
             compile(self.mutated(root), self.file, "exec", dont_inherit=True)

@@ -128,10 +128,18 @@ def test_a_box_that_two_ranks_wrote_is_kept_once_that_of_the_lowest() -> None:
     assert warnings == ["written by more than one rank, kept once: m/b"]
 
 
-def test_ranks_that_disagree_about_a_tensor_are_named() -> None:
-    other: Tensor = ("m", "a", "int32", (4,))
+def test_a_box_that_begins_where_another_does_is_an_overlap_and_no_second_copy() -> None:
+    rows: list[Row] = [(A, Box((0,), (4,)), 0), (A, Box((0,), (2,)), 0)]
+    with pytest.raises(CommitError, match=r"m/a uint8\[4\]: an overlap, 6 of 4"):
+        assemble(merged([chunks(rank, [A], [row]) for rank, row in enumerate(rows)]))
+
+
+@pytest.mark.parametrize(("dtype", "length"), [("int32", 4), ("uint8", 5)])
+def test_ranks_that_disagree_about_a_tensor_are_named(dtype: str, length: int) -> None:
+    other: Tensor = ("m", "a", dtype, (length,))
     ranks = [chunks(rank, [B, A if rank < 3 else other], []) for rank in range(5)]
-    with pytest.raises(CommitError, match=r"disagree about m/a: uint8\[4\], on rank 3 int32\[4\]"):
+    told = rf"disagree about m/a: uint8\[4\], on rank 3 {dtype}\[{length}\]"
+    with pytest.raises(CommitError, match=told):
         assemble(merged(ranks))
 
 

@@ -144,5 +144,21 @@ def test_boxes_whose_sizes_add_up_but_overlap_are_found() -> None:
     assert check([(3, 3)], [(0, b) for b in boxes]) == [0]
 
 
+def test_boxes_that_begin_where_the_one_before_seems_to_end_are_no_ranges_of_the_line() -> None:
+    boxes = [Box((0, 0), (2, 2)), Box((1, 0), (1, 4))]
+    assert check([(2, 4)], [(0, b) for b in boxes]) == [0]
+
+
+def test_cells_that_overlap_in_one_dimension_are_no_grid() -> None:
+    boxes = [Box((0, 0), (2, 1)), Box((0, 1), (1, 1)), Box((1, 0), (2, 1)), Box((2, 1), (1, 1))]
+    assert check([(3, 2)], [(0, b) for b in boxes]) == [0]
+
+
+def test_all_broken_tensors_are_found_however_many_have_the_right_number_of_elements() -> None:
+    boxes = [Box((0, 0), (2, 2)), Box((1, 0), (1, 4))]
+    chunks = [(number, box) for number in range(3) for box in boxes]
+    assert check([(2, 4)] * 3, chunks) == [0, 1, 2]
+
+
 def test_a_tensor_that_nobody_wrote_is_found_even_when_it_has_no_elements() -> None:
     assert check([(2,), (0, 3), ()], [(0, Box((0,), (2,)))]) == [1, 2]
