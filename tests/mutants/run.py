@@ -131,7 +131,8 @@ class Copy:
         if status < 0:
             return Ending("failed", f"signal {-status}")
         if status == 1 and (failed := _FAILED.findall(output)):
-            return Ending("failed", ", ".join(failed))
+            hung = f" (after {TEST_S} s)" if "Failed: Timeout" in output else ""
+            return Ending("failed", ", ".join(failed) + hung)
         return Ending("broken", "no test ran to its end; it said:\n" + output[-1500:])
 
     def _end_all(self) -> None:
