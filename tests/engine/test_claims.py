@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from reknit.engine.claims import BlobFile, blob_files, bring
+from reknit.engine.claims import BlobFile, blob_files, bring, compare
 from reknit.engine.messages import packed
 from reknit.engine.receipt import write_blobs
 from reknit.engine.write import Written
@@ -16,8 +16,10 @@ from reknit.errors import StorageError
 from reknit.format.blob_codec import decode_blobs, encode_value
 from reknit.monitor.phase import Recorder
 from reknit.options import SaveOptions
+from reknit.planner.resolve import OWN
 from reknit.testing.process_memory import ProcessMemory
-from reknit.types.shard import Blob, Encoded, Holdings
+from reknit.types.box import Box
+from reknit.types.shard import Blob, Encoded, Holdings, Shard, TensorSpec
 
 WRITE_ID = "0123456789abcdef" * 2
 VALUE = {"tokens": np.arange(1000), "position": 7}
@@ -45,6 +47,34 @@ def test_a_file_with_one_value_is_what_was_encoded_and_no_copy_of_it() -> None:
     brought = bring(holdings, SaveOptions())
     (file,) = blob_files(brought.blobs, packed([], "i8"), 0)
     assert file.data is brought.blobs[0].data
+
+
+def test_a_value_is_written_by_its_owner_and_by_each_rank_where_they_disagree() -> None:
+    values = (Blob("m", "a", 1), Blob("m", "b", 2), Blob("n", "c", 3), Blob("n", "d", 4, {"dp": 1}))
+    blobs = bring(Holdings(("m", "n"), (), values), SaveOptions()).blobs
+    files = blob_files(blobs, packed([1, OWN, 0], "i8"), 1)
+    assert [(file.item, file.coordinate, decode_blobs(file.data)) for file in files] == [
+        ("m", None, {"a": 1}),
+        ("m", {"rank": 1}, {"b": 2}),
+        ("n", {"dp": 1}, {"d": 4}),
+    ]
+
+
+def shard(fqn: str, replicas: tuple[int, ...] | None, values: list[int]) -> Shard:
+    return Shard("m", fqn, TensorSpec((4,), "uint8"), Box((0,), (4,)), replicas, np.array(values, np.uint8))
+
+
+@pytest.mark.parametrize(("check", "names"), [("off", []), ("guessed", [0]), ("all", [0, 1])])
+def test_copies_are_compared_by_their_bytes(check: str, names: list[int]) -> None:
+    told = []
+    for last in (4, 4, 5):
+        every = [("guessed", None), ("vouched", (0, 1)), ("alone", (0,))]
+        shards = tuple(shard(fqn, replicas, [1, 2, 3, last]) for fqn, replicas in every)
+        told.append(compare(bring(Holdings(("m",), shards, ()), SaveOptions()), check, 2))
+    assert told[0].names == [["m/guessed", "m/vouched"][name] for name in names]
+    assert told[0] == told[1]
+    assert told[0].keys == told[2].keys
+    assert (told[0].digests != told[2].digests) == bool(names)
 
 
 def many(count: int) -> list[BlobFile]:

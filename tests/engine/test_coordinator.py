@@ -228,6 +228,19 @@ def test_ranks_at_different_saves_are_told_where_they_are() -> None:
         world.coordinator.assign(world.to, [merge_claims(requests)])
 
 
+def test_copies_that_differ_are_told_with_the_ranks_that_hold_them() -> None:
+    world = World("copies")
+    write_id = paths.new_write_id()
+    told = []
+    for rank in world.ranks:
+        equal, differs = b"\0" * 8, bytes([rank.rank == 3]) + b"\0" * 7
+        copies = Copies(b"\1" * 8 + b"\2" * 8, equal + differs, ["m/equal", "m/differs"])
+        told.append(receipt(rank.where, ["m"], [], b"", None, (), copies))
+    (warning,) = tally(unpack(merge_receipts(told))[0], write_id).warnings
+    assert "different values of m/differs (ranks 0, 1, 2, 3, 4)" in warning
+    assert "m/equal" not in warning
+
+
 def test_ranks_with_equal_answers_get_one_object() -> None:
     world = World("equal")
     write_id = paths.new_write_id()

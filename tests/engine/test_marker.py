@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import pytest
 
-from reknit.engine.commit import is_committed
-from reknit.engine.marker import Marker, put_up
+from reknit.engine.commit import claim, is_committed, put_manifest
+from reknit.engine.marker import Marker, is_last, put_up
 from reknit.errors import CheckpointExistsError, CommitError, FencedError, StorageError, from_wire
+from reknit.format.manifest_file import decode_manifest
 from reknit.format.paths import MANIFEST_PATH
 from reknit.testing.faulty_storage import Fault, FaultyStorage
-from tests.engine.runs import Annals, save_as, strays, value_in
+from tests.engine.runs import Annals, pausing, save_as, strays, value_in
 
 WRITE_ID = "0123456789abcdef0123456789abcdef"
 
@@ -94,3 +95,43 @@ def test_a_marker_is_no_checkpoint_and_no_part_of_one() -> None:
     put_up(place, Marker(2, WRITE_ID))
     assert value_in(place) == 1
     assert is_committed(place, WRITE_ID) is False
+
+
+def test_a_save_is_the_last_while_no_other_has_begun_that_may_commit_and_its_manifest_stays() -> None:
+    place = Annals("last")
+    assert save_as(place, 1, 5) is None
+    manifest = place.get(MANIFEST_PATH, limit=1 << 20)
+    mine = Marker(5, decode_manifest(manifest).write_id)
+    assert is_last(place, mine, manifest)
+    assert not is_last(place, mine, manifest + b" ")
+    for generation in (4, 5, 6):
+        other = Marker(generation, WRITE_ID)
+        place.put(other.path, b"", if_absent=True)
+        assert is_last(place, mine, manifest) == (generation < 5)
+        place.delete(other.path)
+
+
+def test_a_manifest_that_another_save_has_put_meanwhile_stays() -> None:
+    place = Annals("meanwhile")
+    assert save_as(place, 1, 1) is None
+    mine = Marker(1, WRITE_ID)
+    place.put(mine.path, b"", if_absent=True)
+    with pytest.raises(CheckpointExistsError, match="meanwhile"):
+        put_manifest(place, mine, b"another", overwrite=False)
+    assert value_in(place) == 1
+
+
+def test_a_checkpoint_that_is_committed_while_the_marker_is_put_up_is_seen() -> None:
+    place = Annals("late")
+    store = pausing(place, [2], lambda: save_as(place, 1, 1))
+    with pytest.raises(CheckpointExistsError):
+        claim(store, Marker(1, WRITE_ID), overwrite=False)
+    assert (value_in(place), strays(place)) == (1, set())
+
+
+def test_whose_marker_is_put_up_takes_away_those_of_others_that_began_before() -> None:
+    place = Annals("others")
+    for generation in (1, 2):
+        put_up(place, Marker(generation, f"{generation}" * 32))
+    put_up(place, Marker(2, WRITE_ID))
+    assert strays(place) == {Marker(2, WRITE_ID).path}

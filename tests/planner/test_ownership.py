@@ -35,7 +35,7 @@ def test_replicas_that_decide_alone_write_every_element_exactly_once(world: tupl
     covered = {s.fqn: np.zeros(s.box.numel, np.int64) for s in shards}
     parts: defaultdict[str, int] = defaultdict(int)
     for rank in range(size):
-        held = [s for s in shards if rank in (s.replicas or ())]
+        held = [s for s in shards if rank in (s.replicas or ())][:: -1 if rank % 2 else 1]
         for part in owned_parts(held, rank):
             covered[held[part.shard].fqn][part.first : part.first + part.numel] += 1
             parts[held[part.shard].fqn] += 1
@@ -84,6 +84,19 @@ def test_a_cut_prefers_whole_tensors_and_rows_where_they_are_near() -> None:
         assert [p.numel for p in owned_parts(shards, rank)] == [shards[rank].box.numel]
     plan = plan_save([shard("w", (1001, 1000), (0, 1))], 0, 1 << 40)
     assert [entry.box for entry in plan.files[0].entries] == [Box((0, 0), (501, 1000))]
+
+
+def test_the_parts_of_a_box_lie_inside_of_it() -> None:
+    box = Box((1000, 7), (2001, 100))
+    shards = [Shard("model", "w", TensorSpec((9000, 200), "float32"), box, (0, 1, 2), None)]
+    plans = [plan_save(shards, rank, 1 << 40) for rank in range(3)]
+    entries = [entry for plan in plans for file in plan.files for entry in file.entries]
+    assert sum(entry.numel for entry in entries) == box.numel
+    assert all(box.intersect(entry.box) == entry.box for entry in entries)
+    covered = np.zeros((9000, 200), np.int64)
+    for entry in entries:
+        covered[entry.box.slices()] += 1
+    assert (covered[box.slices()] == 1).all()
 
 
 @given(worlds(), st.integers(1, 1 << 16))

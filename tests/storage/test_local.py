@@ -334,6 +334,15 @@ def test_abort_during_a_write_never_touches_another_file(
 # Open files
 
 
+def test_abort_leaves_a_file_alone_that_has_taken_the_name_meanwhile(tmp_path: Path) -> None:
+    storage = LocalStorage(tmp_path)
+    writer = storage.create("x", 1)
+    storage.delete("x")
+    storage.put("x", b"other", if_absent=True)
+    writer.abort()
+    assert storage.get("x", limit=5) == b"other"
+
+
 def test_open_files_are_bounded_and_closed(tmp_path: Path) -> None:
     before = open_files()
     storage = LocalStorage(tmp_path)

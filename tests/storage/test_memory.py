@@ -274,7 +274,12 @@ def open_to_all(place: Path) -> None:
     place.chmod(0o777)
 
 
-@pytest.mark.parametrize("make", [link, anothers, open_to_all, Path.touch])
+def open_to_its_group(place: Path) -> None:
+    place.mkdir()
+    place.chmod(0o770)
+
+
+@pytest.mark.parametrize("make", [link, anothers, open_to_all, open_to_its_group, Path.touch])
 def test_a_folder_that_others_may_have_had_their_hands_in_is_not_used(
     make: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
