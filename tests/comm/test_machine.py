@@ -550,9 +550,9 @@ def test_a_decision_after_the_end_of_its_round_is_no_end_of_another() -> None:
     assert ended(machine.decided(1, [b"now"], 0)).answers.payloads(1) == [b"now"]
 
 
-def test_a_decision_that_fails_or_has_too_many_answers_fails_the_round_for_all() -> None:
+def test_a_decision_that_fails_or_has_too_many_or_too_few_answers_fails_the_round_for_all() -> None:
     machine = new_machine(size=2)
-    ends: list[Sequence[bytes] | ReknitError] = [MismatchError("no"), [b""] * 3]
+    ends: list[Sequence[bytes] | ReknitError] = [MismatchError("no"), [b""] * 3, [b""]]
     for number, answers in enumerate(ends):
         machine.enter(call(), 0)
         machine.hear_report(whole(1, number), 0)

@@ -5,7 +5,7 @@ import os
 import msgspec
 import pyarrow as pa
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from reknit.comm.message import (
@@ -99,6 +99,8 @@ def test_bytes_that_are_no_message_are_refused_with_a_typed_error(noise: bytes) 
 
 
 @given(st.lists(st.integers(-5, 5), max_size=5), st.integers(0, 5))
+@example([-1], 1)
+@example([0, 2], 2)
 def test_a_parcel_that_does_not_fit_its_ranks_is_refused(which: list[int], count: int) -> None:
     parcel = Parcel([b"a", b"b"], which)
     if len(which) == count and all(place in (0, 1) for place in which):

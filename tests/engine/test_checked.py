@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import logging
 
+import numpy as np
 import pytest
 
-from reknit.engine.checked import read_checked
+from reknit.engine.checked import check_blocks, read_checked
 from reknit.errors import CorruptError, ReknitError, StorageError
 from reknit.format.checksum import block_digests
 from reknit.testing.faulty_storage import Fault, FaultyStorage
@@ -28,7 +29,13 @@ def place(name: str, data: bytes | None) -> ProcessMemory:
 
 
 @pytest.mark.parametrize(
-    ("found", "says"), [(None, "missing"), (DATA[:-1], "10239 bytes"), (OTHER, "bytes 8192:10240")]
+    ("found", "says"),
+    [
+        (None, "missing"),
+        (DATA[:-1], "10239 bytes"),
+        (DATA + b"\0", "10241 bytes"),
+        (OTHER, "bytes 8192:10240"),
+    ],
 )
 def test_a_small_file_that_is_not_what_was_saved_comes_from_the_first_copy_that_has_it(
     found: bytes | None, says: str, caplog: pytest.LogCaptureFixture
@@ -42,6 +49,16 @@ def test_a_small_file_that_is_not_what_was_saved_comes_from_the_first_copy_that_
     (told,) = caplog.messages
     assert says in told
     assert "process://checked-good" in told
+
+
+def test_blocks_from_any_one_on_are_compared_with_their_own_digests() -> None:
+    data = np.arange(5000, dtype=np.int32).tobytes()
+    file = FileEntry("extra/y", len(data), tuple(block_digests(data, BLOCK)))
+    assert len(set(file.digests)) == len(file.digests) > 3
+    for start in range(0, len(data), BLOCK):
+        check_blocks(file, start, memoryview(data)[start:], BLOCK)
+        with pytest.raises(CorruptError, match=rf"bytes {start}:\d+ of extra/y"):
+            check_blocks(file, start, memoryview(bytes([data[start] ^ 1]) + data[start + 1 :]), BLOCK)
 
 
 def test_a_store_that_refuses_is_replaced_too() -> None:

@@ -42,7 +42,7 @@ class Mutant(msgspec.Struct, forbid_unknown_fields=True):
         if found != 1:
             return f"{SOURCES}/{self.file} has its text {found or 'no'} times"
         for test in self.tests:
-            path, _, name = test.partition("::")
+            path, _, name = test.partition("[")[0].partition("::")
             if not (root / path).exists():
                 return f"there is no {path}"
             text = (root / path).read_text()
