@@ -93,6 +93,8 @@ def test_the_parts_of_a_box_lie_inside_of_it() -> None:
     entries = [entry for plan in plans for file in plan.files for entry in file.entries]
     assert sum(entry.numel for entry in entries) == box.numel
     assert all(box.intersect(entry.box) == entry.box for entry in entries)
+    places = [np.ravel_multi_index(e.box.relative_to(box.offsets).offsets, box.lengths) for e in entries]
+    assert [entry.first for entry in entries] == places
     covered = np.zeros((9000, 200), np.int64)
     for entry in entries:
         covered[entry.box.slices()] += 1

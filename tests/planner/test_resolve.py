@@ -7,13 +7,28 @@ from hypothesis import strategies as st
 
 from reknit.planner import resolve
 from reknit.planner.columns import Blocks
-from reknit.planner.resolve import OWN, blob_owners, shard_owners
+from reknit.planner.resolve import OWN, blob_owners, shard_key, shard_owners
+from reknit.types.box import Box
+from reknit.types.shard import Shard, TensorSpec
 
 held_by_ranks = st.lists(st.sets(st.integers(0, 9)), min_size=1, max_size=6)
 
 
 def keyed(held: list[set[int]]) -> Blocks:
     return Blocks.of([np.array(sorted(keys), np.int64) for keys in held])
+
+
+def test_shards_that_differ_in_anything_have_keys_of_their_own() -> None:
+    spec, box = TensorSpec((4,), "uint8"), Box((0,), (2,))
+    shards = [
+        Shard("m", "a", spec, box, None, None),
+        Shard("n", "a", spec, box, None, None),
+        Shard("m", "b", spec, box, None, None),
+        Shard("m", "a", TensorSpec((5,), "uint8"), box, None, None),
+        Shard("m", "a", TensorSpec((4,), "int8"), box, None, None),
+        Shard("m", "a", spec, Box((2,), (2,)), None, None),
+    ]
+    assert len({shard_key(shard) for shard in shards}) == len(shards)
 
 
 def check_one_holder(held: list[set[int]]) -> None:

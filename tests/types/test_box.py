@@ -63,6 +63,7 @@ def test_the_intersection_of_two_boxes_holds_exactly_their_common_elements(
     elements = np.arange(prod(shape)).reshape(shape)
     common = set(elements[a.slices()].reshape(-1).tolist()) & set(elements[b.slices()].reshape(-1).tolist())
     found = a.intersect(b)
+    assert (found is None) == (not common)
     assert (set() if found is None else set(elements[found.slices()].reshape(-1).tolist())) == common
 
 

@@ -1,0 +1,89 @@
+"""After an error of a save: which of its files does a rank delete, and may the root still commit?"""
+
+from __future__ import annotations
+
+from typing import Any, cast
+
+import pytest
+
+from reknit.comm.base import SoloGroup
+from reknit.comm.threads import thread_groups
+from reknit.engine.commit import Destination
+from reknit.engine.receipt import Setting, _clean_up, commit_round
+from reknit.engine.write import Written, write_bytes
+from reknit.errors import CommError, CommitError, DeadlineError, StorageError
+from reknit.format.manifest_file import decode_manifest
+from reknit.format.paths import MANIFEST_PATH
+from reknit.monitor.phase import Recorder
+from reknit.options import SaveOptions
+from tests.engine.runs import Annals, save_as
+
+OTHER = "0123456789abcdef" * 2
+ABOVE = StorageError("no room on another rank")
+
+
+def setting(storage: Annals, rank: int) -> Setting:
+    to = Destination(storage, 1, True, False, {}, {})
+    return Setting(thread_groups(2)[rank], to, SaveOptions(), Recorder("save", rank))
+
+
+@pytest.mark.parametrize(
+    ("error", "rank", "sent", "stays"),
+    [
+        (ABOVE, 1, True, False),
+        (ABOVE, 1, False, False),
+        (StorageError("no room here", phase="write"), 1, True, False),
+        (CommError("no answer came"), 1, False, False),
+        (CommError("no answer came"), 1, True, True),
+        (DeadlineError("no answer came in time"), 1, True, True),
+        (KeyboardInterrupt(), 1, True, True),
+        (KeyboardInterrupt(), 1, False, False),
+        (KeyboardInterrupt(), 0, True, False),
+    ],
+)
+def test_files_stay_where_the_root_may_yet_commit_them_and_else_go(
+    error: BaseException, rank: int, sent: bool, stays: bool
+) -> None:
+    storage = Annals("receipt")
+    written = [write_bytes(storage, "m/00001.01234567.safetensors", b"x")]
+    assert _clean_up(setting(storage, rank), OTHER, written, error, sent=sent) in (False, None)
+    assert bool(list(storage.list())) == stays
+
+
+@pytest.mark.parametrize("error", [ABOVE, CommError("no answer came"), KeyboardInterrupt()])
+@pytest.mark.parametrize("rank", [0, 1])
+def test_files_of_what_is_committed_stay_whatever_the_error_is(error: BaseException, rank: int) -> None:
+    storage = Annals("receipt")
+    assert save_as(storage, 1, 1) is None
+    manifest = decode_manifest(storage.get(MANIFEST_PATH, limit=1 << 20))
+    before = [file.path for file in storage.list()]
+    written = [Written(file.path, file.nbytes, cast("Any", file.digests)) for file in manifest.files]
+    assert _clean_up(setting(storage, rank), manifest.write_id, written, error, sent=True)
+    assert [file.path for file in storage.list()] == before
+
+
+class Root:
+    """A coordinator that refuses to commit, and counts how often it is told to give up."""
+
+    def __init__(self) -> None:
+        self.given_up = 0
+
+    def commit(self, *_: object) -> list[bytes]:
+        raise CommitError("the parts do not make a whole")
+
+    def give_up(self) -> None:
+        self.given_up += 1
+
+
+def test_after_an_error_the_root_gives_up_and_no_file_is_left() -> None:
+    storage, root = Annals("receipt"), Root()
+    where = Setting(SoloGroup(), setting(storage, 0).to, SaveOptions(), Recorder("save", 0))
+
+    def write(written: list[Written]) -> bytes:
+        written.append(write_bytes(storage, "m/00000.01234567.safetensors", b"x"))
+        return b""
+
+    with pytest.raises(CommitError, match="do not make a whole"):
+        commit_round(where, cast("Any", root), OTHER, write)
+    assert root.given_up == 1
+    assert list(storage.list()) == []
