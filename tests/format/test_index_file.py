@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from reknit.errors import CorruptError, FormatError
-from reknit.format import index_file, parquet_bounds
+from reknit.format import index_checks, index_file, parquet_bounds
 from reknit.format.index_checks import check_extents
 from reknit.format.index_file import decode_index, encode_index
 from reknit.types.box import Box
@@ -263,6 +263,16 @@ CANNOT_BE_WRITTEN = {
 SAYS_OTHERWISE = {"tensors unsorted", "shape negative"}
 
 
+def test_every_row_is_looked_at_however_few_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(index_checks, "_BLOCK_ROWS", 2)
+    index = sample_index()
+    for row in range(len(index.tensor)):
+        nbytes = index.nbytes.copy()
+        nbytes[row] += 1
+        with pytest.raises(CorruptError, match=rf"do not fit its box \(row {row}\)"):
+            index_checks.check_index(replace(index, nbytes=nbytes))
+
+
 def test_extents_are_compared_with_the_files() -> None:
     index = sample_index()
     sizes = dict.fromkeys(index.files, 8192)
@@ -270,8 +280,10 @@ def test_extents_are_compared_with_the_files() -> None:
     check_extents(index_of([]), {})
     with pytest.raises(CorruptError, match="no file of the checkpoint"):
         check_extents(index, {path: 8192 for path in index.files[1:]})
+    ends = int((index.start + index.nbytes)[index.file == 0].max())
+    check_extents(index, {**sizes, index.files[0]: ends})
     with pytest.raises(CorruptError, match="outside its file"):
-        check_extents(index, {**sizes, index.files[0]: 4100})
+        check_extents(index, {**sizes, index.files[0]: ends - 1})
 
 
 def test_overlapping_extents_are_refused_unless_equal() -> None:

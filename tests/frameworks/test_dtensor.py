@@ -106,6 +106,16 @@ def test_data_parallel_cuts_come_after_tensor_parallel_ones(length: int, dp: int
         assert decode([length], cuts, [len(true)]) is not None
 
 
+def test_runs_that_touch_are_one() -> None:
+    assert chunk([(0, 2), (2, 3), (7, 1)], 1, 0) == [(0, 5), (7, 1)]
+
+
+def test_only_a_strided_cut_of_the_right_factor_comes_after_the_later_ones() -> None:
+    later = Cut(0, 2, 0)
+    assert in_true_order([Cut(0, 2, 1, 2), later]) == [later, Cut(0, 2, 1)]
+    assert in_true_order([Cut(0, 2, 1, 3), later]) == [Cut(0, 2, 1, 3), later]
+
+
 def test_a_strided_cut_alone_is_several_boxes() -> None:
     runs = decode((16, 3), [Cut(0, 2, 1, 2)], (8, 3))
     assert runs is not None
