@@ -87,15 +87,16 @@ def test_a_cut_prefers_whole_tensors_and_rows_where_they_are_near() -> None:
 
 
 def test_the_parts_of_a_box_lie_inside_of_it() -> None:
-    box = Box((1000, 7), (2001, 100))
-    shards = [Shard("model", "w", TensorSpec((9000, 200), "float32"), box, (0, 1, 2), None)]
+    box = Box((2, 7), (5, 60_001))  # of few and long rows, so that every part is several boxes
+    shards = [Shard("model", "w", TensorSpec((9, 70_000), "float32"), box, (0, 1, 2), None)]
     plans = [plan_save(shards, rank, 1 << 40) for rank in range(3)]
     entries = [entry for plan in plans for file in plan.files for entry in file.entries]
     assert sum(entry.numel for entry in entries) == box.numel
+    assert len(entries) == 7
     assert all(box.intersect(entry.box) == entry.box for entry in entries)
     places = [np.ravel_multi_index(e.box.relative_to(box.offsets).offsets, box.lengths) for e in entries]
     assert [entry.first for entry in entries] == places
-    covered = np.zeros((9000, 200), np.int64)
+    covered = np.zeros((9, 70_000), np.int64)
     for entry in entries:
         covered[entry.box.slices()] += 1
     assert (covered[box.slices()] == 1).all()
