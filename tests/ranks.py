@@ -190,7 +190,7 @@ def _serve(warm: str) -> None:
 
 
 def _one_gloo_worker() -> None:
-    """Let groups of gloo have one worker: two of them corrupt memory (`tests.torchrun.gloo_race` shows it)."""
+    """Let groups of gloo have one worker: two corrupt memory (`tests.torchrun.gloo_race` shows it)."""
     from torch.distributed import distributed_c10d as torch_dist
 
     gloo: Any = torch_dist.ProcessGroupGloo
