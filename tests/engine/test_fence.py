@@ -19,7 +19,7 @@ from reknit.errors import (
 from reknit.storage.local import LocalStorage
 from reknit.testing.faulty_storage import Fault
 from tests.engine.runs import MANY, Annals, Commit, Stage, pausing, save_as, strays, value_in
-from tests.running.examples import examples
+from tests.running.examples import examples, some
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -104,7 +104,7 @@ def test_a_run_that_was_overtaken_while_it_commits_once_more_changes_nothing(ove
 CALLS = ("open", "pwrite", "fsync", "link", "unlink", "rename", "listdir")
 
 
-@pytest.mark.parametrize("call", CALLS)
+@pytest.mark.parametrize("call", some(CALLS))
 def test_a_run_that_was_overtaken_at_any_call_of_the_system_commits_nothing_afterwards(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, call: str
 ) -> None:
@@ -216,18 +216,17 @@ BEGIN = 4
 def test_an_old_run_that_goes_on_in_the_middle_of_a_newer_ones_save_changes_nothing(
     overwrite: bool, step: int
 ) -> None:
-    for old in range(1, SAVE, step):
-        for new in range(1, SAVE, 2):
-            place = Annals("middle")
-            if overwrite:
-                assert save_as(place, 0, 0) is None
-                place.commits.clear()
-            played(place, [1, 2], in_stretches((0, old), (1, new), (0, MANY)), overwrite=overwrite)
+    for old, new in some(itertools.product(range(1, SAVE, step), range(1, SAVE, 2))):
+        place = Annals("middle")
+        if overwrite:
+            assert save_as(place, 0, 0) is None
+            place.commits.clear()
+        played(place, [1, 2], in_stretches((0, old), (1, new), (0, MANY)), overwrite=overwrite)
 
 
 def test_two_runs_that_begin_in_turns_do_not_both_believe_to_be_alone() -> None:
     beginnings = itertools.product(range(1, BEGIN), repeat=3)
-    for (old, new, more), rest in itertools.product(beginnings, (SAVE - 5, SAVE - 4, SAVE - 3, MANY)):
+    for (old, new, more), rest in some(itertools.product(beginnings, (SAVE - 5, SAVE - 4, SAVE - 3, MANY))):
         turns = in_stretches((0, old), (1, new), (0, more), (1, rest), (0, MANY))
         played(Annals("turns"), [1, 2], turns, overwrite=True)
 

@@ -16,4 +16,32 @@ class Budget(NamedTuple):
     servers: tuple[str, ...] = ()
 
 
-BUDGETS: dict[str, Budget] = {}
+BUDGETS: dict[str, Budget] = {
+    ".": Budget(50, 60),
+    "attacks": Budget(20),
+    "benchmarks": Budget(40, 4),
+    "cli": Budget(50, 25, ("s3", "gcs", "azure", "hdfs")),
+    "comm": Budget(80, 100),
+    "dataloader": Budget(40, 60),
+    "deepspeed": Budget(80, 30),
+    "docs": Budget(50, 30),
+    "engine": Budget(100, 70),
+    "examples": Budget(10, 25),
+    "faults": Budget(240, 750),
+    "format": Budget(20),
+    "frameworks": Budget(80, 250),
+    "interop": Budget(10, 3),
+    "jax": Budget(50, 6),
+    "megatron": Budget(80, 125),
+    "monitor": Budget(10, 6),
+    "mutants": Budget(20, 20),
+    "planner": Budget(15),
+    "running": Budget(20),
+    "simulation": Budget(60, 4),
+    "storage": Budget(250, 45, ("s3", "gcs", "azure", "hdfs", "rclone")),
+    "testing": Budget(30, 12),
+    "torchrun": Budget(150, 340, ("s3", "gcs", "azure", "hdfs")),
+    "types": Budget(5),
+    "vescale": Budget(20, 30),
+    "world": Budget(60),
+}

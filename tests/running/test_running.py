@@ -12,7 +12,7 @@ import pytest
 
 from tests.running.budget import Cost, folder_of
 from tests.running.budgets import Budget
-from tests.running.examples import examples, partners
+from tests.running.examples import is_night, partners
 
 ROOT = Path(__file__).parents[2]
 
@@ -106,7 +106,7 @@ def test_folders_are_those_below_tests() -> None:
 def test_by_day_each_case_has_four_partners_and_is_the_partner_of_four() -> None:
     every = [str(number) for number in range(15)]
     chosen = {one: partners(one, every) for one in every}
-    if examples(100) > 100:
+    if is_night():
         assert all(found == every for found in chosen.values())
         return
     assert all(len(found) == 4 and one in found for one, found in chosen.items())
