@@ -216,7 +216,8 @@ def _forked(job: _Job) -> dict[int, int]:
     codes: dict[int, int] = {}
     while running:
         ended = wait(list(running), deadline.remaining())
-        for rank in [running.pop(sentinel) for sentinel in ended]:  # type: ignore[call-overload]
+        for sentinel in [sentinel for sentinel in running if sentinel in ended]:
+            rank = running.pop(sentinel)
             ranks[rank].join()
             codes[rank] = ranks[rank].exitcode or 0
         if not ended or (any(codes.values()) and not job.some_die):

@@ -1,8 +1,8 @@
 from __future__ import annotations
 
-import faulthandler
 import os
 import re
+import resource
 import signal
 import sys
 import time
@@ -50,7 +50,8 @@ def hang() -> None:
 
 def crash() -> None:
     if dist.get_rank() == 1:
-        faulthandler._sigsegv()
+        resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+        os.kill(os.getpid(), signal.SIGSEGV)
     dist.barrier()
 
 

@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
 
+@pytest.mark.alone
 def test_saves_over_bad_wires_are_whole_and_a_cut_one_is_a_typed_error_in_time(tmp_path: Path) -> None:
     if reason := why_not():
         pytest.skip(reason)

@@ -32,7 +32,7 @@ BUDGETS: dict[str, Budget] = {
     "frameworks": Budget(80, 250),
     "interop": Budget(10, 3),
     "jax": Budget(50, 6),
-    "megatron": Budget(80, 125),
+    "megatron": Budget(80, 150),
     "monitor": Budget(10, 6),
     "mutants": Budget(20, 20),
     "planner": Budget(15),

@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import fcntl
 import os
+import shutil
+import tempfile
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -19,6 +21,8 @@ from tests.running.budgets import BUDGETS, Budget
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
+_LOCKS = pytest.StashKey[str]()
+
 TOGETHER = ("hdfs", "tests/jax", "tests/megatron")
 """Files with one of these in their paths run one after another: they share a server, or processes."""
 
@@ -28,7 +32,7 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
     """Hand out whole files, or several that belong together."""
     from xdist.scheduler import LoadScopeScheduling
 
-    class Files(LoadScopeScheduling):
+    class Files(LoadScopeScheduling):  # type: ignore[misc]
         def _split_scope(self, nodeid: str) -> str:
             file = nodeid.partition("::")[0]
             return next((name for name in TOGETHER if name in file), file)
@@ -48,14 +52,28 @@ def pytest_runtest_protocol(item: pytest.Item) -> Iterator[None]:
     """Run a test beside those of other processes, or when none of them runs one."""
     if not hasattr(item.config, "workerinput"):
         return (yield)
-    with _room(alone=item.get_closest_marker("alone") is not None):
+    with _room(Path(item.config.workerinput["locks"]), alone=item.get_closest_marker("alone") is not None):
         return (yield)
 
 
+@pytest.hookimpl(optionalhook=True)
+def pytest_configure_node(node: Any) -> None:
+    """Tell a process where the locks of this run are."""
+    if _LOCKS not in node.config.stash:
+        node.config.stash[_LOCKS] = tempfile.mkdtemp(prefix="reknit-lanes-")
+    node.workerinput["locks"] = node.config.stash[_LOCKS]
+
+
+def pytest_unconfigure(config: pytest.Config) -> None:
+    """Remove the locks."""
+    if (locks := config.stash.get(_LOCKS, None)) is not None:
+        shutil.rmtree(locks)
+
+
 @contextmanager
-def _room(*, alone: bool) -> Iterator[None]:
+def _room(locks: Path, *, alone: bool) -> Iterator[None]:
     """Share the host with other tests, or have it alone; who waits for it alone is not overtaken."""
-    with _opened(Path(__file__).parent) as door, _opened(Path(__file__)) as room:
+    with _opened(locks / "door") as door, _opened(locks / "room") as room:
         fcntl.flock(door, fcntl.LOCK_EX)
         fcntl.flock(room, fcntl.LOCK_EX if alone else fcntl.LOCK_SH)
         fcntl.flock(door, fcntl.LOCK_UN)
@@ -65,7 +83,7 @@ def _room(*, alone: bool) -> Iterator[None]:
 
 @contextmanager
 def _opened(path: Path) -> Iterator[int]:
-    fd = os.open(path, os.O_RDONLY)
+    fd = os.open(path, os.O_RDWR | os.O_CREAT)
     try:
         yield fd
     finally:

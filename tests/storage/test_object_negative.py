@@ -5,11 +5,14 @@ from __future__ import annotations
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 
 pytest.importorskip("obstore", reason="the object stores need obstore")
+
+import obstore
 
 import reknit
 from reknit.errors import CheckpointExistsError, StorageError
@@ -25,6 +28,8 @@ LOCKED = pytest.mark.filterwarnings("ignore:.*(lock object|gives whole objects)"
 SAVER = """
 import sys, warnings
 import numpy as np
+import obstore
+
 import reknit
 from reknit.errors import CheckpointExistsError, FencedError
 
@@ -136,6 +141,25 @@ def test_of_processes_that_commit_at_once_under_the_lock_one_is_first(url: str) 
     told = together(COMMITTER, f"{url}?retries=1&conditional=lock", 3)
     assert sorted(told) == ["False", "False", "True"]
     assert open_storage(url).get("manifest.json", limit=100) == b"%d" % told.index("True")
+
+
+@RCLONE
+@LOCKED
+def test_a_marker_that_another_save_removes_before_it_is_read_back_was_put_up(
+    url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    storage = open_storage(f"{url}?retries=1&conditional=lock")
+    storage.put("pending.0", b"", if_absent=True)
+    get = obstore.get
+
+    def removed(client: Any, key: str) -> Any:
+        if key.endswith("pending.1"):
+            obstore.delete(client, key)
+        return get(client, key)
+
+    monkeypatch.setattr(obstore, "get", removed)
+    assert storage.put("pending.1", b"", if_absent=True)
+    assert files_below(url) == ["pending.0"]
 
 
 @RCLONE
