@@ -85,6 +85,16 @@ def test_an_agent_that_is_given_up_is_gone_before_its_arena_is_filled_anew(
     assert running == [False], "whoever hears of the loss may fill what a stopped agent would still read"
 
 
+def test_a_save_tells_what_made_it_fail_first() -> None:
+    ours, theirs = say.socket_pair()
+    with ours, theirs:
+        errand = Errand(0, say.Channel(theirs))
+        errand.fail(AgentError("the disk is full"))
+        errand.fail(AgentError("the trainer is gone"))
+    assert errand.error is not None
+    assert errand.error.message == "the disk is full"
+
+
 def test_an_agent_lives_through_the_signals_that_are_meant_for_its_trainer() -> None:
     link = agent_link.AgentLink(0, in_process=False, send_timeout_s=5)
     assert link.pid is not None

@@ -96,6 +96,16 @@ def test_a_storage_that_stalls_is_an_error_in_time_and_what_comes_later_is_not_d
         assert not target.any()
 
 
+def test_a_file_whose_bytes_have_moved_is_read_from_a_replica_though_nothing_is_verified() -> None:
+    checkpoint, storage = stored("moved")
+    good, path = copied(storage, "moved-good"), data_path(checkpoint)
+    storage.put(path, bytes(BLOCK) + storage.get(path, limit=1 << 20), if_absent=False)
+    target = np.zeros((60, 5), np.int32)
+    reader = reader_of(checkpoint, [(0, COLUMNS)], [target], RUNS, options=REPAIR, replicas=(good,))
+    reader.run(Recorder("load"))
+    assert np.array_equal(target, matrix()[COLUMNS.slices()])
+
+
 def test_what_is_abandoned_is_not_delivered_by_anybody() -> None:
     checkpoint, _ = stored("abandoned")
     target = np.zeros((5, 60), np.int32).T

@@ -3,16 +3,21 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 import numpy as np
+import pytest
 
 from reknit.engine.commit import Destination
 from reknit.engine.save import SaveJob, save
-from reknit.engine.verify import verify
+from reknit.engine.verify import _check_header, verify
+from reknit.errors import FormatError
+from reknit.format.data_file import HeaderEntry, encode_header
 from reknit.monitor.phase import Recorder
 from reknit.options import LoadOptions, SaveOptions
 from reknit.testing.process_memory import ProcessMemory
 from reknit.testing.world import run_ranks
 from reknit.types.box import Box
+from reknit.types.manifest import FileEntry
 from reknit.types.shard import Holdings, Shard, TensorSpec
+from tests.format.samples import index_of
 
 if TYPE_CHECKING:
     from reknit.comm.base import Group
@@ -44,3 +49,16 @@ def test_a_box_that_two_ranks_wrote_by_mistake_is_kept_once_and_the_checkpoint_i
         assert "written by more than one rank, kept once: model/w" in warnings[0]
     report = verify(storage, "data", LoadOptions())
     assert report.ok, report.problems
+
+
+def test_an_extent_that_the_header_of_its_file_does_not_have_is_found() -> None:
+    ProcessMemory.clear("header")
+    storage, path = ProcessMemory("header"), "m/00000.01234567.safetensors"
+    head = encode_header([HeaderEntry("a", "uint8", (4,), 0, 4)], {})
+    storage.put(path, head + b"abcd", if_absent=True)
+    file = FileEntry(path, len(head) + 4, ())
+    spec, box = TensorSpec((4,), "uint8"), Box((0,), (4,))
+    _check_header(storage, index_of([("m", "a", spec, box, path, len(head))]), 0, file)
+    for start in (len(head) - 1, len(head) + 1):
+        with pytest.raises(FormatError, match="disagree about 1 extents"):
+            _check_header(storage, index_of([("m", "a", spec, box, path, start)]), 0, file)

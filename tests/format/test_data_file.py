@@ -14,7 +14,14 @@ from safetensors import safe_open
 
 from reknit.errors import CorruptError, FormatError, StateError
 from reknit.format import data_file
-from reknit.format.data_file import HeaderEntry, data_start, decode_header, encode_header, file_metadata
+from reknit.format.data_file import (
+    MAX_HEADER_NBYTES,
+    HeaderEntry,
+    data_start,
+    decode_header,
+    encode_header,
+    file_metadata,
+)
 from reknit.format.paths import entry_key
 from reknit.types.box import Box
 from reknit.types.dtype import ITEMSIZE
@@ -174,12 +181,40 @@ def test_a_dtype_that_is_not_native_keeps_its_true_name() -> None:
     assert decode_header(header, len(header) + 48).entries == (HeaderEntry("z", "complex128", (3,), 0, 48),)
 
 
+def test_a_foreign_dtype_is_stored_as_bytes_and_as_nothing_else() -> None:
+    entry = {"dtype": "I8", "shape": [8, 1], "data_offsets": [0, 8]}
+    data = raw_header({"__metadata__": {"reknit.dtypes": '{"a":"float8_e8m0fnu"}'}, "a": entry})
+    with pytest.raises(CorruptError, match="stored as U8"):
+        decode_header(data, len(data) + 8)
+
+
+def test_entries_that_overlap_and_leave_a_hole_as_large_are_refused() -> None:
+    ranges = {"a": [0, 4], "b": [2, 6], "c": [8, 10]}
+    entries = {
+        name: {"dtype": "U8", "shape": [end - begin], "data_offsets": [begin, end]}
+        for name, (begin, end) in ranges.items()
+    }
+    data = raw_header(entries)
+    with pytest.raises(CorruptError, match="overlap or are unused"):
+        decode_header(data, len(data) + 10)
+
+
+def test_a_header_ends_within_its_file_and_within_the_limit() -> None:
+    assert data_start(struct.pack("<Q", 92), 100) == 100
+    with pytest.raises(CorruptError, match="cut short"):
+        data_start(struct.pack("<Q", 93), 100)
+    assert data_start(struct.pack("<Q", MAX_HEADER_NBYTES), 1 << 40) == MAX_HEADER_NBYTES + 8
+    with pytest.raises(FormatError, match="is the limit"):
+        data_start(struct.pack("<Q", MAX_HEADER_NBYTES + 1), 1 << 40)
+
+
 @pytest.mark.parametrize(
     "dtypes",
     [
         '{"b":"complex64"}',
         '{"a":"int8"}',
         '{"a":"complex128"}',
+        '{"a":"float64"}',
         '{"a":"nonsense"}',
         '{"a":1}',
         "[]",

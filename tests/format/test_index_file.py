@@ -174,6 +174,12 @@ def set_column(index: Index, name: str, row: int, value: Any) -> Index:
     return replace(index, **{name: column})
 
 
+def without(index: Index, tensor: int) -> Index:
+    """Return the index without the chunks of a tensor."""
+    columns = ("tensor", "offsets", "lengths", "file", "start", "nbytes")
+    return replace(index, **{name: getattr(index, name)[index.tensor != tensor] for name in columns})
+
+
 def broken() -> dict[str, tuple[Index, str]]:
     """Indexes that break one rule each, and what the refusal must say."""
     good = sample_index()
@@ -213,8 +219,10 @@ def broken() -> dict[str, tuple[Index, str]]:
             replace(good, tensors=(*tensors, tensors[-1]._replace(fqn="z"))),
             "has none",
         ),
+        "tensor between others without chunk": (without(good, norm), "has none"),
         "ungrouped": (replace(good, tensor=good.tensor[::-1].copy()), "grouped"),
         "file unknown": (set_column(good, "file", 0, 9), "without a name"),
+        "file behind the last": (set_column(good, "file", 0, len(good.files)), "without a name"),
         "file negative": (set_column(good, "file", 0, -1), "without a name"),
         "file unsafe": (replace(good, files=("../x", *good.files[1:])), "unsafe path"),
         "file twice": (replace(good, files=(good.files[0],) * 3), "twice"),
@@ -259,8 +267,23 @@ def test_an_index_that_breaks_a_rule_is_neither_written_nor_read(
 CANNOT_BE_WRITTEN = {
     *("too many dimensions", "more dimensions", "zero hides overflow", "tensor without chunk", "ungrouped"),
     *("tensor twice", "file unknown", "file negative", "file twice", "columns differ", "name no Unicode"),
+    *("file behind the last", "tensor between others without chunk"),
 }
 SAYS_OTHERWISE = {"tensors unsorted", "shape negative"}
+
+
+def test_rows_of_one_name_with_different_dtypes_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    rows = [
+        ("m", name, TensorSpec((4,), dtype), Box((start,), (2,)), "f", 8 + start)
+        for name, dtype, start in (("a", "int8", 0), ("b", "uint8", 2))
+    ]
+    index = index_of(rows)
+    index = replace(index, tensors=(index.tensors[0], index.tensors[1]._replace(fqn="a")))
+    monkeypatch.setattr(index_file, "check_index", lambda index: None)
+    data = encode_index(index)
+    monkeypatch.undo()
+    with pytest.raises(CorruptError, match="differ in shape or dtype"):
+        decode_index(data)
 
 
 def test_every_row_is_looked_at_however_few_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -121,6 +121,8 @@ def test_metadata_as_deep_as_allowed_is_kept() -> None:
         {"blobs": (BlobFile("extra", "nowhere", None),)},
         {"blobs": (BlobFile("extra", "index.01234567.parquet", None),)},
         {"blobs": sample_manifest().blobs[:1] * 2},
+        {"blobs": tuple(BlobFile("extra", sample_manifest().blobs[0].path, {"dp": dp}) for dp in range(2))},
+        {"items": list(sample_manifest().items)},
         {"blobs": (BlobFile("extra", sample_manifest().blobs[0].path, {"dp": 1 << 63}),)},
     ],
 )
@@ -162,3 +164,11 @@ def test_the_generation_of_a_damaged_manifest_is_not_told() -> None:
         with pytest.raises(CorruptError) as caught:
             decode_generation(bad)
         assert caught.value.path == "manifest.json"
+
+
+@pytest.mark.parametrize("block_nbytes", [1, 2048, 5000, 1 << 31])
+def test_blocks_are_a_power_of_two_within_bounds_also_where_all_files_are_empty(block_nbytes: int) -> None:
+    empty = tuple(FileEntry(file.path, 0, ()) for file in sample_manifest().files)
+    assert decode_manifest(encode_manifest(replace(sample_manifest(), files=empty))).files == empty
+    with pytest.raises(FormatError, match="block_nbytes"):
+        encode_manifest(replace(sample_manifest(), files=empty, block_nbytes=block_nbytes))

@@ -102,3 +102,9 @@ def test_extensions_in_extensions_count_as_nesting() -> None:
 def test_any_bytes_give_a_value_or_a_typed_error(data: bytes) -> None:
     with contextlib.suppress(FormatError):
         read(data)
+
+
+def test_what_follows_the_value_of_an_extension_is_not_taken_for_the_next_member() -> None:
+    assert read(b"\x92\xd4\x01\xc0\xc2") == [(1, None), False]
+    with pytest.raises(CorruptError, match="more than one value"):
+        read(b"\x92\xd5\x01\xc0\xc2")
