@@ -228,6 +228,18 @@ def test_ranks_at_different_saves_are_told_where_they_are() -> None:
         world.coordinator.assign(world.to, [merge_claims(requests)])
 
 
+def test_ranks_at_different_saves_of_one_step_are_told_so_too() -> None:
+    world = World("astray-too")
+    first = paths.new_write_id()
+    write_ids = [paths.new_write_id() if rank == 3 else first for rank in range(SIZE)]
+    requests = [
+        rank.claims(write_id, 7, [rows(rank.rank, "a")])
+        for rank, write_id in zip(world.ranks, write_ids, strict=True)
+    ]
+    with pytest.raises(ProtocolError, match="rank 3 is at another save than rank 0"):
+        world.coordinator.assign(world.to, [merge_claims(requests)])
+
+
 def test_copies_that_differ_are_told_with_the_ranks_that_hold_them() -> None:
     world = World("copies")
     write_id = paths.new_write_id()

@@ -71,6 +71,7 @@ class Copy:
 
     def __init__(self, root: Path, folder: Path) -> None:
         self.root = folder
+        folder.mkdir()
         for name in _COPIED:
             if (root / name).is_dir():
                 shutil.copytree(root / name, folder / name, ignore=shutil.ignore_patterns("__pycache__"))
@@ -147,35 +148,39 @@ def judge_all(
     root: Path, chosen: Sequence[Mutant], *, jobs: int = 1, limit_s: float = LIMIT_S
 ) -> list[Result] | Ending:
     """Return what came of each mutant, and tell it at once; or how their tests failed without any mutant."""
-    with tempfile.TemporaryDirectory(prefix="reknit-mutants-") as scratch:
-        copies: queue.SimpleQueue[Copy] = queue.SimpleQueue()
-        for number in range(jobs):
-            folder = Path(scratch, str(number))
-            folder.mkdir()
-            copies.put(Copy(root, folder))
-        began = time.monotonic()
-        named = {test for mutant in chosen if not mutant.stale(root) for test in mutant.tests}
-        whole = {test for test in named if "::" not in test}
+    copies: queue.SimpleQueue[Copy] = queue.SimpleQueue()
+
+    def tested(tests: Sequence[str]) -> Ending:
         copy = copies.get()
-        tested = copy.run(
-            sorted(whole | {t for t in named if t.partition("::")[0] not in whole}), len(chosen) * limit_s
-        )
-        copies.put(copy)
-        if named and tested.verdict != "passed":
-            return tested
+        try:
+            return copy.run(tests, limit_s * max(len(chosen), 1))
+        finally:
+            copies.put(copy)
+
+    def judge(mutant: Mutant) -> Result:
+        copy = copies.get()
+        try:
+            result = copy.judge(mutant, limit_s)
+        finally:
+            copies.put(copy)
+        print(result, flush=True)
+        return result
+
+    with tempfile.TemporaryDirectory(prefix="reknit-mutants-") as scratch, ThreadPoolExecutor(jobs) as pool:
+        for number in range(jobs):
+            copies.put(Copy(root, Path(scratch, str(number))))
+        began, tests = time.monotonic(), named(root, chosen)
+        for ending in pool.map(tested, [part for k in range(jobs) if (part := tests[k::jobs])]):
+            if ending.verdict != "passed":
+                return ending
         print(f"{time.monotonic() - began:5.1f} s  without a mutant all tests pass", flush=True)
+        return list(pool.map(judge, chosen))
 
-        def judge(mutant: Mutant) -> Result:
-            copy = copies.get()
-            try:
-                result = copy.judge(mutant, limit_s)
-            finally:
-                copies.put(copy)
-            print(result, flush=True)
-            return result
 
-        with ThreadPoolExecutor(jobs) as pool:
-            return list(pool.map(judge, chosen))
+def named(root: Path, chosen: Sequence[Mutant]) -> list[str]:
+    """Return the tests of those mutants that are not stale, each once, by file."""
+    every = {test for mutant in chosen if not mutant.stale(root) for test in mutant.tests}
+    return sorted(every - {test for test in every if "::" in test and test.partition("::")[0] in every})
 
 
 def summary(results: Sequence[Result]) -> list[str]:
