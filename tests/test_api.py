@@ -351,6 +351,8 @@ def test_patterns_say_what_may_differ(path: Path) -> None:
     assert state["model"]["new"] == 7
     with pytest.raises(reknit.MismatchError, match="in 1 places"):
         reknit.load(path, state, options=reknit.LoadOptions(lenient=("model/b",)))
+    with pytest.raises(reknit.MismatchError, match="in 1 places"):
+        reknit.load(path, state, options=reknit.LoadOptions(lenient=("model/n*",)))
 
 
 def test_without_strict_everything_is_reported(path: Path) -> None:

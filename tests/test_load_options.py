@@ -544,8 +544,10 @@ def test_a_file_that_cannot_be_read_after_all_leaves_a_target_partly_written(pat
             super().read_into(path, start, buffers)
 
     register("failing-read", lambda url, _: Failing(url.removeprefix("failing-read://")))
+    target = state(0.0)
     with pytest.raises(reknit.StorageError, match="the disk is gone; the target is partly written"):
-        reknit.load(f"failing-read://{path}", state(0.0))
+        reknit.load(f"failing-read://{path}", target)
+    assert (target["extra"]["epoch"], target["extra"]["mine"].value) == (0, [0.0])
 
 
 # Every byte first.

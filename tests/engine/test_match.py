@@ -17,7 +17,7 @@ from reknit.types.box import Box
 from reknit.types.dtype import ITEMSIZE, converts
 from reknit.types.manifest import Index, TensorEntry
 from reknit.types.shard import Shard, TensorSpec
-from reknit.types.wanted import Terms, Wanted
+from reknit.types.wanted import Terms, Wanted, matches
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -219,6 +219,11 @@ def test_a_pattern_is_idle_when_it_is_on_all_ranks() -> None:
     with pytest.raises(MismatchError, match=r"only: the pattern 'b\*' matches nothing"):
         require_fit([wish(0, idle=["a*", "b*"]), wish(1, idle=["b*"])], [], options, "here")
     require_fit([wish(0, idle=["b*"])], [], LoadOptions(only=("b*",), lenient=("*",)), "here")
+
+
+def test_a_pattern_means_names_as_they_are_spelled() -> None:
+    assert matches("model/W.a", ["*/W.*"])
+    assert not matches("model/w.a", ["*/W.*"])
 
 
 def test_only_rounding_may_be_lost_in_a_conversion() -> None:
