@@ -278,6 +278,9 @@ def test_a_raw_state_dict_with_names_is_saved_and_filled_like_its_optimizer() ->
     train(model, optimizer)
     checkpoint = save({"optimizer": optimizer.state_dict()})
     assert checkpoint.tensors.keys() == save({"optimizer": optimizer}).tensors.keys()
+    other = torch.optim.AdamW(net(1).named_parameters())
+    load({"optimizer": other}, checkpoint)
+    assert equal_states(other, optimizer)
     fresh = torch.optim.AdamW(net(1).named_parameters(), lr=9.0)
     state = {"optimizer": fresh.state_dict()}
     load(state, checkpoint)
