@@ -272,6 +272,15 @@ def test_parameters_without_a_name_are_refused_with_the_remedies() -> None:
         collect({**pair, "o": both}, 0, 1)
 
 
+def test_a_group_with_another_number_of_names_than_of_parameters_is_refused() -> None:
+    for change in (-1, 1):
+        optimizer = torch.optim.SGD(net().named_parameters(), lr=0.1)
+        names = optimizer.param_groups[0]["param_names"]
+        optimizer.param_groups[0]["param_names"] = [*names, "more"] if change > 0 else names[:change]
+        with pytest.raises(StateError, match=r"has \d names for \d parameters"):
+            save({"optimizer": optimizer})
+
+
 def test_a_raw_state_dict_with_names_is_saved_and_filled_like_its_optimizer() -> None:
     model = net()
     optimizer = torch.optim.AdamW(model.named_parameters())

@@ -109,7 +109,9 @@ def test_planned_entries_are_aligned_without_holes_and_within_the_size_limit(
     size, shards = world
     for rank in range(size):
         held = [s for s in shards if rank in (s.replicas or ())]
-        for file in plan_save(held, rank, limit).files:
+        files = plan_save(held, rank, limit).files
+        assert [file.part for file in files] == list(range(len(files)))
+        for file in files:
             position = 0
             for entry in file.entries:
                 assert entry.start == position
