@@ -2,6 +2,7 @@ from __future__ import annotations
 
 from itertools import pairwise, product
 from math import prod
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -17,8 +18,9 @@ from torch.distributed.tensor.placement_types import _StridedShard
 
 from reknit.errors import StateError
 from reknit.frameworks import torch_private
-from reknit.frameworks.dtensor import Cut, Run, applied, boxes, chunk, decode, in_true_order
+from reknit.frameworks.dtensor import Cut, Run, applied, boxes, chunk, decode, in_true_order, replicas
 from reknit.frameworks.registry import collect, wanted
+from reknit.frameworks.walk import World
 from reknit.types.box import Box
 from tests.frameworks.checkpoint import assemble, fill, portable
 from tests.ranks import run
@@ -251,3 +253,17 @@ def test_replicas_are_counted_inside_the_group_that_saves() -> None:
     answers = run(4, group_of_two)
     assert [s.replicas for s in answers[1].shards] == [(0, 1)]
     assemble([answers[1], answers[3]])
+
+
+def test_replicas_are_the_ranks_along_the_replicated_dimensions_of_a_mesh_of_all_ranks() -> None:
+    mesh = SimpleNamespace(get_coordinate=lambda: [0, 1], mesh=torch.arange(4).reshape(2, 2))
+    world = World(1, 4, (0, 1, 2, 3))  # one, so that what it remembers of one tensor is there for the next
+    for placements, expected in (
+        ((Replicate(), Shard(0)), (1, 3)),
+        ((Shard(0), Replicate()), (0, 1)),
+        ((Replicate(), Replicate()), (0, 1, 2, 3)),
+        ((Shard(0), Shard(1)), (1,)),
+    ):
+        tensor = SimpleNamespace(device_mesh=mesh, shape=(4, 4), placements=placements)
+        assert replicas(tensor, world) == expected
+        assert replicas(tensor, World(1, 5, (0, 1, 2, 3, 4))) is None

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import random
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -12,6 +13,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from reknit.errors import StateError, UsageError
 from reknit.frameworks.per_rank import PerRank, RngState
 from reknit.frameworks.registry import collect, wanted
+from reknit.frameworks.walk import World
 from tests.frameworks.checkpoint import Checkpoint, assemble, fill, load, save
 from tests.ranks import run
 
@@ -211,3 +213,13 @@ def test_a_value_of_its_own_is_never_rounded_to_the_dtype_of_the_present_one(
     load({"x": target}, save({"x": PerRank(saved)}))
     assert target.value.dtype == saved.dtype
     assert (target.value == saved).all()
+
+
+def test_a_coordinate_on_a_mesh_has_the_name_of_each_dimension() -> None:
+    mesh = SimpleNamespace(get_coordinate=lambda: [1, 2], mesh_dim_names=("dp", "tp"), shape=(2, 3))
+    value, world = PerRank(0, mesh=mesh), World(5, 6, tuple(range(6)))
+    assert value.place_of(world) == {"dp": 1, "tp": 2}
+    places = value.places(world)
+    assert places is not None
+    assert len(places) == 6
+    assert frozenset({("dp", 1), ("tp", 2)}) in places
