@@ -17,8 +17,8 @@ from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Sha
 from torch.distributed.tensor.placement_types import _StridedShard
 
 from reknit.errors import StateError
-from reknit.frameworks import torch_private
-from reknit.frameworks.dtensor import Cut, Run, applied, boxes, chunk, decode, in_true_order, replicas
+from reknit.frameworks import dtensor, torch_private
+from reknit.frameworks.dtensor import Cut, Run, applied, boxes, chunk, decode, in_true_order
 from reknit.frameworks.registry import collect, wanted
 from reknit.frameworks.walk import World
 from reknit.types.box import Box
@@ -265,5 +265,5 @@ def test_replicas_are_the_ranks_along_the_replicated_dimensions_of_a_mesh_of_all
         ((Shard(0), Shard(1)), (1,)),
     ):
         tensor = SimpleNamespace(device_mesh=mesh, shape=(4, 4), placements=placements)
-        assert replicas(tensor, world) == expected
-        assert replicas(tensor, World(1, 5, (0, 1, 2, 3, 4))) is None
+        assert dtensor.replicas(tensor, world) == expected
+        assert dtensor.replicas(tensor, World(1, 5, (0, 1, 2, 3, 4))) is None
