@@ -12,7 +12,7 @@ from pathlib import Path
 import torch.distributed as dist
 
 import reknit
-from tests.megatron.herd import run
+from tests.ranks import run
 from tests.megatron.layouts import Layout
 
 STEPS, SAVED_AT = 30, 15

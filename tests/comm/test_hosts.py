@@ -43,6 +43,24 @@ def store(request: pytest.FixtureRequest, tmp_path: Path) -> Store:
     return FolderStore(tmp_path / "meet") if request.param == "folder" else MemoryStore()
 
 
+class Asked:
+    """A store that knows when so many ranks have called a method of it."""
+
+    def __init__(self, store: Store, number: int, method: str) -> None:
+        self._store, self._number, self._method = store, number, method
+        self._ranks: set[int] = set()
+        self.by_all = threading.Event()
+        if not number:
+            self.by_all.set()
+
+    def __getattr__(self, name: str) -> Any:
+        if name == self._method:
+            self._ranks.add(_where.rank)
+        if len(self._ranks) == self._number:
+            self.by_all.set()
+        return getattr(self._store, name)
+
+
 def gather(
     store: Store,
     ranks: Iterable[int],
@@ -53,23 +71,34 @@ def gather(
     sizes: Mapping[int, int] | None = None,
     late: Iterable[int] = (),
     late_s: float = 0.0,
+    after: str = "get",
     timeout_s: float = 20.0,
 ) -> dict[int, Shape | BaseException]:
-    """Let ranks meet, each in a thread, and return what each got or raised."""
+    """Let ranks meet, each in a thread, and return what each got or raised.
+
+    Those that are late come so long after all others have first called a method of the store.
+    """
+    ranks, late = list(ranks), set(late)
+    asked: Any = Asked(store, len(set(ranks) - late), after)
 
     def be(rank: int) -> Shape | BaseException:
-        _where.host = where[rank] if where else None
+        _where.host, _where.rank = where[rank] if where else None, rank
         if rank in late:
+            assert asked.by_all.wait(timeout_s)
             time.sleep(late_s)
         chosen = (options or {}).get(rank, CommOptions())
         try:
             return gather_shape(
-                store, rank, (sizes or {}).get(rank, size), job="job", options=chosen, timeout_s=timeout_s
+                store if rank in late else asked,
+                rank,
+                (sizes or {}).get(rank, size),
+                job="job",
+                options=chosen,
+                timeout_s=timeout_s,
             )
         except (ReknitError, KeyboardInterrupt) as error:
             return error
 
-    ranks = list(ranks)
     with ThreadPoolExecutor(len(ranks)) as pool:
         return dict(zip(ranks, pool.map(be, ranks), strict=True))
 
@@ -241,7 +270,8 @@ def test_ranks_that_disagree_about_the_size_all_hear_of_it(store: Store) -> None
 
 
 def test_a_rank_beyond_the_size_hears_of_it_alone(store: Store) -> None:
-    found = gather(store, range(3), 2, sizes={2: 3}, late=[0], late_s=0.3)
+    # Once all of the group have come, it would take their run for an old one.
+    found = gather(store, range(3), 2, sizes={2: 3}, late=[1], after="set")
     assert isinstance(found[0], Shape)
     assert isinstance(found[2], ProtocolError)
     assert "rank 2 joins job 'job' with size 3, rank 0 with size 2" in found[2].message

@@ -82,7 +82,21 @@ THINGS = {
     "sub-file": f"model/.{uuid.uuid4().hex}-3-0.tmp",
     "lock": ".manifest.json.lock.tmp",
 }
+TEMPORARY = {"temporary", "sub-file", "lock"}
+ITEMS = {path.partition("/")[0] for path in THINGS.values() if "/" in path}
 FOREIGN = ("notes.txt", "model/weights.bin", ".hidden.tmp", "model/.nfs0000001", "model/00000.safetensors")
+
+
+def owner(path: str, known: set[str]) -> str:
+    """Return the folder of the checkpoint that a path belongs to.
+
+    A temporary file in the folder of an item belongs to the checkpoint above, where that is known.
+    """
+    here, _, name = path.rpartition("/")
+    above = here.rpartition("/")[0]
+    if name.endswith(".tmp"):
+        return above if here not in known and above in known else here
+    return above if here.rpartition("/")[2] in ITEMS else here
 
 
 @settings(max_examples=examples(60))
@@ -92,11 +106,15 @@ def test_all_that_is_dead_goes_and_nothing_else(
 ) -> None:
     """In any mixture of checkpoints, dead saves, live ones, and files of others."""
     root, stays = tmp_path_factory.mktemp("any"), set()
+    known: set[str] = set()
+    """Folders in which a save has been, as far as anybody can see."""
+    made: dict[str, float] = {}
     for name in data.draw(st.sets(st.sampled_from(["", "a", "b/c"]), min_size=1), "folders"):
         folder, below = root / name, f"{name}/" if name else ""
         if data.draw(st.booleans(), "committed"):
             shutil.copytree(committed, folder, dirs_exist_ok=True)
             stays |= {below + path for path in files(committed)}
+            known.add(name)
         foreign = data.draw(st.sets(st.sampled_from(FOREIGN)), "foreign")
         things = data.draw(
             st.dictionaries(st.sampled_from(sorted(THINGS)), st.sampled_from([OLD, YOUNG])), "things"
@@ -106,13 +124,11 @@ def test_all_that_is_dead_goes_and_nothing_else(
         for thing, modified in things.items():
             touch(folder / THINGS[thing], modified)
         stays |= {below + path for path in foreign}
-        # A temporary file in the folder of an item belongs to the checkpoint above, where that is known.
-        known = (folder / "manifest.json").exists() or things.keys() - {"temporary", "sub-file", "lock"}
-        parts = [things] if known else [{k: things[k] for k in things if k == "sub-file"}]
-        parts += [] if known else [{k: things[k] for k in things if k != "sub-file"}]
-        for part in parts:
-            if YOUNG in part.values():
-                stays |= {below + THINGS[thing] for thing in part}
+        known |= {name} if things.keys() - TEMPORARY else set()
+        made |= {below + THINGS[thing]: modified for thing, modified in things.items()}
+    owners = {path: owner(path, known) for path in made}
+    alive = {owners[path] for path, modified in made.items() if modified == YOUNG}
+    stays |= {path for path in made if owners[path] in alive}
     clear(root)
     assert files(root) == stays
     assert all(each.kept for each in found(root))
