@@ -50,16 +50,24 @@ class Costs:
     def __init__(self) -> None:
         self.by_folder: defaultdict[str, Cost] = defaultdict(Cost)
         self.running = ""
-        handle, self.started = tempfile.mkstemp(prefix="reknit-starts-")
+        self._started = ""
+
+    def count(self) -> None:
+        """Count the processes that begin from now on."""
+        handle, self._started = tempfile.mkstemp(prefix="reknit-starts-")
         os.close(handle)
-        os.environ["REKNIT_TEST_STARTS"] = self.started
+        os.environ["REKNIT_TEST_STARTS"] = self._started
         sys.path.append(str(_STARTS))  # agents and workers of loaders get this for their PYTHONPATH
         paths = [str(_STARTS), *filter(None, [os.environ.get("PYTHONPATH")])]
         os.environ["PYTHONPATH"] = os.pathsep.join(paths)
 
     def num_processes(self) -> int:
         """Return how many processes began so far."""
-        return os.path.getsize(self.started)
+        return os.path.getsize(self._started)
+
+    def end(self) -> None:
+        """Count no more."""
+        os.unlink(self._started)
 
     def merge(self, others: dict[str, dict[str, Any]]) -> None:
         """Add what another process's tests took."""
@@ -85,6 +93,11 @@ def folder_of(nodeid: str) -> str:
     return parts[1] if len(parts) > 2 else "."
 
 
+def pytest_configure() -> None:
+    """Begin to count."""
+    COSTS.count()
+
+
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_protocol(item: pytest.Item) -> Iterator[None]:
     """Note what a test took."""
@@ -107,12 +120,12 @@ def pytest_testnodedown(node: Any) -> None:
 @pytest.hookimpl(trylast=True)
 def pytest_sessionfinish(session: pytest.Session) -> None:
     """Tell the process that waits for this one, or fail where a folder took too much."""
-    os.unlink(COSTS.started)
+    COSTS.end()
     if hasattr(session.config, "workeroutput"):
-        costs = {folder: asdict(cost) for folder, cost in COSTS.by_folder.items()}
-        session.config.workeroutput["costs"] = costs | {}
-        for cost in costs.values():
-            cost["servers"] = sorted(cost["servers"])
+        session.config.workeroutput["costs"] = {
+            folder: asdict(cost) | {"servers": sorted(cost.servers)}
+            for folder, cost in COSTS.by_folder.items()
+        }
     elif session.exitstatus == pytest.ExitCode.OK and _outgrown():
         session.exitstatus = pytest.ExitCode.TESTS_FAILED
 
