@@ -7,13 +7,16 @@ from __future__ import annotations
 
 import json
 import sys
+from functools import partial
 from pathlib import Path
 
 import torch.distributed as dist
 
 import reknit
-from tests.ranks import run
+from tests import ranks
 from tests.megatron.layouts import Layout
+
+run = partial(ranks.run, warm="megatron")
 
 STEPS, SAVED_AT = 30, 15
 """How many steps, and after how many the checkpoint is saved."""
