@@ -12,6 +12,7 @@ import py_compile
 import queue
 import re
 import shutil
+import signal
 import subprocess
 import sys
 import tempfile
@@ -221,4 +222,6 @@ def main(arguments: Sequence[str], *, root: Path = ROOT, catalog: Path = CATALOG
 
 
 if __name__ == "__main__":
+    # Whoever ends it by a signal waits for the mutants under way, and finds nothing left behind.
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
     sys.exit(main(sys.argv[1:]))
