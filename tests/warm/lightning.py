@@ -1,3 +1,5 @@
 """Lightning."""
 
+import lightning.pytorch.strategies  # noqa: F401
+
 import tests.warm.plain  # noqa: F401
