@@ -204,7 +204,7 @@ def test_a_new_run_clears_away_what_the_last_left_and_nothing_else(tmp_path: Pat
 
 def test_a_rank_0_whose_place_was_taken_says_so(store: Store) -> None:
     def take() -> None:
-        time.sleep(0.3)
+        store.get("reknit/job/run", 30.0)  # rank 0 has come
         store.set("reknit/job/run", b"another")
 
     thread = threading.Thread(target=take)

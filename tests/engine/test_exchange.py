@@ -216,8 +216,15 @@ def test_an_error_in_work_of_its_own_ends_the_others_too(hosts: list[int]) -> No
     def fail(_: Arena) -> None:
         raise StorageError("no")
 
-    # The other has far to go when it hears of it.
-    works = [Work(8 * CELL, lambda _: threading.Event().wait(0.3)) for _ in range(2)]
+    given_up = threading.Event()
+
+    class Failing(Work):
+        def abandon(self) -> None:
+            super().abandon()
+            given_up.set()
+
+    # The other has all its reading before it when it hears of it.
+    works = [Failing(8 * CELL), Work(8 * CELL, lambda _: given_up.wait(WAIT_S))]
     outcomes = run_ranks(
         2, errors_of(exchanges(works, hosts, [cells(8)] * 2, num_slots=1, private={0: [fail]}))
     )

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
     from tests.faults.nursery import Nursery
 
-SEEDS = range(20)
+SEEDS = range(8)
 STOPPED_S = 2.0
 
 
