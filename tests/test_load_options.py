@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -522,7 +523,7 @@ def test_real_ranks_raise_the_same_error_before_anything_changes(tmp_path: Path)
     (one, unchanged), (two, also) = run(2, refused, str(tmp_path / "x"))
     assert one == two
     assert one.startswith("MismatchError: ")
-    assert "model/w: its shape is [3] in the checkpoint and [2] here (rank 0)" in one
+    assert re.search(r"model/w: its shape is \[3\] in the checkpoint and \[2\] here .*\(rank 0\)", one)
     assert unchanged
     assert also
     (file,) = (tmp_path / "x").glob("model/*.safetensors")

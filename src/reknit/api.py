@@ -15,12 +15,14 @@ from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, Literal
 
 from reknit.arguments import (
+    check_flag,
     check_metadata,
     check_places,
     check_promotion,
     check_state,
     checked_step,
     open_places,
+    options_of,
     part_of,
     place_of,
 )
@@ -89,12 +91,14 @@ def save(
     naming rank and phase.  An exception of your own code (a `state_dict` that fails, Ctrl-C) is raised as it
     is where it began, and described by a `ReknitError` on the other ranks.
     """
-    options = options or SaveOptions()
+    options = options_of(options, SaveOptions)
     joined, ranks, _ = acting(group, options.comm)
 
     def checked() -> tuple[Destination, Recorder]:
         check_state(state)
         check_metadata(metadata or {})
+        check_flag("wait", wait)
+        check_flag("overwrite", overwrite)
         number = checked_step(step)
         storage = open_storage(path, durability=options.durability)
         if options.promote_to is not None:
@@ -202,7 +206,8 @@ def promote(
     Raises `CheckpointNotFoundError`, `CheckpointExistsError`, `CorruptError`, `CommitError` (files are in
     neither place), `StorageError`.
     """
-    options = options or SaveOptions()
+    options = options_of(options, SaveOptions)
+    check_flag("overwrite", overwrite)
     with ExitStack() as last:
         source = open_storage(path)
         last.callback(source.close)
@@ -235,7 +240,7 @@ def prepare(
     same error, as for `save`, and `MemoryError` where there is too little of it.  With ``on_error="warn"``
     what is no wrong call is logged, and the first save does what was not done.
     """
-    options = options or SaveOptions()
+    options = options_of(options, SaveOptions)
     joined, ranks, _ = acting(group, options.comm)
     place = place_of(path)
 
@@ -319,13 +324,14 @@ def load(
     Raises `CheckpointNotFoundError`, `MismatchError`, `CorruptError`, `VersionError`, `StorageError`,
     `CommError`: on every rank the same error, naming rank and phase.
     """
-    options = options or LoadOptions()
+    options = options_of(options, LoadOptions)
     if not strict:
         options = replace(options, lenient=("*",))
     joined, ranks, carrier = acting(group, options.comm)
     with ExitStack() as last:
         with _told(joined, load_story.FIRST_ROUND, options.timeout_s):
             check_state(state)
+            check_flag("strict", strict)
             part = part_of(state, items)
             storage, *replicas = open_places(path, options, last)
             recorder = Recorder("load", joined.rank, None, storage.url, _sinks(options.events))
@@ -357,7 +363,7 @@ def open(path: str | PathLike[str], *, options: LoadOptions | None = None) -> Ch
 
     Raises `CheckpointNotFoundError`, `CorruptError`, `VersionError`, `StorageError`.
     """
-    options = options or LoadOptions()
+    options = options_of(options, LoadOptions)
     with ExitStack() as failing:
         storage, *replicas = open_places(path, options, failing)
         recorder = Recorder("read", path=storage.url, sinks=_sinks(options.events))
@@ -379,9 +385,10 @@ def verify(
     """
     if level not in ("structure", "data"):
         raise UsageError(f"level is 'structure' or 'data', not {level!r}")
+    options = options_of(options, LoadOptions)
     storage = open_storage(path)
     try:
-        return verify_story(storage, level, options or LoadOptions())
+        return verify_story(storage, level, options)
     finally:
         storage.close()
 

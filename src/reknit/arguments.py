@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import operator
-import os
-from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from collections.abc import Iterable, Mapping
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from reknit.engine.commit import check_absent
-from reknit.errors import ReknitError, UsageError
+from reknit.errors import ReknitError, UsageError, shown
 from reknit.storage.registry import Recipe, open_storage, recipe
 
 if TYPE_CHECKING:
@@ -18,6 +17,28 @@ if TYPE_CHECKING:
 
     from reknit.options import LoadOptions, SaveOptions
     from reknit.storage.base import Storage
+
+_Options = TypeVar("_Options")
+
+
+def options_of(options: Any, kind: type[_Options]) -> _Options:
+    """Return options of this kind, the usual ones for None.  Raises `UsageError` for anything else."""
+    if options is None:
+        return kind()
+    if isinstance(options, kind):
+        return options
+    unpacked = isinstance(options, Mapping) and all(isinstance(name, str) for name in options)
+    inside = ", ".join(f"{name}={shown(value)}" for name, value in options.items()) if unpacked else "..."
+    raise UsageError(
+        f"options is a reknit.{kind.__name__} here, not a {type(options).__name__}",
+        remedy=f"pass options=reknit.{kind.__name__}({inside})",
+    )
+
+
+def check_flag(name: str, value: Any) -> None:
+    """Raise `UsageError` for what is neither true nor false: the text "no" would count as true."""
+    if not isinstance(value, bool):
+        raise UsageError(f"{name} is True or False, not {shown(value)}")
 
 
 def check_state(state: Mapping[str, Any]) -> None:
@@ -40,7 +61,10 @@ def checked_step(step: Any) -> int | None:
     except TypeError:
         number = -1
     if isinstance(step, bool) or not 0 <= number < 1 << 63:
-        raise UsageError(f"step is a whole number from 0 on, or None, not {step!r}")
+        raise UsageError(
+            f"step is a whole number from 0 on, or None, not {shown(step)}",
+            remedy="pass everything but path and state by its name: step=100, options=...",
+        )
     return number
 
 
@@ -54,6 +78,8 @@ def part_of(state: Mapping[str, Any], items: Sequence[str] | None) -> dict[str, 
     """Return the items of the state that are to be loaded."""
     if isinstance(items, str):
         raise UsageError(f"items is a list of names: pass [{items!r}]")
+    if items is not None and not isinstance(items, Iterable):
+        raise UsageError(f"items is a list of names, not {shown(items)}")
     names = tuple(state) if items is None else tuple(items)
     if absent := [name for name in names if name not in state]:
         raise UsageError(f"items names {absent[0]!r}, but state has only {', '.join(map(repr, state))}")
@@ -65,7 +91,7 @@ def place_of(path: str | PathLike[str]) -> Recipe:
     try:
         return recipe(path)
     except ReknitError:
-        return Recipe(os.fspath(path), elsewhere=True)
+        return Recipe(str(path), elsewhere=True)
 
 
 def open_places(path: str | PathLike[str], options: LoadOptions, last: ExitStack) -> list[Storage]:

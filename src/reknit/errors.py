@@ -184,6 +184,14 @@ class ProtocolError(CommError):
     """Ranks are not doing the same thing at the same time."""
 
 
+def shown(value: Any) -> str:
+    """Return a short text for a user's value, for an error message; never raises."""
+    try:
+        return f"{value!r:.100}"
+    except Exception:  # a class may raise anything from its own repr, and so does a huge int
+        return f"<{type(value).__name__}>"
+
+
 def _subclasses(cls: type[ReknitError]) -> dict[str, type[ReknitError]]:
     found = {cls.__name__: cls}
     for sub in cls.__subclasses__():

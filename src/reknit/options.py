@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import getpass
+import numbers
 import os
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from typing import Any, Literal, Protocol, runtime_checkable
 
-from reknit.errors import UsageError
+from reknit.errors import UsageError, shown
 
 MIB = 1 << 20
 GIB = 1 << 30
@@ -155,6 +156,7 @@ class CommOptions:
     tls: Tls | None = None
 
     def __post_init__(self) -> None:
+        _check_kinds(self)
         _require(self.fan_out >= 1, "fan_out must be at least 1")
         _require(self.connect_timeout_s > 0, "connect_timeout_s must be positive")
         for name in ("bind", "interface"):
@@ -234,6 +236,7 @@ class SaveOptions:
     exit_wait_s: float = 300.0
 
     def __post_init__(self) -> None:
+        _check_kinds(self)
         _require(
             self.durability in ("process", "power"),
             f"durability is 'process' or 'power', not {self.durability!r}",
@@ -326,6 +329,7 @@ class LoadOptions:
     replicas: tuple[str | os.PathLike[str], ...] = ()
 
     def __post_init__(self) -> None:
+        _check_kinds(self)
         _require(
             self.share in ("auto", "always", "never"),
             f"share is 'auto', 'always' or 'never', not {self.share!r}",
@@ -344,6 +348,26 @@ class LoadOptions:
         _require(self.gap_nbytes is None or self.gap_nbytes >= 0, "gap_nbytes must not be negative")
         _require(self.timeout_s > 0, "timeout_s must be positive")
         _check_replicas(self.on_corrupt, self.replicas)
+
+
+_KINDS: Mapping[str, tuple[type | tuple[type, ...], str]] = {
+    "bool": (bool, "True or False"),
+    "int": (numbers.Integral, "a whole number"),
+    "int | None": ((numbers.Integral, type(None)), "a whole number, or None"),
+    "float": (numbers.Real, "a number"),
+    "str | None": ((str, os.PathLike, type(None)), "a text, or None"),
+    "CommOptions": (CommOptions, "a reknit.CommOptions"),
+}
+"""What a knob of a type may be, and how that is called."""
+
+
+def _check_kinds(options: Any) -> None:
+    """Raise `UsageError` for a knob of another type than it should have: a text "no" would count as true."""
+    for knob in fields(options):
+        kinds, called = _KINDS.get(str(knob.type), (object, ""))
+        value = getattr(options, knob.name)
+        fits = isinstance(value, kinds) and (kinds in (bool, object) or not isinstance(value, bool))
+        _require(fits, f"{knob.name} is {called}, not {shown(value)}")
 
 
 def _check_replicas(on_corrupt: str, replicas: object) -> None:

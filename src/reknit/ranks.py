@@ -110,6 +110,8 @@ def connect(
     Raises `DeadlineError` naming the ranks that did not come within `options.connect_timeout_s`, `CommError`
     when a token is wrong or a process cannot be reached, `UsageError`.
     """
+    if options is not None and not isinstance(options, CommOptions):
+        raise UsageError(f"options is a reknit.CommOptions here, not a {type(options).__name__}")
     options = options or CommOptions()
     rank, size = _whole("rank", rank), _whole("size", size)
     if not 0 <= rank < size:

@@ -17,7 +17,7 @@ from reknit.types.box import Box
 from reknit.types.dtype import ITEMSIZE, converts
 from reknit.types.manifest import Index, TensorEntry
 from reknit.types.shard import Shard, TensorSpec
-from reknit.types.wanted import Terms, Wanted, matches
+from reknit.types.wanted import RESIZE, Terms, Wanted, matches
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -75,7 +75,7 @@ def test_what_has_no_name_or_another_shape_or_dtype_is_told() -> None:
     assert fills == []
     assert problems.missing == [("m/x", "not in the checkpoint")]
     assert problems.mismatched == [
-        ("m/w", "saved shape [4, 6], wanted [4, 5]"),
+        ("m/w", f"saved shape [4, 6], wanted [4, 5]{RESIZE}"),
         ("m/v", "saved dtype float32, wanted float64 (LoadOptions(cast=True) converts)"),
     ]
     (fill,), _ = match(index, wanted(wants[2]), LoadOptions(cast=True))
@@ -90,7 +90,7 @@ def test_problems_mention_the_name_in_the_checkpoint_where_it_differs() -> None:
     assert problems.mismatched == [
         ("m/b", "why (its name in the checkpoint is net/bias)"),
         ("m/c", "why"),
-        ("m/w", "saved shape [4, 6], wanted [4, 5] (its name in the checkpoint is net/weight)"),
+        ("m/w", f"saved shape [4, 6], wanted [4, 5]{RESIZE} (its name in the checkpoint is net/weight)"),
     ]
 
 

@@ -21,6 +21,7 @@ from reknit.frameworks.registry import collect, wanted
 from reknit.types.dtype import ITEMSIZE
 from reknit.types.manifest import Catalog
 from reknit.types.shard import Alias, Tagged, TensorSpec
+from reknit.types.wanted import RESIZE
 from tests.frameworks.checkpoint import load, save
 
 if TYPE_CHECKING:
@@ -120,7 +121,7 @@ def test_what_the_checkpoint_lacks_is_missing_and_other_shapes_are_mismatched() 
     want = wanted(target, catalog, 0, 1)
     assert [fqn for _, fqn, _ in want.missing] == ["w", "u"]
     assert {fqn: why for _, fqn, why in want.mismatched} == {
-        "shape": "its shape is [2] in the checkpoint and [3] here",
+        "shape": f"its shape is [2] in the checkpoint and [3] here{RESIZE}",
         "kind": "a plain value was saved under this name, and the target has a tensor",
         "dnik": "a tensor was saved under this name, and the target has a plain value",
     }

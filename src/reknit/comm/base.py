@@ -190,7 +190,8 @@ def round(
         raise own
     failure = answer.failure()
     if failure is not None:
-        raise failure from own
+        # It says all that `own` does; what a reader may miss is why that came about.
+        raise failure from (own and own.__cause__)
     return answer.payload
 
 

@@ -10,7 +10,7 @@ from reknit.planner.tiling import untiled
 from reknit.types.box import Box
 from reknit.types.dtype import converts
 from reknit.types.shard import full_name
-from reknit.types.wanted import Terms, matches
+from reknit.types.wanted import RESIZE, Terms, matches
 
 if TYPE_CHECKING:
     from collections.abc import Container, Mapping, Sequence
@@ -90,7 +90,9 @@ def _mismatch(saved: TensorSpec, wanted: TensorSpec, *, cast: bool, resize: bool
     """Say why a saved tensor cannot fill a wanted one, if it cannot."""
     if saved.shape != wanted.shape and not (resize and len(saved.shape) == len(wanted.shape)):
         why = f"saved shape {list(saved.shape)}, wanted {list(wanted.shape)}"
-        return f"{why}; only the lengths may differ, not how many there are" if resize else why
+        if resize:
+            return f"{why}; only the lengths may differ, not how many there are"
+        return why + RESIZE if len(saved.shape) == len(wanted.shape) else why
     if saved.dtype == wanted.dtype:
         return None
     why = f"saved dtype {saved.dtype}, wanted {wanted.dtype}"
@@ -179,8 +181,8 @@ def _refusal(problems: Sequence[str], url: str, *, damaged: bool) -> ReknitError
     return MismatchError(
         f"the checkpoint does not fit the target in {len(problems)} places; nothing was changed:\n  {lines}",
         path=url,
-        remedy="mend the names or shapes, load fewer items, or pass strict=False (or patterns in "
-        "LoadOptions.lenient) to accept and report them",
+        remedy="mend the names or shapes, load fewer items, or pass what a line names; strict=False (or "
+        "patterns in LoadOptions.lenient) leaves out all that does not fit, and reports it",
     )
 
 

@@ -6,8 +6,15 @@ import logging
 from typing import TYPE_CHECKING, NamedTuple
 
 from reknit.engine.commit import manifest_exists
+from reknit.engine.foreign import foreign, foreign_inside
 from reknit.engine.opening import read_manifest
-from reknit.errors import CheckpointNotFoundError, FormatError, StorageError, StoragePermissionError
+from reknit.errors import (
+    CheckpointNotFoundError,
+    FormatError,
+    StorageError,
+    StoragePermissionError,
+    UsageError,
+)
 from reknit.format.manifest_file import decode_manifest
 
 if TYPE_CHECKING:
@@ -31,7 +38,29 @@ def newest(root: Storage) -> str | None:
     is an error, since an older checkpoint in place of the newest would be lost work.
     """
     ages = [age for name in root.folders() if (age := _age(root, name)) is not None]
-    return max(ages).url if ages else None
+    if ages:
+        return max(ages).url
+    _refuse_other(root)
+    if (other := foreign_inside(root)) is not None:
+        logger.warning("there is no checkpoint in %s: %s", root.url, other)
+    return None
+
+
+def _refuse_other(root: Storage) -> None:
+    """Raise `UsageError` where a path leads to something that is no folder of checkpoints.
+
+    A job that is told None begins anew, which is not what somebody wanted who named a checkpoint.
+    """
+    if manifest_exists(root):
+        raise UsageError(
+            f"{root.url} is a checkpoint, and latest looks for checkpoints in a folder",
+            remedy=f"load it as it is, or pass the folder above: {root.url.rpartition('/')[0] or '/'}",
+            path=root.url,
+        )
+    if (other := foreign(root)) is not None:
+        raise UsageError(
+            f"{root.url} is no folder of checkpoints: it is {other.what}", remedy=other.remedy, path=root.url
+        )
 
 
 def _age(root: Storage, name: str) -> _Age | None:

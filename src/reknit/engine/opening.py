@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from reknit.engine import messages
 from reknit.engine.checked import first_sound, read_checked
+from reknit.engine.foreign import foreign, meant
 from reknit.engine.pipeline import run_jobs
 from reknit.engine.renaming import Naming, Renamed, names_in, renamed
 from reknit.errors import (
@@ -289,27 +290,9 @@ def read_manifest(storage: Storage) -> bytes:
     try:
         return storage.get(paths.MANIFEST_PATH, limit=MAX_MANIFEST_NBYTES)
     except StorageNotFoundError:
-        raise CheckpointNotFoundError(
-            f"there is no committed checkpoint at {storage.url}", path=storage.url, remedy=_hint(storage)
-        ) from None
-
-
-def _hint(storage: Storage) -> str:
-    """Say what a user may have meant by a path that holds no checkpoint."""
-    inside = [name for name in storage.folders() if _has_manifest(storage, name)]
-    if inside:
-        return (
-            f"it holds checkpoints: did you mean {storage.url}/{inside[-1]}?  reknit.latest finds the newest"
-        )
-    if any(paths.parse_path(listed.path) for listed in storage.list()):
-        return "it holds files of a save that never committed; load an older checkpoint"
-    return "check the path; `reknit ls` on the folder above shows what is there"
-
-
-def _has_manifest(storage: Storage, folder: str) -> bool:
-    """Tell whether a folder holds a checkpoint, as far as it can be looked into."""
-    try:
-        storage.sub(folder).size(paths.MANIFEST_PATH)
-    except StorageError:
-        return False
-    return True
+        message = f"there is no committed checkpoint at {storage.url}"
+        if (other := foreign(storage)) is not None:
+            message, remedy = f"{message}: it is {other.what}", other.remedy
+        else:
+            remedy = meant(storage)
+        raise CheckpointNotFoundError(message, path=storage.url, remedy=remedy) from None

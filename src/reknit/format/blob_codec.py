@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import dataclasses
 import enum
+from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
 import msgspec
@@ -49,7 +51,7 @@ def encode_blobs(values: Mapping[str, Any], *, allow_pickle: bool = False, item:
             where = "/".join(part for part in (item, fqn) if part)
             raise StateError(
                 f"{where}{refusal.path} cannot be saved: it is {refusal.what}", remedy=refusal.remedy
-            ) from refusal
+            ) from None
     try:
         data = msgspec.msgpack.encode(members)
     except (OverflowError, ValueError) as error:
@@ -146,7 +148,7 @@ class _Encoder:
             return self._extension(DICT, value, depth)
         found = BIG_INT if kind is int else KINDS.get(kind) or _kind_by_base(value)
         if found is None:
-            return self._unknown(value, RefusedError(_described(kind), _REMEDY))
+            return self._unknown(value, RefusedError(_described(kind), _remedy(value)))
         return self._extension(found, value, depth)
 
     def _extension(self, kind: Kind, value: Any, depth: int) -> Any:
@@ -213,6 +215,26 @@ def _described(kind: type) -> str:
         base for base in kind.__mro__[1:-1] if base in KINDS or base in (int, str, list, dict, float, bytes)
     ]
     return f"a {name}, which derives from {bases[0].__name__}" if bases else f"a {name}"
+
+
+def _remedy(value: Any) -> str:
+    """Say what to save in the place of a value."""
+    if "DataLoader" in type(value).__name__:
+        return (
+            "it does not say where it is: put torchdata's StatefulDataLoader in its place, or a loader of "
+            "reknit.dataloader; or save the number of batches that were taken, and skip them after a load"
+        )
+    if isinstance(value, Iterator):
+        return (
+            "it does not say where it is: save how far it has come, as a number, and go there after a load; "
+            "or put it into a class with state_dict() and load_state_dict()"
+        )
+    if dataclasses.is_dataclass(value):
+        return (
+            "save the dict that dataclasses.asdict() makes of it, or give its class state_dict() and "
+            "load_state_dict()"
+        )
+    return _REMEDY
 
 
 def _pickled(value: Any) -> bytes:

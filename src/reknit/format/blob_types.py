@@ -14,10 +14,10 @@ from collections import Counter, OrderedDict, defaultdict, deque
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from reknit.errors import CorruptError
+from reknit.errors import CorruptError, shown
 from reknit.format import numpy_values
 from reknit.format.enum_values import build_enum
-from reknit.format.refused import RefusedError, fields, shown
+from reknit.format.refused import RefusedError, fields
 from reknit.types.shard import Tagged
 
 if TYPE_CHECKING:

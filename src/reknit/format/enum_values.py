@@ -6,7 +6,8 @@ import enum
 import sys
 from typing import Any
 
-from reknit.format.refused import RefusedError, fields, shown
+from reknit.errors import shown
+from reknit.format.refused import RefusedError, fields
 from reknit.types.shard import Tagged
 
 TAG = "enum"

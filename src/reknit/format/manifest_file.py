@@ -9,10 +9,9 @@ from typing import TYPE_CHECKING, Annotated, Any, NoReturn
 import msgspec
 import numpy as np
 
-from reknit.errors import CorruptError, FormatError, ReknitError, StateError
+from reknit.errors import CorruptError, FormatError, ReknitError, StateError, shown
 from reknit.format.checksum import digest, num_blocks
 from reknit.format.paths import MANIFEST_PATH, checked_name, checked_relative
-from reknit.format.refused import shown
 from reknit.format.strict_json import decode_member, decode_strict
 from reknit.format.versions import check_version
 from reknit.types.manifest import BlobFile, FileEntry, Manifest

@@ -25,14 +25,6 @@ class RefusedError(Exception):
         return "".join(reversed(self.steps))
 
 
-def shown(value: Any) -> str:
-    """Return a short text for a user's value, for an error message; never raises."""
-    try:
-        return f"{value!r:.100}"
-    except Exception:  # a class may raise anything from its own repr, and so does a huge int
-        return f"<{type(value).__name__}>"
-
-
 def fields(payload: Any, *kinds: type | tuple[type, ...]) -> list[Any]:
     """Return the members of a payload that must be a list of exactly these types; `object` means any."""
     if type(payload) is not list or len(payload) != len(kinds):

@@ -12,7 +12,7 @@ from reknit.frameworks.walk import Walk
 from reknit.types.dtype import converts
 from reknit.types.manifest import Catalog
 from reknit.types.shard import Shard, full_name
-from reknit.types.wanted import matches
+from reknit.types.wanted import RESIZE, matches
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Hashable, Mapping, Sequence
@@ -246,6 +246,8 @@ class Loading(Walk):
             why = f"its shape is {list(spec.shape)} in the checkpoint and {list(view.spec.shape)} here"
             if request.resize:
                 why += ", and only the lengths may differ, not how many there are"
+            elif len(spec.shape) == len(view.spec.shape):
+                why += RESIZE
             self.report_mismatched(place, why)
             return
         if other:

@@ -137,6 +137,12 @@ def subgroup_job(group: Any) -> Job:
     """
     import torch.distributed as dist
 
+    known = group is dist.GroupMember.NON_GROUP_MEMBER or isinstance(group, dist.ProcessGroup)
+    if not known:
+        raise UsageError(
+            f"group is a process group of torch or a group of reknit.connect, not a {type(group).__name__}",
+            remedy="of a DeviceMesh, pass mesh.get_group()",
+        )
     rank = dist.get_rank(group)
     if rank < 0:
         raise UsageError(

@@ -32,9 +32,7 @@ def open_storage(url: str | os.PathLike[str], *, durability: Durability = "power
     Whatever looks like a URL of an unknown store raises `UnknownSchemeError` instead of becoming a folder of
     that name; a folder whose name really begins like that is given by its absolute path.
     """
-    text = os.fspath(url)
-    if not isinstance(text, str) or not text:
-        raise UsageError(f"a place to store is needed, not {url!r}", remedy="give a path or a URL")
+    text = _text(url)
     scheme = _scheme(text)
     if scheme is None:
         return LocalStorage(_expand(text), durability=durability)
@@ -60,7 +58,7 @@ class Recipe(NamedTuple):
 
 def recipe(url: str | os.PathLike[str]) -> Recipe:
     """Return how another process opens the store at `url`, which need not exist."""
-    text = os.fspath(url)
+    text = _text(url)
     scheme = _scheme(text)
     if scheme is None:
         return Recipe(os.path.abspath(_expand(text)), elsewhere=True)
@@ -72,6 +70,19 @@ def recipe(url: str | os.PathLike[str]) -> Recipe:
     if module == "__main__" or found is not factory:
         return Recipe(text, elsewhere=False)
     return Recipe(text, elsewhere=True, factory=f"{module}:{name}")
+
+
+def _text(url: object) -> str:
+    """Return a place as text.  Raises `UsageError` for what is none."""
+    text = os.fspath(url) if isinstance(url, os.PathLike) else url
+    if isinstance(text, str) and text:
+        return text
+    remedy = "give a path or a URL"
+    if isinstance(text, bytes):
+        remedy = "give a path or a URL as text: os.fsdecode makes it of bytes"
+    elif text is None:
+        remedy += "; reknit.latest returns None where there is no checkpoint yet: ask before you load"
+    raise UsageError(f"a place to store is needed, not {url!r}", remedy=remedy)
 
 
 def register(scheme: str, factory: Factory) -> None:

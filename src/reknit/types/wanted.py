@@ -12,6 +12,10 @@ if TYPE_CHECKING:
     from reknit.types.shard import Shard
 
 
+RESIZE = " (LoadOptions(allow_shape_mismatch=...) takes what both have)"
+"""What is said of a tensor whose shape differs, in as many dimensions, from the one that was saved."""
+
+
 def matches(name: str, patterns: Sequence[str]) -> bool:
     """Tell whether a name (`full_name`) is one that the patterns mean."""
     return any(fnmatchcase(name, pattern) for pattern in patterns)

@@ -1,0 +1,95 @@
+"""What is at a path where no checkpoint is?  What a user may have meant, and what others have saved there."""
+
+from __future__ import annotations
+
+import os
+from typing import TYPE_CHECKING, NamedTuple
+
+from reknit.errors import StorageError
+from reknit.format import paths
+
+if TYPE_CHECKING:
+    from reknit.storage.base import Storage
+
+
+class Foreign(NamedTuple):
+    """What something is that reknit did not save, and how it can be read."""
+
+    what: str
+    remedy: str
+
+
+_ANEW = "load it with what saved it, and save the model and the optimizer with reknit.save"
+
+_FOLDERS = (
+    (".metadata", "a checkpoint of torch.distributed.checkpoint (DCP)"),
+    ("model.safetensors", "a model as Hugging Face libraries save it"),
+    ("model.safetensors.index.json", "a model as Hugging Face libraries save it"),
+    ("pytorch_model.bin", "a model as Hugging Face libraries save it"),
+    ("pytorch_model.bin.index.json", "a model as Hugging Face libraries save it"),
+    ("adapter_model.safetensors", "an adapter as PEFT saves it"),
+    ("zero_to_fp32.py", "a folder of DeepSpeed's own checkpoints"),
+    ("latest_checkpointed_iteration.txt", "a folder of Megatron's own checkpoints"),
+    ("_CHECKPOINT_METADATA", "a checkpoint of Orbax"),
+)
+"""Files by which what other programs save is known."""
+
+_FILES = {
+    **dict.fromkeys((".pt", ".pth", ".bin", ".ckpt"), "a single file, as torch.save writes it"),
+    ".safetensors": "a file of safetensors",
+}
+
+
+def foreign(storage: Storage) -> Foreign | None:
+    """Return what other programs have saved in a folder, None where that is nothing known."""
+    if os.path.isfile(storage.url):
+        what = _FILES.get(os.path.splitext(storage.url)[1].lower())
+        if what is None:
+            return Foreign("a file", "a checkpoint is a folder: check the path")
+        return Foreign(f"{what}, which reknit cannot read", _ANEW)
+    for name, what in _FOLDERS:
+        if _has(storage, name):
+            return Foreign(f"{what}, which reknit cannot read yet", _ANEW)
+    return None
+
+
+def foreign_inside(storage: Storage) -> str | None:
+    """Say what other programs have saved in the last folder of a folder, None where that is nothing known."""
+    for name in storage.folders()[-1:]:
+        try:
+            other = foreign(storage.sub(name))
+        except StorageError:  # a name that no store takes
+            return None
+        return None if other is None else f"{name} is {other.what}"
+    return None
+
+
+def meant(storage: Storage) -> str:
+    """Say what a user may have meant by a path that holds no checkpoint."""
+    inside = [name for name in storage.folders() if _is_checkpoint(storage, name)]
+    if inside:
+        return (
+            f"it holds checkpoints: did you mean {storage.url}/{inside[-1]}?  `reknit ls` lists them, and "
+            "reknit.latest finds the newest"
+        )
+    if any(paths.parse_path(listed.path) for listed in storage.list()):
+        return "it holds files of a save that never committed; load an older checkpoint"
+    if (other := foreign_inside(storage)) is not None:
+        return f"it holds other things: {other}"
+    return "check the path; `reknit ls` on the folder above shows what is there"
+
+
+def _is_checkpoint(storage: Storage, folder: str) -> bool:
+    """Tell whether a folder holds a checkpoint, as far as it can be looked into."""
+    try:
+        return _has(storage.sub(folder), paths.MANIFEST_PATH)
+    except StorageError:  # a name that no store takes
+        return False
+
+
+def _has(storage: Storage, name: str) -> bool:
+    try:
+        storage.size(name)
+    except StorageError:
+        return False
+    return True

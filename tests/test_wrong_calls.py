@@ -1,0 +1,250 @@
+"""What a newcomer gets wrong, and what each of these calls says: what, where, and what to do instead."""
+
+from __future__ import annotations
+
+import dataclasses
+import traceback
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import pytest
+import torch
+from torch.utils.data import DataLoader
+
+import reknit
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+    from pathlib import Path
+
+STATE: dict[str, Any] = {"model": {"w": np.ones(4)}}
+
+
+@pytest.fixture
+def path(tmp_path: Path) -> Path:
+    """Return where a checkpoint lies."""
+    reknit.save(tmp_path / "runs" / "one", STATE, step=7)
+    return tmp_path / "runs" / "one"
+
+
+def calls(path: Path, place: Any, options: Any = None) -> list[Callable[[], object]]:
+    """Return every call that takes a place, of the kinds that save and load, with that place."""
+    saved = {} if options is None else {"options": options}
+    return [
+        lambda: reknit.save(place, STATE, **saved),
+        lambda: reknit.prepare(place, STATE, **saved),
+        lambda: reknit.promote(path, place, **saved),
+        lambda: reknit.load(place, STATE, **saved),
+        lambda: reknit.open(place, **saved),
+        lambda: reknit.verify(place, **saved),
+    ]
+
+
+@pytest.mark.parametrize("place", [None, b"runs/one", 3, ""])
+def test_a_place_that_is_none_says_what_to_give(path: Path, place: Any) -> None:
+    everywhere = calls(path, place)
+    everywhere.append(lambda: reknit.latest(place))
+    for call in everywhere:
+        with pytest.raises(reknit.UsageError, match="a place to store is needed") as caught:
+            call()
+        assert "give a path or a URL" in str(caught.value)
+    with pytest.raises(reknit.UsageError):
+        reknit.save(place, STATE, wait=False).result()
+
+
+def test_none_from_latest_is_explained_and_bytes_are_told_how_to_become_text(tmp_path: Path) -> None:
+    with pytest.raises(reknit.UsageError, match=r"reknit.latest returns None where there is no checkpoint"):
+        reknit.load(reknit.latest(tmp_path / "nosuch"), STATE)  # type: ignore[arg-type]
+    with pytest.raises(reknit.UsageError, match=r"os\.fsdecode"):
+        reknit.open(b"runs")  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("wrong", [{}, {"threads": 2}, "fast", 3, reknit.CommOptions()])
+def test_options_of_another_type_say_which_are_needed(path: Path, wrong: Any) -> None:
+    kinds = ["SaveOptions"] * 3 + ["LoadOptions"] * 3
+    for call, kind in zip(calls(path, path, wrong), kinds, strict=True):
+        with pytest.raises(reknit.UsageError, match=f"options is a reknit.{kind} here, not a ") as caught:
+            call()
+        assert caught.value.remedy is not None
+        assert f"pass options=reknit.{kind}(" in caught.value.remedy
+    with pytest.raises(reknit.UsageError, match=r"options is a reknit\.CommOptions"):
+        reknit.connect(0, 1, at=path, options={})  # type: ignore[arg-type]
+
+
+def test_options_of_the_other_direction_are_refused_and_a_dict_is_spelled_out(path: Path) -> None:
+    with pytest.raises(reknit.UsageError, match="not a LoadOptions"):
+        reknit.save(path, STATE, options=reknit.LoadOptions())  # type: ignore[arg-type]
+    with pytest.raises(reknit.UsageError, match="not a SaveOptions"):
+        reknit.load(path, STATE, options=reknit.SaveOptions())  # type: ignore[arg-type]
+    with pytest.raises(reknit.UsageError) as caught:
+        reknit.load(path, STATE, options={"cast": True, "threads": 2})  # type: ignore[arg-type]
+    assert caught.value.remedy == "pass options=reknit.LoadOptions(cast=True, threads=2)"
+
+
+@pytest.mark.parametrize(
+    ("kind", "knobs", "says"),
+    [
+        (reknit.SaveOptions, {"progress": "no"}, "progress is True or False, not 'no'"),
+        (reknit.SaveOptions, {"allow_pickle": "no"}, "allow_pickle is True or False"),
+        (reknit.SaveOptions, {"threads": "4"}, "threads is a whole number, or None, not '4'"),
+        (reknit.SaveOptions, {"threads": True}, "threads is a whole number"),
+        (reknit.SaveOptions, {"inflight_nbytes": 1e9}, "inflight_nbytes is a whole number"),
+        (reknit.SaveOptions, {"timeout_s": "60"}, "timeout_s is a number, not '60'"),
+        (reknit.SaveOptions, {"events": 3}, "events is a text, or None"),
+        (reknit.SaveOptions, {"comm": {"fan_out": 2}}, "comm is a reknit.CommOptions"),
+        (reknit.LoadOptions, {"cast": "no"}, "cast is True or False"),
+        (reknit.LoadOptions, {"gap_nbytes": "1"}, "gap_nbytes is a whole number"),
+        (reknit.LoadOptions, {"comm": None}, "comm is a reknit.CommOptions"),
+        (reknit.CommOptions, {"fan_out": "16"}, "fan_out is a whole number"),
+    ],
+)
+def test_a_knob_of_another_type_is_named(kind: type[Any], knobs: dict[str, Any], says: str) -> None:
+    with pytest.raises(reknit.UsageError, match=says):
+        kind(**knobs)
+
+
+def test_knobs_may_be_numbers_of_numpy_and_whole_seconds() -> None:
+    reknit.SaveOptions(threads=np.int64(2), timeout_s=60, exit_wait_s=np.float32(1))
+    reknit.LoadOptions(gap_nbytes=None, threads=None)
+
+
+@pytest.mark.parametrize("wrong", ["no", 1, None])
+def test_a_flag_that_is_neither_true_nor_false_is_refused(path: Path, wrong: Any) -> None:
+    flagged: list[tuple[str, Callable[[], object]]] = [
+        ("strict", lambda: reknit.load(path, STATE, strict=wrong)),
+        ("overwrite", lambda: reknit.save(path, STATE, overwrite=wrong)),
+        ("wait", lambda: reknit.save(path.with_name("new"), STATE, wait=wrong).result()),
+        ("overwrite", lambda: reknit.promote(path, path.with_name("new"), overwrite=wrong)),
+    ]
+    for name, call in flagged:
+        with pytest.raises(reknit.UsageError, match=f"{name} is True or False, not {wrong!r}"):
+            call()
+    assert not path.with_name("new").exists()
+
+
+def test_options_in_the_place_of_the_step_are_told_to_come_by_name(path: Path) -> None:
+    with pytest.raises(reknit.UsageError, match=r"options=\.\.\.") as caught:
+        reknit.save(path, STATE, reknit.SaveOptions())  # type: ignore[arg-type]
+    assert len(caught.value.message) < 200
+
+
+def test_items_and_groups_that_are_none_are_refused(path: Path) -> None:
+    with pytest.raises(reknit.UsageError, match="items is a list of names, not 3"):
+        reknit.load(path, STATE, items=3)  # type: ignore[arg-type]
+    for group in ("world", [0, 1]):
+        with pytest.raises(reknit.UsageError, match="group is a process group of torch or a group of"):
+            reknit.load(path, STATE, group=group)
+
+
+# What is there instead of a checkpoint?
+
+
+def test_the_newest_of_a_checkpoint_is_refused_and_led_to_the_folder_above(path: Path) -> None:
+    with pytest.raises(reknit.UsageError, match="is a checkpoint, and latest looks for") as caught:
+        reknit.latest(path)
+    assert str(caught.value).endswith(f"or pass the folder above: {path.parent}")
+    assert reknit.latest(path.parent) == str(path)
+
+
+@pytest.mark.parametrize(
+    ("file", "what"),
+    [
+        ("dcp/.metadata", r"torch\.distributed\.checkpoint \(DCP\), which reknit cannot read yet"),
+        ("hf/model.safetensors.index.json", "Hugging Face"),
+        ("hf/pytorch_model.bin", "Hugging Face"),
+        ("ds/zero_to_fp32.py", "DeepSpeed"),
+        ("mega/latest_checkpointed_iteration.txt", "Megatron"),
+        ("model.pt", r"torch\.save"),
+        ("model.CKPT", r"torch\.save"),
+        ("model.safetensors", "a file of safetensors"),
+        ("notes.txt", "a checkpoint is a folder"),
+    ],
+)
+def test_what_other_programs_saved_is_called_by_its_name(tmp_path: Path, file: str, what: str) -> None:
+    full = tmp_path / file
+    full.parent.mkdir(exist_ok=True)
+    full.write_bytes(b"x")
+    place = full if full.parent == tmp_path else full.parent
+    for look in (lambda: reknit.load(place, STATE), lambda: reknit.open(place), lambda: reknit.verify(place)):
+        with pytest.raises(
+            reknit.CheckpointNotFoundError, match=f"no committed checkpoint at .*: .*{what}|{what}"
+        ):
+            look()
+    with pytest.raises(reknit.UsageError, match=what):
+        reknit.latest(place)
+
+
+def test_a_folder_of_other_checkpoints_has_no_newest_and_says_what_is_in_it(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    (tmp_path / "step_1").mkdir()
+    (tmp_path / "step_1" / ".metadata").write_bytes(b"x")
+    assert reknit.latest(tmp_path) is None
+    assert "step_1 is a checkpoint of torch.distributed.checkpoint" in caplog.text
+    with pytest.raises(reknit.CheckpointNotFoundError, match="it holds other things: step_1 is a checkpoint"):
+        reknit.load(tmp_path, STATE)
+    reknit.save(tmp_path / "step_2", STATE, step=2)
+    caplog.clear()
+    assert reknit.latest(tmp_path) == str(tmp_path / "step_2")
+    assert caplog.text == ""
+
+
+# What cannot be saved, or does not fit?
+
+
+@dataclasses.dataclass
+class Config:
+    width: int = 1
+
+
+@pytest.mark.parametrize(
+    ("value", "says"),
+    [
+        (DataLoader([1, 2]), "StatefulDataLoader"),  # type: ignore[arg-type]
+        ((n for n in range(3)), "save how far it has come, as a number"),
+        (iter([1, 2]), "save how far it has come, as a number"),
+        (Config(), r"dataclasses\.asdict\(\)"),
+        (object(), "save a plain value"),
+    ],
+)
+def test_a_value_that_cannot_be_saved_is_told_what_to_save_instead(
+    tmp_path: Path, value: Any, says: str
+) -> None:
+    with pytest.raises(reknit.StateError, match=says) as caught:
+        reknit.save(tmp_path / "x", {"extra": {"it": value}})
+    assert caught.value.message.startswith("extra/it cannot be saved")
+    assert ("allow_pickle" in str(caught.value)) == (type(value) is object)
+
+
+def test_a_vocabulary_that_grew_is_told_what_lets_it_grow(path: Path) -> None:
+    hint = "LoadOptions(allow_shape_mismatch=...) takes what both have"
+    state = {"model": {"w": np.zeros(6)}}
+    with pytest.raises(reknit.MismatchError) as caught:
+        reknit.load(path, state)
+    assert hint in str(caught.value)
+    options = reknit.LoadOptions(allow_shape_mismatch=("model/w",))
+    reknit.load(path, state, options=options)
+    assert state["model"]["w"].tolist() == [1, 1, 1, 1, 0, 0]
+    for given in (None, options):
+        with pytest.raises(reknit.MismatchError) as caught:
+            reknit.load(path, {"model": {"w": np.zeros((4, 1))}}, options=given)
+        assert hint not in str(caught.value), "of another number of dimensions nothing can be taken"
+
+
+# How is it told?
+
+
+@pytest.mark.parametrize("wrong", ["exists", "value", "missing", "place"])
+def test_what_fails_in_one_process_is_told_once_and_shortly(path: Path, wrong: str) -> None:
+    failing: dict[str, Callable[[], object]] = {
+        "exists": lambda: reknit.save(path, STATE),
+        "value": lambda: reknit.save(path.with_name("two"), {"x": object()}),
+        "missing": lambda: reknit.load(path.with_name("two"), STATE),
+        "place": lambda: reknit.load(path, {"model": torch.nn.Linear(2, 2)}),
+    }
+    with pytest.raises(reknit.ReknitError) as caught:
+        failing[wrong]()
+    told = "".join(traceback.format_exception(caught.value))
+    assert told.count(caught.value.message) == 1
+    assert "direct cause" not in told
+    assert told.count("\n  File ") < 12
