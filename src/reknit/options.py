@@ -435,6 +435,11 @@ def _check_rewrite(rewrite: object) -> None:
             ) from error
 
 
+def completing() -> bool:
+    """Tell whether a shell only asks how a command line could go on, as the package argcomplete has it."""
+    return "_ARGCOMPLETE" in os.environ
+
+
 def quiet_grpc() -> None:
     """Keep gRPC, before its first import, from telling users that a peer ended."""
     os.environ.setdefault("GRPC_VERBOSITY", "ERROR")

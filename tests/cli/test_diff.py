@@ -9,7 +9,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import reknit
-from reknit.cli.diff import DataDifference
+from reknit.cli.diff import DataDifference, both_shown
+from reknit.format.blob_codec import encode_blobs
 from reknit.types.shard import TensorSpec
 from tests.interop.checkpoints import columns, save_in_boxes
 
@@ -69,9 +70,24 @@ def test_values_that_differ_are_told(command: Command, tmp_path: Path) -> None:
     other = state()
     other["extra"] = {"lr": 0.25, "names": ["a", "b"], "new": None}
     found = differences(command, tmp_path, other)
-    assert ["value", "extra/lr", "differs"] in found
+    assert ["value", "extra/lr", "0.5 in A, 0.25 in B"] in found
     assert ["value", "extra/new", "only in B"] in found
     assert not [name for _, name, _ in found if "names" in name]
+
+
+@pytest.mark.parametrize(
+    ("a", "b", "shown"),
+    [
+        (1, "one\x1b[31m", ("1", r"'one\x1b[31m'")),
+        ([*range(100)], [*range(99), 7], ("...5, 96, 97, 98, 99]", "...5, 96, 97, 98, 7]")),
+        ("x" * 90 + "y" * 90, "x" * 90, ("..." + "x" * 15 + "y" * 45 + "...", "..." + "x" * 15 + "'")),
+        (b"1" * (2 << 20), b"", ("a value of 2.0 MiB", "one of 5 B")),
+    ],
+)
+def test_a_value_is_shown_from_where_it_begins_to_differ(
+    a: object, b: object, shown: tuple[str, str]
+) -> None:
+    assert both_shown(encode_blobs({"v": a}), encode_blobs({"v": b})) == shown
 
 
 def test_bytes_are_compared_only_on_request(command: Command, tmp_path: Path) -> None:

@@ -65,9 +65,21 @@ def test_options_reach_the_export(command: Command, path: Path, tmp_path: Path) 
     ran = command("export", "hf", path, tmp_path / "out", "--item", "big")
     assert ran.code == 2
     assert "not empty" in ran.err
+    assert "pass --overwrite" in ran.err
     ran = command("export", "hf", path, tmp_path / "out", "--item", "big", "--overwrite")
     assert ran.code == 0
     assert set(load_file(tmp_path / "out" / "model.safetensors")) == {"w"}
+
+
+def test_json_tells_what_was_exported_and_warnings_go_beside_it(
+    command: Command, path: Path, tmp_path: Path
+) -> None:
+    facts = command("export", "hf", path, tmp_path / "out", "--json").json
+    assert facts["files"] == ["model.safetensors"]
+    assert (facts["num_tensors"], facts["tied"]) == (3, {"1.weight": "0.weight"})
+    ran = command("export", "hf", path, tmp_path / "big", "--item", "big", "--dtype", "float16", "--json")
+    assert ran.json["overflowed"] == {"w": 3}
+    assert ran.err.startswith("reknit: warning: 3 numbers of w")
 
 
 def test_numbers_that_become_infinite_are_warned_of(command: Command, path: Path, tmp_path: Path) -> None:

@@ -1,10 +1,12 @@
 from __future__ import annotations
 
+import argparse
 import os
 import subprocess
 import sys
 from importlib.metadata import version
 from pathlib import Path
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -12,7 +14,7 @@ import pytest
 
 import reknit
 from reknit.cli import ls
-from reknit.cli.main import exit_code, main
+from reknit.cli.main import exit_code, in_flags, main
 from tests.cli.command import damage
 
 if TYPE_CHECKING:
@@ -122,6 +124,26 @@ def test_a_reader_that_leaves_early_is_no_error(tmp_path: Path, arguments: tuple
     )
     os.close(writer)
     assert (ran.returncode, ran.stderr) == (141, b"")
+
+
+def test_a_shell_that_asks_how_to_go_on_is_told_by_argcomplete(
+    command: Command, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[argparse.ArgumentParser] = []
+    monkeypatch.setitem(sys.modules, "argcomplete", SimpleNamespace(autocomplete=asked.append))
+    command("--version")
+    assert asked == [], "nobody asks"
+    monkeypatch.setenv("_ARGCOMPLETE", "1")
+    command("--version")
+    assert [program.prog for program in asked] == ["reknit"]
+    monkeypatch.setitem(sys.modules, "argcomplete", None)
+    assert command("--version").code == 0
+
+
+def test_a_remedy_names_the_flags_of_the_command() -> None:
+    args = argparse.Namespace(overwrite=False, keep_tied=False)
+    told = in_flags("pass overwrite=True, keep_tied=True or cast=True", args)
+    assert told == "pass --overwrite, --keep-tied or cast=True"
 
 
 def test_a_terminal_that_lacks_a_letter_gets_it_escaped(tmp_path: Path) -> None:

@@ -35,6 +35,14 @@ def test_a_promoted_checkpoint_is_whole_and_promoting_it_again_copies_nothing(
     )
 
 
+def test_json_tells_what_was_copied(command: Command, path: Path, tmp_path: Path) -> None:
+    facts = command("promote", path, tmp_path / "b", "--json").json
+    assert (facts["path"], facts["source"]) == (str(tmp_path / "b"), str(path))
+    assert (facts["step"], facts["num_files"]) == (12, 3)
+    assert facts["nbytes"] > 6 << 20
+    assert command("promote", path, tmp_path / "b", "--json").json["num_files"] == 0
+
+
 def test_what_a_killed_try_left_is_completed(command: Command, path: Path, tmp_path: Path) -> None:
     command("promote", path, tmp_path / "b")
     (tmp_path / "b" / "manifest.json").unlink()
@@ -52,7 +60,8 @@ def test_another_checkpoint_is_replaced_only_when_asked(command: Command, path: 
     reknit.save(path, {"model": {"w": np.ones(5)}}, overwrite=True)
     ran = command("promote", path, other)
     assert (ran.code, ran.out) == (4, "")
-    assert "overwrite" in ran.err
+    assert "pass --overwrite to replace it" in ran.err
+    assert "True" not in ran.err, "the shell has flags, and not Python's arguments"
     assert reknit.open(other).manifest.step == 11
     ran = command("promote", path, other, "--overwrite")
     assert (ran.code, ran.err) == (0, "")

@@ -65,13 +65,22 @@ def test_tied_weights_count_once(command: Command, tmp_path: Path) -> None:
         ("*", ["extra/ids", "model/bias", "model/weight"]),
         ("w*", ["model/weight"]),
         ("model/*", ["model/bias", "model/weight"]),
-        ("W*", []),
     ],
 )
 def test_tensors_that_match_are_listed(command: Command, path: Path, pattern: str, names: list[str]) -> None:
     ran = command("show", path, "--tensors", pattern)
     assert ran.code == 0
     assert [line.split()[0] for line in ran.out.splitlines()[1:]] == names
+
+
+@pytest.mark.parametrize("options", [(), ("--json",)])
+def test_a_pattern_that_matches_nothing_says_what_there_is(
+    command: Command, path: Path, options: tuple[str, ...]
+) -> None:
+    ran = command("show", path, "--tensors", "W*", *options)
+    assert (ran.code, ran.out) == (2, "")
+    assert f"no tensor of {path} matches 'W*'" in ran.err
+    assert "it has extra/ids, model/bias and 1 more" in ran.err
 
 
 def test_a_listed_tensor_tells_dtype_shape_chunks_and_files(command: Command, tmp_path: Path) -> None:

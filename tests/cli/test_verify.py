@@ -83,6 +83,24 @@ def test_the_rebuilt_index_agrees_and_is_the_same_file(command: Command, path: P
     assert {file: file.read_bytes() for file in path.rglob("*") if file.is_file()} == before
 
 
+def test_json_tells_all_that_the_lines_tell(command: Command, path: Path) -> None:
+    facts = command("verify", path, "--json").json
+    assert facts == {
+        "path": str(path),
+        "level": "structure",
+        "ok": True,
+        "num_files": facts["num_files"],
+        "nbytes_checked": facts["nbytes_checked"],
+        "problems": [],
+        "notes": [],
+    }
+    index_of(path).unlink()
+    lines = command("verify", path, "--data", "--rebuild-index").out.splitlines()
+    ran = command("verify", path, "--data", "--rebuild-index", "--json")
+    assert (ran.code, ran.json["ok"], ran.json["level"]) == (1, False, "data")
+    assert ran.json["problems"] + ran.json["notes"] == lines
+
+
 @pytest.mark.parametrize("lose", ["unlink", "damage"])
 def test_a_lost_index_can_be_put_back(command: Command, path: Path, tmp_path: Path, lose: str) -> None:
     index = index_of(path)

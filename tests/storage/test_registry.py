@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -187,6 +188,23 @@ def test_an_installed_package_that_is_broken_is_named(
     monkeypatch.syspath_prepend(tmp_path / "site")
     with pytest.raises(MissingExtraError, match="reknit_package_that_is_not_there"):
         open_storage("broken://x")
+
+
+@pytest.mark.parametrize(
+    ("python", "says"),
+    [((3, 10), "run it with Python 3.11 or newer"), ((3, 11), r"pip install 'reknit\[gcs\]'")],
+)
+def test_an_object_store_without_its_client_says_how_to_get_it(
+    monkeypatch: pytest.MonkeyPatch, python: tuple[int, int], says: str
+) -> None:
+    monkeypatch.setitem(sys.modules, "obstore", None)
+    for module in [name for name in sys.modules if name.startswith("reknit.storage.object")]:
+        monkeypatch.delitem(sys.modules, module)
+    monkeypatch.setattr(sys, "version_info", (*python, 0, "final", 0))
+    with pytest.raises(MissingExtraError, match="needs the package obstore") as caught:
+        open_storage("gs://bucket/x")
+    assert re.search(says, str(caught.value))
+    assert ("pip install" in str(caught.value)) == (python >= (3, 11)), "which would install nothing"
 
 
 def test_entry_points_are_not_looked_up_for_known_schemes(

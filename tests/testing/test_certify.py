@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+import subprocess
 from typing import TYPE_CHECKING
 
+import pytest
+
+from reknit.errors import StoragePermissionError
 from reknit.storage import registry
+from reknit.testing import certified
 from reknit.testing.certify import certify, table
 from reknit.testing.process_memory import ProcessMemory
 from tests.cli.command import Command
 
 if TYPE_CHECKING:
     from pathlib import Path
-
-    import pytest
 
     from reknit.options import Durability
     from reknit.storage.base import Storage
@@ -53,6 +56,51 @@ def test_what_a_store_does_not_hold_is_told(monkeypatch: pytest.MonkeyPatch) -> 
     told = table(results)
     assert f"{len(results) - len(failed)} of {len(results)} hold" in told
     assert "  NO" in told
+
+
+def test_options_of_a_url_stay_at_its_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert certified.below("s3://bucket/x/?retry_s=2", "y") == "s3://bucket/x/y?retry_s=2"
+    assert certified.below("/folder?", "y") == "/folder?/y"
+    opened: list[str] = []
+
+    def kept(url: str, durability: Durability) -> Storage:
+        opened.append(url)
+        return ProcessMemory("kept").sub("x")
+
+    monkeypatch.setitem(registry._factories, "kept", kept)
+    monkeypatch.setattr(pytest, "main", lambda *_, **__: 0)
+    certify("kept://x?part_mib=8")
+    assert opened
+    assert all(url.endswith("?part_mib=8") for url in opened)
+
+
+def test_a_store_that_lets_nobody_in_is_told_before_anything_is_tried(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Closed(ProcessMemory):
+        def folders(self) -> list[str]:
+            raise StoragePermissionError("no credentials", remedy="get some")
+
+    monkeypatch.setitem(registry._factories, "closed", lambda *_: Closed("closed"))
+    monkeypatch.setattr(subprocess, "run", lambda *_, **__: pytest.fail("the suite was run"))
+    assert Command(capsys)("certify-storage", "closed://x") == (
+        4,
+        "",
+        "reknit: no credentials\n  -> get some\n",
+    )
+
+
+def test_what_cannot_be_cleared_away_is_a_line_of_the_table(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refused(url: str) -> None:
+        raise StoragePermissionError(f"cannot list {url}")
+
+    monkeypatch.setattr(certified, "clear", refused)
+    monkeypatch.setattr(pytest, "main", lambda *_, **__: 0)
+    (result,) = certify(str(tmp_path))
+    assert (result.part, result.outcome) == ("scratch", "failed")
+    assert result.why.startswith(f"cannot list {tmp_path}")
 
 
 def test_the_command_runs_it(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:

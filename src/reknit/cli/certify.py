@@ -32,7 +32,12 @@ def run(args: argparse.Namespace) -> int:
         raise MissingExtraError(
             "certify-storage runs tests, and pytest is not installed", remedy="pip install 'reknit[testing]'"
         )
-    open_storage(args.url).close()  # what is wrong with the URL is told here
+    # What is wrong with the URL, or with credentials, is told here.
+    storage = open_storage(args.url)
+    try:
+        storage.folders()
+    finally:
+        storage.close()
     # The suite is a program of its own: it belongs to the tests, which nothing else depends on.
     command = [sys.executable, "-m", "reknit.testing.certify", args.url]
     return subprocess.run(command, check=False).returncode

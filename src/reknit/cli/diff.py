@@ -7,9 +7,9 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from reknit.cli.output import print_json, printable
+from reknit.cli.output import nbytes_text, print_json, printable
 from reknit.engine.opening import opened, read_opened
-from reknit.format.blob_codec import encode_blobs
+from reknit.format.blob_codec import decode_blobs, encode_blobs
 from reknit.interop.tensor_stream import stream, tensors_of
 from reknit.options import MIB
 from reknit.types.shard import full_name
@@ -29,6 +29,12 @@ _SLICE_NUMEL = 1 << 19
 
 _NO_NUMBERS = frozenset({"complex32", "float4_e2m1fn_x2"})
 """Floating types that NumPy has no arithmetic for."""
+
+
+_SHOWN = 60
+"""Letters that are shown of a value."""
+_SHOWN_NBYTES = MIB
+"""A larger value is not shown."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,7 +124,8 @@ class Comparison:
         sides = [_values(side, items) for side in (self.a, self.b)]
         for name in self._in_both("value", *sides):
             if sides[0][name] != sides[1][name]:
-                self.note("value", name, "differs")
+                one, two = both_shown(*(side[name] for side in sides))
+                self.note("value", name, f"{one} in A, {two} in B")
 
     def data(self, pairs: list[tuple[int, int]]) -> None:
         """Compare the bytes of these tensors, reading both sides piece by piece."""
@@ -183,6 +190,26 @@ def _unequal(a: NDArray[Any], b: NDArray[Any]) -> NDArray[np.bool_]:
     return np.asarray((a.view("u8") != b.view("u8")).reshape(len(a), -1).any(axis=1))
 
 
+def both_shown(a: bytes, b: bytes) -> tuple[str, str]:
+    """Return two values that differ, each encoded alone, as short texts that show where they begin to."""
+    if max(len(a), len(b)) > _SHOWN_NBYTES:
+        return f"a value of {nbytes_text(len(a))}", f"one of {nbytes_text(len(b))}"
+    ((one,), (two,)) = ([repr(value) for value in decode_blobs(data).values()] for data in (a, b))
+    same = next(
+        (n for n, (x, y) in enumerate(zip(one, two, strict=False)) if x != y), min(len(one), len(two))
+    )
+    start = max(0, same - _SHOWN // 4)
+    return _cut(one, start), _cut(two, start)
+
+
+def _cut(text: str, start: int) -> str:
+    """Return a piece of a text, and dots where more is left out than they take."""
+    start = 0 if start <= 3 else start
+    end = start + _SHOWN
+    before, after = "..." if start else "", "..." if len(text) > end + 3 else text[end:]
+    return f"{before}{text[start:end]}{after}"
+
+
 def _values(checkpoint: OpenCheckpoint, items: list[str]) -> dict[str, bytes]:
     """Return the shared values by name, encoded: that is how they can be compared whatever they are."""
     storage = checkpoint.storage
@@ -208,7 +235,7 @@ def _print(args: argparse.Namespace, comparison: Comparison, num_same: int, *, v
         )
         return
     for difference in differences:
-        print(f"{difference.kind} {printable(difference.name)}: {difference.what}")
+        print(f"{difference.kind} {printable(difference.name)}: {printable(difference.what)}")
     if not values_compared:
         print("values were not compared: a checkpoint holds pickled ones")
     compared = (

@@ -5,9 +5,10 @@ from __future__ import annotations
 import argparse
 import re
 import sys
+from dataclasses import asdict
 from typing import get_args
 
-from reknit.cli.output import nbytes_text, print_fields, printable
+from reknit.cli.output import nbytes_text, print_fields, print_json, printable
 from reknit.interop.safetensors_export import MAX_SHARD_NBYTES, Dtype, ExportReport, export_hf
 
 _SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*(?:([KMGT])(i?))?B?", re.IGNORECASE)
@@ -43,6 +44,7 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
     hf.add_argument(
         "--overwrite", action="store_true", help="replace the weights in OUT; other files there stay"
     )
+    hf.add_argument("--json", action="store_true", help="print JSON")
     hf.set_defaults(run=run_hf)
 
 
@@ -70,7 +72,13 @@ def run_hf(args: argparse.Namespace) -> int:
         overwrite=args.overwrite,
         keep_tied=args.keep_tied,
     )
-    _print(report, args.dtype)
+    if args.json:
+        print_json(asdict(report))
+    else:
+        _print(report, args.dtype)
+    for name, count in report.overflowed.items():
+        told = f"{count} numbers of {printable(name)} are too large for {args.dtype} and became infinite"
+        print(f"reknit: warning: {told}", file=sys.stderr)
     return 0
 
 
@@ -92,6 +100,3 @@ def _print(report: ExportReport, dtype: str | None) -> None:
             print(f"  {printable(name)} = {printable(owner)}")
         if len(report.tied) > _SHOWN:
             print(f"  and {len(report.tied) - _SHOWN} more")
-    for name, count in report.overflowed.items():
-        told = f"{count} numbers of {printable(name)} are too large for {dtype} and became infinite"
-        print(f"reknit: warning: {told}", file=sys.stderr)

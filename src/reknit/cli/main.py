@@ -5,12 +5,14 @@ from __future__ import annotations
 import argparse
 import io
 import os
+import re
 import sys
 from importlib.metadata import version
 from typing import TYPE_CHECKING
 
 from reknit.cli import certify, diff, export, gc, ls, promote, show, verify
 from reknit.errors import CheckpointNotFoundError, ReknitError, StorageNotFoundError, UsageError
+from reknit.options import completing
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -71,11 +73,34 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _run(argv: Sequence[str] | None) -> int:
+    program = parser()
+    if completing():
+        _complete(program)
     try:
-        args = parser().parse_args(argv)
+        args = program.parse_args(argv)
     except SystemExit as leaving:  # argparse has printed help, the version, or what is wrong
         return leaving.code if isinstance(leaving.code, int) else USAGE
-    return int(args.run(args))
+    try:
+        return int(args.run(args))
+    except ReknitError as error:
+        error.remedy = error.remedy and in_flags(error.remedy, args)
+        raise
+
+
+def _complete(program: argparse.ArgumentParser) -> None:
+    """Tell the shell how the command line could go on, and leave, where argcomplete is installed."""
+    try:
+        import argcomplete
+    except ImportError:
+        return
+    argcomplete.autocomplete(program)
+
+
+def in_flags(remedy: str, args: argparse.Namespace) -> str:
+    """Return a remedy in the words of the shell: what Python passes as ``name=True`` is a flag here."""
+    for name in vars(args):
+        remedy = re.sub(rf"\b{name}=True\b", f"--{name.replace('_', '-')}", remedy)
+    return remedy
 
 
 def exit_code(error: ReknitError) -> int:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from reknit import api
-from reknit.cli.output import nbytes_text, printable
+from reknit.cli.output import nbytes_text, print_json, printable
 
 if TYPE_CHECKING:
     import argparse
@@ -23,12 +23,17 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
     parser.add_argument("path", metavar="SRC", help="a checkpoint: a folder or URL")
     parser.add_argument("to", metavar="DST", help="where it is to be as well: a folder or URL")
     parser.add_argument("--overwrite", action="store_true", help="replace another checkpoint at DST")
+    parser.add_argument("--json", action="store_true", help="print JSON")
     parser.set_defaults(run=run)
 
 
 def run(args: argparse.Namespace) -> int:
     """Promote, and return the exit code."""
     report = api.promote(args.path, args.to, overwrite=args.overwrite)
+    if args.json:
+        told = ("path", "source", "step", "write_id", "nbytes", "num_files")
+        print_json({name: getattr(report, name) for name in told})
+        return 0
     step = "" if report.step is None else f" (step {report.step})"
     what = f"{nbytes_text(report.nbytes)} in {report.num_files} files copied"
     if not report.num_files:

@@ -17,6 +17,7 @@ from reknit.cli.output import (
     printable,
     time_text,
 )
+from reknit.errors import UsageError
 from reknit.format.paths import parse_path
 from reknit.interop.tensor_stream import tensors_of
 from reknit.types.shard import full_name
@@ -51,7 +52,10 @@ def run(args: argparse.Namespace) -> int:
     """Show, and return the exit code."""
     with tensors_of(args.path) as checkpoint:
         if args.tensors is not None:
-            _show_tensors(tensor_rows(checkpoint, args.tensors), args)
+            rows = tensor_rows(checkpoint, args.tensors)
+            if not rows:
+                raise _nothing(checkpoint, args.tensors)
+            _show_tensors(rows, args)
         elif args.json:
             print_json(summary(checkpoint))
         else:
@@ -122,6 +126,17 @@ def tensor_rows(checkpoint: OpenCheckpoint, pattern: str) -> list[dict[str, Any]
                 }
             )
     return rows
+
+
+def _nothing(checkpoint: OpenCheckpoint, pattern: str) -> UsageError:
+    """Return the error of a pattern that matches no tensor."""
+    names = [full_name(*entry[:2]) for entry in checkpoint.index.tensors]
+    some = f"it has {printable(_some(names))}; " if names else "it has none; "
+    return UsageError(
+        f"no tensor of {checkpoint.storage.url} matches {pattern!r}",
+        remedy=f"{some}--tensors '*' lists all",
+        path=checkpoint.storage.url,
+    )
 
 
 def _show_tensors(rows: list[dict[str, Any]], args: argparse.Namespace) -> None:

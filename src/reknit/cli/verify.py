@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import numpy as np
 
 from reknit import api
-from reknit.cli.output import nbytes_text, printable
+from reknit.cli.output import nbytes_text, print_json, printable
 from reknit.engine.checked import read_checked
 from reknit.engine.opening import read_manifest
 from reknit.errors import FormatError, StorageError, UsageError
@@ -47,7 +47,30 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
     parser.add_argument(
         "--output", metavar="FILE", help="with --rebuild-index: write the rebuilt index to this new file"
     )
+    parser.add_argument("--json", action="store_true", help="print JSON")
     parser.set_defaults(run=run)
+
+
+class _Told:
+    """What is said: at once, or all together as JSON in the end."""
+
+    def __init__(self, *, quiet: bool) -> None:
+        self.problems: list[str] = []
+        self.notes: list[str] = []
+        self._quiet = quiet
+
+    def problem(self, text: str) -> None:
+        """Tell what is wrong."""
+        self._tell(text, self.problems)
+
+    def note(self, text: str) -> None:
+        """Tell what is well, or what was done."""
+        self._tell(text, self.notes)
+
+    def _tell(self, text: str, kept: list[str]) -> None:
+        kept.append(text)
+        if not self._quiet:
+            print(printable(text))
 
 
 def run(args: argparse.Namespace) -> int:
@@ -55,36 +78,37 @@ def run(args: argparse.Namespace) -> int:
     if args.output and not args.rebuild_index:
         raise UsageError("--output is where --rebuild-index writes to", remedy="give both, or none")
     report = api.verify(args.path, "data" if args.data else "structure")
-    problems = list(report.problems)
-    for problem in problems:
-        print(printable(problem))
+    told = _Told(quiet=args.json)
+    for problem in report.problems:
+        told.problem(problem)
     if args.rebuild_index:
-        problems += _rebuild(args.path, args.output)
-    if not problems:
+        _rebuild(args.path, args.output, told)
+    if args.json:
+        facts = {"path": report.path, "level": report.level, "ok": not told.problems}
+        facts |= {"num_files": report.num_files, "nbytes_checked": report.nbytes_checked}
+        print_json(facts | {"problems": told.problems, "notes": told.notes})
+    elif not told.problems:
         checked = nbytes_text(report.nbytes_checked) if args.data else "metadata"
         print(f"no problems in {report.num_files} files ({checked} checked)")
-    return 1 if problems else 0
+    return 1 if told.problems else 0
 
 
-def _rebuild(path: str, output: str | None) -> list[str]:
-    """Rebuild the index, compare it, print what came of it, and return the problems."""
+def _rebuild(path: str, output: str | None, told: _Told) -> None:
+    """Rebuild the index, compare it, and tell what came of it."""
     storage = open_storage(path)
     try:
         manifest = _manifest(storage)
-        problems = []
         try:
             rebuilt = _rebuilt(storage, manifest)
         except (FormatError, StorageError) as error:
-            problems.append(f"the index cannot be rebuilt: {error.message}")
+            told.problem(f"the index cannot be rebuilt: {error.message}")
         else:
-            problems += _compared(storage, manifest, rebuilt)
+            _compare(storage, manifest, rebuilt, told)
             if output is not None:
                 _write(output, rebuilt.data)
+                told.note(f"wrote the rebuilt index to {output}")
     finally:
         storage.close()
-    for problem in problems:
-        print(printable(problem))
-    return problems
 
 
 class _Rebuilt(NamedTuple):
@@ -111,10 +135,10 @@ def _rebuilt(storage: Storage, manifest: Manifest | None) -> _Rebuilt:
     return _Rebuilt(index, encode_index(index), len(names))
 
 
-def _compared(storage: Storage, manifest: Manifest | None, rebuilt: _Rebuilt) -> list[str]:
-    """Compare the rebuilt index with the checkpoint's own; print how they agree, or return how not."""
+def _compare(storage: Storage, manifest: Manifest | None, rebuilt: _Rebuilt, told: _Told) -> None:
+    """Compare the rebuilt index with the checkpoint's own, and tell how they agree, or how not."""
     if manifest is None:
-        return []
+        return
     (entry,) = [file for file in manifest.files if file.path == manifest.index_path]
     is_same_file = entry.nbytes == len(rebuilt.data) and list(entry.digests) == block_digests(
         rebuilt.data, manifest.block_nbytes
@@ -122,13 +146,14 @@ def _compared(storage: Storage, manifest: Manifest | None, rebuilt: _Rebuilt) ->
     try:
         own = decode_index(read_checked(storage, entry, manifest.block_nbytes))
     except (FormatError, StorageError):  # `api.verify` has said so
-        told = f"; rebuilt, it is byte for byte the lost {entry.path}" if is_same_file else ""
-        print(f"the index cannot be read{told}")
-        return []
-    if differing := _differing(own, rebuilt.result):
-        return [f"{entry.path} and the headers of the data files disagree about {name}" for name in differing]
-    print(f"the index and the headers of {rebuilt.num_files} data files agree")
-    return []
+        same = f"; rebuilt, it is byte for byte the lost {entry.path}" if is_same_file else ""
+        told.note(f"the index cannot be read{same}")
+        return
+    differing = _differing(own, rebuilt.result)
+    for name in differing:
+        told.problem(f"{entry.path} and the headers of the data files disagree about {name}")
+    if not differing:
+        told.note(f"the index and the headers of {rebuilt.num_files} data files agree")
 
 
 def _differing(a: Index, b: Index) -> list[str]:
@@ -159,4 +184,3 @@ def _write(output: str, data: bytes) -> None:
     folder, name = os.path.split(os.path.abspath(output))
     if not name or not LocalStorage(folder).put(name, data, if_absent=True):
         raise UsageError(f"{output} exists already", remedy="name a new file")
-    print(f"wrote the rebuilt index to {output}")

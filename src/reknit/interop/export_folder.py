@@ -48,7 +48,7 @@ class ExportFolder:
         if found and not self._overwrite:
             raise UsageError(
                 f"{self.path} is not empty",
-                remedy="choose a new folder, or overwrite: other files than weights stay there",
+                remedy="choose a new folder, or pass overwrite=True: other files than weights stay there",
             )
 
     @contextmanager

@@ -20,6 +20,8 @@ from reknit.storage.retrying import patient
 Factory = Callable[[str, Durability], Storage]
 
 ENTRY_POINTS = "reknit.storage"
+_OF_OBSTORE = (3, 11)
+"""The oldest Python that obstore is made for."""
 _SCHEME = re.compile(r"[A-Za-z][A-Za-z0-9+.-]*")
 
 
@@ -187,9 +189,12 @@ def _open_object(url: str, durability: Durability) -> Storage:
         if error.name is None or error.name.partition(".")[0] != "obstore":
             raise
         extra = {"s3": "s3", "gs": "gcs", "az": "azure"}[url.partition(":")[0].lower()]
-        raise MissingExtraError(
-            f"{url!r} needs the package obstore", remedy=f"pip install 'reknit[{extra}]'"
-        ) from error
+        remedy = f"pip install 'reknit[{extra}]'"
+        if (version := sys.version_info[:2]) < _OF_OBSTORE:
+            remedy = "run it with Python {}.{} or newer: obstore has nothing for {}.{}".format(
+                *_OF_OBSTORE, *version
+            )
+        raise MissingExtraError(f"{url!r} needs the package obstore", remedy=remedy) from None
     return open_object(url)
 
 

@@ -27,6 +27,12 @@ _MOST = 100
 """Operations of a small save, at most."""
 
 
+def below(url: str, name: str) -> str:
+    """Return the URL of a folder below; the options at the end of a URL stay there."""
+    head, mark, options = url.partition("?") if "://" in url else (url, "", "")
+    return f"{head.rstrip('/')}/{name}{mark}{options}"
+
+
 def clear(url: str) -> None:
     """Delete every file at a URL."""
     storage = open_storage(url)
@@ -103,7 +109,7 @@ class _Place:
         self.plan: tuple[Fault, ...] = ()
         self.retries = False
         self.opened: list[FaultyStorage] = []
-        self._inner = f"{scratch_url}/faults"
+        self._inner = below(scratch_url, "faults")
         monkeypatch.setitem(registry._factories, _SCHEME, self._open)
 
     def _open(self, _: str, durability: reknit.options.Durability) -> Storage:

@@ -15,6 +15,7 @@ from typing import NamedTuple
 
 import pytest
 
+from reknit.errors import StorageError
 from reknit.storage.registry import open_storage
 from reknit.testing import certified
 
@@ -35,12 +36,13 @@ class _Watcher:
         self._scratch_url = scratch_url
         self.results: dict[str, Result] = {}
         self.places: list[str] = []
+        """Names of the folders that were used."""
 
     @pytest.fixture
     def scratch_url(self) -> str:
         """Return a place in the store that no other test uses."""
-        self.places.append(f"{self._scratch_url}/{uuid.uuid4().hex[:8]}")
-        return self.places[-1]
+        self.places.append(uuid.uuid4().hex[:8])
+        return certified.below(self._scratch_url, self.places[-1])
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
         known = self.results.get(report.nodeid)
@@ -59,22 +61,26 @@ def certify(url: str) -> list[Result]:
 
     Raises what opening the store raises.
     """
-    scratch = f"{url.rstrip('/')}/reknit-certify-{uuid.uuid4().hex[:12]}"
+    name = f"reknit-certify-{uuid.uuid4().hex[:12]}"
+    scratch = certified.below(url, name)
     open_storage(scratch).close()
     watcher = _Watcher(scratch)
     options = ["-q", "-p", "no:cacheprovider", "--rootdir", str(Path(certified.__file__).parent)]
     with contextlib.redirect_stdout(io.StringIO()):
         pytest.main([*options, "-c", "/dev/null", certified.__file__], plugins=[watcher])
-    _leave_nothing(url, scratch, watcher.places)
-    return list(watcher.results.values())
+    results = list(watcher.results.values())
+    try:
+        _leave_nothing(url, scratch, name, watcher.places)
+    except StorageError as error:
+        results.append(Result("scratch", f"{name} is emptied again", "failed", error.message))
+    return results
 
 
-def _leave_nothing(url: str, scratch: str, places: list[str]) -> None:
+def _leave_nothing(url: str, scratch: str, name: str, places: list[str]) -> None:
     """Delete what tests that failed have left, and the folders where a store has such things."""
     certified.clear(scratch)
     storage = open_storage(url)
-    name = scratch.rpartition("/")[2]
-    folders = [f"{name}/{place.rpartition('/')[2]}" for place in places]
+    folders = [f"{name}/{place}" for place in places]
     last = [f"{folder}/last" for inner in folders for folder in (f"{inner}/faults", inner)]
     # Deleting the last file of a folder that is no root takes the folder away.
     for path in last:
