@@ -37,11 +37,12 @@ from reknit.engine.promote import Promotion, decline, promote_alone
 from reknit.engine.promote import promote as promote_saved
 from reknit.engine.report import LoadReport, PendingSave, VerifyReport
 from reknit.engine.send_off import SendOff
+from reknit.engine.shown import logged
 from reknit.engine.verify import verify as verify_story
 from reknit.errors import ReknitError, UsageError
 from reknit.frameworks import arrays, registry
 from reknit.frameworks.fence import before_steps
-from reknit.monitor.phase import Recorder, Sink
+from reknit.monitor.phase import Recorder, Sink, Stopwatch
 from reknit.monitor.sinks.jsonl import JsonLinesSink
 from reknit.options import LoadOptions, SaveOptions
 from reknit.ranks import acting
@@ -159,6 +160,9 @@ def _save_now(
                 logger.warning("save to %s: %s", report.path, warning)
         pending = PendingSave(report.path, report.step, promote_to=options.promote_to)
         pending.end(report)
+        pending.ranks = joined.size
+        if joined.rank == 0:
+            logger.info("%s", pending.told(report.blocked_s))
         if pending.promotion is not None:
             _promote_now(pending.promotion, to, joined, report, written, options)
     return pending
@@ -352,7 +356,14 @@ def load(
             replicas,
         )
         _wait_for_copies()
-        report = load_story.load(job)
+        clock = Stopwatch()
+        with clock.lap():
+            report = load_story.load(job)
+        if joined.rank == 0:
+            to = "" if joined.size == 1 else f"to rank 0 of {joined.size}"
+            logger.info(
+                "%s", logged("loaded", report.path, report.step, report.nbytes_wanted, to, clock.seconds)
+            )
     if isinstance(state, MutableMapping):
         state.update({name: value for name, value in part.items() if value is not state[name]})
     return report

@@ -11,7 +11,9 @@ from reknit.engine.opening import OpenCheckpoint, opened, read_opened
 from reknit.engine.pipeline import within
 from reknit.engine.read import Reader, granularity
 from reknit.engine.renaming import Naming
+from reknit.engine.shown import Shown
 from reknit.errors import MismatchError, UsageError
+from reknit.monitor.progress_text import amount
 from reknit.planner.load import plan_load
 from reknit.types.box import Box
 from reknit.types.shard import full_name
@@ -43,7 +45,7 @@ class Arrays(Protocol):
         """Return a saved value in the types that it had, with the tensors that it refers to."""
 
 
-class Checkpoint:
+class Checkpoint(Shown):
     """An open checkpoint.  It holds metadata only; every `read` goes to storage, and is verified.
 
     `items` are the top-level names, `tensors[item][fqn]` the spec of each tensor, `values[item][fqn]` what is
@@ -81,6 +83,17 @@ class Checkpoint:
         self.items: tuple[str, ...] = catalog.items
         self.tensors: Mapping[str, Mapping[str, TensorSpec]] = catalog.tensors
         self.values: Mapping[str, Mapping[str, Any]] = catalog.blobs
+
+    def _facts(self) -> dict[str, object]:
+        return {
+            "path": self._open.storage.url,
+            "step": self.step,
+            "size": amount(sum(file.nbytes for file in self.manifest.files)),
+            "items": ", ".join(
+                f"{item} ({len(self.tensors[item])} tensors, {len(self.values[item])} values)"
+                for item in self.items
+            ),
+        }
 
     @property
     def manifest(self) -> Manifest:

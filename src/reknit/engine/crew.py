@@ -92,6 +92,7 @@ class Crew:
         """Take up a save; every rank does so with every number from `first` on, whatever becomes of it."""
         handover = Handover(number, paths.numbered_write_id(self._seed, number), pending, self.link)
         self._handovers[number] = handover, None
+        pending.ranks = self.size
         return handover
 
     def plan(self, handover: Handover, key: bytes) -> Plan | None:

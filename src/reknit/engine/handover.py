@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 from reknit.engine import channel as say
 from reknit.engine.report import PromotionReport, SaveReport
 from reknit.errors import AgentError, DeadlineError, ReknitError, SkippedError, from_wire
-from reknit.monitor.phase import PhaseRecord
+from reknit.monitor.phase import PhaseRecord, monotonic
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -36,6 +36,7 @@ class Handover:
         self.pending = pending
         self.link = link
         self.blocked_s = self.waited_s = 0.0
+        self._begun = monotonic()
         self.streamed = False
         self._changed = threading.Condition()
         self.promotes = False
@@ -181,6 +182,9 @@ class Handover:
             return
         rank = self.link.rank
         if isinstance(outcome, SaveReport):
+            if rank == 0:
+                told = self.pending.told(monotonic() - self._begun)
+                logger.info("%s; training stood still for %.3g s", told, outcome.blocked_s)
             for warning in outcome.warnings if rank == 0 else ():
                 logger.warning("save to %s: %s", outcome.path, warning)
         elif isinstance(outcome, SkippedError):

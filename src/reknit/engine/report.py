@@ -7,8 +7,10 @@ import threading
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from reknit.engine.shown import Shown, logged, ranks, some
 from reknit.errors import DeadlineError, SkippedError, UsageError
 from reknit.monitor.phase import Deadline
+from reknit.monitor.progress_text import amount
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -17,8 +19,8 @@ if TYPE_CHECKING:
     from reknit.monitor.phase import PhaseRecord
 
 
-@dataclass(frozen=True, slots=True)
-class SaveReport:
+@dataclass(frozen=True, slots=True, repr=False)
+class SaveReport(Shown):
     """A committed checkpoint.
 
     `nbytes` and `num_files` are what this rank wrote, `total_nbytes` what all ranks did.  `warnings` say what
@@ -37,9 +39,19 @@ class SaveReport:
     waited_s: float = 0.0
     streamed: bool = False
 
+    def _facts(self) -> dict[str, object]:
+        return {
+            "path": self.path,
+            "step": self.step,
+            "size": amount(self.total_nbytes),
+            "of this rank": f"{amount(self.nbytes)} in {self.num_files} files",
+            "blocked": f"{self.blocked_s:.3g} s",
+            "warnings": some(self.warnings),
+        }
 
-@dataclass(frozen=True, slots=True)
-class PromotionReport:
+
+@dataclass(frozen=True, slots=True, repr=False)
+class PromotionReport(Shown):
     """A committed checkpoint that is now at `path` too.
 
     `nbytes` and `num_files` are what this rank copied from `source`; `phases` are its own.
@@ -53,9 +65,13 @@ class PromotionReport:
     num_files: int
     phases: tuple[PhaseRecord, ...]
 
+    def _facts(self) -> dict[str, object]:
+        copied = f"{amount(self.nbytes)} in {self.num_files} files"
+        return {"path": self.path, "source": self.source, "step": self.step, "copied": copied}
 
-@dataclass(frozen=True, slots=True)
-class LoadReport:
+
+@dataclass(frozen=True, slots=True, repr=False)
+class LoadReport(Shown):
     """What a rank restored, and everything that it did not restore exactly.
 
     Names are `item/fqn`.  `restored`: tensors and values filled on this rank.  `missing`: wanted but not in
@@ -83,9 +99,18 @@ class LoadReport:
     nbytes_received: int
     phases: tuple[PhaseRecord, ...]
 
+    def _facts(self) -> dict[str, object]:
+        lists = ("missing", "unexpected", "mismatched", "cast", "resharded", "notes")
+        return {
+            "path": self.path,
+            "step": self.step,
+            "restored": f"{len(self.restored)} tensors and values, {amount(self.nbytes_wanted)}",
+            **{name: some(getattr(self, name)) for name in lists},
+        }
 
-@dataclass(frozen=True, slots=True)
-class VerifyReport:
+
+@dataclass(frozen=True, slots=True, repr=False)
+class VerifyReport(Shown):
     """What `reknit.verify` found: `problems` name file and place, and are empty for a sound checkpoint."""
 
     path: str
@@ -98,6 +123,15 @@ class VerifyReport:
     def ok(self) -> bool:
         """Tell whether the checkpoint is sound."""
         return not self.problems
+
+    def _facts(self) -> dict[str, object]:
+        return {
+            "path": self.path,
+            "level": self.level,
+            "ok": self.ok,
+            "files": self.num_files,
+            "problems": some(self.problems),
+        }
 
 
 class PendingPromotion:
@@ -142,7 +176,7 @@ class PendingPromotion:
         return self._outcome
 
 
-class PendingSave:
+class PendingSave(Shown):
     """A save under way, or one that has ended."""
 
     def __init__(
@@ -167,8 +201,34 @@ class PendingSave:
         self._ending = threading.Lock()
         self._report: SaveReport | None = None
         self._error: BaseException | None = None
+        self.ranks = 1
+        """How many save together."""
         self.promotion = None if promote_to is None else PendingPromotion(os.fspath(promote_to))
         """What `SaveOptions.promote_to` asks for, None where it asks for nothing."""
+
+    def _facts(self) -> dict[str, object]:
+        standing = "staging"
+        if self.skipped:
+            standing = "skipped"
+        elif self._error is not None:
+            standing = f"failed: {type(self._error).__name__}: {self._error}"
+        elif self._report is not None:
+            standing = f"committed, {amount(self._report.total_nbytes)}"
+        elif self._staged.is_set():
+            standing = "staged, being written"
+        return {"path": self.path, "step": self.step, "now": standing, "promoted to": self._promoted_to()}
+
+    def told(self, seconds: float) -> str:
+        """Return the line that the log has of this save, which went well and took so long."""
+        assert self._report is not None
+        by, nbytes = f"by {ranks(self.ranks)}", self._report.total_nbytes
+        return logged("saved", self._report.path, self._report.step, nbytes, by, seconds)
+
+    def _promoted_to(self) -> str | None:
+        if self.promotion is None:
+            return None
+        ended = "failed" if self.promotion.error else "done" if self.promotion.done() else "not yet"
+        return f"{self.promotion.path} ({ended})"
 
     def staged(self, timeout: float | None = None) -> None:
         """Return when the state may be changed again, also when the save has failed by then.

@@ -1,4 +1,4 @@
-"""How far has it come?  Told on rank 0 while a load or a save takes long: on a terminal, or in the log."""
+"""How far has it come?  Told on rank 0 while a load or a save takes long: to who looks on, or to the log."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from collections import deque
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, NamedTuple, Protocol
 
+from reknit.monitor.notebook import notebook_line
 from reknit.monitor.progress_text import describe
 from reknit.monitor.terminal import terminal_line
 
@@ -99,7 +100,7 @@ def _tell(recorder: Recorder, over: threading.Event, intervals: Intervals) -> No
     """Tell until it is over."""
     if over.wait(intervals.quiet_s):
         return
-    line = terminal_line(sys.stderr)
+    line: Display | None = terminal_line(sys.stderr) or notebook_line()
     display: Display = line or _Log()
     if line is None and not _log.isEnabledFor(logging.INFO):
         return

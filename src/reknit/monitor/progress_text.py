@@ -43,7 +43,7 @@ def _rest(standing: Standing, speed: float | None) -> str:
         return f"{text}, no byte for {_seconds(idle_s)}"
     if speed is None or speed < 1:
         return text
-    return f"{text}, {_amount(speed)}/s, about {_seconds((expected - moved) / speed)} left"
+    return f"{text}, {amount(speed)}/s, about {_seconds((expected - moved) / speed)} left"
 
 
 def _unit(nbytes: float) -> int:
@@ -58,7 +58,8 @@ def _number(nbytes: float, unit: int) -> str:
     return f"{nbytes / 1024**unit:.{1 if unit else 0}f}"
 
 
-def _amount(nbytes: float) -> str:
+def amount(nbytes: float) -> str:
+    """Return a number of bytes for people."""
     unit = _unit(nbytes)
     return f"{_number(nbytes, unit)} {_UNITS[unit]}"
 

@@ -1,0 +1,59 @@
+"""How does a report look at a prompt, in a notebook, and in the log?"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from html import escape
+from typing import TYPE_CHECKING
+
+from reknit.monitor.progress_text import amount
+
+if TYPE_CHECKING:
+    from collections.abc import Collection
+
+_SHOWN = 3
+"""Names that are shown of many."""
+
+
+class Shown(ABC):
+    """Something with a few facts that tell what it is; what it holds in full may be long."""
+
+    __slots__ = ()
+
+    @abstractmethod
+    def _facts(self) -> dict[str, object]:
+        """Return what is worth seeing by its name; None is left out."""
+
+    def __repr__(self) -> str:
+        facts = (f"{name}: {fact}" for name, fact in self._facts().items() if fact is not None)
+        return f"<{type(self).__name__} {', '.join(facts)}>"
+
+    def _repr_html_(self) -> str:
+        """Return what a notebook shows."""
+        rows = "".join(
+            f"<tr><th style='text-align: left'>{escape(name)}</th>"
+            f"<td style='text-align: left'>{escape(str(fact))}</td></tr>"
+            for name, fact in self._facts().items()
+            if fact is not None
+        )
+        return f"<table><caption>{type(self).__name__}</caption>{rows}</table>"
+
+
+def some(names: Collection[str]) -> str | None:
+    """Return how many names there are, and the first of them; None for none."""
+    if not names:
+        return None
+    first = ", ".join([name for name, _ in zip(names, range(_SHOWN), strict=False)])
+    return f"{len(names)} ({first}{', ...' if len(names) > _SHOWN else ''})"
+
+
+def logged(done: str, path: str, step: int | None, nbytes: int, by: str, seconds: float) -> str:
+    """Return the line that the log has of a save or a load that went well."""
+    of = "" if step is None else f" (step {step})"
+    rate = f", {amount(nbytes / seconds)}/s" if seconds > 0 else ""
+    return f"{done} {path}{of}: {amount(nbytes)}{by and ' '}{by} in {seconds:.3g} s{rate}"
+
+
+def ranks(size: int) -> str:
+    """Return a number of ranks in words."""
+    return f"{size} rank{'' if size == 1 else 's'}"
