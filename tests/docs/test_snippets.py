@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import os
+import re
 import runpy
 import shlex
 import subprocess
 import sys
+from importlib.metadata import metadata
 from pathlib import Path
 from typing import Any
 
@@ -43,6 +45,26 @@ def test_a_reader_can_follow_the_page(page: str, tmp_path: Path, monkeypatch: py
             exec(compile("\n" * (block.line - 1) + block.text, ROOT / page, "exec"), names)
         elif block.language == "console" and page not in ILLUSTRATED:
             follow(block, page)
+
+
+@pytest.mark.parametrize("page", ["README.md", "docs/index.md"])
+def test_the_first_example_goes_on_when_it_is_run_again(
+    page: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (example,) = [block.text for block in blocks((ROOT / page).read_text()) if block.language == "python"]
+    for _ in range(2):
+        exec(compile(example, ROOT / page, "exec"), {"__name__": "__main__"})
+    assert sorted(path.name for path in Path("checkpoints").iterdir()) == ["step_00000100", "step_00000200"]
+
+
+@pytest.mark.parametrize("page", ["README.md", "docs/tutorial.md"])
+def test_the_first_pages_say_how_to_install(page: str) -> None:
+    shell = [block.text for block in blocks((ROOT / page).read_text()) if block.language == "bash"]
+    (command,) = [text.strip() for text in shell if text.startswith("pip install")]
+    extras = re.search(r"\[(.*)\]", command)
+    assert extras is not None
+    assert set(extras[1].split(",")) <= set(metadata("reknit").get_all("Provides-Extra", []))
 
 
 @pytest.mark.parametrize("page", sorted(ILLUSTRATED))
