@@ -349,9 +349,9 @@ def test_patterns_say_what_may_differ(path: Path) -> None:
     assert report.missing == ("model/new",)
     assert set(report.restored) == {"model/w", "extra/epoch"}
     assert state["model"]["new"] == 7
-    with pytest.raises(reknit.MismatchError, match="in 1 places"):
+    with pytest.raises(reknit.MismatchError, match="in 1 place;"):
         reknit.load(path, state, options=reknit.LoadOptions(lenient=("model/b",)))
-    with pytest.raises(reknit.MismatchError, match="in 1 places"):
+    with pytest.raises(reknit.MismatchError, match="in 1 place;"):
         reknit.load(path, state, options=reknit.LoadOptions(lenient=("model/n*",)))
 
 

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
+import errno
+import os
+import re
 import traceback
 from typing import TYPE_CHECKING, Any
 
@@ -12,6 +15,7 @@ import torch
 from torch.utils.data import DataLoader
 
 import reknit
+from reknit.engine.read import Reader
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -231,7 +235,58 @@ def test_a_vocabulary_that_grew_is_told_what_lets_it_grow(path: Path) -> None:
         assert hint not in str(caught.value), "of another number of dimensions nothing can be taken"
 
 
+def test_one_thing_that_does_not_fit_is_one_place(path: Path) -> None:
+    with pytest.raises(reknit.MismatchError, match="does not fit the target in 1 place; nothing was changed"):
+        reknit.load(path, {"model": {"w": np.zeros((4, 1))}})
+
+
+@pytest.mark.parametrize(
+    ("item", "fqn", "says"),
+    [
+        ("modle", "layer.weight", "no item 'modle'.*its items are 'model'"),
+        ("model", "layer.wieght", r"no tensor 'layer\.wieght' in item.*did you mean 'layer\.weight'\?"),
+        ("model", "epoch", "no tensor 'epoch'.*it is no tensor, but a value"),
+        ("model", "qqqq", "no tensor 'qqqq'.*-> `tensors` lists what it has"),
+    ],
+)
+def test_a_name_that_is_not_there_is_led_to_one_that_is(
+    tmp_path: Path, item: str, fqn: str, says: str
+) -> None:
+    reknit.save(tmp_path / "x", {"model": {"layer.weight": np.ones(2), "bias": np.ones(1), "epoch": 3}})
+    with pytest.raises(reknit.MismatchError) as caught:
+        reknit.open(tmp_path / "x").read(item, fqn)
+    assert re.search(says, str(caught.value), re.DOTALL)
+
+
 # How is it told?
+
+
+def test_what_the_system_refuses_is_told_once_with_what_can_be_done(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refused(fd: int, start: int, nbytes: int) -> None:
+        raise OSError(errno.EFBIG, os.strerror(errno.EFBIG))
+
+    monkeypatch.setattr(os, "posix_fallocate", refused)
+    with pytest.raises(reknit.StorageError, match=r"ulimit -f.*max_file_nbytes") as caught:
+        reknit.save(tmp_path / "x", STATE)
+    told = "".join(traceback.format_exception(caught.value))
+    assert told.count("File too large") == 1
+    assert not (tmp_path / "x" / "manifest.json").exists()
+
+
+def test_a_load_that_is_interrupted_says_that_the_target_is_a_mixture(
+    path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def interrupted(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(Reader, "run", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        reknit.load(path, {"model": {"w": np.zeros(4)}})
+    assert caplog.messages == [
+        f"the load of {path} was ended by KeyboardInterrupt; the target is partly written"
+    ]
 
 
 @pytest.mark.parametrize("wrong", ["exists", "value", "missing", "place"])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import traceback
 from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -19,7 +20,7 @@ from reknit.options import MIB
 from reknit.storage.object import ObjectStorage
 from reknit.storage.object_client import ObjectOptions, parse_url
 from reknit.storage.object_conditions import look
-from reknit.storage.object_errors import plain
+from reknit.storage.object_errors import plain, translated
 from reknit.storage.object_upload import MAX_PARTS, part_size
 from reknit.storage.registry import open_storage
 from reknit.storage.retrying import RetryingStorage
@@ -311,3 +312,12 @@ def test_no_file_has_more_parts_than_a_store_takes(nbytes: int, mib: int) -> Non
 def test_secrets_are_left_out_of_messages() -> None:
     error = OSError("GET https://x/y?sig=abc%2F&X-Amz-Signature=def failed\n\nDebug source: abc")
     assert plain(error) == "GET https://x/y?sig=...&X-Amz-Signature=... failed"
+
+
+def test_secrets_are_left_out_of_tracebacks() -> None:
+    with pytest.raises(StorageError) as caught, translated("read", "s3://x/y"):
+        raise ValueError("GET https://x/y?sig=abcdef failed")
+    told = "".join(traceback.format_exception(caught.value))
+    assert "sig=..." in told
+    assert "cannot read s3://x/y" in told
+    assert told.count("failed") == 1, "the client's own error is not shown"

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import operator
+from difflib import get_close_matches
+from itertools import islice
 from types import EllipsisType
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
@@ -30,6 +32,9 @@ if TYPE_CHECKING:
 
 Index = int | slice | EllipsisType
 """What selects along one dimension, or along all that are not named."""
+
+_COMPARED = 10_000
+"""Names that one which is not there is compared with."""
 
 
 class Arrays(Protocol):
@@ -132,16 +137,26 @@ class Checkpoint(Shown):
         """
         number = self._open.index.ids.get((item, fqn))
         if number is None:
-            raise MismatchError(
-                f"the checkpoint has no tensor {fqn!r} in item {item!r}",
-                path=self._open.storage.url,
-                remedy="`tensors` lists what it has; `reknit show` does on a terminal",
-            )
+            raise self._unknown(item, fqn)
         spec = self.tensors[item][fqn]
         box, kept = selected(spec.shape, index)
         array = self._arrays.empty(box.lengths, spec.dtype, framework)
         self._fill([(number, box, array)])
         return array.reshape(kept)
+
+    def _unknown(self, item: str, fqn: str) -> MismatchError:
+        """Return the error of a name that no tensor has."""
+        url = self._open.storage.url
+        if item not in self.items:
+            return _no_items([item], self.items, url)
+        remedy = "`tensors` lists what it has; `reknit show` does on a terminal"
+        if fqn in self.values[item]:
+            remedy = "it is no tensor, but a value: it stands in `values`"
+        elif near := get_close_matches(fqn, list(islice(self.tensors[item], _COMPARED)), 1):
+            remedy = f"did you mean {near[0]!r}?  {remedy}"
+        return MismatchError(
+            f"the checkpoint has no tensor {fqn!r} in item {item!r}", path=url, remedy=remedy
+        )
 
     def read_all(
         self,
@@ -199,11 +214,7 @@ class Checkpoint(Shown):
         wanted = self.items if items is None else tuple(dict.fromkeys(items))
         url = self._open.storage.url
         if absent := [item for item in wanted if item not in self.items]:
-            raise MismatchError(
-                f"the checkpoint has no item {', '.join(map(repr, absent))}",
-                path=url,
-                remedy=f"its items are {', '.join(map(repr, self.items))}",
-            )
+            raise _no_items(absent, self.items, url)
         tensors = [(item, fqn) for item in wanted for fqn in self.tensors[item]]
         values = [(item, fqn) for item in wanted for fqn in self.values[item]]
         if only:
@@ -236,6 +247,15 @@ class Checkpoint(Shown):
         Reader(self._open, plan, targets, numbers, frozenset(), self._options, replicas=self._replicas).run(
             self._recorder, self._options.timeout_s
         )
+
+
+def _no_items(absent: Sequence[str], items: Sequence[str], url: str) -> MismatchError:
+    """Return the error of items that a checkpoint does not have."""
+    return MismatchError(
+        f"the checkpoint has no item {', '.join(map(repr, absent))}",
+        path=url,
+        remedy=f"its items are {', '.join(map(repr, items))}",
+    )
 
 
 class _Chosen(NamedTuple):

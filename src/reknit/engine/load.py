@@ -199,6 +199,10 @@ def _fill(job: LoadJob, ready: _Prepared, share: messages.Share | None) -> int:
     except ReknitError as error:
         error.message += _PARTLY
         raise
+    except BaseException as error:  # an interrupt, or a `load_state_dict` that fails, is raised as it is
+        told = "the load of %s was ended by %s" + _PARTLY
+        logger.warning(told, job.storage.url, type(error).__name__)
+        raise
     return received
 
 

@@ -171,15 +171,16 @@ def _refusal(problems: Sequence[str], url: str, *, damaged: bool) -> ReknitError
     """Return the error that lists the first problems and counts the others."""
     more = f"\n  ... and {len(problems) - SHOWN} more" if len(problems) > SHOWN else ""
     lines = "\n  ".join(problems[:SHOWN]) + more
+    places = f"{len(problems)} place{'' if len(problems) == 1 else 's'}"
     if damaged:
         return CorruptError(
-            f"the checkpoint is damaged, or does not fit the target, in {len(problems)} places; nothing was "
+            f"the checkpoint is damaged, or does not fit the target, in {places}; nothing was "
             f"changed:\n  {lines}",
             path=url,
             remedy="restore the files that are damaged, or load another checkpoint",
         )
     return MismatchError(
-        f"the checkpoint does not fit the target in {len(problems)} places; nothing was changed:\n  {lines}",
+        f"the checkpoint does not fit the target in {places}; nothing was changed:\n  {lines}",
         path=url,
         remedy="mend the names or shapes, load fewer items, or pass what a line names; strict=False (or "
         "patterns in LoadOptions.lenient) leaves out all that does not fit, and reports it",

@@ -306,9 +306,9 @@ class ObjectStorage:
                 found = [obstore.get_range(self._client, key, start=first, length=last - first)]
             except (exceptions.BaseError, OSError, ValueError) as error:
                 if (told := as_ours("read", url, error)) and isinstance(told, StorageNotFoundError):
-                    raise told from error
+                    raise told from None
                 self._check_reaches(key, url, first, last)
-                raise told from error
+                raise told from None
         else:
             self._check_reaches(key, url, first, last)  # the client panics otherwise
             with translated("read", url):

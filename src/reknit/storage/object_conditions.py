@@ -70,9 +70,9 @@ class Conditions:
         except _LOST as error:
             if self._is_own(key, url, data, nonce):
                 return True
-            raise as_ours("write", url, error) from error
+            raise as_ours("write", url, error) from None
         except exceptions.BaseError as error:
-            raise as_ours("write", url, error) from error
+            raise as_ours("write", url, error) from None
         return True
 
     def _is_own(self, key: str, url: str, data: bytes, nonce: dict[str, str]) -> bool:
@@ -141,11 +141,11 @@ class Conditions:
             if unsupported(error):
                 self.unknown = True
                 return f"the endpoint does not know {what} ({plain(error)})"
-            raise told from error
+            raise told from None
         except exceptions.BaseError as error:
-            raise as_ours("write to", self._url, error) from error
+            raise as_ours("write to", self._url, error) from None
         except FileNotFoundError as error:
-            raise as_ours("write to", self._url, error) from error
+            raise as_ours("write to", self._url, error) from None
         finally:
             with suppress(exceptions.BaseError, FileNotFoundError):  # it is never listed, and in nobody's way
                 obstore.delete(self._client, key)

@@ -38,7 +38,8 @@ def translated(action: str, url: str) -> Iterator[None]:
     try:
         yield
     except (exceptions.BaseError, OSError, ValueError) as error:
-        raise as_ours(action, url, error) from error
+        # The error itself shows the client's internals, and may show what is secret.
+        raise as_ours(action, url, error) from None
     except BaseException as error:
         # The client is written in Rust; what it did not expect comes out as this, beside `Exception`.
         if type(error).__name__ != "PanicException":

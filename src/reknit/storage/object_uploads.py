@@ -129,9 +129,9 @@ class Uploads:
                 ) from error
             status = error.response.get("ResponseMetadata", {}).get("HTTPStatusCode")
             told = OSError(f"{error} (status code: {status})")  # as the client of objects puts it
-            raise as_ours(action, url, told) from error
+            raise as_ours(action, url, told) from None
         except BotoCoreError as error:
-            raise as_ours(action, url, error) from error
+            raise as_ours(action, url, error) from None
 
 
 def _is_gone(error: Any) -> bool:

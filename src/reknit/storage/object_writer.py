@@ -133,15 +133,15 @@ class ObjectWriter:
                 return
             refused = isinstance(error, exceptions.AlreadyExistsError)
             if not refused and not isinstance(error, exceptions.GenericError):
-                raise as_ours("write", self._url, error) from error
+                raise as_ours("write", self._url, error) from None
             with translated("read back", self._url):
                 found = seen_nonce(self._client, self._key)
             if found == nonce:
                 return  # it was this request, whose answer was lost
             if not refused:
-                raise as_ours("write", self._url, error) from error
+                raise as_ours("write", self._url, error) from None
             if found is not None:
-                raise existing(self._url) from error
+                raise existing(self._url) from None
             self._put_anyway()  # what is left of an upload in parts counts as something there on Azure
 
     def _put_anyway(self) -> None:

@@ -32,7 +32,7 @@ def translated(action: str, full: str) -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        raise _typed(error, action, full) from error
+        raise _typed(error, action, full) from None  # which says all that the error does
 
 
 def found_anew(full: str, look: Callable[[], _T]) -> _T:
@@ -266,5 +266,8 @@ def _typed(error: OSError, action: str, full: str) -> StorageError:
         return StorageNotFoundError(message, remedy="check the path", path=full)
     if error.errno == errno.EEXIST:
         remedy = "files are never written twice: use another name, or delete the old one first"
+        return StorageError(message, remedy=remedy, path=full)
+    if error.errno == errno.EFBIG:
+        remedy = "raise the limit (ulimit -f), or write smaller files: SaveOptions(max_file_nbytes=...)"
         return StorageError(message, remedy=remedy, path=full)
     return StorageError(message, path=full)
