@@ -9,6 +9,8 @@ from reknit.errors import StorageError
 from reknit.format import paths
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from reknit.storage.base import Storage
 
 
@@ -21,18 +23,22 @@ class Foreign(NamedTuple):
 
 _ANEW = "load it with what saved it, and save the model and the optimizer with reknit.save"
 
-_FOLDERS = (
+_CHECKPOINTS = (
     (".metadata", "a checkpoint of torch.distributed.checkpoint (DCP)"),
     ("model.safetensors", "a model as Hugging Face libraries save it"),
     ("model.safetensors.index.json", "a model as Hugging Face libraries save it"),
     ("pytorch_model.bin", "a model as Hugging Face libraries save it"),
     ("pytorch_model.bin.index.json", "a model as Hugging Face libraries save it"),
     ("adapter_model.safetensors", "an adapter as PEFT saves it"),
-    ("zero_to_fp32.py", "a folder of DeepSpeed's own checkpoints"),
-    ("latest_checkpointed_iteration.txt", "a folder of Megatron's own checkpoints"),
     ("_CHECKPOINT_METADATA", "a checkpoint of Orbax"),
 )
 """Files by which what other programs save is known."""
+
+_RUNS = (
+    ("zero_to_fp32.py", "a folder of DeepSpeed's own checkpoints"),
+    ("latest_checkpointed_iteration.txt", "a folder of Megatron's own checkpoints"),
+)
+"""Files by which folders are known in which others save their checkpoints, and reknit may as well."""
 
 _FILES = {
     **dict.fromkeys((".pt", ".pth", ".bin", ".ckpt"), "a single file, as torch.save writes it"),
@@ -47,20 +53,27 @@ def foreign(storage: Storage) -> Foreign | None:
         if what is None:
             return Foreign("a file", "a checkpoint is a folder: check the path")
         return Foreign(f"{what}, which reknit cannot read", _ANEW)
-    for name, what in _FOLDERS:
-        if _has(storage, name):
-            return Foreign(f"{what}, which reknit cannot read yet", _ANEW)
-    return None
+    return _known(storage, _CHECKPOINTS)
 
 
 def foreign_inside(storage: Storage) -> str | None:
-    """Say what other programs have saved in the last folder of a folder, None where that is nothing known."""
+    """Say what other programs saved in a folder, or in the last one below; None where nothing is known."""
+    if (run := _known(storage, _RUNS)) is not None:
+        return f"it is {run.what}"
     for name in storage.folders()[-1:]:
         try:
             other = foreign(storage.sub(name))
         except StorageError:  # a name that no store takes
             return None
-        return None if other is None else f"{name} is {other.what}"
+        return None if other is None else f"{name} in it is {other.what}"
+    return None
+
+
+def _known(storage: Storage, kinds: Sequence[tuple[str, str]]) -> Foreign | None:
+    """Return what a folder is by the first of these files that it has."""
+    for name, what in kinds:
+        if _has(storage, name):
+            return Foreign(f"{what}, which reknit cannot read yet", _ANEW)
     return None
 
 
@@ -75,7 +88,7 @@ def meant(storage: Storage) -> str:
     if any(paths.parse_path(listed.path) for listed in storage.list()):
         return "it holds files of a save that never committed; load an older checkpoint"
     if (other := foreign_inside(storage)) is not None:
-        return f"it holds other things: {other}"
+        return f"check the path: {other}"
     return "check the path; `reknit ls` on the folder above shows what is there"
 
 

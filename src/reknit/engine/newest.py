@@ -42,7 +42,7 @@ def newest(root: Storage) -> str | None:
         return max(ages).url
     _refuse_other(root)
     if (other := foreign_inside(root)) is not None:
-        logger.warning("there is no checkpoint in %s: %s", root.url, other)
+        logger.warning("there is no checkpoint of reknit in %s: %s", root.url, other)
     return None
 
 
