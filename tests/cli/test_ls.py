@@ -95,3 +95,13 @@ def test_names_of_items_cannot_steer_the_terminal(command: Command, tmp_path: Pa
     ran = command("ls", tmp_path)
     assert "\x1b" not in ran.out
     assert "red" in ran.out
+
+
+def test_what_other_programs_saved_is_called_by_its_name(command: Command, tmp_path: Path) -> None:
+    assert "check the path: it is that of the folder above" in command("ls", tmp_path).err
+    (tmp_path / "step_1").mkdir()
+    (tmp_path / "step_1" / ".metadata").write_bytes(b"x")
+    ran = command("ls", tmp_path / "step_1")
+    assert (ran.code, ran.out) == (3, "")
+    assert "it is a checkpoint of torch.distributed.checkpoint (DCP)" in ran.err
+    assert "step_1 in it is a checkpoint of torch.distributed" in command("ls", tmp_path).err

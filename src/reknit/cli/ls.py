@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 from reknit.cli.output import nbytes_text, print_json, print_table, time_text
 from reknit.engine.commit import manifest_exists
+from reknit.engine.foreign import foreign, foreign_inside
 from reknit.engine.opening import read_manifest
 from reknit.errors import CheckpointNotFoundError, FormatError, StorageError
 from reknit.format.manifest_file import decode_manifest
@@ -57,11 +58,7 @@ def run(args: argparse.Namespace) -> int:
     try:
         rows = rows_of(storage)
         if not rows:
-            raise CheckpointNotFoundError(
-                f"there is no checkpoint in {storage.url}",
-                path=storage.url,
-                remedy="check the path: it is that of the folder above the checkpoints",
-            )
+            raise _nothing(storage)
     finally:
         storage.close()
     if args.json:
@@ -73,6 +70,15 @@ def run(args: argparse.Namespace) -> int:
         right=("STEP", "SIZE", "RANKS"),
     )
     return 0
+
+
+def _nothing(storage: Storage) -> CheckpointNotFoundError:
+    """Return the error of a folder in which nothing is reknit's."""
+    message = f"there is no checkpoint in {storage.url}"
+    remedy = foreign_inside(storage) or "check the path: it is that of the folder above the checkpoints"
+    if (other := foreign(storage)) is not None:
+        message, remedy = f"{message}: it is {other.what}", other.remedy
+    return CheckpointNotFoundError(message, path=storage.url, remedy=remedy)
 
 
 def rows_of(storage: Storage) -> list[Row]:
