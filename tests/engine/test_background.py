@@ -16,6 +16,7 @@ import torch
 import reknit
 from reknit.engine import agent_link
 from reknit.engine.agent import Agent
+from reknit.engine.background import Background
 from reknit.engine.coordinator import Coordinator
 from reknit.storage.registry import recipe, register
 from reknit.testing.process_memory import ProcessMemory
@@ -608,6 +609,26 @@ def test_a_message_that_is_interrupted_closes_the_channel() -> None:
     with pytest.raises(KeyboardInterrupt):
         channel.Channel(Interrupted()).send(channel.Quit())  # type: ignore[arg-type]
     assert len(told) == 1
+
+
+def test_an_interrupt_at_the_end_ends_the_wait_and_says_what_becomes_of_the_saves(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def interrupted(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    caplog.set_level(logging.INFO, "reknit")
+    saves = Background(in_process=False)
+    saves._pending.append(reknit.PendingSave("/x"))
+    monkeypatch.setattr(reknit.PendingSave, "wait_over", interrupted)
+    saves._at_exit()
+    waits, ends = caplog.messages
+    assert waits.startswith("this process waits for 1 saves under way")
+    assert ends == (
+        "this process ends before its saves are committed, or promoted; its agent goes on with them"
+    )
+    saves._pending.clear()
+    saves.close()
 
 
 def test_saves_with_and_without_waiting_may_follow_each_other(tmp_path: Path) -> None:

@@ -192,8 +192,12 @@ class Background:
             self.close(0.0)
 
     def _at_exit(self) -> None:
-        if self.close():
-            return
+        if unfinished := len(self._unfinished()):
+            told = "this process waits for %d saves under way, for up to %g s; Ctrl-C ends the wait"
+            logger.info(told, unfinished, self._exit_wait_s)
+        with suppress(KeyboardInterrupt):  # who does not want to wait is told what becomes of the saves
+            if self.close():
+                return
         if self._in_process:
             logger.warning("this process ends before its saves are committed, and they are lost with it")
         else:
