@@ -89,3 +89,9 @@ def test_every_file_that_a_page_names_exists(page: str) -> None:
     named = re.findall(r"`((?:src|tests|docs|scripts|benchmarks|examples)/[\w./-]+)`", text)
     lost += [name for name in named if not (ROOT / name).exists()]
     assert lost == []
+
+
+def test_no_extra_of_a_store_is_empty_for_some_pythons() -> None:
+    extras = re.findall(r"^(s3|gcs|azure|hdfs) = (.*)$", (ROOT / "pyproject.toml").read_text(), re.MULTILINE)
+    assert len(extras) == 4
+    assert [name for name, needs in extras if ";" in needs] == [], "pip would install nothing, and not say so"
