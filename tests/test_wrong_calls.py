@@ -218,6 +218,8 @@ class Config:
         ((n for n in range(3)), "save how far it has come, as a number"),
         (iter([1, 2]), "save how far it has come, as a number"),
         (Config(), r"dataclasses\.asdict\(\)"),
+        (torch.nn.Linear, "put an object of this class into the state"),
+        (torch.Generator(), r"save what its get_state\(\) returns"),
         (object(), "save a plain value"),
     ],
 )

@@ -219,6 +219,10 @@ def _described(kind: type) -> str:
 
 def _remedy(value: Any) -> str:
     """Say what to save in the place of a value."""
+    if isinstance(value, type):
+        return "put an object of this class into the state, and not the class"
+    if callable(getattr(value, "get_state", None)) and callable(getattr(value, "set_state", None)):
+        return "save what its get_state() returns, and pass that to its set_state() after a load"
     if "DataLoader" in type(value).__name__:
         return (
             "it does not say where it is: put torchdata's StatefulDataLoader in its place, or a loader of "
