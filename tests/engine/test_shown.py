@@ -40,7 +40,7 @@ def test_a_save_under_way_tells_how_far_it_is() -> None:
     assert repr(pending) == "<PendingSave path: /x, step: 3, now: staging, promoted to: /y (not yet)>"
     pending.note_staged()
     assert "now: staged, being written" in repr(pending)
-    pending.end(reknit.CommitError("a hole", rank=1))
+    pending.end(reknit.CommitError("a hole", rank=1, remedy="mend it"))
     assert "now: failed: CommitError: a hole [rank 1], promoted to: /y (failed)" in repr(pending)
     skipped = PendingSave("/x")
     skipped.end(reknit.SkippedError("busy"))

@@ -211,7 +211,8 @@ class PendingSave(Shown):
         if self.skipped:
             standing = "skipped"
         elif self._error is not None:
-            standing = f"failed: {type(self._error).__name__}: {self._error}"
+            why = str(self._error).partition("\n")[0]
+            standing = f"failed: {type(self._error).__name__}: {why}"
         elif self._report is not None:
             standing = f"committed, {amount(self._report.total_nbytes)}"
         elif self._staged.is_set():
