@@ -126,6 +126,11 @@ def test_a_flag_that_is_neither_true_nor_false_is_refused(path: Path, wrong: Any
     assert not path.with_name("new").exists()
 
 
+def test_a_flag_may_be_what_numpy_takes_for_one(path: Path) -> None:
+    reknit.save(path, STATE, wait=np.int64(8) % 2 == 0, overwrite=np.bool_(True))  # type: ignore[arg-type]
+    reknit.load(path, STATE, strict=np.bool_(True))  # type: ignore[arg-type]
+
+
 def test_options_in_the_place_of_the_step_are_told_to_come_by_name(path: Path) -> None:
     with pytest.raises(reknit.UsageError, match=r"options=\.\.\.") as caught:
         reknit.save(path, STATE, reknit.SaveOptions())  # type: ignore[arg-type]

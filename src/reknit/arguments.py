@@ -6,6 +6,8 @@ import operator
 from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING, Any, TypeVar
 
+import numpy as np
+
 from reknit.engine.commit import check_absent
 from reknit.errors import ReknitError, UsageError, shown
 from reknit.storage.registry import Recipe, open_storage, recipe
@@ -37,7 +39,7 @@ def options_of(options: Any, kind: type[_Options]) -> _Options:
 
 def check_flag(name: str, value: Any) -> None:
     """Raise `UsageError` for what is neither true nor false: the text "no" would count as true."""
-    if not isinstance(value, bool):
+    if not isinstance(value, (bool, np.bool_)):  # such as `step % 100 == 0` may be
         raise UsageError(f"{name} is True or False, not {shown(value)}")
 
 
