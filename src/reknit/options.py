@@ -189,9 +189,11 @@ class SaveOptions:
     rank, None for this rank's share of the cores, at most 4, and in the background for the number that a
     quick measurement finds best.  `inflight_nbytes`: bytes of host memory that a synchronous save may use.
     `max_file_nbytes`: a data file rolls over to a next one at this size.
-    `check_replicas`: compare the digests of copies that are not written, and warn in the report where they
-    differ: ``"guessed"`` only where the framework could not vouch that copies are equal, ``"all"``, or
-    ``"off"``.  `allow_pickle`: store values that the blob codec does not know with pickle; recorded in the
+    `check_replicas`: compare the copies of a tensor that several ranks hold.  Where they differ each rank's
+    own is stored if they are small, or else the save fails.  ``"sample"`` compares the first 8 KiB of copies
+    for which a framework vouches, and every byte of others, ``"all"`` every byte; ``"warn"`` is ``"sample"``
+    but stores one rank's copy, with a warning, rather than fail; ``"off"`` compares nothing, and stores one
+    rank's copy.  `allow_pickle`: store values that the blob codec does not know with pickle; recorded in the
     manifest.  `timeout_s`: the longest that a rank waits for the others.  `events`: path of a JSON-lines file
     to which this process appends every phase, or None.  `progress`: while a save takes longer than two
     seconds, rank 0 tells how far it is; those in the background never do.  `comm`: how the ranks reach each
@@ -220,7 +222,7 @@ class SaveOptions:
     threads: int | None = None
     inflight_nbytes: int = 64 * MIB
     max_file_nbytes: int = 16 * GIB
-    check_replicas: Literal["guessed", "all", "off"] = "guessed"
+    check_replicas: Literal["sample", "all", "warn", "off"] = "sample"
     allow_pickle: bool = False
     timeout_s: float = 1800.0
     events: str | None = None
@@ -245,8 +247,8 @@ class SaveOptions:
         _require(self.inflight_nbytes >= 16 * MIB, "inflight_nbytes must be at least 16 MiB")
         _require(self.max_file_nbytes >= MIB, "max_file_nbytes must be at least 1 MiB")
         _require(
-            self.check_replicas in ("guessed", "all", "off"),
-            "check_replicas is 'guessed', 'all' or 'off'",
+            self.check_replicas in ("sample", "all", "warn", "off"),
+            f"check_replicas is 'sample', 'all', 'warn' or 'off', not {self.check_replicas!r}",
         )
         _require(self.timeout_s > 0, "timeout_s must be positive")
         _require(self.on_error in ("raise", "warn"), f"on_error is 'raise' or 'warn', not {self.on_error!r}")

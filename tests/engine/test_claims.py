@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from reknit.engine.claims import BlobFile, blob_files, bring, compare
+from reknit.engine.claims import BlobFile, blob_files, bring
 from reknit.engine.messages import packed
 from reknit.engine.receipt import write_blobs
 from reknit.engine.write import Written
@@ -18,8 +18,7 @@ from reknit.monitor.phase import Recorder
 from reknit.options import SaveOptions
 from reknit.planner.resolve import OWN
 from reknit.testing.process_memory import ProcessMemory
-from reknit.types.box import Box
-from reknit.types.shard import Blob, Encoded, Holdings, Shard, TensorSpec
+from reknit.types.shard import Blob, Encoded, Holdings
 
 WRITE_ID = "0123456789abcdef" * 2
 VALUE = {"tokens": np.arange(1000), "position": 7}
@@ -58,23 +57,6 @@ def test_a_value_is_written_by_its_owner_and_by_each_rank_where_they_disagree() 
         ("m", {"rank": 1}, {"b": 2}),
         ("n", {"dp": 1}, {"d": 4}),
     ]
-
-
-def shard(fqn: str, replicas: tuple[int, ...] | None, values: list[int]) -> Shard:
-    return Shard("m", fqn, TensorSpec((4,), "uint8"), Box((0,), (4,)), replicas, np.array(values, np.uint8))
-
-
-@pytest.mark.parametrize(("check", "names"), [("off", []), ("guessed", [0]), ("all", [0, 1])])
-def test_copies_are_compared_by_their_bytes(check: str, names: list[int]) -> None:
-    told = []
-    for last in (4, 4, 5):
-        every = [("guessed", None), ("vouched", (0, 1)), ("alone", (0,))]
-        shards = tuple(shard(fqn, replicas, [1, 2, 3, last]) for fqn, replicas in every)
-        told.append(compare(bring(Holdings(("m",), shards, ()), SaveOptions()), check, 2))
-    assert told[0].names == [["m/guessed", "m/vouched"][name] for name in names]
-    assert told[0] == told[1]
-    assert told[0].keys == told[2].keys
-    assert (told[0].digests != told[2].digests) == bool(names)
 
 
 def many(count: int) -> list[BlobFile]:

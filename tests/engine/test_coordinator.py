@@ -9,9 +9,10 @@ import pytest
 from reknit.comm.threads import thread_groups
 from reknit.engine import coordinator as module
 from reknit.engine import messages
-from reknit.engine.claims import Copies, bring, claims
+from reknit.engine.claims import bring, claims
 from reknit.engine.commit import Destination
 from reknit.engine.coordinator import PLANS_KEPT, Coordinator
+from reknit.engine.copies import EQUAL, Split
 from reknit.engine.outline import layout_digest, outline
 from reknit.engine.packing import merge_claims, merge_receipts, unpack
 from reknit.engine.receipt import BlobPlace, Setting, receipt
@@ -37,7 +38,6 @@ if TYPE_CHECKING:
     from reknit.types.manifest import FileEntry, Index, Manifest
 
 SIZE = 5
-NO_COPIES = Copies(b"", b"", [])
 
 
 def rows(rank: int, name: str, length: int = 2) -> Shard:
@@ -60,6 +60,7 @@ class Rank:
         self.rank = rank
         self.plans: dict[bytes, Outline] = {}
         self.silent = True
+        self.split = EQUAL
 
     def claims(self, write_id: str, step: int, shards: Sequence[Shard]) -> bytes:
         self.brought = bring(Holdings(("m",), tuple(shards), ()), SaveOptions())
@@ -78,7 +79,7 @@ class Rank:
             path = paths.data_path(file.plan.item, self.rank, write_id, file.plan.part)
             written.append(write_bytes(self.where.to.storage, path, bytes(file.nbytes)))
         columns = None if self.known else planned.columns
-        return receipt(self.where, ["m"], written, self.plan, columns, (), NO_COPIES)
+        return receipt(self.where, ["m"], written, self.plan, columns, (), self.split)
 
 
 class World:
@@ -240,17 +241,50 @@ def test_ranks_at_different_saves_of_one_step_are_told_so_too() -> None:
         world.coordinator.assign(world.to, [merge_claims(requests)])
 
 
-def test_copies_that_differ_are_told_with_the_ranks_that_hold_them() -> None:
+def test_all_ranks_are_told_which_copies_differ_and_who_holds_them() -> None:
     world = World("copies")
     write_id = paths.new_write_id()
     told = []
+    for rank in range(SIZE):
+        digests = messages.packed([7, rank == 3], "u8")
+        copies = messages.Copies(messages.packed([1, 1 << 63], "u8"), digests, b"", b"")
+        told.append(
+            claims(
+                rank, write_id, 1, b"", bring(Holdings((), (), ()), SaveOptions()).shard_claims(), (), copies
+            )
+        )
+    answers = world.coordinator.assign(world.to, world.up(told, merge_claims))
+    for answer in answers:
+        assert messages.decode(answer, messages.Assignment).differing == [(-1 << 63, [0, 1, 2, 3, 4])]
+
+
+def test_a_tensor_that_ranks_keep_as_their_own_has_no_chunks_and_is_told() -> None:
+    world = World("kept")
+    world.save(lambda rank: [rows(rank, "a"), copy("b")])
     for rank in world.ranks:
-        equal, differs = b"\0" * 8, bytes([rank.rank == 3]) + b"\0" * 7
-        copies = Copies(b"\1" * 8 + b"\2" * 8, equal + differs, ["m/equal", "m/differs"])
+        rank.split = Split([], [("m", "b", "0, 1")], [])
+    _, index = world.save(lambda rank: [rows(rank, "a"), copy("b")])
+    assert [entry.fqn for entry in index.tensors] == ["a"]
+    assert index.tensor.tolist() == [0] * SIZE
+    for rank in world.ranks:
+        rank.split = EQUAL
+    _, index = world.save(lambda rank: [rows(rank, "a"), copy("b")])
+    assert [entry.fqn for entry in index.tensors] == ["a", "b"]
+
+
+def test_copies_that_differ_are_warned_of_with_the_ranks_that_hold_them() -> None:
+    world = World("told")
+    write_id = paths.new_write_id()
+    told = []
+    for rank in world.ranks:
+        kept = [("m", "kept", "0, 2"), ("m", "both", "0, 1")]
+        copies = Split([], kept, [("m", "lost", "0, 3")] + [("m", "both", "0, 1")] * (rank.rank == 2))
         told.append(receipt(rank.where, ["m"], [], b"", None, (), copies))
-    (warning,) = tally(unpack(merge_receipts(told))[0], write_id).warnings
-    assert "different values of m/differs (ranks 0, 1, 2, 3, 4)" in warning
-    assert "m/equal" not in warning
+    counted = tally(unpack(merge_receipts(told))[0], write_id)
+    assert counted.kept == {("m", "kept")}
+    own, lost = counted.warnings
+    assert "different values of m/kept (ranks 0, 2), m/both (ranks 0, 1); each rank's own was stored" in own
+    assert "different values of m/lost (ranks 0, 3), m/both (ranks 0, 1); one rank's copy was stored" in lost
 
 
 def test_ranks_with_equal_answers_get_one_object() -> None:
@@ -318,7 +352,7 @@ def test_the_tally_has_every_file_with_its_digests_and_coordinates() -> None:
         ]
         written = [write_bytes(world.to.storage, name, name.encode() * 3) for name in names]
         places = [BlobPlace(names[2], place), BlobPlace(names[3], {"rank": rank.rank})]
-        told.append(receipt(rank.where, ["m/ü", "x", "y"], written, b"", None, places, NO_COPIES))
+        told.append(receipt(rank.where, ["m/ü", "x", "y"], written, b"", None, places, EQUAL))
         files += [(file.path, file.nbytes, tuple(file.digests.tolist()), rank.rank) for file in written]
         blobs += [(names[1], None), (names[2], place), (names[3], {"rank": rank.rank})]
     got = tally(unpack(merge_receipts(told))[0], write_id)

@@ -23,7 +23,9 @@ ENDS = (-(1 << 63), -1, 0, 255, 256, 1 << 16, 1 << 32, (1 << 63) - 1)
 
 def claims(rank: int) -> bytes:
     """Return claims, of shards too for every other rank."""
-    own = said(rank, {"write_ids": ["w"]}, {"plan": ([1, 2], ""), "blob_keys": ([rank % 2, 7], "")})
+    digests = ([rank % 2, 1], "")
+    lists = {"copy": ([3, 4], ""), "low": digests, "high": digests, "blob_keys": ([rank % 2, 7], "")}
+    own = said(rank, {"write_ids": ["w"]}, {"plan": ([1, 2], ""), **lists})
     shards = said(rank, {}, {"keys": ([rank % 3, 5], ""), "nbytes": ([1, 2], "")})
     return pack(own, shards if rank % 2 else NOTHING)
 
@@ -31,9 +33,8 @@ def claims(rank: int) -> bytes:
 def receipts(rank: int) -> bytes:
     """Return a receipt, with chunks for every other rank, of one to three dimensions."""
     tables: dict[str, list[Any]] = {"urls": ["process://x"], "items": [f"i{rank % 2}", "j"], "folders": ["j"]}
-    digests = ([rank % 4, 1], "")
-    lists = {"copy": ([3, 4], ""), "low": digests, "high": digests, "digests": ([-1], "")}
-    own = said(rank, tables, lists).with_names("copy_names", ["a", "b"], [0, 1])
+    tables["kept"] = [("j", "a", "0, 1")] * (rank % 4 == 1)
+    own = said(rank, tables, {"digests": ([-1], "")}).with_names("places", [("dp",)], [0])
     if rank % 2:
         return pack(own, NOTHING)
     shape = (4,) * (1 + rank % 3)

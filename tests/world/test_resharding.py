@@ -7,10 +7,13 @@ from typing import TYPE_CHECKING
 import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from msgspec import structs
 
 from reknit.engine.commit import Destination
+from reknit.engine.copies import SAMPLE_NBYTES
 from reknit.engine.load import LoadJob, load
 from reknit.engine.save import SaveJob, save
+from reknit.errors import StateError
 from reknit.monitor.phase import Recorder
 from reknit.options import LoadOptions, SaveOptions
 from reknit.planner.ownership import TINY_NBYTES
@@ -23,7 +26,9 @@ if TYPE_CHECKING:
     from reknit.comm.base import Group
     from reknit.engine.report import LoadReport, SaveReport
     from reknit.storage.base import Storage
+    from reknit.types.manifest import Catalog
     from reknit.types.shard import Shard
+    from reknit.types.wanted import Wanted
     from tests.world.layouts import Part
 
 SAVE = SaveOptions(threads=2, timeout_s=30)
@@ -81,6 +86,72 @@ def test_saving_on_one_layout_and_loading_on_another_and_back_gives_equal_bytes(
     save_on(model, layout_b, size_b, back)
     for shards, _ in load_on(model, layout_a, size_a, back, LoadOptions(timeout_s=30)):
         assert_equal(model, shards)
+
+
+@settings(max_examples=examples(60))
+@given(seeds, seeds, st.integers(2, 5), st.integers(1, 4), st.booleans(), st.data())
+def test_of_copies_that_differ_each_rank_keeps_its_own_or_all_ranks_are_told(
+    content: int, spread: int, size: int, num_tensors: int, vouched: bool, data: st.DataObject
+) -> None:
+    model = Model(content, num_tensors)
+    layout = model.spread(spread, size)
+    copies = [
+        (fqn, number, rank)
+        for fqn, parts in layout.items()
+        for number, (box, ranks) in enumerate(parts)
+        for rank in ranks
+        if box.numel and len(ranks) > 1
+    ]
+    if not copies:
+        return
+    fqn, number, other = data.draw(st.sampled_from(copies))
+    box, holders = layout[fqn][number]
+    nbytes = box.numel * model.arrays[fqn].itemsize
+    byte = data.draw(st.integers(0, min(nbytes, SAMPLE_NBYTES) - 1 if vouched else nbytes - 1))
+    ProcessMemory.clear("differs")
+    storage = ProcessMemory("differs")
+
+    def flipped(shard: Shard) -> Shard:
+        flat = np.ascontiguousarray(shard.data).reshape(-1).view(np.uint8).copy()
+        flat[byte] ^= 1
+        shard.data[...] = flat.view(shard.data.dtype).reshape(shard.data.shape)
+        return shard
+
+    def saving(group: Group) -> dict[str, bytes] | StateError:
+        shards = model.shards(layout, group.rank, filled=True, seed=group.rank)
+        shards = [flipped(s) if (s.fqn, s.box, group.rank) == (fqn, box, other) else s for s in shards]
+        held_bytes = {s.fqn: np.ascontiguousarray(s.data).tobytes() for s in shards}
+        if not vouched:
+            shards = [structs.replace(s, replicas=None) for s in shards]
+        to = Destination(storage, None, True, False, {}, {})
+        try:
+            save(SaveJob(lambda: held(shards), group, to, SAVE, Recorder("save", group.rank)))
+        except StateError as error:
+            return error
+        return held_bytes
+
+    saved = run_ranks(size, saving)
+    whole = box.lengths == model.arrays[fqn].shape
+    if not whole or (vouched and nbytes > SAMPLE_NBYTES):
+        for error in saved:
+            assert isinstance(error, StateError)
+            assert f"model/{fqn} (ranks {', '.join(map(str, holders))})" in str(error)
+        assert not list(storage.list())
+        return
+
+    def loading(group: Group) -> None:
+        shards = model.shards(layout, group.rank, filled=False)
+
+        def wanted(catalog: Catalog) -> Wanted:
+            assert fqn not in catalog.tensors["model"]
+            kept = catalog.own("model", {"rank": group.rank})
+            assert {name: value.tobytes() for name, value in kept.items()} == {fqn: saved[group.rank][fqn]}
+            return wants([shard for shard in shards if shard.fqn != fqn])
+
+        load(LoadJob(wanted, group, storage, ("model",), EXACT, Recorder("load", group.rank)))
+        assert_equal(model, [shard for shard in shards if shard.fqn != fqn])
+
+    run_ranks(size, loading)
 
 
 @settings(max_examples=examples(15))

@@ -10,7 +10,13 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import msgspec
 
-from reknit.engine.messages import Columns, EncodedBlob, ShardClaims  # noqa: TC001 (msgspec resolves them)
+from reknit.engine.messages import (
+    NO_COPIES,
+    Columns,
+    Copies,
+    EncodedBlob,
+    ShardClaims,
+)
 from reknit.errors import AgentError
 
 if TYPE_CHECKING:
@@ -104,6 +110,7 @@ class Begin(Message):
     blobs: list[EncodedBlob]
     rehearsal: bool = False
     promote_to: tuple[str, str | None] | None = None
+    copies: Copies = NO_COPIES
 
 
 class Planned(Message):
@@ -119,9 +126,6 @@ class Planned(Message):
     columns: Columns | None
     arena: int
     ring: int
-    copies: bytes
-    copy_digests: bytes
-    copy_names: list[str]
 
 
 class Filled(Message):

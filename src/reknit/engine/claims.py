@@ -11,13 +11,12 @@ from msgspec import structs
 
 from reknit.engine import messages
 from reknit.engine.packing import pack
-from reknit.engine.staging import bits, contiguous_bytes, stage
 from reknit.format import paths
 from reknit.format.blob_codec import encode_blobs, join_blobs, name_of_value
 from reknit.format.checksum import digest
 from reknit.planner.columns import NOTHING, said
 from reknit.planner.resolve import OWN, shard_key
-from reknit.types.shard import Encoded, full_name
+from reknit.types.shard import Encoded
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -25,7 +24,7 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from reknit.options import SaveOptions
-    from reknit.types.shard import Blob, Holdings, Shard
+    from reknit.types.shard import Blob, Holdings
 
 
 class Brought(NamedTuple):
@@ -49,14 +48,6 @@ class Brought(NamedTuple):
         for number, owner in zip(self.guessed, owners.tolist(), strict=True):
             shards[number] = structs.replace(shards[number], replicas=(owner,))
         return replace(self.holdings, shards=tuple(shards))
-
-
-class Copies(NamedTuple):
-    """Shards whose bytes are compared with those of other ranks, as columns for a receipt."""
-
-    keys: bytes
-    digests: bytes
-    names: list[str]
 
 
 class BlobFile(NamedTuple):
@@ -106,6 +97,7 @@ def claims(
     plan: bytes,
     shards: messages.ShardClaims | None,
     blobs: Sequence[messages.EncodedBlob],
+    copies: messages.Copies = messages.NO_COPIES,
 ) -> bytes:
     """Return what a rank says before all ranks' work is assigned: what only all together can say who writes.
 
@@ -115,6 +107,7 @@ def claims(
     shared = [blob for blob in blobs if blob.coordinate is None]
     keys = np.array([blob.key for blob in shared], np.uint64)
     digests = np.array([digest(blob.data) for blob in shared], np.uint64)
+    seen = messages.unpacked(copies.digests, "u8")
     own = said(
         rank,
         {"write_ids": [write_id]},
@@ -123,6 +116,9 @@ def claims(
             "plan": (messages.unpacked(plan, "i8"), ""),
             "blob_keys": (keys, ""),
             "blob_digests": (digests, ""),
+            "copy": (messages.unpacked(copies.keys, "u8"), ""),
+            "low": (seen, ""),
+            "high": (seen, ""),
         },
     )
     if shards is None:
@@ -153,29 +149,3 @@ def blob_files(blobs: Sequence[messages.EncodedBlob], owners: bytes, rank: int) 
         BlobFile(item, None if place is None else dict(place), join_blobs(parts))
         for (item, place), parts in sets.items()
     ]
-
-
-def compare(brought: Brought, check: str, size: int) -> Copies:
-    """Return the digests of the shards to compare with other ranks' copies, as `check_replicas` says."""
-    shards = brought.holdings.shards
-    chosen: list[int] = []
-    if check != "off" and size > 1:
-        guessed = set(brought.guessed)
-        chosen = [
-            n for n, s in enumerate(shards) if n in guessed or (check == "all" and len(s.replicas or ()) > 1)
-        ]
-    return Copies(
-        messages.packed([shard_key(shards[n]) for n in chosen], "u8"),
-        messages.packed([_shard_digest(shards[n]) for n in chosen], "u8"),
-        [full_name(shards[n].item, shards[n].fqn) for n in chosen],
-    )
-
-
-def _shard_digest(shard: Shard) -> int:
-    """Return the digest of a shard's bytes in row-major order."""
-    source = bits(shard.data)
-    flat = contiguous_bytes(source)
-    if flat is None:
-        flat = np.empty(shard.nbytes, np.uint8)
-        stage(source, 0, shard.box.numel, flat)
-    return digest(flat.data)

@@ -17,6 +17,7 @@ from reknit.errors import CommitError, ProtocolError
 from reknit.format import paths
 from reknit.planner.assemble import assemble, chunk_files
 from reknit.planner.columns import merged
+from reknit.planner.copies import differing
 from reknit.planner.resolve import blob_owners, shard_owners
 
 if TYPE_CHECKING:
@@ -78,13 +79,14 @@ class Coordinator:
             self._begun = to.storage, begin(to, write_id)
         owners = self._shard_owners(claims, shards)
         blobs = blob_owners(claims.lists["blob_keys"], claims.lists["blob_digests"])
+        copies: list[tuple[int, list[int]]] = [*differing(claims)]
         pairs = owners.number * len(blobs.sizes) + blobs.number
         _, leads, number = np.unique(pairs, return_index=True, return_inverse=True)
         # Ranks with equal answers get one object, which travels once.
         answers = [
             messages.encode(
                 messages.Assignment(
-                    write_id, messages.packed(owners.at(k), "i8"), messages.packed(blobs.at(k), "i8")
+                    write_id, messages.packed(owners.at(k), "i8"), messages.packed(blobs.at(k), "i8"), copies
                 )
             )
             for k in leads.tolist()
@@ -103,10 +105,9 @@ class Coordinator:
         Raises `CommitError` when the parts do not make a whole.
         """
         receipts, chunks = unpack(merge_receipts(requests) if len(requests) > 1 else requests[0])
-        assembled = self.assembled(receipts, chunks)
-        outcome = commit(
-            to, write_id, assembled.named(write_id), tally(receipts, write_id), assembled.warnings
-        )
+        assembled, told = self.assembled(receipts, chunks), tally(receipts, write_id)
+        index = assembled.named(write_id).without(told.kept)
+        outcome = commit(to, write_id, index, told, assembled.warnings)
         self._begun = None
         return [messages.encode(outcome)] * len(receipts.ranks)
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from reknit.comm import base as comm
@@ -18,6 +18,7 @@ from reknit.format import paths
 if TYPE_CHECKING:
     from collections.abc import Callable
 
+    from reknit.engine.copies import Chosen
     from reknit.engine.outline import Outline
     from reknit.engine.report import PendingSave
     from reknit.errors import AgentError
@@ -29,10 +30,14 @@ FORM_ROUND = "agents"
 
 @dataclass(slots=True)
 class Plan:
-    """An outline for holdings of one layout; `committed` once the root knows its chunks."""
+    """An outline for holdings of one layout; `committed` once the root knows its chunks.
+
+    `chosen` is what is compared of the layout, by `SaveOptions.check_replicas`.
+    """
 
     outline: Outline
     committed: bool = False
+    chosen: dict[str, Chosen] = field(default_factory=dict)
 
 
 class Crew:

@@ -11,7 +11,8 @@ from reknit.comm import base as comm
 from reknit.engine import channel as say
 from reknit.engine import messages
 from reknit.engine.arena import SPAN_NBYTES, lay_out
-from reknit.engine.claims import Copies, blob_files, claims
+from reknit.engine.claims import blob_files, claims
+from reknit.engine.copies import EQUAL, split
 from reknit.engine.packing import merge_claims
 from reknit.engine.promote import Promotion, decline, promote
 from reknit.engine.receipt import commit_round, receipt, write_blobs
@@ -60,6 +61,7 @@ class Errand:
         self._may_write = False
         self._over = threading.Event()
         self._to_promote: list[Written] | None = None
+        self._copies = EQUAL
 
     @property
     def is_to_promote(self) -> bool:
@@ -210,7 +212,8 @@ class Errand:
             self._to_promote = written
             self._image = None
         assert self._begun is not None
-        self._begun[0].claims, self._begun[0].blobs = None, []
+        begin = self._begun[0]
+        begin.claims, begin.blobs, begin.copies = None, [], messages.NO_COPIES
 
     def _assign(
         self, group: comm.Group, coordinator: Coordinator, timeout_s: float
@@ -223,7 +226,9 @@ class Errand:
                 raise self.error
             assert begun is not None
             begin = begun[0]
-            return claims(group.rank, begin.write_id, begin.step, begin.plan, begin.claims, begin.blobs)
+            return claims(
+                group.rank, begin.write_id, begin.step, begin.plan, begin.claims, begin.blobs, begin.copies
+            )
 
         def decide(requests: list[bytes]) -> list[bytes]:
             assert begun is not None
@@ -234,7 +239,13 @@ class Errand:
         subject = f"save {self.number}"
         answer = comm.round(group, "assign", request, decide, timeout_s, merge=merge_claims, subject=subject)
         assert begun is not None
-        return begun[1], messages.decode(answer, messages.Assignment)
+        assignment = messages.decode(answer, messages.Assignment)
+        try:
+            check = begun[1].options.check_replicas
+            self._copies = split(begun[0].copies, assignment.differing, group.rank, check)
+        except ReknitError as error:  # all ranks hear of it in the round to commit
+            self.fail(error)
+        return begun[1], assignment
 
     def _receipt(self, where: Setting, assignment: messages.Assignment, written: list[Written]) -> bytes:
         """Return the receipt once all files of this rank are written."""
@@ -248,7 +259,8 @@ class Errand:
         assert self._image is not None
         assert self._begun is not None
         begin, planned = self._begun[0], self._image.planned
-        files = blob_files(begin.blobs, assignment.blob_owners, where.group.rank)
+        blobs = [*begin.blobs, *self._copies.blobs]
+        files = blob_files(blobs, assignment.blob_owners, where.group.rank)
         places = write_blobs(
             where.to.storage,
             files,
@@ -258,8 +270,7 @@ class Errand:
             written,
             threads=where.options.threads,
         )
-        copies = Copies(planned.copies, planned.copy_digests, planned.copy_names)
-        return receipt(where, planned.items, written, begin.plan, planned.columns, places, copies)
+        return receipt(where, planned.items, written, begin.plan, planned.columns, places, self._copies)
 
     def _discard(self) -> None:
         """Delete what was written for a round that this rank never came to."""

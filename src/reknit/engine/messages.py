@@ -40,12 +40,33 @@ class ShardClaims(msgspec.Struct, array_like=True):
     nbytes: bytes
 
 
+class Copies(msgspec.Struct, frozen=True, array_like=True):
+    """Shards of which several ranks have copies, as a rank tells of them to whoever compares.
+
+    `keys` (their `shard_key`) and `digests` are columns.  `names` are item, FQN, dtype and shape of each, as
+    a message, which is read only where copies differ.  `data` are the bytes of the first ones, end to end:
+    those that the rank can keep as values of its own.
+    """
+
+    keys: bytes
+    digests: bytes
+    names: bytes
+    data: bytes
+
+
+NO_COPIES = Copies(b"", b"", b"", b"")
+
+
 class Assignment(msgspec.Struct, array_like=True):
-    """The root's answer to `claims`: who writes each of those shards and blobs, and the id of this save."""
+    """The root's answer to `claims`: who writes each of those shards and blobs, and the id of this save.
+
+    `differing` are keys of shards of which ranks hold different values, each with the lowest of these ranks.
+    """
 
     write_id: str
     shard_owners: bytes
     blob_owners: bytes
+    differing: list[tuple[int, list[int]]]
 
 
 class EncodedBlob(msgspec.Struct, array_like=True):

@@ -218,4 +218,15 @@ def _left(checkpoint: OpenCheckpoint, asked: Sequence[messages.Asked]) -> list[m
     refused = {name for rank in asked for name in rank.refused}
     left = messages.left_over(checkpoint.index.ids, [dict(each) for each in tensors])
     left = [name for name in left if name not in refused]
-    return left + messages.left_over(checkpoint.blob_names(), [dict(each) for each in blobs])
+    values = messages.left_over(checkpoint.blob_names(), [dict(each) for each in blobs])
+    return left + [name for name in values if not _stands_for_more(checkpoint, *name)]
+
+
+def _stands_for_more(checkpoint: OpenCheckpoint, item: str, fqn: str) -> bool:
+    """Tell whether a value is the empty container of ranks for which others saved what is in it."""
+    value = checkpoint.blobs[item][fqn]
+    if not isinstance(value, (dict, list, tuple)) or value:
+        return False
+    below = f"{fqn}/" if fqn else ""
+    names = (*checkpoint.index.ids, *checkpoint.blob_names())
+    return any(name.startswith(below) and name != fqn for of, name in names if of == item)

@@ -56,6 +56,8 @@ _decode_table: dict[str, Callable[[bytes], list[Any]]] = {
     "tensors": msgspec.msgpack.Decoder(list[tuple[str, str, str, tuple[int, ...]]]).decode,
     "aliases": msgspec.msgpack.Decoder(list[tuple[str, str, str]]).decode,
     "places": msgspec.msgpack.Decoder(list[tuple[str, ...]]).decode,
+    "kept": msgspec.msgpack.Decoder(list[tuple[str, str, str]]).decode,
+    "unequal": msgspec.msgpack.Decoder(list[tuple[str, str, str]]).decode,
 }
 
 
@@ -86,7 +88,8 @@ def merge_claims(parts: Sequence[bytes]) -> bytes:
 
     The order in which parts are merged, and in how many steps, makes no difference.
     """
-    return pack(*(merged(sections) for sections in zip(*_unpacked(parts), strict=True)))
+    claims, shards = zip(*_unpacked(parts), strict=True)
+    return pack(thinned(merged(claims)), merged(shards))
 
 
 def merge_receipts(parts: Sequence[bytes]) -> bytes:
@@ -95,7 +98,7 @@ def merge_receipts(parts: Sequence[bytes]) -> bytes:
     The order in which parts are merged, and in how many steps, makes no difference.
     """
     receipts, chunks = zip(*_unpacked(parts), strict=True)
-    return pack(thinned(merged(receipts)), merged_chunks(chunks))
+    return pack(merged(receipts), merged_chunks(chunks))
 
 
 def merged_chunks(parts: Sequence[RankColumns]) -> RankColumns:

@@ -21,9 +21,10 @@ from reknit.planner.columns import NOTHING, said
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-    from reknit.engine.claims import BlobFile, Copies
+    from reknit.engine.claims import BlobFile
     from reknit.engine.commit import Destination
     from reknit.engine.coordinator import Coordinator
+    from reknit.engine.copies import Split
     from reknit.monitor.phase import Recorder
     from reknit.options import SaveOptions
     from reknit.planner.columns import RankColumns
@@ -92,7 +93,7 @@ def receipt(
     plan: bytes,
     columns: messages.Columns | None,
     places: Sequence[BlobPlace],
-    copies: Copies,
+    copies: Split,
 ) -> bytes:
     """Return what a rank tells the root when its files are written (`engine.tally`).
 
@@ -103,11 +104,15 @@ def receipt(
     names = [parsed for parsed in (paths.parse_path(file.path) for file in written) if parsed is not None]
     folder, folders = _numbered([name.item or "" for name in names])
     place, kinds = _numbered([tuple(sorted(place.coordinate)) for place in places])
-    copy_name, copy_names = _numbered(copies.names)
-    digests = messages.unpacked(copies.digests, "u8")
     own = said(
         rank,
-        {"urls": [where.to.storage.url], "items": list(dict.fromkeys(items)), "folders": folders},
+        {
+            "urls": [where.to.storage.url],
+            "items": list(dict.fromkeys(items)),
+            "folders": folders,
+            "kept": copies.kept,
+            "unequal": copies.unequal,
+        },
         {
             "plan": (messages.unpacked(plan, "i8"), ""),
             "folder": (folder, "folders"),
@@ -117,12 +122,9 @@ def receipt(
             "num_blocks": ([len(file.digests) for file in written], ""),
             "digests": (np.concatenate([np.zeros(0, np.uint64), *(file.digests for file in written)]), ""),
             "coordinates": ([n for p in places for _, n in sorted(p.coordinate.items())], ""),
-            "copy": (messages.unpacked(copies.keys, "u8"), ""),
-            "low": (digests, ""),
-            "high": (digests, ""),
         },
     )
-    own = own.with_names("places", kinds, place).with_names("copy_names", copy_names, copy_name)
+    own = own.with_names("places", kinds, place)
     return pack(own, NOTHING if columns is None else chunks_said(rank, columns))
 
 

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from reknit.comm import base as comm
 from reknit.engine import messages
-from reknit.engine.claims import blob_files, bring, claims, compare
+from reknit.engine.claims import blob_files, bring, claims
 from reknit.engine.coordinator import Coordinator
+from reknit.engine.copies import choose, split
 from reknit.engine.outline import outline
 from reknit.engine.packing import merge_claims
 from reknit.engine.pipeline import start
@@ -53,10 +54,11 @@ class SaveJob:
 class _Assigned(NamedTuple):
     """What a rank brought to this save, and who writes what."""
 
-    write_id: str
+    answer: messages.Assignment
     brought: Brought
     holdings: Holdings
-    blob_owners: bytes
+    sources: list[Any]
+    copies: messages.Copies
 
 
 def save(job: SaveJob, told: list[Written] | None = None) -> SaveReport:
@@ -71,7 +73,10 @@ def save(job: SaveJob, told: list[Written] | None = None) -> SaveReport:
             assigned = _assign(job, coordinator)
             # 2 plan, 3 stage and digest and write, 4 receipts up; the root commits; the outcome comes down
             outcome, written = commit_round(
-                job.where, coordinator, assigned.write_id, lambda written: _write(job, assigned, written)
+                job.where,
+                coordinator,
+                assigned.answer.write_id,
+                lambda written: _write(job, assigned, written),
             )
         except BaseException:
             coordinator.give_up()  # or the root's marker would be there until the next save
@@ -81,7 +86,7 @@ def save(job: SaveJob, told: list[Written] | None = None) -> SaveReport:
     return SaveReport(
         path=job.to.storage.url,
         step=job.to.step,
-        write_id=assigned.write_id,
+        write_id=assigned.answer.write_id,
         nbytes=sum(file.nbytes for file in written),
         num_files=len(written),
         total_nbytes=outcome.total_nbytes,
@@ -93,13 +98,16 @@ def save(job: SaveJob, told: list[Written] | None = None) -> SaveReport:
 
 def _assign(job: SaveJob, coordinator: Coordinator) -> _Assigned:
     """Collect, and let the root decide who writes what no framework could vouch for."""
-    collected: list[Brought] = []
+    collected: list[tuple[Brought, list[Any], messages.Copies]] = []
 
     def request() -> bytes:
         with job.recorder.phase("collect"):
             brought = bring(job.collect(), job.options)
-        collected.append(brought)
-        return claims(job.group.rank, "", job.to.step, b"", brought.shard_claims(), brought.blobs)
+            sources = all_bits(brought.holdings.shards)
+        with job.recorder.phase("digest"):
+            copies = choose(brought, job.options.check_replicas, job.group.size).copies(sources)
+        collected.append((brought, sources, copies))
+        return claims(job.group.rank, "", job.to.step, b"", brought.shard_claims(), brought.blobs, copies)
 
     with job.recorder.phase("assign"):
         answer = comm.round(
@@ -111,28 +119,27 @@ def _assign(job: SaveJob, coordinator: Coordinator) -> _Assigned:
             merge=merge_claims,
         )
     assignment = messages.decode(answer, messages.Assignment)
-    brought = collected[0]
+    brought, sources, copies = collected[0]
     holdings = brought.resolved(messages.unpacked(assignment.shard_owners, "i8"))
-    return _Assigned(assignment.write_id, brought, holdings, assignment.blob_owners)
+    return _Assigned(assignment, brought, holdings, sources, copies)
 
 
 def _write(job: SaveJob, assigned: _Assigned, written: list[Written]) -> bytes:
     """Plan and write this rank's files; return its receipt."""
+    rank, answer = job.group.rank, assigned.answer
     with job.recorder.phase("plan"):
-        outlined = outline(assigned.holdings, job.group.rank, job.options.max_file_nbytes)
-        sources = all_bits(assigned.holdings.shards)
-        images = outlined.images(assigned.write_id, sources)
-    files = blob_files(assigned.brought.blobs, assigned.blob_owners, job.group.rank)
+        copies = split(assigned.copies, answer.differing, rank, job.options.check_replicas)
+        outlined = outline(assigned.holdings, rank, job.options.max_file_nbytes)
+        images = outlined.images(answer.write_id, assigned.sources)
+    files = blob_files([*assigned.brought.blobs, *copies.blobs], answer.blob_owners, rank)
     places = write_blobs(
         job.to.storage,
         files,
-        job.group.rank,
-        assigned.write_id,
+        rank,
+        answer.write_id,
         job.recorder,
         written,
         threads=job.options.threads,
     )
     written += write_images(job.to.storage, images, job.options, job.recorder)
-    with job.recorder.phase("digest"):
-        copies = compare(assigned.brought, job.options.check_replicas, job.group.size)
     return receipt(job.where, assigned.holdings.items, written, b"", outlined.columns, places, copies)

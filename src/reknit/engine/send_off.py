@@ -10,8 +10,9 @@ from reknit.engine import channel as say
 from reknit.engine import messages
 from reknit.engine.arena import image_nbytes
 from reknit.engine.arenas import MAX_ARENAS
-from reknit.engine.claims import bring, compare
+from reknit.engine.claims import bring
 from reknit.engine.commit import check_manifest
+from reknit.engine.copies import choose
 from reknit.engine.crew import Plan
 from reknit.engine.outline import layout_digest, outline
 from reknit.engine.pipeline import start
@@ -34,7 +35,15 @@ if TYPE_CHECKING:
     from reknit.options import SaveOptions
     from reknit.types.shard import Blob, Holdings, SharedFile
 
-_FOR_AGENT = ("allow_pickle", "durability", "events", "piece_nbytes", "threads", "timeout_s")
+_FOR_AGENT = (
+    "allow_pickle",
+    "check_replicas",
+    "durability",
+    "events",
+    "piece_nbytes",
+    "threads",
+    "timeout_s",
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,12 +73,17 @@ def send_off(job: SendOff, crew: Crew, handover: Handover, arenas: Arenas) -> No
         if crew.link.rank == 0:
             check_manifest(job.to)
         known = crew.plan(handover, key)
+        with recorder.phase("digest"):
+            sources = all_bits(brought.holdings.shards)
+            check = job.options.check_replicas
+            chosen = (known and known.chosen.get(check)) or choose(brought, check, crew.size)
+            copies = chosen.copies(sources)
         _lend(crew, handover, brought)
-        handover.begin(_begin(job, crew, handover, key, brought, known), recorder)
+        handover.begin(_begin(job, crew, handover, key, brought, known, copies), recorder)
         # 2 plan; where the layout was saved, or rehearsed, before, no rank waits for another
         plan = known or _planned(job, crew, handover, key, brought)
+        plan.chosen[check] = chosen
         with recorder.phase("plan"):
-            sources = all_bits(brought.holdings.shards)
             images = plan.outline.images(handover.write_id, sources)
         # 3 stage
         lease = _leased(job, handover, arenas, images)
@@ -96,7 +110,7 @@ def rehearse(job: SendOff, crew: Crew, handover: Handover, arenas: Arenas) -> No
     Every rank makes its plan anew, so that all ranks' plans fit each other whatever was saved before.
     """
     brought, key = _brought(job)
-    begin = _begin(job, crew, handover, key, brought, None)
+    begin = _begin(job, crew, handover, key, brought, None, messages.NO_COPIES)
     begin.blobs, begin.rehearsal = [], True  # values are assigned with each save
     begin.promote_to = None
     handover.begin(begin, job.recorder)
@@ -119,7 +133,13 @@ def _brought(job: SendOff) -> tuple[Brought, bytes]:
 
 
 def _begin(
-    job: SendOff, crew: Crew, handover: Handover, key: bytes, brought: Brought, known: Plan | None
+    job: SendOff,
+    crew: Crew,
+    handover: Handover,
+    key: bytes,
+    brought: Brought,
+    known: Plan | None,
+    copies: messages.Copies,
 ) -> say.Begin:
     """Return what the agent is told first; only the root's needs what goes to the manifest alone."""
     root = crew.link.rank == 0
@@ -140,6 +160,7 @@ def _begin(
             for saved, blob in zip(brought.holdings.blobs, brought.blobs, strict=True)
         ],
         promote_to=job.promote_to,
+        copies=copies,
     )
 
 
@@ -223,8 +244,6 @@ def _hand_over(
     job: SendOff, crew: Crew, handover: Handover, lease: Lease, brought: Brought, plan: Plan
 ) -> None:
     """Tell the agent what will be in the arena."""
-    with job.recorder.phase("digest"):
-        copies = compare(brought, job.options.check_replicas, crew.size)
     files = [(f.plan.item, f.plan.part, f.nbytes) for f in plan.outline.files]
     columns = None if plan.committed else plan.outline.columns
     crew.link.send(
@@ -235,9 +254,6 @@ def _hand_over(
             columns,
             lease.number,
             lease.nbytes,
-            copies.keys,
-            copies.digests,
-            copies.names,
         )
     )
 

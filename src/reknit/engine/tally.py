@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 from itertools import pairwise
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
 from reknit.format import paths
 from reknit.planner.assemble import SHOWN
-from reknit.planner.copies import differing
 from reknit.types.manifest import BlobFile, FileEntry
+from reknit.types.shard import full_name
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Mapping, Sequence
 
     from reknit.planner.columns import Blocks, RankColumns
 
@@ -22,7 +22,10 @@ KINDS = ("data", "blobs", "own")
 
 
 class Tally(NamedTuple):
-    """The files that ranks wrote, in the order of ranks, with who wrote each; `urls` are where, by rank."""
+    """The files that ranks wrote, in the order of ranks, with who wrote each; `urls` are where, by rank.
+
+    `kept` are item and FQN of tensors that ranks keep as values of their own.
+    """
 
     items: tuple[str, ...]
     files: list[FileEntry]
@@ -30,17 +33,18 @@ class Tally(NamedTuple):
     ranks: list[int]
     urls: list[str]
     warnings: list[str]
+    kept: frozenset[tuple[str, str]]
 
 
 def tally(receipts: RankColumns, write_id: str) -> Tally:
     """Count up all ranks' receipts of one save.
 
     The columns of receipts are, for each rank: `urls` (the table of where ranks wrote), `items` (the table of
-    what they saved), `plan` (16 bytes as two numbers, or none), those of the copies that it compares
-    (`planner.copies`), and for each of its files: `folder` (a number of the table `folders`, items), `kind`
-    (a number of `KINDS`), `number` (part, or number of the own values), `nbytes`, `num_blocks`; `digests` are
-    those of the blocks of all its files.  For each file of own values `places` has the names of its
-    coordinate (a table), `coordinates` what follows them.
+    what they saved), `plan` (16 bytes as two numbers, or none), `kept` and `unequal` (tables of item, FQN and
+    ranks of copies that differ), and for each of its files: `folder` (a number of the table `folders`,
+    items), `kind` (a number of `KINDS`), `number` (part, or number of the own values), `nbytes`,
+    `num_blocks`; `digests` are those of the blocks of all its files.  For each file of own values
+    `places` has the names of its coordinate (a table), `coordinates` what follows them.
     """
     lists, tables = receipts.lists, receipts.tables
     ranks = np.repeat(receipts.ranks, lists["folder"].counts).tolist()
@@ -63,8 +67,10 @@ def tally(receipts: RankColumns, write_id: str) -> Tally:
             if place is not None:
                 own.append((items[k], place, files[k].digests, ranks[k]))
     urls = [tables["urls"][url] for url in lists["urls"].flat().tolist()]
-    warnings = _differing_copies(receipts) + _shared_places(own)
-    return Tally(tuple(tables["items"]), files, blobs, ranks, urls, warnings)
+    unequal = frozenset((item, fqn) for item, fqn, _ in tables["unequal"])
+    kept = frozenset((item, fqn) for item, fqn, _ in tables["kept"]) - unequal
+    warnings = _differing_copies(tables) + _shared_places(own)
+    return Tally(tuple(tables["items"]), files, blobs, ranks, urls, warnings, kept)
 
 
 def _path(item: str, rank: int, write_id: str, kind: int, number: int) -> str:
@@ -93,16 +99,23 @@ def _coordinates(receipts: RankColumns) -> list[_Place]:
     return [tuple((name, next(numbers)) for name in names[kind]) for kind in kinds]
 
 
-def _differing_copies(receipts: RankColumns) -> list[str]:
-    """Return a warning when copies of a shard that were taken for equal are not."""
-    told = [f"{name} (ranks {', '.join(map(str, ranks))})" for name, ranks in differing(receipts)]
-    if not told:
-        return []
-    more = f" and {len(told) - SHOWN} more" if len(told) > SHOWN else ""
-    return [
-        f"ranks hold different values of {', '.join(told[:SHOWN])}{more}; one rank's copy was stored. "
-        "Make them equal, or wrap them in reknit.PerRank to keep each."
-    ]
+def _differing_copies(tables: Mapping[str, list[Any]]) -> list[str]:
+    """Return warnings for tensors whose copies differ: those that ranks keep, and those that they do not."""
+    told = []
+    for table, what in (
+        (
+            "kept",
+            "each rank's own was stored, for as many ranks again; reknit.PerRank says that they are its own",
+        ),
+        (
+            "unequal",
+            "one rank's copy was stored. Make them equal, or wrap them in reknit.PerRank to keep each",
+        ),
+    ):
+        if names := [f"{full_name(item, fqn)} (ranks {ranks})" for item, fqn, ranks in tables[table]]:
+            more = f" and {len(names) - SHOWN} more" if len(names) > SHOWN else ""
+            told.append(f"ranks hold different values of {', '.join(names[:SHOWN])}{more}; {what}.")
+    return told
 
 
 def _shared_places(own: Sequence[tuple[str, _Place, tuple[int, ...], int]]) -> list[str]:

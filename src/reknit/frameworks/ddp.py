@@ -33,10 +33,12 @@ def claim(wrapper: Any, *, ignored: bool, is_buffer: bool, world: World) -> Clai
     """Return what a wrapper says about a tensor inside it; `ignored` are those that it was told to leave.
 
     Gradients are averaged, so parameters stay equal.  Buffers (running statistics) differ between ranks, and
-    those of the group's first rank count: that is whose DDP itself hands to the others.
+    those of the group's first rank count: that is whose DDP itself hands to the others, unless it was told
+    not to.
     """
     ranks = _ranks(wrapper)
-    if ranks is None or ignored:
+    left = is_buffer and not getattr(wrapper, "broadcast_buffers", True)
+    if ranks is None or ignored or left:
         return Claim(world.alone)
     known = world.inside(ranks)
     if not is_buffer:

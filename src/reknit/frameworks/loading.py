@@ -6,19 +6,22 @@ from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+import numpy as np
+
 from reknit.frameworks.base import Wanted
-from reknit.frameworks.neutral import from_neutral
+from reknit.frameworks.neutral import from_neutral, put_array
 from reknit.frameworks.walk import Walk
-from reknit.types.dtype import converts
+from reknit.types.dtype import ITEMSIZE, converts
 from reknit.types.manifest import Catalog
-from reknit.types.shard import Shard, full_name
+from reknit.types.shard import Shard, TensorSpec, full_name
 from reknit.types.wanted import RESIZE, matches
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Hashable, Mapping, Sequence
 
+    from numpy.typing import NDArray
+
     from reknit.frameworks.walk import Assign, Place, View
-    from reknit.types.shard import TensorSpec
 
 Entry = tuple[str, str]
 Remark = tuple[str, str, str]
@@ -58,6 +61,7 @@ class Loading(Walk):
     _actions: list[Callable[[], None]] = field(default_factory=list)
     _requests: dict[Hashable, _Request] = field(default_factory=dict)
     _own: dict[tuple[str, frozenset[tuple[str, int]]], Mapping[str, Any]] = field(default_factory=dict)
+    _num_saved: dict[str, int] = field(default_factory=dict)
     _resizable: list[Entry] = field(default_factory=list)
     _better: dict[Place, Place] = field(default_factory=dict)
     _superseded: list[Entry] = field(default_factory=list)
@@ -73,8 +77,19 @@ class Loading(Walk):
         self._actions.append(action)
 
     def spec(self, place: Place) -> TensorSpec | None:
-        """Return the spec of the tensor that was saved here, if one was."""
-        return self.catalog.tensors.get(place.item, {}).get(place.fqn)
+        """Return the spec of the tensor that was saved here, if one was that is for this rank."""
+        shared = self.catalog.tensors.get(place.item, {}).get(place.fqn)
+        if shared is not None:
+            return shared
+        kept = self._kept(place)
+        return None if kept is None else TensorSpec(kept.shape, kept.dtype.name)
+
+    def _kept(self, place: Place) -> NDArray[Any] | None:
+        """Return the tensor that this rank kept as its own, as ranks did whose copies differed."""
+        if self.ranks_saved(place.item) != self.world.size:
+            return None
+        value = self.own(place.item, {"rank": self.world.rank}).get(place.fqn)
+        return value if isinstance(value, np.ndarray) and value.dtype.name in ITEMSIZE else None
 
     def takes(self, place: Place) -> bool:
         """Tell whether what has this name is to be loaded; if not, it is to be left as it is."""
@@ -138,30 +153,43 @@ class Loading(Walk):
         if place.fqn in shared:
             return Found(from_neutral(shared[place.fqn]))
         saved = self.ranks_saved(place.item)
-        mine = self.own(place.item, {"rank": self.world.rank}) if self.world.rank < saved else {}
-        if saved == self.world.size and place.fqn in mine:
+        mine = self.own(place.item, {"rank": self.world.rank}) if saved == self.world.size else {}
+        if place.fqn in mine:
             return Found(from_neutral(mine[place.fqn]))
-        if place.fqn in mine or (saved and place.fqn in self.own(place.item, {"rank": 0})):
-            return Found(None, self._differed(saved))
-        return Found(None, "the checkpoint does not have it")
+        return Found(None, self._differed(place) or "the checkpoint does not have it")
 
-    def _differed(self, saved: int) -> str:
+    def _differed(self, place: Place) -> str | None:
+        """Say that what ranks saved here differed, and that this rank has no part in it, if that is so."""
+        saved = self.ranks_saved(place.item)
+        ranks = {0, min(self.world.rank, saved - 1)} if saved else ()
+        if not any(place.fqn in self.own(place.item, {"rank": rank}) for rank in ranks):
+            return None
+        if saved == self.world.size:
+            return "it differed between the ranks that saved it, and this rank was none of them"
         return (
             f"it differed between the {saved} ranks that saved it, and this job has {self.world.size}; "
             "wrap it in PerRank to declare that each rank has its own"
         )
 
+    def is_divided(self, place: Place) -> bool:
+        """Tell whether the checkpoint has what is inside this place, and nothing for the place itself."""
+        shared, tensors = (by.get(place.item, {}) for by in (self.catalog.blobs, self.catalog.tensors))
+        below = f"{place.fqn}/" if place.fqn else ""
+        return place.fqn not in shared and any(fqn.startswith(below) for fqn in (*tensors, *shared))
+
     def ranks_saved(self, item: str) -> int:
         """Return how many ranks saved values of their own in an item, by their plain number."""
-        return sum(saved.keys() == {"rank"} for saved in self.catalog.coordinates.get(item, ()))
+        if item not in self._num_saved:
+            places = self.catalog.coordinates.get(item, ())
+            self._num_saved[item] = sum(place.keys() == {"rank"} for place in places)
+        return self._num_saved[item]
 
     def own(self, item: str, coordinate: Mapping[str, int]) -> Mapping[str, Any]:
         """Return the values that the rank at a coordinate saved, by fqn; empty if none did."""
-        if coordinate not in [dict(saved) for saved in self.catalog.coordinates.get(item, ())]:
-            return {}
         key = (item, frozenset(coordinate.items()))
         if key not in self._own:
-            self._own[key] = self.catalog.own(item, coordinate)
+            saved = coordinate in [dict(place) for place in self.catalog.coordinates.get(item, ())]
+            self._own[key] = self.catalog.own(item, coordinate) if saved else {}
         return self._own[key]
 
     def value_names(self, item: str) -> list[str]:
@@ -188,7 +216,7 @@ class Loading(Walk):
         if kind:
             self.report_mismatched(place, kind)
         else:
-            self.missing.append((place.item, place.fqn, why))
+            self.missing.append((place.item, place.fqn, self._differed(place) or why))
 
     def report_mismatched(self, place: Place, why: str) -> None:
         """Record that the checkpoint has something in a form that the target cannot take."""
@@ -237,7 +265,8 @@ class Loading(Walk):
             self.report_missing(request.places[0], "the checkpoint does not have it")
             return
         place, view = saved[0], request.view
-        spec = self.catalog.tensors[place.item][place.fqn]
+        spec = self.spec(place)
+        assert spec is not None
         wanted = [
             Shard(place.item, place.fqn, view.spec, box, view.replicas, memory) for box, memory in view.parts
         ]
@@ -256,12 +285,34 @@ class Loading(Walk):
                 for shard in wanted:
                     shard.data[...] = 0
                 self.note(place, "the target was on the meta device: what the checkpoint lacks of it is zero")
+        if place.fqn not in self.catalog.tensors.get(place.item, {}):
+            self._take_back(place, spec, wanted, view)
+            return
         aliases += [(alias.item, alias.fqn, place.fqn) for alias in saved[1:]]
         shards += wanted
         same = spec.dtype == view.spec.dtype
         comes = same or (self.catalog.terms.cast and converts(spec.dtype, view.spec.dtype))
         if view.settle is not None and comes:
             self._actions.insert(0, view.settle)
+
+    def _take_back(self, place: Place, spec: TensorSpec, wanted: Sequence[Shard], view: View) -> None:
+        """Fill a tensor from what this rank kept of it."""
+        if spec != view.spec:
+            self.report_mismatched(
+                place, f"it is {spec} of this rank's own in the checkpoint, and {view.spec} here"
+            )
+            return
+        kept = self._kept(place)
+        assert kept is not None
+        self.taken_back.append((place.item, place.fqn))
+        if view.settle is not None:
+            self._actions.insert(0, view.settle)
+
+        def fill() -> None:
+            for shard in wanted:
+                put_array(kept[shard.box.slices()], shard.data)
+
+        self._actions.insert(0, fill)
 
     def _more_exact(self, saved: Place, request: _Request) -> Place | None:
         """Return what is to be taken in place of a saved tensor of another precision, where there is that."""

@@ -17,6 +17,8 @@ from reknit.types.shard import Tagged
 if TYPE_CHECKING:
     from types import ModuleType
 
+    from numpy.typing import NDArray
+
 
 _JAX = "jax"
 _JAX_VALUES = "reknit.frameworks.jax_values"
@@ -78,6 +80,15 @@ def from_neutral(value: Any) -> Any:
     `Tagged("tensor", ...)`, which stands for a tensor stored elsewhere, is kept.
     """
     return tree.map_leaves(value, _live_leaf)
+
+
+def put_array(array: NDArray[Any], target: Any) -> None:
+    """Copy an array to a tensor of the same shape and dtype, of NumPy or torch."""
+    if isinstance(target, np.ndarray):
+        np.copyto(target, array)
+        return
+    value = {"dtype": array.dtype.name, "shape": array.shape, "data": array.tobytes()}
+    sys.modules["torch"].Tensor.copy_(target.detach(), from_neutral(Tagged("torch.tensor", value)))
 
 
 def _live_leaf(path: tree.Path, leaf: Any) -> Any:

@@ -12,7 +12,7 @@ import numpy as np
 
 from reknit.errors import StateError, UsageError
 from reknit.frameworks import tree
-from reknit.frameworks.neutral import from_neutral, to_neutral
+from reknit.frameworks.neutral import from_neutral, put_array, to_neutral
 from reknit.frameworks.stateful import is_stateful
 
 if TYPE_CHECKING:
@@ -183,6 +183,13 @@ def _lost_gpu(state: Any) -> bool:
     return isinstance(state, Mapping) and "cuda" in state and not (torch and torch.cuda.is_available())
 
 
+def _is_tensor_like(present: Any, array: Any) -> bool:
+    torch = sys.modules.get("torch")
+    if torch is None or not isinstance(present, torch.Tensor):
+        return False
+    return tuple(present.shape) == array.shape and str(present.dtype) == f"torch.{array.dtype.name}"
+
+
 _FORM = ("shape", "dtype")
 """What arrays have in common when one can hold what the other holds."""
 
@@ -191,6 +198,9 @@ def _refill(value: PerRank, state: Any) -> None:
     """Put a saved value into the one that the user gave where that can hold it, else in its place."""
     present = value.value
     # A cast on the way could lose what was saved.
+    if isinstance(state, np.ndarray) and _is_tensor_like(present, state):
+        put_array(state, present)  # a tensor that ranks kept before it was declared
+        return
     alike = all(hasattr(present, key) and getattr(present, key) == getattr(state, key, None) for key in _FORM)
     if alike and isinstance(present, np.ndarray) and isinstance(state, np.ndarray):
         np.copyto(present, state)

@@ -214,6 +214,8 @@ def want_value(target: Any, place: Place, loading: Loading, assign: Assign) -> N
             f"{place} is a {type(target).__name__} in a container that cannot be changed",
             remedy="put it into a dict or a list",
         )
+    if isinstance(target, (Mapping, list, tuple)) and not target and loading.is_divided(place):
+        return  # it is empty here, as other ranks have what is in it
     found = loading.value(place)
     if found.why is None:
         loading.later(lambda: _put(target, found.value, assign))

@@ -81,6 +81,14 @@ class Index:
     def of_items(self, items: Container[str]) -> Index:
         """Return the index of only the tensors of these items, and of the files in which they lie."""
         kept = np.array([entry.item in items for entry in self.tensors], dtype=np.bool_)
+        return self._of(kept)
+
+    def without(self, names: Container[tuple[str, str]]) -> Index:
+        """Return the index but for tensors of these names, given by item and FQN."""
+        return self._of(np.array([entry[:2] not in names for entry in self.tensors], dtype=np.bool_))
+
+    def _of(self, kept: NDArray[np.bool_]) -> Index:
+        """Return the index of some of its tensors."""
         if kept.all():
             return self
         tensors = tuple(entry for entry, keep in zip(self.tensors, kept.tolist(), strict=True) if keep)
