@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import TYPE_CHECKING, NamedTuple, cast
 
 import numpy as np
@@ -27,20 +28,23 @@ if TYPE_CHECKING:
     from reknit.types.shard import Blob, Holdings
 
 
-class Brought(NamedTuple):
+@dataclass(frozen=True)
+class Brought:
     """The holdings of a rank; of the `guessed` shards no framework could say who else holds them."""
 
     holdings: Holdings
     guessed: tuple[int, ...]
     blobs: tuple[messages.EncodedBlob, ...]
 
+    @cached_property
+    def keys(self) -> list[int]:
+        """The `shard_key` of each guessed shard."""
+        return [shard_key(self.holdings.shards[n]) for n in self.guessed]
+
     def shard_claims(self) -> messages.ShardClaims:
         """Return what the root has to know of the guessed shards."""
-        shards = [self.holdings.shards[n] for n in self.guessed]
-        return messages.ShardClaims(
-            messages.packed([shard_key(s) for s in shards], "u8"),
-            messages.packed([s.nbytes for s in shards], "i8"),
-        )
+        nbytes = [self.holdings.shards[n].nbytes for n in self.guessed]
+        return messages.ShardClaims(messages.packed(np.array(self.keys, np.uint64), "u8"), messages.packed(nbytes, "i8"))
 
     def resolved(self, owners: NDArray[np.int64]) -> Holdings:
         """Return the holdings with one owner for each guessed shard."""

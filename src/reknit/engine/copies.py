@@ -15,7 +15,7 @@ from reknit.format.blob_codec import encode_blobs
 from reknit.format.checksum import digest
 from reknit.planner.resolve import shard_key
 from reknit.types.box import flat_range_boxes
-from reknit.types.dtype import numpy_dtype
+from reknit.types.dtype import ITEMSIZE, numpy_dtype
 from reknit.types.shard import full_name
 
 if TYPE_CHECKING:
@@ -33,6 +33,8 @@ SHORT_NBYTES = 64 << 10
 """Of shards up to this size many are copied from a device at once."""
 KEPT_NBYTES = 4 << 20
 """A rank hands on so many bytes of copies that it may have to keep as its own, of the smallest ones."""
+
+_OF_NUMPY = frozenset(name for name in ITEMSIZE if numpy_dtype(name).name == name)
 
 _encode_names = msgspec.msgpack.Encoder().encode
 _decode_names = msgspec.msgpack.Decoder(list[tuple[str, str, str, tuple[int, ...]]]).decode
@@ -80,42 +82,40 @@ def choose(brought: Brought, check: str, size: int) -> Chosen:
     Of what nobody vouches for that is every byte, of the rest a sample.  What is compared as a whole may be
     kept for each rank, as long as it is small: first what nobody vouches for, and of that the smallest.
     """
-    found: dict[int, tuple[int, int]] = {}
-    small: list[tuple[bool, int, int, int]] = []
+    shards = brought.holdings.shards
+    if check == "off" or size == 1:
+        shards = ()
+    guessed = dict(zip(brought.guessed, brought.keys, strict=True)) if shards else {}
     tied = {(alias.item, alias.of) for alias in brought.holdings.aliases}
-    guessed = frozenset(brought.guessed)
-    if check != "off" and size > 1:
-        for number, shard in enumerate(brought.holdings.shards):
-            vouched = number not in guessed
-            if (vouched and len(shard.replicas or ()) < 2) or not shard.nbytes:
-                continue
-            part = vouched and check != "all"
-            key, nbytes = shard_key(shard), min(shard.nbytes, SAMPLE_NBYTES) if part else shard.nbytes
-            if key in found:
-                continue  # of equal boxes that one rank holds twice, the first counts
-            found[key] = number, nbytes
-            if nbytes == shard.nbytes <= KEPT_NBYTES and _is_value(shard, tied):
-                small.append((vouched, nbytes, key, number))
-    small.sort()
-    room = np.searchsorted(np.cumsum([nbytes for _, nbytes, _, _ in small]), KEPT_NBYTES, side="right")
-    first = [key for _, _, key, _ in small[: int(room)]]
-    kept = frozenset(first)
-    keys = [*first, *(key for key in found if key not in kept)]
-    numbers = [found[key][0] for key in keys]
-    shards = [brought.holdings.shards[n] for n in numbers]
+    seen: set[int] = set()
+    rows: list[tuple[int, int, int, int]] = []
+    for number, shard in enumerate(shards):
+        vouched, whole = number not in guessed, shard.nbytes
+        if not whole or (vouched and (shard.replicas is None or len(shard.replicas) < 2)):
+            continue
+        key = shard_key(shard) if vouched else guessed[number]
+        if key in seen:
+            continue  # of equal boxes that one rank holds twice, the first counts
+        seen.add(key)
+        nbytes = min(whole, SAMPLE_NBYTES) if vouched and check != "all" else whole
+        rows.append((vouched if nbytes == whole and _is_value(shard, tied) else 2, nbytes, key, number))
+    rows.sort()
+    room = np.cumsum([nbytes for kind, nbytes, _, _ in rows if kind < 2])
+    chosen = [shards[number] for _, _, _, number in rows]
     return Chosen(
-        numbers,
-        [found[key][1] for key in keys],
-        len(first),
-        messages.packed(keys, "u8"),
-        _encode_names([(s.item, s.fqn, s.spec.dtype, s.spec.shape) for s in shards]),
+        [number for _, _, _, number in rows],
+        [nbytes for _, nbytes, _, _ in rows],
+        int(np.searchsorted(room, KEPT_NBYTES, side="right")),
+        messages.packed(np.array([key for _, _, key, _ in rows], np.uint64), "u8"),
+        _encode_names([(s.item, s.fqn, s.spec.dtype, s.spec.shape) for s in chosen]),
     )
 
 
 def _is_value(shard: Shard, tied: set[tuple[str, str]]) -> bool:
     """Tell whether a shard can be a value: a whole tensor under one name, of a dtype that NumPy has."""
-    whole = shard.box.lengths == shard.spec.shape and (shard.item, shard.fqn) not in tied
-    return whole and numpy_dtype(shard.spec.dtype).name == shard.spec.dtype
+    spec = shard.spec
+    whole = shard.box.lengths == spec.shape and spec.dtype in _OF_NUMPY
+    return whole and not (tied and (shard.item, shard.fqn) in tied)
 
 
 def split(

@@ -27,7 +27,10 @@ LOOKS = 1 << 26
 
 def shard_key(shard: Shard) -> int:
     """Return 64 bits that stand for a shard's name, spec and box, on whatever rank."""
-    return xxhash.xxh3_64_intdigest(f"{shard.item}\0{shard.fqn}\0{shard.spec}{shard.box}".encode())
+    spec, box = shard.spec, shard.box
+    return xxhash.xxh3_64_intdigest(
+        f"{shard.item}\0{shard.fqn}\0{spec.dtype}{spec.shape}{box.offsets}{box.lengths}".encode()
+    )
 
 
 def shard_owners(keys: Blocks, nbytes: Blocks) -> Blocks:
