@@ -14,7 +14,8 @@ import numpy as np
 
 from reknit.comm.topology import Topology
 from reknit.engine import messages
-from reknit.engine.claims import Brought, Copies, claims
+from reknit.engine.claims import Brought, claims
+from reknit.engine.copies import EQUAL
 from reknit.engine.outline import layout_digest, outline
 from reknit.engine.packing import merge_claims, merge_receipts
 from reknit.engine.receipt import BlobPlace, receipt
@@ -71,9 +72,9 @@ def rank_of(job: Job, rank: int, *, silent: bool) -> Rank:
         to=SimpleNamespace(storage=SimpleNamespace(url="file:///job/step")),
     )
     telling = time.process_time()
-    told = receipt(where, holdings.items, written, digest, plan.columns, [own], _NO_COPIES)
+    told = receipt(where, holdings.items, written, digest, plan.columns, [own], EQUAL)
     tell_s = time.process_time() - telling
-    again = receipt(where, holdings.items, written, digest, None, [own], _NO_COPIES) if silent else b""
+    again = receipt(where, holdings.items, written, digest, None, [own], EQUAL) if silent else b""
     claimed = claims(rank, WRITE_ID, 1, digest, _NO_SHARDS, _SHARED)
     return Rank(claimed, told, again, planned - begin, tell_s, len(plan.columns.tensor) // 8)
 
@@ -96,7 +97,6 @@ def _ranks(job: Job, silent: bool, workers: int) -> Iterator[Rank]:
 
 _NO_SHARDS = Brought(Holdings((), (), ()), (), ()).shard_claims()
 _SHARED = [messages.EncodedBlob("extra", 7919 * n, None, b"x" * 50) for n in range(SHARED_VALUES)]
-_NO_COPIES = Copies(b"", b"", [])
 
 
 @dataclass

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
+import pytest
 import torch
 
 import reknit
@@ -74,3 +75,35 @@ def test_dense_targets_are_read_into_directly(tmp_path: Path) -> None:
     reknit.load(f"spied://{tmp_path}/x", {"m": {"w": target}})
     assert np.array_equal(target, np.arange(300_000))
     assert any(low <= address < high for address in seen)
+
+
+class Endless:
+    """An object whose state contains itself."""
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"self": self.state_dict()}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        raise AssertionError("nothing is loaded")
+
+
+@pytest.mark.parametrize("wait", [True, False])
+def test_what_stops_one_rank_while_it_looks_at_its_state_is_heard_by_all(wait: bool) -> None:
+    ProcessMemory.clear("endless")
+
+    def rank(group: Group) -> list[str]:
+        reknit.save("process://endless/sound", {"v": [1]}, group=group)
+        state = {"v": Endless() if group.rank else [1]}
+        told = []
+        with pytest.raises((RecursionError, reknit.ReknitError)) as caught:
+            reknit.save("process://endless/x", state, group=group, wait=wait).result()
+        told.append(f"{type(caught.value).__name__}: {caught.value}")
+        with pytest.raises((RecursionError, reknit.ReknitError)) as caught:
+            reknit.load("process://endless/sound", state, group=group)
+        told.append(f"{type(caught.value).__name__}: {caught.value}")
+        return told
+
+    others, own = run_ranks(2, rank)
+    assert own[0].startswith("RecursionError")
+    assert others[0].startswith("ReknitError: RecursionError")
+    assert "rank 1" in others[0]

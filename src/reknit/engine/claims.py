@@ -44,7 +44,7 @@ class Brought:
     def shard_claims(self) -> messages.ShardClaims:
         """Return what the root has to know of the guessed shards."""
         nbytes = [self.holdings.shards[n].nbytes for n in self.guessed]
-        return messages.ShardClaims(messages.packed(np.array(self.keys, np.uint64), "u8"), messages.packed(nbytes, "i8"))
+        return messages.ShardClaims(messages.packed(self.keys, "u8"), messages.packed(nbytes, "i8"))
 
     def resolved(self, owners: NDArray[np.int64]) -> Holdings:
         """Return the holdings with one owner for each guessed shard."""

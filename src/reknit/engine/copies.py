@@ -106,7 +106,7 @@ def choose(brought: Brought, check: str, size: int) -> Chosen:
         [number for _, _, _, number in rows],
         [nbytes for _, nbytes, _, _ in rows],
         int(np.searchsorted(room, KEPT_NBYTES, side="right")),
-        messages.packed(np.array([key for _, _, key, _ in rows], np.uint64), "u8"),
+        messages.packed([key for _, _, key, _ in rows], "u8"),
         _encode_names([(s.item, s.fqn, s.spec.dtype, s.spec.shape) for s in chosen]),
     )
 
