@@ -233,10 +233,17 @@ def test_step_and_metadata_come_back(tmp_path: Path) -> None:
         assert set(checkpoint.manifest.origin["versions"]) - {"jax"} == {"reknit", "numpy", "torch"}
 
 
-def test_an_empty_state_and_empty_items_are_checkpoints(tmp_path: Path) -> None:
-    reknit.save(tmp_path / "none", {})
-    assert reknit.load(tmp_path / "none", {}).restored == ()
-    assert reknit.verify(tmp_path / "none", "data").ok
+def test_a_state_that_is_empty_on_every_rank_is_no_checkpoint(path: Path, tmp_path: Path) -> None:
+    for wait in (True, False):
+        with pytest.raises(reknit.StateError, match="empty on every rank"):
+            reknit.save(tmp_path / "none", {}, wait=wait).result()
+    assert not any(file.is_file() for file in (tmp_path / "none").rglob("*"))
+    with pytest.raises(reknit.StateError, match="empty on every rank"):
+        reknit.save(path, {}, overwrite=True)
+    assert reknit.verify(path, "data").ok, "what was there stays"
+
+
+def test_empty_items_are_a_checkpoint(tmp_path: Path) -> None:
     reknit.save(tmp_path / "some", {"model": {}, "list": [], "tensor": np.zeros((0, 3))})
     state: dict[str, Any] = {"model": {}, "list": [], "tensor": np.zeros((0, 3))}
     reknit.load(tmp_path / "some", state)
@@ -261,9 +268,13 @@ def test_named_items_are_loaded_and_the_others_left_alone(path: Path) -> None:
     report = reknit.load(path, state, items=["extra"])
     assert report.restored == ("extra/epoch",)
     assert report.unexpected == ()
+    assert report.left == ("model",)
     assert state["extra"]["epoch"] == 3
     assert not state["model"]["w"].any()
-    reknit.load(path, {"model": state["model"]})
+    assert reknit.load(path, {"model": state["model"]}).left == ("extra",)
+    assert reknit.load(path, state).left == ()
+    renamed = reknit.LoadOptions(rename={"model/": "net/"})
+    assert reknit.load(path, {"extra": {"epoch": 0}}, options=renamed).left == ("net",)
     assert state["model"]["w"].sum() == np.arange(24).sum()
 
 

@@ -15,6 +15,7 @@ from reknit.errors import (
     CommitError,
     DeadlineError,
     ReknitError,
+    StateError,
     StorageError,
     StorageNotFoundError,
 )
@@ -95,9 +96,14 @@ def commit(
 ) -> messages.Outcome:
     """Write the index, and commit what all ranks told of.
 
-    Raises `CommitError` when the parts do not make a whole, and `FencedError` when the marker of `begin` is
-    gone.  Nothing exists before the manifest is put, everything after.
+    Raises `CommitError` when the parts do not make a whole, `FencedError` when the marker of `begin` is gone,
+    and `StateError` when no rank has an item.  Nothing exists before the manifest is put, everything after.
     """
+    if not told.items:
+        raise StateError(
+            "the state is empty on every rank, and would be a checkpoint of nothing",
+            remedy='pass what is to be saved: {"model": model}',
+        )
     storage, files = destination.storage, told.files
     mine = Marker(destination.generation, write_id)
     _check_files(storage, told, mine)

@@ -122,7 +122,7 @@ def _load(job: LoadJob, opened: list[Metadata]) -> LoadReport:
         ready, agreed = _prepare_all(job, located, last)
         # 5 read, verify, scatter; 6 hand over what is no tensor
         received = _fill_all(job, ready, agreed)
-    return _report(job, ready, agreed.unexpected, received)
+    return _report(job, ready, agreed, received)
 
 
 def _prepare_all(job: LoadJob, located: Located, last: ExitStack) -> tuple[_Prepared, messages.Agreed]:
@@ -260,10 +260,10 @@ def _agree(job: LoadJob, handout: Handout, requests: Sequence[bytes]) -> list[by
     unexpected = [name for key in handout.left if taken(name := full_name(*key))]
     require_fit(wishes, unexpected, job.options, job.storage.url, handout.damaged)
     shares = share_out([wish.offer for wish in wishes], job.options)
-    return [messages.encode(messages.Agreed(unexpected, share)) for share in shares]
+    return [messages.encode(messages.Agreed(unexpected, handout.items, share)) for share in shares]
 
 
-def _report(job: LoadJob, ready: _Prepared, unexpected: list[str], received: int) -> LoadReport:
+def _report(job: LoadJob, ready: _Prepared, agreed: messages.Agreed, received: int) -> LoadReport:
     """Tell what was restored, and how."""
     checkpoint, wanted, fills, problems, plan, reader, _ = ready
     index = checkpoint.index
@@ -283,8 +283,9 @@ def _report(job: LoadJob, ready: _Prepared, unexpected: list[str], received: int
             )
         ),
         missing=tuple(name for name, _ in problems.missing),
-        unexpected=tuple(unexpected),
+        unexpected=tuple(agreed.unexpected),
         mismatched=dict(problems.mismatched) | problems.resized,
+        left=tuple(agreed.left),
         cast=tuple(dict.fromkeys(f.name for f in fills if f.cast)),
         resharded=tuple(
             dict.fromkeys(

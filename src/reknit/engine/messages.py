@@ -228,10 +228,12 @@ class Stopped(msgspec.Struct, array_like=True):
 class Agreed(msgspec.Struct, array_like=True):
     """The root's answer to `Wish`: names that no rank takes, which a lenient load puts up with.
 
-    `share` is this rank's part in reading together, None where it reads alone.
+    `left` are items of the checkpoint that no rank asked for.  `share` is this rank's part in reading
+    together, None where it reads alone.
     """
 
     unexpected: list[str]
+    left: list[str]
     share: Share | None
 
 

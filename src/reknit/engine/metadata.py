@@ -173,11 +173,15 @@ def names_only(tensors: Sequence[TensorEntry]) -> Index:
 
 
 class Handout(NamedTuple):
-    """On the root: an answer for each rank, names that no rank takes, and what is wrong with the index."""
+    """On the root: an answer for each rank, names that no rank takes, and what is wrong with the index.
+
+    `items` are those of the checkpoint that no rank asked for.
+    """
 
     answers: list[bytes]
     left: list[messages.Name]
     damaged: list[str]
+    items: list[str]
 
 
 def hand_out(checkpoint: OpenCheckpoint, asked: Sequence[messages.Asked]) -> Handout:
@@ -202,6 +206,7 @@ def hand_out(checkpoint: OpenCheckpoint, asked: Sequence[messages.Asked]) -> Han
         [messages.encode(messages.Answer([], alike)), *(rows[request] for request in requests[1:])],
         _left(checkpoint, asked),
         uncovered(index, frozenset(np.concatenate(list(taken.values())).tolist())),
+        [item for item in checkpoint.offered if item not in checkpoint.items],
     )
 
 

@@ -77,9 +77,10 @@ class LoadReport(Shown):
     Names are `item/fqn`.  `restored`: tensors and values filled on this rank.  `missing`: wanted but not in
     the checkpoint; `unexpected`: in a loaded item of the checkpoint but wanted by no rank; `mismatched`:
     could not be taken as a whole (with the reason, and what was taken of a tensor of another shape).  These
-    three are empty unless options of the load allow it.  `cast`: converted to another dtype.  `resharded`:
-    read from other boxes than this rank wanted.  `notes`: left as it was by design, with the reason, such as
-    a random state after a change of world size.  `nbytes_wanted` are the bytes of the boxes that this rank
+    three are empty unless options of the load allow it.  `left`: items of the checkpoint that no rank asked
+    for.  `cast`: converted to another dtype.  `resharded`: read from other boxes than this rank wanted.
+    `notes`: left as it was by design, with the reason, such as a random state after a change of world size.
+    `nbytes_wanted` are the bytes of the boxes that this rank
     wanted, `nbytes_read` those that it read from storage, for other ranks too, and `nbytes_received` those of
     the ranges that other ranks read for it.
     """
@@ -91,6 +92,7 @@ class LoadReport(Shown):
     missing: tuple[str, ...]
     unexpected: tuple[str, ...]
     mismatched: Mapping[str, str]
+    left: tuple[str, ...]
     cast: tuple[str, ...]
     resharded: tuple[str, ...]
     notes: Mapping[str, str]

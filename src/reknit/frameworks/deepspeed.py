@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from reknit.errors import StateError
-from reknit.frameworks import deepspeed_parameters, deepspeed_private
+from reknit.frameworks import deepspeed_parameters, deepspeed_private, optimizer_protocol
 from reknit.frameworks.loading import Loading
 from reknit.frameworks.members import parameters, without_wrappers
 from reknit.frameworks.optimizer import OptimizerAdapter
@@ -47,16 +47,20 @@ class ZeroOptimizers:
         if not walk.fills:
             deepspeed_parameters.require_equal(value, place, walk)
         names = _names(value, walk)
-        each = tuple(_slot(group, member, names, walk) for group in groups for member in group.members)
+        inner = deepspeed_private.inner(value)
+        optimizer_protocol.require_none(inner, place)
+        kind = optimizer_protocol.kind(inner, inside=True)
+        each = tuple(_slot(group, member, names, kind, walk) for group in groups for member in group.members)
         _require_distinct(each, place)
         if isinstance(walk, Loading):
             _note_masters(each, groups, place, walk)
-        inner = deepspeed_private.inner(value)
         state = _States.of(value) if deepspeed_private.steps_are_numbers(value) else inner.state
         return Slots(state, inner.param_groups, each, lambda: _deliver(value, state))
 
 
-def _slot(group: FlatGroup, member: FlatMember, names: dict[int, str], walk: Walk) -> Slot:
+def _slot(
+    group: FlatGroup, member: FlatMember, names: dict[int, str], kind: tuple[str, ...], walk: Walk
+) -> Slot:
     key = id(member.parameter)
     known = parameters(walk).get(key, ())
     at = known[0].places if known and known[0].flat is not None else tuple(places(walk).get(key, ()))
@@ -71,6 +75,7 @@ def _slot(group: FlatGroup, member: FlatMember, names: dict[int, str], walk: Wal
         walk.world.numbers(group.ranks) if walk.world.inside(group.ranks) else walk.world.alone,
         joint=True,
         master=group.flat.detach() if group.is_master else None,
+        kind=kind,
     )
 
 

@@ -9,6 +9,7 @@ import torch
 
 from reknit.errors import StateError
 from reknit.frameworks import megatron_private as private
+from reknit.frameworks import optimizer_protocol
 from reknit.frameworks.loading import Loading
 from reknit.frameworks.megatron_model import groups, tensors
 from reknit.frameworks.optimizer_slots import MASTER, Slot, Slots
@@ -116,6 +117,7 @@ class _Reading:
     works: list[tuple[Working, str]] = field(default_factory=list)
     scalers: list[Any] = field(default_factory=list)
     several: bool = False
+    kind: tuple[str, ...] = ()
     _taken: set[str] = field(default_factory=set)
 
     def add(self, optimizer: Any) -> None:
@@ -124,7 +126,12 @@ class _Reading:
         if (scaler := private.scaler(optimizer)) is not None:
             self.scalers.append(scaler)
             self.state.setdefault(_GRAD_SCALER, scaler.state_dict())
+        inner = None
         for work in private.working(optimizer, self.place):
+            if work.inner is not inner:
+                inner = work.inner
+                optimizer_protocol.require_none(inner, self.place)
+                self.kind = optimizer_protocol.kind(inner, inside=True)
             self._add(work)
 
     def _add(self, work: Working) -> None:
@@ -178,6 +185,7 @@ class _Reading:
             one.first or self.walk.fills,
             main if work.exact else None,
             one.resizable,
+            self.kind,
         )
 
     def _replicas(self, work: Working, one: Held) -> tuple[Replicas, Replicas]:

@@ -2,22 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 import torch
 from msgspec import structs
 
-from reknit.frameworks import dtensor, optimizer_flat, tree
-from reknit.frameworks.neutral import to_neutral
-from reknit.frameworks.optimizer_slots import HOW, MASTER, Reader, Slot, Slots
+from reknit.frameworks import dtensor, optimizer_flat, optimizer_memory, optimizer_options, tree
+from reknit.frameworks.optimizer_options import Told
+from reknit.frameworks.optimizer_slots import MASTER, Reader, Slot, Slots, element
 from reknit.frameworks.stateful import rebuild, skeleton, tensors_of
-from reknit.frameworks.torch_tensor import torch_dtype
+from reknit.frameworks.walk import Place
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping
+
     from reknit.frameworks.loading import Loading
     from reknit.frameworks.saving import Saving
-    from reknit.frameworks.walk import Assign, Place, View, Walk
+    from reknit.frameworks.walk import Assign, View, Walk
     from reknit.types.shard import TensorSpec
 
 
@@ -26,7 +27,7 @@ class OptimizerAdapter:
 
     `state/<parameter>/<name>` is a state of a parameter, `state/<parameter>/master` its master weights where
     the optimizer keeps some, `param_groups/<parameter>` the options of its group, and `shared/<name>` what
-    belongs to no parameter.
+    belongs to no parameter.  `more/<name>` is what its own `state_dict` has beside all that.
     """
 
     unites = True
@@ -41,13 +42,9 @@ class OptimizerAdapter:
     def collect(self, value: Any, place: Place, saving: Saving) -> None:
         """Collect states and options.  Takes no step, and leaves the optimizer as it is."""
         slots = self._reader.read(value, place, saving)
-        groups, states = place.child("param_groups"), place.child("state")
-        options: dict[int, Any] = {}
+        states = place.child("state")
+        plain: set[str] = set()
         for slot in slots.each:
-            at = groups.child(slot.name)
-            if id(slot.group) not in options:
-                options[id(slot.group)] = to_neutral(slot.options(), str(at))
-            saving.blob(options[id(slot.group)], at)
             if _has_nothing(slot):
                 continue
             below = states.child(slot.name)
@@ -55,18 +52,20 @@ class OptimizerAdapter:
             if slot.flat is not None:
                 each = optimizer_flat.collect(slot, each, below, saving)
             for name, state in each.items():
-                _collect_state(state, below.child(name), slot, saving)
+                _collect_state(state, below.below(element(name, below)), slot, saving, plain)
             if slot.master is not None:
-                _collect_state(slot.master, below.child(MASTER), slot, saving)
-        for name, state in slots.shared().items():
-            _collect_state(state, place.child("shared", name), None, saving)
+                _collect_state(slot.master, below.child(MASTER), slot, saving, plain)
+        optimizer_options.collect(slots, plain, place, saving)
+        for name, state in slots.shared(place).items():
+            _collect_state(state, place.child("shared", name), None, saving, plain)
+        for name, state in (slots.more or {}).items():
+            _collect_state(state, place.child("more", name), None, saving, plain)
 
     def wanted(self, value: Any, place: Place, loading: Loading, assign: Assign) -> None:
         """Fill states where there are some, make those that are not there yet, and take over the options."""
         slots = self._reader.read(value, place, loading)
-        saved = _Saved(place, loading)
-        for group in slots.groups:
-            _want_options(group, slots, place, loading)
+        saved = _Saved(place, loading, slots)
+        told = optimizer_options.want(slots, place, loading)
         joints: dict[Any, list[Slot]] = {}
         for slot in slots.each:
             _want_master(slot, place.child("state", slot.name, MASTER), loading)
@@ -75,15 +74,20 @@ class OptimizerAdapter:
             if slot.joint:
                 joints.setdefault(slot.key, []).append(slot)
             elif saved.knows(slot.name):
-                _want_states(slot, slots, saved, place, loading)
+                _want_states(slot, slots, saved, told, place, loading)
         for members in joints.values():
             states = {slot.name: saved.states(slot.name) for slot in members}
-            if any(saved.knows(slot.name) for slot in members):
+            if any(slot.name in told.foreign for slot in members):
+                for slot in members:
+                    _refuse(slot, states[slot.name], told.foreign.get(slot.name), place, loading)
+            elif any(saved.knows(slot.name) for slot in members):
                 optimizer_flat.Joint(slots, members, place, loading).want(states)
-        for name in dict.fromkeys([*slots.shared(), *saved.shared]):
-            _want_shared(name, slots, place, loading)
+        for name in dict.fromkeys([*slots.shared(place), *saved.shared]):
+            _want_shared(name, slots, told, place, loading)
         if slots.deliver is not None:
             loading.later(slots.deliver)
+        if slots.load is not None and saved.is_taken:
+            _want_more(slots, saved, place, loading)
 
 
 def _has_nothing(slot: Slot) -> bool:
@@ -91,12 +95,21 @@ def _has_nothing(slot: Slot) -> bool:
     return not slot.kept or (slot.flat is not None and not slot.flat.numel and not slot.joint)
 
 
-def _collect_state(state: Any, place: Place, slot: Slot | None, saving: Saving) -> None:
+def _collect_state(state: Any, place: Place, slot: Slot | None, saving: Saving, plain: set[str]) -> None:
+    """Collect a state; `plain` gets the paths of plain tensors of a parameter that is a DTensor."""
+
+    def add(tensor: Any, at: Place) -> None:
+        if not isinstance(tensor, torch.Tensor):
+            saving.tensor(tensor, at)
+            return
+        if slot is not None and optimizer_memory.is_local(tensor, slot):
+            plain.add(optimizer_memory.path_of(at, slot))
+        saving.view(_view(tensor, slot, at, saving, fill=False), at, tensor)
+
     if isinstance(state, torch.Tensor):
-        view = _view(state, slot, place, saving, fill=False)
-        saving.view(view, place, state)
+        add(state, place)
     else:
-        saving.blob(skeleton(state, place, saving), place)
+        saving.blob(skeleton(state, place, saving, add), place)
 
 
 def _view(state: Any, slot: Slot | None, place: Place, walk: Walk, *, fill: bool) -> View:
@@ -126,19 +139,29 @@ def _view(state: Any, slot: Slot | None, place: Place, walk: Walk, *, fill: bool
 class _Saved:
     """What the checkpoint has for the parameters of one optimizer: the names of the states of each."""
 
-    def __init__(self, place: Place, loading: Loading) -> None:
+    def __init__(self, place: Place, loading: Loading, slots: Slots) -> None:
         self._place = place
-        self._loading = loading
         self._states: dict[str, list[str]] = {}
         self._known: set[str] = set()
         self.shared: list[str | int] = []
-        states, groups, shared = (f"{place.child(part).fqn}/" for part in ("state", "param_groups", "shared"))
+        self.more: list[str | int] = []
+        self.is_taken = False
+        parts = ("state", "param_groups", "shared", "more")
+        states, groups, shared, more = (f"{place.child(part).fqn}/" for part in parts)
         names = [*loading.catalog.tensors.get(place.item, {}), *loading.value_names(place.item)]
         for fqn in names:
             if fqn.startswith(groups):
                 self._known.add(fqn.removeprefix(groups))
             if fqn.startswith(shared) and "/" not in fqn.removeprefix(shared):
                 self.shared.append(tree.unescape(fqn.removeprefix(shared)))
+            if fqn.startswith(more) and "/" not in fqn.removeprefix(more):
+                self.more.append(tree.unescape(fqn.removeprefix(more)))
+            if (
+                slots.load is not None
+                and not self.is_taken
+                and fqn.startswith((states, groups, shared, more))
+            ):
+                self.is_taken = loading.takes(Place(place.item, fqn))
             parameter, _, name = fqn.removeprefix(states).partition("/")
             # A deeper name is a tensor inside a nested state, which that state's own value asks for.
             if fqn.startswith(states) and name and "/" not in name and name != MASTER:
@@ -166,26 +189,47 @@ def _want_master(slot: Slot, at: Place, loading: Loading) -> None:
         loading.prefer(at, slot.places)
 
 
-def _want_states(slot: Slot, slots: Slots, saved: _Saved, place: Place, loading: Loading) -> None:
+def _refuse(slot: Slot, elements: list[str], why: str | None, place: Place, loading: Loading) -> None:
+    """Report that saved states of a parameter cannot be taken."""
+    below = place.child("state", slot.name)
+    for one in elements:
+        if loading.takes(below.below(one)):
+            why = why or "other parameters have it for another optimizer, and here they have one flat tensor"
+            loading.report_mismatched(below.below(one), why)
+
+
+def _want_states(slot: Slot, slots: Slots, saved: _Saved, told: Told, place: Place, loading: Loading) -> None:
     """Ask for all saved states of a parameter; they become its state, and what was not saved is dropped.
 
     States that are not to be loaded stay as they are.
     """
     below = place.child("state", slot.name)
-    elements = [element for element in saved.states(slot.name) if loading.takes(below.below(element))]
-    resize = _may_resize(slot, elements, below, loading)
-    if not resize and (why := _reshaped(slot, loading) or _too_large(slot, elements, below, loading)):
-        for element in elements:
-            loading.report_mismatched(below.below(element), why)
+    elements = [one for one in saved.states(slot.name) if loading.takes(below.below(one))]
+    resize = optimizer_memory.may_resize(slot, elements, below, loading)
+    why = told.foreign.get(slot.name)
+    if not resize:
+        why = (
+            why
+            or optimizer_memory.reshaped(slot, loading)
+            or optimizer_memory.too_large(slot, elements, below, loading)
+        )
+    if why:
+        _refuse(slot, elements, why, place, loading)
         return
     current = slots.state_of(slot)
     fresh = _left(current, below, loading)
-    for element in elements:
-        name, at = tree.unescape(element), below.below(element)
+    for one in elements:
+        name, at = tree.unescape(one), below.below(one)
         spec = loading.spec(at)
         if spec is not None and resize:
-            spec = _resized(spec, current.get(name), slot, at, loading)
-        whole, state = _want_state(current.get(name), slot, at, loading, spec)
+            spec = optimizer_memory.resized(spec, current.get(name), slot, at, loading)
+        if spec is not None and slots.load is not None:
+            memory = optimizer_memory.memory_for(spec, current.get(name), slot, at, loading, told)
+            if why := optimizer_memory.converted(name, memory, slot):
+                loading.report_mismatched(at, why)
+                fresh |= {name: current[name]} if name in current else {}
+                continue
+        whole, state = _want_state(current.get(name), slot, at, loading, spec, told)
         if whole:
             fresh[name] = state
         elif name in current:
@@ -198,74 +242,17 @@ def _left(current: Mapping[Any, Any], below: Place, loading: Loading) -> dict[An
     """Return the present states that are to be left as they are."""
     if not loading.catalog.terms.only:
         return {}
-    return {name: state for name, state in current.items() if not loading.takes(below.child(name))}
-
-
-def _may_resize(slot: Slot, elements: list[str], below: Place, loading: Loading) -> bool:
-    """Tell whether the states, or the parameter that they follow, may have been saved in another shape."""
-    if slot.parameter is None:
-        return False
-    return slot.resizable or any(map(loading.may_resize, (*slot.places, *map(below.below, elements))))
-
-
-def _saved_spec(slot: Slot, loading: Loading) -> TensorSpec | None:
-    """Return the spec of the saved parameter, under the first of its names that the checkpoint has."""
-    return next((spec for place in slot.places if (spec := loading.spec(place)) is not None), None)
-
-
-def _resized(spec: TensorSpec, current: Any, slot: Slot, at: Place, loading: Loading) -> TensorSpec:
-    """Return the spec that a saved state has here, where its parameter has another shape.
-
-    A state is as long as its parameter, or 1, along each dimension; of others only a present one tells.
-    """
-    here = slot.shape
-    assert here is not None
-    home = _saved_spec(slot, loading)
-    if not spec.shape or (home is not None and home.shape == here):
-        return spec
-    if len(spec.shape) == len(here):
-        one = [n == 1 and (home is None or home.shape[d] != 1) for d, n in enumerate(spec.shape)]
-        return type(spec)(tuple(1 if o else n for o, n in zip(one, here, strict=True)), spec.dtype)
-    if isinstance(current, torch.Tensor) and current.ndim == len(spec.shape):
-        return type(spec)(tuple(current.shape), spec.dtype)
-    return spec
-
-
-def _reshaped(slot: Slot, loading: Loading) -> str | None:
-    """Say that the parameter itself has another shape in the checkpoint, if that can be seen."""
-    spec = _saved_spec(slot, loading)
-    if spec is None or slot.shape is None or spec.shape == slot.shape:
-        return None
-    return f"its parameter has the shape {list(spec.shape)} in the checkpoint and {list(slot.shape)} here"
-
-
-def _too_large(slot: Slot, elements: list[str], below: Place, loading: Loading) -> str | None:
-    """Say that states cannot belong to a parameter of this shape, where no module tells the saved one.
-
-    States are as large as their parameter, or 1 along some dimensions (factored second moments).
-    """
-    if slot.flat is not None:
-        specs = (loading.spec(below.below(element)) for element in elements)
-        return next((why for spec in specs if (why := optimizer_flat.misfit(slot, spec))), None)
-    shape = slot.shape
-    if slot.places or shape is None:
-        return None
-    for element in elements:
-        spec = loading.spec(below.below(element))
-        if spec is None or len(spec.shape) != len(shape):
-            continue
-        if any(length not in (1, here) for length, here in zip(spec.shape, shape, strict=True)):
-            why = f"a state of shape {list(spec.shape)} is not for a parameter of shape {list(shape)}"
-            return f"{why}; where it is right all the same, put the model into the state too"
-    return None
+    return {
+        name: state for name, state in current.items() if not loading.takes(below.below(element(name, below)))
+    }
 
 
 def _want_state(
-    current: Any, slot: Slot | None, at: Place, loading: Loading, spec: TensorSpec | None
+    current: Any, slot: Slot | None, at: Place, loading: Loading, spec: TensorSpec | None, told: Told
 ) -> tuple[bool, Any]:
     """Ask for one state, a tensor of the shape `spec` here or a value; return whether it comes, and it."""
     if spec is not None:
-        state = _memory_for(spec, current, slot, at, loading)
+        state = optimizer_memory.memory_for(spec, current, slot, at, loading, told)
         resize = spec != loading.spec(at)
         if resize and state is not current:
             state.zero_()  # as optimizers begin
@@ -274,95 +261,45 @@ def _want_state(
     found = loading.value(at)
     if found.why is not None:
         return False, None
-    return rebuild(found.value, at, loading, tensors_of(current, at, loading))
+
+    def ask(spec: TensorSpec, like: Any, inside: Place) -> Any:
+        if not isinstance(like, torch.Tensor):
+            like = None
+        elif optimizer_memory.fits(like, slot, spec):
+            like = torch.empty_like(like, requires_grad=False)
+        tensor = optimizer_memory.memory_for(spec, like, slot, inside, loading, told)
+        loading.view(_view(tensor, slot, inside, loading, fill=True), inside, tensor)
+        return tensor
+
+    asks = ask if slot is not None and slot.parameter is not None else None
+    return rebuild(found.value, at, loading, tensors_of(current, at, loading), asks)
 
 
-def _memory_for(
-    spec: TensorSpec, current: Any, slot: Slot | None, at: Place, loading: Loading
-) -> torch.Tensor:
-    """Return the tensor for a saved state: the present one, or one such as the optimizer would make."""
-    if isinstance(current, torch.Tensor) and _fits(current, slot, spec):
-        return current
-    dtype = torch_dtype(spec.dtype)
-    parameter = slot.parameter if slot else None
-    if slot is None or parameter is None:
-        return torch.empty(spec.shape, dtype=dtype)
-    with torch.no_grad():
-        if spec.shape == slot.shape and not at.fqn.endswith("/step"):
-            dtype = optimizer_flat.dtype_for(spec, slot, loading)
-            return torch.empty_like(parameter, dtype=dtype, requires_grad=False)
-        if spec.shape == ():
-            on_device = slot.group.get("capturable") or slot.group.get("fused")
-            return torch.empty((), dtype=dtype, device=parameter.device if on_device else "cpu")
-        dtype = optimizer_flat.dtype_for(spec, slot, loading)
-        return parameter.new_empty(spec.shape, dtype=dtype, requires_grad=False)
-
-
-def _fits(current: torch.Tensor, slot: Slot | None, spec: TensorSpec) -> bool:
-    if slot is not None and slot.flat is not None:
-        return optimizer_flat.fits(current, slot, spec)
-    if tuple(current.shape) == spec.shape:
-        return True
-    parameter: Any = slot.parameter if slot else None
-    if not dtensor.is_dtensor(parameter) or dtensor.is_dtensor(current):
-        return False
-    with torch.no_grad():
-        local = parameter.to_local()
-    return tuple(parameter.shape) == spec.shape and bool(current.shape == local.shape)
-
-
-def _want_options(group: dict[str, Any], slots: Slots, place: Place, loading: Loading) -> None:
-    """Ask for the options of all parameters of a group, which must agree, and set them in the group."""
-    known: list[tuple[Place, dict[str, Any]]] = []
-    for slot in slots.each:
-        if slot.group is not group:
-            continue
-        at = place.child("param_groups", slot.name)
-        found = loading.value(at)
-        if found.why is not None:
-            continue
-        if not isinstance(found.value, Mapping):
-            loading.report_mismatched(at, "the options of a parameter are no mapping")
-        else:
-            known.append((at, {key: value for key, value in found.value.items() if key not in HOW}))
-    if not known:
-        return
-    first, options = known[0]
-    for at, others in known[1:]:
-        for key in options.keys() | others.keys():
-            if not tree.same_value(_plain(options.get(key)), _plain(others.get(key))):
-                loading.report_mismatched(
-                    at,
-                    f"its {key} is {others.get(key)!r} and that of {first} {options.get(key)!r}, "
-                    "but the target has both in one group",
-                )
-                return
-    loading.later(lambda: _set_options(group, options, slots.groups))
-
-
-def _plain(value: Any) -> Any:
-    return to_neutral(value, "an option")
-
-
-def _set_options(group: dict[str, Any], options: dict[str, Any], groups: list[dict[str, Any]]) -> None:
-    for key, value in options.items():
-        present = group.get(key)
-        if isinstance(present, torch.Tensor) and isinstance(value, (torch.Tensor, int, float)):
-            # torch gives the same default, a learning rate that is a tensor, to all groups without their own.
-            if any(other is not group and other.get(key) is present for other in groups):
-                group[key] = present = present.detach().clone()
-            with torch.no_grad():
-                present.copy_(torch.as_tensor(value))
-        elif isinstance(value, torch.Tensor) and isinstance(present, (int, float)) and value.numel() == 1:
-            group[key] = value.item()
-        else:
-            group[key] = value
-
-
-def _want_shared(name: Any, slots: Slots, place: Place, loading: Loading) -> None:
+def _want_shared(name: Any, slots: Slots, told: Told, place: Place, loading: Loading) -> None:
     at = place.child("shared", name)
     if not loading.takes(at):
         return
-    whole, state = _want_state(slots.shared().get(name), None, at, loading, loading.spec(at))
+    if told.foreign:
+        loading.report_mismatched(at, next(iter(told.foreign.values())))
+        return
+    present = slots.shared(place).get(name)
+    whole, state = _want_state(present, None, at, loading, loading.spec(at), told)
     if whole:
         loading.later(lambda: slots.state.__setitem__(name, state))
+
+
+def _want_more(slots: Slots, saved: _Saved, place: Place, loading: Loading) -> None:
+    """Ask for what an optimizer's own `state_dict` has beside states and options, and let it load it all.
+
+    What is not to be loaded, or not there, stays as it is.
+    """
+    present, fresh = slots.more or {}, dict[Any, Any]()
+    for name in dict.fromkeys([*present, *saved.more]):
+        at = place.child("more", name)
+        if loading.takes(at):
+            whole, value = _want_state(present.get(name), None, at, loading, loading.spec(at), Told())
+            if whole:
+                fresh[name] = value
+    assert slots.load is not None
+    load = slots.load
+    loading.later(lambda: load(fresh))

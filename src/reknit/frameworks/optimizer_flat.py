@@ -9,6 +9,7 @@ import torch
 
 from reknit.errors import StateError
 from reknit.frameworks import tree
+from reknit.frameworks.optimizer_slots import element
 from reknit.frameworks.torch_tensor import dtype_name, local_memory, plain_dtype, torch_dtype
 from reknit.frameworks.walk import View
 from reknit.types.box import Box
@@ -52,7 +53,7 @@ def collect(slot: Slot, states: Mapping[Any, Any], below: Place, saving: Saving)
         if dtype is None or not (is_flat or state.ndim == 0):
             others[name] = state
             continue
-        place = below.child(name)
+        place = below.below(element(name, below))
         if not saving.claim(_identity(state, slot), place, state):
             continue
         fqn = place.fqn
@@ -144,12 +145,12 @@ class Joint:
         """Ask for all saved states; `elements` has the path elements of those of each parameter."""
         current = dict(self.slots.state_of(self.members[0]))
         asked = dict.fromkeys(e for slot in self.members for e in elements[slot.name] if self._takes(slot, e))
-        for element in asked:
+        for path in asked:
             for slot in self.members:
-                at = self._at(slot, element)
-                if element in elements[slot.name] and self.loading.takes(at):
-                    self._want(slot, tree.unescape(element), at, current)
-                elif element not in elements[slot.name] or tree.unescape(element) not in current:
+                at = self._at(slot, path)
+                if path in elements[slot.name] and self.loading.takes(at):
+                    self._want(slot, tree.unescape(path), at, current)
+                elif path not in elements[slot.name] or tree.unescape(path) not in current:
                     self.loading.report_missing(
                         at, "other parameters have it, and here they have one flat tensor together"
                     )
@@ -157,16 +158,16 @@ class Joint:
         if asked or len(kept) < len(current):
             self.loading.later(lambda: self._deliver(kept))
 
-    def _at(self, slot: Slot, element: str) -> Place:
-        return self.place.child("state", slot.name).below(element)
+    def _at(self, slot: Slot, path: str) -> Place:
+        return self.place.child("state", slot.name).below(path)
 
-    def _takes(self, slot: Slot, element: str) -> bool:
-        return self.loading.takes(self._at(slot, element))
+    def _takes(self, slot: Slot, path: str) -> bool:
+        return self.loading.takes(self._at(slot, path))
 
     def _stays(self, name: Any, asked: dict[str, None]) -> bool:
         """Tell whether a present state that nothing was asked for is to be left, and not dropped."""
-        element = tree.escape(name, str(self.place))
-        return element not in asked and not all(self._takes(slot, element) for slot in self.members)
+        path = element(name, self.place)
+        return path not in asked and not all(self._takes(slot, path) for slot in self.members)
 
     def _want(self, slot: Slot, name: Any, at: Place, current: dict[Any, Any]) -> None:
         spec = self.loading.spec(at)

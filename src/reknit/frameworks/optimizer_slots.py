@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Any, Protocol
 
 import msgspec
@@ -10,7 +11,7 @@ import torch
 from torch import nn
 
 from reknit.errors import StateError
-from reknit.frameworks import ddp, torch_private, zero_redundancy
+from reknit.frameworks import ddp, optimizer_protocol, torch_private, tree, zero_redundancy
 from reknit.frameworks.members import parameters, without_wrappers
 
 if TYPE_CHECKING:
@@ -28,6 +29,14 @@ _NOT_OPTIONS = HOW | {"params", "param_names"}
 MASTER = "master"
 """Name of the master weights of a parameter, among its states."""
 
+_OWN_MASTER = f"~2{MASTER}"
+"""Path element of a state that an optimizer itself calls so."""
+
+
+def element(name: Any, where: Place) -> str:
+    """Return the path element of a state of an optimizer, which `tree.unescape` turns into its name."""
+    return _OWN_MASTER if name == MASTER else tree.escape(name, where)
+
 
 class Slot(msgspec.Struct, frozen=True, eq=False):
     """A parameter of an optimizer.
@@ -37,7 +46,7 @@ class Slot(msgspec.Struct, frozen=True, eq=False):
     counters; several slots are `joint` where they have one key together.  `kept` tells whether this rank
     keeps the states at all.  `master` are the weights of higher precision that the optimizer works on, where
     it has some beside the parameter, in the form of the states.  `resizable` tells that the checkpoint may
-    have them all in another shape.
+    have them all in another shape.  `kind` is what the optimizer is (`optimizer_protocol.kind`).
     """
 
     name: str
@@ -52,6 +61,7 @@ class Slot(msgspec.Struct, frozen=True, eq=False):
     kept: bool = True
     master: torch.Tensor | None = None
     resizable: bool = False
+    kind: tuple[str, ...] = ()
 
     @property
     def shape(self) -> tuple[int, ...] | None:
@@ -70,12 +80,16 @@ class Slots:
     """An optimizer, or its raw state dict, as its parameters.
 
     `deliver` runs when `state` and `groups` are filled, where the optimizer keeps them in another form.
+    `more` is what its own `state_dict` has beside them, None where it has no protocol of its own: `load`
+    then lets it load all this in its own way.
     """
 
     state: MutableMapping[Any, Any]
     groups: list[dict[str, Any]]
     each: tuple[Slot, ...]
     deliver: Callable[[], None] | None = None
+    more: Mapping[Any, Any] | None = None
+    load: Callable[[Mapping[Any, Any]], None] | None = None
 
     def state_of(self, slot: Slot) -> Mapping[Any, Any]:
         """Return the states of a parameter by name; empty where it has none.  Adds no entry."""
@@ -89,10 +103,21 @@ class Slots:
         else:
             self.state.pop(slot.key, None)
 
-    def shared(self) -> dict[str, Any]:
-        """Return what the optimizer keeps for no parameter in particular."""
-        taken = {slot.key for slot in self.each if isinstance(slot.key, str)}
-        return {key: value for key, value in self.state.items() if isinstance(key, str) and key not in taken}
+    def shared(self, place: Place) -> dict[str | int, Any]:
+        """Return what the optimizer keeps for no parameter in particular, by its key.
+
+        What is kept for a parameter that it has no more is none of that.  Raises `StateError` for a key that
+        has no name.
+        """
+        taken = {slot.key for slot in self.each if not isinstance(slot.key, torch.Tensor)}
+        found = {
+            key: value
+            for key, value in self.state.items()
+            if not isinstance(key, torch.Tensor) and key not in taken
+        }
+        for key in found:
+            tree.escape(key, place.child("shared"))
+        return found
 
 
 class Reader(Protocol):
@@ -133,31 +158,41 @@ def is_state_dict(value: Any) -> bool:
 def read(value: Any, place: Place, walk: Walk) -> Slots:
     """Return an optimizer's parameters by name.  Raises `StateError` where a name cannot be known."""
     if isinstance(value, dict):
-        state, groups = value["state"], value["param_groups"]
-        each = tuple(_raw_slots(groups, place, walk))
+        slots = Slots(
+            value["state"], value["param_groups"], tuple(_raw_slots(value["param_groups"], place, walk))
+        )
+    elif (mine := zero_redundancy.share(value, place, walk.world)) is not None:
+        kind = optimizer_protocol.kind(value.optim)
+        each = tuple(_share(slot, mine) for slot in _slots(value.param_groups, kind, place, walk))
+        slots = Slots(mine.state, value.param_groups, each)
     else:
-        mine = zero_redundancy.share(value, place, walk.world)
-        state, groups = value.state if mine is None else mine.state, value.param_groups
-        each = tuple(_share(slot, mine) for slot in _slots(groups, place, walk))
+        slots = _plain(optimizer_protocol.unwrapped(value), place, walk)
     names: set[str] = set()
-    for slot in each:
+    for slot in slots.each:
         if slot.name in names:
             raise StateError(
                 f"two parameters of the optimizer {place} are called {slot.name}",
                 remedy="put the modules that they belong to under one module, for example an nn.ModuleDict",
             )
         names.add(slot.name)
-    return Slots(state, groups, each)
+    return slots
 
 
-def _share(slot: Slot, mine: zero_redundancy.Share | None) -> Slot:
+def _plain(optimizer: Any, place: Place, walk: Walk) -> Slots:
+    """Read an optimizer that has all its states itself; its own protocol, if any, is asked first."""
+    more = optimizer_protocol.entries(optimizer, place)
+    kind = optimizer_protocol.kind(optimizer)
+    each = tuple(_slots(optimizer.param_groups, kind, place, walk))
+    load = None if more is None else partial(optimizer_protocol.load, optimizer)
+    return Slots(optimizer.state, optimizer.param_groups, each, more=more, load=load)
+
+
+def _share(slot: Slot, mine: zero_redundancy.Share) -> Slot:
     """Return a slot as a rank has it that keeps states of its own share of the parameters only."""
-    if mine is None:
-        return slot
     return msgspec.structs.replace(slot, replicas=mine.replicas, kept=id(slot.parameter) in mine.mine)
 
 
-def _slots(groups: list[dict[str, Any]], place: Place, walk: Walk) -> Iterator[Slot]:
+def _slots(groups: list[dict[str, Any]], kind: tuple[str, ...], place: Place, walk: Walk) -> Iterator[Slot]:
     named = parameters(walk)
     if not any(group["params"] for group in groups):
         raise StateError(
@@ -176,11 +211,10 @@ def _slots(groups: list[dict[str, Any]], place: Place, walk: Walk) -> Iterator[S
             known = named.get(id(parameter))
             if known is not None:
                 for one in known:
-                    yield _slot(one, group, walk)
+                    yield _slot(one, group, kind, walk)
             elif own_names is not None and not torch_private.is_flattened(parameter):
-                yield Slot(
-                    without_wrappers(own_names[index]), parameter, parameter, group, walk.world.alone, ()
-                )
+                name = without_wrappers(own_names[index])
+                yield Slot(name, parameter, parameter, group, walk.world.alone, (), kind=kind)
             else:
                 raise StateError(
                     f"parameter {index} of shape {list(parameter.shape)} of the optimizer {place} belongs "
@@ -189,15 +223,16 @@ def _slots(groups: list[dict[str, Any]], place: Place, walk: Walk) -> Iterator[S
                 )
 
 
-def _slot(named: Named, group: dict[str, Any], walk: Walk) -> Slot:
+def _slot(named: Named, group: dict[str, Any], kind: tuple[str, ...], walk: Walk) -> Slot:
     parameter = named.parameter
     if named.flat is None:
         at = tuple(places(walk)[id(parameter)])
-        return Slot(named.name, parameter, parameter, group, named.replicas, at)
+        return Slot(named.name, parameter, parameter, group, named.replicas, at, kind=kind)
     joint = named.flat.original is None
     part = named.flat.part if joint else named.flat.part.alone()
     counter = named.flat.replicas.counter
-    return Slot(named.name, parameter, parameter, group, named.replicas, named.places, part, counter, joint)
+    replicas, at = named.replicas, named.places
+    return Slot(named.name, parameter, parameter, group, replicas, at, part, counter, joint, kind=kind)
 
 
 def places(walk: Walk) -> dict[int, list[Place]]:

@@ -10,9 +10,12 @@ from reknit.frameworks.neutral import to_neutral
 from reknit.types.shard import Tagged
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from reknit.frameworks.loading import Loading
     from reknit.frameworks.saving import Saving
     from reknit.frameworks.walk import Arrays, Assign, Place, Walk
+    from reknit.types.shard import TensorSpec
 
 
 def is_stateful(value: Any) -> bool:
@@ -92,14 +95,17 @@ def _want_tensors(value: Any, place: Place, loading: Loading) -> None:
         loading.later(lambda: value.load_state_dict(_completed(state)))
 
 
-def skeleton(value: Any, place: Place, saving: Saving) -> Any:
-    """Collect the tensors in a value, and return the value with a placeholder for each."""
+def skeleton(
+    value: Any, place: Place, saving: Saving, add: Callable[[Any, Place], None] | None = None
+) -> Any:
+    """Collect the tensors in a value, each by `add`, and return the value with a placeholder for each."""
+    add = add or saving.tensor
 
     def hole(path: tree.Path, leaf: Any) -> Any:
         library = saving.arrays(leaf)
         if library is None:
             return tree.DESCEND
-        saving.tensor(leaf, place.child(*path))
+        add(leaf, place.child(*path))
         return Tagged("tensor", {"library": library.library, "path": _relative(path, place)})
 
     return to_neutral(tree.map_leaves(value, hole), str(place))
@@ -119,12 +125,18 @@ def tensors_of(value: Any, place: Place, walk: Walk) -> dict[str, Any]:
     return found
 
 
-def rebuild(value: Any, place: Place, loading: Loading, current: dict[str, Any]) -> tuple[bool, Any]:
+def rebuild(
+    value: Any,
+    place: Place,
+    loading: Loading,
+    current: dict[str, Any],
+    ask: Callable[[TensorSpec, Any, Place], Any] | None = None,
+) -> tuple[bool, Any]:
     """Ask for the tensors that a saved value names; return whether all are there, and the value with them.
 
     A tensor comes in fresh memory, shaped and placed like that in `current` where there is one of its path:
     a `state_dict` may return what the object shares with others, and that must not change before delivery.
-    One that is not to be loaded stays the present one.
+    One that is not to be loaded stays the present one.  `ask` asks for a tensor of torch in another way.
     """
     absent: list[Place] = []
 
@@ -144,6 +156,8 @@ def rebuild(value: Any, place: Place, loading: Loading, current: dict[str, Any])
             return None
         arrays = _library(library, at, loading)
         like = current.get(relative)
+        if ask is not None and library == "torch":
+            return ask(spec, like, at)
         tensor = arrays.fresh(spec, like if arrays.matches(like) else None)
         loading.tensor(tensor, at)
         return tensor

@@ -189,3 +189,12 @@ def own_entries(module: Any) -> dict[str, Any]:
 def has_state_dict_hooks(module: Any) -> bool:
     """Tell whether a module has hooks that change what its state dict holds."""
     return bool(module._state_dict_hooks or module._state_dict_pre_hooks)
+
+
+_STATE_HOOKS = ("state_dict_pre", "state_dict_post", "load_state_dict_pre", "load_state_dict_post")
+
+
+def state_hooks(optimizer: Any) -> list[Any]:
+    """Return the hooks that run when an optimizer's state dict is made or loaded."""
+    found = (getattr(optimizer, f"_optimizer_{kind}_hooks", None) or {} for kind in _STATE_HOOKS)
+    return [hook for hooks in found for hook in hooks.values()]

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 
 from reknit.errors import StateError
-from reknit.frameworks import dtensor
+from reknit.frameworks import dtensor, optimizer_protocol
 from reknit.frameworks.flat import FlatPart
 from reknit.frameworks.members import parameters, without_wrappers
 from reknit.frameworks.optimizer import OptimizerAdapter
@@ -63,6 +63,8 @@ class DistributedOptimizers:
         shares = {id(share.parameter): share for share in _shares(value, place)}
         every = [parameter for model in value.models for parameter in model.module.parameters()]
         groups = value.param_groups
+        optimizer_protocol.require_none(value.optimizer, place)
+        kind = optimizer_protocol.kind(value.optimizer, inside=True)
         each = []
         for parameter in every:
             share = shares.get(id(parameter))
@@ -70,7 +72,7 @@ class DistributedOptimizers:
             if share is None and parameter.requires_grad and len(groups) == 1:
                 share = Share(parameter, parameter, groups[0], 0, 0)
             if share is not None:
-                each.append(_slot(share, names[id(parameter)], place, walk))
+                each.append(_slot(share, names[id(parameter)], kind, place, walk))
         return Slots(value.optimizer.state, groups, tuple(each), lambda: _refresh(shares.values()))
 
 
@@ -128,7 +130,7 @@ def _shares(optimizer: Any, place: Place) -> Iterator[Share]:
             yield Share(parameter, stepped, group, span.start, span.end)
 
 
-def _slot(share: Share, name: str, place: Place, walk: Walk) -> Slot:
+def _slot(share: Share, name: str, kind: tuple[str, ...], place: Place, walk: Walk) -> Slot:
     parameter, numel = share.parameter, share.end - share.start
     local = _local(parameter)
     part = FlatPart.nothing(tuple(parameter.shape), 0)
@@ -145,7 +147,7 @@ def _slot(share: Share, name: str, place: Place, walk: Walk) -> Slot:
     master = share.stepped if numel and share.stepped.dtype != parameter.dtype else None
     return Slot(
         name, share.stepped, share.stepped, share.group, walk.world.alone, _places(parameter, walk), part,
-        counter=walk.world.alone, master=master,
+        counter=walk.world.alone, master=master, kind=kind,
     )  # fmt: skip
 
 

@@ -6,7 +6,7 @@ import sys
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from reknit.errors import StateError
-from reknit.frameworks import torch_private
+from reknit.frameworks import optimizer_protocol, torch_private
 
 if TYPE_CHECKING:
     from collections.abc import MutableMapping
@@ -32,7 +32,7 @@ def share(optimizer: Any, place: Place, world: World) -> Share | None:
     """Return this rank's share of a ZeroRedundancyOptimizer, or None for any other optimizer.
 
     Sends nothing.  Raises `StateError` for one that DistributedDataParallel steps during the backward: it has
-    no optimizer of its own before the first ones.
+    no optimizer of its own before the first ones; and for one with hooks, whose `state_dict` gathers.
     """
     if not is_sharded(optimizer):
         return None
@@ -41,6 +41,8 @@ def share(optimizer: Any, place: Place, world: World) -> Share | None:
             f"{place} is a ZeroRedundancyOptimizer with overlap_with_ddp=True, whose states are not its own",
             remedy="leave overlap_with_ddp out",
         )
+    for one in (optimizer, optimizer.optim):
+        optimizer_protocol.require_none(one, place)
     import torch.distributed as dist
 
     rank = dist.get_rank(optimizer.process_group)

@@ -1,0 +1,376 @@
+"""What an optimizer is, and what it saves and loads in a way of its own: kept, or refused by name."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from reknit.errors import StateError
+from reknit.frameworks import optimizer_protocol
+from reknit.frameworks.registry import collect, wanted
+from reknit.types.wanted import Terms
+from tests.frameworks.checkpoint import Checkpoint, assemble, fill, load, portable, save
+from tests.ranks import run
+
+
+def net(seed: int = 0) -> nn.Sequential:
+    torch.manual_seed(seed)
+    return nn.Sequential(nn.Linear(3, 4), nn.LayerNorm(4), nn.Linear(4, 1))
+
+
+def of_first(optimizer: Any, model: Any) -> Any:
+    """Return the states of the first parameter."""
+    return optimizer.state[next(model.parameters())]
+
+
+def train(model: nn.Module, optimizer: Any, steps: int = 2) -> None:
+    for number in range(steps):
+        x = torch.rand(8, 3, generator=torch.Generator().manual_seed(number))
+        optimizer.zero_grad()
+        model(x).pow(2).mean().backward()
+        optimizer.step()
+
+
+class Counting(torch.optim.SGD):
+    """An optimizer with entries of its own in its state dict, as PyTorch's documentation shows."""
+
+    def __init__(self, parameters: Any) -> None:
+        super().__init__(parameters, lr=0.1, momentum=0.9)
+        self.calls = 0
+        self.average: torch.Tensor | None = None
+        self.seen: list[Any] = []
+
+    def step(self, closure: Any = None) -> Any:
+        self.calls += 1
+        self.average = torch.full((3,), float(self.calls))
+        return super().step(closure)
+
+    def state_dict(self) -> dict[str, Any]:
+        more = {"calls": self.calls, "seen": {"one": torch.arange(self.calls), "names": ["a"]}}
+        if self.average is not None:
+            more["average"] = self.average
+        return {**super().state_dict(), **more}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        super().load_state_dict(state_dict)
+        self.calls = state_dict["calls"]
+        self.average = state_dict.get("average")
+        self.seen.append(state_dict["seen"])
+
+
+def same_states(a: Any, b: Any) -> bool:
+    left, right = a.state_dict(), b.state_dict()
+    return repr(left["state"]) == repr(right["state"]) and left["param_groups"] == right["param_groups"]
+
+
+@pytest.mark.parametrize("before", [0, 1])
+def test_entries_that_an_optimizer_adds_to_its_state_dict_come_back(before: int) -> None:
+    model, target = net(), net(1)
+    optimizer, other = Counting(model.parameters()), Counting(target.parameters())
+    train(model, optimizer, 3)
+    train(target, other, before)
+    checkpoint = save({"m": model, "o": optimizer})
+    assert checkpoint.shared["o", "more/calls"] == 3
+    load({"m": target, "o": other}, checkpoint)
+    assert other.calls == 3
+    assert torch.equal(other.average, torch.full((3,), 3.0))  # type: ignore[arg-type]
+    ((seen),) = other.seen
+    assert seen["names"] == ["a"]
+    assert torch.equal(seen["one"], torch.arange(3))
+    assert same_states(other, optimizer)
+    train(model, optimizer)
+    train(target, other)
+    for a, b in zip(model.parameters(), target.parameters(), strict=True):
+        assert torch.equal(a, b)
+
+
+def test_entries_are_missing_where_a_plain_optimizer_was_saved() -> None:
+    model = net()
+    checkpoint = save({"m": model, "o": torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)})
+    want = wanted({"m": model, "o": Counting(model.parameters())}, checkpoint.catalog(), 0, 1)
+    assert [fqn for _, fqn, _ in want.missing] == ["more/calls", "more/seen"]
+    other = Counting(model.parameters())
+    other.calls = 7
+    fill(wanted({"m": model, "o": other}, checkpoint.catalog(), 0, 1), checkpoint)
+    assert other.calls == 7, "what is not there stays as it is"
+
+
+def averaged(steps: int, seed: int, checkpoint: Checkpoint | None = None) -> Any:
+    from torch.distributed.algorithms.model_averaging.averagers import PeriodicModelAverager
+    from torch.distributed.optim import PostLocalSGDOptimizer
+
+    model = net(seed)
+    averager = PeriodicModelAverager(period=2, warmup_steps=0)
+    optimizer: Any = PostLocalSGDOptimizer(
+        torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9), averager
+    )
+    train(model, optimizer, steps)
+    rank, size = dist.get_rank(), dist.get_world_size()
+    if checkpoint is None:
+        return portable(collect({"m": model, "o": optimizer}, rank, size))
+    load({"m": model, "o": optimizer}, checkpoint, rank, size)
+    assert optimizer.param_groups is optimizer.optim.param_groups, "a scheduler reaches what is stepped"
+    momenta = [optimizer.state[p]["momentum_buffer"].clone() for p in model.parameters()]
+    return averager.step, momenta
+
+
+def test_post_local_sgd_keeps_the_step_of_its_averager() -> None:
+    checkpoint = assemble(run(2, averaged, 3, 0))
+    for step, momenta in run(2, averaged, 0, 1, checkpoint):
+        assert step == 3
+        for name, momentum in zip(dict(net().named_parameters()), momenta, strict=True):
+            assert torch.equal(momentum, checkpoint.tensors["o", f"state/{name}/momentum_buffer"])
+    plain = torch.optim.SGD(net().named_parameters(), lr=0.1, momentum=0.9)
+    want = wanted({"o": plain}, checkpoint.catalog(), 0, 1)
+    assert want.mismatched == want.missing == (), "the optimizer inside is the same"
+
+
+def test_hooks_run_as_in_torch_s_own_save_and_load() -> None:
+    model, target = net(), net(1)
+    optimizer = torch.optim.AdamW(model.parameters())
+    other = torch.optim.AdamW(target.parameters())
+    train(model, optimizer)
+    calls: list[Any] = []
+    optimizer.register_state_dict_pre_hook(lambda one: one.param_groups[0].update(lr=0.125))
+    optimizer.register_state_dict_post_hook(lambda _, state: {**state, "note": "hello"})
+    other.register_load_state_dict_pre_hook(lambda _, state: calls.append(state["note"]))
+    other.register_load_state_dict_post_hook(
+        lambda one: calls.append([state["step"].item() for state in one.state.values()])
+    )
+    checkpoint = save({"m": model, "o": optimizer})
+    assert checkpoint.shared["o", "more/note"] == "hello"
+    want = wanted({"m": target, "o": other}, checkpoint.catalog(), 0, 1)
+    assert want.mismatched == want.missing == ()
+    assert calls == []
+    fill(want, checkpoint)
+    assert calls == ["hello", [2.0] * 6]
+    assert other.param_groups[0]["lr"] == 0.125
+    assert same_states(other, optimizer)
+
+
+def test_a_load_that_takes_nothing_of_an_optimizer_runs_none_of_its_hooks() -> None:
+    model = net()
+    optimizer = torch.optim.AdamW(model.parameters())
+    checkpoint = save({"m": model, "o": optimizer})
+    optimizer.register_load_state_dict_post_hook(lambda _: pytest.fail("it ran"))
+    catalog = replace(checkpoint.catalog(), terms=Terms(only=("m/*",)))
+    fill(wanted({"m": model, "o": optimizer}, catalog, 0, 1), checkpoint)
+
+
+class Renewed(torch.optim.SGD):
+    """An optimizer that makes something anew whenever its state was set."""
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)  # type: ignore[no-untyped-call]
+        self.renewed = [group["lr"] for group in self.param_groups]
+
+
+def test_an_own_setstate_runs_after_a_load() -> None:
+    model = net()
+    optimizer, other = Renewed(model.parameters(), lr=0.5), Renewed(model.parameters(), lr=0.25)
+    load({"m": model, "o": other}, save({"m": model, "o": optimizer}))
+    assert other.renewed == [0.5]
+
+
+def halve(_: Any, state: dict[str, Any]) -> None:
+    state["param_groups"][0]["lr"] /= 2
+
+
+def clone(_: Any, state: dict[str, Any]) -> None:
+    state["state"] = {n: {k: v.clone() for k, v in each.items()} for n, each in state["state"].items()}
+
+
+def forget(_: Any, state: dict[str, Any]) -> None:
+    state["state"] = {}
+
+
+def nothing(_: Any, state: dict[str, Any]) -> list[Any]:
+    return [state]
+
+
+@pytest.mark.parametrize(
+    ("hook", "why"),
+    [
+        (halve, "other options"),
+        (clone, "other states"),
+        (forget, "other states"),
+        (nothing, "is not the dict"),
+    ],
+)
+def test_a_hook_that_changes_what_is_saved_is_refused_by_name(hook: Any, why: str) -> None:
+    model = net()
+    optimizer = torch.optim.AdamW(model.parameters())
+    train(model, optimizer)
+    optimizer.register_state_dict_post_hook(hook)
+    with pytest.raises(StateError, match=rf"o \(AdamW, with the hook {hook.__name__}\) .*{why}") as error:
+        save({"m": model, "o": optimizer})
+    assert "an object of your own" in str(error.value)
+
+
+def test_states_that_a_load_hook_would_round_are_mismatched() -> None:
+    model = net().bfloat16()
+    optimizer, other = (torch.optim.AdamW(model.parameters()) for _ in range(2))
+    for parameter in model.parameters():
+        optimizer.state[parameter] = {"step": torch.tensor(1.0), "exp_avg": torch.ones(parameter.shape)}
+    checkpoint = save({"m": model, "o": optimizer})
+    load({"m": model, "o": other}, checkpoint)
+    assert of_first(other, model)["exp_avg"].dtype == torch.float32
+    other.register_load_state_dict_post_hook(lambda _: None)
+    want = wanted({"m": model, "o": other}, checkpoint.catalog(), 0, 1)
+    assert {fqn.rpartition("/")[2] for _, fqn, _ in want.mismatched} == {"exp_avg"}
+    assert "makes torch.bfloat16 of a state of torch.float32" in want.mismatched[0][2]
+
+
+class Keyed(torch.optim.SGD):
+    """An optimizer that keeps something under other keys than parameters."""
+
+    def __init__(self, parameters: Any, keys: tuple[Any, ...] = ()) -> None:
+        super().__init__(parameters, lr=0.1)
+        for key in keys:
+            self.state[key] = {"mean": torch.full((2,), 3.0), "n": 5}
+
+
+def test_states_under_numbers_come_back_and_those_under_other_keys_are_refused() -> None:
+    model = net()
+    other = Keyed(model.parameters())
+    load({"m": model, "o": other}, save({"m": model, "o": Keyed(model.parameters(), (7, "text"))}))
+    assert sorted(map(str, other.state)) == ["7", "text"]
+    states: dict[Any, Any] = dict(other.state)
+    found = states[7]
+    assert (found["n"], found["mean"].tolist()) == (5, [3.0, 3.0])
+    for key in ((1, 2), frozenset("a"), True):
+        with pytest.raises(StateError, match="keys of a state are strings and integers"):
+            save({"m": model, "o": Keyed(model.parameters(), (key,))})
+
+
+class Own(torch.optim.AdamW):
+    """An optimizer that derives from another, as users make them."""
+
+
+class Stranger(torch.optim.Optimizer):
+    """Another optimizer of the states and options of none."""
+
+    def __init__(self, parameters: Any) -> None:
+        super().__init__(parameters, {"lr": 0.1})
+
+
+KINDS: dict[str, Any] = {
+    "sgd": lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9),
+    "adam": lambda p: torch.optim.Adam(p),
+    "adamw": lambda p: torch.optim.AdamW(p),
+    "decoupled": lambda p: torch.optim.Adam(p, decoupled_weight_decay=True),
+    "own": lambda p: Own(p),
+    "stranger": lambda p: Stranger(p),
+}
+SAME = [{"adamw", "decoupled"}, {"adamw", "own"}, {"decoupled", "own"}, *({kind} for kind in KINDS)]
+
+
+@pytest.mark.parametrize("source", KINDS)
+def test_only_the_same_optimizer_takes_what_was_saved(source: str) -> None:
+    for target in KINDS:
+        for before in (0, 1):
+            takes_what_was_saved(source, target, before)
+
+
+def takes_what_was_saved(source: str, target: str, before: int) -> None:
+    model = net()
+    one, other = KINDS[source](model.parameters()), KINDS[target](model.parameters())
+    for optimizer, steps in ((one, 1), (other, before)):
+        if not isinstance(optimizer, Stranger):
+            train(model, optimizer, steps)
+    kept = repr(other.state_dict())
+    checkpoint = save({"m": model, "o": one})
+    want = wanted({"m": model, "o": other}, checkpoint.catalog(), 0, 1)
+    fits = {source, target} in SAME
+    if fits:
+        assert want.mismatched == want.missing == ()
+    names = {fqn for (item, fqn) in (*checkpoint.tensors, *checkpoint.shared) if item == "o"}
+    assert {fqn for item, fqn, _ in want.mismatched} == (set() if fits else names)
+    fill(want, checkpoint)
+    if not fits:
+        assert repr(other.state_dict()) == kept, "what is not taken stays as it is"
+        why = want.mismatched[0][2]
+        for optimizer, does in ((one, "saved it"), (other, "steps it")):
+            assert f"{optimizer_protocol.kind(optimizer)[0]} {does}" in why
+        assert "lenient=('o/*',)" in why
+
+
+def test_checkpoints_that_do_not_tell_the_optimizer_load_as_before() -> None:
+    model = net()
+    optimizer = torch.optim.AdamW(model.parameters())
+    train(model, optimizer)
+    checkpoint = save({"m": model, "o": optimizer})
+    for (item, fqn), options in checkpoint.shared.items():
+        if item == "o":
+            assert options["~optimizer"] == ["torch.optim.AdamW"]
+            checkpoint.shared[item, fqn] = {k: v for k, v in options.items() if k != "~optimizer"}
+    other = torch.optim.Adam(model.parameters())
+    load({"m": model, "o": other}, checkpoint)
+    assert of_first(other, model)["step"] == 2
+
+
+def test_states_alone_can_be_given_to_another_optimizer() -> None:
+    model = net()
+    one, other = torch.optim.AdamW(model.parameters()), torch.optim.Adam(model.parameters())
+    train(model, one)
+    checkpoint = save({"m": model, "o": one})
+    catalog = replace(checkpoint.catalog(), terms=Terms(only=("o/state/*",)))
+    want = wanted({"m": model, "o": other}, catalog, 0, 1)
+    assert want.mismatched == want.missing == ()
+    fill(want, checkpoint)
+    assert of_first(other, model)["step"] == 2
+
+
+def test_optimizers_inside_a_framework_s_are_called_as_torch_calls_them() -> None:
+    class FusedAdam(torch.optim.Optimizer):
+        def __init__(self, *, decoupled: bool) -> None:
+            super().__init__([torch.ones(1)], {"lr": 0.1})
+            self.adam_w_mode = int(decoupled)
+
+    for decoupled, name in ((True, "AdamW"), (False, "Adam")):
+        fused = FusedAdam(decoupled=decoupled)
+        assert optimizer_protocol.kind(fused, inside=True) == (f"torch.optim.{name}",)
+        assert optimizer_protocol.kind(fused) == ("FusedAdam",), "its states are not in torch's form"
+
+
+@pytest.mark.parametrize("named", ["AcceleratedOptimizer", "LightningOptimizer", "_FabricOptimizer"])
+def test_wrappers_that_hand_everything_on_are_the_optimizer_inside(named: str) -> None:
+    where = {"AcceleratedOptimizer": "optimizer"}.get(named, "_optimizer")
+    model = net()
+    inside = torch.optim.AdamW(model.parameters())
+    train(model, inside)
+
+    def gather(self: Any) -> None:
+        raise AssertionError("it would gather")
+
+    kind: Any = type(named, (torch.optim.Optimizer,), {"__module__": "wrappers", "state_dict": gather})
+    wrapper = kind.__new__(kind)
+    wrapper.__dict__.update({where: inside, "param_groups": inside.param_groups, "state": inside.state})
+    checkpoint = save({"m": model, "o": wrapper})
+    assert checkpoint.tensors.keys() == save({"m": model, "o": inside}).tensors.keys()
+    assert checkpoint.shared["o", "param_groups/0.bias"]["~optimizer"] == ["torch.optim.AdamW"]
+
+
+def test_a_state_called_master_comes_back() -> None:
+    model = net()
+
+    def make(fill: float) -> Any:
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        for parameter in model.parameters():
+            master = torch.full(parameter.shape, fill, dtype=torch.float64)
+            optimizer.state[parameter] = {"master": master, "master/2": torch.full((2,), fill)}
+        return optimizer
+
+    kept = [parameter.clone() for parameter in model.parameters()]
+    for target in (torch.optim.SGD(model.parameters()), make(1.0)):
+        load({"m": model, "o": target}, save({"m": model, "o": make(3.0)}))
+        for parameter, before in zip(model.parameters(), kept, strict=True):
+            assert torch.equal(parameter, before)
+            assert target.state[parameter]["master"].dtype == torch.float64
+            assert bool((target.state[parameter]["master"] == 3.0).all())
+            assert target.state[parameter]["master/2"].tolist() == [3.0, 3.0]
