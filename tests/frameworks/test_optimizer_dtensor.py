@@ -56,7 +56,7 @@ class Local(Nested):
 KINDS: dict[str, Any] = {"nested": Nested, "local": Local}
 
 
-def build(kind: str, seed: int, steps: int) -> tuple[nn.Module, Any]:
+def build(kind: str, seed: int, steps: int) -> tuple[Any, Any]:
     values = torch.rand(ROWS, 3, generator=torch.Generator().manual_seed(seed))
     mesh = init_device_mesh("cpu", (dist.get_world_size(),)) if dist.is_initialized() else None
     weight: Any = values if mesh is None else distribute_tensor(values, mesh, [Shard(0)])

@@ -99,3 +99,18 @@ def overlapped() -> None:
 
 def test_one_that_ddp_steps_in_the_backward_is_refused() -> None:
     run(2, overlapped)
+
+
+def hooked() -> None:
+    def kept(*_: Any) -> None: ...
+
+    for inside in (False, True):
+        module, optimizer = build(0)
+        one = optimizer.optim if inside else optimizer
+        one.register_state_dict_post_hook(kept)
+        with pytest.raises(StateError, match=r"with the hook .*kept, which cannot be followed"):
+            collect({"m": module, "o": optimizer}, dist.get_rank(), 2)
+
+
+def test_one_with_hooks_is_refused() -> None:
+    run(2, hooked)

@@ -41,7 +41,7 @@ class _Stream:
         return self
 
 
-class Adam(torch.optim.Optimizer):
+class FusedAdam(torch.optim.Optimizer):
     """AdamW with the state that Apex and TransformerEngine keep: the step is counted in the group."""
 
     def __init__(
@@ -56,6 +56,7 @@ class Adam(torch.optim.Optimizer):
     ) -> None:
         options = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay}
         super().__init__(params, {**options, "bias_correction": bias_correction})
+        self.adam_w_mode = True
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> None:  # type: ignore[override]
@@ -151,7 +152,7 @@ def _adapt_megatron() -> None:
     modules: Any = (optimizers, distrib_optimizer, random, moe_utils)
     optimizers, distrib_optimizer, random, moe_utils = modules
     # The paths of production, which a plain torch optimizer does not take.
-    optimizers.Adam = distrib_optimizer.Adam = Adam
+    optimizers.Adam = distrib_optimizer.Adam = FusedAdam
     optimizers.USING_PYTORCH_OPTIMIZER = False
     distrib_optimizer.HAVE_APEX_OR_TE = distrib_optimizer.USING_TE_OPTIMIZER = True
     random._get_cuda_rng_state = lambda *_, **__: torch.get_rng_state()

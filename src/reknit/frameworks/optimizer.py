@@ -207,12 +207,8 @@ def _want_states(slot: Slot, slots: Slots, saved: _Saved, told: Told, place: Pla
     elements = [one for one in saved.states(slot.name) if loading.takes(below.below(one))]
     resize = optimizer_memory.may_resize(slot, elements, below, loading)
     why = told.foreign.get(slot.name)
-    if not resize:
-        why = (
-            why
-            or optimizer_memory.reshaped(slot, loading)
-            or optimizer_memory.too_large(slot, elements, below, loading)
-        )
+    if not why and not resize:
+        why = optimizer_memory.misfit(slot, elements, below, loading)
     if why:
         _refuse(slot, elements, why, place, loading)
         return

@@ -61,7 +61,12 @@ def resized(spec: TensorSpec, current: Any, slot: Slot, at: Place, loading: Load
     return spec
 
 
-def reshaped(slot: Slot, loading: Loading) -> str | None:
+def misfit(slot: Slot, elements: list[str], below: Place, loading: Loading) -> str | None:
+    """Say why saved states cannot be those of a parameter of this shape, if they cannot."""
+    return _reshaped(slot, loading) or _too_large(slot, elements, below, loading)
+
+
+def _reshaped(slot: Slot, loading: Loading) -> str | None:
     """Say that the parameter itself has another shape in the checkpoint, if that can be seen."""
     spec = _saved_spec(slot, loading)
     if spec is None or slot.shape is None or spec.shape == slot.shape:
@@ -69,7 +74,7 @@ def reshaped(slot: Slot, loading: Loading) -> str | None:
     return f"its parameter has the shape {list(spec.shape)} in the checkpoint and {list(slot.shape)} here"
 
 
-def too_large(slot: Slot, elements: list[str], below: Place, loading: Loading) -> str | None:
+def _too_large(slot: Slot, elements: list[str], below: Place, loading: Loading) -> str | None:
     """Say that states cannot belong to a parameter of this shape, where no module tells the saved one.
 
     States are as large as their parameter, or 1 along some dimensions (factored second moments).

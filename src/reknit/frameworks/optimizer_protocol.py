@@ -97,10 +97,9 @@ def load(optimizer: Any, more: Mapping[Any, Any]) -> None:
     """Let an optimizer load, in its own way, the states and options that it has by now, and `more`."""
     stepped = _inner(optimizer)
     optimizer.load_state_dict({**optimizer.state_dict(), **more})
+    # torch makes new groups, and wrappers keep the old ones, which a scheduler would then change in vain.
     if stepped is not None and stepped.param_groups is not optimizer.param_groups:
-        optimizer.param_groups = (
-            stepped.param_groups
-        )  # torch makes new groups, and wrappers keep the old ones
+        optimizer.param_groups = stepped.param_groups
 
 
 def require_none(optimizer: Any, place: Place) -> None:
