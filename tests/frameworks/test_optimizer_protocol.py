@@ -8,6 +8,8 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from torch import nn
 
 from reknit.errors import StateError
@@ -16,6 +18,7 @@ from reknit.frameworks.registry import collect, wanted
 from reknit.types.wanted import Terms
 from tests.frameworks.checkpoint import Checkpoint, assemble, fill, load, portable, save
 from tests.ranks import run
+from tests.running.examples import examples
 
 
 def net(seed: int = 0) -> nn.Sequential:
@@ -374,3 +377,106 @@ def test_a_state_called_master_comes_back() -> None:
             assert target.state[parameter]["master"].dtype == torch.float64
             assert bool((target.state[parameter]["master"] == 3.0).all())
             assert target.state[parameter]["master/2"].tolist() == [3.0, 3.0]
+
+
+class Around(torch.optim.Optimizer):
+    """An optimizer around another, with whose groups it steps, and whose states it may forget."""
+
+    def __init__(self, inside: Any) -> None:
+        super().__init__(inside.param_groups, inside.defaults)
+        self.inside = inside
+        self.param_groups = inside.param_groups
+
+    def step(self, closure: Any = None) -> Any:
+        return self.inside.step(closure)
+
+
+class Telling(Around):
+    """One that saves them."""
+
+    def state_dict(self) -> dict[str, Any]:
+        return {**super().state_dict(), "inside": self.inside.state_dict()["state"]}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        super().load_state_dict(state_dict)
+        groups = self.inside.state_dict()["param_groups"]
+        self.inside.load_state_dict({"state": state_dict["inside"], "param_groups": groups})
+
+
+def test_a_wrapper_that_leaves_out_states_is_refused() -> None:
+    model, target = net(), net(1)
+
+    def inside(of: Any) -> Any:
+        return torch.optim.SGD(of.parameters(), lr=0.1, momentum=0.9)
+
+    for kind in (Around, Telling):
+        optimizer = kind(inside(model))
+        save({"m": model, "o": optimizer})  # as long as there is nothing to forget
+        train(model, optimizer)
+        if kind is Around:
+            with pytest.raises(StateError, match="o is a Around around a SGD with states of its own"):
+                save({"m": model, "o": optimizer})
+    other = Telling(inside(target))
+    load({"m": target, "o": other}, save({"m": model, "o": optimizer}))
+    train(model, optimizer)
+    train(target, other)
+    for a, b in zip(model.parameters(), target.parameters(), strict=True):
+        assert torch.equal(a, b)
+
+
+PLAIN: dict[str, Any] = {
+    "adamw": lambda p: torch.optim.AdamW(p, lr=0.1, amsgrad=True),
+    "momentum": lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9),
+    "adagrad": lambda p: torch.optim.Adagrad(p, lr=0.1),
+    "counting": lambda p: Counting(p),
+    "own": lambda p: Own(p),
+    "telling": lambda p: Telling(torch.optim.SGD(p, lr=0.1, momentum=0.9)),
+}
+
+
+def register(optimizer: Any, hook: str, ran: list[str]) -> None:
+    """Register a hook that writes down that it ran, and adds to a state dict where it can."""
+
+    def told(one: Any, state: Any = None) -> Any:
+        assert one is optimizer
+        ran.append(hook)
+        return {**state, f"by {hook}": len(optimizer.param_groups)} if hook == "state_dict_post" else None
+
+    getattr(optimizer, f"register_{hook}_hook")(told)
+
+
+HOOKS = ("state_dict_pre", "state_dict_post", "load_state_dict_pre", "load_state_dict_post")
+
+
+@settings(max_examples=examples(40))
+@given(
+    st.sampled_from(sorted(PLAIN)),
+    st.lists(st.sampled_from(HOOKS), max_size=3),
+    st.integers(0, 3),
+    st.integers(0, 2),
+    st.booleans(),
+)
+def test_any_optimizer_with_any_hooks_goes_on_as_if_it_had_never_stopped(
+    kind: str, hooks: list[str], steps: int, before: int, split: bool
+) -> None:
+    ran: list[str] = []
+
+    def make(seed: int) -> tuple[Any, Any]:
+        model = net(seed)
+        parameters: Any = list(model.parameters())
+        groups = [{"params": parameters[:2]}, {"params": parameters[2:], "weight_decay": 0.25}]
+        optimizer = PLAIN[kind](groups if split else parameters)
+        for hook in hooks:
+            register(optimizer, hook, ran)
+        return model, optimizer
+
+    (model, optimizer), (target, other) = make(0), make(1)
+    train(model, optimizer, steps)
+    train(target, other, before)
+    checkpoint = save({"m": model, "o": optimizer})
+    load({"m": target, "o": other}, checkpoint)
+    assert set(ran) == set(hooks)
+    train(model, optimizer)
+    train(target, other)
+    for a, b in zip(model.parameters(), target.parameters(), strict=True):
+        assert torch.equal(a, b)

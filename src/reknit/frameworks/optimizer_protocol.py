@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from reknit.frameworks.walk import Place
 
 _PARTS = frozenset({"state", "param_groups"})
+_SAVES = "its own state_dict"
 _METHODS = ("state_dict", "load_state_dict", "__setstate__")
 
 _TORCH = ("torch.optim",)
@@ -77,18 +78,24 @@ def entries(optimizer: Any, place: Place) -> dict[Any, Any] | None:
     """Return what an optimizer's own `state_dict` has beside states and groups.
 
     None where it has no protocol of its own; hooks run.  Raises `StateError` where its states or groups are
-    not those that the optimizer has, so that what would be saved is not what it says.
+    not those that the optimizer has, so that what would be saved is not what it says, and for a wrapper that
+    leaves out the states of the optimizer inside.
     """
-    found = list(_own(optimizer, _TORCH))
+    found, stepped = list(_own(optimizer, _TORCH)), _inner(optimizer)
+    if stepped is not None and stepped.state is not optimizer.state and stepped.state and _SAVES not in found:
+        raise StateError(
+            f"{place} is a {type(optimizer).__name__} around a {type(stepped).__name__} with states of its "
+            "own, which its state_dict() leaves out",
+            remedy="let its state_dict() return them, or put the optimizer inside into the state",
+        )
     if not found:
         return None
     told = optimizer.state_dict()
-    if not isinstance(told, Mapping) or not told.keys() >= _PARTS or (why := _changed(told, optimizer)):
-        why = why if isinstance(told, Mapping) and told.keys() >= _PARTS else "is not the dict that torch has"
+    if (why := _changed(told, optimizer)) is not None:
         raise StateError(
             f"the state_dict() of {place} ({type(optimizer).__name__}, with {', '.join(found)}) {why}",
-            remedy="let it change nothing but add entries at the top, or put an object of your own with "
-            "state_dict and load_state_dict into the state, which is saved as it says",
+            remedy="let it change nothing but add entries at the top; or put what it is made of into the "
+            "state, or an object of your own with state_dict and load_state_dict, which is saved as it says",
         )
     return {key: value for key, value in told.items() if key not in _PARTS}
 
@@ -132,10 +139,12 @@ def _inner(optimizer: Any) -> Any:
     return None
 
 
-def _changed(told: Mapping[str, Any], optimizer: Any) -> str | None:
+def _changed(told: Any, optimizer: Any) -> str | None:
     """Say how a state dict is another than the optimizer's own states and groups, if it is."""
+    if not isinstance(told, Mapping) or not told.keys() >= _PARTS or not isinstance(told["state"], Mapping):
+        return "is not the dict that torch has"
     states, groups = list(told["state"].values()), told["param_groups"]
-    if len(states) != len(optimizer.state) or not all(map(_same, states, optimizer.state.values())):
+    if not _same(states, list(optimizer.state.values())):
         return "has other states than the optimizer"
     live = [
         {key: value for key, value in group.items() if key != "params"} for group in optimizer.param_groups
