@@ -32,11 +32,16 @@ Kind = Literal["parameter", "buffer", "extra", "other"]
 
 @dataclass(frozen=True, slots=True)
 class Source:
-    """A module, where it sits in the tree (empty, or ending in a dot), and what its own state dict holds."""
+    """A module, where it sits in the tree (empty, or ending in a dot), and what its own state dict holds.
+
+    `metadata` are the versions in it.  `whole` tells that it is that of the module and all below it.
+    """
 
     module: nn.Module
     prefix: str
     raw: dict[str, Any]
+    metadata: dict[str, Any] | None = None
+    whole: bool = True
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,10 +74,14 @@ class Named(msgspec.Struct, frozen=True, eq=False):
 
 
 class Names:
-    """The names of a module tree without its wrappers; `flattened` are those of FSDP1, with their paths."""
+    """The names of a module tree without its wrappers; `flattened` are those of FSDP1, with their paths.
+
+    `root` is the module inside all wrappers around the tree, with the path to it.
+    """
 
     def __init__(self, module: nn.Module) -> None:
         self.modules: dict[str, nn.Module] = {}
+        self.root: tuple[nn.Module, tuple[str, ...]] = (module, ())
         self.flattened: list[tuple[str, nn.Module]] = []
         self._wrapped: list[tuple[tuple[str, ...], nn.Module]] = []
         kinds: dict[type[nn.Module], str] = {}
@@ -86,7 +95,9 @@ class Names:
             elif kind == "flattened":
                 self.flattened.append((path, inner))
             # The innermost of a wrapper and what it wraps comes last, and is the one that the name means.
-            self.modules[".".join(self._cut(elements))] = inner
+            self.modules[name := ".".join(self._cut(elements))] = inner
+            if not name:
+                self.root = (inner, tuple(path.split(".")) if path else ())
         self._wrapped.sort(key=lambda pair: -len(pair[0]))
 
     def name(self, key: str) -> str:
@@ -181,8 +192,10 @@ def _source(module: nn.Module, prefix: str) -> Source:
     try:
         inspect.signature(module.state_dict).bind(keep_vars=True)
     except TypeError:
-        return Source(module, prefix, dict(module.state_dict()))
-    return Source(module, prefix, dict(module.state_dict(keep_vars=True)))
+        state = module.state_dict()
+    else:
+        state = module.state_dict(keep_vars=True)
+    return Source(module, prefix, dict(state), getattr(state, "_metadata", None))
 
 
 class _Apart:
@@ -214,7 +227,7 @@ class _Apart:
         own = torch_private.own_entries(module)
         kept = {key: value for key, value in own.items() if not self._is_taken(prefix + key, value)}
         self._require_live(module, prefix, kept)
-        yield Source(module, prefix, kept)
+        yield Source(module, prefix, kept, whole=False)
         for name, child in module._modules.items():
             if child is not None:
                 yield from self._below(child, f"{prefix}{name}.")

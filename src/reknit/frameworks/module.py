@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from torch import nn
 
 from reknit.errors import StateError
-from reknit.frameworks import deepspeed_parameters
+from reknit.frameworks import deepspeed_parameters, module_load
 from reknit.frameworks.members import read
 from reknit.frameworks.neutral import to_neutral
 
@@ -16,18 +15,10 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
 
     from reknit.frameworks.loading import Loading
-    from reknit.frameworks.members import Member, Names, Read, Source
+    from reknit.frameworks.members import Member, Names, Read
+    from reknit.frameworks.module_load import Return
     from reknit.frameworks.saving import Saving
     from reknit.frameworks.walk import Assign, Place
-
-
-@dataclass
-class _Return:
-    """What goes back into a module through its own method, and whether anything of it was asked for."""
-
-    source: Source
-    copies: dict[str, Any] = field(default_factory=dict)
-    asked: bool = False
 
 
 class ModuleAdapter:
@@ -58,25 +49,22 @@ class ModuleAdapter:
     def wanted(self, value: Any, place: Place, loading: Loading, assign: Assign) -> None:
         """Fill the module's tensors where they are."""
         held = read(value, place, loading)
-        returns: dict[int, _Return] = {}
-        extra = [member for member in held.members if member.kind == "extra"]
+        returns = module_load.returns(held, place, loading)
         for member in held.members:
-            if member.kind != "extra":
-                back = returns.setdefault(id(member.source), _Return(member.source))
-                _want(member, back, place.child(member.name), loading)
+            back, at = returns[id(member.source)], place.child(member.name)
+            if member.kind == "extra":
+                _want_extra(member, back, held.names, at, loading)
+            else:
+                _want(member, back, at, loading)
         _want_flats(held, place, loading)
-        deepspeed_parameters.follow(list(_taken(held, place, loading)), place, loading)
         _want_the_rest(value, held, place, loading)
         for back in returns.values():
             if back.asked:
-                # Hooks made these, so only the module knows how they go back; what is live goes to itself.
-                loading.later(lambda back=back: _give_back(back))  # type: ignore[misc]
-        # Afterwards: that call gives every submodule the extra state that it had before.
-        for member in extra:
-            _want_extra(member, held.names, place.child(member.name), loading)
+                loading.later(lambda back=back: back.give(held, place))  # type: ignore[misc]
+        deepspeed_parameters.follow(list(_taken(held, place, loading)), place, loading)
 
 
-def _want(member: Member, back: _Return, at: Place, loading: Loading) -> None:
+def _want(member: Member, back: Return, at: Place, loading: Loading) -> None:
     """Ask for an entry of a state dict."""
     if member.kind == "other":
         found = loading.value(at)
@@ -89,10 +77,6 @@ def _want(member: Member, back: _Return, at: Place, loading: Loading) -> None:
         back.copies[member.key] = member.value.detach().clone()
         loading.tensor(back.copies[member.key], at)
         back.asked |= loading.takes(at)
-
-
-def _give_back(back: _Return) -> None:
-    back.source.module.load_state_dict({**back.source.raw, **back.copies})
 
 
 def _want_flats(held: Read, place: Place, loading: Loading) -> None:
@@ -141,7 +125,7 @@ def _want_the_rest(module: nn.Module, held: Read, place: Place, loading: Loading
             loading.note(at, "a buffer that is not persistent is on the meta device: give it values yourself")
 
 
-def _want_extra(member: Member, names: Names, at: Place, loading: Loading) -> None:
+def _want_extra(member: Member, back: Return, names: Names, at: Place, loading: Loading) -> None:
     owner = names.modules[member.name.rpartition(".")[0]]
     if type(owner).set_extra_state is nn.Module.set_extra_state:
         raise StateError(
@@ -150,4 +134,6 @@ def _want_extra(member: Member, names: Names, at: Place, loading: Loading) -> No
         )
     found = loading.value(at)
     if found.why is None:
-        loading.later(lambda: owner.set_extra_state(found.value))
+        back.copies[member.key] = found.value
+        # Where the module loads its whole state dict, this is in it.
+        loading.later(lambda: None if back.asked else owner.set_extra_state(found.value))

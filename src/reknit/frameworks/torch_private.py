@@ -198,3 +198,14 @@ def state_hooks(optimizer: Any) -> list[Any]:
     """Return the hooks that run when an optimizer's state dict is made or loaded."""
     found = (getattr(optimizer, f"_optimizer_{kind}_hooks", None) or {} for kind in _STATE_HOOKS)
     return [hook for hooks in found for hook in hooks.values()]
+
+
+def load_hooks(module: Any) -> list[tuple[Any, bool]]:
+    """Return the hooks that a load of a module's state dict runs, and whether each does so before it."""
+    before = [(getattr(hook, "hook", hook), True) for hook in module._load_state_dict_pre_hooks.values()]
+    return before + [(hook, False) for hook in module._load_state_dict_post_hooks.values()]
+
+
+def loading_method(kind: type) -> Any:
+    """Return the method by which a type of module takes its own entries of a state dict."""
+    return kind._load_from_state_dict  # type: ignore[attr-defined]
