@@ -17,6 +17,8 @@ from reknit.types.box import Box
 from reknit.types.dtype import numpy_dtype
 
 if TYPE_CHECKING:
+    from collections.abc import Iterable
+
     from reknit.frameworks.loading import Loading
     from reknit.frameworks.saving import Saving
     from reknit.frameworks.walk import Adapter, Arrays, Assign, Replicas, World
@@ -68,6 +70,9 @@ class JaxArrays:
         replicas = _replicas(tensor.sharding, shape, world)
         holders = None if replicas is None else tuple(replicas[box] for box in held)
         return View(spec, parts, world.alone, ("jax", id(tensor)), holders=holders)
+
+    def changed(self, memories: Iterable[Any]) -> None:
+        """Learn what memory was filled: none that JAX knows of."""
 
     def fresh(self, spec: TensorSpec, like: Any = None) -> Any:
         """Return memory that will become an array: cut and placed as `like` where that has its shape."""

@@ -42,6 +42,7 @@ class _Request:
     """
 
     view: View
+    tensor: Any
     resize: bool = False
     places: list[Place] = field(default_factory=list)
     instead: list[Place] = field(default_factory=list)
@@ -67,6 +68,7 @@ class Loading(Walk):
     _superseded: list[Entry] = field(default_factory=list)
     _needless: dict[Entry, str] = field(default_factory=dict)
     _used: set[str] = field(default_factory=set)
+    _filled: list[Any] = field(default_factory=list)
 
     def visit(self, value: Any, place: Place, assign: Assign) -> None:
         """Ask for what a value needs, whatever it is."""
@@ -124,7 +126,7 @@ class Loading(Walk):
         Where the checkpoint has no tensor of this name, the first is taken that it has of those in `instead`.
         """
         if self.claim_name(place, ("tensor", view.memory), tensor):
-            request = self._requests.setdefault((place.item, view.memory), _Request(view))
+            request = self._requests.setdefault((place.item, view.memory), _Request(view, tensor))
             request.places.append(place)
             request.instead += instead
             request.resize |= resize or self.may_resize(place)
@@ -290,6 +292,7 @@ class Loading(Walk):
             return
         aliases += [(alias.item, alias.fqn, place.fqn) for alias in saved[1:]]
         shards += wanted
+        self._filled += [request.tensor, *(getattr(memory, "memory", memory) for _, memory in view.parts)]
         same = spec.dtype == view.spec.dtype
         comes = same or (self.catalog.terms.cast and converts(spec.dtype, view.spec.dtype))
         if view.settle is not None and comes:
@@ -325,5 +328,7 @@ class Loading(Walk):
         return better
 
     def _deliver(self) -> None:
+        for library in self.libraries:
+            library.changed(self._filled)
         for action in self._actions:
             action()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import OrderedDict
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from functools import lru_cache, partial
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -66,8 +67,12 @@ class Return:
         if source.metadata is not None:
             versions = {_inside(key, wrappers): version for key, version in source.metadata.items()}
             state._metadata = versions  # type: ignore[attr-defined]
+        frozen = any(
+            isinstance(value, torch.Tensor) and value.is_inference() for value in source.raw.values()
+        )
         try:
-            module.load_state_dict(state)
+            with torch.inference_mode() if frozen else nullcontext():
+                module.load_state_dict(state)
         except ReknitError:
             raise
         except Exception as error:

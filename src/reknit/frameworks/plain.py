@@ -17,7 +17,7 @@ from reknit.types.dtype import ITEMSIZE, numpy_dtype
 from reknit.types.shard import TensorSpec
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Iterable
 
     from numpy.typing import NDArray
 
@@ -49,6 +49,9 @@ class NumpyArrays:
             data = base.astype(base.dtype.newbyteorder("="))
             settle = (lambda: np.copyto(base, data)) if fill else None
         return View(spec, ((Box.whole(base.shape), data),), world.alone, _memory(tensor, base), settle)
+
+    def changed(self, memories: Iterable[Any]) -> None:
+        """Learn what memory was filled, of which NumPy keeps no account."""
 
     def fresh(self, spec: TensorSpec, like: Any = None) -> Any:
         """Return a new array."""

@@ -6,6 +6,7 @@ import gc
 import sys
 from collections.abc import Mapping, MutableMapping
 from contextlib import contextmanager
+from dataclasses import replace
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
@@ -74,9 +75,27 @@ def wanted(
     Raises `StateError` for what cannot be filled, with the key path to it.
     """
     loading = Loading(_checked(state), _world(rank, size, ranks), *_adapters(), catalog=catalog)
-    for item, value in state.items():
-        loading.visit(value, Place(item), _setter(state, item))
-    return loading.wanted()
+    with _lasting_tensors():
+        for item, value in state.items():
+            loading.visit(value, Place(item), _setter(state, item))
+        found = loading.wanted()
+
+    def deliver() -> None:
+        with _lasting_tensors():
+            found.deliver()
+
+    return replace(found, deliver=deliver)
+
+
+@contextmanager
+def _lasting_tensors() -> Iterator[None]:
+    """Let torch make tensors that can be trained with, also inside `torch.inference_mode`."""
+    torch = sys.modules.get("torch")
+    if torch is None or not torch.is_inference_mode_enabled():
+        yield
+        return
+    with torch.inference_mode(False), torch.no_grad():
+        yield
 
 
 @contextmanager

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch.autograd.graph import increment_version
 
 from reknit.errors import StateError
 from reknit.frameworks import dtensor, meta, torch_private
@@ -14,7 +15,7 @@ from reknit.types.dtype import ITEMSIZE
 from reknit.types.shard import TensorSpec
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Iterable
 
     from reknit.frameworks.walk import Place, World
 
@@ -47,6 +48,12 @@ class TorchArrays:
             parts = dtensor.parts(tensor, local, place)
             return View(spec, parts, dtensor.replicas(tensor, world), memory, settle)
         return View(spec, ((Box.whole(spec.shape), local),), world.alone, _memory(tensor, local), settle)
+
+    def changed(self, memories: Iterable[Any]) -> None:
+        """Let autograd know of memory that was written to past torch: an older graph must not use it."""
+        for memory in memories:
+            if isinstance(memory, torch.Tensor):
+                increment_version(memory)
 
     def fresh(self, spec: TensorSpec, like: Any = None) -> Any:
         """Return a new tensor: cut and placed as `like` if that has its shape, else whole on its device."""
@@ -117,7 +124,7 @@ def plain_dtype(value: Any) -> str | None:
 
 
 def _copy_back(filled: torch.Tensor, target: torch.Tensor) -> None:
-    with torch.no_grad():
+    with torch.inference_mode(target.is_inference()), torch.no_grad():
         target.copy_(filled)
 
 

@@ -104,6 +104,9 @@ class Arrays(Protocol):
     def view(self, tensor: Any, place: Place, world: World, *, fill: bool) -> View:
         """Look at a tensor, in order to `fill` it or only to read it.  Raises `StateError`."""
 
+    def changed(self, memories: Iterable[Any]) -> None:
+        """Learn what memory was filled; some of it may be of another library."""
+
     def fresh(self, spec: TensorSpec, like: Any = None) -> Any:
         """Return new memory for a whole tensor, placed and cut as `like` where that has the same shape."""
 
