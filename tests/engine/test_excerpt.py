@@ -33,7 +33,7 @@ class Piece(NamedTuple):
     box: Box
 
 
-def reach_of(index: Index, wants: Sequence[tuple[int, Box]], *aliases: tuple[str, str, str]) -> Reach:
+def reach_of(index: Index, wants: Sequence[tuple[int, Box]], *aliases: tuple[str, str, str, str]) -> Reach:
     fills: Any = [Piece(*want) for want in wants]
     return Reach.of(index, fills, Wanted(("model",), aliases=aliases))
 
@@ -192,7 +192,10 @@ def test_numbers_of_any_size_come_back() -> None:
 def test_a_tied_tensor_is_looked_at_where_the_other_is_wanted() -> None:
     index = spread(3, 4)
     reach = reach_of(
-        index, [(1, Box((2,), (1,)))], ("model", "w.0000", "w.0001"), ("model", "w.0002", "gone")
+        index,
+        [(1, Box((2,), (1,)))],
+        ("model", "w.0000", "model", "w.0001"),
+        ("model", "w.0002", "model", "gone"),
     )
     assert [(name[1], chunk.box.offsets) for name, chunk in lines(kept(index, reach))] == [
         ("w.0000", (2,)),

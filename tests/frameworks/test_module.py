@@ -141,7 +141,7 @@ def test_tied_weights_are_one_tensor_with_two_names() -> None:
     assert (want.shards[0].fqn, want.aliases) == ("head.weight", ())
     assert torch.equal(again.emb.weight, torch.ones(5, 3))
     want = load({"m": again}, save({"m": source}))
-    assert want.aliases == (("m", "head.weight", "emb.weight"),)
+    assert want.aliases == (("m", "head.weight", "m", "emb.weight"),)
 
 
 def test_pipeline_parts_are_one_item_and_two_tensors_of_one_name_are_refused() -> None:

@@ -1,4 +1,4 @@
-"""Values of ranks' own, and ties that only one side has: nothing is replaced without a word."""
+"""Values of ranks' own: nothing is replaced without a word."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pytest
-import torch
 
 import reknit
 from reknit.storage.local import LocalStorage
@@ -46,18 +45,6 @@ def test_values_of_a_rank_of_its_own_are_among_the_restored() -> None:
 
     for restored in run_ranks(2, rank):
         assert set(restored) == {"rng", "lag/seconds", "step"}
-
-
-def test_a_target_that_ties_what_was_stored_apart_is_told_which_was_taken(tmp_path: Path) -> None:
-    reknit.save(tmp_path / "apart", {"m": {"a": torch.ones(2), "b": torch.full((2,), 2.0)}})
-    tied = torch.zeros(2)
-    report = reknit.load(tmp_path / "apart", {"m": {"a": tied, "b": tied}})
-    assert tied.tolist() == [1, 1]
-    assert list(report.notes) == ["m/b"]
-    assert "stored apart from a" in report.notes["m/b"]
-    shared = torch.ones(2)
-    reknit.save(tmp_path / "tied", {"m": {"a": shared, "b": shared}})
-    assert reknit.load(tmp_path / "tied", {"m": {"a": tied, "b": tied}}).notes == {}
 
 
 def test_dense_targets_are_read_into_directly(tmp_path: Path) -> None:

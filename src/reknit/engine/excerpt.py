@@ -57,8 +57,8 @@ class Reach(NamedTuple):
         high = np.zeros((len(index.tensors), width), np.int64)
         np.minimum.at(low, tensor, begin)
         np.maximum.at(high, tensor, begin + size)
-        for item, fqn, of in wanted.aliases:
-            alias, tied = index.ids[item, fqn], index.ids.get((item, of))
+        for item, fqn, *of in wanted.aliases:
+            alias, tied = index.ids[item, fqn], index.ids.get((of[0], of[1]))
             if tied is not None:
                 low[alias], high[alias] = low[tied], high[tied]
         return cls(low, high)

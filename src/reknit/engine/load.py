@@ -8,8 +8,6 @@ from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, NamedTuple
 
-import numpy as np
-
 from reknit.comm import base as comm
 from reknit.engine import messages
 from reknit.engine.exchange import StoppedError
@@ -22,6 +20,7 @@ from reknit.engine.opening import REPLACED, REPLACED_TRIES, is_replaced
 from reknit.engine.pipeline import start
 from reknit.engine.read import Reader, granularity
 from reknit.engine.report import LoadReport
+from reknit.engine.ties import unequal
 from reknit.engine.verify import check_all, check_sizes
 from reknit.errors import CommError, ReknitError
 from reknit.monitor.progress import progress
@@ -30,7 +29,7 @@ from reknit.types.shard import full_name
 from reknit.types.wanted import matches
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Sequence
+    from collections.abc import Callable, Sequence
 
     from reknit.engine.metadata import Handout
     from reknit.engine.opening import OpenCheckpoint
@@ -168,6 +167,10 @@ def _prepare(job: LoadJob, located: Located) -> _Prepared:
         checkpoint, alike = located.found(job.group.rank)
         plan = _plan(checkpoint, fills, job.options)
     problems.damaged.extend(_damaged(job, checkpoint, plan, alike))
+    if wanted.aliases and not problems.damaged:
+        problems.mismatched.extend(
+            unequal(checkpoint, wanted, fills, job.options, job.replicas, job.recorder)
+        )
     cast = frozenset(n for n, f in enumerate(fills) if f.cast)
     targets, tensors = [f.target for f in fills], [f.tensor for f in fills]
     reader = Reader(
@@ -294,21 +297,9 @@ def _report(job: LoadJob, ready: _Prepared, agreed: messages.Agreed, received: i
                 if n not in whole and f.box.numel and f.name not in problems.resized
             )
         ),
-        notes={full_name(item, fqn): what for item, fqn, what in (*wanted.notes, *_stored_apart(ready))},
+        notes={full_name(item, fqn): what for item, fqn, what in wanted.notes},
         nbytes_wanted=sum(f.box.numel * index.tensors[f.tensor].spec.itemsize for f in fills),
         nbytes_read=reader.nbytes_read,
         nbytes_received=received,
         phases=tuple(job.recorder.records),
     )
-
-
-def _stored_apart(ready: _Prepared) -> Iterator[tuple[str, str, str]]:
-    """Yield notes on tensors that the target ties together and the checkpoint does not."""
-    index = ready.checkpoint.index
-    for item, fqn, of in ready.wanted.aliases:
-        ours, theirs = (
-            np.stack((index.file[rows], index.start[rows]))
-            for rows in (slice(*index.first[t : t + 2]) for t in (index.ids[item, fqn], index.ids[item, of]))
-        )
-        if not np.array_equal(ours, theirs):
-            yield item, fqn, f"stored apart from {of}, to which the target ties it: that one was taken"

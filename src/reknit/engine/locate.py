@@ -155,7 +155,8 @@ def _wanted(job: LoadJob, catalog: Catalog) -> tuple[Wanted, Transformed | None,
     transformed = Transformed.of(job.options.transforms, catalog)
     wanted = job.want(transformed.catalog)
     known = {(shard.item, shard.fqn) for shard in wanted.shards} | set(wanted.superseded)
-    known.update(entry[:2] for entry in (*wanted.aliases, *wanted.mismatched))
+    known.update(alias[:2] for alias in wanted.aliases)
+    known.update(entry[:2] for entry in wanted.mismatched)
     return transformed.back(wanted), transformed, messages.bitmaps(transformed.made, known)
 
 

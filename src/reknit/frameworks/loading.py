@@ -10,6 +10,7 @@ import numpy as np
 
 from reknit.frameworks.base import Wanted
 from reknit.frameworks.neutral import from_neutral, put_array
+from reknit.frameworks.overlap import require_apart
 from reknit.frameworks.walk import Walk
 from reknit.types.dtype import ITEMSIZE, converts
 from reknit.types.manifest import Catalog
@@ -126,7 +127,7 @@ class Loading(Walk):
         Where the checkpoint has no tensor of this name, the first is taken that it has of those in `instead`.
         """
         if self.claim_name(place, ("tensor", view.memory), tensor):
-            request = self._requests.setdefault((place.item, view.memory), _Request(view, tensor))
+            request = self._requests.setdefault(view.memory, _Request(view, tensor))
             request.places.append(place)
             request.instead += instead
             request.resize |= resize or self.may_resize(place)
@@ -238,9 +239,10 @@ class Loading(Walk):
             self._superseded.append((item, fqn))
             self.notes.append((item, fqn, self._needless[item, fqn]))
         shards: list[Shard] = []
-        aliases: list[Remark] = []
+        aliases: list[tuple[str, str, str, str]] = []
         for request in self._requests.values():
             self._settle(request, shards, aliases)
+        require_apart(shards)
         return Wanted(
             tuple(self.state),
             tuple(shards),
@@ -256,7 +258,9 @@ class Loading(Walk):
             deliver=self._deliver,
         )
 
-    def _settle(self, request: _Request, shards: list[Shard], aliases: list[Remark]) -> None:
+    def _settle(
+        self, request: _Request, shards: list[Shard], aliases: list[tuple[str, str, str, str]]
+    ) -> None:
         """Take a tied tensor under the first of its names that the checkpoint has."""
         saved = [place for place in request.places if self.spec(place) is not None]
         saved = saved or [place for place in request.instead if self.spec(place) is not None][:1]
@@ -287,16 +291,31 @@ class Loading(Walk):
                 for shard in wanted:
                     shard.data[...] = 0
                 self.note(place, "the target was on the meta device: what the checkpoint lacks of it is zero")
-        if place.fqn not in self.catalog.tensors.get(place.item, {}):
+        for alias in saved[1:]:
+            if (tied := self.spec(alias)) != spec:
+                self.report_mismatched(
+                    alias,
+                    f"it is {tied} in the checkpoint, and {place}, which is the same tensor here, is {spec}",
+                )
+            elif self._is_kept(place) or self._is_kept(alias):
+                self.report_mismatched(
+                    alias, f"each rank has its own in the checkpoint, and {place} is the same tensor here"
+                )
+            else:
+                aliases.append((alias.item, alias.fqn, place.item, place.fqn))
+        if self._is_kept(place):
             self._take_back(place, spec, wanted, view)
             return
-        aliases += [(alias.item, alias.fqn, place.fqn) for alias in saved[1:]]
         shards += wanted
         self._filled += [request.tensor, *(getattr(memory, "memory", memory) for _, memory in view.parts)]
         same = spec.dtype == view.spec.dtype
         comes = same or (self.catalog.terms.cast and converts(spec.dtype, view.spec.dtype))
         if view.settle is not None and comes:
             self._actions.insert(0, view.settle)
+
+    def _is_kept(self, place: Place) -> bool:
+        """Tell whether each rank has its own of a tensor, and none is stored for all."""
+        return place.fqn not in self.catalog.tensors.get(place.item, {})
 
     def _take_back(self, place: Place, spec: TensorSpec, wanted: Sequence[Shard], view: View) -> None:
         """Fill a tensor from what this rank kept of it."""

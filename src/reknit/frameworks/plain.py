@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from reknit.errors import StateError
-from reknit.frameworks import tree
+from reknit.frameworks import overlap, tree
 from reknit.frameworks.neutral import to_neutral
 from reknit.frameworks.walk import View
 from reknit.types.box import Box
@@ -41,6 +41,11 @@ class NumpyArrays:
             raise StateError(f"{place} is a masked array", remedy="save its .data and .mask")
         if fill and not tensor.flags.writeable:
             raise StateError(f"{place} is a read-only array", remedy="load into a copy of it")
+        if fill and not (tensor.flags.c_contiguous or overlap.is_distinct(tensor.shape, tensor.strides)):
+            raise StateError(
+                f"{place} is an overlapping array: several of its elements share memory",
+                remedy="load into a copy of it",
+            )
         base: NDArray[Any] = tensor.view(np.ndarray)
         spec = TensorSpec(base.shape, base.dtype.name)
         settle: Callable[[], None] | None = None

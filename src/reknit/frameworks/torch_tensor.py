@@ -8,7 +8,7 @@ import torch
 from torch.autograd.graph import increment_version
 
 from reknit.errors import StateError
-from reknit.frameworks import dtensor, meta, torch_private
+from reknit.frameworks import dtensor, meta, overlap, torch_private
 from reknit.frameworks.walk import View
 from reknit.types.box import Box
 from reknit.types.dtype import ITEMSIZE
@@ -152,9 +152,9 @@ def _require_memory(tensor: Any, local: Any, place: Place) -> None:
 
 def _require_distinct(local: torch.Tensor, place: Place) -> None:
     """Refuse to fill a tensor in which one place in memory is several elements."""
-    if any(stride == 0 and length > 1 for stride, length in zip(local.stride(), local.shape, strict=True)):
+    if not (local.is_contiguous() or overlap.is_distinct(local.shape, local.stride())):
         raise StateError(
-            f"{place} is an expanded tensor: several of its elements share memory",
+            f"{place} is an expanded or overlapping tensor: several of its elements share memory",
             remedy="load into a contiguous copy of it",
         )
 

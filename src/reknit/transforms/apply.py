@@ -142,12 +142,17 @@ class Transformed:
             wanted,
             shards=tuple(shards),
             told=tuple(told),
-            aliases=(),
+            aliases=tuple(alias for alias in wanted.aliases if not self._is_made(alias)),
+            notes=wanted.notes + tuple(map(_untold, filter(self._is_made, wanted.aliases))),
             resized=tuple(resized.items()),
             superseded=tuple(taken),
             blobs=tuple(blobs),
             deliver=deliver,
         )
+
+    def _is_made(self, alias: tuple[str, str, str, str]) -> bool:
+        """Tell whether a rule made one of two tensors that are one in the target."""
+        return any(name in step.tensors for step in self._steps for name in (alias[:2], alias[2:]))
 
     @property
     def made(self) -> list[Name]:
@@ -237,6 +242,11 @@ class Transformed:
             )
             names = [origin for one in names for origin in known(one)]
         return names
+
+
+def _untold(alias: tuple[str, str, str, str]) -> tuple[str, str, str]:
+    """Return the note on a tie of which nobody has looked whether it is one in the checkpoint."""
+    return (*alias[:2], f"the same tensor as {full_name(*alias[2:])} in the target: taken from that one")
 
 
 def _resized(made: Shape, wanted: Shape) -> str:

@@ -43,7 +43,8 @@ class Wanted:
     """What a rank wants of a checkpoint, and what it will do with it.
 
     `shards`: as in `Holdings`, but `data` is the writable memory to fill; `replicas` plays no part yet.
-    `aliases`: (item, fqn, of) of saved tensors that the target ties to the wanted tensor `of` of the item.
+    `aliases`: (item, fqn, item, fqn) of saved tensors, and of the wanted tensor that is the same in the
+    target: they have to be equal.
     `blobs`: (item, fqn) of saved shared values that this rank takes.
     `own`: (item, fqn) of values that this rank saved for itself and takes back.
     `missing`: (item, fqn, why) of what the target needs and the catalog does not have.
@@ -62,7 +63,7 @@ class Wanted:
 
     items: tuple[str, ...]
     shards: tuple[Shard, ...] = ()
-    aliases: tuple[tuple[str, str, str], ...] = ()
+    aliases: tuple[tuple[str, str, str, str], ...] = ()
     blobs: tuple[tuple[str, str], ...] = ()
     missing: tuple[tuple[str, str, str], ...] = ()
     mismatched: tuple[tuple[str, str, str], ...] = ()

@@ -1,0 +1,177 @@
+"""Targets in which one place in memory is two elements, and tensors that are one in the target only."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from numpy.lib.stride_tricks import as_strided
+
+import reknit
+from reknit.engine import ties
+from reknit.errors import MismatchError, StateError
+from reknit.frameworks import overlap
+from reknit.frameworks.registry import wanted
+from reknit.testing.world import run_ranks
+from reknit.types.box import Box
+from reknit.types.shard import Shard, Strided, TensorSpec
+from tests.frameworks.checkpoint import load, save
+from tests.running.examples import examples
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from reknit.comm.base import Group
+
+
+@settings(max_examples=examples(300))
+@given(st.data())
+def test_an_array_is_distinct_when_each_element_has_a_place_of_its_own(data: st.DataObject) -> None:
+    shape = data.draw(st.lists(st.integers(0, 4), max_size=3))
+    strides = [data.draw(st.integers(0, 7)) for _ in shape]
+    signs = [data.draw(st.sampled_from((1, -1))) for _ in shape]
+    places = sum(np.meshgrid(*(np.arange(n) * s for n, s in zip(shape, strides, strict=True)), indexing="ij"))
+    true = np.unique(places).size == np.prod(shape, dtype=int)
+    assert overlap.is_distinct(shape, [s * f for s, f in zip(strides, signs, strict=True)]) == true
+
+
+@settings(max_examples=examples(200))
+@given(st.data())
+def test_shards_share_memory_when_numpy_says_so(data: st.DataObject) -> None:
+    memory = np.zeros(64, np.uint8)
+    shards, arrays = [], []
+    for number in range(data.draw(st.integers(2, 5))):
+        array = memory[data.draw(st.integers(0, 40)) :][:24]
+        kind = data.draw(st.sampled_from(("plain", "columns", "backwards", "strided", "empty")))
+        if kind == "columns":
+            first = data.draw(st.integers(0, 2))
+            array = array.reshape(6, 4)[:, first : first + 2]
+        elif kind == "backwards":
+            array = array[:: -data.draw(st.integers(1, 3))]
+        elif kind == "empty":
+            array = array[:0]
+        held: Any = array
+        if kind == "strided":
+            first = data.draw(st.integers(0, 40))
+            held = Strided(torch.from_numpy(memory)[1:], (3, 2), (8, 2), first)
+            array = as_strided(memory[1 + first :], (3, 2), (8, 2))
+        name = data.draw(st.sampled_from(("a", "b", f"own {number}")))
+        shards.append(Shard("m", name, TensorSpec(array.shape, "uint8"), Box.whole(array.shape), None, held))
+        arrays.append(array)
+    shared = any(
+        np.shares_memory(arrays[n], arrays[m]) and shards[n].fqn != shards[m].fqn
+        for n in range(len(arrays))
+        for m in range(n)
+    )
+    if shared:
+        with pytest.raises(StateError, match="share memory"):
+            overlap.require_apart(shards)
+    else:
+        overlap.require_apart(shards)
+
+
+BASE = torch.zeros(4, 6)
+SHARING: dict[str, Any] = {
+    "a view and a part of it": {"a": BASE, "b": BASE[1]},
+    "two forms of one tensor": {"a": BASE, "b": BASE.view(-1)},
+    "two parts that meet": {"a": BASE[:, :4], "b": BASE[:, 3:]},
+    "other bytes of one memory": {"a": BASE.view(torch.int32)[0], "b": BASE.view(torch.int16)[0, 11:]},
+    "a tensor and its array": {"a": BASE, "b": BASE.numpy()},
+    "arrays": {"a": BASE.numpy()[:2], "b": BASE.numpy()[1:]},
+}
+
+
+@pytest.mark.parametrize("parts", SHARING.values(), ids=SHARING)
+@pytest.mark.parametrize("items", [1, 2])
+def test_tensors_that_share_memory_in_part_are_refused(parts: Any, items: int) -> None:
+    state = {"m": parts} if items == 1 else {name: {"x": part} for name, part in parts.items()}
+    kept = BASE.clone()
+    catalog = save(state).catalog()
+    with pytest.raises(StateError, match=r"(m/)?a.* and (m/)?b.* share memory and are not one tensor"):
+        wanted(state, catalog, 0, 1)
+    assert torch.equal(BASE, kept)
+
+
+def test_parts_that_lie_between_each_other_are_filled() -> None:
+    flat = torch.zeros(4, 6)
+    target: dict[str, Any] = {
+        "left": flat[:, :3],
+        "right": flat[:, 3:],
+        "array": np.zeros(6)[::2],
+        "none": flat[:0],
+    }
+    load({"m": target}, save({"m": {name: part + n for n, (name, part) in enumerate(target.items())}}))
+    assert flat.tolist() == [[0, 0, 0, 1, 1, 1]] * 4
+    tangled, saved = torch.zeros(11).as_strided((3, 3), (3, 2)), torch.arange(9.0).reshape(3, 3)
+    load({"m": tangled}, save({"m": saved}))
+    assert torch.equal(tangled, saved)
+
+
+@pytest.mark.parametrize(
+    "target",
+    [
+        torch.zeros(10).as_strided((4, 3), (2, 1)),
+        torch.zeros(12).as_strided((2, 4), (4, 2)),
+        as_strided(np.zeros(10), (4, 3), (16, 8)),
+        as_strided(np.zeros(10), (4, 3), (0, 8)),
+    ],
+    ids=["windows", "tangled", "array", "expanded array"],
+)
+def test_a_target_that_overlaps_itself_is_refused(target: Any) -> None:
+    checkpoint = save({"m": {"a": target}})
+    with pytest.raises(StateError, match=r"m/a is an .*overlapping .*: several of its elements share memory"):
+        wanted({"m": {"a": target}}, checkpoint.catalog(), 0, 1)
+
+
+TIED = torch.zeros(5)
+
+
+@pytest.mark.parametrize(
+    "target", [{"m": {"a": TIED, "b": TIED}}, {"m": {"a": TIED}, "n": {"b": TIED}}], ids=["one", "two"]
+)
+def test_a_tensor_that_is_one_here_is_filled_where_it_is_equal_in_the_checkpoint(
+    target: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(ties, "BATCH_NBYTES", 8)  # so that the tensors are compared in several parts
+    second = "m/b" if len(target) == 1 else "n/b"
+    for number in range(2):
+        values = [torch.arange(5.0), torch.arange(5.0)]
+        values[1][4] += number
+        apart = {item: {name: values[name == "b"] for name in inner} for item, inner in target.items()}
+        reknit.save(tmp_path / f"{number}", apart)
+    TIED.fill_(7)
+    with pytest.raises(MismatchError, match=f"mismatched: {second}: it differs from m/a in the checkpoint"):
+        reknit.load(tmp_path / "1", target)
+    assert TIED.tolist() == [7] * 5
+    report = reknit.load(tmp_path / "0", target)
+    assert TIED.tolist() == [0, 1, 2, 3, 4]
+    assert (report.notes, report.mismatched) == ({}, {})
+    report = reknit.load(tmp_path / "1", target, strict=False)
+    assert TIED.tolist() == [0, 1, 2, 3, 4]
+    assert list(report.mismatched) == [second]
+
+
+def test_tensors_of_two_kinds_are_not_one_here(tmp_path: Path) -> None:
+    reknit.save(tmp_path / "x", {"a": torch.ones(5), "b": torch.ones(5, dtype=torch.float64)})
+    with pytest.raises(MismatchError, match=r"b: it is float64\[5\] in the checkpoint, and a, "):
+        reknit.load(tmp_path / "x", {"a": TIED, "b": TIED})
+
+
+def test_a_tie_of_one_rank_is_an_error_on_all(tmp_path: Path) -> None:
+    reknit.save(tmp_path / "x", {"a": torch.ones(2), "b": torch.zeros(2)})
+
+    def rank(group: Group) -> str:
+        one, other = torch.full((2,), 7.0), torch.full((2,), 7.0)
+        state = {"a": one, "b": one if group.rank else other}
+        with pytest.raises(MismatchError) as caught:
+            reknit.load(tmp_path / "x", state, group=group)
+        assert one.tolist() == other.tolist() == [7, 7]
+        return str(caught.value)
+
+    first, second = run_ranks(2, rank)
+    assert first == second
+    assert "b: it differs from a in the checkpoint, and is the same tensor in the target (rank 1)" in first
