@@ -340,6 +340,8 @@ def _claim(wrapper: Any, name: str, *, is_buffer: bool, world: World) -> ddp.Cla
 
 def _identity(tensor: torch.Tensor) -> Any:
     """Return what is equal for a parameter and the detached view of it that a state dict may show."""
+    if torch_private.local_shards(tensor) is not None:
+        return id(tensor)
     if is_dtensor(tensor):
         with torch.no_grad():
             local = tensor.to_local()  # type: ignore[attr-defined]

@@ -59,7 +59,7 @@ def _neutral_leaf(torch: ModuleType, leaf: Any, where: str) -> Any:
 def _neutral_tensor(torch: ModuleType, tensor: Any, where: str) -> dict[str, Any]:
     dtype = str(tensor.dtype).removeprefix("torch.")
     plain = type(tensor) in (torch.Tensor, torch.nn.Parameter) and tensor.layout is torch.strided
-    if not plain or tensor.is_meta or dtype not in ITEMSIZE:
+    if not plain or tensor.is_nested or tensor.is_meta or dtype not in ITEMSIZE:
         raise StateError(
             f"{where} holds a {type(tensor).__name__} of {dtype} on {tensor.device} inside a plain value",
             remedy="put the tensor into the state under a key of its own",

@@ -209,3 +209,21 @@ def load_hooks(module: Any) -> list[tuple[Any, bool]]:
 def loading_method(kind: type) -> Any:
     """Return the method by which a type of module takes its own entries of a state dict."""
     return kind._load_from_state_dict  # type: ignore[attr-defined]
+
+
+def local_shards(tensor: Any) -> list[tuple[tuple[int, ...], Any]] | None:
+    """Return offsets and memory of the shards that this rank has of a tensor that is made of such shards.
+
+    That is a ShardedTensor, or a DTensor whose local tensor is a LocalShardsWrapper; None for any other.
+    """
+    module = sys.modules.get("torch.distributed._shard.sharded_tensor")
+    if module is not None and isinstance(tensor, module.ShardedTensor):
+        return [(tuple(one.metadata.shard_offsets), one.tensor) for one in tensor.local_shards()]
+    module = sys.modules.get("torch.distributed.tensor._shards_wrapper")
+    if module is None:
+        return None
+    local = getattr(tensor, "_local_tensor", None)
+    if not isinstance(local, module.LocalShardsWrapper):
+        return None
+    # One without a shard has the offsets of an empty one all the same.
+    return [(tuple(at), one) for at, one in zip(local.local_offsets(), local.local_shards(), strict=False)]

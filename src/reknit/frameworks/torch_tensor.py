@@ -39,6 +39,8 @@ class TorchArrays:
 
         To be filled, a tensor on the meta device is looked at as the memory that it gets when that is full.
         """
+        if type(tensor) is not _TENSOR and (held := torch_private.local_shards(tensor)) is not None:
+            return _of_shards(tensor, held, place, world, fill=fill)
         if fill and tensor.is_meta and not torch.nn.parameter.is_lazy(tensor):
             return meta.view(tensor, self, place, world)
         local, settle = local_memory(tensor, place, fill=fill)
@@ -61,9 +63,54 @@ class TorchArrays:
         if like is None:
             return torch.empty(spec.shape, dtype=dtype)
         with torch.no_grad():
-            if tuple(like.shape) == spec.shape:
+            if (held := torch_private.local_shards(like)) is not None:
+                return _like_shards(like, held, spec)
+            if not like.is_nested and tuple(like.shape) == spec.shape:
                 return torch.empty_like(like, dtype=dtype, requires_grad=False)
             return torch.empty(spec.shape, dtype=dtype, device=like.device)
+
+
+def _of_shards(
+    tensor: Any, held: list[tuple[tuple[int, ...], Any]], place: Place, world: World, *, fill: bool
+) -> View:
+    """Look at a tensor of which this rank has several shards, or none; each is memory of its own."""
+    shape = tuple(tensor.shape)
+    if any(len(offsets) != len(shape) for offsets, _ in held):
+        raise StateError(
+            f"{place} has the shape {list(shape)}, and shards at {[list(offsets) for offsets, _ in held]}",
+            remedy="give the offsets of its shards one number for each dimension",
+        )
+    # The shards have the dtype: that of a wrapper around them may be another.
+    names = {dtype_name(shard, place) for _, shard in held}
+    if len(names) > 1:
+        raise StateError(f"{place} has shards of {' and '.join(sorted(names))}", remedy="give them one dtype")
+    dtype = names.pop() if names else dtype_name(tensor, place)
+    filled = [(offsets, *local_memory(shard, place, fill=fill)) for offsets, shard in held if shard.numel()]
+    memory = tuple(_memory(local, local, offsets) for offsets, local, _ in filled) or ("torch", id(tensor))
+
+    def settle() -> None:
+        for _, _, back in filled:
+            if back is not None:
+                back()
+
+    return View(
+        TensorSpec(shape, dtype),
+        tuple((Box(offsets, tuple(local.shape)), local) for offsets, local, _ in filled),
+        dtensor.replicas(tensor, world) if dtensor.is_dtensor(tensor) else world.alone,
+        memory,
+        settle if fill and any(back is not None for *_, back in filled) else None,
+    )
+
+
+def _like_shards(like: Any, held: list[tuple[tuple[int, ...], Any]], spec: TensorSpec) -> Any:
+    """Return new memory in the form of a tensor that is made of shards."""
+    present = {_NAMES.get(shard.dtype) for _, shard in held}
+    if tuple(like.shape) != spec.shape or not present <= {spec.dtype}:
+        raise StateError(
+            f"a {type(like).__name__} of shape {list(like.shape)} stands where {spec} was saved",
+            remedy="let the object have a tensor of that shape and dtype, or a plain one",
+        )
+    return like.clone()
 
 
 def torch_dtype(name: str) -> torch.dtype:
