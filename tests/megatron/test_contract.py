@@ -325,3 +325,28 @@ def refusals() -> None:
 
 def test_what_is_not_known_is_refused() -> None:
     run(1, refusals)
+
+
+def hooks(layout: Layout, folder: str) -> None:
+    """A hook that derives something from a weight sees what was saved, and Megatron's own change nothing."""
+    from tests.megatron import gpt
+
+    saved = gpt.build(layout)
+    reknit.save(folder, saved.state())
+    target = gpt.build(layout, steps=0)
+    layer = target.chunks[0].module.module.decoder.layers[0].mlp.linear_fc1
+
+    def derive(module: Any, state: dict[str, Any], prefix: str, *_: Any) -> None:
+        module.total = state[f"{prefix}weight"].sum()
+
+    layer.register_load_state_dict_pre_hook(derive)
+    reknit.load(folder, target.state())
+    true = saved.chunks[0].module.module.decoder.layers[0].mlp.linear_fc1.weight
+    assert torch.equal(layer.total, true.detach().sum())
+    assert torch.equal(layer.weight, true)
+    for one, other in zip(saved.chunks[0].parameters(), target.chunks[0].parameters(), strict=True):
+        assert torch.equal(one, other)
+
+
+def test_a_load_hook_in_a_megatron_model_runs(tmp_path: Path) -> None:
+    run(2, hooks, Layout(2, tp=2, bf16=True, distributed=True, layers=2), str(tmp_path / "x"))

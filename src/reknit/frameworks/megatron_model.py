@@ -12,6 +12,7 @@ from reknit.errors import StateError
 from reknit.frameworks import megatron_names as names
 from reknit.frameworks import megatron_private as private
 from reknit.frameworks import megatron_sharded as leaves
+from reknit.frameworks import members, module_load
 from reknit.frameworks.dtensor import is_dtensor
 from reknit.frameworks.flat import FlatPart, storage_order
 from reknit.frameworks.megatron_values import collect_object, want_extra
@@ -213,9 +214,16 @@ class ModelAdapter:
 
     def wanted(self, value: Any, place: Place, loading: Loading, assign: Assign) -> None:
         """Fill the model's tensors where they are."""
-        for key, sharded, parts in model(value, place, loading):
+        bare, found = private.bare(value, place), model(value, place, loading)
+        comes = any(loading.takes(place.child(one.name)) for _, _, parts in found for one in parts)
+        if comes and module_load.has_own(bare):
+            read = members.read(bare, place, loading)
+            for back in module_load.returns(read, place, loading).values():
+                # Before the extra state, which that gives back as it was.
+                loading.later(lambda back=back: back.give(read, place))  # type: ignore[misc]
+        for key, sharded, parts in found:
             if not leaves.is_tensor(sharded):
-                want_extra(sharded, key, private.bare(value, place), place, loading)
+                want_extra(sharded, key, bare, place, loading)
             for one in parts:
                 at = place.child(one.name)
                 if loading.takes(at):

@@ -21,8 +21,8 @@ if TYPE_CHECKING:
     from reknit.frameworks.members import Read, Source
     from reknit.frameworks.walk import Place
 
-_TORCH = ("torch.nn.", "torch.distributed.")
-"""Where torch's own are.  They translate state dicts of older versions, or those of wrappers."""
+_KNOWN = ("torch.nn.", "torch.distributed.", "megatron.core.", "transformer_engine.")
+"""Where those are that only translate state dicts of older versions, or of wrappers."""
 
 
 class Own(NamedTuple):
@@ -107,6 +107,16 @@ def returns(held: Read, place: Place, loading: Loading) -> dict[int, Return]:
     return found
 
 
+def has_own(module: nn.Module) -> bool:
+    """Tell whether anything in a tree of modules does something by itself at a load."""
+    kinds: set[Any] = set(map(type, module.modules()))
+    return (
+        _is_own(module.load_state_dict)
+        or any(_own_method(kind) is not None for kind in kinds)
+        or any(_is_own(hook) for one in module.modules() for hook, _ in torch_private.load_hooks(one))
+    )
+
+
 def _own(held: Read, source: Source) -> Iterator[Own]:
     """Yield what modules of a source do by themselves at a load."""
     if source.whole and not source.prefix:
@@ -180,8 +190,8 @@ def _function(hook: Any) -> Any:
 
 
 def _is_own(hook: Callable[..., Any]) -> bool:
-    """Tell whether a hook or method is none of torch's."""
-    return not str(getattr(_function(hook), "__module__", "")).startswith(_TORCH)
+    """Tell whether a hook or method is none of those that do nothing with a state dict of this version."""
+    return not str(getattr(_function(hook), "__module__", "")).startswith(_KNOWN)
 
 
 def _called(hook: Any) -> str:
