@@ -7,9 +7,13 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import pytest
 import torch
+import torch.distributed as dist
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from numpy.lib.stride_tricks import as_strided
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Shard as Cut
+from torch.distributed.tensor import distribute_tensor
 
 import reknit
 from reknit.engine import ties
@@ -20,6 +24,7 @@ from reknit.testing.world import run_ranks
 from reknit.types.box import Box
 from reknit.types.shard import Shard, Strided, TensorSpec
 from tests.frameworks.checkpoint import load, save
+from tests.ranks import run
 from tests.running.examples import examples
 
 if TYPE_CHECKING:
@@ -175,3 +180,21 @@ def test_a_tie_of_one_rank_is_an_error_on_all(tmp_path: Path) -> None:
     first, second = run_ranks(2, rank)
     assert first == second
     assert "b: it differs from a in the checkpoint, and is the same tensor in the target (rank 1)" in first
+
+
+def _tied_dtensor(folder: str) -> str:
+    rank = dist.get_rank()
+    other = torch.arange(8.0).reshape(4, 2)
+    other[0, 0] += 1
+    reknit.save(folder, {"a": torch.arange(8.0).reshape(4, 2), "b": other})
+    target = distribute_tensor(torch.full((4, 2), 7.0), init_device_mesh("cpu", (2,)), [Cut(0)])
+    with pytest.raises(MismatchError) as caught:
+        reknit.load(folder, {"a": target, "b": target})
+    assert target.to_local().tolist() == [[7, 7], [7, 7]], rank
+    return str(caught.value)
+
+
+def test_each_rank_compares_what_it_holds_of_tied_tensors(tmp_path: Path) -> None:
+    first, second = run(2, _tied_dtensor, str(tmp_path / "x"))
+    assert first == second
+    assert "b: it differs from a in the checkpoint, and is the same tensor in the target (rank 0)" in first
