@@ -11,7 +11,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from reknit.errors import CorruptError, FormatError
-from reknit.format.msgpack_reader import MAX_DEPTH, read_msgpack
+from reknit.format.msgpack_reader import read_msgpack
+from reknit.types.shard import MAX_DEPTH
 from tests.running.examples import examples
 
 plain = st.recursive(

@@ -93,12 +93,13 @@ def test_leaves_are_seen_with_their_paths() -> None:
 
 def test_refilling_keeps_the_identity_of_lists_and_dicts() -> None:
     history, table = [1], {"old": 1}
-    assert tree.refill(history, (4, 5)) is history
+    assert tree.refill(history, [4, 5]) is history
+    assert history == [4, 5]
+    assert tree.refill(history, (6,)) == (6,)
     assert history == [4, 5]
     assert tree.refill(table, {"new": 2}) is table
     assert table == {"new": 2}
     assert tree.refill(3, 4) == 4
-    assert tree.refill(Point(1, 2), [3, 4]) == Point(3, 4)
 
 
 def test_values_compare_with_nan_and_arrays() -> None:

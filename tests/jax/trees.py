@@ -307,6 +307,12 @@ def check_children_without_keys_of_their_own_are_refused(folder: str) -> None:
     raises(StateError, "do not all have keys of their own", lambda: reknit.save(folder, {"a": Twice()}))
 
 
+def check_a_state_that_contains_itself_is_refused(folder: str) -> None:
+    around: dict[str, Any] = {"w": jnp.ones(2)}
+    around |= {"a": around, "b": around}
+    raises(StateError, "contains itself", lambda: reknit.save(folder, {"s": around}))
+
+
 def _leaves(value: Any) -> list[Any]:
     # JAX cannot order keys of several types.
     return jax.tree.leaves(list(value.values()) if isinstance(value, dict) else value)

@@ -12,11 +12,24 @@ import numpy as np
 from msgspec.msgpack import Ext
 
 from reknit.errors import CorruptError, FormatError, StateError
-from reknit.format.blob_types import BIG_INT, BUILDERS, DICT, DTYPE, ENUM, KINDS, PICKLE, SCALAR, Kind
+from reknit.format.blob_types import (
+    ATTRIBUTED,
+    BIG_INT,
+    BUILDERS,
+    DICT,
+    DTYPE,
+    ENUM,
+    KINDS,
+    PICKLE,
+    SCALAR,
+    WITH_ATTRIBUTES,
+    Kind,
+)
 from reknit.format.enum_values import build_enum, take_enum
-from reknit.format.msgpack_reader import MAX_DEPTH, read_msgpack
+from reknit.format.msgpack_reader import read_msgpack
 from reknit.format.paths import checked_name
 from reknit.format.refused import RefusedError
+from reknit.types.shard import MAX_DEPTH
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -146,6 +159,8 @@ class _Encoder:
             if all(type(key) is str for key in value):
                 return self._map(value, depth + 1)
             return self._extension(DICT, value, depth)
+        if kind in ATTRIBUTED and vars(value):
+            return self._extension(WITH_ATTRIBUTES, value, depth)
         found = BIG_INT if kind is int else KINDS.get(kind) or _kind_by_base(value)
         if found is None:
             return self._unknown(value, RefusedError(_described(kind), _remedy(value)))

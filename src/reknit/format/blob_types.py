@@ -195,6 +195,22 @@ def _build_counter(payload: Any) -> Counter[Any]:
     return counter
 
 
+def _take_attributes(value: Any) -> list[Any]:
+    if any(hasattr(type(value), name) for name in vars(value)):
+        raise RefusedError(
+            f"a {type(value).__name__} with an attribute that hides one of its own", "save a copy of it"
+        )
+    return [type(value)(value), dict(vars(value))]
+
+
+def _build_attributes(payload: Any) -> Any:
+    value, attributes = fields(payload, tuple(ATTRIBUTED), dict)
+    if not all(type(name) is str and not hasattr(type(value), name) for name in attributes):
+        raise CorruptError("an attribute hides one that every value of this type has")
+    vars(value).update(attributes)
+    return value
+
+
 def _build_deque(payload: Any) -> deque[Any]:
     maxlen, *members = _members(payload) or [False]
     if maxlen is not None and (type(maxlen) is not int or not len(members) <= maxlen < 1 << 63):
@@ -231,6 +247,9 @@ DICT = Kind(4, _flat, lambda payload: dict(_pairs(payload)), pairs=True)
 """A dict whose keys are not all text."""
 BIG_INT = Kind(5, _take_int, _build_int)
 """An int outside of what msgpack holds."""
+ATTRIBUTED = frozenset({OrderedDict, Counter})
+"""Types of which a value may have attributes of its own, beside what is in it."""
+WITH_ATTRIBUTES = Kind(26, _take_attributes, _build_attributes)
 SCALAR = Kind(8, numpy_values.take_scalar, numpy_values.build_scalar)
 DTYPE = Kind(9, numpy_values.take_dtype, numpy_values.build_dtype)
 
@@ -269,6 +288,6 @@ KINDS: dict[type, Kind] = {
 
 BUILDERS: dict[int, Callable[[Any], Any]] = {
     ENUM: build_enum,
-    **{kind.code: kind.build for kind in (DICT, BIG_INT, SCALAR, DTYPE, *KINDS.values())},
+    **{kind.code: kind.build for kind in (DICT, BIG_INT, WITH_ATTRIBUTES, SCALAR, DTYPE, *KINDS.values())},
 }
 """What is built, by extension code."""

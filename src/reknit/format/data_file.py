@@ -10,11 +10,11 @@ from typing import TYPE_CHECKING, Annotated, NamedTuple
 import msgspec
 
 from reknit.errors import CorruptError, FormatError, StateError
-from reknit.format.index_checks import MAX_NDIM
 from reknit.format.paths import checked_name
 from reknit.format.strict_json import decode_member, decode_strict
 from reknit.format.versions import FORMAT_VERSION
 from reknit.types.dtype import ITEMSIZE
+from reknit.types.shard import MAX_NDIM
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence

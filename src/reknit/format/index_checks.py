@@ -10,6 +10,7 @@ import numpy as np
 from reknit.errors import CorruptError, FormatError, StateError
 from reknit.format.paths import checked_name, checked_relative
 from reknit.types.dtype import ITEMSIZE
+from reknit.types.shard import MAX_NDIM
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -18,8 +19,6 @@ if TYPE_CHECKING:
 
     from reknit.types.manifest import Index
 
-MAX_NDIM = 32
-"""Most dimensions of a tensor."""
 MAX_NBYTES = (1 << 63) - 1
 
 _BLOCK_ROWS = 1 << 14

@@ -9,11 +9,11 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from reknit.errors import CorruptError, FormatError
-from reknit.format.index_checks import MAX_NDIM, check_index
+from reknit.format.index_checks import check_index
 from reknit.format.index_columns import LISTS, SCHEMA, STRINGS, Columns
 from reknit.format.parquet_bounds import check_parquet
 from reknit.types.manifest import Index, TensorEntry
-from reknit.types.shard import TensorSpec
+from reknit.types.shard import MAX_NDIM, TensorSpec
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray

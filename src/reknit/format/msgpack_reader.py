@@ -10,14 +10,12 @@ import struct
 from typing import TYPE_CHECKING, Any
 
 from reknit.errors import CorruptError, FormatError
+from reknit.types.shard import MAX_DEPTH
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
     Unpack = Callable[[int, Any], Any]
-
-MAX_DEPTH = 64
-"""Levels of arrays, maps and extensions; the array that is all of an extension's payload does not count."""
 
 _FIXED: dict[int, struct.Struct] = {
     0xCA: struct.Struct(">f"),
@@ -45,7 +43,8 @@ def read_msgpack(data: bytes, unpack: Unpack) -> Any:
     """Return the one value that `data` holds.
 
     `unpack(code, value)` turns an extension, whose payload is itself one msgpack value, into what it stands
-    for.  Raises `CorruptError`, or `FormatError` for nesting deeper than `MAX_DEPTH`.
+    for.  Raises `CorruptError`, or `FormatError` for more than `MAX_DEPTH` levels of arrays, maps and
+    extensions; the array that is all of an extension's payload does not count.
     """
     reader = _Reader(data, unpack)
     value = reader.value(0)

@@ -10,6 +10,8 @@ import jax
 from jax import tree_util
 
 from reknit.errors import StateError
+from reknit.frameworks.tree import too_deep
+from reknit.types.shard import MAX_DEPTH
 
 if TYPE_CHECKING:
     from reknit.frameworks.loading import Loading
@@ -116,10 +118,12 @@ class JaxNodeAdapter:
             loading.visit(inner, place, Into(value))
 
 
-def leaves(value: Any) -> Iterator[Any]:
-    """Yield what is in nested containers and nodes."""
+def leaves(value: Any, depth: int = 0) -> Iterator[Any]:
+    """Yield what is in nested containers and nodes.  Raises `StateError` where these are too deep."""
     if type(value) in _LEAVES:
         return
+    if depth > 2 * MAX_DEPTH:  # what is at one place may be as deep again
+        raise too_deep("the state")
     inside: Any = None
     if isinstance(value, Mapping):
         inside = value.values()
@@ -131,4 +135,4 @@ def leaves(value: Any) -> Iterator[Any]:
         yield value
         return
     for inner in inside:
-        yield from leaves(inner)
+        yield from leaves(inner, depth + 1)

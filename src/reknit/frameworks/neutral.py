@@ -15,6 +15,7 @@ from reknit.types.dtype import ITEMSIZE
 from reknit.types.shard import Tagged
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping
     from types import ModuleType
 
     from numpy.typing import NDArray
@@ -34,14 +35,10 @@ def to_neutral(value: Any, where: str) -> Any:
 
     def neutral(path: tree.Path, leaf: Any) -> Any:
         if jax_values is not None and jax_values.is_array(leaf):
-            return jax_values.to_tagged(leaf, f"{where} {_dotted(path)}")
-        return tree.DESCEND if torch is None else _neutral_leaf(torch, leaf, f"{where} {_dotted(path)}")
+            return jax_values.to_tagged(leaf, f"{where} {tree.dotted(path)}")
+        return tree.DESCEND if torch is None else _neutral_leaf(torch, leaf, f"{where} {tree.dotted(path)}")
 
-    return tree.map_leaves(value, neutral)
-
-
-def _dotted(path: tree.Path) -> str:
-    return "".join(f"[{key!r}]" for key in path)
+    return tree.map_leaves(value, neutral, where)
 
 
 def _neutral_leaf(torch: ModuleType, leaf: Any, where: str) -> Any:
@@ -71,7 +68,33 @@ def _neutral_tensor(torch: ModuleType, tensor: Any, where: str) -> dict[str, Any
         "dtype": dtype,
         "shape": list(tensor.shape),
         "data": dense.view(torch.uint8).numpy().tobytes(),
+        **training(tensor),
     }
+
+
+def is_renewable(tensor: Any) -> bool:
+    """Tell whether a new tensor of its library would be as this one; if not, it is a value like others.
+
+    New arrays of NumPy are of its own class, in the byte order of the machine.
+    """
+    return not isinstance(tensor, np.ndarray) or (type(tensor) is np.ndarray and tensor.dtype.isnative)
+
+
+def training(tensor: Any) -> dict[str, Any]:
+    """Return what is to be known of a tensor that training changes, beside its values; of others nothing."""
+    torch = sys.modules.get("torch")
+    if torch is None or not isinstance(tensor, torch.Tensor):
+        return {}
+    said = {"parameter": isinstance(tensor, torch.nn.Parameter), "requires_grad": tensor.requires_grad}
+    return said if any(said.values()) else {}
+
+
+def trained(tensor: Any, said: Mapping[str, Any]) -> Any:
+    """Return a new tensor as `training` said of the one that was saved, in the same memory."""
+    requires_grad = bool(said.get("requires_grad"))
+    if said.get("parameter"):
+        return sys.modules["torch"].nn.Parameter(tensor, requires_grad)
+    return tensor.requires_grad_() if requires_grad else tensor
 
 
 def from_neutral(value: Any) -> Any:
@@ -96,6 +119,8 @@ def _live_leaf(path: tree.Path, leaf: Any) -> Any:
         return leaf.copy()
     if not isinstance(leaf, Tagged) or leaf.tag == "tensor":
         return tree.DESCEND
+    if leaf.tag == "enum":
+        raise _no_member(leaf.value, tree.dotted(path))
     needs = "jax" if leaf.tag.startswith("jax.") else "torch"
     try:
         library = import_module(_JAX_VALUES if needs == "jax" else needs)
@@ -108,7 +133,17 @@ def _live_leaf(path: tree.Path, leaf: Any) -> Any:
         return _live_of_jax(library, leaf) if needs == "jax" else _live(library, leaf)
     except (KeyError, TypeError, ValueError, AttributeError, RuntimeError) as error:
         # Whatever they make of a damaged or hostile value, the reader is told that the value is at fault.
-        raise FormatError(f"the saved value {_dotted(path)} is no {leaf.tag}: {error}") from error
+        raise FormatError(f"the saved value {tree.dotted(path)} is no {leaf.tag}: {error}") from error
+
+
+def _no_member(value: Any, where: str) -> FormatError:
+    """Return the error for a member of an enumeration that this program has not."""
+    named = isinstance(value, list) and len(value) == 3
+    module, kind, name = value if named else ("?",) * 3
+    return FormatError(
+        f"the saved value {where} is {kind}.{name} of the module {module}, which is no enumeration here",
+        remedy=f"import {module} before loading",
+    )
 
 
 def _live_of_jax(jax_values: ModuleType, tagged: Tagged) -> Any:
@@ -141,5 +176,6 @@ def _live_tensor(torch: ModuleType, value: dict[str, Any]) -> Any:
     if min(shape, default=0) < 0 or prod(shape) * ITEMSIZE[name] != len(data):
         raise ValueError(f"{len(data)} bytes are no {name}{shape}")
     if not data:
-        return torch.empty(shape, dtype=_dtype(torch, name))
-    return torch.frombuffer(bytearray(data), dtype=torch.uint8).view(_dtype(torch, name)).reshape(shape)
+        return trained(torch.empty(shape, dtype=_dtype(torch, name)), value)
+    flat = torch.frombuffer(bytearray(data), dtype=torch.uint8)
+    return trained(flat.view(_dtype(torch, name)).reshape(shape), value)

@@ -36,9 +36,17 @@ class NumpyArrays:
         return isinstance(value, np.ndarray) and ITEMSIZE.get(value.dtype.name) == value.dtype.itemsize
 
     def view(self, tensor: Any, place: Place, world: World, *, fill: bool) -> View:
-        """Look at an array.  Raises `StateError` for a masked array, and to fill one that is read-only."""
+        """Look at an array.
+
+        Raises `StateError` for one that may hold more than numbers, and to fill one that is read-only.
+        """
         if isinstance(tensor, np.ma.MaskedArray):
             raise StateError(f"{place} is a masked array", remedy="save its .data and .mask")
+        if type(tensor) not in _ARRAYS:
+            raise StateError(
+                f"{place} is a {type(tensor).__name__}, an array that may hold more than its numbers",
+                remedy="save numpy.asarray() of it, and what else it holds as values of their own",
+            )
         if fill and not tensor.flags.writeable:
             raise StateError(f"{place} is a read-only array", remedy="load into a copy of it")
         if fill and not (tensor.flags.c_contiguous or overlap.is_distinct(tensor.shape, tensor.strides)):
@@ -61,6 +69,10 @@ class NumpyArrays:
     def fresh(self, spec: TensorSpec, like: Any = None) -> Any:
         """Return a new array."""
         return np.empty(spec.shape, numpy_dtype(spec.dtype))
+
+
+_ARRAYS = frozenset({np.ndarray, np.memmap, np.matrix})
+"""Types of arrays that are nothing but their numbers; one that is filled in place stays of its type."""
 
 
 def _memory(tensor: Any, base: NDArray[Any]) -> tuple[Any, ...]:
@@ -112,8 +124,11 @@ class ContainerAdapter:
     def collect(self, value: Any, place: Place, saving: Saving) -> None:
         """Collect what is inside, or the whole as one value."""
         if _is_value(value, saving):
-            saving.blob(to_neutral(value, str(place)), place)
+            # A mapping is its keys: empty or not, its type is that of the one that the target has.
+            foreign = isinstance(value, Mapping) and type(value) not in tree.REBUILT
+            saving.blob({} if foreign else to_neutral(value, str(place)), place)
             return
+        _require_known(value, place)
         united = is_united(value, saving)
         for key, inner in tree.children(value):
             saving.visit(inner, place if united else place.child(key))
@@ -122,7 +137,9 @@ class ContainerAdapter:
         """Ask for what is inside, or for the whole as one value."""
         if _is_value(value, loading):
             want_value(value, place, loading, assign)
-        elif is_united(value, loading):
+            return
+        _require_known(value, place)
+        if is_united(value, loading):
             for inner in value:
                 loading.visit(inner, place, None)
         elif isinstance(value, tuple) or not _is_first(value, loading):
@@ -146,6 +163,16 @@ class ContainerAdapter:
                 assign(_with(value, fresh))
 
         loading.later(replace)
+
+
+def _require_known(container: Any, place: Place) -> None:
+    """Refuse a container that is too deep, or that could not be made again with other things in it."""
+    place.require_shallow()
+    if isinstance(container, tuple) and type(container) is not tuple and not tree.is_named(container):
+        raise StateError(
+            f"{place} is a {type(container).__name__}, which derives from tuple",
+            remedy="make it a tuple, or a named tuple",
+        )
 
 
 def _is_first(container: Any, loading: Loading) -> bool:
@@ -225,7 +252,15 @@ def want_value(target: Any, place: Place, loading: Loading, assign: Assign) -> N
     if isinstance(target, (Mapping, list, tuple)) and not target and loading.is_divided(place):
         return  # it is empty here, as other ranks have what is in it
     found = loading.value(place)
-    if found.why is None:
+    if found.why is not None:
+        return
+    if assign is None and not tree.refits(target, found.value):
+        loading.report_mismatched(
+            place,
+            f"a {type(found.value).__name__} was saved, which the {type(target).__name__} here cannot become "
+            "in a container that cannot be changed",
+        )
+    else:
         loading.later(lambda: _put(target, found.value, assign))
 
 

@@ -7,13 +7,16 @@ from dataclasses import dataclass, field
 from types import EllipsisType
 from typing import TYPE_CHECKING, Any
 
+from reknit.errors import StateError
 from reknit.frameworks.walk import Walk
-from reknit.types.shard import Alias, Blob, Holdings, Shard
+from reknit.types.box import Box
+from reknit.types.shard import MAX_NDIM, Alias, Blob, Holdings, Shard
 
 if TYPE_CHECKING:
     from collections.abc import Hashable, Mapping
 
     from reknit.frameworks.walk import Place, Replicas, View
+    from reknit.types.shard import TensorSpec
 
 
 @dataclass
@@ -38,11 +41,24 @@ class Saving(Walk):
         if not self.claim(view.memory, place, tensor):
             return
         item, fqn = place.item, place.fqn
+        if len(view.spec.shape) > MAX_NDIM:
+            raise StateError(
+                f"{place} has {len(view.spec.shape)} dimensions; {MAX_NDIM} is the limit",
+                remedy="save it in a shape with fewer, for example .flatten()",
+            )
         holders = view.replicas if isinstance(replicas, EllipsisType) else replicas
         for number, (box, memory) in enumerate(view.parts):
             if view.holders is not None and isinstance(replicas, EllipsisType):
                 holders = view.holders[number]
             self.shards.append(Shard(item, fqn, view.spec, box, holders, memory))
+
+    def witness(self, spec: TensorSpec, place: Place, empty: Any) -> None:
+        """Say that there is a tensor of which other ranks hold what is saved; the save fails if none does.
+
+        `empty` is memory without elements, of the tensor's dtype and with as many dimensions.
+        """
+        nothing = Box((0,) * len(spec.shape), tuple(empty.shape))
+        self.shards.append(Shard(place.item, place.fqn, spec, nothing, (), empty))
 
     def claim(self, memory: Hashable, place: Place, tensor: Any) -> bool:
         """Take a name for memory; tell whether it is the first that it has, and note another as an alias."""

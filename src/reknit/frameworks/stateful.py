@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 from reknit.errors import FormatError, StateError
 from reknit.frameworks import tree
-from reknit.frameworks.neutral import to_neutral
+from reknit.frameworks.neutral import is_renewable, to_neutral, trained, training
 from reknit.types.shard import Tagged
 
 if TYPE_CHECKING:
@@ -76,7 +76,7 @@ def _want_tensors(value: Any, place: Place, loading: Loading) -> None:
 
     def fill(path: tree.Path, leaf: Any) -> Any:
         library = loading.arrays(leaf)
-        if library is None:
+        if library is None or not is_renewable(leaf):
             return tree.DESCEND
         at = place.child(*path)
         spec = loading.spec(at)
@@ -90,7 +90,7 @@ def _want_tensors(value: Any, place: Place, loading: Loading) -> None:
         loading.tensor(tensor, at)
         return tensor
 
-    state = tree.map_leaves(value.state_dict(), fill)
+    state = tree.map_leaves(value.state_dict(), fill, place)
     if any(loading.spec(at) is not None for at in asked):
         loading.later(lambda: value.load_state_dict(_completed(state)))
 
@@ -103,12 +103,13 @@ def skeleton(
 
     def hole(path: tree.Path, leaf: Any) -> Any:
         library = saving.arrays(leaf)
-        if library is None:
+        if library is None or not is_renewable(leaf):
             return tree.DESCEND
         add(leaf, place.child(*path))
-        return Tagged("tensor", {"library": library.library, "path": _relative(path, place)})
+        hole = {"library": library.library, "path": _relative(path, place)}
+        return Tagged("tensor", {**hole, **training(leaf)})
 
-    return to_neutral(tree.map_leaves(value, hole), str(place))
+    return to_neutral(tree.map_leaves(value, hole, place), str(place))
 
 
 def tensors_of(value: Any, place: Place, walk: Walk) -> dict[str, Any]:
@@ -121,7 +122,7 @@ def tensors_of(value: Any, place: Place, walk: Walk) -> dict[str, Any]:
         found[_relative(path, place)] = leaf
         return None
 
-    tree.map_leaves(value, keep)
+    tree.map_leaves(value, keep, place)
     return found
 
 
@@ -160,7 +161,7 @@ def rebuild(
             return ask(spec, like, at)
         tensor = arrays.fresh(spec, like if arrays.matches(like) else None)
         loading.tensor(tensor, at)
-        return tensor
+        return trained(tensor, leaf.value)
 
     filled = tree.map_leaves(value, fill)
     return not absent, filled

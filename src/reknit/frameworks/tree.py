@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import re
+from argparse import Namespace
 from collections import Counter, OrderedDict, defaultdict, deque
 from collections.abc import Mapping, MutableMapping
 from functools import lru_cache
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any, Final
 
 import numpy as np
 
 from reknit.errors import StateError
+from reknit.types.shard import MAX_DEPTH
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -22,6 +25,10 @@ SKELETON: Final = "~s"
 
 _PLAIN: Final = frozenset({int, float, complex, str, bytes, bool, type(None)})
 """Types of most leaves, which nobody has to look at twice: histories can be millions of numbers long."""
+
+_NAMESPACES: Final = frozenset({Namespace, SimpleNamespace})
+REBUILT: Final = _NAMESPACES | {dict, list, tuple, deque, OrderedDict, defaultdict, Counter}
+"""Types whose values can be made again of what is in them; of a class derived from one, nobody knows that."""
 
 _INTEGER = re.compile(r"-?[0-9]+")
 
@@ -79,34 +86,60 @@ def join(*parts: str) -> str:
     return "/".join(part for part in parts if part)
 
 
-def map_leaves(value: Any, leaf: Callable[[Path, Any], Any], path: Path = ()) -> Any:
+def map_leaves(value: Any, leaf: Callable[[Path, Any], Any], where: object = "a value") -> Any:
     """Rebuild nested containers with `leaf(path, value)` in the place of every value.
 
     Numbers, texts and None are kept as they are.  `leaf` sees containers too, before what is inside them,
-    and answers `DESCEND` to leave a value to the walk: a container is then rebuilt as its own type, anything
-    else kept.
+    and answers `DESCEND` to leave a value to the walk: a container of Python's own is then rebuilt as its own
+    type, anything else kept.  Raises `StateError` for what is too deep, saying `where`.
     """
-    if type(value) in _PLAIN:
-        return value
-    answer = leaf(path, value)
-    if answer is not DESCEND:
-        return answer
-    if isinstance(value, (dict, list, tuple, deque)):
-        return _rebuilt(value, lambda key, child: map_leaves(child, leaf, (*path, key)))
-    return value
+
+    def mapped(value: Any, path: Path) -> Any:
+        if type(value) in _PLAIN:
+            return value
+        answer = leaf(path, value)
+        if answer is not DESCEND:
+            return answer
+        if type(value) not in REBUILT:
+            return value
+        if len(path) >= MAX_DEPTH:
+            raise too_deep(f"{where} {dotted(path)}")
+        return _rebuilt(value, lambda key, child: mapped(child, (*path, key)))
+
+    return mapped(value, ())
 
 
 def _rebuilt(value: Any, child: Callable[[Any, Any], Any]) -> Any:
     """Return a container of the same type whose children went through `child(key, value)`."""
-    if isinstance(value, dict):
+    kind = type(value)
+    if kind in _NAMESPACES:
+        made = kind()
+        vars(made).update({name: child(name, inner) for name, inner in vars(value).items()})
+        return made
+    if issubclass(kind, dict):
         pairs = {key: child(key, inner) for key, inner in value.items()}
-        if isinstance(value, defaultdict):
+        if kind is dict:
+            return pairs
+        if kind is defaultdict:
             return defaultdict(value.default_factory, pairs)
-        return type(value)(pairs) if type(value) in (OrderedDict, Counter) else pairs
+        made = kind(pairs)
+        vars(made).update(vars(value))  # as the versions that torch's modules tell beside their state
+        return made
     inner = [child(index, inner) for index, inner in enumerate(value)]
-    if isinstance(value, deque):
-        return deque(inner, maxlen=value.maxlen)
-    return retuple(value, inner) if isinstance(value, tuple) else inner
+    return deque(inner, value.maxlen) if kind is deque else kind(inner)
+
+
+def dotted(path: Path) -> str:
+    """Return a path into a value as Python writes it; attributes look like keys."""
+    return "".join(f"[{key!r}]" for key in path)
+
+
+def too_deep(where: object) -> StateError:
+    """Return the error for containers in containers beyond any use."""
+    return StateError(
+        f"{where!s:.200} ... is nested deeper than {MAX_DEPTH} levels, or contains itself",
+        remedy="flatten it, or take it out of itself",
+    )
 
 
 def is_named(value: Any) -> bool:
@@ -129,15 +162,18 @@ def retuple(like: tuple[Any, ...], values: list[Any]) -> tuple[Any, ...]:
     return make(values)
 
 
-def any_leaf(value: Any, wanted: Callable[[Any], bool]) -> bool:
-    """Tell whether `wanted` holds for the value or anything in it; it never does for numbers and texts."""
+def any_leaf(value: Any, wanted: Callable[[Any], bool], depth: int = 0) -> bool:
+    """Tell whether `wanted` holds for the value or anything in it; it never does for numbers and texts.
+
+    It counts as holding for containers that are too deep, which who then looks for it has to refuse.
+    """
     if type(value) in _PLAIN:
         return False
-    if wanted(value):
+    if wanted(value) or depth > MAX_DEPTH:
         return True
     if isinstance(value, Mapping):
-        return any(any_leaf(inner, wanted) for inner in value.values())
-    return isinstance(value, (list, tuple)) and any(any_leaf(inner, wanted) for inner in value)
+        return any(any_leaf(inner, wanted, depth + 1) for inner in value.values())
+    return isinstance(value, (list, tuple)) and any(any_leaf(inner, wanted, depth + 1) for inner in value)
 
 
 def refillable(target: Any) -> bool:
@@ -146,17 +182,22 @@ def refillable(target: Any) -> bool:
 
 
 def refill(target: Any, value: Any) -> Any:
-    """Return the target with the value's contents where it can hold them, else the value."""
-    if isinstance(target, list) and isinstance(value, (list, tuple)):
+    """Return the target with the value's contents where that is a value of the same kind, else the value."""
+    if not refits(target, value):
+        return value
+    if isinstance(target, list):
         target[:] = value
-        return target
-    if isinstance(target, MutableMapping) and isinstance(value, Mapping):
+    else:
         target.clear()
         target.update(value)
-        return target
-    if isinstance(target, tuple) and isinstance(value, (list, tuple)) and len(target) == len(value):
-        return retuple(target, list(value))
-    return value
+    return target
+
+
+def refits(target: Any, value: Any) -> bool:
+    """Tell whether `refill` would change the target itself: a list for a list, a mapping for a mapping."""
+    if isinstance(target, list):
+        return isinstance(value, list)
+    return isinstance(target, MutableMapping) and isinstance(value, Mapping)
 
 
 def same_value(a: Any, b: Any) -> bool:

@@ -11,6 +11,7 @@ import msgspec
 
 from reknit.errors import StateError
 from reknit.frameworks import tree
+from reknit.types.shard import MAX_DEPTH
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Hashable, Iterable, Iterator
@@ -70,6 +71,11 @@ class Place(msgspec.Struct, frozen=True, gc=False):
         """Return the place of an escaped path below this one."""
         fqn = self.fqn
         return Place(self.item, f"{fqn}/{relative}" if fqn and relative else fqn or relative)
+
+    def require_shallow(self) -> None:
+        """Raise `StateError` for a place inside more containers than there may be."""
+        if self.fqn.count("/") >= MAX_DEPTH:
+            raise tree.too_deep(self)
 
     def __str__(self) -> str:
         return tree.join(self.item, self.fqn)
@@ -165,7 +171,10 @@ class Walk:
     def _find(self, value: Any, kind: type[Any], place: Place) -> Iterator[tuple[Any, Place]]:
         if isinstance(value, kind):
             yield value, place
-        elif isinstance(value, Mapping):
+            return
+        if isinstance(value, (Mapping, list, tuple)):
+            place.require_shallow()
+        if isinstance(value, Mapping):
             for key, inner in value.items():
                 yield from self._find(inner, kind, place.child(key))
         elif isinstance(value, (list, tuple)):

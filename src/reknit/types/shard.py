@@ -18,6 +18,13 @@ if TYPE_CHECKING:
     from reknit.types.box import Box
 
 
+MAX_DEPTH = 64
+"""Levels of containers, one in another, that a state and a value in it may have."""
+
+MAX_NDIM = 32
+"""Dimensions that a tensor may have."""
+
+
 def full_name(item: str, fqn: str) -> str:
     """Return what users are told: item/fqn, or the item alone where it is itself the value."""
     return f"{item}/{fqn}" if fqn else item
