@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 
 import reknit
-from reknit.errors import StateError
+from reknit.errors import CommitError, StateError
 from reknit.frameworks import megatron_model, megatron_private, megatron_sharded
 from reknit.frameworks.registry import collect
 from reknit.frameworks.walk import Place, World
@@ -120,7 +120,10 @@ def transposing_factory() -> list[tuple[str, FlatPart]]:
             for n, part in enumerate(parts)
         ]
 
-    factory = ShardedTensorFactory(key, weight, build, lambda parts: parts, (0, 0, 0))
+    def merge(parts: list[torch.Tensor]) -> torch.Tensor:
+        return torch.cat(parts, -2).transpose(-1, -2).reshape(hidden, -1)
+
+    factory = ShardedTensorFactory(key, weight, build, merge, (0, 0, 0))
     found = megatron_model.held(factory, HERE)
     memory = weight.detach().reshape(-1)
     for number, one in enumerate(found):
@@ -138,6 +141,75 @@ def test_grouped_experts_that_lie_transposed_have_a_tensor_each() -> None:
     assert len(found) == 2
     assert all(part.shape == (4, 3) and part.order == (1, 0) and part.total == 24 for _, part in found)
     assert [part.offset for _, part in found] == [0, 12]
+
+
+def leaf(key: str, data: torch.Tensor, replica: Any = 0) -> Any:
+    from megatron.core.dist_checkpointing.mapping import ShardedTensor
+
+    return ShardedTensor.from_rank_offsets(key, data, replica_id=replica)
+
+
+def computing_factories() -> None:
+    """A factory that computes what is saved, or does not put the parts together, is refused by its key."""
+    from megatron.core.dist_checkpointing.mapping import ShardedTensorFactory
+
+    def halves(key: str, t: torch.Tensor, replica: Any, _: Any) -> Any:
+        return {"parts": [leaf(f"{key}.{n}", part, replica) for n, part in enumerate(t.chunk(2))]}
+
+    def copies(key: str, t: torch.Tensor, replica: Any, _: Any) -> Any:
+        return [leaf(key, t.flip(0).clone(), replica)]
+
+    def joined(made: Any) -> Any:
+        return torch.cat(made["parts"])
+
+    data = torch.arange(6.0)
+    factory = ShardedTensorFactory("k", data.clone(), halves, joined)
+    saved = assemble([portable(collect({"i": {"f": factory}}, 0, 1))])
+    other = ShardedTensorFactory("k", torch.zeros(6), halves, joined)
+    load({"i": {"f": other}}, saved)
+    assert torch.equal(other.data, data)
+    bad = [
+        (halves, lambda made: joined(made) * 3),
+        (halves, lambda made: made["parts"]),
+        (halves, lambda made: torch.cat(made["parts"][::-1])),
+        (halves, lambda made: joined(made).sqrt_()),
+        (copies, lambda made: made[0]),
+        (lambda *a: leaf(a[0], a[1] + 1, a[2]), lambda made: made - 1),
+        (lambda *a: leaf(a[0], a[1] * 2, a[2]), lambda made: made // 2),
+        (lambda *a: [leaf(a[0], a[1].bfloat16(), a[2])], lambda made: made[0].long()),
+    ]
+    for build, merge in bad:
+        factory = ShardedTensorFactory("k", data.clone(), build, merge)
+        with pytest.raises(
+            StateError, match=r"i/f: the factory of k computes what is saved, or its merge_fn"
+        ):
+            collect({"i": {"f": factory}}, 0, 1)
+
+
+def test_a_factory_that_does_more_than_to_part_a_tensor_is_refused() -> None:
+    run(1, computing_factories)
+
+
+def lack_main_copies(root: str) -> None:
+    """What no rank has the main copy of is not left out: the save fails, naming it."""
+    rank = dist.get_rank()
+    for name, replica in [("plain", rank + 1), ("late", (1, 0, rank))]:
+        state = {"i": {"a": leaf("kept", torch.ones(2), rank), "b": leaf(name, torch.ones(2, 3), replica)}}
+        with pytest.raises(CommitError, match=f"i/{name}"):
+            reknit.save(f"{root}/{name}", state)
+    weight = torch.nn.Parameter(torch.ones(2, 3))
+    with pytest.raises(CommitError, match="i/weight"):
+        reknit.save(f"{root}/weight", {"i": {"w": leaf("weight", weight, (1, 0, rank))}})
+    assert reknit.latest(root) is None
+    # The other ranks' copies are no part of it, whatever is in them.
+    reknit.save(f"{root}/good", {"i": {"a": leaf("kept", torch.full((2,), float(rank)), rank)}})
+    target = leaf("kept", torch.full((2,), 5.0), rank)
+    reknit.load(f"{root}/good", {"i": {"a": target}})
+    assert target.data.tolist() == [0, 0]
+
+
+def test_a_tensor_without_a_main_copy_fails_the_save(tmp_path: Path) -> None:
+    run(2, lack_main_copies, str(tmp_path))
 
 
 def two_boxes(layout: Layout) -> list[tuple[Box, Box]]:
@@ -190,7 +262,9 @@ def test_what_a_rank_says_of_the_others_is_true_and_loads_without_a_message() ->
     source, target = Layout(4, pp=2, bf16=True, layers=2), Layout(2, bf16=True, layers=2)
     everyone = run(4, hold, source, 2)
     for last_stage in everyone[2:]:
-        assert not [shard.fqn for shard in last_stage.shards if "word_embeddings" in shard.fqn]
+        tied = [shard for shard in last_stage.shards if "embedding.word_embeddings" in shard.fqn]
+        assert {shard.item for shard in tied} == {"model"}
+        assert [shard.replicas for shard in tied] == [()]
     saved = assemble(everyone)
     answers = run(2, take, target, saved)
     again = assemble([held for held, _ in answers])

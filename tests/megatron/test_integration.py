@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from argparse import Namespace
+from collections import OrderedDict
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -144,6 +145,48 @@ def load_alone(root: str) -> None:
 
 def test_strictness_and_wrong_calls(root: Path) -> None:
     run(1, load_alone, str(root))
+
+
+def move(root: str) -> None:
+    """Load parts from where they were to other places of the state dict; values keep their types."""
+    from megatron.core.dist_checkpointing import ShardedObject, ShardedTensor
+
+    rank, folder = dist.get_rank(), f"{root}/moved"
+
+    def leaf(key: str, value: float) -> Any:
+        data = torch.full((2, 3), value + rank)
+        return ShardedTensor.from_rank_offsets(key, data, (0, rank, dist.get_world_size()))
+
+    def thing(key: str, value: Any) -> Any:
+        return ShardedObject(key, value, (1,), (0,), replica_id=rank)
+
+    common = {"args": Namespace(size=torch.Size([1]), kinds=OrderedDict(a=[torch.half])), "iteration": 1}
+    first = {
+        "model": {"a": leaf("a", 1), "deep": [leaf("b", 2)]},
+        "more": {"c": leaf("c", 3), "o": thing("o", [4])},
+    }
+    megatron.save({**first, **common}, folder, options=OPTIONS)
+    second = {
+        "net": {"x": [leaf("a", 0)], "y": thing("o", None)},
+        "more": leaf("b", 0),
+        "rest": [{"z": leaf("c", 0)}],
+    }
+    loaded = megatron.load(second, folder)
+    found = loaded["net"]["x"][0], loaded["more"], loaded["rest"][0]["z"]
+    assert [tensor.unique().tolist() for tensor in found] == [[1.0 + rank], [2.0 + rank], [3.0 + rank]]
+    assert loaded["net"]["y"] == [4]
+    assert loaded["args"] == common["args"]
+    assert [type(value) for value in vars(loaded["args"]).values()] == [torch.Size, OrderedDict]
+    with pytest.raises(MismatchError, match="model/lost"):
+        megatron.load({"model": {"a": leaf("a", 1), "b": leaf("b", 1)}, "net": leaf("lost", 0)}, folder)
+    around: dict[str, Any] = {"iteration": 1}
+    around |= {"a": around, "b": [around]}
+    with pytest.raises(StateError, match="contains itself"):
+        megatron.save(around, folder)
+
+
+def test_what_moved_in_the_state_dict_is_found_by_its_key(tmp_path: Path) -> None:
+    run(2, move, str(tmp_path))
 
 
 def save_in_the_background(root: str) -> list[str]:

@@ -8,7 +8,8 @@ from torch import nn
 
 from reknit.frameworks import megatron_names as names
 from reknit.frameworks import megatron_sharded as leaves
-from reknit.frameworks.megatron_model import groups, held, view
+from reknit.frameworks.megatron_model import groups, held, view, witness
+from reknit.frameworks.megatron_values import name_of_object
 from reknit.frameworks.walk import Place
 
 if TYPE_CHECKING:
@@ -35,14 +36,15 @@ class ShardedTensorAdapter:
         for at, one in _named(value, place):
             # Only for parameters are the groups known; of all else, Megatron tells which copy counts.
             known = isinstance(value.data, nn.Parameter)
-            if one.first if known else one.main:
-                replicas = _copies(one, saving) if known else saving.world.numbers([saving.world.global_rank])
-                saving.view(view(value.data, one, at, replicas, fill=False), at, value.data)
+            if not (one.first if known else one.main):
+                witness(value.data, one, at, saving)
+                continue
+            replicas = _copies(one, saving) if known else saving.world.numbers([saving.world.global_rank])
+            saving.view(view(value.data, one, at, replicas, fill=False), at, value.data)
 
     def wanted(self, value: Any, place: Place, loading: Loading, assign: Assign) -> None:
         """Fill the local tensor in place; one that has no memory yet gets some."""
-        if value.data is None:
-            value.init_data("cpu")
+        _give_memory(value)
         for at, one in _named(value, place):
             if loading.takes(at):
                 seen = view(value.data, one, at, None, fill=True)
@@ -62,6 +64,19 @@ def _named(value: Any, place: Place) -> list[tuple[Place, Held]]:
     return [
         (item.child("state", one.name, state[1]) if state else item.child(one.name), one) for one in found
     ]
+
+
+def names_of(value: Any) -> list[str]:
+    """Return the names in an item of what Megatron's ShardedTensor, factory or ShardedObject stands for."""
+    if leaves.is_object(value):
+        return [name_of_object(value)]
+    _give_memory(value)
+    return [at.fqn for at, _ in _named(value, Place(""))]
+
+
+def _give_memory(value: Any) -> None:
+    if value.data is None:
+        value.init_data("cpu")
 
 
 class LocalAdapter:

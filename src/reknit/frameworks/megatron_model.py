@@ -185,6 +185,13 @@ def view(tensor: Any, one: Held, place: Place, replicas: Replicas, *, fill: bool
     return View(TensorSpec(one.part.shape, dtype), one.part.parts(flat), replicas, key, settle)
 
 
+def witness(tensor: Any, one: Held, place: Place, saving: Saving) -> None:
+    """Tell of a whole tensor that Megatron saves from another copy than this one."""
+    shape = one.part.shape
+    empty = tensor.detach().new_empty((0,) * len(shape))
+    saving.witness(TensorSpec(shape, spec_of(empty, place).dtype), place, empty)
+
+
 class ModelAdapter:
     """Chunks of a Megatron model: bare, or in Megatron's Float16Module and DistributedDataParallel.
 
@@ -206,11 +213,13 @@ class ModelAdapter:
             if not leaves.is_tensor(sharded):
                 collect_object(sharded, place, saving)
             for one in parts:
-                if one.first:
-                    at = place.child(one.name)
-                    ranks = groups(saving).copies(expert=one.expert, whole=one.whole)
-                    seen = view(sharded.data, one, at, saving.world.numbers(ranks), fill=False)
-                    saving.view(seen, at, sharded.data)
+                at = place.child(one.name)
+                if not one.first:
+                    witness(sharded.data, one, at, saving)
+                    continue
+                ranks = groups(saving).copies(expert=one.expert, whole=one.whole)
+                seen = view(sharded.data, one, at, saving.world.numbers(ranks), fill=False)
+                saving.view(seen, at, sharded.data)
 
     def wanted(self, value: Any, place: Place, loading: Loading, assign: Assign) -> None:
         """Fill the model's tensors where they are."""

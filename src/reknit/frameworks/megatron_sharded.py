@@ -74,17 +74,71 @@ def entries(sharded: Any, place: Place) -> list[Entry]:
     if not local.is_contiguous():
         raise StateError(f"{place} is not contiguous, and Megatron saves it in parts")
     built = list(_tensors(sharded.build_fn(sharded.key, local.detach(), sharded.replica_id, None)))
+    if not (_is_megatrons(sharded.build_fn) and _is_megatrons(sharded.merge_fn)):
+        _require_parts(sharded, built, place)
     memory = local.untyped_storage().data_ptr()
     if all(part.data.untyped_storage().data_ptr() == memory for part in built):
         first = local.storage_offset()
         return [_entry(part, part.data.storage_offset() - first, tuple(part.data.stride())) for part in built]
     # The factory copies: what it makes of the numbers of the elements tells where each element goes.
-    numbers = torch.arange(local.numel(), device=local.device).reshape(local.shape)
-    copies = _tensors(sharded.build_fn(sharded.key, numbers, sharded.replica_id, None))
+    copies = _tensors(sharded.build_fn(sharded.key, _numbers(local), sharded.replica_id, None))
     return [
         _entry(part, *_affine(copy.data, place), dtype=part.data.dtype)
         for part, copy in zip(built, copies, strict=True)
     ]
+
+
+def _numbers(local: torch.Tensor) -> torch.Tensor:
+    """Return a tensor of the same shape whose elements are their numbers in memory."""
+    return torch.arange(local.numel(), device=local.device).reshape(local.shape)
+
+
+def _is_megatrons(function: Any) -> bool:
+    """Tell whether a function of a factory is Megatron's own: those part a tensor, and merge the parts."""
+    function = getattr(function, "func", function)
+    return str(getattr(function, "__module__", "")).startswith("megatron.core.")
+
+
+def _require_parts(factory: Any, built: list[Any], place: Place) -> None:
+    """Refuse a factory that does more than to part a tensor, or whose `merge_fn` does not put it together.
+
+    Tensors are saved and filled where they lie, so that neither function has a say in what is in them.
+    """
+    local = factory.data.detach()
+    numbers = _numbers(local)
+    try:
+        made = factory.build_fn(factory.key, numbers, factory.replica_id, None)
+        copies = list(_tensors(made))
+        whole = factory.merge_fn(_parts(made))
+        same = len(copies) == len(built) and torch.equal(whole, numbers)
+        same = same and all(
+            _bytes(local.reshape(-1)[copy.data]).equal(_bytes(part.data))
+            for part, copy in zip(built, copies, strict=True)
+        )
+    except (
+        Exception
+    ):  # a user's own code, and what it makes of numbers; whatever it raises, it cannot be known
+        same = False
+    if not same:
+        raise StateError(
+            f"{place}: the factory of {factory.key} computes what is saved, or its merge_fn does not put the "
+            "parts together as they were",
+            remedy="put the tensor into the state that is to be saved, and compute before the save and after "
+            "the load",
+        )
+
+
+def _bytes(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.detach().contiguous().reshape(-1).view(torch.uint8)
+
+
+def _parts(made: Any) -> Any:
+    """Return what a factory built, with tensors in the place of the ShardedTensors."""
+    if isinstance(made, dict):
+        return {key: _parts(inner) for key, inner in made.items()}
+    if isinstance(made, (list, tuple)):
+        return [_parts(inner) for inner in made]
+    return made.data if is_tensor(made) else made
 
 
 def _tensors(built: Any) -> Iterator[Any]:

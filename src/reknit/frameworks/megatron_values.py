@@ -65,6 +65,11 @@ def _known(value: Any) -> _Known:
     return _Known(names.plain(key), main, keyed)
 
 
+def name_of_object(value: Any) -> str:
+    """Return the name of a ShardedObject in its item."""
+    return _known(value).name
+
+
 class ObjectAdapter:
     """Megatron's ShardedObject: a shared value, or one of a rank's place in a grid."""
 

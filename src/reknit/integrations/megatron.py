@@ -11,21 +11,22 @@ import logging
 import re
 import sys
 import time
-from argparse import Namespace
 from dataclasses import dataclass, field
 from enum import Enum
 from typing import TYPE_CHECKING, Any
 
 from reknit import api
-from reknit.errors import CheckpointNotFoundError, StateError, UsageError
+from reknit.errors import CheckpointNotFoundError, MismatchError, UsageError
 from reknit.frameworks import megatron_private as private
 from reknit.frameworks import megatron_sharded as parts
+from reknit.frameworks import tree
+from reknit.frameworks.megatron_leaves import names_of
 from reknit.monitor.phase import Deadline
 from reknit.options import LoadOptions, SaveOptions
 from reknit.storage.registry import open_storage
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
+    from collections.abc import Callable, Iterator, Mapping
     from os import PathLike
 
     from reknit.engine.report import LoadReport
@@ -78,7 +79,7 @@ def save(
     state = _items(leaves)
     if _COMMON in state:
         raise UsageError(f"the state dict has sharded parts under {_COMMON!r}", remedy="use another key")
-    state[_COMMON] = _Kept(_encoded(common)) if _rank() == 0 else parts.local_object(None)
+    state[_COMMON] = _Kept(common) if _rank() == 0 else parts.local_object(None)
     number = _step(sharded_state_dict, checkpoint_dir) if step is None else step
     options = options or SaveOptions()
     pending = api.save(checkpoint_dir, state, number, not async_sharded_save, overwrite=True, options=options)
@@ -121,7 +122,8 @@ def load(
     The tensors are filled where they are, models and optimizers themselves too.  Of `strict`, the values that
     log, return or ignore make the load lenient; with all others, whatever does not fit raises `MismatchError`
     before anything changes.  Those that return give a triple: the state dict, the names that only the
-    checkpoint has, and the names that only the state dict has.
+    checkpoint has, and the names that only the state dict has.  Sharded parts are found by their keys, also
+    where they have moved to another place of the state dict since.
 
     Raises `UsageError` for a strategy: reknit has one of its own.  All else is as for `reknit.load`.
     """
@@ -129,10 +131,8 @@ def load(
     how = _strictness(strict)
     leaves, local = _parted(sharded_state_dict, parts.is_local)
     kept = _Kept()
-    report = api.load(
-        checkpoint_dir, {**_items(leaves), _COMMON: kept}, how in _STRICT, options=options or LoadOptions()
-    )
-    answer = parts.merged(_decoded(kept.values), parts.unwrapped(leaves))
+    report = _load(checkpoint_dir, _items(leaves), kept, how in _STRICT, options or LoadOptions())
+    answer = parts.merged(kept.values, parts.unwrapped(leaves))
     answer = parts.merged(answer, parts.unwrapped(local))
     if how not in _STRICT | _QUIET:
         _log(report, extra=how == "log_all")
@@ -140,6 +140,55 @@ def load(
         return answer
     only_there = set(report.unexpected) if how == "return_all" else set()
     return answer, only_there, set(report.missing)
+
+
+def _load(
+    path: str | PathLike[str], items: dict[str, Any], kept: _Kept, strict: bool, options: LoadOptions
+) -> LoadReport:
+    """Load items, as they are if they fit, else as the checkpoint has their keys.
+
+    That something does not fit anywhere is an error on every rank, so all of them load once more.
+    """
+    try:
+        return api.load(path, {**items, _COMMON: kept}, options=options)
+    except MismatchError:
+        items = _by_key(items, path)
+    return api.load(path, {**items, _COMMON: kept}, strict, options=options)
+
+
+def _by_key(items: dict[str, Any], path: str | PathLike[str]) -> dict[str, Any]:
+    """Return items with every sharded part in the one in which the checkpoint has its key.
+
+    A live model or optimizer has its item for itself: nothing is put beside it.
+    """
+    with api.open(path) as checkpoint:
+        saved = {item: {*checkpoint.tensors[item], *checkpoint.values[item]} for item in checkpoint.items}
+    live = {item for item, value in items.items() if not all(map(_is_sharded, _leaves(value)))}
+    moved: dict[str, list[Any]] = {}
+    gone: set[int] = set()
+    for item in items.keys() - live:
+        for part in _leaves(items[item]):
+            homes = [home for home, known in saved.items() if known.issuperset(names_of(part))]
+            if item not in homes and len(homes) == 1 and homes[0] not in live:
+                moved.setdefault(homes[0], []).append(part)
+                gone.add(id(part))
+    found: dict[str, Any] = parts.parted(items, lambda leaf: id(leaf) in gone)[1]
+    for home, more in moved.items():
+        found[home] = [*([found[home]] if found.get(home) else []), *more]
+    return found
+
+
+def _is_sharded(leaf: Any) -> bool:
+    return parts.is_tensor(leaf) or parts.is_object(leaf)
+
+
+def _leaves(state: Any) -> Iterator[Any]:
+    """Yield what is in nested dicts and lists."""
+    if not isinstance(state, (dict, list)):
+        yield state
+        return
+    for inner in state.values() if isinstance(state, dict) else state:
+        yield from _leaves(inner)
 
 
 def load_common_state_dict(
@@ -151,7 +200,7 @@ def load_common_state_dict(
     """
     kept = _Kept()
     api.load(checkpoint_dir, {_COMMON: kept}, options=options or LoadOptions())
-    values: dict[str, Any] = _decoded(kept.values)
+    values: dict[str, Any] = kept.values
     return values
 
 
@@ -184,6 +233,8 @@ class _Kept:
 
 def _parted(state: dict[str, Any], which: Callable[[Any], bool] | None = None) -> tuple[Any, Any]:
     """Return what is sharded or live in a state dict, and of the rest what `which` says, by default all."""
+    if tree.any_leaf(state, lambda _: False):
+        raise tree.too_deep("the state dict")
     leaves, rest = parts.parted(state, private.is_leaf)
     if which is None:
         return leaves, parts.parted(rest, parts.is_local)[1]
@@ -244,45 +295,3 @@ def _step(state: Mapping[str, Any], checkpoint_dir: str | PathLike[str]) -> int 
 def _rank() -> int:
     distributed = sys.modules["torch"].distributed
     return int(distributed.get_rank()) if distributed.is_initialized() else 0
-
-
-_NAMESPACE = "<Namespace>"
-_ENUM = "<Enum>"
-
-
-def _encoded(value: Any) -> Any:
-    """Return a value with namespaces and members of enumerations as what every checkpoint can hold."""
-    if isinstance(value, Namespace):
-        return {_NAMESPACE: _encoded(vars(value))}
-    if isinstance(value, Enum):
-        return {_ENUM: [type(value).__module__, type(value).__qualname__, value.name]}
-    if isinstance(value, dict):
-        return {key: _encoded(inner) for key, inner in value.items()}
-    if type(value) in (list, tuple):
-        return type(value)(map(_encoded, value))
-    return value
-
-
-def _decoded(value: Any) -> Any:
-    """Return what `_encoded` was given; enumerations have to be imported already."""
-    if isinstance(value, dict):
-        if value.keys() == {_NAMESPACE}:
-            return Namespace(**_decoded(value[_NAMESPACE]))
-        if value.keys() == {_ENUM}:
-            return _member(*value[_ENUM])
-        return {key: _decoded(inner) for key, inner in value.items()}
-    if type(value) in (list, tuple):
-        return type(value)(map(_decoded, value))
-    return value
-
-
-def _member(module: str, path: str, name: str) -> Enum:
-    kind: Any = sys.modules.get(module)
-    for part in path.split("."):
-        kind = getattr(kind, part, None)
-    if not (isinstance(kind, type) and issubclass(kind, Enum)) or name not in kind.__members__:
-        raise StateError(
-            f"the checkpoint has {path}.{name} of {module}, which is no enumeration here",
-            remedy=f"import {module} before loading",
-        )
-    return kind[name]
