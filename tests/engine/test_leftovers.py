@@ -84,7 +84,10 @@ THINGS = {
 }
 TEMPORARY = {"temporary", "sub-file", "lock"}
 ITEMS = {path.partition("/")[0] for path in THINGS.values() if "/" in path}
-FOREIGN = ("notes.txt", "model/weights.bin", ".hidden.tmp", "model/.nfs0000001", "model/00000.safetensors")
+FOREIGN = (
+    *("notes.txt", "model/weights.bin", ".hidden.tmp", ".session.lock.tmp", "model/.nfs0000001"),
+    "model/00000.safetensors",
+)
 
 
 def owner(path: str, known: set[str]) -> str:

@@ -9,7 +9,8 @@ from collections import OrderedDict
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
-from reknit.storage.posix import expect_sequence, identity, open_regular
+from reknit.storage.beneath import open_regular
+from reknit.storage.posix import expect_sequence, identity
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -74,21 +75,22 @@ class ReadCache:
         weakref.finalize(self, _retire_all, self._open).atexit = False
 
     @contextmanager
-    def reading(self, path: str) -> Iterator[int]:
-        """Lend a descriptor of the file that is now at `path`.  Raises `OSError`."""
-        descriptor = self._acquire(path)
+    def reading(self, root: str, path: str) -> Iterator[int]:
+        """Lend a descriptor of the file that is now at `path` below a root.  Raises `OSError`."""
+        full = os.path.join(root, path)
+        descriptor = self._acquire(root, path, full)
         try:
             yield descriptor.fd
         except OSError:
-            self.drop(path)  # a stale handle of a network file system stays stale: open anew next time
+            self.drop(full)  # a stale handle of a network file system stays stale: open anew next time
             raise
         finally:
             descriptor.release()
 
-    def drop(self, path: str) -> None:
+    def drop(self, full: str) -> None:
         """Forget a file."""
         with self._lock:
-            descriptor = self._open.pop(path, None)
+            descriptor = self._open.pop(full, None)
         if descriptor is not None:
             descriptor.retire()
 
@@ -100,31 +102,31 @@ class ReadCache:
         for descriptor in dropped:
             descriptor.retire()
 
-    def _acquire(self, path: str) -> Descriptor:
+    def _acquire(self, root: str, path: str, full: str) -> Descriptor:
         with self._lock:
-            known = self._open.get(path)
+            known = self._open.get(full)
             if known is not None:
-                self._open.move_to_end(path)
+                self._open.move_to_end(full)
         if known is not None and known.acquire():
             try:
-                same = identity(known.fd) == identity(path)
+                same = identity(known.fd) == identity(full)
             except OSError:
                 known.release()
                 raise
             if same:
                 return known
             known.release()
-            self.drop(path)
-        fd = open_regular(path)
+            self.drop(full)
+        fd = open_regular(root, path)
         expect_sequence(fd)
-        return self._admit(path, fd)
+        return self._admit(full, fd)
 
-    def _admit(self, path: str, fd: int) -> Descriptor:
+    def _admit(self, full: str, fd: int) -> Descriptor:
         fresh = Descriptor(fd)
         fresh.acquire()
         with self._lock:
-            outdated = [self._open.pop(path)] if path in self._open else []
-            self._open[path] = fresh
+            outdated = [self._open.pop(full)] if full in self._open else []
+            self._open[full] = fresh
             while len(self._open) > self._limit:
                 outdated.append(self._open.popitem(last=False)[1])
         for descriptor in outdated:

@@ -8,6 +8,8 @@ import threading
 from contextlib import suppress
 
 from reknit.monitor.phase import now
+from reknit.storage.beneath import inside
+from reknit.storage.paths import is_own_temporary
 
 STALE_S = 3600.0
 """Age at which a temporary file belongs to no living write: each lasts as long as one small file takes."""
@@ -86,16 +88,18 @@ def sweep(folder: str) -> None:
     """Remove temporary files that a process left behind when it was killed; young ones may be in use."""
     # Best effort: such a file is never listed or read, it only takes room and keeps its folder from going.
     with suppress(OSError):
-        names = [name for name in os.listdir(folder) if name.startswith(".") and name.endswith(".tmp")]
-        for path in (os.path.join(folder, name) for name in names):
-            if now() - os.stat(path).st_mtime > STALE_S:
+        for path in (os.path.join(folder, name) for name in os.listdir(folder) if is_own_temporary(name)):
+            if now() - os.lstat(path).st_mtime > STALE_S:
                 os.unlink(path)
 
 
-def prune(folder: str, root: str) -> None:
-    """Remove a folder and those above it as far as they are empty, but never `root`."""
+def prune(root: str, path: str) -> None:
+    """Remove the folder that held `path` and those above it as far as they are empty, but never `root`."""
     # Best effort: a folder that is not empty, busy or not ours to remove simply stays.
+    folder = path.rpartition("/")[0]
     with suppress(OSError):
-        while folder.startswith(root.rstrip("/") + "/"):
-            os.rmdir(folder)
-            folder = os.path.dirname(folder)
+        while folder:
+            above, _, name = folder.rpartition("/")
+            with inside(root, above) as fd:
+                os.rmdir(name, dir_fd=fd)
+            folder = above

@@ -19,6 +19,7 @@ from reknit.errors import (
     UsageError,
 )
 from reknit.storage.base import Listed, Reading
+from reknit.storage.local import LocalStorage
 from reknit.storage.paths import check_path, is_temporary
 from reknit.storage.runs import check_inside, read_runs
 
@@ -26,6 +27,9 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
 
     from numpy.typing import NDArray
+
+    from reknit.options import Durability
+    from reknit.storage.base import Storage
 
 logger = logging.getLogger("reknit")
 
@@ -332,14 +336,17 @@ class FsspecWriter:
             raise StorageError(f"cannot {action} {self._url}: it is finished or aborted", path=self._url)
 
 
-def open_fsspec(url: str) -> FsspecStorage:
+def open_fsspec(url: str, durability: Durability = "power") -> Storage:
     """Return the store at a URL of fsspec, and warn once of what it cannot promise.
 
-    Raises `ImportError` where fsspec, or what serves this protocol, is not installed.
+    Folders of this machine have a store of their own, which promises more, and follows no link.  Raises
+    `ImportError` where fsspec, or what serves this protocol, is not installed.
     """
     import fsspec
 
     system, root = fsspec.core.url_to_fs(url, use_listings_cache=False)
+    if isinstance(system, fsspec.get_filesystem_class("file")):
+        return LocalStorage(root, durability=durability)
     scheme = url.partition(":")[0]
     if scheme not in _warned:
         _warned.add(scheme)

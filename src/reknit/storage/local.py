@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, get_args
 from reknit.errors import StorageError, StorageNotFoundError, UsageError
 from reknit.options import Durability
 from reknit.storage.base import Listed, Reading
+from reknit.storage.beneath import open_below, status_below, unlink_below
 from reknit.storage.descriptors import ReadCache
 from reknit.storage.folders import Folders, prune, sweep, sync_folder
 from reknit.storage.local_writer import LocalWriter
@@ -21,7 +22,6 @@ from reknit.storage.posix import (
     NEW_FILE,
     entries,
     found_anew,
-    identity,
     link_new,
     move,
     move_new,
@@ -84,8 +84,8 @@ class LocalStorage:
             raise UsageError(f"a file of {nbytes} bytes cannot be")
         full = self._full(path)
         with translated("create", full):
-            fd = self._open_new(full)
-            writer = LocalWriter(self._root, full, fd, nbytes, self._folders)
+            fd = self._open_new(path)
+            writer = LocalWriter(self._root, path, fd, nbytes, self._folders)
             try:
                 reserve(fd, os.path.dirname(full), nbytes)
             except OSError:
@@ -97,10 +97,11 @@ class LocalStorage:
         """Write a temporary file and give it the name in one step, by `link` or `rename`."""
         full = self._full(path)
         folder = os.path.dirname(full)
-        temporary = os.path.join(folder, f".{uuid.uuid4().hex}.tmp")
+        name = f".{uuid.uuid4().hex}.tmp"
+        temporary = os.path.join(folder, name)
         with translated("write", full):
             try:
-                self._write_whole(temporary, data)
+                self._write_whole(path.rpartition("/")[0], name, data)
                 if if_absent:
                     placed = link_new(temporary, full)
                 else:
@@ -125,7 +126,8 @@ class LocalStorage:
         full, marker = self._full(path), self._full(pending)
         with translated(f"make {path} of", marker):
             try:
-                self._fill(os.open(marker, os.O_WRONLY), data)
+                # O_NONBLOCK, as what has taken the marker's name may be a pipe that nobody reads.
+                self._fill(open_below(self._root, pending, os.O_WRONLY | os.O_NONBLOCK), data)
             except OSError as error:
                 if error.errno == errno.ESTALE:  # how NFS tells that it was removed after it was opened
                     raise FileNotFoundError(errno.ENOENT, "it was removed meanwhile", marker) from error
@@ -147,13 +149,13 @@ class LocalStorage:
         """
         full = self._full(path)
         with translated("read", full):
-            return found_anew(full, lambda: read_whole(full, limit))
+            return found_anew(full, lambda: read_whole(self._root, path, limit))
 
     def size(self, path: str) -> int:
         """Return the size of a file in bytes."""
         full = self._full(path)
         with translated("find", full):
-            found = found_anew(full, lambda: os.stat(full))
+            found = found_anew(full, lambda: status_below(self._root, path))
         if not stat.S_ISREG(found.st_mode):
             raise StorageNotFoundError(f"{full} is not a regular file", path=full)
         return found.st_size
@@ -166,7 +168,7 @@ class LocalStorage:
         wanted = sum(buffer.nbytes for buffer in buffers)
 
         def read() -> None:
-            with self._cache.reading(full) as fd:
+            with self._cache.reading(self._root, path) as fd:
                 if preadv_all(fd, start, buffers) < wanted:
                     raise shorter(full, start, wanted, os.fstat(fd).st_size)
 
@@ -182,7 +184,7 @@ class LocalStorage:
         full = self._full(path)
 
         def read() -> None:
-            with self._cache.reading(full) as fd:
+            with self._cache.reading(self._root, path) as fd:
                 short = preadv_runs(fd, starts.tolist(), nbytes, out.reshape(-1).data)
                 if short is not None:
                     raise shorter(full, short, nbytes, os.fstat(fd).st_size)
@@ -195,7 +197,7 @@ class LocalStorage:
         full = self._full(path)
         if not hasattr(os, "posix_fadvise"):
             raise StorageError("this system cannot drop a file from its cache", path=full)
-        with translated("evict", full), self._cache.reading(full) as fd:
+        with translated("evict", full), self._cache.reading(self._root, path) as fd:
             os.fsync(fd)  # a dirty page would stay
             os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
 
@@ -205,7 +207,7 @@ class LocalStorage:
         folder = os.path.dirname(full)
         with translated("delete", full):
             try:
-                found_anew(full, lambda: os.unlink(full))
+                found_anew(full, lambda: unlink_below(self._root, path))
             except (FileNotFoundError, NotADirectoryError):
                 return
             finally:
@@ -213,7 +215,7 @@ class LocalStorage:
             if self._durability == "power":
                 with suppress(FileNotFoundError):  # another delete has removed the folder already
                     sync_folder(folder)
-        prune(folder, self._root)
+        prune(self._root, path)
 
     def sub(self, path: str) -> LocalStorage:
         """Return the store rooted at a folder; it shares the open files of this one."""
@@ -226,39 +228,42 @@ class LocalStorage:
         self._cache.close()
 
     def folders(self) -> list[str]:
-        """Return the names of the folders directly below the root, sorted."""
-        return sorted(name for name, found in entries(self._root) if stat.S_ISDIR(found.st_mode))
+        """Return the names of the folders directly below the root, sorted.
+
+        Links to folders too: a folder directly below may be a checkpoint, and the root of a store.
+        """
+        return sorted(name for name, found in entries(self._root, links=True) if stat.S_ISDIR(found.st_mode))
 
     def list(self, prefix: str = "") -> Iterator[Listed]:
         """Yield every file below a folder, also those that are still being written."""
         folder = self._full(prefix) if prefix else self._root
-        with translated("list", folder):
-            top = identity(folder)
-        return self._walk(folder, prefix, frozenset({top}))
+        with translated("list", folder), suppress(FileNotFoundError, NotADirectoryError):
+            if prefix:
+                status_below(self._root, prefix)
+        return self._walk(folder, prefix)
 
-    def _walk(self, folder: str, prefix: str, above: frozenset[tuple[int, int] | None]) -> Iterator[Listed]:
+    def _walk(self, folder: str, prefix: str) -> Iterator[Listed]:
         for name, found in entries(folder):
             path = f"{prefix}/{name}" if prefix else name
-            here = (found.st_dev, found.st_ino)
             if stat.S_ISREG(found.st_mode):
                 yield Listed(path, found.st_size)
-            elif stat.S_ISDIR(found.st_mode) and here not in above:  # a link may lead back up
-                yield from self._walk(os.path.join(folder, name), path, above | {here})
+            elif stat.S_ISDIR(found.st_mode):
+                yield from self._walk(os.path.join(folder, name), path)
 
     def _full(self, path: str) -> str:
         return os.path.join(self._root, check_path(path, self._root))
 
-    def _open_new(self, full: str, flags: int = NEW_FILE) -> int:
+    def _open_new(self, path: str, flags: int = NEW_FILE) -> int:
         """Create a file with its folders, again where a delete elsewhere has just removed an empty folder."""
-        missing = full
+        full = missing = os.path.join(self._root, path)
         for _ in range(_PRUNED_TRIES):
             try:
-                self._folders.make(os.path.dirname(full))
-                return os.open(full, flags, 0o666)
+                self._folders.make(self._root)
+                return open_below(self._root, path, flags)
             except FileNotFoundError as error:
                 missing = error.filename
             except OSError as error:
-                if error.filename in (None, full):
+                if error.filename in (None, full) or error.errno == errno.ELOOP:
                     raise
                 reason = f"the folder {error.filename} cannot be made: {error.strerror}"
                 raise OSError(error.errno, reason, full) from error
@@ -270,9 +275,10 @@ class LocalStorage:
         remedy = "let only one job at a time write or clean up a checkpoint"
         raise StorageError(fault, remedy=remedy, path=missing)
 
-    def _write_whole(self, full: str, data: bytes) -> None:
+    def _write_whole(self, folder: str, name: str, data: bytes) -> None:
         # Not O_EXCL: NFS 3 keeps to it by giving the file wrong times, and others would sweep it away as old.
-        self._fill(self._open_new(full, NEW_FILE & ~os.O_EXCL), data)
+        path = f"{folder}/{name}" if folder else name
+        self._fill(self._open_new(path, NEW_FILE & ~os.O_EXCL), data)
 
     def _fill(self, fd: int, data: bytes) -> None:
         """Make `data` all that a file holds, and close it.

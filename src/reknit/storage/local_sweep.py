@@ -9,6 +9,7 @@ from contextlib import suppress
 from typing import TYPE_CHECKING
 
 from reknit.storage.base import Dated, Sweepable
+from reknit.storage.beneath import unlink_below
 from reknit.storage.folders import prune
 from reknit.storage.forwarding import ForwardingStorage
 from reknit.storage.local import LocalStorage
@@ -53,10 +54,9 @@ class SweptFolder:
 
     def discard(self, found: Dated) -> None:
         """Remove a temporary file, and the folders that become empty by it, but never the root."""
-        full = os.path.join(self._root, found.path)
-        with translated("delete", full), suppress(FileNotFoundError):
-            os.unlink(full)
-        prune(os.path.dirname(full), self._root)
+        with translated("delete", os.path.join(self._root, found.path)), suppress(FileNotFoundError):
+            unlink_below(self._root, found.path)
+        prune(self._root, found.path)
 
     def _walk(self, folder: str, prefix: str) -> Iterator[Dated]:
         try:

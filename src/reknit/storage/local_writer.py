@@ -8,6 +8,7 @@ from contextlib import contextmanager, suppress
 from typing import TYPE_CHECKING
 
 from reknit.errors import StorageError
+from reknit.storage.beneath import unlink_below
 from reknit.storage.descriptors import Descriptor
 from reknit.storage.direct import DirectFile, start_write_back
 from reknit.storage.folders import prune
@@ -24,8 +25,8 @@ class LocalWriter:
     """A file that is being written to a folder."""
 
     def __init__(self, root: str, path: str, fd: int, nbytes: int, folders: Folders) -> None:
-        self._root = root
-        self._path = path
+        self._root, self._below = root, path
+        self._path = os.path.join(root, path)
         self._nbytes = nbytes
         self._folders = folders
         self._descriptor = Descriptor(fd)
@@ -74,11 +75,11 @@ class LocalWriter:
         ours, self._identity = self._identity, None
         with suppress(OSError):
             if ours is not None and identity(self._path) == ours:
-                os.unlink(self._path)
+                unlink_below(self._root, self._below)
         for opened in (self._direct.close, self._descriptor.retire):
             with suppress(OSError):
                 opened()
-        prune(os.path.dirname(self._path), self._root)
+        prune(self._root, self._below)
 
     @contextmanager
     def _using(self, action: str) -> Iterator[None]:

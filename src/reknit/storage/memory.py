@@ -66,10 +66,10 @@ class MemoryStorage(LocalStorage):
             )
         return super().create(path, nbytes)
 
-    def _open_new(self, full: str, flags: int = NEW_FILE) -> int:
+    def _open_new(self, path: str, flags: int = NEW_FILE) -> int:
         # Who removes everything may remove the folder of it all; made anew, it is as private as before.
         _make_own(self._all)
-        return super()._open_new(full, flags)
+        return super()._open_new(path, flags)
 
 
 def _folder_of_all() -> str:

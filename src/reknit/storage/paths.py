@@ -7,7 +7,8 @@ import re
 
 from reknit.errors import StorageError
 
-_OWN_TEMPORARY = re.compile(r"\.(?:[0-9a-f]{32}(?:-[0-9]+-[0-9]+)?|[^/]+\.lock)\.tmp")
+_LOCKED = r"(?:manifest\.json|pending\.[0-9a-f]{16}\.[0-9a-f]{8})\.lock"
+_OWN_TEMPORARY = re.compile(rf"\.(?:[0-9a-f]{{32}}(?:-[0-9]+-[0-9]+)?|{_LOCKED})\.tmp")
 
 
 def check_path(path: str, url: str) -> str:

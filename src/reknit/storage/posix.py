@@ -11,6 +11,7 @@ from itertools import islice
 from typing import TYPE_CHECKING, TypeVar
 
 from reknit.errors import StorageError, StorageFullError, StorageNotFoundError, StoragePermissionError
+from reknit.storage.beneath import open_regular
 from reknit.storage.paths import is_temporary
 from reknit.storage.space import making_room
 
@@ -71,16 +72,6 @@ def ask_server(folder: str) -> None:
         return  # as above
 
 
-def open_regular(full: str) -> int:
-    """Open a file for reading.  Raises `FileNotFoundError` also for what is no regular file."""
-    # Without O_NONBLOCK, opening a named pipe waits for a writer that may never come.
-    fd = os.open(full, os.O_RDONLY | os.O_NONBLOCK)
-    if stat.S_ISREG(os.fstat(fd).st_mode):
-        return fd
-    os.close(fd)
-    raise FileNotFoundError(errno.ENOENT, "what is there is not a regular file", full)
-
-
 def expect_sequence(fd: int) -> None:
     """Tell the kernel that a file will be read from front to back, though by several threads at once.
 
@@ -94,7 +85,7 @@ def expect_sequence(fd: int) -> None:
 def identity(file: str | int) -> tuple[int, int] | None:
     """Return what tells a file (a path or a descriptor) from all others; None when nothing is there."""
     try:
-        found = os.stat(file)
+        found = os.stat(file, follow_symlinks=False) if isinstance(file, str) else os.fstat(file)
     except OSError as error:
         if error.errno not in _GONE:
             raise
@@ -144,10 +135,11 @@ def preadv_runs(fd: int, starts: list[int], nbytes: int, buffer: memoryview) -> 
     return None
 
 
-def read_whole(full: str, limit: int) -> bytes:
+def read_whole(root: str, path: str, limit: int) -> bytes:
     """Return all bytes of a file that has at most `limit`."""
+    full = os.path.join(root, path)
     ask_server(os.path.dirname(full))
-    with os.fdopen(open_regular(full), "rb") as file:
+    with os.fdopen(open_regular(root, path), "rb") as file:
         nbytes = os.fstat(file.fileno()).st_size
         if nbytes > limit:
             raise StorageError(f"{full} has {nbytes} bytes, more than the {limit} allowed here", path=full)
@@ -229,14 +221,20 @@ def move_new(source: str, full: str) -> bool:
 
 
 def _taken(full: str) -> bool:
-    """Return False for a name that a file has.  Raises `IsADirectoryError` for that of a folder."""
-    if os.path.isdir(full):
+    """Return False for a name that a file has.  Raises `OSError` for that of a folder, a link, a pipe."""
+    mode = os.stat(full, follow_symlinks=False).st_mode
+    if stat.S_ISDIR(mode):
         raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), full)
+    if not stat.S_ISREG(mode):
+        raise FileExistsError(errno.EEXIST, "what has this name is not a regular file", full)
     return False
 
 
-def entries(folder: str) -> list[tuple[str, os.stat_result]]:
-    """Return name and stat of what is in a folder, without files under way and without what just vanished."""
+def entries(folder: str, *, links: bool = False) -> list[tuple[str, os.stat_result]]:
+    """Return name and stat of what is in a folder, without files under way and without what just vanished.
+
+    With `links`, a link stands for what it leads to.
+    """
     found = []
     with translated("list", folder):
         try:
@@ -247,7 +245,7 @@ def entries(folder: str) -> list[tuple[str, os.stat_result]]:
             if is_temporary(name):
                 continue
             try:
-                found.append((name, os.stat(os.path.join(folder, name))))
+                found.append((name, os.stat(os.path.join(folder, name), follow_symlinks=links)))
             except OSError as error:
                 if error.errno not in (*_GONE, errno.ELOOP):
                     raise
@@ -261,6 +259,9 @@ def _typed(error: OSError, action: str, full: str) -> StorageError:
         return StorageFullError(message, remedy=making_room(full), path=full)
     if error.errno in (errno.EACCES, errno.EPERM, errno.EROFS):
         remedy = f"let user {os.geteuid()} do that there, or choose another place"
+        return StoragePermissionError(message, remedy=remedy, path=full)
+    if error.errno == errno.ELOOP:
+        remedy = "put what it leads to in its place, and then verify the checkpoint"
         return StoragePermissionError(message, remedy=remedy, path=full)
     if error.errno in (errno.ENOENT, errno.ENOTDIR):
         return StorageNotFoundError(message, remedy="check the path", path=full)

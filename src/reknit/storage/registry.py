@@ -143,7 +143,7 @@ def _of_fsspec(scheme: str) -> Factory | None:
         ) from error
     from reknit.storage.fsspec_store import open_fsspec
 
-    return patient(resumes=False)(lambda url, durability: open_fsspec(url))
+    return patient(resumes=False)(open_fsspec)
 
 
 def _unknown(scheme: str, text: str) -> UnknownSchemeError:
