@@ -89,6 +89,33 @@ def test_the_error_of_a_fenced_run_travels_as_what_it_is() -> None:
     assert (error.rank, error.phase, error.remedy) == (0, "commit", "end")
 
 
+@pytest.mark.parametrize("overwrite", [False, True])
+@pytest.mark.parametrize("operation", ["create", "commit"])
+@pytest.mark.parametrize("by", ["nobody", "marker", "manifest"])
+def test_whose_marker_is_gone_is_told_of_another_save_only_where_there_is_one(
+    by: str, operation: str, overwrite: bool
+) -> None:
+    place = Annals("removed")
+    if overwrite:
+        assert save_as(place, 1, 1) is None
+
+    def remove() -> None:
+        for listed in list(place.list()):
+            if overwrite is False or by == "manifest" or listed.path != MANIFEST_PATH:
+                place.delete(listed.path)
+        if by == "marker":
+            put_up(place, Marker(3, WRITE_ID))
+        elif by == "manifest":
+            assert save_as(place, 3, 2) is None
+
+    # the index is created behind the one data file and the one of values
+    at = Fault("stall", 3 if operation == "create" else 1, operation)
+    error = save_as(FaultyStorage(place, plan=[at], stall=remove), 2, 2, overwrite=overwrite)
+    assert type(error) is (CommitError if by == "nobody" else FencedError)
+    assert ("no other save is here" in str(error)) == (by == "nobody")
+    assert [commit.value for commit in place.commits[overwrite:]] == ([3] if by == "manifest" else [])
+
+
 def test_a_marker_is_no_checkpoint_and_no_part_of_one() -> None:
     place = Annals("reader")
     assert save_as(place, 1, 1) is None

@@ -96,8 +96,9 @@ def commit(
 ) -> messages.Outcome:
     """Write the index, and commit what all ranks told of.
 
-    Raises `CommitError` when the parts do not make a whole, `FencedError` when the marker of `begin` is gone,
-    and `StateError` when no rank has an item.  Nothing exists before the manifest is put, everything after.
+    Raises `StateError` when no rank has an item, `CommitError` when the parts do not make a whole, or the marker
+    of `begin` is gone, and `FencedError` when another save took that away.  Nothing exists before the manifest
+    is put, everything after.
     """
     if not told.items:
         raise StateError(

@@ -9,7 +9,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, NamedTuple
 
 from reknit.engine.write import discard
-from reknit.errors import FencedError, FormatError, StorageNotFoundError
+from reknit.errors import CommitError, FencedError, FormatError, StorageNotFoundError
 from reknit.format import paths
 from reknit.format.manifest_file import MAX_MANIFEST_NBYTES, decode_generation
 
@@ -70,8 +70,19 @@ def is_last(storage: Storage, mine: Marker, manifest: bytes) -> bool:
     return storage.get(paths.MANIFEST_PATH, limit=MAX_MANIFEST_NBYTES) == manifest
 
 
-def fenced_off(storage: Storage, mine: Marker) -> FencedError:
-    """Return the error of a save whose marker is gone when it is about to commit."""
+def fenced_off(storage: Storage, mine: Marker) -> CommitError:
+    """Return the error of a save whose marker is gone when it is about to commit.
+
+    `FencedError` where another save is here that may have taken it away, or has committed.
+    """
+    others = (*_others(storage, mine).values(), _committed_generation(storage))
+    if max(others) < mine.generation:
+        return CommitError(
+            "the marker of this save was removed while it was under way, and no other save is here that would "
+            "have done it: somebody deleted files of this save, or cleaned up; nothing of it is committed",
+            path=f"{storage.url}/{mine.path}",
+            remedy="save again, and delete nothing of a save that is under way, also not with `reknit gc`",
+        )
     return FencedError(
         "another save to this path began while this one (generation "
         f"{mine.generation}) was under way, and took its marker away; nothing of this one is committed",
