@@ -101,6 +101,14 @@ def test_every_error_has_an_exit_code() -> None:
     assert exit_code(reknit.MissingExtraError("x")) == 2
 
 
+def test_a_place_that_is_taken_is_code_two_and_nothing_damaged(command: Command, path: Path) -> None:
+    other = path.parent / "taken"
+    reknit.save(other, {"model": {"w": np.ones(4)}})
+    ran = command("promote", path, other)
+    assert ran.code == 2
+    assert "there is a committed checkpoint at this path already" in ran.err
+
+
 def test_an_interrupt_is_code_130_and_one_line(
     command: Command, monkeypatch: pytest.MonkeyPatch, path: Path
 ) -> None:

@@ -485,6 +485,7 @@ def test_a_pipe_is_no_file_and_nobody_waits_for_it(tmp_path: Path) -> None:
 
 def test_delete_removes_empty_folders_but_neither_the_root_nor_full_ones(tmp_path: Path) -> None:
     root = tmp_path / "root"
+    root.mkdir()
     storage = LocalStorage(root)
     write(storage, "a/b/c/x", b"1")
     write(storage, "a/y", b"1")
@@ -493,6 +494,26 @@ def test_delete_removes_empty_folders_but_neither_the_root_nor_full_ones(tmp_pat
     storage.delete("a/y")
     assert names_below(root) == set()
     assert root.is_dir()
+
+
+def test_a_root_that_was_not_there_before_goes_when_it_is_empty(tmp_path: Path) -> None:
+    root = tmp_path / "above" / "root"
+    first, second = LocalStorage(root), LocalStorage(root)
+    first.put("x", b"1", if_absent=True)
+    write(second, "a/y", b"1")
+    first.delete("x")
+    assert names_below(root) == {"a", "a/y"}
+    third = LocalStorage(root)
+    third.put("x", b"1", if_absent=True)
+    second.delete("a/y")
+    third.delete("x")
+    assert root.is_dir()
+    second.create("z", 1).abort()
+    assert names_below(tmp_path) == set()
+    write(second, "a/y", b"1")
+    (tmp_path / "above" / "mine").touch()
+    second.delete("a/y")
+    assert names_below(tmp_path) == {"above", "above/mine"}
 
 
 def test_a_folder_that_another_process_removes_meanwhile_is_made_again(
@@ -591,6 +612,10 @@ def test_a_put_that_fails_removes_its_temporary_file(tmp_path: Path, monkeypatch
             patch.setattr(os, call, failing(code))
             with pytest.raises(StorageError) as caught:
                 storage.put("x", b"new", if_absent=if_absent)
+            with pytest.raises(StorageError):
+                LocalStorage(tmp_path / "new").put("x", b"new", if_absent=if_absent)
+        with pytest.raises(StorageError):
+            LocalStorage(tmp_path / "new").create(f"a/{'x' * 300}", 1)
         assert isinstance(caught.value, StorageFullError) == (code == errno.EDQUOT)
         assert names_below(tmp_path) == {"x"}
     assert storage.get("x", limit=3) == b"old"

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from concurrent.futures import ThreadPoolExecutor
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pytest
 
 pytest.importorskip("obstore", reason="the object stores need obstore")
+
+import obstore
 
 import reknit
 from reknit.errors import StorageError
@@ -82,6 +84,25 @@ def test_of_many_who_use_the_lock_one_is_first(tiny: TinyS3) -> None:
             )
         )
     assert tiny.files.keys() == {"bucket/run/x"}
+
+
+@pytest.mark.parametrize("tiny", ["ignored"], indirect=True)
+@pytest.mark.filterwarnings("ignore:.*lock object")
+def test_under_the_lock_a_marker_may_vanish_at_once_and_a_manifest_may_not(
+    tiny: TinyS3, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store, get = opened(conditional="lock"), obstore.get
+    assert store.put("first", b"1", if_absent=True)
+
+    def removed(client: Any, key: str) -> Any:
+        if not key.endswith(".tmp"):
+            obstore.delete(client, key)
+        return get(client, key)
+
+    monkeypatch.setattr(obstore, "get", removed)
+    assert store.put("pending", b"", if_absent=True)
+    with pytest.raises(StorageError, match="manifest was written, and is not there"):
+        store.put("manifest", b"{}", if_absent=True)
 
 
 @pytest.mark.parametrize("tiny", ["unknown"], indirect=True)

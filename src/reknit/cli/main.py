@@ -11,7 +11,13 @@ from importlib.metadata import version
 from typing import TYPE_CHECKING
 
 from reknit.cli import certify, diff, export, gc, ls, promote, show, verify
-from reknit.errors import CheckpointNotFoundError, ReknitError, StorageNotFoundError, UsageError
+from reknit.errors import (
+    CheckpointExistsError,
+    CheckpointNotFoundError,
+    ReknitError,
+    StorageNotFoundError,
+    UsageError,
+)
 from reknit.options import completing
 
 if TYPE_CHECKING:
@@ -29,7 +35,7 @@ _EXIT_CODES = """\
 exit codes:
   0    all is well
   1    verify found problems, diff found differences
-  2    the command line is wrong, or asks for what cannot be
+  2    the command line is wrong, or asks for what cannot be, such as a place that is taken
   3    there is no checkpoint at the path
   4    a checkpoint is damaged, or a storage failed
   130  interrupted
@@ -105,7 +111,7 @@ def in_flags(remedy: str, args: argparse.Namespace) -> str:
 
 def exit_code(error: ReknitError) -> int:
     """Return the exit code for an error."""
-    if isinstance(error, UsageError):
+    if isinstance(error, UsageError | CheckpointExistsError):
         return USAGE
     if isinstance(error, CheckpointNotFoundError | StorageNotFoundError):
         return NOT_FOUND

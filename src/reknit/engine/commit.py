@@ -96,9 +96,9 @@ def commit(
 ) -> messages.Outcome:
     """Write the index, and commit what all ranks told of.
 
-    Raises `StateError` when no rank has an item, `CommitError` when the parts do not make a whole, or the marker
-    of `begin` is gone, and `FencedError` when another save took that away.  Nothing exists before the manifest
-    is put, everything after.
+    Raises `StateError` when no rank has an item, and `CommitError` when the parts do not make a whole, or the
+    marker of `begin` is gone; that is a `FencedError` where another save took it away.  Nothing exists before
+    the manifest is put, everything after.
     """
     if not told.items:
         raise StateError(

@@ -26,17 +26,14 @@ class Folders:
 
     def __init__(self, anchor: str, *, durable: bool) -> None:
         self._anchor = anchor
+        self._absent = _missing(anchor)
         self.durable = durable
         self._unsynced_above: set[str] = set()
         self._lock = threading.Lock()
 
     def make(self, folder: str) -> None:
         """Make a folder with all that are missing above it."""
-        missing = []
-        while not os.path.isdir(folder):
-            missing.append(folder)
-            folder = os.path.dirname(folder)
-        for name in reversed(missing):
+        for name in reversed(_missing(folder)):
             try:
                 os.mkdir(name)
             except FileExistsError:
@@ -65,10 +62,29 @@ class Folders:
         with self._lock:
             self._unsynced_above.difference_update(above)
 
+    def prune(self, root: str, path: str) -> None:
+        """Do as `prune`, and then remove also the anchor and what is above it, if it was not there before.
+
+        So a save that failed leaves no empty folder in which nobody knows what there was.
+        """
+        prune(root, path)
+        with suppress(OSError):
+            for folder in self._absent:
+                os.rmdir(folder)
+
     def _note(self, made: str) -> None:
         if self._anchor == made or self._anchor.startswith(made + "/"):
             with self._lock:
                 self._unsynced_above.add(os.path.dirname(made))
+
+
+def _missing(folder: str) -> list[str]:
+    """Return a folder and those above it that are not there, the innermost first."""
+    missing = []
+    while not os.path.isdir(folder):
+        missing.append(folder)
+        folder = os.path.dirname(folder)
+    return missing
 
 
 def sync_folder(folder: str) -> None:

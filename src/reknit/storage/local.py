@@ -15,7 +15,7 @@ from reknit.options import Durability
 from reknit.storage.base import Listed, Reading
 from reknit.storage.beneath import open_below, status_below, unlink_below
 from reknit.storage.descriptors import ReadCache
-from reknit.storage.folders import Folders, prune, sweep, sync_folder
+from reknit.storage.folders import Folders, sweep, sync_folder
 from reknit.storage.local_writer import LocalWriter
 from reknit.storage.paths import check_path
 from reknit.storage.posix import (
@@ -98,7 +98,7 @@ class LocalStorage:
         full = self._full(path)
         folder = os.path.dirname(full)
         name = f".{uuid.uuid4().hex}.tmp"
-        temporary = os.path.join(folder, name)
+        temporary, placed = os.path.join(folder, name), False
         with translated("write", full):
             try:
                 self._write_whole(path.rpartition("/")[0], name, data)
@@ -111,6 +111,8 @@ class LocalStorage:
                 # A temporary file that stays is never listed or read; it must not hide the error that counts.
                 with suppress(OSError):
                     os.unlink(temporary)
+                if not placed:
+                    self._folders.prune(self._root, path)
             if placed:
                 self._folders.sync(folder)
         sweep(folder)
@@ -202,7 +204,7 @@ class LocalStorage:
             os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
 
     def delete(self, path: str) -> None:
-        """Remove a file durably, and the folders that become empty by it, but never the root."""
+        """Remove a file durably, and folders that become empty by it, but no root that was there before."""
         full = self._full(path)
         folder = os.path.dirname(full)
         with translated("delete", full):
@@ -215,7 +217,7 @@ class LocalStorage:
             if self._durability == "power":
                 with suppress(FileNotFoundError):  # another delete has removed the folder already
                     sync_folder(folder)
-        prune(self._root, path)
+        self._folders.prune(self._root, path)
 
     def sub(self, path: str) -> LocalStorage:
         """Return the store rooted at a folder; it shares the open files of this one."""
@@ -263,6 +265,7 @@ class LocalStorage:
             except FileNotFoundError as error:
                 missing = error.filename
             except OSError as error:
+                self._folders.prune(self._root, path)
                 if error.filename in (None, full) or error.errno == errno.ELOOP:
                     raise
                 reason = f"the folder {error.filename} cannot be made: {error.strerror}"

@@ -11,7 +11,6 @@ from reknit.errors import StorageError
 from reknit.storage.beneath import unlink_below
 from reknit.storage.descriptors import Descriptor
 from reknit.storage.direct import DirectFile, start_write_back
-from reknit.storage.folders import prune
 from reknit.storage.posix import identity, pwrite_all, translated
 from reknit.storage.runs import check_inside
 
@@ -79,7 +78,7 @@ class LocalWriter:
         for opened in (self._direct.close, self._descriptor.retire):
             with suppress(OSError):
                 opened()
-        prune(self._root, self._below)
+        self._folders.prune(self._root, self._below)
 
     @contextmanager
     def _using(self, action: str) -> Iterator[None]:

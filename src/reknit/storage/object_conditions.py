@@ -180,7 +180,16 @@ class Conditions:
                 try:
                     there = bytes(obstore.get(self._client, key).bytes())
                 except FileNotFoundError:
-                    return True  # a marker, which a save that began later has removed: it needs no lock
+                    if not data:
+                        return True  # a marker, which a save that began later has removed: it needs no lock
+                    there = None
+            if there is None:
+                raise StorageError(
+                    f"{url} was written, and is not there: somebody deleted it at once, or the store does not "
+                    "show what was written last",
+                    remedy="let nobody clean up here while a save is under way, and save again",
+                    path=url,
+                )
             if there != data:
                 raise StorageError(
                     f"{url} was written by somebody else in spite of its lock",
