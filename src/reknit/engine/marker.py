@@ -79,7 +79,7 @@ def fenced_off(storage: Storage, mine: Marker) -> CommitError:
     if max(others) < mine.generation:
         return CommitError(
             "the marker of this save was removed while it was under way, and no other save is here that "
-            "would have done it: somebody deleted files of this save, or cleaned up; nothing of it is committed",
+            "would have done it: somebody deleted what it wrote, or cleaned up; nothing is committed",
             path=f"{storage.url}/{mine.path}",
             remedy="save again, and delete nothing of a save that is under way, also not with `reknit gc`",
         )

@@ -185,8 +185,8 @@ class Conditions:
                     there = None
             if there is None:
                 raise StorageError(
-                    f"{url} was written, and is not there: somebody deleted it at once, or the store does not "
-                    "show what was written last",
+                    f"{url} was written, and is not there: somebody deleted it at once, or the store does "
+                    "not show what was written last",
                     remedy="let nobody clean up here while a save is under way, and save again",
                     path=url,
                 )
