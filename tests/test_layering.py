@@ -27,13 +27,13 @@ ROWS = (
     ("storage", "comm", "format"),
     ("monitor",),
     ("types",),
-    ("options",),
+    ("options", "system"),
     ("errors", "exits"),
 )
 ROW = {package: number for number, packages in enumerate(ROWS) for package in packages}
 
 # Below the door a package may not use all that lies lower.  A dotted name is one module of a package.
-LOWEST = {"options", "errors", "exits"}
+LOWEST = {"options", "system", "errors", "exits"}
 MAY_IMPORT = {
     "api": {
         "arguments",
@@ -62,6 +62,7 @@ MAY_IMPORT = {
     "monitor": LOWEST,
     "types": {"errors"},
     "options": {"errors"},
+    "system": {"errors"},
     "errors": set(),
     "exits": set(),
 }

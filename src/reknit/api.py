@@ -39,7 +39,7 @@ from reknit.engine.report import LoadReport, PendingSave, VerifyReport
 from reknit.engine.send_off import SendOff
 from reknit.engine.shown import logged
 from reknit.engine.verify import verify as verify_story
-from reknit.errors import ReknitError, UsageError
+from reknit.errors import ReknitError, UsageError, typed_shortage
 from reknit.frameworks import arrays, registry
 from reknit.frameworks.fence import before_steps
 from reknit.monitor.phase import Recorder, Sink, Stopwatch
@@ -62,6 +62,7 @@ logger = logging.getLogger("reknit")
 _backgrounds: weakref.WeakKeyDictionary[Group, dict[bool, Background]] = weakref.WeakKeyDictionary()
 
 
+@typed_shortage()
 def save(
     path: str | PathLike[str],
     state: Mapping[str, Any],
@@ -195,6 +196,7 @@ def _promote_now(
         logger.warning("%s is saved, but not promoted: %s", report.path, error)
 
 
+@typed_shortage()
 def promote(
     path: str | PathLike[str],
     to: str | PathLike[str],
@@ -222,6 +224,7 @@ def promote(
         return promote_alone(Promotion(source, target, overwrite, options, recorder))
 
 
+@typed_shortage()
 def prepare(
     path: str | PathLike[str],
     state: Mapping[str, Any] | None = None,
@@ -241,7 +244,7 @@ def prepare(
     taken then.
 
     Raises `StateError`, `UnknownSchemeError`, `StorageError`, `AgentError`, `CommError`, on every rank the
-    same error, as for `save`, and `MemoryError` where there is too little of it.  With ``on_error="warn"``
+    same error, as for `save`, and `ShortageError` where there is too little memory.  With ``on_error="warn"``
     what is no wrong call is logged, and the first save does what was not done.
     """
     options = options_of(options, SaveOptions)
@@ -306,6 +309,7 @@ def close(timeout_s: float | None = None) -> bool:
     return ended
 
 
+@typed_shortage()
 def load(
     path: str | PathLike[str],
     state: Mapping[str, Any],
@@ -369,6 +373,7 @@ def load(
     return report
 
 
+@typed_shortage()
 def open(path: str | PathLike[str], *, options: LoadOptions | None = None) -> Checkpoint:
     """Open a checkpoint for looking and for reading any part of any tensor; no other rank is needed.
 
@@ -383,6 +388,7 @@ def open(path: str | PathLike[str], *, options: LoadOptions | None = None) -> Ch
     return checkpoint
 
 
+@typed_shortage()
 def verify(
     path: str | PathLike[str],
     level: Literal["structure", "data"] = "structure",
@@ -404,6 +410,7 @@ def verify(
         storage.close()
 
 
+@typed_shortage()
 def latest(root: str | PathLike[str]) -> str | None:
     """Return the path of the newest committed checkpoint directly below `root`, or None.
 

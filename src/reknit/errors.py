@@ -22,6 +22,7 @@
     │   ├── StorageFullError
     │   ├── StoragePermissionError
     │   └── StorageUnavailableError    it could not be reached, or had too much to do: try again
+    ├── ShortageError                  this process gets too little: memory, threads, open files
     └── CommError                      ranks could not reach each other
         ├── DeadlineError (TimeoutError)
         ├── GroupClosedError           a rank left on purpose
@@ -29,12 +30,17 @@
 
 Every error says what happened, where (`rank`, `phase`, `path`) and what to do.  `with phase(...)` signs the
 place as an error passes; `to_wire` and `from_wire` carry an error to the other ranks, which raise it with the
-same type.
+same type.  `typed` tells what a foreign error amounts to.
 """
 
 from __future__ import annotations
 
-from typing import Any
+import errno
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
 
 
 class ReknitError(Exception):
@@ -168,6 +174,13 @@ class StorageUnavailableError(StorageError):
     """The store could not be reached, or had too much to do; whether it did what was asked is not known."""
 
 
+class ShortageError(ReknitError):
+    """This process gets too little memory, threads or open files for what it was asked to do.
+
+    It says nothing about the checkpoint, which may be sound: with more of what was missing, try again.
+    """
+
+
 class CommError(ReknitError):
     """Ranks could not reach each other."""
 
@@ -204,3 +217,64 @@ def from_wire(data: dict[str, Any]) -> ReknitError:
     cls = _subclasses(ReknitError).get(str(data.get("type")), ReknitError)
     fields = {name: data.get(name) for name in ("remedy", "rank", "phase", "path")}
     return cls(str(data.get("message")), **fields)
+
+
+def typed(error: BaseException) -> ReknitError:
+    """Return the error itself, or what tells a foreign one to those who did not see it."""
+    if isinstance(error, ReknitError):
+        return error
+    return shortage(error) or ReknitError(f"{type(error).__name__}: {error}")
+
+
+_NO_FILES = frozenset({errno.EMFILE, errno.ENFILE, errno.ETOOMANYREFS})
+_NO_MEMORY = frozenset({errno.ENOMEM, errno.ENOBUFS})
+_SAYS_THREADS = ("start new thread", "launch worker thread", "Resource temporarily unavailable")
+_SAYS_MEMORY = (
+    "out of memory",
+    "not enough memory",
+    "can't allocate memory",
+    "cannot allocate memory",
+    "bad_alloc",
+)
+
+
+def shortage(error: BaseException) -> ShortageError | None:
+    """Return the `ShortageError` that a foreign error amounts to, None where it says something else.
+
+    Whoever makes a typed error of any foreign one asks here first: systems, interpreters and libraries have
+    many ways to say that there is too little, and none of them is a fault of a checkpoint.
+    """
+    if isinstance(error, ShortageError):
+        return error
+    if not isinstance(error, (MemoryError, OSError, RuntimeError)) or isinstance(error, ReknitError):
+        return None
+    code = error.errno if isinstance(error, OSError) else None
+    said = str(error) or type(error).__name__
+    if code in _NO_FILES:
+        return ShortageError(
+            f"no further file can be opened: {said}",
+            remedy="let this process have more open files (`ulimit -n`), or close some",
+        )
+    if any(words in said for words in _SAYS_THREADS):
+        return ShortageError(
+            f"no further thread or process can be started: {said}",
+            remedy="allow more (`ulimit -u`, the limit of the container), or more memory, which each takes",
+        )
+    if isinstance(error, MemoryError) or code in _NO_MEMORY or any(w in said.lower() for w in _SAYS_MEMORY):
+        return ShortageError(
+            f"there is too little memory: {said}",
+            remedy="let this process have more (`ulimit -v`, limits of its container, what else runs here), "
+            "or let it take less: fewer `threads`, less `inflight_nbytes`, smaller parts of the state",
+        )
+    return None
+
+
+@contextmanager
+def typed_shortage() -> Iterator[None]:
+    """Raise a `ShortageError` for a foreign error that amounts to one; everything else passes as it is."""
+    try:
+        yield
+    except (MemoryError, OSError, RuntimeError) as error:
+        if isinstance(error, ReknitError) or (short := shortage(error)) is None:
+            raise
+        raise short from error

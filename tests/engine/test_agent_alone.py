@@ -18,6 +18,7 @@ from reknit.engine.errand import Errand
 from reknit.engine.pipeline import start
 from reknit.engine.tuning import Tuner
 from reknit.errors import AgentError
+from reknit.system import socket_pair
 from tests.faults.nursery import wait_until
 
 if TYPE_CHECKING:
@@ -86,7 +87,7 @@ def test_an_agent_that_is_given_up_is_gone_before_its_arena_is_filled_anew(
 
 
 def test_a_save_tells_what_made_it_fail_first() -> None:
-    ours, theirs = say.socket_pair()
+    ours, theirs = socket_pair()
     with ours, theirs:
         errand = Errand(0, say.Channel(theirs))
         errand.fail(AgentError("the disk is full"))
@@ -107,7 +108,7 @@ def test_an_agent_lives_through_the_signals_that_are_meant_for_its_trainer() -> 
 
 
 def test_a_save_that_ends_while_the_next_is_taken_up_disturbs_nobody() -> None:
-    trainers_end, agents_end = (say.Channel(end) for end in say.socket_pair())
+    trainers_end, agents_end = (say.Channel(end) for end in socket_pair())
     agent = Agent(agents_end, None)
     looked_at = threading.Event()
 

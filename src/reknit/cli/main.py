@@ -15,8 +15,10 @@ from reknit.errors import (
     CheckpointExistsError,
     CheckpointNotFoundError,
     ReknitError,
+    ShortageError,
     StorageNotFoundError,
     UsageError,
+    typed_shortage,
 )
 from reknit.options import completing
 
@@ -28,6 +30,7 @@ DIFFERENT = 1
 USAGE = 2
 NOT_FOUND = 3
 FAILED = 4
+SHORT = 5
 INTERRUPTED = 130
 PIPE_CLOSED = 141
 
@@ -38,6 +41,7 @@ exit codes:
   2    the command line is wrong, or asks for what cannot be, such as a place that is taken
   3    there is no checkpoint at the path
   4    a checkpoint is damaged, or a storage failed
+  5    too little memory, threads or open files; the checkpoint may be sound
   130  interrupted
 """
 
@@ -63,8 +67,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         # A name that the terminal's encoding lacks is shown escaped.
         sys.stdout.reconfigure(errors="backslashreplace")
     try:
-        code = _run(argv)
-        sys.stdout.flush()
+        with typed_shortage():
+            code = _run(argv)
+            sys.stdout.flush()
     except BrokenPipeError:
         # Whoever read the output has enough.  What is still buffered must not fail again when Python exits.
         _discard_output()
@@ -115,7 +120,7 @@ def exit_code(error: ReknitError) -> int:
         return USAGE
     if isinstance(error, CheckpointNotFoundError | StorageNotFoundError):
         return NOT_FOUND
-    return FAILED
+    return SHORT if isinstance(error, ShortageError) else FAILED
 
 
 def _discard_output() -> None:

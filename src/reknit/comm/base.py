@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, NoReturn, Protocol
 
 from reknit.comm.envelope import Envelope, decode, encode, failed, merged
 from reknit.comm.topology import Topology
-from reknit.errors import ReknitError, UsageError
+from reknit.errors import ReknitError, UsageError, shortage
 from reknit.monitor.phase import now
 
 if TYPE_CHECKING:
@@ -186,7 +186,7 @@ def round(
         own = own or decision.error or merging.error
         raise (own or error) from (error if own else None)
     own = own or decision.error or merging.error
-    if own is not None and not isinstance(own, ReknitError):
+    if own is not None and not isinstance(own, ReknitError) and shortage(own) is None:
         raise own
     failure = answer.failure()
     if failure is not None:

@@ -6,10 +6,12 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from reknit.errors import ProtocolError, ReknitError, from_wire
+from reknit.errors import ProtocolError, from_wire, typed
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
+
+    from reknit.errors import ReknitError
 
 MOST_OTHERS = 8
 """How many ranks are named that failed besides the first; of all others only their number is kept."""
@@ -49,9 +51,9 @@ def decode(data: bytes) -> Envelope:
 
 def failed(error: BaseException, rank: int, name: str) -> Envelope:
     """Return the envelope of a rank that met an error: a typed description of it, if it is a foreign one."""
-    typed = error if isinstance(error, ReknitError) else ReknitError(f"{type(error).__name__}: {error}")
-    typed.sign(rank=rank, phase=name)
-    return Envelope(error=typed.to_wire())
+    told = typed(error)
+    told.sign(rank=rank, phase=name)
+    return Envelope(error=told.to_wire())
 
 
 def merged(envelopes: Sequence[Envelope], merge: Callable[[list[bytes]], bytes]) -> Envelope:

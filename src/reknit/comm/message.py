@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import msgspec
 import pyarrow as pa
 
-from reknit.errors import CommError, ProtocolError
+from reknit.errors import CommError, ProtocolError, shortage
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -183,7 +183,8 @@ def _plain(body: memoryview, max_nbytes: int) -> bytes:
     try:
         return pa.Codec("zstd").decompress(body[_SIZE.size :], decompressed_size=nbytes, asbytes=True)
     except OSError as error:
-        raise ProtocolError(f"a message is cut off, or not as large as it says: {error}") from error
+        told = ProtocolError(f"a message is cut off, or not as large as it says: {error}")
+        raise shortage(error) or told from error
 
 
 def too_large(what: str, nbytes: int, max_nbytes: int) -> CommError | None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import os
-import socket
 import subprocess
 import sys
 from collections import deque
@@ -19,9 +18,11 @@ from reknit.dataloader.reader import COLUMNS, Batch
 from reknit.errors import DeadlineError, ReknitError
 from reknit.format.blob_codec import encode_value
 from reknit.options import agent_environment
+from reknit.system import output_of_child, socket_pair
 from reknit.types.shard import Encoded, LoaderShard, SharedFile
 
 if TYPE_CHECKING:
+    import socket
     from collections.abc import Mapping, Sequence
 
     from reknit.dataloader.token_sets import Recipe, TokenSet
@@ -54,7 +55,7 @@ class ProcessWorker:
         data = encode_value({source: state for source, state in states.items() if state is not None})
         fd = shared_memory.create(len(data))
         shared_memory.write(fd, 0, data)
-        ours, theirs = socket.socketpair()
+        ours, theirs = socket_pair()
         self._channel = say.Channel(ours)
         try:
             self._process = self._spawn(theirs)
@@ -117,6 +118,8 @@ class ProcessWorker:
         return subprocess.Popen(
             command,
             stdin=subprocess.DEVNULL,
+            stdout=output_of_child(1),
+            stderr=output_of_child(2),
             pass_fds=[sock.fileno()],
             env=agent_environment(sys.path),
         )

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import mmap
 import os
-import tempfile
+
+from reknit.system import nameless_file
 
 
 def create(nbytes: int) -> int:
     """Return a descriptor, which the caller closes; the memory lasts until its last user ends."""
-    fd = _nameless_file()
+    fd = nameless_file("reknit-loader")
     try:
         resize(fd, nbytes)
     except BaseException:
@@ -34,11 +35,3 @@ def write(fd: int, start: int, data: bytes | memoryview) -> None:
 def attach(fd: int, nbytes: int) -> memoryview:
     """Map the memory behind a descriptor."""
     return memoryview(mmap.mmap(fd, max(nbytes, 1)))[:nbytes]
-
-
-def _nameless_file() -> int:
-    if hasattr(os, "memfd_create"):
-        return os.memfd_create("reknit-loader", os.MFD_CLOEXEC)
-    fd, path = tempfile.mkstemp()
-    os.unlink(path)
-    return fd

@@ -27,11 +27,12 @@ from reknit.engine.arena import SharedArena
 from reknit.engine.commit import Destination
 from reknit.engine.coordinator import Coordinator
 from reknit.engine.errand import Errand
+from reknit.engine.pipeline import begin as begin_thread
 from reknit.engine.receipt import Setting
 from reknit.engine.rehearsal import Rehearsal
 from reknit.engine.side_group import side_group
 from reknit.engine.tuning import Tuner
-from reknit.errors import AgentError, GroupClosedError, ReknitError, from_wire
+from reknit.errors import AgentError, GroupClosedError, ReknitError, from_wire, shortage, typed
 from reknit.monitor.phase import Recorder
 from reknit.monitor.sinks.jsonl import JsonLinesSink
 from reknit.options import CommOptions, SaveOptions, quiet_grpc, take_store_variables
@@ -100,17 +101,21 @@ class Agent:
             threading.Thread(target=_work, args=(jobs,), name=name, daemon=True)
             for name, jobs in queues.items()
         ]
-        for worker in workers:
-            worker.start()
         told = True
         try:
+            for worker in workers:
+                begin_thread(worker)
             told = self._serve()
+        except BaseException as error:  # the trainer may be told much more than an exit status
+            self._say(say.Fell(typed(error).to_wire()))
+            raise
         finally:
             self._outlive(told)  # also after a bug: nobody may wait for what is not heard any more
             # In this order: what is committed may have to be promoted.
             for jobs, worker in zip(queues.values(), workers, strict=True):
                 jobs.put(None)
-                worker.join()
+                if worker.ident is not None:  # else it could not be started
+                    worker.join()
                 if jobs is self._to_commit:
                     self._group.close()  # at once: another rank's next save must not wait for promotions
             if self._promoters is not None:
@@ -172,7 +177,8 @@ class Agent:
     def _join(self, join: say.Join) -> None:
         self._rank = join.rank
         if join.low_priority and self._trainer is not None:
-            os.nice(_LOW_NICE)
+            with suppress(OSError):  # a sandbox may refuse even this
+                os.nice(_LOW_NICE)
         if len(join.hosts) == 1:
             self._group = SoloGroup(join.generation)
             self._say(say.Seated("", None))
@@ -230,7 +236,8 @@ class Agent:
             errand.fail(error)
         except Exception as error:  # whoever made the store decides what it raises
             errand.fail(
-                AgentError(
+                shortage(error)
+                or AgentError(
                     f"the agent cannot open {begin.url}: {type(error).__name__}: {error}",
                     rank=self._rank,
                     remedy="let the module of this store be importable by itself, or save with wait=True",

@@ -12,9 +12,10 @@ from typing import TYPE_CHECKING, Any
 
 from reknit.engine import channel as say
 from reknit.engine.pipeline import start
-from reknit.errors import AgentError, DeadlineError, from_wire
+from reknit.errors import AgentError, DeadlineError, ReknitError, ShortageError, from_wire, shortage
 from reknit.monitor.phase import Deadline
 from reknit.options import agent_environment, store_variables
+from reknit.system import output_of_child, socket_pair
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -32,7 +33,7 @@ class AgentLink:
     def __init__(self, rank: int, *, in_process: bool, send_timeout_s: float) -> None:
         self.rank = rank
         self.hear: Callable[[Any], None] = _ignore
-        self.lost: Callable[[AgentError], None] = _ignore
+        self.lost: Callable[[ReknitError], None] = _ignore
         self.failed: Callable[[], None] = lambda: None
         self.broken = False
         """Whether no later save can end well with this agent."""
@@ -44,8 +45,10 @@ class AgentLink:
         """What the agent has of the variables by which stores are reached."""
         self._answered = threading.Condition()
         self._answers: list[say.Seated | say.Joined] = []
-        self._gone: AgentError | None = None
-        ours, theirs = say.socket_pair()
+        self._gone: ReknitError | None = None
+        self._fell: ReknitError | None = None
+        """What the agent said of why it ends."""
+        ours, theirs = socket_pair()
         self._channel = say.Channel(ours, send_timeout_s=send_timeout_s)
         try:
             if in_process:
@@ -53,12 +56,15 @@ class AgentLink:
             else:
                 self._spawn(theirs.fileno())
                 theirs.close()
+            start(f"reknit-hears-agent-{rank}", self._listen)
         except BaseException:
-            self._channel.close()
             theirs.close()
+            self._channel.close()
+            if self._process is not None:
+                self._process.kill()  # it has done nothing yet
+                self._process.wait()
             raise
         _open_links.add(self)
-        start(f"reknit-hears-agent-{rank}", self._listen)
 
     @property
     def pid(self) -> int | None:
@@ -101,7 +107,7 @@ class AgentLink:
     def quit(self) -> None:
         """Let the agent end when it has finished what it was given."""
         self._quitting = self.broken = True
-        with contextlib.suppress(AgentError):
+        with contextlib.suppress(ReknitError):
             self.send(say.Quit())
 
     def ended(self, timeout_s: float) -> bool:
@@ -128,12 +134,13 @@ class AgentLink:
                 command,
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.DEVNULL,
+                stderr=output_of_child(2),
                 pass_fds=[fd],
                 start_new_session=True,
                 env=agent_environment(sys.path),
             )
-        except OSError as error:
-            raise AgentError(
+        except (OSError, MemoryError) as error:
+            raise shortage(error) or AgentError(
                 f"the agent of rank {self.rank} could not be started: {error}", rank=self.rank
             ) from error
 
@@ -156,10 +163,13 @@ class AgentLink:
                 self.broken = True
                 if not message.on_purpose:
                     self.failed()
+            elif isinstance(message, say.Fell):
+                self._fell = from_wire(message.error)
+                self.broken = True
             else:
                 self.hear(message)
         self.broken = True  # at once: the next save must not begin with this agent
-        error = AgentError(self._epitaph(), rank=self.rank)
+        error = self._parted(self._epitaph())
         self._channel.close()
         self.lost(error)
         if not (self.ended_on_purpose or self._quitting):
@@ -167,6 +177,14 @@ class AgentLink:
         with self._answered:
             self._gone = error
             self._answered.notify_all()
+
+    def _parted(self, epitaph: str) -> ReknitError:
+        """Return the error of an agent that has ended, with the reason that it gave."""
+        why = self._fell
+        if why is None:
+            return AgentError(epitaph, rank=self.rank)
+        kind = ShortageError if isinstance(why, ShortageError) else AgentError
+        return kind(f"{epitaph}: {why.message}", remedy=why.remedy, rank=self.rank)
 
     def _epitaph(self) -> str:
         """Say how the agent ended, and reap its process."""

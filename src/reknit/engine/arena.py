@@ -5,14 +5,13 @@ from __future__ import annotations
 import errno
 import mmap
 import os
-import tempfile
 from contextlib import contextmanager
-from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
 from reknit.errors import UsageError
+from reknit.system import nameless_file
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
@@ -71,7 +70,7 @@ class SharedArena:
         if nbytes < 1:
             raise UsageError(f"an arena has at least 1 byte, not {nbytes}")
         with _memory_errors(nbytes):
-            fd = _nameless_file()
+            fd = nameless_file("reknit-arena")
             try:
                 os.ftruncate(fd, nbytes)
                 return cls(fd, nbytes)
@@ -149,23 +148,14 @@ class SharedArena:
             self._map = mmap.mmap(-1, 1)
 
 
-def _nameless_file() -> int:
-    """Return the descriptor of an empty file in memory, or else on disk, that has no name."""
-    if hasattr(os, "memfd_create"):
-        return os.memfd_create("reknit-arena", os.MFD_CLOEXEC)
-    memory = Path("/dev/shm")
-    with tempfile.TemporaryFile(dir=memory if memory.is_dir() else None, buffering=0) as file:
-        return os.dup(file.fileno())
-
-
 def _allocate(fd: int, start: int, nbytes: int) -> None:
     try:
         os.posix_fallocate(fd, start, nbytes)
     except AttributeError:
         return  # no such call on this system: pages come as they are touched
     except OSError as error:
-        # A file system that cannot reserve is no reason to stop: pages come as they are touched.
-        if error.errno not in (errno.EOPNOTSUPP, errno.EINVAL, errno.ENOSYS):
+        # A system that cannot or may not reserve is no reason to stop: pages come as they are touched.
+        if error.errno in _TOO_LARGE:
             raise
 
 

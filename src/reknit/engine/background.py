@@ -15,7 +15,7 @@ from reknit.engine.pipeline import start
 from reknit.engine.report import PendingSave
 from reknit.engine.send_off import rehearse, send_off
 from reknit.engine.side_group import side_group
-from reknit.errors import AgentError, DeadlineError
+from reknit.errors import AgentError, DeadlineError, shortage
 from reknit.exits import AtExit
 from reknit.monitor.phase import Deadline
 from reknit.options import SaveOptions
@@ -122,7 +122,8 @@ class Background:
             if self._arenas is None:
                 self._arenas = Arenas(options.host_nbytes)
             story(job, crew, handover, self._arenas)
-        except BaseException as error:  # whatever it is, the other ranks must hear of it
+        except BaseException as caught:  # whatever it is, the other ranks must hear of it
+            error = shortage(caught) or caught
             if handover is not None:
                 handover.abandon(error, options.timeout_s)
             else:

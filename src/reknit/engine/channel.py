@@ -6,7 +6,7 @@ import select
 import socket
 import struct
 import threading
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import msgspec
 
@@ -18,9 +18,6 @@ from reknit.engine.messages import (
     ShardClaims,
 )
 from reknit.errors import AgentError
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
 
 _HEAD = struct.Struct("<QI")
 _CLOEXEC = getattr(socket, "MSG_CMSG_CLOEXEC", 0)
@@ -219,6 +216,12 @@ class Broken(Message):
     on_purpose: bool
 
 
+class Fell(Message):
+    """To the trainer: the agent met what it cannot go on with, and ends when what was staged is written."""
+
+    error: dict[str, Any]
+
+
 AnyMessage = (
     Join
     | Climb
@@ -240,6 +243,7 @@ AnyMessage = (
     | Done
     | Promoted
     | Broken
+    | Fell
 )
 _encode = msgspec.msgpack.Encoder().encode
 _decoder: msgspec.msgpack.Decoder[Any] = msgspec.msgpack.Decoder(AnyMessage)
@@ -326,8 +330,3 @@ class Channel:
     def close(self) -> None:
         """Close this end."""
         self._socket.close()
-
-
-def socket_pair() -> Sequence[socket.socket]:
-    """Return two connected ends."""
-    return socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from reknit.engine.copies import Chosen
     from reknit.engine.outline import Outline
     from reknit.engine.report import PendingSave
-    from reknit.errors import AgentError
+    from reknit.errors import ReknitError
     from reknit.options import SaveOptions
 
 FORM_ROUND = "agents"
@@ -129,7 +129,7 @@ class Crew:
                 plan.committed = True
         handover.hear(message)
 
-    def _lose(self, error: AgentError) -> None:
+    def _lose(self, error: ReknitError) -> None:
         for handover, _ in list(self._handovers.values()):
             handover.lose(error)
         self._handovers.clear()

@@ -17,7 +17,7 @@ from reknit.engine.packing import merge_claims
 from reknit.engine.promote import Promotion, decline, promote
 from reknit.engine.receipt import commit_round, receipt, write_blobs
 from reknit.engine.write import Outgoing, discard, write_files
-from reknit.errors import AgentError, ReknitError
+from reknit.errors import AgentError, typed
 from reknit.format import paths
 from reknit.monitor.phase import Recorder
 from reknit.options import cores_per_rank
@@ -33,6 +33,7 @@ if TYPE_CHECKING:
     from reknit.engine.receipt import Setting
     from reknit.engine.tuning import Tuner
     from reknit.engine.write import Written
+    from reknit.errors import ReknitError
     from reknit.monitor.phase import Sink
     from reknit.options import SaveOptions
     from reknit.storage.base import Storage
@@ -386,8 +387,3 @@ def _close(storage: Storage) -> None:
         storage.close()
     except Exception as failure:  # a store of somebody else's, and nothing depends on it any more
         logger.warning("%s could not be closed: %s", storage.url, failure)
-
-
-def typed(error: BaseException) -> ReknitError:
-    """Return the error itself, or a typed description of a foreign one."""
-    return error if isinstance(error, ReknitError) else ReknitError(f"{type(error).__name__}: {error}")

@@ -119,8 +119,9 @@ class Exchange:
         Raises `StoppedError` when another rank gave up, or its own error.
         """
         with ExitStack() as last:
-            join_turns = start("reknit-exchange", self._hold_turns).join
+            join_turns: Callable[[], None] = self._hold_turns
             try:
+                join_turns = start("reknit-exchange", self._hold_turns).join
                 self._open(last)
                 run_jobs(
                     range(threads),

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from reknit.engine import channel as say
 from reknit.engine.report import PromotionReport, SaveReport
-from reknit.errors import AgentError, DeadlineError, ReknitError, SkippedError, from_wire
+from reknit.errors import DeadlineError, ReknitError, SkippedError, from_wire, typed
 from reknit.monitor.phase import PhaseRecord, monotonic
 
 if TYPE_CHECKING:
@@ -86,11 +86,10 @@ class Handover:
 
     def abandon(self, error: BaseException, timeout_s: float) -> None:
         """Give the save up, and let all ranks hear why."""
-        typed = error if isinstance(error, ReknitError) else ReknitError(f"{type(error).__name__}: {error}")
-        unbegun = self._recorder is None
-        typed.sign(rank=self.link.rank, phase="assign" if unbegun else None)  # as the round does elsewhere
-        with suppress(AgentError):  # whoever misses the agent says so
-            self.link.send(say.Abandon(self.number, unbegun, typed.to_wire(), timeout_s))
+        told, unbegun = typed(error), self._recorder is None
+        told.sign(rank=self.link.rank, phase="assign" if unbegun else None)  # as the round does elsewhere
+        with suppress(ReknitError):  # whoever misses the agent says so
+            self.link.send(say.Abandon(self.number, unbegun, told.to_wire(), timeout_s))
         self._end(error)
         self.staged()
 
@@ -111,7 +110,7 @@ class Handover:
             self._changed.notify_all()
         self._settle()
 
-    def lose(self, error: AgentError) -> None:
+    def lose(self, error: ReknitError) -> None:
         """Take it that the agent is gone."""
         self.hear(say.ArenaFree(self.number))
         with self._changed:

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 from reknit.engine.arena import SharedArena
 from reknit.engine.pipeline import start
-from reknit.errors import CommError, UsageError
+from reknit.errors import CommError, UsageError, shortage
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
@@ -71,7 +71,7 @@ class HostLink:
     @classmethod
     def available(cls) -> bool:
         """Tell whether this system has what a link needs."""
-        return hasattr(os, "memfd_create") and hasattr(socket, "SO_PEERCRED")
+        return hasattr(socket, "SO_PEERCRED")
 
     def __init__(self, rank: int) -> None:
         self._rank = rank
@@ -200,7 +200,8 @@ class HostLink:
         except (IndexError, UsageError, MemoryError, OSError) as error:
             peer.close()
             if nbytes:
-                raise CommError(f"the memory of rank {rank} of this host cannot be used: {error}") from error
+                told = CommError(f"the memory of rank {rank} of this host cannot be used: {error}")
+                raise shortage(error) or told from error
             hearer.source_ended(rank)
             return
         peer.setblocking(True)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import secrets
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -60,13 +61,16 @@ class Joint:
         options: LoadOptions,
     ) -> Joint:
         """Return this rank's side, which `close` ends; `carrier` makes what reaches other hosts, if any."""
-        link = HostLink(group.rank) if HostLink.available() else None
+        link = None
+        if HostLink.available():
+            with suppress(OSError):  # a sandbox may refuse it, and alone a rank reads what it needs, too
+                link = HostLink(group.rank)
         return cls(group, None if carrier is None else carrier(), reader, files, link, options)
 
     def offer(self) -> messages.Offer:
         """Return what this rank would read alone, and by which ways it can be reached."""
         return messages.Offer(
-            host=_host() if self.link is not None else secrets.token_hex(8),
+            host=(self.link and _host()) or secrets.token_hex(8),
             link="" if self.link is None else self.link.address,
             carries=self.carrier is not None,
             cell=self.reader.cell_nbytes,
@@ -215,9 +219,12 @@ def _reads(offer: messages.Offer, files: NDArray[np.int64]) -> Reads:
     return Reads(file[order], start[order], nbytes[order])
 
 
-def _host() -> str:
+def _host() -> str | None:
     """Return what ranks have in common that can share memory: kernel, network namespace and user."""
     if (name := host_name()) is not None:
         return name
-    boot = Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
-    return f"{boot}-{os.stat('/proc/self/ns/net').st_ino}-{os.geteuid()}"
+    try:
+        boot = Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
+        return f"{boot}-{os.stat('/proc/self/ns/net').st_ino}-{os.geteuid()}"
+    except OSError:  # a system without /proc, or with one that is closed: who else is here cannot be told
+        return None

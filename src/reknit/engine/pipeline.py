@@ -4,19 +4,27 @@ from __future__ import annotations
 
 import threading
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Generic, TypeVar
+from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 from reknit.engine.arena import Arena
-from reknit.errors import DeadlineError
+from reknit.errors import DeadlineError, ShortageError, typed_shortage
 from reknit.monitor.phase import Deadline
+from reknit.system import require_memory
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Sequence
 
 Job = TypeVar("Job")
 Result = TypeVar("Result")
+_Worker = tuple[threading.Thread, threading.Event]
 
 _NO_ARENA_NBYTES = 4096
+
+_THREAD_NBYTES = 16 << 20
+"""What a thread may take before its first line: a stack, and what allocators set apart for it."""
+
+_LOOK_S = 1.0
+"""How often it is looked whether a worker is still there."""
 
 
 class _Source(Generic[Job]):
@@ -78,10 +86,20 @@ class Gate:
 
 
 def start(name: str, work: Callable[[], None]) -> threading.Thread:
-    """Run `work` in a thread that never keeps the interpreter from ending."""
+    """Run `work` in a thread that never keeps the interpreter from ending.  Raises `ShortageError`."""
     thread = threading.Thread(target=work, name=name, daemon=True)
-    thread.start()
+    begin(thread)
     return thread
+
+
+def begin(thread: threading.Thread) -> None:
+    """Start a thread.  Raises `ShortageError` where there may be no more, or there is too little memory.
+
+    Where memory ends under a thread before its first line, Python waits for ever for that line.
+    """
+    require_memory(_THREAD_NBYTES)
+    with typed_shortage():
+        thread.start()
 
 
 def within(timeout_s: float, what: Callable[[], str], work: Callable[[], Result]) -> Result:
@@ -116,7 +134,8 @@ def run_jobs(
     """Do all jobs, several at once, and return when the last is done.
 
     Each worker owns one arena of `arena_nbytes`; there are at most `threads` workers, and no more than fit in
-    `budget_nbytes`.  So memory is bounded, and while one worker waits for storage the others copy and digest.
+    `budget_nbytes`, or can be started.  So memory is bounded, and while one worker waits for storage the
+    others copy and digest.
     The first error stops the others after the job in their hands, and is raised; so does an interrupt of the
     caller.  `stop` is called with it, before the others are waited for: let it end jobs that would wait.
 
@@ -147,16 +166,15 @@ def run_jobs(
         for k, ended in enumerate(ends)
     ]
     try:
-        for worker in workers:
-            worker.start()
-        in_time = _wait(ends, deadline)
+        _begin_some(workers)
+        in_time = _wait(_begun(workers, ends), deadline, source)
     except BaseException as error:  # an interrupt: no thread may go on writing behind the caller's back
         source.fail(error)
         stop(error)
-        _wait([e for worker, e in zip(workers, ends, strict=True) if worker.ident is not None], deadline)
+        _wait(_begun(workers, ends), deadline)
         raise
     if in_time:
-        for worker in workers:
+        for worker, _ in _begun(workers, ends):
             worker.join()  # they have nothing left to do
     else:
         source.fail(_late(what(), timeout_s))
@@ -164,9 +182,35 @@ def run_jobs(
         raise source.error
 
 
-def _wait(ends: Sequence[threading.Event], deadline: Deadline | None) -> bool:
-    """Wait for all events, at most until the deadline; tell whether all came."""
-    return all(ended.wait(None if deadline is None else deadline.remaining()) for ended in ends)
+def _begin_some(workers: Sequence[threading.Thread]) -> None:
+    """Start as many workers as can be had; one is enough.  Raises `ShortageError` without any."""
+    for number, worker in enumerate(workers):
+        try:
+            begin(worker)
+        except ShortageError:
+            if number == 0:
+                raise
+            return
+
+
+def _begun(workers: Sequence[threading.Thread], ends: Sequence[threading.Event]) -> list[_Worker]:
+    """Return the workers that were started, each with the event of its end."""
+    return [pair for pair in zip(workers, ends, strict=True) if pair[0].ident is not None]
+
+
+def _wait(workers: Sequence[_Worker], deadline: Deadline | None, source: _Source[Any] | None = None) -> bool:
+    """Wait for the ends of all workers, at most until the deadline; tell whether all came.
+
+    With their `source`, a worker under which memory ended before its first line fails the work, too.
+    """
+    for worker, ended in workers:
+        while not ended.wait(_LOOK_S if deadline is None else min(_LOOK_S, deadline.remaining())):
+            if source is not None and not worker.is_alive() and not ended.is_set():
+                source.fail(ShortageError("there is too little memory: a thread ended before its first line"))
+                break
+            if deadline is not None and deadline.passed():
+                return False
+    return True
 
 
 def _late(what: str, timeout_s: float | None) -> DeadlineError:

@@ -7,7 +7,8 @@ from typing import TYPE_CHECKING
 from reknit.comm import base as comm
 from reknit.engine import channel as say
 from reknit.engine import messages
-from reknit.engine.errand import Errand, typed
+from reknit.engine.errand import Errand
+from reknit.errors import typed
 
 if TYPE_CHECKING:
     from reknit.engine.coordinator import Coordinator

@@ -11,7 +11,7 @@ import msgspec
 import numpy as np
 from msgspec.msgpack import Ext
 
-from reknit.errors import CorruptError, FormatError, StateError
+from reknit.errors import CorruptError, FormatError, StateError, shortage
 from reknit.format.blob_types import (
     ATTRIBUTED,
     BIG_INT,
@@ -262,7 +262,8 @@ def _pickled(value: Any) -> bytes:
     try:
         return pickle.dumps(value, protocol=4)
     except Exception as error:  # a class may raise anything from its own pickling code
-        raise RefusedError(f"a {type(value).__qualname__} that pickle refuses: {error}", _REMEDY) from error
+        refused = RefusedError(f"a {type(value).__qualname__} that pickle refuses: {error}", _REMEDY)
+        raise shortage(error) or refused from error
 
 
 def _unpickled(payload: Any, allow_pickle: bool) -> Any:
@@ -275,7 +276,7 @@ def _unpickled(payload: Any, allow_pickle: bool) -> Any:
     try:
         return pickle.loads(payload)
     except Exception as error:  # a class may raise anything from its own unpickling code
-        raise FormatError(
+        raise shortage(error) or FormatError(
             f"a pickled value cannot be loaded: {type(error).__name__}: {error}",
             remedy="make the modules that define its class importable",
         ) from error

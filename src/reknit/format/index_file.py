@@ -8,7 +8,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from reknit.errors import CorruptError, FormatError
+from reknit.errors import CorruptError, FormatError, shortage
 from reknit.format.index_checks import check_index
 from reknit.format.index_columns import LISTS, SCHEMA, STRINGS, Columns
 from reknit.format.parquet_bounds import check_parquet
@@ -153,14 +153,15 @@ def _check_bounds(data: bytes) -> None:
 def _read_columns(data: bytes) -> dict[str, Column]:
     """Return the columns, proved sound by Arrow; everything foreign that can be raised ends here."""
     try:
-        file = pq.ParquetFile(pa.BufferReader(data), read_dictionary=list(STRINGS))
+        # Arrow's own threads are not used: where they cannot be had, it does not fail but crash.
+        file = pq.ParquetFile(pa.BufferReader(data), read_dictionary=list(STRINGS), pre_buffer=False)
         # a stored Arrow schema could ask for extension types
         if b"ARROW:schema" in (file.metadata.metadata or {}) or not file.schema_arrow.equals(SCHEMA):
             raise CorruptError("the index has other columns than format 1 has")
-        table = file.read()
+        table = file.read(use_threads=False)
         table.validate(full=True)
     except (pa.ArrowException, OSError, ValueError, TypeError, KeyError, OverflowError) as error:
-        raise CorruptError(f"the index is damaged: {error}") from error
+        raise shortage(error) or CorruptError(f"the index is damaged: {error}") from error
     columns = {name: table.column(name) for name in table.column_names}
     if any(column.null_count for column in columns.values()):
         raise CorruptError("the index has a null")

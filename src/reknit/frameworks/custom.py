@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any, Protocol, cast
 
 import numpy as np
 
-from reknit.errors import StateError, UsageError
+from reknit.errors import StateError, UsageError, shortage
 from reknit.frameworks.neutral import to_neutral
 from reknit.frameworks.walk import View
 from reknit.types.box import Box
@@ -133,7 +133,7 @@ def _loaded(entry: EntryPoint) -> CustomFramework:
         found = entry.load()
         framework = found() if isinstance(found, type) else found
     except Exception as error:  # other people's code: whatever it raises, the reader must learn whose it was
-        raise UsageError(
+        raise shortage(error) or UsageError(
             f"{what} cannot be loaded: {type(error).__name__}: {error}",
             remedy=f"mend or uninstall {origin.removeprefix('the distribution ')}",
         ) from error
@@ -237,7 +237,7 @@ class CustomAdapter:
         try:
             data = _array(held)
         except (TypeError, ValueError, BufferError, RuntimeError) as error:
-            raise self._wrong(
+            raise shortage(error) or self._wrong(
                 at,
                 f"gave memory of type {type(held.memory).__name__} that is no array: {error}",
                 "give a NumPy array, a torch tensor, or a contiguous buffer",

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from reknit.errors import FormatError, MissingExtraError, StateError
+from reknit.errors import FormatError, MissingExtraError, StateError, shortage
 from reknit.frameworks import tree
 from reknit.types.dtype import ITEMSIZE
 from reknit.types.shard import Tagged
@@ -133,7 +133,8 @@ def _live_leaf(path: tree.Path, leaf: Any) -> Any:
         return _live_of_jax(library, leaf) if needs == "jax" else _live(library, leaf)
     except (KeyError, TypeError, ValueError, AttributeError, RuntimeError) as error:
         # Whatever they make of a damaged or hostile value, the reader is told that the value is at fault.
-        raise FormatError(f"the saved value {tree.dotted(path)} is no {leaf.tag}: {error}") from error
+        told = FormatError(f"the saved value {tree.dotted(path)} is no {leaf.tag}: {error}")
+        raise shortage(error) or told from error
 
 
 def _no_member(value: Any, where: str) -> FormatError:

@@ -9,7 +9,7 @@ from contextvars import ContextVar
 from dataclasses import asdict, dataclass, field
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
-from reknit.errors import DeadlineError, ReknitError
+from reknit.errors import DeadlineError, ReknitError, shortage
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -122,13 +122,14 @@ class Recorder:
             self._doing.append(name)
         try:
             yield running
-        except ReknitError as error:
-            error.sign(rank=self.rank, phase=name, path=path)
-            outcome = type(error).__name__
-            raise
         except BaseException as error:
-            outcome = type(error).__name__
-            raise
+            known = error if isinstance(error, ReknitError) else shortage(error)
+            outcome = type(known or error).__name__
+            if known is not None:
+                known.sign(rank=self.rank, phase=name, path=path)
+            if known is None or known is error:
+                raise
+            raise known from error
         finally:
             with self._lock:
                 self._doing.remove(name)

@@ -10,6 +10,7 @@ from collections import deque
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, NamedTuple, Protocol
 
+from reknit.errors import ShortageError
 from reknit.monitor.notebook import notebook_line
 from reknit.monitor.progress_text import describe
 from reknit.monitor.terminal import terminal_line
@@ -87,7 +88,11 @@ def progress(
         finally:
             told.set()
 
-    start("reknit-progress", tell)
+    try:
+        start("reknit-progress", tell)
+    except ShortageError:  # others would wait for a rank that gives up here, and for nothing but words
+        yield
+        return
     try:
         yield
     finally:

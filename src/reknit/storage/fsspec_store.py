@@ -17,6 +17,7 @@ from reknit.errors import (
     StoragePermissionError,
     StorageUnavailableError,
     UsageError,
+    shortage,
 )
 from reknit.storage.base import Listed, Reading
 from reknit.storage.local import LocalStorage
@@ -270,7 +271,7 @@ class FsspecStorage:
         except Exception as error:  # libraries behind fsspec have errors of their own, of any type
             full = getattr(error, "errno", None) == _ERRNO_FULL
             kind = StorageFullError if full else StorageError
-            raise kind(f"cannot {action} {told}: {error!r}", path=told) from error
+            raise shortage(error) or kind(f"cannot {action} {told}: {error!r}", path=told) from error
 
 
 class _Names:
@@ -302,7 +303,7 @@ class FsspecWriter:
                 self._file.seek(start)
                 self._file.write(data)
             except OSError as error:
-                raise StorageFullError(
+                raise shortage(error) or StorageFullError(
                     f"cannot gather {self._url} in a temporary file: {error}",
                     remedy="make room there, or point TMPDIR to another disk",
                     path=self._url,

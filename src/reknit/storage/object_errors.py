@@ -14,6 +14,7 @@ from reknit.errors import (
     StorageNotFoundError,
     StoragePermissionError,
     StorageUnavailableError,
+    shortage,
 )
 
 if TYPE_CHECKING:
@@ -39,7 +40,7 @@ def translated(action: str, url: str) -> Iterator[None]:
         yield
     except (exceptions.BaseError, OSError, ValueError) as error:
         # The error itself shows the client's internals, and may show what is secret.
-        raise as_ours(action, url, error) from None
+        raise shortage(error) or as_ours(action, url, error) from None
     except BaseException as error:
         # The client is written in Rust; what it did not expect comes out as this, beside `Exception`.
         if type(error).__name__ != "PanicException":

@@ -10,13 +10,22 @@ from contextlib import contextmanager, suppress
 from itertools import islice
 from typing import TYPE_CHECKING, TypeVar
 
-from reknit.errors import StorageError, StorageFullError, StorageNotFoundError, StoragePermissionError
+from reknit.errors import (
+    ShortageError,
+    StorageError,
+    StorageFullError,
+    StorageNotFoundError,
+    StoragePermissionError,
+    shortage,
+)
 from reknit.storage.beneath import open_regular
 from reknit.storage.paths import is_temporary
 from reknit.storage.space import making_room
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
+
+    from reknit.errors import ReknitError
 
 _T = TypeVar("_T")
 
@@ -29,7 +38,10 @@ _STALE_TRIES = 8
 
 @contextmanager
 def translated(action: str, full: str) -> Iterator[None]:
-    """Turn an `OSError` into a `StorageError` that says what was done, to which file, and what may help."""
+    """Turn an `OSError` into a `StorageError` that says what was done, to which file, and what may help.
+
+    Or into a `ShortageError`, where it is not the store that is at fault.
+    """
     try:
         yield
     except OSError as error:
@@ -79,7 +91,8 @@ def expect_sequence(fd: int) -> None:
     is not cached arrives half as fast again with it.
     """
     if hasattr(os, "posix_fadvise"):
-        os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_SEQUENTIAL)
+        with suppress(OSError):  # a sandbox may refuse even advice
+            os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_SEQUENTIAL)
 
 
 def identity(file: str | int) -> tuple[int, int] | None:
@@ -252,9 +265,11 @@ def entries(folder: str, *, links: bool = False) -> list[tuple[str, os.stat_resu
     return found
 
 
-def _typed(error: OSError, action: str, full: str) -> StorageError:
+def _typed(error: OSError, action: str, full: str) -> ReknitError:
     code = errno.errorcode.get(error.errno or 0, "no code")
     message = f"cannot {action} {full}: {error.strerror or error} ({code})"
+    if short := shortage(error):
+        return ShortageError(message, remedy=short.remedy, path=full)
     if error.errno in (errno.ENOSPC, errno.EDQUOT):
         return StorageFullError(message, remedy=making_room(full), path=full)
     if error.errno in (errno.EACCES, errno.EPERM, errno.EROFS):

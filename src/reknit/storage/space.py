@@ -24,7 +24,8 @@ def reserve(fd: int, folder: str, nbytes: int) -> None:
         try:
             os.posix_fallocate(fd, 0, nbytes)
         except OSError as error:
-            if error.errno not in (errno.EOPNOTSUPP, errno.ENOSYS, errno.EINVAL):
+            # What a system cannot do, or a sandbox refuses, is no reason to stop: the file then grows.
+            if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO):
                 raise
         else:
             return
@@ -79,6 +80,6 @@ def _filesystem(folder: str) -> str | None:
                 mount, _, source = line.partition(" - ")
                 if mount.split(" ", 3)[2] == wanted:
                     return source.split(" ", 1)[0]
-    except FileNotFoundError:
-        pass  # a system without /proc
+    except OSError:
+        pass  # a system without /proc, or with one that is closed
     return None

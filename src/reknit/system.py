@@ -1,0 +1,75 @@
+"""What the operating system gives a process, or refuses: memory, and descriptors that nobody prints to."""
+
+from __future__ import annotations
+
+import fcntl
+import mmap
+import os
+import socket
+import subprocess
+import tempfile
+from contextlib import suppress
+
+from reknit.errors import ShortageError, shortage
+
+_STANDARD = 3  # input, output and error have the numbers below this
+_SHARED = "/dev/shm"
+
+
+def require_memory(nbytes: int) -> None:
+    """Raise `ShortageError` unless this process could have so many more bytes now; it takes none of them.
+
+    For what answers a refusal by ending the process, as libraries in C++ do, or by never coming back, as
+    Python's own start of a thread.
+    """
+    try:
+        mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS).close()
+    except (OSError, OverflowError, MemoryError) as error:
+        raise shortage(error) or ShortageError(f"there is too little memory: {error}") from error
+
+
+def aside(fd: int) -> int:
+    """Return a descriptor that nobody takes for standard input, output or error, in the place of this one.
+
+    A process may have those closed, as daemons do.  Then what is opened next gets their numbers, and what
+    anybody prints gets into it.
+    """
+    if fd >= _STANDARD:
+        return fd
+    try:
+        return fcntl.fcntl(fd, fcntl.F_DUPFD_CLOEXEC, _STANDARD)
+    finally:
+        os.close(fd)
+
+
+def socket_pair() -> tuple[socket.socket, socket.socket]:
+    """Return two connected ends; either may be handed to a new process."""
+    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)
+    return socket.socket(fileno=aside(ours.detach())), socket.socket(fileno=aside(theirs.detach()))
+
+
+def output_of_child(fd: int) -> int | None:
+    """Return what a new process is to have as its output or error: that of this one, if it is open."""
+    try:
+        os.fstat(fd)
+    except OSError:
+        return subprocess.DEVNULL
+    return None
+
+
+def nameless_file(name: str) -> int:
+    """Return the descriptor of an empty file in memory, or else on disk, that has no name in any folder.
+
+    A sandbox may refuse the one call that is meant for this.  Raises `OSError`.
+    """
+    if hasattr(os, "memfd_create"):
+        with suppress(OSError):
+            return aside(os.memfd_create(name, os.MFD_CLOEXEC))
+    for folder in (_SHARED, None):
+        with suppress(OSError), tempfile.TemporaryFile(dir=folder, buffering=0) as file:
+            return aside(os.dup(file.fileno()))
+    raise ShortageError(
+        f"there is no memory that processes can share: memfd_create is refused, and files in {_SHARED}, "
+        "and those that are temporary",
+        remedy="allow one of them, or point TMPDIR to a folder where files can be made",
+    )

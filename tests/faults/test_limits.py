@@ -1,0 +1,135 @@
+"""Too little memory, threads or open files is an error of its own, whatever it stops, and never the end."""
+
+from __future__ import annotations
+
+import errno
+import faulthandler
+import os
+import shutil
+import signal
+import tempfile
+import traceback
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import pytest
+
+import reknit
+from tests import ranks, sandbox
+from tests.running.examples import is_night
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+
+MIB = 1 << 20
+LIMIT_S = 40
+
+MEMORY = [n * MIB // 4 for n in (0, 1, 2, 4, 6, *range(8, 520, 12))]
+THREADS = list(range(10))
+FILES = list(range(12))
+
+LIMITS: dict[str, tuple[Callable[[int], None], list[int], list[int]]] = {
+    "memory": (sandbox.leave_memory, MEMORY, [0, MIB, 20 * MIB, 40 * MIB, 80 * MIB]),
+    "threads": (sandbox.leave_threads, THREADS, [0, 1, 2, 3]),
+    "files": (sandbox.leave_files, FILES, [0, 1, 3]),
+}
+
+MANY = 3000
+"""Tensors of a checkpoint whose index is large enough to be read by several threads, and to take memory."""
+
+
+def state(value: float) -> dict[str, Any]:
+    weights = {f"layers.{n}.weight": np.full((3, 7), value, np.float32) for n in range(MANY)}
+    return {"model": {**weights, "large": np.full(5 * MIB, value, np.float32)}, "extra": {"epoch": int(value)}}
+
+
+@pytest.fixture(scope="module")
+def folder() -> Iterator[Path]:
+    """Return a folder for everybody, with a checkpoint in it."""
+    made = Path(tempfile.mkdtemp(prefix="reknit-limits-"))
+    reknit.save(made / "sound", state(1.0))
+    made.chmod(0o777)
+    yield made
+    shutil.rmtree(made)
+
+
+def actions(folder: Path) -> dict[str, Callable[[], object]]:
+    sound, target = folder / "sound", state(2.0)
+
+    def verify() -> None:
+        assert reknit.verify(sound, "data").ok
+
+    return {
+        "load": lambda: reknit.load(sound, target),
+        "verify": verify,
+        "save": lambda: reknit.save(folder / f"{os.getpid()}", target),
+    }
+
+
+def outcomes(folder: str, kind: str, amounts: list[int]) -> list[tuple[str, int, str]]:
+    """Return what happens under each limit to each action, in a process of its own each."""
+    doing = actions(Path(folder))
+    for action in doing.values():
+        action()  # what is imported late is there by now
+    found = []
+    for name, action in doing.items():
+        for amount in amounts:
+            found.append((name, amount, outcome(action, LIMITS[kind][0], amount)))
+    return found
+
+
+def outcome(action: Callable[[], object], limit: Callable[[int], None], amount: int) -> str:
+    """Return what became of an action in a process with this limit: a type of error, nothing, or a signal."""
+    source, sink = os.pipe()
+    child = os.fork()
+    if not child:
+        faulthandler.register(signal.SIGALRM, chain=True)
+        signal.alarm(LIMIT_S)  # a watchdog thread would be lost in the fork, and count
+        told = b"nothing"
+        try:
+            limit(amount)
+            action()
+        except reknit.ReknitError as error:
+            told = type(error).__name__.encode()
+        except BaseException:  # whatever it is, the test must hear of it
+            told = traceback.format_exc().encode()
+        os.write(sink, told)
+        os._exit(0)
+    os.close(sink)
+    with os.fdopen(source, "rb") as pipe:
+        said = pipe.read().decode()
+    status = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+    return said if status == 0 else f"ended with {status}"
+
+
+@pytest.mark.parametrize("kind", list(LIMITS))
+def test_a_limit_is_told_as_such_and_not_as_damage(folder: Path, kind: str) -> None:
+    if kind == "threads" and os.geteuid() != 0:
+        pytest.skip("only root can become somebody who has no other processes")
+    amounts = LIMITS[kind][1 if is_night() else 2]
+    (found,) = ranks.run(1, outcomes, str(folder), kind, amounts, joined=False, timeout=300 + 5 * len(amounts))
+    assert {told for *_, told in found} <= {"nothing", "ShortageError"}, found
+    for name in ("load", "verify", "save"):
+        told = [one for action, _, one in found if action == name]
+        assert told[0] == "ShortageError", found
+    assert [told for *_, told in found].count("nothing"), found
+    assert reknit.verify(folder / "sound", "data").ok
+
+
+def without_threads(folder: str) -> list[str]:
+    sandbox.refuse({"clone": errno.EAGAIN, "clone3": errno.ENOSYS})
+    doing = actions(Path(folder))
+    doing["save in the background"] = lambda: reknit.save(Path(folder) / "b", state(3.0), wait=False).result(30)
+    told = []
+    for action in doing.values():
+        with pytest.raises(reknit.ShortageError) as caught:
+            action()
+        told.append(str(caught.value))
+    return told
+
+
+@pytest.mark.skipif(not sandbox.KNOWN, reason="the calls of this machine have numbers that are not known here")
+def test_a_process_without_any_further_thread_is_told_what_to_do(folder: Path) -> None:
+    (told,) = ranks.run(1, without_threads, str(folder), joined=False)
+    assert all("thread or process" in one and "ulimit -u" in one for one in told), told

@@ -1,0 +1,67 @@
+"""What a sandbox, a container or a daemon does without: saves and loads go on, or say what they need."""
+
+from __future__ import annotations
+
+import errno
+import os
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+import reknit
+from tests import ranks, sandbox
+
+needs_filters = pytest.mark.skipif(not sandbox.KNOWN, reason="this machine's calls have numbers not known here")
+
+REFUSED = (
+    "copy_file_range",
+    "fadvise64",
+    "fallocate",
+    "madvise",
+    "memfd_create",
+    "mlock",
+    "pidfd_open",
+    "sched_setaffinity",
+    "setpriority",
+    "unshare",
+)
+
+
+def state(value: float) -> dict[str, Any]:
+    return {"model": {"weight": np.full((300, 700), value, np.float32)}, "extra": {"epoch": int(value)}}
+
+
+def round_trips(folder: str) -> None:
+    """Save at once and in the background, and load both."""
+    for number, wait in enumerate((True, False, False)):
+        path = Path(folder, f"step_{number}")
+        reknit.save(path, state(number), wait=wait).result(60)
+        target = state(9)
+        reknit.load(path, target)
+        np.testing.assert_equal(target, state(number))
+    assert reknit.close(30)
+
+
+def in_a_sandbox(folder: str, error: int) -> None:
+    sandbox.refuse(dict.fromkeys(REFUSED, error))
+    with pytest.raises(OSError, match=os.strerror(error)):
+        os.memfd_create("refused")
+    round_trips(folder)
+
+
+@needs_filters
+@pytest.mark.parametrize("error", [errno.EPERM, errno.ENOSYS])
+def test_what_a_sandbox_refuses_is_done_without(tmp_path: Path, error: int) -> None:
+    ranks.run(1, in_a_sandbox, str(tmp_path), error, joined=False)
+
+
+def as_a_daemon(folder: str) -> None:
+    for fd in (0, 1, 2):
+        os.close(fd)
+    round_trips(folder)
+
+
+def test_a_process_with_closed_standard_streams_saves_in_the_background(tmp_path: Path) -> None:
+    ranks.run(1, as_a_daemon, str(tmp_path), joined=False)
