@@ -229,13 +229,8 @@ def typed(error: BaseException) -> ReknitError:
 _NO_FILES = frozenset({errno.EMFILE, errno.ENFILE, errno.ETOOMANYREFS})
 _NO_MEMORY = frozenset({errno.ENOMEM, errno.ENOBUFS})
 _SAYS_THREADS = ("start new thread", "launch worker thread", "Resource temporarily unavailable")
-_SAYS_MEMORY = (
-    "out of memory",
-    "not enough memory",
-    "can't allocate memory",
-    "cannot allocate memory",
-    "bad_alloc",
-)
+_SAYS_MEMORY = ("out of memory", "not enough memory", "allocate memory", "bad_alloc", "failed to map segment")
+_SAYING = (MemoryError, OSError, RuntimeError, ImportError)
 
 
 def shortage(error: BaseException) -> ShortageError | None:
@@ -246,7 +241,7 @@ def shortage(error: BaseException) -> ShortageError | None:
     """
     if isinstance(error, ShortageError):
         return error
-    if not isinstance(error, (MemoryError, OSError, RuntimeError)) or isinstance(error, ReknitError):
+    if not isinstance(error, _SAYING) or isinstance(error, ReknitError):
         return None
     code = error.errno if isinstance(error, OSError) else None
     said = str(error) or type(error).__name__
@@ -274,7 +269,7 @@ def typed_shortage() -> Iterator[None]:
     """Raise a `ShortageError` for a foreign error that amounts to one; everything else passes as it is."""
     try:
         yield
-    except (MemoryError, OSError, RuntimeError) as error:
+    except _SAYING as error:
         if isinstance(error, ReknitError) or (short := shortage(error)) is None:
             raise
         raise short from error

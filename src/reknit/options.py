@@ -79,7 +79,15 @@ def hadoop_conf_dir() -> str | None:
 
 def hadoop_user() -> str:
     """Return as whom Hadoop is asked where it authenticates nobody: HADOOP_USER_NAME, or the user here."""
-    return os.environ.get("HADOOP_USER_NAME") or getpass.getuser()
+    if name := os.environ.get("HADOOP_USER_NAME"):
+        return name
+    try:
+        return getpass.getuser()
+    except (KeyError, OSError) as error:  # which of the two depends on the version of Python
+        raise UsageError(
+            f"user {os.geteuid()} has no name on this machine, and Hadoop is to be asked in some name",
+            remedy="set HADOOP_USER_NAME",
+        ) from error
 
 
 def num_threads(wanted: int | None) -> int:

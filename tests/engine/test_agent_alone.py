@@ -10,6 +10,7 @@ import threading
 from typing import TYPE_CHECKING
 
 import psutil
+import pytest
 
 from reknit.engine import agent_link
 from reknit.engine import channel as say
@@ -17,17 +18,17 @@ from reknit.engine.agent import Agent
 from reknit.engine.errand import Errand
 from reknit.engine.pipeline import start
 from reknit.engine.tuning import Tuner
-from reknit.errors import AgentError
+from reknit.errors import AgentError, ShortageError
 from reknit.system import socket_pair
 from tests.faults.nursery import wait_until
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
     from pathlib import Path
-
-    import pytest
 
     from reknit.comm.base import Group
     from reknit.engine.coordinator import Coordinator
+    from reknit.errors import ReknitError
 
 LIMIT_S = 30.0
 
@@ -136,3 +137,60 @@ def test_a_save_that_ends_while_the_next_is_taken_up_disturbs_nobody() -> None:
         trainers_end.close()
         worker.join(LIMIT_S)
     assert not worker.is_alive()
+
+
+def lost_by(link: agent_link.AgentLink) -> ReknitError:
+    """Return the error by which the trainer misses its agent."""
+    told: list[ReknitError] = []
+    link.lost = told.append
+    assert link.ended(60)
+    (error,) = told
+    return error
+
+
+def test_an_agent_that_cannot_go_on_says_why(monkeypatch: pytest.MonkeyPatch) -> None:
+    link = agent_link.AgentLink(3, in_process=False, send_timeout_s=5)
+    link.ask(say.Join("agents", 3, [0], 1, 7, {}, False), 60)
+    memory = os.memfd_create("small")
+    try:
+        link.send(say.GiveArena(1, 1 << 20), memory)
+    finally:
+        os.close(memory)
+    error = lost_by(link)
+    assert type(error) is AgentError
+    assert "agent of rank 3" in error.message
+    assert "an arena of 1048576 bytes is not in shared memory of 0 bytes" in error.message
+
+
+def test_an_agent_that_has_too_little_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    def scarce(thread: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    monkeypatch.setattr("reknit.engine.agent.begin_thread", scarce)
+    monkeypatch.setattr(threading, "excepthook", lambda _: None)
+    link = agent_link.AgentLink(3, in_process=True, send_timeout_s=5)
+    error = lost_by(link)
+    assert type(error) is ShortageError
+    assert "no further thread" in error.message
+    assert error.rank == 3
+    assert error.remedy
+
+
+def test_a_trainer_that_cannot_hear_its_agent_leaves_none_behind(monkeypatch: pytest.MonkeyPatch) -> None:
+    def scarce(name: str, work: Callable[[], None]) -> None:
+        raise ShortageError("no further thread")
+
+    before = set(psutil.Process().children())
+    monkeypatch.setattr(agent_link, "start", scarce)
+    with pytest.raises(ShortageError, match="no further thread"):
+        agent_link.AgentLink(0, in_process=False, send_timeout_s=5)
+    assert set(psutil.Process().children()) <= before
+
+
+def test_an_agent_that_cannot_be_forked_is_a_shortage(monkeypatch: pytest.MonkeyPatch) -> None:
+    def scarce(*_: object, **__: object) -> None:
+        raise BlockingIOError(11, os.strerror(11))
+
+    monkeypatch.setattr(subprocess, "Popen", scarce)
+    with pytest.raises(ShortageError, match="no further thread or process"):
+        agent_link.AgentLink(0, in_process=False, send_timeout_s=5)

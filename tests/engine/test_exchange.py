@@ -10,9 +10,11 @@ import numpy as np
 import pytest
 
 from reknit.comm import base as comm
+from reknit.engine import exchange as exchange_module
 from reknit.engine.exchange import Exchange, Sharing, StoppedError
 from reknit.engine.host_link import HostLink
-from reknit.errors import CommError, DeadlineError, StorageError
+from reknit.engine.pipeline import start
+from reknit.errors import CommError, DeadlineError, ShortageError, StorageError
 from reknit.planner.sharing import Reads, divide
 from reknit.testing.world import MemoryStore, run_ranks
 from tests.world.sharing import Hub, ThreadCarrier
@@ -278,6 +280,22 @@ def test_a_rank_that_cannot_make_its_ring_keeps_nobody_waiting(
     outcomes = run_ranks(2, errors_of(exchanges(works, hosts, [cells(8)] * 2, hub=hub)))
     assert hub.is_in_step
     assert [type(outcome) for outcome in outcomes] == [StoppedError, MemoryError]
+
+
+@pytest.mark.parametrize("hosts", [[0, 0], [0, 1]])
+def test_a_rank_that_can_start_no_thread_keeps_nobody_waiting(
+    hosts: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def scarce(name: str, work: Callable[[], None]) -> threading.Thread:
+        if name == "reknit-exchange" and threading.current_thread().name == "rank 1":
+            raise ShortageError("no further thread")
+        return start(name, work)
+
+    monkeypatch.setattr(exchange_module, "start", scarce)
+    works, hub = [Work(8 * CELL) for _ in range(2)], Hub(2)
+    outcomes = run_ranks(2, errors_of(exchanges(works, hosts, [cells(8)] * 2, hub=hub)))
+    assert hub.is_in_step
+    assert [type(outcome) for outcome in outcomes] == [StoppedError, ShortageError]
 
 
 @pytest.mark.parametrize("hosts", [[0, 0], [0, 1]])

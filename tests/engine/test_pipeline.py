@@ -5,8 +5,9 @@ from typing import TYPE_CHECKING
 
 import pytest
 
+from reknit.engine import pipeline
 from reknit.engine.pipeline import Gate, run_jobs, start
-from reknit.errors import DeadlineError, StorageError
+from reknit.errors import DeadlineError, ShortageError, StorageError
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -174,3 +175,50 @@ def test_a_gate_closes_when_nobody_is_inside_and_then_for_good() -> None:
         gate.check()
     with pytest.raises(DeadlineError), gate.passing():
         pass
+
+
+def only_threads(number: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let no more than this many threads be started."""
+    begin, started = threading.Thread.start, list[threading.Thread]()
+
+    def scarce(self: threading.Thread) -> None:
+        if len(started) == number:
+            raise RuntimeError("can't start new thread")
+        started.append(self)
+        begin(self)
+
+    monkeypatch.setattr(threading.Thread, "start", scarce)
+
+
+def test_as_many_workers_as_can_be_started_do_the_work(monkeypatch: pytest.MonkeyPatch) -> None:
+    only_threads(1, monkeypatch)
+    done: list[int] = []
+    run_jobs(range(50), lambda job, _: done.append(job), threads=4, arena_nbytes=4096, budget_nbytes=1 << 20)
+    assert done == list(range(50))
+
+
+def test_without_any_worker_the_work_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    only_threads(0, monkeypatch)
+    with pytest.raises(ShortageError, match="no further thread"):
+        run_jobs([1], lambda job, _: None, threads=4, arena_nbytes=4096, budget_nbytes=1 << 20)
+    with pytest.raises(ShortageError, match="no further thread"):
+        start("reknit-test", lambda: None)
+
+
+def test_no_thread_is_started_that_memory_might_end_under(monkeypatch: pytest.MonkeyPatch) -> None:
+    def none_left(nbytes: int) -> None:
+        raise ShortageError("none left")
+
+    monkeypatch.setattr(pipeline, "require_memory", none_left)
+    monkeypatch.setattr(threading.Thread, "start", None)
+    with pytest.raises(ShortageError, match="none left"):
+        start("reknit-test", lambda: None)
+
+
+def test_a_worker_that_memory_ends_under_before_its_first_line_keeps_nobody_waiting(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(pipeline, "_LOOK_S", 0.01)
+    monkeypatch.setattr(threading.Thread, "run", lambda self: None)
+    with pytest.raises(ShortageError, match="before its first line"):
+        run_jobs([1], lambda job, _: None, threads=2, arena_nbytes=4096, budget_nbytes=1 << 20)

@@ -41,7 +41,10 @@ MANY = 3000
 
 def state(value: float) -> dict[str, Any]:
     weights = {f"layers.{n}.weight": np.full((3, 7), value, np.float32) for n in range(MANY)}
-    return {"model": {**weights, "large": np.full(5 * MIB, value, np.float32)}, "extra": {"epoch": int(value)}}
+    return {
+        "model": {**weights, "large": np.full(5 * MIB, value, np.float32)},
+        "extra": {"epoch": int(value)},
+    }
 
 
 @pytest.fixture(scope="module")
@@ -108,7 +111,9 @@ def test_a_limit_is_told_as_such_and_not_as_damage(folder: Path, kind: str) -> N
     if kind == "threads" and os.geteuid() != 0:
         pytest.skip("only root can become somebody who has no other processes")
     amounts = LIMITS[kind][1 if is_night() else 2]
-    (found,) = ranks.run(1, outcomes, str(folder), kind, amounts, joined=False, timeout=300 + 5 * len(amounts))
+    (found,) = ranks.run(
+        1, outcomes, str(folder), kind, amounts, joined=False, timeout=300 + 5 * len(amounts)
+    )
     assert {told for *_, told in found} <= {"nothing", "ShortageError"}, found
     for name in ("load", "verify", "save"):
         told = [one for action, _, one in found if action == name]
@@ -120,7 +125,9 @@ def test_a_limit_is_told_as_such_and_not_as_damage(folder: Path, kind: str) -> N
 def without_threads(folder: str) -> list[str]:
     sandbox.refuse({"clone": errno.EAGAIN, "clone3": errno.ENOSYS})
     doing = actions(Path(folder))
-    doing["save in the background"] = lambda: reknit.save(Path(folder) / "b", state(3.0), wait=False).result(30)
+    doing["save in the background"] = lambda: reknit.save(Path(folder) / "b", state(3.0), wait=False).result(
+        30
+    )
     told = []
     for action in doing.values():
         with pytest.raises(reknit.ShortageError) as caught:
@@ -129,7 +136,9 @@ def without_threads(folder: str) -> list[str]:
     return told
 
 
-@pytest.mark.skipif(not sandbox.KNOWN, reason="the calls of this machine have numbers that are not known here")
+@pytest.mark.skipif(
+    not sandbox.KNOWN, reason="the calls of this machine have numbers that are not known here"
+)
 def test_a_process_without_any_further_thread_is_told_what_to_do(folder: Path) -> None:
     (told,) = ranks.run(1, without_threads, str(folder), joined=False)
     assert all("thread or process" in one and "ulimit -u" in one for one in told), told

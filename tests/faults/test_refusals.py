@@ -8,12 +8,15 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import psutil
 import pytest
 
 import reknit
 from tests import ranks, sandbox
 
-needs_filters = pytest.mark.skipif(not sandbox.KNOWN, reason="this machine's calls have numbers not known here")
+needs_filters = pytest.mark.skipif(
+    not sandbox.KNOWN, reason="this machine's calls have numbers not known here"
+)
 
 REFUSED = (
     "copy_file_range",
@@ -60,7 +63,21 @@ def test_what_a_sandbox_refuses_is_done_without(tmp_path: Path, error: int) -> N
 def as_a_daemon(folder: str) -> None:
     for fd in (0, 1, 2):
         os.close(fd)
-    round_trips(folder)
+    written, write = set(), os.pwrite
+
+    def noted(fd: int, *rest: Any) -> int:
+        written.add(fd)
+        return write(fd, *rest)
+
+    vars(os)["pwrite"] = noted
+    before = psutil.Process().children()
+    reknit.save(Path(folder, "step_0"), state(0), wait=False).result(60)
+    (agent,) = set(psutil.Process().children()) - set(before)
+    assert {os.readlink(f"/proc/{agent.pid}/fd/{fd}") for fd in (0, 1, 2)} == {"/dev/null"}
+    reknit.save(Path(folder, "step_9"), state(9))
+    assert written
+    assert min(written) > 2, "what somebody prints would be in the checkpoint"
+    round_trips(folder + "/more")
 
 
 def test_a_process_with_closed_standard_streams_saves_in_the_background(tmp_path: Path) -> None:

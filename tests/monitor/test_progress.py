@@ -13,6 +13,7 @@ import pytest
 
 import reknit
 from reknit.engine.pipeline import start
+from reknit.errors import ShortageError
 from reknit.monitor import progress as module
 from reknit.monitor.phase import Recorder
 from reknit.monitor.progress import Intervals, progress
@@ -190,3 +191,13 @@ def test_a_save_counts_every_byte_of_its_data_files() -> None:
     images = [Image(f"model/{k}", b"h" * n, (), n, ()) for k, n in enumerate((0, 5, 20 << 20))]
     write_images(ProcessMemory("counted"), images, reknit.SaveOptions(), recorder)
     assert recorder.standing()[:2] == (5 + (20 << 20),) * 2
+
+
+def test_where_no_thread_can_be_had_nothing_is_told_and_all_goes_on() -> None:
+    def scarce(name: str, work: Callable[[], None]) -> None:
+        raise ShortageError("no further thread")
+
+    done = []
+    with progress(Recorder("load", path="p"), scarce, intervals=QUICK):
+        done.append(True)
+    assert done

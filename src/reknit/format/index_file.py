@@ -12,6 +12,7 @@ from reknit.errors import CorruptError, FormatError, shortage
 from reknit.format.index_checks import check_index
 from reknit.format.index_columns import LISTS, SCHEMA, STRINGS, Columns
 from reknit.format.parquet_bounds import check_parquet
+from reknit.system import require_memory
 from reknit.types.manifest import Index, TensorEntry
 from reknit.types.shard import MAX_NDIM, TensorSpec
 
@@ -32,6 +33,9 @@ _BATCH_ROWS = 1 << 14
 """Rows of which a page takes all or none."""
 _STATISTICS_NBYTES = 256 << 10
 """What statistics may take of a footer, of which a reader takes no more than `MAX_FOOTER_NBYTES`."""
+
+_LEAST_NBYTES, _ROW_NBYTES = 16 << 20, 192
+"""What Arrow takes to read an index, about: in any case, and for each row."""
 
 _NUM_COLUMNS, _NUM_NODES = 9, 16
 
@@ -70,7 +74,9 @@ def decode_index(data: bytes) -> Index:
     Raises `CorruptError` for what contradicts itself, naming the tensor, and `FormatError` for a file above a
     limit or with an unsafe path.  Compare with the files' sizes by `index_checks.check_extents`.
     """
-    _check_bounds(data)
+    rows = _check_bounds(data)
+    # C++ may end the process where memory does, so that there is enough is asked before.
+    require_memory(_LEAST_NBYTES + rows * _ROW_NBYTES)
     columns = _read_columns(data)
     item, fqn, dtype, file = (_numbers(columns[name]) for name in STRINGS)
     ndim, shapes, offsets, lengths = _boxes(columns)
@@ -144,10 +150,11 @@ def _ints(array: Any) -> Ints:
     return np.from_dlpack(array).astype(np.int64, copy=False)
 
 
-def _check_bounds(data: bytes) -> None:
+def _check_bounds(data: bytes) -> int:
+    """Return the number of rows."""
     if len(data) > MAX_INDEX_NBYTES:
         raise FormatError(f"the index has {len(data)} bytes; {MAX_INDEX_NBYTES} is the limit")
-    check_parquet(data, num_columns=_NUM_COLUMNS, num_nodes=_NUM_NODES)
+    return check_parquet(data, num_columns=_NUM_COLUMNS, num_nodes=_NUM_NODES)
 
 
 def _read_columns(data: bytes) -> dict[str, Column]:

@@ -15,6 +15,7 @@ from contextlib import suppress
 import numpy as np
 
 from reknit.storage.descriptors import Descriptor
+from reknit.system import aside
 
 PAGE = 4096
 LARGE_NBYTES = 1 << 20
@@ -77,7 +78,8 @@ class DirectFile:
                 return None
             if self._descriptor is None:
                 try:
-                    self._descriptor = Descriptor(os.open(f"/proc/self/fd/{self._fd}", os.O_WRONLY | _DIRECT))
+                    fd = os.open(f"/proc/self/fd/{self._fd}", os.O_WRONLY | _DIRECT)
+                    self._descriptor = Descriptor(aside(fd))
                 except OSError:
                     # No direct writes, no /proc, no descriptor left: the ordinary way needs none of them.
                     self._usable = False

@@ -288,7 +288,14 @@ class FsspecWriter:
     def __init__(self, storage: FsspecStorage, path: str, full: str, nbytes: int) -> None:
         self._storage, self._path, self._full, self._nbytes = storage, path, full, nbytes
         self._url = f"{storage.url}/{path}"
-        self._file = tempfile.TemporaryFile(prefix="reknit-")  # noqa: SIM115 - closed by finish or abort
+        try:
+            self._file = tempfile.TemporaryFile(prefix="reknit-")  # noqa: SIM115 - closed by finish or abort
+        except OSError as error:
+            raise shortage(error) or StorageError(
+                f"cannot gather {self._url} in a temporary file: {error}",
+                remedy="point TMPDIR to a folder where files can be made",
+                path=self._url,
+            ) from error
         self._written = 0
         self._open = True
         self._lock = threading.Lock()

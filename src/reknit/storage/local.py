@@ -34,6 +34,7 @@ from reknit.storage.posix import (
 )
 from reknit.storage.runs import checked_runs, near, read_runs
 from reknit.storage.space import reserve
+from reknit.system import aside
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -84,7 +85,7 @@ class LocalStorage:
             raise UsageError(f"a file of {nbytes} bytes cannot be")
         full = self._full(path)
         with translated("create", full):
-            fd = self._open_new(path)
+            fd = aside(self._open_new(path))
             writer = LocalWriter(self._root, path, fd, nbytes, self._folders)
             try:
                 reserve(fd, os.path.dirname(full), nbytes)
@@ -288,6 +289,7 @@ class LocalStorage:
 
         It is not emptied first: where a commit was cut short, these bytes may be before readers already.
         """
+        fd = aside(fd)
         try:
             pwrite_all(fd, 0, memoryview(data))
             if os.fstat(fd).st_size > len(data):

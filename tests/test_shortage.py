@@ -1,0 +1,226 @@
+"""However a system or a library says that it has too little: it is one error, and never damage."""
+
+from __future__ import annotations
+
+import errno
+import os
+from typing import TYPE_CHECKING
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+import reknit
+from reknit.cli.main import main
+from reknit.comm import base as comm
+from reknit.engine import joint
+from reknit.errors import ShortageError, StorageError, from_wire, shortage, typed
+from reknit.format import blob_codec, index_file
+from reknit.format.blob_codec import decode_blobs, encode_blobs
+from reknit.monitor.phase import Recorder
+from reknit.storage.posix import translated
+from reknit.testing.world import run_ranks
+from tests.format.samples import sample_index
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+    from pathlib import Path
+
+    from reknit.comm.base import Group
+
+MEMORY, THREADS, FILES = "too little memory", "no further thread or process", "no further file"
+
+
+def of_system(code: int) -> OSError:
+    return OSError(code, os.strerror(code))
+
+
+SAID: list[tuple[Exception, str]] = [
+    (MemoryError(), MEMORY),
+    (pa.ArrowMemoryError("malloc of size 64 failed"), MEMORY),
+    (of_system(errno.ENOMEM), MEMORY),
+    (of_system(errno.ENOBUFS), MEMORY),
+    (OSError("ZSTD decompression failed: Allocation error : not enough memory"), MEMORY),
+    (RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried to allocate 8 bytes"), MEMORY),
+    (RuntimeError("CUDA out of memory. Tried to allocate 2.00 GiB"), MEMORY),
+    (ImportError("_compute.so: failed to map segment from shared object"), MEMORY),
+    (RuntimeError("can't start new thread"), THREADS),
+    (of_system(errno.EAGAIN), THREADS),
+    (of_system(errno.EMFILE), FILES),
+    (of_system(errno.ENFILE), FILES),
+    (of_system(errno.ETOOMANYREFS), FILES),
+]
+
+
+@pytest.mark.parametrize(("error", "meant"), SAID, ids=lambda value: repr(value)[:40])
+def test_what_says_that_there_is_too_little_is_a_shortage(error: Exception, meant: str) -> None:
+    told = typed(error)
+    assert type(told) is ShortageError
+    assert meant in told.message
+    assert str(error) in told.message
+    assert told.remedy
+    assert type(from_wire(told.to_wire())) is ShortageError
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        of_system(errno.EIO),
+        of_system(errno.ENOSPC),
+        BlockingIOError(errno.EAGAIN, "write could not complete without blocking"),
+        RuntimeError("wrong"),
+        ImportError("No module named 'x'"),
+        ValueError("out of memory"),
+        StorageError("the server is out of memory"),
+        KeyboardInterrupt(),
+    ],
+    ids=repr,
+)
+def test_what_says_something_else_is_none(error: BaseException) -> None:
+    assert shortage(error) is None
+
+
+def test_a_phase_tells_where_it_was_too_little(tmp_path: Path) -> None:
+    recorder = Recorder("load", 3)
+    with pytest.raises(ShortageError) as caught, recorder.phase("read", path="here"):
+        raise of_system(errno.ENOMEM)
+    assert (caught.value.rank, caught.value.phase, caught.value.path) == (3, "read", "here")
+    assert recorder.records[0].outcome == "ShortageError"
+
+
+def test_a_store_without_descriptors_is_no_store_that_fails(tmp_path: Path) -> None:
+    with (
+        pytest.raises(ShortageError, match=f"cannot read {tmp_path}.*EMFILE") as caught,
+        translated("read", str(tmp_path)),
+    ):
+        raise of_system(errno.EMFILE)
+    assert caught.value.path == str(tmp_path)
+
+
+def test_too_little_on_one_rank_is_too_little_on_all() -> None:
+    def produce(rank: int) -> bytes:
+        if rank == 1:
+            raise RuntimeError("can't start new thread")
+        return b""
+
+    def hold(group: Group) -> str:
+        with pytest.raises(ShortageError, match="rank 1") as caught:
+            comm.round(group, "here", lambda: produce(group.rank), lambda requests: [b""] * 3, 20)
+        return str(caught.value)
+
+    assert len(set(run_ranks(3, hold))) == 1
+
+
+def test_too_little_where_the_root_decides_is_too_little_on_all() -> None:
+    def decide(requests: Sequence[bytes]) -> list[bytes]:
+        raise MemoryError
+
+    def hold(group: Group) -> None:
+        with pytest.raises(ShortageError, match="rank 0"):
+            comm.round(group, "here", bytes, decide, 20)
+
+    run_ranks(2, hold)
+
+
+@pytest.mark.parametrize("error", [pa.ArrowMemoryError("malloc"), OSError("... : not enough memory")])
+def test_an_index_is_not_damaged_where_memory_ends(error: Exception, monkeypatch: pytest.MonkeyPatch) -> None:
+    data = index_file.encode_index(sample_index())
+
+    def read(self: object, **options: object) -> None:
+        raise error
+
+    monkeypatch.setattr(pq.ParquetFile, "read", read)
+    with pytest.raises(ShortageError):
+        index_file.decode_index(data)
+
+
+def test_memory_for_an_index_is_asked_for_before_a_library_that_might_end_the_process(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    data, asked = index_file.encode_index(sample_index()), []
+
+    def none_left(nbytes: int) -> None:
+        asked.append(nbytes)
+        raise ShortageError("none left")
+
+    monkeypatch.setattr(index_file, "require_memory", none_left)
+    monkeypatch.setattr(pq, "ParquetFile", None)
+    with pytest.raises(ShortageError, match="none left"):
+        index_file.decode_index(data)
+    assert asked[0] >= 16 << 20
+
+
+class Heavy:
+    """What takes more memory than there is, whenever it is pickled."""
+
+    def __reduce__(self) -> tuple[object, tuple[()]]:
+        raise MemoryError
+
+
+def test_a_pickled_value_is_not_at_fault_where_memory_ends(monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(ShortageError):
+        encode_blobs({"x": Heavy()}, allow_pickle=True)
+    data = encode_blobs({"x": Exception("as")}, allow_pickle=True)
+    assert "x" in decode_blobs(data, allow_pickle=True)
+    import pickle
+
+    def loads(data: bytes) -> None:
+        raise MemoryError
+
+    monkeypatch.setattr(pickle, "loads", loads)
+    with pytest.raises(ShortageError):
+        blob_codec.decode_blobs(data, allow_pickle=True)
+
+
+def test_what_a_state_of_ones_own_could_not_have_is_told_too(tmp_path: Path) -> None:
+    class Greedy:
+        def state_dict(self) -> dict[str, object]:
+            raise MemoryError("Unable to allocate 9 EiB")
+
+        def load_state_dict(self, state: object) -> None: ...
+
+    with pytest.raises(ShortageError, match=r"9 EiB \[rank 0, phase collect"):
+        reknit.save(tmp_path / "a", {"x": Greedy()})
+    with pytest.raises(ShortageError, match="9 EiB"):
+        reknit.save(tmp_path / "b", {"x": Greedy()}, wait=False).result(60)
+    reknit.close(30)
+
+
+def test_the_program_has_an_exit_code_for_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    reknit.save(tmp_path / "step_1", {"x": np.ones(3)})
+
+    def read(self: object, **options: object) -> None:
+        raise MemoryError
+
+    monkeypatch.setattr(pq.ParquetFile, "read", read)
+    for command in ("show", "verify"):
+        assert main([command, str(tmp_path / "step_1")]) == 5
+        assert "too little memory" in capsys.readouterr().err
+
+
+def test_ranks_that_cannot_share_memory_read_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refused(rank: int) -> None:
+        raise of_system(errno.EPERM)
+
+    weight = np.arange(5 << 20, dtype=np.float32)
+    reknit.save(tmp_path / "step_1", {"x": weight})
+    monkeypatch.setattr(joint, "HostLink", refused)
+    vars(refused)["available"] = lambda: True
+
+    def load(group: Group) -> None:
+        target = {"x": np.zeros_like(weight)}
+        options = reknit.LoadOptions(share="always", timeout_s=20)
+        reknit.load(tmp_path / "step_1", target, group=group, options=options)
+        np.testing.assert_array_equal(target["x"], weight)
+
+    run_ranks(2, load)
+
+
+def test_ranks_of_a_system_without_proc_are_not_taken_for_those_of_one_host(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(joint, "Path", lambda _: tmp_path / "gone")
+    assert joint._host() is None
