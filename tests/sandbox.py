@@ -53,6 +53,7 @@ _CALLS = {
 _PR_SET_SECCOMP, _PR_SET_NO_NEW_PRIVS, _FILTER = 22, 38, 2
 _LOAD, _JUMP_IF_EQUAL, _RETURN = 0x20, 0x15, 0x06
 _ALLOW, _ERRNO = 0x7FFF0000, 0x00050000
+_CAP_SYS_ADMIN, _NEW_MOUNTS, _PRIVATE, _READ_ONLY = 21, 0x20000, 0x44000, 1
 
 KNOWN = platform.machine() in _CALLS
 """Whether the calls of this machine can be refused here."""
@@ -72,6 +73,26 @@ def refuse(calls: dict[str, int]) -> None:
     for arguments in ((_PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0), (_PR_SET_SECCOMP, _FILTER, head, 0, 0)):
         if libc.prctl(*arguments):
             raise OSError(ctypes.get_errno(), "the kernel takes no filter")
+
+
+def may_mount() -> bool:
+    """Tell whether this process could `hide` folders."""
+    return os.geteuid() == 0 and bool(_capabilities() >> _CAP_SYS_ADMIN & 1)
+
+
+def _capabilities() -> int:
+    fields = Path("/proc/self/status").read_text().split()
+    return int(fields[fields.index("CapEff:") + 1], 16)
+
+
+def hide(*folders: str) -> None:
+    """Have folders empty, and closed to what is new, for this process and all that it starts."""
+    libc = ctypes.CDLL(None, use_errno=True)
+    done = libc.unshare(_NEW_MOUNTS) or libc.mount(None, b"/", None, _PRIVATE, None)
+    for folder in folders:
+        done = done or libc.mount(b"none", folder.encode(), b"tmpfs", _READ_ONLY, None)
+    if done:
+        raise OSError(ctypes.get_errno(), f"cannot hide {folders}")
 
 
 def leave_memory(nbytes: int) -> None:

@@ -30,10 +30,10 @@ LIMITS: dict[str, Callable[[int], None]] = {
     "threads": sandbox.leave_threads,
     "files": sandbox.leave_files,
 }
-FEW = {"memory": [0, 20 * MIB, 40 * MIB, 80 * MIB], "threads": [0, 1, 2, 3], "files": [0, 1, 3]}
-MANY = {"memory": [n * MIB for n in range(0, 200, 3)], "threads": list(range(12)), "files": list(range(12))}
+FEW = {"memory": [0, 4 * MIB, 18 * MIB, 32 * MIB], "threads": [0, 1, 2, 3], "files": [0, 1, 3]}
+MANY = {"memory": [n * MIB for n in range(100)], "threads": list(range(12)), "files": list(range(12))}
 
-NUM_TENSORS = 3000
+NUM_TENSORS = 600
 """Tensors of a checkpoint whose index is large enough to be read by several threads, and to take memory."""
 
 
@@ -140,3 +140,26 @@ def without_threads(folder: str) -> list[str]:
 def test_a_process_without_any_further_thread_is_told_what_to_do(folder: Path) -> None:
     (told,) = ranks.run(1, without_threads, str(folder), joined=False)
     assert all("thread or process" in one and "ulimit -u" in one for one in told), told
+
+
+def with_little_on_rank_1(folder: str) -> list[str]:
+    path, target = Path(folder, "sound"), state(2.0)
+    options = reknit.LoadOptions(timeout_s=LIMIT_S)
+    reknit.load(path, target, options=options)
+    if os.environ["RANK"] == "1":
+        sandbox.leave_memory(10 * MIB)  # less than a thread takes
+    told = []
+    for action in (
+        lambda: reknit.load(path, target, options=options),
+        lambda: reknit.save(Path(folder, "both"), target, options=reknit.SaveOptions(timeout_s=LIMIT_S)),
+    ):
+        with pytest.raises(reknit.ShortageError) as caught:
+            action()
+        told.append(str(caught.value))
+    return told
+
+
+def test_too_little_memory_on_one_rank_is_the_same_error_on_all(folder: Path) -> None:
+    first, second = ranks.run(2, with_little_on_rank_1, str(folder))
+    assert first == second
+    assert all("rank 1" in one for one in first), first

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import os
+import tempfile
 from pathlib import Path
 from typing import Any
 
@@ -38,7 +39,7 @@ def state(value: float) -> dict[str, Any]:
 
 def round_trips(folder: str) -> None:
     """Save at once and in the background, and load both."""
-    for number, wait in enumerate((True, False, False)):
+    for number, wait in enumerate((True, False)):
         path = Path(folder, f"step_{number}")
         reknit.save(path, state(number), wait=wait).result(60)
         target = state(9)
@@ -82,3 +83,53 @@ def as_a_daemon(folder: str) -> None:
 
 def test_a_process_with_closed_standard_streams_saves_in_the_background(tmp_path: Path) -> None:
     ranks.run(1, as_a_daemon, str(tmp_path), joined=False)
+
+
+needs_mounts = pytest.mark.skipif(not sandbox.may_mount(), reason="only root can mount something here")
+
+
+def in_a_bare_container(folder: str) -> None:
+    os.environ.pop("HOME", None)
+    tempfile.tempdir, os.environ["TMPDIR"] = None, "/gone"
+    sandbox.hide("/proc", "/dev/shm")
+    assert not os.path.exists("/proc/self")
+    round_trips(folder)
+
+
+@needs_mounts
+def test_a_system_without_proc_shared_memory_home_and_temporary_files_will_do(tmp_path: Path) -> None:
+    ranks.run(1, in_a_bare_container, str(tmp_path), joined=False)
+
+
+def with_nothing_but_temporary_files(folder: str) -> None:
+    sandbox.hide("/dev/shm")
+    sandbox.refuse({"memfd_create": errno.EPERM})
+    tempfile.tempdir = folder
+    round_trips(folder)
+    tempfile.tempdir = "/dev/shm"
+    pending = reknit.save(Path(folder, "none"), state(1), wait=False)
+    with pytest.raises(reknit.ShortageError, match="memfd_create is refused"):
+        pending.result(60)
+    reknit.save(Path(folder, "at once"), state(1))
+
+
+@needs_mounts
+@needs_filters
+def test_memory_that_processes_share_may_be_temporary_files(tmp_path: Path) -> None:
+    ranks.run(1, with_nothing_but_temporary_files, str(tmp_path), joined=False)
+
+
+def without_proc(folder: str) -> None:
+    path, rank = Path(folder, "step_1"), int(os.environ["RANK"])
+    reknit.save(path, state(1))
+    sandbox.hide("/proc")
+    target = state(9)
+    options = reknit.LoadOptions(share="always", timeout_s=30)
+    reknit.load(path, target, options=options)
+    np.testing.assert_equal(target, state(1))
+    reknit.save(Path(folder, "step_2"), {"own": reknit.PerRank({"rank": rank})}, wait=False).result(60)
+
+
+@needs_mounts
+def test_ranks_of_a_system_without_proc_find_each_other(tmp_path: Path) -> None:
+    ranks.run(2, without_proc, str(tmp_path))

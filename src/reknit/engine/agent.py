@@ -10,6 +10,7 @@ from __future__ import annotations
 import importlib
 import json
 import logging
+import math
 import mmap
 import os
 import queue
@@ -166,9 +167,13 @@ class Agent:
             logger.warning("the process of rank %d ended; its agent finishes %d saves", self._rank, len(left))
         # Storage may hang for ever, and an agent must not.
         times = 1 + sum(errand.is_to_promote for errand in left)
-        watchdog = threading.Timer(times * self._longest_s + _GRACE_S, os._exit, (1,))
+        patience_s = times * self._longest_s + _GRACE_S
+        watchdog = threading.Timer(patience_s, os._exit, (1,))
         watchdog.daemon = True
-        watchdog.start()
+        try:
+            watchdog.start()
+        except RuntimeError:  # no further thread: what is staged has to be written all the same
+            signal.alarm(math.ceil(patience_s))
 
     def _say(self, message: say.Message) -> None:
         with suppress(AgentError):  # a trainer that is gone needs no answer

@@ -13,6 +13,8 @@ import threading
 from queue import SimpleQueue
 from typing import TYPE_CHECKING, Generic, TypeVar
 
+from reknit.errors import typed_shortage
+
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
     from typing import Any
@@ -83,7 +85,9 @@ class _Crew:
             inbox = self._idle.pop()
         except IndexError:
             inbox = SimpleQueue()
-            threading.Thread(target=self._serve, args=(inbox,), name="reknit-hdfs", daemon=True).start()
+            thread = threading.Thread(target=self._serve, args=(inbox,), name="reknit-hdfs", daemon=True)
+            with typed_shortage():
+                thread.start()
         inbox.put(call)
         return call
 

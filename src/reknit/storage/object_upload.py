@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import obstore
 
-from reknit.errors import StorageError
+from reknit.errors import StorageError, typed_shortage
 from reknit.monitor.phase import Deadline
 from reknit.storage.object_errors import translated
 
@@ -164,8 +164,10 @@ class Upload:
         with self._changed:
             if self._thread is None and not self._given_up:
                 name = "reknit-upload"
-                self._thread = threading.Thread(target=self._run, name=name, daemon=True)
-                self._thread.start()
+                thread = threading.Thread(target=self._run, name=name, daemon=True)
+                with typed_shortage():
+                    thread.start()
+                self._thread = thread
 
     def _run(self) -> None:
         try:
