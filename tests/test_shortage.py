@@ -21,6 +21,7 @@ from reknit.format.blob_codec import decode_blobs, encode_blobs
 from reknit.monitor.phase import Recorder
 from reknit.storage.posix import translated
 from reknit.testing.world import run_ranks
+from tests import ranks
 from tests.format.samples import sample_index
 
 if TYPE_CHECKING:
@@ -224,3 +225,14 @@ def test_ranks_of_a_system_without_proc_are_not_taken_for_those_of_one_host(
 ) -> None:
     monkeypatch.setattr(joint, "Path", lambda _: tmp_path / "gone")
     assert joint._host() is None
+
+
+def threads_after_reading() -> int:
+    data = index_file.encode_index(sample_index())
+    before = len(os.listdir("/proc/self/task"))
+    index_file.decode_index(data)
+    return len(os.listdir("/proc/self/task")) - before
+
+
+def test_an_index_is_read_without_threads_of_a_library() -> None:
+    assert ranks.run(1, threads_after_reading, joined=False) == [0]

@@ -17,7 +17,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from reknit.engine import arena as arena_module
+from reknit import system
 from reknit.engine.arena import (
     PAGE_NBYTES,
     SPAN_NBYTES,
@@ -288,7 +288,7 @@ def test_without_memfd_an_arena_is_a_file_that_has_no_name(
     monkeypatch.delattr(os, "memfd_create")
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     if not in_memory:
-        monkeypatch.setattr(arena_module, "Path", lambda _: tmp_path / "absent")
+        monkeypatch.setattr(system, "_SHARED", str(tmp_path / "absent"))
     names, fds = shared_memory(), open_files()
     arena = SharedArena.create(MIB)
     other = SharedArena.attach(os.dup(arena.fd), MIB)

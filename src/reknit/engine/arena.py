@@ -155,7 +155,7 @@ def _allocate(fd: int, start: int, nbytes: int) -> None:
         return  # no such call on this system: pages come as they are touched
     except OSError as error:
         # A system that cannot or may not reserve is no reason to stop: pages come as they are touched.
-        if error.errno in _TOO_LARGE:
+        if error.errno not in (errno.EOPNOTSUPP, errno.EINVAL, errno.ENOSYS, errno.EPERM, errno.EACCES):
             raise
 
 

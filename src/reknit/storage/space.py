@@ -25,7 +25,7 @@ def reserve(fd: int, folder: str, nbytes: int) -> None:
             os.posix_fallocate(fd, 0, nbytes)
         except OSError as error:
             # What a system cannot do, or a sandbox refuses, is no reason to stop: the file then grows.
-            if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO):
+            if error.errno not in (errno.EOPNOTSUPP, errno.ENOSYS, errno.EINVAL, errno.EPERM, errno.EACCES):
                 raise
         else:
             return
