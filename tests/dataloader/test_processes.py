@@ -17,6 +17,7 @@ import reknit
 from reknit.dataloader import TokenSet
 from reknit.errors import ReknitError, UsageError
 from reknit.types.shard import Encoded
+from tests import ranks
 from tests.dataloader.corpora import Ledger, equal, failing, loader, token_set
 
 if TYPE_CHECKING:
@@ -176,3 +177,16 @@ def test_what_a_worker_cannot_import_is_refused_with_a_way_out() -> None:
     assert [b.num_tokens for b in loader([local], num_workers=2)] == [2]
     with pytest.raises(UsageError, match="at the top of a module"):
         list(loader([local], num_workers=1, in_process=False))
+
+
+def with_closed_streams() -> None:
+    for fd in (0, 1, 2):
+        os.close(fd)
+    one = loader(SETS, num_workers=1, in_process=False)
+    next(iter(one))
+    assert {os.readlink(f"/proc/{pids(one)[0]}/fd/{fd}") for fd in (0, 1, 2)} == {"/dev/null"}
+    one.close()
+
+
+def test_a_loader_of_a_process_with_closed_standard_streams_has_workers() -> None:
+    ranks.run(1, with_closed_streams, joined=False)
