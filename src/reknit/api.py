@@ -151,7 +151,7 @@ def _save_now(
         with _told(joined, save_story.FIRST_ROUND, options.timeout_s):
             to, recorder = checked()
             last.callback(to.storage.close)
-            to = replace(to, generation=joined.generation)  # an agent takes that of its own group
+            to = to.of(joined)  # an agent takes the generation of its own group
             for background in _backgrounds.get(joined, {}).values():
                 background.wait_for(place_of(path).url, options.timeout_s)
         written: list[Written] = []

@@ -6,7 +6,7 @@ import operator
 import os
 import weakref
 from contextlib import ExitStack
-from functools import partial
+from functools import cache, partial
 from typing import TYPE_CHECKING, Any, NamedTuple
 from urllib.parse import urlsplit
 from urllib.request import url2pathname
@@ -28,6 +28,9 @@ if TYPE_CHECKING:
     from reknit.frameworks.torch_job import Job
 
 _ALONE = SoloGroup()
+_alone_in_run = cache(SoloGroup)
+"""The group of a process that is alone and was given a generation, the same one each time."""
+
 _trees: weakref.WeakKeyDictionary[Any, Group] = weakref.WeakKeyDictionary()
 
 
@@ -51,7 +54,8 @@ def acting(group: Any, options: CommOptions) -> Ranks:
     of_jax = jax_job.current_job() if group is None else None
     job = _of_all(current_job(), of_jax) if group is None else subgroup_job(group)
     if job is None or job.size == 1:
-        return Ranks(_ALONE, None if job is None else job.ranks, None)
+        alone = _ALONE if options.generation is None else _alone_in_run(options.generation)
+        return Ranks(alone, None if job is None else job.ranks, None)
     carrier = None if job is of_jax else partial(TorchCarrier, weakref.ref(job.identity))
     return Ranks(_joined(job, options), job.ranks, carrier)
 

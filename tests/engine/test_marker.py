@@ -2,8 +2,13 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
 import pytest
 
+import reknit
+from reknit.comm import base as comm
 from reknit.engine.commit import claim, is_committed, put_manifest
 from reknit.engine.marker import Marker, is_last, put_up
 from reknit.errors import CheckpointExistsError, CommitError, FencedError, StorageError, from_wire
@@ -11,6 +16,9 @@ from reknit.format.manifest_file import decode_manifest
 from reknit.format.paths import MANIFEST_PATH
 from reknit.testing.faulty_storage import Fault, FaultyStorage
 from tests.engine.runs import Annals, pausing, save_as, strays, value_in
+
+if TYPE_CHECKING:
+    from pathlib import Path
 
 WRITE_ID = "0123456789abcdef0123456789abcdef"
 
@@ -162,3 +170,77 @@ def test_whose_marker_is_put_up_takes_away_those_of_others_that_began_before() -
         put_up(place, Marker(generation, f"{generation}" * 32))
     put_up(place, Marker(2, WRITE_ID))
     assert strays(place) == {Marker(2, WRITE_ID).path}
+
+
+def set_clock(monkeypatch: pytest.MonkeyPatch, moment: float) -> None:
+    """Set the clock by which a process that is alone counts its saves."""
+    monkeypatch.setattr(comm, "now", lambda: moment)
+
+
+def saved_alone(path: Path, value: int, **comm_options: Any) -> None:
+    options = reknit.SaveOptions(durability="process", threads=1, comm=reknit.CommOptions(**comm_options))
+    reknit.save(path, {"x": np.full(9, value)}, step=value, overwrite=True, options=options)
+
+
+def generation_at(path: Path) -> int | None:
+    return decode_manifest((path / MANIFEST_PATH).read_bytes()).generation
+
+
+def test_a_process_that_is_alone_replaces_its_own_checkpoint_though_its_clock_was_set_back(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    set_clock(monkeypatch, 1_000.0)
+    saved_alone(tmp_path, 1)
+    set_clock(monkeypatch, 998.0)
+    saved_alone(tmp_path, 2)
+    with reknit.open(tmp_path) as checkpoint:
+        assert checkpoint.step == 2
+        assert checkpoint.read("x", "").tolist() == [2] * 9
+    assert generation_at(tmp_path) == 1_000_000, "it never falls"
+    assert len([file for file in tmp_path.rglob("*") if file.is_file()]) == 3
+    set_clock(monkeypatch, 1_001.0)
+    saved_alone(tmp_path, 3)
+    assert generation_at(tmp_path) == 1_001_000
+
+
+def test_a_process_that_is_alone_takes_the_place_of_a_save_that_its_clock_knows_nothing_of_yet(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    set_clock(monkeypatch, 1.0)
+    late = Marker(5_000, WRITE_ID)
+    (tmp_path / late.path).touch()
+    saved_alone(tmp_path, 1)
+    assert generation_at(tmp_path) == 5_000
+    assert not (tmp_path / late.path).exists()
+
+
+def test_an_agent_counts_the_saves_of_a_process_that_is_alone_as_the_folder_does(tmp_path: Path) -> None:
+    saved_alone(tmp_path, 1)
+    ahead = 1 << 60  # a clock that is far ahead, since set back
+    saved_alone(tmp_path, 2, generation=ahead)
+    options = reknit.SaveOptions(durability="process", threads=1)
+    state = {"x": np.full(9, 3)}
+    reknit.save(tmp_path, state, step=3, overwrite=True, options=options, wait=False).result(60)
+    assert generation_at(tmp_path) == ahead
+    assert reknit.verify(tmp_path, "data").ok
+    assert reknit.close()
+
+
+def test_a_process_that_is_alone_has_the_generation_that_it_is_given(tmp_path: Path) -> None:
+    saved_alone(tmp_path, 1, generation=5)
+    assert generation_at(tmp_path) == 5
+    with pytest.raises(FencedError, match="generation 5"):
+        saved_alone(tmp_path, 2, generation=4)
+    saved_alone(tmp_path, 3, generation=5)
+    assert generation_at(tmp_path) == 5
+
+
+def test_nobody_is_told_to_delete_a_manifest() -> None:
+    place = Annals("advice")
+    assert save_as(place, 1, 5) is None
+    error = save_as(place, 2, 4)
+    assert isinstance(error, FencedError)
+    assert error.path == f"{place.url}/manifest.json"
+    assert "delete" not in str(error)
+    assert "CommOptions(generation=6)" in str(error.remedy)
+    assert save_as(place, 2, 6) is None

@@ -266,9 +266,8 @@ class Agent:
             begin.overwrite,
             options.allow_pickle,
             **json.loads(begin.extra),
-            generation=self._group.generation,
         )
-        return Setting(self._group, to, options, recorder)
+        return Setting(self._group, to.of(self._group), options, recorder)
 
     def _take_up(self, errand: Errand, tuner: Tuner, timeout_s: float) -> None:
         """Let the workers carry out an errand, after those before it."""

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from reknit.comm.base import SoloGroup
 from reknit.engine import messages
 from reknit.engine.marker import Marker, fenced_off, is_last, put_up, take_down
 from reknit.engine.write import discard, write_bytes
@@ -49,7 +50,15 @@ class Destination:
     origin: Mapping[str, Any]
     metadata: Mapping[str, Any]
     generation: int = 0
-    """That of the group which saves."""
+    """That of the group which saves, or the time at which a process that is alone began to."""
+    newest: bool = False
+    """Whether this save is newer than all that it finds, whatever a clock said."""
+
+    def of(self, group: comm.Group) -> Destination:
+        """Return where `group` saves now."""
+        # Nobody tells a process that is alone which run it is; its clock may have been set back since.
+        alone = isinstance(group, SoloGroup) and group.given is None
+        return replace(self, generation=group.generation, newest=alone)
 
 
 def begin(destination: Destination, write_id: str) -> Marker:
@@ -60,19 +69,22 @@ def begin(destination: Destination, write_id: str) -> Marker:
     """
     check_manifest(destination)
     mine = Marker(destination.generation, write_id)
-    claim(destination.storage, mine, overwrite=destination.overwrite)
-    return mine
+    return claim(destination.storage, mine, overwrite=destination.overwrite, newest=destination.newest)
 
 
-def claim(storage: Storage, mine: Marker, *, overwrite: bool) -> None:
-    """Put up a marker.  Raises `CheckpointExistsError` where there is a checkpoint that has to stay."""
+def claim(storage: Storage, mine: Marker, *, overwrite: bool, newest: bool = False) -> Marker:
+    """Put up a marker and return it, as `put_up` does.
+
+    Raises `CheckpointExistsError` where there is a checkpoint that has to stay.
+    """
     check_absent(storage, overwrite)  # also before, so that nothing is touched where there is a checkpoint
-    put_up(storage, mine)
+    mine = put_up(storage, mine, newest=newest)
     try:
         check_absent(storage, overwrite)
     except BaseException:
         take_down(storage, mine)
         raise
+    return mine
 
 
 def check_absent(storage: Storage, overwrite: bool) -> None:

@@ -106,6 +106,8 @@ class Coordinator:
         """
         receipts, chunks = unpack(merge_receipts(requests) if len(requests) > 1 else requests[0])
         assembled, told = self.assembled(receipts, chunks), tally(receipts, write_id)
+        if self._begun is not None:  # with the generation that its marker got
+            to = replace(to, generation=self._begun[1].generation)
         index = assembled.named(write_id).without(told.kept)
         outcome = commit(to, write_id, index, told, assembled.warnings)
         self._begun = None

@@ -29,27 +29,25 @@ class Marker(NamedTuple):
         return paths.marker_path(self.generation, self.write_id)
 
 
-def put_up(storage: Storage, mine: Marker) -> None:
+def put_up(storage: Storage, mine: Marker, *, newest: bool = False) -> Marker:
     """Put this save's marker there, and see to it that no save which began here before can commit any more.
 
-    Raises `FencedError` when a newer run of the job is at work here, or has been.  After any error the marker
-    is gone again, as far as the store still does what it is asked.
+    Returns the marker.  Where a higher generation is here, a save that is the `newest` whatever clocks say
+    takes that; any other raises `FencedError`: a newer run of the job is at work here, or has been.  After
+    any error the marker is gone again, as far as the store still does what it is asked.
     """
-    try:
-        storage.put(mine.path, b"", if_absent=True)
-        others = _others(storage, mine)
-        for path, generation in others.items():
-            if generation > mine.generation:
-                raise _outrun(mine, generation, f"{storage.url}/{path}", "is saving to this path")
-        for path in others:
-            storage.delete(path)
-        generation = _committed_generation(storage)
-        if generation > mine.generation:
-            at = f"{storage.url}/{paths.MANIFEST_PATH}"
-            raise _outrun(mine, generation, at, "has saved to this path already")
-    except BaseException:
+    while True:
+        try:
+            outrun = _outrun_by(storage, mine)
+            if outrun is None:
+                return mine
+            if not newest:
+                raise outrun.error(storage, mine)
+        except BaseException:
+            take_down(storage, mine)
+            raise
         take_down(storage, mine)
-        raise
+        mine = mine._replace(generation=outrun.generation)
 
 
 def take_down(storage: Storage, mine: Marker) -> None:
@@ -92,6 +90,46 @@ def fenced_off(storage: Storage, mine: Marker) -> CommitError:
     )
 
 
+class _Outrun(NamedTuple):
+    """A file that shows a newer run than that of a save, and its generation."""
+
+    path: str
+    generation: int
+
+    def error(self, storage: Storage, mine: Marker) -> FencedError:
+        """Return the error of a save that may not commit here.
+
+        A marker may be deleted where its run is dead; a manifest is the only way to a checkpoint, and never.
+        """
+        at = f"{storage.url}/{self.path}"
+        if self.path == paths.MANIFEST_PATH:
+            what = "has saved to this path already"
+            how = f"start it with CommOptions(generation={self.generation + 1})"
+        else:
+            what = "is saving to this path"
+            how = f"delete {at} first"
+        return FencedError(
+            f"a newer run (generation {self.generation}) {what}; this process belongs to generation "
+            f"{mine.generation} and must not commit",
+            path=at,
+            remedy="end this process if that run has taken its place; if the two have nothing to do with "
+            f"each other, save to another path; if that run is dead and this one is to go on here, {how}",
+        )
+
+
+def _outrun_by(storage: Storage, mine: Marker) -> _Outrun | None:
+    """Put a marker there and delete older ones; return what is there of a newer run, if anything is."""
+    storage.put(mine.path, b"", if_absent=True)
+    others = _others(storage, mine)
+    for path, generation in others.items():
+        if generation > mine.generation:
+            return _Outrun(path, generation)
+    for path in others:
+        storage.delete(path)
+    generation = _committed_generation(storage)
+    return _Outrun(paths.MANIFEST_PATH, generation) if generation > mine.generation else None
+
+
 def _others(storage: Storage, mine: Marker) -> dict[str, int]:
     """Return the markers of other saves, by path, with their generations."""
     names = {listed.path: paths.parse_path(listed.path) for listed in storage.list()}
@@ -109,13 +147,3 @@ def _committed_generation(storage: Storage) -> int:
     except (StorageNotFoundError, FormatError):  # what is damaged may be replaced by anybody
         return -1
     return -1 if generation is None else generation
-
-
-def _outrun(mine: Marker, generation: int, at: str, what: str) -> FencedError:
-    return FencedError(
-        f"a newer run (generation {generation}) {what}; this process belongs to generation "
-        f"{mine.generation} and must not commit",
-        path=at,
-        remedy="end this process if that run has taken its place; if the two have nothing to do with each "
-        f"other, save to another path; if that run is dead and this one is to go on here, delete {at} first",
-    )
