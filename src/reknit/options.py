@@ -20,6 +20,9 @@ Durability = Literal["process", "power"]
 ANYWHERE = ("0.0.0.0", "::")
 """The addresses that stand for all that a host has."""
 
+UNIX = "unix"
+"""What stands for a socket in a folder that only this user can enter, in the place of an address."""
+
 
 @runtime_checkable
 class Transform(Protocol):
@@ -142,10 +145,11 @@ class CommOptions:
     for a peer to come up.  `max_message_nbytes`: a larger message is refused.
 
     `bind`: address that this rank's server listens on and that other ranks are told; ``"0.0.0.0"`` or
-    ``"::"`` listen on all, and others are told the one that is found.  `interface`: name of the network
-    interface whose address it is, as ``GLOO_SOCKET_IFNAME`` has it.  Without both: loopback where all ranks
-    are on one host, else the address by which this host reaches the master of the framework's store, or that
-    its name leads to, or of its first interface.
+    ``"::"`` listen on all, and others are told the one that is found.  ``"unix"`` is a socket that only
+    processes of this user on this host reach.  `interface`: name of the network interface whose address it
+    is, as ``GLOO_SOCKET_IFNAME`` has it.  Without both: ``"unix"`` where all ranks are on one host, of one
+    user, and see the same files; else the address by which this host reaches the master of the framework's
+    store, or that its name leads to, or of its first interface.
 
     `generation`: a number that is higher in each run of a job than in those before it, the same on all ranks;
     None for the time at which the ranks met (or at which a process that is alone began its save).  `tls`:
@@ -179,6 +183,10 @@ class CommOptions:
         _require(
             self.generation is None or (type(self.generation) is int and 0 <= self.generation < 1 << 63),
             f"generation is a whole number from 0 on, or None, not {self.generation!r}",
+        )
+        _require(
+            self.tls is None or self.bind != UNIX,
+            "bind='unix' reaches nobody who would need certificates: leave out bind or tls",
         )
         if isinstance(self.tls, Mapping):  # what became of it in `dataclasses.asdict`, on its way to an agent
             object.__setattr__(self, "tls", Tls(**self.tls))

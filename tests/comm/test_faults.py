@@ -30,6 +30,12 @@ def test_a_round_with_one_name_failed_for_the_ranks_that_did_not_come() -> None:
     assert error.message == "ranks 2-3, 5 did not come to round 4 ('plan') within 30 s"
 
 
+def test_a_round_to_which_rank_0_came_alone_says_that_all_ranks_have_to_call() -> None:
+    for present, alone in (([0], True), ([0, 1], False), ([1], False)):
+        error = faults.failed_round(ROUND, {"'plan'": present}, [2, 3], 30)
+        assert ("not rank 0 alone as with torch.save" in str(error.remedy)) == alone
+
+
 def test_a_round_with_two_names_failed_for_the_ranks_in_different_places() -> None:
     error = faults.failed_round(ROUND, {"'plan'": [0, 1, 2], "'commit'": [3]}, [4], 30)
     assert type(error) is ProtocolError

@@ -386,3 +386,29 @@ def test_processes_of_one_machine_name_the_same_host_unless_told_otherwise(
     assert told() == hosts.host() != ""
     monkeypatch.setenv("REKNIT_HOST", "rack 7")
     assert told() == hosts.host() == "rack 7"
+
+
+def test_rank_0_that_waited_alone_hears_that_all_ranks_have_to_call(store: Store) -> None:
+    (error,) = errors(gather(store, [0], 4, timeout_s=0.3))
+    assert "ranks 1-3 did not come" in error.message
+    assert "not rank 0 alone as with torch.save" in str(error.remedy)
+    others = errors(gather(store, [0, 1], 4, timeout_s=0.3))
+    assert not any("torch.save" in str(error.remedy) for error in others)
+
+
+def test_a_rank_beyond_the_size_that_comes_late_hears_of_both_sizes(store: Store) -> None:
+    shapes(gather(store, range(2), 2))
+    (error,) = errors(gather(store, [2], 3, timeout_s=0.3))
+    assert isinstance(error, DeadlineError)
+    assert "that has 2 ranks, and this one comes as rank 2 of 3" in error.message
+    assert "with the same size" in str(error.remedy)
+
+
+def test_a_run_whose_clock_was_set_back_has_a_higher_generation_all_the_same(
+    store: Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    generations = []
+    for moment in (1000.0, 998.0, 1000.0005, 1002.0):
+        monkeypatch.setattr(hosts, "now", lambda moment=moment: moment)
+        generations.append({shape.generation for shape in shapes(gather(store, range(2), 2))})
+    assert generations == [{1_000_000}, {1_000_001}, {1_000_002}, {1_002_000}]

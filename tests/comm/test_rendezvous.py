@@ -9,7 +9,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from reknit.comm.rendezvous import FolderStore, Store
-from reknit.errors import CommError, DeadlineError
+from reknit.errors import CommError, DeadlineError, UsageError
 from reknit.testing.world import MemoryStore
 from tests.running.examples import examples
 
@@ -79,6 +79,17 @@ def test_only_the_owner_can_read_what_ranks_tell_each_other(tmp_path: Path) -> N
     (file,) = folder.iterdir()
     assert stat.S_IMODE(file.stat().st_mode) == 0o600
     assert stat.S_IMODE(folder.stat().st_mode) == 0o700
+
+
+@pytest.mark.parametrize("mode", [0o777, 0o1777, 0o702])
+def test_a_folder_that_every_user_can_write_to_is_refused_with_what_to_do(tmp_path: Path, mode: int) -> None:
+    tmp_path.chmod(mode)
+    with pytest.raises(UsageError, match="every user of this host can write") as caught:
+        FolderStore(tmp_path)
+    assert f"chmod o-w {tmp_path}" in str(caught.value.remedy)
+    FolderStore(tmp_path / "below").set("key", b"value")
+    tmp_path.chmod(0o770)  # whom its owner lets in may come
+    FolderStore(tmp_path).set("key", b"value")
 
 
 def test_a_folder_that_cannot_be_made_or_written_is_a_comm_error(tmp_path: Path) -> None:

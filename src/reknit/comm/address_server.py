@@ -31,6 +31,7 @@ from reknit.comm.address_store import (
 )
 from reknit.comm.addresses import addresses, bracketed, is_loopback, own_addresses
 from reknit.comm.crew import Crew
+from reknit.comm.tree_server import server_settings
 from reknit.errors import CommError, DeadlineError, ReknitError
 from reknit.monitor.phase import Deadline
 
@@ -77,7 +78,7 @@ class ServedStore:
         self._server = grpc.server(
             cast("ThreadPoolExecutor", self._crew),
             handlers=[_Door(token, {SERVICE + "set": self._put, SERVICE + "get": self._look})],
-            options=store_settings(),
+            options=[*store_settings(), *server_settings(size)],
         )
         try:
             _open(self._server, point, options)

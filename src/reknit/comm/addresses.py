@@ -3,7 +3,12 @@
 from __future__ import annotations
 
 import ipaddress
+import os
+import re
 import socket
+import stat
+import tempfile
+from contextlib import suppress
 from typing import TYPE_CHECKING, NamedTuple
 
 import psutil
@@ -20,6 +25,12 @@ _REMEDY = "set CommOptions.interface, or CommOptions.bind to an address of this 
 
 # A packet that nobody sends: connecting a UDP socket only asks for the route, and any port will do.
 _ANY_PORT = 9
+
+_PROBE_S = 2.0
+
+_UNIX_SCHEME = "unix:"
+_FITS_A_SOCKET = re.compile(r"/[A-Za-z0-9_./-]{0,70}")
+"""Folders whose names gRPC takes as they are, and that leave room in the 107 letters of a socket's name."""
 
 _OF_CONTAINERS = ("docker", "br-", "veth", "virbr", "cni", "flannel", "cali", "lxc", "podman")
 
@@ -49,6 +60,72 @@ def addresses(options: CommOptions, *, one_host: bool, master: str | None = None
         told = _found(master)
     listens = options.bind if everywhere and options.bind is not None else told
     return Address(bracketed(told), bracketed(listens))
+
+
+class PrivateSocket:
+    """A name for a server's socket that only processes of this user can connect to, or even see.
+
+    It is in a folder that nobody else may enter.  Once all have connected, nobody needs the name any more.
+    """
+
+    def __init__(self) -> None:
+        """Make the folder.  Raises `CommError`."""
+        temporary = tempfile.gettempdir()
+        try:
+            self._folder = tempfile.mkdtemp(
+                prefix="reknit-", dir=temporary if _FITS_A_SOCKET.fullmatch(temporary) else "/tmp"
+            )
+        except OSError as error:
+            raise CommError(
+                f"no folder can be made for the socket of this rank: {error}",
+                remedy='set TMPDIR to a folder that can be written, or CommOptions.bind to "127.0.0.1"',
+            ) from error
+        self._path = f"{self._folder}/ranks"
+        self.address = f"{_UNIX_SCHEME}{self._path}"
+
+    def remove(self) -> None:
+        """Remove the name; whoever is connected stays so.  Removing twice does nothing."""
+        with suppress(OSError):  # what is left is litter that nobody else can enter
+            with suppress(FileNotFoundError):
+                os.unlink(self._path)
+            os.rmdir(self._folder)
+
+
+def is_unix(address: str) -> bool:
+    """Tell whether an address is the name of a socket of this host."""
+    return address.startswith(_UNIX_SCHEME)
+
+
+def check_owner(address: str) -> None:
+    """Raise `CommError` where a socket is in a folder that another user made, or could enter."""
+    if not is_unix(address):
+        return
+    try:
+        folder = os.stat(os.path.dirname(address[len(_UNIX_SCHEME) :]))
+    except OSError:
+        return  # whoever connects finds out
+    if folder.st_uid != os.geteuid() or stat.S_IMODE(folder.st_mode) & 0o077:
+        raise CommError(
+            f"the socket {address} is not of this user alone: somebody else has put it where the ranks meet",
+            remedy="let the ranks meet where no other user can write, or set CommOptions.tls",
+        )
+
+
+def deserted(address: str) -> bool:
+    """Tell whether nobody listens at an address, as this host or the other one says; false in doubt."""
+    try:
+        if is_unix(address):
+            with socket.socket(socket.AF_UNIX) as probe:
+                probe.setblocking(False)
+                probe.connect(address[len(_UNIX_SCHEME) :])
+        else:
+            host, _, port = address.rpartition(":")
+            socket.create_connection((host.strip("[]"), int(port)), timeout=_PROBE_S).close()
+    except (ConnectionRefusedError, FileNotFoundError):
+        return True
+    except (OSError, ValueError):
+        return False
+    return False
 
 
 def bracketed(host: str) -> str:

@@ -24,6 +24,11 @@ _MOST_PLACES = 8
 
 _ORDER = "every rank must make the same calls in the same order"
 
+ALL_CALL = (
+    "every rank has to make this call with its own part, not rank 0 alone as with torch.save: if it stands "
+    "below `if rank == 0`, take it out; if not, see that all ranks were started, and look at their logs"
+)
+
 _LOGS = "look at the logs of the ranks named here: they stopped, fail elsewhere, or are slower than this"
 
 
@@ -55,8 +60,10 @@ def failed_round(
     """
     absent = list(missing)
     if len(places) == 1:
+        alone = [list(ranks) for ranks in places.values()] == [[0]]
         return DeadlineError(
-            f"{spelled(absent)} did not come to {heading.label} within {timeout_s:g} s", remedy=_LOGS
+            f"{spelled(absent)} did not come to {heading.label} within {timeout_s:g} s",
+            remedy=ALL_CALL if alone else _LOGS,
         )
     first = sorted((sorted(ranks), place) for place, ranks in places.items())
     where = "; ".join(f"{spelled(ranks)} in {place}" for ranks, place in first[:_MOST_PLACES])

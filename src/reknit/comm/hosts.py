@@ -21,7 +21,7 @@ from urllib.parse import quote
 import msgspec
 import numpy as np
 
-from reknit.comm.faults import GRACE_S, spelled
+from reknit.comm.faults import ALL_CALL, GRACE_S, spelled
 from reknit.comm.topology import Topology
 from reknit.errors import CommError, DeadlineError, ProtocolError, ReknitError, UsageError, from_wire
 from reknit.monitor.phase import Deadline, now
@@ -37,22 +37,33 @@ _SLICES_S = (0.25, 4.0)
 _PAUSES_S = (0.02, 1.0)
 _LONGEST_HOST = 1024
 
-_STARTED = "check that all ranks were started, and meet under the same name in the same place"
+_LEFT = b"left "
+"""What the word of a rank that leaves begins with, and no address."""
+
+_STARTED = (
+    "check that all ranks were started, with the same size, and meet under the same name in the same place"
+)
 
 
 class Shape(NamedTuple):
-    """What the ranks of a group are: the name of this run, who is where, and which generation it is."""
+    """What the ranks of a group are: the name of this run, who is where, and which generation it is.
+
+    `together`: whether all are on one host, of one user, and see the same files, so that they can meet at a
+    socket in a folder.
+    """
 
     run: str
     topology: Topology
     generation: int
+    together: bool = False
 
 
 class _Here(msgspec.Struct, array_like=True, frozen=True, forbid_unknown_fields=True):
-    """What a rank tells rank 0: where it is, and what it takes the group for."""
+    """What a rank tells rank 0: where it is, what it takes the group for, and who reaches its sockets."""
 
     host: str
     size: int
+    reach: str = ""
 
 
 class _Told(msgspec.Struct, array_like=True, frozen=True, forbid_unknown_fields=True):
@@ -63,6 +74,7 @@ class _Told(msgspec.Struct, array_like=True, frozen=True, forbid_unknown_fields=
     generation: int = 0
     hosts: bytes = b""
     error: dict[str, Any] | None = None
+    together: bool = False
 
 
 _Message = TypeVar("_Message", _Here, _Told)
@@ -81,6 +93,16 @@ def host() -> str:
         parts.append(Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip())
         parts.append(str(os.stat("/proc/self/ns/net").st_ino))
     return " ".join(parts)
+
+
+def reach() -> str:
+    """Return what processes of one host have in common that reach each other's sockets in private folders.
+
+    That is their user, and the files that they see, which differ between containers that share a network.
+    """
+    with suppress(OSError):
+        return f"{os.geteuid()} {os.stat('/proc/self/ns/mnt').st_ino}"
+    return ""
 
 
 def base(job: str) -> str:
@@ -114,29 +136,40 @@ class _Place:
 
     def form(self, options: CommOptions) -> Shape:
         """Begin a run, and return what it is once all ranks have come; tell them too, and what went wrong."""
-        run = secrets.token_hex(16)
+        run, before = secrets.token_hex(16), self._last_generation()
         if (forget := getattr(self._store, "forget", None)) is not None:
             forget(f"{self._base}/")
         self._store.set(self._run_key, run.encode())
         try:
-            numbers = self._numbers(run)
+            numbers, together = self._numbers(run)
             if self._run() != run:
                 raise self._replaced()
-            generation = options.generation if options.generation is not None else int(now() * 1000)
+            generation = options.generation
+            if generation is None:  # higher than that of the run before, though a clock was set back since
+                generation = max(int(now() * 1000), before + 1)
             packed = zlib.compress(np.asarray(numbers, "<i4").tobytes())
-            told = _Told(self._size, options.fan_out, generation, packed)
+            told = _Told(self._size, options.fan_out, generation, packed, together=together)
             self._store.set(self._shape_key(run), msgspec.msgpack.encode(told))
         except BaseException as error:  # Ctrl-C too: whatever it is, the ranks that came wait for word
             with suppress(CommError):  # of a store that is gone; they find out by themselves
                 self._store.set(self._shape_key(run), msgspec.msgpack.encode(_Told(error=_wire(error))))
             raise
-        return Shape(run, Topology(numbers, options.fan_out), generation)
+        return Shape(run, Topology(numbers, options.fan_out), generation, together)
 
-    def _numbers(self, run: str) -> list[int]:
-        """Return the number of each rank's host, in the order in which the hosts first appear."""
+    def _last_generation(self) -> int:
+        """Return the generation of the run that the store still tells of, -1 where there is none."""
+        with suppress(ProtocolError):  # of an earlier version, perhaps
+            if (run := self._run()) is not None and (told := self._found(self._shape_key(run))) is not None:
+                return _decoded(told, _Told).generation
+        return -1
+
+    def _numbers(self, run: str) -> tuple[list[int], bool]:
+        """Return the number of each rank's host, in the order in which the hosts first appear.
+
+        And whether all of them can meet at a socket in a folder.
+        """
         keys = [self._host_key(run, rank) for rank in range(1, self._size)]
-        ours = _Here(host(), self._size)
-        here = [ours, *(_decoded(value, _Here) for value in self._gathered(keys, run))]
+        here = [_decoded(value, _Here) for value in (self._here(), *self._gathered(keys, run))]
         wrong = [rank for rank, theirs in enumerate(here) if theirs.size != self._size]
         if wrong:
             raise ProtocolError(
@@ -145,7 +178,9 @@ class _Place:
                 remedy="start every rank with the same size",
             )
         numbers: dict[str, int] = {}
-        return [numbers.setdefault(theirs.host[:_LONGEST_HOST], len(numbers)) for theirs in here]
+        hosts = [numbers.setdefault(theirs.host[:_LONGEST_HOST], len(numbers)) for theirs in here]
+        reaches = {theirs.reach for theirs in here}
+        return hosts, len(numbers) == len(reaches) == 1 and "" not in reaches
 
     def _gathered(self, keys: list[str], run: str) -> list[bytes]:
         """Return what stands under keys, all of them; raises `DeadlineError` that names the ranks missing."""
@@ -179,10 +214,11 @@ class _Place:
             if self._found(key) is None:
                 missing.append(rank)
         rest = f" (of ranks 0-{seen}; there was no time to look for the others)" if seen < len(keys) else ""
+        remedy = ALL_CALL if len(missing) == self._size - 1 else _STARTED
         return DeadlineError(
             f"{spelled(missing) if missing else 'some ranks'} did not come to the rendezvous of job "
             f"{self._job!r} within {self._deadline.seconds:g} s{rest}",
-            remedy=_STARTED,
+            remedy=remedy,
         )
 
     def _replaced(self) -> CommError:
@@ -196,18 +232,30 @@ class _Place:
     def attend(self, rank: int, options: CommOptions) -> Shape:
         """Tell rank 0 that this rank is here, and return what it says; begin again when it was an old run."""
         old: str | None = None
-        refusal: ReknitError | None = None
+        what_it_was = ""
         while True:
-            run = self._newer_run(old, refusal)
+            run = self._newer_run(old, what_it_was)
             if (stale := self._found(self._shape_key(run))) is not None:
-                old, refusal = run, _refusal(stale)
+                old, what_it_was = run, self._told_of(stale, rank)
                 continue
-            self._store.set(self._host_key(run, rank), msgspec.msgpack.encode(_Here(host(), self._size)))
+            self._store.set(self._host_key(run, rank), self._here())
             value = self._answer(run)
             if value is not None and self._run() == run:
                 return self._understood(_decoded(value, _Told), run, rank, options)
 
-    def _newer_run(self, old: str | None, refusal: ReknitError | None) -> str:
+    def _told_of(self, stale: bytes, rank: int) -> str:
+        """Say what kept a rank that came late out of a run, as far as that is known."""
+        try:
+            told = _decoded(stale, _Told)
+        except ProtocolError:
+            return ""  # of an earlier version, perhaps; it is over in any case
+        if told.error is not None:
+            return f", which ended with: {from_wire(told.error).message}"
+        if told.size != self._size:
+            return f"; that has {told.size} ranks, and this one comes as rank {rank} of {self._size}"
+        return ""
+
+    def _newer_run(self, old: str | None, what_it_was: str) -> str:
         """Return the name of a run that is not `old`, once rank 0 begins one."""
         pause_s = _PAUSES_S[0]
         while True:
@@ -218,8 +266,8 @@ class _Place:
             if run != old:
                 return run
             if self._deadline.passed():
-                ended = "" if refusal is None else f", which ended with: {refusal.message}"
-                raise self._late("rank 0 did not come to", f": there is only what an earlier run left{ended}")
+                left = f": there is only what an earlier run left{what_it_was}"
+                raise self._late("rank 0 did not come to", left)
             time.sleep(min(pause_s, self._deadline.remaining()))
             pause_s = min(_PAUSES_S[1], pause_s * 2)
 
@@ -256,7 +304,10 @@ class _Place:
             raise _garbled() from error
         if len(hosts) != told.size or told.fan_out < 1:
             raise _garbled()
-        return Shape(run, Topology(hosts.astype(np.int64), told.fan_out), told.generation)
+        return Shape(run, Topology(hosts.astype(np.int64), told.fan_out), told.generation, told.together)
+
+    def _here(self) -> bytes:
+        return msgspec.msgpack.encode(_Here(host(), self._size, reach()))
 
     def _late(self, what: str, why: str = "") -> DeadlineError:
         return DeadlineError(
@@ -288,20 +339,26 @@ class _Place:
             return None
 
 
-def _wire(error: BaseException) -> dict[str, Any]:
+def left(error: BaseException, rank: int) -> bytes:
+    """Return what a rank that leaves tells the ranks below it in the place of its address."""
+    return _LEFT + msgspec.msgpack.encode(_wire(error, rank))
+
+
+def address_in(value: bytes) -> str:
+    """Return the address that a rank has told; raises the error with which it left, if it did."""
+    if value.startswith(_LEFT):
+        try:
+            raise from_wire(msgspec.msgpack.decode(value[len(_LEFT) :], type=dict[str, Any]))
+        except (msgspec.DecodeError, UnicodeDecodeError) as error:
+            raise _garbled() from error
+    return value.decode(errors="replace")
+
+
+def _wire(error: BaseException, rank: int = 0) -> dict[str, Any]:
     """Return an error as the other ranks hear of it."""
     if isinstance(error, ReknitError):
         return error.to_wire()
-    return CommError(f"rank 0 left the rendezvous: {type(error).__name__}: {error}").to_wire()
-
-
-def _refusal(value: bytes) -> ReknitError | None:
-    """Return what went wrong with a run, as rank 0 told it, None for one that went well."""
-    try:
-        told = _decoded(value, _Told)
-    except ProtocolError:
-        return None  # of an earlier version, perhaps; it is over in any case
-    return None if told.error is None else from_wire(told.error)
+    return CommError(f"rank {rank} left the rendezvous: {type(error).__name__}: {error}").to_wire()
 
 
 def _decoded(value: bytes, kind: type[_Message]) -> _Message:

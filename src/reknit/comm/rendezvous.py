@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import hashlib
 import os
+import stat
 import tempfile
 import time
 from contextlib import suppress
@@ -12,7 +13,7 @@ from pathlib import Path
 from typing import Protocol
 from urllib.parse import quote
 
-from reknit.errors import CommError, DeadlineError
+from reknit.errors import CommError, DeadlineError, UsageError
 from reknit.monitor.phase import Deadline
 
 _FIRST_POLL_S = 0.005
@@ -28,7 +29,8 @@ class Store(Protocol):
 
     What is more is optional.  ``get_many(keys, timeout_s)`` returns the values of many keys in less time than
     one `get` each takes, and waits until all are there.  ``forget(prefix)`` deletes all keys that begin so.
-    ``master`` is the host where the values are, for stores that have one.
+    ``master`` is the host where the values are, for stores that have one.  ``is_open`` is true for those that
+    whoever reaches their server can read.
     """
 
     def set(self, key: str, value: bytes) -> None:
@@ -53,8 +55,17 @@ class FolderStore:
         self._folder = Path(path)
         try:
             self._folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+            mode = self._folder.stat().st_mode
         except OSError as error:
             raise self._failure("made", error) from error
+        if mode & stat.S_IWOTH:  # with a sticky bit, too: who is first makes the file
+            raise UsageError(
+                f"every user of this host can write to the rendezvous folder {self._folder}, and so take the "
+                "place of a rank",
+                path=str(self._folder),
+                remedy=f"chmod o-w {self._folder}, or let the ranks meet in a folder below it, which is made "
+                "for this user alone",
+            )
 
     def set(self, key: str, value: bytes) -> None:
         """Put `value` under `key`; a reader sees the old value or the new one, never a part."""

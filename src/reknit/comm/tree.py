@@ -7,12 +7,17 @@ other is gone.  Nothing here knows what a round is about.
 
 from __future__ import annotations
 
+import logging
 import threading
+from contextlib import ExitStack, suppress
+from dataclasses import replace
+from functools import cache, partial
 from typing import TYPE_CHECKING
 
 from reknit.comm import faults
+from reknit.comm.addresses import check_owner, deserted, is_unix
 from reknit.comm.effects import Call
-from reknit.comm.hosts import base, gather_shape
+from reknit.comm.hosts import address_in, base, gather_shape, left
 from reknit.comm.machine import RoundMachine
 from reknit.comm.message import Hello
 from reknit.comm.rounds import Rounds
@@ -21,6 +26,7 @@ from reknit.comm.tree_server import Server
 from reknit.errors import CommError, ProtocolError, ReknitError, UsageError
 from reknit.exits import AtExit
 from reknit.monitor.phase import Deadline
+from reknit.options import UNIX
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -30,7 +36,33 @@ if TYPE_CHECKING:
     from reknit.comm.topology import Topology
     from reknit.options import CommOptions
 
+_log = logging.getLogger("reknit.comm")
+
 _PAUSE_S = (0.02, 1.0)
+
+_REFUSED_S = 5.0
+"""How long a host may answer that nobody listens at an address which was told by who did."""
+
+
+@cache
+def _warn_of_plain(num_hosts: int) -> None:
+    """Tell, once for a shape of a job, that who is no part of it could disturb it."""
+    _log.warning(
+        "ranks on %d host%s connect without certificates, and the tokens of their connections are in a store "
+        "that whoever reaches it can read: another user of these hosts and networks could make saves fail; "
+        "set CommOptions.tls where that matters",
+        num_hosts,
+        "" if num_hosts == 1 else "s",
+    )
+
+
+def _tell_below(
+    store: Store, key: str, rank: int, _: object, error: BaseException | None, __: object
+) -> None:
+    """Let the ranks below hear at once why a rank leaves the rendezvous, in the place of its address."""
+    if error is not None:
+        with suppress(CommError):  # of a store that is gone; they find out by themselves
+            store.set(key, left(error, rank))
 
 
 class Seat:
@@ -87,7 +119,7 @@ class Seat:
         if (" " in address) != (self.above is not None):
             needed = "no address" if self.above is None else f"the address of the seat of rank {self.above}"
             raise UsageError(f"rank {self.rank} needs {needed} to join its group")
-        uplink = None if self.above is None else self._reach(self.above, *address.split(" ", 1))
+        uplink = None if self.above is None else self._reach(self.above, *address.rsplit(" ", 1))
         with self._lock:
             self._check()
             self._climbed = True
@@ -144,7 +176,9 @@ class Seat:
 
     def _reach(self, above: int, address: str, token: str) -> Uplink:
         """Return the connection to the rank above; from now on each of the two notices the other's end."""
+        check_owner(address)
         deadline, pause_s = Deadline(self._options.connect_timeout_s), _PAUSE_S[0]
+        refused: Deadline | None = None
         while True:
             with self._lock:
                 self._check()
@@ -162,6 +196,11 @@ class Seat:
                     raise faults.stranger(above, address) from error
                 if deadline.passed():
                     raise faults.unreachable(above, address, deadline.seconds, error.message) from error
+                # It listened before it told its address.  Between hosts somebody else may say so for a while.
+                if not deserted(address):
+                    refused = None
+                elif (refused := refused or Deadline(0 if is_unix(address) else _REFUSED_S)).passed():
+                    raise faults.gone(above, f"nobody listens at {address} any more") from error
             except BaseException:
                 uplink.close()
                 raise
@@ -197,18 +236,22 @@ class TreeGroup:
         """
         patience_s = options.connect_timeout_s
         shape = gather_shape(store, rank, size, job=job, options=options, timeout_s=patience_s)
-        master = getattr(store, "master", None)
-        seat = Seat(rank, shape.topology, job, shape.generation, options, master)
+        if shape.together and options.bind is None and options.interface is None and options.tls is None:
+            options = replace(options, bind=UNIX)
+        elif rank == 0 and options.tls is None and getattr(store, "is_open", False):
+            _warn_of_plain(shape.topology.num_hosts)
         key = f"{base(job)}/{shape.run}/address"
-        try:
+        with ExitStack() as failing:
+            if shape.topology.children(rank):
+                failing.push(partial(_tell_below, store, f"{key}/{rank}", rank))
+            seat = Seat(rank, shape.topology, job, shape.generation, options, getattr(store, "master", None))
+            failing.callback(seat.close)
             if seat.address:
                 store.set(f"{key}/{rank}", seat.address.encode())
-            if seat.above is None:
-                return seat.climb("")
-            return seat.climb(store.get(f"{key}/{seat.above}", patience_s).decode())
-        except BaseException:
-            seat.close()
-            raise
+            above = "" if seat.above is None else address_in(store.get(f"{key}/{seat.above}", patience_s))
+            group = seat.climb(above)
+            failing.pop_all()
+        return group
 
     @classmethod
     def listen(

@@ -13,12 +13,13 @@ from typing import TYPE_CHECKING, cast
 import grpc
 
 from reknit.comm import faults
-from reknit.comm.addresses import addresses
+from reknit.comm.addresses import PrivateSocket, addresses
 from reknit.comm.chunks import CHUNK_NBYTES, divided, joined
 from reknit.comm.crew import Crew
 from reknit.comm.message import OVERHEAD_NBYTES, Heading, Hello, News, Reply, Report, decode, encode
 from reknit.comm.tls import open_port
-from reknit.errors import ReknitError, from_wire
+from reknit.errors import ReknitError, UsageError, from_wire
+from reknit.options import UNIX
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator
@@ -46,6 +47,12 @@ WATCHING = "reknit-watching"
 
 _MOST_PEERS_LOGGED = 256
 
+MOST_STRANGERS = 64
+"""How many connections a server has beyond those that it needs, and as many for those that come anew."""
+
+_HANDSHAKE_MS = 10_000
+_IDLE_MS = 20_000
+
 
 _NOWHERE = Heading("", 0, -1, "", "")
 
@@ -67,6 +74,21 @@ def settings() -> list[tuple[str, int]]:
         ("grpc.keepalive_permit_without_calls", 1),
         ("grpc.http2.max_pings_without_data", 0),
         ("grpc.http2.min_ping_interval_without_data_ms", 10_000),
+    ]
+
+
+def server_settings(num_callers: int) -> list[tuple[str, int]]:
+    """Return the settings of a server for so many callers: strangers take no more of it than a bounded part.
+
+    Whoever connects and says nothing is shown out soon, and so is who has been turned away.  A caller that
+    finds no room comes again.
+    """
+    return [
+        *settings(),
+        ("grpc.max_allowed_incoming_connections", 2 * num_callers + MOST_STRANGERS),
+        ("grpc.server_handshake_timeout_ms", _HANDSHAKE_MS),
+        # A rank that has joined is never idle: the call that watches is open.
+        ("grpc.max_connection_idle_ms", _IDLE_MS),
     ]
 
 
@@ -100,12 +122,24 @@ class Server(_Handler):
         # For each child a round, a watch and a stay may wait here; the others return at once.
         self._crew = Crew(3 * len(self._children) + 4, ready=1)
         self._server = grpc.server(
-            cast("ThreadPoolExecutor", self._crew), handlers=[self], options=settings()
+            cast("ThreadPoolExecutor", self._crew),
+            handlers=[self],
+            options=server_settings(len(self._children)),
         )
-        self.host, listens = addresses(options, one_host=topology.num_hosts == 1, master=master)
-        port = open_port(self._server, f"{listens}:0", options)
-        self._server.start()
-        self.address = f"{self.host}:{port} {token}"
+        self._unattached = set(self._children)
+        self._socket = self._named(topology) if options.bind == UNIX else None
+        try:
+            if self._socket is not None:
+                self.host, where = UNIX, self._socket.address
+                open_port(self._server, where, options)
+            else:
+                self.host, listens = addresses(options, one_host=topology.num_hosts == 1, master=master)
+                where = f"{self.host}:{open_port(self._server, f'{listens}:0', options)}"
+            self._server.start()
+        except BaseException:
+            self._remove_socket()
+            raise
+        self.address = f"{where} {token}"
 
     def service(
         self, handler_call_details: grpc.HandlerCallDetails
@@ -132,6 +166,20 @@ class Server(_Handler):
             self._ended.wait_for(lambda: self._num_open == 0, faults.GRACE_S)
         self._server.stop(None)
         self._crew.shutdown()
+        self._remove_socket()
+
+    def _named(self, topology: Topology) -> PrivateSocket:
+        """Return a name for the socket of a group whose ranks are all on this host."""
+        if topology.num_hosts > 1:
+            raise UsageError(
+                f"CommOptions.bind='unix' connects ranks of one host, and these are on {topology.num_hosts}",
+                remedy="leave it out, or give an address that the other hosts reach",
+            )
+        return PrivateSocket()
+
+    def _remove_socket(self) -> None:
+        if self._socket is not None:
+            self._socket.remove()
 
     def _open(self, context: grpc.ServicerContext, ended: Callable[[], None]) -> None:
         """Count a call that waits here; run `ended` once its reply is sent, or its caller is gone."""
@@ -167,6 +215,9 @@ class Server(_Handler):
     def _watch(self, data: bytes, context: grpc.ServicerContext) -> Reply:
         child = self._known(data)
         self._rounds.attach(child)
+        self._unattached.discard(child)
+        if not self._unattached:  # a killed job would leave the name behind
+            self._remove_socket()
         self._open(context, functools.partial(self._rounds.break_off, faults.gone(child), child))
         with contextlib.suppress(grpc.RpcError):  # of a child that is gone again; that is seen to
             context.send_initial_metadata(((WATCHING, ""),))

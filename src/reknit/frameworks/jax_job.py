@@ -20,6 +20,8 @@ _SLICE_S = 1.0
 class JaxStore:
     """The key-value store of the coordination service, under a prefix that nobody else uses."""
 
+    is_open = True
+
     def __init__(self, client: Any, prefix: str, master: str | None = None) -> None:
         """Use `coordination_store`; `client` is a `DistributedRuntimeClient`, `master` the service's host."""
         self._client, self._prefix, self.master = client, prefix, master

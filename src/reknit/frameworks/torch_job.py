@@ -25,6 +25,8 @@ _LAST_PAUSE_S = 0.5
 class TorchStore:
     """The key-value store by which torch's ranks found each other, under a prefix that nobody else uses."""
 
+    is_open = True
+
     def __init__(self, store: Any, prefix: str) -> None:
         import torch.distributed as dist
 

@@ -1,0 +1,44 @@
+"""What another user of this host can do: a function in a child process that has become nobody."""
+
+from __future__ import annotations
+
+import os
+import pickle
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+NOBODY = 65534
+
+needs_another_user = pytest.mark.skipif(
+    not hasattr(os, "geteuid") or os.geteuid() != 0, reason="only root can become another user"
+)
+
+
+def as_nobody(fn: Callable[[], Any]) -> Any:
+    """Return what `fn` returns, or the `OSError` that it raises, in a process of another user.
+
+    It is forked, so `fn` does no more than system calls.
+    """
+    reads, writes = os.pipe()
+    child = os.fork()
+    if child == 0:
+        try:
+            os.setgroups([])
+            os.setgid(NOBODY)
+            os.setuid(NOBODY)
+            try:
+                answer = fn()
+            except OSError as error:
+                answer = error
+            os.write(writes, pickle.dumps(answer))
+        finally:
+            os._exit(0)
+    os.close(writes)
+    with os.fdopen(reads, "rb") as pipe:
+        answer = pickle.loads(pipe.read())
+    os.waitpid(child, 0)
+    return answer

@@ -1,0 +1,309 @@
+"""Ranks of one host meet at a socket that no other user reaches; what others can do is bounded."""
+
+from __future__ import annotations
+
+import errno
+import os
+import socket
+import stat
+import tempfile
+import time
+from contextlib import ExitStack
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+from reknit.comm import hosts, tree, tree_server
+from reknit.comm.addresses import check_owner
+from reknit.comm.base import barrier
+from reknit.comm.threads import thread_groups
+from reknit.comm.topology import Topology
+from reknit.comm.tree import Seat, TreeGroup
+from reknit.engine.side_group import side_group
+from reknit.errors import CommError, DeadlineError, UsageError
+from reknit.options import CommOptions
+from reknit.testing.world import MemoryStore, run_ranks
+from tests.as_nobody import NOBODY, as_nobody, needs_another_user
+from tests.comm.test_strangers import PREFACE
+from tests.comm.worlds import ask, climb, endings, settled, take_seats, tree_world
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from reknit.comm.base import Group
+
+OPTIONS = CommOptions(fan_out=2, connect_timeout_s=30)
+
+
+@pytest.fixture(autouse=True)
+def temporary(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Path]:
+    """Let sockets be in a folder of the test, with a short name, that is empty again at its end."""
+    with tempfile.TemporaryDirectory(prefix="t-", dir="/tmp") as folder:
+        os.chmod(folder, 0o755)  # so that what keeps others out is not this folder
+        monkeypatch.setattr(tempfile, "tempdir", folder)
+        yield Path(folder)
+        assert list(Path(folder).iterdir()) == []
+
+
+def joined(size: int, store: Any = None, options: CommOptions = OPTIONS) -> list[TreeGroup]:
+    shared = store or MemoryStore()
+
+    def join(group: Group) -> TreeGroup:
+        return TreeGroup.join(shared, group.rank, size, job="job", options=options)
+
+    return run_ranks(size, join, groups=thread_groups(size), timeout_s=40)
+
+
+def sockets(groups: list[TreeGroup]) -> list[str]:
+    return [group._seat.address.split()[0] for group in groups if group._seat.address]
+
+
+def test_ranks_of_one_host_meet_at_sockets_whose_names_are_gone_when_all_have_come(temporary: Path) -> None:
+    groups = joined(7)
+    assert [where.startswith(f"unix:{temporary}/") for where in sockets(groups)] == [True] * 3
+    assert endings(groups, ask) == [b""] * 7
+    assert settled(lambda: set(temporary.iterdir())) == set()  # while the group lives
+    # The groups of agents and promoters, whose addresses go through this one, listen as it does.
+    sides = endings(groups, lambda group: side_group(group, "side", OPTIONS, 30))
+    assert [group.host for group in sides] == ["unix"] * 3 + [None] * 4
+    assert endings(sides, ask) == [b""] * 7
+    for group in (*sides, *groups):
+        group.close()
+
+
+def test_a_group_that_never_formed_leaves_no_name() -> None:
+    for seat in unix_seats(3):
+        seat.close()
+
+
+def unix_seats(size: int) -> list[Seat]:
+    options = CommOptions(bind="unix", connect_timeout_s=30)
+    return [
+        TreeGroup.listen(rank, Topology([0] * size, 2), job="job", generation=7, options=options)
+        for rank in range(size)
+    ]
+
+
+@needs_another_user
+def test_another_user_who_knows_address_and_token_cannot_connect() -> None:
+    seats = unix_seats(2)
+    path = seats[0].address.split()[0].removeprefix("unix:")
+    assert stat.S_IMODE(os.stat(os.path.dirname(path)).st_mode) == 0o700
+
+    def knock() -> None:
+        with socket.socket(socket.AF_UNIX) as peer:
+            peer.connect(path)
+
+    assert as_nobody(knock).errno == errno.EACCES
+    knock()  # and it is there
+    groups = [climb(seats, rank) for rank in range(2)]
+    assert endings(groups, ask) == [b""] * 2
+    for group in groups:
+        group.close()
+
+
+@needs_another_user
+def test_a_socket_that_another_user_has_put_in_the_place_of_a_rank_is_not_used(tmp_path: Path) -> None:
+    os.chown(tmp_path, NOBODY, NOBODY)
+    seats = unix_seats(2)
+    with pytest.raises(CommError, match="not of this user alone"):
+        seats[1].climb(f"unix:{tmp_path}/ranks token")
+    for seat in seats:
+        seat.close()
+
+
+def test_a_socket_in_a_folder_that_others_enter_is_not_used(tmp_path: Path) -> None:
+    tmp_path.chmod(0o755)
+    with pytest.raises(CommError, match="not of this user alone"):
+        check_owner(f"unix:{tmp_path}/ranks")
+    tmp_path.chmod(0o700)
+    check_owner(f"unix:{tmp_path}/ranks")
+    check_owner("127.0.0.1:1")
+
+
+@pytest.mark.parametrize("why", ["other files", "a chosen address", "unknown"])
+def test_ranks_that_may_not_reach_such_a_socket_connect_by_address(
+    why: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    answers = iter(["0 1", "0 2"]) if why == "other files" else iter(["", ""])
+    if why != "a chosen address":
+        monkeypatch.setattr(hosts, "reach", lambda: next(answers))
+    options = CommOptions(bind="127.0.0.1" if why == "a chosen address" else None, connect_timeout_s=30)
+    groups = joined(2, options=options)
+    assert sockets(groups)[0].startswith("127.0.0.1:")
+    for group in groups:
+        group.close()
+
+
+@pytest.mark.parametrize("name", ["with space", "100%41", "long" * 30])
+def test_a_folder_for_temporary_files_whose_name_is_no_address_is_not_used(
+    temporary: Path, name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (temporary / name).mkdir()
+    monkeypatch.setattr(tempfile, "tempdir", str(temporary / name))
+    seats = unix_seats(2)
+    assert seats[0].address.startswith("unix:/tmp/reknit-")
+    groups = [climb(seats, rank) for rank in range(2)]
+    assert endings(groups, ask) == [b""] * 2
+    for group in groups:
+        group.close()
+    (temporary / name).rmdir()
+
+
+def test_a_socket_for_ranks_of_several_hosts_or_with_certificates_is_a_usage_error() -> None:
+    options = CommOptions(bind="unix")
+    with pytest.raises(UsageError, match="these are on 2"):
+        TreeGroup.listen(0, Topology([0, 1], 2), job="job", generation=7, options=options)
+    from reknit.options import Tls
+
+    with pytest.raises(UsageError, match="bind='unix'"):
+        CommOptions(bind="unix", tls=Tls(ca="a", certificate="b", key="c"))
+
+
+class OpenStore(MemoryStore):
+    is_open = True
+
+
+def test_who_connects_without_certificates_by_an_open_store_is_warned_once(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    tree._warn_of_plain.cache_clear()
+    for options in (OPTIONS, CommOptions(bind="127.0.0.1"), CommOptions(bind="127.0.0.1")):
+        for group in joined(2, OpenStore(), options):
+            group.close()
+        for group in joined(2, MemoryStore(), options):
+            group.close()
+    warnings = [record.getMessage() for record in caplog.records if "certificates" in record.getMessage()]
+    assert len(warnings) == 1
+    assert "CommOptions.tls" in warnings[0]
+    tree._warn_of_plain.cache_clear()
+
+
+# What becomes of those who wait for a rank that is gone.
+
+
+class Broken(MemoryStore):
+    """A store that fails where rank 0 tells its address."""
+
+    def __init__(self, error: BaseException) -> None:
+        super().__init__()
+        self.error: BaseException | None = error
+
+    def set(self, key: str, value: bytes) -> None:
+        if key.endswith("/address/0") and self.error is not None:
+            error, self.error = self.error, None
+            raise error
+        super().set(key, value)
+
+
+@pytest.mark.parametrize("error", [CommError("the disk is gone"), RuntimeError("a bug")])
+def test_a_rank_that_fails_after_all_have_met_is_heard_of_at_once_by_those_below(error: Exception) -> None:
+    store, begun = Broken(error), time.monotonic()
+
+    def join(group: Group) -> BaseException:
+        with pytest.raises((CommError, RuntimeError)) as caught:
+            TreeGroup.join(store, group.rank, 3, job="job", options=OPTIONS)
+        return caught.value
+
+    errors = run_ranks(3, join, groups=thread_groups(3), timeout_s=40)
+    assert [str(error) in str(each) for each in errors] == [True] * 3
+    assert not any(isinstance(each, DeadlineError) for each in errors)
+    assert time.monotonic() - begun < OPTIONS.connect_timeout_s / 2
+
+
+@pytest.mark.parametrize("how", ["closed", "killed"])
+def test_a_rank_whose_socket_nobody_serves_any_more_is_gone_at_once(how: str, tmp_path: Path) -> None:
+    seats = unix_seats(2)
+    address = seats[0].address
+    if how == "killed":  # the name stays
+        tmp_path.chmod(0o700)
+        with socket.socket(socket.AF_UNIX) as left:
+            left.bind(str(tmp_path / "ranks"))
+        address = f"unix:{tmp_path}/ranks token"
+    seats[0].close()
+    begun = time.monotonic()
+    with pytest.raises(CommError, match=r"rank 0 is gone: .*nobody listens") as caught:
+        seats[1].climb(address)
+    assert not isinstance(caught.value, DeadlineError)
+    assert time.monotonic() - begun < OPTIONS.connect_timeout_s / 2
+    seats[1].close()
+
+
+def test_a_rank_at_an_address_that_refuses_connections_is_gone_soon(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tree, "_REFUSED_S", 0.3)
+    seats = take_seats(2, connect_timeout_s=60)
+    seats[0].close()
+    with pytest.raises(CommError, match=r"rank 0 is gone: .*nobody listens"):
+        climb(seats, 1)
+    seats[1].close()
+
+
+# Connections of strangers.
+
+
+def strangers(seat: Seat, number: int) -> Iterator[socket.socket]:
+    """Yield connections to a seat by somebody who has no token."""
+    host, _, port = seat.address.split()[0].rpartition(":")
+    for _ in range(number):
+        yield socket.create_connection((host, int(port)), timeout=30)
+
+
+def heard(stranger: socket.socket) -> bytes:
+    """Return what a server says first, nothing when it hangs up."""
+    try:
+        return stranger.recv(1 << 16)
+    except ConnectionResetError:
+        return b""
+
+
+def test_hundreds_of_connections_that_say_nothing_are_turned_away_but_for_some() -> None:
+    seats = take_seats(3)
+    with ExitStack() as open_ones:
+        silent = [open_ones.enter_context(one) for one in strangers(seats[0], 400)]
+        admitted = sum(heard(one) != b"" for one in silent)
+        assert 0 < admitted <= 2 * 2 + tree_server.MOST_STRANGERS
+    groups = [climb(seats, rank) for rank in range(3)]
+    assert endings(groups, ask) == [b""] * 3
+    for group in groups:
+        group.close()
+
+
+@pytest.mark.parametrize("said", [b"", PREFACE + bytes(3) + b"\4" + bytes(5)], ids=["nothing", "hello"])
+def test_a_connection_that_says_no_more_than_hello_is_hung_up_soon(
+    said: bytes, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tree_server, "_HANDSHAKE_MS", 300)
+    monkeypatch.setattr(tree_server, "_IDLE_MS", 300)
+    seats = take_seats(2)
+    for stranger in strangers(seats[0], 3):
+        with stranger:
+            stranger.sendall(said)
+            while heard(stranger):  # or it is a timeout of 30 s
+                pass
+    for seat in seats:
+        seat.close()
+
+
+def test_a_rank_that_has_joined_is_never_taken_for_idle(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tree_server, "_HANDSHAKE_MS", 200)
+    monkeypatch.setattr(tree_server, "_IDLE_MS", 200)
+    with tree_world(3) as groups:
+        barrier_all(groups)
+        time.sleep(1.0)
+        barrier_all(groups)
+        assert not any(group.broken for group in groups)
+
+
+def barrier_all(groups: list[TreeGroup]) -> None:
+    run_ranks(len(groups), lambda group: barrier(group, "here", 30), groups=groups)
+
+
+def test_the_name_stays_while_somebody_is_yet_to_come(temporary: Path) -> None:
+    seats = unix_seats(3)
+    climb(seats, 1)
+    assert len(list(temporary.iterdir())) == 1
+    climb(seats, 2)
+    assert settled(lambda: set(temporary.iterdir())) == set()
+    for seat in seats:
+        seat.close()
