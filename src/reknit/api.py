@@ -33,6 +33,7 @@ from reknit.engine.background import Background
 from reknit.engine.browse import Checkpoint
 from reknit.engine.commit import Destination
 from reknit.engine.newest import newest
+from reknit.engine.pending import fence_off, wait_for_saves
 from reknit.engine.promote import Promotion, decline, promote_alone
 from reknit.engine.promote import promote as promote_saved
 from reknit.engine.report import LoadReport, PendingSave, VerifyReport
@@ -411,15 +412,32 @@ def verify(
 
 
 @typed_shortage()
-def latest(root: str | PathLike[str]) -> str | None:
+def latest(
+    root: str | PathLike[str],
+    *,
+    pending: Literal["tell", "wait", "fence"] = "tell",
+    timeout_s: float = 300.0,
+) -> str | None:
     """Return the path of the newest committed checkpoint directly below `root`, or None.
 
     Newest is the highest step; checkpoints without a step come before all that have one, by time.  A folder
     whose manifest is damaged, that is closed to this user, or that has a name that no store takes, is passed
     over with a logged warning.
+
+    A run that died may have left agents that still commit what it had staged.  `pending` says what becomes of
+    saves that are under way below `root`: with ``"tell"`` a warning names them, where they may be newer.
+    ``"wait"`` waits until they are over, up to `timeout_s`, and raises `DeadlineError`.  ``"fence"`` keeps
+    them from ever committing, all that have put up their marker by now, whoever's they are: nothing appears
+    afterwards but what is saved anew.  Either is a question of all ranks or of one that tells the others.
     """
+    if pending not in ("tell", "wait", "fence"):
+        raise UsageError(f"pending is 'tell', 'wait' or 'fence', not {pending!r}")
     storage = open_storage(root)
     try:
+        if pending == "wait":
+            wait_for_saves(storage, timeout_s)
+        elif pending == "fence":
+            fence_off(storage)
         return newest(storage)
     finally:
         storage.close()

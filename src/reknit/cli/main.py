@@ -10,7 +10,7 @@ import sys
 from importlib.metadata import version
 from typing import TYPE_CHECKING
 
-from reknit.cli import certify, diff, export, gc, ls, promote, show, verify
+from reknit.cli import agents, certify, diff, export, gc, ls, promote, show, verify
 from reknit.errors import (
     CheckpointExistsError,
     CheckpointNotFoundError,
@@ -56,7 +56,7 @@ def parser() -> argparse.ArgumentParser:
     )
     program.add_argument("--version", action="version", version=f"reknit {version('reknit')}")
     commands = program.add_subparsers(dest="command", metavar="COMMAND", required=True)
-    for command in (ls, show, verify, diff, export, promote, gc, certify):
+    for command in (ls, show, verify, diff, export, promote, gc, agents, certify):
         command.add_parser(commands)
     return program
 

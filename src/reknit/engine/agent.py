@@ -25,6 +25,7 @@ from reknit.comm.base import Group, SoloGroup
 from reknit.comm.topology import Topology
 from reknit.engine import channel as say
 from reknit.engine.arena import SharedArena
+from reknit.engine.at_work import Note
 from reknit.engine.commit import Destination
 from reknit.engine.coordinator import Coordinator
 from reknit.engine.errand import Errand
@@ -72,6 +73,7 @@ class Agent:
         self._comm = CommOptions()
         self._arenas: dict[int, SharedArena] = {}
         self._errands: dict[int, Errand] = {}
+        self._note = None if trainer is None else Note()
         self._lent: dict[int, dict[int, memoryview]] = {}
         self._longest_s = 0.0
         self._coordinator = Coordinator()
@@ -123,6 +125,8 @@ class Agent:
                 self._promoters.close()
             for arena in self._arenas.values():
                 arena.close()
+            if self._note is not None:
+                self._note.close()
             self._channel.close()
 
     def _serve(self) -> bool:
@@ -275,6 +279,7 @@ class Agent:
         # A commit to a path clears out what else is there, so nothing of a later save may be.
         earlier = [e for e in list(self._errands.values()) if e.url and e.url == errand.url]
         self._errands[errand.number] = errand
+        self._tell()
         self._longest_s = max(self._longest_s, timeout_s)
 
         def commit() -> None:
@@ -285,17 +290,26 @@ class Agent:
                 errand.not_promoted(error)
                 promoters = None
             if promoters is None:
-                del self._errands[errand.number]
+                self._over(errand)
             else:
                 self._to_promote.put(lambda: promote(promoters))
 
         def promote(promoters: Group) -> None:
             errand.promote(promoters, _open, _sinks)
-            del self._errands[errand.number]
+            self._over(errand)
 
         before = earlier[-1] if earlier else None
         self._to_write.put(lambda: errand.write(tuner, before))
         self._to_commit.put(commit)
+
+    def _tell(self) -> None:
+        """Let those who look at this process know what it works on."""
+        if self._note is not None:
+            self._note.tell(self._rank, self._errands)
+
+    def _over(self, errand: Errand) -> None:
+        del self._errands[errand.number]
+        self._tell()
 
     def _joined_once_more(self, group: Group, timeout_s: float) -> Group:
         """Return a second group of the same agents; all of them come here after the first save to promote.

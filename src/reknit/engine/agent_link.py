@@ -11,6 +11,7 @@ import weakref
 from typing import TYPE_CHECKING, Any
 
 from reknit.engine import channel as say
+from reknit.engine.at_work import MODULE
 from reknit.engine.pipeline import start
 from reknit.errors import AgentError, DeadlineError, ReknitError, ShortageError, from_wire, shortage
 from reknit.monitor.phase import Deadline
@@ -128,7 +129,7 @@ class AgentLink:
                 "there is no Python executable to start an agent with",
                 remedy="save with wait=True, or set sys.executable",
             )
-        command = [sys.executable, "-m", "reknit.engine.agent", str(fd), str(os.getpid())]
+        command = [sys.executable, "-m", MODULE, str(fd), str(os.getpid())]
         try:
             self._process = subprocess.Popen(
                 command,

@@ -19,7 +19,7 @@ from reknit.engine.receipt import commit_round, receipt, write_blobs
 from reknit.engine.write import Outgoing, discard, write_files
 from reknit.errors import AgentError, typed
 from reknit.format import paths
-from reknit.monitor.phase import Recorder
+from reknit.monitor.phase import Recorder, now
 from reknit.options import cores_per_rank
 
 if TYPE_CHECKING:
@@ -53,6 +53,7 @@ class Errand:
 
     def __init__(self, number: int, channel: say.Channel) -> None:
         self.number = number
+        self.since = now()
         self.error: ReknitError | None = None
         self._channel = channel
         self._changed = threading.Condition()
@@ -78,6 +79,14 @@ class Errand:
     def url(self) -> str:
         """Where the save goes, empty when it never began."""
         return "" if self._begun is None else self._begun[0].url
+
+    @property
+    def places(self) -> list[str]:
+        """Where checkpoints may yet appear: the place of the save, and that to which it is promoted."""
+        if self._begun is None or self._begun[0].rehearsal:
+            return []
+        to = self._begun[0].promote_to
+        return [self._begun[0].url, *(() if to is None else (to[0],))]
 
     # Called by the thread that hears the trainer.
 

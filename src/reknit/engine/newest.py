@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, NamedTuple
 from reknit.engine.commit import manifest_exists
 from reknit.engine.foreign import foreign, foreign_inside
 from reknit.engine.opening import read_manifest
+from reknit.engine.pending import begun_in, named
 from reknit.errors import (
     CheckpointNotFoundError,
     FormatError,
@@ -18,6 +19,7 @@ from reknit.errors import (
 from reknit.format.manifest_file import decode_manifest
 
 if TYPE_CHECKING:
+    from reknit.engine.pending import Begun
     from reknit.storage.base import Storage
 
 logger = logging.getLogger("reknit")
@@ -29,15 +31,26 @@ class _Age(NamedTuple):
     step: int
     created: float
     url: str
+    generation: int
 
 
 def newest(root: Storage) -> str | None:
     """Return the path of the newest checkpoint directly below a folder, or None.
 
     A folder that cannot be judged for a reason of its own is passed over with a warning; a store that fails
-    is an error, since an older checkpoint in place of the newest would be lost work.
+    is an error, since an older checkpoint in place of the newest would be lost work.  Saves that are under
+    way, of the run that made the newest or of a later one, are told in a warning.
     """
-    ages = [age for name in root.folders() if (age := _age(root, name)) is not None]
+    begun: list[Begun] = []
+    ages = [age for name in root.folders() if (age := _age(root, name, begun)) is not None]
+    since = max(ages).generation if ages else -1
+    if later := [each for each in begun if each.generation >= since]:
+        logger.warning(
+            "saves below %s are under way, or were killed, and may yet commit: %s; "
+            "latest(root, pending='wait') waits for them, and pending='fence' keeps them from it",
+            root.url,
+            named(later),
+        )
     if ages:
         return max(ages).url
     _refuse_other(root)
@@ -63,8 +76,11 @@ def _refuse_other(root: Storage) -> None:
         )
 
 
-def _age(root: Storage, name: str) -> _Age | None:
-    """Return the age of the checkpoint in a folder, if there is one that can be judged."""
+def _age(root: Storage, name: str, begun: list[Begun]) -> _Age | None:
+    """Return the age of the checkpoint in a folder, if there is one that can be judged.
+
+    Where there is none, what is under way there is added to `begun`.
+    """
     try:
         folder = root.sub(name)
     except StorageError as error:  # a name that no store takes
@@ -72,6 +88,7 @@ def _age(root: Storage, name: str) -> _Age | None:
         return None
     try:
         if not manifest_exists(folder):
+            begun += begun_in(folder)
             return None
         manifest = decode_manifest(read_manifest(folder))
     except CheckpointNotFoundError:
@@ -79,4 +96,6 @@ def _age(root: Storage, name: str) -> _Age | None:
     except (FormatError, StoragePermissionError) as error:
         logger.warning("passed over %s: %s", folder.url, error.message)
         return None
-    return _Age(-1 if manifest.step is None else manifest.step, manifest.created, folder.url)
+    step = -1 if manifest.step is None else manifest.step
+    generation = -1 if manifest.generation is None else manifest.generation
+    return _Age(step, manifest.created, folder.url, generation)
