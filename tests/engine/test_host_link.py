@@ -14,6 +14,7 @@ import pytest
 from reknit.engine.arena import SharedArena
 from reknit.engine.host_link import HostLink
 from reknit.errors import CommError
+from tests.as_nobody import as_nobody, needs_another_user
 from tests.resources import open_files, threads
 
 if TYPE_CHECKING:
@@ -222,6 +223,24 @@ def test_a_process_of_another_user_is_shown_out_though_it_knows_the_token(
             socket.send_fds(stranger, [hello(link)], [ring.fd])
             stranger.send(struct.pack("<QQ", 6, 100))
         works(link, ear, ring)
+    link.close()
+    assert ear.heard.empty()
+
+
+@needs_another_user
+def test_another_user_who_knows_the_token_is_shown_out(ring: SharedArena) -> None:
+    link, ear = HostLink(0), Ear()
+    link.open(None, {}, ear)
+
+    def knock_and_speak() -> bytes:
+        with knock(link) as stranger:
+            socket.send_fds(stranger, [hello(link)], [ring.fd])
+            stranger.send(struct.pack("<QQ", 6, 100))
+            return stranger.recv(100)
+
+    answer = as_nobody(knock_and_speak)
+    assert answer == b"" or isinstance(answer, (ConnectionResetError, BrokenPipeError)), answer
+    works(link, ear, ring)
     link.close()
     assert ear.heard.empty()
 

@@ -162,11 +162,16 @@ def test_a_script_does_not_wait_longer_than_it_was_told_and_its_agent_commits_la
 
 
 def test_a_process_that_ends_at_once_after_staging_leaves_a_checkpoint(run: _Scripts) -> None:
-    script = run("save(1, gated); os._exit(7)")
+    # One save is being written, and one waits for its turn.
+    script = run("save(1, gated); save(2); os._exit(7)")
     assert script.process.wait(RUN_S) == 7
+    assert "its agent finishes 2 saves" in script.process.stderr.readline()
+    assert not script.holds(1)
+    assert not script.holds(2)
     script.open_gate()
     assert script.ends()[0] == 7
     assert script.holds(1)
+    assert script.holds(2)
 
 
 def test_an_interrupt_after_staging_ends_the_script_and_the_save_is_committed(run: _Scripts) -> None:
