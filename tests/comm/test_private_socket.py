@@ -269,12 +269,16 @@ def test_hundreds_of_connections_that_say_nothing_are_turned_away_but_for_some()
         group.close()
 
 
-@pytest.mark.parametrize("said", [b"", PREFACE + bytes(3) + b"\4" + bytes(5)], ids=["nothing", "hello"])
+@pytest.mark.parametrize(
+    ("said", "limit"),
+    [(b"", "_HANDSHAKE_MS"), (PREFACE + bytes(3) + b"\4" + bytes(5), "_IDLE_MS")],
+    ids=["nothing", "hello"],
+)
 def test_a_connection_that_says_no_more_than_hello_is_hung_up_soon(
-    said: bytes, monkeypatch: pytest.MonkeyPatch
+    said: bytes, limit: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(tree_server, "_HANDSHAKE_MS", 300)
-    monkeypatch.setattr(tree_server, "_IDLE_MS", 300)
+    for name in ("_HANDSHAKE_MS", "_IDLE_MS"):
+        monkeypatch.setattr(tree_server, name, 300 if name == limit else 1 << 30)
     seats = take_seats(2)
     for stranger in strangers(seats[0], 3):
         with stranger:
