@@ -148,8 +148,8 @@ class CommOptions:
     ``"::"`` listen on all, and others are told the one that is found.  ``"unix"`` is a socket that only
     processes of this user on this host reach.  `interface`: name of the network interface whose address it
     is, as ``GLOO_SOCKET_IFNAME`` has it.  Without both: ``"unix"`` where all ranks are on one host, of one
-    user, and see the same files; else the address by which this host reaches the master of the framework's
-    store, or that its name leads to, or of its first interface.
+    user, and see the same files; else loopback where they are on one host; else the address by which this
+    host reaches the master of the framework's store, or that its name leads to, or of its first interface.
 
     `generation`: a number that is higher in each run of a job than in those before it, the same on all ranks;
     None for the time at which the ranks met (or at which a process that is alone began its save).  `tls`:

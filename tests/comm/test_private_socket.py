@@ -151,6 +151,24 @@ def test_a_folder_for_temporary_files_whose_name_is_no_address_is_not_used(
     (temporary / name).rmdir()
 
 
+def test_a_folder_for_temporary_files_that_cannot_be_written_is_done_without(
+    temporary: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", str(temporary / "missing"))
+    seats = unix_seats(2)
+    assert seats[0].address.startswith("unix:/tmp/reknit-")
+    for seat in seats:
+        seat.close()
+
+    def full(prefix: str, dir: str) -> str:
+        raise OSError(errno.ENOSPC, "No space left on device", dir)
+
+    monkeypatch.setattr(tempfile, "mkdtemp", full)
+    with pytest.raises(CommError, match="No space left on device: '/dev/shm'") as caught:
+        unix_seats(2)
+    assert "CommOptions.bind" in str(caught.value.remedy)
+
+
 def test_a_socket_for_ranks_of_several_hosts_or_with_certificates_is_a_usage_error() -> None:
     options = CommOptions(bind="unix")
     with pytest.raises(UsageError, match="these are on 2"):

@@ -70,16 +70,7 @@ class PrivateSocket:
 
     def __init__(self) -> None:
         """Make the folder.  Raises `CommError`."""
-        temporary = tempfile.gettempdir()
-        try:
-            self._folder = tempfile.mkdtemp(
-                prefix="reknit-", dir=temporary if _FITS_A_SOCKET.fullmatch(temporary) else "/tmp"
-            )
-        except OSError as error:
-            raise CommError(
-                f"no folder can be made for the socket of this rank: {error}",
-                remedy='set TMPDIR to a folder that can be written, or CommOptions.bind to "127.0.0.1"',
-            ) from error
+        self._folder = _private_folder()
         self._path = f"{self._folder}/ranks"
         self.address = f"{_UNIX_SCHEME}{self._path}"
 
@@ -89,6 +80,22 @@ class PrivateSocket:
             with suppress(FileNotFoundError):
                 os.unlink(self._path)
             os.rmdir(self._folder)
+
+
+def _private_folder() -> str:
+    """Return a new folder of mode 0700 with a short and simple name."""
+    failure: OSError | None = None
+    for place in (tempfile.gettempdir, lambda: "/tmp", lambda: "/dev/shm"):
+        try:
+            folder = place()
+            if _FITS_A_SOCKET.fullmatch(folder):
+                return tempfile.mkdtemp(prefix="reknit-", dir=folder)
+        except OSError as error:  # read-only, or full
+            failure = error
+    raise CommError(
+        f"no folder can be made for the socket of this rank: {failure}",
+        remedy='set TMPDIR to a folder that can be written, or CommOptions.bind to "127.0.0.1"',
+    )
 
 
 def is_unix(address: str) -> bool:

@@ -92,6 +92,16 @@ def server_settings(num_callers: int) -> list[tuple[str, int]]:
     ]
 
 
+def _named_socket(topology: Topology) -> PrivateSocket:
+    """Return a name for the socket of a group whose ranks are all on this host."""
+    if topology.num_hosts > 1:
+        raise UsageError(
+            f"CommOptions.bind='unix' connects ranks of one host, and these are on {topology.num_hosts}",
+            remedy="leave it out, or give an address that the other hosts reach",
+        )
+    return PrivateSocket()
+
+
 class Server(_Handler):
     """The server of a rank: answers the ranks below it out of its rounds.
 
@@ -102,6 +112,7 @@ class Server(_Handler):
         self, rounds: Rounds, hello: Hello, topology: Topology, options: CommOptions, master: str | None
     ) -> None:
         """Listen; `master` is the host of the store in which the ranks met, if it has one."""
+        self._socket = _named_socket(topology) if options.bind == UNIX else None
         self._rounds, self._hello = rounds, hello
         token = secrets.token_hex(32)
         self._token = token.encode()
@@ -127,7 +138,6 @@ class Server(_Handler):
             options=server_settings(len(self._children)),
         )
         self._unattached = set(self._children)
-        self._socket = self._named(topology) if options.bind == UNIX else None
         try:
             if self._socket is not None:
                 self.host, where = UNIX, self._socket.address
@@ -167,15 +177,6 @@ class Server(_Handler):
         self._server.stop(None)
         self._crew.shutdown()
         self._remove_socket()
-
-    def _named(self, topology: Topology) -> PrivateSocket:
-        """Return a name for the socket of a group whose ranks are all on this host."""
-        if topology.num_hosts > 1:
-            raise UsageError(
-                f"CommOptions.bind='unix' connects ranks of one host, and these are on {topology.num_hosts}",
-                remedy="leave it out, or give an address that the other hosts reach",
-            )
-        return PrivateSocket()
 
     def _remove_socket(self) -> None:
         if self._socket is not None:
