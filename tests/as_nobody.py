@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import pickle
+import warnings
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -24,7 +25,9 @@ def as_nobody(fn: Callable[[], Any]) -> Any:
     It is forked, so `fn` does no more than system calls.
     """
     reads, writes = os.pipe()
-    child = os.fork()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of threads that are there: the child calls nothing that needs them
+        child = os.fork()
     if child == 0:
         try:
             os.setgroups([])
