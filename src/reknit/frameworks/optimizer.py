@@ -56,7 +56,7 @@ class OptimizerAdapter:
             if slot.master is not None:
                 _collect_state(slot.master, below.child(MASTER), slot, saving, plain)
         optimizer_options.collect(slots, plain, place, saving)
-        for name, state in slots.shared(place).items():
+        for name, state in slots.shared().items():
             _collect_state(state, place.child("shared", name), None, saving, plain)
         for name, state in (slots.more or {}).items():
             _collect_state(state, place.child("more", name), None, saving, plain)
@@ -82,7 +82,7 @@ class OptimizerAdapter:
                     _refuse(slot, states[slot.name], told.foreign.get(slot.name), place, loading)
             elif any(saved.knows(slot.name) for slot in members):
                 optimizer_flat.Joint(slots, members, place, loading).want(states)
-        for name in dict.fromkeys([*slots.shared(place), *saved.shared]):
+        for name in dict.fromkeys([*slots.shared(), *saved.shared]):
             _want_shared(name, slots, told, place, loading)
         if slots.deliver is not None:
             loading.later(slots.deliver)
@@ -278,7 +278,7 @@ def _want_shared(name: Any, slots: Slots, told: Told, place: Place, loading: Loa
     if told.foreign:
         loading.report_mismatched(at, next(iter(told.foreign.values())))
         return
-    present = slots.shared(place).get(name)
+    present = slots.shared().get(name)
     whole, state = _want_state(present, None, at, loading, loading.spec(at), told)
     if whole:
         loading.later(lambda: slots.state.__setitem__(name, state))

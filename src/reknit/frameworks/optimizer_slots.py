@@ -103,21 +103,14 @@ class Slots:
         else:
             self.state.pop(slot.key, None)
 
-    def shared(self, place: Place) -> dict[str | int, Any]:
-        """Return what the optimizer keeps for no parameter in particular, by its key.
+    def shared(self) -> dict[Any, Any]:
+        """Return what the optimizer keeps for no parameter in particular, by its key, whatever that is.
 
-        What is kept for a parameter that it has no more is none of that.  Raises `StateError` for a key that
-        has no name.
+        What is kept for a parameter that it has no more is none of that.
         """
         taken = {slot.key for slot in self.each if not isinstance(slot.key, torch.Tensor)}
-        found = {
-            key: value
-            for key, value in self.state.items()
-            if not isinstance(key, torch.Tensor) and key not in taken
-        }
-        for key in found:
-            tree.escape(key, place.child("shared"))
-        return found
+        others = ((key, value) for key, value in self.state.items() if not isinstance(key, torch.Tensor))
+        return {key: value for key, value in others if key not in taken}
 
 
 class Reader(Protocol):
