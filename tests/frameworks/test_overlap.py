@@ -16,6 +16,7 @@ from torch.distributed.tensor import Shard as Cut
 from torch.distributed.tensor import distribute_tensor
 
 import reknit
+from reknit import transforms
 from reknit.engine import ties
 from reknit.errors import MismatchError, StateError
 from reknit.frameworks import overlap
@@ -85,6 +86,7 @@ SHARING: dict[str, Any] = {
     "two forms of one tensor": {"a": BASE, "b": BASE.view(-1)},
     "two parts that meet": {"a": BASE[:, :4], "b": BASE[:, 3:]},
     "other bytes of one memory": {"a": BASE.view(torch.int32)[0], "b": BASE.view(torch.int16)[0, 11:]},
+    "one between": {"a": BASE.view(-1)[::2], "c": BASE.view(-1)[1:2], "b": BASE.view(-1)[4:5]},
     "a tensor and its array": {"a": BASE, "b": BASE.numpy()},
     "arrays": {"a": BASE.numpy()[:2], "b": BASE.numpy()[1:]},
 }
@@ -180,6 +182,32 @@ def test_a_tie_of_one_rank_is_an_error_on_all(tmp_path: Path) -> None:
     first, second = run_ranks(2, rank)
     assert first == second
     assert "b: it differs from a in the checkpoint, and is the same tensor in the target (rank 1)" in first
+
+
+def test_tensors_that_rules_make_are_one_here_when_they_are_made_of_one(tmp_path: Path) -> None:
+    tied = torch.zeros(2)
+    saved = {"a": torch.ones(2), "b": torch.ones(2), "c": torch.full((2,), 2.0), "d": torch.ones(2)}
+    reknit.save(tmp_path / "x", {"m": saved})
+    for rule, second, why in (
+        (transforms.copy("a", "e"), "e", None),
+        (
+            transforms.rename("b", "e"),
+            "e",
+            "it is the same tensor as m/a in the target, and rules make it of",
+        ),
+        (transforms.rename("b", "e"), "c", "it differs from m/a in the checkpoint"),
+        (transforms.rename("b", "e"), "d", None),
+    ):
+        target = {"m": {"a": tied, second: tied}}
+        options = reknit.LoadOptions(transforms=[rule], lenient=("m/[bcde]",))
+        report = reknit.load(tmp_path / "x", target, options=options)
+        told = report.mismatched.get(f"m/{second}", "")
+        assert told.startswith(why) if why else not told
+        assert tied.tolist() == [1, 1]
+    rules = [transforms.rename("b", "e"), transforms.drop("c"), transforms.drop("d")]
+    options = reknit.LoadOptions(transforms=rules)
+    with pytest.raises(MismatchError, match=r"m/e: it is the same tensor as m/a"):
+        reknit.load(tmp_path / "x", {"m": {"a": tied, "e": tied}}, options=options)
 
 
 def _tied_dtensor(folder: str) -> str:

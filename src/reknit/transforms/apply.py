@@ -143,7 +143,7 @@ class Transformed:
             shards=tuple(shards),
             told=tuple(told),
             aliases=tuple(alias for alias in wanted.aliases if not self._is_made(alias)),
-            notes=wanted.notes + tuple(map(_untold, filter(self._is_made, wanted.aliases))),
+            mismatched=wanted.mismatched + tuple(self._untold(wanted.aliases)),
             resized=tuple(resized.items()),
             superseded=tuple(taken),
             blobs=tuple(blobs),
@@ -153,6 +153,18 @@ class Transformed:
     def _is_made(self, alias: tuple[str, str, str, str]) -> bool:
         """Tell whether a rule made one of two tensors that are one in the target."""
         return any(name in step.tensors for step in self._steps for name in (alias[:2], alias[2:]))
+
+    def _untold(self, aliases: Iterable[tuple[str, str, str, str]]) -> Iterator[tuple[str, str, str]]:
+        """Yield those of which rules made one, of something else: whether they are equal is not known."""
+        for item, fqn, *of in filter(self._is_made, aliases):
+            tied = (of[0], of[1])
+            if self.origins((item, fqn)) != self.origins(tied):
+                name = full_name(*tied)
+                yield (
+                    item,
+                    fqn,
+                    f"it is the same tensor as {name} in the target, and rules make it of another",
+                )
 
     @property
     def made(self) -> list[Name]:
@@ -242,11 +254,6 @@ class Transformed:
             )
             names = [origin for one in names for origin in known(one)]
         return names
-
-
-def _untold(alias: tuple[str, str, str, str]) -> tuple[str, str, str]:
-    """Return the note on a tie of which nobody has looked whether it is one in the checkpoint."""
-    return (*alias[:2], f"the same tensor as {full_name(*alias[2:])} in the target: taken from that one")
 
 
 def _resized(made: Shape, wanted: Shape) -> str:
