@@ -116,10 +116,17 @@ def test_a_rank_keeps_its_own_of_a_small_tensor_that_differs() -> None:
 @pytest.mark.parametrize("kind", ["large", "part", "tied", "nameless"])
 def test_what_no_rank_can_keep_fails_the_save_with_its_name(kind: str) -> None:
     data = np.zeros(SAMPLE_NBYTES + 1 if kind == "large" else 4, np.uint8)
-    one = shard("w", (0, 1), data, Box((8,), (4,)) if kind == "part" else None)
+    one = shard("w", (0, 1), data)
+    if kind == "part":
+        one = shard("w", None, data, Box((8,), (4,)))
     if kind == "nameless":
         one = Shard("m", "w", TensorSpec((4,), "float4_e2m1fn_x2"), Box.whole((4,)), None, data)
-    copies = compared([one], "sample", 2, *([Alias("m", "v", "w")] if kind == "tied" else []))
+    copies = compared(
+        [one, shard("z", None, np.zeros(2000, np.uint8))],
+        "sample",
+        2,
+        *([Alias("m", "v", "w")] if kind == "tied" else []),
+    )
     with pytest.raises(
         StateError, match=r"(?s)different values of m/w \(ranks 0, 1\).*PerRank.*check_replicas='warn'"
     ):

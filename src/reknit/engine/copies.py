@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from math import prod
 from typing import TYPE_CHECKING, NamedTuple
 
 import msgspec
@@ -129,7 +130,7 @@ def split(
         return EQUAL
     place = {key: number for number, key in enumerate(messages.unpacked(copies.keys, "i8").tolist())}
     names = _decode_names(copies.names)
-    sizes = [numpy_dtype(dtype).itemsize * int(np.prod(shape)) for _, _, dtype, shape in names]
+    sizes = [numpy_dtype(dtype).itemsize * prod(shape) for _, _, dtype, shape in names]
     ends = np.cumsum(sizes).tolist()
     done = Split([], [], [])
     for key, holders in differing:
