@@ -29,7 +29,7 @@ def shard(fqn: str, replicas: tuple[int, ...] | None, data: Any, box: Box | None
 
 def compared(shards: list[Shard], check: str = "sample", size: int = 2, *aliases: Alias) -> Copies:
     brought = bring(Holdings(("m",), tuple(shards), (), aliases), SaveOptions())
-    return choose(brought, check, size).copies(all_bits(shards))
+    return choose(brought, check, 0, size).copies(all_bits(shards))
 
 
 def names(copies: Copies) -> list[str]:
@@ -45,7 +45,7 @@ def held(last: int, nbytes: int) -> list[Shard]:
     data[-1] = last
     return [
         shard(fqn, replicas, data)
-        for fqn, replicas in [("guessed", None), ("vouched", (0, 1)), ("alone", (0,))]
+        for fqn, replicas in [("guessed", None), ("vouched", (0, 1)), ("alone", (0,)), ("others", (1, 2))]
     ]
 
 

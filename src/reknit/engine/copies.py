@@ -77,8 +77,8 @@ class Chosen(NamedTuple):
         return messages.Copies(self.keys, messages.packed(digests, "u8"), self.names, b"".join(data))
 
 
-def choose(brought: Brought, check: str, size: int) -> Chosen:
-    """Return what is compared with other ranks' copies, as `SaveOptions.check_replicas` says.
+def choose(brought: Brought, check: str, rank: int, size: int) -> Chosen:
+    """Return what `rank` compares with other ranks' copies, as `SaveOptions.check_replicas` says.
 
     Of what nobody vouches for that is every byte, of the rest a sample.  What is compared as a whole may be
     kept for each rank, as long as it is small: first what nobody vouches for, and of that the smallest.
@@ -92,7 +92,8 @@ def choose(brought: Brought, check: str, size: int) -> Chosen:
     rows: list[tuple[int, int, int, int]] = []
     for number, shard in enumerate(shards):
         vouched, whole = number not in guessed, shard.nbytes
-        if not whole or (vouched and (shard.replicas is None or len(shard.replicas) < 2)):
+        holders = shard.replicas or ()
+        if not whole or (vouched and (len(holders) < 2 or rank not in holders)):
             continue
         key = shard_key(shard) if vouched else guessed[number]
         if key in seen:

@@ -105,7 +105,9 @@ def _assign(job: SaveJob, coordinator: Coordinator) -> _Assigned:
             brought = bring(job.collect(), job.options)
             sources = all_bits(brought.holdings.shards)
         with job.recorder.phase("digest"):
-            copies = choose(brought, job.options.check_replicas, job.group.size).copies(sources)
+            copies = choose(brought, job.options.check_replicas, job.group.rank, job.group.size).copies(
+                sources
+            )
         collected.append((brought, sources, copies))
         return claims(job.group.rank, "", job.to.step, b"", brought.shard_claims(), brought.blobs, copies)
 

@@ -76,7 +76,7 @@ def send_off(job: SendOff, crew: Crew, handover: Handover, arenas: Arenas) -> No
         with recorder.phase("digest"):
             sources = all_bits(brought.holdings.shards)
             check = job.options.check_replicas
-            chosen = (known and known.chosen.get(check)) or choose(brought, check, crew.size)
+            chosen = (known and known.chosen.get(check)) or choose(brought, check, crew.link.rank, crew.size)
             copies = chosen.copies(sources)
         _lend(crew, handover, brought)
         handover.begin(_begin(job, crew, handover, key, brought, known, copies), recorder)
