@@ -368,6 +368,7 @@ def test_the_loss_scaler_comes_back_with_every_optimizer_of_a_chain(tmp_path: Pa
 def refusals() -> None:
     """What is not known is refused, with what to do."""
     from megatron.core import parallel_state
+    from megatron.core.dist_checkpointing.mapping import ShardedObject
     from megatron.core.optimizer.layer_wise_optimizer import LayerWiseDistributedOptimizer
 
     from tests.megatron import gpt
@@ -392,6 +393,9 @@ def refusals() -> None:
     saved.tensors[steps[0]].fill_(9)
     with pytest.raises(StateError, match="which counts them"):
         load(trained.state(), saved)
+    thing = ShardedObject("o", 5, (1,), (0,), replica_id=1)
+    with pytest.raises(StateError, match="i/o is a ShardedObject of which nobody has the main copy"):
+        collect({"i": {"o": thing}}, 0, 1)
     parallel_state.destroy_model_parallel()
     with pytest.raises(StateError, match="initialize_model_parallel"):
         collect({"model": trained.chunks}, 0, 1)

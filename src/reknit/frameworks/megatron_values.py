@@ -6,6 +6,7 @@ import io
 from itertools import product
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from reknit.errors import StateError
 from reknit.frameworks import megatron_names as names
 from reknit.frameworks import megatron_private as private
 from reknit.frameworks import megatron_sharded as leaves
@@ -101,7 +102,14 @@ def collect_object(value: Any, place: Place, saving: Saving) -> None:
     """Collect the copy of a ShardedObject that Megatron would save, below a place."""
     known = _known(value)
     at = place.child(known.name)
-    if not known.main or (known.extra and not leaves.holds_something(value.data)):
+    if known.extra and not leaves.holds_something(value.data):
+        return
+    if not known.main:
+        if saving.world.size == 1:
+            raise StateError(
+                f"{at} is a ShardedObject of which nobody has the main copy",
+                remedy="give it the replica_id 0 on one rank",
+            )
         return
     if known.keyed is None:
         saving.blob(to_neutral(_plain(value.data), str(at)), at)
