@@ -57,9 +57,9 @@ def _report_memory() -> None:
         except FormatError:
             refused = True
         seconds, growth = time.perf_counter() - begin, _memory("VmHWM") - before
-        print(
-            json.dumps({"kind": kind, "name": name, "refused": refused, "seconds": seconds, "nbytes": growth})
-        )
+        size = len(payload) if isinstance(payload, bytes) else len(payload[0]) if kind == "headers" else 0
+        report = {"refused": refused, "seconds": seconds, "size": size, "nbytes": growth}
+        print(json.dumps({"kind": kind, "name": name, **report}))
 
 
 def _report_mutations() -> None:

@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
 HUGE = 1 << 62
+FLOOD_NBYTES = 8 << 20
 
 
 def signed(body: bytes) -> bytes:
@@ -50,11 +51,28 @@ def manifests() -> Iterator[tuple[str, bytes]]:
     yield "huge_number", signed(good[:-29].replace(b'"step":1000', b'"step":' + b"9" * 1_000_000))
     yield "infinite_number", signed(good[:-29].replace(b'"loss":1.5', b'"loss":1e999'))
     yield "not_a_number", signed(good[:-29].replace(b'"loss":1.5', b'"loss":NaN'))
+    for name, part in _FLOODS.items():
+        flood = b",".join([part] * (FLOOD_NBYTES // (len(part) + 1)))
+        yield f"flood_of_{name}", signed(good[:-29].replace(b'"tags":', b'"x":[%b],"tags":' % flood))
+        yield f"flood_of_unread_{name}", signed(good[:-29] + b',"x":[%b]' % flood)
+    keys = b",".join(b'"%x":0' % k for k in range(FLOOD_NBYTES // 9))
+    yield "flood_of_keys", signed(good[:-29].replace(b'"tags":', b'%b,"tags":' % keys))
+    yield "flood_of_unread_keys", signed(good[:-29] + b',"x":{%b}' % keys)
+    blob = b'"blobs":[{"item":"extra","path":"x","coordinate":{%b}},' % keys
+    yield "flood_of_coordinates", signed(good[:-29].replace(b'"blobs":[', blob))
+    items = b",".join(b'"%x"' % k for k in range(FLOOD_NBYTES // 8))
+    yield "flood_of_items", signed(good[:-29].replace(b'"items":[', b'"items":[%b,' % items))
     for name, change in _MEMBERS.items():
         document = json.loads(good)
         del document["digest"]
         change(document)
         yield name, signed(json.dumps(document).encode()[:-1])
+
+
+_FLOODS = {
+    **{"numbers": b"0", "lists": b"[]", "objects": b"{}", "pairs": b'{"":0}', "texts": b'"ab"'},
+    **{"nests": b"[[[[[[]]]]]]"},
+}
 
 
 def _set(name: str, value: Any) -> Callable[[dict[str, Any]], None]:
@@ -215,6 +233,9 @@ def blobs() -> Iterator[tuple[str, bytes]]:
     yield "reserved_byte", b"\x81\xa1x\xc1"
     yield "text_not_utf8", b"\x81\xa1x\xa1\xff"
     yield "timestamp_extension", b"\x81\xa1x\xd6\xff\0\0\0\0"
+    for name, part in _VALUE_FLOODS.items():
+        count = (4 << 20) // len(part)
+        yield f"flood_of_{name}", b"\x81\xa1x\xdd" + struct.pack(">I", count) + part * count
     for name, (code, payload) in _EXTENSIONS.items():
         yield name, msgspec.msgpack.encode({"x": Ext(code, msgspec.msgpack.encode(payload))})
     keys = [n * ((1 << 61) - 1) for n in range(9, 60_000)]
@@ -225,6 +246,11 @@ def blobs() -> Iterator[tuple[str, bytes]]:
     yield "table_keys_that_collide", msgspec.msgpack.encode({"x": Ext(4, msgspec.msgpack.encode(pairs))})
 
 
+_VALUE_FLOODS = {
+    **{"lists": b"\x90", "maps": b"\x80", "small_maps": b"\x81\xa0\xc0", "texts": b"\xa0"},
+    **{"nests": b"\x91" * 20 + b"\xc0", "tuples": b"\xd5\x01\x91\xc0", "sets": b"\xd4\x02\x90"},
+    **{"deques": b"\xd5\x13\x91\xc0", "ordered": b"\xd4\x10\x90"},
+}
 _EXTENSIONS: dict[str, tuple[int, Any]] = {
     "pickle": (127, b"cos\nsystem\n(S'echo harm'\ntR."),
     "unknown_extension": (100, None),

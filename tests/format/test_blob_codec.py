@@ -20,7 +20,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from reknit.errors import CorruptError, FormatError, StateError
-from reknit.format.blob_codec import decode_blobs, encode_blobs
+from reknit.format.blob_codec import decode_blobs, encode_blobs, join_blobs
 from reknit.types.shard import Tagged
 from tests.format.samples import Colour, Level, Outer, same, values
 from tests.running.examples import examples
@@ -438,3 +438,11 @@ def test_a_file_of_blobs_cut_short_anywhere_is_refused() -> None:
     for length in range(len(SAMPLE)):
         with pytest.raises(CorruptError):
             decode_blobs(SAMPLE[:length])
+
+
+def test_a_file_that_no_reader_would_take_for_its_many_lists_is_not_written() -> None:
+    parts = [encode_blobs({str(n): [[]] * 500_000}) for n in range(3)]
+    assert len(decode_blobs(join_blobs(parts[:1]))["0"]) == 500_000
+    with pytest.raises(StateError, match="too many lists") as caught:
+        join_blobs(parts)
+    assert "tensors or arrays" in str(caught.value.remedy)

@@ -11,7 +11,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from reknit.errors import CorruptError, FormatError, ReknitError, StateError, VersionError
-from reknit.format.manifest_file import decode_generation, decode_manifest, encode_manifest
+from reknit.format.manifest_file import (
+    MAX_SPARE_VALUES,
+    decode_generation,
+    decode_manifest,
+    encode_manifest,
+)
 from reknit.types.manifest import BlobFile, FileEntry, Manifest
 from tests.format.samples import manifests, sample_manifest
 from tests.running.examples import examples
@@ -130,6 +135,24 @@ def test_a_manifest_that_a_reader_would_refuse_is_not_written(change: dict[str, 
     with pytest.raises(ReknitError) as caught:
         encode_manifest(replace(sample_manifest(), **change))
     assert isinstance(caught.value, (FormatError, StateError))
+
+
+def test_of_any_number_of_files_a_manifest_is_read_and_of_other_values_only_so_many() -> None:
+    sample = sample_manifest()
+    paths = [f"extra/{rank:05d}.own.01234567.msgpack" for rank in range(1, 10_000)]
+    axes = {"dp": 1, "tp": 2, "pp": 3, "ep": 4, "cp": 5, "rank": 6}
+    manifest = replace(
+        sample,
+        files=(*sample.files, *(FileEntry(path, 1, (7,)) for path in paths)),
+        blobs=(*sample.blobs, *(BlobFile("extra", path, axes) for path in paths)),
+        metadata={"x": list(range(MAX_SPARE_VALUES - 100))},
+    )
+    assert decode_manifest(encode_manifest(manifest)) == manifest
+    with pytest.raises(FormatError, match="values beside those of its files") as caught:
+        encode_manifest(replace(sample, metadata={"x": [0] * MAX_SPARE_VALUES}))
+    assert "entries of the state" in str(caught.value.remedy)
+    with pytest.raises(FormatError, match="has more than 1024 bytes"):
+        encode_manifest(replace(sample, blobs=(BlobFile("extra", sample.blobs[0].path, {"d" * 1100: 1}),)))
 
 
 def test_a_manifest_of_future_fields_is_read_without_them() -> None:

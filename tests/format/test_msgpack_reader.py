@@ -3,7 +3,7 @@ from __future__ import annotations
 import contextlib
 import struct
 import sys
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 import pytest
@@ -11,9 +11,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from reknit.errors import CorruptError, FormatError
-from reknit.format.msgpack_reader import read_msgpack
+from reknit.format import msgpack_reader
+from reknit.format.msgpack_reader import check_structure, read_msgpack
 from reknit.types.shard import MAX_DEPTH
 from tests.running.examples import examples
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
 
 plain = st.recursive(
     st.none()
@@ -96,6 +100,48 @@ def test_extensions_in_extensions_count_as_nesting() -> None:
     assert read(nested(MAX_DEPTH))
     with pytest.raises(FormatError, match="nested"):
         read(nested(MAX_DEPTH + 1))
+
+
+@pytest.mark.parametrize(
+    "part",
+    [
+        *([], {}, {"a": 1}, "", b""),
+        *(msgspec.msgpack.Ext(1, b"\x90"), msgspec.msgpack.Ext(19, b"\x91\xc0")),
+    ],
+)
+def test_whoever_writes_refuses_what_a_reader_would(part: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(msgpack_reader, "_BASE_STRUCTURE", 1 << 18)
+    outcomes = set()
+    for count in (10, 100, 1000, 3000, 100_000):
+        data = msgspec.msgpack.encode({"x": [part] * count})
+        outcome = [refused(deed, data) for deed in (read, check_structure)]
+        assert outcome[0] == outcome[1], count
+        outcomes |= set(outcome)
+    assert outcomes == {False, True}
+
+
+def refused(deed: Callable[[bytes], object], data: bytes) -> bool:
+    try:
+        deed(data)
+    except FormatError as error:
+        return "too many lists, maps and texts" in str(error)
+    return False
+
+
+@pytest.mark.parametrize(
+    "part", [7, 300, 1 << 40, 0.5, None, "text", [300, 400], {"id": 123456, "text": "some"}]
+)
+def test_of_what_values_are_made_of_there_may_be_any_number_up_to_a_gigabyte(
+    part: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(msgpack_reader, "_BASE_STRUCTURE", 1 << 12)
+    values = [part] * 30_000
+    data = msgspec.msgpack.encode(values)
+    assert read(data) == values
+    check_structure(data)
+    monkeypatch.setattr(msgpack_reader, "_MOST_STRUCTURE", 1 << 17)
+    assert refused(read, data)
+    assert refused(check_structure, data)
 
 
 @settings(max_examples=examples(300))

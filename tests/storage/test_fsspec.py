@@ -60,7 +60,7 @@ def test_what_was_put_in_the_place_of_an_unfinished_file_stays() -> None:
 
 
 def test_the_first_error_of_an_upload_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
-    storage = open_fsspec("memory://failing")
+    storage: Any = open_fsspec("memory://failing")
     writer = storage.create("a", 3)
     writer.write(0, memoryview(b"abc"))
 
@@ -89,7 +89,7 @@ def test_what_serves_a_protocol_and_is_not_installed_is_named(monkeypatch: pytes
 
 
 def test_a_connection_that_breaks_may_be_tried_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    storage = open_fsspec("memory://broken")
+    storage: Any = open_fsspec("memory://broken")
 
     def broken(*_: Any, **__: Any) -> Any:
         raise ConnectionResetError("gone")

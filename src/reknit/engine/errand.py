@@ -17,7 +17,7 @@ from reknit.engine.packing import merge_claims
 from reknit.engine.promote import Promotion, decline, promote
 from reknit.engine.receipt import commit_round, receipt, write_blobs
 from reknit.engine.write import Outgoing, discard, write_files
-from reknit.errors import AgentError, typed
+from reknit.errors import AgentError, ReknitError, typed
 from reknit.format import paths
 from reknit.monitor.phase import Recorder, now
 from reknit.options import cores_per_rank
@@ -33,7 +33,6 @@ if TYPE_CHECKING:
     from reknit.engine.receipt import Setting
     from reknit.engine.tuning import Tuner
     from reknit.engine.write import Written
-    from reknit.errors import ReknitError
     from reknit.monitor.phase import Sink
     from reknit.options import SaveOptions
     from reknit.storage.base import Storage

@@ -26,7 +26,7 @@ from reknit.format.blob_types import (
     Kind,
 )
 from reknit.format.enum_values import build_enum, take_enum
-from reknit.format.msgpack_reader import read_msgpack
+from reknit.format.msgpack_reader import check_structure, read_msgpack
 from reknit.format.paths import checked_name
 from reknit.format.refused import RefusedError
 from reknit.types.shard import MAX_DEPTH
@@ -91,7 +91,7 @@ def name_of_value(fqn: str) -> bytes:
 def join_blobs(parts: Sequence[bytes]) -> bytes:
     """Return the file of blobs that holds what `parts` hold, each of them a file with a single value."""
     if len(parts) == 1 and len(parts[0]) <= MAX_BLOBS_NBYTES:
-        return parts[0]
+        return _readable(parts[0])
     if len(parts) < 16:
         head = bytes([0x80 | len(parts)])
     else:
@@ -107,6 +107,15 @@ def join_blobs(parts: Sequence[bytes]) -> bytes:
             f"values that are no tensors take {len(data)} bytes; {MAX_BLOBS_NBYTES} is the limit",
             remedy="save large arrays as tensors: entries of the state by themselves",
         )
+    return _readable(data)
+
+
+def _readable(data: bytes) -> bytes:
+    """Return a file of blobs.  Raises `StateError` when a reader would refuse it for its many small parts."""
+    try:
+        check_structure(data)
+    except FormatError as error:
+        raise StateError(error.message, remedy=error.remedy) from error
     return data
 
 

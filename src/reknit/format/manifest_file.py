@@ -12,7 +12,7 @@ import numpy as np
 from reknit.errors import CorruptError, FormatError, ReknitError, StateError, shown
 from reknit.format.checksum import digest, num_blocks
 from reknit.format.paths import MANIFEST_PATH, checked_name, checked_relative
-from reknit.format.strict_json import decode_member, decode_strict
+from reknit.format.strict_json import Outline, decode_member, outlined, refuse_duplicates
 from reknit.format.versions import check_version
 from reknit.types.manifest import BlobFile, FileEntry, Manifest
 
@@ -21,11 +21,15 @@ if TYPE_CHECKING:
 
 MAX_MANIFEST_NBYTES = 256 << 20
 MAX_DEPTH = 32
+MAX_SPARE_VALUES = 1 << 18
+"""Values that a manifest holds beside those that each of its files has: `items`, `metadata`, and so on."""
+MAX_COORDINATE_NBYTES = 1 << 10
 MIN_BLOCK_NBYTES = 4 << 10
 MAX_BLOCK_NBYTES = 1 << 30
 
 _NAME = "reknit"
 _DIGEST_KEY = b',"digest":"'
+_VALUES_OF_A_FILE = 4
 _TAIL_NBYTES = len(_DIGEST_KEY) + 16 + len(b'"}')
 
 _Count = Annotated[int, msgspec.Meta(ge=0, le=(1 << 63) - 1)]
@@ -42,7 +46,7 @@ class _File(msgspec.Struct):
 class _Blobs(msgspec.Struct):
     item: str
     path: str
-    coordinate: dict[str, _Int64] | None
+    coordinate: msgspec.Raw
 
 
 class _Head(msgspec.Struct):
@@ -55,7 +59,10 @@ class _Head(msgspec.Struct):
 
 
 class _Document(msgspec.Struct, kw_only=True):
-    """The document but its last member, in the order in which the members are written."""
+    """The document but its last member, in the order in which the members are written.
+
+    What may hold any number of values is left raw until these are counted.
+    """
 
     format: str
     format_version: _Count
@@ -64,17 +71,21 @@ class _Document(msgspec.Struct, kw_only=True):
     generation: _Count | msgspec.UnsetType = msgspec.UNSET
     step: _Count | None
     created: float
-    items: list[str]
+    items: msgspec.Raw
     block_nbytes: _Count
     index: str
     files: list[_File]
     blobs: list[_Blobs]
     uses_pickle: bool
-    origin: dict[str, Any]
-    metadata: dict[str, Any]
+    origin: msgspec.Raw
+    metadata: msgspec.Raw
 
 
+_DECODE_HEAD = msgspec.json.Decoder(_Head).decode
 _DECODE_DOCUMENT = msgspec.json.Decoder(_Document).decode
+_DECODE_ITEMS = msgspec.json.Decoder(tuple[str, ...]).decode
+_DECODE_OBJECT = msgspec.json.Decoder(dict[str, Any]).decode
+_DECODE_COORDINATE = msgspec.json.Decoder(dict[str, _Int64] | None).decode
 
 
 def encode_manifest(manifest: Manifest) -> bytes:
@@ -86,7 +97,18 @@ def encode_manifest(manifest: Manifest) -> bytes:
     for name in ("metadata", "origin"):
         _check_json_object(getattr(manifest, name), name, depth=2)
     _check_manifest(manifest)
-    document = _Document(
+    try:
+        body = msgspec.json.encode(_document(manifest))[:-1]
+    except (TypeError, UnicodeEncodeError) as error:
+        raise FormatError(f"the manifest has a value that JSON cannot hold: {error}") from error
+    data = body + _DIGEST_KEY + f'{digest(body):016x}"}}'.encode()
+    if decode_manifest(data) != manifest:
+        raise FormatError("the manifest has a value that its file cannot hold", path=MANIFEST_PATH)
+    return data
+
+
+def _document(manifest: Manifest) -> _Document:
+    return _Document(
         format=_NAME,
         format_version=manifest.format_version,
         requires=[],
@@ -94,26 +116,22 @@ def encode_manifest(manifest: Manifest) -> bytes:
         generation=msgspec.UNSET if manifest.generation is None else manifest.generation,
         step=manifest.step,
         created=float(manifest.created),
-        items=list(manifest.items),
+        items=_raw(list(manifest.items)),
         block_nbytes=manifest.block_nbytes,
         index=manifest.index_path,
         files=[_File(f.path, f.nbytes, _encode_digests(f.digests)) for f in manifest.files],
         blobs=[
-            _Blobs(b.item, b.path, None if b.coordinate is None else dict(b.coordinate))
+            _Blobs(b.item, b.path, _raw(None if b.coordinate is None else dict(b.coordinate)))
             for b in manifest.blobs
         ],
         uses_pickle=manifest.uses_pickle,
-        origin=dict(manifest.origin),
-        metadata=dict(manifest.metadata),
+        origin=_raw(dict(manifest.origin)),
+        metadata=_raw(dict(manifest.metadata)),
     )
-    try:
-        body = msgspec.json.encode(document)[:-1]
-    except (TypeError, UnicodeEncodeError) as error:
-        raise FormatError(f"the manifest has a value that JSON cannot hold: {error}") from error
-    data = body + _DIGEST_KEY + f'{digest(body):016x}"}}'.encode()
-    if decode_manifest(data) != manifest:
-        raise FormatError("the manifest has a value that its file cannot hold", path=MANIFEST_PATH)
-    return data
+
+
+def _raw(value: Any) -> msgspec.Raw:
+    return msgspec.Raw(msgspec.json.encode(value))
 
 
 def decode_manifest(data: bytes) -> Manifest:
@@ -135,7 +153,7 @@ def decode_generation(data: bytes) -> int | None:
     Raises as `decode_manifest` does, but never `VersionError`.
     """
     try:
-        return _known(_decode_head(data).generation)
+        return _known(_decode_head(data)[0].generation)
     except ReknitError as error:
         error.sign(path=MANIFEST_PATH)
         raise
@@ -145,39 +163,60 @@ def _known(generation: int | msgspec.UnsetType) -> int | None:
     return None if isinstance(generation, msgspec.UnsetType) else generation
 
 
-def _decode_head(data: bytes) -> _Head:
+def _decode_head(data: bytes) -> tuple[_Head, Outline]:
+    """Return the members that every version has, and what there is in all."""
     if len(data) > MAX_MANIFEST_NBYTES:
         raise FormatError(f"the manifest has {len(data)} bytes; {MAX_MANIFEST_NBYTES} is the limit")
     _check_own_digest(data)
-    head = decode_strict(
-        data, _Head, what="the manifest", max_nbytes=MAX_MANIFEST_NBYTES, max_depth=MAX_DEPTH
-    )
+    shape = outlined(data, "the manifest", max_nbytes=MAX_MANIFEST_NBYTES, max_depth=MAX_DEPTH)
+    head = decode_member(_DECODE_HEAD, data, "the manifest")
     if head.format != _NAME:
         raise FormatError(f"this is a manifest of {head.format[:40]!r}, not of reknit")
-    return head
+    return head, shape
 
 
 def _decode(data: bytes) -> Manifest:
-    head = _decode_head(data)
+    what = "the manifest"
+    head, shape = _decode_head(data)
     check_version(head.format_version, head.requires)
-    document = decode_member(_DECODE_DOCUMENT, data, "the manifest")
+    document = decode_member(_DECODE_DOCUMENT, data, what)
+    _check_spare(document, shape)
+    refuse_duplicates(data, what)
     manifest = Manifest(
         format_version=document.format_version,
         write_id=document.write_id,
         step=document.step,
         created=document.created,
-        items=tuple(document.items),
+        items=decode_member(_DECODE_ITEMS, document.items, what),
         index_path=document.index,
         files=tuple(FileEntry(f.path, f.nbytes, _decode_digests(f)) for f in document.files),
-        blobs=tuple(BlobFile(b.item, b.path, b.coordinate) for b in document.blobs),
+        blobs=tuple(
+            BlobFile(b.item, b.path, decode_member(_DECODE_COORDINATE, b.coordinate, what))
+            for b in document.blobs
+        ),
         block_nbytes=document.block_nbytes,
         uses_pickle=document.uses_pickle,
-        origin=document.origin,
-        metadata=document.metadata,
+        origin=decode_member(_DECODE_OBJECT, document.origin, what),
+        metadata=decode_member(_DECODE_OBJECT, document.metadata, what),
         generation=_known(document.generation),
     )
     _check_manifest(manifest)
     return manifest
+
+
+def _check_spare(document: _Document, shape: Outline) -> None:
+    """Raise before values are built that no manifest of so many files has."""
+    spare = shape.num_values - _VALUES_OF_A_FILE * (len(document.files) + len(document.blobs))
+    for blob in document.blobs:
+        coordinate = bytes(blob.coordinate)
+        if len(coordinate) > MAX_COORDINATE_NBYTES:
+            _refuse(f"the coordinate of {blob.path[:200]!r} has more than {MAX_COORDINATE_NBYTES} bytes")
+        spare -= coordinate.count(b",") + 1
+    if spare > MAX_SPARE_VALUES:
+        raise FormatError(
+            f"the manifest holds {spare} values beside those of its files; {MAX_SPARE_VALUES} is the limit",
+            remedy="save long lists and large tables as entries of the state, not as `metadata`",
+        )
 
 
 def _check_own_digest(data: bytes) -> None:

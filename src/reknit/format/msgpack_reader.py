@@ -17,6 +17,12 @@ if TYPE_CHECKING:
 
     Unpack = Callable[[int, Any], Any]
 
+_MOST_STRUCTURE = 1 << 30
+_BASE_STRUCTURE = 64 << 20
+_STRUCTURE_PER_BYTE = 24
+_LIST, _SLOT, _MAP_BASE, _PAIR, _TEXT, _EXTENSION = 64, 8, 64, 96, 56, 128
+_DEQUE, _DEQUE_EXTRA = 19, 640
+
 _FIXED: dict[int, struct.Struct] = {
     0xCA: struct.Struct(">f"),
     0xCB: struct.Struct(">d"),
@@ -43,10 +49,24 @@ def read_msgpack(data: bytes, unpack: Unpack) -> Any:
     """Return the one value that `data` holds.
 
     `unpack(code, value)` turns an extension, whose payload is itself one msgpack value, into what it stands
-    for.  Raises `CorruptError`, or `FormatError` for more than `MAX_DEPTH` levels of arrays, maps and
-    extensions; the array that is all of an extension's payload does not count.
+    for.  Raises `CorruptError`, or `FormatError` for more structure than `check_structure` allows, and for more
+    than `MAX_DEPTH` levels of arrays, maps and extensions; the array that is all of an extension's payload
+    does not count.
     """
-    reader = _Reader(data, unpack)
+    return _read(_Reader(data, unpack), data)
+
+
+def check_structure(data: bytes) -> None:
+    """Raise `FormatError` when the value in `data` has too much structure to be read.
+
+    Lists, maps, extensions, texts and binaries take far more memory than bytes in a file, and so do the
+    places of what is in them.  The limits are in docs/format.md.
+    """
+    if len(data) > _BASE_STRUCTURE >> 8:  # fewer bytes cannot hold so much
+        _read(_Weigher(data, lambda code, value: None), data)
+
+
+def _read(reader: _Reader, data: bytes) -> Any:
     value = reader.value(0)
     if reader.position != len(data):
         raise CorruptError(f"{len(data) - reader.position} bytes follow the end of the msgpack value")
@@ -58,6 +78,8 @@ class _Reader:
         self._data = data
         self._end = len(data)
         self._unpack = unpack
+        self._most = min(_BASE_STRUCTURE + _STRUCTURE_PER_BYTE * len(data), _MOST_STRUCTURE)
+        self._left = self._most
         self.position = 0
 
     def value(self, depth: int) -> Any:
@@ -83,6 +105,7 @@ class _Reader:
     def _compound(self, tag: int, depth: int) -> Any:
         if tag in _BIN:
             nbytes = self._number(_BIN[tag])
+            self._charge(_TEXT)
             start = self._take(nbytes)
             return self._data[start : start + nbytes]
         if depth >= MAX_DEPTH:
@@ -99,11 +122,34 @@ class _Reader:
         # every member takes at least one byte, so a short file cannot claim a long list
         if count > self._end - self.position:
             raise _cut(self.position)
-        return [self.value(depth) for _ in range(count)]
+        self._charge(_LIST + _SLOT * count)
+        return self._members(count, depth)
+
+    def _members(self, count: int, depth: int) -> list[Any]:
+        data, members = self._data, []
+        for _ in range(count):
+            # most members of long lists are numbers, and small ones are a byte each
+            if self.position < self._end and data[self.position] < 0x80:
+                members.append(data[self.position])
+                self.position += 1
+            else:
+                members.append(self.value(depth))
+        return members
+
+    def _charge(self, nbytes: int) -> None:
+        """Count memory that structure takes; raise where it becomes too much."""
+        self._left -= nbytes
+        if self._left < 0:
+            raise FormatError(
+                f"the values have too many lists, maps and texts for a file of {len(self._data)} bytes: more "
+                f"than {self._most >> 20} MiB of structure, up to byte {self.position}",
+                remedy="save long lists and large tables as tensors or arrays",
+            )
 
     def _map(self, count: int, depth: int) -> dict[str, Any]:
         if count > (self._end - self.position) // 2:
             raise _cut(self.position)
+        self._charge(_MAP_BASE + _PAIR * count)
         members: dict[str, Any] = {}
         for _ in range(count):
             key = self.value(depth)
@@ -116,6 +162,7 @@ class _Reader:
 
     def _extension(self, nbytes: int, depth: int) -> Any:
         code = self._data[self._take(1)]
+        self._charge(_EXTENSION + (_DEQUE_EXTRA if code == _DEQUE else 0))
         start = self._take(nbytes)
         outer, self._end, self.position = self._end, start + nbytes, start
         # the payload of a container is an array, which is not one more level
@@ -130,6 +177,7 @@ class _Reader:
         return 0x90 <= tag < 0xA0 or tag in _ARRAY
 
     def _str(self, nbytes: int) -> str:
+        self._charge(_TEXT)
         start = self._take(nbytes)
         try:
             return self._data[start : start + nbytes].decode()
@@ -147,6 +195,20 @@ class _Reader:
             raise _cut(start)
         self.position = start + nbytes
         return start
+
+
+class _Weigher(_Reader):
+    """Reads without keeping what it reads."""
+
+    def _members(self, count: int, depth: int) -> list[Any]:
+        for _ in range(count):
+            self.value(depth)
+        return []
+
+    def _map(self, count: int, depth: int) -> dict[str, Any]:
+        self._charge(_MAP_BASE + _PAIR * count)
+        self._members(2 * count, depth)
+        return {}
 
 
 def _cut(position: int) -> CorruptError:
