@@ -49,9 +49,9 @@ def read_msgpack(data: bytes, unpack: Unpack) -> Any:
     """Return the one value that `data` holds.
 
     `unpack(code, value)` turns an extension, whose payload is itself one msgpack value, into what it stands
-    for.  Raises `CorruptError`, or `FormatError` for more structure than `check_structure` allows, and for more
-    than `MAX_DEPTH` levels of arrays, maps and extensions; the array that is all of an extension's payload
-    does not count.
+    for.  Raises `CorruptError`, or `FormatError` for more structure than `check_structure` allows, and for
+    more than `MAX_DEPTH` levels of arrays, maps and extensions; the array that is all of an extension's
+    payload does not count.
     """
     return _read(_Reader(data, unpack), data)
 
