@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from math import prod
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -10,12 +9,11 @@ import msgspec
 import numpy as np
 
 from reknit.engine import messages
-from reknit.engine.staging import GATHER_NBYTES, contiguous_bytes, stage
+from reknit.engine.staging import GATHER_NBYTES, contiguous_bytes, gathered, itemsize, stage
 from reknit.errors import StateError
 from reknit.format.blob_codec import encode_blobs
 from reknit.format.checksum import digest
 from reknit.planner.resolve import shard_key
-from reknit.types.box import flat_range_boxes
 from reknit.types.dtype import ITEMSIZE, numpy_dtype
 from reknit.types.shard import full_name
 
@@ -170,34 +168,12 @@ def _first_bytes(sources: Sequence[Any], nbytes: Sequence[int]) -> Iterator[tupl
             yield place, flat[:count]
         elif isinstance(source, np.ndarray) or count > SHORT_NBYTES:
             out = np.empty(count, np.uint8)
-            stage(source, 0, count // _itemsize(source), out)
+            stage(source, 0, count // itemsize(source), out)
             yield place, out
         else:
             lot = lots.setdefault(source.device, [])
             lot.append((place, source))
             if len(lot) * SHORT_NBYTES >= GATHER_NBYTES:
-                yield from _gathered(lots.pop(source.device), nbytes)
+                yield from gathered(lots.pop(source.device), nbytes)
     for lot in lots.values():
-        yield from _gathered(lot, nbytes)
-
-
-def _gathered(lot: Sequence[tuple[int, Any]], nbytes: Sequence[int]) -> Iterator[tuple[int, Any]]:
-    """Yield the first bytes of arrays on one device, whose places are given."""
-    torch = sys.modules["torch"]
-    parts = []
-    for place, source in lot:
-        numel = nbytes[place] // _itemsize(source)
-        if source.is_contiguous():
-            parts.append(source.view(-1)[:numel].view(torch.uint8))
-            continue
-        for box in flat_range_boxes(source.shape, 0, numel):
-            parts.append(source[box.slices()].reshape(-1).contiguous().view(torch.uint8))
-    data, start = torch.cat(parts).cpu().numpy(), 0
-    for place, _ in lot:
-        yield place, data[start : start + nbytes[place]]
-        start += nbytes[place]
-
-
-def _itemsize(source: Any) -> int:
-    """Return the size of an element of a `bits` array."""
-    return int(source.itemsize if isinstance(source, np.ndarray) else source.element_size())
+        yield from gathered(lot, nbytes)

@@ -85,6 +85,28 @@ def contiguous_bytes(view: Any) -> NDArray[np.uint8] | None:
     return None
 
 
+def gathered(lot: Sequence[tuple[int, Any]], nbytes: Sequence[int]) -> Iterator[tuple[int, Any]]:
+    """Yield the first bytes of arrays on one device, whose places are given."""
+    torch = sys.modules["torch"]
+    parts = []
+    for place, source in lot:
+        numel = nbytes[place] // itemsize(source)
+        if source.is_contiguous():
+            parts.append(source.view(-1)[:numel].view(torch.uint8))
+            continue
+        for box in flat_range_boxes(source.shape, 0, numel):
+            parts.append(source[box.slices()].reshape(-1).contiguous().view(torch.uint8))
+    data, start = torch.cat(parts).cpu().numpy(), 0
+    for place, _ in lot:
+        yield place, data[start : start + nbytes[place]]
+        start += nbytes[place]
+
+
+def itemsize(source: Any) -> int:
+    """Return the size of an element of a `bits` array."""
+    return int(source.itemsize if isinstance(source, np.ndarray) else source.element_size())
+
+
 def stage(source: Any, first: int, numel: int, out: NDArray[np.uint8]) -> None:
     """Copy `numel` elements from element `first` (row-major) of a `bits` array to the bytes `out`."""
     if not numel:
