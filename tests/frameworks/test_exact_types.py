@@ -192,6 +192,13 @@ def test_an_object_is_handed_what_it_gave(tmp_path: Path) -> None:
     assert [value for n, value in enumerate(EXACT) if not same(target[str(n)].state, value)] == []
 
 
+def test_tensors_of_an_object_are_loaded_alone_beside_an_array_that_is_a_value(tmp_path: Path) -> None:
+    reknit.save(tmp_path / "c", {"k": Keeper([torch.ones(2), swapped()])}, options=QUICK)
+    target, kept = Keeper([torch.zeros(2), np.zeros(6, ">f4")]), np.zeros(6, ">f4")
+    reknit.load(tmp_path / "c", {"k": target}, options=reknit.LoadOptions(only=("k/deep/*",)))
+    assert same(target.state, [torch.ones(2), kept])
+
+
 def test_a_value_of_a_rank_comes_back_as_it_was(tmp_path: Path) -> None:
     target = {"k": reknit.PerRank(None)}
     there_and_back(tmp_path / "c", {"k": reknit.PerRank(EXACT)}, target)
