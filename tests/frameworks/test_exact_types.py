@@ -22,7 +22,7 @@ import reknit
 from reknit.engine.claims import bring
 from reknit.errors import FormatError, StateError
 from reknit.frameworks.registry import collect, wanted
-from reknit.types.shard import MAX_DEPTH, MAX_NDIM, Tagged
+from reknit.types.shard import Tagged
 from tests.format import samples
 from tests.frameworks.checkpoint import load, save
 
@@ -300,84 +300,3 @@ def test_containers_that_cannot_be_made_again_are_refused_where_they_are() -> No
             collect({"k": value}, 0, 1)
         with pytest.raises(StateError, match=place):
             wanted({"k": value}, save({"k": [1]}).catalog(), 0, 1)
-
-
-def nested(depth: int, wrap: Any, value: Any = 1) -> Any:
-    for _ in range(depth):
-        value = wrap(value)
-    return value
-
-
-def within(kind: Any) -> Any:
-    """Return a container that contains itself, twice."""
-    value = kind()
-    for key in ("a", "b"):
-        value.append(value) if isinstance(value, (list, collections.deque)) else value.__setitem__(key, value)
-    return value
-
-
-WRAPS = [
-    lambda v: [v],
-    lambda v: (v,),
-    lambda v: {"k": v},
-    lambda v: collections.deque([v]),
-    lambda v: [np.ones(1), v],
-    lambda v: [{"k": v}],
-    lambda v: Point(1, v),
-]
-
-
-@pytest.mark.parametrize(
-    "value",
-    [*(nested(500, wrap) for wrap in WRAPS), *map(within, (list, dict, collections.deque))],
-    ids=lambda value: type(value).__name__,
-)
-def test_what_contains_itself_or_is_too_deep_is_refused_where_it_is(value: Any) -> None:
-    checkpoint = save({"k": {"a": 1}})
-    model = nn.Linear(1, 1)
-    optimizer = torch.optim.SGD(model.parameters())
-    for state, place in [
-        ({"k": {"a": value}}, "k/a"),
-        ({"k": Keeper(value)}, "k"),
-        ({"k": reknit.PerRank(value)}, "k"),
-        ({"o": optimizer, "k": {"a": value}, "m": model}, "k/a"),
-    ]:
-        with pytest.raises(StateError, match=f"^{place}.* (deeper than 64 levels|derives from tuple)"):
-            encoded(state)
-    if isinstance(value, (list, dict)) or type(value) is tuple:
-        with pytest.raises(StateError, match=r"^k/a.* deeper than 64 levels"):
-            wanted({"k": {"a": value}}, checkpoint.catalog(), 0, 1)
-
-
-@pytest.mark.parametrize("wrap", [lambda v: [v], lambda v: (v,), lambda v: collections.deque([v])])
-def test_as_deep_as_is_accepted_comes_back(tmp_path: Path, wrap: Any) -> None:
-    value = nested(MAX_DEPTH - 1, wrap)
-    target = there_and_back(
-        tmp_path / "c", {"k": value, "o": Keeper(value[0][0][0])}, {"k": 0, "o": Keeper()}
-    )
-    assert repr(target["k"]) == repr(value)
-    with pytest.raises(StateError, match="deeper than 64 levels"):
-        reknit.save(tmp_path / "c", {"k": wrap(value)}, overwrite=True)
-
-
-def test_mappings_as_deep_as_are_accepted_come_back(tmp_path: Path) -> None:
-    def deep(value: Any) -> Any:
-        return nested(MAX_DEPTH, lambda v: {"k": v}, value)
-
-    target = there_and_back(tmp_path / "c", {"k": deep(1)}, {"k": deep(0)})
-    assert repr(target["k"]) == repr(deep(1))
-
-
-@pytest.mark.parametrize("make", [torch.zeros, np.zeros])
-def test_a_tensor_of_too_many_dimensions_is_refused_by_name_before_anything_is_written(
-    tmp_path: Path, make: Any
-) -> None:
-    good, bad = make((1,) * MAX_NDIM), make((1,) * (MAX_NDIM + 1))
-    target = {"k": {"w": make((1,) * MAX_NDIM)}}
-    there_and_back(tmp_path / "good", {"k": {"w": good}}, target)
-    for state in ({"k": {"w": bad}}, {"k": Keeper(bad)}):
-        with pytest.raises(StateError, match=r"^k/.* has 33 dimensions; 32 is the limit") as caught:
-            reknit.save(tmp_path / "bad", state)
-        assert caught.value.phase == "collect"
-    assert not (tmp_path / "bad").exists()
-    there_and_back(tmp_path / "own", {"k": reknit.PerRank([bad])}, {"k": reknit.PerRank(None)})
