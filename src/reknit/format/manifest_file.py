@@ -12,7 +12,7 @@ import numpy as np
 from reknit.errors import CorruptError, FormatError, ReknitError, StateError, shown
 from reknit.format.checksum import digest, num_blocks
 from reknit.format.paths import MANIFEST_PATH, checked_name, checked_relative
-from reknit.format.strict_json import Outline, decode_member, outlined, refuse_duplicates
+from reknit.format.strict_json import count_values, decode_member, refuse_duplicates
 from reknit.format.versions import check_version
 from reknit.types.manifest import BlobFile, FileEntry, Manifest
 
@@ -163,24 +163,24 @@ def _known(generation: int | msgspec.UnsetType) -> int | None:
     return None if isinstance(generation, msgspec.UnsetType) else generation
 
 
-def _decode_head(data: bytes) -> tuple[_Head, Outline]:
-    """Return the members that every version has, and what there is in all."""
+def _decode_head(data: bytes) -> tuple[_Head, int]:
+    """Return the members that every version has, and how many values there are in all."""
     if len(data) > MAX_MANIFEST_NBYTES:
         raise FormatError(f"the manifest has {len(data)} bytes; {MAX_MANIFEST_NBYTES} is the limit")
     _check_own_digest(data)
-    shape = outlined(data, "the manifest", max_nbytes=MAX_MANIFEST_NBYTES, max_depth=MAX_DEPTH)
+    num_values = count_values(data, "the manifest", max_nbytes=MAX_MANIFEST_NBYTES, max_depth=MAX_DEPTH)
     head = decode_member(_DECODE_HEAD, data, "the manifest")
     if head.format != _NAME:
         raise FormatError(f"this is a manifest of {head.format[:40]!r}, not of reknit")
-    return head, shape
+    return head, num_values
 
 
 def _decode(data: bytes) -> Manifest:
     what = "the manifest"
-    head, shape = _decode_head(data)
+    head, num_values = _decode_head(data)
     check_version(head.format_version, head.requires)
     document = decode_member(_DECODE_DOCUMENT, data, what)
-    _check_spare(document, shape)
+    _check_spare(document, num_values)
     refuse_duplicates(data, what)
     manifest = Manifest(
         format_version=document.format_version,
@@ -204,9 +204,9 @@ def _decode(data: bytes) -> Manifest:
     return manifest
 
 
-def _check_spare(document: _Document, shape: Outline) -> None:
+def _check_spare(document: _Document, num_values: int) -> None:
     """Raise before values are built that no manifest of so many files has."""
-    spare = shape.num_values - _VALUES_OF_A_FILE * (len(document.files) + len(document.blobs))
+    spare = num_values - _VALUES_OF_A_FILE * (len(document.files) + len(document.blobs))
     for blob in document.blobs:
         coordinate = bytes(blob.coordinate)
         if len(coordinate) > MAX_COORDINATE_NBYTES:

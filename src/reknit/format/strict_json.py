@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections import Counter
-from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import msgspec
 import numpy as np
@@ -20,84 +20,51 @@ _NO_MARKS = bytes(byte for byte in range(256) if byte not in b'[]{}",')
 _SCAN_NBYTES = 1 << 20
 
 
-class Outline(NamedTuple):
-    """How much a document unfolds to: `commas` by the level at which they are, and opened objects and lists.
-
-    Together that is as many values as there can be, except that there may be one more.
-    """
-
-    commas: tuple[int, ...]
-    num_opened: int
-
-    @property
-    def num_values(self) -> int:
-        """As many as there are at most."""
-        return sum(self.commas) + self.num_opened
-
-
-def decode_strict(
-    data: bytes,
-    kind: type[T],
-    *,
-    what: str,
-    max_nbytes: int,
-    max_depth: int,
-    check: Callable[[Outline], None] | None = None,
-) -> T:
-    """Return the document as a `kind`.  Raises `CorruptError`, `FormatError` above a limit, naming `what`.
-
-    `check` raises for what would unfold to too much.
-    """
-    shape = outlined(data, what, max_nbytes=max_nbytes, max_depth=max_depth)
-    if check is not None:
-        check(shape)
+def decode_strict(data: bytes, kind: type[T], *, what: str, max_nbytes: int, max_depth: int) -> T:
+    """Return the document as a `kind`.  Raises `CorruptError`, `FormatError` above a limit, naming `what`."""
+    count_values(data, what, max_nbytes=max_nbytes, max_depth=max_depth)
     decoded = decode_member(msgspec.json.Decoder(kind).decode, data, what)
     refuse_duplicates(data, what)
     return decoded
 
 
-def outlined(data: bytes, what: str, *, max_nbytes: int, max_depth: int) -> Outline:
-    """Return what a document will unfold to.
+def count_values(data: bytes, what: str, *, max_nbytes: int, max_depth: int) -> int:
+    """Return how many values a document has at most: its commas, and the objects and lists that it opens.
 
-    Done before any parser, so that none of them can be driven into the ground.
+    Done before any parser, so that none of them can be driven into the ground.  Raises as `decode_strict`.
     """
     if len(data) > max_nbytes:
         raise FormatError(f"{what} has {len(data)} bytes; {max_nbytes} is the limit")
-    shape = _outline(data, max_depth)
-    if shape is None:
+    depth, num_values = _depth(data)
+    if depth > max_depth:
         raise FormatError(f"{what} is nested deeper than {max_depth} levels")
-    return shape
+    return num_values
 
 
 def decode_member(decode: Callable[[bytes | msgspec.Raw], T], raw: bytes | msgspec.Raw, what: str) -> T:
-    """Return a document that `outlined` has accepted, or one member of it."""
+    """Return a document that `count_values` has accepted, or one member of it."""
     try:
         return decode(raw)
     except (msgspec.DecodeError, ValueError, OverflowError) as error:
         raise CorruptError(f"{what} is damaged: {error}") from error
 
 
-def _outline(data: bytes, max_depth: int) -> Outline | None:
-    """Return what is outside strings, up to where a parser would stop; None where it is too deep."""
+def _depth(data: bytes) -> tuple[int, int]:
+    """Return how deep brackets outside strings nest, and how many open there, or are commas."""
     if b"\\" in data:
         data = data.replace(rb"\\", b"").replace(rb"\"", b"")
     marks = np.frombuffer(data.translate(None, _NO_MARKS), dtype=np.uint8)
-    depth = quotes = opened = 0
-    commas = np.zeros(max_depth + 1, np.int64)
+    depth = deepest = quotes = num_values = 0
     for start in range(0, len(marks), _SCAN_NBYTES):
         piece = marks[start : start + _SCAN_NBYTES]
         seen = quotes + np.cumsum(piece == ord('"'))
+        outside = seen % 2 == 0
         opens = (piece == ord("[")) | (piece == ord("{"))
         closes = (piece == ord("]")) | (piece == ord("}"))
-        outside = seen % 2 == 0
         levels = depth + np.cumsum(np.where(outside, opens.astype(np.int8) - closes, 0))
-        if int(levels.max()) > max_depth:
-            return None
-        between = levels[outside & (piece == ord(","))]
-        commas += np.bincount(np.maximum(between, 0), minlength=max_depth + 1)
-        opened += int(np.count_nonzero(opens & outside))
-        depth, quotes = int(levels[-1]), int(seen[-1])
-    return Outline(tuple(commas.tolist()), opened)
+        num_values += int(np.count_nonzero(outside & (opens | (piece == ord(",")))))
+        depth, quotes, deepest = int(levels[-1]), int(seen[-1]), max(deepest, int(levels.max()))
+    return deepest, num_values
 
 
 def refuse_duplicates(data: bytes, what: str) -> None:
