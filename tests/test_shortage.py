@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import errno
 import os
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pyarrow as pa
@@ -14,7 +14,8 @@ import pytest
 import reknit
 from reknit.cli.main import main
 from reknit.comm import base as comm
-from reknit.engine import joint
+from reknit.engine import background, joint, send_off
+from reknit.engine.background import Background
 from reknit.errors import ShortageError, StorageError, from_wire, shortage, typed
 from reknit.format import blob_codec, index_file
 from reknit.format.blob_codec import decode_blobs, encode_blobs
@@ -25,7 +26,7 @@ from tests import ranks
 from tests.format.samples import sample_index
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Sequence
     from pathlib import Path
 
     from reknit.comm.base import Group
@@ -236,3 +237,28 @@ def threads_after_reading() -> int:
 
 def test_an_index_is_read_without_threads_of_a_library() -> None:
     assert ranks.run(1, threads_after_reading, joined=False) == [0]
+
+
+def scarce(name: str, work: Callable[[], None]) -> None:
+    raise ShortageError("no further thread")
+
+
+def test_agents_that_no_thread_can_form_anew_are_missed_for_that_reason(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    lost: Any = object()
+    saves = Background(in_process=True)
+    saves._crew = lost
+    monkeypatch.setattr(background, "start", scarce)
+    saves._form_anew(lost)
+    failure = saves._failure
+    saves.begin_anew()  # what is lost here cannot be closed at the end
+    assert isinstance(failure, ShortageError)
+
+
+def test_a_save_does_without_the_thread_that_makes_ready_for_the_next(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(send_off, "start", scarce)
+    reknit.save(tmp_path / "step_1", {"x": np.ones(3)}, wait=False).result(60)
+    assert reknit.close(30)

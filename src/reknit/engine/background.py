@@ -15,7 +15,7 @@ from reknit.engine.pipeline import start
 from reknit.engine.report import PendingSave
 from reknit.engine.send_off import rehearse, send_off
 from reknit.engine.side_group import side_group
-from reknit.errors import AgentError, DeadlineError, shortage
+from reknit.errors import AgentError, DeadlineError, ShortageError, shortage
 from reknit.exits import AtExit
 from reknit.monitor.phase import Deadline
 from reknit.options import SaveOptions
@@ -260,7 +260,12 @@ class Background:
             if self._forming is lost or self._crew is not lost:
                 return
             self._forming = lost
-        start("reknit-forms-agents", form)
+        try:
+            start("reknit-forms-agents", form)
+        except ShortageError as error:  # who hears the agent must go on: others wait for what it hears
+            with self._lock:
+                self._failure = error
+                self._lock.notify_all()
 
     def _give_up(self, number: int) -> None:
         """Note that a save did not begin, and let the agents hear it, those that are there or come later."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -18,7 +19,7 @@ from reknit.engine.outline import layout_digest, outline
 from reknit.engine.pipeline import start
 from reknit.engine.snapshot import Snapshot
 from reknit.engine.staging import Staging, all_bits, pin
-from reknit.errors import DeadlineError, SkippedError
+from reknit.errors import DeadlineError, ShortageError, SkippedError
 from reknit.monitor.phase import Stopwatch
 from reknit.types.shard import Encoded
 
@@ -211,7 +212,8 @@ def _leased(job: SendOff, handover: Handover, arenas: Arenas, images: list[Image
     handover.waited_s = clock.seconds
     handover.take(arenas, lease)
     if lease.fresh:
-        start("reknit-warms", arenas.warm)
+        with suppress(ShortageError):  # the next save makes its arena itself, and blocks for that
+            start("reknit-warms", arenas.warm)
     return lease
 
 
