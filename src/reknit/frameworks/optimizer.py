@@ -97,19 +97,25 @@ def _has_nothing(slot: Slot) -> bool:
 
 def _collect_state(state: Any, place: Place, slot: Slot | None, saving: Saving, plain: set[str]) -> None:
     """Collect a state; `plain` gets the paths of plain tensors of a parameter that is a DTensor."""
-
-    def add(tensor: Any, at: Place) -> None:
-        if not isinstance(tensor, torch.Tensor):
-            saving.tensor(tensor, at)
-            return
-        if slot is not None and optimizer_memory.is_local(tensor, slot):
-            plain.add(optimizer_memory.path_of(at, slot))
-        saving.view(_view(tensor, slot, at, saving, fill=False), at, tensor)
-
     if isinstance(state, torch.Tensor):
-        add(state, place)
-    else:
-        saving.blob(skeleton(state, place, saving, add), place)
+        _collect_tensor(state, place, slot, saving, plain)
+        return
+
+    def add(leaf: Any, at: Place) -> None:
+        if isinstance(leaf, torch.Tensor):
+            _collect_tensor(leaf, at, slot, saving, plain)
+        else:
+            saving.tensor(leaf, at)
+
+    saving.blob(skeleton(state, place, saving, add), place)
+
+
+def _collect_tensor(
+    tensor: torch.Tensor, place: Place, slot: Slot | None, saving: Saving, plain: set[str]
+) -> None:
+    if slot is not None and optimizer_memory.is_local(tensor, slot):
+        plain.add(optimizer_memory.path_of(place, slot))
+    saving.view(_view(tensor, slot, place, saving, fill=False), place, tensor)
 
 
 def _view(state: Any, slot: Slot | None, place: Place, walk: Walk, *, fill: bool) -> View:
