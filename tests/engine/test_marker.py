@@ -120,7 +120,7 @@ def test_whose_marker_is_gone_is_told_of_another_save_only_where_there_is_one(
     at = Fault("stall", 3 if operation == "create" else 1, operation)
     error = save_as(FaultyStorage(place, plan=[at], stall=remove), 2, 2, overwrite=overwrite)
     assert type(error) is (CommitError if by == "nobody" else FencedError)
-    assert ("no other save is here" in str(error)) == (by == "nobody")
+    assert ("no other save is here now" in str(error)) == (by == "nobody")
     assert [commit.value for commit in place.commits[overwrite:]] == ([3] if by == "manifest" else [])
 
 

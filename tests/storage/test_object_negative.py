@@ -31,7 +31,7 @@ import numpy as np
 import obstore
 
 import reknit
-from reknit.errors import CheckpointExistsError, FencedError
+from reknit.errors import CheckpointExistsError, CommitError
 
 warnings.simplefilter("ignore")
 url, number = sys.argv[1], int(sys.argv[2])
@@ -39,7 +39,7 @@ print("ready", flush=True)
 sys.stdin.readline()
 try:
     reknit.save(url, {"x": np.full(1000, number)})
-except (CheckpointExistsError, FencedError) as error:
+except (CheckpointExistsError, CommitError) as error:
     print(type(error).__name__)
 else:
     print("saved")
@@ -166,7 +166,8 @@ def test_a_marker_that_another_save_removes_before_it_is_read_back_was_put_up(
 def test_of_processes_that_save_at_once_under_the_lock_at_most_one_commits(url: str) -> None:
     """The others are told why.  What is committed is whole, and that of the one who was told so."""
     told = together(SAVER, f"{url}?retries=1&conditional=lock", 2)
-    assert set(told) <= {"saved", "FencedError", "CheckpointExistsError"}
+    # Two of one moment may each take the marker of the other away: then neither finds whose it was.
+    assert set(told) <= {"saved", "FencedError", "CheckpointExistsError", "CommitError"}
     assert told.count("saved") <= 1
     if "saved" in told:
         target = {"x": np.zeros(1000, int)}

@@ -76,10 +76,12 @@ def fenced_off(storage: Storage, mine: Marker) -> CommitError:
     others = (*_others(storage, mine).values(), _committed_generation(storage))
     if max(others) < mine.generation:
         return CommitError(
-            "the marker of this save was removed while it was under way, and no other save is here that "
-            "would have done it: somebody deleted what it wrote, or cleaned up; nothing is committed",
+            "the marker of this save was removed while it was under way, and no other save is here now: "
+            "somebody deleted it, or cleaned up, or another save at the same moment did and failed, too; "
+            "nothing is committed",
             path=f"{storage.url}/{mine.path}",
-            remedy="save again, and delete nothing of a save that is under way, also not with `reknit gc`",
+            remedy="save again, let only one save at a time go to a path, and delete nothing of one that is "
+            "under way, also not with `reknit gc`",
         )
     return FencedError(
         "another save to this path began while this one (generation "
