@@ -103,6 +103,16 @@ def test_entries_are_missing_where_a_plain_optimizer_was_saved() -> None:
     assert other.calls == 7, "what is not there stays as it is"
 
 
+def test_an_entry_that_there_was_not_yet_is_not_there_after_a_load() -> None:
+    model = net()
+    checkpoint = save({"m": model, "o": Counting(model.parameters())})
+    other = Counting(model.parameters())
+    train(model, other)
+    want = load({"m": model, "o": other}, checkpoint)
+    assert [fqn for _, fqn, _ in want.notes] == ["more/average"]
+    assert (other.calls, other.average) == (0, None)
+
+
 def averaged(steps: int, seed: int, checkpoint: Checkpoint | None = None) -> Any:
     from torch.distributed.algorithms.model_averaging.averagers import PeriodicModelAverager
     from torch.distributed.optim import PostLocalSGDOptimizer

@@ -293,12 +293,17 @@ def _want_shared(name: Any, slots: Slots, told: Told, place: Place, loading: Loa
 def _want_more(slots: Slots, saved: _Saved, place: Place, loading: Loading) -> None:
     """Ask for what an optimizer's own `state_dict` has beside states and options, and let it load it all.
 
-    What is not to be loaded, or not there, stays as it is.
+    What is not to be loaded stays as it is.  An optimizer that had entries, but not all of these, loads what
+    it had, as torch would: some come with the first step.
     """
-    present, fresh = slots.more or {}, dict[Any, Any]()
+    present = slots.more or {}
+    fresh = dict(present)
     for name in dict.fromkeys([*present, *saved.more]):
         at = place.child("more", name)
-        if loading.takes(at):
+        if saved.more and name not in saved.more and loading.takes(at):
+            loading.note(at, "the optimizer that was saved had none: it loads without")
+            del fresh[name]
+        elif loading.takes(at):
             whole, value = _want_state(present.get(name), None, at, loading, loading.spec(at), Told())
             if whole:
                 fresh[name] = value

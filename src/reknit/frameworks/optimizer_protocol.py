@@ -102,8 +102,8 @@ def entries(optimizer: Any, place: Place) -> dict[Any, Any] | None:
 
 def load(optimizer: Any, more: Mapping[Any, Any]) -> None:
     """Let an optimizer load, in its own way, the states and options that it has by now, and `more`."""
-    stepped = _inner(optimizer)
-    optimizer.load_state_dict({**optimizer.state_dict(), **more})
+    stepped, told = _inner(optimizer), optimizer.state_dict()
+    optimizer.load_state_dict({**{part: told[part] for part in _PARTS}, **more})
     # torch makes new groups, and wrappers keep the old ones, which a scheduler would then change in vain.
     if stepped is not None and stepped.param_groups is not optimizer.param_groups:
         optimizer.param_groups = stepped.param_groups
