@@ -113,6 +113,21 @@ def test_copies_that_begin_to_differ_or_cease_to_are_seen_at_the_next_background
     run_ranks(2, rank)
 
 
+def test_what_each_rank_has_for_itself_and_what_all_share_are_not_one_tensor() -> None:
+    ProcessMemory.clear("tied")
+
+    def rank(group: Group) -> None:
+        one, own = torch.ones(5), torch.full((5,), float(group.rank))
+        reknit.save("process://tied/x", {"a": own, "b": one, "c": own + 1}, group=group)
+        for names in ("ab", "ba", "ac"):
+            tied = torch.zeros(5)
+            with pytest.raises(reknit.MismatchError, match="each rank has its own in the checkpoint"):
+                reknit.load("process://tied/x", dict.fromkeys(names, tied), group=group)
+            assert not tied.any()
+
+    run_ranks(2, rank)
+
+
 @pytest.mark.parametrize("size", [1, 3])
 def test_no_other_job_is_given_what_differed(size: int) -> None:
     ProcessMemory.clear("elsewhere")

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import errno
+import os
 import select
 import socket
 import struct
@@ -18,8 +20,13 @@ from reknit.engine.messages import (
     ShardClaims,
 )
 from reknit.errors import AgentError
+from reknit.system import nameless_file
 
 _HEAD = struct.Struct("<QI")
+_PLAIN, _WITH_FD, _IN_FILE = range(3)
+"""What the head says: the message follows, alone or with a descriptor; or it lies in a file in memory."""
+_LARGE_NBYTES = 32 << 10
+"""What is larger is handed over as a file: a socket is soon full, and an agent that stopped empties none."""
 _CLOEXEC = getattr(socket, "MSG_CMSG_CLOEXEC", 0)
 
 
@@ -269,14 +276,14 @@ class Channel:
     def send(self, message: Message, fd: int | None = None) -> None:
         """Send a message.  Raises `AgentError` when the other end is gone, or reads nothing for too long."""
         data = _encode(message)
-        head = _HEAD.pack(len(data), 0 if fd is None else 1)
         with self._sending:
             try:
-                if fd is None:
-                    self._socket.sendall(head + data if len(data) < 1 << 16 else head)
+                if fd is None and len(data) > _LARGE_NBYTES:
+                    self._send_file(data)
+                elif fd is None:
+                    self._socket.sendall(_HEAD.pack(len(data), _PLAIN) + data)
                 else:
-                    socket.send_fds(self._socket, [head], [fd])
-                if fd is not None or len(data) >= 1 << 16:
+                    socket.send_fds(self._socket, [_HEAD.pack(len(data), _WITH_FD)], [fd])
                     self._socket.sendall(data)
             except OSError as error:
                 self.shut()  # what was sent in part would make nonsense of everything after it
@@ -284,6 +291,18 @@ class Channel:
             except BaseException:  # Ctrl-C in the middle of a message
                 self.shut()
                 raise
+
+    def _send_file(self, data: bytes) -> None:
+        """Send a message in a file, of which only the descriptor goes through the socket."""
+        fd = nameless_file("reknit-message")
+        try:
+            with memoryview(data) as rest:
+                at = 0
+                while at < len(data):
+                    at += os.pwrite(fd, rest[at:], at)
+            socket.send_fds(self._socket, [_HEAD.pack(len(data), _IN_FILE)], [fd])
+        finally:
+            os.close(fd)
 
     def wait(self, timeout_s: float | None) -> bool:
         """Wait until something can be received, or the other end is gone; tell whether that came to be."""
@@ -303,7 +322,9 @@ class Channel:
                 return None
             head += part
             fds += new
-        nbytes, _ = _HEAD.unpack(head)
+        nbytes, how = _HEAD.unpack(head)
+        if how == _IN_FILE:
+            return Received(_decoder.decode(_content(fds, nbytes)), None)
         data = bytearray(nbytes)
         view = memoryview(data)
         while view:
@@ -330,3 +351,19 @@ class Channel:
     def close(self) -> None:
         """Close this end."""
         self._socket.close()
+
+
+def _content(fds: list[int], nbytes: int) -> bytearray:
+    """Return what is in a file that came with a message, and close it."""
+    if not fds:
+        raise OSError(errno.EMFILE, "a message came without its file: too many files are open")
+    data, at = bytearray(nbytes), 0
+    try:
+        while at < nbytes:
+            count = os.preadv(fds[0], [memoryview(data)[at:]], at)
+            if not count:
+                raise OSError(errno.EIO, "the file of a message is too short")
+            at += count
+    finally:
+        os.close(fds[0])
+    return data
