@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import ast
 import re
-from pathlib import PurePosixPath
+from functools import cache
+from pathlib import Path, PurePosixPath
 
 import pytest
 
@@ -95,3 +96,27 @@ def test_no_extra_of_a_store_is_empty_for_some_pythons() -> None:
     extras = re.findall(r"^(s3|gcs|azure|hdfs) = (.*)$", (ROOT / "pyproject.toml").read_text(), re.MULTILINE)
     assert len(extras) == 4
     assert [name for name, needs in extras if ";" in needs] == [], "pip would install nothing, and not say so"
+
+
+def test_every_fault_of_the_matrix_has_its_number_and_tests_that_exist() -> None:
+    page = (ROOT / "docs/reliability.md").read_text()
+    rows = re.findall(r"^\| (\d+) \|(.*)\|$", page, re.MULTILINE)
+    assert [int(number) for number, _ in rows] == list(range(1, len(rows) + 1))
+    lost = []
+    for number, row in rows:
+        cells = row.split(" | ")
+        tests = re.findall(r"`([\w/]+\.py)::(\w+)`", cells[-1])
+        assert len(cells) == 3, number
+        assert tests, f"row {number} names no test"
+        lost += [f"{file}::{name}" for file, name in tests if name not in _functions(ROOT / "tests" / file)]
+    assert lost == []
+
+
+@cache
+def _functions(file: Path) -> frozenset[str]:
+    """Return the names of the functions in a file; of none where there is no such file."""
+    if not file.exists():
+        return frozenset()
+    return frozenset(
+        node.name for node in ast.walk(ast.parse(file.read_text())) if isinstance(node, ast.FunctionDef)
+    )
