@@ -17,15 +17,15 @@ import torch
 
 import reknit
 from reknit.comm.base import SoloGroup
-from reknit.engine.write import write_bytes
+from reknit.engine.saving.write import write_bytes
 from reknit.errors import CorruptError
 from reknit.format import paths
 from reknit.format.checksum import BLOCK_NBYTES, digest
 from reknit.format.data_file import HeaderEntry, encode_header, file_metadata
-from reknit.format.index_file import encode_index
+from reknit.format.index.file import encode_index
 from reknit.format.manifest_file import encode_manifest
 from reknit.planner.load import Granularity, plan_load
-from reknit.storage.local import LocalStorage
+from reknit.storage.local.store import LocalStorage
 from reknit.storage.registry import register
 from reknit.testing.faulty_storage import Fault, FaultyStorage
 from reknit.types.box import Box

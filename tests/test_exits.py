@@ -12,13 +12,13 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 import reknit
-from reknit.comm import rounds
+from reknit.comm.tree import rounds
 from reknit.exits import AtExit
 
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from reknit.comm.rounds import Visit
+    from reknit.comm.tree.rounds import Visit
 
 SCRIPT = """
 from reknit.exits import AtExit

@@ -69,7 +69,10 @@ MAY_IMPORT = {
 
 # The agent is a process of its own, and a door: it picks the stores and the tree as `api` does.  Agents are
 # a tree, whatever group their trainers are, and so is the group in which trainers form it.
-DOORS = {"reknit.engine.agent": {"storage.registry", "comm"}, "reknit.engine.side_group": {"comm"}}
+DOORS = {
+    "reknit.engine.background.agent": {"storage.registry", "comm"},
+    "reknit.engine.background.side_group": {"comm"},
+}
 
 
 class Room(NamedTuple):
@@ -84,8 +87,8 @@ ROOMS = {
         ("torch",),
         (
             "frameworks/",
-            "engine/staging.py",
-            "engine/exchange.py",
+            "engine/memory/staging.py",
+            "engine/sharing/exchange.py",
             "integrations/",
             "interop/",
             "dataloader/",
@@ -94,24 +97,19 @@ ROOMS = {
     "jax": Room(
         ("jax", "jaxlib"),
         (
-            "frameworks/jax_arrays.py",
-            "frameworks/jax_filling.py",
-            "frameworks/jax_job.py",
-            "frameworks/jax_private.py",
-            "frameworks/jax_tree.py",
-            "frameworks/jax_values.py",
+            "frameworks/jax/",
             "integrations/",
         ),
     ),
     "grpc": Room(
         ("grpc",),
         (
-            "comm/tree.py",
-            "comm/tree_client.py",
-            "comm/tree_server.py",
+            "comm/tree/group.py",
+            "comm/tree/client.py",
+            "comm/tree/server.py",
             "comm/tls.py",
-            "comm/address_store.py",
-            "comm/address_server.py",
+            "comm/meeting/address_store.py",
+            "comm/meeting/address_server.py",
         ),
     ),
     "environment": Room(
@@ -139,17 +137,17 @@ ROOMS = {
             "asyncio",
         ),
         (
-            "engine/pipeline.py",
-            "engine/agent.py",
-            "storage/hdfs_threads.py",
-            "storage/object_upload.py",
+            "engine/memory/workers.py",
+            "engine/background/agent.py",
+            "storage/hdfs/threads.py",
+            "storage/object/upload.py",
             "exits.py",  # how processes of multiprocessing end
             "comm/",
             "testing/",
         ),
     ),
     "pickle": Room(
-        ("pickle", "_pickle", "cloudpickle", "dill", "marshal", "shelve"), ("format/blob_codec.py",)
+        ("pickle", "_pickle", "cloudpickle", "dill", "marshal", "shelve"), ("format/values/blob_codec.py",)
     ),
 }
 
@@ -315,7 +313,7 @@ def tree() -> dict[str, str]:
 
 
 def test_the_source_tree_is_found(tree: dict[str, str]) -> None:
-    assert {"__init__.py", "api.py", "engine/save.py", "types/box.py"} <= tree.keys()
+    assert {"__init__.py", "api.py", "engine/saving/save.py", "types/box.py"} <= tree.keys()
     assert len(imports(tree)) > 100
 
 
@@ -344,10 +342,10 @@ LIBRARY = {
     "__init__.py": "",
     "api.py": "",
     "engine/__init__.py": "",
-    "engine/save.py": "",
+    "engine/saving/save.py": "",
     "planner/save.py": "",
     "storage/base.py": "",
-    "storage/local.py": "",
+    "storage/local/store.py": "",
     "comm/base.py": "",
     "types/box.py": "",
     "options.py": "",
@@ -363,9 +361,9 @@ def with_source(path: str, source: str) -> dict[str, str]:
 @pytest.mark.parametrize(
     ("path", "source"),
     [
-        ("types/box.py", "import reknit.engine.save"),
+        ("types/box.py", "import reknit.engine.saving.save"),
         ("types/box.py", "from reknit.engine import save"),
-        ("types/box.py", "from reknit.engine.save import save"),
+        ("types/box.py", "from reknit.engine.saving.save import save"),
         ("types/box.py", "from reknit import api"),
         ("types/box.py", "import reknit"),
         ("types/box.py", "from ..engine import save"),
@@ -373,16 +371,16 @@ def with_source(path: str, source: str) -> dict[str, str]:
         ("types/box.py", "if TYPE_CHECKING:\n    from reknit.engine import save"),
         ("types/box.py", "if TYPE_CHECKING:\n    x = 1\nelse:\n    from reknit.engine import save"),
         ("types/box.py", "if typing.TYPE_CHECKING:\n    from reknit.engine import save"),
-        ("types/box.py", "try:\n    import reknit.engine.save\nexcept ImportError:\n    pass"),
+        ("types/box.py", "try:\n    import reknit.engine.saving.save\nexcept ImportError:\n    pass"),
         ("types/box.py", "from reknit.options import SaveOptions"),
         ("errors.py", "from reknit.options import SaveOptions"),
-        ("storage/local.py", "from reknit.comm.base import Group"),
-        ("engine/save.py", "from reknit.storage.local import LocalStorage"),
-        ("engine/save.py", "from reknit.storage import local"),
+        ("storage/local/store.py", "from reknit.comm.base import Group"),
+        ("engine/saving/save.py", "from reknit.storage.local.store import LocalStorage"),
+        ("engine/saving/save.py", "from reknit.storage import local"),
         ("planner/save.py", "from reknit.storage.base import Storage"),
-        ("engine/save.py", "from reknit.testing.world import World"),
+        ("engine/saving/save.py", "from reknit.testing.world import World"),
         ("helpers/text.py", "from reknit.types.box import Box"),
-        ("engine/save.py", "from reknit.helpers import text"),
+        ("engine/saving/save.py", "from reknit.helpers import text"),
     ],
 )
 def test_an_import_against_the_rows_is_noticed(path: str, source: str) -> None:
@@ -392,14 +390,17 @@ def test_an_import_against_the_rows_is_noticed(path: str, source: str) -> None:
 @pytest.mark.parametrize(
     ("path", "source"),
     [
-        ("engine/save.py", "from reknit.storage.base import Storage"),
-        ("engine/save.py", "from reknit.storage import base"),
-        ("engine/save.py", "from reknit.types.box import Box"),
-        ("engine/save.py", "from reknit.engine import pipeline"),
-        ("engine/save.py", "if TYPE_CHECKING:\n    from reknit.storage.local import LocalStorage"),
-        ("storage/local.py", "if TYPE_CHECKING:\n    from reknit.comm.base import Group"),
+        ("engine/saving/save.py", "from reknit.storage.base import Storage"),
+        ("engine/saving/save.py", "from reknit.storage import base"),
+        ("engine/saving/save.py", "from reknit.types.box import Box"),
+        ("engine/saving/save.py", "from reknit.engine import pipeline"),
+        (
+            "engine/saving/save.py",
+            "if TYPE_CHECKING:\n    from reknit.storage.local.store import LocalStorage",
+        ),
+        ("storage/local/store.py", "if TYPE_CHECKING:\n    from reknit.comm.base import Group"),
         ("testing/world.py", "import reknit"),
-        ("testing/world.py", "from reknit.storage.local import LocalStorage"),
+        ("testing/world.py", "from reknit.storage.local.store import LocalStorage"),
         ("options.py", "from reknit.errors import UsageError"),
     ],
 )
@@ -409,16 +410,16 @@ def test_an_import_along_the_rows_is_let_through(path: str, source: str) -> None
 
 def test_a_circle_of_imports_is_noticed_also_when_one_is_lazy() -> None:
     circle = LIBRARY | {
-        "engine/save.py": "from reknit.engine import load",
-        "engine/load.py": "def f():\n    from reknit.engine.save import save",
+        "engine/saving/save.py": "from reknit.engine import load",
+        "engine/loading/load.py": "def f():\n    from reknit.engine.saving.save import save",
     }
-    assert set(cycle(circle)) == {"reknit.engine.save", "reknit.engine.load"}
+    assert set(cycle(circle)) == {"reknit.engine.saving.save", "reknit.engine.loading.load"}
 
 
 def test_a_circle_that_exists_only_for_types_is_none() -> None:
     circle = LIBRARY | {
-        "engine/save.py": "from reknit.engine import load",
-        "engine/load.py": "if TYPE_CHECKING:\n    from reknit.engine.save import save",
+        "engine/saving/save.py": "from reknit.engine import load",
+        "engine/loading/load.py": "if TYPE_CHECKING:\n    from reknit.engine.saving.save import save",
     }
     assert cycle(circle) == []
 
@@ -464,16 +465,19 @@ def test_a_thing_outside_its_room_is_noticed(room: str, source: str) -> None:
     ("path", "source"),
     [
         ("frameworks/plain.py", "import torch"),
-        ("engine/staging.py", "import sys\ntorch = sys.modules['torch']"),
-        ("comm/tree.py", "import grpc, threading\nthreading.Thread()"),
+        ("engine/memory/staging.py", "import sys\ntorch = sys.modules['torch']"),
+        ("comm/tree/group.py", "import grpc, threading\nthreading.Thread()"),
         ("options.py", "import os\nx = os.environ"),
         ("monitor/phase.py", "import time\nx = time.monotonic()"),
-        ("engine/pipeline.py", "import threading\nthreading.Thread()"),
-        ("format/blob_codec.py", "import pickle"),
-        ("engine/save.py", "import threading\nlock = threading.Lock()\nlocal = threading.local()"),
-        ("engine/save.py", "import os, time\nx = os.path.join('a', 'b')\ntime.sleep(1)\ny = time.time()"),
-        ("engine/save.py", "torch = 1\nx = torch"),
-        ("engine/save.py", "import sys\nx = sys.modules['numpy']"),
+        ("engine/memory/workers.py", "import threading\nthreading.Thread()"),
+        ("format/values/blob_codec.py", "import pickle"),
+        ("engine/saving/save.py", "import threading\nlock = threading.Lock()\nlocal = threading.local()"),
+        (
+            "engine/saving/save.py",
+            "import os, time\nx = os.path.join('a', 'b')\ntime.sleep(1)\ny = time.time()",
+        ),
+        ("engine/saving/save.py", "torch = 1\nx = torch"),
+        ("engine/saving/save.py", "import sys\nx = sys.modules['numpy']"),
     ],
 )
 def test_a_thing_in_its_room_is_let_through(path: str, source: str) -> None:

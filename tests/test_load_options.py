@@ -15,10 +15,10 @@ from hypothesis import strategies as st
 from torch import nn
 
 import reknit
-from reknit.engine.opening import opened, read_opened
-from reknit.engine.staging import convert
-from reknit.engine.verify import check_all
-from reknit.storage.local import LocalStorage
+from reknit.engine.memory.staging import convert
+from reknit.engine.stored.opening import opened, read_opened
+from reknit.engine.stored.verify import check_all
+from reknit.storage.local.store import LocalStorage
 from reknit.storage.registry import register
 from reknit.testing.process_memory import ProcessMemory
 from reknit.testing.world import run_ranks

@@ -9,12 +9,12 @@ from typing import TYPE_CHECKING
 import numpy as np
 import pytest
 
-from reknit.engine.commit import Destination
-from reknit.engine.save import SaveJob, save
+from reknit.engine.saving.commit import Destination
+from reknit.engine.saving.save import SaveJob, save
 from reknit.frameworks import registry
 from reknit.monitor.phase import Recorder
 from reknit.options import SaveOptions
-from reknit.storage.local import LocalStorage
+from reknit.storage.local.store import LocalStorage
 from reknit.testing.world import run_ranks
 
 if TYPE_CHECKING:

@@ -15,9 +15,9 @@ import numpy as np
 import pytest
 
 import reknit
-from reknit.engine import agent as agents
-from reknit.engine.crew import Crew
-from reknit.engine.errand import Errand
+from reknit.engine.background import agent as agents
+from reknit.engine.background.agent_save import AgentSave
+from reknit.engine.background.agents import Agents
 from reknit.storage.registry import register
 from reknit.testing.faulty_storage import Fault, FaultKind
 from reknit.testing.killpoint import faulty_url, register_faulty
@@ -409,10 +409,10 @@ def test_a_slow_promotion_delays_no_save_to_another_path(tmp_path: Path) -> None
     assert [value_at(tmp_path / f"b{k}") for k in (1, 3)] == [1, 3]
 
 
-def errands_of(name: str) -> list[Errand]:
+def errands_of(name: str) -> list[AgentSave]:
     """Return the errands of saves to paths that begin so, that somebody in this process still knows."""
     gc.collect()
-    there = [errand for errand in gc.get_objects() if issubclass(type(errand), Errand)]
+    there = [errand for errand in gc.get_objects() if issubclass(type(errand), AgentSave)]
     return [errand for errand in there if errand.url.startswith(f"striking://{name}")]
 
 
@@ -437,7 +437,7 @@ def test_a_promotion_that_waits_for_its_turn_keeps_nothing_of_the_state() -> Non
 
 def test_what_is_promoted_or_failed_is_forgotten_and_the_trainer_keeps_no_handover_of_it() -> None:
     def left() -> list[object]:
-        crews = [crew for crew in gc.get_objects() if issubclass(type(crew), Crew)]
+        crews = [crew for crew in gc.get_objects() if issubclass(type(crew), Agents)]
         # Threads that wait for the next errand know the last.
         return [*(crew._handovers for crew in crews if crew._handovers), *errands_of("known")[1:]]
 

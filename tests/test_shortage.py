@@ -14,13 +14,16 @@ import pytest
 import reknit
 from reknit.cli.main import main
 from reknit.comm import base as comm
-from reknit.engine import background, joint, send_off
-from reknit.engine.background import Background
+from reknit.engine.background import background
+from reknit.engine.background import stage_for_agent as send_off
+from reknit.engine.background.background import Background
+from reknit.engine.sharing import shared_read as joint
 from reknit.errors import ShortageError, StorageError, from_wire, shortage, typed
-from reknit.format import blob_codec, index_file
-from reknit.format.blob_codec import decode_blobs, encode_blobs
+from reknit.format.index import file as index_file
+from reknit.format.values import blob_codec
+from reknit.format.values.blob_codec import decode_blobs, encode_blobs
 from reknit.monitor.phase import Recorder
-from reknit.storage.posix import translated
+from reknit.storage.local.posix import translated
 from reknit.testing.world import run_ranks
 from tests import ranks
 from tests.format.samples import sample_index

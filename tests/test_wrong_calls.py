@@ -15,7 +15,7 @@ import torch
 from torch.utils.data import DataLoader
 
 import reknit
-from reknit.engine.read import Reader
+from reknit.engine.loading.read import RangeReader
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -298,7 +298,7 @@ def test_a_load_that_is_interrupted_says_that_the_target_is_a_mixture(
     def interrupted(*_: object) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(Reader, "run", interrupted)
+    monkeypatch.setattr(RangeReader, "run", interrupted)
     with pytest.raises(KeyboardInterrupt):
         reknit.load(path, {"model": {"w": np.zeros(4)}})
     assert caplog.messages == [

@@ -5,8 +5,8 @@ from __future__ import annotations
 import time
 from typing import TYPE_CHECKING
 
-from reknit.storage.forwarding import ForwardingStorage
-from reknit.storage.local import LocalStorage
+from reknit.storage.local.store import LocalStorage
+from reknit.storage.wrappers.forwarding import ForwardingStorage
 
 if TYPE_CHECKING:
     from reknit.options import Durability

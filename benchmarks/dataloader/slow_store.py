@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from typing import TYPE_CHECKING
 
-from reknit.storage.forwarding import ForwardingStorage
+from reknit.storage.wrappers.forwarding import ForwardingStorage
 
 if TYPE_CHECKING:
     from reknit.storage.base import Storage, Writer

@@ -116,7 +116,7 @@ def milliseconds(bench: Bench, action: Callable[[], Any], repeat: int) -> dict[s
 
 
 def measure(chosen: argparse.Namespace) -> None:
-    from reknit.engine.staging import all_bits
+    from reknit.engine.memory.staging import all_bits
 
     bench = Bench(chosen.dir)
     model, optimizer = trained(chosen)

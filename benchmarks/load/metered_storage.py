@@ -15,9 +15,9 @@ import threading
 import time
 from typing import TYPE_CHECKING
 
-from reknit.storage.forwarding import ForwardingStorage
-from reknit.storage.local import LocalStorage
+from reknit.storage.local.store import LocalStorage
 from reknit.storage.registry import register
+from reknit.storage.wrappers.forwarding import ForwardingStorage
 
 if TYPE_CHECKING:
     import numpy as np

@@ -13,12 +13,12 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 import msgspec
 
 from benchmarks.planning.tree import WRITE_ID
-from reknit.engine.coordinator import Coordinator
-from reknit.engine.packing import merge_claims, merge_receipts, unpack
-from reknit.engine.tally import tally
+from reknit.engine.saving.coordinator import Coordinator
+from reknit.engine.saving.manifest_content import tally
+from reknit.engine.saving.packing import merge_claims, merge_receipts, unpack
 from reknit.format import paths
 from reknit.format.checksum import BLOCK_NBYTES
-from reknit.format.index_file import encode_index
+from reknit.format.index.file import encode_index
 from reknit.format.manifest_file import encode_manifest
 from reknit.format.versions import FORMAT_VERSION
 from reknit.types.manifest import FileEntry, Manifest

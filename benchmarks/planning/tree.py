@@ -14,12 +14,12 @@ import numpy as np
 
 from reknit.comm.topology import Topology
 from reknit.engine import messages
-from reknit.engine.claims import Brought, claims
-from reknit.engine.copies import EQUAL
-from reknit.engine.outline import layout_digest, outline
-from reknit.engine.packing import merge_claims, merge_receipts
-from reknit.engine.receipt import BlobPlace, receipt
-from reknit.engine.write import Written
+from reknit.engine.saving.claims import Brought, claims
+from reknit.engine.saving.copies import EQUAL
+from reknit.engine.saving.file_layout import layout_digest, outline
+from reknit.engine.saving.packing import merge_claims, merge_receipts
+from reknit.engine.saving.receipt import BlobPlace, receipt
+from reknit.engine.saving.write import Written
 from reknit.format import paths
 from reknit.format.checksum import BLOCK_NBYTES
 from reknit.types.shard import Holdings

@@ -10,7 +10,7 @@ import time
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from reknit.storage.local import LocalStorage, LocalWriter
+from reknit.storage.local.store import LocalStorage, LocalWriter
 from reknit.storage.registry import register
 
 if TYPE_CHECKING:

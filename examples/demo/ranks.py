@@ -128,7 +128,7 @@ class Job:
 def _is_agent(pid: int) -> bool:
     """Tell whether a process is there and an agent; one that is dead, reaped or not, has no command line."""
     try:
-        return b"reknit.engine.agent" in Path(f"/proc/{pid}/cmdline").read_bytes()
+        return b"reknit.engine.background.agent" in Path(f"/proc/{pid}/cmdline").read_bytes()
     except OSError:
         return False
 

@@ -1,7 +1,7 @@
 """Checkpoints for large-model training: save on any layout, load on any other, and trust the bytes."""
 
 from reknit.api import close, fence, latest, load, open, prepare, promote, save, verify
-from reknit.engine.browse import Checkpoint
+from reknit.engine.loading.browse import Checkpoint
 from reknit.engine.report import LoadReport, PendingSave, PromotionReport, SaveReport, VerifyReport
 from reknit.errors import (
     AgentError,

@@ -27,22 +27,22 @@ from reknit.arguments import (
     place_of,
 )
 from reknit.comm import base as comm
-from reknit.engine import load as load_story
-from reknit.engine import save as save_story
-from reknit.engine.background import Background
-from reknit.engine.browse import Checkpoint
-from reknit.engine.commit import Destination
-from reknit.engine.newest import newest
-from reknit.engine.pending import fence_off, wait_for_saves
-from reknit.engine.promote import Promotion, decline, promote_alone
-from reknit.engine.promote import promote as promote_saved
+from reknit.engine.background.background import Background
+from reknit.engine.background.stage_for_agent import SendOff
+from reknit.engine.display import logged
+from reknit.engine.loading import load as load_story
+from reknit.engine.loading.browse import Checkpoint
 from reknit.engine.report import LoadReport, PendingSave, VerifyReport
-from reknit.engine.send_off import SendOff
-from reknit.engine.shown import logged
-from reknit.engine.verify import verify as verify_story
+from reknit.engine.saving import save as save_story
+from reknit.engine.saving.commit import Destination
+from reknit.engine.stored.newest import newest
+from reknit.engine.stored.pending import fence_off, wait_for_saves
+from reknit.engine.stored.promote import Promotion, decline, promote_alone
+from reknit.engine.stored.promote import promote as promote_saved
+from reknit.engine.stored.verify import verify as verify_story
 from reknit.errors import ReknitError, UsageError, typed_shortage
 from reknit.frameworks import arrays, registry
-from reknit.frameworks.fence import before_steps
+from reknit.frameworks.optimizer.step_hook import before_steps
 from reknit.monitor.phase import Recorder, Sink, Stopwatch
 from reknit.monitor.sinks.jsonl import JsonLinesSink
 from reknit.options import LoadOptions, SaveOptions
@@ -55,7 +55,7 @@ if TYPE_CHECKING:
 
     from reknit.comm.base import Group
     from reknit.engine.report import PendingPromotion, PromotionReport, SaveReport
-    from reknit.engine.write import Written
+    from reknit.engine.saving.write import Written
     from reknit.types.shard import Holdings
 
 logger = logging.getLogger("reknit")

@@ -8,9 +8,9 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
 
-from reknit.engine.commit import check_absent
+from reknit.engine.saving.commit import check_absent
 from reknit.errors import ReknitError, UsageError, shown
-from reknit.storage.registry import Recipe, open_storage, recipe
+from reknit.storage.registry import StoreRecipe, open_storage, recipe
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -88,12 +88,12 @@ def part_of(state: Mapping[str, Any], items: Sequence[str] | None) -> dict[str, 
     return {name: state[name] for name in names}
 
 
-def place_of(path: str | PathLike[str]) -> Recipe:
+def place_of(path: str | PathLike[str]) -> StoreRecipe:
     """Return how an agent opens a store; what is wrong with a path is told when the save is under way."""
     try:
         return recipe(path)
     except ReknitError:
-        return Recipe(str(path), elsewhere=True)
+        return StoreRecipe(str(path), elsewhere=True)
 
 
 def open_places(path: str | PathLike[str], options: LoadOptions, last: ExitStack) -> list[Storage]:

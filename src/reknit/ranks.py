@@ -12,20 +12,20 @@ from urllib.parse import urlsplit
 from urllib.request import url2pathname
 
 from reknit.comm.base import SoloGroup, barrier
-from reknit.comm.rendezvous import FolderStore
+from reknit.comm.meeting.rendezvous import FolderStore
 from reknit.errors import UsageError
-from reknit.frameworks import jax_job
-from reknit.frameworks.jax_job import coordination_store
-from reknit.frameworks.torch_carrier import TorchCarrier
-from reknit.frameworks.torch_job import TorchStore, current_job, subgroup_job
+from reknit.frameworks.jax import job as jax_job
+from reknit.frameworks.jax.job import coordination_store
+from reknit.frameworks.torch.carrier import TorchCarrier
+from reknit.frameworks.torch.job import TorchStore, current_job, subgroup_job
 from reknit.options import CommOptions, quiet_grpc, store_token
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
     from reknit.comm.base import Group
-    from reknit.comm.rendezvous import Store
-    from reknit.frameworks.torch_job import Job
+    from reknit.comm.meeting.rendezvous import Store
+    from reknit.frameworks.torch.job import Job
 
 _ALONE = SoloGroup()
 _alone_in_run = cache(SoloGroup)
@@ -81,7 +81,7 @@ def _joined(job: Job, options: CommOptions) -> Group:
     group = _trees.get(job.identity)
     if group is None:
         quiet_grpc()
-        from reknit.comm.tree import TreeGroup  # gRPC is loaded only when there is someone to talk to
+        from reknit.comm.tree.group import TreeGroup  # gRPC is loaded only when there is someone to talk to
 
         group = TreeGroup.join(job.store, job.rank, job.size, job="reknit", options=options)
         _trees[job.identity] = group
@@ -127,7 +127,7 @@ def connect(
         if size == 1:
             return SoloGroup(options.generation)
         quiet_grpc()
-        from reknit.comm.tree import TreeGroup  # gRPC is loaded only when there is someone to talk to
+        from reknit.comm.tree.group import TreeGroup  # gRPC is loaded only when there is someone to talk to
 
         group = TreeGroup.join(store, rank, size, job=job, options=options)
         try:
@@ -177,12 +177,12 @@ def _addressed(
 ) -> Store:
     """Return the store at an address: rank 0 serves it, the others connect."""
     quiet_grpc()
-    from reknit.comm import address_store  # gRPC is loaded only when there is someone to talk to
+    from reknit.comm.meeting import address_store  # gRPC is loaded only when there is someone to talk to
 
     point = address_store.Point.of(at)
     secret = address_store.checked_token(store_token() if token is None else token)
     if rank == 0 and size > 1:
-        from reknit.comm.address_server import ServedStore
+        from reknit.comm.meeting.address_server import ServedStore
 
         return last.enter_context(ServedStore(point, size, secret, options))
     remote = address_store.RemoteStore(point, secret, options)

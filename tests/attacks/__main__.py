@@ -9,11 +9,11 @@ import time
 from typing import Any
 
 from reknit.errors import FormatError
-from reknit.format.blob_codec import decode_blobs
 from reknit.format.data_file import decode_header
-from reknit.format.index_checks import check_extents
-from reknit.format.index_file import decode_index, encode_index
+from reknit.format.index.checks import check_extents
+from reknit.format.index.file import decode_index, encode_index
 from reknit.format.manifest_file import decode_manifest
+from reknit.format.values.blob_codec import decode_blobs
 from tests.attacks import hostile_documents, hostile_index
 from tests.format.samples import sample_index
 

@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from reknit.format import index_columns
-from reknit.format.index_file import encode_index
+from reknit.format.index import columns as index_columns
+from reknit.format.index.file import encode_index
 from tests.attacks.thrift import BINARY, I32, I64, LIST, STRUCT, Reader, Struct, write
 from tests.format.samples import sample_index
 

@@ -26,7 +26,7 @@ def test_a_hostile_file_is_refused(kind: str, name: str) -> None:
 
 
 def test_what_the_attacks_start_from_is_accepted() -> None:
-    from reknit.format.index_file import decode_index, encode_index
+    from reknit.format.index.file import decode_index, encode_index
     from reknit.format.manifest_file import decode_manifest, encode_manifest
     from tests.attacks import hostile_documents, hostile_index
 

@@ -19,7 +19,7 @@ from benchmarks.load import aims
 from benchmarks.load.geometry import BLOCK, needed
 from benchmarks.load.metered_storage import Meter, MeteredStorage
 from benchmarks.load.states import DDP_4, FSDP_2_TP_2, FSDP_4, TP_4, Layout, boxes
-from reknit.storage.local import LocalStorage
+from reknit.storage.local.store import LocalStorage
 from tests.running.examples import examples
 
 ROOT = Path(__file__).resolve().parents[2]

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 import reknit
 from reknit.cli.diff import DataDifference, both_shown
-from reknit.format.blob_codec import encode_blobs
+from reknit.format.values.blob_codec import encode_blobs
 from reknit.types.shard import TensorSpec
 from tests.interop.checkpoints import columns, save_in_boxes
 

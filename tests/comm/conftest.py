@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from reknit.comm.threads import thread_groups
+from reknit.comm.tree.threads import thread_groups
 from tests.comm.worlds import join_tree
 
 if TYPE_CHECKING:

@@ -5,16 +5,16 @@ from __future__ import annotations
 import math
 from typing import TYPE_CHECKING, NamedTuple
 
-from reknit.comm import faults
-from reknit.comm.effects import Call, Decide, Done, Refuse, SendOutcome, SendReport, Tell
-from reknit.comm.machine import RoundMachine
+from reknit.comm.tree import round_errors as faults
+from reknit.comm.tree.effects import Call, Decide, Refuse, RoundDone, SendOutcome, SendReport, Tell
+from reknit.comm.tree.machine import RoundMachine
 from reknit.errors import ReknitError, from_wire
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence
 
-    from reknit.comm.effects import Effect
     from reknit.comm.topology import Topology
+    from reknit.comm.tree.effects import Effect
 
 MAX_NBYTES = 1 << 20
 
@@ -74,7 +74,7 @@ class Loop:
             elif isinstance(effect, Refuse):
                 self.refused.append(effect.error)
             else:
-                assert isinstance(effect, Done)
+                assert isinstance(effect, RoundDone)
                 self.endings[rank].append(_ending(effect))
                 self.ended_at[rank] = self.now
 
@@ -127,7 +127,7 @@ class Loop:
                 self.under_way.append(Delivery(other, Tell(other, faults.gone(rank)), rank))
 
 
-def _ending(done: Done) -> bytes | ReknitError:
+def _ending(done: RoundDone) -> bytes | ReknitError:
     if done.outcome.error is not None:
         return from_wire(done.outcome.error)
     return done.outcome.answers.payloads(1)[0]

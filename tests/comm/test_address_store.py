@@ -14,17 +14,18 @@ import msgspec
 import psutil
 import pytest
 
-from reknit.comm import address_server, address_store, tls
-from reknit.comm.address_server import ServedStore
-from reknit.comm.address_store import MOST_VALUE_NBYTES, Point, RemoteStore, checked_token
-from reknit.comm.hosts import gather_shape
+from reknit.comm import tls
+from reknit.comm.meeting import address_server, address_store
+from reknit.comm.meeting.address_server import ServedStore
+from reknit.comm.meeting.address_store import MOST_VALUE_NBYTES, Point, RemoteStore, checked_token
+from reknit.comm.meeting.hosts import gather_shape
 from reknit.errors import CommError, DeadlineError, ProtocolError, UsageError
 from reknit.options import CommOptions
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
-    from reknit.comm.rendezvous import Store
+    from reknit.comm.meeting.rendezvous import Store
 
 SECRET = "a secret of the job, of any letters: ä€\n"
 PLAIN = CommOptions(connect_timeout_s=10)
@@ -175,7 +176,7 @@ def test_bytes_that_are_no_call_are_refused(
                 answer = channel.unary_unary(f"/reknit.Store/{method}", None, None)(
                     data, timeout=10, metadata=known
                 )
-                reply = msgspec.msgpack.decode(answer, type=address_store.Reply)
+                reply = msgspec.msgpack.decode(answer, type=address_store.StoreReply)
                 assert reply.error is not None
                 assert reply.error["type"] == ProtocolError.__name__
     monkeypatch.setattr(address_server, "LONGEST_WAIT_S", 0.1)

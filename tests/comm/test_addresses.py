@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import psutil
 import pytest
 
-from reknit.comm import addresses as module
-from reknit.comm.addresses import Address, addresses, bracketed, is_loopback
+from reknit.comm.meeting import addresses as module
+from reknit.comm.meeting.addresses import Address, addresses, bracketed, is_loopback
 from reknit.errors import CommError, UsageError
 from reknit.options import CommOptions
 

@@ -10,9 +10,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from reknit.comm import faults
-from reknit.comm.threads import thread_groups
 from reknit.comm.topology import Topology
+from reknit.comm.tree import round_errors as faults
+from reknit.comm.tree.threads import thread_groups
 from reknit.errors import CommError, DeadlineError, GroupClosedError, ProtocolError, ReknitError
 from tests.comm.worlds import ask, endings
 from tests.running.examples import examples

@@ -6,11 +6,11 @@ import threading
 
 import pytest
 
-from reknit.comm.crew import Crew
+from reknit.comm.call_threads import CallThreads
 
 
 def test_results_and_errors_come_back_through_the_futures() -> None:
-    crew = Crew(2)
+    crew = CallThreads(2)
     assert [crew.submit(divmod, number, 7).result(30) for number in (8, 15)] == [(1, 1), (2, 1)]
     with pytest.raises(ZeroDivisionError):
         crew.submit(divmod, 1, 0).result(30)
@@ -18,7 +18,7 @@ def test_results_and_errors_come_back_through_the_futures() -> None:
 
 
 def test_as_many_jobs_run_at_once_as_there_may_be_threads_and_no_more() -> None:
-    crew, barrier = Crew(3), threading.Barrier(4)
+    crew, barrier = CallThreads(3), threading.Barrier(4)
     before = threading.active_count()
     waiting = [crew.submit(barrier.wait) for _ in range(3)]
     queued = crew.submit(threading.active_count)
@@ -31,7 +31,7 @@ def test_as_many_jobs_run_at_once_as_there_may_be_threads_and_no_more() -> None:
 
 
 def test_an_idle_thread_takes_the_next_job() -> None:
-    crew = Crew(8)
+    crew = CallThreads(8)
     before = threading.active_count()
     for _ in range(50):
         crew.submit(int).result(30)
@@ -41,7 +41,7 @@ def test_an_idle_thread_takes_the_next_job() -> None:
 
 def test_no_thread_is_left_after_shutdown() -> None:
     before = threading.active_count()
-    crew = Crew(4)
+    crew = CallThreads(4)
     futures = [crew.submit(int) for _ in range(20)]
     crew.shutdown()
     assert all(future.done() for future in futures)
@@ -49,7 +49,9 @@ def test_no_thread_is_left_after_shutdown() -> None:
 
 
 def test_a_thread_that_still_waits_does_not_keep_the_interpreter_from_ending() -> None:
-    script = "import threading; from reknit.comm.crew import Crew; Crew(1).submit(threading.Event().wait)"
+    script = (
+        "import threading; from reknit.comm.call_threads import Crew; Crew(1).submit(threading.Event().wait)"
+    )
     subprocess.run([sys.executable, "-c", script], timeout=60, check=True)
 
 
@@ -66,7 +68,7 @@ def refused(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_where_no_thread_can_be_started_a_job_waits_for_one_that_is_busy(
     request: pytest.FixtureRequest, caplog: pytest.LogCaptureFixture
 ) -> None:
-    crew, go_on = Crew(4), threading.Event()
+    crew, go_on = CallThreads(4), threading.Event()
     busy = crew.submit(go_on.wait, 30)
     request.getfixturevalue("refused")
     late = crew.submit(divmod, 8, 7)
@@ -81,14 +83,14 @@ def test_where_no_thread_can_be_started_a_job_waits_for_one_that_is_busy(
 def test_a_thread_that_is_there_from_the_beginning_takes_a_job_where_none_can_be_started(
     request: pytest.FixtureRequest,
 ) -> None:
-    crew = Crew(4, ready=1)
+    crew = CallThreads(4, ready=1)
     request.getfixturevalue("refused")
     assert crew.submit(divmod, 8, 7).result(30) == (1, 1)
     crew.shutdown()
 
 
 def test_jobs_for_which_there_was_no_thread_get_theirs_with_the_next(monkeypatch: pytest.MonkeyPatch) -> None:
-    crew, barrier = Crew(4), threading.Barrier(3)
+    crew, barrier = CallThreads(4), threading.Barrier(3)
     with monkeypatch.context() as patch:
         patch.setattr(threading.Thread, "start", lambda _: (_ for _ in ()).throw(RuntimeError("none")))
         waiting = [crew.submit(barrier.wait, 30) for _ in range(2)]

@@ -5,8 +5,8 @@ import re
 from hypothesis import given
 from hypothesis import strategies as st
 
-from reknit.comm import faults
-from reknit.comm.message import Heading
+from reknit.comm.tree import round_errors as faults
+from reknit.comm.tree.message import Heading
 from reknit.errors import DeadlineError, ProtocolError
 
 ROUND = Heading("job", 7, 4, "plan", "")

@@ -16,9 +16,9 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from reknit.comm import hosts
-from reknit.comm.hosts import Shape, gather_shape
-from reknit.comm.rendezvous import FolderStore, Store
+from reknit.comm.meeting import hosts
+from reknit.comm.meeting.hosts import Shape, gather_shape
+from reknit.comm.meeting.rendezvous import FolderStore, Store
 from reknit.errors import CommError, DeadlineError, ProtocolError, ReknitError, UsageError
 from reknit.options import CommOptions
 from reknit.testing.world import MemoryStore
@@ -371,7 +371,7 @@ def test_anything_else_in_the_place_of_a_rank_is_refused_on_all() -> None:
         assert isinstance(error, ProtocolError)
 
 
-PRINT = "from reknit.comm.hosts import host; print(host(), end='')"
+PRINT = "from reknit.comm.meeting.hosts import host; print(host(), end='')"
 
 
 def test_processes_of_one_machine_name_the_same_host_unless_told_otherwise(

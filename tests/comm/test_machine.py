@@ -9,11 +9,11 @@ import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
-from reknit.comm import faults
-from reknit.comm.effects import Call, Decide, Done, Refuse, SendOutcome, SendReport, Tell
-from reknit.comm.machine import RoundMachine
-from reknit.comm.message import Heading, Parcel
 from reknit.comm.topology import Topology
+from reknit.comm.tree import round_errors as faults
+from reknit.comm.tree.effects import Call, Decide, Refuse, RoundDone, SendOutcome, SendReport, Tell
+from reknit.comm.tree.machine import RoundMachine
+from reknit.comm.tree.message import Heading, Parcel
 from reknit.errors import CommError, DeadlineError, MismatchError, ProtocolError, ReknitError, from_wire
 from tests.comm.loop import Loop
 from tests.running.examples import examples
@@ -21,8 +21,8 @@ from tests.running.examples import examples
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from reknit.comm.effects import Effect
-    from reknit.comm.message import Outcome, Report
+    from reknit.comm.tree.effects import Effect
+    from reknit.comm.tree.message import Outcome, Report
 
 LATEST_S = 30.0 + 3 * faults.GRACE_S
 
@@ -69,7 +69,7 @@ def refusal(effects: list[Effect]) -> ReknitError:
 
 
 def ended(effects: list[Effect]) -> Outcome:
-    (outcome,) = [effect.outcome for effect in effects if isinstance(effect, Done)]
+    (outcome,) = [effect.outcome for effect in effects if isinstance(effect, RoundDone)]
     return outcome
 
 
@@ -424,7 +424,7 @@ def test_that_a_round_must_fail_is_told_above_once_whoever_else_leaves() -> None
     assert machine.child_left(3, 1, 1) == [], "of another round"
     assert "rank 3 left" in raised(sent(machine.child_left(3, 0, 1))).message
     assert machine.child_left(4, 0, 2) == []
-    assert [type(effect) for effect in machine.tick(1000)] == [SendOutcome, SendOutcome, Done]
+    assert [type(effect) for effect in machine.tick(1000)] == [SendOutcome, SendOutcome, RoundDone]
 
 
 def test_a_report_of_failure_that_arrives_twice_is_refused_the_second_time() -> None:

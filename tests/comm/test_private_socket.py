@@ -14,13 +14,15 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from reknit.comm import hosts, tree, tree_server
-from reknit.comm.addresses import check_owner
 from reknit.comm.base import barrier
-from reknit.comm.threads import thread_groups
+from reknit.comm.meeting import hosts
+from reknit.comm.meeting.addresses import check_owner
 from reknit.comm.topology import Topology
-from reknit.comm.tree import Seat, TreeGroup
-from reknit.engine.side_group import side_group
+from reknit.comm.tree import group as tree
+from reknit.comm.tree import server as tree_server
+from reknit.comm.tree.group import TreeGroup, TreePort
+from reknit.comm.tree.threads import thread_groups
+from reknit.engine.background.side_group import side_group
 from reknit.errors import CommError, DeadlineError, UsageError
 from reknit.options import CommOptions
 from reknit.testing.world import MemoryStore, run_ranks
@@ -77,7 +79,7 @@ def test_a_group_that_never_formed_leaves_no_name() -> None:
         seat.close()
 
 
-def unix_seats(size: int) -> list[Seat]:
+def unix_seats(size: int) -> list[TreePort]:
     options = CommOptions(bind="unix", connect_timeout_s=30)
     return [
         TreeGroup.listen(rank, Topology([0] * size, 2), job="job", generation=7, options=options)
@@ -260,7 +262,7 @@ def test_a_rank_at_an_address_that_refuses_connections_is_gone_soon(monkeypatch:
 # Connections of strangers.
 
 
-def strangers(seat: Seat, number: int) -> Iterator[socket.socket]:
+def strangers(seat: TreePort, number: int) -> Iterator[socket.socket]:
     """Yield connections to a seat by somebody who has no token."""
     host, _, port = seat.address.split()[0].rpartition(":")
     for _ in range(number):

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from reknit.comm.rendezvous import FolderStore, Store
+from reknit.comm.meeting.rendezvous import FolderStore, Store
 from reknit.errors import CommError, DeadlineError, UsageError
 from reknit.testing.world import MemoryStore
 from tests.running.examples import examples

@@ -7,19 +7,19 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from reknit.comm import faults
-from reknit.comm.effects import Call
-from reknit.comm.machine import RoundMachine
-from reknit.comm.message import Heading, Parcel
-from reknit.comm.rounds import Rounds
 from reknit.comm.topology import Topology
+from reknit.comm.tree import round_errors as faults
+from reknit.comm.tree.effects import Call
+from reknit.comm.tree.machine import RoundMachine
+from reknit.comm.tree.message import Heading, Parcel
+from reknit.comm.tree.rounds import Rounds
 from reknit.errors import CommError, DeadlineError, GroupClosedError, ProtocolError
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from reknit.comm.message import Outcome, Report
-    from reknit.comm.rounds import Heard
+    from reknit.comm.tree.message import Outcome, Report
+    from reknit.comm.tree.rounds import Heard
     from reknit.errors import ReknitError
 
 ROUND = Heading("job", 7, 0, "plan", "")

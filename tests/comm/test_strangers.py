@@ -16,7 +16,7 @@ from tests.comm.worlds import ask, endings, tree_world
 
 if TYPE_CHECKING:
     from reknit.comm.base import Group
-    from reknit.comm.tree import TreeGroup
+    from reknit.comm.tree.group import TreeGroup
 
 PREFACE = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n"
 """What every connection of HTTP/2 begins with."""

@@ -13,9 +13,10 @@ import grpc
 import pytest
 import trustme
 
-from reknit.comm import address_store, tls
-from reknit.comm.address_server import ServedStore
-from reknit.comm.address_store import Point, RemoteStore
+from reknit.comm import tls
+from reknit.comm.meeting import address_store
+from reknit.comm.meeting.address_server import ServedStore
+from reknit.comm.meeting.address_store import Point, RemoteStore
 from reknit.errors import CommError, UsageError
 from reknit.options import CommOptions, Tls
 

@@ -9,12 +9,12 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from reknit.comm import tree_server
 from reknit.comm.base import barrier, broadcast, gather, round
-from reknit.comm.rendezvous import FolderStore
-from reknit.comm.threads import thread_groups
+from reknit.comm.meeting.rendezvous import FolderStore
 from reknit.comm.topology import Topology
-from reknit.comm.tree import TreeGroup
+from reknit.comm.tree import server as tree_server
+from reknit.comm.tree.group import TreeGroup
+from reknit.comm.tree.threads import thread_groups
 from reknit.errors import CommError, DeadlineError, ProtocolError, UsageError
 from reknit.options import CommOptions
 from reknit.testing.world import MemoryStore, run_ranks
@@ -231,9 +231,10 @@ def test_a_rank_that_closes_alone_leaves_no_connection_open() -> None:
 
 def test_grpc_is_not_imported_before_a_tree_is_needed() -> None:
     script = (
-        "import sys, reknit.comm.base, reknit.comm.threads, reknit.comm.rendezvous, reknit.testing.world\n"
+        "import sys, reknit.comm.base, reknit.comm.tree.threads, reknit.comm.meeting.rendezvous\n"
+        "import reknit.testing.world\n"
         "assert not {'grpc', 'torch'} & set(sys.modules)\n"
-        "import reknit.comm.tree\n"
+        "import reknit.comm.tree.group\n"
         "assert 'grpc' in sys.modules and 'torch' not in sys.modules"
     )
     subprocess.run([sys.executable, "-c", script], timeout=60, check=True)

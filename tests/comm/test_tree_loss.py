@@ -12,14 +12,14 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from reknit.comm import faults
+from reknit.comm.tree import round_errors as faults
 from tests.comm.worlds import ask, endings, take_seats
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
     from reknit.comm.base import Group
-    from reknit.comm.tree import Seat, TreeGroup
+    from reknit.comm.tree.group import TreeGroup, TreePort
 
 _RESET = struct.pack("ii", 1, 0)
 
@@ -75,7 +75,7 @@ class Wire:
 
 
 @pytest.fixture
-def seats() -> Iterator[list[Seat]]:
+def seats() -> Iterator[list[TreePort]]:
     taken = take_seats(3)
     yield taken
     for seat in taken:
@@ -83,7 +83,7 @@ def seats() -> Iterator[list[Seat]]:
 
 
 @pytest.fixture
-def wire(seats: list[Seat]) -> Iterator[Wire]:
+def wire(seats: list[TreePort]) -> Iterator[Wire]:
     where = seats[0].address.split()[0]
     made = Wire(int(where.rpartition(":")[2]))
     yield made
@@ -91,7 +91,7 @@ def wire(seats: list[Seat]) -> Iterator[Wire]:
 
 
 @pytest.fixture
-def groups(seats: list[Seat], wire: Wire) -> list[TreeGroup]:
+def groups(seats: list[TreePort], wire: Wire) -> list[TreeGroup]:
     """Rank 0, and two below it at the other end of the wire."""
     where, token = seats[0].address.split()
     there = f"{where.rpartition(':')[0]}:{wire.port} {token}"
@@ -121,7 +121,7 @@ def test_a_rank_that_does_not_hear_is_waited_for_no_longer_than_a_moment(
     assert faults.GRACE_S <= time.monotonic() - begin < 10
 
 
-def open_calls(seat: Seat, wanted: int) -> int:
+def open_calls(seat: TreePort, wanted: int) -> int:
     """Return how many calls of other ranks wait at a seat, once it is as many as wanted, or after a while."""
     assert seat._server is not None
     for _ in range(600):
@@ -133,7 +133,7 @@ def open_calls(seat: Seat, wanted: int) -> int:
 
 @pytest.mark.parametrize("ending", ["one closes", "one is lost", "all are lost"])
 def test_ranks_that_left_or_are_gone_are_not_waited_for(
-    seats: list[Seat], groups: list[TreeGroup], ending: str
+    seats: list[TreePort], groups: list[TreeGroup], ending: str
 ) -> None:
     assert open_calls(seats[0], 4) == 4, "each of two ranks watches, and stays"
     if ending == "one closes":
@@ -146,7 +146,9 @@ def test_ranks_that_left_or_are_gone_are_not_waited_for(
     assert open_calls(seats[0], 0) == 0, "whoever is left heard of it"
 
 
-def test_a_rank_that_is_owed_an_answer_has_not_heard_all(seats: list[Seat], groups: list[TreeGroup]) -> None:
+def test_a_rank_that_is_owed_an_answer_has_not_heard_all(
+    seats: list[TreePort], groups: list[TreeGroup]
+) -> None:
     deciding, decide = threading.Event(), threading.Event()
 
     def slow(requests: list[bytes]) -> list[bytes]:
@@ -176,7 +178,7 @@ def test_a_rank_that_is_owed_an_answer_has_not_heard_all(seats: list[Seat], grou
     assert open_calls(seats[0], 0) == 0
 
 
-def test_a_connection_may_be_closed_twice(seats: list[Seat], groups: list[TreeGroup]) -> None:
+def test_a_connection_may_be_closed_twice(seats: list[TreePort], groups: list[TreeGroup]) -> None:
     uplink = seats[1]._uplink
     assert uplink is not None
     uplink.close()

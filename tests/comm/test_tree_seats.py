@@ -15,9 +15,9 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from reknit.comm.base import gather
-from reknit.comm.message import Reply, encode
 from reknit.comm.topology import Topology
-from reknit.comm.tree import TreeGroup
+from reknit.comm.tree.group import TreeGroup
+from reknit.comm.tree.message import Reply, encode
 from reknit.errors import CommError, DeadlineError, GroupClosedError, ProtocolError, UsageError
 from reknit.options import CommOptions
 from reknit.testing.world import run_ranks
@@ -27,7 +27,7 @@ from tests.running.examples import examples
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
 
-    from reknit.comm.tree import Seat
+    from reknit.comm.tree.group import TreePort
     from reknit.errors import ReknitError
 
     _Handler = grpc.GenericRpcHandler[bytes, bytes]
@@ -36,7 +36,7 @@ else:
 
 
 @pytest.fixture
-def seats() -> Iterator[list[Seat]]:
+def seats() -> Iterator[list[TreePort]]:
     """The seats of ranks 0, 1 and 3 below it, and 2."""
     taken = take_seats(4)
     yield taken
@@ -53,7 +53,7 @@ def stray_seat(
     generation: int = GENERATION,
     hosts: Sequence[int] | None = None,
     connect_timeout_s: float = 30,
-) -> Seat:
+) -> TreePort:
     """Return a seat of a rank that does not have to belong to the others."""
     options = CommOptions(bind="127.0.0.1", connect_timeout_s=connect_timeout_s)
     topology = Topology(range(size) if hosts is None else hosts, fan_out)
@@ -63,7 +63,7 @@ def stray_seat(
 class Ear:
     """Hears of the end of a group."""
 
-    def __init__(self, group: TreeGroup | Seat) -> None:
+    def __init__(self, group: TreeGroup | TreePort) -> None:
         self.heard: list[ReknitError] = []
         self.told = threading.Event()
         group.on_broken(self)
@@ -111,12 +111,12 @@ def test_ranks_climb_in_any_order_and_hold_rounds(data: st.DataObject, fan_out: 
             seat.close()
 
 
-def test_only_seats_with_ranks_below_them_have_an_address(seats: list[Seat]) -> None:
+def test_only_seats_with_ranks_below_them_have_an_address(seats: list[TreePort]) -> None:
     assert [bool(seat.address) for seat in seats] == [True, True, False, False]
     assert all(seat.address.startswith("127.0.0.1:") for seat in seats[:2])
 
 
-def test_a_rank_below_can_be_in_a_round_before_the_rank_above_it_has_climbed(seats: list[Seat]) -> None:
+def test_a_rank_below_can_be_in_a_round_before_the_rank_above_it_has_climbed(seats: list[TreePort]) -> None:
     answers: list[bytes] = []
     leaf = climb(seats, 3)
     early = threading.Thread(target=lambda: answers.append(ask(leaf, "ask", b"early")))
@@ -133,7 +133,7 @@ def test_a_rank_below_can_be_in_a_round_before_the_rank_above_it_has_climbed(sea
 
 @pytest.mark.parametrize("ending", ["closes", "is lost"])
 def test_a_rank_that_ends_before_the_rank_above_it_climbed_is_heard_of_at_the_top(
-    seats: list[Seat], ending: str
+    seats: list[TreePort], ending: str
 ) -> None:
     root, ear = climb(seats, 0), Ear(climb(seats, 2))
     leaf = climb(seats, 3)
@@ -156,7 +156,7 @@ def test_a_rank_that_ends_before_the_rank_above_it_climbed_is_heard_of_at_the_to
 
 @pytest.mark.parametrize("closer", [0, 1, 3])
 def test_ranks_hear_once_that_another_closed_and_the_one_that_closed_hears_nothing(
-    seats: list[Seat], closer: int
+    seats: list[TreePort], closer: int
 ) -> None:
     groups = [climb(seats, rank) for rank in range(4)]
     ears = [Ear(group) for group in groups]
@@ -171,7 +171,7 @@ def test_ranks_hear_once_that_another_closed_and_the_one_that_closed_hears_nothi
     assert [len(ear.heard) for ear in [*ears, *seconds]] == [int(rank % 4 != closer) for rank in range(8)]
 
 
-def test_whoever_hears_of_a_round_that_broke_has_heard_of_the_group_before(seats: list[Seat]) -> None:
+def test_whoever_hears_of_a_round_that_broke_has_heard_of_the_group_before(seats: list[TreePort]) -> None:
     groups = [climb(seats, rank) for rank in range(4)]
     order: list[str] = []
 
@@ -187,7 +187,7 @@ def test_whoever_hears_of_a_round_that_broke_has_heard_of_the_group_before(seats
     assert order == ["group", "round"]
 
 
-def test_whoever_asks_late_about_a_broken_group_hears_it_at_once(seats: list[Seat]) -> None:
+def test_whoever_asks_late_about_a_broken_group_hears_it_at_once(seats: list[TreePort]) -> None:
     groups = [climb(seats, rank) for rank in range(4)]
     first = Ear(groups[1])
     groups[2].close()
@@ -199,7 +199,7 @@ def test_whoever_asks_late_about_a_broken_group_hears_it_at_once(seats: list[Sea
     assert never.heard == []
 
 
-def test_what_hears_of_the_end_may_close_the_group_and_sign_the_error(seats: list[Seat]) -> None:
+def test_what_hears_of_the_end_may_close_the_group_and_sign_the_error(seats: list[TreePort]) -> None:
     groups = [climb(seats, rank) for rank in range(4)]
     closed = threading.Event()
 
@@ -216,7 +216,7 @@ def test_what_hears_of_the_end_may_close_the_group_and_sign_the_error(seats: lis
     assert other.heard[0].path is None
 
 
-def test_an_address_with_a_wrong_token_is_refused_at_once_and_not_told(seats: list[Seat]) -> None:
+def test_an_address_with_a_wrong_token_is_refused_at_once_and_not_told(seats: list[TreePort]) -> None:
     address = seats[0].address.split()[0]
     patient = stray_seat(connect_timeout_s=20)
     with pytest.raises(CommError, match=f"rank 0 at {address} does not know the token") as caught:
@@ -300,7 +300,7 @@ def test_a_rank_that_was_greeted_and_is_then_refused_does_not_join() -> None:
     ids=["job", "older", "newer", "size", "fan-out", "hosts"],
 )
 def test_a_seat_of_another_job_run_or_shape_does_not_get_in(
-    seats: list[Seat], how: dict[str, Any], reason: str
+    seats: list[TreePort], how: dict[str, Any], reason: str
 ) -> None:
     stray = stray_seat(**how)
     with pytest.raises(ProtocolError, match=reason):
@@ -319,20 +319,20 @@ def test_a_seat_of_another_job_run_or_shape_does_not_get_in(
     ],
 )
 def test_an_address_that_does_not_belong_to_the_rank_is_a_usage_error(
-    seats: list[Seat], rank: int, above: str, needed: str
+    seats: list[TreePort], rank: int, above: str, needed: str
 ) -> None:
     with pytest.raises(UsageError, match=needed):
         seats[rank].climb(above)
 
 
-def test_a_seat_is_climbed_from_once(seats: list[Seat]) -> None:
+def test_a_seat_is_climbed_from_once(seats: list[TreePort]) -> None:
     group = climb(seats, 2)
     with pytest.raises(UsageError, match="rank 2 has joined its group already"):
         climb(seats, 2)
     assert group.rank == 2
 
 
-def test_a_seat_that_is_closed_cannot_climb(seats: list[Seat]) -> None:
+def test_a_seat_that_is_closed_cannot_climb(seats: list[TreePort]) -> None:
     for rank in (0, 1):
         seats[rank].close()
         seats[rank].close()
@@ -351,7 +351,7 @@ def test_closing_a_seat_ends_its_climb_to_a_rank_above(silent: bool) -> None:
         timer.join()
 
 
-def test_a_seat_that_closes_without_climbing_is_heard_of_by_the_ranks_below(seats: list[Seat]) -> None:
+def test_a_seat_that_closes_without_climbing_is_heard_of_by_the_ranks_below(seats: list[TreePort]) -> None:
     leaf = climb(seats, 3)
     ear = Ear(leaf)
     never = Ear(seats[1])

@@ -8,12 +8,12 @@ from typing import TYPE_CHECKING, Any
 import grpc
 import pytest
 
-from reknit.comm.chunks import CHUNK_NBYTES, divided, joined
-from reknit.comm.message import Heading, Hello, News, Outcome, Parcel, Reply, decode, encode
-from reknit.comm.threads import thread_groups
 from reknit.comm.topology import Topology
-from reknit.comm.tree import TreeGroup
-from reknit.comm.tree_server import TOKEN
+from reknit.comm.tree.chunks import CHUNK_NBYTES, divided, joined
+from reknit.comm.tree.group import TreeGroup
+from reknit.comm.tree.message import Heading, Hello, News, Outcome, Parcel, Reply, decode, encode
+from reknit.comm.tree.server import TOKEN
+from reknit.comm.tree.threads import thread_groups
 from reknit.errors import CommError, from_wire
 from reknit.options import CommOptions
 from reknit.testing.world import MemoryStore
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
     from reknit.comm.base import Group
-    from reknit.comm.message import Report
+    from reknit.comm.tree.message import Report
     from reknit.errors import ReknitError
 
 HERE = "127.0.0.1"
@@ -80,7 +80,7 @@ def test_a_call_with_a_wrong_token_is_refused_and_logged_once(
 
 def test_what_a_stranger_sends_is_not_read(monkeypatch: pytest.MonkeyPatch) -> None:
     read: list[object] = []
-    monkeypatch.setattr("reknit.comm.tree_server.joined", lambda chunks, _: read.extend(chunks))
+    monkeypatch.setattr("reknit.comm.tree.server.joined", lambda chunks, _: read.extend(chunks))
     taken: list[int] = []
 
     def flood() -> Iterator[bytes]:
@@ -115,7 +115,7 @@ def test_a_stranger_is_refused_before_it_has_sent_anything() -> None:
 def test_the_list_of_strangers_that_were_logged_is_bounded(
     caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("reknit.comm.tree_server._MOST_PEERS_LOGGED", 0)
+    monkeypatch.setattr("reknit.comm.tree.server._MOST_PEERS_LOGGED", 0)
     with tree_world(2) as groups:
         with pytest.raises(grpc.RpcError):
             call(groups[0], "round", b"", "wrong")

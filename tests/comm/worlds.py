@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Protocol
 
 from reknit.comm.topology import Topology
-from reknit.comm.tree import TreeGroup
+from reknit.comm.tree.group import TreeGroup
 from reknit.errors import ReknitError
 from reknit.options import CommOptions
 from reknit.testing.world import MemoryStore, run_ranks
@@ -20,8 +20,8 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
 
     from reknit.comm.base import Group
-    from reknit.comm.rendezvous import Store
-    from reknit.comm.tree import Seat
+    from reknit.comm.meeting.rendezvous import Store
+    from reknit.comm.tree.group import TreePort
 
 
 GENERATION = 7
@@ -44,7 +44,9 @@ def join_tree(
         return list(pool.map(lambda rank: TreeGroup.join(shared, rank, size, job=job, options=chosen), ranks))
 
 
-def take_seats(size: int, fan_out: int = 2, job: str = "job", connect_timeout_s: float = 30) -> list[Seat]:
+def take_seats(
+    size: int, fan_out: int = 2, job: str = "job", connect_timeout_s: float = 30
+) -> list[TreePort]:
     """Return the seats of ranks that share no store."""
     options = CommOptions(bind="127.0.0.1", connect_timeout_s=connect_timeout_s)
     topology = Topology.flat(size, fan_out)
@@ -54,7 +56,7 @@ def take_seats(size: int, fan_out: int = 2, job: str = "job", connect_timeout_s:
     ]
 
 
-def climb(seats: Sequence[Seat], rank: int) -> TreeGroup:
+def climb(seats: Sequence[TreePort], rank: int) -> TreeGroup:
     """Join one of the ranks that took `seats`, with the address of the rank above it."""
     above = seats[rank].above
     return seats[rank].climb("" if above is None else seats[above].address)

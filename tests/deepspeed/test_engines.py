@@ -15,7 +15,8 @@ import torch.distributed as dist
 from torch import nn
 
 from reknit.errors import StateError
-from reknit.frameworks import deepspeed_parameters, deepspeed_private
+from reknit.frameworks.deepspeed import parameters as deepspeed_parameters
+from reknit.frameworks.deepspeed import private as deepspeed_private
 from reknit.frameworks.registry import collect, wanted
 from reknit.types.wanted import Terms
 from tests import ranks

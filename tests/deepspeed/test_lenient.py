@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 import reknit
-from reknit.frameworks import deepspeed_private
+from reknit.frameworks.deepspeed import private as deepspeed_private
 from tests import ranks
 from tests.deepspeed import engines
 

@@ -8,10 +8,10 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 
 from reknit.comm.base import SoloGroup
-from reknit.engine.commit import Destination
-from reknit.engine.load import LoadJob, load
-from reknit.engine.save import SaveJob, save
-from reknit.engine.verify import verify
+from reknit.engine.loading.load import LoadJob, load
+from reknit.engine.saving.commit import Destination
+from reknit.engine.saving.save import SaveJob, save
+from reknit.engine.stored.verify import verify
 from reknit.errors import CheckpointNotFoundError, ReknitError
 from reknit.format.manifest_file import decode_generation, decode_manifest
 from reknit.format.paths import MANIFEST_PATH, parse_path

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from reknit.engine.opening import OpenCheckpoint
+from reknit.engine.stored.opening import OpenCheckpoint
 from reknit.format.checksum import block_digests
 from reknit.testing.process_memory import ProcessMemory
 from reknit.testing.storage_suite import write

@@ -12,12 +12,12 @@ from typing import TYPE_CHECKING
 import psutil
 import pytest
 
-from reknit.engine import agent_link
-from reknit.engine import channel as say
-from reknit.engine.agent import Agent
-from reknit.engine.errand import Errand
-from reknit.engine.pipeline import start
-from reknit.engine.tuning import Tuner
+from reknit.engine.background import agent_link
+from reknit.engine.background import channel as say
+from reknit.engine.background.agent import Agent
+from reknit.engine.background.agent_save import AgentSave
+from reknit.engine.memory.workers import start
+from reknit.engine.saving.tuning import Tuner
 from reknit.errors import AgentError, ShortageError
 from reknit.system import socket_pair
 from tests.faults.nursery import wait_until
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from reknit.comm.base import Group
-    from reknit.engine.coordinator import Coordinator
+    from reknit.engine.saving.coordinator import Coordinator
     from reknit.errors import ReknitError
 
 LIMIT_S = 30.0
@@ -38,7 +38,7 @@ import sys, types
 import numpy as np
 import reknit
 from reknit.storage.registry import register
-from reknit.storage.local import LocalStorage
+from reknit.storage.local.store import LocalStorage
 
 module = types.ModuleType("only_here")
 code = "def factory(url, durability): return made(url.removeprefix('odd://'), durability=durability)"
@@ -90,7 +90,7 @@ def test_an_agent_that_is_given_up_is_gone_before_its_arena_is_filled_anew(
 def test_a_save_tells_what_made_it_fail_first() -> None:
     ours, theirs = socket_pair()
     with ours, theirs:
-        errand = Errand(0, say.Channel(theirs))
+        errand = AgentSave(0, say.Channel(theirs))
         errand.fail(AgentError("the disk is full"))
         errand.fail(AgentError("the trainer is gone"))
     assert errand.error is not None
@@ -113,7 +113,7 @@ def test_a_save_that_ends_while_the_next_is_taken_up_disturbs_nobody() -> None:
     agent = Agent(agents_end, None)
     looked_at = threading.Event()
 
-    class EndsWhenLookedAt(Errand):
+    class EndsWhenLookedAt(AgentSave):
         """An errand that ends, in the thread of the commits, while another thread asks for its place."""
 
         @property
@@ -128,7 +128,7 @@ def test_a_save_that_ends_while_the_next_is_taken_up_disturbs_nobody() -> None:
 
     worker = start("reknit-agent-test", agent.run)
     try:
-        for errand in (EndsWhenLookedAt(0, agents_end), Errand(1, agents_end)):
+        for errand in (EndsWhenLookedAt(0, agents_end), AgentSave(1, agents_end)):
             errand.fail(AgentError("it was given up"))
             agent._take_up(errand, Tuner(), LIMIT_S)
         wait_until(lambda: not agent._errands, LIMIT_S)
@@ -164,7 +164,7 @@ def test_an_agent_that_has_too_little_says_so(monkeypatch: pytest.MonkeyPatch) -
     def scarce(thread: threading.Thread) -> None:
         raise RuntimeError("can't start new thread")
 
-    monkeypatch.setattr("reknit.engine.agent.begin_thread", scarce)
+    monkeypatch.setattr("reknit.engine.background.agent.begin_thread", scarce)
     monkeypatch.setattr(threading, "excepthook", lambda _: None)
     link = agent_link.AgentLink(3, in_process=True, send_timeout_s=5)
     error = lost_by(link)

@@ -18,7 +18,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from reknit import system
-from reknit.engine.arena import (
+from reknit.engine.memory.arena import (
     PAGE_NBYTES,
     SPAN_NBYTES,
     Arena,
@@ -170,7 +170,7 @@ def test_an_arena_larger_than_the_system_allows_is_a_memory_error_and_leaks_noth
 ) -> None:
     code = (
         "import os, resource, sys\n"
-        "from reknit.engine.arena import SharedArena\n"
+        "from reknit.engine.memory.arena import SharedArena\n"
         "limit, nbytes = sys.argv[1], int(sys.argv[2])\n"
         "if limit: resource.setrlimit(getattr(resource, limit), ((16 << 30, 16 << 30) if 'AS' in limit\n"
         "    else (nbytes - 1, nbytes - 1)))\n"
@@ -186,7 +186,7 @@ def test_an_arena_larger_than_the_system_allows_is_a_memory_error_and_leaks_noth
 def test_two_processes_see_each_others_bytes(arena: SharedArena) -> None:
     code = (
         "import socket, sys\n"
-        "from reknit.engine.arena import SharedArena\n"
+        "from reknit.engine.memory.arena import SharedArena\n"
         "channel = socket.socket(fileno=int(sys.argv[1]))\n"
         "message, fds, _, _ = socket.recv_fds(channel, 16, 1)\n"
         "arena = SharedArena.attach(fds[0], int(message))\n"
@@ -207,7 +207,7 @@ def test_two_processes_see_each_others_bytes(arena: SharedArena) -> None:
 def test_what_a_process_left_in_an_arena_outlives_it() -> None:
     code = (
         "import os, signal, socket, sys\n"
-        "from reknit.engine.arena import SharedArena\n"
+        "from reknit.engine.memory.arena import SharedArena\n"
         "channel = socket.socket(fileno=int(sys.argv[1]))\n"
         "arena = SharedArena.create(1 << 20)\n"
         "arena.bytes[:] = 77\n"

@@ -14,10 +14,10 @@ import pytest
 import torch
 
 import reknit
-from reknit.engine import agent_link
-from reknit.engine.agent import Agent
-from reknit.engine.background import Background
-from reknit.engine.coordinator import Coordinator
+from reknit.engine.background import agent_link
+from reknit.engine.background.agent import Agent
+from reknit.engine.background.background import Background
+from reknit.engine.saving.coordinator import Coordinator
 from reknit.storage.registry import recipe, register
 from reknit.testing.process_memory import ProcessMemory
 from reknit.testing.world import run_ranks
@@ -209,7 +209,7 @@ def test_after_the_first_plan_nothing_of_planning_agreement_and_commit_is_on_the
             rounds.setdefault(group.rank, []).append(counted.rounds)
             if step == 0:
                 assert assigned
-                assert "reknit.engine.handover.owners" in seen.agreed
+                assert "reknit.engine.background.trainer_save.owners" in seen.agreed
                 assert "reknit.planner.save.plan_save" in seen.planned
             else:
                 assert assigned == []
@@ -366,7 +366,7 @@ def test_a_lazily_staged_save_lets_the_step_of_the_optimizer_wait() -> None:
 def test_a_change_that_races_with_lazy_staging_fails_the_save_where_torch_notices(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    from reknit.engine import snapshot
+    from reknit.engine.background import snapshot
 
     copying, changed = threading.Event(), threading.Event()
     settle = snapshot.Snapshot._copy_on_host
@@ -550,7 +550,7 @@ def kill_own_agent(group: Group) -> None:
 
 
 def test_an_interrupt_while_agents_start_leaves_nothing_under_way(monkeypatch: pytest.MonkeyPatch) -> None:
-    from reknit.engine import background as module
+    from reknit.engine.background import background as module
 
     def interrupted(*args: Any) -> None:
         raise KeyboardInterrupt
@@ -596,7 +596,7 @@ def test_saves_that_fail_and_only_warn_are_not_kept() -> None:
 
 
 def test_a_message_that_is_interrupted_closes_the_channel() -> None:
-    from reknit.engine import channel
+    from reknit.engine.background import channel
 
     class Interrupted:
         def sendall(self, data: bytes) -> None:

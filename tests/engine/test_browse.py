@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 import reknit
-from reknit.storage.local import LocalStorage
+from reknit.storage.local.store import LocalStorage
 from reknit.storage.registry import register
 from tests.ranks import run
 

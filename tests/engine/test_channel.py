@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from reknit.engine import channel as say
+from reknit.engine.background import channel as say
 from reknit.system import socket_pair
 
 if TYPE_CHECKING:

@@ -8,12 +8,12 @@ from typing import Any
 import numpy as np
 import pytest
 
-from reknit.engine.claims import BlobFile, blob_files, bring
 from reknit.engine.messages import packed
-from reknit.engine.receipt import write_blobs
-from reknit.engine.write import Written
+from reknit.engine.saving.claims import EncodedFile, blob_files, bring
+from reknit.engine.saving.receipt import write_blobs
+from reknit.engine.saving.write import Written
 from reknit.errors import StorageError
-from reknit.format.blob_codec import decode_blobs, encode_value
+from reknit.format.values.blob_codec import decode_blobs, encode_value
 from reknit.monitor.phase import Recorder
 from reknit.options import SaveOptions
 from reknit.planner.resolve import OWN
@@ -59,8 +59,8 @@ def test_a_value_is_written_by_its_owner_and_by_each_rank_where_they_disagree() 
     ]
 
 
-def many(count: int) -> list[BlobFile]:
-    return [BlobFile("loader", {"source": n}, b"\x80" + bytes([n])) for n in range(count)]
+def many(count: int) -> list[EncodedFile]:
+    return [EncodedFile("loader", {"source": n}, b"\x80" + bytes([n])) for n in range(count)]
 
 
 class Meeting(ProcessMemory):

@@ -6,21 +6,21 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import pytest
 
-from reknit.comm.threads import thread_groups
-from reknit.engine import coordinator as module
+from reknit.comm.tree.threads import thread_groups
 from reknit.engine import messages
-from reknit.engine.claims import bring, claims
-from reknit.engine.commit import Destination
-from reknit.engine.coordinator import PLANS_KEPT, Coordinator
-from reknit.engine.copies import EQUAL, Split
-from reknit.engine.outline import layout_digest, outline
-from reknit.engine.packing import merge_claims, merge_receipts, unpack
-from reknit.engine.receipt import BlobPlace, Setting, receipt
-from reknit.engine.tally import tally
-from reknit.engine.write import write_bytes
+from reknit.engine.saving import coordinator as module
+from reknit.engine.saving.claims import bring, claims
+from reknit.engine.saving.commit import Destination
+from reknit.engine.saving.coordinator import PLANS_KEPT, Coordinator
+from reknit.engine.saving.copies import EQUAL, CopySplit
+from reknit.engine.saving.file_layout import layout_digest, outline
+from reknit.engine.saving.manifest_content import tally
+from reknit.engine.saving.packing import merge_claims, merge_receipts, unpack
+from reknit.engine.saving.receipt import BlobPlace, Setting, receipt
+from reknit.engine.saving.write import write_bytes
 from reknit.errors import CommitError, ProtocolError
 from reknit.format import paths
-from reknit.format.index_file import decode_index
+from reknit.format.index.file import decode_index
 from reknit.format.manifest_file import decode_manifest
 from reknit.monitor.phase import Recorder
 from reknit.options import SaveOptions
@@ -32,8 +32,8 @@ from reknit.types.shard import Holdings, Shard, TensorSpec
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-    from reknit.engine.outline import Outline
-    from reknit.engine.write import Written
+    from reknit.engine.saving.file_layout import Outline
+    from reknit.engine.saving.write import Written
     from reknit.planner.columns import RankColumns
     from reknit.types.manifest import FileEntry, Index, Manifest
 
@@ -262,7 +262,7 @@ def test_a_tensor_that_ranks_keep_as_their_own_has_no_chunks_and_is_told() -> No
     world = World("kept")
     world.save(lambda rank: [rows(rank, "a"), copy("b")])
     for rank in world.ranks:
-        rank.split = Split([], [("m", "b", "0, 1")], [])
+        rank.split = CopySplit([], [("m", "b", "0, 1")], [])
     _, index = world.save(lambda rank: [rows(rank, "a"), copy("b")])
     assert [entry.fqn for entry in index.tensors] == ["a"]
     assert index.tensor.tolist() == [0] * SIZE
@@ -278,7 +278,7 @@ def test_copies_that_differ_are_warned_of_with_the_ranks_that_hold_them() -> Non
     told = []
     for rank in world.ranks:
         kept = [("m", "kept", "0, 2"), ("m", "both", "0, 1")]
-        copies = Split([], kept, [("m", "lost", "0, 3")] + [("m", "both", "0, 1")] * (rank.rank == 2))
+        copies = CopySplit([], kept, [("m", "lost", "0, 3")] + [("m", "both", "0, 1")] * (rank.rank == 2))
         told.append(receipt(rank.where, ["m"], [], b"", None, (), copies))
     counted = tally(unpack(merge_receipts(told))[0], write_id)
     assert counted.kept == {("m", "kept")}

@@ -9,13 +9,13 @@ import numpy as np
 import pytest
 import torch
 
-from reknit.engine import copies as module
-from reknit.engine.claims import bring
-from reknit.engine.copies import EQUAL, KEPT_NBYTES, SAMPLE_NBYTES, choose, split
+from reknit.engine.memory.staging import all_bits
 from reknit.engine.messages import Copies, unpacked
-from reknit.engine.staging import all_bits
+from reknit.engine.saving import copies as module
+from reknit.engine.saving.claims import bring
+from reknit.engine.saving.copies import EQUAL, KEPT_NBYTES, SAMPLE_NBYTES, choose, split
 from reknit.errors import StateError
-from reknit.format.blob_codec import decode_blobs
+from reknit.format.values.blob_codec import decode_blobs
 from reknit.options import SaveOptions
 from reknit.planner.resolve import shard_key
 from reknit.types.box import Box

@@ -9,7 +9,7 @@ import pytest
 
 import reknit
 from reknit.errors import ReknitError
-from reknit.storage.local import LocalStorage
+from reknit.storage.local.store import LocalStorage
 from reknit.testing.faulty_storage import Fault, FaultyStorage
 from reknit.testing.killpoint import faulty_url, register_faulty
 from reknit.testing.world import run_ranks

@@ -10,10 +10,10 @@ import numpy as np
 import pytest
 
 from reknit.comm import base as comm
-from reknit.engine import exchange as exchange_module
-from reknit.engine.exchange import Exchange, Sharing, StoppedError
-from reknit.engine.host_link import HostLink
-from reknit.engine.pipeline import start
+from reknit.engine.memory.workers import start
+from reknit.engine.sharing import exchange as exchange_module
+from reknit.engine.sharing.exchange import Exchange, Sharing, StoppedError
+from reknit.engine.sharing.host_link import HostLink
 from reknit.errors import CommError, DeadlineError, ShortageError, StorageError
 from reknit.planner.sharing import Reads, divide
 from reknit.testing.world import MemoryStore, run_ranks
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from reknit.comm.base import Group
-    from reknit.engine.arena import Arena
+    from reknit.engine.memory.arena import Arena
 
     Bytes = NDArray[np.uint8]
 

@@ -16,7 +16,7 @@ from reknit.errors import (
     ReknitError,
     StorageError,
 )
-from reknit.storage.local import LocalStorage
+from reknit.storage.local.store import LocalStorage
 from reknit.testing.faulty_storage import Fault
 from tests.engine.runs import MANY, Annals, Commit, Stage, pausing, save_as, strays, value_in
 from tests.running.examples import examples, some

@@ -12,8 +12,8 @@ import reknit
 from reknit.comm.base import SoloGroup
 from reknit.format.manifest_file import decode_generation
 from reknit.format.paths import parse_path
-from reknit.storage.forwarding import ForwardingStorage
 from reknit.storage.registry import register
+from reknit.storage.wrappers.forwarding import ForwardingStorage
 from reknit.testing.process_memory import ProcessMemory
 
 if TYPE_CHECKING:

@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from reknit.engine.arena import SharedArena
-from reknit.engine.host_link import HostLink
+from reknit.engine.memory.arena import SharedArena
+from reknit.engine.sharing.host_link import HostLink
 from reknit.errors import CommError
 from tests.as_nobody import as_nobody, needs_another_user
 from tests.resources import open_files, threads

@@ -14,14 +14,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import reknit
-from reknit.engine.leftovers import Leftover, leftovers, remove
+from reknit.engine.stored.leftovers import Leftover, leftovers, remove
 from reknit.errors import StorageNotFoundError
 from reknit.format import paths
 from reknit.format.manifest_file import decode_manifest, encode_manifest
 from reknit.storage.base import Dated
-from reknit.storage.forwarding import ForwardingStorage
-from reknit.storage.local import LocalStorage
-from reknit.storage.local_sweep import SweptFolder
+from reknit.storage.local.store import LocalStorage
+from reknit.storage.local.sweep import SweptFolder
+from reknit.storage.wrappers.forwarding import ForwardingStorage
 from tests.running.examples import examples
 
 if TYPE_CHECKING:

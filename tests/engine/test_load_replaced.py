@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from reknit.comm.base import SoloGroup
-from reknit.engine.load import LoadJob, load
+from reknit.engine.loading.load import LoadJob, load
 from reknit.errors import CorruptError, ReknitError
 from reknit.format.paths import MANIFEST_PATH
 from reknit.monitor.phase import Recorder

@@ -9,8 +9,8 @@ import pytest
 
 import reknit
 from reknit.comm import base as comm
-from reknit.engine.commit import claim, is_committed, put_manifest
-from reknit.engine.marker import Marker, is_last, put_up
+from reknit.engine.saving.commit import claim, is_committed, put_manifest
+from reknit.engine.saving.marker import Marker, is_last, put_up
 from reknit.errors import CheckpointExistsError, CommitError, FencedError, StorageError, from_wire
 from reknit.format.manifest_file import decode_manifest
 from reknit.format.paths import MANIFEST_PATH

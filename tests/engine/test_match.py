@@ -9,8 +9,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from reknit.engine.match import Fill, match, require_fit, terms, uncovered
-from reknit.engine.messages import Wish
+from reknit.engine.loading.match import Fill, match, require_fit, terms, uncovered
+from reknit.engine.messages import LoadRequest
 from reknit.errors import CorruptError, MismatchError
 from reknit.options import LoadOptions
 from reknit.types.box import Box
@@ -177,8 +177,8 @@ def wish(
     idle: Sequence[str] = (),
     damaged: Sequence[str] = (),
     mismatched: Sequence[str] = (),
-) -> Wish:
-    return Wish(
+) -> LoadRequest:
+    return LoadRequest(
         rank=rank,
         missing=[(name, "gone") for name in missing],
         mismatched=[(name, "odd") for name in mismatched],

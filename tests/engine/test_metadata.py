@@ -9,11 +9,11 @@ import pytest
 
 import reknit
 from reknit.engine import messages
-from reknit.engine.excerpt import Reach
-from reknit.engine.load import LoadJob, load
-from reknit.engine.match import Fill
-from reknit.engine.metadata import Received, hand_out, read_for_all
-from reknit.engine.opening import opened, read_opened
+from reknit.engine.loading.index_part import Reach
+from reknit.engine.loading.load import LoadJob, load
+from reknit.engine.loading.match import Fill
+from reknit.engine.loading.metadata import ReceivedMetadata, hand_out, read_for_all
+from reknit.engine.stored.opening import opened, read_opened
 from reknit.errors import MismatchError
 from reknit.format.manifest_file import decode_manifest
 from reknit.frameworks import registry
@@ -28,7 +28,7 @@ from tests.format.samples import same_index
 
 if TYPE_CHECKING:
     from reknit.comm.base import Group
-    from reknit.engine.opening import OpenCheckpoint
+    from reknit.engine.stored.opening import OpenCheckpoint
 
 SIZE = 4
 ITEMS = ("extra", "mine", "model", "optimizer")
@@ -138,8 +138,8 @@ def asking(*items: str) -> messages.Items:
     return messages.Items(list(items), [])
 
 
-def received(stored: ProcessMemory, answer: bytes, items: list[str]) -> Received:
-    return Received.of(answer, stored, items, allow_pickle=False)
+def received(stored: ProcessMemory, answer: bytes, items: list[str]) -> ReceivedMetadata:
+    return ReceivedMetadata.of(answer, stored, items, allow_pickle=False)
 
 
 def test_an_answer_holds_just_the_names_the_files_and_the_values_of_the_items_asked_for() -> None:

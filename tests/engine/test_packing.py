@@ -9,7 +9,7 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from reknit.engine.packing import MAX_NUMBERS, merge_claims, merge_receipts, pack, unpack
+from reknit.engine.saving.packing import MAX_NUMBERS, merge_claims, merge_receipts, pack, unpack
 from reknit.errors import ProtocolError
 from reknit.planner.columns import NOTHING, said
 

@@ -14,9 +14,9 @@ import torch
 
 import reknit
 from reknit import api, ranks
-from reknit.engine.arena import SharedArena
-from reknit.engine.arenas import Arenas
-from reknit.engine.rehearsal import Rehearsal
+from reknit.engine.background.warm_up import Rehearsal
+from reknit.engine.memory.arena import SharedArena
+from reknit.engine.memory.arena_pool import Arenas
 from reknit.storage.registry import register
 from reknit.testing.process_memory import ProcessMemory
 from reknit.testing.world import run_ranks
@@ -28,8 +28,8 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
     from reknit.comm.base import Group
-    from reknit.engine.background import Background
-    from reknit.engine.crew import Crew
+    from reknit.engine.background.agents import Agents
+    from reknit.engine.background.background import Background
 
 LIMIT_S = 60.0
 MIB = 1 << 20
@@ -75,7 +75,7 @@ def background_of(group: Group | None = None, *, elsewhere: bool = False) -> Bac
     return api._backgrounds[group or ranks._ALONE][elsewhere]
 
 
-def crew_of(group: Group | None = None, *, elsewhere: bool = False) -> Crew:
+def crew_of(group: Group | None = None, *, elsewhere: bool = False) -> Agents:
     crew = background_of(group, elsewhere=elsewhere)._crew
     assert crew is not None
     return crew

@@ -11,13 +11,13 @@ import numpy as np
 import pytest
 
 from reknit.comm.base import SoloGroup
-from reknit.comm.threads import thread_groups
-from reknit.engine.commit import Destination
-from reknit.engine.promote import Promotion, decline, promote, promote_alone
+from reknit.comm.tree.threads import thread_groups
 from reknit.engine.report import PromotionReport
-from reknit.engine.save import SaveJob, save
-from reknit.engine.verify import verify
-from reknit.engine.write import Written, write_bytes
+from reknit.engine.saving.commit import Destination
+from reknit.engine.saving.save import SaveJob, save
+from reknit.engine.saving.write import Written, write_bytes
+from reknit.engine.stored.promote import Promotion, decline, promote, promote_alone
+from reknit.engine.stored.verify import verify
 from reknit.errors import (
     CheckpointExistsError,
     CheckpointNotFoundError,
@@ -35,7 +35,7 @@ from reknit.format.manifest_file import decode_manifest, encode_manifest
 from reknit.format.paths import MANIFEST_PATH
 from reknit.monitor.phase import Recorder
 from reknit.options import LoadOptions, SaveOptions
-from reknit.storage.local import LocalStorage
+from reknit.storage.local.store import LocalStorage
 from reknit.testing.faulty_storage import Fault, FaultyStorage
 from reknit.testing.world import run_ranks
 from reknit.types.box import Box

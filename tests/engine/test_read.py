@@ -10,14 +10,14 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from reknit.engine.arena import Arena
-from reknit.engine.read import Reader, granularity
+from reknit.engine.loading.read import RangeReader, granularity
+from reknit.engine.memory.arena import Arena
 from reknit.errors import CorruptError, UsageError
 from reknit.monitor.phase import Recorder
 from reknit.options import LoadOptions
 from reknit.planner.load import Granularity, plan_load
 from reknit.storage.base import Reading
-from reknit.storage.local import LocalStorage
+from reknit.storage.local.store import LocalStorage
 from reknit.types.box import Box
 from tests.engine.saved import CountingStorage, chunks_of, fresh, saved
 from tests.running.examples import examples
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
     from numpy.typing import NDArray
 
-    from reknit.engine.opening import OpenCheckpoint
+    from reknit.engine.stored.opening import OpenCheckpoint
     from reknit.types.plan import LoadPlan
 
 DTYPES = ("uint8", "int16", "float32", "float64", "complex128", "bool", "bfloat16")
@@ -116,7 +116,7 @@ def reader_of(
     targets: Sequence[Any],
     cut: Granularity,
     **more: Any,
-) -> Reader:
+) -> RangeReader:
     chosen: dict[str, Any] = {
         "threads": 2,
         "verify": "off" if cut.align == 1 else "touched",
@@ -124,7 +124,7 @@ def reader_of(
     }
     options = LoadOptions(**chosen)
     plan, tensors = plan_of(checkpoint, wanted, cut), [t for t, _ in wanted]
-    return Reader(checkpoint, plan, targets, tensors, more.pop("cast", frozenset()), options, **more)
+    return RangeReader(checkpoint, plan, targets, tensors, more.pop("cast", frozenset()), options, **more)
 
 
 def equal(got: NDArray[Any], wanted: NDArray[Any]) -> bool:

@@ -11,9 +11,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from reknit.engine import read
-from reknit.engine.arena import Arena
-from reknit.engine.checked import check_size
+from reknit.engine.loading import read
+from reknit.engine.memory.arena import Arena
+from reknit.engine.stored.file_checks import check_size
 from reknit.errors import CorruptError, DeadlineError, ReknitError, StorageError, UsageError
 from reknit.format.checksum import digest
 from reknit.monitor.phase import Recorder
@@ -27,8 +27,8 @@ from tests.engine.test_read import cases, content, part, reader_of, target_of
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from reknit.engine.opening import OpenCheckpoint
-    from reknit.engine.read import Reader
+    from reknit.engine.loading.read import RangeReader
+    from reknit.engine.stored.opening import OpenCheckpoint
     from reknit.format.checksum import Bytes
     from tests.engine.test_read import Case
 
@@ -202,7 +202,7 @@ def test_what_is_damaged_in_one_copy_comes_from_another(
         assert {path for path, _ in reader.repaired} == {files[file] for file in plan.files}
 
 
-def damaged(name: str, **more: Any) -> tuple[Reader, OpenCheckpoint, np.ndarray[Any, Any]]:
+def damaged(name: str, **more: Any) -> tuple[RangeReader, OpenCheckpoint, np.ndarray[Any, Any]]:
     """Return a reader of a checkpoint whose only chunk has a damaged byte in the middle."""
     checkpoint, storage = stored(name)
     spoil(storage, data_path(checkpoint), int(checkpoint.index.start[0]) + 30 * 80)

@@ -7,10 +7,10 @@ from typing import Any, cast
 import pytest
 
 from reknit.comm.base import SoloGroup
-from reknit.comm.threads import thread_groups
-from reknit.engine.commit import Destination
-from reknit.engine.receipt import Setting, _clean_up, commit_round
-from reknit.engine.write import Written, write_bytes
+from reknit.comm.tree.threads import thread_groups
+from reknit.engine.saving.commit import Destination
+from reknit.engine.saving.receipt import Setting, _clean_up, commit_round
+from reknit.engine.saving.write import Written, write_bytes
 from reknit.errors import CommError, CommitError, DeadlineError, StorageError
 from reknit.format.manifest_file import decode_manifest
 from reknit.format.paths import MANIFEST_PATH

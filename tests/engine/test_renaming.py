@@ -11,8 +11,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import reknit
-from reknit.engine import renaming
-from reknit.engine.renaming import Naming, renamed
+from reknit.engine.stored import renaming
+from reknit.engine.stored.renaming import Naming, renamed
 from reknit.frameworks.tree import SKELETON
 from reknit.testing.process_memory import ProcessMemory
 from reknit.testing.world import run_ranks

@@ -17,8 +17,8 @@ from hypothesis import strategies as st
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 
-from reknit.engine import staging
-from reknit.engine.staging import (
+from reknit.engine.memory import staging
+from reknit.engine.memory.staging import (
     Staging,
     all_bits,
     bits,
@@ -535,7 +535,7 @@ def test_no_memory_is_never_registered(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_pinning_neither_imports_torch_nor_starts_cuda() -> None:
     code = (
-        "import sys, numpy; from reknit.engine.staging import Staging, changes, pin;"
+        "import sys, numpy; from reknit.engine.memory.staging import Staging, changes, pin;"
         "data = numpy.zeros(4, 'u1'); save = Staging([data]); save.add(data, 0, 4, data.copy()); save.wait();"
         "assert pin(data) is None and changes(data) is None and 'torch' not in sys.modules;"
         "import torch; assert pin(data) is None and not torch.cuda.is_initialized()"

@@ -6,8 +6,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from reknit.engine.arena import SPAN_NBYTES
-from reknit.engine.tuning import PIECES, THREADS, Settings, Tuner
+from reknit.engine.memory.arena import SPAN_NBYTES
+from reknit.engine.saving.tuning import PIECES, THREADS, Settings, Tuner
 from reknit.errors import UsageError
 from reknit.format.checksum import BLOCK_NBYTES
 

@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 
 import reknit
-from reknit.engine import channel as say
-from reknit.storage.local import LocalStorage
+from reknit.engine.background import channel as say
+from reknit.storage.local.store import LocalStorage
 from reknit.storage.registry import open_storage, recipe, register
 
 if TYPE_CHECKING:

@@ -5,9 +5,9 @@ from typing import TYPE_CHECKING
 import numpy as np
 import pytest
 
-from reknit.engine.commit import Destination
-from reknit.engine.save import SaveJob, save
-from reknit.engine.verify import _check_header, verify
+from reknit.engine.saving.commit import Destination
+from reknit.engine.saving.save import SaveJob, save
+from reknit.engine.stored.verify import _check_header, verify
 from reknit.errors import FormatError
 from reknit.format.data_file import HeaderEntry, encode_header
 from reknit.monitor.phase import Recorder

@@ -8,9 +8,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from reknit.engine.staging import bits
-from reknit.engine.tuning import PIECES, Settings, Tuner
-from reknit.engine.write import (
+from reknit.engine.memory.staging import bits
+from reknit.engine.saving.tuning import PIECES, Settings, Tuner
+from reknit.engine.saving.write import (
     Image,
     Outgoing,
     Written,
@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 
     from numpy.typing import NDArray
 
-    from reknit.engine.arena import Arena
+    from reknit.engine.memory.arena import Arena
     from reknit.storage.base import Storage, Writer
 
 MIB = 1 << 20
@@ -179,7 +179,7 @@ def test_while_the_core_is_busy_pieces_are_written_first_and_digested_later(
             events.append("fetch")
         return memory.fetch(file, start, nbytes, arena)
 
-    monkeypatch.setattr("reknit.engine.write.block_digests", digests)
+    monkeypatch.setattr("reknit.engine.saving.write.block_digests", digests)
     written = write_files(
         storage,
         memory.files,

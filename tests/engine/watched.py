@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 from typing import TYPE_CHECKING, Any
 
-from reknit.engine.channel import Channel
+from reknit.engine.background.channel import Channel
 
 if TYPE_CHECKING:
     from types import FrameType
@@ -13,7 +13,12 @@ if TYPE_CHECKING:
 _LOCAL = {"shard_key", "check_manifest"}
 """Functions of the rooms below that, with all that they call, only look at this rank's own values."""
 
-_AGREEING = ("reknit.comm.", "reknit.engine.coordinator", "reknit.engine.receipt", "reknit.engine.commit")
+_AGREEING = (
+    "reknit.comm.",
+    "reknit.engine.saving.coordinator",
+    "reknit.engine.saving.receipt",
+    "reknit.engine.saving.commit",
+)
 
 
 class Watched:
@@ -48,7 +53,7 @@ class Watched:
         elif code is Channel.send.__code__:
             self.said.append(type(frame.f_locals["message"]).__name__)
         elif module.startswith("reknit.planner.") or (
-            module == "reknit.engine.outline" and name == "outline"
+            module == "reknit.engine.saving.file_layout" and name == "outline"
         ):
             self.planned.add(f"{module}.{name}")
         elif module.startswith(_AGREEING) or name in ("owners", "ask"):

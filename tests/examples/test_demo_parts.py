@@ -213,7 +213,7 @@ def test_a_killed_rank_is_gone_and_those_that_linger_are_named(tmp_path: Path) -
 
 AGENT = (
     "import subprocess\n"
-    "command = [sys.executable, '-c', 'import time; time.sleep(600)', 'reknit.engine.agent']\n"
+    "command = [sys.executable, '-c', 'import time; time.sleep(600)', 'reknit.engine.background.agent']\n"
     "agent = subprocess.Popen(command, start_new_session=True)\n"
     "print(agent.pid, flush=True)\n"
     "time.sleep(600)\n"

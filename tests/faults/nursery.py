@@ -122,7 +122,10 @@ def agents_of(trainer: int) -> list[int]:
                 command = Path(f"/proc/{name}/cmdline").read_bytes().split(b"\0")
             except (FileNotFoundError, ProcessLookupError):
                 continue
-            if command[1:3] == [b"-m", b"reknit.engine.agent"] and command[4] == str(trainer).encode():
+            if (
+                command[1:3] == [b"-m", b"reknit.engine.background.agent"]
+                and command[4] == str(trainer).encode()
+            ):
                 found.append(int(name))
     return found
 

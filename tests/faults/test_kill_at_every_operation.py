@@ -21,7 +21,7 @@ import json, os, shutil, sys
 import numpy as np
 import pyarrow.compute, pyarrow.parquet  # once here, and not in every fork
 import reknit
-from reknit.storage.local import LocalStorage
+from reknit.storage.local.store import LocalStorage
 from reknit.storage.registry import register
 from reknit.testing.faulty_storage import Fault, FaultyStorage
 

@@ -22,12 +22,12 @@ import pytest
 import torch.distributed as dist
 
 import reknit
-from reknit.engine import joint
-from reknit.engine.host_link import HostLink
+from reknit.engine.sharing import shared_read as joint
+from reknit.engine.sharing.host_link import HostLink
 from reknit.format.checksum import block_digests
 from reknit.format.manifest_file import decode_manifest, encode_manifest
 from reknit.storage.base import Reading
-from reknit.storage.local import LocalStorage
+from reknit.storage.local.store import LocalStorage
 from reknit.storage.registry import register
 from reknit.testing.faulty_storage import Fault, FaultyStorage
 from tests.faults.test_ranks import RUN_S, Answer, attempt, place

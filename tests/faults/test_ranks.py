@@ -22,7 +22,7 @@ import torch
 import torch.distributed as dist
 
 import reknit
-from reknit.storage.local import LocalStorage
+from reknit.storage.local.store import LocalStorage
 from reknit.storage.registry import register
 from reknit.testing.faulty_storage import Fault, FaultyStorage
 from tests.ranks import Died, run

@@ -14,10 +14,10 @@ import numpy as np
 import pytest
 
 import reknit
-from reknit.engine import at_work as at_work_module
-from reknit.engine import pending
-from reknit.engine.at_work import Note, at_work
-from reknit.engine.errand import Errand
+from reknit.engine.background.agent_save import AgentSave
+from reknit.engine.stored import pending
+from reknit.engine.stored import running_agents as at_work_module
+from reknit.engine.stored.running_agents import Note, at_work
 from tests.cli.command import Command
 from tests.faults.nursery import wait_until
 
@@ -203,8 +203,8 @@ def test_a_note_says_what_is_promoted_to_which_place_and_is_found_by_any_name_of
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "link").symlink_to(tmp_path / "real")
-    errand = Errand(3, None)  # type: ignore[arg-type]
-    monkeypatch.setattr(Errand, "places", [f"{tmp_path}/real/a", "s3://bucket/b"])
+    errand = AgentSave(3, None)  # type: ignore[arg-type]
+    monkeypatch.setattr(AgentSave, "places", [f"{tmp_path}/real/a", "s3://bucket/b"])
     note = Note()
     try:
         note.tell(7, {3: errand})

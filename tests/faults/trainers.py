@@ -17,8 +17,8 @@ import pyarrow.parquet  # noqa: F401 - once here, and not in every fork
 
 import reknit
 from reknit.comm import base as comm
-from reknit.comm.rendezvous import FolderStore
-from reknit.engine.arenas import Arenas
+from reknit.comm.meeting.rendezvous import FolderStore
+from reknit.engine.memory.arena_pool import Arenas
 from reknit.options import CommOptions, quiet_grpc
 from reknit.testing.faulty_storage import Fault
 from reknit.testing.killpoint import faulty_url, register_faulty
@@ -91,7 +91,7 @@ class Trainer:
         self.group: Group | None = None
         if size > 1:
             quiet_grpc()
-            from reknit.comm.tree import TreeGroup
+            from reknit.comm.tree.group import TreeGroup
 
             self.group = TreeGroup.join(FolderStore(f"{root}/meet"), rank, size, job="test", options=COMM)
         self.state = state(0, size, nbytes, rank)

@@ -12,9 +12,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from reknit.errors import CorruptError, FormatError
-from reknit.format import index_checks, index_file, parquet_bounds
-from reknit.format.index_checks import check_extents
-from reknit.format.index_file import decode_index, encode_index
+from reknit.format.index import checks as index_checks
+from reknit.format.index import file as index_file
+from reknit.format.index import parquet_bounds
+from reknit.format.index.checks import check_extents
+from reknit.format.index.file import decode_index, encode_index
 from reknit.types.box import Box
 from reknit.types.manifest import Index
 from reknit.types.shard import TensorSpec

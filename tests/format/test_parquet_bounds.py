@@ -10,8 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from reknit.errors import FormatError
-from reknit.format.index_file import encode_index
-from reknit.format.parquet_bounds import check_parquet
+from reknit.format.index.file import encode_index
+from reknit.format.index.parquet_bounds import check_parquet
 from tests.attacks.hostile_index import attacks
 from tests.attacks.thrift import BINARY, BYTE, DOUBLE, FALSE, I64, LIST, STRUCT, TRUE, Reader, Struct, write
 from tests.format.samples import index_of, sample_index

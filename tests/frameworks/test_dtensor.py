@@ -17,9 +17,10 @@ from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Sha
 from torch.distributed.tensor.placement_types import _StridedShard
 
 from reknit.errors import StateError
-from reknit.frameworks import dtensor, torch_private
-from reknit.frameworks.dtensor import Cut, Run, applied, boxes, chunk, decode, in_true_order
 from reknit.frameworks.registry import collect, wanted
+from reknit.frameworks.torch import dtensor
+from reknit.frameworks.torch import private as torch_private
+from reknit.frameworks.torch.dtensor import MeshCut, Run, applied, boxes, chunk, decode, in_true_order
 from reknit.frameworks.walk import World
 from reknit.types.box import Box
 from tests.frameworks.checkpoint import assemble, fill, portable
@@ -65,9 +66,9 @@ def layouts(draw: st.DrawFn) -> tuple[tuple[int, ...], tuple[int, ...], list[tup
     return tuple(shape), tuple(mesh), [draw(cut) for _ in mesh]
 
 
-def cuts_at(layout: Any, coordinate: tuple[int, ...]) -> list[Cut]:
+def cuts_at(layout: Any, coordinate: tuple[int, ...]) -> list[MeshCut]:
     _, mesh, how = layout
-    return [Cut(how[n][0], mesh[n], coordinate[n], how[n][1]) for n in range(len(mesh)) if how[n]]
+    return [MeshCut(how[n][0], mesh[n], coordinate[n], how[n][1]) for n in range(len(mesh)) if how[n]]
 
 
 @given(layouts())
@@ -102,7 +103,7 @@ def test_literal_cuts_are_what_torch_itself_cuts(layout: Any) -> None:
 @given(st.integers(0, 40), st.integers(1, 5), st.integers(1, 5), st.integers(1, 3))
 def test_data_parallel_cuts_come_after_tensor_parallel_ones(length: int, dp: int, tp: int, cp: int) -> None:
     for a, b, c in product(range(dp), range(tp), range(cp)):
-        cuts = [Cut(0, dp, a, tp * cp), Cut(0, tp, b), Cut(0, cp, c)]
+        cuts = [MeshCut(0, dp, a, tp * cp), MeshCut(0, tp, b), MeshCut(0, cp, c)]
         true = torch_chunk(torch_chunk(torch_chunk(list(range(length)), tp, b), cp, c), dp, a)
         assert elements(applied([length], in_true_order(cuts))[0]) == true
         assert decode([length], cuts, [len(true)]) is not None
@@ -113,13 +114,13 @@ def test_runs_that_touch_are_one() -> None:
 
 
 def test_only_a_strided_cut_of_the_right_factor_comes_after_the_later_ones() -> None:
-    later = Cut(0, 2, 0)
-    assert in_true_order([Cut(0, 2, 1, 2), later]) == [later, Cut(0, 2, 1)]
-    assert in_true_order([Cut(0, 2, 1, 3), later]) == [Cut(0, 2, 1, 3), later]
+    later = MeshCut(0, 2, 0)
+    assert in_true_order([MeshCut(0, 2, 1, 2), later]) == [later, MeshCut(0, 2, 1)]
+    assert in_true_order([MeshCut(0, 2, 1, 3), later]) == [MeshCut(0, 2, 1, 3), later]
 
 
 def test_a_strided_cut_alone_is_several_boxes() -> None:
-    runs = decode((16, 3), [Cut(0, 2, 1, 2)], (8, 3))
+    runs = decode((16, 3), [MeshCut(0, 2, 1, 2)], (8, 3))
     assert runs is not None
     assert boxes(runs) == [
         (Box((4, 0), (4, 3)), Box((0, 0), (4, 3))),
@@ -128,8 +129,8 @@ def test_a_strided_cut_alone_is_several_boxes() -> None:
 
 
 def test_a_local_shape_that_no_reading_gives_is_no_layout() -> None:
-    assert decode((7, 4), [Cut(0, 2, 0)], (3, 4)) is None
-    assert decode((7, 4), [Cut(0, 2, 0)], (16,)) is None
+    assert decode((7, 4), [MeshCut(0, 2, 0)], (3, 4)) is None
+    assert decode((7, 4), [MeshCut(0, 2, 0)], (16,)) is None
 
 
 CASES: list[tuple[tuple[int, ...], tuple[int, ...], list[Placement]]] = [
@@ -243,7 +244,7 @@ def group_of_two() -> Any:
     if rank not in (1, 3):
         return None
     tensor = distribute_tensor(torch.arange(4.0), pair, [Replicate()])
-    from reknit.frameworks.torch_job import subgroup_job
+    from reknit.frameworks.torch.job import subgroup_job
 
     job = subgroup_job(group)
     return portable(collect({"t": tensor}, job.rank, job.size, ranks=job.ranks))

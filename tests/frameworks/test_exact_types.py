@@ -19,7 +19,7 @@ import torch
 from torch import nn
 
 import reknit
-from reknit.engine.claims import bring
+from reknit.engine.saving.claims import bring
 from reknit.errors import FormatError, StateError
 from reknit.frameworks.registry import collect, wanted
 from reknit.types.shard import Tagged

@@ -10,8 +10,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from reknit.frameworks.dtensor import Cut, applied, boxes
-from reknit.frameworks.flat import FlatPart, storage_order
+from reknit.frameworks.torch.dtensor import MeshCut, applied, boxes
+from reknit.frameworks.torch.flat import FlatPart, storage_order
 from reknit.types.box import Box
 from reknit.types.shard import Strided
 
@@ -27,7 +27,7 @@ def flattened(draw: st.DrawFn) -> tuple[torch.Tensor, FlatPart, torch.Tensor]:
     if draw(st.booleans()):
         dim = draw(st.integers(0, len(shape) - 1))
         size = draw(st.integers(1, 3))
-        cut = Cut(dim, size, draw(st.integers(0, size - 1)), draw(st.sampled_from([0, 2])))
+        cut = MeshCut(dim, size, draw(st.integers(0, size - 1)), draw(st.sampled_from([0, 2])))
         held = boxes(applied(shape, [cut]))
     lengths = tuple(max((inside.ends[d] for _, inside in held), default=0) for d in range(len(shape)))
     local = torch.empty(lengths, dtype=torch.int64)

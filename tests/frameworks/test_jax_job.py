@@ -14,9 +14,9 @@ from typing import Any
 
 import pytest
 
-from reknit.comm.hosts import Shape, gather_shape
+from reknit.comm.meeting.hosts import Shape, gather_shape
 from reknit.errors import CommError, DeadlineError, MissingExtraError, UsageError
-from reknit.frameworks.jax_job import JaxStore, coordination_store
+from reknit.frameworks.jax.job import JaxStore, coordination_store
 from reknit.options import CommOptions
 
 SOURCES = Path(__file__).parents[2] / "src"
@@ -158,7 +158,7 @@ rank, port = int(sys.argv[1]), sys.argv[2]
 jax.distributed.initialize(f"127.0.0.1:{port}", 2, rank)
 import reknit
 from reknit.errors import DeadlineError
-from reknit.frameworks.jax_job import coordination_store
+from reknit.frameworks.jax.job import coordination_store
 store = coordination_store("test")
 store.set(f"of {rank}", b"")
 store.set(f"of {rank}", bytes([rank, 0, 255]))

@@ -17,7 +17,7 @@ from torch.distributed.tensor import distribute_tensor
 
 import reknit
 from reknit import transforms
-from reknit.engine import ties
+from reknit.engine.loading import ties
 from reknit.errors import MismatchError, StateError
 from reknit.frameworks import overlap
 from reknit.frameworks.registry import wanted

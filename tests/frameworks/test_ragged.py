@@ -19,8 +19,8 @@ from torch.distributed.tensor.placement_types import _StridedShard
 
 import reknit
 from reknit.errors import StateError
-from reknit.frameworks.ragged import Ragged, find, part
 from reknit.frameworks.registry import collect, wanted
+from reknit.frameworks.torch.ragged import Ragged, find, part
 from reknit.frameworks.walk import Place
 from reknit.types.box import Box
 from tests.frameworks.checkpoint import Checkpoint, assemble, fill, portable

@@ -12,7 +12,7 @@ import torch
 
 import reknit
 from reknit import transforms as t
-from reknit.engine import snapshot
+from reknit.engine.background import snapshot
 from reknit.errors import MismatchError, UsageError
 from reknit.frameworks.custom import Held, Value, registered
 from reknit.testing.world import run_ranks
@@ -101,7 +101,7 @@ def test_a_framework_whose_import_is_blocked_is_not_asked(
     library: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setitem(sys.modules, library, None)
-    monkeypatch.delitem(sys.modules, "reknit.frameworks.jax_arrays", raising=False)
+    monkeypatch.delitem(sys.modules, "reknit.frameworks.jax.arrays", raising=False)
     reknit.save(tmp_path, {"x": torch.ones(2), "y": [1, "a"]})
     state: dict[str, Any] = {"x": torch.zeros(2), "y": None}
     reknit.load(tmp_path, state)

@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 
-from reknit.comm.hosts import Shape, gather_shape
+from reknit.comm.meeting.hosts import Shape, gather_shape
 from reknit.errors import CommError, DeadlineError, UsageError
-from reknit.frameworks import torch_job
+from reknit.frameworks.torch import job as torch_job
 from reknit.options import CommOptions
 from tests.ranks import run
 

@@ -12,7 +12,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.placement_types import _StridedShard
 
-from reknit.frameworks import torch_private
+from reknit.frameworks.torch import private as torch_private
 from tests.ranks import run
 
 

@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 import torch
 
-from reknit.frameworks.torch_tensor import local_memory, plain_dtype
+from reknit.frameworks.torch.tensor import local_memory, plain_dtype
 from reknit.frameworks.walk import Place
 
 

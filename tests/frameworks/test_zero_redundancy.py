@@ -11,8 +11,8 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from reknit.errors import StateError
-from reknit.frameworks import torch_private
 from reknit.frameworks.registry import collect
+from reknit.frameworks.torch import private as torch_private
 from tests.frameworks.checkpoint import Checkpoint, assemble, load, portable
 from tests.frameworks.silence import Silence
 from tests.ranks import run

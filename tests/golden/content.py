@@ -13,11 +13,11 @@ import ml_dtypes
 import numpy as np
 
 import reknit
-from reknit.engine.commit import Destination
-from reknit.engine.save import SaveJob, save
+from reknit.engine.saving.commit import Destination
+from reknit.engine.saving.save import SaveJob, save
 from reknit.monitor.phase import Recorder
 from reknit.options import SaveOptions
-from reknit.storage.local import LocalStorage
+from reknit.storage.local.store import LocalStorage
 from reknit.testing.world import run_ranks
 from reknit.types.box import Box
 from reknit.types.shard import Alias, Blob, Holdings, Shard, TensorSpec

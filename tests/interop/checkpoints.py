@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from reknit.comm.base import SoloGroup
-from reknit.engine.commit import Destination
-from reknit.engine.save import SaveJob, save
+from reknit.engine.saving.commit import Destination
+from reknit.engine.saving.save import SaveJob, save
 from reknit.monitor.phase import Recorder
 from reknit.options import SaveOptions
 from reknit.storage.registry import open_storage

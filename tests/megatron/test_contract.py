@@ -14,7 +14,9 @@ import torch.distributed as dist
 
 import reknit
 from reknit.errors import CommitError, StateError
-from reknit.frameworks import megatron_model, megatron_private, megatron_sharded
+from reknit.frameworks.megatron import model as megatron_model
+from reknit.frameworks.megatron import private as megatron_private
+from reknit.frameworks.megatron import sharded as megatron_sharded
 from reknit.frameworks.registry import collect
 from reknit.frameworks.walk import Place, World
 from reknit.types.box import Box
@@ -26,7 +28,7 @@ from tests.megatron.layouts import Layout
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from reknit.frameworks.flat import FlatPart
+    from reknit.frameworks.torch.flat import FlatPart
 
 run = partial(ranks.run, warm="megatron")
 

@@ -14,7 +14,7 @@ import torch.distributed as dist
 
 import reknit
 from reknit.errors import StateError
-from reknit.frameworks import megatron_private
+from reknit.frameworks.megatron import private as megatron_private
 from reknit.frameworks.registry import collect
 from tests import ranks
 from tests.megatron.layouts import Layout

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from reknit.engine.pipeline import start
+from reknit.engine.memory.workers import start
 from reknit.monitor.notebook import notebook_line
 from reknit.monitor.phase import Recorder
 from reknit.monitor.progress import Intervals, progress

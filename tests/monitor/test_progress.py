@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 import reknit
-from reknit.engine.pipeline import start
+from reknit.engine.memory.workers import start
 from reknit.errors import ShortageError
 from reknit.monitor import progress as module
 from reknit.monitor.phase import Recorder
@@ -184,7 +184,7 @@ def test_a_slow_save_tells_how_far_it_is_on_rank_0_alone(
 
 
 def test_a_save_counts_every_byte_of_its_data_files() -> None:
-    from reknit.engine.write import Image, write_images
+    from reknit.engine.saving.write import Image, write_images
 
     ProcessMemory.clear("counted")
     recorder = Recorder("save")

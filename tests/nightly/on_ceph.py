@@ -13,8 +13,8 @@ import pytest
 
 import reknit
 from reknit.errors import StorageError
-from reknit.storage.object import ObjectStorage
-from reknit.storage.object_client import ObjectOptions, parse_url
+from reknit.storage.object.client import ObjectOptions, parse_url
+from reknit.storage.object.store import ObjectStorage
 from reknit.storage.registry import open_storage
 from reknit.testing.storage_suite import StorageSuite
 from tests.servers import environment, new_url, raw_get

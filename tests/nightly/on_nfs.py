@@ -21,7 +21,7 @@ import numpy as np
 import pytest
 
 import reknit
-from reknit.comm.rendezvous import FolderStore
+from reknit.comm.meeting.rendezvous import FolderStore
 from reknit.errors import (
     CheckpointExistsError,
     CheckpointNotFoundError,
@@ -31,8 +31,8 @@ from reknit.errors import (
     StorageNotFoundError,
 )
 from reknit.options import MIB
-from reknit.storage import local
-from reknit.storage.local import LocalStorage
+from reknit.storage.local import store as local
+from reknit.storage.local.store import LocalStorage
 from reknit.testing.storage_suite import StorageSuite, listed
 
 if TYPE_CHECKING:

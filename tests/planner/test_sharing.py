@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from reknit.errors import ProtocolError
-from reknit.planner.sharing import WORTH_NBYTES, Costs, Division, Part, Reads, divide, fetch_of
+from reknit.planner.sharing import WORTH_NBYTES, Costs, Division, FetchTable, Reads, divide, fetch_of
 
 CELL = 16
 FILES = 2
@@ -87,7 +87,7 @@ class Row(NamedTuple):
     remotes: list[int]
 
 
-def rows_of(part: Part) -> list[Row]:
+def rows_of(part: FetchTable) -> list[Row]:
     takers, remotes = part.taker_first.tolist(), part.remote_first.tolist()
     assert takers[0] == remotes[0] == 0
     assert takers[-1] == len(part.taker)

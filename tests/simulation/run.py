@@ -6,7 +6,7 @@ import argparse
 import sys
 import time
 
-from reknit.testing.simulator import Violation, simulate
+from tests.simulation.simulator import Violation, simulate
 from tests.simulation.worlds import world
 
 

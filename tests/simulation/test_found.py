@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from reknit.testing.simulator import Interrupt, Restart, Save, Weather, simulate
+from tests.simulation.simulator import Interrupt, Restart, Save, Weather, simulate
 
 
 def test_ctrl_c_on_rank_0_after_the_commit_does_not_tell_the_others_that_the_save_failed() -> None:

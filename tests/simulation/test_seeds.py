@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from reknit.testing.simulator import simulate
+from tests.simulation.simulator import simulate
 from tests.simulation.worlds import world
 
 PART = 50

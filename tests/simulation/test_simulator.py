@@ -14,15 +14,14 @@ import numpy as np
 import pytest
 from msgspec.structs import replace
 
-from reknit.comm.machine import RoundMachine
+from reknit.comm.tree.machine import RoundMachine
 from reknit.errors import CommError, StorageError
 from reknit.monitor import phase
 from reknit.testing import sim_clock, sim_job, sim_oracle
 from reknit.testing.faulty_storage import Fault
-from reknit.testing.sim_clock import EPOCH_S, TRACE_LINES, Schedule
-from reknit.testing.sim_process import Process
-from reknit.testing.sim_storage import Disk, SimStorage, SimWriter
-from reknit.testing.simulator import (
+from tests.simulation.clock import EPOCH_S, TRACE_LINES, Schedule
+from tests.simulation.process import Process
+from tests.simulation.simulator import (
     Crash,
     Cut,
     DiskFault,
@@ -35,12 +34,13 @@ from reknit.testing.simulator import (
     Weather,
     simulate,
 )
+from tests.simulation.storage import Disk, SimStorage, SimWriter
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from reknit.comm.effects import Effect
-    from reknit.comm.message import Outcome
+    from reknit.comm.tree.effects import Effect
+    from reknit.comm.tree.message import Outcome
 
 
 def outcomes(*faults: object, number: int = 0, ranks: int = 5, **more: object) -> dict[int, str]:
@@ -369,7 +369,7 @@ def test_a_missing_greenlet_names_the_extra() -> None:
     code = (
         "import sys; sys.modules['greenlet'] = None\n"
         "from reknit.errors import MissingExtraError\n"
-        "try:\n    import reknit.testing.simulator\n"
+        "try:\n    import tests.simulation.simulator\n"
         "except MissingExtraError as error:\n    print(error)"
     )
     told = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import pytest
 
 from reknit.testing.faulty_storage import Fault
-from reknit.testing.simulator import (
+from tests.simulation.simulator import (
     Crash,
     Cut,
     DiskFault,
@@ -23,8 +23,8 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from reknit.testing.faulty_storage import FaultKind
-    from reknit.testing.sim_faults import SimFault
-    from reknit.testing.simulator import Result
+    from tests.simulation.faults import SimFault
+    from tests.simulation.simulator import Result
 
 ROOT, INNER, LEAF = 0, 1, 2
 ROLES = pytest.mark.parametrize("rank", [ROOT, INNER, LEAF], ids=["root", "inner", "leaf"])

@@ -7,7 +7,7 @@ from random import Random
 from typing import TYPE_CHECKING, TypedDict, cast, get_args
 
 from reknit.testing.faulty_storage import Fault, FaultKind
-from reknit.testing.simulator import (
+from tests.simulation.simulator import (
     Crash,
     Cut,
     DiskFault,
@@ -22,7 +22,7 @@ from reknit.testing.simulator import (
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from reknit.testing.sim_faults import SimFault
+    from tests.simulation.faults import SimFault
 
 
 class World(TypedDict):

@@ -6,8 +6,8 @@ import uuid
 from pathlib import Path
 from typing import TYPE_CHECKING, ClassVar
 
-from reknit.storage.local import LocalStorage
-from reknit.storage.memory import MemoryStorage
+from reknit.storage.local.memory import MemoryStorage
+from reknit.storage.local.store import LocalStorage
 from reknit.storage.runs import read_runs
 from reknit.testing.faulty_storage import FaultyStorage
 from reknit.testing.process_memory import ProcessMemory

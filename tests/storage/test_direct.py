@@ -15,8 +15,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from reknit.errors import StorageError
-from reknit.storage.direct import LARGE_NBYTES, PAGE
-from reknit.storage.local import LocalStorage
+from reknit.storage.local.direct import LARGE_NBYTES, PAGE
+from reknit.storage.local.store import LocalStorage
 from tests.resources import open_files
 from tests.running.examples import examples
 

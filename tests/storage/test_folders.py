@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from reknit.storage.folders import Folders
+from reknit.storage.local.folders import Folders
 
 if TYPE_CHECKING:
     from pathlib import Path

@@ -17,7 +17,7 @@ pytest.importorskip("hdfs_native", reason="HDFS needs hdfs-native")
 import reknit
 from reknit.errors import StorageError, StorageNotFoundError, StorageUnavailableError
 from reknit.options import MIB
-from reknit.storage.hdfs import HdfsStorage, open_hdfs
+from reknit.storage.hdfs.store import HdfsStorage, open_hdfs
 from reknit.storage.registry import open_storage
 from reknit.testing.storage_suite import StorageSuite, listed, pattern, read, write
 from reknit.testing.storage_suite.probes import seen_meanwhile

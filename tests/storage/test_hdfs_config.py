@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 import pytest
 
 from reknit.errors import ReknitError, UsageError
-from reknit.storage.hdfs_config import HdfsOptions, cluster, parse_url
+from reknit.storage.hdfs.config import HdfsOptions, cluster, parse_url
 
 if TYPE_CHECKING:
     from pathlib import Path

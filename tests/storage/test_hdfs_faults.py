@@ -16,9 +16,9 @@ pytest.importorskip("hdfs_native", reason="HDFS needs hdfs-native")
 import reknit
 from reknit.errors import StorageUnavailableError
 from reknit.options import MIB
-from reknit.storage.hdfs import HdfsStorage, open_hdfs
+from reknit.storage.hdfs.store import HdfsStorage, open_hdfs
 from reknit.storage.registry import register
-from reknit.storage.retrying import Patience, RetryingStorage
+from reknit.storage.wrappers.retrying import Patience, RetryingStorage
 from reknit.testing.storage_suite import listed, pattern, read
 from tests.storage.hdfs_probes import Cluster, everything, place, running, write
 

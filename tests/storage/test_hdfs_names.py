@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from reknit.storage.hdfs_names import Names, decoded, encoded
+from reknit.storage.hdfs.names import HdfsNames, decoded, encoded
 
 texts = st.text(st.sampled_from("a%:253A/")) | st.text()
 
@@ -24,7 +24,7 @@ def test_no_two_names_become_one(a: str, b: str) -> None:
 
 
 def test_what_is_put_into_a_known_folder_is_taken_with_all_folders_above_it() -> None:
-    names = Names()
+    names = HdfsNames()
     names.learn("/a", {"old"})
     names.learn("/a/b/c", set())
     names.add("/a/b/c/new")

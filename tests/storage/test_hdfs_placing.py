@@ -19,10 +19,10 @@ pytest.importorskip("hdfs_native", reason="HDFS needs hdfs-native")
 import reknit
 from reknit.errors import StorageError, StorageUnavailableError
 from reknit.options import MIB
-from reknit.storage import hdfs_placing
-from reknit.storage.hdfs import HdfsStorage, open_hdfs
-from reknit.storage.hdfs_placing import Placing
-from reknit.storage.hdfs_rpc import DataNode, RpcRequests
+from reknit.storage.hdfs import placement as hdfs_placing
+from reknit.storage.hdfs.placement import Placing
+from reknit.storage.hdfs.rpc import DataNode, RpcRequests
+from reknit.storage.hdfs.store import HdfsStorage, open_hdfs
 from reknit.testing.storage_suite import listed, pattern, read
 from tests.storage.hdfs_probes import Cluster, everything, place, running, write
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from reknit.errors import StorageUnavailableError
-from reknit.storage.hdfs_config import Cluster
-from reknit.storage.hdfs_rpc import DataNode, RpcRequests, _bytes, _number, _text
+from reknit.storage.hdfs.config import Cluster
+from reknit.storage.hdfs.rpc import DataNode, RpcRequests, _bytes, _number, _text
 
 NODE = _bytes(1, _text(1, "10.0.0.3") + _text(2, "data3") + _text(3, "uuid") + _number(4, 9866))
 BLOCK = _bytes(1, _text(1, "pool")) + _number(2, 0) + _bytes(3, NODE) + _number(4, 0)

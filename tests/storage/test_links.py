@@ -11,11 +11,11 @@ import pytest
 
 import reknit
 from reknit.errors import ReknitError, StorageError, StorageNotFoundError, StoragePermissionError
-from reknit.storage import folders
-from reknit.storage.beneath import inside, open_below
-from reknit.storage.local import LocalStorage
-from reknit.storage.local_sweep import SweptFolder
-from reknit.storage.memory import MemoryStorage
+from reknit.storage.local import folders
+from reknit.storage.local.memory import MemoryStorage
+from reknit.storage.local.no_links import inside, open_below
+from reknit.storage.local.store import LocalStorage
+from reknit.storage.local.sweep import SweptFolder
 from reknit.storage.registry import open_storage
 from reknit.testing.storage_suite import listed, read, write
 

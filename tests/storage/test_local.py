@@ -25,7 +25,7 @@ from reknit.errors import (
     UsageError,
 )
 from reknit.storage.base import Cacheable
-from reknit.storage.local import LocalStorage
+from reknit.storage.local.store import LocalStorage
 from reknit.testing.storage_suite import listed, pattern, read, write
 from tests.resources import open_files
 from tests.running.examples import examples
@@ -214,7 +214,7 @@ def test_a_write_error_that_only_close_reports_fails_the_file(
 
 CRASH = """
 import os, signal, sys
-from reknit.storage.local import LocalStorage
+from reknit.storage.local.store import LocalStorage
 root, call, if_absent = sys.argv[1], sys.argv[2], sys.argv[3] == "absent"
 storage = LocalStorage(root)
 setattr(os, call, lambda *args, **kwargs: os.kill(os.getpid(), signal.SIGKILL))
@@ -769,7 +769,7 @@ def test_a_read_only_file_system_is_a_permission_error(small_disk: Path) -> None
 FORBIDDEN = """
 import os, sys
 from reknit.errors import StoragePermissionError
-from reknit.storage.local import LocalStorage
+from reknit.storage.local.store import LocalStorage
 open_folder, closed_folder = sys.argv[1:]
 b"".decode("utf-8", "surrogateescape")
 if os.geteuid() == 0:

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from reknit.errors import StorageError, StorageFullError, StorageNotFoundError
-from reknit.storage.local import LocalStorage
+from reknit.storage.local.store import LocalStorage
 from reknit.testing.storage_suite import listed
 from tests.resources import open_files
 from tests.storage.test_local import failing
@@ -121,7 +121,7 @@ def test_a_marker_that_is_deleted_at_any_moment_before_the_step_prevents_it(
 
 KILLED = """
 import os, signal, sys
-from reknit.storage.local import LocalStorage
+from reknit.storage.local.store import LocalStorage
 for case in sys.argv[2:]:
     call, if_absent = case.split("-")
     storage = LocalStorage(f"{sys.argv[1]}/{case}")

@@ -17,8 +17,8 @@ import pytest
 import reknit
 from reknit.errors import StorageError, StorageFullError, StoragePermissionError, UsageError
 from reknit.options import MIB
-from reknit.storage import memory
-from reknit.storage.memory import MemoryStorage
+from reknit.storage.local import memory
+from reknit.storage.local.memory import MemoryStorage
 from reknit.storage.registry import open_storage
 from reknit.testing.storage_suite import listed, read, write
 from tests.faults.nursery import wait_until

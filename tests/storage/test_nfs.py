@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import pytest
 
-from reknit.comm.rendezvous import FolderStore
+from reknit.comm.meeting.rendezvous import FolderStore
 from reknit.errors import DeadlineError, StorageError, StorageNotFoundError
-from reknit.storage.local import LocalStorage
+from reknit.storage.local.store import LocalStorage
 from reknit.testing.storage_suite import listed
 from tests.nightly.machine import Machine
 from tests.servers import server

@@ -17,13 +17,13 @@ pytest.importorskip("obstore", reason="the object stores need obstore")
 
 from reknit.errors import StorageError, StorageNotFoundError, StoragePermissionError, UsageError
 from reknit.options import MIB
-from reknit.storage.object import ObjectStorage
-from reknit.storage.object_client import ObjectOptions, parse_url
-from reknit.storage.object_conditions import look
-from reknit.storage.object_errors import plain, translated
-from reknit.storage.object_upload import MAX_PARTS, part_size
+from reknit.storage.object.client import ObjectOptions, parse_url
+from reknit.storage.object.conditions import look
+from reknit.storage.object.errors import plain, translated
+from reknit.storage.object.store import ObjectStorage
+from reknit.storage.object.upload import MAX_PARTS, part_size
 from reknit.storage.registry import open_storage
-from reknit.storage.retrying import RetryingStorage
+from reknit.storage.wrappers.retrying import RetryingStorage
 from reknit.testing.storage_suite import StorageSuite, listed
 from reknit.testing.storage_suite.suite import Suite
 from reknit.testing.storage_suite.writing import WritingSuite
@@ -36,7 +36,7 @@ if TYPE_CHECKING:
     from obstore import UpdateVersion
 
     from reknit.storage.base import Storage
-    from reknit.storage.object_client import Client
+    from reknit.storage.object.client import Client
 
 
 class Swept(ObjectStorage):
@@ -224,12 +224,12 @@ def test_who_slept_after_his_look_loses_to_who_has_committed_since(
     def slow_look(client: Client, key: str, url: str) -> UpdateVersion | None:
         found = look(client, key, url)
         if key.endswith("pending.1"):
-            monkeypatch.setattr("reknit.storage.object.look", look)
+            monkeypatch.setattr("reknit.storage.object.store.look", look)
             other.delete("pending.1")
             assert other.commit("manifest", b"newer", pending="pending.2", if_absent=False)
         return found
 
-    monkeypatch.setattr("reknit.storage.object.look", slow_look)
+    monkeypatch.setattr("reknit.storage.object.store.look", slow_look)
     with pytest.raises(StorageNotFoundError, match=r"pending\.1"):
         zombie.commit("manifest", b"older", pending="pending.1", if_absent=False)
     assert raw_get("s3", f"{s3}/manifest") == b"newer"

@@ -14,8 +14,8 @@ import obstore
 
 import reknit
 from reknit.errors import StorageError
-from reknit.storage.object import ObjectStorage
-from reknit.storage.object_client import ObjectOptions, parse_url
+from reknit.storage.object.client import ObjectOptions, parse_url
+from reknit.storage.object.store import ObjectStorage
 from tests.storage.tiny_s3 import Conditions, TinyS3
 
 if TYPE_CHECKING:

@@ -20,8 +20,8 @@ from reknit.errors import (
     StorageError,
 )
 from reknit.options import MIB
-from reknit.storage.object import ObjectStorage
-from reknit.storage.object_client import ObjectOptions, parse_url
+from reknit.storage.object.client import ObjectOptions, parse_url
+from reknit.storage.object.store import ObjectStorage
 from reknit.storage.registry import open_storage
 from reknit.testing.fault_proxy import FAULTS, FaultProxy
 from tests.servers import environment, new_url, raw_get, server, uploads_left

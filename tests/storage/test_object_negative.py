@@ -16,7 +16,7 @@ import obstore
 
 import reknit
 from reknit.errors import CheckpointExistsError, StorageError
-from reknit.storage.object import open_object
+from reknit.storage.object.store import open_object
 from reknit.storage.registry import open_storage
 from tests.servers import environment, new_url, server
 

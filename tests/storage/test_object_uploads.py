@@ -12,8 +12,8 @@ pytest.importorskip("botocore", reason="uploads are listed with botocore")
 
 from reknit.errors import StorageError, StoragePermissionError, StorageUnavailableError
 from reknit.storage.base import Dated
-from reknit.storage.object import ObjectStorage, open_object
-from reknit.storage.object_upload import Upload
+from reknit.storage.object.store import ObjectStorage, open_object
+from reknit.storage.object.upload import MultipartUpload
 from tests.servers import environment, new_url, uploads_left
 
 if TYPE_CHECKING:
@@ -67,7 +67,7 @@ def test_all_are_found_however_many_answers_that_takes(storage: ObjectStorage) -
     paths = sorted(f"model/{rank:05d}.0123abcd.safetensors" for rank in range(5))
     for path in paths:
         upload_begun(storage, path)
-    from reknit.storage.object_uploads import Uploads
+    from reknit.storage.object.unfinished import Uploads
 
     told = Uploads(storage._place, storage._options)
     asked: list[dict[str, Any]] = []
@@ -97,10 +97,10 @@ def test_an_interrupt_while_an_object_is_finished_aborts_its_upload(
     writer.write(0, memoryview(bytes(12 << 20)))
     assert len(uploads_left(storage.url)) == 1
 
-    def interrupted(self: Upload) -> None:
+    def interrupted(self: MultipartUpload) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(Upload, "finish", interrupted)
+    monkeypatch.setattr(MultipartUpload, "finish", interrupted)
     with pytest.raises(KeyboardInterrupt):
         writer.finish()
     assert uploads_left(storage.url) == []
@@ -121,7 +121,7 @@ def test_what_goes_wrong_is_told_as_by_every_store(
     storage: ObjectStorage,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    from reknit.storage.object_uploads import Uploads
+    from reknit.storage.object.unfinished import Uploads
 
     for name, value in variables.items():
         monkeypatch.setenv(name, value)
@@ -134,7 +134,7 @@ def test_what_goes_wrong_is_told_as_by_every_store(
 def test_the_endpoint_is_found_by_the_names_that_the_other_client_knows(
     storage: ObjectStorage, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from reknit.storage.object_uploads import Uploads
+    from reknit.storage.object.unfinished import Uploads
 
     endpoint = environment("s3")["AWS_ENDPOINT_URL"]
     monkeypatch.delenv("AWS_ENDPOINT_URL")

@@ -10,8 +10,8 @@ import pytest
 
 from reknit.errors import MissingExtraError, UnknownSchemeError, UsageError
 from reknit.storage import registry
-from reknit.storage.local import LocalStorage
-from reknit.storage.memory import MemoryStorage
+from reknit.storage.local.memory import MemoryStorage
+from reknit.storage.local.store import LocalStorage
 from reknit.storage.registry import open_storage, register
 from reknit.testing.process_memory import ProcessMemory
 from reknit.testing.storage_suite import write
@@ -198,7 +198,7 @@ def test_an_object_store_without_its_client_says_how_to_get_it(
     monkeypatch: pytest.MonkeyPatch, python: tuple[int, int], says: str
 ) -> None:
     monkeypatch.setitem(sys.modules, "obstore", None)
-    for module in [name for name in sys.modules if name.startswith("reknit.storage.object")]:
+    for module in [name for name in sys.modules if name.startswith("reknit.storage.object.store")]:
         monkeypatch.delitem(sys.modules, module)
     monkeypatch.setattr(sys, "version_info", (*python, 0, "final", 0))
     with pytest.raises(MissingExtraError, match="needs the package obstore") as caught:

@@ -15,9 +15,9 @@ import pytest
 import reknit
 from reknit.errors import StorageError, StorageUnavailableError, UsageError
 from reknit.options import MIB
-from reknit.storage.local import LocalStorage
+from reknit.storage.local.store import LocalStorage
 from reknit.storage.registry import open_storage, recipe, register
-from reknit.storage.retrying import Patience, RetryingStorage, patient
+from reknit.storage.wrappers.retrying import Patience, RetryingStorage, patient
 from reknit.testing.faulty_storage import Fault, FaultyStorage
 from reknit.testing.process_memory import ProcessMemory
 from reknit.testing.storage_suite import listed, pattern, read, write

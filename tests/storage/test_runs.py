@@ -7,7 +7,7 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from reknit.storage.local import LocalStorage
+from reknit.storage.local.store import LocalStorage
 from reknit.storage.runs import NEAR_NBYTES, STRETCH_NBYTES, read_runs
 
 if TYPE_CHECKING:

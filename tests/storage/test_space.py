@@ -6,8 +6,8 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from reknit.storage import space
-from reknit.storage.space import free_nbytes, in_memory, making_room, reserve
+from reknit.storage.local import space
+from reknit.storage.local.space import free_nbytes, in_memory, making_room, reserve
 
 if TYPE_CHECKING:
     from pathlib import Path

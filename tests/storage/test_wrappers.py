@@ -14,13 +14,13 @@ import reknit
 from reknit.errors import StorageError, StorageNotFoundError, StorageUnavailableError, UsageError
 from reknit.monitor.phase import monotonic
 from reknit.storage import registry
-from reknit.storage.local import LocalStorage
-from reknit.storage.metered import Meter, MeteredStorage
-from reknit.storage.retrying import Patience, RetryingStorage
-from reknit.storage.throttled import Pace, ThrottledStorage
+from reknit.storage.local.store import LocalStorage
+from reknit.storage.wrappers.retrying import Patience, RetryingStorage
 from reknit.testing.faulty_storage import Fault, FaultyStorage
+from reknit.testing.metered import Meter, MeteredStorage
 from reknit.testing.process_memory import ProcessMemory
 from reknit.testing.storage_suite import StorageSuite, pattern, read, write
+from reknit.testing.throttled import Pace, ThrottledStorage
 
 if TYPE_CHECKING:
     from reknit.storage.base import Storage

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from reknit.errors import DeadlineError, ReknitError, StorageError, StorageFullError, UsageError
-from reknit.storage.local import LocalStorage
+from reknit.storage.local.store import LocalStorage
 from reknit.testing.faulty_storage import Fault, FaultKind, FaultyStorage, Operation
 from reknit.testing.process_memory import ProcessMemory
 from reknit.testing.storage_suite import listed, pattern, read, write
@@ -224,7 +224,7 @@ def test_a_save_that_fails_at_any_operation_leaves_all_or_nothing(
 
 KILLED = """
 import sys
-from reknit.storage.local import LocalStorage
+from reknit.storage.local.store import LocalStorage
 from reknit.testing.faulty_storage import Fault, FaultyStorage
 storage = FaultyStorage(LocalStorage(sys.argv[1]), plan=[Fault("kill", int(sys.argv[2]))])
 writer = storage.create("data/0", 4)

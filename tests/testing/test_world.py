@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 import pytest
 
 from reknit.comm.base import agree, barrier, gather
-from reknit.comm.threads import thread_groups
+from reknit.comm.tree.threads import thread_groups
 from reknit.errors import CommError, DeadlineError, MismatchError
 from reknit.testing.world import MemoryStore, run_ranks
 

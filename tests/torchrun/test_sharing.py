@@ -18,9 +18,9 @@ from torch.distributed.tensor import zeros as dtensor_zeros
 from torch.nn.parallel import DistributedDataParallel
 
 import reknit
-from reknit.engine import joint
+from reknit.engine.sharing import shared_read as joint
 from reknit.storage.base import Reading
-from reknit.storage.local import LocalStorage
+from reknit.storage.local.store import LocalStorage
 from reknit.storage.registry import register
 from reknit.testing.faulty_storage import FaultyStorage
 from tests.faults.test_load_exchange import reblock

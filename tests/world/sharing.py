@@ -11,8 +11,8 @@ from unittest import mock
 
 import numpy as np
 
-from reknit.engine import joint
-from reknit.engine.load import LoadJob, load
+from reknit.engine.loading.load import LoadJob, load
+from reknit.engine.sharing import shared_read as joint
 from reknit.format.checksum import block_digests
 from reknit.format.manifest_file import decode_manifest, encode_manifest
 from reknit.format.paths import MANIFEST_PATH

@@ -8,10 +8,10 @@ import numpy as np
 import pytest
 
 from reknit.comm.base import SoloGroup
-from reknit.engine.commit import Destination
-from reknit.engine.load import LoadJob, load
-from reknit.engine.save import SaveJob, save
-from reknit.engine.verify import verify
+from reknit.engine.loading.load import LoadJob, load
+from reknit.engine.saving.commit import Destination
+from reknit.engine.saving.save import SaveJob, save
+from reknit.engine.stored.verify import verify
 from reknit.errors import (
     CheckpointNotFoundError,
     CommError,
@@ -24,7 +24,7 @@ from reknit.errors import (
 from reknit.format.paths import parse_path
 from reknit.monitor.phase import Recorder
 from reknit.options import LoadOptions, SaveOptions
-from reknit.storage.local import LocalStorage
+from reknit.storage.local.store import LocalStorage
 from reknit.testing.faulty_storage import Fault, FaultyStorage
 from reknit.testing.process_memory import ProcessMemory
 from reknit.testing.world import run_ranks

@@ -7,10 +7,10 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from reknit.engine.commit import Destination
-from reknit.engine.load import LoadJob, load
-from reknit.engine.save import SaveJob, save
-from reknit.engine.verify import verify
+from reknit.engine.loading.load import LoadJob, load
+from reknit.engine.saving.commit import Destination
+from reknit.engine.saving.save import SaveJob, save
+from reknit.engine.stored.verify import verify
 from reknit.errors import CheckpointNotFoundError, MismatchError, StorageError
 from reknit.format.paths import parse_path
 from reknit.frameworks.registry import collect, wanted

@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import pytest
 
-from reknit.engine import load as load_story
-from reknit.engine.load import LoadJob, load
+from reknit.engine.loading import load as load_story
+from reknit.engine.loading.load import LoadJob, load
 from reknit.errors import CorruptError, ReknitError
 from reknit.monitor.phase import Recorder
 from reknit.options import LoadOptions

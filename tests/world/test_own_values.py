@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 import reknit
-from reknit.storage.local import LocalStorage
+from reknit.storage.local.store import LocalStorage
 from reknit.storage.registry import register
 from reknit.testing.process_memory import ProcessMemory
 from reknit.testing.world import run_ranks

@@ -9,10 +9,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from msgspec import structs
 
-from reknit.engine.commit import Destination
-from reknit.engine.copies import SAMPLE_NBYTES
-from reknit.engine.load import LoadJob, load
-from reknit.engine.save import SaveJob, save
+from reknit.engine.loading.load import LoadJob, load
+from reknit.engine.saving.commit import Destination
+from reknit.engine.saving.copies import SAMPLE_NBYTES
+from reknit.engine.saving.save import SaveJob, save
 from reknit.errors import StateError
 from reknit.monitor.phase import Recorder
 from reknit.options import LoadOptions, SaveOptions

@@ -11,8 +11,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from reknit.engine.commit import Destination
-from reknit.engine.save import SaveJob, save
+from reknit.engine.saving.commit import Destination
+from reknit.engine.saving.save import SaveJob, save
 from reknit.monitor.phase import Recorder
 from reknit.options import LoadOptions, SaveOptions
 from reknit.testing.process_memory import ProcessMemory

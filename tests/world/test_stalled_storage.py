@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING
 import numpy as np
 import pytest
 
-from reknit.engine import joint
-from reknit.engine.load import LoadJob, load
+from reknit.engine.loading.load import LoadJob, load
+from reknit.engine.sharing import shared_read as joint
 from reknit.errors import CommError, DeadlineError
 from reknit.monitor.phase import Recorder
 from reknit.options import LoadOptions

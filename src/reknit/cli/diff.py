@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from reknit.cli.output import nbytes_text, print_json, printable
-from reknit.engine.opening import opened, read_opened
-from reknit.format.blob_codec import decode_blobs, encode_blobs
+from reknit.engine.stored.opening import opened, read_opened
+from reknit.format.values.blob_codec import decode_blobs, encode_blobs
 from reknit.interop.tensor_stream import stream, tensors_of
 from reknit.options import MIB
 from reknit.types.shard import full_name
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
     from numpy.typing import NDArray
 
-    from reknit.engine.opening import OpenCheckpoint
+    from reknit.engine.stored.opening import OpenCheckpoint
     from reknit.types.shard import TensorSpec
 
 _PIECE_NBYTES = 16 * MIB

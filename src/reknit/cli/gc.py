@@ -8,10 +8,10 @@ import re
 from typing import TYPE_CHECKING, Any
 
 from reknit.cli.output import nbytes_text, print_json, print_table, printable, time_text
-from reknit.engine.leftovers import Leftover, leftovers, remove
+from reknit.engine.stored.leftovers import Leftover, leftovers, remove
 from reknit.errors import StorageNotFoundError, UsageError
 from reknit.monitor.phase import now
-from reknit.storage.local_sweep import sweepable
+from reknit.storage.local.sweep import sweepable
 from reknit.storage.registry import open_storage
 
 if TYPE_CHECKING:

@@ -6,9 +6,9 @@ from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING
 
 from reknit.cli.output import nbytes_text, print_json, print_table, time_text
-from reknit.engine.commit import manifest_exists
-from reknit.engine.foreign import foreign, foreign_inside
-from reknit.engine.opening import read_manifest
+from reknit.engine.saving.commit import manifest_exists
+from reknit.engine.stored.opening import read_manifest
+from reknit.engine.stored.other_formats import foreign, foreign_inside
 from reknit.errors import CheckpointNotFoundError, FormatError, StorageError
 from reknit.format.manifest_file import decode_manifest
 from reknit.format.paths import parse_path

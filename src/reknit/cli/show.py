@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     import argparse
     from collections.abc import Iterator
 
-    from reknit.engine.opening import OpenCheckpoint
+    from reknit.engine.stored.opening import OpenCheckpoint
     from reknit.types.manifest import TensorEntry
 
 

@@ -9,17 +9,17 @@ import numpy as np
 
 from reknit import api
 from reknit.cli.output import nbytes_text, print_json, printable
-from reknit.engine.checked import read_checked
-from reknit.engine.opening import read_manifest
-from reknit.engine.renaming import names_in
+from reknit.engine.stored.file_checks import read_checked
+from reknit.engine.stored.opening import read_manifest
+from reknit.engine.stored.renaming import names_in
 from reknit.errors import FormatError, StorageError, UsageError
 from reknit.format.checksum import block_digests
-from reknit.format.index_file import decode_index, encode_index
+from reknit.format.index.file import decode_index, encode_index
+from reknit.format.index.rebuild import rebuild_index
 from reknit.format.manifest_file import decode_manifest
 from reknit.format.paths import parse_path
-from reknit.format.rebuild import rebuild_index
 from reknit.interop.data_headers import read_header
-from reknit.storage.local import LocalStorage
+from reknit.storage.local.store import LocalStorage
 from reknit.storage.registry import open_storage
 from reknit.types.shard import full_name
 

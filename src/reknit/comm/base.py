@@ -1,7 +1,7 @@
 """What ranks can say to each other: rounds to a root and back, in which an error travels like an answer.
 
 Everything is one *round*: each rank sends a request, rank 0 decides once it has them all, each rank gets its
-answer. A backend only carries bytes (`Group.exchange`); `round` adds what makes it safe: a rank that fails
+answer. A backend only carries bytes (`Group.exchange`); `turn` adds what makes it safe: a rank that fails
 before or while making its request sends the error in its place, and then every rank raises that same error.
 """
 
@@ -17,7 +17,7 @@ from reknit.monitor.phase import now
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-    from reknit.comm.subtree import Merge
+    from reknit.comm.tree.subtree import Merge
 
     Decide = Callable[[list[bytes]], Sequence[bytes]]
 
@@ -148,6 +148,75 @@ class _Decision:
             return [encode(failed(error, 0, self._name))] * self._size
 
 
+class Turn:
+    """This rank's part in one round, as a `with` block; see `turn`."""
+
+    def __init__(self, group: Group, name: str, timeout_s: float, merge: Merge | None, subject: str) -> None:
+        self._group, self._name, self._timeout_s, self._subject = group, name, timeout_s, subject
+        self._merge, self._merging = merge, _Merging(group.rank, name, merge or b"".join)
+        self._held = False
+
+    def __enter__(self) -> Turn:
+        return self
+
+    def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
+        if self._held:
+            return
+        if error is None:
+            error = ReknitError(f"round {self._name!r} ended without an exchange")
+        # Whatever it is, the others must not wait for this rank.
+        self._hold(failed(error, self._group.rank, self._name), lambda _: [], error)
+
+    def exchange(self, request: bytes, decide: Decide) -> bytes:
+        """Send `request`, let rank 0 `decide` on the requests of all ranks, and return this rank's answer."""
+        return self._hold(Envelope(request), decide, None)
+
+    def _hold(self, request: Envelope, decide: Decide, own: BaseException | None) -> bytes:
+        data = encode(request)
+        self._held = True
+        group, merging = self._group, self._merging
+        decision = _Decision(group.size, self._name, decide)
+        try:
+            answer = decode(
+                group.exchange(
+                    self._name,
+                    data,
+                    decision,
+                    self._timeout_s,
+                    merge=self._merge and merging,
+                    subject=self._subject,
+                )
+            )
+        except ReknitError as error:
+            error.sign(rank=group.rank, phase=self._name)
+            own = own or decision.error or merging.error
+            raise (own or error) from (error if own else None)
+        own = own or decision.error or merging.error
+        if own is not None and not isinstance(own, ReknitError) and shortage(own) is None:
+            raise own
+        failure = answer.failure()
+        if failure is not None:
+            # It says all that `own` does; what a reader may miss is why that came about.
+            raise failure from (own and own.__cause__)
+        return answer.payload
+
+
+def turn(group: Group, name: str, timeout_s: float, *, merge: Merge | None = None, subject: str = "") -> Turn:
+    """Return a `with` block that holds one round: its body works, and ends with one `Turn.exchange`.
+
+    `subject` says what the round is about; ranks with different ones are in different places.  With `merge`,
+    requests become one on the way up, and `decide` gets that one alone: `merge` is called with the requests
+    of a rank and of the subtrees below it, two or more, in no fixed order over all ranks, and has to be
+    associative.
+
+    When the body fails before its exchange, or `merge` or `decide` fail, every rank raises the same error,
+    naming the rank where it began.  An error that is not a `ReknitError` (a bug, Ctrl-C) is raised unchanged
+    where it happened, and reaches the other ranks as a `ReknitError` that describes it.  What fails after the
+    exchange concerns this rank only.
+    """
+    return Turn(group, name, timeout_s, merge, subject)
+
+
 def round(
     group: Group,
     name: str,
@@ -158,41 +227,9 @@ def round(
     merge: Merge | None = None,
     subject: str = "",
 ) -> bytes:
-    """Hold one round: run `produce` here for the request, `decide` on rank 0, and return this rank's answer.
-
-    `subject` says what the round is about; ranks with different ones are in different places.  With `merge`,
-    requests become one on the way up, and `decide` gets that one alone: `merge` is called with the requests
-    of a rank and of the subtrees below it, two or more, in no fixed order over all ranks, and has to be
-    associative.
-
-    When `produce` or `merge` fails on any rank, or `decide` fails, every rank raises the same error, naming
-    the rank where it began.  An error that is not a `ReknitError` (a bug, Ctrl-C) is raised unchanged where
-    it happened, and reaches the other ranks as a `ReknitError` that describes it.
-    """
-    own: BaseException | None = None
-    decision = _Decision(group.size, name, decide)
-    merging = _Merging(group.rank, name, merge or b"".join)
-    try:
-        request = encode(Envelope(produce()))
-    except BaseException as error:  # whatever it is, the others must not wait for this rank
-        own = error
-        request = encode(failed(error, group.rank, name))
-    try:
-        answer = decode(
-            group.exchange(name, request, decision, timeout_s, merge=merge and merging, subject=subject)
-        )
-    except ReknitError as error:
-        error.sign(rank=group.rank, phase=name)
-        own = own or decision.error or merging.error
-        raise (own or error) from (error if own else None)
-    own = own or decision.error or merging.error
-    if own is not None and not isinstance(own, ReknitError) and shortage(own) is None:
-        raise own
-    failure = answer.failure()
-    if failure is not None:
-        # It says all that `own` does; what a reader may miss is why that came about.
-        raise failure from (own and own.__cause__)
-    return answer.payload
+    """Hold one round, as `turn` says: run `produce` for the request, and return this rank's answer."""
+    with turn(group, name, timeout_s, merge=merge, subject=subject) as its_turn:
+        return its_turn.exchange(produce(), decide)
 
 
 def gather(
@@ -242,26 +279,16 @@ def barrier(group: Group, name: str, timeout_s: float, *, subject: str = "") -> 
 
 def agree(group: Group, name: str, error: ReknitError | None, timeout_s: float, *, subject: str = "") -> None:
     """Return on every rank when no rank brought an error; otherwise raise the same one on all."""
-
-    def produce() -> bytes:
+    with turn(group, name, timeout_s, merge=b"".join, subject=subject) as its_turn:
         if error is not None:
             raise error
-        return b""
-
-    def decide(_: list[bytes]) -> list[bytes]:
-        return [b""] * group.size
-
-    round(group, name, produce, decide, timeout_s, merge=b"".join, subject=subject)
+        its_turn.exchange(b"", lambda _: [b""] * group.size)
 
 
 def fail(group: Group, name: str, error: BaseException, timeout_s: float, *, subject: str = "") -> NoReturn:
     """Come to a round only to raise what keeps this rank from it, there and on all other ranks."""
-
-    def produce() -> bytes:
+    with turn(group, name, timeout_s, subject=subject):
         raise error
-
-    round(group, name, produce, lambda requests: [b""] * len(requests), timeout_s, subject=subject)
-    raise error
 
 
 def _empty() -> bytes:

@@ -15,11 +15,11 @@ from reknit.errors import DeadlineError, ReknitError
 _HEAD = struct.Struct("<I?")
 
 
-class Message(msgspec.Struct, array_like=True, tag=True):
+class WorkerMessage(msgspec.Struct, array_like=True, tag=True):
     """Base of everything that is said; the class name travels with it."""
 
 
-class Open(Message):
+class Open(WorkerMessage):
     """To the worker, with memory that holds the encoded states of sources: what to read, and from where.
 
     `sets` are name, opener, encoded arguments, ratio and partitions.  `sources` without a state are read from
@@ -34,25 +34,25 @@ class Open(Message):
     nbytes: int
 
 
-class Consumed(Message):
+class Consumed(WorkerMessage):
     """To the worker: training has had so many batches of it."""
 
     given: int
 
 
-class Prepare(Message):
+class Prepare(WorkerMessage):
     """To the worker: the state after so many batches will be asked for."""
 
     given: int
 
 
-class Opened(Message):
+class WorkerReady(WorkerMessage):
     """To the loader: the worker is ready, and has given so many batches before."""
 
     given: int
 
 
-class Made(Message):
+class BatchMade(WorkerMessage):
     """To the loader, with memory that holds the columns of a batch."""
 
     dtype: str
@@ -60,11 +60,11 @@ class Made(Message):
     num_samples: int
 
 
-class Ended(Message):
+class Ended(WorkerMessage):
     """To the loader: there are no more batches."""
 
 
-class Prepared(Message):
+class Prepared(WorkerMessage):
     """To the loader, with memory that holds encoded states: those after so many batches.
 
     `shards` are source, work left, number of items, and where the room for its state begins and ends.
@@ -76,24 +76,24 @@ class Prepared(Message):
     nbytes: int
 
 
-class Failed(Message):
+class Failed(WorkerMessage):
     """To the loader: the worker met an error."""
 
     what: str
 
 
-AnyMessage = Open | Consumed | Prepare | Opened | Made | Ended | Prepared | Failed
+AnyMessage = Open | Consumed | Prepare | WorkerReady | BatchMade | Ended | Prepared | Failed
 _encode = msgspec.msgpack.Encoder().encode
 _decoder: msgspec.msgpack.Decoder[Any] = msgspec.msgpack.Decoder(AnyMessage)
 
 
-class Channel:
+class WorkerChannel:
     """One end of the pair."""
 
     def __init__(self, sock: socket.socket) -> None:
         self._socket = sock
 
-    def send(self, message: Message, fd: int | None = None) -> None:
+    def send(self, message: WorkerMessage, fd: int | None = None) -> None:
         """Send a message, and close the descriptor that goes with it.  Raises `OSError`."""
         try:
             data = _encode(message)

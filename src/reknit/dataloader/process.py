@@ -16,7 +16,7 @@ from reknit.dataloader import channel as say
 from reknit.dataloader import shared_memory
 from reknit.dataloader.reader import COLUMNS, Batch
 from reknit.errors import DeadlineError, ReknitError
-from reknit.format.blob_codec import encode_value
+from reknit.format.values.blob_codec import encode_value
 from reknit.options import agent_environment
 from reknit.system import output_of_child, socket_pair
 from reknit.types.shard import Encoded, LoaderShard, SharedFile
@@ -56,7 +56,7 @@ class ProcessWorker:
         fd = shared_memory.create(len(data))
         shared_memory.write(fd, 0, data)
         ours, theirs = socket_pair()
-        self._channel = say.Channel(ours)
+        self._channel = say.WorkerChannel(ours)
         try:
             self._process = self._spawn(theirs)
         except BaseException:
@@ -124,7 +124,7 @@ class ProcessWorker:
             env=agent_environment(sys.path),
         )
 
-    def _send(self, message: say.Message, fd: int | None = None) -> None:
+    def _send(self, message: say.WorkerMessage, fd: int | None = None) -> None:
         with contextlib.suppress(OSError):  # a worker that is gone has said why, or will be missed
             self._channel.send(message, fd)
 
@@ -142,9 +142,9 @@ class ProcessWorker:
                 remedy="see what it printed; a negative status is the signal that killed it",
             )
         message, fd = received
-        if isinstance(message, say.Opened):
+        if isinstance(message, say.WorkerReady):
             self._given = message.given
-        elif isinstance(message, say.Made):
+        elif isinstance(message, say.BatchMade):
             assert fd is not None
             self._made.append(_batch(message, fd))
         elif isinstance(message, say.Ended):
@@ -156,7 +156,7 @@ class ProcessWorker:
             raise ReknitError(f"a worker of the data loader failed: {message.what}")
 
 
-def _batch(made: say.Made, fd: int) -> Batch:
+def _batch(made: say.BatchMade, fd: int) -> Batch:
     """Return a batch whose arrays are the memory that the worker filled."""
     samples = made.num_samples * len(COLUMNS)
     tokens_at = 8 * (made.num_samples + 1 + samples)

@@ -17,7 +17,7 @@ from reknit.dataloader import shared_memory
 from reknit.dataloader.reader import Batch, Reader
 from reknit.dataloader.station import Station
 from reknit.dataloader.token_sets import Corpus, Recipe, opened_by
-from reknit.format.blob_codec import decode_blobs, encode_value, name_of_value
+from reknit.format.values.blob_codec import decode_blobs, encode_value, name_of_value
 
 _ROOM = 4096 + 16
 """Bytes before each encoded state, where its name in the checkpoint will stand (`types.shard.Encoded`)."""
@@ -26,7 +26,7 @@ _ROOM = 4096 + 16
 class _Worker:
     """Does what it is told first, then what a save needs, and reads ahead in the time that is left."""
 
-    def __init__(self, channel: say.Channel, station: Station, depth: int) -> None:
+    def __init__(self, channel: say.WorkerChannel, station: Station, depth: int) -> None:
         self._channel, self._station, self._depth = channel, station, depth
         self._wanted: set[int] = set()
         self._told_end = False
@@ -79,16 +79,16 @@ class _Worker:
         self._channel.send(say.Prepared(given, _ROOM, told, at), fd)
 
 
-def _laid_out(batch: Batch) -> tuple[say.Made, int]:
+def _laid_out(batch: Batch) -> tuple[say.BatchMade, int]:
     """Return a batch in shared memory: its numbers, then its tokens."""
     fd, at = shared_memory.create(batch.bounds.nbytes + batch.samples.nbytes + batch.tokens.nbytes), 0
     for part in (batch.bounds, batch.samples, batch.tokens):
         shared_memory.write(fd, at, np.ascontiguousarray(part).reshape(-1).view(np.uint8).data)
         at += part.nbytes
-    return say.Made(batch.tokens.dtype.str, len(batch.tokens), len(batch.samples)), fd
+    return say.BatchMade(batch.tokens.dtype.str, len(batch.tokens), len(batch.samples)), fd
 
 
-def _opened(channel: say.Channel) -> _Worker | None:
+def _opened(channel: say.WorkerChannel) -> _Worker | None:
     """Make ready for what the loader wants to be read; None when it is gone already."""
     received = channel.receive()
     if received is None:
@@ -108,14 +108,14 @@ def _opened(channel: say.Channel) -> _Worker | None:
     reader = Reader(corpus.cut([one[4] for one in wanted.sets]), Recipe(**wanted.recipe), wanted.sources)
     reader.restore(states, same=wanted.same)
     station = Station(reader)
-    channel.send(say.Opened(station.made))
+    channel.send(say.WorkerReady(station.made))
     return _Worker(channel, station, wanted.depth)
 
 
 def main(fd: int) -> None:
     """Serve the loader at the other end of a socket, until it is gone."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # meant for the trainer, with which this process ends
-    channel = say.Channel(socket.socket(fileno=fd))
+    channel = say.WorkerChannel(socket.socket(fileno=fd))
     try:
         worker = _opened(channel)
         if worker is not None:

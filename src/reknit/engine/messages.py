@@ -81,7 +81,7 @@ class EncodedBlob(msgspec.Struct, array_like=True):
     data: bytes
 
 
-class Columns(msgspec.Struct, array_like=True):
+class ArrayColumns(msgspec.Struct, array_like=True):
     """The chunks that a rank writes, row by row: `tensor` and `file` count `tensors` and `files`.
 
     `tensors` (item, FQN, dtype, shape) are all that the rank holds, `files` are item and part of data files,
@@ -100,7 +100,7 @@ class Columns(msgspec.Struct, array_like=True):
     aliases: list[tuple[str, str, str]]
 
 
-class Outcome(msgspec.Struct, array_like=True):
+class CommitOutcome(msgspec.Struct, array_like=True):
     """The root's answer to a receipt: the checkpoint is committed."""
 
     total_nbytes: int
@@ -126,7 +126,7 @@ class Files(msgspec.Struct, array_like=True):
     digests: bytes
 
 
-class Opened(msgspec.Struct, array_like=True):
+class ItemContents(msgspec.Struct, array_like=True):
     """The root's answer to `Items`: what a checkpoint holds of these items, but not where its tensors lie.
 
     `manifest` is a file of format 1 with fewer entries: it has all items, and of files just the index and
@@ -192,7 +192,7 @@ class Offer(msgspec.Struct, array_like=True):
     columns: list[bytes]
 
 
-class Share(msgspec.Struct, array_like=True):
+class SharePlan(msgspec.Struct, array_like=True):
     """The root's answer to `Offer`: a `planner.sharing.Part`, by the rank's own numbers of files.
 
     `peers` are the links of the ranks that take something from this one.
@@ -203,7 +203,7 @@ class Share(msgspec.Struct, array_like=True):
     peers: dict[int, str]
 
 
-class Wish(msgspec.Struct, array_like=True):
+class LoadRequest(msgspec.Struct, array_like=True):
     """Before a load's reading: what does not fit on a rank, and what it would read.
 
     `idle` are patterns of `LoadOptions.only` that match nothing in the rank's target, `damaged` sentences
@@ -225,8 +225,8 @@ class Stopped(msgspec.Struct, array_like=True):
     why: str
 
 
-class Agreed(msgspec.Struct, array_like=True):
-    """The root's answer to `Wish`: names that no rank takes, which a lenient load puts up with.
+class LoadDecision(msgspec.Struct, array_like=True):
+    """The root's answer to `LoadRequest`: names that no rank takes, which a lenient load puts up with.
 
     `left` are items of the checkpoint that no rank asked for.  `share` is this rank's part in reading
     together, None where it reads alone.
@@ -234,7 +234,7 @@ class Agreed(msgspec.Struct, array_like=True):
 
     unexpected: list[str]
     left: list[str]
-    share: Share | None
+    share: SharePlan | None
 
 
 Name = tuple[str, str]
@@ -275,7 +275,7 @@ def left_over(names: Iterable[Name], ranks: Sequence[Mapping[str, bytes]]) -> li
     return left
 
 
-class Seat(msgspec.Struct, array_like=True):
+class ListenAddress(msgspec.Struct, array_like=True):
     """While a tree forms: a rank's address in it, and the rank above it.
 
     `number` is that of the next save which the rank has not begun.
@@ -286,8 +286,8 @@ class Seat(msgspec.Struct, array_like=True):
     number: int = 0
 
 
-class Place(msgspec.Struct, array_like=True):
-    """The root's answer to `Seat`: the address above, and what all ranks have in common from now on.
+class TreeAddress(msgspec.Struct, array_like=True):
+    """The root's answer to `ListenAddress`: the address above, and what all ranks have in common from now on.
 
     That is the seed of all write ids to come, and the number of the first save in which all can take part.
     """

@@ -7,7 +7,7 @@ import threading
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from reknit.engine.shown import Shown, logged, ranks, some
+from reknit.engine.display import Shown, logged, ranks, some
 from reknit.errors import DeadlineError, SkippedError, UsageError
 from reknit.monitor.phase import Deadline
 from reknit.monitor.progress_text import amount

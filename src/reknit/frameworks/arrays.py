@@ -80,7 +80,7 @@ def _cut(place: Place, spec: TensorSpec, device: Any, mesh: Any, placements: Any
     import torch
     from torch.distributed.tensor import empty as empty_dtensor
 
-    from reknit.frameworks import dtensor
+    from reknit.frameworks.torch import dtensor
 
     if device is not None and torch.device(device).type != mesh.device_type:
         raise UsageError(f"{place} is to be on {device}, and its mesh is one of {mesh.device_type}")

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 
 _JAX = "jax"
-_JAX_VALUES = "reknit.frameworks.jax_values"
+_JAX_VALUES = "reknit.frameworks.jax.values"
 
 
 def to_neutral(value: Any, where: str) -> Any:

@@ -30,13 +30,13 @@ if TYPE_CHECKING:
 
 _FRAMEWORKS = (
     # one line for each
-    ("deepspeed", "deepspeed"),
+    ("deepspeed", "deepspeed.optimizers"),
     ("vescale", "vescale"),
-    ("megatron.core", "megatron"),
-    ("torch", "torch_objects"),
-    ("jax", "jax_arrays"),
+    ("megatron.core", "megatron.objects"),
+    ("torch", "torch.objects"),
+    ("jax", "jax.arrays"),
 )
-"""A module that makes a framework's objects, and the file here that knows them, in the order of asking.
+"""A module that makes a framework's objects, and the module here that knows them, in the order of asking.
 
 A framework that is not imported yet can have no object in any state.
 """
@@ -139,8 +139,8 @@ def _world(rank: int, size: int, ranks: Sequence[int] | None) -> World:
 def _adapters() -> tuple[tuple[Adapter, ...], tuple[Arrays, ...]]:
     """Return the adapters in the order of asking, and the libraries whose tensors are known."""
     found = [
-        import_module(f"reknit.frameworks.{file}")
-        for needs, file in _FRAMEWORKS
+        import_module(f"reknit.frameworks.{module}")
+        for needs, module in _FRAMEWORKS
         if sys.modules.get(needs) is not None  # None blocks the import of what is not to be there
     ]
     libraries = (*(one for module in found for one in getattr(module, "libraries", tuple)()), NumpyArrays())

@@ -14,12 +14,13 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 
 from reknit.errors import StateError
-from reknit.frameworks import dtensor, optimizer_protocol
-from reknit.frameworks.flat import FlatPart
-from reknit.frameworks.members import parameters, without_wrappers
-from reknit.frameworks.optimizer import OptimizerAdapter
-from reknit.frameworks.optimizer_slots import Slot, Slots, places
-from reknit.frameworks.optimizer_slots import read as read_torch
+from reknit.frameworks.optimizer import protocol as optimizer_protocol
+from reknit.frameworks.optimizer.slots import ParamSlot, Slots, places
+from reknit.frameworks.optimizer.slots import read as read_torch
+from reknit.frameworks.optimizer.states import OptimizerAdapter
+from reknit.frameworks.torch import dtensor
+from reknit.frameworks.torch.flat import FlatPart
+from reknit.frameworks.torch.members import parameters, without_wrappers
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -70,7 +71,7 @@ class DistributedOptimizers:
             share = shares.get(id(parameter))
             # Whose group a parameter is in that others step is known where there is only one.
             if share is None and parameter.requires_grad and len(groups) == 1:
-                share = Share(parameter, parameter, groups[0], 0, 0)
+                share = SteppedRange(parameter, parameter, groups[0], 0, 0)
             if share is not None:
                 each.append(_slot(share, names[id(parameter)], kind, place, walk))
         return Slots(value.optimizer.state, groups, tuple(each), lambda: _refresh(shares.values()))
@@ -90,7 +91,7 @@ class DistributedOptimizerAdapter(OptimizerAdapter):
         super().wanted(value, place, loading, assign)
 
 
-class Share(NamedTuple):
+class SteppedRange(NamedTuple):
     """What this rank steps of a parameter: the elements from `start` to `end` of its local tensor.
 
     `stepped` is the tensor that the inner optimizer knows: a view of those elements, or a copy of them in
@@ -109,7 +110,7 @@ def _is(value: Any, module: str, name: str) -> bool:
     return kind is not None and isinstance(value, kind)
 
 
-def _shares(optimizer: Any, place: Place) -> Iterator[Share]:
+def _shares(optimizer: Any, place: Place) -> Iterator[SteppedRange]:
     """Yield what this rank steps, as the optimizer cut it when it was made."""
     for number, group in enumerate(optimizer.param_groups):
         known = {id(stepped) for stepped in group["params"]}
@@ -127,10 +128,10 @@ def _shares(optimizer: Any, place: Place) -> Iterator[Share]:
             )
         for parameter, stepped in pairs:
             span = optimizer.get_model_param_range_map(parameter)["param"]
-            yield Share(parameter, stepped, group, span.start, span.end)
+            yield SteppedRange(parameter, stepped, group, span.start, span.end)
 
 
-def _slot(share: Share, name: str, kind: tuple[str, ...], place: Place, walk: Walk) -> Slot:
+def _slot(share: SteppedRange, name: str, kind: tuple[str, ...], place: Place, walk: Walk) -> ParamSlot:
     parameter, numel = share.parameter, share.end - share.start
     local = _local(parameter)
     part = FlatPart.nothing(tuple(parameter.shape), 0)
@@ -145,7 +146,7 @@ def _slot(share: Share, name: str, kind: tuple[str, ...], place: Place, walk: Wa
                 remedy="make the DistributedOptimizer after the last change of its model",
             )
     master = share.stepped if numel and share.stepped.dtype != parameter.dtype else None
-    return Slot(
+    return ParamSlot(
         name, share.stepped, share.stepped, share.group, walk.world.alone, _places(parameter, walk), part,
         counter=walk.world.alone, master=master, kind=kind,
     )  # fmt: skip

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from reknit import api
 from reknit.errors import UsageError
-from reknit.frameworks import deepspeed_private
+from reknit.frameworks.deepspeed import private as deepspeed_private
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -44,7 +44,7 @@ def save(
     of the weights) is filled in place by it.  All else is as for `reknit.save`, and so are the errors.
     """
     state = _state(engine, items)
-    state["client_state"] = _Kept(dict(client_state or {}))
+    state["client_state"] = _KeptEngine(dict(client_state or {}))
     return api.save(
         path,
         state,
@@ -76,7 +76,7 @@ def load(
     takes any checkpoint that has an item ``model``.  All else is as for `reknit.load`, and so are the errors.
     """
     state = _state(engine, items)
-    kept = state["client_state"] = _Kept()
+    kept = state["client_state"] = _KeptEngine()
     if load_module_only:
         state = {"model": state["model"]}
     if not load_optimizer_states:
@@ -118,7 +118,7 @@ class _Progress:
 
 
 @dataclass
-class _Kept:
+class _KeptEngine:
     """A user's values, whose form is known to nobody before they are loaded."""
 
     values: dict[str, Any] = field(default_factory=dict)

@@ -17,10 +17,10 @@ from typing import TYPE_CHECKING, Any
 
 from reknit import api
 from reknit.errors import CheckpointNotFoundError, MismatchError, UsageError
-from reknit.frameworks import megatron_private as private
-from reknit.frameworks import megatron_sharded as parts
 from reknit.frameworks import tree
-from reknit.frameworks.megatron_leaves import names_of
+from reknit.frameworks.megatron import private
+from reknit.frameworks.megatron import sharded as parts
+from reknit.frameworks.megatron.leaves import names_of
 from reknit.monitor.phase import Deadline
 from reknit.options import LoadOptions, SaveOptions
 from reknit.storage.registry import open_storage

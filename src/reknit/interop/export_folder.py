@@ -10,9 +10,9 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
 from reknit.errors import UsageError
-from reknit.storage.folders import sync_folder
-from reknit.storage.local import LocalStorage
-from reknit.storage.posix import translated
+from reknit.storage.local.folders import sync_folder
+from reknit.storage.local.posix import translated
+from reknit.storage.local.store import LocalStorage
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
     from numpy.typing import NDArray
 
-    from reknit.engine.opening import OpenCheckpoint
+    from reknit.engine.stored.opening import OpenCheckpoint
     from reknit.storage.base import Storage
 
 Dtype = Literal["bfloat16", "float16", "float32"]

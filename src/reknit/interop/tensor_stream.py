@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
-from reknit.engine.opening import opened, read_opened
-from reknit.engine.read import Reader, granularity
+from reknit.engine.loading.read import RangeReader, granularity
+from reknit.engine.stored.opening import opened, read_opened
 from reknit.errors import CorruptError
 from reknit.monitor.phase import Recorder
 from reknit.options import MIB, LoadOptions
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
     from numpy.typing import NDArray
 
-    from reknit.engine.opening import OpenCheckpoint
+    from reknit.engine.stored.opening import OpenCheckpoint
     from reknit.types.shard import TensorSpec
 
 PIECE_NBYTES = 32 * MIB
@@ -36,7 +36,7 @@ _BATCH = 4096
 _OPTIONS = LoadOptions(inflight_nbytes=32 * MIB)
 
 
-class Piece(NamedTuple):
+class StreamPiece(NamedTuple):
     """Elements of tensor `number` of the index, flat; the pieces of a tensor come in row-major order."""
 
     number: int
@@ -61,7 +61,7 @@ def stream(
     numbers: Sequence[int],
     nbytes: int = PIECE_NBYTES,
     options: LoadOptions = _OPTIONS,
-) -> Iterator[Piece]:
+) -> Iterator[StreamPiece]:
     """Yield the tensors with these numbers, in this order, reading and verifying `nbytes` at a time.
 
     A large tensor comes in several pieces, small ones are read together; one without elements yields nothing.
@@ -75,9 +75,11 @@ def stream(
         dtypes = [numpy_dtype(checkpoint.index.tensors[number].spec.dtype) for number, _ in batch]
         arrays = [np.empty(box.lengths, dtype) for (_, box), dtype in zip(batch, dtypes, strict=True)]
         plan = plan_load(checkpoint.index, batch, sizes, cut)
-        Reader(checkpoint, plan, arrays, [number for number, _ in batch], frozenset(), options).run(recorder)
+        RangeReader(checkpoint, plan, arrays, [number for number, _ in batch], frozenset(), options).run(
+            recorder
+        )
         for (number, _), array in zip(batch, arrays, strict=True):
-            yield Piece(number, array.reshape(-1))
+            yield StreamPiece(number, array.reshape(-1))
         # The next batch must not be allocated while this one is still held.
         del arrays, array
 

@@ -12,7 +12,7 @@ from reknit.interop.data_headers import read_header
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from reknit.engine.opening import OpenCheckpoint
+    from reknit.engine.stored.opening import OpenCheckpoint
     from reknit.format.data_file import Header
 
 

@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
-from reknit.planner.combs import cut_blocks, cut_exactly
-from reknit.planner.strided import Pieces, concatenated, counted, runs_of
+from reknit.planner.strided_parts import Pieces, concatenated, counted, runs_of
+from reknit.planner.strided_reads import cut_blocks, cut_exactly
 from reknit.types.plan import LoadPlan
 
 if TYPE_CHECKING:

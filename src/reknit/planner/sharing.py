@@ -44,7 +44,7 @@ class Costs(NamedTuple):
     network: float
 
 
-class Part(NamedTuple):
+class FetchTable(NamedTuple):
     """What one rank has to know: a row for each fetch that it takes part in.
 
     `number` counts the fetches of all ranks; `file`, `start`, `nbytes` are the bytes.  `reader` is the rank
@@ -77,7 +77,7 @@ class Part(NamedTuple):
 class Division(NamedTuple):
     """The part of every rank, and how many exchanges between hosts there are."""
 
-    parts: tuple[Part, ...]
+    parts: tuple[FetchTable, ...]
     num_turns: int
 
 
@@ -121,7 +121,7 @@ def divide(
     return Division(_parts(fetches, reader, routes, turn, stage, len(reads)), num_turns)
 
 
-def fetch_of(reads: Reads, part: Part) -> NDArray[np.int64]:
+def fetch_of(reads: Reads, part: FetchTable) -> NDArray[np.int64]:
     """Return for each of a rank's reads the row of its part that contains it, or -1 where it is private."""
     found = np.full(len(reads.file), -1, np.int64)
     if not len(part.number) or not len(found):
@@ -243,7 +243,7 @@ def _parts(
     turn: NDArray[np.int64],
     stage: NDArray[np.int64],
     num_ranks: int,
-) -> tuple[Part, ...]:
+) -> tuple[FetchTable, ...]:
     """Number the fetches by stage, then by file and start, and return every rank's rows."""
     number = np.empty(len(reader), np.int64)
     number[np.argsort(stage, kind="stable")] = np.arange(len(reader))
@@ -270,7 +270,7 @@ def _parts(
         columns.insert(4, source[a:b].copy())
         for first, ranks in served:
             columns += [first[a : b + 1] - first[a], ranks[first[a] : first[b]].copy()]
-        parts.append(Part(*columns))
+        parts.append(FetchTable(*columns))
     return tuple(parts)
 
 

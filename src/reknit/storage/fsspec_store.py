@@ -20,7 +20,7 @@ from reknit.errors import (
     shortage,
 )
 from reknit.storage.base import Listed, Reading
-from reknit.storage.local import LocalStorage
+from reknit.storage.local.store import LocalStorage
 from reknit.storage.paths import check_path, is_temporary
 from reknit.storage.runs import check_inside, read_runs
 
@@ -49,10 +49,10 @@ class FsspecStorage:
     on the local disk until it is whole, and then uploaded in order.
     """
 
-    def __init__(self, url: str, system: Any, root: str, names: _Names | None = None) -> None:
+    def __init__(self, url: str, system: Any, root: str, names: _TakenNames | None = None) -> None:
         """Use `open_fsspec`; `root` is what `system` calls the folder that `url` means."""
         self._url, self._system, self._root = url.rstrip("/"), system, root.rstrip("/")
-        self._names = names or _Names()
+        self._names = names or _TakenNames()
 
     @property
     def url(self) -> str:
@@ -274,7 +274,7 @@ class FsspecStorage:
             raise shortage(error) or kind(f"cannot {action} {told}: {error!r}", path=told) from error
 
 
-class _Names:
+class _TakenNames:
     """Files of a file system that are being written by this process."""
 
     def __init__(self) -> None:

@@ -13,9 +13,9 @@ from urllib.parse import unquote
 from reknit.errors import MissingExtraError, UnknownSchemeError, UsageError
 from reknit.options import Durability
 from reknit.storage.base import Storage
-from reknit.storage.local import LocalStorage
-from reknit.storage.memory import MemoryStorage
-from reknit.storage.retrying import patient
+from reknit.storage.local.memory import MemoryStorage
+from reknit.storage.local.store import LocalStorage
+from reknit.storage.wrappers.retrying import patient
 
 Factory = Callable[[str, Durability], Storage]
 
@@ -28,7 +28,7 @@ _SCHEME = re.compile(r"[A-Za-z][A-Za-z0-9+.-]*")
 def open_storage(url: str | os.PathLike[str], *, durability: Durability = "power") -> Storage:
     """Return the store at `url`: a folder's path, ``file://``, ``mem://``, or a registered scheme.
 
-    Stores over a network are asked again where they cannot be reached, see `reknit.storage.retrying`; their
+    Stores over a network are asked again where they cannot be reached, see `storage.wrappers.retrying`; their
     URLs have the option ``?retry_s=``.  What is registered is opened as it is.
 
     Whatever looks like a URL of an unknown store raises `UnknownSchemeError` instead of becoming a folder of
@@ -46,7 +46,7 @@ def open_storage(url: str | os.PathLike[str], *, durability: Durability = "power
     return factory(text, durability)
 
 
-class Recipe(NamedTuple):
+class StoreRecipe(NamedTuple):
     """How another process of this machine opens the same store; `elsewhere` is False when none can.
 
     `url` names it in whatever folder that process is, `factory` is ``module:function`` of what only this
@@ -58,20 +58,20 @@ class Recipe(NamedTuple):
     factory: str | None = None
 
 
-def recipe(url: str | os.PathLike[str]) -> Recipe:
+def recipe(url: str | os.PathLike[str]) -> StoreRecipe:
     """Return how another process opens the store at `url`, which need not exist."""
     text = _text(url)
     scheme = _scheme(text)
     if scheme is None:
-        return Recipe(os.path.abspath(_expand(text)), elsewhere=True)
+        return StoreRecipe(os.path.abspath(_expand(text)), elsewhere=True)
     factory = _factories.get(scheme)
     if factory is None or getattr(factory, "__module__", "") == __name__:
-        return Recipe(text, elsewhere=True)
+        return StoreRecipe(text, elsewhere=True)
     module, name = getattr(factory, "__module__", ""), getattr(factory, "__qualname__", "")
     found = getattr(sys.modules.get(module), name, None)
     if module == "__main__" or found is not factory:
-        return Recipe(text, elsewhere=False)
-    return Recipe(text, elsewhere=True, factory=f"{module}:{name}")
+        return StoreRecipe(text, elsewhere=False)
+    return StoreRecipe(text, elsewhere=True, factory=f"{module}:{name}")
 
 
 def _text(url: object) -> str:
@@ -184,7 +184,7 @@ def _open_memory(url: str, durability: Durability) -> Storage:
 def _open_object(url: str, durability: Durability) -> Storage:
     # An object that is there stays, whatever the durability.
     try:
-        from reknit.storage.object import open_object
+        from reknit.storage.object.store import open_object
     except ImportError as error:
         if error.name is None or error.name.partition(".")[0] != "obstore":
             raise
@@ -201,7 +201,7 @@ def _open_object(url: str, durability: Durability) -> Storage:
 @patient(resumes=True)
 def _open_hdfs(url: str, durability: Durability) -> Storage:
     try:
-        from reknit.storage.hdfs import open_hdfs
+        from reknit.storage.hdfs.store import open_hdfs
     except ImportError as error:
         if error.name is None or error.name.partition(".")[0] != "hdfs_native":
             raise

@@ -12,7 +12,7 @@ import reknit
 from reknit.errors import ReknitError
 from reknit.storage import registry
 from reknit.storage.registry import open_storage
-from reknit.storage.retrying import Patience, RetryingStorage
+from reknit.storage.wrappers.retrying import Patience, RetryingStorage
 from reknit.testing.faulty_storage import Fault, FaultyStorage
 from reknit.testing.storage_suite import StorageSuite
 
@@ -73,7 +73,7 @@ class TestFaults:
         self, kind: Any, scratch_url: str, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         """Fail once at each operation of a save; what loads afterwards is the old state or the new one."""
-        place = _Place(scratch_url, monkeypatch)
+        place = _Location(scratch_url, monkeypatch)
         place.plan = ()
         reknit.save(place.url, _state(1))
         for number in range(1, _MOST):
@@ -93,7 +93,7 @@ class TestFaults:
         self, scratch_url: str, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         """Save and load while every third operation finds the store away."""
-        place = _Place(scratch_url, monkeypatch)
+        place = _Location(scratch_url, monkeypatch)
         place.retries = True
         place.plan = tuple(Fault("away", number) for number in range(1, 1000, 3))
         reknit.save(place.url, _state(1))
@@ -101,7 +101,7 @@ class TestFaults:
         place.clear()
 
 
-class _Place:
+class _Location:
     """A place in the store that fails as planned."""
 
     def __init__(self, scratch_url: str, monkeypatch: pytest.MonkeyPatch) -> None:

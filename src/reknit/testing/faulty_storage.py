@@ -17,7 +17,7 @@ from reknit.errors import (
     StorageUnavailableError,
     UsageError,
 )
-from reknit.storage.forwarding import ForwardingStorage
+from reknit.storage.wrappers.forwarding import ForwardingStorage
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator

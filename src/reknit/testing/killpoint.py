@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, get_args
 from urllib.parse import quote, unquote
 
 from reknit.errors import UsageError
-from reknit.storage.local import LocalStorage
+from reknit.storage.local.store import LocalStorage
 from reknit.storage.registry import register
 from reknit.testing.faulty_storage import Fault, FaultKind, FaultyStorage
 

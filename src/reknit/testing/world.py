@@ -7,7 +7,7 @@ import tempfile
 import threading
 from typing import TYPE_CHECKING, Generic, TypeVar
 
-from reknit.comm.threads import thread_groups
+from reknit.comm.tree.threads import thread_groups
 from reknit.errors import DeadlineError
 from reknit.monitor.phase import Deadline
 

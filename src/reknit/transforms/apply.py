@@ -44,7 +44,7 @@ class _Family(NamedTuple):
         return self.item, f"{self.prefix}{parameter}{self.suffix}"
 
 
-class _Source(NamedTuple):
+class _SourcePart(NamedTuple):
     """What a target is made of, and how."""
 
     made: Made
@@ -56,7 +56,7 @@ class _Source(NamedTuple):
 class _Step:
     """What one rule makes: tensors and values by their new names, of others by the names before."""
 
-    tensors: dict[Name, _Source]
+    tensors: dict[Name, _SourcePart]
     values: dict[Name, tuple[Name, ...]]
     dropped: set[Name]
 
@@ -262,7 +262,7 @@ def _resized(made: Shape, wanted: Shape) -> str:
     return f"transforms make shape {list(made)} of what was saved, wanted {list(wanted)}: took {taken}"
 
 
-def _part(shard: Shard, piece: Piece, source: _Source) -> Shard | None:
+def _part(shard: Shard, piece: Piece, source: _SourcePart) -> Shard | None:
     """Return what a shard is of a source, through one piece, if that has any of it."""
     common = shard.box.intersect(piece.target_box)
     if common is None and not (shard.box.numel or piece.target_box.numel):
@@ -402,7 +402,7 @@ def _make(
         made = rule.make(shapes, binding)
     new = {}
     for target, one in zip(binding.targets, made, strict=True):
-        _claim(step.tensors, family.name(target), _Source(one, names, shapes))
+        _claim(step.tensors, family.name(target), _SourcePart(one, names, shapes))
         new[family.name(target)] = TensorSpec(one.shape, specs[0].dtype)
     return new
 

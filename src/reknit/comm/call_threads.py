@@ -1,0 +1,89 @@
+"""Threads that answer calls, up to a bound, and that never keep the interpreter from ending."""
+
+from __future__ import annotations
+
+import logging
+import queue
+import threading
+from concurrent.futures import Executor, Future
+from typing import TYPE_CHECKING, Any, TypeVar
+
+from reknit.monitor.phase import Deadline
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+_Result = TypeVar("_Result")
+
+_log = logging.getLogger("reknit.comm")
+
+
+class CallThreads(Executor):
+    """An executor of daemon threads.
+
+    The executor of the standard library joins its threads when the interpreter ends, before any `atexit`
+    function runs; a thread that waits for another rank would then hang the exit of a script that forgot to
+    close its group.
+    """
+
+    def __init__(self, most: int, *, ready: int = 0) -> None:
+        """Make an executor of up to `most` threads, `ready` of which are there from the beginning."""
+        self._most = most
+        self._jobs: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
+        self._idle = threading.Semaphore(0)
+        self._lock = threading.Lock()
+        self._threads: list[threading.Thread] = []
+        self._start(ready)
+
+    def submit(self, fn: Callable[..., _Result], /, *args: Any, **kwargs: Any) -> Future[_Result]:
+        """Run ``fn(*args, **kwargs)`` in a thread of the crew.
+
+        Where no thread can be started, as in an interpreter that ends, it waits for one that is free.
+        """
+        future: Future[_Result] = Future()
+
+        def job() -> None:
+            if not future.set_running_or_notify_cancel():
+                return
+            try:
+                future.set_result(fn(*args, **kwargs))
+            except BaseException as error:  # it belongs to whoever waits for the future
+                future.set_exception(error)
+
+        self._jobs.put(job)
+        with self._lock:
+            if not self._idle.acquire(blocking=False):
+                self._start(min(self._jobs.qsize(), self._most - len(self._threads)))
+        return future
+
+    def _start(self, number: int) -> None:
+        """Start threads, as far as there may be more; those that cannot be started are tried again later."""
+        for _ in range(number):
+            thread = threading.Thread(target=self._work, name="reknit-comm", daemon=True)
+            try:
+                thread.start()
+            except RuntimeError as error:  # raised into gRPC it would end its service, and its end would hang
+                _log.warning("calls of other ranks wait for a free thread: %s", error)
+                return
+            self._threads.append(thread)
+
+    def shutdown(self, wait: bool = True, *, cancel_futures: bool = False, timeout_s: float = 5.0) -> None:
+        """Let every thread end after its job, and wait up to `timeout_s` for all of them."""
+        with self._lock:
+            threads = list(self._threads)
+        for _ in threads:
+            self._jobs.put(None)
+        deadline = Deadline(timeout_s if wait else 0.0)
+        for thread in threads:
+            thread.join(deadline.remaining())
+
+    def _work(self) -> None:
+        while True:
+            try:
+                job = self._jobs.get_nowait()
+            except queue.Empty:
+                self._idle.release()
+                job = self._jobs.get()
+            if job is None:
+                return
+            job()

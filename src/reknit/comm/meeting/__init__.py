@@ -1,0 +1,1 @@
+"""How ranks that cannot talk yet find each other."""

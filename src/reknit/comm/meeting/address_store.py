@@ -1,0 +1,203 @@
+"""A store at an address that every rank was given: rank 0 serves it while the group forms, others connect.
+
+Who does not know the token is turned away before anything of its call is read.  What the token is made into
+travels with each call; whoever can listen in the network can take part, unless `CommOptions.tls` is set.
+"""
+
+from __future__ import annotations
+
+import hmac
+import time
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar, cast
+from urllib.parse import urlsplit
+
+import grpc
+import msgspec
+
+from reknit.comm import tls
+from reknit.comm.meeting.addresses import bracketed
+from reknit.comm.tree.server import settings
+from reknit.errors import CommError, DeadlineError, ProtocolError, UsageError, from_wire
+from reknit.monitor.phase import Deadline
+
+if TYPE_CHECKING:
+    from reknit.options import CommOptions
+
+SERVICE = "/reknit.Store/"
+"""What the path of every call begins with."""
+
+TOKEN = "reknit-token"
+"""The name under which a call carries what the token is made into."""
+
+MOST_VALUE_NBYTES = 1 << 20
+MOST_KEY_LETTERS = 1024
+
+LONGEST_WAIT_S = 5.0
+"""The longest that a call waits in the server for a value."""
+
+PAUSES_S = (0.02, 1.0)
+"""The first and the longest pause before a call is made again."""
+
+_SHORTEST_TOKEN = 16
+
+_REPLY_S = 10.0
+"""Seconds that the server may take, or be out of reach, beyond the time that a call waits for a value."""
+
+
+class Point(NamedTuple):
+    """Where ranks meet: a host and a port."""
+
+    host: str
+    port: int
+
+    @classmethod
+    def of(cls, url: str) -> Point:
+        """Return the point that ``tcp://host:port`` names.  Raises `UsageError`."""
+        try:
+            parts = urlsplit(url)
+            host, port = parts.hostname, parts.port
+        except ValueError:
+            host = port = None
+        if not host or not port or url.lower() != f"tcp://{bracketed(host)}:{port}":
+            raise UsageError(
+                f"{url!r} names no host and port", remedy="write tcp://host:port, or tcp://[::1]:port"
+            )
+        return cls(host, port)
+
+    def __str__(self) -> str:
+        return f"{bracketed(self.host)}:{self.port}"
+
+
+class Ask(msgspec.Struct, array_like=True, frozen=True, forbid_unknown_fields=True):
+    """What a rank wants of the store: to set a key to a value, or to get it, and to wait so long."""
+
+    key: str
+    value: bytes = b""
+    wait_s: float = 0.0
+
+
+class StoreReply(msgspec.Struct, array_like=True, frozen=True, forbid_unknown_fields=True):
+    """What the store answers: the value of a key, None where there is none yet, or an error."""
+
+    value: bytes | None = None
+    error: dict[str, Any] | None = None
+
+
+_Message = TypeVar("_Message", Ask, StoreReply)
+
+
+class RemoteStore:
+    """The store of rank 0, as other ranks see it."""
+
+    def __init__(self, point: Point, token: str, options: CommOptions) -> None:
+        """Connect when it is first used: rank 0 may come later.  Raises `UsageError` for unusable `tls`."""
+        self.master = point.host
+        self._point = point
+        self._metadata = ((TOKEN, spoken(token)),)
+        self._patience_s = _REPLY_S
+        self._channel = tls.channel(str(point), options, store_settings())
+
+    def set(self, key: str, value: bytes) -> None:
+        """Put `value` under `key`.  Raises `CommError` when the store refuses it or cannot be reached."""
+        self._call("set", Ask(key, value), Deadline(self._patience_s))
+
+    def get(self, key: str, timeout_s: float) -> bytes:
+        """Return the value of `key`, waiting up to `timeout_s` for it.
+
+        Raises `DeadlineError` when there is none, `CommError` when the store refuses or cannot be reached.
+        """
+        deadline, pause_s = Deadline(timeout_s), PAUSES_S[0]
+        patience = Deadline(max(timeout_s, self._patience_s))
+        while True:
+            waits_s = min(deadline.remaining(), LONGEST_WAIT_S)
+            value = self._call("get", Ask(key, wait_s=waits_s), patience).value
+            if value is not None:
+                return value
+            if deadline.passed():
+                raise unset(key, self._point, timeout_s)
+            time.sleep(min(pause_s, deadline.remaining()))
+            pause_s = min(PAUSES_S[1], pause_s * 2)
+
+    def close(self) -> None:
+        """End the connection."""
+        self._channel.close()
+
+    def _call(self, method: str, ask: Ask, patience: Deadline) -> StoreReply:
+        """Return the reply to a call, made anew while the server is out of reach and `patience` lasts."""
+        stub, data = self._channel.unary_unary(SERVICE + method, None, None), msgspec.msgpack.encode(ask)
+        pause_s = PAUSES_S[0]
+        while True:
+            try:
+                answer = stub(data, timeout=ask.wait_s + _REPLY_S, metadata=self._metadata)
+            except grpc.RpcError as error:
+                failure = self._meaning(cast("grpc.Call", error), patience)
+                if failure is not None:
+                    raise failure from error
+            else:
+                reply = decoded(answer, StoreReply)
+                if reply.error is not None:
+                    raise from_wire(reply.error)
+                return reply
+            time.sleep(min(pause_s, patience.remaining()))
+            pause_s = min(PAUSES_S[1], pause_s * 2)
+
+    def _meaning(self, call: grpc.Call, patience: Deadline) -> CommError | None:
+        """Return what the failure of a call means, None for one that may go better the next time."""
+        code, details = call.code(), call.details() or ""
+        if code is grpc.StatusCode.UNAUTHENTICATED:
+            return CommError(
+                f"the store at {self._point} refuses our token",
+                remedy="give every rank the same token, and see that no other job uses this address",
+            )
+        if code not in (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.DEADLINE_EXCEEDED):
+            return CommError(f"the store at {self._point} failed: {code.name}: {details}")
+        if not patience.passed():
+            return None
+        return CommError(
+            f"rank 0 does not serve the store at {self._point}, or it cannot be reached from here, for "
+            f"{patience.seconds:g} s: {details}",
+            remedy="look at the log of rank 0, and check that the address is one of its host",
+        )
+
+
+def checked_token(token: str | None) -> str:
+    """Return a token that is long enough to be a secret.  Raises `UsageError`."""
+    if token is None or len(token) < _SHORTEST_TOKEN:
+        given = "there is none" if token is None else f"this one has {len(token)}"
+        raise UsageError(
+            f"ranks that meet at an address need a token of {_SHORTEST_TOKEN} letters or more, and {given}",
+            remedy="pass token=, or set REKNIT_TOKEN, to the same secret on all ranks and nowhere else",
+        )
+    return token
+
+
+def spoken(token: str) -> str:
+    """Return what a call carries for a token: any text may be one, and headers take only some letters."""
+    return hmac.new(token.encode(), b"reknit.Store", "sha256").hexdigest()
+
+
+def store_settings() -> list[tuple[str, int]]:
+    """Return the settings of channels and servers of a store."""
+    return [
+        *settings(),
+        # The first ranks are often there before rank 0, and should not sleep long after it has come.
+        ("grpc.initial_reconnect_backoff_ms", 100),
+        ("grpc.min_reconnect_backoff_ms", 1000),
+        ("grpc.max_reconnect_backoff_ms", 1000),
+    ]
+
+
+def decoded(data: bytes, kind: type[_Message]) -> _Message:
+    """Return the message in `data`; raises `ProtocolError` when there is none."""
+    try:
+        return msgspec.msgpack.decode(data, type=kind)
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+        raise ProtocolError(f"a call of the store cannot be read: {error}") from error
+
+
+def unset(key: str, point: Point, timeout_s: float) -> DeadlineError:
+    """Return the error of a key that has no value yet."""
+    return DeadlineError(
+        f"no rank put {key!r} into the store at {point} within {timeout_s:g} s",
+        remedy="check that all ranks were started, with the same address and job",
+    )

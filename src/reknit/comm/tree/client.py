@@ -1,0 +1,211 @@
+"""The connection of a rank in the tree to the one above it."""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from typing import TYPE_CHECKING, Any
+
+import grpc
+
+from reknit.comm.call_threads import CallThreads
+from reknit.comm.tls import channel
+from reknit.comm.tree import round_errors as faults
+from reknit.comm.tree.chunks import FIRST_NBYTES, divided, joined
+from reknit.comm.tree.message import OVERHEAD_NBYTES, News, Outcome, Reply, decode, encode
+from reknit.comm.tree.server import SERVICE, TOKEN, WATCHING, settings
+from reknit.errors import CommError, DeadlineError, ReknitError, from_wire
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from reknit.comm.tree.message import Hello, Report
+    from reknit.comm.tree.rounds import Heard
+    from reknit.options import CommOptions
+
+_TELL_S = 2.0
+
+_READERS = 2
+"""Threads that wait for an outcome: one for this round's, one for that of a round that was just given up."""
+
+
+class Uplink:
+    """The calls of a rank to the one above it, `above`, at `address`; `hello` is what it says first."""
+
+    def __init__(self, address: str, above: int, token: str, hello: Hello, options: CommOptions) -> None:
+        self.above, self._hello, self._limit = above, hello, options.max_message_nbytes
+        self._metadata = ((TOKEN, token),)
+        self._channel = channel(address, options, settings())
+        self._readers = CallThreads(_READERS)
+        self._lock = threading.Lock()
+        self._asking: Any = None
+        self._sending: Any = None
+        self._telling: Any = None
+        self._staying: Any = None
+        self._num_read = 0
+        self._over = False
+        self._closed = False
+        self._lost: Callable[[ReknitError], object] | None = None
+        self.refused = False
+        """Whether the rank above did not know the token."""
+
+    def greet(self, timeout_s: float) -> None:
+        """Check that the rank above is there and of the same job and shape."""
+        call = self._unary("hello", encode(self._hello), timeout_s)
+        error = self._reply(call, f"did not answer within {timeout_s:g} s").error
+        if error is not None:
+            raise from_wire(error)
+
+    def watch(self, lost: Callable[[ReknitError], object], timeout_s: float) -> None:
+        """Call `lost`, from other threads, when the group breaks or the rank above is gone.
+
+        Return when the rank above notices our end likewise; raises `CommError` when that takes too long.
+        From then on it does not end before this rank has heard of it, and the outcome of the last report: a
+        call that stays open until then tells.
+        """
+
+        def ended(call: Any) -> None:
+            try:
+                error = from_wire(self._reply(call, "ended").error or {})
+            except CommError as failure:
+                error = failure
+            self._over = True
+            lost(error)
+            self._stay_no_longer()
+
+        with self._lock:
+            self._check()
+            # The same on the wire, but what gRPC takes for a stream can be seen to begin before it ends.
+            stream = self._channel.stream_unary(SERVICE + "watch", None, None)
+            call = self._watching = stream.future(iter([encode(self._hello)]), metadata=self._metadata)
+        limit = threading.Timer(min(timeout_s, faults.FOREVER_S), call.cancel)
+        limit.start()
+        try:
+            signs = call.initial_metadata() or ()  # waits for it, or for the end of the call
+        finally:
+            limit.cancel()
+        if WATCHING not in (name for name, _ in signs):
+            raise from_wire(self._reply(call, "ended").error or {})
+        with self._lock:
+            self._check()
+            stay = self._channel.unary_unary(SERVICE + "stay", None, None)
+            self._staying = stay.future(encode(self._hello), metadata=self._metadata)
+        self._lost = lost
+        call.add_done_callback(ended)
+
+    def ask(self, report: Report, timeout_s: float, heard: Heard) -> None:
+        """Send a report; `heard` is called once with its outcome, or with why there is none."""
+        message = encode(report)
+        with self._lock:
+            call = None if self._closed else self._stream("round", message, timeout_s)
+            self._asking = call
+            self._num_read += call is not None
+        if call is None:
+            heard(CommError("the connection is closed"))
+        else:
+            self._readers.submit(self._read, call, heard)
+
+    def drop(self) -> None:
+        """End the call of `ask`, if it is not over: a rank that was interrupted must not look alive above."""
+        with self._lock:
+            call, self._asking = self._asking, None
+        if call is not None:
+            call.cancel()
+
+    def send(self, report: Report) -> None:
+        """Send a report of failure whose outcome nobody here waits for."""
+        message = encode(report)
+        with self._lock:
+            if not self._closed:  # a call that nothing refers to is cancelled
+                self._sending = self._stream("round", message, _TELL_S)
+
+    def tell(self, error: ReknitError) -> None:
+        """Tell the rank above that the group is broken; `close` waits a moment until it heard."""
+        hello = self._hello
+        news = encode(News(hello.job, hello.generation, hello.rank, error.to_wire()))
+        with contextlib.suppress(CommError):  # of a connection that is closed: its end tells as much
+            self._telling = self._unary("tell", news, _TELL_S)
+
+    def close(self) -> None:
+        """End every call and the connection."""
+        with self._lock:
+            closed, self._closed = self._closed, True
+        if closed:
+            return
+        self.drop()
+        try:
+            if self._telling is not None:
+                # Whoever does not hear it sees the connection break next.
+                with contextlib.suppress(grpc.RpcError, grpc.FutureCancelledError, grpc.FutureTimeoutError):
+                    self._telling.result(timeout=_TELL_S)
+        finally:
+            self._channel.close()
+            self._readers.shutdown()
+
+    def _stay_no_longer(self) -> None:
+        """Let the rank above end, if the group is over and this rank is owed no outcome."""
+        with self._lock:
+            staying = None if self._num_read or not self._over else self._staying
+        if staying is not None:
+            staying.cancel()
+
+    def _check(self) -> None:
+        if self._closed:
+            raise CommError("the connection is closed")
+
+    def _unary(self, method: str, message: bytes, timeout_s: float) -> Any:
+        with self._lock:
+            self._check()
+            stub = self._channel.unary_unary(SERVICE + method, None, None)
+            return stub.future(message, timeout=timeout_s, metadata=self._metadata)
+
+    def _stream(self, method: str, message: bytes, timeout_s: float) -> Any:
+        chunks = divided(message)
+        if len(message) <= FIRST_NBYTES:
+            # The same on the wire; but for what it takes for a stream, gRPC would start a thread.
+            stub = self._channel.unary_stream(SERVICE + method, None, None)
+            return stub(next(chunks), timeout=timeout_s, metadata=self._metadata)
+        stream = self._channel.stream_stream(SERVICE + method, None, None)
+        return stream(chunks, timeout=timeout_s, metadata=self._metadata)
+
+    def _read(self, call: Any, heard: Heard) -> None:
+        """Wait for the end of a report's call."""
+        try:
+            heard(self._end(call))
+        finally:
+            with self._lock:
+                self._num_read -= 1
+            self._stay_no_longer()
+
+    def _end(self, call: Any) -> Outcome | ReknitError:
+        """Return the outcome that a report's call ends with, or why there is none."""
+        end: Outcome | ReknitError
+        try:
+            end = decode(joined(call, self._limit + OVERHEAD_NBYTES), Outcome, self._limit)
+        except grpc.RpcError:
+            end = self._meaning(call, "did not answer in time")
+            if call.code() is grpc.StatusCode.UNAVAILABLE and self._lost is not None:
+                # The call that watches ends too, but whoever hears of this round must not hear that later.
+                self._lost(end)
+        except CommError as error:
+            call.cancel()
+            end = error
+        return end
+
+    def _reply(self, call: Any, overdue: str) -> Reply:
+        """Return the reply to a call, or raise what its failure means."""
+        try:
+            return decode(call.result(), Reply, self._limit)
+        except grpc.FutureCancelledError as error:
+            raise CommError(f"the call to rank {self.above} was cancelled") from error
+        except grpc.RpcError as error:
+            raise self._meaning(call, overdue) from error
+
+    def _meaning(self, call: Any, overdue: str) -> CommError:
+        code, details = call.code(), call.details() or ""
+        if code is grpc.StatusCode.DEADLINE_EXCEEDED:
+            return DeadlineError(f"rank {self.above} {overdue}")
+        if code in (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.CANCELLED):
+            return faults.gone(self.above, details)
+        self.refused = code is grpc.StatusCode.UNAUTHENTICATED
+        return CommError(f"the call to rank {self.above} failed: {code.name}: {details}")

@@ -1,0 +1,71 @@
+"""What a rank enters a round with, and what its driver is to do for it."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, NamedTuple, TypeAlias
+
+if TYPE_CHECKING:
+    from reknit.comm.tree.message import Outcome, Report
+    from reknit.comm.tree.subtree import Merge
+    from reknit.errors import ReknitError
+
+
+class Call(NamedTuple):
+    """What a rank enters a round with.
+
+    `subject` says what the round is about, to tell ranks apart that are in rounds of one name about different
+    things.  `merge` makes one request of several, the rank's own first and then that of each child's subtree,
+    so that rank 0 gets a single one; it must be associative, and is not called for a request alone.
+    """
+
+    name: str
+    request: bytes
+    timeout_s: float
+    subject: str = ""
+    merge: Merge | None = None
+
+
+class SendReport(NamedTuple):
+    """To do: send a report to the rank above."""
+
+    report: Report
+
+
+class SendOutcome(NamedTuple):
+    """To do: tell a child the end of a round, as the answer to its report of that round."""
+
+    child: int
+    outcome: Outcome
+
+
+class Refuse(NamedTuple):
+    """To do: tell whoever sent the report just heard, if it waits, why it changed nothing; no child heard it.
+
+    Where a message may arrive twice there is nothing to do, since the child's report was taken before.
+    """
+
+    error: ReknitError
+
+
+class Decide(NamedTuple):
+    """To do, on rank 0: find the answers for all ranks, and call `RoundMachine.decided` with them."""
+
+    number: int
+    requests: list[bytes]
+
+
+class RoundDone(NamedTuple):
+    """To do: end this rank's round; `outcome` holds its own answer alone, or the error to raise."""
+
+    number: int
+    outcome: Outcome
+
+
+class Tell(NamedTuple):
+    """To do: let a rank next to this one know that the group is broken (its `RoundMachine.break_off`)."""
+
+    rank: int
+    error: ReknitError
+
+
+Effect: TypeAlias = SendReport | SendOutcome | Refuse | Decide | RoundDone | Tell

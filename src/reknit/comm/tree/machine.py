@@ -1,0 +1,300 @@
+"""One rank's part in the rounds of a tree: what it does next, given what it hears, without doing it.
+
+A `RoundMachine` has no threads, no clock and no network.  Its inputs are method calls; each returns the
+effects that it causes, in order, and whoever drives the machine carries them out: over gRPC, or in a
+simulated world.  Rounds are counted by every rank alone, so a rank that failed a round is in step again in
+the next.  A message that repeats or comes after the end of its round changes nothing, whatever order messages
+arrive in.  Once broken, a machine stays broken: no round can end well without the rank that is gone.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Literal
+
+from reknit.comm.tree import round_errors as faults
+from reknit.comm.tree.effects import Decide, Refuse, RoundDone, SendOutcome, SendReport, Tell
+from reknit.comm.tree.message import Heading, too_large
+from reknit.comm.tree.subtree import Subtree
+from reknit.comm.tree.visits import Visits, agree, astray
+from reknit.errors import ProtocolError, ReknitError, from_wire
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from reknit.comm.topology import Topology
+    from reknit.comm.tree.effects import Call, Effect
+    from reknit.comm.tree.message import Outcome, Parcel, Report
+
+
+@dataclass(eq=False, slots=True)
+class _Round:
+    """The round that this rank is in: it collects reports, then decides, or waits for the outcome.
+
+    `until` is when that state ends by itself; `settling` once reports show that the round must fail, and
+    `hopeless` once the rank above was told so.
+    """
+
+    heading: Heading
+    call: Call
+    until: float
+    told_at: float
+    state: Literal["collect", "decide", "wait"] = "collect"
+    settling: bool = False
+    hopeless: bool = False
+
+
+class RoundMachine:
+    """The rounds of one rank; `number` is that of its next round, or of the one it is in.
+
+    `now`, in every input, is the time in seconds by any clock that never goes back, the same in all inputs.
+    """
+
+    def __init__(self, rank: int, topology: Topology, *, job: str, generation: int, max_nbytes: int) -> None:
+        self.rank, self.job, self.generation = rank, job, generation
+        self.number = 0
+        self.broken: ReknitError | None = None
+        self._subtree = Subtree(rank, topology)
+        self._parent = topology.parent(rank)
+        self._max_nbytes = max_nbytes
+        # The deeper a rank, the sooner it reports who is missing below it, and the longer it waits to be
+        # told: the deadline of the rank above lies between, so it can name those that are to blame.
+        self._slack_s = min(faults.SETTLE_S, faults.GRACE_S / max(1, topology.height))
+        self._above, self._beneath = topology.depth(rank), topology.height - topology.depth(rank)
+        self._height = topology.height
+        self._round: _Round | None = None
+        self._visits = Visits()
+        self._last_error: ReknitError | None = None
+
+    @property
+    def next_at(self) -> float:
+        """When `tick` is due, infinity if never."""
+        return math.inf if self._round is None else self._round.until
+
+    # Inputs from the rank itself.
+
+    def enter(self, call: Call, now: float) -> list[Effect]:
+        """Begin this rank's next round; raises `ProtocolError` while it is in one."""
+        if self._round is not None:
+            raise faults.crowded(self.rank)
+        timeout_s = min(call.timeout_s, faults.FOREVER_S)
+        heading = Heading(self.job, self.generation, self.number, call.name, call.subject)
+        self._round = _Round(
+            heading,
+            call,
+            until=now + timeout_s + self._slack_s * self._beneath,
+            told_at=now + timeout_s + self._slack_s * (self._height + self._above),
+        )
+        if self.broken is not None:
+            return self._finish(self._round, self.broken)
+        return self._advance(now)
+
+    def decided(self, number: int, answers: Sequence[bytes] | ReknitError, now: float) -> list[Effect]:
+        """Take the answers that `Decide` asked for; they come too late for a round that is over."""
+        held = self._round
+        if held is None or held.heading.number != number or held.state != "decide":
+            return []
+        if isinstance(answers, ReknitError):
+            return self._finish(held, answers)
+        if len(answers) != len(self._subtree.ranks):
+            return self._finish(held, faults.miscounted(held.heading, len(answers), len(self._subtree.ranks)))
+        # Perhaps someone did not wait for the answer.
+        objection = self.broken or self._visits.obstacle(held.heading, self.rank)
+        return self._finish(held, answers if objection is None else objection)
+
+    def leave(self, error: BaseException, now: float) -> list[Effect]:
+        """End this rank's round since it stopped waiting: Ctrl-C, a bug; all others are to hear of it."""
+        held = self._round
+        if held is None:
+            return []
+        if isinstance(error, ReknitError):
+            told: ReknitError = error
+        elif self._parent is None:
+            told = faults.misdecided(held.heading, error)
+        else:
+            told = faults.left(held.heading, self.rank)
+        return [*self._give_up(held, told), *self._finish(held, told)]
+
+    # Inputs from the ranks below.
+
+    def hear_report(self, report: Report, now: float) -> list[Effect]:
+        """Take a child's report; one that does not belong here, or repeats, is refused."""
+        child, held = report.sender, self._round
+        refusal = self._misfit(report)
+        if refusal is not None:
+            return [Refuse(refusal)]
+        if self._visits.take_back(report):
+            return self._advance(now)
+        if not self._visits.first(report):
+            return [Refuse(faults.over(report, child))]
+        in_it = held is not None and held.heading.number == report.number
+        if report.number < self.number:
+            last = self._last_error if report.number == self.number - 1 else None
+            return [SendOutcome(child, report.outcome(error=last or faults.over(report, child)))]
+        # While this rank is in that round, only the end of the round counts: the rank above may have decided
+        # it, told this rank, and closed, and then the child is to have its answer too.
+        if self.broken is not None and not in_it:
+            return [SendOutcome(child, report.outcome(error=self.broken))]
+        self._visits.begin(report)
+        return self._advance(now)
+
+    def child_left(self, child: int, number: int, now: float) -> list[Effect]:
+        """Note that the call which brought a child's report ended before its outcome."""
+        return self._advance(now) if self._visits.leave(child, number) else []
+
+    # Inputs from the rank above.
+
+    def hear_outcome(self, outcome: Outcome, now: float) -> list[Effect]:
+        """Take the outcome of the round that this rank reported; any other changes nothing."""
+        held = self._round
+        if held is None or held.state != "wait" or outcome.number != held.heading.number:
+            return []
+        if (outcome.job, outcome.generation) != (self.job, self.generation):
+            return []
+        if outcome.error is not None:
+            return self._finish(held, from_wire(outcome.error))
+        try:
+            if outcome.place != held.heading.place:
+                raise ProtocolError(f"an outcome of {outcome.label} came to {held.heading.label}")
+            answers = outcome.answers.payloads(len(self._subtree.ranks))
+        except ProtocolError as error:
+            return self._finish(held, error)
+        return self._finish(held, answers)
+
+    def unanswered(self, number: int, error: ReknitError, now: float) -> list[Effect]:
+        """Fail the round that this rank reported, since the call with the report ended without an outcome."""
+        held = self._round
+        if held is None or held.state != "wait" or held.heading.number != number:
+            return []
+        error = self.broken or error  # whatever broke the group is the better reason
+        return [*self._give_up(held, error), *self._finish(held, error)]
+
+    # Inputs from anywhere.
+
+    def break_off(self, error: ReknitError, now: float, origin: int | None = None) -> list[Effect]:
+        """Fail every round from now on, since a rank is gone or closed; `origin` told so, and is not told."""
+        if self.broken is not None:
+            return []
+        self.broken = error
+        around = [*(() if self._parent is None else (self._parent,)), *self._subtree.below]
+        effects: list[Effect] = [Tell(rank, error) for rank in around if rank != origin]
+        held = self._round
+        for report in self._visits.end(lambda number: held is None or number != held.heading.number):
+            effects.append(SendOutcome(report.sender, report.outcome(error=error)))
+        # What rank 0 is deciding, or has decided, may be a commit.  All ranks hear how it ended as long as
+        # the rank above them is there; if it is not, the end of the call to it says so.
+        if held is not None and held.state == "collect":
+            effects += self._finish(held, error)
+        return effects
+
+    def tick(self, now: float) -> list[Effect]:
+        """Do what is due at this time."""
+        return self._advance(now)
+
+    # What follows from them.
+
+    def _advance(self, now: float) -> list[Effect]:
+        """Bring the round as far as it goes with what was heard until now."""
+        held = self._round
+        if held is None or held.state == "decide":
+            return []
+        obstacle = self._visits.obstacle(held.heading, self.rank)
+        if held.state == "wait":
+            if now >= held.until:
+                assert self._parent is not None
+                late = self.broken or faults.unanswered(held.heading, self._parent, held.call.timeout_s)
+                return [
+                    *self._give_up(held, faults.left(held.heading, self.rank)),
+                    *self._finish(held, late),
+                ]
+            return [] if obstacle is None else self._give_up(held, obstacle)
+        if obstacle is not None:
+            return self._fail(held, obstacle)
+        reports = self._visits.reports(held.heading)
+        if len(reports) < len(self._subtree.below):
+            if not held.settling and astray(held.heading, reports):
+                held.settling, held.until = True, min(held.until, now + faults.SETTLE_S)
+            if now < held.until:
+                return []
+        return self._conclude(held, reports)
+
+    def _conclude(self, held: _Round, reports: dict[int, Report]) -> list[Effect]:
+        """Bring a round that waits for no more reports before rank 0, or fail it."""
+        heading, call = held.heading, held.call
+        if len(reports) < len(self._subtree.below) or not agree(heading, reports):
+            places, missing = self._subtree.whereabouts(heading, reports)
+            if self._parent is None:
+                return self._finish(held, faults.failed_round(heading, places, missing, call.timeout_s))
+            held.hopeless = True
+            return self._send(held, heading.report(self.rank, places=places, missing=missing))
+        try:
+            requests = self._subtree.together(call.request, reports, call.merge)
+        except ReknitError as error:
+            return self._fail(held, error)
+        except Exception as error:  # a bug of whoever merges must reach all ranks, who wait for an answer
+            return self._fail(held, faults.unmerged(heading, self.rank, error))
+        if self._parent is None:
+            held.state, held.until = "decide", math.inf
+            return [Decide(heading.number, requests.payloads(len(requests.which)))]
+        what = f"the requests of rank {self.rank} and the ranks below it to {heading.place} are too large"
+        too_much = too_large(what, requests.nbytes, self._max_nbytes)
+        if too_much is not None:
+            return self._fail(held, too_much)
+        return self._send(held, heading.report(self.rank, requests))
+
+    def _fail(self, held: _Round, error: ReknitError) -> list[Effect]:
+        """Let all ranks hear of an error, this one among them."""
+        if self._parent is None:
+            return self._finish(held, error)
+        held.hopeless = True
+        return self._send(held, held.heading.report(self.rank, error=error))
+
+    def _send(self, held: _Round, report: Report) -> list[Effect]:
+        held.state, held.until = "wait", held.told_at
+        return [SendReport(report)]
+
+    def _give_up(self, held: _Round, error: ReknitError) -> list[Effect]:
+        """Tell the rank above of an error that was not in the report, or comes before it."""
+        if self._parent is None or held.hopeless or self.broken is not None:
+            return []
+        held.hopeless = True
+        return [SendReport(held.heading.report(self.rank, error=error))]
+
+    def _finish(self, held: _Round, end: Sequence[bytes] | ReknitError) -> list[Effect]:
+        """End the round, with the answers for this rank and those below it or with an error."""
+        heading, shares, error = held.heading, {}, None
+        if isinstance(end, ReknitError):
+            error = end
+        else:
+            shares = self._subtree.shares(end)
+            error = self._excess(heading, shares)
+        effects: list[Effect] = []
+        for report in self._visits.end(lambda number: number == heading.number):
+            share = shares.get(report.sender) if error is None else None
+            effects.append(SendOutcome(report.sender, report.outcome(share, error)))
+        own = shares.get(self.rank) if error is None else None
+        effects.append(RoundDone(heading.number, heading.outcome(own, error)))
+        self._round, self._last_error = None, error
+        self.number += 1
+        return effects
+
+    def _excess(self, heading: Heading, shares: dict[int, Parcel]) -> ReknitError | None:
+        """Return why answers cannot be sent, None when they can."""
+        for child, share in shares.items():
+            what = f"the answers of {heading.place} for rank {child} and the ranks below it are too large"
+            if child != self.rank and (error := too_large(what, share.nbytes, self._max_nbytes)) is not None:
+                return error
+        return None
+
+    def _misfit(self, report: Report) -> ReknitError | None:
+        """Return why a report does not belong here, None when it does."""
+        child = report.sender
+        stranger = faults.misfit(child, report.job, report.generation, self.rank, self.job, self.generation)
+        if stranger is not None:
+            return stranger
+        if child not in self._subtree.below:
+            return ProtocolError(f"rank {child} does not report to rank {self.rank}")
+        if not self._subtree.fits(report):
+            return ProtocolError(f"a report of rank {child} does not fit the ranks below it")
+        return None

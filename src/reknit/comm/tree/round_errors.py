@@ -1,0 +1,186 @@
+"""What went wrong in a round, as errors: who is elsewhere, who did not come, who is gone."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from reknit.errors import CommError, DeadlineError, GroupClosedError, ProtocolError, ReknitError, from_wire
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Mapping
+
+    from reknit.comm.tree.message import Heading
+
+GRACE_S = 2.0
+"""Seconds past a rank's own deadline that bad news may take up the tree, and as many down again."""
+
+SETTLE_S = 0.5
+"""Seconds that a round which must fail still waits for other ranks, so that its error names them all."""
+
+FOREVER_S = 1e8
+"""The longest wait that is passed to a lock or a call; more overflows their clocks."""
+
+_MOST_PLACES = 8
+
+_ORDER = "every rank must make the same calls in the same order"
+
+ALL_CALL = (
+    "every rank has to make this call with its own part, not rank 0 alone as with torch.save: if it stands "
+    "below `if rank == 0`, take it out; if not, see that all ranks were started, and look at their logs"
+)
+
+_LOGS = "look at the logs of the ranks named here: they stopped, fail elsewhere, or are slower than this"
+
+
+def copied(error: ReknitError) -> ReknitError:
+    """Return an equal error of its own, since whoever raises one signs it and adds a traceback."""
+    return from_wire(error.to_wire())
+
+
+def spelled(ranks: Iterable[int], limit: int = 16) -> str:
+    """Return the ranks as text, with neighbours joined: ``rank 3`` or ``ranks 0-4, 7``."""
+    spans: list[list[int]] = []
+    for rank in sorted(ranks):
+        if spans and rank == spans[-1][1] + 1:
+            spans[-1][1] = rank
+        else:
+            spans.append([rank, rank])
+    parts = [f"{low}" if low == high else f"{low}-{high}" for low, high in spans[:limit]]
+    rest = sum(high - low + 1 for low, high in spans[limit:])
+    noun = "rank" if len(spans) == 1 and spans[0][0] == spans[0][1] else "ranks"
+    return f"{noun} {', '.join(parts)}" + (f" and {rest} more" if rest else "")
+
+
+def failed_round(
+    heading: Heading, places: Mapping[str, Iterable[int]], missing: Iterable[int], timeout_s: float
+) -> CommError:
+    """Return the error of a round that ranks were elsewhere in, or did not enter in time.
+
+    `places` maps the name and subject that ranks gave the round to those ranks.
+    """
+    absent = list(missing)
+    if len(places) == 1:
+        alone = [list(ranks) for ranks in places.values()] == [[0]]
+        return DeadlineError(
+            f"{spelled(absent)} did not come to {heading.label} within {timeout_s:g} s",
+            remedy=ALL_CALL if alone else _LOGS,
+        )
+    first = sorted((sorted(ranks), place) for place, ranks in places.items())
+    where = "; ".join(f"{spelled(ranks)} in {place}" for ranks, place in first[:_MOST_PLACES])
+    more = f"; and {len(first) - _MOST_PLACES} places more" if len(first) > _MOST_PLACES else ""
+    also = f"; {spelled(absent)} did not come" if absent else ""
+    return ProtocolError(
+        f"ranks are in different places in round {heading.number}: {where}{more}{also}", remedy=_ORDER
+    )
+
+
+def unanswered(heading: Heading, rank: int, timeout_s: float) -> DeadlineError:
+    """Return the error of a round that this rank reported, and did not hear the end of in time."""
+    return DeadlineError(
+        f"{spelled([rank])} did not answer {heading.label} within {timeout_s:g} s", remedy=_LOGS
+    )
+
+
+def misdecided(heading: Heading, error: BaseException) -> CommError:
+    """Return what the other ranks hear when `decide` raised, or gave answers that do not fit, on rank 0."""
+    return CommError(f"rank 0 failed to decide {heading.label}: {type(error).__name__}: {error}")
+
+
+def miscounted(heading: Heading, num_answers: int, size: int) -> ProtocolError:
+    """Return the error of a round in which `decide` gave too few or too many answers."""
+    return ProtocolError(f"{num_answers} answers were decided for {size} ranks in {heading.place}")
+
+
+def unmerged(heading: Heading, rank: int, error: Exception) -> CommError:
+    """Return what all ranks hear when the requests of some of them could not be made one."""
+    return CommError(f"{spelled([rank])} failed to merge {heading.label}: {type(error).__name__}: {error}")
+
+
+def ahead(heading: Heading, rank: int, theirs: Heading, waiting: int) -> ProtocolError:
+    """Return the error of a round that a rank has left behind without taking part."""
+    return ProtocolError(
+        f"{spelled([rank])} is in {theirs.label} already, {spelled([waiting])} in {heading.label}",
+        remedy=_ORDER,
+    )
+
+
+def over(heading: Heading, rank: int) -> ProtocolError:
+    """Return the refusal of a message that repeats, or comes after the end of, its round."""
+    return ProtocolError(f"{heading.label} is over, or {spelled([rank])} took part in it before")
+
+
+def left(heading: Heading, rank: int) -> CommError:
+    """Return the error of a round in which a rank stopped waiting for its answer."""
+    return CommError(
+        f"{spelled([rank])} left {heading.label} before it ended: interrupted, dead, or out of time"
+    )
+
+
+def misfit(rank: int, job: str, generation: int, here: int, our_job: str, ours: int) -> ProtocolError | None:
+    """Return the refusal of a rank of another job or another run of it, None for one of ours."""
+    if job != our_job:
+        return ProtocolError(
+            f"{spelled([rank])} belongs to job {job!r}, {spelled([here])} to {our_job!r}",
+            remedy="start every rank with the same job",
+        )
+    if generation == ours:
+        return None
+    age = "an older" if generation < ours else "a newer"
+    return ProtocolError(
+        f"{spelled([rank])} belongs to {age} run of job {job!r} than {spelled([here])}: "
+        f"generation {generation}, and ours is {ours}",
+        remedy="let every process of the older run end before a newer one begins",
+    )
+
+
+def gone(rank: int, detail: str = "") -> CommError:
+    """Return the error of a group in which the process of a rank is dead or cannot be reached any more."""
+    return CommError(
+        f"{spelled([rank])} is gone: its connection broke" + (f" ({detail})" if detail else ""),
+        remedy="look at the end of its log, and for a kill by the scheduler or by the out-of-memory killer",
+    )
+
+
+def unreachable(rank: int, address: str, timeout_s: float, detail: str) -> DeadlineError:
+    """Return the error of a rank that cannot join, since the one above it does not answer."""
+    return DeadlineError(
+        f"{spelled([rank])} at {address} could not be reached within {timeout_s:g} s: {detail}",
+        remedy="look at its log, or set CommOptions.bind there to an address that we reach",
+    )
+
+
+def stranger(rank: int, address: str) -> CommError:
+    """Return the error of a rank that came to the one above it with a token of another seat."""
+    return CommError(
+        f"{spelled([rank])} at {address} does not know the token that came with this address",
+        remedy="give each rank the address of the rank above it in this run, and in full",
+    )
+
+
+def closed(rank: int) -> GroupClosedError:
+    """Return the error of a group that a rank has left."""
+    return GroupClosedError(f"{spelled([rank])} closed the group")
+
+
+def taken(rank: int) -> ProtocolError:
+    """Return the refusal of a process that comes as a rank which another process is."""
+    return ProtocolError(
+        f"another process is rank {rank} already, or that rank does not report here",
+        remedy="give each process a rank of its own, and each run of a job another name",
+    )
+
+
+def reshaped(rank: int, here: int) -> ProtocolError:
+    """Return the refusal of a rank that takes the group for another one."""
+    return ProtocolError(
+        f"rank {rank} joins with a tree of another size, fan-out or placement on hosts than rank {here}",
+        remedy="start every rank with the same size and CommOptions.fan_out",
+    )
+
+
+def crowded(rank: int) -> ProtocolError:
+    """Return the refusal of a second round of one rank while its first is under way."""
+    return ProtocolError(
+        f"two threads of {spelled([rank])} hold a round of one group at the same time",
+        remedy="give each thread a group of its own",
+    )

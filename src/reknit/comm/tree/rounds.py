@@ -1,0 +1,251 @@
+"""The rounds of one rank in a process: drives its machine for the rank's thread and those of its server."""
+
+from __future__ import annotations
+
+import threading
+from collections import deque
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Protocol
+
+from reknit.comm.tree import round_errors as faults
+from reknit.comm.tree.effects import Decide, Refuse, RoundDone, SendOutcome, SendReport, Tell
+from reknit.errors import ProtocolError, ReknitError, from_wire
+from reknit.monitor.phase import monotonic
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    from reknit.comm.tree.effects import Call, Effect
+    from reknit.comm.tree.machine import RoundMachine
+    from reknit.comm.tree.message import Outcome, Report
+
+    Decision = Callable[[list[bytes]], Sequence[bytes]]
+    Heard = Callable[[Outcome | ReknitError], object]
+
+
+class Above(Protocol):
+    """The rank above, as rounds need it; nothing here waits for it."""
+
+    def ask(self, report: Report, timeout_s: float, heard: Heard) -> None:
+        """Send a report; `heard` is called once, in another thread, with its outcome or why there is none."""
+
+    def send(self, report: Report) -> None:
+        """Send a report of failure whose outcome nobody here waits for."""
+
+    def drop(self) -> None:
+        """End the call of `ask`, if it is not over: nobody waits for the outcome any more."""
+
+    def tell(self, error: ReknitError) -> None:
+        """Tell that the group is broken."""
+
+
+@dataclass(eq=False, slots=True)
+class Visit:
+    """One call of a child that waits here: its round, and then what it is told, or that it hung up."""
+
+    child: int
+    number: int
+    outcome: Outcome | None = None
+    hung_up: bool = False
+
+
+class Rounds:
+    """The rounds of one rank, one after another, and the calls of the ranks below it, each in a thread."""
+
+    def __init__(self, machine: RoundMachine, children: Sequence[int]) -> None:
+        self.rank = machine.rank
+        self._machine = machine
+        self._children = frozenset(children)
+        self._above: Above | None = None
+        self._turn = threading.Lock()
+        self._changed = threading.Condition()  # guards all from here on
+        self._visits: dict[int, Visit] = {}
+        self._known: set[int] = set()
+        self._attached: set[int] = set()
+        self._due: deque[SendReport | Decide | RoundDone] = deque()
+
+    def connect(self, above: Above) -> None:
+        """Take the connection to the rank above, which hears at once if the group is broken already."""
+        with self._changed:
+            self._above, broken = above, self._machine.broken
+        if broken is not None:
+            above.tell(broken)
+
+    # Called by the rank itself.
+
+    def hold(self, call: Call, decide: Decision) -> bytes:
+        """Hold the next round, as `Group.exchange` says."""
+        if not self._turn.acquire(blocking=False):
+            raise faults.crowded(self.rank)
+        try:
+            outcome = self._held(call, decide)
+        finally:
+            self._turn.release()
+        if outcome.error is not None:
+            raise from_wire(outcome.error)
+        return outcome.answers.payloads(1)[0]
+
+    def _held(self, call: Call, decide: Decision) -> Outcome:
+        try:
+            asked = False
+            self._put(self._machine.enter, call)
+            while True:
+                effect = self._next()
+                if isinstance(effect, RoundDone):
+                    return effect.outcome
+                if isinstance(effect, Decide):
+                    # Outside the lock, since others may give up or close meanwhile.
+                    broken = self._machine.broken
+                    answers = list(decide(effect.requests)) if broken is None else broken
+                    self._put(self._machine.decided, effect.number, answers)
+                else:
+                    self._report(effect.report, again=asked)
+                    asked = True
+        except BaseException as error:
+            # Whatever it is, Ctrl-C too: the other ranks wait for an outcome.
+            self._put(self._machine.leave, error)
+            for effect in self._rest():
+                if isinstance(effect, SendReport):
+                    self._report(effect.report, again=True)
+            raise
+        finally:
+            if self._above is not None:
+                self._above.drop()
+
+    def _next(self) -> SendReport | Decide | RoundDone:
+        """Return what the rank's own thread has to do next, once there is something."""
+        with self._changed:
+            while not self._due:
+                wait_s = self._machine.next_at - monotonic()
+                if wait_s <= 0:
+                    self._take(self._machine.tick(monotonic()))
+                else:
+                    self._changed.wait(min(wait_s, faults.FOREVER_S))
+            return self._due.popleft()
+
+    def _rest(self) -> list[SendReport | Decide | RoundDone]:
+        """Return what is still to be done for a round that is over."""
+        with self._changed:
+            rest = list(self._due)
+            self._due.clear()
+            return rest
+
+    def _report(self, report: Report, *, again: bool) -> None:
+        """Send a report; one that comes after another in its round only says that the round must fail."""
+        above = self._above
+        assert above is not None
+        if again:
+            above.send(report)
+            return
+
+        def heard(end: Outcome | ReknitError) -> None:
+            if not isinstance(end, ReknitError):
+                self._put(self._machine.hear_outcome, end)
+                wire = end.error
+                end = from_wire(wire) if wire else ProtocolError("the rank above answered something else")
+            # No more can come: this has no effect when that was the outcome.
+            self._put(self._machine.unanswered, report.number, end)
+
+        with self._changed:
+            due_s = self._machine.next_at - monotonic()
+        # The machine gives up first; the limit is for a process that is stopped.
+        above.ask(report, min(due_s + faults.GRACE_S, faults.FOREVER_S), heard)
+
+    # Called for the children, each from a thread of its own.
+
+    def greet(self, child: int) -> None:
+        """Raise `ProtocolError` when `child` is no child, or another process has been that rank."""
+        with self._changed:
+            if child not in self._children:
+                raise ProtocolError(f"rank {child} does not report to rank {self.rank}")
+            if child in self._known:
+                raise faults.taken(child)
+
+    def attach(self, child: int) -> None:
+        """Note that `child` is there, so that its end is the end of the group; raises `ProtocolError`."""
+        with self._changed:
+            if child not in self._children or child in self._attached:
+                raise faults.taken(child)
+            self._attached.add(child)
+            self._known.add(child)
+
+    def attend(self, report: Report) -> Visit:
+        """Take a child's report; raises `ReknitError`, changing nothing, when it does not belong here."""
+        visit = Visit(report.sender, report.number)
+        with self._changed:
+            effects = self._machine.hear_report(report, monotonic())
+            for effect in effects:
+                if isinstance(effect, Refuse):
+                    raise effect.error
+            before = self._visits.get(visit.child)
+            if before is not None and before.number == visit.number:
+                visit.outcome = report.outcome()  # it took back its report, and waits for nothing more
+            else:
+                self._hang_up(before)
+                self._visits[visit.child] = visit
+                self._known.add(visit.child)
+            self._take(effects)
+        return visit
+
+    def answer(self, visit: Visit) -> Outcome | None:
+        """Wait for the end of the visit's round, and return what the child is told; None if it hung up."""
+        with self._changed:
+            while visit.outcome is None and not visit.hung_up:
+                self._changed.wait()
+            return visit.outcome
+
+    def leave(self, visit: Visit) -> None:
+        """Note that the child's call ended; if that was before its outcome, the round cannot end well."""
+        with self._changed:
+            if visit.outcome is None:
+                self._hang_up(visit)
+                self._take(self._machine.child_left(visit.child, visit.number, monotonic()))
+
+    # Called by anyone.
+
+    def break_off(self, error: ReknitError, origin: int | None = None) -> None:
+        """Fail every round from now on with `error`, unless the group was broken before; tell those around.
+
+        The ranks below are told by those who wait in `until_broken`; `origin` is the rank that told this one.
+        """
+        with self._changed:
+            effects = self._machine.break_off(error, monotonic(), origin)
+            self._take(effects)
+            above = self._above
+        told = [effect.rank for effect in effects if isinstance(effect, Tell)]
+        if above is not None and not self._children.issuperset(told):
+            above.tell(error)
+
+    def until_broken(self) -> ReknitError:
+        """Wait until the group is broken, and return by what."""
+        with self._changed:
+            while self._machine.broken is None:
+                self._changed.wait()
+            return self._machine.broken
+
+    @property
+    def broken(self) -> ReknitError | None:
+        """What the group is broken by, None while it is whole."""
+        with self._changed:
+            return self._machine.broken
+
+    def _put(self, hear: Callable[..., list[Effect]], *what: object) -> None:
+        with self._changed:
+            self._take(hear(*what, monotonic()))
+
+    def _take(self, effects: list[Effect]) -> None:
+        """Answer the children that wait, and leave the rest to the rank's own thread; with the lock held."""
+        for effect in effects:
+            if isinstance(effect, SendOutcome):
+                visit = self._visits.get(effect.child)
+                if visit is not None and visit.number == effect.outcome.number:
+                    del self._visits[effect.child]
+                    visit.outcome = effect.outcome
+            elif isinstance(effect, (SendReport, Decide, RoundDone)):
+                self._due.append(effect)
+        self._changed.notify_all()
+
+    def _hang_up(self, visit: Visit | None) -> None:
+        if visit is not None:
+            visit.hung_up = True
+            self._changed.notify_all()

@@ -1,0 +1,98 @@
+"""What a rank has heard from its children and not yet answered."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from reknit.comm.tree import round_errors as faults
+from reknit.errors import from_wire
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from reknit.comm.tree.message import Heading, Report
+    from reknit.errors import ReknitError
+
+
+@dataclass(eq=False, slots=True)
+class _Visit:
+    """A child's report, until its round is over here; `left` once the child does not wait for the end."""
+
+    report: Report
+    left: ReknitError | None = None
+
+
+class Visits:
+    """At most one report of each child: its last, until that is answered."""
+
+    def __init__(self) -> None:
+        self._open: dict[int, _Visit] = {}
+        self._heard: dict[int, int] = {}
+
+    def take_back(self, report: Report) -> bool:
+        """Tell whether a report takes back the one before it, since its sender does not wait any more."""
+        visit = self._open.get(report.sender)
+        if visit is None or visit.left is not None or visit.report.number != report.number:
+            return False
+        if report.error is None or visit.report.error is not None:
+            return False
+        visit.left = from_wire(report.error)
+        return True
+
+    def first(self, report: Report) -> bool:
+        """Tell whether this is the child's first report of its round, and of none before its last."""
+        new = report.number > self._heard.get(report.sender, -1)
+        if new:
+            self._heard[report.sender] = report.number
+        return new
+
+    def begin(self, report: Report) -> None:
+        """Keep a report until its round ends here."""
+        self._open[report.sender] = _Visit(report)
+
+    def leave(self, child: int, number: int) -> bool:
+        """Note that a child does not wait any more; False when that is known, or it waits for nothing."""
+        visit = self._open.get(child)
+        if visit is None or visit.left is not None or visit.report.number != number:
+            return False
+        visit.left = faults.left(visit.report, child)
+        return True
+
+    def end(self, ends: Callable[[int], bool]) -> list[Report]:
+        """Return, and forget, the reports of rounds whose numbers end."""
+        ended = [visit.report for visit in self._open.values() if ends(visit.report.number)]
+        for report in ended:
+            del self._open[report.sender]
+        return ended
+
+    def reports(self, heading: Heading) -> dict[int, Report]:
+        """Return the reports of a round."""
+        number = heading.number
+        return {child: visit.report for child, visit in self._open.items() if visit.report.number == number}
+
+    def obstacle(self, heading: Heading, rank: int) -> ReknitError | None:
+        """Return the first error that a child met or is, in a round that `rank` is in."""
+        for child, visit in self._open.items():
+            report = visit.report
+            if report.number > heading.number:
+                return faults.ahead(heading, child, report, rank)
+            if report.number == heading.number and visit.left is not None:
+                return visit.left
+            if report.number == heading.number and report.error is not None:
+                return from_wire(report.error)
+        return None
+
+
+def astray(heading: Heading, reports: dict[int, Report]) -> bool:
+    """Tell whether someone who reported, or below them, is in another place than that of `heading`.
+
+    A report that only misses someone says nothing new: it came at a deadline, and those of others are near.
+    """
+    here = heading.place
+    return any(report.place != here or report.places.keys() - {here} for report in reports.values())
+
+
+def agree(heading: Heading, reports: dict[int, Report]) -> bool:
+    """Tell whether all who reported, and all below them, are in the place of `heading`."""
+    return all(report.whole and report.place == heading.place for report in reports.values())

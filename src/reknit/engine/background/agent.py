@@ -1,0 +1,383 @@
+"""The process that outlives the trainer: it writes and commits from arenas, and ends when its work is done.
+
+``python -m reknit.engine.background.agent`` is started by a trainer with one end of a pair of sockets.
+Nothing here imports torch, and nothing that a trainer does, dying included, keeps a staged checkpoint from
+being written.
+For a store that only the trainer's process has the same code runs in threads of the trainer.
+"""
+
+from __future__ import annotations
+
+import importlib
+import json
+import logging
+import math
+import mmap
+import os
+import queue
+import signal
+import socket
+import sys
+import threading
+from contextlib import suppress
+from typing import TYPE_CHECKING, Any, cast
+
+from reknit.comm.base import Group, SoloGroup
+from reknit.comm.topology import Topology
+from reknit.engine.background import channel as say
+from reknit.engine.background.agent_save import AgentSave
+from reknit.engine.background.side_group import side_group
+from reknit.engine.background.warm_up import Rehearsal
+from reknit.engine.memory.arena import SharedArena
+from reknit.engine.memory.workers import begin as begin_thread
+from reknit.engine.saving.commit import Destination
+from reknit.engine.saving.coordinator import Coordinator
+from reknit.engine.saving.receipt import Setting
+from reknit.engine.saving.tuning import Tuner
+from reknit.engine.stored.running_agents import Note
+from reknit.errors import AgentError, GroupClosedError, ReknitError, from_wire, shortage, typed
+from reknit.monitor.phase import Recorder
+from reknit.monitor.sinks.jsonl import JsonLinesSink
+from reknit.options import CommOptions, SaveOptions, quiet_grpc, take_store_variables
+from reknit.storage.registry import open_storage, register
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from reknit.monitor.phase import Sink
+    from reknit.storage.base import Storage
+
+    _Jobs = queue.SimpleQueue[Callable[[], None] | None]
+
+logger = logging.getLogger("reknit")
+
+_LOOK_S = 1.0
+"""How often a process looks whether its trainer is still its parent."""
+_GRACE_S = 60.0
+_LOW_NICE = 10
+
+
+class Agent:
+    """The work of one rank's agent, whatever process it runs in."""
+
+    def __init__(self, channel: say.Channel, trainer: int | None) -> None:
+        """Serve `channel`; `trainer` is the process that this one is to outlive, None for its own."""
+        self._channel = channel
+        self._trainer = trainer
+        self._rank = 0
+        self._seat: Any = None
+        self._group: Group = SoloGroup()
+        self._promoters: Group | None = None
+        """The same agents once more, for rounds that take as long as a slow store does."""
+        self._no_promoters: BaseException | None = None
+        """What kept this agent from forming that group."""
+        self._comm = CommOptions()
+        self._arenas: dict[int, SharedArena] = {}
+        self._errands: dict[int, AgentSave] = {}
+        self._note = None if trainer is None else Note()
+        self._lent: dict[int, dict[int, memoryview]] = {}
+        self._longest_s = 0.0
+        self._coordinator = Coordinator()
+        self._tuners: dict[tuple[str, int | None, int | None], Tuner] = {}
+        self._to_write: _Jobs = queue.SimpleQueue()
+        self._to_commit: _Jobs = queue.SimpleQueue()
+        self._to_promote: _Jobs = queue.SimpleQueue()
+        self._hears: dict[type[say.Message], Callable[[Any], None]] = {
+            say.Join: self._join,
+            say.Climb: self._climb,
+            say.DropArenas: self._drop,
+            say.Variables: lambda said: take_store_variables(said.values),
+            say.Begin: self._begin,
+            say.Planned: self._plan,
+            say.Filled: self._fill,
+            say.Ready: self._make_ready,
+            say.Abandon: self._abandon,
+        }
+
+    def run(self) -> None:
+        """Serve until the trainer says quit or is gone, and then until all that was staged is written."""
+        queues = {
+            "reknit-agent-write": self._to_write,
+            "reknit-agent-commit": self._to_commit,
+            "reknit-agent-promote": self._to_promote,
+        }
+        workers = [
+            threading.Thread(target=_work, args=(jobs,), name=name, daemon=True)
+            for name, jobs in queues.items()
+        ]
+        told = True
+        try:
+            for worker in workers:
+                begin_thread(worker)
+            told = self._serve()
+        except BaseException as error:  # the trainer may be told much more than an exit status
+            self._say(say.Fell(typed(error).to_wire()))
+            raise
+        finally:
+            self._outlive(told)  # also after a bug: nobody may wait for what is not heard any more
+            # In this order: what is committed may have to be promoted.
+            for jobs, worker in zip(queues.values(), workers, strict=True):
+                jobs.put(None)
+                if worker.ident is not None:  # else it could not be started
+                    worker.join()
+                if jobs is self._to_commit:
+                    self._group.close()  # at once: another rank's next save must not wait for promotions
+            if self._promoters is not None:
+                self._promoters.close()
+            for arena in self._arenas.values():
+                arena.close()
+            if self._note is not None:
+                self._note.close()
+            self._channel.close()
+
+    def _serve(self) -> bool:
+        """Hear the trainer until the end; tell whether it said so, or is gone."""
+        while True:
+            if not self._channel.wait(_LOOK_S):
+                # Whatever the trainer forked may hold its end of the socket open.
+                if self._trainer is not None and os.getppid() != self._trainer:
+                    return False
+                continue
+            received = self._channel.receive()
+            if received is None:
+                return False
+            if isinstance(received.message, say.Quit):
+                return True
+            if isinstance(received.message, say.GiveArena):
+                assert received.fd is not None
+                given = received.message
+                self._arenas[given.number] = SharedArena.attach(received.fd, given.nbytes)
+            elif isinstance(received.message, say.Lend):
+                assert received.fd is not None
+                self._borrow(received.message, received.fd)
+            else:
+                self._hears[type(received.message)](received.message)
+
+    def _outlive(self, told: bool) -> None:
+        """Let what the trainer did not finish fail, and see to it that the rest ends, too."""
+        left = list(self._errands.values())
+        for errand in left:
+            if not errand.staged:
+                errand.fail(
+                    AgentError(
+                        f"the process of rank {self._rank} ended before its state was staged; "
+                        "nothing was committed",
+                        rank=self._rank,
+                        phase="stage",
+                    )
+                )
+        if self._trainer is None:
+            return
+        if not told and left:
+            logger.warning("the process of rank %d ended; its agent finishes %d saves", self._rank, len(left))
+        # Storage may hang for ever, and an agent must not.
+        times = 1 + sum(errand.is_to_promote for errand in left)
+        patience_s = times * self._longest_s + _GRACE_S
+        watchdog = threading.Timer(patience_s, os._exit, (1,))
+        watchdog.daemon = True
+        try:
+            watchdog.start()
+        except RuntimeError:  # no further thread: what is staged has to be written all the same
+            signal.alarm(math.ceil(patience_s))
+
+    def _say(self, message: say.Message) -> None:
+        with suppress(AgentError):  # a trainer that is gone needs no answer
+            self._channel.send(message)
+
+    def _join(self, join: say.Join) -> None:
+        self._rank = join.rank
+        if join.low_priority and self._trainer is not None:
+            with suppress(OSError):  # a sandbox may refuse even this
+                os.nice(_LOW_NICE)
+        if len(join.hosts) == 1:
+            self._group = SoloGroup(join.generation)
+            self._say(say.Seated("", None))
+            return
+        quiet_grpc()
+        from reknit.comm.tree.group import TreeGroup  # gRPC is loaded only when there is someone to talk to
+
+        assert join.generation is not None
+        self._comm = CommOptions(**join.comm)
+        try:
+            self._seat = TreeGroup.listen(
+                join.rank,
+                Topology(join.hosts, join.fan_out),
+                job=join.job,
+                generation=join.generation,
+                options=self._comm,
+            )
+        except ReknitError as error:
+            self._say(say.Joined(error.to_wire()))
+        else:
+            self._say(say.Seated(self._seat.address, self._seat.above))
+
+    def _climb(self, climb: say.Climb) -> None:
+        if self._seat is not None:
+            try:
+                group = self._seat.climb(climb.above)
+            except ReknitError as error:
+                self._say(say.Joined(error.to_wire()))
+                return
+            group.on_broken(lambda error: self._say(say.Broken(isinstance(error, GroupClosedError))))
+            self._group = group
+        self._say(say.Joined(None))
+
+    def _drop(self, drop: say.DropArenas) -> None:
+        for number in drop.numbers:
+            self._arenas.pop(number).close()
+
+    def _borrow(self, lend: say.Lend, fd: int) -> None:
+        """Map values of a save that is about to begin."""
+        try:
+            memory = memoryview(mmap.mmap(fd, lend.nbytes))
+        finally:
+            os.close(fd)
+        views = {number: memory[begin:end] for number, begin, end in lend.blobs}
+        self._lent.setdefault(lend.number, {}).update(views)
+
+    def _begin(self, begin: say.Begin) -> None:
+        for number, view in self._lent.pop(begin.number, {}).items():
+            begin.blobs[number].data = cast("bytes", view)  # as good as bytes for everyone who gets it
+        errand = (Rehearsal if begin.rehearsal else AgentSave)(begin.number, self._channel)
+        options = SaveOptions(**begin.options)
+        try:
+            where = self._where(begin, options)
+        except ReknitError as error:
+            errand.fail(error)
+        except Exception as error:  # whoever made the store decides what it raises
+            errand.fail(
+                shortage(error)
+                or AgentError(
+                    f"the agent cannot open {begin.url}: {type(error).__name__}: {error}",
+                    rank=self._rank,
+                    remedy="let the module of this store be importable by itself, or save with wait=True",
+                )
+            )
+        else:
+            errand.begin(begin, where)
+        scheme, colon, _ = begin.url.partition("://")
+        key = (scheme if colon else "", options.threads, options.piece_nbytes)
+        if key not in self._tuners:
+            self._tuners[key] = Tuner(threads=options.threads, piece_nbytes=options.piece_nbytes)
+        self._take_up(errand, self._tuners[key], options.timeout_s)
+
+    def _where(self, begin: say.Begin, options: SaveOptions) -> Setting:
+        """Return where a save takes place, as this process sees it."""
+        storage = _open(begin.url, begin.factory, options)
+        recorder = Recorder("save", self._rank, begin.step, storage.url, _sinks(options))
+        to = Destination(
+            storage,
+            begin.step,
+            begin.overwrite,
+            options.allow_pickle,
+            **json.loads(begin.extra),
+        )
+        return Setting(self._group, to.of(self._group), options, recorder)
+
+    def _take_up(self, errand: AgentSave, tuner: Tuner, timeout_s: float) -> None:
+        """Let the workers carry out an errand, after those before it."""
+        group = self._group
+        # A commit to a path clears out what else is there, so nothing of a later save may be.
+        earlier = [e for e in list(self._errands.values()) if e.url and e.url == errand.url]
+        self._errands[errand.number] = errand
+        self._tell()
+        self._longest_s = max(self._longest_s, timeout_s)
+
+        def commit() -> None:
+            try:
+                errand.commit(group, self._coordinator, timeout_s)
+                promoters = self._joined_once_more(group, timeout_s) if errand.promotes else None
+            except BaseException as error:  # of the second group, and later saves need this thread
+                errand.not_promoted(error)
+                promoters = None
+            if promoters is None:
+                self._over(errand)
+            else:
+                self._to_promote.put(lambda: promote(promoters))
+
+        def promote(promoters: Group) -> None:
+            errand.promote(promoters, _open, _sinks)
+            self._over(errand)
+
+        before = earlier[-1] if earlier else None
+        self._to_write.put(lambda: errand.write(tuner, before))
+        self._to_commit.put(commit)
+
+    def _tell(self) -> None:
+        """Let those who look at this process know what it works on."""
+        if self._note is not None:
+            self._note.tell(self._rank, self._errands)
+
+    def _over(self, errand: AgentSave) -> None:
+        del self._errands[errand.number]
+        self._tell()
+
+    def _joined_once_more(self, group: Group, timeout_s: float) -> Group:
+        """Return a second group of the same agents; all of them come here after the first save to promote.
+
+        Raises `CommError`, and then for ever: none of them would come to another round of the first group.
+        """
+        if self._no_promoters is not None:
+            raise self._no_promoters
+        if self._promoters is None:
+            try:
+                self._promoters = side_group(group, "promoters", self._comm, timeout_s)
+            except BaseException as error:
+                self._no_promoters = error
+                raise
+        return self._promoters
+
+    def _plan(self, planned: say.Planned) -> None:
+        if (errand := self._errands.get(planned.number)) is not None:
+            errand.plan(planned, self._arenas[planned.arena])
+
+    def _fill(self, filled: say.Filled) -> None:
+        if (errand := self._errands.get(filled.number)) is not None:  # else it failed, and is over
+            errand.fill(filled.span)
+
+    def _make_ready(self, ready: say.Ready) -> None:
+        if isinstance(rehearsal := self._errands.get(ready.number), Rehearsal):  # else it failed, and is over
+            rehearsal.make_ready()
+
+    def _abandon(self, abandon: say.Abandon) -> None:
+        self._lent.pop(abandon.number, None)
+        error = from_wire(abandon.error)
+        errand = self._errands.get(abandon.number)
+        if errand is not None:
+            errand.fail(error)
+        elif abandon.unbegun:
+            errand = AgentSave(abandon.number, self._channel)
+            errand.fail(error)
+            self._take_up(errand, Tuner(), abandon.timeout_s)
+
+
+def _open(url: str, factory: str | None, options: SaveOptions) -> Storage:
+    """Open a store; `factory` makes those of its scheme, where only the trainer's program registered that."""
+    if factory is not None:
+        module, _, name = factory.partition(":")
+        register(url.partition(":")[0], getattr(importlib.import_module(module), name))
+    return open_storage(url, durability=options.durability)
+
+
+def _sinks(options: SaveOptions) -> tuple[Sink, ...]:
+    return () if options.events is None else (JsonLinesSink(options.events),)
+
+
+def _work(jobs: _Jobs) -> None:
+    """Do jobs, one after another."""
+    while (job := jobs.get()) is not None:
+        job()
+
+
+def main(fd: int, trainer: int) -> None:
+    """Serve the trainer at the other end of a socket, and outlive it."""
+    # A signal for the whole job is for its trainers, which may want to save once more; an agent ends with
+    # its trainer.
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        signal.signal(number, signal.SIG_IGN)
+    logging.basicConfig(format="%(name)s: %(message)s")
+    Agent(say.Channel(socket.socket(fileno=fd)), trainer).run()
+
+
+if __name__ == "__main__":
+    main(int(sys.argv[1]), int(sys.argv[2]))

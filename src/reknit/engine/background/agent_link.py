@@ -1,0 +1,221 @@
+"""An agent as its trainer sees it: started, spoken to, heard, and missed when it is gone."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import subprocess
+import sys
+import threading
+import weakref
+from typing import TYPE_CHECKING, Any
+
+from reknit.engine.background import channel as say
+from reknit.engine.memory.workers import start
+from reknit.engine.stored.running_agents import MODULE
+from reknit.errors import AgentError, DeadlineError, ReknitError, ShortageError, from_wire, shortage
+from reknit.monitor.phase import Deadline
+from reknit.options import agent_environment, store_variables
+from reknit.system import output_of_child, socket_pair
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+_REAP_S = 10.0
+
+
+class AgentLink:
+    """The trainer's end of the channel to its agent.
+
+    A thread of its own calls `hear` with every message about a save, `lost` once when the agent is gone, and
+    `failed` when no later save can end well although nobody asked the agents to end.
+    """
+
+    def __init__(self, rank: int, *, in_process: bool, send_timeout_s: float) -> None:
+        self.rank = rank
+        self.hear: Callable[[Any], None] = _ignore
+        self.lost: Callable[[ReknitError], None] = _ignore
+        self.failed: Callable[[], None] = lambda: None
+        self.broken = False
+        """Whether no later save can end well with this agent."""
+        self.ended_on_purpose = False
+        """Whether that is because another rank's trainer ended, or closed its agent."""
+        self._quitting = False
+        self._process: subprocess.Popen[bytes] | None = None
+        self._variables = store_variables()
+        """What the agent has of the variables by which stores are reached."""
+        self._answered = threading.Condition()
+        self._answers: list[say.Seated | say.Joined] = []
+        self._gone: ReknitError | None = None
+        self._fell: ReknitError | None = None
+        """What the agent said of why it ends."""
+        ours, theirs = socket_pair()
+        self._channel = say.Channel(ours, send_timeout_s=send_timeout_s)
+        try:
+            if in_process:
+                self._run_here(say.Channel(theirs))
+            else:
+                self._spawn(theirs.fileno())
+                theirs.close()
+            start(f"reknit-hears-agent-{rank}", self._listen)
+        except BaseException:
+            theirs.close()
+            self._channel.close()
+            if self._process is not None:
+                self._process.kill()  # it has done nothing yet
+                self._process.wait()
+            raise
+        _open_links.add(self)
+
+    @property
+    def pid(self) -> int | None:
+        """The agent's process, None when it runs in this one."""
+        return None if self._process is None else self._process.pid
+
+    def send(self, message: say.Message, fd: int | None = None) -> None:
+        """Send a message.  Raises `AgentError` when the agent is gone."""
+        try:
+            if isinstance(message, say.Begin):
+                self._refresh()
+            self._channel.send(message, fd)
+        except AgentError as error:
+            self.broken = True
+            raise (self._gone or error) from None
+
+    def _refresh(self) -> None:
+        """Let the agent have credentials that were renewed since it was told of them."""
+        variables = store_variables()
+        if self._process is not None and variables != self._variables:
+            self._channel.send(say.Variables(variables))
+            self._variables = variables
+
+    def ask(self, message: say.Message, timeout_s: float) -> say.Seated | say.Joined:
+        """Send a message and return the answer.  Raises what kept the agent from giving one."""
+        self.send(message)
+        deadline = Deadline(timeout_s)
+        with self._answered:
+            self._answered.wait_for(lambda: self._answers or self._gone, deadline.remaining())
+            if self._answers:
+                answer = self._answers.pop(0)
+            elif self._gone is not None:
+                raise self._gone
+            else:
+                raise DeadlineError(f"the agent of rank {self.rank} did not answer within {timeout_s:g} s")
+        if isinstance(answer, say.Joined) and answer.error is not None:
+            raise from_wire(answer.error)
+        return answer
+
+    def quit(self) -> None:
+        """Let the agent end when it has finished what it was given."""
+        self._quitting = self.broken = True
+        with contextlib.suppress(ReknitError):
+            self.send(say.Quit())
+
+    def ended(self, timeout_s: float) -> bool:
+        """Wait until the agent is gone; tell whether it is."""
+        with self._answered:
+            return self._answered.wait_for(lambda: self._gone is not None, timeout_s)
+
+    def forget(self) -> None:
+        """Let go of the agent in a forked child of the trainer: there it is somebody else's."""
+        self.broken = True
+        self._gone = AgentError("a forked process has no part in the saves of its parent")
+        self._channel.close()
+
+    def _spawn(self, fd: int) -> None:
+        """Start the agent as a process of its own session, which no signal to the job's terminal reaches."""
+        if not sys.executable:
+            raise AgentError(
+                "there is no Python executable to start an agent with",
+                remedy="save with wait=True, or set sys.executable",
+            )
+        command = [sys.executable, "-m", MODULE, str(fd), str(os.getpid())]
+        try:
+            self._process = subprocess.Popen(
+                command,
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.DEVNULL,
+                stderr=output_of_child(2),
+                pass_fds=[fd],
+                start_new_session=True,
+                env=agent_environment(sys.path),
+            )
+        except (OSError, MemoryError) as error:
+            raise shortage(error) or AgentError(
+                f"the agent of rank {self.rank} could not be started: {error}", rank=self.rank
+            ) from error
+
+    def _run_here(self, channel: say.Channel) -> None:
+        # Imported only here: `python -m` would complain of a module that is there before it is run.
+        from reknit.engine.background.agent import Agent
+
+        start(f"reknit-agent-{self.rank}", Agent(channel, None).run)
+
+    def _listen(self) -> None:
+        """Hear the agent until it is gone."""
+        while (received := self._channel.receive()) is not None:
+            message = received.message
+            if isinstance(message, (say.Seated, say.Joined)):
+                with self._answered:
+                    self._answers.append(message)
+                    self._answered.notify_all()
+            elif isinstance(message, say.Broken):
+                self.ended_on_purpose = message.on_purpose
+                self.broken = True
+                if not message.on_purpose:
+                    self.failed()
+            elif isinstance(message, say.Fell):
+                self._fell = from_wire(message.error)
+                self.broken = True
+            else:
+                self.hear(message)
+        self.broken = True  # at once: the next save must not begin with this agent
+        error = self._parted(self._epitaph())
+        self._channel.close()
+        self.lost(error)
+        if not (self.ended_on_purpose or self._quitting):
+            self.failed()
+        with self._answered:
+            self._gone = error
+            self._answered.notify_all()
+
+    def _parted(self, epitaph: str) -> ReknitError:
+        """Return the error of an agent that has ended, with the reason that it gave."""
+        why = self._fell
+        if why is None:
+            return AgentError(epitaph, rank=self.rank)
+        kind = ShortageError if isinstance(why, ShortageError) else AgentError
+        return kind(f"{epitaph}: {why.message}", remedy=why.remedy, rank=self.rank)
+
+    def _epitaph(self) -> str:
+        """Say how the agent ended, and reap its process."""
+        if self._process is None:
+            return f"the agent of rank {self.rank} has ended"
+        try:
+            status = self._process.wait(_REAP_S)
+        except subprocess.TimeoutExpired:
+            # Once it goes on it would write from an arena that is filled anew by then.
+            self._process.kill()
+            self._process.wait()
+            how = "did not read its channel, and was killed"
+        else:
+            how = "has ended"
+            if status:
+                how = f"was killed by signal {-status}" if status < 0 else f"failed with exit status {status}"
+        return f"the agent of rank {self.rank} (process {self._process.pid}) {how}"
+
+
+def _ignore(_: Any) -> None:
+    """Hear nothing."""
+
+
+_open_links: weakref.WeakSet[AgentLink] = weakref.WeakSet()
+
+
+def _after_fork() -> None:
+    for link in list(_open_links):
+        link.forget()
+
+
+# A forked worker that kept the socket open would hide the trainer's death from the agent.
+os.register_at_fork(after_in_child=_after_fork)

@@ -1,0 +1,397 @@
+"""One save as an agent carries it out, for a trainer that may die at any moment."""
+
+from __future__ import annotations
+
+import logging
+import threading
+from contextlib import suppress
+from typing import TYPE_CHECKING
+
+from reknit.comm import base as comm
+from reknit.engine import messages
+from reknit.engine.background import channel as say
+from reknit.engine.memory.arena import SPAN_NBYTES, lay_out
+from reknit.engine.saving.claims import blob_files, claims
+from reknit.engine.saving.copies import EQUAL, split
+from reknit.engine.saving.packing import merge_claims
+from reknit.engine.saving.receipt import commit_round, receipt, write_blobs
+from reknit.engine.saving.write import Outgoing, discard, write_files
+from reknit.engine.stored.promote import Promotion, decline, promote
+from reknit.errors import AgentError, ReknitError, typed
+from reknit.format import paths
+from reknit.monitor.phase import Recorder, now
+from reknit.options import cores_per_rank
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    import numpy as np
+    from numpy.typing import NDArray
+
+    from reknit.engine.memory.arena import Arena, SharedArena
+    from reknit.engine.saving.coordinator import Coordinator
+    from reknit.engine.saving.receipt import Setting
+    from reknit.engine.saving.tuning import Tuner
+    from reknit.engine.saving.write import Written
+    from reknit.monitor.phase import Sink
+    from reknit.options import SaveOptions
+    from reknit.storage.base import Storage
+
+logger = logging.getLogger("reknit")
+
+_CORES_FOR_BOTH = cores_per_rank() >= 2
+"""Whether digests need not wait until the trainer, which training waits for, has copied."""
+
+
+class AgentSave:
+    """A save under way, between the thread that hears the trainer and those that write and commit.
+
+    `error` is what makes it fail; once it is set nobody waits for the trainer any more, and all ranks hear of
+    it in the next round.
+    """
+
+    def __init__(self, number: int, channel: say.Channel) -> None:
+        self.number = number
+        self.since = now()
+        self.error: ReknitError | None = None
+        self._channel = channel
+        self._changed = threading.Condition()
+        self._begun: tuple[say.Begin, Setting] | None = None
+        self._image: _Image | None = None
+        self._written: list[Written] | None = None
+        self._may_write = False
+        self._over = threading.Event()
+        self._to_promote: list[Written] | None = None
+        self._copies = EQUAL
+
+    @property
+    def is_to_promote(self) -> bool:
+        """Whether a promotion was asked for."""
+        return self._begun is not None and self._begun[0].promote_to is not None
+
+    @property
+    def promotes(self) -> bool:
+        """Whether the checkpoint is committed, and is to be promoted."""
+        return self._to_promote is not None
+
+    @property
+    def url(self) -> str:
+        """Where the save goes, empty when it never began."""
+        return "" if self._begun is None else self._begun[0].url
+
+    @property
+    def places(self) -> list[str]:
+        """Where checkpoints may yet appear: the place of the save, and that to which it is promoted."""
+        if self._begun is None or self._begun[0].rehearsal:
+            return []
+        to = self._begun[0].promote_to
+        return [self._begun[0].url, *(() if to is None else (to[0],))]
+
+    # Called by the thread that hears the trainer.
+
+    def begin(self, begin: say.Begin, where: Setting) -> None:
+        """Take what the trainer says at the beginning."""
+        self._begun = begin, where
+        # Whoever has committed to this path clears away the files of others, unless a marker tells of them.
+        # A save that may not overwrite need not fear that: it fails anyway where somebody has committed.
+        self._may_write = not begin.overwrite
+
+    def plan(self, planned: say.Planned, arena: SharedArena) -> None:
+        """Take the files of the save, and the arena that will hold them."""
+        with self._changed:
+            self._image = _Image(planned, arena)
+            self._changed.notify_all()
+
+    def fill(self, span: int) -> None:
+        """Note that a span holds its bytes."""
+        with self._changed:
+            if self._image is not None:
+                self._image.to_fill.discard(span)
+            self._changed.notify_all()
+
+    def fail(self, error: ReknitError) -> None:
+        """Let the save fail, unless it failed before."""
+        with self._changed:
+            self.error = self.error or error
+            self._changed.notify_all()
+
+    @property
+    def staged(self) -> bool:
+        """Whether the trainer is needed no more."""
+        with self._changed:
+            return self.promotes or (self._image is not None and not self._image.to_fill)
+
+    # Called by the thread that writes.
+
+    def write(self, tuner: Tuner, before: AgentSave | None) -> None:
+        """Write the data files while their spans are filled, when the save `before` this one is over.
+
+        The round to commit tells what goes wrong.
+        """
+        written: list[Written] = []
+        try:
+            if before is not None:
+                before._over.wait()
+            with self._changed:
+                self._changed.wait_for(
+                    lambda: (self._image is not None and self._may_write) or self.error is not None
+                )
+                image, error = self._image, self.error
+            if error is None and image is not None and self._begun is not None:
+                begin, where = self._begun
+                written = write_files(
+                    where.to.storage,
+                    [
+                        Outgoing(paths.data_path(item, where.group.rank, begin.write_id, part), nbytes)
+                        for item, part, nbytes in image.planned.files
+                    ],
+                    self._fetch,
+                    tuner=tuner,
+                    recorder=where.recorder,
+                    written=self._free if image.is_ring else None,
+                    failed=self._fail,
+                    busy=None if image.is_ring or _CORES_FOR_BOTH else lambda: not self.staged,
+                )
+        except BaseException as error:  # whatever it is, the other ranks wait for this one's receipt
+            self.fail(typed(error))
+        finally:
+            self.tell(say.ArenaFree(self.number))
+            with self._changed:
+                self._written = written
+                self._changed.notify_all()
+
+    def _fail(self, error: BaseException) -> None:
+        """Let those that wait for the trainer know that one of them met an error."""
+        self.fail(typed(error))
+
+    def _fetch(self, file: int, start: int, nbytes: int, _: Arena) -> NDArray[np.uint8]:
+        """Return a piece of a file from the arena, as soon as it is there."""
+        image = self._image
+        assert image is not None
+        span = image.span(file, start)
+        with self._changed:
+            self._changed.wait_for(lambda: span not in image.to_fill or self.error is not None)
+            if self.error is not None:
+                raise self.error
+        return image.view(span, start, nbytes)
+
+    def _free(self, file: int, start: int, nbytes: int) -> None:
+        """Tell the trainer when all of a span is written, so that another can take its place."""
+        image = self._image
+        assert image is not None
+        span = image.span(file, start)
+        with self._changed:
+            image.to_write[span] -= nbytes
+            free = image.to_write[span] == 0
+        if free:
+            self.tell(say.Freed(self.number, span))
+
+    # Called by the thread that commits.
+
+    def commit(self, group: comm.Group, coordinator: Coordinator, timeout_s: float) -> None:
+        """Go with all ranks through the rounds of this save, and tell the trainer how it ended."""
+        try:
+            where, assignment = self._assign(group, coordinator, timeout_s)
+            with self._changed:
+                self._may_write = True
+                self._changed.notify_all()
+            self.tell(say.Assigned(self.number, assignment.shard_owners))
+            outcome, written = commit_round(
+                where,
+                coordinator,
+                assignment.write_id,
+                lambda files: self._receipt(where, assignment, files),
+            )
+        except BaseException as error:  # Ctrl-C cannot come here, and a bug must reach the trainer too
+            self.fail(typed(error))
+            coordinator.give_up()
+            self._discard()
+            self._done(typed(error).to_wire(), [], messages.CommitOutcome(0, []))
+            self._end()
+        else:
+            if self.is_to_promote:
+                self._keep_for_promotion(written)
+            self._done(None, written, outcome)
+            if not self.promotes:
+                self._end()
+
+    def _keep_for_promotion(self, written: list[Written]) -> None:
+        """Keep what a promotion needs, and nothing else: many may wait for a slow store."""
+        with self._changed:
+            self._to_promote = written
+            self._image = None
+        assert self._begun is not None
+        begin = self._begun[0]
+        begin.claims, begin.blobs, begin.copies = None, [], messages.NO_COPIES
+
+    def _assign(
+        self, group: comm.Group, coordinator: Coordinator, timeout_s: float
+    ) -> tuple[Setting, messages.Assignment]:
+        """Hold the round in which all ranks' work is assigned."""
+        begun = self._begun
+
+        def request() -> bytes:
+            if self.error is not None:
+                raise self.error
+            assert begun is not None
+            begin = begun[0]
+            return claims(
+                group.rank, begin.write_id, begin.step, begin.plan, begin.claims, begin.blobs, begin.copies
+            )
+
+        def decide(requests: list[bytes]) -> list[bytes]:
+            assert begun is not None
+            begin, where = begun
+            return coordinator.assign(None if begin.rehearsal else where.to, requests)
+
+        # Not the write id: a rank whose trainer never came to begin this save does not know it.
+        subject = f"save {self.number}"
+        answer = comm.round(group, "assign", request, decide, timeout_s, merge=merge_claims, subject=subject)
+        assert begun is not None
+        assignment = messages.decode(answer, messages.Assignment)
+        try:
+            check = begun[1].options.check_replicas
+            self._copies = split(begun[0].copies, assignment.differing, group.rank, check)
+        except ReknitError as error:  # all ranks hear of it in the round to commit
+            self.fail(error)
+        return begun[1], assignment
+
+    def _receipt(self, where: Setting, assignment: messages.Assignment, written: list[Written]) -> bytes:
+        """Return the receipt once all files of this rank are written."""
+        with self._changed:
+            self._changed.wait_for(lambda: self._written is not None)
+            assert self._written is not None
+            mine, self._written = self._written, []
+            written += mine
+            if self.error is not None:
+                raise self.error
+        assert self._image is not None
+        assert self._begun is not None
+        begin, planned = self._begun[0], self._image.planned
+        blobs = [*begin.blobs, *self._copies.blobs]
+        files = blob_files(blobs, assignment.blob_owners, where.group.rank)
+        places = write_blobs(
+            where.to.storage,
+            files,
+            where.group.rank,
+            begin.write_id,
+            where.recorder,
+            written,
+            threads=where.options.threads,
+        )
+        return receipt(where, planned.items, written, begin.plan, planned.columns, places, self._copies)
+
+    def _discard(self) -> None:
+        """Delete what was written for a round that this rank never came to."""
+        with self._changed:
+            self._changed.wait_for(lambda: self._written is not None)
+            written = self._written or []
+        if self._begun is not None:
+            for file in written:
+                with suppress(Exception):  # a store of somebody else's; what stays is no part of anything
+                    discard(self._begun[1].to.storage, file.path)
+
+    def _done(
+        self, error: dict[str, object] | None, written: list[Written], outcome: messages.CommitOutcome
+    ) -> None:
+        """Tell the trainer how the save ended."""
+        records = []
+        if self._begun is not None:
+            where = self._begun[1]
+            records = [record.as_dict() for record in where.recorder.records]
+        self.tell(
+            say.SaveDone(
+                self.number,
+                error,
+                sum(file.nbytes for file in written),
+                len(written),
+                outcome.total_nbytes,
+                outcome.warnings,
+                records,
+            )
+        )
+
+    def _end(self) -> None:
+        """Let a later save to the same place begin to write."""
+        self._over.set()
+        if self._begun is not None:
+            _close(self._begun[1].to.storage)
+
+    # Called by the thread that promotes.
+
+    def promote(
+        self,
+        group: comm.Group,
+        opened: Callable[[str, str | None, SaveOptions], Storage],
+        sinks: Callable[[SaveOptions], tuple[Sink, ...]],
+    ) -> None:
+        """Copy what this rank wrote to the store that lasts, with all ranks, and tell the trainer."""
+        assert self._begun is not None
+        assert self._to_promote is not None
+        begin, where = self._begun
+        assert begin.promote_to is not None
+        try:
+            try:
+                target = opened(*begin.promote_to, where.options)
+            except BaseException as error:  # whoever made the store decides what it raises
+                decline(group, typed(error), begin.write_id, where.options.timeout_s)
+            recorder = Recorder("promote", group.rank, begin.step, target.url, sinks(where.options))
+            try:
+                job = Promotion(where.to.storage, target, begin.overwrite, where.options, recorder)
+                report = promote(job, group, begin.step, begin.write_id, self._to_promote)
+            finally:
+                _close(target)
+        except BaseException as error:  # whatever it is, the trainer must hear of it
+            self.not_promoted(error)
+        else:
+            records = [record.as_dict() for record in report.phases]
+            self.tell(say.Promoted(self.number, None, report.path, report.nbytes, report.num_files, records))
+            self._end()
+
+    def not_promoted(self, error: BaseException) -> None:
+        """Tell the trainer, or the log where that is gone, what kept the checkpoint from where it lasts."""
+        assert self._begun is not None
+        begin, where = self._begun
+        failure = typed(error)
+        failure.sign(rank=where.group.rank)
+        told = self.tell(say.Promoted(self.number, failure.to_wire(), "", 0, 0, []))
+        if not told and begin.promote_to is not None:
+            logger.error("promotion of %s to %s failed: %s", begin.url, begin.promote_to[0], failure)
+        self._end()
+
+    def tell(self, message: say.Message) -> bool:
+        """Tell the trainer, if it is still there; return whether it was."""
+        with suppress(AgentError):
+            self._channel.send(message)
+            return True
+        return False
+
+
+class _Image:
+    """The files of a save in an arena, and what of them is still to be filled, and to be written."""
+
+    def __init__(self, planned: say.Planned, arena: SharedArena) -> None:
+        self.planned = planned
+        self._arena = arena
+        self._spans = lay_out([nbytes for _, _, nbytes in planned.files], planned.ring)
+        self._number = {(span.file, span.start): k for k, span in enumerate(self._spans)}
+        self.is_ring = any(span.after >= 0 for span in self._spans)
+        self.to_fill = set(range(len(self._spans)))
+        self.to_write = [span.nbytes for span in self._spans]
+
+    def span(self, file: int, start: int) -> int:
+        """Return the number of the span that holds byte `start` of a file."""
+        return self._number[file, start // SPAN_NBYTES * SPAN_NBYTES]
+
+    def view(self, span: int, start: int, nbytes: int) -> NDArray[np.uint8]:
+        """Return bytes of the arena that are those from `start` on of the span's file."""
+        low = self._spans[span].at + start - self._spans[span].start
+        return self._arena.bytes[low : low + nbytes]
+
+
+def _close(storage: Storage) -> None:
+    """Close a store that is needed no more."""
+    try:
+        storage.close()
+    except Exception as failure:  # a store of somebody else's, and nothing depends on it any more
+        logger.warning("%s could not be closed: %s", storage.url, failure)

@@ -1,0 +1,135 @@
+"""The agents that a group's ranks formed together, as one of these ranks sees them."""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from reknit.comm import base as comm
+from reknit.engine import messages
+from reknit.engine.background import channel as say
+from reknit.engine.background.agent_link import AgentLink
+from reknit.engine.background.side_group import places, where_of
+from reknit.engine.background.trainer_save import TrainerSave
+from reknit.engine.saving.coordinator import PLANS_KEPT
+from reknit.format import paths
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from reknit.engine.report import PendingSave
+    from reknit.engine.saving.copies import Chosen
+    from reknit.engine.saving.file_layout import Outline
+    from reknit.errors import ReknitError
+    from reknit.options import SaveOptions
+
+FORM_ROUND = "agents"
+"""The round in which the agents of a group find each other."""
+
+
+@dataclass(slots=True)
+class Plan:
+    """An outline for holdings of one layout; `committed` once the root knows its chunks.
+
+    `chosen` is what is compared of the layout, by `SaveOptions.check_replicas`.
+    """
+
+    outline: Outline
+    committed: bool = False
+    chosen: dict[str, Chosen] = field(default_factory=dict)
+
+
+class Agents:
+    """This rank's agent, the saves that it works on, and the plans that all ranks' agents agreed on."""
+
+    def __init__(self, link: AgentLink, size: int, place: messages.TreeAddress) -> None:
+        """Use `form`."""
+        self.link = link
+        self.size = size
+        self.first = place.number
+        """Number of the first save in which all ranks can take part."""
+        self.arenas: set[int] = set()
+        """Numbers of the arenas that the agent has."""
+        self._seed = place.seed
+        self._handovers: dict[int, tuple[TrainerSave, bytes | None]] = {}
+        self._plans: dict[bytes, Plan] = {}
+        link.hear, link.lost = self._hear, self._lose
+
+    @classmethod
+    def form(
+        cls, group: comm.Group, options: SaveOptions, number: Callable[[], int], *, in_process: bool
+    ) -> Agents:
+        """Start this rank's agent, and let it join those of all other ranks; every rank does so at once.
+
+        The agents' addresses go through a group of the trainers; after that trainers and agents are two
+        groups that know nothing of each other.  `number` is that of the next save which this rank has not
+        begun.  Raises `AgentError`, `CommError`.
+        """
+        links: list[AgentLink] = []
+        patience_s = options.comm.connect_timeout_s
+
+        def seat() -> bytes:
+            links.append(AgentLink(group.rank, in_process=in_process, send_timeout_s=options.timeout_s))
+            settings, low = dataclasses.asdict(where_of(group, options.comm)), options.priority == "low"
+            hosts, fan_out = group.topology.hosts.tolist(), group.topology.fan_out
+            generation = group.given if isinstance(group, comm.SoloGroup) else group.generation
+            join = say.Join(FORM_ROUND, group.rank, hosts, fan_out, generation, settings, low)
+            seated = links[0].ask(join, patience_s)
+            assert isinstance(seated, say.Seated)
+            return messages.encode(messages.ListenAddress(seated.address, seated.above, number()))
+
+        def climb() -> bytes:
+            links[0].ask(say.Climb(place.above), 2 * patience_s)
+            return b""
+
+        try:
+            answer = comm.round(group, FORM_ROUND, seat, places, options.timeout_s)
+            place = messages.decode(answer, messages.TreeAddress)
+            comm.round(group, FORM_ROUND, climb, lambda requests: [b""] * len(requests), options.timeout_s)
+        except BaseException:  # Ctrl-C too: an agent that nobody will use must not stay
+            for link in links:
+                link.quit()
+            raise
+        return cls(links[0], group.size, place)
+
+    def handover(self, number: int, pending: PendingSave) -> TrainerSave:
+        """Take up a save; every rank does so with every number from `first` on, whatever becomes of it."""
+        handover = TrainerSave(number, paths.numbered_write_id(self._seed, number), pending, self.link)
+        self._handovers[number] = handover, None
+        pending.ranks = self.size
+        return handover
+
+    def plan(self, handover: TrainerSave, key: bytes) -> Plan | None:
+        """Return the plan for the layout `key` of a save, if there is one, as the one used last."""
+        self._handovers[handover.number] = handover, key
+        plan = self._plans.pop(key, None)
+        if plan is not None:
+            self._plans[key] = plan
+        return plan
+
+    def keep(self, key: bytes, plan: Plan) -> None:
+        """Keep a new plan; the one that was not used for longest makes room."""
+        self._plans[key] = plan
+        while len(self._plans) > PLANS_KEPT:
+            del self._plans[next(iter(self._plans))]
+
+    def _hear(self, message: Any) -> None:
+        handover, key = self._handovers[message.number]
+        if isinstance(message, say.Promoted):
+            del self._handovers[message.number]
+        elif isinstance(message, say.SaveDone):
+            if message.error is not None or not handover.promotes:
+                del self._handovers[message.number]
+            plan = self._plans.get(key or b"")
+            if message.error is not None:
+                # Perhaps the plans are what is wrong; with the next save all ranks make new ones.
+                self._plans.clear()
+            elif plan is not None:
+                plan.committed = True
+        handover.hear(message)
+
+    def _lose(self, error: ReknitError) -> None:
+        for handover, _ in list(self._handovers.values()):
+            handover.lose(error)
+        self._handovers.clear()

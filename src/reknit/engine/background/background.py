@@ -1,0 +1,320 @@
+"""Saves of one group that go on in the background: staged here, written and committed by agents."""
+
+from __future__ import annotations
+
+import logging
+import os
+import threading
+import weakref
+from contextlib import suppress
+from typing import TYPE_CHECKING
+
+from reknit.engine.background.agents import Agents
+from reknit.engine.background.side_group import side_group
+from reknit.engine.background.stage_for_agent import rehearse, send_off
+from reknit.engine.memory.arena_pool import Arenas
+from reknit.engine.memory.workers import start
+from reknit.engine.report import PendingSave
+from reknit.errors import AgentError, DeadlineError, ShortageError, shortage
+from reknit.exits import AtExit
+from reknit.monitor.phase import Deadline
+from reknit.options import SaveOptions
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from reknit.comm.base import Group
+    from reknit.engine.background.stage_for_agent import SendOff
+    from reknit.engine.background.trainer_save import TrainerSave
+
+    Story = Callable[[SendOff, Agents, TrainerSave, Arenas], None]
+
+logger = logging.getLogger("reknit")
+
+_PATIENCE_S = 30.0
+"""How long a save waits for new agents where some were lost."""
+
+
+class Background:
+    """The background saves of this rank in one group.
+
+    Nothing is started before the first save.  With `in_process` the agents are threads of the trainers, for
+    stores that no other process can open.
+    """
+
+    def __init__(self, *, in_process: bool) -> None:
+        self._in_process = in_process
+        self.when_closed: Callable[[], object] = lambda: None
+        self._exit_wait_s = 0.0
+        self._options = SaveOptions()
+        self.begin_anew()
+        self._exit = AtExit(self._at_exit)
+        _all.add(self)
+
+    def begin_anew(self) -> None:
+        """Start without saves, agent and arenas, as a forked process has to: what it sees is its parent's."""
+        self._crew: Agents | None = None
+        self._side: Group | None = None
+        self._forming: Agents | None = None
+        self._failure: Exception | None = None
+        self._count = 0
+        self._waiting: set[int] = set()
+        self._given_up: list[int] = []
+        self._arenas: Arenas | None = None
+        self._pending: list[PendingSave] = []
+        self._lock = threading.Condition()
+        self._saving = threading.Lock()
+
+    def after_fork(self) -> None:
+        """Begin anew in a forked child.  Its copy of the arenas must not keep the parent's memory alive."""
+        arenas = self._arenas
+        self.begin_anew()
+        if arenas is not None:
+            arenas.forget()
+
+    def save(self, group: Group, make: Callable[[], SendOff], url: str, options: SaveOptions) -> PendingSave:
+        """Stage what `make` gives, and leave the rest to the agent.
+
+        What goes wrong is told by the `PendingSave`, on every rank; only what is no `Exception` is raised.
+        """
+        pending = PendingSave(url, promote_to=options.promote_to)
+        with self._saving:
+            self._carry_out(send_off, pending, group, make, options)
+        return pending
+
+    def prepare(self, group: Group, make: Callable[[], SendOff], url: str, options: SaveOptions) -> None:
+        """Make ready, together with all other ranks, what saving the state that `make` gives will need.
+
+        What goes wrong on one rank is raised on all.
+        """
+        pending = PendingSave(url, logged=False)
+        pending.asked = True  # raised here, and by no later save
+        with self._saving:
+            self._carry_out(rehearse, pending, group, make, options)
+        pending.result(2 * options.timeout_s)  # each of the two rounds ends within its own time
+
+    def _carry_out(
+        self,
+        story: Story,
+        pending: PendingSave,
+        group: Group,
+        make: Callable[[], SendOff],
+        options: SaveOptions,
+    ) -> None:
+        """Let this rank go through the story of its next number, as far as it is the trainer's."""
+        with self._lock:
+            keep = options.on_error == "raise"
+            self._pending = [p for p in self._pending if not p.over() or (keep and _unasked(p))]
+            self._pending.append(pending)
+            number, self._count = self._count, self._count + 1
+            self._waiting.add(number)
+        self._exit_wait_s = max(self._exit_wait_s, options.exit_wait_s)
+        self._options = options
+        handover: TrainerSave | None = None
+        try:
+            crew = self._formed(group, number)
+            handover = crew.handover(number, pending)
+            with self._lock:
+                self._waiting.discard(number)
+            self.wait_for(pending.path, options.timeout_s, but=crew)
+            pending.place = pending.path, crew
+            job = make()
+            if self._arenas is None:
+                self._arenas = Arenas(options.host_nbytes)
+            story(job, crew, handover, self._arenas)
+        except BaseException as caught:  # whatever it is, the other ranks must hear of it
+            error = shortage(caught) or caught
+            if handover is not None:
+                handover.abandon(error, options.timeout_s)
+            else:
+                self._give_up(number)
+            if pending.end(error) and pending.logged:
+                logger.error("save to %s failed: %s", pending.path, str(error) or type(error).__name__)
+            if not isinstance(error, Exception):
+                pending.asked = True  # raised here, and not once more by the next save
+                raise
+
+    def wait_for(self, url: str, timeout_s: float, but: object = None) -> None:
+        """Wait until no save to a place is under way, but those of one writer, which keep their order.
+
+        Of two that commit at the same time one may clear away what the other has written.  Raises
+        `DeadlineError`.
+        """
+        for pending in self._unfinished():
+            if pending.place is not None and pending.place[0] == url and pending.place[1] is not but:
+                pending.wait_over(timeout_s)
+
+    def surface(self, but: PendingSave) -> None:
+        """Raise the error of a save, `but` excepted, or of a promotion, that nobody has asked for."""
+        with self._lock:
+            failed = [pending for pending in self._pending if _unasked(pending) and pending is not but]
+        for pending in failed:
+            pending.result()
+            pending.promoted()
+
+    def under_way(self) -> list[PendingSave]:
+        """Return the saves that have not ended."""
+        with self._lock:
+            return [pending for pending in self._pending if not pending.done()]
+
+    def _unfinished(self) -> list[PendingSave]:
+        """Return the saves of which not even the promotion has ended."""
+        with self._lock:
+            return [pending for pending in self._pending if not pending.over()]
+
+    def close(self, timeout_s: float | None = None) -> bool:
+        """Wait for what is under way, and let the agent end; tell whether all has ended.
+
+        Waits up to `timeout_s`, None for the longest `exit_wait_s` of all saves.  What is staged by then is
+        written and committed all the same.
+        """
+        deadline = Deadline(self._exit_wait_s if timeout_s is None else timeout_s)
+        pending = self._unfinished()
+        for save in pending:
+            with suppress(DeadlineError):
+                save.wait_over(deadline.remaining())
+        crew, self._crew = self._crew, None
+        if crew is not None:
+            crew.link.quit()
+            if all(save.done() for save in pending):
+                crew.link.ended(deadline.remaining())
+        if self._side is not None:
+            self._side.close()
+        if self._arenas is not None:
+            self._arenas.close()
+            self._arenas = None
+        self._exit.cancel()
+        self.when_closed()
+        return all(save.over() for save in pending)
+
+    def retire(self) -> None:
+        """Close, as the group is gone; what is still under way is waited for when the interpreter ends."""
+        if not self._unfinished():
+            self.close(0.0)
+
+    def _at_exit(self) -> None:
+        if unfinished := len(self._unfinished()):
+            told = "this process waits for %d saves under way, for up to %g s; Ctrl-C ends the wait"
+            logger.info(told, unfinished, self._exit_wait_s)
+        with suppress(KeyboardInterrupt):  # who does not want to wait is told what becomes of the saves
+            if self.close():
+                return
+        if self._in_process:
+            logger.warning("this process ends before its saves are committed, and they are lost with it")
+        else:
+            logger.warning(
+                "this process ends before its saves are committed, or promoted; its agent goes on with them"
+            )
+
+    def _formed(self, group: Group, number: int) -> Agents:
+        """Return the agents that work on a save, started by all ranks together where there are none."""
+        if self._crew is None:
+            if self._side is None:
+                self._side = side_group(group, "trainers", self._options.comm, self._options.timeout_s)
+            self._install(Agents.form(group, self._options, lambda: number, in_process=self._in_process))
+        crew = self._crew
+        assert crew is not None
+        if crew.link.broken and not crew.link.ended_on_purpose:
+            self._form_anew(crew)
+            with self._lock:
+                self._lock.wait_for(lambda: self._crew is not crew or self._failure is not None, _PATIENCE_S)
+                crew = self._crew or crew
+        if crew.link.broken:
+            raise self._failure or AgentError(
+                "the agents of other ranks have ended"
+                if crew.link.ended_on_purpose
+                else f"an agent was lost, and no new ones were there within {_PATIENCE_S:g} s",
+                rank=crew.link.rank,
+                remedy="let every rank call reknit.close() and save again",
+            )
+        if number < crew.first:
+            raise AgentError(
+                "this save began while agents were lost, and other ranks have given it up",
+                rank=crew.link.rank,
+                remedy="the next save is well",
+            )
+        return crew
+
+    def _form_anew(self, lost: Agents) -> None:
+        """Let a thread start new agents in the place of lost ones, together with all other ranks.
+
+        Every rank does so as soon as it hears of the loss, and not at its next save: one that hears it just
+        before a save and one that hears it just after would else wait for each other.
+        """
+
+        def form() -> None:
+            assert self._side is not None
+            lost.link.quit()
+            try:
+                crew = Agents.form(self._side, self._options, self._next, in_process=self._in_process)
+            except Exception as error:  # whatever it is, saves wait for the outcome
+                logger.error("agents were lost, and new ones could not be started: %s", error)
+                with self._lock:
+                    self._failure = error
+                    self._lock.notify_all()
+            else:
+                logger.warning("agents were lost; new ones take their place from save %d on", crew.first)
+                self._install(crew)
+
+        with self._lock:
+            if self._forming is lost or self._crew is not lost:
+                return
+            self._forming = lost
+        try:
+            start("reknit-forms-agents", form)
+        except ShortageError as error:  # who hears the agent must go on: others wait for what it hears
+            with self._lock:
+                self._failure = error
+                self._lock.notify_all()
+
+    def _give_up(self, number: int) -> None:
+        """Note that a save did not begin, and let the agents hear it, those that are there or come later."""
+        with self._lock:
+            self._waiting.discard(number)
+            self._given_up.append(number)
+            if self._crew is not None and not self._crew.link.broken:
+                self._tell_given_up(self._crew)
+
+    def _tell_given_up(self, crew: Agents) -> None:
+        """Let all ranks hear of the saves that this one gave up; called with the lock held."""
+        for number in self._given_up:
+            if number >= crew.first:
+                error = AgentError("this rank gave the save up when agents were lost", rank=crew.link.rank)
+                ended = PendingSave("")
+                ended.end(error)  # and told already
+                crew.handover(number, ended).abandon(error, self._options.timeout_s)
+        self._given_up.clear()
+
+    def _next(self) -> int:
+        """Return the number of the next save that new agents can take part in."""
+        with self._lock:
+            return min(self._waiting, default=self._count)
+
+    def _install(self, crew: Agents) -> None:
+        """Let new agents work on all saves to come; those that this rank has failed since fail there, too."""
+        crew.link.failed = lambda: self._form_anew(crew)
+        with self._lock:
+            self._tell_given_up(crew)
+            self._crew = crew
+            self._lock.notify_all()
+        if crew.link.broken and not crew.link.ended_on_purpose:
+            self._form_anew(crew)  # lost already, before anybody listened
+
+
+def _unasked(pending: PendingSave) -> bool:
+    """Tell whether a save failed and nobody has been told."""
+    if pending.error is not None:
+        return not pending.asked and not pending.skipped
+    promotion = pending.promotion
+    return promotion is not None and promotion.error is not None and not promotion.asked
+
+
+_all: weakref.WeakSet[Background] = weakref.WeakSet()
+
+
+def _after_fork() -> None:
+    for background in list(_all):
+        background.after_fork()
+
+
+os.register_at_fork(after_in_child=_after_fork)

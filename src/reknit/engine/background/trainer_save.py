@@ -1,0 +1,192 @@
+"""One background save as its trainer sees it, from the first word to the agent until the outcome."""
+
+from __future__ import annotations
+
+import logging
+import threading
+from contextlib import suppress
+from typing import TYPE_CHECKING, Any
+
+from reknit.engine.background import channel as say
+from reknit.engine.report import PromotionReport, SaveReport
+from reknit.errors import DeadlineError, ReknitError, SkippedError, from_wire, typed
+from reknit.monitor.phase import PhaseRecord, monotonic
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from reknit.engine.background.agent_link import AgentLink
+    from reknit.engine.memory.arena_pool import Arenas, Lease
+    from reknit.engine.report import PendingSave
+    from reknit.monitor.phase import Recorder
+
+logger = logging.getLogger("reknit")
+
+
+class TrainerSave:
+    """What trainer and agent tell each other about one save.
+
+    `hear` and `lose` are called by the thread that hears the agent, everything else by the trainer's thread,
+    or by the one that stages lazily.
+    """
+
+    def __init__(self, number: int, write_id: str, pending: PendingSave, link: AgentLink) -> None:
+        self.number = number
+        self.write_id = write_id
+        self.pending = pending
+        self.link = link
+        self.blocked_s = self.waited_s = 0.0
+        self._begun = monotonic()
+        self.streamed = False
+        self._changed = threading.Condition()
+        self.promotes = False
+        """Whether the checkpoint is promoted when it is committed."""
+        self._recorder: Recorder | None = None
+        self._owners: bytes | None = None
+        self._freed: set[int] = set()
+        self._done: say.SaveDone | None = None
+        self._lease: tuple[Arenas, Lease] | None = None
+        self._staging = True
+        self._read = False
+
+    def begin(self, begin: say.Begin, recorder: Recorder) -> None:
+        """Tell the agent that the save begins."""
+        self.pending.step = recorder.step
+        self.promotes = begin.promote_to is not None
+        self.link.send(begin)
+        self._recorder = recorder
+
+    def owners(self, timeout_s: float) -> bytes:
+        """Return who writes the shards that this rank claimed, once all ranks' agents know."""
+        with self._changed:
+            self._wait(lambda: self._owners is not None, "all ranks to begin this save", timeout_s)
+            assert self._owners is not None
+            return self._owners
+
+    def take(self, arenas: Arenas, lease: Lease) -> None:
+        """Note the arena that this save fills; it is released when neither side needs it any more."""
+        with self._changed:
+            self._lease = arenas, lease
+
+    def wait_freed(self, span: int, timeout_s: float) -> None:
+        """Wait until a span is written and its place may be filled anew."""
+        with self._changed:
+            self._wait(lambda: span in self._freed, "what was staged to be written", timeout_s)
+
+    def tell_filled(self, span: int) -> None:
+        """Tell the agent that a span holds its bytes."""
+        self.link.send(say.Filled(self.number, span))
+
+    def staged(self) -> None:
+        """Note that the state may be changed: nothing more is copied from it."""
+        self.pending.note_staged()
+        with self._changed:
+            self._staging = False
+        self._settle()
+
+    def abandon(self, error: BaseException, timeout_s: float) -> None:
+        """Give the save up, and let all ranks hear why."""
+        told, unbegun = typed(error), self._recorder is None
+        told.sign(rank=self.link.rank, phase="assign" if unbegun else None)  # as the round does elsewhere
+        with suppress(ReknitError):  # whoever misses the agent says so
+            self.link.send(say.Abandon(self.number, unbegun, told.to_wire(), timeout_s))
+        self._end(error)
+        self.staged()
+
+    def hear(self, message: Any) -> None:
+        """Take what the agent says about this save."""
+        if isinstance(message, say.Promoted):
+            self._promoted(message)
+            return
+        with self._changed:
+            if isinstance(message, say.Assigned):
+                self._owners = message.shard_owners
+            elif isinstance(message, say.Freed):
+                self._freed.add(message.span)
+            elif isinstance(message, say.ArenaFree):
+                self._read = True
+            elif isinstance(message, say.SaveDone):
+                self._done = message
+            self._changed.notify_all()
+        self._settle()
+
+    def lose(self, error: ReknitError) -> None:
+        """Take it that the agent is gone."""
+        self.hear(say.ArenaFree(self.number))
+        with self._changed:
+            ended = self._done is not None
+        if not ended:
+            self.hear(say.SaveDone(self.number, error.to_wire(), 0, 0, 0, [], []))
+        elif self.promotes:
+            self.hear(say.Promoted(self.number, error.to_wire(), "", 0, 0, []))
+
+    def _wait(self, ready: Callable[[], bool], what: str, timeout_s: float) -> None:
+        """Wait, with the condition held; raises what makes the save fail meanwhile."""
+        # When writing fails, the outcome says why, as soon as all ranks know it.
+        if not self._changed.wait_for(lambda: ready() or self._done is not None, timeout_s):
+            raise DeadlineError(f"waited longer than {timeout_s:g} s for {what}", rank=self.link.rank)
+        if not ready():
+            assert self._done is not None
+            raise from_wire(self._done.error or {})
+
+    def _settle(self) -> None:
+        """Release the arena, and end the save, as soon as both sides are through with it."""
+        with self._changed:
+            lease = self._lease if self._read and not self._staging else None
+            if lease is not None:
+                self._lease = None
+            done = None if self._staging else self._done
+        if lease is not None:
+            lease[0].release(lease[1])
+        if done is not None:
+            self._end(self._report(done) if done.error is None else from_wire(done.error))
+
+    def _report(self, done: say.SaveDone) -> SaveReport:
+        assert self._recorder is not None
+        return SaveReport(
+            path=self._recorder.path,
+            step=self._recorder.step,
+            write_id=self.write_id,
+            nbytes=done.nbytes,
+            num_files=done.num_files,
+            total_nbytes=done.total_nbytes,
+            warnings=tuple(done.warnings),
+            phases=(*self._recorder.records, *(PhaseRecord(**record) for record in done.records)),
+            blocked_s=self.blocked_s,
+            waited_s=self.waited_s,
+            streamed=self.streamed,
+        )
+
+    def _promoted(self, message: say.Promoted) -> None:
+        """End the promotion; what goes wrong is logged too, as nobody may ask for it."""
+        promotion = self.pending.promotion
+        assert promotion is not None
+        if message.error is None:
+            records = tuple(PhaseRecord(**record) for record in message.records)
+            step, path = self.pending.step, message.path
+            promotion.end(
+                PromotionReport(
+                    path, self.pending.path, step, self.write_id, message.nbytes, message.num_files, records
+                )
+            )
+            return
+        error = from_wire(message.error)
+        promotion.end(error)
+        if self.link.rank in (0, error.rank):
+            logger.error("promotion of %s to %s failed: %s", self.pending.path, promotion.path, error)
+
+    def _end(self, outcome: SaveReport | BaseException) -> None:
+        """End the save, and write once to the log what nobody may ask for."""
+        if not self.pending.end(outcome) or not self.pending.logged:
+            return
+        rank = self.link.rank
+        if isinstance(outcome, SaveReport):
+            if rank == 0:
+                told = self.pending.told(monotonic() - self._begun)
+                logger.info("%s; training stood still for %.3g s", told, outcome.blocked_s)
+            for warning in outcome.warnings if rank == 0 else ():
+                logger.warning("save to %s: %s", outcome.path, warning)
+        elif isinstance(outcome, SkippedError):
+            logger.warning("save to %s was skipped: %s", self.pending.path, outcome)
+        elif rank == getattr(outcome, "rank", rank) or rank == 0:
+            logger.error("save to %s failed: %s", self.pending.path, str(outcome) or type(outcome).__name__)

@@ -1,0 +1,72 @@
+"""What an agent does ahead of the first save: all that a save does, but for writing and committing."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from reknit.comm import base as comm
+from reknit.engine import messages
+from reknit.engine.background import channel as say
+from reknit.engine.background.agent_save import AgentSave
+from reknit.errors import typed
+
+if TYPE_CHECKING:
+    from reknit.engine.saving.coordinator import Coordinator
+    from reknit.engine.saving.tuning import Tuner
+
+ROUND = "prepare"
+"""The round in which all ranks learn that each of them is ready, or why one is not."""
+
+
+class Rehearsal(AgentSave):
+    """An errand that ends where a save would write.
+
+    It is numbered like a save and fails like one, so whatever is lost meanwhile all ranks hear of it.  The
+    root keeps what it learns of the ranks' layouts, for the saves to come.
+    """
+
+    _ready = False
+
+    def make_ready(self) -> None:
+        """Note that the trainer has done its part."""
+        with self._changed:
+            self._ready = True
+            self._changed.notify_all()
+
+    @property
+    def staged(self) -> bool:
+        """Whether the trainer is needed no more."""
+        with self._changed:
+            return self._ready
+
+    def write(self, tuner: Tuner, before: AgentSave | None) -> None:
+        """Write nothing."""
+
+    def commit(self, group: comm.Group, coordinator: Coordinator, timeout_s: float) -> None:
+        """Assign the work as a save would, and tell the trainer when all ranks are ready."""
+        try:
+            _, assignment = self._assign(group, coordinator, timeout_s)
+            self.tell(say.Assigned(self.number, assignment.shard_owners))
+            comm.round(
+                group,
+                ROUND,
+                self._when_ready,
+                lambda _: [b""] * group.size,
+                timeout_s,
+                merge=b"".join,
+                subject=f"save {self.number}",
+            )
+        except BaseException as error:  # Ctrl-C cannot come here, and a bug must reach the trainer too
+            self.fail(typed(error))
+            self._done(typed(error).to_wire(), [], messages.CommitOutcome(0, []))
+        else:
+            self._done(None, [], messages.CommitOutcome(0, []))
+        self._end()
+
+    def _when_ready(self) -> bytes:
+        """Return when the trainer has done its part; raises what kept it from that."""
+        with self._changed:
+            self._changed.wait_for(lambda: self._ready or self.error is not None)
+            if self.error is not None:
+                raise self.error
+        return b""

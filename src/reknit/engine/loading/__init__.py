@@ -1,0 +1,1 @@
+"""One load: from a committed checkpoint to live objects."""

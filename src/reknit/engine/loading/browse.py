@@ -1,0 +1,303 @@
+"""A checkpoint as a thing to look into: names, specs, and any part of any tensor."""
+
+from __future__ import annotations
+
+import operator
+from difflib import get_close_matches
+from itertools import islice
+from types import EllipsisType
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
+
+from reknit.engine.display import Shown
+from reknit.engine.loading.read import RangeReader, granularity
+from reknit.engine.memory.workers import within
+from reknit.engine.stored.file_checks import check_size
+from reknit.engine.stored.opening import OpenCheckpoint, opened, read_opened
+from reknit.engine.stored.renaming import Naming
+from reknit.errors import MismatchError, UsageError
+from reknit.monitor.progress_text import amount
+from reknit.planner.load import plan_load
+from reknit.types.box import Box
+from reknit.types.shard import full_name
+from reknit.types.wanted import matches
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
+    from reknit.monitor.phase import Recorder
+    from reknit.options import LoadOptions
+    from reknit.storage.base import Storage
+    from reknit.types.manifest import Manifest
+    from reknit.types.shard import TensorSpec
+
+Index = int | slice | EllipsisType
+"""What selects along one dimension, or along all that are not named."""
+
+_COMPARED = 10_000
+"""Names that one which is not there is compared with."""
+
+
+class NewArrays(Protocol):
+    """Who makes new arrays of a framework, and values as they were before they were saved."""
+
+    def empty(self, lengths: Sequence[int], dtype: str, framework: str) -> Any:
+        """Return an array without values in host memory."""
+
+    def fresh(self, item: str, fqn: str, spec: TensorSpec, framework: str, device: Any, sharding: Any) -> Any:
+        """Return a new tensor, as `tensor`, and `parts`: boxes of it and the memory that each is in."""
+
+    def live(self, value: Any, fqn: str, tensors: Mapping[str, Any]) -> Any:
+        """Return a saved value in the types that it had, with the tensors that it refers to."""
+
+
+class Checkpoint(Shown):
+    """An open checkpoint.  It holds metadata only; every `read` goes to storage, and is verified.
+
+    `items` are the top-level names, `tensors[item][fqn]` the spec of each tensor, `values[item][fqn]` what is
+    no tensor and the same for all ranks, `manifest` the commit record.
+    """
+
+    def __init__(
+        self,
+        storage: Storage,
+        options: LoadOptions,
+        recorder: Recorder,
+        arrays: NewArrays,
+        replicas: Sequence[Storage] = (),
+    ) -> None:
+        substitutes = replicas if options.on_corrupt == "replica" else ()
+        with recorder.phase("open"):
+            contents = within(
+                options.timeout_s,
+                lambda: f"reading manifest and index of {storage.url}",
+                lambda: read_opened(storage, None, replicas=substitutes),
+            )
+            self._open: OpenCheckpoint = opened(
+                storage,
+                contents,
+                None,
+                allow_pickle=options.allow_pickle,
+                naming=Naming.of(options),
+                replicas=substitutes,
+            )
+        self._options = options
+        self._recorder = recorder
+        self._arrays = arrays
+        self._replicas = replicas
+        catalog = self._open.catalog()
+        self.items: tuple[str, ...] = catalog.items
+        self.tensors: Mapping[str, Mapping[str, TensorSpec]] = catalog.tensors
+        self.values: Mapping[str, Mapping[str, Any]] = catalog.blobs
+
+    def _facts(self) -> dict[str, object]:
+        return {
+            "path": self._open.storage.url,
+            "step": self.step,
+            "size": amount(sum(file.nbytes for file in self.manifest.files)),
+            "items": ", ".join(
+                f"{item} ({len(self.tensors[item])} tensors, {len(self.values[item])} values)"
+                for item in self.items
+            ),
+        }
+
+    @property
+    def manifest(self) -> Manifest:
+        """The commit record."""
+        return self._open.manifest
+
+    @property
+    def metadata(self) -> Mapping[str, Any]:
+        """What the user stored beside the state."""
+        return self._open.manifest.metadata
+
+    @property
+    def step(self) -> int | None:
+        """The training step, where one was given."""
+        return self._open.manifest.step
+
+    def close(self) -> None:
+        """Release what the store holds open; a later `read` opens it again."""
+        for storage in (self._open.storage, *self._replicas):
+            storage.close()
+
+    def __enter__(self) -> Checkpoint:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def read(
+        self, item: str, fqn: str, index: Sequence[Index] | Index = ..., *, framework: str = "numpy"
+    ) -> Any:
+        """Read a tensor, or the part of it that `index` selects, from whatever files hold it.
+
+        `index` is as for an array: integers, slices of step 1, and one ellipsis.  `framework` is ``"numpy"``
+        (bfloat16 and float8 come as ml_dtypes types) or ``"torch"``.  Raises `MismatchError` for an unknown
+        name.
+        """
+        number = self._open.index.ids.get((item, fqn))
+        if number is None:
+            raise self._unknown(item, fqn)
+        spec = self.tensors[item][fqn]
+        box, kept = selected(spec.shape, index)
+        array = self._arrays.empty(box.lengths, spec.dtype, framework)
+        self._fill([(number, box, array)])
+        return array.reshape(kept)
+
+    def _unknown(self, item: str, fqn: str) -> MismatchError:
+        """Return the error of a name that no tensor has."""
+        url = self._open.storage.url
+        if item not in self.items:
+            return _no_items([item], self.items, url)
+        remedy = "`tensors` lists what it has; `reknit show` does on a terminal"
+        if fqn in self.values[item]:
+            remedy = "it is no tensor, but a value: it stands in `values`"
+        elif near := get_close_matches(fqn, list(islice(self.tensors[item], _COMPARED)), 1):
+            remedy = f"did you mean {near[0]!r}?  {remedy}"
+        return MismatchError(
+            f"the checkpoint has no tensor {fqn!r} in item {item!r}", path=url, remedy=remedy
+        )
+
+    def read_all(
+        self,
+        items: Sequence[str] | None = None,
+        *,
+        only: Sequence[str] = (),
+        framework: str = "torch",
+        device: Any = None,
+        sharding: Any = None,
+    ) -> dict[str, dict[str, Any]]:
+        """Read all of some items into new memory: ``{item: {fqn: tensor or value}}``.
+
+        What an item that was a module holds is a state dict for ``load_state_dict(..., assign=True)``.  All
+        tensors are read together, in one plan; beside the result this takes the memory of
+        `LoadOptions.inflight_nbytes` only.  Tensors that were tied (stored once) are one object again, unless
+        `sharding` differs by name.  An object that was saved by its `state_dict` has its tensors under their
+        names, and under ``~s`` the dict with the tensors in it; an item that is itself a tensor or a value is
+        under the empty name.  Values that ranks saved for themselves are not among the values.
+
+        `items` are names, default all.  `only` are patterns (``fnmatch``) of names ``item/fqn`` to read.
+        `framework` is ``"torch"`` or ``"numpy"``.  `device`: where torch tensors are made, such as
+        ``"cuda"``; default the CPU.  `sharding`: a pair of a `DeviceMesh` and placements, a mapping of names
+        to such pairs, or a function of name and shape that returns one; then the tensors are DTensors on the
+        mesh's device, and each rank reads its own part only.  A placement that cuts a dimension which a
+        tensor does not have counts as `Replicate`, a tensor without a pair is whole and plain.
+
+        Raises `MismatchError` for an item that is not there and a pattern that matches nothing, and
+        `UsageError` for wrong arguments.
+        """
+        names = self._chosen(items, only)
+        entries = [self._open.index.tensors[number] for number in names.tensors]
+        made: dict[object, Any] = {}
+        tensors: dict[tuple[str, str], Any] = {}
+        fills: list[tuple[int, Box, Any]] = []
+        one_layout = sharding is None or isinstance(sharding, tuple)
+        for number, (item, fqn, spec) in zip(names.tensors, entries, strict=True):
+            tied = self._extents(number) if one_layout and spec.nbytes else number
+            if tied not in made:
+                made[tied] = self._arrays.fresh(item, fqn, spec, framework, device, sharding)
+                fills += [(number, box, memory) for box, memory in made[tied].parts]
+            tensors[item, fqn] = made[tied].tensor
+        self._fill(fills)
+        result: dict[str, dict[str, Any]] = {item: {} for item in names.items}
+        for (item, fqn), tensor in tensors.items():
+            result[item][fqn] = tensor
+        for item, fqn in names.values:
+            # Values refer to tensors of their own item, all of which are in the result by now.
+            result[item][fqn] = self._arrays.live(self.values[item][fqn], fqn, result[item])
+        return result
+
+    def _chosen(self, items: Sequence[str] | None, only: Sequence[str]) -> _Chosen:
+        """Return what of the checkpoint is meant, by item, name and pattern."""
+        if isinstance(items, str) or isinstance(only, str):
+            raise UsageError("items and only are lists of texts: put the text into a list")
+        wanted = self.items if items is None else tuple(dict.fromkeys(items))
+        url = self._open.storage.url
+        if absent := [item for item in wanted if item not in self.items]:
+            raise _no_items(absent, self.items, url)
+        tensors = [(item, fqn) for item in wanted for fqn in self.tensors[item]]
+        values = [(item, fqn) for item in wanted for fqn in self.values[item]]
+        if only:
+            for pattern in only:
+                if not any(matches(full_name(*name), [pattern]) for name in (*tensors, *values)):
+                    raise MismatchError(
+                        f"only has the pattern {pattern!r}, which matches nothing in the items read",
+                        path=url,
+                        remedy="names are item/fqn; `reknit show` lists them",
+                    )
+            tensors = [name for name in tensors if matches(full_name(*name), only)]
+            values = [name for name in values if matches(full_name(*name), only)]
+        return _Chosen(wanted, [self._open.index.ids[name] for name in tensors], values)
+
+    def _extents(self, number: int) -> object:
+        """Return what is equal for tensors that were tied: they are stored in the same place."""
+        index = self._open.index
+        rows = slice(*index.first[number : number + 2].tolist())
+        return index.tensors[number].spec, index.file[rows].tobytes(), index.start[rows].tobytes()
+
+    def _fill(self, fills: Sequence[tuple[int, Box, Any]]) -> None:
+        """Read boxes of tensors, given by number, into their memory."""
+        index, storage = self._open.index, self._open.storage
+        cut = granularity(self._options, self.manifest.block_nbytes, storage.reading)
+        sizes = [self._open.files[path].nbytes for path in index.files]
+        plan = plan_load(index, [(number, box) for number, box, _ in fills], sizes, cut)
+        for file in plan.files:
+            check_size(storage, self._open.files[index.files[file]], self._replicas)
+        targets, numbers = [memory for _, _, memory in fills], [number for number, _, _ in fills]
+        RangeReader(
+            self._open, plan, targets, numbers, frozenset(), self._options, replicas=self._replicas
+        ).run(self._recorder, self._options.timeout_s)
+
+
+def _no_items(absent: Sequence[str], items: Sequence[str], url: str) -> MismatchError:
+    """Return the error of items that a checkpoint does not have."""
+    return MismatchError(
+        f"the checkpoint has no item {', '.join(map(repr, absent))}",
+        path=url,
+        remedy=f"its items are {', '.join(map(repr, items))}",
+    )
+
+
+class _Chosen(NamedTuple):
+    """Items, the numbers of their tensors, and the names of their values."""
+
+    items: tuple[str, ...]
+    tensors: list[int]
+    values: list[tuple[str, str]]
+
+
+def selected(shape: Sequence[int], index: Sequence[Index] | Index) -> tuple[Box, tuple[int, ...]]:
+    """Return the box that an index selects, and the shape of the result (integers drop their dimension)."""
+    parts: list[Any] = list(index) if isinstance(index, tuple | list) else [index]
+    if parts.count(...) > 1:
+        raise UsageError("an index has at most one ellipsis")
+    given = len(parts) - parts.count(...)
+    if given > len(shape):
+        raise UsageError(f"{given} indices for a tensor of {len(shape)} dimensions")
+    fill = [slice(None)] * (len(shape) - given)
+    place = parts.index(...) if ... in parts else len(parts)
+    full = [*parts[:place], *fill, *parts[place + 1 :]]
+    offsets: list[int] = []
+    lengths: list[int] = []
+    kept: list[int] = []
+    for size, part in zip(shape, full, strict=True):
+        if isinstance(part, slice):
+            start, stop, step = part.indices(size)
+            if step != 1:
+                raise UsageError(f"slices have step 1 here, not {step}")
+            offsets.append(start)
+            lengths.append(max(stop - start, 0))
+            kept.append(lengths[-1])
+            continue
+        try:
+            number = operator.index(part)
+        except TypeError:
+            raise UsageError(
+                f"an index is an integer, a slice or ..., not {part!r}", remedy="read more, and index that"
+            ) from None
+        at = number + size if number < 0 else number
+        if not 0 <= at < size:
+            raise IndexError(f"index {part} is outside a dimension of {size}")
+        offsets.append(at)
+        lengths.append(1)
+    return Box(tuple(offsets), tuple(lengths)), tuple(kept)

@@ -1,0 +1,228 @@
+"""Which rows of the index does a rank get?  Those of the tensors that it takes, in the boxes that it wants.
+
+The root knows all rows.  A rank says which tensors it takes, a bit for each.  Tensors that the same ranks
+take travel together, in blocks that are encoded once, however many ranks get them: the root's work grows with
+the index and with the number of different requests, not with the number of ranks.  Ranks that take the same
+tensors (data parallel, FSDP, tensor parallel) get one answer, which a tree carries as one; of each block a
+rank keeps what lies in its own boxes before it looks at the next.  See docs/decisions/0008.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import TYPE_CHECKING, NamedTuple
+
+import msgspec
+import numpy as np
+import pyarrow as pa
+
+from reknit.planner.strided_parts import counted
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
+    from numpy.typing import NDArray
+
+    from reknit.engine.loading.match import Fill
+    from reknit.types.manifest import Index
+    from reknit.types.wanted import Wanted
+
+    Ints = NDArray[np.int64]
+
+BLOCK_ROWS = 1 << 16
+"""Rows of a block; one tensor has all its rows in one."""
+
+MAX_KINDS = 1 << 12
+"""Sets of ranks by which tensors are told apart; with more of them, ranks get rows that they do not need."""
+
+_FAR = (1 << 63) - 1
+
+
+class Reach(NamedTuple):
+    """A box around all that a rank wants of each tensor of its index: from `low` up to `high`, excluded."""
+
+    low: Ints
+    high: Ints
+
+    @classmethod
+    def of(cls, index: Index, fills: Sequence[Fill], wanted: Wanted) -> Reach:
+        """Return what these fills reach; what is tied to a wanted tensor is looked at in the same place."""
+        width = index.offsets.shape[1]
+        begin, size = np.zeros((len(fills), width), np.int64), np.ones((len(fills), width), np.int64)
+        for number, fill in enumerate(fills):
+            begin[number, : fill.box.ndim] = fill.box.offsets
+            size[number, : fill.box.ndim] = fill.box.lengths
+        tensor = np.array([fill.tensor for fill in fills], np.int64)
+        low = np.full((len(index.tensors), width), _FAR, np.int64)
+        high = np.zeros((len(index.tensors), width), np.int64)
+        np.minimum.at(low, tensor, begin)
+        np.maximum.at(high, tensor, begin + size)
+        for item, fqn, *of in wanted.aliases:
+            alias, tied = index.ids[item, fqn], index.ids.get((of[0], of[1]))
+            if tied is not None:
+                low[alias], high[alias] = low[tied], high[tied]
+        return cls(low, high)
+
+    def touched(self, tensor: Ints, offsets: Ints, lengths: Ints) -> NDArray[np.bool_]:
+        """Tell which chunks have elements in the boxes around what is wanted of their tensors."""
+        inside = np.ones(len(tensor), np.bool_)
+        for axis in range(offsets.shape[1]):
+            inside &= offsets[:, axis] < self.high[tensor, axis]
+            inside &= offsets[:, axis] + lengths[:, axis] > self.low[tensor, axis]
+        return inside
+
+
+class _Block(msgspec.Struct, array_like=True):
+    """All rows of some tensors of an item, as columns of differences: `kinds` has the type of each.
+
+    The columns are the tensors' numbers among those of the item and of rows that each has, then for every row
+    offsets and lengths by dimension, file and start.  `nbytes` is the size of `body` before compression.
+    """
+
+    item: str
+    num_tensors: int
+    num_rows: int
+    kinds: list[str]
+    nbytes: int
+    body: bytes
+
+
+_decode = msgspec.msgpack.Decoder(_Block).decode
+
+
+def blocks_for(index: Index, files: Ints, requests: Sequence[Ints]) -> list[list[bytes]]:
+    """Return for each request, given as numbers of tensors, the blocks with all rows of these tensors.
+
+    `files` are the numbers by which files are known to all ranks.
+    """
+    wanted = np.zeros(len(index.tensors), np.bool_)
+    # Tensors with equal sums are those that the same requests name; where chance makes two sums equal, ranks
+    # get rows of tensors that they did not ask for, and drop them.
+    marks = np.random.default_rng(0).integers(1 << 63, size=len(requests), dtype=np.uint64)
+    sums = np.zeros(len(index.tensors), np.uint64)
+    for numbers, mark in zip(requests, marks, strict=True):
+        wanted[numbers] = True
+        sums[numbers] += mark
+    block, members = _cut(index, sums, np.flatnonzero(wanted))
+    first = first_numbers(index)
+    encoded = [_encoded(index, files, first, numbers) for numbers in members]
+    return [[encoded[number] for number in np.unique(block[numbers]).tolist()] for numbers in requests]
+
+
+def _cut(index: Index, sums: NDArray[np.uint64], tensors: Ints) -> tuple[Ints, list[Ints]]:
+    """Return the block of each tensor, and the tensors of each block, ascending."""
+    places = {item: number for number, item in enumerate(dict.fromkeys(e.item for e in index.tensors))}
+    item = np.array([places[entry.item] for entry in index.tensors], np.int64)[tensors]
+    distinct, kind = np.unique(sums[tensors], return_inverse=True)
+    if len(distinct) > MAX_KINDS:
+        kind = kind * MAX_KINDS // len(distinct)
+    order = np.lexsort((kind, item))
+    rows = (index.first[tensors + 1] - index.first[tensors])[order]
+    part = (np.cumsum(rows) - rows) // BLOCK_ROWS
+    key = np.stack((item[order], kind[order], part))
+    fresh = np.ones(len(order), np.bool_)
+    fresh[1:] = (key[:, 1:] != key[:, :-1]).any(axis=0)
+    block = np.zeros(len(index.tensors), np.int64)
+    block[tensors[order]] = np.cumsum(fresh) - 1
+    return block, np.split(tensors[order], np.flatnonzero(fresh)[1:]) if len(order) else []
+
+
+def first_numbers(index: Index) -> dict[str, int]:
+    """Return the number of each item's first tensor."""
+    first: dict[str, int] = {}
+    for number, entry in enumerate(index.tensors):
+        first.setdefault(entry.item, number)
+    return first
+
+
+def _encoded(index: Index, files: Ints, first: dict[str, int], tensors: Ints) -> bytes:
+    """Return the block of some tensors of one item."""
+    counts = index.first[tensors + 1] - index.first[tensors]
+    tensor, within = counted(counts)
+    rows = index.first[tensors][tensor] + within
+    item, width = index.tensors[tensors[0]].item, max(1, *(len(index.tensors[t].spec.shape) for t in tensors))
+    columns = [_steps(tensors - first[item]), _steps(counts)]
+    columns += [
+        _steps(boxes[rows, axis]) for boxes in (index.offsets, index.lengths) for axis in range(width)
+    ]
+    columns += [_steps(files[index.file[rows]]), _steps(index.start[rows])]
+    plain = b"".join(column.tobytes() for column in columns)
+    body = pa.Codec("zstd", compression_level=1).compress(plain, asbytes=True)
+    kinds = [column.dtype.str for column in columns]
+    return msgspec.msgpack.encode(_Block(item, len(tensors), len(rows), kinds, len(plain), body))
+
+
+def _steps(column: Ints) -> NDArray[np.signedinteger]:
+    """Return the difference of each number to the one before, in as few bytes as they all fit into."""
+    steps = np.diff(column, prepend=0)
+    low, high = int(steps.min()), int(steps.max())
+    nbytes = next(n for n in (1, 2, 4, 8) if -(1 << 8 * n - 1) <= low and high < 1 << 8 * n - 1)
+    return steps.astype(f"<i{nbytes}")
+
+
+class Rows(NamedTuple):
+    """Rows of an index, as columns; `file` has numbers that are known to all ranks."""
+
+    tensor: Ints
+    offsets: Ints
+    lengths: Ints
+    file: Ints
+    start: Ints
+
+
+def rows_of(index: Index, blocks: Sequence[bytes], reach: Reach) -> Rows:
+    """Return those rows of the blocks that a rank needs, whose index has no rows yet, in the index' order."""
+    first, width = first_numbers(index), index.offsets.shape[1]
+    empty = np.zeros(0, np.int64)
+    boxes = np.zeros((0, width), np.int64)
+    parts = [Rows(empty, boxes, boxes, empty, empty)]
+    parts += [_decoded(block, first, width, reach) for block in blocks]
+    rows = Rows(*(np.concatenate(columns) for columns in zip(*parts, strict=True)))
+    order = np.argsort(rows.tensor, kind="stable")
+    return Rows(*(column[order] for column in rows))
+
+
+def _decoded(data: bytes, first: dict[str, int], width: int, reach: Reach) -> Rows:
+    """Return what a rank needs of a block."""
+    block = _decode(data)
+    plain = pa.Codec("zstd").decompress(block.body, decompressed_size=block.nbytes, asbytes=True)
+    at, columns = 0, []
+    for number, kind in enumerate(block.kinds):
+        steps = np.frombuffer(plain, kind, block.num_tensors if number < 2 else block.num_rows, at)
+        at += steps.nbytes
+        columns.append(np.cumsum(steps, dtype=np.int64))
+    numbers, counts, *sides, file, start = columns
+    tensor = np.repeat(numbers + first[block.item], counts)
+    ndim = len(sides) // 2
+    offsets, lengths = np.zeros((len(tensor), width), np.int64), np.ones((len(tensor), width), np.int64)
+    for axis in range(ndim):
+        offsets[:, axis], lengths[:, axis] = sides[axis], sides[ndim + axis]
+    kept = reach.touched(tensor, offsets, lengths)
+    return Rows(*(column[kept] for column in (tensor, offsets, lengths, file, start)))
+
+
+def kept(index: Index, reach: Reach) -> Index:
+    """Return the index with those of its rows that a rank needs, and all its tensors."""
+    rows = np.flatnonzero(reach.touched(index.tensor, index.offsets, index.lengths))
+    if len(rows) == len(index.tensor):
+        return index
+    columns = Rows(
+        index.tensor[rows], index.offsets[rows], index.lengths[rows], index.file[rows], index.start[rows]
+    )
+    return with_rows(index, columns, index.files)
+
+
+def with_rows(index: Index, rows: Rows, paths: Sequence[str] | Mapping[int, str]) -> Index:
+    """Return the index with these rows instead of its own; `paths` are those of the numbers of files."""
+    used = np.bincount(rows.file) > 0
+    itemsize = np.array([entry.spec.itemsize for entry in index.tensors], np.int64)
+    return replace(
+        index,
+        files=tuple(paths[number] for number in np.flatnonzero(used).tolist()),
+        tensor=rows.tensor,
+        offsets=rows.offsets,
+        lengths=rows.lengths,
+        file=(np.cumsum(used) - 1)[rows.file],
+        start=rows.start,
+        nbytes=rows.lengths.prod(axis=1) * itemsize[rows.tensor],
+    )

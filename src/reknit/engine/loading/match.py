@@ -1,0 +1,194 @@
+"""Does a checkpoint fit a target?  What is wanted matched with what was saved, and all that does not fit."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from reknit.errors import CorruptError, MismatchError, ReknitError
+from reknit.planner.assemble import SHOWN
+from reknit.planner.tiling import untiled
+from reknit.types.box import Box
+from reknit.types.dtype import converts
+from reknit.types.shard import full_name
+from reknit.types.wanted import RESIZE, Terms, matches
+
+if TYPE_CHECKING:
+    from collections.abc import Container, Mapping, Sequence
+
+    from reknit.engine.messages import LoadRequest
+    from reknit.options import LoadOptions
+    from reknit.types.manifest import Index
+    from reknit.types.shard import TensorSpec
+    from reknit.types.wanted import Wanted
+
+
+class Fill(NamedTuple):
+    """A wanted box that will be filled: its name, its tensor in the index, where it goes."""
+
+    name: str
+    tensor: int
+    box: Box
+    target: Any
+    cast: bool
+
+
+class Problems(NamedTuple):
+    """What does not fit, as (item/fqn, reason); `damaged` are sentences about the checkpoint's files.
+
+    `resized` is no problem: what was taken of tensors that may have another shape, by name.
+    """
+
+    missing: list[tuple[str, str]]
+    mismatched: list[tuple[str, str]]
+    resized: dict[str, str]
+    damaged: list[str]
+
+
+def terms(options: LoadOptions) -> Terms:
+    """Return what those who decide what is wanted have to know of the options."""
+    return Terms(tuple(options.only), tuple(options.allow_shape_mismatch), options.cast)
+
+
+def match(
+    index: Index, wanted: Wanted, options: LoadOptions, stored: Mapping[str, str] | None = None
+) -> tuple[list[Fill], Problems]:
+    """Match wanted shards with saved tensors by name, shape and dtype.
+
+    Pure.  `stored` are the names in the checkpoint of what has another one there.
+    """
+    names = stored or {}
+    problems = Problems(
+        [(full_name(item, fqn), why) for item, fqn, why in wanted.missing],
+        [(n := full_name(item, fqn), why + _stored_as(n, names)) for item, fqn, why in wanted.mismatched],
+        dict(wanted.resized),
+        [],
+    )
+    resizable = frozenset(wanted.resizable)
+    fills: list[Fill] = []
+    called = wanted.told or [full_name(shard.item, shard.fqn) for shard in wanted.shards]
+    for name, shard in zip(called, wanted.shards, strict=True):
+        tensor = index.ids.get((shard.item, shard.fqn))
+        if tensor is None:
+            problems.missing.append((name, "not in the checkpoint"))
+            continue
+        saved = index.tensors[tensor].spec
+        cast = saved.dtype != shard.spec.dtype
+        may = (shard.item, shard.fqn) in resizable or matches(name, options.allow_shape_mismatch)
+        if (why := _mismatch(saved, shard.spec, cast=options.cast, resize=may)) is not None:
+            problems.mismatched.append((name, why + _stored_as(name, names)))
+        elif saved.shape == shard.spec.shape:
+            fills.append(Fill(name, tensor, shard.box, shard.data, cast))
+        else:
+            problems.resized[name] = _resized(saved, shard.spec) + _stored_as(name, names)
+            fills += _common(Fill(name, tensor, shard.box, shard.data, cast), saved)
+    for name, _ in problems.mismatched:
+        problems.resized.pop(name, None)
+    return fills, problems
+
+
+def _mismatch(saved: TensorSpec, wanted: TensorSpec, *, cast: bool, resize: bool) -> str | None:
+    """Say why a saved tensor cannot fill a wanted one, if it cannot."""
+    if saved.shape != wanted.shape and not (resize and len(saved.shape) == len(wanted.shape)):
+        why = f"saved shape {list(saved.shape)}, wanted {list(wanted.shape)}"
+        if resize:
+            return f"{why}; only the lengths may differ, not how many there are"
+        return why + RESIZE if len(saved.shape) == len(wanted.shape) else why
+    if saved.dtype == wanted.dtype:
+        return None
+    why = f"saved dtype {saved.dtype}, wanted {wanted.dtype}"
+    if not converts(saved.dtype, wanted.dtype):
+        return f"{why}, which would lose more than rounding does" if cast else why
+    return None if cast else f"{why} (LoadOptions(cast=True) converts)"
+
+
+def _resized(saved: TensorSpec, wanted: TensorSpec) -> str:
+    """Say what is taken of a tensor that has another shape."""
+    taken = Box.whole(tuple(map(min, saved.shape, wanted.shape)))
+    return f"saved shape {list(saved.shape)}, wanted {list(wanted.shape)}: took {taken}"
+
+
+def _common(fill: Fill, saved: TensorSpec) -> list[Fill]:
+    """Return the part of a wanted box that a smaller saved tensor has, if it has any."""
+    box = fill.box.intersect(Box.whole(saved.shape))
+    if box is None:
+        return []
+    return [fill._replace(box=box, target=fill.target[box.relative_to(fill.box.offsets).slices()])]
+
+
+def _stored_as(name: str, stored: Mapping[str, str]) -> str:
+    """Say under which other name the checkpoint has something."""
+    return f" (its name in the checkpoint is {stored[name]})" if name in stored else ""
+
+
+def uncovered(index: Index, wanted: Container[int]) -> list[str]:
+    """Say which of the wanted tensors the chunks of the index do not cover exactly."""
+    shapes = [entry.spec.shape for entry in index.tensors]
+    return [
+        f"the chunks of {full_name(*index.tensors[gap.tensor][:2])} in the index do not cover it exactly: "
+        f"they hold {gap.held} of {gap.numel} elements"
+        for gap in untiled(shapes, index.tensor, index.offsets, index.lengths)
+        if gap.tensor in wanted
+    ]
+
+
+def require_fit(
+    wishes: Sequence[LoadRequest],
+    unexpected: Sequence[str],
+    options: LoadOptions,
+    url: str,
+    damaged: Sequence[str] = (),
+) -> None:
+    """Raise one error that lists whatever stands against a load on any rank, if anything does.
+
+    `damaged` is what the root found.  It is a `CorruptError` if files are damaged, which no load puts up
+    with, otherwise a `MismatchError`.
+    """
+    everyone = {wish.rank for wish in wishes}
+    told: dict[str, set[int]] = {f"damaged: {what}": everyone for what in damaged}
+    for wish in wishes:
+        lines = [f"damaged: {what}" for what in wish.damaged]
+        lines += [f"missing: {name}: {why}" for name, why in wish.missing]
+        lines += [f"mismatched: {name}: {why}" for name, why in wish.mismatched]
+        for line in lines:
+            told.setdefault(line, set()).add(wish.rank)
+    problems = [f"{line}{_on(ranks, len(wishes))}" for line, ranks in told.items()]
+    problems.sort(key=lambda line: not line.startswith("damaged: "))
+    problems += [
+        f"unexpected: {name}: saved, but no rank wants it"
+        for name in unexpected
+        if not matches(name, options.lenient)
+    ]
+    problems += [
+        f"only: the pattern {pattern!r} matches nothing in the target of any rank"
+        for pattern in options.only
+        if all(pattern in wish.idle for wish in wishes) and not matches(pattern, options.lenient)
+    ]
+    if problems:
+        raise _refusal(problems, url, damaged=bool(damaged) or any(wish.damaged for wish in wishes))
+
+
+def _refusal(problems: Sequence[str], url: str, *, damaged: bool) -> ReknitError:
+    """Return the error that lists the first problems and counts the others."""
+    more = f"\n  ... and {len(problems) - SHOWN} more" if len(problems) > SHOWN else ""
+    lines = "\n  ".join(problems[:SHOWN]) + more
+    places = f"{len(problems)} place{'' if len(problems) == 1 else 's'}"
+    if damaged:
+        return CorruptError(
+            f"the checkpoint is damaged, or does not fit the target, in {places}; nothing was "
+            f"changed:\n  {lines}",
+            path=url,
+            remedy="restore the files that are damaged, or load another checkpoint",
+        )
+    return MismatchError(
+        f"the checkpoint does not fit the target in {places}; nothing was changed:\n  {lines}",
+        path=url,
+        remedy="mend the names or shapes, load fewer items, or pass what a line names; strict=False (or "
+        "patterns in LoadOptions.lenient) leaves out all that does not fit, and reports it",
+    )
+
+
+def _on(ranks: set[int], size: int) -> str:
+    """Say which ranks have a problem, unless all have it."""
+    if len(ranks) == size:
+        return ""
+    return f" (rank {', '.join(map(str, sorted(ranks)[:8]))}{' and more' if len(ranks) > 8 else ''})"

@@ -1,0 +1,238 @@
+"""What the root reads once for all ranks of a load, and the part of it that each of them gets."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from itertools import chain
+from typing import TYPE_CHECKING, NamedTuple
+
+import numpy as np
+
+from reknit.engine import messages
+from reknit.engine.loading import index_part as excerpt
+from reknit.engine.loading.match import uncovered
+from reknit.engine.stored.opening import Contents, opened, read_opened
+from reknit.errors import MismatchError
+from reknit.format.checksum import num_blocks
+from reknit.format.manifest_file import decode_manifest, encode_manifest
+from reknit.types.manifest import FileEntry, Index, TensorEntry
+from reknit.types.shard import TensorSpec
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+    from collections.abc import Set as AbstractSet
+
+    from reknit.engine.loading.index_part import Reach
+    from reknit.engine.stored.opening import OpenCheckpoint
+    from reknit.engine.stored.renaming import Naming
+    from reknit.storage.base import Storage
+    from reknit.types.manifest import Manifest
+
+
+class Metadata(NamedTuple):
+    """On the root: all that some rank wants, and the answer to each rank.
+
+    Ranks that asked for the same items have one answer in common, the same object: it is sent once.
+    """
+
+    checkpoint: OpenCheckpoint
+    answers: list[bytes]
+
+    def with_rows(self, checkpoint: OpenCheckpoint, reach: Reach, _: messages.Answer) -> OpenCheckpoint:
+        """Return the root's own part of the checkpoint, with the rows of its index that it needs."""
+        return replace(checkpoint, index=excerpt.kept(checkpoint.index, reach))
+
+
+@dataclass(frozen=True, slots=True)
+class ReceivedMetadata:
+    """On another rank: the same, of the items that it asked for, but without rows."""
+
+    checkpoint: OpenCheckpoint
+    files: messages.Files
+
+    @classmethod
+    def of(
+        cls,
+        data: bytes,
+        storage: Storage,
+        items: Sequence[str],
+        *,
+        allow_pickle: bool,
+        naming: Naming | None = None,
+        replicas: Sequence[Storage] = (),
+    ) -> ReceivedMetadata:
+        """Decode the root's answer, and offer `items` of it."""
+        message = messages.decode(data, messages.ItemContents)
+        tensors = [TensorEntry(i, fqn, TensorSpec(shape, dtype)) for i, fqn, dtype, shape in message.tensors]
+        contents = Contents(
+            decode_manifest(message.manifest), names_only(tensors), message.blobs, message.own
+        )
+        checkpoint = opened(
+            storage, contents, items, allow_pickle=allow_pickle, naming=naming, replicas=replicas
+        )
+        return cls(checkpoint, message.files)
+
+    def with_rows(self, checkpoint: OpenCheckpoint, reach: Reach, answer: messages.Answer) -> OpenCheckpoint:
+        """Return a part of the checkpoint with the rows that it needs, and the files in which these lie."""
+        rows = excerpt.rows_of(checkpoint.index, answer.blocks, reach)
+        manifest = checkpoint.manifest
+        entries = _entries(self.files, set(np.unique(rows.file).tolist()), manifest.block_nbytes)
+        index = excerpt.with_rows(checkpoint.index, rows, {n: file.path for n, file in entries.items()})
+        new = [file for file in entries.values() if file.path not in checkpoint.files]
+        return replace(checkpoint, index=index, manifest=replace(manifest, files=(*manifest.files, *new)))
+
+
+def read_for_all(
+    storage: Storage,
+    wanted: Sequence[messages.Items],
+    *,
+    allow_pickle: bool = False,
+    naming: Naming | None = None,
+    whole_for_all: bool = False,
+    replicas: Sequence[Storage] = (),
+) -> Metadata:
+    """Read what all ranks want; the root alone opens the manifest, the index and the shared values.
+
+    With `naming`, items of any name in the checkpoint may hold what is wanted: everything is read, and all
+    names go to all ranks.  `whole_for_all` gives them the whole manifest, with the digests of all files.
+    Raises `MismatchError` for an item that is not there but is needed, and what `opened` raises.
+    """
+    items = list(dict.fromkeys(item for rank in wanted for item in rank.names))
+    optional = {item for rank in wanted for item in rank.optional}
+    contents = read_opened(storage, None if naming else items, own=naming is not None, replicas=replicas)
+    whole = opened(storage, contents, items, allow_pickle=allow_pickle, naming=naming, replicas=replicas)
+    known = whole.offered
+    if absent := [item for item in items if item not in known and item not in optional]:
+        raise MismatchError(
+            f"the checkpoint has no item {', '.join(map(repr, absent))}",
+            path=storage.url,
+            remedy=f"its items are {', '.join(map(repr, known))}; leave the others out of `state`, "
+            "or name those to load in `items`",
+        )
+    everything = frozenset(contents.manifest.items)
+    # The root keeps what it has read: what it would answer itself is for nobody.
+    parts: dict[frozenset[str], bytes] = {}
+    for rank in wanted[1:]:
+        if (asked := frozenset(rank.names)) not in parts:
+            part = _part(contents, everything if naming else asked, whole_for_all=whole_for_all)
+            parts[asked] = messages.encode(part)
+    answers = [b"", *(parts[frozenset(rank.names)] for rank in wanted[1:])]
+    return Metadata(whole.of_items(items), answers)
+
+
+def _part(contents: Contents, items: AbstractSet[str], *, whole_for_all: bool) -> messages.ItemContents:
+    """Return what concerns these items only.
+
+    A checkpoint of ten thousand ranks has a manifest of several megabytes, most of it digests of files.
+    """
+    manifest = contents.manifest
+    blobs = tuple(blob for blob in manifest.blobs if blob.item in items)
+    named = {manifest.index_path, *(blob.path for blob in blobs)}
+    part = replace(manifest, files=tuple(f for f in manifest.files if f.path in named), blobs=blobs)
+    index = contents.index.of_items(items)
+    return messages.ItemContents(
+        manifest=encode_manifest(manifest if whole_for_all else part),
+        tensors=[(e.item, e.fqn, e.spec.dtype, e.spec.shape) for e in index.tensors],
+        files=_columns(manifest, frozenset(index.files)),
+        blobs={path: data for path, data in contents.blobs.items() if path in named},
+        own=contents.own,
+    )
+
+
+def _columns(manifest: Manifest, paths: AbstractSet[str]) -> messages.Files:
+    """Return the entries of files as columns."""
+    numbers = [number for number, file in enumerate(manifest.files) if file.path in paths]
+    files = [manifest.files[number] for number in numbers]
+    digests = np.fromiter(chain.from_iterable(file.digests for file in files), np.uint64)
+    return messages.Files(
+        messages.packed(numbers, "i8"),
+        [file.path for file in files],
+        messages.packed([file.nbytes for file in files], "i8"),
+        messages.packed(digests, "u8"),
+    )
+
+
+def _entries(files: messages.Files, numbers: AbstractSet[int], block_nbytes: int) -> dict[int, FileEntry]:
+    """Return the entries of the files with these numbers."""
+    digests, first = messages.unpacked(files.digests, "u8"), 0
+    entries = {}
+    known = messages.unpacked(files.numbers, "i8").tolist()
+    sizes = messages.unpacked(files.nbytes, "i8").tolist()
+    for number, path, nbytes in zip(known, files.paths, sizes, strict=True):
+        end = first + num_blocks(nbytes, block_nbytes)
+        if number in numbers:
+            entries[number] = FileEntry(path, nbytes, tuple(digests[first:end].tolist()))
+        first = end
+    return entries
+
+
+def names_only(tensors: Sequence[TensorEntry]) -> Index:
+    """Return an index of which only the tensors are known so far."""
+    boxes = np.zeros((0, max((len(entry.spec.shape) for entry in tensors), default=1) or 1), np.int64)
+    none = np.zeros(0, np.int64)
+    return Index(tuple(tensors), (), none, boxes, boxes, none, none, none)
+
+
+class Handout(NamedTuple):
+    """On the root: an answer for each rank, names that no rank takes, and what is wrong with the index.
+
+    `items` are those of the checkpoint that no rank asked for.
+    """
+
+    answers: list[bytes]
+    left: list[messages.Name]
+    damaged: list[str]
+    items: list[str]
+
+
+def hand_out(checkpoint: OpenCheckpoint, asked: Sequence[messages.Asked]) -> Handout:
+    """Hand out the rows of the index that the ranks asked for; equal answers are one object.
+
+    What the root takes itself it has in memory: its answer has no rows.
+    """
+    index = checkpoint.index
+    first = excerpt.first_numbers(index)
+    requests = [tuple(sorted(rank.tensors.items())) for rank in asked]
+    taken = {request: messages.numbers(first, dict(request)) for request in dict.fromkeys(requests)}
+    others = list(dict.fromkeys(requests[1:]))
+    places = {file.path: number for number, file in enumerate(checkpoint.manifest.files)}
+    files = np.array([places[path] for path in index.files], np.int64)
+    blocks = excerpt.blocks_for(index, files, [taken[request] for request in others])
+    alike = _alike([(request, rank.boxes) for request, rank in zip(requests, asked, strict=True)])
+    rows = {
+        request: messages.encode(messages.Answer(own, alike))
+        for request, own in zip(others, blocks, strict=True)
+    }
+    return Handout(
+        [messages.encode(messages.Answer([], alike)), *(rows[request] for request in requests[1:])],
+        _left(checkpoint, asked),
+        uncovered(index, frozenset(np.concatenate(list(taken.values())).tolist())),
+        [item for item in checkpoint.offered if item not in checkpoint.items],
+    )
+
+
+def _alike(wants: Sequence[object]) -> bytes:
+    """Return a number for each rank, the same for those that want the same."""
+    numbers = {want: number for number, want in enumerate(dict.fromkeys(wants))}
+    return messages.packed([numbers[want] for want in wants], "i4")
+
+
+def _left(checkpoint: OpenCheckpoint, asked: Sequence[messages.Asked]) -> list[messages.Name]:
+    """Return the names of tensors and shared values that no rank takes, or has a use for."""
+    tensors = {tuple(rank.tensors.items()) for rank in asked}
+    blobs = {tuple(rank.blobs.items()) for rank in asked}
+    refused = {name for rank in asked for name in rank.refused}
+    left = messages.left_over(checkpoint.index.ids, [dict(each) for each in tensors])
+    left = [name for name in left if name not in refused]
+    values = messages.left_over(checkpoint.blob_names(), [dict(each) for each in blobs])
+    return left + [name for name in values if not _stands_for_more(checkpoint, *name)]
+
+
+def _stands_for_more(checkpoint: OpenCheckpoint, item: str, fqn: str) -> bool:
+    """Tell whether a value is the empty container of ranks for which others saved what is in it."""
+    value = checkpoint.blobs[item][fqn]
+    if not isinstance(value, (dict, list, tuple)) or value:
+        return False
+    below = f"{fqn}/" if fqn else ""
+    names = (*checkpoint.index.ids, *checkpoint.blob_names())
+    return any(name.startswith(below) and name != fqn for of, name in names if of == item)

@@ -1,0 +1,314 @@
+"""Byte ranges on their way into memory: read (into the target where that can be), checked, delivered."""
+
+from __future__ import annotations
+
+import threading
+from contextlib import contextmanager
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from reknit.engine.loading.deliver import Deliverer, ReadSpan, put, spans_of
+from reknit.engine.memory.workers import Gate, run_jobs
+from reknit.engine.stored.file_checks import corrupt_block
+from reknit.engine.stored.repair import UNREADABLE, Repairer
+from reknit.errors import ReknitError, UsageError
+from reknit.format.checksum import digest
+from reknit.monitor.phase import Stopwatch
+from reknit.options import num_threads
+from reknit.planner.load import Granularity
+from reknit.storage.base import Reading
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable, Iterator, Sequence
+
+    from numpy.typing import NDArray
+
+    from reknit.engine.memory.arena import Arena
+    from reknit.engine.stored.opening import OpenCheckpoint
+    from reknit.errors import CorruptError
+    from reknit.monitor.phase import Recorder
+    from reknit.options import LoadOptions
+    from reknit.storage.base import Storage
+    from reknit.types.plan import LoadPlan
+
+LOCAL_DISK = Reading()
+
+
+def granularity(options: LoadOptions, block_nbytes: int, reading: Reading = LOCAL_DISK) -> Granularity:
+    """Return how reads are cut: on digest blocks when these are verified, else as the storage likes it."""
+    size = max(reading.piece_nbytes // block_nbytes, 1) * block_nbytes
+    if options.verify != "off":
+        return Granularity(block_nbytes, 0, size)
+    gap = reading.gap_nbytes if options.gap_nbytes is None else options.gap_nbytes
+    return Granularity(1, gap, size, reading.waste)
+
+
+class RangeReader:
+    """Carries out one `LoadPlan` of one rank; every method may run in many threads at once.
+
+    `targets[w]` is the live array that wanted box `w` fills, `tensors[w]` the number of its tensor in the
+    index, `cast` holds the numbers of the boxes that are to be converted.  `replicas` are other copies of the
+    checkpoint, of use with ``on_corrupt="replica"``.  `moved` is called with the bytes of each read of the
+    plan that is done, whoever read it.
+    """
+
+    def __init__(
+        self,
+        checkpoint: OpenCheckpoint,
+        plan: LoadPlan,
+        targets: Sequence[Any],
+        tensors: Sequence[int],
+        cast: frozenset[int],
+        options: LoadOptions,
+        *,
+        replicas: Sequence[Storage] = (),
+        moved: Callable[[int], None] = lambda _: None,
+    ) -> None:
+        self._checkpoint = checkpoint
+        self._plan = plan
+        self._options = options
+        self._deliverer = Deliverer(checkpoint.index, plan, targets, tensors, cast)
+        self._repairer = Repairer(checkpoint, replicas if options.on_corrupt == "replica" else ())
+        self._clocks = {name: Stopwatch() for name in ("read", "verify", "deliver")}
+        self._gate = Gate()
+        self._moved = moved
+        self._lock = threading.Lock()
+        self._nbytes_read = 0
+        self._under_way: dict[int, str] = {}
+
+    @property
+    def plan(self) -> LoadPlan:
+        """What is read."""
+        return self._plan
+
+    @property
+    def cell_nbytes(self) -> int:
+        """No read of the plan crosses a multiple of this, or has more bytes."""
+        checkpoint = self._checkpoint
+        return granularity(self._options, checkpoint.manifest.block_nbytes, checkpoint.storage.reading).nbytes
+
+    @property
+    def block_nbytes(self) -> int:
+        """Bytes of which a digest is taken: what is verified begins and ends with them, or with the file."""
+        return self._checkpoint.manifest.block_nbytes
+
+    def jobs(self, reads: Iterable[int]) -> Sequence[Callable[[Arena], None]]:
+        """Return the work of some reads of the plan, and of all combs: nobody else could want just these.
+
+        Each takes an arena of at least `cell_nbytes`.
+        """
+        combs = range(len(self._plan.combs.piece))
+        return [partial(self.read, r) for r in reads] + [partial(self._read_comb, c) for c in combs]
+
+    @property
+    def nbytes_read(self) -> int:
+        """Bytes that have left storage so far, replicas included."""
+        return self._nbytes_read + self._repairer.nbytes
+
+    @property
+    def repaired(self) -> list[tuple[str, int]]:
+        """Return (path, number) of each block so far that a replica replaced."""
+        return self._repairer.repaired
+
+    def run(self, recorder: Recorder, timeout_s: float | None = None) -> None:
+        """Carry out all reads of the plan, and `record` them.
+
+        After an error targets may be partly written.  After `timeout_s` it is a `DeadlineError` that names
+        the files being read, and only what the storage was already asked to read straight into a target may
+        still arrive there: that cannot be recalled.
+        """
+        try:
+            run_jobs(
+                self.jobs(range(len(self._plan.read_file))),
+                lambda job, arena: job(arena),
+                threads=num_threads(self._options.threads),
+                arena_nbytes=int(
+                    max(n.max(initial=1) for n in (self._plan.read_nbytes, self._plan.combs.nbytes))
+                ),
+                budget_nbytes=self._options.inflight_nbytes,
+                timeout_s=timeout_s,
+                what=self.under_way,
+            )
+        except BaseException as error:
+            self.abandon()
+            if isinstance(error, ReknitError):
+                error.sign(phase="read")
+            raise
+        finally:
+            self.record(recorder)
+
+    def read(self, number: int, arena: Arena) -> None:
+        """Carry out one read: straight into targets where that can be, verified, delivered.
+
+        The arena holds at least as many bytes as the read.
+        """
+        path, start, nbytes = self._place(number)
+        scratch = arena.view(nbytes)
+        spans, indirect = spans_of(self._deliverer.pieces(number), start, scratch)
+        self._fill(path, start, spans)
+        with self._clocks["deliver"].lap(), self._gate.passing():
+            for piece in indirect:
+                self._deliverer.deliver(piece, start, scratch)
+        self._moved(nbytes)
+
+    def fetch(self, path: str, start: int, buffer: NDArray[np.uint8]) -> None:
+        """Fill `buffer` with the bytes of a file from `start` on, verified unless that is off.
+
+        To be verified they have to begin and end with digest blocks, or with the file.
+        """
+        self._fill(path, start, [ReadSpan(start, buffer)])
+
+    def deliver(self, number: int, start: int, data: NDArray[np.uint8]) -> None:
+        """Copy what read `number` is for out of `data`: the file's bytes from `start` on, at least the read.
+
+        Wherever these bytes come from, nothing is read or verified.
+        """
+        _, first, nbytes = self._place(number)
+        data = data[first - start : first - start + nbytes]
+        with self._clocks["deliver"].lap(), self._gate.passing():
+            for piece in self._deliverer.pieces(number):
+                self._deliverer.deliver(piece, first, data)
+        self._moved(nbytes)
+
+    def abandon(self) -> None:
+        """Give up: when this has returned, nothing that is still being read is delivered any more.
+
+        What the storage was already asked to read straight into a target cannot be recalled.
+        """
+        self._gate.close()
+
+    def under_way(self) -> str:
+        """Say what is being read at this moment, for an error."""
+        with self._lock:
+            files = sorted(set(self._under_way.values()))
+        return f"reading {', '.join(files) or 'files'} of {self._checkpoint.storage.url}"
+
+    def record(self, recorder: Recorder) -> None:
+        """Record the phases read, verify and deliver, each with its time in all threads and its bytes."""
+        for name, clock in self._clocks.items():
+            recorder.add(name, clock.started, clock.seconds, clock.nbytes)
+
+    def _place(self, number: int) -> tuple[str, int, int]:
+        """Return path, start and size of a read."""
+        plan = self._plan
+        path = self._checkpoint.index.files[plan.read_file[number]]
+        return path, int(plan.read_start[number]), int(plan.read_nbytes[number])
+
+    def _read_comb(self, number: int, arena: Arena) -> None:
+        """Read runs one after another into the target, or into scratch, from where they are delivered."""
+        combs, files = self._plan.combs, self._checkpoint.index.files
+        path, run = files[combs.file[number]], int(combs.run_nbytes[number])
+        starts, direct = self._deliverer.run_starts(number), self._deliverer.direct_runs(number)
+        buffer = arena.view(len(starts) * run) if direct is None else direct
+        try:
+            self._repairer.require_sound(path)
+            with self._reading(path, len(buffer)):
+                self._checkpoint.storage.read_runs(path, starts, run, buffer.data)
+        except UNREADABLE as error:
+            if not self._repairer.able:
+                raise
+            self._reread_comb(number, path, error)
+        else:
+            if direct is None:
+                with self._clocks["deliver"].lap(), self._gate.passing():
+                    self._deliverer.deliver_runs(number, buffer)
+        self._moved(len(buffer))
+
+    def _fill(self, path: str, start: int, spans: Sequence[ReadSpan]) -> None:
+        """Read and verify the bytes of a file from `start` on, for which `spans` are laid out."""
+        nbytes = sum(len(span.buffer) for span in spans)
+        try:
+            self._repairer.require_sound(path)
+            with self._reading(path, nbytes):
+                self._checkpoint.storage.read_into(path, start, [span.buffer.data for span in spans])
+        except UNREADABLE as error:
+            if not self._repairer.able:
+                raise
+            self._reread(path, start, spans, error)
+            return
+        if self._options.verify == "off":
+            return
+        with self._clocks["verify"].lap(nbytes), self._signed("verify", path):
+            for block in self._damaged(path, start, spans):
+                damage = self._corrupt(path, block)
+                if not self._repairer.able:
+                    raise damage
+                self._put(path, block, self._repairer.replaced(path, block, damage), spans)
+
+    @contextmanager
+    def _reading(self, path: str, nbytes: int) -> Iterator[None]:
+        """Time and count a call of the storage; after it, make sure that somebody still waits."""
+        thread = threading.get_ident()
+        with self._lock:
+            self._under_way[thread] = path
+        try:
+            with self._clocks["read"].lap(nbytes), self._signed("read", path):
+                yield
+        finally:
+            with self._lock:
+                del self._under_way[thread]
+            self._gate.check()
+        with self._lock:
+            self._nbytes_read += nbytes
+
+    @contextmanager
+    def _signed(self, phase: str, path: str) -> Iterator[None]:
+        """Sign errors that pass with the place; the time is taken elsewhere."""
+        try:
+            yield
+        except ReknitError as error:
+            error.sign(phase=phase, path=f"{self._checkpoint.storage.url}/{path}")
+            raise
+
+    def _reread(self, path: str, start: int, spans: Sequence[ReadSpan], error: ReknitError) -> None:
+        """Fill spans block by block, from replicas where need be, since reading them at once failed."""
+        self._gate.check()
+        block_nbytes = self._checkpoint.manifest.block_nbytes
+        stop = spans[-1].start + len(spans[-1].buffer)
+        for block in range(start // block_nbytes, -(-stop // block_nbytes)):
+            self._put(path, block, self._repairer.reread(path, block, error), spans)
+
+    def _reread_comb(self, number: int, path: str, error: ReknitError) -> None:
+        """Deliver a comb from the blocks around it, since reading its runs failed."""
+        combs = self._plan.combs
+        start, data = int(combs.start[number]), np.empty(int(combs.nbytes[number]), np.uint8)
+        self._reread(path, start, [ReadSpan(start, data)], error)
+        with self._clocks["deliver"].lap(), self._gate.passing():
+            self._deliverer.deliver_comb(number, start, data)
+
+    def _put(self, path: str, block: int, data: NDArray[np.uint8], spans: Sequence[ReadSpan]) -> None:
+        """Copy what spans have of a block into them."""
+        with self._gate.passing():
+            put(data, block * self._checkpoint.manifest.block_nbytes, spans)
+
+    def _damaged(self, path: str, start: int, spans: Sequence[ReadSpan]) -> list[int]:
+        """Return every block whose digest is wrong; the spans begin and end with blocks (or the file)."""
+        file = self._checkpoint.files[path]
+        block_nbytes = self._checkpoint.manifest.block_nbytes
+        stop = spans[-1].start + len(spans[-1].buffer) if spans else start
+        if start % block_nbytes or (stop % block_nbytes and stop != file.nbytes):
+            raise UsageError(f"bytes {start}:{stop} of {path} are no whole blocks, and cannot be verified")
+        parts: dict[int, list[NDArray[np.uint8]]] = {}
+        for begin, buffer in spans:
+            position = 0
+            while position < len(buffer):
+                block = (begin + position) // block_nbytes
+                end = min(len(buffer), (block + 1) * block_nbytes - begin)
+                parts.setdefault(block, []).append(buffer[position:end])
+                position = end
+        # The last block first: of what was just read, its bytes are still in the processor's cache.
+        return sorted(
+            block
+            for block, buffers in reversed(parts.items())
+            if digest(*(buffer.data for buffer in buffers)) != file.digests[block]
+        )
+
+    def _corrupt(self, path: str, block: int) -> CorruptError:
+        """Return the error of a block whose digest is wrong."""
+        block_nbytes, files = self._checkpoint.manifest.block_nbytes, self._checkpoint.index.files
+        low = block * block_nbytes
+        names = self._deliverer.names(files.index(path), low, low + block_nbytes) if path in files else []
+        names = [self._checkpoint.told(name) for name in names]
+        return corrupt_block(self._checkpoint.files[path], block, block_nbytes, names)

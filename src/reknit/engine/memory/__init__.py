@@ -1,0 +1,1 @@
+"""Host memory of saves and loads, and the threads that work with it."""

@@ -1,0 +1,267 @@
+"""The two alternating arenas of one rank: made once, pre-faulted, lent out, and reused."""
+
+from __future__ import annotations
+
+import logging
+import threading
+from dataclasses import dataclass, field
+
+from reknit.engine.memory.arena import SPAN_NBYTES, SharedArena
+from reknit.errors import UsageError
+from reknit.monitor.host_memory import available_nbytes
+from reknit.monitor.phase import Deadline
+from reknit.options import local_ranks
+
+logger = logging.getLogger("reknit")
+
+MAX_ARENAS = 2
+LEAST_NBYTES = 2 * SPAN_NBYTES
+"""Less than this is not settled for: with two spans, one is filled while the other is written."""
+
+_ROUND_NBYTES = 2 << 20  # a huge page
+
+
+@dataclass(frozen=True)
+class Lease:
+    """An arena that is the caller's until `Arenas.release`.
+
+    `number` names the arena for as long as it exists, and is never given again.  `fresh`: this is its first
+    lease, so whoever shares it has to be handed its descriptor.  `dropped`: numbers of arenas that were lent
+    before and are closed since the last lease.
+    """
+
+    number: int
+    arena: SharedArena
+    fresh: bool
+    dropped: tuple[int, ...]
+
+    @property
+    def nbytes(self) -> int:
+        """Capacity of the arena; where it is less than was asked for, it is to be used as a ring."""
+        return self.arena.nbytes
+
+
+@dataclass(eq=False)
+class _Slot:
+    """Room for one arena: being made while `arena` is None, then free or, with a `lease`, busy."""
+
+    number: int
+    nbytes: int
+    replaces: list[SharedArena] = field(default_factory=list)
+    arena: SharedArena | None = None
+    lease: Lease | None = None
+    was_lent: bool = False
+
+
+class Arenas:
+    """At most two arenas of one rank, so that a save can be staged while the one before is still written.
+
+    All arenas together never exceed the budget.  For a save of n bytes (rounded up to 2 MiB) there are
+
+    * two arenas of n bytes, where both fit in the budget;
+    * else one of n bytes, and a save waits until the one before is written;
+    * else one of the whole budget (rounded down to spans), which the save is streamed through as a ring.
+
+    A free arena that is large enough is taken as it is, so while sizes stay the same nothing is ever
+    allocated again; arenas only grow.  Before a larger one is made, the free ones that are too small are
+    closed and their pages given back, whoever else still maps them.
+
+    Without a budget, one is chosen at the first `acquire`: half of the memory that this process could still
+    get (the least of what the machine has and what its control groups leave), divided by the ranks on this
+    machine, and at least two spans.  Where the kernel has less than was planned, the plan is made smaller:
+    one arena instead of two, then half the size, down to two spans.
+
+    All methods may be called from any thread.
+    """
+
+    def __init__(self, budget_nbytes: int | None) -> None:
+        if budget_nbytes is not None and budget_nbytes < SPAN_NBYTES:
+            raise UsageError(f"the budget for arenas must be at least {SPAN_NBYTES} bytes")
+        self._budget = budget_nbytes
+        self._most = MAX_ARENAS
+        self._changed = threading.Condition()
+        self._slots: list[_Slot] = []
+        self._last_number = 0
+        self._last_nbytes: int | None = None
+        self._dropped: list[int] = []
+        self._wanted: int | None = None  # what was planned when memory ended, until a warning has said so
+        self._warned = False
+        self._closed = False
+
+    @property
+    def busy(self) -> int:
+        """How many arenas are lent."""
+        with self._changed:
+            return sum(slot.lease is not None for slot in self._slots)
+
+    def acquire(self, nbytes: int, timeout_s: float) -> Lease | None:
+        """Borrow an arena for a save of `nbytes`, pre-faulted; None if none came free within `timeout_s`.
+
+        An arena that is being made, here or in `warm`, is waited for however long that takes; the timeout is
+        for those that are lent, and may be 0.  The lease's `nbytes` may be less than was asked for.  Raises
+        `MemoryError` when not even the smallest arena can be had, `UsageError` after `close`.
+        """
+        deadline = Deadline(timeout_s)
+        while True:
+            with self._changed:
+                slot = self._take(nbytes, deadline)
+                if slot is None:
+                    return None
+                if slot.arena is not None:
+                    return self._lend(slot, slot.arena)
+            if error := self._make(slot):
+                raise error
+
+    def release(self, lease: Lease) -> None:
+        """Give an arena back, when all its bytes are written; a second time does nothing."""
+        with self._changed:
+            slot = next((slot for slot in self._slots if slot.lease is lease), None)
+            if slot is None:
+                return
+            slot.lease = None
+            unwanted = self._take_unwanted()
+        _dispose(unwanted)
+
+    def warm(self) -> None:
+        """Make and pre-fault the arena that the next save will need while the last one still has its own.
+
+        For a thread that has nothing better to do; returns at once if there is nothing to make.
+        """
+        with self._changed:
+            if self._closed or self._last_nbytes is None:
+                return
+            want = self._capacity(self._last_nbytes)
+            slot = self._reserve(want, [slot for slot in self._slots if slot.nbytes >= want])
+        if slot is not None:
+            self._make(slot)  # if there is no memory at all, the next `acquire` meets that again and raises
+
+    def close(self) -> None:
+        """Close the free arenas now, and the others as they are released; waiting calls raise."""
+        with self._changed:
+            self._closed = True
+            unwanted = self._take_unwanted()
+        _dispose(unwanted)
+
+    def forget(self) -> None:
+        """Let go of all memory in a forked child, where it is still in use by the parent."""
+        for slot in self._slots:
+            if slot.arena is not None:
+                slot.arena.hold(None)
+                slot.arena.close()
+
+    def _take_unwanted(self) -> list[SharedArena]:
+        """Wake who waits; after `close`, take out the free arenas, for the caller to dispose of unlocked."""
+        self._changed.notify_all()
+        if not self._closed:
+            return []
+        free = [slot for slot in self._slots if slot.arena is not None and slot.lease is None]
+        self._slots = [slot for slot in self._slots if slot not in free]
+        return [slot.arena for slot in free if slot.arena is not None]
+
+    def _limit(self) -> int:
+        """Return the bytes that all arenas together may have."""
+        if self._budget is None:
+            self._budget = max(LEAST_NBYTES, available_nbytes() // 2 // local_ranks())
+        return self._budget
+
+    def _capacity(self, nbytes: int) -> int:
+        """Return the size of the arena for a save of `nbytes`."""
+        whole = max(1, -(-nbytes // _ROUND_NBYTES)) * _ROUND_NBYTES
+        limit = self._limit()
+        return whole if whole <= limit else limit // SPAN_NBYTES * SPAN_NBYTES
+
+    def _take(self, nbytes: int, deadline: Deadline) -> _Slot | None:
+        """Wait for a slot: one with a free arena, or a new one whose arena the caller has to make."""
+        while True:
+            if self._closed:
+                raise UsageError("these arenas are closed")
+            self._last_nbytes = nbytes
+            want = self._capacity(nbytes)
+            free = [slot for slot in self._slots if slot.arena is not None and slot.lease is None]
+            if fitting := [slot for slot in free if slot.nbytes >= want]:
+                return min(fitting, key=lambda slot: slot.nbytes)  # the larger may be needed for another
+            if slot := self._reserve(want, []):
+                return slot
+            making = any(slot.arena is None for slot in self._slots)
+            if not making and deadline.passed():
+                return None
+            self._changed.wait(None if making else deadline.remaining())
+
+    def _reserve(self, want: int, wanted: list[_Slot]) -> _Slot | None:
+        """Return a new slot in place of the free ones that are not `wanted`, if there is room for it."""
+        kept = [
+            slot for slot in self._slots if slot.arena is None or slot.lease is not None or slot in wanted
+        ]
+        if len(kept) >= self._most or sum(slot.nbytes for slot in kept) + want > self._limit():
+            return None
+        gone = [slot for slot in self._slots if slot not in kept]
+        self._dropped += [slot.number for slot in gone if slot.was_lent]
+        self._last_number += 1
+        new = _Slot(self._last_number, want, [slot.arena for slot in gone if slot.arena is not None])
+        self._slots = [*kept, new]
+        return new
+
+    def _make(self, slot: _Slot) -> MemoryError | None:
+        """Give a reserved slot its arena; return the error if memory ended and nothing less will do.
+
+        Takes a second for some GiB, so the lock is not held: arenas can be released meanwhile.
+        """
+        arena, failure = None, None
+        try:
+            _dispose(slot.replaces)
+            arena = _prefaulted(slot.nbytes)
+        except MemoryError as error:
+            failure = error
+        finally:
+            with self._changed:
+                slot.replaces, slot.arena = [], arena
+                if arena is None:
+                    self._slots.remove(slot)
+                if failure is not None and self._settle(slot.nbytes):
+                    failure = None
+                unwanted = self._take_unwanted()
+            _dispose(unwanted)
+        return failure
+
+    def _settle(self, nbytes: int) -> bool:
+        """Plan for less, after an arena of `nbytes` could not be had; tell whether that is possible."""
+        others = sum(slot.nbytes for slot in self._slots)
+        self._wanted = self._wanted or others + nbytes
+        if self._slots:
+            self._most = 1
+        elif nbytes > LEAST_NBYTES:
+            self._budget = max(LEAST_NBYTES, nbytes // 2 // SPAN_NBYTES * SPAN_NBYTES)
+        else:
+            return False
+        return True
+
+    def _lend(self, slot: _Slot, arena: SharedArena) -> Lease:
+        if self._wanted is not None and not self._warned:
+            self._warned = True
+            logger.warning(
+                "only %d of %d bytes of host memory could be had: saves are streamed through it, or wait for "
+                "one another, and block longer",
+                sum(slot.nbytes for slot in self._slots),
+                self._wanted,
+            )
+        lease = slot.lease = Lease(slot.number, arena, not slot.was_lent, tuple(self._dropped))
+        slot.was_lent = True
+        self._dropped.clear()
+        return lease
+
+
+def _prefaulted(nbytes: int) -> SharedArena:
+    arena = SharedArena.create(nbytes)
+    try:
+        arena.populate(0, nbytes)
+    except BaseException:
+        _dispose([arena])
+        raise
+    return arena
+
+
+def _dispose(arenas: list[SharedArena]) -> None:
+    for arena in arenas:
+        # Closing alone would leave the pages to other processes that have not let go of them yet.
+        arena.discard()
+        arena.close()

@@ -1,0 +1,220 @@
+"""The only home of threads: workers that take jobs one after another, each with an arena of its own."""
+
+from __future__ import annotations
+
+import threading
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any, Generic, TypeVar
+
+from reknit.engine.memory.arena import Arena
+from reknit.errors import DeadlineError, ShortageError, typed_shortage
+from reknit.monitor.phase import Deadline
+from reknit.system import require_memory
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable, Iterator, Sequence
+
+Job = TypeVar("Job")
+Result = TypeVar("Result")
+_Worker = tuple[threading.Thread, threading.Event]
+
+_NO_ARENA_NBYTES = 4096
+
+_THREAD_NBYTES = 16 << 20
+"""What a thread may take before its first line: a stack, and what allocators set apart for it."""
+
+_LOOK_S = 1.0
+"""How often it is looked whether a worker is still there."""
+
+
+class _Source(Generic[Job]):
+    """Jobs handed out to several threads, until they end or something fails."""
+
+    def __init__(self, jobs: Iterable[Job]) -> None:
+        self._jobs = iter(jobs)
+        self._taking = threading.Lock()
+        # A lock of its own, since who makes the jobs may stall while one is taken.
+        self._failing = threading.Lock()
+        self.error: BaseException | None = None
+
+    def take(self) -> list[Job]:
+        """Return the next job, or nothing."""
+        with self._taking:
+            if self.error is None:
+                for job in self._jobs:
+                    return [job] if self.error is None else []
+            return []
+
+    def fail(self, error: BaseException) -> None:
+        """Keep the first error; no further job is handed out."""
+        with self._failing:
+            self.error = self.error or error
+
+
+class Gate:
+    """A way to memory that is closed for good when its owner no longer waits for those who use it."""
+
+    def __init__(self) -> None:
+        self._changed = threading.Condition()
+        self._inside = 0
+        self._closed = False
+
+    def check(self) -> None:
+        """Raise `DeadlineError` when the gate is closed."""
+        if self._closed:
+            raise DeadlineError("nobody waits for this any more")
+
+    @contextmanager
+    def passing(self) -> Iterator[None]:
+        """Use the memory in this block, for a short time.  Raises `DeadlineError` when the gate is closed."""
+        with self._changed:
+            self.check()
+            self._inside += 1
+        try:
+            yield
+        finally:
+            with self._changed:
+                self._inside -= 1
+                self._changed.notify_all()
+
+    def close(self) -> None:
+        """Let nobody pass any more, and return when nobody is inside."""
+        with self._changed:
+            self._closed = True
+            while self._inside:
+                self._changed.wait()
+
+
+def start(name: str, work: Callable[[], None]) -> threading.Thread:
+    """Run `work` in a thread that never keeps the interpreter from ending.  Raises `ShortageError`."""
+    thread = threading.Thread(target=work, name=name, daemon=True)
+    begin(thread)
+    return thread
+
+
+def begin(thread: threading.Thread) -> None:
+    """Start a thread.  Raises `ShortageError` where there may be no more, or there is too little memory.
+
+    Where memory ends under a thread before its first line, Python waits for ever for that line.
+    """
+    require_memory(_THREAD_NBYTES)
+    with typed_shortage():
+        thread.start()
+
+
+def within(timeout_s: float, what: Callable[[], str], work: Callable[[], Result]) -> Result:
+    """Return what `work` returns, or raise what it raises, or `DeadlineError` when it takes too long.
+
+    It runs in a thread of its own, which is then left behind: let it change nothing that others see.
+    """
+    found: list[Result] = []
+    run_jobs(
+        [work],
+        lambda job, _: found.append(job()),
+        threads=1,
+        arena_nbytes=_NO_ARENA_NBYTES,
+        budget_nbytes=_NO_ARENA_NBYTES,
+        timeout_s=timeout_s,
+        what=what,
+    )
+    return found[0]
+
+
+def run_jobs(
+    jobs: Iterable[Job],
+    work: Callable[[Job, Arena], None],
+    *,
+    threads: int,
+    arena_nbytes: int,
+    budget_nbytes: int,
+    timeout_s: float | None = None,
+    what: Callable[[], str] = lambda: "the work",
+    stop: Callable[[BaseException], None] = lambda _: None,
+) -> None:
+    """Do all jobs, several at once, and return when the last is done.
+
+    Each worker owns one arena of `arena_nbytes`; there are at most `threads` workers, and no more than fit in
+    `budget_nbytes`, or can be started.  So memory is bounded, and while one worker waits for storage the
+    others copy and digest.
+    The first error stops the others after the job in their hands, and is raised; so does an interrupt of the
+    caller.  `stop` is called with it, before the others are waited for: let it end jobs that would wait.
+
+    After `timeout_s` the caller waits no longer: `DeadlineError` says that `what()` did not finish, or the
+    first error is raised, if there was one.  A worker that hangs in a foreign call is left behind, and ends
+    when the call returns and its job is done; it gets no other.  `work` has to see to it (see `Gate`) that
+    nothing is touched then.
+    """
+    source = _Source(jobs)
+
+    def loop(ended: threading.Event) -> None:
+        try:
+            arena = Arena(arena_nbytes)
+            while job := source.take():
+                work(job[0], arena)
+        except BaseException as error:  # it is raised again by the caller's thread
+            source.fail(error)
+            stop(error)
+        finally:
+            ended.set()
+
+    deadline = None if timeout_s is None else Deadline(timeout_s)
+    count = max(1, min(threads, budget_nbytes // max(arena_nbytes, 1)))
+    # Events, since a `Thread.join` that is interrupted takes a thread for ended that still runs.
+    ends = [threading.Event() for _ in range(count)]
+    workers = [
+        threading.Thread(target=loop, args=(ended,), name=f"reknit-worker-{k}", daemon=True)
+        for k, ended in enumerate(ends)
+    ]
+    try:
+        _begin_some(workers)
+        in_time = _wait(_begun(workers, ends), deadline, source)
+    except BaseException as error:  # an interrupt: no thread may go on writing behind the caller's back
+        source.fail(error)
+        stop(error)
+        _wait(_begun(workers, ends), deadline)
+        raise
+    if in_time:
+        for worker, _ in _begun(workers, ends):
+            worker.join()  # they have nothing left to do
+    else:
+        source.fail(_late(what(), timeout_s))
+    if source.error is not None:
+        raise source.error
+
+
+def _begin_some(workers: Sequence[threading.Thread]) -> None:
+    """Start as many workers as can be had; one is enough.  Raises `ShortageError` without any."""
+    for number, worker in enumerate(workers):
+        try:
+            begin(worker)
+        except ShortageError:
+            if number == 0:
+                raise
+            return
+
+
+def _begun(workers: Sequence[threading.Thread], ends: Sequence[threading.Event]) -> list[_Worker]:
+    """Return the workers that were started, each with the event of its end."""
+    return [pair for pair in zip(workers, ends, strict=True) if pair[0].ident is not None]
+
+
+def _wait(workers: Sequence[_Worker], deadline: Deadline | None, source: _Source[Any] | None = None) -> bool:
+    """Wait for the ends of all workers, at most until the deadline; tell whether all came.
+
+    With their `source`, a worker under which memory ended before its first line fails the work, too.
+    """
+    for worker, ended in workers:
+        while not ended.wait(_LOOK_S if deadline is None else min(_LOOK_S, deadline.remaining())):
+            if source is not None and not worker.is_alive() and not ended.is_set():
+                source.fail(ShortageError("there is too little memory: a thread ended before its first line"))
+                break
+            if deadline is not None and deadline.passed():
+                return False
+    return True
+
+
+def _late(what: str, timeout_s: float | None) -> DeadlineError:
+    return DeadlineError(
+        f"{what} did not finish within {timeout_s:g} s",
+        remedy="see whether the storage answers; if it is only slow, allow more time with `timeout_s`",
+    )

@@ -1,0 +1,1 @@
+"""One save: what a rank holds becomes part of a committed checkpoint."""

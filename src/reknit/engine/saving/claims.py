@@ -1,0 +1,155 @@
+"""What a rank brings to a save: holdings whose values are encoded, and claims on what others may hold too."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import TYPE_CHECKING, NamedTuple, cast
+
+import numpy as np
+import xxhash
+from msgspec import structs
+
+from reknit.engine import messages
+from reknit.engine.saving.packing import pack
+from reknit.format import paths
+from reknit.format.checksum import digest
+from reknit.format.values.blob_codec import encode_blobs, join_blobs, name_of_value
+from reknit.planner.columns import NOTHING, said
+from reknit.planner.resolve import OWN, shard_key
+from reknit.types.shard import Encoded
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from numpy.typing import NDArray
+
+    from reknit.options import SaveOptions
+    from reknit.types.shard import Blob, Holdings
+
+
+@dataclass(frozen=True)
+class Brought:
+    """The holdings of a rank; of the `guessed` shards no framework could say who else holds them."""
+
+    holdings: Holdings
+    guessed: tuple[int, ...]
+    blobs: tuple[messages.EncodedBlob, ...]
+
+    @cached_property
+    def keys(self) -> list[int]:
+        """The `shard_key` of each guessed shard."""
+        return [shard_key(self.holdings.shards[n]) for n in self.guessed]
+
+    def shard_claims(self) -> messages.ShardClaims:
+        """Return what the root has to know of the guessed shards."""
+        nbytes = [self.holdings.shards[n].nbytes for n in self.guessed]
+        return messages.ShardClaims(messages.packed(self.keys, "u8"), messages.packed(nbytes, "i8"))
+
+    def resolved(self, owners: NDArray[np.int64]) -> Holdings:
+        """Return the holdings with one owner for each guessed shard."""
+        shards = list(self.holdings.shards)
+        for number, owner in zip(self.guessed, owners.tolist(), strict=True):
+            shards[number] = structs.replace(shards[number], replicas=(owner,))
+        return replace(self.holdings, shards=tuple(shards))
+
+
+class EncodedFile(NamedTuple):
+    """A file of blobs that a rank writes."""
+
+    item: str
+    coordinate: dict[str, int] | None
+    data: bytes
+
+
+def bring(holdings: Holdings, options: SaveOptions) -> Brought:
+    """Check names, and encode the values.  Raises `StateError` for what no file can hold."""
+    for item in holdings.items:
+        paths.escape_item(item)
+    for entries in (holdings.shards, holdings.blobs, holdings.aliases):
+        for entry in entries:
+            paths.checked_name(entry.fqn, "name")
+    guessed = tuple(n for n, shard in enumerate(holdings.shards) if shard.replicas is None)
+    blobs = tuple(
+        messages.EncodedBlob(
+            blob.item,
+            xxhash.xxh3_64_intdigest(f"{blob.item}\0{blob.fqn}".encode()),
+            None if blob.coordinate is None else dict(blob.coordinate),
+            _encoded(blob, options),
+        )
+        for blob in holdings.blobs
+    )
+    return Brought(holdings, guessed, blobs)
+
+
+def _encoded(blob: Blob, options: SaveOptions) -> bytes:
+    """Return the file of blobs that holds just this one; what is encoded already is not copied."""
+    if not isinstance(blob.value, Encoded):
+        return encode_blobs({blob.fqn: blob.value}, allow_pickle=options.allow_pickle, item=blob.item)
+    memory, start = blob.value[:2]
+    name = name_of_value(blob.fqn)
+    if len(name) > start:
+        return b"".join((name, memory[start:]))
+    memory[start - len(name) : start] = name
+    return cast("bytes", memory[start - len(name) :])  # as good as bytes for everyone who gets them
+
+
+def claims(
+    rank: int,
+    write_id: str,
+    step: int | None,
+    plan: bytes,
+    shards: messages.ShardClaims | None,
+    blobs: Sequence[messages.EncodedBlob],
+    copies: messages.Copies = messages.NO_COPIES,
+) -> bytes:
+    """Return what a rank says before all ranks' work is assigned: what only all together can say who writes.
+
+    `write_id` is empty where the root has to choose one.  `plan` stands for the layout of all that the rank
+    holds; `shards` is None where it is what the rank last claimed under this plan.
+    """
+    shared = [blob for blob in blobs if blob.coordinate is None]
+    keys = np.array([blob.key for blob in shared], np.uint64)
+    digests = np.array([digest(blob.data) for blob in shared], np.uint64)
+    seen = messages.unpacked(copies.digests, "u8")
+    own = said(
+        rank,
+        {"write_ids": [write_id]},
+        {
+            "step": ([] if step is None else [step], ""),
+            "plan": (messages.unpacked(plan, "i8"), ""),
+            "blob_keys": (keys, ""),
+            "blob_digests": (digests, ""),
+            "copy": (messages.unpacked(copies.keys, "u8"), ""),
+            "low": (seen, ""),
+            "high": (seen, ""),
+        },
+    )
+    if shards is None:
+        return pack(own, NOTHING)
+    keys, nbytes = messages.unpacked(shards.keys, "u8"), messages.unpacked(shards.nbytes, "i8")
+    return pack(own, said(rank, {}, {"keys": (keys, ""), "nbytes": (nbytes, "")}))
+
+
+def blob_files(blobs: Sequence[messages.EncodedBlob], owners: bytes, rank: int) -> list[EncodedFile]:
+    """Return the files of blobs that `rank` writes, one for each item and coordinate.
+
+    `owners` are the owners of the shared blobs, as the root assigned them; where ranks disagree about a value
+    each keeps its own.
+    """
+    owner = iter(messages.unpacked(owners, "i8").tolist())
+    sets: dict[tuple[str, tuple[tuple[str, int], ...] | None], list[bytes]] = {}
+    for blob in blobs:
+        place = blob.coordinate
+        if place is None:
+            writer = next(owner)
+            if writer == OWN:
+                place = {"rank": rank}
+            elif writer != rank:
+                continue
+        key = (blob.item, None if place is None else tuple(sorted(place.items())))
+        sets.setdefault(key, []).append(blob.data)
+    return [
+        EncodedFile(item, None if place is None else dict(place), join_blobs(parts))
+        for (item, place), parts in sets.items()
+    ]

@@ -1,0 +1,291 @@
+"""What the root of a save does last: make the checkpoint exist with one atomic write."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from reknit.comm.base import SoloGroup
+from reknit.engine import messages
+from reknit.engine.saving.marker import Marker, fenced_off, is_last, put_up, take_down
+from reknit.engine.saving.write import discard, write_bytes
+from reknit.errors import (
+    CheckpointExistsError,
+    CommitError,
+    DeadlineError,
+    ReknitError,
+    StateError,
+    StorageError,
+    StorageNotFoundError,
+)
+from reknit.format import paths
+from reknit.format.checksum import BLOCK_NBYTES
+from reknit.format.index.file import encode_index
+from reknit.format.manifest_file import MAX_MANIFEST_NBYTES, decode_manifest, encode_manifest
+from reknit.format.versions import FORMAT_VERSION
+from reknit.monitor.phase import now
+from reknit.storage.base import PerHost
+from reknit.types.manifest import FileEntry, Manifest
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
+    from reknit.comm import base as comm
+    from reknit.engine.saving.manifest_content import ManifestContent
+    from reknit.engine.saving.write import Written
+    from reknit.storage.base import Storage
+    from reknit.types.manifest import BlobFile, Index
+
+
+@dataclass(frozen=True, slots=True)
+class Destination:
+    """Where a save goes, and what its manifest says about it."""
+
+    storage: Storage
+    step: int | None
+    overwrite: bool
+    uses_pickle: bool
+    origin: Mapping[str, Any]
+    metadata: Mapping[str, Any]
+    generation: int = 0
+    """That of the group which saves, or the time at which a process that is alone began to."""
+    newest: bool = False
+    """Whether this save is newer than all that it finds, whatever a clock said."""
+
+    def of(self, group: comm.Group) -> Destination:
+        """Return where `group` saves now."""
+        # Nobody tells a process that is alone which run it is; its clock may have been set back since.
+        alone = isinstance(group, SoloGroup) and group.given is None
+        return replace(self, generation=group.generation, newest=alone)
+
+
+def begin(destination: Destination, write_id: str) -> Marker:
+    """Put up the marker with which alone this save can commit, and return it.
+
+    Raises `CheckpointExistsError`, `FencedError`, or `StateError` for what no manifest can hold.  That is
+    better said now than after hours of writing.
+    """
+    check_manifest(destination)
+    mine = Marker(destination.generation, write_id)
+    return claim(destination.storage, mine, overwrite=destination.overwrite, newest=destination.newest)
+
+
+def claim(storage: Storage, mine: Marker, *, overwrite: bool, newest: bool = False) -> Marker:
+    """Put up a marker and return it, as `put_up` does.
+
+    Raises `CheckpointExistsError` where there is a checkpoint that has to stay.
+    """
+    check_absent(storage, overwrite)  # also before, so that nothing is touched where there is a checkpoint
+    mine = put_up(storage, mine, newest=newest)
+    try:
+        check_absent(storage, overwrite)
+    except BaseException:
+        take_down(storage, mine)
+        raise
+    return mine
+
+
+def check_absent(storage: Storage, overwrite: bool) -> None:
+    """Raise `CheckpointExistsError` where there is a checkpoint and none may be."""
+    if not overwrite and manifest_exists(storage):
+        raise CheckpointExistsError(
+            "there is a committed checkpoint at this path already",
+            path=storage.url,
+            remedy="save to another path, or pass overwrite=True to replace it safely",
+        )
+
+
+def check_manifest(destination: Destination) -> None:
+    """Raise `StateError` for metadata that no manifest can hold."""
+    write_id = paths.new_write_id()
+    encode_manifest(_manifest(destination, write_id, (), [FileEntry(paths.index_path(write_id), 0, ())], ()))
+
+
+def commit(
+    destination: Destination, write_id: str, index: Index, told: ManifestContent, warnings: Sequence[str]
+) -> messages.CommitOutcome:
+    """Write the index, and commit what all ranks told of.
+
+    Raises `StateError` when no rank has an item, and `CommitError` when the parts do not make a whole, or the
+    marker of `begin` is gone; that is a `FencedError` where another save took it away.  Nothing exists before
+    the manifest is put, everything after.
+    """
+    if not told.items:
+        raise StateError(
+            "the state is empty on every rank, and would be a checkpoint of nothing",
+            remedy='pass what is to be saved: {"model": model}',
+        )
+    storage, files = destination.storage, told.files
+    mine = Marker(destination.generation, write_id)
+    _check_files(storage, told, mine)
+    written = _write_index(storage, mine, encode_index(index))
+    try:
+        files = [*files, FileEntry(written.path, written.nbytes, tuple(written.digests.tolist()))]
+        data = encode_manifest(_manifest(destination, write_id, told.items, files, tuple(told.blobs)))
+        # The commit: before this write there is no checkpoint, after it there is.
+        put_manifest(storage, mine, data, overwrite=destination.overwrite)
+    except BaseException as error:
+        take_down(storage, mine)
+        if not isinstance(error, DeadlineError) and is_committed(storage, write_id) is False:
+            discard(storage, written.path)
+        raise
+    all_warnings = [*warnings, *told.warnings, *clear_out(storage, mine, data)]
+    return messages.CommitOutcome(sum(file.nbytes for file in files), all_warnings)
+
+
+def manifest_exists(storage: Storage) -> bool:
+    """Tell whether a checkpoint is committed here."""
+    try:
+        storage.size(paths.MANIFEST_PATH)
+    except StorageNotFoundError:
+        return False
+    return True
+
+
+def is_committed(storage: Storage, write_id: str) -> bool | None:
+    """Tell whether the manifest here is that of this save; None when that cannot be told."""
+    try:
+        data = storage.get(paths.MANIFEST_PATH, limit=MAX_MANIFEST_NBYTES)
+        return decode_manifest(data).write_id == write_id
+    except StorageNotFoundError:
+        return False
+    except ReknitError:
+        return None
+
+
+def _manifest(
+    destination: Destination,
+    write_id: str,
+    items: tuple[str, ...],
+    files: Sequence[FileEntry],
+    blobs: tuple[BlobFile, ...],
+) -> Manifest:
+    """Return the commit record."""
+    return Manifest(
+        format_version=FORMAT_VERSION,
+        write_id=write_id,
+        step=destination.step,
+        created=now(),
+        items=items,
+        index_path=paths.index_path(write_id),
+        files=tuple(files),
+        blobs=blobs,
+        block_nbytes=BLOCK_NBYTES,
+        uses_pickle=destination.uses_pickle,
+        origin=destination.origin,
+        metadata=destination.metadata,
+        generation=destination.generation,
+    )
+
+
+def _check_files(storage: Storage, told: ManifestContent, mine: Marker) -> None:
+    """Raise `CommitError` unless the root sees every file that some rank wrote.
+
+    Of a store that each host has for itself it sees its own host's; for the others the receipts vouch.
+    """
+    listed = {file.path: file.nbytes for file in storage.list()}
+    for number, file in enumerate(told.files):
+        if listed.get(file.path) == file.nbytes or _size(storage, file.path) == file.nbytes:
+            continue
+        if _size(storage, mine.path) is None:  # whoever took that away may have cleared away the files
+            raise fenced_off(storage, mine)
+        if isinstance(storage, PerHost) and _size(storage, file.path) is None:
+            continue
+        rank = told.ranks[number]
+        raise CommitError(
+            f"rank {rank} wrote {file.path} to {told.urls[rank]}, and rank 0 does not find it in "
+            f"{storage.url}; nothing was committed",
+            rank=rank,
+            path=f"{storage.url}/{file.path}",
+            remedy="give every rank the same path, in a folder that all hosts share, and let only one "
+            "save at a time write to it",
+        )
+
+
+def _write_index(storage: Storage, mine: Marker, data: bytes) -> Written:
+    """Write the index; who finds it cleared away under his hands is told by whom."""
+    try:
+        return write_bytes(storage, paths.index_path(mine.write_id), data)
+    except StorageError as error:
+        if _size(storage, mine.path) is None:
+            raise fenced_off(storage, mine) from error
+        raise
+
+
+def _size(storage: Storage, path: str) -> int | None:
+    """Return the size of a file by its name: a network file system may list a folder as it was before."""
+    try:
+        return storage.size(path)
+    except StorageNotFoundError:
+        return None
+
+
+def put_manifest(storage: Storage, mine: Marker, data: bytes, *, overwrite: bool) -> None:
+    """Commit, or raise; after an error only `is_committed` knows."""
+    try:
+        placed = _placed(storage, mine, data, if_absent=not overwrite)
+    except ReknitError:
+        if not is_committed(storage, mine.write_id):
+            raise
+        placed = _commit_again(storage, mine, data)
+    if not placed and not is_committed(storage, mine.write_id):
+        raise CheckpointExistsError(
+            "another save committed to this path meanwhile",
+            path=storage.url,
+            remedy="give each save a path of its own",
+        )
+
+
+def _commit_again(storage: Storage, mine: Marker, data: bytes) -> bool:
+    """Commit what is committed, though the store did not say so: the answer was lost, or a folder not synced.
+
+    The store has to say that it will stay.  That is one more save of the same files, and begins like one.
+    """
+    put_up(storage, mine)
+    if not is_committed(storage, mine.write_id):
+        raise fenced_off(storage, mine)
+    return _placed(storage, mine, data, if_absent=False)
+
+
+def _placed(storage: Storage, mine: Marker, data: bytes, *, if_absent: bool) -> bool:
+    """Put the manifest, if the marker is still there; false when nothing may be there, and something is."""
+    try:
+        return storage.commit(paths.MANIFEST_PATH, data, pending=mine.path, if_absent=if_absent)
+    except StorageNotFoundError as error:
+        raise fenced_off(storage, mine) from error
+
+
+def clear_own_host(storage: Storage, group: comm.Group, write_id: str) -> None:
+    """After a commit, delete the files of earlier saves on a host of which the root sees nothing.
+
+    There is no marker to look at here: of a store that each host has for itself, a path is one job's.
+    """
+    if not isinstance(storage, PerHost):
+        return
+    hosts = group.topology.hosts
+    stands_for_host = int(np.argmax(hosts == hosts[group.rank])) == group.rank
+    if stands_for_host and hosts[group.rank] != hosts[0]:
+        own = paths.short_id(write_id)
+        for listed in list(storage.list()):
+            name = paths.parse_path(listed.path)
+            if name is not None and name.write_id8 != own:
+                discard(storage, listed.path)
+
+
+def clear_out(storage: Storage, mine: Marker, manifest: bytes) -> list[str]:
+    """Delete the files of earlier saves to this path; what cannot be deleted is a warning, not a failure.
+
+    Of what is listed, some may belong to a later save.  Where one has begun, all is left to that.
+    """
+    try:
+        names = {listed.path: paths.parse_path(listed.path) for listed in storage.list()}
+        own = (None, paths.short_id(mine.write_id))
+        old = [path for path, name in names.items() if name is not None and name.write_id8 not in own]
+        if old and is_last(storage, mine, manifest):
+            for path in old:
+                storage.delete(path)
+    except ReknitError as error:
+        return [f"the checkpoint is committed, but files of an earlier save could not be deleted: {error}"]
+    return []

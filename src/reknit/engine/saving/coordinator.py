@@ -1,0 +1,226 @@
+"""What the root of a save decides for all ranks, and what it remembers of them from one save to the next."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import TYPE_CHECKING, NamedTuple, TypeVar
+
+import numpy as np
+
+from reknit.engine import messages
+from reknit.engine.saving.commit import begin, commit
+from reknit.engine.saving.manifest_content import tally
+from reknit.engine.saving.marker import take_down
+from reknit.engine.saving.packing import merge_claims, merge_receipts, merged_chunks, unpack
+from reknit.engine.saving.plan_cache import PlanCache
+from reknit.errors import CommitError, ProtocolError
+from reknit.format import paths
+from reknit.planner.assemble import assemble, chunk_files
+from reknit.planner.columns import merged
+from reknit.planner.copies import differing
+from reknit.planner.resolve import blob_owners, shard_owners
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from numpy.typing import NDArray
+
+    from reknit.engine.saving.commit import Destination
+    from reknit.engine.saving.marker import Marker
+    from reknit.planner.assemble import ChunkFiles
+    from reknit.planner.columns import Blocks, RankColumns
+    from reknit.storage.base import Storage
+    from reknit.types.manifest import Index
+
+    Ints = NDArray[np.int64]
+
+PLANS_KEPT = 4
+"""How many plans a rank keeps."""
+INDEXES_KEPT = 2
+"""How many assembled indexes the root keeps: a job may save two things in turn."""
+
+_Kept = TypeVar("_Kept")
+
+
+class Assembled(NamedTuple):
+    """An index, but for the names of its files, which differ from save to save."""
+
+    nameless: Index
+    files: ChunkFiles
+    warnings: list[str]
+
+    def named(self, write_id: str) -> Index:
+        """Return the index of one save."""
+        return replace(self.nameless, files=_paths(self.files, write_id))
+
+
+class Coordinator:
+    """Rank 0's part in the saves of a group.
+
+    Ranks that save again what they saved before send only the digest of its layout; the root knows the rest.
+    """
+
+    def __init__(self) -> None:
+        self._begun: tuple[Storage, Marker] | None = None
+        self._claims = PlanCache(PLANS_KEPT)
+        self._chunks = PlanCache(PLANS_KEPT, merged_chunks)
+        self._owners: dict[bytes, Blocks] = {}
+        self._assembled: dict[bytes, Assembled] = {}
+
+    def assign(self, to: Destination | None, requests: Sequence[bytes]) -> list[bytes]:
+        """Answer every rank's `claims`, merged or not; `to` is None where nothing is going to be saved yet.
+
+        Raises `CheckpointExistsError`, `FencedError`, `StateError` for unfit metadata, and `CommitError` when
+        a rank that made its plan before cannot keep it, because other ranks now hold other things.
+        """
+        claims, shards = unpack(merge_claims(requests) if len(requests) > 1 else requests[0])
+        write_id = _agreed_write_id(claims)
+        if to is not None:
+            self._begun = to.storage, begin(to, write_id)
+        owners = self._shard_owners(claims, shards)
+        blobs = blob_owners(claims.lists["blob_keys"], claims.lists["blob_digests"])
+        copies: list[tuple[int, list[int]]] = [*differing(claims)]
+        pairs = owners.number * len(blobs.sizes) + blobs.number
+        _, leads, number = np.unique(pairs, return_index=True, return_inverse=True)
+        # Ranks with equal answers get one object, which travels once.
+        answers = [
+            messages.encode(
+                messages.Assignment(
+                    write_id, messages.packed(owners.at(k), "i8"), messages.packed(blobs.at(k), "i8"), copies
+                )
+            )
+            for k in leads.tolist()
+        ]
+        return [answers[k] for k in number.tolist()]
+
+    def give_up(self) -> None:
+        """Keep the save that began last, if it began here and is not committed, from ever being committed."""
+        begun, self._begun = self._begun, None
+        if begun is not None:
+            take_down(*begun)
+
+    def commit(self, to: Destination, write_id: str, requests: Sequence[bytes]) -> list[bytes]:
+        """Make one checkpoint of all ranks' receipts, merged or not, and tell every rank the outcome.
+
+        Raises `CommitError` when the parts do not make a whole.
+        """
+        receipts, chunks = unpack(merge_receipts(requests) if len(requests) > 1 else requests[0])
+        assembled, told = self.assembled(receipts, chunks), tally(receipts, write_id)
+        if self._begun is not None:  # with the generation that its marker got
+            to = replace(to, generation=self._begun[1].generation)
+        index = assembled.named(write_id).without(told.kept)
+        outcome = commit(to, write_id, index, told, assembled.warnings)
+        self._begun = None
+        return [messages.encode(outcome)] * len(receipts.ranks)
+
+    def assembled(self, receipts: RankColumns, fresh: RankColumns) -> Assembled:
+        """Return the index of all ranks' chunks: that of a save before where all plans are the same."""
+        ranks, plans, planned = _plans(receipts)
+        silent = ~np.isin(ranks, fresh.ranks)
+        slots = _slots(self._chunks, ranks[silent], plans[silent])
+        version = self._chunks.version(ranks, slots) if silent.all() else b""
+        if version in self._assembled:
+            return _keep(self._assembled, version, self._assembled[version], INDEXES_KEPT)
+        chunks = merged_chunks([fresh, self._chunks.said(ranks[silent], slots)])
+        if (new := planned & ~silent).any():
+            self._chunks.keep(plans[new], fresh.select(np.flatnonzero(planned[~silent])))
+        index, warnings = assemble(chunks)
+        assembled = Assembled(index, chunk_files(chunks), warnings)
+        if planned.all():
+            version = self._chunks.version(ranks, self._chunks.find(ranks, plans))
+            _keep(self._assembled, version, assembled, INDEXES_KEPT)
+        return assembled
+
+    def _shard_owners(self, claims: RankColumns, fresh: RankColumns) -> Blocks:
+        """Return who writes each of the shards that ranks claim, and keep that with what they claimed."""
+        ranks, plans, planned = _plans(claims)
+        silent = ~np.isin(ranks, fresh.ranks)
+        slots = _slots(self._claims, ranks[silent], plans[silent])
+        version = self._claims.version(ranks, slots) if silent.all() else b""
+        if version in self._owners:
+            return _keep(self._owners, version, self._owners[version], PLANS_KEPT)
+        before = self._claims.said(ranks[silent], slots)
+        both = merged([fresh, before.without("owners")])
+        owners = shard_owners(both.lists["keys"], both.lists["nbytes"])
+        _refuse_stale(before, owners.select(np.flatnonzero(silent)), fresh.ranks)
+        if version:
+            _keep(self._owners, version, owners, PLANS_KEPT)
+        if (new := planned & ~silent).any():
+            said = fresh.with_list("owners", owners.select(np.flatnonzero(~silent)))
+            self._claims.keep(plans[new], said.select(np.flatnonzero(planned[~silent])))
+        return owners
+
+
+def _agreed_write_id(claims: RankColumns) -> str:
+    """Return the id of the save that all ranks are at, a new one where they have none."""
+    step = claims.lists["step"]
+    astray = np.flatnonzero((claims.lists["write_ids"].number > 0) | (step.number > 0))
+    if len(astray):
+        rank = int(astray[0])
+        steps = [next(iter(step.at(k).tolist()), None) for k in (rank, 0)]
+        raise ProtocolError(
+            f"rank {rank} is at another save than rank 0: it saves step {steps[0]}, rank 0 step {steps[1]}",
+            rank=rank,
+            remedy="let every rank make the same calls of save; one that missed a call is in step again "
+            "when every rank has called reknit.close()",
+        )
+    write_id: str = claims.tables["write_ids"][0]
+    return write_id or paths.new_write_id()
+
+
+def _plans(said: RankColumns) -> tuple[Ints, Ints, NDArray[np.bool_]]:
+    """Return all ranks, each one's plan as two numbers, and whether it has one."""
+    column = said.lists["plan"]
+    planned = column.counts == 2
+    plans = np.zeros((len(said.ranks), 2), np.int64)
+    plans[planned] = column.flat().reshape(-1, 2)
+    return said.ranks, plans, planned
+
+
+def _slots(known: PlanCache, ranks: Ints, plans: Ints) -> Ints:
+    """Return where ranks' plans are kept, which they are as long as rank and root count alike."""
+    slots = known.find(ranks, plans)
+    if (slots < 0).any():
+        rank = int(ranks[slots < 0][0])
+        raise CommitError(
+            f"rank {rank} refers to a plan that the root does not know",
+            rank=rank,
+            remedy="save again: each rank then makes a new plan",
+        )
+    return slots
+
+
+def _refuse_stale(before: RankColumns, owners: Blocks, changed: Ints) -> None:
+    """Raise `CommitError` when a rank that made its plan before would now be given other shards to write."""
+    if not len(before.ranks):
+        return
+    kept = before.lists["owners"]
+    differs = np.repeat(np.arange(len(kept.number)), kept.counts)[kept.flat() != owners.flat()]
+    if not len(differs):
+        return
+    stale = int(before.ranks[differs[0]])
+    cause = int(changed[0]) if len(changed) else next(r for r in before.ranks.tolist() if r != stale)
+    raise CommitError(
+        f"rank {cause} now holds other tensors than at the last save, and the plan that rank {stale} made "
+        "then does not fit any more; nothing was committed",
+        rank=cause,
+        remedy="save again: each rank then makes a new plan",
+    )
+
+
+def _keep(kept: dict[bytes, _Kept], version: bytes, value: _Kept, most: int) -> _Kept:
+    """Keep a value as the latest, forget the oldest where there are too many, and return it."""
+    kept.pop(version, None)
+    kept[version] = value
+    while len(kept) > most:
+        del kept[next(iter(kept))]
+    return value
+
+
+def _paths(files: ChunkFiles, write_id: str) -> tuple[str, ...]:
+    """Return the paths of data files."""
+    columns = (files.item.tolist(), files.rank.tolist(), files.part.tolist())
+    return tuple(
+        paths.data_path(files.items[item], rank, write_id, part)
+        for item, rank, part in zip(*columns, strict=True)
+    )

@@ -1,0 +1,179 @@
+"""Are the copies that several ranks hold equal?  What is compared, and what is kept where they differ."""
+
+from __future__ import annotations
+
+from math import prod
+from typing import TYPE_CHECKING, NamedTuple
+
+import msgspec
+import numpy as np
+
+from reknit.engine import messages
+from reknit.engine.memory.staging import GATHER_NBYTES, contiguous_bytes, gathered, itemsize, stage
+from reknit.errors import StateError
+from reknit.format.checksum import digest
+from reknit.format.values.blob_codec import encode_blobs
+from reknit.planner.resolve import shard_key
+from reknit.types.dtype import ITEMSIZE, numpy_dtype
+from reknit.types.shard import full_name
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Sequence
+    from typing import Any
+
+    from numpy.typing import NDArray
+
+    from reknit.engine.saving.claims import Brought
+    from reknit.types.shard import Shard
+
+SAMPLE_NBYTES = 8 << 10
+"""Of a copy for which a framework vouches the first so many bytes are compared: all of what is small."""
+SHORT_NBYTES = 64 << 10
+"""Of shards up to this size many are copied from a device at once."""
+KEPT_NBYTES = 4 << 20
+"""A rank hands on so many bytes of copies that it may have to keep as its own, of the smallest ones."""
+
+_OF_NUMPY = frozenset(name for name in ITEMSIZE if numpy_dtype(name).name == name)
+
+_encode_names = msgspec.msgpack.Encoder().encode
+_decode_names = msgspec.msgpack.Decoder(list[tuple[str, str, str, tuple[int, ...]]]).decode
+
+Told = tuple[str, str, str]
+"""Item and FQN of a tensor of which ranks hold different values, and these ranks."""
+
+
+class CopySplit(NamedTuple):
+    """What a rank does about copies that differ: values that it keeps as its own, and what it cannot keep."""
+
+    blobs: list[messages.EncodedBlob]
+    kept: list[Told]
+    unequal: list[Told]
+
+
+EQUAL = CopySplit([], [], [])
+
+
+class Chosen(NamedTuple):
+    """The shards that a rank compares, the same at every save of a layout.
+
+    `numbers` begins with the `num_kept` whose values it keeps where they differ.
+    """
+
+    numbers: list[int]
+    nbytes: list[int]
+    num_kept: int
+    keys: bytes
+    names: bytes
+
+    def copies(self, sources: Sequence[Any]) -> messages.Copies:
+        """Return what is told of the copies in one save, from the `bits` of all shards."""
+        digests, data = [0] * len(self.numbers), [b""] * self.num_kept
+        for place, part in _first_bytes([sources[n] for n in self.numbers], self.nbytes):
+            digests[place] = digest(part.data)
+            if place < self.num_kept:
+                data[place] = part.tobytes()
+        return messages.Copies(self.keys, messages.packed(digests, "u8"), self.names, b"".join(data))
+
+
+def choose(brought: Brought, check: str, rank: int, size: int) -> Chosen:
+    """Return what `rank` compares with other ranks' copies, as `SaveOptions.check_replicas` says.
+
+    Of what nobody vouches for that is every byte, of the rest a sample.  What is compared as a whole may be
+    kept for each rank, as long as it is small: first what nobody vouches for, and of that the smallest.
+    """
+    shards = brought.holdings.shards
+    if check == "off" or size == 1:
+        shards = ()
+    guessed = dict(zip(brought.guessed, brought.keys, strict=True)) if shards else {}
+    tied = {(alias.item, alias.of) for alias in brought.holdings.aliases}
+    seen: set[int] = set()
+    rows: list[tuple[int, int, int, int]] = []
+    for number, shard in enumerate(shards):
+        vouched, whole = number not in guessed, shard.nbytes
+        holders = shard.replicas or ()
+        if not whole or (vouched and (len(holders) < 2 or rank not in holders)):
+            continue
+        key = shard_key(shard) if vouched else guessed[number]
+        if key in seen:
+            continue  # of equal boxes that one rank holds twice, the first counts
+        seen.add(key)
+        nbytes = min(whole, SAMPLE_NBYTES) if vouched and check != "all" else whole
+        rows.append((vouched if nbytes == whole and _is_value(shard, tied) else 2, nbytes, key, number))
+    rows.sort()
+    room = np.cumsum([nbytes for kind, nbytes, _, _ in rows if kind < 2])
+    chosen = [shards[number] for _, _, _, number in rows]
+    return Chosen(
+        [number for _, _, _, number in rows],
+        [nbytes for _, nbytes, _, _ in rows],
+        int(np.searchsorted(room, KEPT_NBYTES, side="right")),
+        messages.packed([key for _, _, key, _ in rows], "u8"),
+        _encode_names([(s.item, s.fqn, s.spec.dtype, s.spec.shape) for s in chosen]),
+    )
+
+
+def _is_value(shard: Shard, tied: set[tuple[str, str]]) -> bool:
+    """Tell whether a shard can be a value: a whole tensor under one name, of a dtype that NumPy has."""
+    spec = shard.spec
+    whole = shard.box.lengths == spec.shape and spec.dtype in _OF_NUMPY
+    return whole and not (tied and (shard.item, shard.fqn) in tied)
+
+
+def split(
+    copies: messages.Copies, differing: Sequence[tuple[int, list[int]]], rank: int, check: str
+) -> CopySplit:
+    """Return what `rank` does about copies that turned out to differ: keys, each with ranks that hold it.
+
+    Raises `StateError` for one that it cannot keep, unless `check` is ``"warn"``.
+    """
+    if not differing:
+        return EQUAL
+    place = {key: number for number, key in enumerate(messages.unpacked(copies.keys, "i8").tolist())}
+    names = _decode_names(copies.names)
+    sizes = [numpy_dtype(dtype).itemsize * prod(shape) for _, _, dtype, shape in names]
+    ends = np.cumsum(sizes).tolist()
+    done = CopySplit([], [], [])
+    for key, holders in differing:
+        if (number := place.get(key)) is None:
+            continue  # a shard of others
+        item, fqn, dtype, shape = names[number]
+        told = item, fqn, ", ".join(map(str, holders))
+        if ends[number] > len(copies.data):
+            done.unequal.append(told)
+            continue
+        data = copies.data[ends[number] - sizes[number] : ends[number]]
+        value = np.frombuffer(data, numpy_dtype(dtype)).reshape(shape)
+        blob = encode_blobs({fqn: value}, item=item)
+        done.blobs.append(messages.EncodedBlob(item, 0, {"rank": rank}, blob))
+        done.kept.append(told)
+    if done.unequal and check != "warn":
+        item, fqn, ranks = done.unequal[0]
+        more = f", and of {len(done.unequal) - 1} more" if len(done.unequal) > 1 else ""
+        raise StateError(
+            f"ranks hold different values of {full_name(item, fqn)} (ranks {ranks}){more}, "
+            "and one of them would be stored for all; nothing was committed",
+            remedy="make them equal (broadcast them), or wrap what each rank has for itself in "
+            "reknit.PerRank; SaveOptions(check_replicas='warn') stores one rank's copy all the same",
+        )
+    return done
+
+
+def _first_bytes(sources: Sequence[Any], nbytes: Sequence[int]) -> Iterator[tuple[int, NDArray[np.uint8]]]:
+    """Yield places of `bits` arrays, in any order, and the first bytes (row-major) of each.
+
+    What is short is gathered on its device, and copied as one: a copy for each would take far longer.
+    """
+    lots: dict[Any, list[tuple[int, Any]]] = {}
+    for place, (source, count) in enumerate(zip(sources, nbytes, strict=True)):
+        if (flat := contiguous_bytes(source)) is not None:
+            yield place, flat[:count]
+        elif isinstance(source, np.ndarray) or count > SHORT_NBYTES:
+            out = np.empty(count, np.uint8)
+            stage(source, 0, count // itemsize(source), out)
+            yield place, out
+        else:
+            lot = lots.setdefault(source.device, [])
+            lot.append((place, source))
+            if len(lot) * SHORT_NBYTES >= GATHER_NBYTES:
+                yield from gathered(lots.pop(source.device), nbytes)
+    for lot in lots.values():
+        yield from gathered(lot, nbytes)

@@ -1,0 +1,118 @@
+"""What the data files of a rank will look like: decided once, while its holdings keep their layout."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import msgspec
+import xxhash
+
+from reknit.engine import messages
+from reknit.engine.saving.write import Image
+from reknit.format import paths
+from reknit.format.data_file import HeaderEntry, encode_header, file_metadata
+from reknit.planner.save import plan_save
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from reknit.types.plan import FilePlan
+    from reknit.types.shard import Holdings
+
+
+class OutlinedFile(NamedTuple):
+    """A planned data file, with a header that says `write_id`; every id is as long as that one."""
+
+    plan: FilePlan
+    header: bytes
+    write_id: str
+
+    @property
+    def nbytes(self) -> int:
+        """Size of the file."""
+        return len(self.header) + self.plan.nbytes
+
+
+class Outline(NamedTuple):
+    """The data files of a rank, and the chunks in them as the root will be told."""
+
+    rank: int
+    files: tuple[OutlinedFile, ...]
+    columns: messages.ArrayColumns
+
+    def images(self, write_id: str, sources: Sequence[Any]) -> list[Image]:
+        """Return the files of one save, to be filled from the `bits` of shards of this outline's layout."""
+        return [
+            Image(
+                paths.data_path(file.plan.item, self.rank, write_id, file.plan.part),
+                file.header.replace(file.write_id.encode(), write_id.encode()),
+                file.plan.entries,
+                file.nbytes,
+                sources,
+            )
+            for file in self.files
+        ]
+
+
+def layout_digest(holdings: Holdings, max_file_nbytes: int) -> bytes:
+    """Return 16 bytes that stand for all that an outline depends on: holdings without their values."""
+    layout = (
+        max_file_nbytes,
+        holdings.items,
+        [
+            (s.item, s.fqn, s.spec.dtype, s.spec.shape, s.box.offsets, s.box.lengths, s.replicas)
+            for s in holdings.shards
+        ],
+        [(a.item, a.fqn, a.of) for a in holdings.aliases],
+    )
+    return xxhash.xxh3_128_digest(msgspec.msgpack.encode(layout))
+
+
+def outline(holdings: Holdings, rank: int, max_file_nbytes: int) -> Outline:
+    """Plan the files of a rank, whose shards all have their replicas."""
+    plan = plan_save(holdings.shards, rank, max_file_nbytes)
+    write_id = paths.new_write_id()
+    files = tuple(
+        OutlinedFile(file, _header(holdings, rank, file, write_id), write_id) for file in plan.files
+    )
+    return Outline(rank, files, _columns(holdings, files))
+
+
+def _header(holdings: Holdings, rank: int, file: FilePlan, write_id: str) -> bytes:
+    """Return the header of a planned file."""
+    entries = []
+    for entry in file.entries:
+        shard = holdings.shards[entry.shard]
+        key = paths.entry_key(shard.fqn, shard.spec, entry.box)
+        entries.append(HeaderEntry(key, shard.spec.dtype, entry.box.lengths, entry.start, entry.nbytes))
+    here = {holdings.shards[entry.shard].fqn for entry in file.entries}
+    aliases = {a.fqn: a.of for a in holdings.aliases if a.item == file.item and a.of in here}
+    return encode_header(entries, file_metadata(write_id, rank, file.item, aliases))
+
+
+def _columns(holdings: Holdings, files: Sequence[OutlinedFile]) -> messages.ArrayColumns:
+    """Return the chunks of a rank's files, as columns, and every tensor that it holds, written or not."""
+    tensors: dict[tuple[str, str, str, tuple[int, ...]], int] = {}
+    for shard in holdings.shards:
+        tensors.setdefault((shard.item, shard.fqn, shard.spec.dtype, shard.spec.shape), len(tensors))
+    rows: list[tuple[int, tuple[int, ...], tuple[int, ...], int, int, int]] = []
+    for number, file in enumerate(files):
+        for entry in file.plan.entries:
+            shard = holdings.shards[entry.shard]
+            tensor = tensors[shard.item, shard.fqn, shard.spec.dtype, shard.spec.shape]
+            start = len(file.header) + entry.start
+            rows.append((tensor, entry.box.offsets, entry.box.lengths, number, start, entry.nbytes))
+    ndim = max([len(row[1]) for row in rows], default=1) or 1
+    fill = [(0,) * (ndim - n) for n in range(ndim + 1)], [(1,) * (ndim - n) for n in range(ndim + 1)]
+    return messages.ArrayColumns(
+        tensors=list(tensors),
+        files=[(file.plan.item, file.plan.part) for file in files],
+        ndim=ndim,
+        tensor=messages.packed([row[0] for row in rows], "i8"),
+        offsets=messages.packed([row[1] + fill[0][len(row[1])] for row in rows], "i8"),
+        lengths=messages.packed([row[2] + fill[1][len(row[2])] for row in rows], "i8"),
+        file=messages.packed([row[3] for row in rows], "i8"),
+        start=messages.packed([row[4] for row in rows], "i8"),
+        nbytes=messages.packed([row[5] for row in rows], "i8"),
+        aliases=[(a.item, a.fqn, a.of) for a in holdings.aliases],
+    )

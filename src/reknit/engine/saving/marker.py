@@ -1,0 +1,151 @@
+"""Which of several saves to one path may commit?  The one whose marker stays (docs/decisions/0007).
+
+Every step here asks the store in a certain order, which is what makes it safe: a marker is put before others
+are looked for, and markers are looked for before the manifest, because that is what they turn into.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, NamedTuple
+
+from reknit.engine.saving.write import discard
+from reknit.errors import CommitError, FencedError, FormatError, StorageNotFoundError
+from reknit.format import paths
+from reknit.format.manifest_file import MAX_MANIFEST_NBYTES, decode_generation
+
+if TYPE_CHECKING:
+    from reknit.storage.base import Storage
+
+
+class Marker(NamedTuple):
+    """What stands in a checkpoint's folder as long as a save may commit there."""
+
+    generation: int
+    write_id: str
+
+    @property
+    def path(self) -> str:
+        """Its path in the store."""
+        return paths.marker_path(self.generation, self.write_id)
+
+
+def put_up(storage: Storage, mine: Marker, *, newest: bool = False) -> Marker:
+    """Put this save's marker there, and see to it that no save which began here before can commit any more.
+
+    Returns the marker.  Where a higher generation is here, a save that is the `newest` whatever clocks say
+    takes that; any other raises `FencedError`: a newer run of the job is at work here, or has been.  After
+    any error the marker is gone again, as far as the store still does what it is asked.
+    """
+    while True:
+        try:
+            outrun = _outrun_by(storage, mine)
+            if outrun is None:
+                return mine
+            if not newest:
+                raise outrun.error(storage, mine)
+        except BaseException:
+            take_down(storage, mine)
+            raise
+        take_down(storage, mine)
+        mine = mine._replace(generation=outrun.generation)
+
+
+def take_down(storage: Storage, mine: Marker) -> None:
+    """Keep this save from ever being committed, if it is not yet.
+
+    Where the store does not even delete the marker any more, the next save to this path does.
+    """
+    discard(storage, mine.path)
+
+
+def is_last(storage: Storage, mine: Marker, manifest: bytes) -> bool:
+    """Tell whether no other save that may commit has begun here since this one committed `manifest`.
+
+    Whatever files of others there were before this was called are then needed by nobody.
+    """
+    if any(generation >= mine.generation for generation in _others(storage, mine).values()):
+        return False
+    return storage.get(paths.MANIFEST_PATH, limit=MAX_MANIFEST_NBYTES) == manifest
+
+
+def fenced_off(storage: Storage, mine: Marker) -> CommitError:
+    """Return the error of a save whose marker is gone when it is about to commit.
+
+    `FencedError` where another save is here that may have taken it away, or has committed.
+    """
+    others = (*_others(storage, mine).values(), _committed_generation(storage))
+    if max(others) < mine.generation:
+        return CommitError(
+            "the marker of this save was removed while it was under way, and no other save is here now: "
+            "somebody deleted it, or cleaned up, or another save at the same moment did and failed, too; "
+            "nothing is committed",
+            path=f"{storage.url}/{mine.path}",
+            remedy="save again, let only one save at a time go to a path, and delete nothing of one that is "
+            "under way, also not with `reknit gc`",
+        )
+    return FencedError(
+        "another save to this path began while this one (generation "
+        f"{mine.generation}) was under way, and took its marker away; nothing of this one is committed",
+        path=f"{storage.url}/{mine.path}",
+        remedy="end this process if a newer run of its job has taken its place; if not, give each job a path "
+        "of its own, and let only one save at a time go to a path",
+    )
+
+
+class _Outrun(NamedTuple):
+    """A file that shows a newer run than that of a save, and its generation."""
+
+    path: str
+    generation: int
+
+    def error(self, storage: Storage, mine: Marker) -> FencedError:
+        """Return the error of a save that may not commit here.
+
+        A marker may be deleted where its run is dead; a manifest is the only way to a checkpoint, and never.
+        """
+        at = f"{storage.url}/{self.path}"
+        if self.path == paths.MANIFEST_PATH:
+            what = "has saved to this path already"
+            how = f"start it with CommOptions(generation={self.generation + 1})"
+        else:
+            what = "is saving to this path"
+            how = f"delete {at} first"
+        return FencedError(
+            f"a newer run (generation {self.generation}) {what}; this process belongs to generation "
+            f"{mine.generation} and must not commit",
+            path=at,
+            remedy="end this process if that run has taken its place; if the two have nothing to do with "
+            f"each other, save to another path; if that run is dead and this one is to go on here, {how}",
+        )
+
+
+def _outrun_by(storage: Storage, mine: Marker) -> _Outrun | None:
+    """Put a marker there and delete older ones; return what is there of a newer run, if anything is."""
+    storage.put(mine.path, b"", if_absent=True)
+    others = _others(storage, mine)
+    for path, generation in others.items():
+        if generation > mine.generation:
+            return _Outrun(path, generation)
+    for path in others:
+        storage.delete(path)
+    generation = _committed_generation(storage)
+    return _Outrun(paths.MANIFEST_PATH, generation) if generation > mine.generation else None
+
+
+def _others(storage: Storage, mine: Marker) -> dict[str, int]:
+    """Return the markers of other saves, by path, with their generations."""
+    names = {listed.path: paths.parse_path(listed.path) for listed in storage.list()}
+    return {
+        path: name.generation
+        for path, name in names.items()
+        if name is not None and name.generation is not None and path != mine.path
+    }
+
+
+def _committed_generation(storage: Storage) -> int:
+    """Return the generation of the run that committed here, -1 where none did, or where none can be told."""
+    try:
+        generation = decode_generation(storage.get(paths.MANIFEST_PATH, limit=MAX_MANIFEST_NBYTES))
+    except (StorageNotFoundError, FormatError):  # what is damaged may be replaced by anybody
+        return -1
+    return -1 if generation is None else generation

@@ -1,0 +1,364 @@
+"""Data files on their way to storage, piece by piece: fetched from memory, digested, written."""
+
+from __future__ import annotations
+
+import threading
+from bisect import bisect_right
+from collections import deque
+from contextlib import contextmanager, suppress
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Protocol
+
+import numpy as np
+
+from reknit.engine.memory.staging import stage
+from reknit.engine.memory.workers import run_jobs
+from reknit.engine.saving.tuning import PIECES, Tuner
+from reknit.errors import ReknitError
+from reknit.format.checksum import BLOCK_NBYTES, block_digests, num_blocks
+from reknit.monitor.phase import Stopwatch
+from reknit.options import num_threads
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable, Iterator, Sequence
+
+    from numpy.typing import NDArray
+
+    from reknit.engine.memory.arena import Arena
+    from reknit.engine.saving.tuning import Settings
+    from reknit.monitor.phase import Recorder
+    from reknit.options import SaveOptions
+    from reknit.storage.base import Storage, Writer
+    from reknit.types.plan import WriteEntry
+
+    Copy = Callable[[Any, int, int, NDArray[np.uint8]], None]
+
+PIECE_NBYTES = 2 * BLOCK_NBYTES
+"""Bytes that a worker stages, digests and writes at once in a synchronous save."""
+_IDLE = 0.2
+"""Part of the workers' time that may go by waiting for bytes in a window that counts as a measurement."""
+
+FetchPhase = Literal["stage", "wait", "read"]
+
+
+class Fetch(Protocol):
+    """Whatever has the bytes of the files."""
+
+    def __call__(self, file: int, start: int, nbytes: int, arena: Arena, /) -> NDArray[np.uint8]:
+        """Return a piece of file number `file`.
+
+        It is copied to the worker's `arena`, or lies already in other memory (page-aligned, so that it can be
+        written directly) that stays as it is until the piece is written.
+        """
+
+
+class Outgoing(NamedTuple):
+    """A file that is to be written."""
+
+    path: str
+    nbytes: int
+
+
+class Image(NamedTuple):
+    """A data file as it will be: a header, then the entries' bytes from live memory.
+
+    `sources` are arrays of bits by shard number.
+    """
+
+    path: str
+    header: bytes
+    entries: tuple[WriteEntry, ...]
+    nbytes: int
+    sources: Sequence[Any]
+
+    def fill(self, start: int, out: NDArray[np.uint8], copy: Copy = stage) -> None:
+        """Fill `out` with the bytes of the file from `start` on; `copy` is like `stage`."""
+        stop = start + len(out)
+        if start < len(self.header):
+            part = self.header[start:stop]
+            out[: len(part)] = np.frombuffer(part, np.uint8)
+        base = len(self.header)
+        position = max(bisect_right(self.entries, start - base, key=lambda e: e.start) - 1, 0)
+        for entry in self.entries[position:]:
+            low, high = max(base + entry.start, start), min(base + entry.start + entry.nbytes, stop)
+            if base + entry.start >= stop:
+                break
+            if high > low:
+                itemsize = entry.nbytes // entry.numel
+                first = entry.first + (low - base - entry.start) // itemsize
+                copy(
+                    self.sources[entry.shard],
+                    first,
+                    (high - low) // itemsize,
+                    out[low - start : high - start],
+                )
+
+
+class Written(NamedTuple):
+    """A file that storage has, and the digests of its blocks."""
+
+    path: str
+    nbytes: int
+    digests: NDArray[np.uint64]
+
+
+class _OpenFile:
+    """A file being written by several workers; the one that writes its last bytes finishes it."""
+
+    def __init__(self, number: int, file: Outgoing, writer: Writer) -> None:
+        self.number = number
+        self.path, self.nbytes = file
+        self.writer = writer
+        self.digests = np.zeros(num_blocks(file.nbytes), np.uint64)
+        self._left = file.nbytes
+        self._lock = threading.Lock()
+
+    def done_with(self, nbytes: int) -> bool:
+        """Count bytes that are written; tell whether they were the last."""
+        with self._lock:
+            self._left -= nbytes
+            return self._left == 0
+
+
+class _Range(NamedTuple):
+    """A range of a file."""
+
+    file: _OpenFile
+    start: int
+    nbytes: int
+
+    def cut(self, nbytes: int) -> Iterator[_Range]:
+        """Yield it in parts of `nbytes` bytes, the last with what is left."""
+        stop = self.start + self.nbytes
+        for start in range(self.start, stop, nbytes):
+            yield _Range(self.file, start, min(nbytes, stop - start))
+
+
+class _Writing:
+    """Files on their way; the arguments are those of `write_files`."""
+
+    def __init__(
+        self,
+        storage: Storage,
+        fetch: Fetch,
+        recorder: Recorder,
+        phase: FetchPhase,
+        written: Callable[[int, int, int], None] | None,
+        failed: Callable[[BaseException], None] | None,
+        busy: Callable[[], bool] | None,
+    ) -> None:
+        self.files: list[_OpenFile] = []
+        self._undigested: deque[tuple[_OpenFile, int, NDArray[np.uint8]]] = deque()
+        self._storage, self._recorder = storage, recorder
+        self._fetch, self._written, self._failed, self._busy = fetch, written, failed, busy
+        self._phase = phase
+        self._clocks = {name: Stopwatch() for name in (phase, "digest", "write")}
+
+    def open(self, files: Sequence[Outgoing]) -> None:
+        """Start all files: what does not fit is known before anything is written."""
+        for number, file in enumerate(files):
+            with self._signed(file.path):
+                self.files.append(_OpenFile(number, file, self._storage.create(file.path, file.nbytes)))
+                if not file.nbytes:  # it has no last piece
+                    self.files[-1].writer.finish()
+
+    def run(self, tuner: Tuner, budget_nbytes: int | None) -> None:
+        """Write all files, in windows as long as there is something to measure, and the rest in one go."""
+        # Windows end between spans, so that pieces of any size begin where the next one's can.
+        spans = deque(span for file in self.files for span in _Range(file, 0, file.nbytes).cut(PIECES[-1]))
+        left = sum(span.nbytes for span in spans)
+        while tuner.measuring and left >= tuner.window_nbytes:
+            settings, window, nbytes = tuner.settings, list[_Range](), 0
+            while nbytes < tuner.window_nbytes:
+                window.append(spans.popleft())
+                nbytes += window[-1].nbytes
+            left -= nbytes
+            whole, fetching = Stopwatch(), self._clocks[self._phase].seconds
+            with whole.lap(nbytes):
+                self._write_all(window, settings, budget_nbytes)
+            fetching = self._clocks[self._phase].seconds - fetching
+            # Where the bytes came slowly, nothing is known about how fast they could have gone.
+            if self._phase != "wait" or fetching <= _IDLE * whole.seconds * settings.threads:
+                tuner.observe(settings, nbytes, whole.seconds)
+        self._write_all(spans, tuner.best, budget_nbytes)
+        self._digest_the_late()
+
+    def _write_all(self, spans: Iterable[_Range], settings: Settings, budget_nbytes: int | None) -> None:
+        threads, piece_nbytes = settings
+        run_jobs(
+            (piece for span in spans for piece in span.cut(piece_nbytes)),
+            self._write,
+            threads=threads,
+            arena_nbytes=piece_nbytes,
+            budget_nbytes=threads * piece_nbytes if budget_nbytes is None else budget_nbytes,
+        )
+
+    def _write(self, piece: _Range, arena: Arena) -> None:
+        """Fetch, digest and write one piece."""
+        file, start, nbytes = piece
+        try:
+            with self._clocks[self._phase].lap(nbytes):
+                data = self._fetch(file.number, start, nbytes, arena)
+            if late := self._busy is not None and self._busy():
+                self._undigested.append((file, start, data))
+            else:
+                self._digest(file, start, data)
+            with self._clocks["write"].lap(nbytes), self._signed(file.path):
+                file.writer.write(start, data.data)
+            if not late:
+                self._digest_the_late()
+            self._recorder.advance(nbytes)
+            if self._written is not None:
+                self._written(file.number, start, nbytes)
+            if file.done_with(nbytes):
+                with self._clocks["write"].lap(), self._signed(file.path):
+                    file.writer.finish()
+        except BaseException as error:
+            if self._failed is not None:
+                self._failed(error)
+            raise
+
+    def _digest(self, file: _OpenFile, start: int, data: NDArray[np.uint8]) -> None:
+        with self._clocks["digest"].lap(len(data)):
+            digests = block_digests(data)
+            first = start // BLOCK_NBYTES
+            file.digests[first : first + len(digests)] = digests
+
+    def _digest_the_late(self) -> None:
+        """Digest the pieces that were written first; several workers may share them."""
+        while self._undigested:
+            with suppress(IndexError):  # another worker took the last one
+                self._digest(*self._undigested.popleft())
+
+    def undo(self, *, keep: bool) -> None:
+        """Leave nothing behind, or with `keep` only what is finished."""
+        for file in self.files:
+            file.writer.abort()
+        for file in () if keep else self.files:
+            discard(self._storage, file.path)
+
+    def record(self) -> None:
+        """Record the phases, each with the time of all workers together."""
+        for name, clock in self._clocks.items():
+            self._recorder.add(name, clock.started, clock.seconds, clock.nbytes)
+
+    @contextmanager
+    def _signed(self, path: str) -> Iterator[None]:
+        """Sign errors that pass with the place, in whatever thread; the time is taken elsewhere."""
+        try:
+            yield
+        except ReknitError as error:
+            error.sign(rank=self._recorder.rank, phase="write", path=f"{self._storage.url}/{path}")
+            raise
+
+
+def write_files(
+    storage: Storage,
+    files: Sequence[Outgoing],
+    fetch: Fetch,
+    *,
+    tuner: Tuner,
+    recorder: Recorder,
+    phase: FetchPhase = "wait",
+    budget_nbytes: int | None = None,
+    written: Callable[[int, int, int], None] | None = None,
+    failed: Callable[[BaseException], None] | None = None,
+    busy: Callable[[], bool] | None = None,
+    keep: bool = False,
+) -> list[Written]:
+    """Write all files, several pieces at once, and return what storage has, in the order of `files`.
+
+    Each piece is digested in the memory from which it is written, never from what storage has, so damage on
+    the way to the disk shows when the bytes are read.  On an error no file of this call is left behind, or
+    with `keep` those that are finished.
+
+    `fetch` is called by the worker that will write the piece.  Pieces begin at multiples of their own size,
+    and never cross a multiple of 32 MiB.  They are handed out in order, file after file.  So whoever fills a
+    bounded ring in that order never waits for a worker that waits for him, however many there are.  The time
+    spent in `fetch` is recorded as `phase`: ``"stage"`` when it copies, ``"wait"`` when it waits for others,
+    ``"read"`` when it reads another store.
+
+    `budget_nbytes` limits the memory that all workers copy to, for a `fetch` that does.  `written(file,
+    start, nbytes)` is called when the memory of a piece is free again.  `failed(error)` is called by the
+    worker that met an error, before the others have ended: let it wake those that wait in `fetch`.  While
+    `busy()` holds, the core has better things to do: pieces go to the disk, which takes hardly any of it, and
+    their digests wait; what `fetch` returns must then stay as it is until this call returns.
+    """
+    writing = _Writing(storage, fetch, recorder, phase, written, failed, busy)
+    recorder.expect(sum(file.nbytes for file in files))
+    try:
+        writing.open(files)
+        writing.run(tuner, budget_nbytes)
+    except BaseException:
+        writing.undo(keep=keep)
+        raise
+    finally:
+        writing.record()
+    return [Written(file.path, file.nbytes, file.digests) for file in writing.files]
+
+
+def write_images(
+    storage: Storage, images: Sequence[Image], options: SaveOptions, recorder: Recorder
+) -> list[Written]:
+    """Write files as `write_files` does; whoever writes a piece copies it from live memory first."""
+
+    def fill(file: int, start: int, nbytes: int, arena: Arena) -> NDArray[np.uint8]:
+        piece = arena.view(nbytes)
+        images[file].fill(start, piece)
+        return piece
+
+    return write_files(
+        storage,
+        [Outgoing(image.path, image.nbytes) for image in images],
+        fill,
+        tuner=Tuner(threads=num_threads(options.threads), piece_nbytes=PIECE_NBYTES),
+        recorder=recorder,
+        phase="stage",
+        budget_nbytes=options.inflight_nbytes,
+    )
+
+
+def write_bytes(storage: Storage, path: str, data: bytes, *, keep: bool = False) -> Written:
+    """Write one file that is whole in memory; an error leaves it behind only if `keep`, and finished."""
+    writer = storage.create(path, len(data))
+    try:
+        writer.write(0, memoryview(data))
+        writer.finish()
+    except BaseException:
+        writer.abort()
+        if not keep:
+            discard(storage, path)  # finished perhaps, and only the answer was lost
+        raise
+    return Written(path, len(data), np.array(block_digests(data), np.uint64))
+
+
+def write_small(
+    storage: Storage, files: Sequence[tuple[str, bytes]], written: list[Written], *, threads: int
+) -> None:
+    """Write files that are whole in memory, `threads` at once, and add them to `written`, in their order.
+
+    After an error `written` has those that storage has.
+    """
+    done: dict[int, Written] = {}
+
+    def write(number: int, _: object = None) -> None:
+        path, data = files[number]
+        try:
+            done[number] = write_bytes(storage, path, data)
+        except ReknitError as error:
+            error.sign(path=f"{storage.url}/{path}")
+            raise
+
+    try:
+        if (threads := min(threads, len(files))) > 1:
+            run_jobs(range(len(files)), write, threads=threads, arena_nbytes=1, budget_nbytes=threads)
+        else:
+            for number in range(len(files)):
+                write(number)
+    finally:
+        written += [done[number] for number in sorted(done)]
+
+
+def discard(storage: Storage, path: str) -> None:
+    """Delete a file of a save that failed; where even that fails, the next save to this path does it."""
+    with suppress(ReknitError):
+        storage.delete(path)

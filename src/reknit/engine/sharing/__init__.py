@@ -1,0 +1,1 @@
+"""Bytes that several ranks want, read once and passed on."""

@@ -1,0 +1,238 @@
+"""How ranks of one host hand each other memory: a ring that many read, and packets that say what is in it.
+
+Each rank has a ring of its own, in shared memory.  It connects to every rank that takes something from it,
+gives it the memory, and says what lies where; the taker says when it has it.  A connection that ends while
+something is outstanding tells that the other rank is gone or has given up.
+"""
+
+from __future__ import annotations
+
+import os
+import secrets
+import selectors
+import socket
+import struct
+import threading
+from contextlib import suppress
+from functools import partial
+from typing import TYPE_CHECKING, NamedTuple, Protocol
+
+from reknit.engine.memory.arena import SharedArena
+from reknit.engine.memory.workers import start
+from reknit.errors import CommError, UsageError, shortage
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping
+
+    import numpy as np
+    from numpy.typing import NDArray
+
+_HELLO = struct.Struct("<16sQQ")
+"""The token of the rank that is called, the caller's rank, and the size of the memory that comes with it."""
+_READY = struct.Struct("<QQ")
+"""Number of a fetch, and where it begins in the ring."""
+_TAKEN = struct.Struct("<Q")
+"""Number of a fetch."""
+_CREDENTIALS = struct.Struct("3i")
+
+
+class Hearer(Protocol):
+    """Whoever uses a link; called from the thread that listens."""
+
+    def ready(self, rank: int, number: int, memory: NDArray[np.uint8]) -> None:
+        """Take note that a fetch lies at the beginning of `memory`, in the ring of a rank."""
+
+    def taken(self, number: int, rank: int) -> None:
+        """Take note that a rank has copied a fetch out of this rank's ring."""
+
+    def source_ended(self, rank: int) -> None:
+        """Take note that a rank will say no more of what is ready in its ring."""
+
+    def taker_ended(self, rank: int) -> None:
+        """Take note that a rank will say no more of what it has taken."""
+
+    def failed(self, error: BaseException) -> None:
+        """Take note that nothing more will be heard, of anybody."""
+
+
+class _Peer(NamedTuple):
+    """A rank from which this one takes: the connection that it made, and its ring."""
+
+    socket: socket.socket
+    ring: SharedArena
+
+
+class HostLink:
+    """This rank's connections with other ranks of its host, for one load.
+
+    `address` is what the others need to connect; whoever knows it, and runs as the same user, can take part.
+    """
+
+    @classmethod
+    def available(cls) -> bool:
+        """Tell whether this system has what a link needs."""
+        return hasattr(socket, "SO_PEERCRED")
+
+    def __init__(self, rank: int) -> None:
+        self._rank = rank
+        self._token = secrets.token_bytes(16)
+        name = secrets.token_hex(16)
+        self.address = f"{name}{self._token.hex()}"
+        # An abstract name: it is gone with the socket, and only processes of this network namespace see it.
+        self._door = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        self._door.bind(f"\0reknit-{name}")
+        self._door.listen(1024)
+        self._door.setblocking(False)
+        self._wake, self._woken = socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)
+        self._takers: dict[int, socket.socket] = {}
+        self._sources: dict[int, _Peer] = {}
+        self._callers: set[socket.socket] = set()
+        self._lock = threading.Lock()
+        self._closing = threading.Event()
+        self._join: Callable[[], None] | None = None
+
+    def open(self, ring: SharedArena | None, takers: Mapping[int, str], hearer: Hearer) -> None:
+        """Give `ring` to the `takers` (rank: address), and begin to listen.
+
+        Without a ring they hear that this rank has ended.  Raises `CommError` when one of them is not there
+        any more; the others are connected all the same, so that they hear of this rank's end.
+        """
+        failures = []
+        for rank, address in takers.items():
+            try:
+                self._takers[rank] = self._connect(rank, address, ring)
+            except CommError as error:
+                failures.append(error)
+        self._join = start("reknit-host-link", lambda: self._listen(hearer)).join
+        if failures:
+            raise failures[0]
+
+    def ready(self, rank: int, number: int, at: int) -> None:
+        """Tell a taker that a fetch begins at byte `at` of this rank's ring."""
+        with suppress(OSError):  # the listener sees the end of the connection, and says so
+            self._takers[rank].send(_READY.pack(number, at))
+
+    def taken(self, rank: int, number: int) -> None:
+        """Tell a rank that a fetch has been copied out of its ring."""
+        with self._lock:
+            source = self._sources.get(rank)
+        if source is not None:
+            with suppress(OSError):
+                source.socket.send(_TAKEN.pack(number))
+
+    def close(self) -> None:
+        """End all connections, and let go of the others' memory."""
+        if self._closing.is_set():
+            return
+        self._closing.set()
+        self._wake.send(b"x")
+        try:
+            if self._join is not None:
+                self._join()
+        finally:
+            for source in self._sources.values():
+                source.socket.close()
+                source.ring.close()
+            for end in (*self._takers.values(), *self._callers, self._door, self._wake, self._woken):
+                end.close()
+
+    def _connect(self, rank: int, address: str, ring: SharedArena | None) -> socket.socket:
+        name, token = address[:32], bytes.fromhex(address[32:])
+        peer = None
+        try:
+            peer = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+            peer.connect(f"\0reknit-{name}")
+            if ring is None:
+                peer.send(_HELLO.pack(token, self._rank, 0))
+            else:
+                socket.send_fds(peer, [_HELLO.pack(token, self._rank, ring.nbytes)], [ring.fd])
+        except OSError as error:
+            if peer is not None:
+                peer.close()
+            raise CommError(f"rank {rank} of this host cannot be reached: {error}") from error
+        return peer
+
+    # The thread that listens.  What a selector has with a connection is what to do when there is a packet.
+
+    def _listen(self, hearer: Hearer) -> None:
+        try:
+            with selectors.DefaultSelector() as selector:
+                selector.register(self._woken, selectors.EVENT_READ)
+                selector.register(self._door, selectors.EVENT_READ, self._admit)
+                for rank, taker in self._takers.items():
+                    selector.register(taker, selectors.EVENT_READ, partial(self._hear_taker, rank))
+                while not self._closing.is_set():
+                    for key, _ in selector.select():
+                        if key.data is not None:
+                            key.data(selector, hearer)
+        except BaseException as error:  # whatever it is, those who wait to hear something must know
+            hearer.failed(error)
+
+    def _admit(self, selector: selectors.BaseSelector, _: Hearer) -> None:
+        """Accept whoever knocks and runs as the same user; who it is, it has to say first."""
+        try:
+            peer, _ = self._door.accept()
+        except (BlockingIOError, ConnectionAbortedError):
+            return  # it has left again
+        credentials = peer.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
+        if _CREDENTIALS.unpack(credentials)[1] != os.geteuid():
+            peer.close()
+            return
+        peer.setblocking(False)
+        self._callers.add(peer)
+        selector.register(peer, selectors.EVENT_READ, partial(self._greet, peer))
+
+    def _greet(self, peer: socket.socket, selector: selectors.BaseSelector, hearer: Hearer) -> None:
+        """Take a caller's first packet: a rank of this job knows the token, and brings its ring."""
+        selector.unregister(peer)
+        self._callers.discard(peer)
+        hello, fds = b"", list[int]()
+        with suppress(OSError):  # as good as nothing said
+            hello, fds, _, _ = socket.recv_fds(peer, _HELLO.size, 1, getattr(socket, "MSG_CMSG_CLOEXEC", 0))
+        if len(hello) != _HELLO.size or not secrets.compare_digest(hello[:16], self._token):
+            for fd in fds:
+                os.close(fd)
+            peer.close()
+            return
+        _, rank, nbytes = _HELLO.unpack(hello)
+        try:
+            ring = SharedArena.attach(fds.pop(), nbytes)
+        except (IndexError, UsageError, MemoryError, OSError) as error:
+            peer.close()
+            if nbytes:
+                told = CommError(f"the memory of rank {rank} of this host cannot be used: {error}")
+                raise shortage(error) or told from error
+            hearer.source_ended(rank)
+            return
+        peer.setblocking(True)
+        with self._lock:
+            self._sources[rank] = _Peer(peer, ring)
+        selector.register(peer, selectors.EVENT_READ, partial(self._hear_source, rank))
+
+    def _hear_source(self, rank: int, selector: selectors.BaseSelector, hearer: Hearer) -> None:
+        """Take one packet of a rank from which this one takes."""
+        source = self._sources[rank]
+        packet = _packet(source.socket)
+        if len(packet) == _READY.size:
+            number, at = _READY.unpack(packet)
+            hearer.ready(rank, number, source.ring.bytes[at:])
+        else:
+            selector.unregister(source.socket)
+            hearer.source_ended(rank)
+
+    def _hear_taker(self, rank: int, selector: selectors.BaseSelector, hearer: Hearer) -> None:
+        """Take one packet of a rank that takes from this one."""
+        packet = _packet(self._takers[rank])
+        if len(packet) == _TAKEN.size:
+            hearer.taken(_TAKEN.unpack(packet)[0], rank)
+        else:
+            selector.unregister(self._takers[rank])
+            hearer.taker_ended(rank)
+
+
+def _packet(peer: socket.socket) -> bytes:
+    """Return the next packet, nothing when the other end is gone."""
+    try:
+        return peer.recv(64)
+    except OSError:
+        return b""

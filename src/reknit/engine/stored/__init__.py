@@ -1,0 +1,1 @@
+"""Checkpoints that are committed: open, verify, copy, list and clear up."""

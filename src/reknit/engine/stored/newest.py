@@ -1,0 +1,101 @@
+"""Which of several checkpoints side by side is the newest?"""
+
+from __future__ import annotations
+
+import logging
+from typing import TYPE_CHECKING, NamedTuple
+
+from reknit.engine.saving.commit import manifest_exists
+from reknit.engine.stored.opening import read_manifest
+from reknit.engine.stored.other_formats import foreign, foreign_inside
+from reknit.engine.stored.pending import begun_in, named
+from reknit.errors import (
+    CheckpointNotFoundError,
+    FormatError,
+    StorageError,
+    StoragePermissionError,
+    UsageError,
+)
+from reknit.format.manifest_file import decode_manifest
+
+if TYPE_CHECKING:
+    from reknit.engine.stored.pending import Begun
+    from reknit.storage.base import Storage
+
+logger = logging.getLogger("reknit")
+
+
+class _Age(NamedTuple):
+    """What orders checkpoints; one without a step is older than all that have one."""
+
+    step: int
+    created: float
+    url: str
+    generation: int
+
+
+def newest(root: Storage) -> str | None:
+    """Return the path of the newest checkpoint directly below a folder, or None.
+
+    A folder that cannot be judged for a reason of its own is passed over with a warning; a store that fails
+    is an error, since an older checkpoint in place of the newest would be lost work.  Saves that are under
+    way, of the run that made the newest or of a later one, are told in a warning.
+    """
+    begun: list[Begun] = []
+    ages = [age for name in root.folders() if (age := _age(root, name, begun)) is not None]
+    since = max(ages).generation if ages else -1
+    if later := [each for each in begun if each.generation >= since]:
+        logger.warning(
+            "saves below %s are under way, or were killed, and may yet commit: %s; "
+            "latest(root, pending='wait') waits for them, and pending='fence' keeps them from it",
+            root.url,
+            named(later),
+        )
+    if ages:
+        return max(ages).url
+    _refuse_other(root)
+    if (other := foreign_inside(root)) is not None:
+        logger.warning("there is no checkpoint of reknit in %s: %s", root.url, other)
+    return None
+
+
+def _refuse_other(root: Storage) -> None:
+    """Raise `UsageError` where a path leads to something that is no folder of checkpoints.
+
+    A job that is told None begins anew, which is not what somebody wanted who named a checkpoint.
+    """
+    if manifest_exists(root):
+        raise UsageError(
+            f"{root.url} is a checkpoint, and latest looks for checkpoints in a folder",
+            remedy=f"load it as it is, or pass the folder above: {root.url.rpartition('/')[0] or '/'}",
+            path=root.url,
+        )
+    if (other := foreign(root)) is not None:
+        raise UsageError(
+            f"{root.url} is no folder of checkpoints: it is {other.what}", remedy=other.remedy, path=root.url
+        )
+
+
+def _age(root: Storage, name: str, begun: list[Begun]) -> _Age | None:
+    """Return the age of the checkpoint in a folder, if there is one that can be judged.
+
+    Where there is none, what is under way there is added to `begun`.
+    """
+    try:
+        folder = root.sub(name)
+    except StorageError as error:  # a name that no store takes
+        logger.warning("passed over %r in %s: %s", name, root.url, error.message)
+        return None
+    try:
+        if not manifest_exists(folder):
+            begun += begun_in(folder)
+            return None
+        manifest = decode_manifest(read_manifest(folder))
+    except CheckpointNotFoundError:
+        return None  # deleted at this moment
+    except (FormatError, StoragePermissionError) as error:
+        logger.warning("passed over %s: %s", folder.url, error.message)
+        return None
+    step = -1 if manifest.step is None else manifest.step
+    generation = -1 if manifest.generation is None else manifest.generation
+    return _Age(step, manifest.created, folder.url, generation)

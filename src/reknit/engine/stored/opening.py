@@ -1,0 +1,298 @@
+"""A committed checkpoint, opened: manifest, index and values, each checked before it is believed."""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, Any
+
+from reknit.engine import messages
+from reknit.engine.memory.workers import run_jobs
+from reknit.engine.stored.file_checks import first_sound, read_checked
+from reknit.engine.stored.other_formats import foreign, meant
+from reknit.engine.stored.renaming import Naming, Renamed, names_in, renamed
+from reknit.errors import (
+    CheckpointNotFoundError,
+    CorruptError,
+    FormatError,
+    StorageError,
+    StorageNotFoundError,
+)
+from reknit.format import paths
+from reknit.format.index.checks import check_extents
+from reknit.format.index.file import decode_index
+from reknit.format.manifest_file import MAX_MANIFEST_NBYTES, decode_manifest
+from reknit.format.values.blob_codec import decode_blobs
+from reknit.types.manifest import Catalog
+from reknit.types.wanted import Terms
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
+    from reknit.storage.base import Storage
+    from reknit.types.manifest import BlobFile, FileEntry, Index, Manifest
+    from reknit.types.shard import TensorSpec
+
+_MOST_READERS = 64
+"""Files of values that are read at once: an object store answers a request in tens of milliseconds."""
+
+REPLACED = (CorruptError, StorageNotFoundError)
+"""What a reader meets whose checkpoint is replaced by another, and its files are removed."""
+REPLACED_TRIES = 5
+"""How often a checkpoint is read that is replaced again and again."""
+_TRIES = 4
+"""Files that are read, one after another, for the names of ranks' own values in an item."""
+
+
+@dataclass
+class OpenCheckpoint:
+    """A checkpoint whose metadata is in memory.  `blobs[item][fqn]` are the values that all ranks share.
+
+    `index`, `blobs` and `items` have the state's names; where `renamed` is given these may differ from those
+    in the checkpoint, to which `manifest` keeps.  `replicas` are other copies, for values that are damaged.
+    """
+
+    storage: Storage
+    manifest: Manifest
+    index: Index
+    blobs: Mapping[str, Mapping[str, Any]]
+    items: tuple[str, ...]
+    allow_pickle: bool = False
+    renamed: Renamed | None = None
+    replicas: tuple[Storage, ...] = ()
+    files: dict[str, FileEntry] = field(init=False)
+    _own: dict[str, dict[str, Any]] = field(init=False, default_factory=dict)
+    _places: dict[str, dict[Any, list[BlobFile]]] = field(init=False, default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self.files = {file.path: file for file in self.manifest.files}
+
+    @property
+    def stored(self) -> Mapping[str, str]:
+        """The names in the checkpoint of what has another one in the state."""
+        return {} if self.renamed is None else self.renamed.stored
+
+    def told(self, name: str) -> str:
+        """Return a name of the state with the one that it has in the checkpoint, where that differs."""
+        return f"{name} (there {self.stored[name]})" if name in self.stored else name
+
+    @property
+    def offered(self) -> tuple[str, ...]:
+        """All items that the checkpoint has, opened or not."""
+        return self.manifest.items if self.renamed is None else self.renamed.items
+
+    def catalog(self, terms: Terms | None = None) -> Catalog:
+        """Return what the opened items offer to a load on these terms."""
+        tensors: dict[str, dict[str, TensorSpec]] = {item: {} for item in self.items}
+        for entry in self.index.tensors:
+            if entry.item in tensors:
+                tensors[entry.item][entry.fqn] = entry.spec
+        coordinates = {
+            item: tuple(
+                dict(place) for place in dict.fromkeys(_place(file) for file in self._own_files(item))
+            )
+            for item in self.items
+        }
+        return Catalog(
+            self.items, tensors, self.blobs, coordinates, self.own, terms or Terms(), self.read_ahead
+        )
+
+    def blob_names(self) -> list[tuple[str, str]]:
+        """Return (item, fqn) of all shared values of the opened items, in an order that all ranks share."""
+        return [(item, fqn) for item in self.items for fqn in self.blobs[item]]
+
+    def of_items(self, items: Sequence[str]) -> OpenCheckpoint:
+        """Return what a rank holds that wants only these items."""
+        index = self.index.of_items(frozenset(items))
+        blobs = {item: values if item in items else {} for item, values in self.blobs.items()}
+        return replace(self, index=index, blobs=blobs, items=tuple(items))
+
+    def own(self, item: str, coordinate: Mapping[str, int]) -> dict[str, Any]:
+        """Read the values that the rank with this coordinate saved for itself; maybe none."""
+        found: dict[str, Any] = {}
+        for file in self._files_at(item, coordinate):
+            if file.path not in self._own:
+                self._read_own(file)
+            values = self._own[file.path]
+            found |= self.renamed.own(item, file.item, values) if self.renamed else values
+        return found
+
+    def read_ahead(self, item: str, coordinates: Sequence[Mapping[str, int]]) -> None:
+        """Read what `own` will be asked for, several files at once."""
+        files = [file for place in coordinates for file in self._files_at(item, place)]
+        run_jobs(
+            [file for file in files if file.path not in self._own],
+            lambda file, _: self._read_own(file),
+            threads=min(len(files), _MOST_READERS) or 1,
+            arena_nbytes=1,
+            budget_nbytes=_MOST_READERS,
+        )
+
+    def _read_own(self, file: BlobFile) -> None:
+        data = read_checked(self.storage, self.files[file.path], self.manifest.block_nbytes, self.replicas)
+        self._own[file.path] = decode_blobs(data, allow_pickle=self.allow_pickle)
+
+    def _files_at(self, item: str, coordinate: Mapping[str, int]) -> list[BlobFile]:
+        """Return the files that the ranks with this coordinate wrote of an item; there may be thousands."""
+        if item not in self._places:
+            places: dict[Any, list[BlobFile]] = {}
+            for file in self._own_files(item):
+                places.setdefault(_place(file), []).append(file)
+            self._places[item] = places
+        return self._places[item].get(tuple(sorted(coordinate.items())), [])
+
+    def _own_files(self, item: str) -> list[BlobFile]:
+        """Return the files in which ranks saved values of their own for an item."""
+        items = (item,) if self.renamed is None else self.renamed.sources.get(item, ())
+        return [file for file in self.manifest.blobs if file.coordinate is not None and file.item in items]
+
+
+def _place(file: BlobFile) -> tuple[tuple[str, int], ...]:
+    """Return a coordinate as something to be compared."""
+    return tuple(sorted((file.coordinate or {}).items()))
+
+
+@dataclass(frozen=True, slots=True)
+class Contents:
+    """What the files of a checkpoint say about it, checked; `blobs` are files of shared values, by path."""
+
+    manifest: Manifest
+    index: Index
+    blobs: Mapping[str, bytes]
+    own: messages.OwnNames | None = None
+
+
+def read_opened(
+    storage: Storage, items: Sequence[str] | None, *, own: bool = False, replicas: Sequence[Storage] = ()
+) -> Contents:
+    """Read manifest, index and shared values of `items` (None: all); see `read_manifest` for errors.
+
+    With `own`, find the names of ranks' own values too, of all items.  What is missing or damaged is taken
+    from the first of `replicas` that has it: the manifest vouches for itself and for all other files.  Where
+    another checkpoint takes the place of the one that is read, it is read instead.
+    """
+
+    def manifest_here() -> Manifest:
+        return first_sound([storage, *replicas], lambda place: _decoded(read_manifest(place), place))
+
+    for _ in range(REPLACED_TRIES - 1):
+        manifest = manifest_here()
+        try:
+            return _contents(storage, manifest, items, own, replicas)
+        except REPLACED:
+            if not is_replaced(storage, manifest.write_id):
+                raise
+    return _contents(storage, manifest_here(), items, own, replicas)
+
+
+def is_replaced(storage: Storage, write_id: str) -> bool:
+    """Tell whether there is another checkpoint by now than that of `write_id`, as far as can be told."""
+    try:
+        return decode_manifest(read_manifest(storage)).write_id != write_id
+    except (CheckpointNotFoundError, FormatError, StorageError):
+        return False
+
+
+def _contents(
+    storage: Storage,
+    manifest: Manifest,
+    items: Sequence[str] | None,
+    own: bool,
+    replicas: Sequence[Storage],
+) -> Contents:
+    """Read what the manifest leads to."""
+    files = {file.path: file for file in manifest.files}
+    blobs = {
+        blob.path: read_checked(storage, files[blob.path], manifest.block_nbytes, replicas)
+        for blob in manifest.blobs
+        if blob.coordinate is None and (items is None or blob.item in items)
+    }
+    index = decode_index(read_checked(storage, files[manifest.index_path], manifest.block_nbytes, replicas))
+    check_extents(index, {file.path: file.nbytes for file in manifest.files})
+    return Contents(manifest, index, blobs, own_names(storage, manifest, replicas) if own else None)
+
+
+def own_names(storage: Storage, manifest: Manifest, replicas: Sequence[Storage] = ()) -> messages.OwnNames:
+    """Return the names of the values that ranks saved for themselves.
+
+    These are the same on all ranks: one rank's file is read, and another only where that cannot be.
+    """
+    files = {file.path: file for file in manifest.files}
+    names: dict[tuple[str, str], None] = {}
+    known: dict[tuple[str, frozenset[str]], bool] = {}
+    failed: Counter[tuple[str, frozenset[str]]] = Counter()
+    for blob in manifest.blobs:
+        if blob.coordinate is None:
+            continue
+        kind = (blob.item, frozenset(blob.coordinate))
+        if known.setdefault(kind, False) or failed[kind] == _TRIES:
+            continue
+        try:
+            data = read_checked(storage, files[blob.path], manifest.block_nbytes, replicas)
+            names.update(dict.fromkeys((blob.item, fqn) for fqn in names_in(data)))
+            known[kind] = True
+        except (FormatError, StorageError):
+            # Perhaps nobody wants this item.  A rank that does reads its own file, and raises what is wrong.
+            failed[kind] += 1
+    unknown = dict.fromkeys(item for (item, _), found in known.items() if not found)
+    return messages.OwnNames(list(names), list(unknown))
+
+
+def opened(
+    storage: Storage,
+    contents: Contents,
+    items: Sequence[str] | None,
+    *,
+    allow_pickle: bool,
+    naming: Naming | None = None,
+    replicas: Sequence[Storage] = (),
+) -> OpenCheckpoint:
+    """Offer `items` (None: all) of what `read_opened` read, or of the root's part of it.
+
+    With `naming`, for which everything must have been read, the state's names are given here, once.
+    """
+    manifest = contents.manifest
+    wanted = manifest.items if items is None else tuple(items)
+    blobs: dict[str, dict[str, Any]] = {item: {} for item in (*manifest.items, *wanted)}
+    for file in manifest.blobs:
+        if file.path in contents.blobs:
+            blobs[file.item].update(decode_blobs(contents.blobs[file.path], allow_pickle=allow_pickle))
+    whole = OpenCheckpoint(
+        storage, manifest, contents.index, blobs, wanted, allow_pickle, replicas=tuple(replicas)
+    )
+    if naming is None:
+        return whole
+    return _renamed(whole, naming, items, contents.own or own_names(storage, manifest, replicas))
+
+
+def _renamed(
+    whole: OpenCheckpoint, naming: Naming, items: Sequence[str] | None, own: messages.OwnNames
+) -> OpenCheckpoint:
+    """Return a checkpoint under the state's names."""
+    names = renamed(naming, whole.manifest.items, whole.index, whole.blobs, own.names, own.unknown)
+    wanted = names.items if items is None else tuple(items)
+    blobs = {item: names.blobs.get(item, {}) for item in (*names.items, *wanted)}
+    return replace(whole, index=names.index, blobs=blobs, items=wanted, renamed=names)
+
+
+def _decoded(data: bytes, storage: Storage) -> Manifest:
+    """Return the manifest; errors say of which checkpoint."""
+    try:
+        return decode_manifest(data)
+    except FormatError as error:
+        error.path = f"{storage.url}/{paths.MANIFEST_PATH}"
+        error.remedy = error.remedy or "restore the file, or load another checkpoint"
+        raise
+
+
+def read_manifest(storage: Storage) -> bytes:
+    """Return the bytes of the manifest.  Raises `CheckpointNotFoundError` that says what is there instead."""
+    try:
+        return storage.get(paths.MANIFEST_PATH, limit=MAX_MANIFEST_NBYTES)
+    except StorageNotFoundError:
+        message = f"there is no committed checkpoint at {storage.url}"
+        if (other := foreign(storage)) is not None:
+            message, remedy = f"{message}: it is {other.what}", other.remedy
+        else:
+            remedy = meant(storage)
+        raise CheckpointNotFoundError(message, path=storage.url, remedy=remedy) from None

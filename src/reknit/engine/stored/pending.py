@@ -1,0 +1,106 @@
+"""Which saves are under way below a folder, and may yet commit?  Wait for them, or keep them from it.
+
+A save may commit as long as its marker stands in the folder of its checkpoint (docs/decisions/0007).  A save
+that was killed leaves its marker, too, and nothing tells the two apart from outside.
+"""
+
+from __future__ import annotations
+
+import time
+from contextlib import suppress
+from typing import TYPE_CHECKING, NamedTuple
+
+from reknit.engine.stored.running_agents import at_work
+from reknit.errors import DeadlineError, StorageError, StorageNotFoundError, StoragePermissionError
+from reknit.format import paths
+from reknit.monitor.phase import Deadline
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from reknit.storage.base import Storage
+
+_PAUSES_S = (0.05, 2.0)
+_MOST_NAMED = 4
+
+
+class Begun(NamedTuple):
+    """A save that may yet commit: its folder, the marker in it, and the generation of its run."""
+
+    folder: Storage
+    path: str
+    generation: int
+
+    @property
+    def url(self) -> str:
+        """Where the marker is."""
+        return f"{self.folder.url}/{self.path}"
+
+
+def begun_in(folder: Storage) -> list[Begun]:
+    """Return the saves that may yet commit in the folder of a checkpoint."""
+    names = {listed.path: paths.parse_path(listed.path) for listed in folder.list()}
+    return [
+        Begun(folder, path, name.generation)
+        for path, name in names.items()
+        if name is not None and name.generation is not None
+    ]
+
+
+def wait_for_saves(root: Storage, timeout_s: float) -> None:
+    """Wait for all saves directly below a folder: until they are committed, or have failed.
+
+    Agents of this host count as soon as they are at work, those of others from when their markers are up.
+    Raises `DeadlineError` naming what is still there.
+    """
+    deadline, pause_s = Deadline(timeout_s), _PAUSES_S[0]
+    waited_for, working = _begun_below(root), at_work(root.url)
+    while waited_for or working:
+        if deadline.passed():
+            agents = f"; at work on this host: processes {sorted({agent.pid for agent in working})}"
+            raise DeadlineError(
+                f"saves below {root.url} were not over within {timeout_s:g} s: "
+                f"{named(waited_for) or 'no marker is up yet'}{agents if working else ''}",
+                path=root.url,
+                remedy="wait longer; or, if the processes of that run are dead on all hosts, keep its saves "
+                "from ever committing with latest(root, pending='fence')",
+            )
+        time.sleep(min(pause_s, deadline.remaining()))
+        pause_s = min(_PAUSES_S[1], pause_s * 1.5)
+        if working and not (working := at_work(root.url)):
+            waited_for = _begun_below(root)
+        else:
+            waited_for = [begun for begun in waited_for if _is_there(begun)]
+
+
+def fence_off(root: Storage) -> None:
+    """Keep all saves that are under way directly below a folder from ever committing."""
+    for begun in _begun_below(root):
+        begun.folder.delete(begun.path)
+
+
+def named(begun: Sequence[Begun]) -> str:
+    """Return where markers are, as text, those of the newest runs first."""
+    newest = sorted(begun, key=lambda each: (-each.generation, each.url))
+    more = f" and {len(begun) - _MOST_NAMED} more" if len(begun) > _MOST_NAMED else ""
+    return ", ".join(each.url for each in newest[:_MOST_NAMED]) + more
+
+
+def _begun_below(root: Storage) -> list[Begun]:
+    found: list[Begun] = []
+    for name in root.folders():
+        try:
+            folder = root.sub(name)
+        except StorageError:  # a name that no store takes
+            continue
+        with suppress(StoragePermissionError):  # nothing in there is looked at by anybody
+            found += begun_in(folder)
+    return found
+
+
+def _is_there(begun: Begun) -> bool:
+    try:
+        begun.folder.size(begun.path)
+    except StorageNotFoundError:
+        return False
+    return True

@@ -1,0 +1,315 @@
+"""From a quick store to one that lasts: a committed checkpoint's files, copied and committed there too."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, NoReturn
+
+from reknit.comm import base as comm
+from reknit.engine.memory.workers import run_jobs
+from reknit.engine.report import PromotionReport
+from reknit.engine.saving.commit import (
+    claim,
+    clear_out,
+    is_committed,
+    manifest_exists,
+    put_manifest,
+)
+from reknit.engine.saving.marker import Marker, fenced_off, take_down
+from reknit.engine.saving.tuning import PIECES, Tuner
+from reknit.engine.saving.write import PIECE_NBYTES, Outgoing, discard, write_bytes, write_files
+from reknit.engine.stored.file_checks import check_blocks, check_size, read_checked
+from reknit.engine.stored.opening import read_manifest
+from reknit.errors import (
+    CheckpointExistsError,
+    CommError,
+    CommitError,
+    CorruptError,
+    FencedError,
+    FormatError,
+    ReknitError,
+    StorageError,
+    StorageNotFoundError,
+)
+from reknit.format.checksum import BLOCK_NBYTES
+from reknit.format.manifest_file import decode_manifest
+from reknit.options import num_threads
+from reknit.types.manifest import FileEntry
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    import numpy as np
+    from numpy.typing import NDArray
+
+    from reknit.engine.memory.arena import Arena
+    from reknit.engine.saving.write import Written
+    from reknit.monitor.phase import Recorder
+    from reknit.options import SaveOptions
+    from reknit.storage.base import Storage
+    from reknit.types.manifest import Manifest
+
+FIRST_ROUND = "promote"
+_SMALL_NBYTES = 256 << 10
+"""Files up to this size are read whole, and many are copied at once: they wait for stores, not for bytes."""
+_MOST_SMALL = 64
+_MOST_CHECKED = 8
+"""Files of which one process checks what is there already, each with a piece in memory."""
+_MOST_OPEN = 64
+"""Files that one process alone copies before it goes on: it may find those of a thousand ranks."""
+
+
+@dataclass(frozen=True, slots=True)
+class Promotion:
+    """Where a checkpoint is, and where it is to be as well; `overwrite` replaces another one there."""
+
+    source: Storage
+    target: Storage
+    overwrite: bool
+    options: SaveOptions
+    recorder: Recorder
+
+    def report(self, step: int | None, write_id: str, copied: Sequence[FileEntry]) -> PromotionReport:
+        """Return what was done here."""
+        return PromotionReport(
+            path=self.target.url,
+            source=self.source.url,
+            step=step,
+            write_id=write_id,
+            nbytes=sum(file.nbytes for file in copied),
+            num_files=len(copied),
+            phases=tuple(self.recorder.records),
+        )
+
+
+class _Commit:
+    """What makes a checkpoint exist at the target: its manifest, as it is at the source."""
+
+    def __init__(self, job: Promotion) -> None:
+        self._job = job
+        self._data = read_manifest(job.source)
+        self.manifest: Manifest = decode_manifest(self._data)
+        self._mine = Marker(self.manifest.generation or 0, self.manifest.write_id)
+
+    def claim(self) -> None:
+        """Put up the marker.  Raises `CheckpointExistsError`, `FencedError`."""
+        claim(self._job.target, self._mine, overwrite=self._job.overwrite)
+
+    def put(self) -> None:
+        """Put the manifest where all files are.  Raises `CommitError`, `FencedError`."""
+        target = self._job.target
+        listed = {file.path: file.nbytes for file in target.list()}
+        absent = [
+            file
+            for file in self.manifest.files
+            if listed.get(file.path) != file.nbytes and _size(target, file.path) != file.nbytes
+        ]
+        if absent and _size(target, self._mine.path) is None:  # whoever took it away cleared them away, too
+            raise fenced_off(target, self._mine)
+        if absent:
+            raise self.incomplete(absent)
+        put_manifest(target, self._mine, self._data, overwrite=self._job.overwrite)
+        clear_out(target, self._mine, self._data)
+
+    def incomplete(self, absent: Sequence[FileEntry]) -> CommitError:
+        """Return the error of a promotion that misses files."""
+        more = f" and {len(absent) - 1} more" if len(absent) > 1 else ""
+        return CommitError(
+            f"{absent[0].path}{more} of the {len(self.manifest.files)} files of the checkpoint are missing; "
+            "nothing was committed",
+            path=self._job.target.url,
+            remedy=f"promote {self._job.source.url} on every host that has files of it; those that are there "
+            "already are kept",
+        )
+
+    def give_up(self) -> None:
+        """Never commit any more."""
+        take_down(self._job.target, self._mine)
+
+
+def promote(
+    job: Promotion, group: comm.Group, step: int | None, write_id: str, written: Sequence[Written]
+) -> PromotionReport:
+    """Copy the files that this rank has `written` in a save, and commit together with all its ranks.
+
+    Every rank does, or all raise the same error; the checkpoint at the source stays as it is.  After an error
+    no file of this rank is left at the target, unless it may yet become part of a checkpoint.
+    """
+    begun: list[_Commit] = []
+    copied: list[FileEntry] = []
+    whole: list[bool] = []
+    mine = [FileEntry(file.path, file.nbytes, tuple(file.digests.tolist())) for file in written]
+
+    def begin(requests: list[bytes]) -> list[bytes]:
+        found = _Commit(job)
+        if found.manifest.write_id != write_id:
+            raise CommitError(
+                "a later save replaced this checkpoint before it was promoted",
+                path=job.source.url,
+                remedy="give each save a path of its own, or promote fewer of them",
+            )
+        found.claim()
+        begun.append(found)
+        return [b""] * len(requests)
+
+    def copy() -> bytes:
+        # The index was written by the root of the save, which tells of it in the manifest alone.
+        index = [f for c in begun for f in c.manifest.files if f.path == c.manifest.index_path]
+        _copy(job, [*mine, *index], BLOCK_NBYTES, copied, keep=False)
+        whole.append(True)
+        return b""
+
+    def put(requests: list[bytes]) -> list[bytes]:
+        begun[0].put()
+        return [b""] * len(requests)
+
+    try:
+        for name, produce, decide in ((FIRST_ROUND, bytes, begin), ("promoted", copy, put)):
+            with job.recorder.phase(name):
+                comm.round(group, name, produce, decide, job.options.timeout_s, subject=write_id)
+    except BaseException as error:  # Ctrl-C too: what was copied is part of a checkpoint, or litter
+        for each in begun:
+            each.give_up()
+        committed = is_committed(job.target, write_id)
+        # That somebody was interrupted after the commit, or is gone, takes nothing away from it.
+        if committed and whole and (isinstance(error, CommError) or type(error) is ReknitError):
+            return job.report(step, write_id, copied)
+        # Nothing can be committed without what this rank says; once it has said it, only who has heard of
+        # the end, or makes it, knows.
+        told = group.rank == 0 or (isinstance(error, ReknitError) and not isinstance(error, CommError))
+        if committed is False and (told or not whole):
+            for file in copied:
+                discard(job.target, file.path)
+        raise
+    return job.report(step, write_id, copied)
+
+
+def decline(group: comm.Group, error: BaseException, write_id: str, timeout_s: float) -> NoReturn:
+    """Raise what keeps this rank from a promotion, on all ranks, which come to its first round."""
+    comm.fail(group, FIRST_ROUND, error, timeout_s, subject=write_id)
+
+
+def promote_alone(job: Promotion) -> PromotionReport:
+    """Copy all files of a checkpoint that are here and not yet there, and commit if none is missing then.
+
+    What an earlier try has copied is checked, and kept if it is sound.  Raises `CommitError` where files are
+    in neither store.
+    """
+    begun, copied, lacking = _Commit(job), list[FileEntry](), list[FileEntry]()
+    manifest = begun.manifest
+    if is_committed(job.target, manifest.write_id):
+        return job.report(manifest.step, manifest.write_id, copied)
+    if manifest_exists(job.target):
+        begun.claim()  # whether this may replace what is there is better said now than after hours of copying
+        begun.give_up()
+    for first in range(0, len(manifest.files), _MOST_OPEN):
+        lacking += _bring(job, manifest.files[first : first + _MOST_OPEN], manifest.block_nbytes, copied)
+    # Another host may have them by now.  A file that it is writing may have its size long before its bytes.
+    if lacking := _unsound(job, lacking, manifest.block_nbytes):
+        raise begun.incomplete(lacking)
+    try:
+        with job.recorder.phase("commit"):
+            begun.claim()
+            begun.put()
+    except BaseException as error:
+        begun.give_up()
+        # Of several hosts that do this at the same time, one commits for all.
+        late = isinstance(error, (FencedError, CheckpointExistsError))
+        if not late or not is_committed(job.target, manifest.write_id):
+            raise
+    return job.report(manifest.step, manifest.write_id, copied)
+
+
+def _bring(
+    job: Promotion, files: Sequence[FileEntry], block_nbytes: int, copied: list[FileEntry]
+) -> list[FileEntry]:
+    """Copy what is here of some files and not yet there, and return what is in neither store."""
+    lacking = _unsound(job, files, block_nbytes)
+    here = [file for file in lacking if _size(job.source, file.path) is not None]
+    for file in here:
+        discard(job.target, file.path)  # what a killed try has left of it
+    # After an error what is finished stays for the next try: another host may have committed it by then.
+    _copy(job, here, block_nbytes, copied, keep=True)
+    found = {file.path for file in here}
+    return [file for file in lacking if file.path not in found]
+
+
+def _unsound(job: Promotion, files: Sequence[FileEntry], block_nbytes: int) -> list[FileEntry]:
+    """Return the files of which the target has not every block."""
+    sound: set[str] = set()
+
+    def check(file: FileEntry, _: Arena) -> None:
+        if is_sound(job.target, file, block_nbytes):
+            sound.add(file.path)  # one step, whatever other threads add
+
+    if files:
+        with job.recorder.phase("verify", nbytes=sum(file.nbytes for file in files)):
+            run_jobs(files, check, threads=_MOST_CHECKED, arena_nbytes=1, budget_nbytes=_MOST_CHECKED)
+    return [file for file in files if file.path not in sound]
+
+
+def is_sound(storage: Storage, file: FileEntry, block_nbytes: int) -> bool:
+    """Tell whether a store has a file, with every block as it was saved."""
+    piece_nbytes = max(PIECE_NBYTES, block_nbytes)
+    try:
+        check_size(storage, file)
+        for start in range(0, file.nbytes, piece_nbytes):
+            data = memoryview(bytearray(min(piece_nbytes, file.nbytes - start)))
+            storage.read_into(file.path, start, [data])
+            check_blocks(file, start, data, block_nbytes)
+    except (CorruptError, StorageError):
+        return False
+    return True
+
+
+def _size(storage: Storage, path: str) -> int | None:
+    """Return the size of a file, None where there is none."""
+    try:
+        return storage.size(path)
+    except StorageNotFoundError:
+        return None
+
+
+def _copy(
+    job: Promotion, files: Sequence[FileEntry], block_nbytes: int, copied: list[FileEntry], *, keep: bool
+) -> None:
+    """Copy files, each block compared with its digest on the way, and add them to `copied`.
+
+    After an error `copied` has at least those that the target has; `keep` leaves there what is finished.
+    """
+    source, target = job.source, job.target
+    if block_nbytes > PIECES[-1]:
+        raise FormatError(f"the checkpoint has blocks of {block_nbytes} bytes, more than can be promoted")
+    small = [file for file in files if file.nbytes <= _SMALL_NBYTES]
+    large = [file for file in files if file.nbytes > _SMALL_NBYTES]
+    copied += files
+
+    def whole(file: FileEntry, _: Arena) -> None:
+        write_bytes(target, file.path, read_checked(source, file, block_nbytes), keep=keep)
+
+    def fetch(number: int, start: int, nbytes: int, arena: Arena) -> NDArray[np.uint8]:
+        piece, file = arena.view(nbytes), large[number]
+        source.read_into(file.path, start, [piece.data])
+        try:
+            check_blocks(file, start, piece.data, block_nbytes)
+        except CorruptError as error:
+            error.sign(path=f"{source.url}/{file.path}")
+            raise
+        return piece
+
+    for file in large:
+        check_size(source, file)
+    if small:
+        with job.recorder.phase("write", nbytes=sum(file.nbytes for file in small)):
+            count = min(_MOST_SMALL, len(small))
+            run_jobs(small, whole, threads=count, arena_nbytes=1, budget_nbytes=count)
+    write_files(
+        target,
+        [Outgoing(file.path, file.nbytes) for file in large],
+        fetch,
+        tuner=Tuner(threads=num_threads(job.options.threads), piece_nbytes=max(PIECE_NBYTES, block_nbytes)),
+        recorder=job.recorder,
+        phase="read",
+        budget_nbytes=job.options.inflight_nbytes,
+        keep=keep,
+    )

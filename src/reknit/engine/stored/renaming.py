@@ -1,0 +1,238 @@
+"""What does a state call what a checkpoint holds?  Names mapped once, where a checkpoint is opened."""
+
+from __future__ import annotations
+
+import re
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from reknit.errors import CorruptError, MismatchError
+from reknit.format.values.msgpack_reader import read_msgpack
+from reknit.types.shard import Tagged, full_name
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Mapping, Sequence
+
+    from reknit.options import LoadOptions
+    from reknit.types.manifest import Index
+
+Name = tuple[str, str]
+"""Item and FQN."""
+
+
+@dataclass(frozen=True, slots=True)
+class Naming:
+    """The rules of `LoadOptions.rename` and `rewrite`."""
+
+    rename: Mapping[str, str]
+    rewrite: tuple[tuple[str, str], ...]
+
+    @classmethod
+    def of(cls, options: LoadOptions) -> Naming | None:
+        """Return the rules of these options, or None where there are none."""
+        if not options.rename and not options.rewrite:
+            return None
+        rewrite = tuple((expression, replacement) for expression, replacement in options.rewrite)
+        return cls(dict(options.rename), rewrite)
+
+    def apply(self, name: Name, used: set[object] | None = None) -> Name:
+        """Return the state's name of what has this name in the checkpoint; note the rules that it took."""
+        taken: set[object] = set() if used is None else used
+        old = new = full_name(*name)
+        if (rule := self._rule(old)) is not None:
+            taken.add(rule)
+            new = self.rename[rule] + old.removeprefix(rule)
+        for number, (expression, replacement) in enumerate(self.rewrite):
+            new, count = re.subn(expression, replacement, new)
+            if count:
+                taken.add(number)
+        return name if new == old else self._split(new, name)
+
+    def unused(self, used: set[object]) -> list[str]:
+        """Say which rules were not among the used ones."""
+        told = [f"rename has {old!r}" for old in self.rename if old not in used]
+        told += [
+            f"rewrite has {expression!r}"
+            for number, (expression, _) in enumerate(self.rewrite)
+            if number not in used
+        ]
+        return told
+
+    def _rule(self, name: str) -> str | None:
+        """Return the name itself, or the longest prefix of it, that `rename` has."""
+        if name in self.rename:
+            return name
+        prefixes = [old for old in self.rename if old.endswith(("/", ".")) and name.startswith(old)]
+        return max(prefixes, key=len, default=None)
+
+    def _split(self, name: str, stored: Name) -> Name:
+        """Cut a new name into item and FQN: at the first slash, unless the item's name is what it was."""
+        same = name == stored[0] or name.startswith(f"{stored[0]}/")
+        item = stored[0] if same else name.partition("/")[0]
+        if not item:
+            raise MismatchError(
+                f"rename and rewrite make {name!r} of {full_name(*stored)!r}, which names no item",
+                remedy="names are item/fqn: mend the rules",
+            )
+        return item, name.removeprefix(item).removeprefix("/")
+
+
+@dataclass(frozen=True, slots=True)
+class Renamed:
+    """What a checkpoint offers under the state's names.
+
+    `stored` maps those names that differ to the names in the checkpoint.  `sources` maps items of the state
+    to the items of the checkpoint that hold ranks' own values for them.
+    """
+
+    index: Index
+    blobs: dict[str, dict[str, Any]]
+    items: tuple[str, ...]
+    stored: dict[str, str]
+    sources: dict[str, tuple[str, ...]]
+    naming: Naming
+    names: dict[Name, Name]
+
+    def own(self, item: str, stored: str, values: Mapping[str, Any]) -> dict[str, Any]:
+        """Return those of a rank's own values, read from the item `stored`, that belong to `item`."""
+        names = {(stored, fqn): self.naming.apply((stored, fqn)) for fqn in values}
+        _require_distinct(names)
+        known = self.names | names
+        return {
+            name[1]: _repointed(values[old[1]], old, known) for old, name in names.items() if name[0] == item
+        }
+
+
+def names_in(data: bytes) -> list[str]:
+    """Return the names in a file of blobs, whose values are not built: they may be pickled, or of no use."""
+    values = read_msgpack(data, lambda _code, _payload: None)
+    if type(values) is not dict or any(type(fqn) is not str for fqn in values):
+        raise CorruptError("a file of blobs is no map of names")
+    return list(values)
+
+
+def renamed(
+    naming: Naming,
+    items: Sequence[str],
+    index: Index,
+    blobs: Mapping[str, Mapping[str, Any]],
+    own: Iterable[Name],
+    unknown: Sequence[str] = (),
+) -> Renamed:
+    """Give everything the state's names.
+
+    `items` are those of the checkpoint, `own` the names of values that ranks saved for themselves; items in
+    `unknown` have more of these.  Raises `MismatchError` where two names become one, or a rule matches
+    nothing, which cannot be told while names are unknown.
+    """
+    tensors = [entry[:2] for entry in index.tensors]
+    values = [(item, fqn) for item, members in blobs.items() for fqn in members]
+    own = list(dict.fromkeys(own))
+    used: set[object] = set()
+    new = {name: naming.apply(name, used) for name in dict.fromkeys([*tensors, *values, *own])}
+    if (told := naming.unused(used)) and not unknown:
+        raise MismatchError(
+            f"{', '.join(told)}, which matches no name in the checkpoint",
+            remedy="rules are for names item/fqn as `reknit show` lists them; a prefix ends in / or .",
+        )
+    _require_distinct(new)
+    offered: dict[str, dict[str, Any]] = {}
+    for item, fqn in values:
+        to, inside = new[item, fqn]
+        offered.setdefault(to, {})[inside] = _repointed(blobs[item][fqn], (item, fqn), new)
+    sources: dict[str, dict[str, None]] = {}
+    for name in own:
+        sources.setdefault(new[name][0], {})[name[0]] = None
+    for item in unknown:
+        for to in _destinations(naming, item, new):
+            sources.setdefault(to, {})[item] = None
+    full = {item for item, _ in new}
+    empty = [item for item in items if item not in full]
+    return Renamed(
+        index=_sorted(index, [new[name] for name in tensors]),
+        blobs=offered,
+        items=tuple(dict.fromkeys([*(to for to, _ in new.values()), *sources, *empty])),
+        stored={full_name(*name): full_name(*old) for old, name in new.items() if old != name},
+        sources={item: tuple(olds) for item, olds in sources.items()},
+        naming=naming,
+        names=new,
+    )
+
+
+def _destinations(naming: Naming, item: str, new: Mapping[Name, Name]) -> set[str]:
+    """Return the items of the state that names in this item, those that are not known, may lead to."""
+    found = {item, *(to for (stored, _), (to, _) in new.items() if stored == item)}
+    with suppress(MismatchError):  # where the rules are for names in the item, its own may lead nowhere
+        found.add(naming.apply((item, ""))[0])
+    return found
+
+
+def _require_distinct(new: Mapping[Name, Name]) -> None:
+    """Raise `MismatchError` where two names have become one."""
+    first: dict[Name, Name] = {}
+    for old, name in new.items():
+        if (other := first.setdefault(name, old)) is not old:
+            raise MismatchError(
+                f"rename and rewrite make {full_name(*name)!r} of two names, {full_name(*other)!r} and "
+                f"{full_name(*old)!r}",
+                remedy="names must stay different: mend the rules",
+            )
+
+
+def _sorted(index: Index, names: Sequence[Name]) -> Index:
+    """Return the index with new names for its tensors, sorted by them."""
+    order = sorted(range(len(names)), key=lambda number: names[number])
+    place = np.empty(len(names), np.int64)
+    place[order] = np.arange(len(names))
+    tensor = place[index.tensor]
+    rows = np.argsort(tensor, kind="stable")
+    return replace(
+        index,
+        tensors=tuple(index.tensors[n]._replace(item=names[n][0], fqn=names[n][1]) for n in order),
+        tensor=tensor[rows],
+        offsets=index.offsets[rows],
+        lengths=index.lengths[rows],
+        file=index.file[rows],
+        start=index.start[rows],
+        nbytes=index.nbytes[rows],
+    )
+
+
+def _repointed(value: Any, at: Name, new: Mapping[Name, Name]) -> Any:
+    """Return a value whose references to tensors, which are relative, lead to their new names.
+
+    Objects with a `state_dict` are saved as one value that refers to the tensors beside it.
+    """
+    if isinstance(value, Tagged) and value.tag == "tensor" and isinstance(value.value, dict):
+        path = value.value.get("path")
+        base, to = (_folder(name) for name in (at, new[at]))
+        target = new.get((at[0], f"{base[1]}{path}"))
+        if target is None:
+            return value  # it leads nowhere, as it did before
+        if target[0] != to[0] or not target[1].startswith(to[1]):
+            raise MismatchError(
+                f"rename and rewrite take {full_name(*target)!r} out of {full_name(*new[at])!r}, "
+                "the saved state of one object",
+                remedy="rename the item or all that is below it, not parts of what load_state_dict takes",
+            )
+        return Tagged("tensor", {**value.value, "path": target[1].removeprefix(to[1])})
+    if isinstance(value, dict):
+        return {key: _repointed(inner, at, new) for key, inner in value.items()}
+    if type(value) in (list, tuple):
+        return type(value)(_repointed(inner, at, new) for inner in value)
+    return value
+
+
+def _folder(name: Name) -> Name:
+    """Return where the tensors lie to which a value refers: beside an object's record, or below the value."""
+    item, fqn = name
+    if fqn.rpartition("/")[2] == RECORD:
+        fqn = fqn.rpartition("/")[0]
+    return item, f"{fqn}/" if fqn else ""
+
+
+RECORD = "~s"
+"""Last element of the name of an object's record (`frameworks.tree.SKELETON`)."""

@@ -1,0 +1,112 @@
+"""Where a block of a file is damaged or cannot be read: the same block of another copy of the checkpoint."""
+
+from __future__ import annotations
+
+import logging
+import threading
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from reknit.engine.stored.file_checks import check_size
+from reknit.errors import CorruptError, DeadlineError, ReknitError, StorageError
+from reknit.format.checksum import digest
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from numpy.typing import NDArray
+
+    from reknit.engine.stored.opening import OpenCheckpoint
+    from reknit.storage.base import Storage
+
+logger = logging.getLogger("reknit")
+
+UNREADABLE = (StorageError, DeadlineError)
+"""What a store raises when it cannot give the bytes that are asked of it."""
+
+
+class Repairer:
+    """Finds good copies of blocks in `replicas`, in this order; thread-safe.
+
+    `repaired` lists (path, block) of those that were found there, and `nbytes` counts what was read for it.
+    """
+
+    def __init__(self, checkpoint: OpenCheckpoint, replicas: Sequence[Storage]) -> None:
+        self._checkpoint = checkpoint
+        self._replicas = tuple(replicas)
+        self._lock = threading.Lock()
+        self.repaired: list[tuple[str, int]] = []
+        self.nbytes = 0
+        self._unsound: dict[str, str] = {}
+        """By path, what is wrong with a file's size, empty where nothing is."""
+
+    @property
+    def able(self) -> bool:
+        """Tell whether there are replicas at all."""
+        return bool(self._replicas)
+
+    def require_sound(self, path: str) -> None:
+        """Raise `StorageError` for a file of another size than it was saved with, if there are replicas.
+
+        Where its bytes lie is then anybody's guess, and each block has to be compared with its digest.
+        """
+        if not self.able:
+            return
+        with self._lock:
+            known = self._unsound.get(path)
+        if known is None:
+            try:
+                check_size(self._checkpoint.storage, self._checkpoint.files[path])
+                known = ""
+            except (CorruptError, StorageError) as error:
+                known = error.message
+            with self._lock:
+                self._unsound[path] = known
+        if known:
+            raise StorageError(known)
+
+    def reread(self, path: str, block: int, error: ReknitError) -> NDArray[np.uint8]:
+        """Return a block of a read that failed, as it was saved: the rest of the read may have been at fault.
+
+        Raises `error` as `replaced` does.
+        """
+        data, fault = self._read(self._checkpoint.storage, path, block)
+        return self.replaced(path, block, error) if fault else data
+
+    def replaced(self, path: str, block: int, error: ReknitError) -> NDArray[np.uint8]:
+        """Return a block as it was saved, from a replica.
+
+        Where none has it, `error` is raised, and tells which were tried.
+        """
+        tried = []
+        for replica in self._replicas:
+            data, fault = self._read(replica, path, block)
+            if not fault:
+                self._note(path, block, replica, error)
+                return data
+            tried.append(f"{replica.url} ({fault})")
+        error.message += f"; no replica has them: {', '.join(tried)}"
+        raise error
+
+    def _read(self, storage: Storage, path: str, block: int) -> tuple[NDArray[np.uint8], str]:
+        """Read a block and say what is wrong with it, if anything."""
+        file, block_nbytes = self._checkpoint.files[path], self._checkpoint.manifest.block_nbytes
+        start = block * block_nbytes
+        data = np.empty(min(block_nbytes, file.nbytes - start), np.uint8)
+        try:
+            storage.read_into(path, start, [data.data])
+        except UNREADABLE as error:
+            return data, error.message
+        with self._lock:
+            self.nbytes += len(data)
+        return data, "" if digest(data) == file.digests[block] else "damaged as well"
+
+    def _note(self, path: str, block: int, replica: Storage, error: ReknitError) -> None:
+        with self._lock:
+            first = path not in {known for known, _ in self.repaired}
+            self.repaired.append((path, block))
+        if first:
+            logger.warning(
+                "%s: taken from the replica %s, as may be more of this file", error.message, replica.url
+            )

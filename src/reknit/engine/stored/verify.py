@@ -1,0 +1,226 @@
+"""Is a checkpoint what it says it is?  From the manifest alone down to every byte."""
+
+from __future__ import annotations
+
+import threading
+from typing import TYPE_CHECKING, NamedTuple
+
+import numpy as np
+
+from reknit.engine.memory.workers import run_jobs
+from reknit.engine.report import VerifyReport
+from reknit.engine.stored.file_checks import check_blocks, check_size, read_checked
+from reknit.engine.stored.opening import read_manifest
+from reknit.errors import CorruptError, FormatError, ReknitError, StorageError
+from reknit.format.checksum import BLOCK_NBYTES
+from reknit.format.data_file import data_start, decode_header
+from reknit.format.index.checks import check_extents
+from reknit.format.index.file import decode_index
+from reknit.format.manifest_file import decode_manifest
+from reknit.format.values.blob_codec import decode_blobs
+from reknit.options import num_threads
+from reknit.planner.tiling import untiled
+from reknit.types.shard import full_name
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable, Sequence
+
+    from reknit.engine.memory.arena import Arena
+    from reknit.engine.stored.opening import OpenCheckpoint
+    from reknit.options import LoadOptions
+    from reknit.storage.base import Storage
+    from reknit.types.manifest import FileEntry, Index, Manifest
+
+PIECE_NBYTES = 2 * BLOCK_NBYTES
+"""Bytes that a worker reads and checks at once."""
+
+
+def verify(storage: Storage, level: str, options: LoadOptions) -> VerifyReport:
+    """Check a checkpoint and return every problem found; only a path without a checkpoint raises.
+
+    ``"structure"`` reads metadata: the manifest and its digest, sizes of all files, the index, tiling,
+    extents, the headers of data files.  ``"data"`` also reads every byte and compares every block's digest.
+    """
+    problems: list[str] = []
+    data = read_manifest(storage)
+    try:
+        manifest = decode_manifest(data)
+    except FormatError as error:
+        return VerifyReport(storage.url, level, 1, len(data), (f"manifest.json: {error.message}",))
+    sound = [file for file in manifest.files if _tried(problems, file.path, check_size, storage, file)]
+    found = {file.path: file for file in sound}
+    if manifest.index_path in found:
+        _tried(problems, manifest.index_path, _check_index, storage, manifest, found, problems)
+    nbytes = len(data)
+    if level == "data":
+        nbytes += _check_data(storage, manifest, sound, options, problems)
+    for blob in manifest.blobs:
+        if blob.path in found:
+            _tried(problems, blob.path, _check_blobs, storage, manifest, found[blob.path], options)
+    unique = tuple(dict.fromkeys(problems))
+    return VerifyReport(storage.url, level, len(manifest.files) + 1, nbytes, unique)
+
+
+def _tried(problems: list[str], path: str, check: Callable[..., None], *args: object) -> bool:
+    """Do a check; note a problem instead of raising it."""
+    try:
+        check(*args)
+    except (FormatError, StorageError) as error:
+        problems.append(error.message if path in error.message else f"{path}: {error.message}")
+        return False
+    return True
+
+
+def _check_blobs(storage: Storage, manifest: Manifest, file: FileEntry, options: LoadOptions) -> None:
+    data = read_checked(storage, file, manifest.block_nbytes)
+    # Pickled values are looked into only by those who said so, but to refuse them is no damage.
+    if options.allow_pickle or not manifest.uses_pickle:
+        decode_blobs(data, allow_pickle=options.allow_pickle)
+
+
+def _check_index(
+    storage: Storage, manifest: Manifest, found: dict[str, FileEntry], problems: list[str]
+) -> None:
+    """Check that the index tiles every tensor, with extents that the headers of sound files agree to."""
+    index = decode_index(read_checked(storage, found[manifest.index_path], manifest.block_nbytes))
+    shapes = [entry.spec.shape for entry in index.tensors]
+    for gap in untiled(shapes, index.tensor, index.offsets, index.lengths):
+        entry = index.tensors[gap.tensor]
+        name, held = full_name(entry.item, entry.fqn), f"{gap.held} of {gap.numel} elements"
+        problems.append(f"{manifest.index_path}: {name} is not covered exactly ({held})")
+    listed = {entry.path: entry.nbytes for entry in manifest.files}
+    _tried(problems, manifest.index_path, check_extents, index, listed)
+    for number, path in enumerate(index.files):
+        if path in found:
+            _tried(problems, path, _check_header, storage, index, number, found[path])
+
+
+def _check_header(storage: Storage, index: Index, number: int, file: FileEntry) -> None:
+    """Check that a data file's header has an entry for each of its extents.
+
+    It may have more: of equal boxes that two ranks wrote, the index keeps one.
+    """
+    prefix = bytearray(8)
+    storage.read_into(file.path, 0, [memoryview(prefix)])
+    head = bytearray(data_start(bytes(prefix), file.nbytes))
+    storage.read_into(file.path, 0, [memoryview(head)])
+    header = decode_header(bytes(head), file.nbytes)
+    entries = {(header.data_start + entry.start, entry.nbytes) for entry in header.entries}
+    rows = np.flatnonzero(index.file == number)
+    extents = set(zip(index.start[rows].tolist(), index.nbytes[rows].tolist(), strict=True))
+    if strange := extents - entries:
+        raise FormatError(f"{file.path}: its header and the index disagree about {len(strange)} extents")
+
+
+def _check_data(
+    storage: Storage, manifest: Manifest, sound: list[FileEntry], options: LoadOptions, problems: list[str]
+) -> int:
+    """Compare the digest of every block of every file; return the bytes read."""
+    size = _piece_nbytes(manifest.block_nbytes)
+    pieces = [
+        _Piece(file, start, min(size, file.nbytes - start))
+        for file in sound
+        for start in range(0, file.nbytes, size)
+    ]
+    found = _check_pieces(storage, manifest.block_nbytes, pieces, options, (FormatError, StorageError))
+    problems += [
+        error.message if path in error.message else f"{path}: {error.message}" for path, error in found
+    ]
+    return sum(file.nbytes for file in sound)
+
+
+def check_sizes(storage: Storage, files: Iterable[FileEntry], replicas: Sequence[Storage] = ()) -> list[str]:
+    """Say which files are missing or have another size than the manifest says, on `replicas` too."""
+    found = []
+    for file in files:
+        try:
+            check_size(storage, file, replicas)
+        except CorruptError as error:
+            found.append(error.message)
+    return found
+
+
+def check_all(checkpoint: OpenCheckpoint, rank: int, size: int, options: LoadOptions) -> list[str]:
+    """Check this rank's share of every byte of a checkpoint, and say what is damaged, once for each file.
+
+    The files are laid end to end, in the manifest's order, and cut into `size` shares; a block belongs to the
+    share in which it begins.  Every rank needs the whole manifest.  Raises `StorageError` where a file cannot
+    be read.
+    """
+    manifest = checkpoint.manifest
+    pieces = _share(manifest.files, rank, size, manifest.block_nbytes)
+    damage: dict[str, list[str]] = {}
+    for file in {piece.file.path: piece.file for piece in pieces}.values():
+        if wrong := check_sizes(checkpoint.storage, [file]):
+            damage[file.path] = wrong
+    readable = [piece for piece in pieces if piece.nbytes and piece.file.path not in damage]
+    found = _check_pieces(checkpoint.storage, manifest.block_nbytes, readable, options, FormatError)
+    for path, error in found:
+        damage.setdefault(path, []).append(error.message)
+    told = []
+    for path in sorted(damage):
+        first, *others = damage[path]
+        told.append(f"{first}, and {len(others)} more places of this file" if others else first)
+    return told
+
+
+class _Piece(NamedTuple):
+    """Bytes of a file that are checked at once; they begin with a block, and end with one or the file."""
+
+    file: FileEntry
+    start: int
+    nbytes: int
+
+
+def _piece_nbytes(block_nbytes: int) -> int:
+    return max(PIECE_NBYTES // block_nbytes, 1) * block_nbytes
+
+
+def _share(files: Sequence[FileEntry], rank: int, size: int, block_nbytes: int) -> list[_Piece]:
+    """Return what one of `size` ranks checks; an empty file is an empty piece of somebody's share."""
+    total = sum(file.nbytes for file in files)
+    low, high = total * rank // size, total * (rank + 1) // size
+    if rank == size - 1:
+        high += 1  # an empty file at the very end is somebody's too
+    most = _piece_nbytes(block_nbytes)
+    pieces, at = [], 0
+    for file in files:
+        # The first blocks that begin at or after the two ends of the share.
+        first = max(-(-(low - at) // block_nbytes), 0) * block_nbytes
+        stop = min(max(-(-(high - at) // block_nbytes), 0) * block_nbytes, file.nbytes)
+        pieces += [_Piece(file, start, min(most, stop - start)) for start in range(first, stop, most)]
+        if not file.nbytes and low <= at < high:
+            pieces.append(_Piece(file, 0, 0))
+        at += file.nbytes
+    return pieces
+
+
+def _check_pieces(
+    storage: Storage,
+    block_nbytes: int,
+    pieces: Sequence[_Piece],
+    options: LoadOptions,
+    kinds: type[ReknitError] | tuple[type[ReknitError], ...],
+) -> list[tuple[str, ReknitError]]:
+    """Compare digests of blocks; return the path and the error of each piece that has one of these kinds."""
+    found: list[tuple[int, str, ReknitError]] = []
+    lock = threading.Lock()
+
+    def work(number: int, arena: Arena) -> None:
+        file, start, nbytes = pieces[number]
+        data = arena.view(nbytes).data
+        try:
+            storage.read_into(file.path, start, [data])
+            check_blocks(file, start, data, block_nbytes)
+        except kinds as error:
+            with lock:
+                found.append((number, file.path, error))
+
+    run_jobs(
+        range(len(pieces)),
+        work,
+        threads=num_threads(options.threads),
+        arena_nbytes=_piece_nbytes(block_nbytes),
+        budget_nbytes=options.inflight_nbytes,
+    )
+    return [(path, error) for _, path, error in sorted(found, key=lambda each: each[0])]

@@ -1,0 +1,1 @@
+"""The index: where every box of every tensor lies."""

@@ -1,0 +1,1 @@
+"""Values that are no tensors, as bytes."""

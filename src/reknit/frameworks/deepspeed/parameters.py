@@ -1,0 +1,256 @@
+"""Where are a DeepSpeed engine's parameters?  Whole, or in partitions, and in copies that must follow."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+from torch import nn
+
+from reknit.errors import StateError
+from reknit.frameworks.deepspeed import private as deepspeed_private
+from reknit.frameworks.torch.flat import FlatPart
+from reknit.frameworks.torch.fsdp import FlatReplicas
+from reknit.frameworks.torch.tensor import spec_of
+from reknit.frameworks.walk import View
+from reknit.types.box import Box
+from reknit.types.dtype import converts
+from reknit.types.shard import TensorSpec
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Iterator
+
+    from reknit.frameworks.deepspeed.private import FlatGroup, Partition, ZeroMember
+    from reknit.frameworks.loading import Loading
+    from reknit.frameworks.walk import Place, Replicas, Walk, World
+
+_MASTERS = "masters of DeepSpeed"
+"""In a walk's memo: where the master weights of each parameter and the parameter itself are taken from."""
+
+
+@dataclass(frozen=True, slots=True)
+class PartitionedParameter:
+    """A parameter of ZeRO-3, of which each rank has consecutive elements."""
+
+    original: Any
+    partition: Partition
+    part: FlatPart
+    replicas: FlatReplicas
+
+    @property
+    def keep(self) -> Any:
+        """What holds the memory; parameters that it has together are loaded together."""
+        return self.original
+
+    def view(self, place: Place) -> View:
+        """Look at what this rank has of the parameter."""
+        memory = self.partition.memory
+        spec = TensorSpec(self.part.shape, spec_of(memory, place).dtype)
+        key = ("zero-3", id(self.original))
+        return View(spec, self.part.parts(memory), self.replicas.part, key)
+
+    def settle(self) -> None:
+        """Make DeepSpeed use what was just written to the partition.  Sends nothing."""
+        deepspeed_private.release([self.original])
+
+
+def flat_part(member: ZeroMember, total: int) -> FlatPart:
+    """Return which part of a parameter a rank has in flat memory of `total` elements."""
+    if not member.numel:
+        return FlatPart.nothing(member.shape, total)
+    whole = Box.whole(member.shape)
+    held = ((whole, whole),)
+    return FlatPart(member.shape, member.shape, held, None, member.start, member.numel, member.offset, total)
+
+
+def only_here(ranks: Iterable[int], world: World) -> Replicas:
+    """Return the holders of a part that each of these ranks has another of, where they are all there are."""
+    return world.numbers([world.global_rank]) if world.inside(tuple(ranks)) else world.alone
+
+
+def partitioned(parameter: Any, name: str, place: Place, world: World) -> PartitionedParameter:
+    """Return what a rank has of a parameter of ZeRO-3.
+
+    Raises `StateError` where that cannot be known, and where the gathered parameter, which the caller may be
+    changing, is not what its partitions are.
+    """
+    found = deepspeed_private.partition(parameter)
+    here = found.memory[: found.numel]
+    if found.whole is not None and found.numel:
+        shown = found.whole.reshape(-1)[found.start : found.start + found.numel]
+        if not _same(shown.to(here.device), here):
+            raise StateError(
+                f"the gathered parameter {name} of {place} was changed, and its partitions were not yet",
+                remedy="save and load after leaving the GatheredParameters context; give it modifier_rank",
+            )
+    member = deepspeed_private.ZeroMember(parameter, found.shape, found.start, found.numel, 0)
+    part = flat_part(member, found.memory.numel())
+    holders = only_here(found.ranks, world)
+    return PartitionedParameter(parameter, found, part, FlatReplicas(holders, world.alone))
+
+
+def require_readable(module: nn.Module, place: Place) -> None:
+    """Refuse what DeepSpeed does to modules that reknit knows no names or layouts for."""
+    if not deepspeed_private.is_imported():
+        return
+    for path, inner in module.named_modules():
+        flaw = deepspeed_private.module_flaw(inner)
+        if flaw is not None:
+            raise StateError(
+                f"the module {path or 'at the root'} of {place} {flaw}",
+                remedy="use DeepSpeed's own save_checkpoint, or an engine without that",
+            )
+    for name, parameter in module.named_parameters():
+        flaw = deepspeed_private.parameter_flaw(parameter)
+        if flaw is not None:
+            raise StateError(
+                f"the parameter {name} of {place} {flaw}, and which part of it is here is not known",
+                remedy="use DeepSpeed's own save_checkpoint, or an engine without that",
+            )
+
+
+def _same(one: torch.Tensor, other: torch.Tensor) -> bool:
+    """Tell whether two tensors have the same bytes, whatever is no number in them."""
+    return one.dtype == other.dtype and torch.equal(_bytes(one), _bytes(other))
+
+
+def _bytes(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.detach().contiguous().view(torch.uint8)
+
+
+class _Copy(NamedTuple):
+    """The elements of a parameter that an optimizer steps, and the same elements of the parameter itself."""
+
+    stepped: torch.Tensor
+    live: torch.Tensor
+
+
+def groups(optimizer: Any, place: Place, walk: Walk) -> tuple[FlatGroup, ...]:
+    """Return the flat groups of an optimizer of DeepSpeed.  Raises `StateError` where they are not known."""
+    key = ("DeepSpeed", id(optimizer))
+    if key not in walk.memo:
+        flaw = deepspeed_private.optimizer_flaw(optimizer)
+        if flaw is not None:
+            raise StateError(
+                f"the optimizer {place} {flaw}, and what its states belong to is not known",
+                remedy="use ZeRO stage 1, 2 or 3 with its states in memory",
+            )
+        try:
+            walk.memo[key] = deepspeed_private.flat_groups(optimizer)
+        except ValueError as error:
+            raise StateError(
+                f"a parameter of the optimizer {place} {error}",
+                remedy="change parameters in place (with torch.no_grad(): parameter.copy_(...)), and convert "
+                "and move the module before deepspeed.initialize",
+            ) from error
+    found: tuple[FlatGroup, ...] = walk.memo[key]
+    return found
+
+
+def follow(parameters: list[tuple[Any, Place]], place: Place, loading: Loading) -> None:
+    """Let the copies that optimizers step follow what is loaded into these parameters of a module."""
+    # Of what the checkpoint lacks, copies say more than the parameters, which stay as they are.
+    arriving = [parameter for parameter, at in parameters if loading.spec(at) is not None]
+    if not arriving or not deepspeed_private.is_imported():
+        return
+    _require_known_steps(arriving, loading)
+    copied = [parameter for parameter in arriving if deepspeed_private.has_copies(parameter)]
+    copied += [parameter for parameter in arriving if deepspeed_private.owner(parameter) is not None]
+    if not copied:
+        return
+    copies = _copies(place, loading, copied)
+    places = {id(parameter): at for parameter, at in parameters}
+    for parameter in copied:
+        if id(parameter) not in copies and deepspeed_private.has_copies(parameter):
+            raise StateError(
+                f"{places[id(parameter)]} has a copy in the optimizer of its DeepSpeed engine, which is not "
+                "in the state, and the next step would make it again what it was",
+                remedy="put the engine itself into the state, or engine.optimizer beside its module",
+            )
+    loading.later(lambda: _refresh(copied, copies, loading))
+
+
+def _require_known_steps(arriving: list[Any], loading: Loading) -> None:
+    """Refuse parameters of engines whose optimizers may keep weights of their own, where nobody knows."""
+    for engine, at in _engines(loading):
+        flaw = None
+        if deepspeed_private.is_optimizer(engine.optimizer):
+            flaw = deepspeed_private.optimizer_flaw(engine.optimizer)
+        inside = set(map(id, engine.parameters())) if flaw else ()
+        if any(id(parameter) in inside for parameter in arriving):
+            raise StateError(
+                f"the optimizer of the DeepSpeed engine {at} {flaw}: it may have a copy of the weights, and "
+                "the next step would make them again what they were",
+                remedy="use ZeRO stage 1, 2 or 3 with its states in memory, or load before there is one",
+            )
+
+
+def _engines(walk: Walk) -> Iterator[tuple[Any, Place]]:
+    """Yield all engines in a state, and where each is."""
+    for module, place in walk.find(nn.Module):
+        for path, inner in module.named_modules():
+            if deepspeed_private.is_engine(inner):
+                yield inner, place.child(path) if path else place
+
+
+def _copies(place: Place, loading: Loading, parameters: list[Any]) -> dict[int, _Copy]:
+    """Return the copies in all optimizers of DeepSpeed that are in the state, or that something in it has."""
+    found: dict[int, _Copy] = {}
+    for optimizer in _optimizers(loading, parameters):
+        for group in groups(optimizer, place, loading):
+            stepped = group.flat.detach()
+            for member in group.members:
+                inside = slice(member.offset, member.offset + member.numel)
+                found[id(member.parameter)] = _Copy(stepped[inside], group.live[inside])
+    return found
+
+
+def _optimizers(walk: Walk, parameters: list[Any]) -> list[Any]:
+    found = [optimizer for optimizer, _ in walk.find(object) if deepspeed_private.is_optimizer(optimizer)]
+    found += [engine.optimizer for engine, _ in _engines(walk)]
+    found += [deepspeed_private.owner(parameter) for parameter in parameters]
+    known = {id(one): one for one in found if deepspeed_private.is_optimizer(one)}
+    return list(known.values())
+
+
+def _refresh(parameters: list[Any], copies: dict[int, _Copy], loading: Loading) -> None:
+    masters: dict[int, tuple[Place, ...]] = loading.memo.get(_MASTERS, {})
+    with torch.no_grad():
+        for parameter in parameters:
+            copy, sources = copies.get(id(parameter)), masters.get(id(parameter), ())
+            if copy is not None and not _comes(copy.stepped, sources, loading):
+                copy.stepped.copy_(copy.live)
+
+
+def _comes(master: torch.Tensor, sources: tuple[Place, ...], loading: Loading) -> bool:
+    """Tell whether master weights are filled: a lenient load leaves those of which the dtype does not fit."""
+    saved = next((spec.dtype for at in sources if (spec := loading.spec(at)) is not None), None)
+    mine = str(master.dtype).removeprefix("torch.")
+    return saved == mine or (saved is not None and loading.catalog.terms.cast and converts(saved, mine))
+
+
+def note_master(parameter: Any, at: Place, places: tuple[Place, ...], loading: Loading) -> None:
+    """Note that the master weights of a parameter are loaded, from the first of these that there is."""
+    loading.memo.setdefault(_MASTERS, {})[id(parameter)] = (at, *places)
+
+
+def require_equal(optimizer: Any, place: Place, walk: Walk) -> None:
+    """Refuse an optimizer whose copies of the parameters are not what the parameters are."""
+    for group in groups(optimizer, place, walk):
+        if group.is_twin and not all(_agree(group, member) for member in group.members):
+            raise StateError(
+                f"the optimizer {place} has other weights than the model, which one of the two was given",
+                remedy="call engine.optimizer.refresh_fp32_params() where the model is right, and "
+                "engine.optimizer.update_lp_params() (ZeRO-1, ZeRO-2) where the optimizer is",
+            )
+
+
+def _agree(group: FlatGroup, member: ZeroMember) -> bool:
+    inside = slice(member.offset, member.offset + member.numel)
+    return _same(group.flat.detach()[inside].to(group.live.device), group.live[inside])
+
+
+def named(optimizer: Any) -> Iterator[tuple[Any, str]]:
+    """Yield the parameters of an optimizer with their names in the module of its engine."""
+    yield from deepspeed_private.names(optimizer).items()

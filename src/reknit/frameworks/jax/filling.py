@@ -1,0 +1,165 @@
+"""How does a `jax.Array`, which never changes, get values?  Host memory is filled, and becomes a new one."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import jax
+import numpy as np
+
+from reknit.errors import StateError
+from reknit.frameworks.jax import private as jax_private
+from reknit.frameworks.stateful import Unfilled
+from reknit.frameworks.walk import View
+from reknit.types.box import Box
+from reknit.types.dtype import ITEMSIZE, numpy_dtype
+from reknit.types.shard import TensorSpec
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from numpy.typing import NDArray
+
+    from reknit.frameworks.walk import Place, World
+
+
+def box_of(index: Sequence[slice], shape: tuple[int, ...]) -> Box:
+    """Return the box that an index of JAX selects; one of keys also counts the dimension of their data."""
+    ranges = [cut.indices(length) for cut, length in zip(index, shape, strict=False)]
+    return Box(tuple(start for start, _, _ in ranges), tuple(end - start for start, end, _ in ranges))
+
+
+def spec_of(array: Any, place: Place) -> TensorSpec:
+    """Return shape and dtype of an array, or of the data of keys.
+
+    Raises `StateError` for a dtype that is not stored.
+    """
+    return _spec(tuple(array.shape), array.dtype, place)
+
+
+def _spec(shape: tuple[int, ...], dtype: Any, place: Place) -> TensorSpec:
+    if jax_private.is_key_dtype(dtype):
+        return TensorSpec((*shape, *jax_private.key_shape(dtype)), "uint32")
+    name = np.dtype(dtype).name
+    if name not in ITEMSIZE:
+        raise StateError(
+            f"{place} is an array of dtype {name}, which is not stored",
+            remedy="save it as plain int8 or uint8",
+        )
+    return TensorSpec(shape, name)
+
+
+class Filling(Unfilled):
+    """A `jax.Array` to come: host memory for each box of it that this process will have.
+
+    `sharding` None stands for JAX's default device, and an array that is not committed to it: computations
+    take such arrays to wherever their other arguments are.
+    """
+
+    def __init__(self, shape: tuple[int, ...], dtype: Any, sharding: Any, weak: bool, place: Place) -> None:
+        self.spec = _spec(shape, dtype, place)
+        self._shape, self._dtype, self._sharding, self._weak = shape, dtype, sharding, weak
+        _require_dtype(self.spec.dtype, place)
+        if sharding is None:
+            boxes = {Box.whole(shape)}
+        else:
+            boxes = {box_of(index, shape) for index in _indices(sharding, shape, place)}
+        tail = self.spec.shape[len(shape) :]
+        kind = numpy_dtype(self.spec.dtype)
+        self._memory: dict[Box, NDArray[Any]] = {
+            box: np.empty((*box.lengths, *tail), kind) for box in sorted(boxes, key=lambda box: box.offsets)
+        }
+        self.arrived = False
+
+    @classmethod
+    def like(cls, target: Any, place: Place) -> Filling:
+        """Return the successor of an array, also a deleted one, or what an abstract one stands for.
+
+        An abstract array cannot say that it is not committed: on the default device it is taken so.
+        """
+        sharding = target.sharding
+        if isinstance(target, jax.Array):
+            free = not target.committed
+        else:
+            sharding = _concrete(sharding, place)
+            free = sharding is not None and sharding == jax.device_put(0).sharding
+        if free:
+            sharding = None
+        return cls(tuple(target.shape), target.dtype, sharding, getattr(target, "weak_type", False), place)
+
+    def view(self, world: World, *, fresh: bool = True) -> View:
+        """Look at the memory to fill."""
+        tail = self.spec.shape[len(self._shape) :]
+        parts = tuple(
+            (Box((*box.offsets, *(0,) * len(tail)), (*box.lengths, *tail)), data)
+            for box, data in self._memory.items()
+        )
+        return View(self.spec, parts, world.alone, ("jax", id(self)), self._arrive, fresh)
+
+    def start_from(self, array: Any) -> None:
+        """Begin with the values of an array of this form."""
+        for shard in array.addressable_shards:
+            box = box_of(shard.index, self._shape)
+            data = jax.random.key_data(shard.data) if self._is_key else shard.data
+            self._memory[box][...] = np.asarray(data)
+
+    def filled(self) -> Any:
+        """Return the array with what the memory holds."""
+        if self._sharding is None:
+            array = jax.device_put(self._part(Box.whole(self._shape)))
+        else:
+            array = jax.make_array_from_callback(
+                self._shape,
+                self._sharding,
+                lambda index: self._part(box_of(index or (), self._shape)),
+                dtype=self._dtype,
+            )
+        return jax_private.weakly_typed(array) if self._weak else array
+
+    @property
+    def _is_key(self) -> bool:
+        return jax_private.is_key_dtype(self._dtype)
+
+    def _part(self, box: Box) -> Any:
+        data = self._memory[box]
+        if self._is_key:
+            made_for = jax_private.implementation(self._dtype)
+            return jax.random.wrap_key_data(jax.numpy.asarray(data), impl=made_for)
+        return data
+
+    def _arrive(self) -> None:
+        self.arrived = True
+
+
+def _indices(sharding: Any, shape: tuple[int, ...], place: Place) -> list[tuple[slice, ...]]:
+    """Return the index of each device of this process."""
+    try:
+        return [index or () for index in sharding.addressable_devices_indices_map(shape).values()]
+    except ValueError as error:
+        raise StateError(f"{place} of shape {list(shape)} cannot be cut so: {error}") from error
+
+
+def _require_dtype(name: str, place: Place) -> None:
+    """Refuse a dtype that JAX would turn into a narrower one."""
+    kind = numpy_dtype(name)
+    if (held := jax.dtypes.canonicalize_dtype(kind)) != kind:
+        raise StateError(
+            f"{place} is to be {name}, and this JAX makes {held.name} of it",
+            remedy='call jax.config.update("jax_enable_x64", True), or load into a narrower type with cast',
+        )
+
+
+def _concrete(sharding: Any, place: Place) -> Any:
+    """Return a sharding over devices: one over a mesh without any takes those of the mesh that is set."""
+    mesh = getattr(sharding, "mesh", None)
+    if not isinstance(mesh, jax.sharding.AbstractMesh):
+        return sharding
+    if mesh.empty:
+        return None
+    here = jax.sharding.get_mesh()
+    if here.empty or here.abstract_mesh != mesh:
+        raise StateError(
+            f"{place} is sharded over an abstract mesh, which has no devices",
+            remedy="load under jax.set_mesh, or give the target a NamedSharding on a mesh of devices",
+        )
+    return jax.sharding.NamedSharding(here, sharding.spec)

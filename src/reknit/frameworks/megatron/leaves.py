@@ -1,0 +1,95 @@
+"""How is what `sharded_state_dict` returns saved?  Each leaf under the name of the whole tensor it is of."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from torch import nn
+
+from reknit.frameworks.megatron import names
+from reknit.frameworks.megatron import sharded as leaves
+from reknit.frameworks.megatron.model import groups, held, view, witness
+from reknit.frameworks.megatron.values import name_of_object
+from reknit.frameworks.walk import Place
+
+if TYPE_CHECKING:
+    from reknit.frameworks.loading import Loading
+    from reknit.frameworks.megatron.model import HeldPart
+    from reknit.frameworks.saving import Saving
+    from reknit.frameworks.walk import Assign, Replicas, Walk
+
+
+class ShardedTensorAdapter:
+    """Megatron's ShardedTensor and ShardedTensorFactory: named by their keys, wherever in the state they are.
+
+    A state of a parameter in an optimizer has the name that it has when the optimizer itself is saved.
+    """
+
+    unites = False
+
+    def matches(self, value: Any) -> bool:
+        """Tell whether this is one of them."""
+        return leaves.is_tensor(value)
+
+    def collect(self, value: Any, place: Place, saving: Saving) -> None:
+        """Collect what the local tensor holds."""
+        for at, one in _named(value, place):
+            # Only for parameters are the groups known; of all else, Megatron tells which copy counts.
+            known = isinstance(value.data, nn.Parameter)
+            if not (one.first if known else one.main):
+                witness(value.data, one, at, saving)
+                continue
+            replicas = _copies(one, saving) if known else saving.world.numbers([saving.world.global_rank])
+            saving.view(view(value.data, one, at, replicas, fill=False), at, value.data)
+
+    def wanted(self, value: Any, place: Place, loading: Loading, assign: Assign) -> None:
+        """Fill the local tensor in place; one that has no memory yet gets some."""
+        _give_memory(value)
+        for at, one in _named(value, place):
+            if loading.takes(at):
+                seen = view(value.data, one, at, None, fill=True)
+                loading.view(seen, at, value.data, resize=one.resizable)
+
+
+def _copies(one: HeldPart, walk: Walk) -> Replicas:
+    return walk.world.numbers(groups(walk).copies(expert=one.expert, whole=one.whole))
+
+
+def _named(value: Any, place: Place) -> list[tuple[Place, HeldPart]]:
+    """Return what a leaf holds, with the place of each."""
+    item = Place(place.item)
+    state = names.state_of(value.key)
+    prefix = state[0] if state else ""
+    found = held(value, place, prefix)
+    return [
+        (item.child("state", one.name, state[1]) if state else item.child(one.name), one) for one in found
+    ]
+
+
+def names_of(value: Any) -> list[str]:
+    """Return the names in an item of what Megatron's ShardedTensor, factory or ShardedObject stands for."""
+    if leaves.is_object(value):
+        return [name_of_object(value)]
+    _give_memory(value)
+    return [at.fqn for at, _ in _named(value, Place(""))]
+
+
+def _give_memory(value: Any) -> None:
+    if value.data is None:
+        value.init_data("cpu")
+
+
+class LocalAdapter:
+    """What Megatron marks as local: it is in no checkpoint, and stays as it is."""
+
+    unites = False
+
+    def matches(self, value: Any) -> bool:
+        """Tell whether this is so marked."""
+        return leaves.is_local(value)
+
+    def collect(self, value: Any, place: Place, saving: Saving) -> None:
+        """Collect nothing."""
+
+    def wanted(self, value: Any, place: Place, loading: Loading, assign: Assign) -> None:
+        """Ask for nothing."""

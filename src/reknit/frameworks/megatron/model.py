@@ -1,0 +1,239 @@
+"""What does a Megatron model hold of which whole tensors?  Each layer and expert has a name of its own."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from math import prod
+from typing import TYPE_CHECKING, Any
+
+from torch import nn
+
+from reknit.errors import StateError
+from reknit.frameworks.megatron import names, private
+from reknit.frameworks.megatron import sharded as leaves
+from reknit.frameworks.megatron.values import collect_object, want_extra
+from reknit.frameworks.torch import members, module_load
+from reknit.frameworks.torch.dtensor import is_dtensor
+from reknit.frameworks.torch.flat import FlatPart, storage_order
+from reknit.frameworks.torch.tensor import local_memory, spec_of
+from reknit.frameworks.walk import Place, View
+from reknit.types.box import Box
+from reknit.types.shard import TensorSpec
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    from reknit.frameworks.loading import Loading
+    from reknit.frameworks.megatron.private import Groups
+    from reknit.frameworks.megatron.sharded import Entry
+    from reknit.frameworks.saving import Saving
+    from reknit.frameworks.walk import Assign, Replicas, Walk
+
+
+@dataclass(frozen=True, slots=True)
+class HeldPart:
+    """What a local tensor holds of one whole tensor.
+
+    `whole` tells whether that is all of it.  `first` tells whether no other pipeline stage has the copy that
+    is saved, and `main` whether Megatron would save this one.
+    """
+
+    name: str
+    part: FlatPart
+    resizable: bool
+    first: bool
+    main: bool
+
+    @property
+    def whole(self) -> bool:
+        """Whether the local tensor holds all of the whole one."""
+        return self.part.numel == prod(self.part.shape)
+
+    @property
+    def expert(self) -> bool:
+        """Whether this belongs to an expert, which has groups of its own."""
+        return names.is_of_expert(self.name)
+
+
+def held(sharded: Any, place: Place, prefix: str = "") -> list[HeldPart]:
+    """Return the whole tensors of which a local one holds something; `prefix` is cut off Megatron's keys."""
+    if is_dtensor(sharded.data):
+        raise StateError(
+            f"{place} is a DTensor in a Megatron model", remedy="use Megatron's DistributedDataParallel"
+        )
+    by_name: dict[str, list[Entry]] = {}
+    for entry in leaves.entries(sharded, place):
+        for one in _unstacked(entry._replace(key=entry.key.removeprefix(prefix))):
+            by_name.setdefault(one.key, []).append(one)
+    total = sharded.data.numel()
+    return [_held(name, members, total, place) for name, members in by_name.items()]
+
+
+def _unstacked(entry: Entry) -> list[Entry]:
+    """Return an entry without the dimensions that number layers and experts, under names that do."""
+    found = [entry]
+    if entry.stacked and names.stacks_layers(entry.key):
+        found = _split(entry, names.with_layer)
+    if names.stacks_experts(entry.key):
+        found = [expert for layer in found for expert in _split(layer, names.with_expert)]
+    return [_renamed(one) for one in found]
+
+
+def _split(entry: Entry, name: Callable[[str, int], str]) -> list[Entry]:
+    """Return the entries along the first dimension, without it."""
+    return [
+        entry._replace(
+            key=name(entry.key, entry.offsets[0] + n),
+            shape=entry.shape[1:],
+            offsets=entry.offsets[1:],
+            lengths=entry.lengths[1:],
+            stacked=max(0, entry.stacked - 1),
+            start=entry.start + n * entry.strides[0],
+            strides=entry.strides[1:],
+        )
+        for n in range(entry.lengths[0])
+    ]
+
+
+def _renamed(entry: Entry) -> Entry:
+    """Return an entry of one expert, or of one half of a gated layer, under the name that all have."""
+    entry = entry._replace(key=names.plain(entry.key))
+    if (half := names.half(entry.key)) is None:
+        return entry
+    d, rows = entry.stacked, entry.shape[entry.stacked]
+    return entry._replace(
+        key=half[0],
+        shape=(*entry.shape[:d], 2 * rows, *entry.shape[d + 1 :]),
+        offsets=(*entry.offsets[:d], entry.offsets[d] + half[1] * rows, *entry.offsets[d + 1 :]),
+    )
+
+
+def _held(name: str, members: Sequence[Entry], total: int, place: Place) -> HeldPart:
+    """Put the boxes of one whole tensor in one local tensor together."""
+    first = members[0]
+    dims = range(len(first.shape))
+    start = min(member.start for member in members)
+    # Where a box has one element along a dimension, its own stride there need not mean anything.
+    longest = [max(members, key=lambda member: member.lengths[d]) for d in dims]
+    strides = [longest[d].strides[d] for d in dims]
+    placed = []
+    for member in members:
+        rest, at = member.start - start, [0] * len(first.shape)
+        for d in sorted(dims, key=lambda d: (-strides[d], d)):
+            if strides[d] and rest >= strides[d]:
+                at[d], rest = divmod(rest, strides[d])
+        placed.append((Box(member.offsets, member.lengths), Box(tuple(at), member.lengths)))
+    local = tuple(max((inside.ends[d] for _, inside in placed), default=0) for d in dims)
+    numel = sum(box.numel for box, _ in placed)
+    try:
+        order = storage_order(local, strides)
+    except ValueError as error:
+        raise StateError(f"{place}: {error}", remedy="make the parameter contiguous") from error
+    if prod(local) != numel:
+        raise StateError(f"{place} holds parts of {name} that do not lie side by side")
+    part = FlatPart(first.shape, local, tuple(placed), order, 0, numel, start, total)
+    stage = any(member.stage for member in members)
+    return HeldPart(name, part, first.resizable, not stage, all(member.main for member in members))
+
+
+def tensors(walk: Walk) -> dict[int, tuple[Place, list[HeldPart]]]:
+    """Return what the parameters of all Megatron models in the state hold, by their ids.
+
+    Of models that are there as what `sharded_state_dict` returned, too.
+    """
+    if "megatron tensors" not in walk.memo:
+        found: dict[int, tuple[Place, list[HeldPart]]] = {}
+        for module, place in walk.find(private.module_type()):
+            for _, sharded, parts in model(module, place, walk):
+                found[id(sharded.data)] = (place, parts)
+        for sharded, place in walk.find(leaves.tensor_types()):
+            if isinstance(sharded.data, nn.Parameter) and id(sharded.data) not in found:
+                found[id(sharded.data)] = (Place(place.item), held(sharded, place))
+        walk.memo["megatron tensors"] = found
+    every: dict[int, tuple[Place, list[HeldPart]]] = walk.memo["megatron tensors"]
+    return every
+
+
+def model(module: Any, place: Place, walk: Walk) -> list[tuple[str, Any, list[HeldPart]]]:
+    """Return all that a model saves: the name in this process, Megatron's word on it, what it holds."""
+    key = ("megatron model", id(module))
+    if key not in walk.memo:
+        walk.memo[key] = [
+            (key, one, held(one, place.child(key)) if leaves.is_tensor(one) else [])
+            for key, one in private.described(module, place)
+        ]
+    found: list[tuple[str, Any, list[HeldPart]]] = walk.memo[key]
+    return found
+
+
+def groups(walk: Walk) -> Groups:
+    """Return this rank's groups."""
+    if "megatron groups" not in walk.memo:
+        walk.memo["megatron groups"] = private.groups(walk.world)
+    known: Groups = walk.memo["megatron groups"]
+    return known
+
+
+def view(tensor: Any, one: HeldPart, place: Place, replicas: Replicas, *, fill: bool) -> View:
+    """Look at what a local tensor holds of a whole one."""
+    memory, settle = local_memory(tensor, place, fill=fill)
+    dtype = spec_of(memory, place).dtype
+    # In the order of memory: a transposed one has no flat view, and is its own order.
+    flat = memory.as_strided((memory.numel(),), (1,), memory.storage_offset())
+    key = ("megatron", memory.device, memory.data_ptr(), tuple(memory.shape), memory.stride(), one.name)
+    return View(TensorSpec(one.part.shape, dtype), one.part.parts(flat), replicas, key, settle)
+
+
+def witness(tensor: Any, one: HeldPart, place: Place, saving: Saving) -> None:
+    """Tell of a whole tensor that Megatron saves from another copy than this one."""
+    shape = one.part.shape
+    empty = tensor.detach().new_empty((0,) * len(shape))
+    saving.witness(TensorSpec(shape, spec_of(empty, place).dtype), place, empty)
+
+
+class ModelAdapter:
+    """Chunks of a Megatron model: bare, or in Megatron's Float16Module and DistributedDataParallel.
+
+    Names are those of the model in one process: layers and experts are numbered as in the whole model.
+    """
+
+    unites = True
+
+    def matches(self, value: Any) -> bool:
+        """Tell whether this is a model of Megatron."""
+        return private.is_module(value)
+
+    def collect(self, value: Any, place: Place, saving: Saving) -> None:
+        """Collect what the model holds.  Calls the model's own `sharded_state_dict`, which sends nothing."""
+        found = model(value, place, saving)
+        if max(len(groups(saving).data), len(groups(saving).expert_data)) > 1:
+            private.require_gathered(value, place)
+        for _, sharded, parts in found:
+            if not leaves.is_tensor(sharded):
+                collect_object(sharded, place, saving)
+            for one in parts:
+                at = place.child(one.name)
+                if not one.first:
+                    witness(sharded.data, one, at, saving)
+                    continue
+                ranks = groups(saving).copies(expert=one.expert, whole=one.whole)
+                seen = view(sharded.data, one, at, saving.world.numbers(ranks), fill=False)
+                saving.view(seen, at, sharded.data)
+
+    def wanted(self, value: Any, place: Place, loading: Loading, assign: Assign) -> None:
+        """Fill the model's tensors where they are."""
+        bare, found = private.bare(value, place), model(value, place, loading)
+        comes = any(loading.takes(place.child(one.name)) for _, _, parts in found for one in parts)
+        if comes and module_load.has_own(bare):
+            read = members.read(bare, place, loading)
+            for back in module_load.returns(read, place, loading).values():
+                # Before the extra state, which that gives back as it was.
+                loading.later(lambda back=back: back.give(read, place))  # type: ignore[misc]
+        for key, sharded, parts in found:
+            if not leaves.is_tensor(sharded):
+                want_extra(sharded, key, bare, place, loading)
+            for one in parts:
+                at = place.child(one.name)
+                if loading.takes(at):
+                    seen = view(sharded.data, one, at, None, fill=True)
+                    loading.view(seen, at, sharded.data, resize=one.resizable)

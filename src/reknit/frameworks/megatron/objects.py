@@ -1,0 +1,26 @@
+"""What does Megatron-Core have?  Models, optimizers, what its `sharded_state_dict` returns, random states."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from reknit.frameworks.megatron.leaves import LocalAdapter, ShardedTensorAdapter
+from reknit.frameworks.megatron.model import ModelAdapter
+from reknit.frameworks.megatron.optimizer import MegatronOptimizers
+from reknit.frameworks.megatron.values import ObjectAdapter, RngAdapter
+from reknit.frameworks.optimizer.states import OptimizerAdapter
+
+if TYPE_CHECKING:
+    from reknit.frameworks.walk import Adapter
+
+
+def adapters() -> tuple[Adapter, ...]:
+    """Return what knows Megatron's objects."""
+    return (
+        ModelAdapter(),
+        OptimizerAdapter(MegatronOptimizers()),
+        ShardedTensorAdapter(),
+        ObjectAdapter(),
+        LocalAdapter(),
+        RngAdapter(),
+    )

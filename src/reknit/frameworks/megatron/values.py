@@ -1,0 +1,178 @@
+"""How is what is no tensor in Megatron saved?  Extra states by name, random states by their place."""
+
+from __future__ import annotations
+
+import io
+from itertools import product
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from reknit.errors import StateError
+from reknit.frameworks.megatron import names, private
+from reknit.frameworks.megatron import sharded as leaves
+from reknit.frameworks.neutral import to_neutral
+from reknit.frameworks.per_rank import PerRank, PerRankAdapter
+from reknit.frameworks.walk import Place
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
+    from reknit.frameworks.loading import Loading
+    from reknit.frameworks.saving import Saving
+    from reknit.frameworks.walk import Assign, World
+
+_AXES = {2: ("pp", "tp"), 3: ("pp", "tp", "dp")}
+"""Names of the places of random states, by how many numbers there are."""
+
+
+class _Keyed(PerRank):
+    """A value of this rank's place in a grid; the ranks that share a place have equal values."""
+
+    def __init__(self, value: Any, here: Mapping[str, int], sizes: Sequence[int]) -> None:
+        super().__init__(value, coordinate=here)
+        self._sizes = tuple(sizes)
+
+    def places(self, world: World) -> set[frozenset[tuple[str, int]]] | None:
+        assert self.coordinate is not None
+        names = tuple(self.coordinate)
+        return {frozenset(zip(names, at, strict=True)) for at in product(*map(range, self._sizes))}
+
+
+class _Known(NamedTuple):
+    """A ShardedObject under its name; `keyed` is set for one with a place that the name does not tell."""
+
+    name: str
+    main: bool
+    keyed: _Keyed | None
+
+    @property
+    def extra(self) -> bool:
+        """Whether this is the extra state of a module, which mostly holds nothing."""
+        return self.name.endswith("_extra_state")
+
+
+def _known(value: Any) -> _Known:
+    key, shape, at, main = leaves.described(value)
+    taken = 0
+    if key.endswith("_extra_state") and names.stacks_layers(key):
+        key, taken = names.with_layer(key, at[taken]), taken + 1
+    if names.stacks_experts(key) and len(at) > taken:
+        key, taken = names.with_expert(key, at[taken]), taken + 1
+    rest = shape[taken:]
+    keyed = None
+    if rest and rest != (1,):
+        axes = _AXES.get(len(rest)) or tuple(f"axis{n}" for n in range(len(rest)))
+        keyed = _Keyed(value.data, dict(zip(axes, at[taken:], strict=True)), rest)
+    return _Known(names.plain(key), main, keyed)
+
+
+def name_of_object(value: Any) -> str:
+    """Return the name of a ShardedObject in its item."""
+    return _known(value).name
+
+
+class ObjectAdapter:
+    """Megatron's ShardedObject: a shared value, or one of a rank's place in a grid."""
+
+    unites = False
+
+    def matches(self, value: Any) -> bool:
+        """Tell whether this is one."""
+        return leaves.is_object(value)
+
+    def collect(self, value: Any, place: Place, saving: Saving) -> None:
+        """Collect the copy that Megatron would save."""
+        collect_object(value, Place(place.item), saving)
+
+    def wanted(self, value: Any, place: Place, loading: Loading, assign: Assign) -> None:
+        """Ask for the value, which becomes the object's data."""
+        known = _known(value)
+        at = Place(place.item).child(known.name)
+        keyed = known.keyed
+        if keyed is not None:
+            PerRankAdapter().wanted(keyed, at, loading, None)
+            loading.later(lambda: setattr(value, "data", keyed.value))
+        elif not known.extra or _worth_asking(value.data, at, loading):
+            found = loading.value(at)
+            if found.why is None:
+                loading.later(lambda: setattr(value, "data", _like(found.value, value.data)))
+
+
+def collect_object(value: Any, place: Place, saving: Saving) -> None:
+    """Collect the copy of a ShardedObject that Megatron would save, below a place."""
+    known = _known(value)
+    at = place.child(known.name)
+    if known.extra and not leaves.holds_something(value.data):
+        return
+    if not known.main:
+        if saving.world.size == 1:
+            raise StateError(
+                f"{at} is a ShardedObject of which nobody has the main copy",
+                remedy="give it the replica_id 0 on one rank",
+            )
+        return
+    if known.keyed is None:
+        saving.blob(to_neutral(_plain(value.data), str(at)), at)
+    else:
+        PerRankAdapter().collect(known.keyed, at, saving)
+
+
+def want_extra(value: Any, key: str, model: Any, place: Place, loading: Loading) -> None:
+    """Ask for the extra state of a module in a model, by its name there, and give it to the module."""
+    at = place.child(_known(value).name)
+    if not _worth_asking(value.data, at, loading):
+        return
+    found = loading.value(at)
+    if found.why is None:
+        owner = model.get_submodule(key.rpartition(".")[0])
+        loading.later(lambda: owner.set_extra_state(_like(found.value, value.data)))
+
+
+def _worth_asking(present: Any, at: Place, loading: Loading) -> bool:
+    """Tell whether extra state is expected: the module has some, or the checkpoint does."""
+    return leaves.holds_something(present) or at.fqn in loading.value_names(at.item)
+
+
+def _plain(extra: Any) -> Any:
+    return extra.getvalue() if isinstance(extra, io.BytesIO) else extra
+
+
+def _like(saved: Any, present: Any) -> Any:
+    return io.BytesIO(saved) if isinstance(saved, bytes) and not isinstance(present, bytes) else saved
+
+
+class RngAdapter:
+    """Megatron's tracker of the random states for tensor and expert parallelism."""
+
+    unites = False
+
+    def matches(self, value: Any) -> bool:
+        """Tell whether this is the tracker."""
+        return private.is_rng_tracker(value)
+
+    def collect(self, value: Any, place: Place, saving: Saving) -> None:
+        """Collect the states under this rank's place in the pipeline and the tensor group."""
+        PerRankAdapter().collect(self._keyed(value), place, saving)
+
+    def wanted(self, value: Any, place: Place, loading: Loading, assign: Assign) -> None:
+        """Ask for the states where there are as many places as when they were saved."""
+        PerRankAdapter().wanted(self._keyed(value), place, loading, assign)
+
+    @staticmethod
+    def _keyed(tracker: Any) -> _Keyed:
+        here, sizes = private.coordinate()
+        return _Keyed(_Tracker(tracker), here, tuple(sizes.values()))
+
+
+class _Tracker:
+    """A tracker as an object that gives and takes its state."""
+
+    def __init__(self, tracker: Any) -> None:
+        self._tracker = tracker
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the states by name."""
+        return dict(self._tracker.get_states())
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Set the states by name."""
+        self._tracker.set_states(dict(state))

@@ -1,0 +1,1 @@
+"""Optimizers of torch, by the names of their parameters."""

@@ -1,0 +1,150 @@
+"""Which memory does a saved state of a parameter get, and does it fit there?"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from reknit.frameworks import tree
+from reknit.frameworks.optimizer import flat_states as optimizer_flat
+from reknit.frameworks.torch import dtensor
+from reknit.frameworks.torch.tensor import torch_dtype
+
+if TYPE_CHECKING:
+    from reknit.frameworks.loading import Loading
+    from reknit.frameworks.optimizer.param_options import Told
+    from reknit.frameworks.optimizer.slots import ParamSlot
+    from reknit.frameworks.walk import Place
+    from reknit.types.shard import TensorSpec
+
+
+def is_local(state: torch.Tensor, slot: ParamSlot) -> bool:
+    """Tell whether a state is a plain tensor though its parameter is a DTensor; counters always are."""
+    return (
+        dtensor.is_dtensor(slot.parameter)
+        and not dtensor.is_dtensor(state)
+        and bool(state.ndim or slot.shape == ())
+    )
+
+
+def path_of(at: Place, slot: ParamSlot) -> str:
+    """Return the path of a tensor below the states of its parameter."""
+    return at.fqn.partition(f"state/{tree.escape(slot.name, at)}/")[2]
+
+
+def may_resize(slot: ParamSlot, elements: list[str], below: Place, loading: Loading) -> bool:
+    """Tell whether the states, or the parameter that they follow, may have been saved in another shape."""
+    if slot.parameter is None:
+        return False
+    return slot.resizable or any(map(loading.may_resize, (*slot.places, *map(below.below, elements))))
+
+
+def _saved_spec(slot: ParamSlot, loading: Loading) -> TensorSpec | None:
+    """Return the spec of the saved parameter, under the first of its names that the checkpoint has."""
+    return next((spec for place in slot.places if (spec := loading.spec(place)) is not None), None)
+
+
+def resized(spec: TensorSpec, current: Any, slot: ParamSlot, at: Place, loading: Loading) -> TensorSpec:
+    """Return the spec that a saved state has here, where its parameter has another shape.
+
+    A state is as long as its parameter, or 1, along each dimension; of others only a present one tells.
+    """
+    here = slot.shape
+    assert here is not None
+    home = _saved_spec(slot, loading)
+    if not spec.shape or (home is not None and home.shape == here):
+        return spec
+    if len(spec.shape) == len(here):
+        one = [n == 1 and (home is None or home.shape[d] != 1) for d, n in enumerate(spec.shape)]
+        return type(spec)(tuple(1 if o else n for o, n in zip(one, here, strict=True)), spec.dtype)
+    if isinstance(current, torch.Tensor) and current.ndim == len(spec.shape):
+        return type(spec)(tuple(current.shape), spec.dtype)
+    return spec
+
+
+def misfit(slot: ParamSlot, elements: list[str], below: Place, loading: Loading) -> str | None:
+    """Say why saved states cannot be those of a parameter of this shape, if they cannot."""
+    return _reshaped(slot, loading) or _too_large(slot, elements, below, loading)
+
+
+def _reshaped(slot: ParamSlot, loading: Loading) -> str | None:
+    """Say that the parameter itself has another shape in the checkpoint, if that can be seen."""
+    spec = _saved_spec(slot, loading)
+    if spec is None or slot.shape is None or spec.shape == slot.shape:
+        return None
+    return f"its parameter has the shape {list(spec.shape)} in the checkpoint and {list(slot.shape)} here"
+
+
+def _too_large(slot: ParamSlot, elements: list[str], below: Place, loading: Loading) -> str | None:
+    """Say that states cannot belong to a parameter of this shape, where no module tells the saved one.
+
+    States are as large as their parameter, or 1 along some dimensions (factored second moments).
+    """
+    if slot.flat is not None:
+        specs = (loading.spec(below.below(element)) for element in elements)
+        return next((why for spec in specs if (why := optimizer_flat.misfit(slot, spec))), None)
+    shape = slot.shape
+    if slot.places or shape is None:
+        return None
+    for one in elements:
+        spec = loading.spec(below.below(one))
+        if spec is None or len(spec.shape) != len(shape):
+            continue
+        if any(length not in (1, here) for length, here in zip(spec.shape, shape, strict=True)):
+            why = f"a state of shape {list(spec.shape)} is not for a parameter of shape {list(shape)}"
+            return f"{why}; where it is right all the same, put the model into the state too"
+    return None
+
+
+def converted(name: Any, state: Any, slot: ParamSlot) -> str | None:
+    """Say that torch's `load_state_dict`, which an optimizer's own one ends in, would round a state."""
+    parameter: Any = slot.parameter
+    if parameter is None or not isinstance(state, torch.Tensor) or name == "step":
+        return None
+    if not parameter.is_floating_point() or state.dtype == parameter.dtype:
+        return None
+    return (
+        f"the optimizer loads in a way of its own (a hook, a load_state_dict), which makes {parameter.dtype} "
+        f"of a state of {state.dtype}: remove that, or make the states of the parameter's dtype"
+    )
+
+
+def memory_for(
+    spec: TensorSpec, current: Any, slot: ParamSlot | None, at: Place, loading: Loading, told: Told
+) -> torch.Tensor:
+    """Return the tensor for a saved state: the present one, or one such as the optimizer would make."""
+    if isinstance(current, torch.Tensor) and fits(current, slot, spec):
+        return current
+    dtype = torch_dtype(spec.dtype)
+    parameter: Any = slot.parameter if slot else None
+    if slot is None or parameter is None:
+        return torch.empty(spec.shape, dtype=dtype)
+    with torch.no_grad():
+        if dtensor.is_dtensor(parameter) and path_of(at, slot) in told.plain:
+            parameter = parameter.to_local()
+            if spec.shape != slot.shape:
+                return torch.empty(spec.shape, dtype=dtype, device=parameter.device)
+        if spec.shape == slot.shape and not at.fqn.endswith("/step"):
+            dtype = optimizer_flat.dtype_for(spec, slot, loading)
+            return torch.empty_like(parameter, dtype=dtype, requires_grad=False)
+        if spec.shape == ():
+            on_device = slot.group.get("capturable") or slot.group.get("fused")
+            return torch.empty((), dtype=dtype, device=parameter.device if on_device else "cpu")
+        dtype = optimizer_flat.dtype_for(spec, slot, loading)
+        fresh: torch.Tensor = parameter.new_empty(spec.shape, dtype=dtype, requires_grad=False)
+        return fresh
+
+
+def fits(current: torch.Tensor, slot: ParamSlot | None, spec: TensorSpec) -> bool:
+    """Tell whether a present state can take what was saved as `spec`."""
+    if slot is not None and slot.flat is not None:
+        return optimizer_flat.fits(current, slot, spec)
+    if tuple(current.shape) == spec.shape:
+        return True
+    parameter: Any = slot.parameter if slot else None
+    if not dtensor.is_dtensor(parameter) or dtensor.is_dtensor(current):
+        return False
+    with torch.no_grad():
+        local = parameter.to_local()
+    return tuple(parameter.shape) == spec.shape and bool(current.shape == local.shape)

@@ -1,0 +1,132 @@
+"""What is saved for each parameter of an optimizer beside its states?  Its options, and what steps it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from reknit.frameworks import tree
+from reknit.frameworks.neutral import to_neutral
+from reknit.frameworks.optimizer import protocol as optimizer_protocol
+from reknit.frameworks.optimizer.slots import HOW
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+    from reknit.frameworks.loading import Loading
+    from reknit.frameworks.optimizer.slots import ParamSlot, Slots
+    from reknit.frameworks.saving import Saving
+    from reknit.frameworks.walk import Place
+
+KIND = "~optimizer"
+"""Among the options: what the optimizer is.  No option is called so, as it is no name of an argument."""
+
+PLAIN = "~plain"
+"""Among the options: the states that are plain tensors, by their paths, of parameters that are DTensors."""
+
+_NOT_OPTIONS = HOW | {KIND, PLAIN}
+
+
+def collect(slots: Slots, plain: Iterable[str], place: Place, saving: Saving) -> None:
+    """Collect the options of all parameters: those of a group are one object."""
+    groups = place.child("param_groups")
+    options: dict[int, Any] = {}
+    beside = {PLAIN: sorted(plain)} if plain else {}
+    for slot in slots.each:
+        at = groups.child(slot.name)
+        if id(slot.group) not in options:
+            kind = {KIND: list(slot.kind)} if slot.kind else {}
+            options[id(slot.group)] = to_neutral({**slot.options(), **kind, **beside}, str(at))
+        saving.blob(options[id(slot.group)], at)
+
+
+@dataclass(frozen=True, slots=True)
+class Told:
+    """What saved options tell of states: why those of a parameter (by its name) are for another optimizer.
+
+    `plain` are paths of states that were plain tensors, of parameters that were DTensors.
+    """
+
+    foreign: dict[str, str] = field(default_factory=dict)
+    plain: set[str] = field(default_factory=set)
+
+
+def want(slots: Slots, place: Place, loading: Loading) -> Told:
+    """Ask for the options of all parameters, and return what else they tell."""
+    members: dict[int, list[ParamSlot]] = {}
+    for slot in slots.each:
+        members.setdefault(id(slot.group), []).append(slot)
+    told = Told()
+    for group in slots.groups:
+        _want_group(group, members.get(id(group), []), slots, place, loading, told)
+    return told
+
+
+def _want_group(
+    group: dict[str, Any], members: list[ParamSlot], slots: Slots, place: Place, loading: Loading, told: Told
+) -> None:
+    """Ask for the options of all parameters of a group, which must agree, and set them in the group."""
+    known: list[tuple[Place, dict[str, Any]]] = []
+    for slot in members:
+        at = place.child("param_groups", slot.name)
+        found = loading.value(at)
+        if slot is members[0] and not loading.takes(at):
+            _note_plain(loading.look_up(at).value, told)
+        if found.why is not None:
+            continue
+        if not isinstance(found.value, Mapping):
+            loading.report_mismatched(at, "the options of a parameter are no mapping")
+            continue
+        _note_plain(found.value, told)
+        kind: Any = found.value.get(KIND)
+        if optimizer_protocol.differs(kind, slot.kind):
+            why = (
+                f"{kind[0]} saved it, and here {slot.kind[0]} steps it: leave the optimizer out of the "
+                f"state, or let it begin anew with LoadOptions(lenient=({f'{place.item}/*'!r},))"
+            )
+            loading.report_mismatched(at, why)
+            told.foreign[slot.name] = why
+        else:
+            options = {key: value for key, value in found.value.items() if key not in _NOT_OPTIONS}
+            known.append((at, options))
+    if not known:
+        return
+    first, options = known[0]
+    for at, others in known[1:]:
+        for key in options.keys() | others.keys():
+            if not tree.same_value(_plain(options.get(key)), _plain(others.get(key))):
+                loading.report_mismatched(
+                    at,
+                    f"its {key} is {others.get(key)!r} and that of {first} {options.get(key)!r}, "
+                    "but the target has both in one group",
+                )
+                return
+    loading.later(lambda: _set(group, options, slots.groups))
+
+
+def _note_plain(options: Any, told: Told) -> None:
+    paths = options.get(PLAIN) if isinstance(options, Mapping) else None
+    if isinstance(paths, list):
+        told.plain.update(path for path in paths if isinstance(path, str))
+
+
+def _plain(value: Any) -> Any:
+    return to_neutral(value, "an option")
+
+
+def _set(group: dict[str, Any], options: dict[str, Any], groups: list[dict[str, Any]]) -> None:
+    for key, value in options.items():
+        present = group.get(key)
+        if isinstance(present, torch.Tensor) and isinstance(value, (torch.Tensor, int, float)):
+            # torch gives the same default, a learning rate that is a tensor, to all groups without their own.
+            if any(other is not group and other.get(key) is present for other in groups):
+                group[key] = present = present.detach().clone()
+            with torch.no_grad():
+                present.copy_(torch.as_tensor(value))
+        elif isinstance(value, torch.Tensor) and isinstance(present, (int, float)) and value.numel() == 1:
+            group[key] = value.item()
+        else:
+            group[key] = value

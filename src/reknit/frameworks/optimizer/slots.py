@@ -1,0 +1,270 @@
+"""Which parameters does an optimizer have, and what are they called?"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import partial
+from typing import TYPE_CHECKING, Any, Protocol
+
+import msgspec
+import torch
+from torch import nn
+
+from reknit.errors import StateError
+from reknit.frameworks import tree
+from reknit.frameworks.optimizer import protocol as optimizer_protocol
+from reknit.frameworks.optimizer import zero_redundancy
+from reknit.frameworks.torch import ddp
+from reknit.frameworks.torch import private as torch_private
+from reknit.frameworks.torch.members import parameters, without_wrappers
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Hashable, Iterator, Mapping, MutableMapping
+
+    from reknit.frameworks.torch.flat import FlatPart
+    from reknit.frameworks.torch.members import Named
+    from reknit.frameworks.walk import Place, Replicas, Walk
+
+HOW = frozenset({"foreach", "fused", "capturable", "differentiable"})
+"""Options that say how an optimizer computes, not what: they go with the job's devices and layout."""
+
+_NOT_OPTIONS = HOW | {"params", "param_names"}
+
+MASTER = "master"
+"""Name of the master weights of a parameter, among its states."""
+
+_OWN_MASTER = f"~2{MASTER}"
+"""Path element of a state that an optimizer itself calls so."""
+
+
+def element(name: Any, where: Place) -> str:
+    """Return the path element of a state of an optimizer, which `tree.unescape` turns into its name."""
+    return _OWN_MASTER if name == MASTER else tree.escape(name, where)
+
+
+class ParamSlot(msgspec.Struct, frozen=True, eq=False):
+    """A parameter of an optimizer.
+
+    `key` is its key in the optimizer's `state`, `places` where modules have it: several where it is tied.
+    `flat` tells which elements this rank holds of one that is flattened, and `counter` which ranks have its
+    counters; several slots are `joint` where they have one key together.  `kept` tells whether this rank
+    keeps the states at all.  `master` are the weights of higher precision that the optimizer works on, where
+    it has some beside the parameter, in the form of the states.  `resizable` tells that the checkpoint may
+    have them all in another shape.  `kind` is what the optimizer is (`optimizer_protocol.kind`).
+    """
+
+    name: str
+    key: Hashable
+    parameter: torch.Tensor | None
+    group: dict[str, Any]
+    replicas: Replicas
+    places: tuple[Place, ...]
+    flat: FlatPart | None = None
+    counter: Replicas = None
+    joint: bool = False
+    kept: bool = True
+    master: torch.Tensor | None = None
+    resizable: bool = False
+    kind: tuple[str, ...] = ()
+
+    @property
+    def shape(self) -> tuple[int, ...] | None:
+        """Shape of the whole parameter, where it is known."""
+        if self.flat is not None:
+            return self.flat.shape
+        return None if self.parameter is None else tuple(self.parameter.shape)
+
+    def options(self) -> dict[str, Any]:
+        """Return the options of the parameter's group that mean something elsewhere."""
+        return {key: value for key, value in self.group.items() if key not in _NOT_OPTIONS}
+
+
+@dataclass(frozen=True, slots=True)
+class Slots:
+    """An optimizer, or its raw state dict, as its parameters.
+
+    `deliver` runs when `state` and `groups` are filled, where the optimizer keeps them in another form.
+    `more` is what its own `state_dict` has beside them, None where it has no protocol of its own: `load`
+    then lets it load all this in its own way.
+    """
+
+    state: MutableMapping[Any, Any]
+    groups: list[dict[str, Any]]
+    each: tuple[ParamSlot, ...]
+    deliver: Callable[[], None] | None = None
+    more: Mapping[Any, Any] | None = None
+    load: Callable[[Mapping[Any, Any]], None] | None = None
+
+    def state_of(self, slot: ParamSlot) -> Mapping[Any, Any]:
+        """Return the states of a parameter by name; empty where it has none.  Adds no entry."""
+        states: Mapping[Any, Any] = self.state.get(slot.key, {})
+        return states
+
+    def put(self, slot: ParamSlot, states: dict[Any, Any]) -> None:
+        """Make `states` all the states of a parameter."""
+        if states:
+            self.state[slot.key] = states
+        else:
+            self.state.pop(slot.key, None)
+
+    def shared(self) -> dict[Any, Any]:
+        """Return what the optimizer keeps for no parameter in particular, by its key, whatever that is.
+
+        What is kept for a parameter that it has no more is none of that.
+        """
+        taken = {slot.key for slot in self.each if not isinstance(slot.key, torch.Tensor)}
+        others = ((key, value) for key, value in self.state.items() if not isinstance(key, torch.Tensor))
+        return {key: value for key, value in others if key not in taken}
+
+
+class SlotReader(Protocol):
+    """One kind of optimizers."""
+
+    def matches(self, value: Any) -> bool:
+        """Tell whether this is an optimizer of this kind."""
+
+    def read(self, value: Any, place: Place, walk: Walk) -> Slots:
+        """Return its parameters by name, without a message; raises `StateError` where there is no name."""
+
+
+class TorchOptimizers:
+    """torch optimizers, and their own raw state dicts where those tell the parameters' names."""
+
+    def matches(self, value: Any) -> bool:
+        """Tell whether this is one of them."""
+        return isinstance(value, torch.optim.Optimizer) or is_state_dict(value)
+
+    def read(self, value: Any, place: Place, walk: Walk) -> Slots:
+        """Return the parameters by name.  Raises `StateError` where a name cannot be known."""
+        return read(value, place, walk)
+
+
+def is_state_dict(value: Any) -> bool:
+    """Tell whether a value is what the `state_dict` of an optimizer returns."""
+    if not isinstance(value, dict) or value.keys() != {"state", "param_groups"}:
+        return False
+    groups = value["param_groups"]
+    return (
+        isinstance(value["state"], dict)
+        and isinstance(groups, list)
+        and bool(groups)
+        and all(isinstance(group, dict) and isinstance(group.get("params"), list) for group in groups)
+    )
+
+
+def read(value: Any, place: Place, walk: Walk) -> Slots:
+    """Return an optimizer's parameters by name.  Raises `StateError` where a name cannot be known."""
+    if isinstance(value, dict):
+        slots = Slots(
+            value["state"], value["param_groups"], tuple(_raw_slots(value["param_groups"], place, walk))
+        )
+    elif (mine := zero_redundancy.share(value, place, walk.world)) is not None:
+        kind = optimizer_protocol.kind(value.optim)
+        each = tuple(_share(slot, mine) for slot in _slots(value.param_groups, kind, place, walk))
+        slots = Slots(mine.state, value.param_groups, each)
+    else:
+        slots = _plain(optimizer_protocol.unwrapped(value), place, walk)
+    names: set[str] = set()
+    for slot in slots.each:
+        if slot.name in names:
+            raise StateError(
+                f"two parameters of the optimizer {place} are called {slot.name}",
+                remedy="put the modules that they belong to under one module, for example an nn.ModuleDict",
+            )
+        names.add(slot.name)
+    return slots
+
+
+def _plain(optimizer: Any, place: Place, walk: Walk) -> Slots:
+    """Read an optimizer that has all its states itself; its own protocol, if any, is asked first."""
+    more = optimizer_protocol.entries(optimizer, place)
+    kind = optimizer_protocol.kind(optimizer)
+    each = tuple(_slots(optimizer.param_groups, kind, place, walk))
+    load = None if more is None else partial(optimizer_protocol.load, optimizer)
+    return Slots(optimizer.state, optimizer.param_groups, each, more=more, load=load)
+
+
+def _share(slot: ParamSlot, mine: zero_redundancy.ZeroShare) -> ParamSlot:
+    """Return a slot as a rank has it that keeps states of its own share of the parameters only."""
+    return msgspec.structs.replace(slot, replicas=mine.replicas, kept=id(slot.parameter) in mine.mine)
+
+
+def _slots(
+    groups: list[dict[str, Any]], kind: tuple[str, ...], place: Place, walk: Walk
+) -> Iterator[ParamSlot]:
+    named = parameters(walk)
+    if not any(group["params"] for group in groups):
+        raise StateError(
+            f"the optimizer {place} has no parameters: what it was made for has taken them out of its groups",
+            remedy="put that into the state instead, for example engine.optimizer of DeepSpeed",
+        )
+    for group in groups:
+        own_names = group.get("param_names")
+        if own_names is not None and len(own_names) != len(group["params"]):
+            raise StateError(
+                f"a group of the optimizer {place} has {len(own_names)} names for {len(group['params'])} "
+                "parameters: what it was made for has put others into it",
+                remedy="put that into the state instead, for example engine.optimizer of DeepSpeed",
+            )
+        for index, parameter in enumerate(group["params"]):
+            known = named.get(id(parameter))
+            if known is not None:
+                for one in known:
+                    yield _slot(one, group, kind, walk)
+            elif own_names is not None and not torch_private.is_flattened(parameter):
+                name = without_wrappers(own_names[index])
+                yield ParamSlot(name, parameter, parameter, group, walk.world.alone, (), kind=kind)
+            else:
+                raise StateError(
+                    f"parameter {index} of shape {list(parameter.shape)} of the optimizer {place} belongs "
+                    "to no module in the state, so its name is unknown",
+                    remedy="put the model into the state too, or make the optimizer from named_parameters()",
+                )
+
+
+def _slot(named: Named, group: dict[str, Any], kind: tuple[str, ...], walk: Walk) -> ParamSlot:
+    parameter = named.parameter
+    if named.flat is None:
+        at = tuple(places(walk)[id(parameter)])
+        return ParamSlot(named.name, parameter, parameter, group, named.replicas, at, kind=kind)
+    joint = named.flat.original is None
+    part = named.flat.part if joint else named.flat.part.alone()
+    counter = named.flat.replicas.counter
+    replicas, at = named.replicas, named.places
+    return ParamSlot(named.name, parameter, parameter, group, replicas, at, part, counter, joint, kind=kind)
+
+
+def places(walk: Walk) -> dict[int, list[Place]]:
+    """Return all places of all parameters of the modules in the state, by the id of the parameter."""
+    if "parameter places" not in walk.memo:
+        found: dict[int, list[Place]] = {}
+        for module, place in walk.find(nn.Module):
+            inner = module.named_modules(remove_duplicate=False)
+            parallel = {without_wrappers(path) for path, wrapper in inner if ddp.is_wrapper(wrapper)}
+            for key, parameter in module.named_parameters(remove_duplicate=False):
+                found.setdefault(id(parameter), []).append(place.child(_name(key, parallel)))
+        walk.memo["parameter places"] = found
+    every: dict[int, list[Place]] = walk.memo["parameter places"]
+    return every
+
+
+def _name(key: str, parallel: set[str]) -> str:
+    """Return a parameter's name without wrappers, and without the `module` of those paths in `parallel`."""
+    elements = without_wrappers(key).split(".")
+    kept = (e for n, e in enumerate(elements) if e != "module" or ".".join(elements[:n]) not in parallel)
+    return ".".join(kept)
+
+
+def _raw_slots(groups: list[dict[str, Any]], place: Place, walk: Walk) -> Iterator[ParamSlot]:
+    for group in groups:
+        keys = group["params"]
+        names = group.get("param_names")
+        if names is None and all(isinstance(key, str) for key in keys):
+            names = keys
+        if names is None or len(names) != len(keys):
+            raise StateError(
+                f"{place} is an optimizer's state dict, which numbers its parameters and does not name them",
+                remedy="put the optimizer itself into the state",
+            )
+        for name, key in zip(names, keys, strict=True):
+            yield ParamSlot(without_wrappers(name), key, None, group, walk.world.alone, ())

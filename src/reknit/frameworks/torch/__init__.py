@@ -1,0 +1,1 @@
+"""Modules and tensors of torch, with any sharding."""

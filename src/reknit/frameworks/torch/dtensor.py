@@ -1,0 +1,277 @@
+"""Which part of a DTensor does this rank hold?  Exact boxes for every placement, without a message."""
+
+from __future__ import annotations
+
+import sys
+from functools import lru_cache
+from itertools import accumulate, product
+from math import prod
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from reknit.errors import StateError
+from reknit.frameworks.torch import private as torch_private
+from reknit.frameworks.torch import ragged
+from reknit.types.box import Box
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from reknit.frameworks.walk import Place, Replicas, World
+
+Run = tuple[int, int]
+"""Start and length of consecutive indexes along one dimension."""
+
+Part = tuple[Box, Any]
+
+
+class MeshCut(NamedTuple):
+    """How a dimension of the mesh (`size` ranks, this one at `position`) cuts dimension `dim` of a tensor.
+
+    `stride` is the split factor of a strided cut: the dimension is first cut into so many pieces, and each of
+    those into `size`.  It is 0 for a plain cut.
+    """
+
+    dim: int
+    size: int
+    position: int
+    stride: int = 0
+
+
+def is_dtensor(value: Any) -> bool:
+    """Tell whether this is a DTensor, torch's or that of veScale, without importing what defines them."""
+    kind: Any = type(value)
+    return _is_dtensor(kind)
+
+
+@lru_cache(maxsize=256)
+def _is_dtensor(kind: type) -> bool:
+    """Tell it of a type: what a type inherits was imported before it, and stays what it is."""
+    known = (
+        getattr(sys.modules.get(name), "DTensor", None)
+        for name in ("torch.distributed.tensor", "vescale.dtensor.dtensor")
+    )
+    return any(one is not None and issubclass(kind, one) for one in known)
+
+
+def chunk(runs: Sequence[Run], size: int, position: int) -> list[Run]:
+    """Return the part of the indexes in `runs` that `torch.chunk` into `size` puts at `position`."""
+    total = sum(length for _, length in runs)
+    each = -(-total // size)
+    low, high = min(each * position, total), min(each * (position + 1), total)
+    part: list[Run] = []
+    done = 0
+    for start, length in runs:
+        first, last = max(low - done, 0), min(high - done, length)
+        if first < last:
+            _append(part, (start + first, last - first))
+        done += length
+    return part
+
+
+def _append(runs: list[Run], run: Run) -> None:
+    """Add a run, merged with the one before where they touch."""
+    if runs and sum(runs[-1]) == run[0]:
+        runs[-1] = (runs[-1][0], runs[-1][1] + run[1])
+    else:
+        runs.append(run)
+
+
+def _cut_runs(runs: list[Run], cut: MeshCut) -> list[Run]:
+    if not cut.stride:
+        return chunk(runs, cut.size, cut.position)
+    part: list[Run] = []
+    for piece in range(cut.stride):
+        for run in chunk(chunk(runs, cut.stride, piece), cut.size, cut.position):
+            _append(part, run)
+    return part
+
+
+def applied(shape: Sequence[int], cuts: Sequence[MeshCut]) -> list[list[Run]]:
+    """Return the runs of indexes, per dimension, that are left when the cuts are made one after the other."""
+    runs: list[list[Run]] = [[(0, length)] if length else [] for length in shape]
+    for cut in cuts:
+        runs[cut.dim] = _cut_runs(runs[cut.dim], cut)
+    return runs
+
+
+def in_true_order(cuts: Sequence[MeshCut]) -> list[MeshCut]:
+    """Return the cuts in the order in which `fully_shard` makes them.
+
+    A strided cut whose factor is the number of parts into which later mesh dimensions cut the same dimension
+    stands for a plain one made after those: data parallelism shards what tensor parallelism left.  torch's
+    own arithmetic takes it literally, which is another layout when the sizes are uneven.
+    """
+    ordered: list[MeshCut] = []
+    for cut in reversed(cuts):
+        later = [other for other in ordered if other.dim == cut.dim]
+        if cut.stride and later and prod(other.size for other in later) == cut.stride:
+            last = max(n for n, other in enumerate(ordered) if other.dim == cut.dim)
+            ordered.insert(last + 1, cut._replace(stride=0))
+        else:
+            ordered.insert(0, cut)
+    return ordered
+
+
+def decode(shape: Sequence[int], cuts: Sequence[MeshCut], local: Sequence[int]) -> list[list[Run]] | None:
+    """Return the runs of indexes, per dimension, that a local tensor of shape `local` holds.
+
+    None when no reading of the cuts gives that shape.  A strided cut is read as `fully_shard` means it, and
+    literally where only that fits.
+    """
+    for candidate in (in_true_order(cuts), list(cuts)):
+        runs = applied(shape, candidate)
+        lengths = tuple(sum(length for _, length in per_dim) for per_dim in runs)
+        if lengths == tuple(local) or prod(lengths) == 0 == prod(local):
+            return runs
+    return None
+
+
+def boxes(runs: Sequence[Sequence[Run]]) -> list[tuple[Box, Box]]:
+    """Return the boxes that the runs span, each with its place in the local tensor."""
+    starts = [list(accumulate((length for _, length in per_dim), initial=0)) for per_dim in runs]
+    found = []
+    for numbers in product(*(range(len(per_dim)) for per_dim in runs)):
+        picked = [per_dim[n] for per_dim, n in zip(runs, numbers, strict=True)]
+        lengths = tuple(length for _, length in picked)
+        inside = tuple(per_dim[n] for per_dim, n in zip(starts, numbers, strict=True))
+        found.append((Box(tuple(start for start, _ in picked), lengths), Box(inside, lengths)))
+    return found
+
+
+def parts(tensor: Any, local: Any, place: Place) -> tuple[Part, ...]:
+    """Return the boxes of a DTensor that `local` (its local tensor, or one like it) holds, and their memory.
+
+    Raises `StateError` for partial sums, placements that reknit does not know, and placements that do not
+    describe the local tensor.
+    """
+    shape = tuple(tensor.shape)
+    if tensor.device_mesh.get_coordinate() is None:
+        return ()
+    if prod(shape) == 0:
+        return ((Box.whole(shape), local.new_empty(shape)),)
+    if (chunks := torch_private.chunk_list(tensor)) is not None:
+        return _hooked(chunks, local, place)
+    dealt = ragged.find(tensor.placements, tuple(tensor.device_mesh.shape), place)
+    if dealt is not None:
+        return _ragged(dealt, tensor, local, place)
+    found = held(tensor, tuple(local.shape), place)
+    if len(found) == 1:
+        return ((found[0][0], local),)
+    return tuple((box, _narrow(local, inside)) for box, inside in found)
+
+
+def held(tensor: Any, local: tuple[int, ...], place: Place) -> tuple[tuple[Box, Box], ...]:
+    """Return the boxes that a local tensor of shape `local` holds of a DTensor, each with its place in it.
+
+    Of the DTensor only `shape`, `device_mesh` and `placements` count.  Raises `StateError` as `parts` does.
+    """
+    shape = tuple(tensor.shape)
+    found = _held(shape, tuple(_cuts(tensor, place)), local)
+    if found is None:
+        raise StateError(
+            f"{place} is a DTensor of shape {list(shape)} placed as {tensor.placements} on a mesh of "
+            f"{tuple(tensor.device_mesh.shape)}; its local shape {list(local)} does not fit that",
+            remedy="its placements are wrong: build it with fully_shard or distribute_tensor",
+        )
+    return found
+
+
+@lru_cache(maxsize=1 << 16)
+def _held(
+    shape: tuple[int, ...], cuts: tuple[MeshCut, ...], local: tuple[int, ...]
+) -> tuple[tuple[Box, Box], ...] | None:
+    """Return the boxes that a local tensor holds, each with its place in it; the same at every save."""
+    runs = decode(shape, cuts, local)
+    return None if runs is None else tuple(boxes(runs))
+
+
+def _narrow(local: Any, inside: Box) -> Any:
+    for dim, (start, length) in enumerate(zip(inside.offsets, inside.lengths, strict=True)):
+        local = local.narrow(dim, start, length)
+    return local
+
+
+def _ragged(dealt: ragged.Ragged, tensor: Any, local: Any, place: Place) -> tuple[Part, ...]:
+    """Return the boxes of a flat range: a ragged placement deals out what the cuts after it leave."""
+    shape = tuple(tensor.shape)
+    runs = applied(shape, _cuts(tensor, place, without=dealt.number))
+    lengths = tuple(sum(length for _, length in per_dim) for per_dim in runs)
+    if not local.is_contiguous():
+        raise StateError(
+            f"{place} is ragged, and its local tensor of shape {list(local.shape)} is not contiguous",
+            remedy="make its local tensor contiguous",
+        )
+    offsets = tuple(per_dim[0][0] if per_dim else 0 for per_dim in runs)
+    position = tensor.device_mesh.get_coordinate()[dealt.number]
+    held_part = ragged.part(dealt, position, shape, Box(offsets, lengths), local.numel(), place)
+    return held_part.parts(local.view(-1))
+
+
+def _cuts(tensor: Any, place: Place, without: int | None = None) -> list[MeshCut]:
+    mesh = tensor.device_mesh
+    coordinate = mesh.get_coordinate()
+    cuts = []
+    for number, placement in enumerate(tensor.placements):
+        if number == without:
+            continue
+        # veScale's InterleavedShard is a strided cut under another name; its sizes are always even.
+        stride = getattr(placement, "interleaved_size", None) or torch_private.split_factor(placement)
+        if stride is not None or placement.is_shard():
+            cuts.append(MeshCut(placement.dim, mesh.size(number), coordinate[number], stride or 0))
+        elif not placement.is_replicate():
+            kind = (
+                "holds partial sums"
+                if placement.is_partial()
+                else "is placed in a way that reknit does not know"
+            )
+            raise StateError(
+                f"{place} {kind} ({placement})",
+                remedy="redistribute it to Shard or Replicate placements first",
+            )
+    return cuts
+
+
+def _hooked(
+    chunks: Sequence[tuple[tuple[int, ...], tuple[int, ...]]], local: Any, place: Place
+) -> tuple[Part, ...]:
+    """Believe a local tensor that says itself where it lies."""
+    filled = [(offsets, sizes) for offsets, sizes in chunks if prod(sizes)]
+    if not filled and local.numel() == 0:
+        return ()
+    if len(filled) != 1 or prod(filled[0][1]) != local.numel():
+        raise StateError(
+            f"{place} has a local tensor of shape {list(local.shape)} that claims the chunks {filled}",
+            remedy="reknit saves a local tensor that is one box; split it into several tensors",
+        )
+    offsets, sizes = filled[0]
+    return ((Box(offsets, sizes), local.view(sizes)),)
+
+
+def replicas(tensor: Any, world: World) -> Replicas:
+    """Return the ranks that hold what this one holds of a DTensor, if its mesh has all ranks of the world."""
+    coordinate = tensor.device_mesh.get_coordinate()
+    if coordinate is None:
+        return None
+    if prod(tuple(tensor.shape)) == 0:
+        return mesh_ranks(tensor.device_mesh, world)
+    equal = tuple(
+        slice(None) if placement.is_replicate() else at
+        for placement, at in zip(tensor.placements, coordinate, strict=True)
+    )
+    key = ("replicas", id(tensor.device_mesh), tuple(at if isinstance(at, int) else None for at in equal))
+    if key not in world.memo:
+        ranks = tensor.device_mesh.mesh
+        known = world.inside(ranks.flatten().tolist())
+        # The mesh is kept beside the answer, so that its id cannot come to mean another one.
+        world.memo[key] = (
+            world.numbers(ranks[equal].flatten().tolist()) if known else None,
+            tensor.device_mesh,
+        )
+    answer: Replicas = world.memo[key][0]
+    return answer
+
+
+def mesh_ranks(mesh: Any, world: World) -> Replicas:
+    """Return all ranks of a mesh, if it knows all ranks of the world."""
+    ranks = mesh.mesh.flatten().tolist()
+    return world.numbers(ranks) if world.inside(ranks) else None

@@ -1,0 +1,267 @@
+"""Which part of each parameter does an FSDP1 unit hold?  Read from its flat parameter, never gathered."""
+
+from __future__ import annotations
+
+import sys
+from functools import lru_cache
+from math import prod
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import msgspec
+import torch
+
+from reknit.errors import StateError
+from reknit.frameworks.torch import dtensor
+from reknit.frameworks.torch import private as torch_private
+from reknit.frameworks.torch.flat import FlatPart, storage_order
+from reknit.frameworks.torch.tensor import dtype_name
+from reknit.frameworks.walk import View
+from reknit.types.box import Box
+from reknit.types.shard import TensorSpec
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from reknit.frameworks.torch.flat import Held
+    from reknit.frameworks.torch.private import FlatMember, FlatUnit
+    from reknit.frameworks.walk import Place, Replicas, World
+
+_WRAPPED = "_fsdp_wrapped_module"
+
+
+class FlatReplicas(NamedTuple):
+    """Who has what a rank holds of a parameter, and who has its counters, where that is known."""
+
+    part: Replicas
+    counter: Replicas
+
+
+class FlatParameter(msgspec.Struct, frozen=True, eq=False):
+    """A parameter in an FSDP1 unit.  `keys` are its names in the module tree, several where it is tied."""
+
+    keys: tuple[str, ...]
+    unit: FlatUnit
+    number: int
+    part: FlatPart
+    replicas: FlatReplicas
+
+    @property
+    def original(self) -> Any:
+        """The parameter that optimizers see, or None where they see the flat one."""
+        return self.unit.members[self.number].parameter
+
+    @property
+    def keep(self) -> Any:
+        """What holds the memory; parameters that it has together are loaded together."""
+        return self.unit.flat
+
+    def settle(self) -> None:
+        """Make FSDP use what was just written to the unit's shard.  Sends nothing."""
+        settle(self.unit)
+
+    def view(self, place: Place) -> View:
+        """Look at what this rank has of the parameter."""
+        live = self.unit.live
+        spec = TensorSpec(self.part.shape, dtype_name(live, place))
+        memory = ("fsdp", id(self.unit.flat), self.number)
+        return View(spec, self.part.unseen(live), self.replicas.part, memory)
+
+
+def is_wrapper(module: Any) -> bool:
+    """Tell whether a module is an FSDP1 wrapper, without importing what defines them."""
+    fsdp = sys.modules.get("torch.distributed.fsdp")
+    return fsdp is not None and isinstance(module, fsdp.FullyShardedDataParallel)
+
+
+def parameters(
+    key: str, wrapper: Any, place: Place, world: World, *, fill: bool
+) -> tuple[FlatParameter, ...]:
+    """Return the parameters of the unit of a wrapper at `key` in the module tree; none if it has no unit.
+
+    Raises `StateError` while FSDP shows the gathered parameters, which the caller may be changing, and where
+    to `fill` them is to be in the middle of a forward or backward.
+    """
+    unit = torch_private.flat_unit(wrapper)
+    if unit is None:
+        return ()
+    _require_readable(unit, key, place, fill=fill)
+    return tuple(_parameters(key, unit, place, world))
+
+
+def _require_readable(unit: FlatUnit, key: str, place: Place, *, fill: bool) -> None:
+    if unit.phase == "SUMMON_FULL_PARAMS":
+        raise StateError(
+            f"{_named(key, place)} has its full parameters summoned, and what is written to them is not in "
+            "the shards yet",
+            remedy="save and load after leaving the summon_full_params context",
+        )
+    if fill and unit.phase != "IDLE":
+        raise StateError(
+            f"{_named(key, place)} is in the middle of a forward or backward ({unit.phase})",
+            remedy="load between two steps",
+        )
+    if unit.live.is_meta:
+        raise StateError(
+            f"{_named(key, place)} is on the meta device and has no memory",
+            remedy="give FSDP a param_init_fn that gives its modules memory, or wrap a module that has some",
+        )
+    shard = unit.shard
+    if shard is not None and _form(shard) != _form(unit.live):
+        raise StateError(
+            f"{_named(key, place)} was moved or converted after its first forward: FSDP has {_told(shard)} "
+            f"and its parameters are {_told(unit.live)}",
+            remedy="move and convert the module before wrapping it",
+        )
+    if unit.originals and unit.phase == "IDLE":
+        _require_in_place(unit, key, place)
+
+
+def _named(key: str, place: Place) -> str:
+    return f"the FSDP unit {key or 'at the root'} of {place}"
+
+
+def _form(tensor: Any) -> tuple[Any, ...]:
+    return tensor.shape, tensor.dtype, tensor.device
+
+
+def _told(tensor: Any) -> str:
+    return f"{tensor.dtype}{list(tensor.shape)} on {tensor.device}"
+
+
+def _require_in_place(unit: FlatUnit, key: str, place: Place) -> None:
+    """Refuse parameters that were given other memory than their part of the flat one.
+
+    FSDP itself copies them back before the next forward; until then there are two truths.
+    """
+    first, itemsize = unit.live.data_ptr(), unit.live.element_size()
+    for member in unit.members:
+        if not member.numel:
+            continue
+        name = member.names[0]
+        current = member.owner._parameters.get(name.rpartition(".")[2])
+        replaced = isinstance(current, torch.nn.Parameter) and current is not member.parameter
+        if member.spec is not None and not unit.sharded:
+            replaced = False  # FSDP makes these anew, over the same memory, whenever it shows them
+        moved = member.parameter.data_ptr() != first + member.offset * itemsize
+        if (moved and member.spec is None) or replaced:
+            raise StateError(
+                f"the parameter {name} of {_named(key, place)} was given other memory than FSDP has for it",
+                remedy="change parameters in place (with torch.no_grad(): parameter.copy_(...)), or run a "
+                "forward first, in which FSDP takes the new memory over",
+            )
+
+
+def _parameters(key: str, unit: FlatUnit, place: Place, world: World) -> Iterator[FlatParameter]:
+    below = f"{key}.{_WRAPPED}" if key else _WRAPPED
+    ranks, numel = _ranks(unit, world), unit.live.numel()
+    for number, member in enumerate(unit.members):
+        names = tuple([f"{below}.{name}" for name in member.names])
+        part = _part(member, numel, place.child(names[0]) if member.spec is not None else place)
+        yield FlatParameter(names, unit, number, part, ranks.of(member, unit, numel))
+
+
+def _part(member: FlatMember, total: int, place: Place) -> FlatPart:
+    """Return what a rank has of a parameter in its shard of `total` elements."""
+    shape = member.shape if member.spec is None else tuple(member.spec.shape)
+    if member.numel is None or member.start is None or member.offset is None:
+        return FlatPart.nothing(shape, total)
+    held = None if member.spec is None else dtensor.held(member.spec, member.shape, place)
+    try:
+        return _flat_part(
+            shape, member.shape, member.stride, held, member.start, member.numel, member.offset, total
+        )
+    except ValueError as error:
+        raise StateError(
+            f"the parameter {member.names[0]} of an FSDP unit of {place} shares memory between elements or "
+            f"leaves gaps ({error}), so FSDP did not flatten what it holds",
+            remedy="make the parameter contiguous before wrapping the module",
+        ) from error
+
+
+@lru_cache(maxsize=1 << 16)
+def _flat_part(
+    shape: tuple[int, ...],
+    local: tuple[int, ...],
+    stride: tuple[int, ...] | None,
+    held: Held | None,
+    start: int,
+    numel: int,
+    offset: int,
+    total: int,
+) -> FlatPart:
+    """Return a part of what is `held` of a tensor (None: all of it), the same at every save."""
+    if held is None:
+        whole = Box.whole(shape)
+        held = ((whole, whole),)
+    order = None if stride is None else storage_order(local, stride)
+    return FlatPart(shape, local, held, order, start, numel, offset, total)
+
+
+def _ranks(unit: FlatUnit, world: World) -> _Ranks:
+    """Return who has what of a unit; what is found out of its process groups is kept beside them."""
+    key = ("fsdp", id(unit.group), id(unit.replicas))
+    if key not in world.memo:
+        world.memo[key] = (_Ranks(unit, world), unit.group, unit.replicas)
+    found: _Ranks = world.memo[key][0]
+    return found
+
+
+class _Ranks:
+    """Which ranks have what of the units of a process group, each with a copy in a group of `replicas`.
+
+    A rank without a part of a parameter has no counters of it either.
+    """
+
+    def __init__(self, unit: FlatUnit, world: World) -> None:
+        import torch.distributed as dist
+
+        self._world = world
+        self._alone = world.alone
+        self._shards = dist.get_process_group_ranks(unit.group)
+        copies = [world.global_rank]
+        if unit.replicas is not None:
+            copies = dist.get_process_group_ranks(unit.replicas)
+        self._has_copies = len(copies) > 1
+        self._together = world.numbers(self._shards)
+        self._part = {True: world.numbers(copies), False: self._together}
+        self._grid, self._job = len(self._shards) * len(copies), dist.get_world_size()
+        self._known = self._grid == self._job or world.inside(self._shards)
+        self._place = self._shards.index(world.global_rank)
+        self._counters: dict[tuple[int, int], Replicas] = {}
+
+    def of(self, member: FlatMember, unit: FlatUnit, numel: int) -> FlatReplicas:
+        """Return who has what this rank has of a parameter in a unit with shards of `numel` elements."""
+        if member.spec is not None:
+            if not all(placement.is_shard() for placement in member.spec.placements):
+                return FlatReplicas(self._alone, self._alone)
+            # The counters of other tensor-parallel ranks are equal, but nobody here knows their groups.
+            covers = self._grid * prod(member.spec.mesh.shape) == self._job
+            return FlatReplicas(self._part[unit.sharded] if covers else None, self._alone)
+        if not self._known:
+            return FlatReplicas(self._alone, self._alone)
+        return FlatReplicas(self._part[unit.sharded], self._counter(member, unit, numel))
+
+    def _counter(self, member: FlatMember, unit: FlatUnit, numel: int) -> Replicas:
+        if self._has_copies:
+            return self._alone  # on the ranks of other groups too, which this one does not know
+        if not (unit.sharded and unit.originals):
+            return self._together
+        if member.numel is None or member.start is None or member.offset is None:
+            return None
+        begin = self._place * numel + member.offset - member.start
+        holders = (begin // numel, (begin + prod(member.shape) - 1) // numel)
+        if holders not in self._counters:
+            self._counters[holders] = self._world.numbers(self._shards[holders[0] : holders[1] + 1])
+        return self._counters[holders]
+
+
+def settle(unit: FlatUnit) -> None:
+    """Make an FSDP1 unit use what was just written to its shard.  Sends nothing."""
+    if unit.shard is None:
+        return
+    if unit.shard.data_ptr() != unit.live.data_ptr():
+        with torch.no_grad():
+            unit.shard.copy_(unit.live)
+    elif not torch_private.has_gathered_copy(unit):
+        return
+    torch_private.drop_gathered_copy(unit)

@@ -1,0 +1,76 @@
+"""How does a tensor on the meta device get values?  Memory is filled beside it, and becomes its own."""
+
+from __future__ import annotations
+
+import weakref
+from typing import TYPE_CHECKING, Any
+
+import torch
+from msgspec import structs
+
+from reknit.errors import StateError
+from reknit.frameworks.torch import dtensor
+
+if TYPE_CHECKING:
+    from reknit.frameworks.walk import Arrays, Place, View, World
+
+
+def view(tensor: Any, arrays: Arrays, place: Place, world: World) -> View:
+    """Look at a tensor on the meta device as new memory, which becomes the tensor's own when it is settled.
+
+    The memory is on the default device, or for a DTensor on that of its mesh.  All names of one tensor have
+    the same memory.
+    """
+    _require_swappable(tensor, place)
+    key = ("meta", id(tensor))
+    if key not in world.memo:
+        memory = _memory(tensor)
+        # The tensor is kept beside the answer, so that its id cannot come to mean another one.
+        world.memo[key] = (_settled(arrays.view(memory, place, world, fill=True), tensor, memory), tensor)
+    found: View = world.memo[key][0]
+    return found
+
+
+def _require_swappable(tensor: Any, place: Place) -> None:
+    if weakref.getweakrefs(tensor):
+        raise StateError(
+            f"{place} is on the meta device, and something holds a weak reference to it",
+            remedy='give it memory first, for example with module.to_empty(device="cuda")',
+        )
+
+
+def _memory(tensor: Any) -> torch.Tensor:
+    """Return new memory in the form of a tensor."""
+    device: Any = tensor.device_mesh.device_type if dtensor.is_dtensor(tensor) else torch.get_default_device()
+    if torch.device(device).type == "meta":
+        device = "cpu"
+    with torch.no_grad():
+        return torch.empty_like(tensor.detach(), device=device)
+
+
+def _settled(looked: View, tensor: Any, memory: torch.Tensor) -> View:
+    """Return the look at new memory with the step that makes the memory the tensor's own."""
+    inner = looked.settle
+
+    def settle() -> None:
+        if inner is not None:
+            inner()
+        _become(tensor, memory)
+
+    return structs.replace(looked, settle=settle, fresh=True)
+
+
+def _become(tensor: Any, memory: torch.Tensor) -> None:
+    """Make a tensor what another one is; whoever has the tensor (modules, optimizers) sees it."""
+    kind, attributes = type(tensor), dict(vars(tensor))
+    with torch.no_grad():
+        # Detached, so that this is the only name of it: only such tensors can be swapped.
+        new: torch.Tensor = memory.detach()
+    if isinstance(tensor, torch.nn.Parameter):
+        new = torch.nn.Parameter(new, requires_grad=tensor.requires_grad)
+    elif tensor.requires_grad:
+        new.requires_grad_()
+    new.__dict__.update(attributes)
+    torch.utils.swap_tensors(tensor, new)  # type: ignore[no-untyped-call]
+    if type(tensor) is not kind:
+        tensor.__class__ = kind

@@ -1,0 +1,200 @@
+"""What does a module do at a load beyond taking tensors?  Its hooks and methods run, as torch runs them."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from contextlib import nullcontext
+from dataclasses import dataclass, field
+from functools import lru_cache, partial
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+from torch import nn
+
+from reknit.errors import ReknitError, StateError
+from reknit.frameworks.torch import private as torch_private
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+
+    from reknit.frameworks.loading import Loading
+    from reknit.frameworks.torch.members import ModuleEntry, Read
+    from reknit.frameworks.walk import Place
+
+_KNOWN = ("torch.nn.", "torch.distributed.", "megatron.core.", "transformer_engine.")
+"""Where those are that only translate state dicts of older versions, or of wrappers."""
+
+
+class Own(NamedTuple):
+    """What a module does by itself at a load: its name, what does it, and whether that looks at tensors."""
+
+    name: str
+    what: str
+    before: bool
+
+
+@dataclass
+class Return:
+    """What goes back into a module through its own method, because only the module knows how.
+
+    `copies` are entries of its state dict that are not its own memory, and extra state that has arrived.
+    """
+
+    source: ModuleEntry
+    own: tuple[Own, ...]
+    asked: bool
+    copies: dict[str, Any] = field(default_factory=dict)
+
+    def give(self, held: Read, place: Place) -> None:
+        """Let the module load its state dict with what has arrived, as if torch loaded it.
+
+        What is live goes to itself.  Modules that may look at tensors get copies, which they may keep.
+        """
+        source, names = self.source, held.names
+        looking = {one.name for one in self.own if one.before}
+        copied: dict[int, torch.Tensor] = {}
+        state: OrderedDict[str, Any] = OrderedDict()
+        for key, value in (source.raw | self.copies).items():
+            own_memory = isinstance(value, torch.Tensor) and key not in self.copies
+            if own_memory and any(name in looking for name in _around(names.name(source.prefix + key))):
+                if id(value) not in copied:
+                    with torch.no_grad():
+                        copied[id(value)] = value.detach().clone()
+                value = copied[id(value)]
+            state[key] = value
+        module, wrappers = _taker(held, source)
+        state = OrderedDict((_inside(key, wrappers), value) for key, value in state.items())
+        if source.metadata is not None:
+            versions = {_inside(key, wrappers): version for key, version in source.metadata.items()}
+            state._metadata = versions  # type: ignore[attr-defined]
+        frozen = any(
+            isinstance(value, torch.Tensor) and value.is_inference() for value in source.raw.values()
+        )
+        try:
+            with torch.inference_mode() if frozen else nullcontext():
+                module.load_state_dict(state)
+        except ReknitError:
+            raise
+        except Exception as error:
+            at = place.below(names.name(source.prefix.removesuffix(".")))
+            raise StateError(
+                f"{at}: {type(module).__name__}.load_state_dict does not take what the module's own "
+                f"state_dict names: {type(error).__name__}: {error}",
+                remedy="mend its hooks: module.load_state_dict(module.state_dict()) has to succeed",
+            ) from error
+
+
+def returns(held: Read, place: Place, loading: Loading) -> dict[int, Return]:
+    """Return what may go back into each module whose state dict was read, by the id of its source.
+
+    What looks at parameters that are not whole cannot run, and is recorded as a mismatch.
+    """
+    found = {}
+    for source in held.sources:
+        own = tuple(_own(held, source))
+        asked = bool(own) and any(
+            loading.takes(place.child(held.names.name(source.prefix + key))) for key in source.raw
+        )
+        torn = [(one, at) for one in own if (at := _torn(one, held, source)) is not None]
+        for one, at in torn:
+            if loading.takes(place.child(at)):
+                loading.report_mismatched(
+                    place.below(one.name),
+                    f"{one.what} would run at a load, and {at} is not whole on this rank: keep it from there "
+                    "while you load, or wrap the model with fully_shard (FSDP2)",
+                )
+        found[id(source)] = Return(source, own, asked and not torn)
+    return found
+
+
+def has_own(module: nn.Module) -> bool:
+    """Tell whether anything in a tree of modules does something by itself at a load."""
+    kinds: set[Any] = set(map(type, module.modules()))
+    return (
+        _is_own(module.load_state_dict)
+        or any(_own_method(kind) is not None for kind in kinds)
+        or any(_is_own(hook) for one in module.modules() for hook, _ in torch_private.load_hooks(one))
+    )
+
+
+def _own(held: Read, source: ModuleEntry) -> Iterator[Own]:
+    """Yield what modules of a source do by themselves at a load."""
+    if source.whole and not source.prefix:
+        load = _taker(held, source)[0].load_state_dict
+        if _is_own(load):
+            yield Own("", _called(load), True)
+    inside = source.module.named_modules() if source.whole else (("", source.module),)
+    for path, module in inside:
+        hooks = torch_private.load_hooks(module)
+        kind: Any = type(module)
+        method = _own_method(kind)
+        if method is None and not hooks:
+            continue
+        name = held.names.name((source.prefix + path).removesuffix("."))
+        if method is not None:
+            yield Own(name, method, True)
+        for hook, before in hooks:
+            if _is_own(hook):
+                yield Own(name, _called(hook), before)
+
+
+def _torn(one: Own, held: Read, source: ModuleEntry) -> str | None:
+    """Return the name of a parameter inside a module that FSDP1 or ZeRO-3 keeps in parts, if one is."""
+    for names, _ in held.flats:
+        for name in names:
+            if one.name in _around(name):
+                return name
+    return None if source.whole else one.name
+
+
+def _around(name: str) -> Iterator[str]:
+    """Yield the names of all modules around what has a name, the root's (which is empty) last."""
+    while name:
+        name = name.rpartition(".")[0]
+        yield name
+
+
+def _taker(held: Read, source: ModuleEntry) -> tuple[nn.Module, tuple[str, ...]]:
+    """Return the module whose `load_state_dict` is called, and the path to it.
+
+    torch calls that of the outermost; where that is a wrapper, which does not show, it is the one inside it.
+    """
+    inner, path = held.names.root
+    if source.prefix or not source.whole or _is_own(source.module.load_state_dict):
+        return source.module, ()
+    return (inner, path) if _is_own(inner.load_state_dict) else (source.module, ())
+
+
+def _inside(key: str, wrappers: tuple[str, ...]) -> str:
+    """Return a key without those elements of the path to a wrapped module that it begins with."""
+    for element in wrappers:
+        key = "" if key == element else key.removeprefix(f"{element}.")
+    return key
+
+
+@lru_cache(maxsize=4096)
+def _own_method(kind: type[nn.Module]) -> str | None:
+    """Return what to call a type's own way to take a state dict, if it has one."""
+    method = torch_private.loading_method(kind)
+    return _called(method) if _is_own(method) else None
+
+
+def _function(hook: Any) -> Any:
+    while True:
+        if isinstance(hook, partial):
+            hook = hook.func
+        elif hasattr(hook, "__func__"):
+            hook = hook.__func__
+        else:
+            return hook
+
+
+def _is_own(hook: Callable[..., Any]) -> bool:
+    """Tell whether a hook or method is none of those that do nothing with a state dict of this version."""
+    return not str(getattr(_function(hook), "__module__", "")).startswith(_KNOWN)
+
+
+def _called(hook: Any) -> str:
+    function = _function(hook)
+    named = function if hasattr(function, "__qualname__") else type(function)
+    return f"{named.__module__}.{named.__qualname__}"

@@ -1,0 +1,105 @@
+"""Which elements does a ragged placement leave on a rank?  A flat range inside the box that it cuts.
+
+veScale's `RaggedShard(dims, local_units)` deals the elements of a tensor out in storage order, each rank of
+one mesh dimension getting as many units as `local_units` says.  It is known by these two attributes.
+"""
+
+from __future__ import annotations
+
+from itertools import pairwise
+from math import prod
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from reknit.errors import StateError
+from reknit.frameworks.torch.flat import FlatPart
+from reknit.types.box import Box
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from reknit.frameworks.walk import Place
+
+_REMEDY = "redistribute it to Shard or Replicate placements first"
+
+
+class Ragged(NamedTuple):
+    """How dimension `number` of a mesh deals out the units into which leading dimensions are cut."""
+
+    number: int
+    dims: tuple[int, ...]
+    units: tuple[int, ...]
+
+
+def is_ragged(placement: Any) -> bool:
+    """Tell whether this is a ragged placement, whatever library defines it."""
+    return hasattr(placement, "dims") and hasattr(placement, "local_units")
+
+
+def find(placements: Sequence[Any], sizes: Sequence[int], place: Place) -> Ragged | None:
+    """Return the ragged one among the placements on a mesh of `sizes`, or None where there is none.
+
+    Raises `StateError` for one that reknit cannot place: a second one, one after another cut (what that would
+    mean is defined nowhere), a strided one, and units that do not fit the mesh.
+    """
+    found = [number for number, placement in enumerate(placements) if is_ragged(placement)]
+    if not found:
+        return None
+    number, placement = found[0], placements[found[0]]
+    problem = None
+    if len(found) > 1:
+        problem = "is ragged along two dimensions of its mesh"
+    elif not all(before.is_replicate() for before in placements[:number]):
+        problem = "is cut before it is dealt out ragged"
+    elif any(hasattr(each, "split_factor") for each in placements):
+        problem = "is ragged and strided"
+    if problem:
+        raise StateError(f"{place} {problem} ({tuple(placements)})", remedy=_REMEDY)
+    ragged = Ragged(number, tuple(placement.dims), tuple(placement.local_units))
+    _require_sound(ragged, sizes[number], place)
+    return ragged
+
+
+def _require_sound(ragged: Ragged, size: int, place: Place) -> None:
+    numbers = (*ragged.dims, *ragged.units)
+    if not all(type(number) is int and number >= 0 for number in numbers):
+        raise StateError(f"{place} is dealt out in units that are no whole numbers: {ragged}", remedy=_REMEDY)
+    if not ragged.dims or ragged.dims[0] != 0 or any(b != a + 1 for a, b in pairwise(ragged.dims)):
+        raise StateError(
+            f"{place} is dealt out along the dimensions {list(ragged.dims)}, which are not the leading ones",
+            remedy=_REMEDY,
+        )
+    if len(ragged.units) != size:
+        raise StateError(
+            f"{place} is dealt out in units for {len(ragged.units)} ranks ({list(ragged.units)}) on a mesh "
+            f"dimension of {size}",
+            remedy=_REMEDY,
+        )
+
+
+def part(
+    ragged: Ragged, position: int, shape: tuple[int, ...], box: Box, numel: int, place: Place
+) -> FlatPart:
+    """Return what the rank at `position` has of the `box` that is dealt out, in local memory of `numel`.
+
+    Raises `StateError` where units are no whole number of elements, or the memory is not as long as they say.
+    """
+    inner = prod(box.lengths[len(ragged.dims) :])
+    outer = prod(box.lengths[: len(ragged.dims)])
+    total = sum(ragged.units)
+    before, mine = sum(ragged.units[:position]), ragged.units[position]
+    whole = total and len(ragged.dims) <= box.ndim and outer * inner % total == 0
+    per_unit = outer * inner // total if whole else 0
+    if not whole or any(units * per_unit % inner for units in ragged.units if inner):
+        raise StateError(
+            f"{place} has {list(box.lengths)} elements to deal out along the dimensions {list(ragged.dims)} "
+            f"in {list(ragged.units)} units, which cuts through what is to stay whole",
+            remedy=_REMEDY,
+        )
+    if mine * per_unit != numel:
+        raise StateError(
+            f"{place} is to have {mine * per_unit} elements on this rank ({list(ragged.units)} units of a "
+            f"box {box}), and its local tensor has {numel}",
+            remedy="its placements are wrong: build it with the library that defines them",
+        )
+    held = ((box, Box.whole(box.lengths)),)
+    return FlatPart(shape, box.lengths, held, None, before * per_unit, numel, 0, numel)

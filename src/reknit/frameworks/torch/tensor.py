@@ -1,0 +1,215 @@
+"""What is in a torch tensor?  Its boxes, its memory, and who else has it, for plain tensors and DTensors."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch.autograd.graph import increment_version
+
+from reknit.errors import StateError
+from reknit.frameworks import overlap
+from reknit.frameworks.torch import dtensor, meta
+from reknit.frameworks.torch import private as torch_private
+from reknit.frameworks.walk import View
+from reknit.types.box import Box
+from reknit.types.dtype import ITEMSIZE
+from reknit.types.shard import TensorSpec
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable
+
+    from reknit.frameworks.walk import Place, World
+
+
+_NAMES: dict[torch.dtype, str] = {getattr(torch, name): name for name in ITEMSIZE if hasattr(torch, name)}
+_REAL = {dtype: name for dtype, name in _NAMES.items() if not dtype.is_complex}
+_STRIDED, _TENSOR = torch.strided, torch.Tensor
+
+
+class TorchArrays:
+    """torch's tensors."""
+
+    library = "torch"
+
+    def matches(self, value: Any) -> bool:
+        """Tell whether this is a tensor; `view` refuses those whose memory is not their values."""
+        return isinstance(value, torch.Tensor)
+
+    def view(self, tensor: Any, place: Place, world: World, *, fill: bool) -> View:
+        """Look at a tensor.  Raises `StateError` for one that has no bytes of its own here.
+
+        To be filled, a tensor on the meta device is looked at as the memory that it gets when that is full.
+        """
+        if type(tensor) is not _TENSOR and (held := torch_private.local_shards(tensor)) is not None:
+            return _of_shards(tensor, held, place, world, fill=fill)
+        if fill and tensor.is_meta and not torch.nn.parameter.is_lazy(tensor):
+            return meta.view(tensor, self, place, world)
+        local, settle = local_memory(tensor, place, fill=fill)
+        spec = spec_of(tensor, place)
+        if dtensor.is_dtensor(tensor):
+            memory = _memory(tensor, local, tuple(tensor.shape), tuple(tensor.placements))
+            parts = dtensor.parts(tensor, local, place)
+            return View(spec, parts, dtensor.replicas(tensor, world), memory, settle)
+        return View(spec, ((Box.whole(spec.shape), local),), world.alone, _memory(tensor, local), settle)
+
+    def changed(self, memories: Iterable[Any]) -> None:
+        """Let autograd know of memory that was written to past torch: an older graph must not use it."""
+        for memory in memories:
+            if isinstance(memory, torch.Tensor):
+                increment_version(memory)
+
+    def fresh(self, spec: TensorSpec, like: Any = None) -> Any:
+        """Return a new tensor: cut and placed as `like` if that has its shape, else whole on its device."""
+        dtype = torch_dtype(spec.dtype)
+        if like is None:
+            return torch.empty(spec.shape, dtype=dtype)
+        with torch.no_grad():
+            if (held := torch_private.local_shards(like)) is not None:
+                return _like_shards(like, held, spec)
+            if not like.is_nested and tuple(like.shape) == spec.shape:
+                return torch.empty_like(like, dtype=dtype, requires_grad=False)
+            return torch.empty(spec.shape, dtype=dtype, device=like.device)
+
+
+def _of_shards(
+    tensor: Any, held: list[tuple[tuple[int, ...], Any]], place: Place, world: World, *, fill: bool
+) -> View:
+    """Look at a tensor of which this rank has several shards, or none; each is memory of its own."""
+    shape = tuple(tensor.shape)
+    if any(len(offsets) != len(shape) for offsets, _ in held):
+        raise StateError(
+            f"{place} has the shape {list(shape)}, and shards at {[list(offsets) for offsets, _ in held]}",
+            remedy="give the offsets of its shards one number for each dimension",
+        )
+    # The shards have the dtype: that of a wrapper around them may be another.
+    names = {dtype_name(shard, place) for _, shard in held}
+    if len(names) > 1:
+        raise StateError(f"{place} has shards of {' and '.join(sorted(names))}", remedy="give them one dtype")
+    dtype = names.pop() if names else dtype_name(tensor, place)
+    filled = [(offsets, *local_memory(shard, place, fill=fill)) for offsets, shard in held if shard.numel()]
+    memory = tuple(_memory(local, local, offsets) for offsets, local, _ in filled) or ("torch", id(tensor))
+
+    def settle() -> None:
+        for _, _, back in filled:
+            if back is not None:
+                back()
+
+    return View(
+        TensorSpec(shape, dtype),
+        tuple((Box(offsets, tuple(local.shape)), local) for offsets, local, _ in filled),
+        dtensor.replicas(tensor, world) if dtensor.is_dtensor(tensor) else world.alone,
+        memory,
+        settle if fill and any(back is not None for *_, back in filled) else None,
+    )
+
+
+def _like_shards(like: Any, held: list[tuple[tuple[int, ...], Any]], spec: TensorSpec) -> Any:
+    """Return new memory in the form of a tensor that is made of shards."""
+    present = {_NAMES.get(shard.dtype) for _, shard in held}
+    if tuple(like.shape) != spec.shape or not present <= {spec.dtype}:
+        raise StateError(
+            f"a {type(like).__name__} of shape {list(like.shape)} stands where {spec} was saved",
+            remedy="let the object have a tensor of that shape and dtype, or a plain one",
+        )
+    return like.clone()
+
+
+def torch_dtype(name: str) -> torch.dtype:
+    """Return torch's dtype of a name in `ITEMSIZE`.  Raises `StateError` where this torch has none."""
+    dtype = getattr(torch, name, None)
+    if not isinstance(dtype, torch.dtype):
+        raise StateError(f"torch {torch.__version__} has no dtype {name}", remedy="load with a newer torch")
+    return dtype
+
+
+def dtype_name(tensor: Any, place: Place) -> str:
+    """Return the name of a tensor's dtype.  Raises `StateError` for one that is not stored."""
+    name = _NAMES.get(tensor.dtype)
+    if name is None:
+        raise StateError(
+            f"{place} is a tensor of dtype {tensor.dtype}", remedy="save it dequantized, or as plain integers"
+        )
+    return name
+
+
+def spec_of(tensor: Any, place: Place) -> TensorSpec:
+    """Return shape and dtype of the whole tensor.  Raises `StateError` for a dtype that is not stored."""
+    return TensorSpec(tuple(tensor.shape), dtype_name(tensor, place))
+
+
+def local_memory(tensor: Any, place: Place, *, fill: bool) -> tuple[Any, Callable[[], None] | None]:
+    """Return this rank's part of a tensor as memory that is its values, and how to put what fills it back.
+
+    Raises `StateError` for tensors without such memory: sparse, nested, quantized, on the meta device, not
+    yet initialised, or of a type that keeps its values somewhere else.
+    """
+    if not fill and plain_dtype(tensor) is not None:
+        return tensor, None
+    with torch.no_grad():
+        local = tensor.to_local() if dtensor.is_dtensor(tensor) else tensor
+        if callable(wait := getattr(local, "wait", None)):
+            local = wait()
+        _require_memory(tensor, local, place)
+        local = local.detach()
+        if not (local.is_conj() or local.is_neg()):
+            if fill:
+                _require_distinct(local, place)
+            return local, None
+        plain = local.resolve_conj().resolve_neg()
+    return plain, (lambda: _copy_back(plain, local)) if fill else None
+
+
+def plain_dtype(value: Any) -> str | None:
+    """Return the name of the dtype of a tensor whose memory is its values, with nothing more to ask.
+
+    None for other tensors, which `local_memory` looks at from every side, and for what is no tensor.
+    """
+    if type(value) is not _TENSOR or value.layout is not _STRIDED:
+        return None
+    if value.is_meta or value.is_nested or value.is_neg() or value.requires_grad:
+        return None
+    return _REAL.get(value.dtype)  # such a tensor is not quantized, and not to be conjugated
+
+
+def _copy_back(filled: torch.Tensor, target: torch.Tensor) -> None:
+    with torch.inference_mode(target.is_inference()), torch.no_grad():
+        target.copy_(filled)
+
+
+def _require_memory(tensor: Any, local: Any, place: Place) -> None:
+    if torch.nn.parameter.is_lazy(tensor):
+        raise StateError(
+            f"{place} is not initialised yet", remedy="run the lazy module once, so that its shapes are known"
+        )
+    if local.layout is not torch.strided or local.is_nested:
+        kind = "nested" if local.is_nested else str(local.layout).removeprefix("torch.")
+        raise StateError(f"{place} is a {kind} tensor", remedy="save its parts, or its dense form, instead")
+    if local.is_quantized:
+        raise StateError(f"{place} is a quantized tensor", remedy="save it dequantized, or as plain integers")
+    if local.is_meta:
+        raise StateError(
+            f"{place} is on the meta device and has no memory",
+            remedy='give it memory first, for example with module.to_empty(device="cuda")',
+        )
+    if torch_private.hides_data(type(local)):
+        raise StateError(
+            f"{place} is a {type(local).__name__}, which keeps its values somewhere else",
+            remedy="save the plain tensors that it is made of",
+        )
+
+
+def _require_distinct(local: torch.Tensor, place: Place) -> None:
+    """Refuse to fill a tensor in which one place in memory is several elements."""
+    if not (local.is_contiguous() or overlap.is_distinct(local.shape, local.stride())):
+        raise StateError(
+            f"{place} is an expanded or overlapping tensor: several of its elements share memory",
+            remedy="load into a contiguous copy of it",
+        )
+
+
+def _memory(tensor: Any, local: torch.Tensor, *form: Any) -> tuple[Any, ...]:
+    """Return what is equal for two tensors that are the same memory in the same form."""
+    if local.numel() == 0:
+        return ("torch", id(tensor))
+    return ("torch", local.device, local.data_ptr(), tuple(local.shape), local.stride(), local.dtype, *form)

@@ -1,0 +1,156 @@
+"""The HDFS client behind a blocking door: every call has a deadline, and raises errors of ours."""
+
+from __future__ import annotations
+
+import threading
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, TypeVar
+
+from hdfs_native import Client, WriteOptions
+
+from reknit.errors import UsageError
+from reknit.storage.hdfs.config import cluster
+from reknit.storage.hdfs.errors import as_ours, plain
+from reknit.storage.hdfs.threads import OverdueError, together, within
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator, Sequence
+
+    from hdfs_native import FileStatus
+    from hdfs_native._internal import RawClient, RawFileReader, RawFileWriter
+
+    from reknit.storage.hdfs.config import HdfsPath
+
+_Result = TypeVar("_Result")
+
+PIECE_NBYTES = 4 << 20
+"""Bytes that are handed to the client at once: each has to get through within the deadline."""
+
+
+class HdfsClient:
+    """A cluster, as seen by all stores of this process that begin at one.  Paths are absolute."""
+
+    def __init__(self, place: HdfsPath) -> None:
+        self.place, self.options = place, place.options
+        self.cluster = cluster(place)
+        self._lock = threading.Lock()
+        self._first = 0
+        """The NameNode that is asked first."""
+        self._client = self._connect()
+
+    def url(self, path: str) -> str:
+        """Return where a path is, as a user would write it."""
+        return f"hdfs://{self.place.authority}{path}"
+
+    def stat(self, path: str) -> FileStatus:
+        """Return what the NameNode knows of a file or folder."""
+        return self.ask("find", path, lambda client: client.get_file_info(path))
+
+    def make_folder(self, path: str) -> None:
+        """Make a folder with all above it."""
+        self.ask("make", path, lambda client: client.mkdirs(path, 0o755, True))
+
+    def rename(self, source: str, target: str, *, overwrite: bool) -> None:
+        """Move a file in one step; without `overwrite`, only where nothing is.  Errors are about `target`."""
+        self.ask("write", target, lambda client: client.rename(source, target, overwrite))
+
+    def delete(self, path: str) -> bool:
+        """Remove a file, or a folder that is empty; tell whether it was there."""
+        return self.ask("delete", path, lambda client: client.delete(path, False))
+
+    def entries(self, folder: str) -> list[FileStatus]:
+        """Return what is directly in a folder."""
+
+        return self.ask("list", folder, lambda client: list(client.list_status(folder, False)))
+
+    def begin(self, path: str) -> RawFileWriter:
+        """Start a new file, with the folders above it."""
+        options = WriteOptions(
+            block_size=self.options.block_nbytes,
+            replication=self.options.replication,
+            overwrite=False,
+            create_parent=True,
+        )
+        return self.ask("write", path, lambda client: client.create(path, options))
+
+    def feed(self, path: str, writer: RawFileWriter, data: bytes) -> None:
+        """Write bytes at the end of a file that was begun.  The client is quick with `bytes` alone."""
+        for start in range(0, len(data), PIECE_NBYTES):
+            piece = data if len(data) <= PIECE_NBYTES else data[start : start + PIECE_NBYTES]
+            self.ask("write", path, lambda _, piece=piece: writer.write(piece))  # type: ignore[misc]
+
+    def end(self, path: str, writer: RawFileWriter, *, empty: bool = False) -> None:
+        """Close a file; with the durability "power" its bytes are on the disks of all copies then."""
+        if self.place.durability == "power" and not empty:
+            self.ask("sync", path, lambda _: writer.hsync())
+        self.ask("finish", path, lambda _: writer.close())
+
+    def reopen(self, path: str) -> RawFileWriter:
+        """Start to write at the end of a file that is there."""
+        return self.ask("write", path, lambda client: client.append(path))
+
+    def recover(self, path: str) -> bool:
+        """Have a file closed that somebody left open; tell whether it is."""
+        return self.ask("recover", path, lambda client: client.recover_lease(path))
+
+    def open(self, path: str) -> RawFileReader:
+        """Return what reads a file as it is now."""
+        return self.ask("read", path, lambda client: client.read(path))
+
+    def ask(self, action: str, path: str, work: Callable[[RawClient], _Result]) -> _Result:
+        """Return what the client returns in time."""
+        with self._answering(action, path) as client:
+            return within(self.options.timeout_s, lambda: work(client))
+
+    def ask_together(self, action: str, path: str, work: Sequence[Callable[[], _Result]]) -> list[_Result]:
+        """Return what several calls of the client return, each in time."""
+        with self._answering(action, path):
+            return together(self.options.timeout_s, work, self.options.concurrency)
+
+    @contextmanager
+    def _answering(self, action: str, path: str) -> Iterator[RawClient]:
+        """Yield the client; raise what it raises as a `StorageError` about `path`."""
+        client = self._client
+        try:
+            yield client
+        except (OSError, RuntimeError, ValueError, OverdueError) as error:
+            if isinstance(error, OverdueError):
+                self._renew(client)
+            raise as_ours(action, self.url(path), error) from error
+        except BaseException as error:
+            # The client is written in Rust; what it did not expect comes out as this, beside `Exception`.
+            if type(error).__name__ != "PanicException":
+                raise
+            self._renew(client)
+            raise as_ours(action, self.url(path), error) from error
+
+    def _renew(self, client: RawClient) -> None:
+        """Take a new client where this one may have connections on which nothing comes back any more.
+
+        It asks another NameNode first: of one that is silent it would not get on to the next.
+        """
+        with self._lock:
+            if self._client is client:
+                self._first = (self._first + 1) % len(self.cluster.namenodes)
+                self._client = self._connect()
+
+    def _connect(self) -> RawClient:
+        # It asks all NameNodes once, instead of for a minute: whether to ask again is for others to say.
+        config = {"dfs.client.failover.max.attempts": str(len(self.cluster.namenodes) - 1)}
+        if names := self.cluster.names:
+            order = ",".join((*names[self._first :], *names[: self._first]))
+            config[f"dfs.ha.namenodes.{self.place.authority}"] = order
+        try:
+            # What is around `inner` closes files that are forgotten, and waits for the NameNode meanwhile.
+            return Client(
+                f"hdfs://{self.place.authority}",
+                config,
+                kerberos_principal=self.options.principal,
+                kerberos_keytab=self.options.keytab,
+            ).inner
+        except (RuntimeError, ValueError, OSError) as error:
+            raise UsageError(
+                f"there is no way to {self.place.url}: {plain(error)}",
+                remedy="name the NameNode as host:port, or a nameservice of Hadoop's configuration, which is "
+                "found by HADOOP_CONF_DIR",
+            ) from error

@@ -1,0 +1,206 @@
+"""Which HDFS, reached how?  URLs, their options, and what Hadoop's own files say."""
+
+from __future__ import annotations
+
+import os
+import re
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal, get_args
+from urllib.parse import parse_qsl
+from xml.etree import ElementTree
+
+from reknit.errors import UsageError
+from reknit.options import MIB, Durability, hadoop_conf_dir, hadoop_user
+from reknit.storage.paths import check_path
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+Concat = Literal["auto", "rpc", "webhdfs", "none"]
+
+DEFAULT_PORT = 8020
+_OURS = (
+    "keys of reknit are part_mib, block_mib, concurrency, replication, timeout_s, tries, retry_s, concat, "
+    "webhdfs, principal, keytab"
+)
+_VARIABLE = re.compile(r"\$\{([^${}]+)\}")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class HdfsOptions:
+    """How an HDFS is used; each may stand in the URL, after a question mark.
+
+    `part_nbytes` (in a URL ``part_mib``): bytes of one sub-file; files of at most one part are written as
+    they are.  `block_nbytes` (``block_mib``): HDFS block size of new files, no smaller than a part.
+    `concurrency`: sub-files of one file that are on their way at once, and ranges of one read.
+    `replication`: copies of each block, None for what the cluster does by itself.  `timeout_s`: the longest
+    that one request, or one piece of 4 MiB, may take.  `tries`: how often a sub-file is written, under a new
+    name each time, until it is given up.
+
+    `concat`: how sub-files become one file: ``"rpc"`` asks the NameNode, ``"webhdfs"`` a web server, at the
+    address `webhdfs`; ``"none"`` does without and writes each file in one stream, so that nothing can be
+    repeated.  ``"auto"``: over the web where `webhdfs` is given, else by RPC where the cluster authenticates
+    nobody, else not at all.  `principal`, `keytab`: for Kerberos, where there is no ticket cache.
+    """
+
+    part_nbytes: int = 32 * MIB
+    block_nbytes: int = 128 * MIB
+    concurrency: int = 8
+    replication: int | None = None
+    timeout_s: float = 30.0
+    tries: int = 4
+    concat: Concat = "auto"
+    webhdfs: str | None = None
+    principal: str | None = None
+    keytab: str | None = None
+
+    def __post_init__(self) -> None:
+        _require(self.part_nbytes >= 1, "a part has at least one byte")
+        _require(
+            self.part_nbytes <= self.block_nbytes,
+            f"a part of {self.part_nbytes} bytes is larger than a block of {self.block_nbytes}",
+        )
+        _require(self.concurrency >= 1, "concurrency is at least 1")
+        _require(self.replication is None or self.replication >= 1, "replication is at least 1")
+        _require(self.timeout_s > 0, "timeout_s must be positive")
+        _require(self.tries >= 1, "tries is at least 1")
+        known = get_args(Concat)
+        _require(self.concat in known, f"concat is one of {', '.join(known)}, not {self.concat!r}")
+        _require(
+            self.concat != "webhdfs" or self.webhdfs is not None,
+            "concat=webhdfs needs the address of a web server, such as webhdfs=http://namenode:9870",
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class HdfsPath:
+    """What a URL names: a cluster (``host:port``, or a nameservice), and an absolute folder."""
+
+    authority: str
+    folder: str
+    options: HdfsOptions
+    durability: Durability = "power"
+
+    @property
+    def url(self) -> str:
+        """As a user would write it, without options."""
+        return f"hdfs://{self.authority}{self.folder}".rstrip("/")
+
+
+@dataclass(frozen=True, slots=True)
+class Cluster:
+    """The NameNodes of a cluster as (host, port), and whether it authenticates those who ask.
+
+    `names` is what a nameservice calls its NameNodes, in the same order; empty where there is none.
+    `datanodes_by_name`: DataNodes are reached by their names, not by the addresses that the NameNode sees.
+    """
+
+    namenodes: tuple[tuple[str, int], ...]
+    secure: bool
+    user: str
+    names: tuple[str, ...] = ()
+    datanodes_by_name: bool = False
+
+
+def parse_url(url: str, durability: Durability = "power") -> HdfsPath:
+    """Return what ``hdfs://host:port/folder?option=value`` says.  Raises `UsageError`."""
+    head, _, query = url.partition("?")
+    authority, _, folder = head.partition("://")[2].partition("/")
+    if not authority:
+        told = configuration().get("fs.defaultFS", "")
+        authority = told.partition("://")[2].partition("/")[0] if told.startswith("hdfs://") else ""
+    if not authority:
+        raise UsageError(
+            f"{url!r} names no cluster, and fs.defaultFS of Hadoop's configuration is none",
+            remedy="write hdfs://namenode:8020/folder, or set HADOOP_CONF_DIR",
+        )
+    folder = folder.strip("/")
+    if folder:
+        check_path(folder, f"hdfs://{authority}")
+    return HdfsPath(authority, f"/{folder}" if folder else "", _options(url, query), durability)
+
+
+def cluster(place: HdfsPath) -> Cluster:
+    """Return where the NameNodes are, and how they are to be asked."""
+    known, authority = configuration(), place.authority
+    told = known.get(f"dfs.ha.namenodes.{authority}", "").strip()
+    nodes = [node.strip() for node in told.split(",")] if told else []
+    addresses = [known.get(f"dfs.namenode.rpc-address.{authority}.{node}", "") for node in nodes]
+    addresses = addresses or [authority]
+    if not all(addresses):
+        raise UsageError(
+            f"Hadoop's configuration tells no address of some NameNode of {authority}: {', '.join(nodes)}",
+            remedy=f"set dfs.namenode.rpc-address.{authority}.<node> in hdfs-site.xml",
+        )
+    secure = known.get("hadoop.security.authentication", "simple").lower() != "simple"
+    by_name = known.get("dfs.client.use.datanode.hostname", "").lower() == "true"
+    return Cluster(tuple(map(_address, addresses)), secure, hadoop_user(), tuple(nodes), by_name)
+
+
+def configuration() -> dict[str, str]:
+    """Return what core-site.xml and hdfs-site.xml say, with their variables filled in."""
+    found: dict[str, str] = {}
+    if (folder := hadoop_conf_dir()) is not None:
+        for name in ("core-site.xml", "hdfs-site.xml"):
+            path = Path(folder, name)
+            try:
+                root = ElementTree.parse(path).getroot()
+            except FileNotFoundError:
+                continue
+            except (ElementTree.ParseError, OSError) as error:
+                raise UsageError(f"cannot read {path}: {error}", remedy="mend it") from error
+            for entry in root.iter("property"):
+                key, value = entry.findtext("name"), entry.findtext("value")
+                if key and value is not None:
+                    found[key.strip()] = value.strip()
+    return {key: _filled(value, found) for key, value in found.items()}
+
+
+def _filled(text: str, known: dict[str, str]) -> str:
+    for _ in range(20):  # as deep as Hadoop goes
+        new = _VARIABLE.sub(lambda match: known.get(match[1], match[0]), text)
+        if new == text:
+            break
+        text = new
+    return text
+
+
+def _address(text: str) -> tuple[str, int]:
+    host, colon, port = text.rpartition(":")
+    if not colon or text.endswith("]"):
+        return text.strip("[]"), DEFAULT_PORT
+    if not port.isdecimal() or not 0 < int(port) < 1 << 16:
+        raise UsageError(f"{text!r} is no address of a NameNode", remedy="write host:port")
+    return host.strip("[]"), int(port)
+
+
+def _options(url: str, query: str) -> HdfsOptions:
+    convert: dict[str, Callable[[str], Any]] = {
+        "part_mib": lambda text: int(text) * MIB,
+        "block_mib": lambda text: int(text) * MIB,
+        "concurrency": int,
+        "replication": int,
+        "timeout_s": float,
+        "tries": int,
+        "concat": str,
+        "webhdfs": str,
+        "principal": str,
+        "keytab": os.path.expanduser,
+    }
+    found: dict[str, Any] = {}
+    for key, text in parse_qsl(query, keep_blank_values=True):
+        if key not in convert:
+            raise UsageError(f"{url!r} has the unknown option {key!r}", remedy=_OURS)
+        try:
+            found[key.replace("_mib", "_nbytes")] = convert[key](text)
+        except ValueError as error:
+            raise UsageError(f"{url!r}: {text!r} is no value of {key}", remedy=_OURS) from error
+    if "part_nbytes" in found:
+        found.setdefault("block_nbytes", max(HdfsOptions().block_nbytes, found["part_nbytes"]))
+    return replace(HdfsOptions(), **found)
+
+
+def _require(ok: bool, message: str) -> None:
+    if not ok:
+        raise UsageError(message)

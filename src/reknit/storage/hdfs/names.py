@@ -1,0 +1,91 @@
+"""Names in HDFS: how they are written there, and what this process knows of those that are taken."""
+
+from __future__ import annotations
+
+import re
+import threading
+from collections import OrderedDict
+
+_ESCAPED = re.compile(r"%(?=(?:25)*3A)")
+_MOST_FOLDERS = 256
+
+
+def encoded(path: str) -> str:
+    """Return a path as it stands in HDFS, which knows no colons: ``%3A`` stands for one."""
+    return _ESCAPED.sub("%25", path).replace(":", "%3A")
+
+
+def decoded(path: str) -> str:
+    """Return the path that stands in HDFS as `path`."""
+    return re.sub(r"%((?:25)*)3A", lambda match: f"%{match[1][2:]}3A" if match[1] else ":", path)
+
+
+class HdfsNames:
+    """The files that are being written by this process, and what is known to be in folders.
+
+    Whether a name is free is thus looked up once for each folder instead of once for each file.  What others
+    write meanwhile is not known here; it is found when the file gets its name.
+    """
+
+    def __init__(self) -> None:
+        self._writers: dict[str, object] = {}
+        self._folders: OrderedDict[str, set[str]] = OrderedDict()
+        self._lock = threading.Lock()
+
+    def take(self, path: str, writer: object) -> bool:
+        """Give a name to a writer; tell whether it was free."""
+        with self._lock:
+            return self._writers.setdefault(path, writer) is writer
+
+    def has(self, path: str, writer: object) -> bool:
+        """Tell whether a writer still has its name."""
+        with self._lock:
+            return self._writers.get(path) is writer
+
+    def free(self, path: str, writer: object | None = None) -> None:
+        """Take a name from this writer, or from whoever has it."""
+        with self._lock:
+            if writer is None or self._writers.get(path) is writer:
+                self._writers.pop(path, None)
+
+    def under_way(self, path: str) -> bool:
+        """Tell whether a file is being written."""
+        with self._lock:
+            return path in self._writers
+
+    def knows(self, folder: str) -> bool:
+        """Tell whether it is known what is in a folder."""
+        with self._lock:
+            return folder in self._folders
+
+    def learn(self, folder: str, names: set[str]) -> None:
+        """Note what is in a folder, which is there."""
+        self.add(folder)
+        with self._lock:
+            self._folders[folder] = names
+            self._folders.move_to_end(folder)
+            if len(self._folders) > _MOST_FOLDERS:
+                self._folders.popitem(last=False)
+
+    def taken(self, path: str) -> bool:
+        """Tell whether a name was taken when last heard of."""
+        folder, _, name = path.rpartition("/")
+        with self._lock:
+            return name in self._folders.get(folder, ())
+
+    def add(self, path: str) -> None:
+        """Note that a file or folder is there, and so all folders above it."""
+        with self._lock:
+            while path:
+                folder, _, name = path.rpartition("/")
+                if folder in self._folders:
+                    self._folders[folder].add(name)
+                path = folder
+
+    def drop(self, path: str) -> None:
+        """Note that a file or folder is gone."""
+        folder, _, name = path.rpartition("/")
+        with self._lock:
+            self._folders.pop(path, None)
+            if folder in self._folders:
+                self._folders[folder].discard(name)

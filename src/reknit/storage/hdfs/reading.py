@@ -1,0 +1,165 @@
+"""Files of an HDFS that are read: in ranges of a few megabytes, several at once."""
+
+from __future__ import annotations
+
+import threading
+from collections import OrderedDict
+from functools import partial
+from typing import TYPE_CHECKING, NamedTuple
+
+import numpy as np
+
+from reknit.errors import StorageError, StorageNotFoundError
+from reknit.monitor.phase import Deadline
+from reknit.storage.hdfs.client import PIECE_NBYTES
+from reknit.storage.runs import spread, take_runs
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Sequence
+
+    from hdfs_native._internal import RawFileReader
+    from numpy.typing import NDArray
+
+    from reknit.storage.hdfs.client import HdfsClient
+
+GAP_NBYTES = 1 << 20
+"""Holes up to this size are read over: a request costs as much."""
+_MOST_OPEN = 64
+_KEPT_S = 5.0
+"""How long it is remembered where the blocks of a file are."""
+
+
+class _Open(NamedTuple):
+    reader: RawFileReader
+    until: Deadline
+
+
+class BlockReaders:
+    """Reads files of a cluster; where their blocks are is remembered for a short while."""
+
+    def __init__(self, client: HdfsClient) -> None:
+        self._client = client
+        self._kept: OrderedDict[str, _Open] = OrderedDict()
+        self._drops = 0
+        self._lock = threading.Lock()
+
+    def drop(self, path: str | None = None) -> None:
+        """Forget a file, or all."""
+        with self._lock:
+            self._drops += 1
+            if path is None:
+                self._kept.clear()
+            else:
+                self._kept.pop(path, None)
+
+    def whole(self, path: str, limit: int) -> bytes:
+        """Return a whole small file, as it is now."""
+        self.drop(path)
+        return self._whole(path, limit)
+
+    def fill(self, path: str, start: int, buffers: Sequence[memoryview]) -> None:
+        """Fill the buffers, one after another, from byte `start` on."""
+        out = [np.frombuffer(buffer, np.uint8) for buffer in buffers if buffer.nbytes]
+        end = start + sum(map(len, out))
+        most = PIECE_NBYTES * self._client.options.concurrency
+        for first in range(start, end, most):
+            last = min(first + most, end)
+            ranges = [(begin, min(PIECE_NBYTES, last - begin)) for begin in range(first, last, PIECE_NBYTES)]
+            for data in self._ranges(path, ranges, start, end):
+                spread(np.frombuffer(data, np.uint8), out)
+
+    def take(self, path: str, starts: NDArray[np.int64], nbytes: int, out: NDArray[np.uint8]) -> None:
+        """Fill the rows of `out` with the runs of `nbytes` bytes that begin at `starts`."""
+        groups = list(_groups(starts.tolist(), nbytes))
+        at_once = self._client.options.concurrency
+        for number in range(0, len(groups), at_once):
+            some = groups[number : number + at_once]
+            ranges = [(int(starts[a]), int(starts[b - 1]) + nbytes - int(starts[a])) for a, b in some]
+            found = self._ranges(path, ranges, int(starts[-1]), int(starts[-1]) + nbytes)
+            for (first, last), data in zip(some, found, strict=True):
+                take_runs(np.frombuffer(data, np.uint8), starts[first:last] - starts[first], out[first:last])
+
+    def _ranges(self, path: str, ranges: list[tuple[int, int]], start: int, end: int) -> list[bytes]:
+        """Return ranges of a file, of which bytes up to `end` are wanted in the end."""
+        kept = self._kept_reader(path)
+        if kept is not None:
+            try:
+                return self._read_from(kept, path, ranges, start, end)
+            except StorageError:  # another file has the name now, or blocks have moved: look again
+                self.drop(path)
+        for attempt in range(2):
+            drops = self._drops
+            reader = self._client.open(path)
+            try:
+                data = self._read_from(reader, path, ranges, start, end)
+            except StorageNotFoundError:
+                raise
+            except StorageError:
+                if attempt or reader.file_length() < end:
+                    raise
+                continue  # it was replaced between one request and the next
+            self._keep(path, reader, drops)
+            return data
+        raise AssertionError("the second attempt returns or raises")
+
+    def _read_from(
+        self, reader: RawFileReader, path: str, ranges: list[tuple[int, int]], start: int, end: int
+    ) -> list[bytes]:
+        if reader.file_length() < end:  # asked for more, the client panics
+            raise self._shorter(path, start, end, reader.file_length())
+
+        found = self._client.ask_together(
+            "read", path, [partial(reader.read_range, *each) for each in ranges]
+        )
+        for (begin, nbytes), data in zip(ranges, found, strict=True):
+            if len(data) != nbytes:
+                raise self._shorter(path, begin, begin + nbytes, begin + len(data))
+        return found
+
+    def _whole(self, path: str, limit: int) -> bytes:
+        for attempt in range(2):
+            reader = self._client.open(path)
+            nbytes = reader.file_length()
+            if nbytes > limit:
+                url = self._client.url(path)
+                raise StorageError(f"{url} has {nbytes} bytes, more than the {limit} allowed here", path=url)
+            try:
+                ranges = [(a, min(PIECE_NBYTES, nbytes - a)) for a in range(0, nbytes, PIECE_NBYTES)]
+                return b"".join(self._read_from(reader, path, ranges, 0, nbytes))
+            except StorageError:
+                if attempt:
+                    raise  # the first time it may have been replaced between the two requests
+        raise AssertionError("the second attempt returns or raises")
+
+    def _kept_reader(self, path: str) -> RawFileReader | None:
+        with self._lock:
+            kept = self._kept.get(path)
+            return None if kept is None or kept.until.passed() else kept.reader
+
+    def _keep(self, path: str, reader: RawFileReader, drops: int) -> None:
+        with self._lock:
+            if drops != self._drops:  # it may be what was dropped since
+                return
+            self._kept[path] = _Open(reader, Deadline(_KEPT_S))
+            self._kept.move_to_end(path)
+            if len(self._kept) > _MOST_OPEN:
+                self._kept.popitem(last=False)
+
+    def _shorter(self, path: str, start: int, end: int, nbytes: int) -> StorageError:
+        url = self._client.url(path)
+        return StorageError(
+            f"{url} is shorter than expected: wanted bytes {start} to {end}, but it has {nbytes}", path=url
+        )
+
+
+def _groups(starts: list[int], nbytes: int) -> Iterator[tuple[int, int]]:
+    """Yield the first and the last (exclusive) of runs that are read in one request."""
+    first = 0
+    for number in range(1, len(starts) + 1):
+        if (
+            number == len(starts)
+            or starts[number] - starts[number - 1] - nbytes > GAP_NBYTES
+            or starts[number] + nbytes - starts[first] > PIECE_NBYTES
+        ):
+            yield first, number
+            first = number

@@ -1,0 +1,342 @@
+"""What the HDFS client cannot ask of a NameNode, asked directly: Hadoop's RPC, without authentication.
+
+A request is a length and three messages in the encoding of Protocol Buffers, each after its own length: a
+header, the name of the method, its arguments.  An answer is a length, a header, and the result.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+import re
+import socket
+import struct
+import threading
+import uuid
+import weakref
+from contextlib import suppress
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Protocol
+
+from reknit.errors import StorageError
+from reknit.monitor.phase import Deadline
+from reknit.storage.hdfs.errors import of_class, unreached
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Sequence
+
+    from reknit.storage.hdfs.config import Cluster
+
+PROTOCOL = "org.apache.hadoop.hdfs.protocol.ClientProtocol"
+_CONTEXT_CALL = -3
+_NO_RETRY = -1
+_FATAL = 2
+_HOLDER = re.compile(r" owned by (\S+) but is accessed by | is not the lease owner \(=([^:\s)]+)")
+"""How Hadoop 2 and 3 say whose file it is."""
+
+_MOST_NBYTES = 64 << 20
+"""A longer answer is none of a NameNode."""
+
+_QUICK_S = 2.0
+"""How long what a file can do without may take."""
+
+
+class Requests(Protocol):
+    """What the HDFS client lacks."""
+
+    def concat(self, target: str, sources: Sequence[str], url: str) -> None:
+        """Move all blocks of the sources behind those of the target, in one step; the sources vanish."""
+
+    def set_policy(self, path: str, policy: str, url: str) -> None:
+        """Say on what kind of disks the blocks of a file or folder belong, such as ``"COLD"``."""
+
+    def nodes_of(self, path: str, url: str) -> list[DataNode]:
+        """Return the DataNodes of a file's last block, also of one being written; none if it is not told."""
+
+    def place(self, path: str, avoided: Sequence[DataNode], url: str) -> None:
+        """Have the first block of a file, of which nothing is written yet, given to other DataNodes."""
+
+    def close(self) -> None:
+        """Drop the connections; the next request makes new ones."""
+
+
+@dataclass(frozen=True)
+class DataNode:
+    """A DataNode; `told` is all that the NameNode says of it."""
+
+    key: str
+    address: tuple[str, int]
+    told: bytes = field(repr=False, compare=False)
+
+
+class RpcRequests:
+    """Requests over connections that are kept; each carries one request at a time."""
+
+    def __init__(self, cluster: Cluster, timeout_s: float) -> None:
+        self._cluster, self._timeout_s = cluster, timeout_s
+        self._active = 0
+        """The NameNode that answered last."""
+        self._idle: list[_Connection] = []
+        self._lock = threading.Lock()
+        weakref.finalize(self, _close_all, self._idle)
+
+    def concat(self, target: str, sources: Sequence[str], url: str) -> None:
+        """Ask for one file instead of many."""
+        request = _text(1, target) + b"".join(_text(2, source) for source in sources)
+        self._call("concat", request, "join the parts of", url)
+
+    def set_policy(self, path: str, policy: str, url: str) -> None:
+        """Ask for other disks."""
+        self._call("setStoragePolicy", _text(1, path) + _text(2, policy), f"give the policy {policy} to", url)
+
+    def nodes_of(self, path: str, url: str) -> list[DataNode]:
+        """Ask where the last block is."""
+        action, request = "find the DataNodes of", _text(1, path) + _number(2, 0) + _number(3, 1)
+        answer = self._call("getBlockLocations", request, action, url, _QUICK_S)
+        try:
+            last = _inner(answer, 1, 4)
+            by_name = self._cluster.datanodes_by_name
+            return [] if last is None else [_node(told, by_name) for n, told in _messages(last) if n == 3]
+        except OSError as error:
+            raise unreached(action, url, error) from error
+
+    def place(self, path: str, avoided: Sequence[DataNode], url: str) -> None:
+        """Add the first block in the name of the client that writes the file, which is told of it then.
+
+        A client that asks for a block again gets the one that is there, as if the first answer had been
+        lost.  In whose name to ask the NameNode says to whoever asks in another.
+        """
+        action, stranger = "place a block of", f"reknit-{uuid.uuid4().hex}"
+        refusal = self._ask("addBlock", _text(1, path) + _text(2, stranger), action, url, _QUICK_S)
+        holders = [] if isinstance(refusal, bytes) else _HOLDER.findall(refusal[1].partition("\n")[0])
+        if not holders:
+            raise StorageError(f"cannot {action} {url}: the NameNode does not say who writes it", path=url)
+        holder = "".join(holders[-1])  # the last, since a path may look like anything
+        shunned = b"".join(_bytes(4, node.told) for node in avoided)
+        self._call("addBlock", _text(1, path) + _text(2, holder) + shunned, action, url, _QUICK_S)
+
+    def close(self) -> None:
+        """Drop the connections that nobody uses."""
+        with self._lock:
+            _close_all(self._idle)
+
+    def _call(self, method: str, request: bytes, action: str, url: str, most_s: float = math.inf) -> bytes:
+        """Return the result of a request that is not refused."""
+        answer = self._ask(method, request, action, url, most_s)
+        if isinstance(answer, bytes):
+            return answer
+        raise of_class(action, url, *answer)
+
+    def _ask(
+        self, method: str, request: bytes, action: str, url: str, most_s: float
+    ) -> bytes | tuple[str, str]:
+        """Ask one NameNode after another until one does not send us on; return what it says, or why not.
+
+        Only a request that cannot have been carried out is sent again; all else is for the caller to judge.
+        """
+        deadline, nodes = Deadline(min(self._timeout_s, most_s)), self._cluster.namenodes
+        error: BaseException = TimeoutError("no NameNode is active")
+        standby = None
+        first = self._active
+        for number in range(first, first + len(nodes)):
+            share = Deadline(deadline.remaining() / (first + len(nodes) - number))
+            try:  # one that is silent leaves time for the others
+                connection, new = self._connection(number % len(nodes), share)
+            except OSError as failed:
+                error, standby = failed, None
+                continue
+            try:
+                answer = connection.call(method, request, deadline)
+            except OSError as failed:
+                connection.close()
+                if not new:
+                    self.close()  # the others were cut too, likely
+                self._active = (number + 1) % len(nodes)
+                raise unreached(action, url, failed or "the connection was cut") from failed
+            if not isinstance(answer, bytes) and "StandbyException" in answer[0]:
+                connection.close()
+                standby = answer
+                continue
+            self._active = number % len(nodes)
+            with self._lock:
+                self._idle.append(connection)
+            return answer
+        if standby is not None:
+            return standby
+        raise unreached(action, url, error) from error
+
+    def _connection(self, node: int, deadline: Deadline) -> tuple[_Connection, bool]:
+        with self._lock:
+            while self._idle:
+                connection = self._idle.pop()
+                if connection.node == node and connection.alive():
+                    return connection, False
+                connection.close()
+        connection = _Connection(node, self._cluster.namenodes[node], self._cluster.user, deadline)
+        return connection, True
+
+
+class _Connection:
+    """A connection to one NameNode."""
+
+    def __init__(self, node: int, address: tuple[str, int], user: str, deadline: Deadline) -> None:
+        self.node = node
+        self._client = uuid.uuid4().bytes
+        self._calls = itertools.count()
+        self._socket = socket.create_connection(address, max(deadline.remaining(), 0.001))
+        self._socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        context = _bytes(2, _text(1, user)) + _text(3, PROTOCOL)
+        hello = _delimited(self._header(_CONTEXT_CALL)) + _delimited(context)
+        # The version of the protocol is 9; the zeros stand for no service class and no authentication.
+        self._socket.sendall(b"hrpc\x09\x00\x00" + struct.pack(">I", len(hello)) + hello)
+
+    def call(self, method: str, request: bytes, deadline: Deadline) -> bytes | tuple[str, str]:
+        """Return the result, or the class and the message of an error.  Raises `OSError`."""
+        number = next(self._calls)
+        asked = _text(1, method) + _text(2, PROTOCOL) + _number(3, 1)
+        body = b"".join(map(_delimited, (self._header(number), asked, request)))
+        self._socket.settimeout(max(deadline.remaining(), 0.001))
+        self._socket.sendall(struct.pack(">I", len(body)) + body)
+        (nbytes,) = struct.unpack(">I", self._receive(4, deadline))
+        if nbytes > _MOST_NBYTES:
+            raise OSError(f"{nbytes} bytes are no answer of a NameNode")
+        answer = self._receive(nbytes, deadline)
+        length, start = _varint(answer, 0)
+        header = dict(_fields(_cut(answer, start, length)))
+        if not header.get(2, 0):
+            nbytes, start = _varint(answer, start + length)
+            return _cut(answer, start, nbytes)
+        if header[2] == _FATAL:
+            self.close()  # as the other side does
+        told = [value if isinstance(value, bytes) else b"" for value in (header.get(4), header.get(5))]
+        return told[0].decode(errors="replace"), told[1].decode(errors="replace")
+
+    def alive(self) -> bool:
+        """Tell whether the other side has not closed it."""
+        try:
+            self._socket.setblocking(False)
+            self._socket.recv(1, socket.MSG_PEEK)  # nothing comes unasked, unless it is the end
+            return False
+        except BlockingIOError:
+            return True
+        except OSError:
+            return False
+
+    def close(self) -> None:
+        """Close it; an error of a connection that is given up means nothing."""
+        with suppress(OSError):
+            self._socket.close()
+
+    def _header(self, call: int) -> bytes:
+        return (
+            _number(1, 2)  # arguments in the encoding of Protocol Buffers
+            + _number(2, 0)
+            + _number(3, _signed(call))
+            + _bytes(4, self._client)
+            + _number(5, _signed(_NO_RETRY))
+        )
+
+    def _receive(self, nbytes: int, deadline: Deadline) -> bytes:
+        parts, missing = [], nbytes
+        while missing:
+            self._socket.settimeout(max(deadline.remaining(), 0.001))
+            if not (part := self._socket.recv(min(missing, 1 << 16))):
+                raise ConnectionResetError("the NameNode closed the connection")
+            parts.append(part)
+            missing -= len(part)
+        return b"".join(parts)
+
+
+def _close_all(connections: list[_Connection]) -> None:
+    while connections:
+        connections.pop().close()
+
+
+def _encoded(number: int) -> bytes:
+    out = bytearray()
+    while number > 0x7F:
+        out.append(number & 0x7F | 0x80)
+        number >>= 7
+    out.append(number)
+    return bytes(out)
+
+
+def _signed(number: int) -> int:
+    return (number << 1 ^ number >> 31) & 0xFFFFFFFF
+
+
+def _number(field: int, value: int) -> bytes:
+    return _encoded(field << 3) + _encoded(value)
+
+
+def _bytes(field: int, value: bytes) -> bytes:
+    return _encoded(field << 3 | 2) + _delimited(value)
+
+
+def _text(field: int, value: str) -> bytes:
+    return _bytes(field, value.encode())
+
+
+def _delimited(message: bytes) -> bytes:
+    return _encoded(len(message)) + message
+
+
+def _varint(data: bytes, start: int) -> tuple[int, int]:
+    """Return a number and where it ends.  Raises `OSError` when it does not."""
+    value = 0
+    for place, byte in enumerate(data[start : start + 10]):
+        value |= (byte & 0x7F) << 7 * place
+        if not byte & 0x80:
+            return value, start + place + 1
+    raise OSError("the answer is no message of Hadoop's RPC")
+
+
+def _cut(data: bytes, start: int, nbytes: int) -> bytes:
+    """Return a part of a message.  Raises `OSError` when it is not all there."""
+    if start + nbytes > len(data):
+        raise OSError("the answer is no message of Hadoop's RPC")
+    return data[start : start + nbytes]
+
+
+def _fields(data: bytes) -> Iterator[tuple[int, int | bytes]]:
+    """Yield the numbers and values of a message's fields."""
+    position = 0
+    while position < len(data):
+        tag, position = _varint(data, position)
+        kind = tag & 7
+        if kind == 0:
+            value, position = _varint(data, position)
+            yield tag >> 3, value
+            continue
+        if kind == 2:
+            nbytes, position = _varint(data, position)
+        elif kind in (1, 5):
+            nbytes = 8 if kind == 1 else 4
+        else:
+            raise OSError("the answer is no message of Hadoop's RPC")
+        yield tag >> 3, _cut(data, position, nbytes)
+        position += nbytes
+
+
+def _messages(data: bytes) -> Iterator[tuple[int, bytes]]:
+    """Yield the fields that are texts or messages."""
+    return ((number, value) for number, value in _fields(data) if isinstance(value, bytes))
+
+
+def _inner(data: bytes, *path: int) -> bytes | None:
+    """Return a message inside a message, by the numbers of the fields that lead there."""
+    for number in path:
+        found = dict(_messages(data)).get(number)
+        if found is None:
+            return None
+        data = found
+    return data
+
+
+def _node(told: bytes, by_name: bool) -> DataNode:
+    """Return a DataNode as the NameNode tells of it.  Raises `OSError`."""
+    ident = dict(_fields(_inner(told, 1) or b""))
+    host, key, port = ident.get(2 if by_name else 1), ident.get(3), ident.get(4)
+    if not (isinstance(host, bytes) and isinstance(key, bytes) and isinstance(port, int)):
+        raise OSError("the answer tells of no DataNode")
+    return DataNode(key.decode(errors="replace"), (host.decode(errors="replace"), port), told)

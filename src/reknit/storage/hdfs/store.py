@@ -1,0 +1,328 @@
+"""A folder of an HDFS as a store."""
+
+from __future__ import annotations
+
+import uuid
+from contextlib import suppress
+from copy import copy
+from dataclasses import replace
+from typing import TYPE_CHECKING, Literal
+
+from reknit.errors import StorageError, StorageNotFoundError, StorageUnavailableError, UsageError
+from reknit.monitor.phase import now
+from reknit.storage.base import Dated, Listed, Reading
+from reknit.storage.hdfs.client import HdfsClient
+from reknit.storage.hdfs.config import HdfsPath, parse_url
+from reknit.storage.hdfs.errors import ExistingError
+from reknit.storage.hdfs.names import HdfsNames, decoded, encoded
+from reknit.storage.hdfs.placement import Placing
+from reknit.storage.hdfs.reading import GAP_NBYTES, BlockReaders
+from reknit.storage.hdfs.web import requests_of
+from reknit.storage.hdfs.writer import HdfsWriter
+from reknit.storage.paths import check_path, is_own_temporary, is_temporary
+from reknit.storage.runs import checked_runs
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Sequence
+
+    import numpy as np
+    from hdfs_native import FileStatus
+    from numpy.typing import NDArray
+
+    from reknit.options import Durability
+
+_STALE_S = 86_400.0
+"""Age at which a temporary file belongs to no living write."""
+
+
+def open_hdfs(url: str, durability: Durability = "power") -> HdfsStorage:
+    """Return the store at ``hdfs://host:port/folder``; nothing is sent yet."""
+    return HdfsStorage(parse_url(url, durability))
+
+
+class HdfsStorage:
+    """The files below a folder, which is made when the first file is.
+
+    All that has to happen in one step is a rename, which the NameNode takes in one step.  A file larger than
+    a part is written as several sub-files at once, which the NameNode then joins without moving a byte.
+
+    What is in a folder is looked up when the first file is created there.  That somebody else has created a
+    file of the same name since then shows when it is finished, and the first one stays.
+    """
+
+    def __init__(self, place: HdfsPath) -> None:
+        self._place = place
+        self._client = HdfsClient(place)
+        self._requests = requests_of(self._client.cluster, place.options)
+        self._placing = Placing(self._client, self._requests)
+        self._names = HdfsNames()
+        self._readers = BlockReaders(self._client)
+
+    @property
+    def url(self) -> str:
+        """The cluster and the folder."""
+        return self._place.url
+
+    @property
+    def reading(self) -> Reading:
+        """A request costs as much as a megabyte; large reads are done in several at once."""
+        return Reading(gap_nbytes=GAP_NBYTES, waste=0.5, piece_nbytes=16 << 20)
+
+    def create(self, path: str, nbytes: int) -> HdfsWriter:
+        """Start a new file; no other thread of this process gets its name meanwhile."""
+        if nbytes < 0:
+            raise UsageError(f"a file of {nbytes} bytes cannot be")
+        full = self._full(path)
+        writer = HdfsWriter(
+            self._client, self._requests, self._placing, self._names, full, nbytes, self._prune
+        )
+        if not self._names.take(full, writer):
+            raise _existing(self._client.url(full))
+        self._readers.drop(full)
+        try:
+            self._look_up(full.rpartition("/")[0])
+            if self._names.taken(full) and self._find(full) is not None:
+                raise _existing(self._client.url(full))
+        except BaseException:
+            self._names.free(full, writer)
+            raise
+        return writer
+
+    def put(self, path: str, data: bytes, *, if_absent: bool) -> bool:
+        """Write a temporary file, and give it the name in one step."""
+        full = self._full(path)
+        if if_absent and self._names.under_way(full):
+            return False
+        temporary = f"{full.rpartition('/')[0]}/.{uuid.uuid4().hex}.tmp"
+        try:
+            self._placing.write(temporary, [bytes(data)] if data else [])
+            self._client.rename(temporary, full, overwrite=not if_absent)
+        except ExistingError:
+            self._discard(temporary)
+            return False
+        except StorageError:
+            self._discard(temporary)
+            raise
+        self._taken(full)
+        return True
+
+    def commit(self, path: str, data: bytes, *, pending: str, if_absent: bool) -> bool:
+        """Write into the file `pending`, and then give it the name `path`.
+
+        Look and write are thus one step of the NameNode: who was stopped in between finds the file gone, and
+        what he wrote was never to be seen.
+        """
+        full, marker = self._full(path), self._full(pending)
+        if if_absent and self._names.under_way(full):
+            return False
+        try:
+            self._fill(marker, bytes(data))
+            self._client.rename(marker, full, overwrite=not if_absent)
+        except ExistingError:
+            return False
+        except StorageNotFoundError as error:
+            raise _missing(self._client.url(marker)) from error
+        self._names.drop(marker)
+        self._taken(full)
+        return True
+
+    def get(self, path: str, *, limit: int) -> bytes:
+        """Return a whole small file."""
+        return self._readers.whole(self._full(path), limit)
+
+    def size(self, path: str) -> int:
+        """Return the size of a file in bytes."""
+        full = self._full(path)
+        found = self._client.stat(full)
+        if found.isdir:
+            raise _missing(self._client.url(full))
+        return found.length
+
+    def read_into(self, path: str, start: int, buffers: list[memoryview]) -> None:
+        """Read ranges, several at once, and copy what comes into the buffers."""
+        if start < 0:
+            raise UsageError(f"a read cannot start at byte {start}")
+        if not any(buffer.nbytes for buffer in buffers):
+            self.size(path)
+            return
+        self._readers.fill(self._full(path), start, buffers)
+
+    def read_runs(self, path: str, starts: NDArray[np.int64], nbytes: int, buffer: memoryview) -> None:
+        """Read runs that are near each other together, and several ranges at once."""
+        out = checked_runs(starts, nbytes, buffer)
+        if not out.size:
+            self.size(path)
+            return
+        self._readers.take(self._full(path), starts, nbytes, out)
+
+    def folders(self) -> list[str]:
+        """Return the names of the folders directly below the root, sorted."""
+        found = self._entries(self._place.folder)
+        return sorted(decoded(entry.path.rpartition("/")[2]) for entry in found if entry.isdir)
+
+    def list(self, prefix: str = "") -> Iterator[Listed]:
+        """Yield the files below a folder, one folder after another; sub-files are none."""
+        folder = self._full(prefix) if prefix else self._place.folder
+        return self._walk(folder)
+
+    def delete(self, path: str) -> None:
+        """Remove a file, and the folders that become empty by it, but never the root."""
+        full = self._full(path)
+        self._names.free(full)
+        try:
+            found = self._client.delete(full)
+        except StorageNotFoundError:
+            found = False
+        finally:
+            self._names.drop(full)
+            self._readers.drop(full)
+        if found:  # else what is above need not be a folder
+            self._prune(full.rpartition("/")[0])
+
+    def sub(self, path: str) -> HdfsStorage:
+        """Return the store rooted at a folder; it shares the client with this one."""
+        below = copy(self)
+        below._place = replace(self._place, folder=self._full(path))
+        return below
+
+    @property
+    def unseen(self) -> str | None:
+        """Nothing: what is written has a name from its first byte on."""
+        return None
+
+    def dated(self) -> Iterator[Dated]:
+        """Yield the files below the root, also sub-files; of what is being written, when it was begun."""
+        return self._walk_dated(self._place.folder)
+
+    def discard(self, found: Dated) -> None:
+        """Remove a sub-file, and the folders that become empty by it, but never the root."""
+        full = f"{self._place.folder}/{encoded(found.path)}"
+        with suppress(StorageNotFoundError):
+            self._client.delete(full)
+        self._prune(full.rpartition("/")[0])
+
+    def close(self) -> None:
+        """Drop connections and what is remembered of files; the store stays usable."""
+        self._readers.drop()
+        if self._requests is not None:
+            self._requests.close()
+
+    def set_storage_policy(self, folder: str, policy: str) -> None:
+        """Say on what disks new files of a folder belong, such as ``"COLD"``; a mover takes the old there.
+
+        Raises `StorageError` where the cluster cannot be asked, see ``concat`` in the options of the URL.
+        """
+        full = self._full(folder)
+        if self._requests is None:
+            raise StorageError(
+                f"nobody can be asked to give a policy to {self._client.url(full)}",
+                remedy="give the address of WebHDFS, as ?webhdfs=http://namenode:9870 in the URL",
+                path=self._client.url(full),
+            )
+        self._requests.set_policy(full, policy, self._client.url(full))
+
+    def _full(self, path: str) -> str:
+        """Return the absolute path of a file in HDFS."""
+        return f"{self._place.folder}/{encoded(check_path(path, self.url))}"
+
+    def _taken(self, full: str) -> None:
+        """Note that a file has just been put."""
+        self._names.free(full)
+        self._names.add(full)
+        self._readers.drop(full)
+
+    def _find(self, full: str) -> FileStatus | None:
+        try:
+            return self._client.stat(full)
+        except StorageNotFoundError:
+            return None
+
+    def _look_up(self, folder: str) -> None:
+        """Make a folder and learn what is in it, once; sweep up what dead writers have left there."""
+        if self._names.knows(folder):
+            return
+        if folder:
+            self._client.make_folder(folder)
+        names = set()
+        for entry in self._entries(folder):
+            name = entry.path.rpartition("/")[2]
+            if not is_temporary(name):
+                names.add(name)
+            elif not entry.isdir and now() - entry.modification_time / 1000 > _STALE_S:
+                self._discard(f"{folder}/{name}")
+        self._names.learn(folder, names)
+
+    def _fill(self, marker: str, data: bytes) -> None:
+        """Write a commit's content into its marker, or what is missing of it after an attempt that failed."""
+        url = self._client.url(marker)
+        there = self._client.stat(marker).length
+        if there and self._readers.whole(marker, len(data)) != data[:there]:
+            raise StorageError(
+                f"{url} holds other content than is to be committed",
+                remedy="a marker is for one commit alone: begin with a new one",
+                path=url,
+            )
+        if there == len(data):
+            return
+        try:
+            self._placing.append(marker, data[there:], new=not there)
+        except ExistingError as error:
+            self._client.recover(marker)
+            raise StorageUnavailableError(
+                f"{url} is still held open by an attempt that failed",
+                remedy="the NameNode closes it within seconds: try again",
+                path=url,
+            ) from error
+
+    def _discard(self, full: str) -> None:
+        """Remove a temporary file; one that stays is never seen, and swept up later."""
+        with suppress(StorageError):
+            self._client.delete(full)
+
+    def _prune(self, folder: str) -> None:
+        """Remove a folder and those above it as far as they are empty, but never the root."""
+        while folder.startswith(f"{self._place.folder}/"):
+            try:
+                self._client.delete(folder)
+            except StorageError:  # it is not empty, or it is nothing that this user may remove
+                return
+            self._names.drop(folder)
+            folder = folder.rpartition("/")[0]
+
+    def _entries(self, folder: str) -> Sequence[FileStatus]:
+        try:
+            return self._client.entries(folder or "/")
+        except StorageNotFoundError:
+            return []
+
+    def _walk_dated(self, folder: str) -> Iterator[Dated]:
+        for entry in self._entries(folder):
+            name = entry.path.rpartition("/")[2]
+            if entry.isdir:
+                yield from self._walk_dated(entry.path)
+            elif is_own_temporary(name) or not is_temporary(name):
+                kind: Literal["temporary", "file"] = "temporary" if is_own_temporary(name) else "file"
+                path = decoded(entry.path[len(self._place.folder) + 1 :])
+                yield Dated(kind, path, entry.length, entry.modification_time / 1000)
+
+    def _walk(self, folder: str) -> Iterator[Listed]:
+        for entry in self._entries(folder):
+            name = entry.path.rpartition("/")[2]
+            if is_temporary(name) or not entry.path.startswith(f"{folder}/"):
+                continue
+            if entry.isdir:
+                yield from self._walk(entry.path)
+            else:
+                yield Listed(decoded(entry.path[len(self._place.folder) + 1 :]), entry.length)
+
+
+def _existing(url: str) -> StorageError:
+    return ExistingError(
+        f"cannot create {url}: it exists",
+        remedy="files are never written twice: use another name, or delete the old one first",
+        path=url,
+    )
+
+
+def _missing(url: str) -> StorageNotFoundError:
+    return StorageNotFoundError(f"there is no file {url}", remedy="check the path", path=url)

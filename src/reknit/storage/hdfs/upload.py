@@ -1,0 +1,240 @@
+"""New files of an HDFS: pieces in any order, gathered to sub-files, each of which goes up by itself."""
+
+from __future__ import annotations
+
+import random
+import threading
+import uuid
+from dataclasses import dataclass, field
+from functools import partial
+from typing import TYPE_CHECKING
+
+from reknit.errors import StorageError, StorageNotFoundError, StorageUnavailableError
+from reknit.storage.hdfs.client import PIECE_NBYTES
+from reknit.storage.hdfs.errors import unreached
+from reknit.storage.hdfs.threads import OverdueError, begin
+
+if TYPE_CHECKING:
+    from hdfs_native._internal import RawFileWriter
+
+    from reknit.storage.hdfs.client import HdfsClient
+    from reknit.storage.hdfs.placement import Placing
+
+_FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.25, 4.0
+
+
+@dataclass
+class SubFile:
+    """A sub-file: its bytes by where they begin, as long as it is not up, and then its name."""
+
+    missing: int
+    pieces: dict[int, bytes] = field(default_factory=dict)
+    name: str | None = None
+
+    def content(self) -> list[bytes]:
+        """Return the bytes in order, small pieces put together."""
+        out, small, nbytes = list[bytes](), list[bytes](), 0
+        for start in sorted(self.pieces):
+            piece = self.pieces[start]
+            if small and nbytes + len(piece) > PIECE_NBYTES:
+                out.append(b"".join(small))
+                small, nbytes = [], 0
+            small.append(piece)
+            nbytes += len(piece)
+        return [*out, b"".join(small)] if small else out
+
+
+class SubFiles:
+    """The sub-files of one file.
+
+    A sub-file goes up when all its bytes are there, up to `concurrency` of them at once; they stay in memory
+    until it is closed, so that it can be written again, under a new name.  Whoever writes waits while as many
+    sub-files as that are complete, so if pieces come about in order, memory holds those, and one more for
+    each thread.
+
+    Without `split` all parts go into one file, one after another, and none is ever written again.
+    """
+
+    def __init__(
+        self, client: HdfsClient, placing: Placing, folder: str, nbytes: int, *, split: bool
+    ) -> None:
+        self._client, self._placing, self._folder, self._split = client, placing, folder, split
+        self._mark = uuid.uuid4().hex
+        size = client.options.part_nbytes
+        self._size = size
+        self.parts = [SubFile(min(size, nbytes - start)) for start in range(0, max(nbytes, 1), size)]
+        self._changed = threading.Condition()
+        self._waiting: list[int] = []
+        self._sending: set[int] = set()
+        self._failed: dict[int, BaseException] = {}
+        self._told = False
+        """Whether somebody has been told of what failed: who comes back then wants it to be tried again."""
+        self._stream: RawFileWriter | None = None
+        self._stream_name: str | None = None
+        self._names: set[str] = set()
+        self._given_up = False
+        if not nbytes:
+            self._waiting.append(0)
+
+    @property
+    def names(self) -> list[str]:
+        """The paths of the sub-files that are up, in order; one alone where everything went in one stream."""
+        if not self._split:
+            return [] if self._stream_name is None else [self._stream_name]
+        return [part.name for part in self.parts if part.name is not None]
+
+    @property
+    def attempts(self) -> int:
+        """How many files were begun."""
+        return len(self._names)
+
+    def write(self, start: int, data: memoryview) -> None:
+        """Copy bytes, as soon as there is room for them."""
+        at_most = self._client.options.concurrency
+        with self._changed:
+            self._again()
+            self._changed.wait_for(
+                lambda: (
+                    self._failed
+                    or self._given_up
+                    or not self._sending  # what is complete waits for what somebody has yet to write
+                    or len(self._waiting) + len(self._sending) < at_most
+                )
+            )
+            self._check()
+        position = 0
+        while position < len(data):
+            number, offset = divmod(start + position, self._size)
+            nbytes = min(self._size - offset, PIECE_NBYTES, len(data) - position)
+            self._add(number, offset, bytes(data[position : position + nbytes]))
+            position += nbytes
+
+    def finish(self) -> None:
+        """Return when all sub-files are up.  After a `StorageUnavailableError` it may be called again."""
+        with self._changed:
+            self._again()
+            self._start()
+            self._changed.wait_for(
+                lambda: self._given_up or (not self._sending and (self._failed or not self._waiting))
+            )
+            self._check()
+
+    def give_up(self) -> None:
+        """Stop, and remove what is there; what cannot be removed now is swept up later by others."""
+        with self._changed:
+            self._given_up = True
+            self._changed.notify_all()
+            self._changed.wait_for(lambda: not self._sending, timeout=self._client.options.timeout_s)
+            for part in self.parts:
+                part.pieces.clear()
+        for name in sorted(self._names):
+            try:
+                self._client.delete(name)
+            except StorageError:  # an abort never raises, and other names would fail for the same reason
+                break
+
+    def _add(self, number: int, offset: int, piece: bytes) -> None:
+        with self._changed:
+            part = self.parts[number]
+            part.pieces[offset] = piece
+            part.missing -= len(piece)
+            if not part.missing:
+                self._waiting.append(number)
+                self._start()
+
+    def _again(self) -> None:
+        """Let what failed be tried anew, if the one who failed by it has been told."""
+        if self._told and self._split:
+            self._waiting = [*self._failed, *self._waiting]
+            self._failed, self._told = {}, False
+            self._start()
+
+    def _start(self) -> None:
+        """Begin with parts that are complete: any of them, or the one that comes next in the stream."""
+        most = self._client.options.concurrency if self._split else 1
+        while self._waiting and len(self._sending) < most and not self._failed and not self._given_up:
+            number = min(self._waiting)
+            if not self._split and any(part.missing for part in self.parts[:number]):
+                break
+            if not self._split and any(part.pieces for part in self.parts[:number]):
+                break
+            self._waiting.remove(number)
+            self._sending.add(number)
+            try:
+                begin(partial(self._send, number))
+            except OverdueError as error:
+                self._sending.discard(number)
+                url = self._client.url(self._folder)
+                self._failed[number] = unreached("write into", url, error)
+
+    def _send(self, number: int) -> None:
+        """Bring a part up, and tell those who wait for it."""
+        part, error = self.parts[number], None
+        try:
+            if self._split:
+                part.name = self._write_anew(number, part.content())
+            else:
+                self._go_on(number, part.content())
+            part.pieces.clear()
+        except BaseException as failed:  # it is raised again by those who wait for the part
+            error = failed
+        finally:
+            with self._changed:
+                self._sending.discard(number)
+                if error is not None:
+                    self._failed[number] = error
+                self._start()
+                self._changed.notify_all()
+
+    def _write_anew(self, number: int, content: list[bytes]) -> str:
+        """Write a sub-file, under a new name for each try, and return the name under which it is there.
+
+        The client does not go on with other DataNodes when one fails; a new file can be given to others.
+        """
+        for attempt in range(self._client.options.tries):
+            path = self._new_path(number)
+            try:
+                self._placing.write(path, content)
+                return path
+            except (StorageUnavailableError, StorageNotFoundError):  # not found: the NameNode gave it up
+                self._remove(path)
+                if attempt + 1 == self._client.options.tries:
+                    raise
+            with self._changed:
+                pause_s = min(_LONGEST_PAUSE_S, _FIRST_PAUSE_S * 2**attempt) * random.uniform(0.5, 1.5)
+                self._changed.wait_for(lambda: self._given_up, timeout=pause_s)
+                self._check_wanted()
+        raise AssertionError("there is at least one try")
+
+    def _go_on(self, number: int, content: list[bytes]) -> None:
+        """Write a part behind the last one, into the only file."""
+        if self._stream is None or self._stream_name is None:
+            self._stream_name = self._new_path(number)
+            self._stream = self._client.begin(self._stream_name)
+        for piece in content:
+            self._client.feed(self._stream_name, self._stream, piece)
+        if number + 1 == len(self.parts):
+            self._client.end(self._stream_name, self._stream, empty=not content)
+
+    def _remove(self, path: str) -> None:
+        try:
+            self._client.delete(path)
+        except StorageError:  # it is removed at the end, if it can be
+            return
+
+    def _new_path(self, number: int) -> str:
+        # Such names are never listed; sub-files have to be in one folder to become one file.
+        path = f"{self._folder}/.{self._mark}-{number}-{len(self._names)}.tmp"
+        self._names.add(path)
+        return path
+
+    def _check(self) -> None:
+        """Raise what went wrong."""
+        if self._failed:
+            self._told = True
+            raise next(iter(self._failed.values()))
+        self._check_wanted()
+
+    def _check_wanted(self) -> None:
+        if self._given_up:
+            raise StorageError(f"cannot write into {self._client.url(self._folder)}: the file is aborted")

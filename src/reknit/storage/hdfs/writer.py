@@ -1,0 +1,125 @@
+"""A file that is being written to HDFS: its sub-files become one file, which then gets its name."""
+
+from __future__ import annotations
+
+import threading
+from typing import TYPE_CHECKING
+
+from reknit.errors import StorageError, StorageNotFoundError
+from reknit.storage.hdfs.errors import ExistingError
+from reknit.storage.hdfs.upload import SubFiles
+from reknit.storage.runs import check_inside
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from reknit.storage.hdfs.client import HdfsClient
+    from reknit.storage.hdfs.names import HdfsNames
+    from reknit.storage.hdfs.placement import Placing
+    from reknit.storage.hdfs.rpc import Requests
+
+_MOST_SOURCES = 64
+"""Sub-files that are joined in one request."""
+
+
+class HdfsWriter:
+    """A file that is being written; nothing has its name before `finish` returns."""
+
+    def __init__(
+        self,
+        client: HdfsClient,
+        requests: Requests | None,
+        placing: Placing,
+        names: HdfsNames,
+        path: str,
+        nbytes: int,
+        prune: Callable[[str], None],
+    ) -> None:
+        self._client, self._requests, self._names = client, requests, names
+        self._path, self._nbytes, self._prune = path, nbytes, prune
+        self._url = client.url(path)
+        self.upload = SubFiles(client, placing, path.rpartition("/")[0], nbytes, split=requests is not None)
+        self._joined = 1
+        """Sub-files that have become the first one, with which it begins."""
+        self._lengths = [part.missing for part in self.upload.parts]
+        self._written = 0
+        self._open, self._whole = True, False
+        self._lock = threading.Lock()
+
+    def write(self, start: int, data: memoryview) -> None:
+        """Copy `data`, and send what is complete on its way; waits while too much is."""
+        data = data.cast("B")
+        check_inside(start, data.nbytes, self._nbytes, self._url)
+        with self._lock:
+            self._check_open("write")
+        if data.nbytes:
+            self.upload.write(start, data)
+        with self._lock:
+            self._written += data.nbytes
+
+    def finish(self) -> None:
+        """Join the sub-files and give the file its name, unless something has that already.
+
+        After a `StorageUnavailableError` it may be called again, and goes on where it was.
+        """
+        with self._lock:
+            self._check_open("finish")
+        if self._written != self._nbytes:
+            fault = f"{self._written} of {self._nbytes} bytes were written"
+            raise StorageError(f"cannot finish {self._url}: {fault}", path=self._url)
+        self.upload.finish()
+        self._join()
+        if not self._names.has(self._path, self):
+            raise StorageError(f"{self._url} was removed while it was written", path=self._url)
+        self._give_name()
+        with self._lock:
+            self._open, self._whole = False, True
+        self._names.add(self._path)
+        self._names.free(self._path, self)
+
+    def abort(self) -> None:
+        """Remove the sub-files and give the name free; nothing where the file is finished."""
+        with self._lock:
+            was_open, self._open = self._open, False
+        if was_open:
+            self.upload.give_up()
+            self._prune(self._path.rpartition("/")[0])
+        self._names.free(self._path, self)
+
+    def _join(self) -> None:
+        """Move the blocks of all sub-files to the first one; where the answer is lost, its length tells."""
+        first, *_ = names = self.upload.names
+        while self._requests is not None and self._joined < len(names):
+            last = min(self._joined + _MOST_SOURCES, len(names))
+            try:
+                self._requests.concat(first, names[self._joined : last], self._url)
+            except StorageError:
+                if self._client.stat(first).length != sum(self._lengths[:last]):
+                    raise
+            self._joined = last
+
+    def _give_name(self) -> None:
+        """Rename, which the NameNode does in one step, and not onto what is there.
+
+        Nobody else knows the sub-file: if it is gone, and a file of this size has the name, then an earlier
+        request was carried out whose answer was lost.
+        """
+        first = self.upload.names[0]
+        try:
+            self._client.rename(first, self._path, overwrite=False)
+        except (StorageNotFoundError, ExistingError):
+            self._names.add(self._path)
+            if not self._is_there(first, None) and self._is_there(self._path, self._nbytes):
+                return
+            raise
+
+    def _is_there(self, path: str, nbytes: int | None) -> bool:
+        try:
+            found = self._client.stat(path)
+        except StorageNotFoundError:
+            return False
+        return not found.isdir and nbytes in (None, found.length)
+
+    def _check_open(self, action: str) -> None:
+        if not self._open:
+            raise StorageError(f"cannot {action} {self._url}: it is finished or aborted", path=self._url)

@@ -1,0 +1,1 @@
+"""Local disks, network file systems, and the memory of a host."""

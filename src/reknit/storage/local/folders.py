@@ -1,0 +1,121 @@
+"""Folders of a local store: made on demand, made durable, and removed when they are empty."""
+
+from __future__ import annotations
+
+import errno
+import os
+import threading
+from contextlib import suppress
+
+from reknit.monitor.phase import now
+from reknit.storage.local.no_links import inside
+from reknit.storage.paths import is_own_temporary
+
+STALE_S = 3600.0
+"""Age at which a temporary file belongs to no living write: each lasts as long as one small file takes."""
+
+
+class Folders:
+    """The folders at and below `anchor`, which need not exist yet.
+
+    A file survives a power cut only when every folder on the way to it does, and a folder is made durable by
+    syncing the folder that holds its entry.  Another process may have made a folder and not synced it yet, so
+    `sync` walks up to the anchor always; above the anchor it syncs only what it made itself, because folders
+    up there may be closed to this user.
+    """
+
+    def __init__(self, anchor: str, *, durable: bool) -> None:
+        self._anchor = anchor
+        self._absent = _missing(anchor)
+        self.durable = durable
+        self._unsynced_above: set[str] = set()
+        self._lock = threading.Lock()
+
+    def make(self, folder: str) -> None:
+        """Make a folder with all that are missing above it."""
+        for name in reversed(_missing(folder)):
+            try:
+                os.mkdir(name)
+            except FileExistsError:
+                if os.path.isdir(name):
+                    continue
+                if not os.path.lexists(name):  # a clean-up elsewhere has just removed it
+                    raise FileNotFoundError(errno.ENOENT, "it is gone again", name) from None
+                what = "a link that leads nowhere" if os.path.islink(name) else "a file"
+                raise NotADirectoryError(errno.ENOTDIR, f"{what} is in the place of a folder", name) from None
+            else:
+                self._note(name)
+
+    def sync(self, folder: str) -> None:
+        """Make the entries of a folder durable, and those of the folders above it that lead there."""
+        if not self.durable:
+            return
+        while True:
+            sync_folder(folder)
+            if folder in (self._anchor, "/"):
+                break
+            folder = os.path.dirname(folder)
+        with self._lock:
+            above = sorted(self._unsynced_above)
+        for name in above:
+            sync_folder(name)
+        with self._lock:
+            self._unsynced_above.difference_update(above)
+
+    def prune(self, root: str, path: str) -> None:
+        """Do as `prune`, and then remove also the anchor and what is above it, if it was not there before.
+
+        So a save that failed leaves no empty folder in which nobody knows what there was.
+        """
+        prune(root, path)
+        with suppress(OSError):
+            for folder in self._absent:
+                os.rmdir(folder)
+
+    def _note(self, made: str) -> None:
+        if self._anchor == made or self._anchor.startswith(made + "/"):
+            with self._lock:
+                self._unsynced_above.add(os.path.dirname(made))
+
+
+def _missing(folder: str) -> list[str]:
+    """Return a folder and those above it that are not there, the innermost first."""
+    missing = []
+    while not os.path.isdir(folder):
+        missing.append(folder)
+        folder = os.path.dirname(folder)
+    return missing
+
+
+def sync_folder(folder: str) -> None:
+    """Make the entries of one folder durable."""
+    fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        os.fsync(fd)
+    except OSError as error:
+        # Some network file systems cannot sync a folder and say so; their entries are durable on return.
+        if error.errno not in (errno.EINVAL, errno.ENOTSUP):
+            raise
+    finally:
+        os.close(fd)
+
+
+def sweep(folder: str) -> None:
+    """Remove temporary files that a process left behind when it was killed; young ones may be in use."""
+    # Best effort: such a file is never listed or read, it only takes room and keeps its folder from going.
+    with suppress(OSError):
+        for path in (os.path.join(folder, name) for name in os.listdir(folder) if is_own_temporary(name)):
+            if now() - os.lstat(path).st_mtime > STALE_S:
+                os.unlink(path)
+
+
+def prune(root: str, path: str) -> None:
+    """Remove the folder that held `path` and those above it as far as they are empty, but never `root`."""
+    # Best effort: a folder that is not empty, busy or not ours to remove simply stays.
+    folder = path.rpartition("/")[0]
+    with suppress(OSError):
+        while folder:
+            above, _, name = folder.rpartition("/")
+            with inside(root, above) as fd:
+                os.rmdir(name, dir_fd=fd)
+            folder = above

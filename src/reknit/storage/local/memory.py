@@ -1,0 +1,114 @@
+"""The memory of this host as a store: files in shared memory, which outlive whoever wrote them."""
+
+from __future__ import annotations
+
+import os
+import stat
+from typing import TYPE_CHECKING
+
+from reknit.errors import StorageFullError, StoragePermissionError, UsageError
+from reknit.monitor.host_memory import available_nbytes
+from reknit.options import memory_folder
+from reknit.storage.base import Reading
+from reknit.storage.local.posix import NEW_FILE, translated
+from reknit.storage.local.space import making_room
+from reknit.storage.local.store import LocalStorage
+from reknit.storage.paths import check_path
+
+if TYPE_CHECKING:
+    from reknit.storage.local.writer import LocalWriter
+
+_SHARED = "/dev/shm"
+
+
+class MemoryStorage(LocalStorage):
+    """The files that are called `name` in the memory of this host, for every process of this user.
+
+    They lie in a folder of the user's own in ``/dev/shm``, or in what REKNIT_MEMORY names, and stay there
+    until they are deleted or the machine goes down.  Nothing is ever synced, for there is nowhere to sync to.
+    """
+
+    def __init__(self, name: str) -> None:
+        if "/" in check_path(name, "mem://"):
+            raise UsageError(f"the name of a store in memory is one word, not {name!r}")
+        self._all = _folder_of_all()
+        _make_own(self._all)
+        super().__init__(os.path.join(self._all, name), durability="process")
+
+    @property
+    def url(self) -> str:
+        """Return `mem://`, the name, and the folder below it."""
+        return f"mem://{os.path.relpath(self._root, self._all)}"
+
+    @property
+    def folder(self) -> str:
+        """The absolute path at which the files are."""
+        return self._root
+
+    @property
+    def reading(self) -> Reading:
+        """No byte is read that is not wanted: a hole is passed over for nothing."""
+        return Reading(gap_nbytes=0, waste=0.0)
+
+    def create(self, path: str, nbytes: int) -> LocalWriter:
+        """Start a new file, whose memory is taken now.
+
+        Raises `StorageFullError` also where the file system would give more than the host, or the control
+        group of this process, has: the kernel would end some process to get it.
+        """
+        full = self._full(path)
+        available = available_nbytes()
+        if nbytes > available:
+            raise StorageFullError(
+                f"cannot create {full}: it takes {nbytes:,} bytes of memory, and {available:,} are to be had",
+                remedy=making_room(full),
+                path=full,
+            )
+        return super().create(path, nbytes)
+
+    def _open_new(self, path: str, flags: int = NEW_FILE) -> int:
+        # Who removes everything may remove the folder of it all; made anew, it is as private as before.
+        _make_own(self._all)
+        return super()._open_new(path, flags)
+
+
+def _folder_of_all() -> str:
+    """Return the folder that holds all stores in memory of this user."""
+    told = memory_folder()
+    if told is not None:
+        return os.path.abspath(told)
+    if not os.path.isdir(_SHARED):
+        raise UsageError(
+            f"this system has no {_SHARED} for mem://",
+            remedy="set REKNIT_MEMORY to a folder of a file system in memory, or save to a local folder",
+        )
+    return f"{_SHARED}/reknit-{os.geteuid()}"
+
+
+def _make_own(folder: str) -> None:
+    """Make a folder that is this user's alone, if it is not there.
+
+    Raises `StoragePermissionError` for one that is another's, or open to others: everybody may make one of
+    this name, and could put checkpoints there, or watch for them.
+    """
+    with translated("make", folder):
+        try:
+            os.mkdir(folder, 0o700)
+        except FileExistsError:
+            found = os.lstat(folder)
+        else:
+            return
+    user = os.geteuid()
+    if not stat.S_ISDIR(found.st_mode):
+        fault = "is a link, or no folder"
+    elif found.st_uid != user:
+        fault = f"belongs to user {found.st_uid}, not to {user}"
+    elif found.st_mode & 0o022:
+        fault = "lets others write"
+    else:
+        return
+    raise StoragePermissionError(
+        f"mem:// cannot use {folder}: it {fault}",
+        remedy=f"remove it or mend it (chmod 700 {folder}), or set REKNIT_MEMORY to a folder of your own",
+        path=folder,
+    )

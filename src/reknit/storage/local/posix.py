@@ -1,0 +1,289 @@
+"""System calls as a store needs them: carried through to the end, with errors that explain themselves."""
+
+from __future__ import annotations
+
+import errno
+import os
+import stat
+from collections import deque
+from contextlib import contextmanager, suppress
+from itertools import islice
+from typing import TYPE_CHECKING, TypeVar
+
+from reknit.errors import (
+    ShortageError,
+    StorageError,
+    StorageFullError,
+    StorageNotFoundError,
+    StoragePermissionError,
+    shortage,
+)
+from reknit.storage.local.no_links import open_regular
+from reknit.storage.local.space import making_room
+from reknit.storage.paths import is_temporary
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+
+    from reknit.errors import ReknitError
+
+_T = TypeVar("_T")
+
+NEW_FILE = os.O_WRONLY | os.O_CREAT | os.O_EXCL
+_GONE = (errno.ENOENT, errno.ENOTDIR, errno.ESTALE)
+_NO_LINKS = (errno.EPERM, errno.EOPNOTSUPP, errno.ENOSYS, errno.EMLINK)
+_BUFFERS_PER_CALL = 1024  # IOV_MAX of Linux and macOS
+_STALE_TRIES = 8
+
+
+@contextmanager
+def translated(action: str, full: str) -> Iterator[None]:
+    """Turn an `OSError` into a `StorageError` that says what was done, to which file, and what may help.
+
+    Or into a `ShortageError`, where it is not the store that is at fault.
+    """
+    try:
+        yield
+    except OSError as error:
+        raise _typed(error, action, full) from None  # which says all that the error does
+
+
+def found_anew(full: str, look: Callable[[], _T]) -> _T:
+    """Return what `look` finds at the path `full`; it is called again where what this machine knows is old.
+
+    On NFS the file that a name led to may be replaced by another machine before it is opened or read: the
+    server then knows it no more (ESTALE), and only the name leads to the one that has taken its place.  And a
+    name that was looked up in vain goes on missing for up to a minute after another machine has made it.
+    """
+    asked = False
+    for _ in range(_STALE_TRIES):
+        try:
+            return look()
+        except OSError as error:
+            if error.errno != errno.ESTALE and (asked or error.errno != errno.ENOENT):
+                raise
+        ask_server(os.path.dirname(full))
+        asked = True
+    return look()
+
+
+def ask_server(folder: str) -> None:
+    """Make an NFS client forget to which files the names in a folder led, or to none, if that has changed.
+
+    Whoever opens a folder is to see what was in it by then, so that the client asks its server.
+    """
+    try:
+        os.close(os.open(folder, os.O_RDONLY | os.O_DIRECTORY))
+    except FileNotFoundError:
+        above = os.path.dirname(folder)
+        if above != folder:
+            ask_server(above)
+            with suppress(OSError):  # what is wrong with it is told by the look that follows
+                os.close(os.open(folder, os.O_RDONLY | os.O_DIRECTORY))
+    except OSError:
+        return  # as above
+
+
+def expect_sequence(fd: int) -> None:
+    """Tell the kernel that a file will be read from front to back, though by several threads at once.
+
+    Their reads come a little out of order, for which it would else take back its reading ahead: a file that
+    is not cached arrives half as fast again with it.
+    """
+    if hasattr(os, "posix_fadvise"):
+        with suppress(OSError):  # a sandbox may refuse even advice
+            os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_SEQUENTIAL)
+
+
+def identity(file: str | int) -> tuple[int, int] | None:
+    """Return what tells a file (a path or a descriptor) from all others; None when nothing is there."""
+    try:
+        found = os.stat(file, follow_symlinks=False) if isinstance(file, str) else os.fstat(file)
+    except OSError as error:
+        if error.errno not in _GONE:
+            raise
+        return None
+    return found.st_dev, found.st_ino
+
+
+def pwrite_all(fd: int, start: int, data: memoryview) -> None:
+    """Write all of `data` (bytes) at byte `start`."""
+    while data:
+        done = os.pwrite(fd, data, start)
+        if done == 0:
+            raise OSError(errno.EIO, "the file system takes no more bytes and does not say why")
+        start += done
+        data = data[done:]
+
+
+def preadv_all(fd: int, start: int, buffers: list[memoryview]) -> int:
+    """Read into the buffers and return the number of bytes; fewer than wanted only at the end of the file."""
+    pending = deque(buffer.cast("B") for buffer in buffers if buffer.nbytes)
+    position = start
+    while pending:
+        got = os.preadv(fd, list(islice(pending, _BUFFERS_PER_CALL)), position)
+        if got == 0:
+            break
+        position += got
+        while pending and got >= pending[0].nbytes:
+            got -= pending.popleft().nbytes
+        if got:
+            pending[0] = pending[0][got:]
+    return position - start
+
+
+def preadv_runs(fd: int, starts: list[int], nbytes: int, buffer: memoryview) -> int | None:
+    """Read runs of `nbytes` bytes one after another into the buffer.
+
+    Returns None, or, where the file ends within a run, where that begins.  The loop runs hundreds of
+    thousands of times a second: it holds nothing that could be outside.
+    """
+    preadv, position = os.preadv, 0
+    for start in starts:
+        end = position + nbytes
+        got = preadv(fd, [buffer[position:end]], start)
+        if got != nbytes and got + preadv_all(fd, start + got, [buffer[position + got : end]]) < nbytes:
+            return start
+        position = end
+    return None
+
+
+def read_whole(root: str, path: str, limit: int) -> bytes:
+    """Return all bytes of a file that has at most `limit`."""
+    full = os.path.join(root, path)
+    ask_server(os.path.dirname(full))
+    with os.fdopen(open_regular(root, path), "rb") as file:
+        nbytes = os.fstat(file.fileno()).st_size
+        if nbytes > limit:
+            raise StorageError(f"{full} has {nbytes} bytes, more than the {limit} allowed here", path=full)
+        data = file.read(nbytes)
+    if len(data) < nbytes:
+        raise shorter(full, 0, nbytes, len(data))
+    return data
+
+
+def shorter(full: str, start: int, nbytes: int, available: int) -> StorageError:
+    """Return the error of a file that ends before the bytes that are wanted of it."""
+    return StorageError(
+        f"{full} is shorter than expected: wanted bytes {start} to {start + nbytes}, but it has {available}",
+        remedy="the file was truncated; verify the checkpoint, and load another one if this is damaged",
+        path=full,
+    )
+
+
+def link_new(temporary: str, full: str) -> bool:
+    """Give a temporary file a name that must be free; false when it is not."""
+    try:
+        os.link(temporary, full)
+    except FileExistsError:
+        # NFS repeats a request whose answer was lost, and then finds the link that it has made itself.
+        return _taken(full) or os.stat(temporary).st_nlink > 1
+    except OSError as error:
+        if error.errno not in _NO_LINKS:
+            raise
+        return _claim(temporary, full)
+    return True
+
+
+def _claim(temporary: str, full: str) -> bool:
+    """Do as `link_new` on a file system without links (FAT, some FUSE gateways).
+
+    The free name is taken by an empty file, which the whole one then replaces.  So there is still one winner
+    and never a part of the content, but for an instant, or after a crash in it, an empty file.
+    """
+    try:
+        os.close(os.open(full, NEW_FILE, 0o666))
+    except FileExistsError:
+        return False
+    try:
+        os.replace(temporary, full)
+    except OSError:
+        os.unlink(full)
+        raise
+    return True
+
+
+def move(source: str, full: str) -> None:
+    """Give a file another name, in place of what has it.  Raises `FileNotFoundError` when it is gone."""
+    os.rename(source, full)
+    # Of two names of one file, left by a `move_new` that was cut short, a rename removes neither.
+    with suppress(FileNotFoundError):
+        os.unlink(source)
+
+
+def move_new(source: str, full: str) -> bool:
+    """Do as `move` when the name is free, and else nothing; tell which."""
+    try:
+        os.link(source, full)
+    except FileExistsError:
+        # As in `link_new`, an earlier request, or an earlier attempt, may have made the link.
+        if identity(source) != identity(full):
+            return _taken(full)
+    except OSError as error:
+        if error.errno not in _NO_LINKS:
+            raise
+        # Without links, a look goes before the step.  `_claim` will not do: where the source vanishes under
+        # it, the empty file that it then removes may have become somebody else's whole one.
+        if os.path.lexists(full):
+            return _taken(full)
+        os.rename(source, full)
+        return True
+    with suppress(FileNotFoundError):  # NFS again: it is removed already
+        os.unlink(source)
+    return True
+
+
+def _taken(full: str) -> bool:
+    """Return False for a name that a file has.  Raises `OSError` for that of a folder, a link, a pipe."""
+    mode = os.stat(full, follow_symlinks=False).st_mode
+    if stat.S_ISDIR(mode):
+        raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), full)
+    if not stat.S_ISREG(mode):
+        raise FileExistsError(errno.EEXIST, "what has this name is not a regular file", full)
+    return False
+
+
+def entries(folder: str, *, links: bool = False) -> list[tuple[str, os.stat_result]]:
+    """Return name and stat of what is in a folder, without files under way and without what just vanished.
+
+    With `links`, a link stands for what it leads to.
+    """
+    found = []
+    with translated("list", folder):
+        try:
+            names = os.listdir(folder)
+        except (FileNotFoundError, NotADirectoryError):
+            return []
+        for name in names:
+            if is_temporary(name):
+                continue
+            try:
+                found.append((name, os.stat(os.path.join(folder, name), follow_symlinks=links)))
+            except OSError as error:
+                if error.errno not in (*_GONE, errno.ELOOP):
+                    raise
+    return found
+
+
+def _typed(error: OSError, action: str, full: str) -> ReknitError:
+    code = errno.errorcode.get(error.errno or 0, "no code")
+    message = f"cannot {action} {full}: {error.strerror or error} ({code})"
+    if short := shortage(error):
+        return ShortageError(message, remedy=short.remedy, path=full)
+    if error.errno in (errno.ENOSPC, errno.EDQUOT):
+        return StorageFullError(message, remedy=making_room(full), path=full)
+    if error.errno in (errno.EACCES, errno.EPERM, errno.EROFS):
+        remedy = f"let user {os.geteuid()} do that there, or choose another place"
+        return StoragePermissionError(message, remedy=remedy, path=full)
+    if error.errno == errno.ELOOP:
+        remedy = "put what it leads to in its place, and then verify the checkpoint"
+        return StoragePermissionError(message, remedy=remedy, path=full)
+    if error.errno in (errno.ENOENT, errno.ENOTDIR):
+        return StorageNotFoundError(message, remedy="check the path", path=full)
+    if error.errno == errno.EEXIST:
+        remedy = "files are never written twice: use another name, or delete the old one first"
+        return StorageError(message, remedy=remedy, path=full)
+    if error.errno == errno.EFBIG:
+        remedy = "raise the limit (ulimit -f), or write smaller files: SaveOptions(max_file_nbytes=...)"
+        return StorageError(message, remedy=remedy, path=full)
+    return StorageError(message, path=full)

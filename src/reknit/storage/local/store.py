@@ -1,0 +1,300 @@
+"""A folder as a store: a local disk, or a file system that many machines mount."""
+
+from __future__ import annotations
+
+import errno
+import os
+import stat
+import uuid
+from contextlib import suppress
+from copy import copy
+from typing import TYPE_CHECKING, get_args
+
+from reknit.errors import StorageError, StorageNotFoundError, UsageError
+from reknit.options import Durability
+from reknit.storage.base import Listed, Reading
+from reknit.storage.local.descriptors import ReadCache
+from reknit.storage.local.folders import Folders, sweep, sync_folder
+from reknit.storage.local.no_links import open_below, status_below, unlink_below
+from reknit.storage.local.posix import (
+    NEW_FILE,
+    entries,
+    found_anew,
+    link_new,
+    move,
+    move_new,
+    preadv_all,
+    preadv_runs,
+    pwrite_all,
+    read_whole,
+    shorter,
+    translated,
+)
+from reknit.storage.local.space import reserve
+from reknit.storage.local.writer import LocalWriter
+from reknit.storage.paths import check_path
+from reknit.storage.runs import checked_runs, near, read_runs
+from reknit.system import aside
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    import numpy as np
+    from numpy.typing import NDArray
+
+_PRUNED_TRIES = 16
+
+
+class LocalStorage:
+    """Files below the folder `root`, which is made when the first file is.
+
+    With `durability="power"` a file that is finished, put or deleted stays so when the machine loses power at
+    the next instant; with ``"process"`` it survives the death of every process, and the kernel writes it back
+    in its own time.
+    """
+
+    def __init__(self, root: str | os.PathLike[str], *, durability: Durability = "power") -> None:
+        if durability not in get_args(Durability):
+            raise UsageError(f"durability is 'process' or 'power', not {durability!r}")
+        if not hasattr(os, "preadv"):
+            raise UsageError("local storage needs a Unix system", remedy="run on Linux or macOS")
+        self._root = os.path.abspath(os.fspath(root))
+        if "\0" in self._root:
+            raise UsageError(f"a folder name cannot hold a NUL: {self._root!r}")
+        self._durability = durability
+        self._folders = Folders(self._root, durable=durability == "power")
+        self._cache = ReadCache()
+
+    @property
+    def url(self) -> str:
+        """The absolute path of the root."""
+        return self._root
+
+    @property
+    def reading(self) -> Reading:
+        """Small holes are read over: a disk is as quick with the next bytes as with none."""
+        return Reading()
+
+    def create(self, path: str, nbytes: int) -> LocalWriter:
+        """Start a new file under its final name.
+
+        No temporary name is needed: a data file means nothing to anybody until a manifest names it.
+        Raises `StorageFullError` before a byte is written when the file cannot fit.
+        """
+        if nbytes < 0:
+            raise UsageError(f"a file of {nbytes} bytes cannot be")
+        full = self._full(path)
+        with translated("create", full):
+            fd = aside(self._open_new(path))
+            writer = LocalWriter(self._root, path, fd, nbytes, self._folders)
+            try:
+                reserve(fd, os.path.dirname(full), nbytes)
+            except OSError:
+                writer.abort()
+                raise
+        return writer
+
+    def put(self, path: str, data: bytes, *, if_absent: bool) -> bool:
+        """Write a temporary file and give it the name in one step, by `link` or `rename`."""
+        full = self._full(path)
+        folder = os.path.dirname(full)
+        name = f".{uuid.uuid4().hex}.tmp"
+        temporary, placed = os.path.join(folder, name), False
+        with translated("write", full):
+            try:
+                self._write_whole(path.rpartition("/")[0], name, data)
+                if if_absent:
+                    placed = link_new(temporary, full)
+                else:
+                    os.replace(temporary, full)
+                    placed = True
+            finally:
+                # A temporary file that stays is never listed or read; it must not hide the error that counts.
+                with suppress(OSError):
+                    os.unlink(temporary)
+                if not placed:
+                    self._folders.prune(self._root, path)
+            if placed:
+                self._folders.sync(folder)
+        sweep(folder)
+        return placed
+
+    def commit(self, path: str, data: bytes, *, pending: str, if_absent: bool) -> bool:
+        """Write into the file `pending`, and then give it the name `path`, by `rename` or `link`.
+
+        So look and write are one step of the file system, also on NFS, where the server takes it: a process
+        that was stopped in between finds the name gone, and what it wrote was never to be seen.  Only with
+        `if_absent`, on file systems without links, it is looked first whether `path` is free.
+        """
+        full, marker = self._full(path), self._full(pending)
+        with translated(f"make {path} of", marker):
+            try:
+                # O_NONBLOCK, as what has taken the marker's name may be a pipe that nobody reads.
+                self._fill(open_below(self._root, pending, os.O_WRONLY | os.O_NONBLOCK), data)
+            except OSError as error:
+                if error.errno == errno.ESTALE:  # how NFS tells that it was removed after it was opened
+                    raise FileNotFoundError(errno.ENOENT, "it was removed meanwhile", marker) from error
+                raise
+            if if_absent:
+                placed = move_new(marker, full)
+            else:
+                move(marker, full)
+                placed = True
+            if placed:
+                self._folders.sync(os.path.dirname(full))
+        return placed
+
+    def get(self, path: str, *, limit: int) -> bytes:
+        """Return a whole small file.
+
+        Its folder is opened first, and it is opened anew each time: on NFS, 4.2 more than 3, it takes both to
+        make another machine's `put` visible.
+        """
+        full = self._full(path)
+        with translated("read", full):
+            return found_anew(full, lambda: read_whole(self._root, path, limit))
+
+    def size(self, path: str) -> int:
+        """Return the size of a file in bytes."""
+        full = self._full(path)
+        with translated("find", full):
+            found = found_anew(full, lambda: status_below(self._root, path))
+        if not stat.S_ISREG(found.st_mode):
+            raise StorageNotFoundError(f"{full} is not a regular file", path=full)
+        return found.st_size
+
+    def read_into(self, path: str, start: int, buffers: list[memoryview]) -> None:
+        """Fill the buffers with as few calls as the kernel allows."""
+        if start < 0:
+            raise UsageError(f"a read cannot start at byte {start}")
+        full = self._full(path)
+        wanted = sum(buffer.nbytes for buffer in buffers)
+
+        def read() -> None:
+            with self._cache.reading(self._root, path) as fd:
+                if preadv_all(fd, start, buffers) < wanted:
+                    raise shorter(full, start, wanted, os.fstat(fd).st_size)
+
+        with translated("read", full):
+            found_anew(full, read)
+
+    def read_runs(self, path: str, starts: NDArray[np.int64], nbytes: int, buffer: memoryview) -> None:
+        """Fill the buffer with a call for each run, or, where runs are near each other, with larger ones."""
+        out = checked_runs(starts, nbytes, buffer)
+        if not out.size or near(starts):
+            read_runs(self.read_into, path, starts, nbytes, buffer)
+            return
+        full = self._full(path)
+
+        def read() -> None:
+            with self._cache.reading(self._root, path) as fd:
+                short = preadv_runs(fd, starts.tolist(), nbytes, out.reshape(-1).data)
+                if short is not None:
+                    raise shorter(full, short, nbytes, os.fstat(fd).st_size)
+
+        with translated("read", full):
+            found_anew(full, read)
+
+    def evict(self, path: str) -> None:
+        """Write back what is dirty of a file, and drop its pages from the page cache."""
+        full = self._full(path)
+        if not hasattr(os, "posix_fadvise"):
+            raise StorageError("this system cannot drop a file from its cache", path=full)
+        with translated("evict", full), self._cache.reading(self._root, path) as fd:
+            os.fsync(fd)  # a dirty page would stay
+            os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
+
+    def delete(self, path: str) -> None:
+        """Remove a file durably, and folders that become empty by it, but no root that was there before."""
+        full = self._full(path)
+        folder = os.path.dirname(full)
+        with translated("delete", full):
+            try:
+                found_anew(full, lambda: unlink_below(self._root, path))
+            except (FileNotFoundError, NotADirectoryError):
+                return
+            finally:
+                self._cache.drop(full)
+            if self._durability == "power":
+                with suppress(FileNotFoundError):  # another delete has removed the folder already
+                    sync_folder(folder)
+        self._folders.prune(self._root, path)
+
+    def sub(self, path: str) -> LocalStorage:
+        """Return the store rooted at a folder; it shares the open files of this one."""
+        below = copy(self)
+        below._root = self._full(path)
+        return below
+
+    def close(self) -> None:
+        """Close the files that are kept open for reading; the store stays usable."""
+        self._cache.close()
+
+    def folders(self) -> list[str]:
+        """Return the names of the folders directly below the root, sorted.
+
+        Links to folders too: a folder directly below may be a checkpoint, and the root of a store.
+        """
+        return sorted(name for name, found in entries(self._root, links=True) if stat.S_ISDIR(found.st_mode))
+
+    def list(self, prefix: str = "") -> Iterator[Listed]:
+        """Yield every file below a folder, also those that are still being written."""
+        folder = self._full(prefix) if prefix else self._root
+        with translated("list", folder), suppress(FileNotFoundError, NotADirectoryError):
+            if prefix:
+                status_below(self._root, prefix)
+        return self._walk(folder, prefix)
+
+    def _walk(self, folder: str, prefix: str) -> Iterator[Listed]:
+        for name, found in entries(folder):
+            path = f"{prefix}/{name}" if prefix else name
+            if stat.S_ISREG(found.st_mode):
+                yield Listed(path, found.st_size)
+            elif stat.S_ISDIR(found.st_mode):
+                yield from self._walk(os.path.join(folder, name), path)
+
+    def _full(self, path: str) -> str:
+        return os.path.join(self._root, check_path(path, self._root))
+
+    def _open_new(self, path: str, flags: int = NEW_FILE) -> int:
+        """Create a file with its folders, again where a delete elsewhere has just removed an empty folder."""
+        full = missing = os.path.join(self._root, path)
+        for _ in range(_PRUNED_TRIES):
+            try:
+                self._folders.make(self._root)
+                return open_below(self._root, path, flags)
+            except FileNotFoundError as error:
+                missing = error.filename
+            except OSError as error:
+                self._folders.prune(self._root, path)
+                if error.filename in (None, full) or error.errno == errno.ELOOP:
+                    raise
+                reason = f"the folder {error.filename} cannot be made: {error.strerror}"
+                raise OSError(error.errno, reason, full) from error
+        above = os.path.dirname(missing)
+        if os.path.isdir(above):  # nobody removed it: this is how the kernel's own folders say no
+            fault = f"{missing} cannot be made: {above} is there, but takes nothing new (ENOENT)"
+            raise StorageError(fault, remedy="choose a place where new folders can be made", path=missing)
+        fault = f"{missing} cannot be made: {above} is removed again and again"
+        remedy = "let only one job at a time write or clean up a checkpoint"
+        raise StorageError(fault, remedy=remedy, path=missing)
+
+    def _write_whole(self, folder: str, name: str, data: bytes) -> None:
+        # Not O_EXCL: NFS 3 keeps to it by giving the file wrong times, and others would sweep it away as old.
+        path = f"{folder}/{name}" if folder else name
+        self._fill(self._open_new(path, NEW_FILE & ~os.O_EXCL), data)
+
+    def _fill(self, fd: int, data: bytes) -> None:
+        """Make `data` all that a file holds, and close it.
+
+        It is not emptied first: where a commit was cut short, these bytes may be before readers already.
+        """
+        fd = aside(fd)
+        try:
+            pwrite_all(fd, 0, memoryview(data))
+            if os.fstat(fd).st_size > len(data):
+                os.ftruncate(fd, len(data))
+            if self._durability == "power":
+                os.fsync(fd)
+        finally:
+            os.close(fd)

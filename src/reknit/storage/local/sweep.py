@@ -1,0 +1,85 @@
+"""What does a folder hold, and since when?  For clearing away what killed processes left in it."""
+
+from __future__ import annotations
+
+import logging
+import os
+import stat
+from contextlib import suppress
+from typing import TYPE_CHECKING
+
+from reknit.storage.base import Dated, Sweepable
+from reknit.storage.local.folders import prune
+from reknit.storage.local.memory import MemoryStorage
+from reknit.storage.local.no_links import unlink_below
+from reknit.storage.local.posix import translated
+from reknit.storage.local.store import LocalStorage
+from reknit.storage.paths import is_own_temporary, is_temporary
+from reknit.storage.wrappers.forwarding import ForwardingStorage
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from reknit.storage.base import Storage
+
+logger = logging.getLogger("reknit")
+
+
+def sweepable(storage: Storage) -> Sweepable | None:
+    """Return what tells all that a store holds, and removes it, past what is around it; None if nothing does.
+
+    For the memory of a host nothing does: files there may be part of a checkpoint whose manifest is in the
+    memory of another.
+    """
+    while isinstance(storage, ForwardingStorage):
+        storage = storage.inner
+    if isinstance(storage, MemoryStorage):
+        return None
+    if isinstance(storage, LocalStorage):
+        return SweptFolder(storage.url)
+    return storage if isinstance(storage, Sweepable) else None
+
+
+class SweptFolder:
+    """All that is below a folder; no link is followed, neither out of it nor around in it."""
+
+    unseen = None
+
+    def __init__(self, root: str) -> None:
+        self._root = root
+
+    def dated(self) -> Iterator[Dated]:
+        """Yield every file.  Folders below that are closed to this user are passed over with a warning."""
+        yield from self._walk(self._root, "")
+
+    def discard(self, found: Dated) -> None:
+        """Remove a temporary file, and the folders that become empty by it, but never the root."""
+        with translated("delete", os.path.join(self._root, found.path)), suppress(FileNotFoundError):
+            unlink_below(self._root, found.path)
+        prune(self._root, found.path)
+
+    def _walk(self, folder: str, prefix: str) -> Iterator[Dated]:
+        try:
+            with os.scandir(folder) as found:
+                entries = list(found)
+        except (FileNotFoundError, NotADirectoryError):
+            return
+        except OSError as error:
+            if folder == self._root:
+                with translated("list", folder):
+                    raise
+            logger.warning("passed over %s: %s", folder, error.strerror)
+            return
+        for entry in entries:
+            path = f"{prefix}{entry.name}"
+            try:
+                status = entry.stat(follow_symlinks=False)
+            except FileNotFoundError:
+                continue
+            if stat.S_ISDIR(status.st_mode):
+                yield from self._walk(entry.path, f"{path}/")
+            elif stat.S_ISREG(status.st_mode):
+                if is_own_temporary(entry.name):
+                    yield Dated("temporary", path, status.st_size, status.st_mtime)
+                elif not is_temporary(entry.name):
+                    yield Dated("file", path, status.st_size, status.st_mtime)

@@ -1,0 +1,1 @@
+"""S3 and what is compatible with it, Google Cloud Storage, Azure Blob Storage."""

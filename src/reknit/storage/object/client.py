@@ -1,0 +1,186 @@
+"""Which bucket, of whom, asked in which way?  URLs of object stores, and clients for them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields, replace
+from datetime import timedelta
+from typing import TYPE_CHECKING, Any, Literal, get_args
+from urllib.parse import parse_qsl
+
+from obstore import exceptions
+from obstore.store import AzureStore, GCSStore, S3Store
+
+from reknit.errors import UsageError
+from reknit.options import MIB
+from reknit.storage.object.errors import plain
+from reknit.storage.paths import check_path
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+Fallback = Literal["refuse", "lock"]
+Client = S3Store | GCSStore | AzureStore
+
+SCHEMES = ("s3", "gs", "az")
+_SLOWEST = 128 << 10
+"""Bytes per second: a part that goes slower than this is taken for stuck."""
+_SMALLEST_PART = 5 * MIB
+"""S3 takes no smaller ones, except as the last."""
+_FEW = 4
+"""Most repetitions of a request that `wrappers.retrying` repeats as well: they take a second or two."""
+_LONGEST_S = 180.0
+"""How long after its first try a request is repeated by the client, at the latest."""
+_BACKOFF: Any = {
+    "init_backoff": timedelta(seconds=0.1),
+    # Each pause is random, up to four times the one before, but on the average only twice: with less the
+    # client would be through with all its tries in two seconds, where nobody is there to answer.
+    "base": 4,
+    "max_backoff": timedelta(seconds=10),
+}
+_OURS = (
+    "keys of reknit are conditional, part_mib, concurrency, timeout_s, retries, retry_s, endpoint, region, "
+    "unsigned"
+)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ObjectOptions:
+    """How an object store is used; each may stand in the URL, after a question mark.
+
+    `conditional`: what to do with an endpoint that lets a second conditional create through, or knows none:
+    ``"refuse"`` to commit there, or ``"lock"`` it with an object.  `part_nbytes` (in a URL ``part_mib``):
+    bytes of one part of a multipart upload, and of one request to read; files of at most one part go up in
+    one request.  Larger where a file would have more than 10,000 parts.  `concurrency`: parts of one file
+    that are on their way at once.  `timeout_s`: the longest that one request may take, None for what a part
+    needs at 128 KiB/s, and 30 seconds.  `retries`: how often the client repeats a request of an upload that
+    failed, within three minutes; others at most four times, and then it is up to `retry_s`.  `endpoint`,
+    `region`: as in the environment variables of the same meaning, which they go before.  `unsigned`: S3
+    requests are signed without their bodies, which halves the work; what is stored is checked against digests
+    in any case.
+    """
+
+    conditional: Fallback = "refuse"
+    part_nbytes: int = 8 * MIB
+    concurrency: int = 8
+    timeout_s: float | None = None
+    retries: int = 20
+    endpoint: str | None = None
+    region: str | None = None
+    unsigned: bool = True
+
+    def __post_init__(self) -> None:
+        _require(
+            self.conditional in get_args(Fallback),
+            f"conditional is 'refuse' or 'lock', not {self.conditional!r}",
+        )
+        _require(self.part_nbytes > 0, f"a part has at least one byte, not {self.part_nbytes}")
+        _require(self.concurrency >= 1, f"concurrency is at least 1, not {self.concurrency}")
+        _require(self.timeout_s is None or self.timeout_s > 0, "timeout_s must be positive")
+        _require(self.retries >= 0, "retries must not be negative")
+
+    @property
+    def request_s(self) -> float:
+        """The longest that one request may take, in seconds."""
+        return 30.0 + self.part_nbytes / _SLOWEST if self.timeout_s is None else self.timeout_s
+
+
+def _require(ok: bool, message: str) -> None:
+    if not ok:
+        raise UsageError(message)
+
+
+@dataclass(frozen=True, slots=True)
+class Bucket:
+    """What a URL names: a bucket (a container in Azure), and a prefix that ends in a slash, or nothing."""
+
+    scheme: str
+    bucket: str
+    prefix: str
+
+    @property
+    def url(self) -> str:
+        """As a user would write it, without options."""
+        return f"{self.scheme}://{self.bucket}/{self.prefix}".rstrip("/")
+
+
+def parse_url(url: str) -> tuple[Bucket, ObjectOptions]:
+    """Return what ``scheme://bucket/prefix?option=value`` says.  Raises `UsageError`."""
+    head, _, query = url.partition("?")
+    scheme, _, rest = head.partition("://")
+    bucket, _, prefix = rest.strip("/").partition("/")
+    scheme = scheme.lower()
+    if scheme not in SCHEMES or not bucket:
+        raise UsageError(f"{url!r} names no bucket", remedy=f"write {scheme}://bucket/folder")
+    if prefix:
+        check_path(prefix, f"{scheme}://{bucket}")
+    return Bucket(scheme, bucket, f"{prefix}/" if prefix else ""), _options(url, query)
+
+
+def _options(url: str, query: str) -> ObjectOptions:
+    convert: dict[str, Callable[[str], Any]] = {
+        "conditional": str,
+        "part_mib": lambda text: max(int(text) * MIB, _SMALLEST_PART),
+        "concurrency": int,
+        "timeout_s": float,
+        "retries": int,
+        "endpoint": str,
+        "region": str,
+        "unsigned": lambda text: {"true": True, "false": False}[text.lower()],
+    }
+    found: dict[str, Any] = {}
+    for key, text in parse_qsl(query, keep_blank_values=True):
+        if key not in convert:
+            raise UsageError(f"{url!r} has the unknown option {key!r}", remedy=_OURS)
+        try:
+            found["part_nbytes" if key == "part_mib" else key] = convert[key](text)
+        except (ValueError, KeyError) as error:
+            raise UsageError(f"{url!r}: {text!r} is no value of {key}", remedy=_OURS) from error
+    assert found.keys() <= {field.name for field in fields(ObjectOptions)}
+    return replace(ObjectOptions(), **found)
+
+
+def connect(place: Bucket, options: ObjectOptions, *, uploading: bool = False) -> Client:
+    """Return the client of a bucket.  Nothing is sent yet.
+
+    One for `uploading` repeats a request as often as the options say, since nobody else can repeat a part of
+    an upload.  Another leaves most of that to those who use it, and can tell that they wait.
+
+    Endpoint, account and credentials are what the client finds in the environment (AWS_*, GOOGLE_*,
+    AZURE_*), or gets from the machine it runs on.  Raises `UsageError` for what it cannot make sense of.
+
+    It must not be used in a process forked from this one after its first request: its threads are not there,
+    and it waits for them forever.
+    """
+    client_options: dict[str, Any] = {
+        "allow_http": True,  # whoever writes http:// into the endpoint means it
+        "timeout": timedelta(seconds=options.request_s),
+    }
+    shared: dict[str, Any] = {
+        "client_options": client_options,
+        "retry_config": {
+            "max_retries": options.retries if uploading else min(options.retries, _FEW),
+            "retry_timeout": timedelta(seconds=_LONGEST_S),
+            "backoff": _BACKOFF,
+        },
+    }
+    try:
+        if place.scheme == "s3":
+            told = {"endpoint": options.endpoint, "region": options.region}
+            given: dict[str, Any] = {key: value for key, value in told.items() if value is not None}
+            # Objects are deleted one by one here, and not every endpoint knows how to delete many.
+            given |= {"unsigned_payload": options.unsigned, "disable_bulk_delete": True}
+            return S3Store(place.bucket, **given, **shared)
+        if options.region is not None:
+            raise UsageError(f"region is an option of s3:// alone, not of {place.url}")
+        if place.scheme == "gs":
+            given = {} if options.endpoint is None else {"base_url": options.endpoint}
+            return GCSStore(place.bucket, **given, **shared)
+        given = {} if options.endpoint is None else {"endpoint": options.endpoint}
+        return AzureStore(place.bucket, **given, **shared)
+    except (exceptions.BaseError, ValueError, OSError) as error:
+        if isinstance(error, UsageError):
+            raise
+        raise UsageError(
+            f"there is no way to {place.url}: {plain(error)}",
+            remedy="set the environment variables that the page about this kind of store names",
+        ) from error

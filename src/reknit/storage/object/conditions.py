@@ -1,0 +1,271 @@
+"""Who was first?  Writes to an object store that happen only where nobody was there before."""
+
+from __future__ import annotations
+
+import random
+import threading
+import time
+import uuid
+import warnings
+from contextlib import contextmanager, suppress
+from typing import TYPE_CHECKING, Any
+
+import obstore
+from obstore import exceptions
+
+from reknit.errors import DeadlineError, StorageError
+from reknit.monitor.phase import Deadline, now
+from reknit.storage.object.errors import as_ours, gave_whole, plain, translated
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from obstore import UpdateVersion
+
+    from reknit.storage.object.client import Client, Fallback
+
+    Put = dict[str, Any]
+
+_NONCE = "reknitput"
+"""Name of the metadata by which a writer knows its own: letters alone, as Azure demands."""
+_REFUSED = (exceptions.AlreadyExistsError, exceptions.PreconditionError, FileNotFoundError)
+_LOST = (exceptions.GenericError, exceptions.JoinError)
+_LOCK_WAIT_S = 120.0
+_LOCK_STALE_S = 60.0
+
+
+class Conditions:
+    """Writes that have a condition, in one bucket.
+
+    Before the first one it is tried out, once, whether the endpoint really keeps to conditions: some write
+    all the same, and some know none.  `settle_s` is longer than a small write takes to be seen by everybody.
+    """
+
+    def __init__(
+        self, client: Client, url: str, prefix: str, fallback: Fallback, *, settle_s: float = 1.0
+    ) -> None:
+        self._client, self._url, self._prefix = client, url, prefix
+        self._fallback, self._settle_s = fallback, settle_s
+        self._checking = threading.Lock()
+        self._kept: bool | None = None
+        self.unknown = False
+        """Whether the endpoint has said that it knows no conditions; it is not asked again."""
+        self._whole_only = False
+        self._one = threading.Lock()
+
+    def put(self, key: str, url: str, data: bytes, seen: UpdateVersion | None) -> bool:
+        """Write a small object where there still is what was `seen`, or nothing where that is None.
+
+        False says that there was something else, and that this write has changed nothing.
+        """
+        if not self._are_kept():
+            return self._put_locked(key, url, data, seen)
+        nonce = new_nonce()
+        mode: Any = "create" if seen is None else seen
+        try:
+            obstore.put(self._client, key, data, mode=mode, attributes=nonce)
+        except _REFUSED:
+            # The client repeats a request whose answer is lost; then it is its own first try that refuses it.
+            return self._is_own(key, url, data, nonce)
+        except _LOST as error:
+            if self._is_own(key, url, data, nonce):
+                return True
+            raise as_ours("write", url, error) from None
+        except exceptions.BaseError as error:
+            raise as_ours("write", url, error) from None
+        return True
+
+    def _is_own(self, key: str, url: str, data: bytes, nonce: dict[str, str]) -> bool:
+        """Tell whether an object is what this very write has put there."""
+        with translated("read back", url):
+            try:
+                found = obstore.get(self._client, key)
+            except FileNotFoundError:
+                return False
+            mark = found.attributes.get(_NONCE)
+            if mark is not None:
+                return bool(mark == nonce[_NONCE])
+            # Some endpoints drop what they do not know.
+            return data != b"" and found.meta["size"] == len(data) and bytes(found.bytes()) == data
+
+    def _are_kept(self) -> bool:
+        """Tell whether the endpoint keeps to conditions; find it out the first time."""
+        with self._checking:
+            if self._kept is None:
+                fault = self._try_out()
+                if fault is not None and self._fallback == "refuse":
+                    raise StorageError(
+                        f"checkpoints cannot be committed to {self._url}: {fault}, so that two saves could "
+                        "both believe that they are the one",
+                        remedy="use an endpoint that supports conditional writes (If-None-Match, If-Match); "
+                        "or add ?conditional=lock to the URL, which locks with an object instead, and holds "
+                        "as long as no write takes longer than a second to be seen",
+                        path=self._url,
+                    )
+                if fault is not None:
+                    warnings.warn(
+                        f"{self._url}: {fault}; saves are kept apart by a lock object, which is weaker: it "
+                        "holds only as long as no write takes longer than a second to be seen",
+                        RuntimeWarning,
+                        stacklevel=2,
+                    )
+                if self._whole_only:
+                    warnings.warn(
+                        f"{self._url}: the endpoint gives whole objects where a part is asked for: what is "
+                        "saved here cannot be loaded from here, only from where it is copied to",
+                        RuntimeWarning,
+                        stacklevel=2,
+                    )
+                self._kept = fault is None
+        return self._kept
+
+    def _try_out(self) -> str | None:
+        """Return what the endpoint does wrong, None for nothing."""
+        key = f"{self._prefix}.{uuid.uuid4().hex}.tmp"
+        what = "the first of two conditional creates"
+        try:
+            first = obstore.put(self._client, key, b"12", mode="create")
+            self._whole_only = self._gives_whole(key)
+            what = "a second conditional create of one object"
+            if self._gets_through(key, "create"):
+                return f"the endpoint let through {what}"
+            what = "a write over what was read before"
+            mine = version(first)
+            if not self._gets_through(key, mine):
+                return f"the endpoint refused {what} (If-Match)"
+            what = "a write over what is not there any more"
+            if self._gets_through(key, mine):
+                return f"the endpoint let through {what} (If-Match)"
+        except (exceptions.GenericError, exceptions.NotSupportedError) as error:
+            told = as_ours(f"try out {what} in", self._url, error)
+            if unsupported(error):
+                self.unknown = True
+                return f"the endpoint does not know {what} ({plain(error)})"
+            raise told from None
+        except exceptions.BaseError as error:
+            raise as_ours("write to", self._url, error) from None
+        except FileNotFoundError as error:
+            raise as_ours("write to", self._url, error) from None
+        finally:
+            with suppress(exceptions.BaseError, FileNotFoundError):  # it is never listed, and in nobody's way
+                obstore.delete(self._client, key)
+        return None
+
+    def _gets_through(self, key: str, mode: Any) -> bool:
+        try:
+            obstore.put(self._client, key, uuid.uuid4().bytes, mode=mode)
+        except (exceptions.AlreadyExistsError, exceptions.PreconditionError):
+            return False
+        return True
+
+    def _gives_whole(self, key: str) -> bool:
+        """Tell whether the endpoint knows no ranges, so that nothing could be loaded."""
+        try:
+            obstore.get_range(self._client, key, start=1, length=1)
+        except exceptions.GenericError as error:
+            if not gave_whole(error):
+                raise
+            return True
+        return False
+
+    def _put_locked(self, key: str, url: str, data: bytes, seen: UpdateVersion | None) -> bool:
+        """Look, write and read back, while no other process that knows of the lock does."""
+        if not self._still(key, url, seen):
+            return False
+        with self._one, self._lock(key, url):
+            if not self._still(key, url, seen):
+                return False
+            with translated("write", url):
+                obstore.put(self._client, key, data)
+                try:
+                    there = bytes(obstore.get(self._client, key).bytes())
+                except FileNotFoundError:
+                    if not data:
+                        return True  # a marker, which a save that began later has removed: it needs no lock
+                    there = None
+            if there is None:
+                raise StorageError(
+                    f"{url} was written, and is not there: somebody deleted it at once, or the store does "
+                    "not show what was written last",
+                    remedy="let nobody clean up here while a save is under way, and save again",
+                    path=url,
+                )
+            if there != data:
+                raise StorageError(
+                    f"{url} was written by somebody else in spite of its lock",
+                    remedy="let all who save here use ?conditional=lock, or only one save at a time",
+                    path=url,
+                )
+        return True
+
+    def _still(self, key: str, url: str, seen: UpdateVersion | None) -> bool:
+        return look(self._client, key, url) == seen
+
+    @contextmanager
+    def _lock(self, key: str, url: str) -> Iterator[None]:
+        """Hold the lock object of `key`: whoever is still named in it after `settle_s` has it."""
+        folder, _, name = key.rpartition("/")
+        lock = f"{folder}/.{name}.lock.tmp" if folder else f".{name}.lock.tmp"
+        mine, deadline = uuid.uuid4().hex, Deadline(_LOCK_WAIT_S)
+        while True:
+            if self._holder(lock, url) is None:
+                with translated("lock", url):
+                    obstore.put(self._client, lock, f"{mine} {now()}".encode())
+                time.sleep(self._settle_s)
+                if self._holder(lock, url) == mine:
+                    break
+            if deadline.remaining() <= 0:
+                raise DeadlineError(
+                    f"somebody else has held the lock of {url} for {_LOCK_WAIT_S:g} s",
+                    remedy="let only one save at a time go to a path",
+                    path=url,
+                )
+            time.sleep(random.uniform(0.2, 1.0) * self._settle_s)
+        try:
+            yield
+        finally:
+            with translated("unlock", url), suppress(FileNotFoundError):
+                obstore.delete(self._client, lock)
+
+    def _holder(self, lock: str, url: str) -> str | None:
+        """Return who holds a lock; nobody does any more whose process must have died."""
+        with translated("lock", url):
+            try:
+                mine, since = bytes(obstore.get(self._client, lock).bytes()).decode().split()
+            except FileNotFoundError:
+                return None
+            return mine if now() - float(since) < _LOCK_STALE_S else None
+
+
+def new_nonce() -> dict[str, str]:
+    """Return metadata by which a writer knows its own object again."""
+    return {_NONCE: uuid.uuid4().hex}
+
+
+def seen_nonce(client: Client, key: str) -> dict[str, str] | None:
+    """Return such metadata of an object, empty where it has none; None where there is no object."""
+    try:
+        mark = obstore.get(client, key).attributes.get(_NONCE)
+    except FileNotFoundError:
+        return None
+    return {} if mark is None else {_NONCE: mark}
+
+
+def look(client: Client, key: str, url: str) -> UpdateVersion | None:
+    """Return what tells an object from those that take its place; None where there is none."""
+    with translated("find", url):
+        try:
+            return version(obstore.head(client, key))
+        except FileNotFoundError:
+            return None
+
+
+def version(found: Any) -> UpdateVersion:
+    """Return what `obstore.head` or `obstore.put` says of an object as a condition for `obstore.put`."""
+    names = ("e_tag", "version")
+    return {name: found[name] for name in names if found[name] is not None}  # type: ignore[return-value]
+
+
+def unsupported(error: Exception) -> bool:
+    """Tell whether an endpoint says by this that it does not know what it was asked."""
+    return isinstance(error, exceptions.NotSupportedError) or "status code: 501" in str(error)

@@ -1,0 +1,331 @@
+"""A bucket as a store: S3 and what is compatible with it, Google Cloud Storage, Azure Blob Storage."""
+
+from __future__ import annotations
+
+import threading
+from copy import copy
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING
+
+import numpy as np
+import obstore
+from obstore import exceptions
+
+from reknit.errors import StorageError, StorageNotFoundError, UsageError
+from reknit.storage.base import Listed, Reading
+from reknit.storage.object import unfinished as object_uploads
+from reknit.storage.object.client import Bucket, ObjectOptions, connect, parse_url
+from reknit.storage.object.conditions import Conditions, look
+from reknit.storage.object.errors import as_ours, translated
+from reknit.storage.object.writer import ObjectNames, ObjectWriter, existing
+from reknit.storage.paths import check_path, is_temporary
+from reknit.storage.runs import checked_runs, near, read_runs, spread
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from numpy.typing import NDArray
+
+    from reknit.storage.base import Dated
+
+
+_NUM_LOCKS = 64
+_AT_ONCE = 4
+"""Parts that one read asks for at once."""
+_GAP_NBYTES = 1 << 20
+
+
+def open_object(url: str) -> ObjectStorage:
+    """Return the store at ``scheme://bucket/prefix``; nothing is sent yet."""
+    return ObjectStorage(*parse_url(url))
+
+
+@dataclass
+class _Bucket:
+    """What the stores of one bucket share."""
+
+    conditions: Conditions
+    names: ObjectNames = field(default_factory=ObjectNames)
+    committing: threading.Lock = field(default_factory=threading.Lock)
+    locks: list[threading.RLock] = field(
+        default_factory=lambda: [threading.RLock() for _ in range(_NUM_LOCKS)]
+    )
+
+
+class ObjectStorage:
+    """The objects of a bucket whose names begin with a prefix.
+
+    The client is shared with all stores below this one.  A process that was forked from one which has used
+    it must not: see `reknit.storage.object.client.connect`.
+
+    A file of at most one part is created on the condition that it is not there; for a larger one that is
+    looked up when it is begun and when its parts become one object.  Two that write one large file at the
+    same time are kept apart within a process; between processes the later one wins.
+    """
+
+    def __init__(self, place: Bucket, options: ObjectOptions | None = None) -> None:
+        self._place, self._options = place, options or ObjectOptions()
+        client = connect(place, self._options)
+        self._uploading = connect(place, self._options, uploading=True)
+        conditions = Conditions(client, self.url, place.prefix, self._options.conditional)
+        self._bucket = _Bucket(conditions)
+        self._client = client
+        self._folders: set[str] = set()
+
+    @property
+    def url(self) -> str:
+        """The scheme, the bucket and the prefix."""
+        return self._place.url
+
+    @property
+    def reading(self) -> Reading:
+        """A request costs as much as a megabyte: larger holes are read over than on a disk."""
+        return Reading(gap_nbytes=_GAP_NBYTES, waste=0.5, piece_nbytes=self._options.part_nbytes)
+
+    def create(self, path: str, nbytes: int) -> ObjectWriter:
+        """Start a new file; no other thread of this process gets its name meanwhile."""
+        if nbytes < 0:
+            raise UsageError(f"a file of {nbytes} bytes cannot be")
+        key, url = self._full(path)
+        names, conditions = self._bucket.names, self._bucket.conditions
+        writer = ObjectWriter(self._uploading, key, url, nbytes, self._options, names, conditions)
+        if not names.take(key, writer):
+            raise existing(url)
+        try:
+            if look(self._client, key, url) is not None:
+                raise existing(url)
+            self._check_place(path)
+        except BaseException:
+            writer.abort()
+            raise
+        return writer
+
+    def put(self, path: str, data: bytes, *, if_absent: bool) -> bool:
+        """Write a small object in one request, with `if_absent` on the condition that there is none."""
+        key, url = self._full(path)
+        self._check_place(path)
+        data = bytes(data)
+        if if_absent:
+            with self._lock(key):  # servers keep those waiting for seconds who come at the same moment
+                return key not in self._bucket.names and self._bucket.conditions.put(key, url, data, None)
+        with translated("write", url):
+            obstore.put(self._client, key, data, use_multipart=False)
+        self._bucket.names.free(key)
+        return True
+
+    def commit(self, path: str, data: bytes, *, pending: str, if_absent: bool) -> bool:
+        """Look for `pending`, then put on the condition that `path` is still as it was before that look.
+
+        Within a process that is one step.  Between processes it is not: who deletes `pending` after the look
+        may see `path` written within the time of that one request.  But whoever was stopped after his look,
+        however long, writes nothing any more where somebody else has committed since.
+        """
+        (key, url), (marker, marker_url) = self._full(path), self._full(pending)
+        self._check_place(path)
+        with self._lock(marker), self._bucket.committing:
+            while True:
+                seen = look(self._client, key, url)
+                if look(self._client, marker, marker_url) is None:
+                    raise missing(marker_url)
+                if if_absent and seen is not None:
+                    return False
+                if self._bucket.conditions.put(key, url, bytes(data), seen):
+                    self._bucket.names.free(key)
+                    self._delete(marker, marker_url)
+                    return True
+                # Somebody else has committed since: begin again, with the look for the marker, which he may
+                # have taken away.  With `if_absent` that is the end of it.
+                if look(self._client, key, url) == seen:
+                    raise StorageError(
+                        f"{url} is as it was, and yet the endpoint says that it is not",
+                        remedy="try again; if it stays so, add ?conditional=lock to the URL",
+                        path=url,
+                    )
+
+    def get(self, path: str, *, limit: int) -> bytes:
+        """Return a whole small object; a larger one is not fetched."""
+        key, url = self._full(path)
+        with translated("read", url):
+            found = obstore.get(self._client, key)
+            nbytes = found.meta["size"]
+            data = bytes(found.bytes()) if nbytes <= limit else b""
+        if nbytes > limit:
+            raise StorageError(f"{url} has {nbytes} bytes, more than the {limit} allowed here", path=url)
+        if len(data) != nbytes:
+            raise _shorter(url, 0, nbytes, len(data))
+        return data
+
+    def size(self, path: str) -> int:
+        """Return the size of an object in bytes."""
+        key, url = self._full(path)
+        return self._size(key, url)
+
+    def read_into(self, path: str, start: int, buffers: list[memoryview]) -> None:
+        """Ask for the range in parts, several at once, and copy what comes into the buffers."""
+        if start < 0:
+            raise UsageError(f"a read cannot start at byte {start}")
+        key, url = self._full(path)
+        out = [np.frombuffer(buffer, np.uint8) for buffer in buffers if buffer.nbytes]
+        end = start + sum(len(buffer) for buffer in out)
+        if start == end:
+            self._size(key, url)
+            return
+        part = self._options.part_nbytes
+        for first in range(start, end, part * _AT_ONCE):
+            last = min(first + part * _AT_ONCE, end)
+            for data in self._ranges(key, url, first, last, part):
+                spread(data, out)
+
+    def read_runs(self, path: str, starts: NDArray[np.int64], nbytes: int, buffer: memoryview) -> None:
+        """Ask for many runs at once, those that are near each other together."""
+        out = checked_runs(starts, nbytes, buffer)
+        if not out.size or near(starts):
+            read_runs(self.read_into, path, starts, nbytes, buffer)
+            return
+        key, url = self._full(path)
+        first, last = int(starts[0]), int(starts[-1]) + nbytes
+        self._check_reaches(key, url, first, last)
+        at_once = max(1, self._options.part_nbytes * _AT_ONCE // (nbytes + _GAP_NBYTES))
+        for k in range(0, len(starts), at_once):
+            some = starts[k : k + at_once].tolist()
+            with translated("read", url):
+                found = obstore.get_ranges(
+                    self._client, key, starts=some, lengths=[nbytes] * len(some), coalesce=_GAP_NBYTES
+                )
+            for row, data in zip(out[k : k + at_once], found, strict=True):
+                if len(data) != nbytes:
+                    raise StorageError(f"{url} gave {len(data)} bytes instead of {nbytes}", path=url)
+                np.copyto(row, np.frombuffer(memoryview(data), np.uint8))
+
+    def folders(self) -> list[str]:
+        """Return the names of the folders directly below the root, sorted."""
+        with translated("list", self.url):
+            found = obstore.list_with_delimiter(self._client, self._place.prefix.rstrip("/") or None)
+        return sorted(prefix.rstrip("/").rpartition("/")[2] for prefix in found["common_prefixes"])
+
+    def list(self, prefix: str = "") -> Iterator[Listed]:
+        """Yield the objects that are below a folder, as the bucket lists them while it is asked."""
+        folder, url = self._full(prefix) if prefix else (self._place.prefix.rstrip("/"), self.url)
+        return self._list(folder, url)
+
+    def delete(self, path: str) -> None:
+        """Remove an object; of a file that is being written here, nothing will be seen."""
+        key, url = self._full(path)
+        with self._lock(key):
+            if self._is_folder(key, url):
+                raise StorageError(f"cannot delete {url}: it is a folder", path=url)
+            self._bucket.names.free(key)
+            self._delete(key, url)
+
+    def sub(self, path: str) -> ObjectStorage:
+        """Return the store rooted at a folder; it shares the client with this one."""
+        below = copy(self)
+        below._place = replace(self._place, prefix=f"{self._full(path)[0]}/")
+        below._folders = set()
+        return below
+
+    @property
+    def unseen(self) -> str | None:
+        """What the store does not list of uploads that nobody finished."""
+        return object_uploads.unseen(self._place)
+
+    def dated(self) -> Iterator[Dated]:
+        """Yield all objects, also temporary ones, and on S3 uploads that are neither finished nor aborted."""
+        return object_uploads.dated(self._client, self._place, self._options)
+
+    def discard(self, found: Dated) -> None:
+        """Remove a temporary object, or abort an upload."""
+        object_uploads.discard(self._client, self._place, self._options, found)
+
+    def close(self) -> None:
+        """Do nothing: the client ends with the last store that uses it."""
+
+    def _full(self, path: str) -> tuple[str, str]:
+        """Return the name of an object in the bucket, and its URL."""
+        key = self._place.prefix + check_path(path, self.url)
+        return key, f"{self._place.scheme}://{self._place.bucket}/{key}"
+
+    def _lock(self, key: str) -> threading.RLock:
+        return self._bucket.locks[hash(key) % _NUM_LOCKS]
+
+    def _size(self, key: str, url: str) -> int:
+        with translated("find", url):
+            return obstore.head(self._client, key)["size"]
+
+    def _check_reaches(self, key: str, url: str, start: int, end: int) -> None:
+        """Raise unless an object has bytes up to `end`."""
+        nbytes = self._size(key, url)
+        if nbytes < end:
+            raise _shorter(url, start, end, nbytes)
+
+    def _delete(self, key: str, url: str) -> None:
+        with translated("delete", url):
+            try:
+                obstore.delete(self._client, key)
+            except FileNotFoundError as error:
+                if not isinstance(as_ours("delete", url, error), StorageNotFoundError):
+                    raise
+
+    def _is_folder(self, key: str, url: str) -> bool:
+        with translated("list", url):
+            for chunk in obstore.list(self._client, key, chunk_size=1):
+                return len(chunk) > 0
+        return False
+
+    def _list(self, folder: str, url: str) -> Iterator[Listed]:
+        with translated("list", url):
+            for chunk in obstore.list(self._client, folder or None, chunk_size=1000):
+                for found in chunk:
+                    path = found["path"][len(self._place.prefix) :]
+                    if not any(is_temporary(name) for name in path.split("/")):
+                        yield Listed(path, found["size"])
+
+    def _check_place(self, path: str) -> None:
+        """Refuse a file in the place of a folder, and a folder in the place of a file.
+
+        A bucket would have both.  It is a courtesy to stores that these files may be copied to, and nothing
+        rests on it: what becomes a folder at the same moment is not noticed.
+        """
+        key, url = self._full(path)
+        names = path.split("/")
+        for depth in range(1, len(names)):
+            above, above_url = self._full("/".join(names[:depth]))
+            if above not in self._folders:
+                if look(self._client, above, above_url) is not None:
+                    raise StorageError(f"{above_url} is a file, so {url} cannot be", path=url)
+                self._folders.add(above)
+        if self._is_folder(key, url):
+            raise StorageError(f"{url} is a folder, so it cannot be a file", path=url)
+
+    def _ranges(self, key: str, url: str, first: int, last: int, part: int) -> Iterator[NDArray[np.uint8]]:
+        """Yield the bytes of a range, in parts."""
+        starts = [*range(first, last, part)]
+        lengths = [min(part, last - start) for start in starts]
+        if len(starts) == 1:
+            try:
+                found = [obstore.get_range(self._client, key, start=first, length=last - first)]
+            except (exceptions.BaseError, OSError, ValueError) as error:
+                if (told := as_ours("read", url, error)) and isinstance(told, StorageNotFoundError):
+                    raise told from None
+                self._check_reaches(key, url, first, last)
+                raise told from None
+        else:
+            self._check_reaches(key, url, first, last)  # the client panics otherwise
+            with translated("read", url):
+                found = obstore.get_ranges(self._client, key, starts=starts, lengths=lengths, coalesce=0)
+        for data, nbytes in zip(found, lengths, strict=True):
+            if len(data) != nbytes:
+                self._check_reaches(key, url, first, last)
+                raise StorageError(f"{url} gave {len(data)} bytes instead of {nbytes}", path=url)
+            yield np.frombuffer(memoryview(data), np.uint8)
+
+
+def missing(url: str) -> StorageNotFoundError:
+    """Return the error of who looks for what is not there."""
+    return StorageNotFoundError(f"there is no file {url}", remedy="check the path", path=url)
+
+
+def _shorter(url: str, start: int, end: int, nbytes: int) -> StorageError:
+    return StorageError(
+        f"{url} is shorter than expected: wanted bytes {start} to {end}, but it has {nbytes}", path=url
+    )

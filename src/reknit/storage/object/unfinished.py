@@ -1,0 +1,163 @@
+"""What does a bucket hold that no reader sees?  Uploads that nobody finished, and what dead writers left."""
+
+from __future__ import annotations
+
+from contextlib import contextmanager, suppress
+from typing import TYPE_CHECKING, Any
+
+import obstore
+
+from reknit.errors import MissingExtraError, StorageError
+from reknit.storage.base import Dated
+from reknit.storage.object.errors import as_ours, translated
+from reknit.storage.paths import is_own_temporary, is_temporary
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from reknit.storage.object.client import Bucket, Client, ObjectOptions
+
+_UNSEEN = {
+    "s3": None,
+    "gs": "Uploads in parts that killed saves have left in {url} cannot be listed with these credentials (it "
+    "takes HMAC keys); they cost money until a lifecycle rule of the bucket aborts them: "
+    "gcloud storage buckets update gs://{bucket} --lifecycle-file=rule.json, where rule.json holds "
+    '{{"rule": [{{"action": {{"type": "AbortIncompleteMultipartUpload"}}, "condition": {{"age": 2}}}}]}}',
+    "az": "Blocks that killed saves have left in {url} are not listed; Azure removes them by itself, a week "
+    "after the last one of a blob was written",
+}
+# What the client of objects reads, under all the names that it knows.
+_ENVIRONMENT = {
+    "region": ("region", ["AWS_REGION", "AWS_DEFAULT_REGION"], None, None),
+    "reknit_endpoint": (None, ["AWS_ENDPOINT_URL", "AWS_ENDPOINT"], None, None),
+    "reknit_virtual": (None, ["AWS_VIRTUAL_HOSTED_STYLE_REQUEST"], "false", None),
+}
+
+
+def unseen(place: Bucket) -> str | None:
+    """Return what this kind of store keeps to itself, and what removes it."""
+    told = _UNSEEN[place.scheme]
+    return None if told is None else told.format(url=place.url, bucket=place.bucket)
+
+
+def dated(client: Client, place: Bucket, options: ObjectOptions) -> Iterator[Dated]:
+    """Yield objects below the prefix, also temporary ones, and, where it is S3, uploads in parts."""
+    uploads = (
+        Uploads(place, options) if place.scheme == "s3" else None
+    )  # what is missing for it is said first
+    with translated("list", place.url):
+        for chunk in obstore.list(client, place.prefix.rstrip("/") or None, chunk_size=1000):
+            for found in chunk:
+                path = found["path"][len(place.prefix) :]
+                name = path.rpartition("/")[2]
+                if is_own_temporary(name) or not any(map(is_temporary, path.split("/"))):
+                    kind = "temporary" if is_own_temporary(name) else "file"
+                    yield Dated(kind, path, found["size"], found["last_modified"].timestamp())  # type: ignore[arg-type]
+    if uploads is not None:
+        yield from uploads.under_way()
+
+
+def discard(client: Client, place: Bucket, options: ObjectOptions, found: Dated) -> None:
+    """Delete a temporary object, or abort an upload."""
+    if found.kind == "upload":
+        Uploads(place, options).abort(found)
+        return
+    url = f"{place.scheme}://{place.bucket}/{place.prefix}{found.path}"
+    with translated("delete", url), suppress(FileNotFoundError):
+        obstore.delete(client, place.prefix + found.path)
+
+
+class Uploads:
+    """Uploads in parts, neither finished nor aborted, to a bucket of S3 or of what is compatible with it.
+
+    The client that reads and writes objects cannot list them; this one, botocore, is asked with the same
+    endpoint, region and credentials.
+    """
+
+    def __init__(self, place: Bucket, options: ObjectOptions) -> None:
+        self._place = place
+        self._client = _connect(place, options)
+
+    def under_way(self) -> Iterator[Dated]:
+        """Yield all of them below the prefix, with the bytes that are up, and when the last of these came."""
+        query = {"Bucket": self._place.bucket, "Prefix": self._place.prefix}
+        with self._answering("list uploads in", self._place.url):
+            for page in self._client.get_paginator("list_multipart_uploads").paginate(**query):
+                for found in page.get("Uploads", ()):
+                    if found["Key"].startswith(self._place.prefix):
+                        yield from self._measured(found)
+
+    def abort(self, found: Dated) -> None:
+        """Remove the parts of an upload; that there is no such upload any more is no error."""
+        key = self._place.prefix + found.path
+        with self._answering("abort the upload of", f"s3://{self._place.bucket}/{key}"):
+            try:
+                self._client.abort_multipart_upload(
+                    Bucket=self._place.bucket, Key=key, UploadId=found.upload_id
+                )
+            except self._client.exceptions.ClientError as error:
+                if not _is_gone(error):
+                    raise
+
+    def _measured(self, found: dict[str, Any]) -> Iterator[Dated]:
+        key, nbytes, modified = found["Key"], 0, found["Initiated"].timestamp()
+        query = {"Bucket": self._place.bucket, "Key": key, "UploadId": found["UploadId"]}
+        try:
+            for page in self._client.get_paginator("list_parts").paginate(**query):
+                for part in page.get("Parts", ()):
+                    nbytes += part["Size"]
+                    modified = max(modified, part["LastModified"].timestamp())
+        except self._client.exceptions.ClientError as error:
+            if not _is_gone(error):
+                raise
+            return  # it was finished, or aborted, after it was listed
+        yield Dated("upload", key[len(self._place.prefix) :], nbytes, modified, found["UploadId"])
+
+    @contextmanager
+    def _answering(self, action: str, url: str) -> Iterator[None]:
+        """Raise what botocore raises as a `StorageError` about `url`."""
+        from botocore.exceptions import BotoCoreError, ClientError  # type: ignore[import-untyped]
+
+        try:
+            yield
+        except ClientError as error:
+            if error.response.get("Error", {}).get("Code") in ("NotImplemented", "501"):
+                raise StorageError(
+                    f"{url}: the endpoint does not list uploads in parts",
+                    remedy="let it remove those by itself that nobody finishes, see its manual",
+                    path=url,
+                ) from error
+            status = error.response.get("ResponseMetadata", {}).get("HTTPStatusCode")
+            told = OSError(f"{error} (status code: {status})")  # as the client of objects puts it
+            raise as_ours(action, url, told) from None
+        except BotoCoreError as error:
+            raise as_ours(action, url, error) from None
+
+
+def _is_gone(error: Any) -> bool:
+    return error.response.get("Error", {}).get("Code") in ("NoSuchUpload", "404")
+
+
+def _connect(place: Bucket, options: ObjectOptions) -> Any:
+    """Return a client of botocore that asks whom the client of objects asks.  Nothing is sent yet."""
+    try:
+        from botocore.config import Config  # type: ignore[import-untyped]
+        from botocore.session import Session  # type: ignore[import-untyped]
+    except ImportError as error:
+        raise MissingExtraError(
+            f"what killed saves have left of uploads to {place.url} is listed with the package botocore",
+            remedy="pip install 'reknit[gc]'",
+        ) from error
+    session = Session(session_vars=_ENVIRONMENT)
+    virtual = str(session.get_config_variable("reknit_virtual")).lower() in ("1", "true", "yes", "on")
+    return session.create_client(
+        "s3",
+        region_name=options.region or session.get_config_variable("region") or "us-east-1",
+        endpoint_url=options.endpoint or session.get_config_variable("reknit_endpoint"),
+        config=Config(
+            connect_timeout=5,
+            read_timeout=options.request_s,
+            retries={"total_max_attempts": options.retries + 1, "mode": "standard"},
+            s3={"addressing_style": "virtual" if virtual else "path"},
+        ),
+    )

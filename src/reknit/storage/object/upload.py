@@ -1,0 +1,229 @@
+"""Files on their way to an object store: pieces in any order, parts straight from the memory they are in."""
+
+from __future__ import annotations
+
+import threading
+import weakref
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import obstore
+
+from reknit.errors import StorageError, typed_shortage
+from reknit.monitor.phase import Deadline
+from reknit.storage.object.errors import translated
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from numpy.typing import NDArray
+
+    from reknit.storage.object.client import Client
+
+    Bytes = NDArray[np.uint8]
+
+MAX_PARTS = 10_000
+"""What S3 takes of one file."""
+_MIB = 1 << 20
+_PATIENCE_S = 2.0
+"""How long a piece waits for one before it that has not come, until it is copied to memory of its own."""
+_LETTING_GO_S = 30.0
+
+
+def part_size(nbytes: int, wanted: int) -> int:
+    """Return the bytes of one part of a file: those wanted, or more where there would be too many parts."""
+    least = -(-nbytes // MAX_PARTS)
+    return wanted if least <= wanted else -(-least // _MIB) * _MIB
+
+
+class _GivenUpError(Exception):
+    """Passes through the client, so that it removes the parts that are up already."""
+
+
+class _Lent(np.ndarray[Any, np.dtype[np.uint8]]):
+    """Memory that the client reads, until it has let go of the last reference."""
+
+
+@dataclass
+class _Gathered:
+    """A part of which some pieces are there."""
+
+    whole: Bytes
+    missing: int
+
+
+class MultipartUpload:
+    """The parts of one multipart upload, in the hands of one thread that waits for them in their order.
+
+    The client takes parts one after another, and sends up to `concurrency` of them at once, each from the
+    memory it was given.  So whoever gives a part waits until the client lets go of it.  Parts made of pieces
+    that do not fill one are gathered in memory of their own; no more than `concurrency` of those are waiting
+    to go, as long as pieces come about in order.
+    """
+
+    def __init__(
+        self,
+        client: Client,
+        key: str,
+        url: str,
+        nbytes: int,
+        part_nbytes: int,
+        concurrency: int,
+    ) -> None:
+        self._client, self._key, self._url = client, key, url
+        self._nbytes, self._part_nbytes, self._concurrency = nbytes, part_nbytes, concurrency
+        self._changed = threading.Condition()
+        self._ready: dict[int, Bytes] = {}
+        self._gathered: dict[int, _Gathered] = {}
+        self._next = 0
+        """The part that the client takes next."""
+        self._lent: set[int] = set()
+        self._own: set[int] = set()
+        self._given_up = self._finishing = False
+        self._error: BaseException | None = None
+        self._thread: threading.Thread | None = None
+
+    def write(self, start: int, data: Bytes) -> None:
+        """Give bytes, and return when their memory may be used for something else."""
+        mine, gave, size = set[int](), False, self._part_nbytes
+        while len(data):
+            part = start // size
+            nbytes = min(size, self._nbytes - part * size)
+            taken = data[: part * size + nbytes - start]
+            if len(taken) == size:
+                self._give(part, taken)
+                mine.add(part)
+            else:  # also the last part, which the client keeps until the upload is to end
+                gave |= self._gather(part, start - part * size, taken, nbytes)
+            start += len(taken)
+            data = data[len(taken) :]
+        # Not before all bytes are given: another thread may wait for the part that begins with the last ones.
+        self._wait_for(mine, self._concurrency if gave else None)
+
+    def finish(self) -> None:
+        """Return when the object is there.  All bytes have been written."""
+        self._start()
+        with self._changed:
+            self._finishing = True
+            self._changed.notify_all()
+        assert self._thread is not None
+        self._thread.join()
+        self._check()
+
+    def give_up(self) -> None:
+        """Return when the client has removed what is up, and lets go of all memory."""
+        with self._changed:
+            self._given_up = True
+            self._changed.notify_all()
+        if self._thread is not None:
+            self._thread.join()
+            self._let_go()
+
+    def _give(self, part: int, data: Bytes, *, own: bool = False) -> None:
+        with self._changed:
+            self._ready[part] = data
+            self._lent.add(part)
+            if own:
+                self._own.add(part)
+            self._changed.notify_all()
+        self._start()
+
+    def _gather(self, part: int, start: int, data: Bytes, nbytes: int) -> bool:
+        """Copy a piece of a part, and give the part when that was the last one; tell whether it was."""
+        with self._changed:
+            gathered = self._gathered.setdefault(part, _Gathered(np.empty(nbytes, np.uint8), nbytes))
+        np.copyto(gathered.whole[start : start + len(data)], data)
+        with self._changed:
+            gathered.missing -= len(data)
+            if gathered.missing:
+                return False
+            del self._gathered[part]
+        self._give(part, gathered.whole, own=True)
+        return True
+
+    def _wait_for(self, mine: set[int], most_own: int | None) -> None:
+        """Return when the client has let go of these parts, and of enough of those that were gathered."""
+        with self._changed:
+            while self._error is None and not self._given_up:
+                if not mine & self._lent and (most_own is None or len(self._own) <= most_own):
+                    return
+                before = self._next
+                if not self._changed.wait(_PATIENCE_S) and self._next == before:
+                    # Nothing goes on, and perhaps nothing will: somebody writes alone, and from the end.
+                    stuck = {part for part in mine if part in self._ready}
+                    for part in stuck:
+                        self._ready[part] = self._ready[part].copy()
+                    self._own |= stuck
+                    mine = mine - stuck
+                    most_own = None
+        self.give_up()
+        self._check()
+
+    def _start(self) -> None:
+        with self._changed:
+            if self._thread is None and not self._given_up:
+                name = "reknit-upload"
+                thread = threading.Thread(target=self._run, name=name, daemon=True)
+                with typed_shortage():
+                    thread.start()
+                self._thread = thread
+
+    def _run(self) -> None:
+        try:
+            obstore.put(
+                self._client,
+                self._key,
+                self._parts(),  # type: ignore[arg-type]  # arrays are buffers, from Python 3.12 on by type
+                use_multipart=True,
+                chunk_size=self._part_nbytes,
+                max_concurrency=self._concurrency,
+            )
+        except BaseException as error:  # it is raised again by those who wait for their parts
+            with self._changed:
+                self._error = error
+                self._changed.notify_all()
+
+    def _parts(self) -> Iterator[_Lent]:
+        """Yield the parts in their order, each as soon as it is there."""
+        for part in range(-(-self._nbytes // self._part_nbytes)):
+            with self._changed:
+                self._changed.wait_for(lambda part=part: part in self._ready or self._given_up)  # type: ignore[misc]
+                if self._given_up:
+                    raise _GivenUpError
+                lent = self._ready.pop(part).view(_Lent)
+                self._next = part + 1
+                weakref.finalize(lent, self._returned, part).atexit = False
+            yield lent
+            del lent
+        with self._changed:
+            self._changed.wait_for(lambda: self._finishing or self._given_up)
+            if self._given_up:
+                raise _GivenUpError
+
+    def _returned(self, part: int) -> None:
+        """Called from whatever thread of the client let go of a part last."""
+        with self._changed:
+            self._lent.discard(part)
+            self._own.discard(part)
+            self._changed.notify_all()
+
+    def _let_go(self) -> None:
+        """Wait until the client reads no memory of others any more, now that its call has ended."""
+        deadline = Deadline(_LETTING_GO_S)
+        with self._changed:
+            self._lent -= self._ready.keys()
+            self._ready.clear()
+            while self._lent - self._own and not deadline.passed():
+                self._changed.wait(deadline.remaining())
+
+    def _check(self) -> None:
+        """Raise what went wrong."""
+        error = self._error
+        if isinstance(error, StorageError):
+            raise error
+        if error is not None and not isinstance(error, _GivenUpError):
+            with translated("write", self._url):
+                raise error
+        if self._given_up:
+            raise StorageError(f"cannot write {self._url}: it is aborted", path=self._url)

@@ -1,0 +1,172 @@
+"""New files of an object store: small ones in one request, large ones in parts."""
+
+from __future__ import annotations
+
+import threading
+from typing import TYPE_CHECKING
+
+import numpy as np
+import obstore
+from obstore import exceptions
+
+from reknit.errors import StorageError
+from reknit.storage.object.conditions import new_nonce, seen_nonce, unsupported
+from reknit.storage.object.errors import as_ours, translated
+from reknit.storage.object.upload import MultipartUpload, part_size
+from reknit.storage.runs import check_inside
+
+if TYPE_CHECKING:
+    from reknit.storage.object.client import Client, ObjectOptions
+    from reknit.storage.object.conditions import Conditions
+
+
+class ObjectNames:
+    """The files that are being written in a bucket by this process."""
+
+    def __init__(self) -> None:
+        self._writers: dict[str, ObjectWriter] = {}
+        self._lock = threading.Lock()
+
+    def __contains__(self, key: str) -> bool:
+        with self._lock:
+            return key in self._writers
+
+    def take(self, key: str, writer: ObjectWriter) -> bool:
+        """Give a name to a writer; tell whether it was free."""
+        with self._lock:
+            return self._writers.setdefault(key, writer) is writer
+
+    def has(self, key: str, writer: ObjectWriter) -> bool:
+        """Tell whether a writer still has its name."""
+        with self._lock:
+            return self._writers.get(key) is writer
+
+    def free(self, key: str, writer: ObjectWriter | None = None) -> None:
+        """Take a name from this writer, or from whoever has it."""
+        with self._lock:
+            if writer is None or self._writers.get(key) is writer:
+                self._writers.pop(key, None)
+
+
+class ObjectWriter:
+    """A file that is being written; there is no object before `finish` returns."""
+
+    def __init__(
+        self,
+        client: Client,
+        key: str,
+        url: str,
+        nbytes: int,
+        options: ObjectOptions,
+        names: ObjectNames,
+        conditions: Conditions,
+    ) -> None:
+        self._client, self._key, self._url, self._nbytes = client, key, url, nbytes
+        self._names, self._conditions = names, conditions
+        self._written = 0
+        self._open = True
+        self._lock = threading.Lock()
+        part_nbytes = part_size(nbytes, options.part_nbytes)
+        self._small = np.empty(0, np.uint8)
+        self._upload: MultipartUpload | None = None
+        if nbytes <= part_nbytes:
+            self._small = np.empty(nbytes, np.uint8)
+        else:
+            self._upload = MultipartUpload(client, key, url, nbytes, part_nbytes, options.concurrency)
+
+    def write(self, start: int, data: memoryview) -> None:
+        """Copy `data` where the file is small, else upload the parts that it fills straight from it."""
+        found = np.frombuffer(data, np.uint8) if data.nbytes else np.empty(0, np.uint8)
+        check_inside(start, len(found), self._nbytes, self._url)
+        with self._lock:
+            self._check_open("write")
+        if self._upload is None:
+            np.copyto(self._small[start : start + len(found)], found)
+        else:
+            self._upload.write(start, found)
+        with self._lock:
+            self._written += len(found)
+
+    def finish(self) -> None:
+        """Make the object, on the condition that there is none where it goes up in one request."""
+        with self._lock:
+            self._check_open("finish")
+            self._open = False
+        try:
+            if self._written != self._nbytes:
+                fault = f"{self._written} of {self._nbytes} bytes were written"
+                raise StorageError(f"cannot finish {self._url}: {fault}", path=self._url)
+            if not self._names.has(self._key, self):
+                raise StorageError(f"{self._url} was removed while it was written", path=self._url)
+            if self._upload is None:
+                self._put()
+            else:
+                self._check_free()
+                self._upload.finish()
+        except BaseException:
+            if self._upload is not None:
+                self._upload.give_up()
+            raise
+        finally:
+            self._names.free(self._key, self)
+            self._small = np.empty(0, np.uint8)
+
+    def abort(self) -> None:
+        """Remove the parts that are up, and give the name free; nothing where the file is finished."""
+        with self._lock:
+            was_open, self._open = self._open, False
+        if was_open and self._upload is not None:
+            self._upload.give_up()
+        self._names.free(self._key, self)
+
+    def _put(self) -> None:
+        if self._conditions.unknown:
+            self._put_anyway()
+            return
+        nonce = new_nonce()
+        try:
+            obstore.put(self._client, self._key, self._small, mode="create", attributes=nonce)
+        except (exceptions.BaseError, OSError) as error:
+            if unsupported(error):
+                self._conditions.unknown = True
+                self._put_anyway()
+                return
+            refused = isinstance(error, exceptions.AlreadyExistsError)
+            if not refused and not isinstance(error, exceptions.GenericError):
+                raise as_ours("write", self._url, error) from None
+            with translated("read back", self._url):
+                found = seen_nonce(self._client, self._key)
+            if found == nonce:
+                return  # it was this request, whose answer was lost
+            if not refused:
+                raise as_ours("write", self._url, error) from None
+            if found is not None:
+                raise existing(self._url) from None
+            self._put_anyway()  # what is left of an upload in parts counts as something there on Azure
+
+    def _put_anyway(self) -> None:
+        self._check_free()
+        with translated("write", self._url):
+            obstore.put(self._client, self._key, self._small, use_multipart=False)
+
+    def _check_free(self) -> None:
+        """Raise when somebody else has written an object of this name meanwhile."""
+        with translated("find", self._url):
+            try:
+                obstore.head(self._client, self._key)
+            except FileNotFoundError:
+                return
+        raise existing(self._url)
+
+    def _check_open(self, action: str) -> None:
+        if not self._open:
+            raise StorageError(f"cannot {action} {self._url}: it is finished or aborted", path=self._url)
+
+
+def existing(url: str) -> StorageError:
+    """Return the error of who would write a file again."""
+    return StorageError(
+        f"cannot create {url}: it exists",
+        remedy="files are never written twice: use another name, or delete the old one first",
+        path=url,
+    )

@@ -1,0 +1,1 @@
+"""Stores around other stores."""

@@ -1,0 +1,258 @@
+"""A store that asks again where the one inside could not be reached, and never does anything twice."""
+
+from __future__ import annotations
+
+import functools
+import logging
+import math
+import random
+import threading
+import time
+from collections import Counter
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, TypeVar
+
+from reknit.errors import StorageError, StorageNotFoundError, StorageUnavailableError, UsageError
+from reknit.monitor.phase import monotonic
+from reknit.storage.wrappers.forwarding import ForwardingStorage
+from reknit.storage.wrappers.retrying_writers import KeptWriter, RetryingWriter
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+
+    import numpy as np
+    from numpy.typing import NDArray
+
+    from reknit.options import Durability
+    from reknit.storage.base import Listed, Storage, Writer
+
+    Factory = Callable[[str, Durability], Storage]
+
+logger = logging.getLogger("reknit")
+
+_Result = TypeVar("_Result")
+
+_OPTION = "retry_s"
+_KEPT_NBYTES = 16 << 20
+"""Files of at most so many bytes are kept until they are there, where their store's writers cannot go on."""
+_SILENT_S = 60.0
+"""How long nothing more is told of an operation that is tried again and again."""
+
+
+@dataclass(frozen=True, slots=True)
+class Patience:
+    """How long, and how often, an operation is tried again.
+
+    Before try number `n` it waits a random time of up to `first_s` times two to the power of `n - 1`, at most
+    `longest_s`, so that many ranks do not come back together.  An operation is given up after `deadline_s`,
+    and those after it at once, until one succeeds or as much time has passed again.
+    """
+
+    deadline_s: float = 120.0
+    first_s: float = 0.1
+    longest_s: float = 10.0
+
+    def __post_init__(self) -> None:
+        if min(self.deadline_s, self.first_s, self.longest_s) <= 0:
+            raise UsageError("the times of a Patience are positive")
+
+    def pause_s(self, tries: int) -> float:
+        """Return how long to wait after so many tries that failed."""
+        return random.uniform(0, min(self.longest_s, self.first_s * 2.0 ** min(tries - 1, 32)))
+
+
+def patient(*, resumes: bool) -> Callable[[Factory], Factory]:
+    """Decorate the factory of a remote store, so that what it opens is a `RetryingStorage`.
+
+    Its URLs get the option `retry_s`, the `Patience.deadline_s` in seconds, which the factory does not see; 0
+    leaves the store as it is.
+    """
+
+    def decorate(factory: Factory) -> Factory:
+        @functools.wraps(factory)
+        def opened(url: str, durability: Durability) -> Storage:
+            url, seconds = _without_option(url)
+            storage = factory(url, durability)
+            return RetryingStorage(storage, Patience(seconds), resumes=resumes) if seconds else storage
+
+        return opened
+
+    return decorate
+
+
+def _without_option(url: str) -> tuple[str, float]:
+    """Return a URL without ``retry_s``, and what that said."""
+    head, _, query = url.partition("?")
+    parts = query.split("&")
+    told = [part.partition("=")[2] for part in parts if part.partition("=")[0] == _OPTION]
+    if not told:
+        return url, Patience().deadline_s
+    rest = "&".join(part for part in parts if part.partition("=")[0] != _OPTION)
+    try:
+        seconds = float(told[-1])
+    except ValueError:
+        seconds = math.nan
+    if not 0 <= seconds < math.inf:
+        raise UsageError(f"{url!r}: {_OPTION} is a number of seconds, or 0, not {told[-1]!r}")
+    return (f"{head}?{rest}" if rest else head), seconds
+
+
+@dataclass
+class _Record:
+    """What a store and those below it have met with."""
+
+    retries: Counter[str] = field(default_factory=Counter)
+    away: tuple[float, float] | None = None
+    """Since when nothing has succeeded, and when something failed last."""
+    told: dict[str, float] = field(default_factory=dict)
+    lock: threading.Lock = field(default_factory=threading.Lock)
+
+    def away_since(self, began: float, failed: float, memory_s: float) -> float:
+        """Note a failure, and return since when the store has been away, as far as the caller can know."""
+        with self.lock:
+            since, last = self.away or (began, failed)
+            if failed - last > memory_s:
+                since = began
+            self.away = (since, failed)
+            return min(since, began)
+
+    def count(self, name: str, at: float) -> bool:
+        """Count a repetition, and tell whether it is to be told."""
+        with self.lock:
+            self.retries[name] += 1
+            tell = at - self.told.get(name, -math.inf) >= _SILENT_S
+            if tell:
+                self.told[name] = at
+            return tell
+
+
+class RetryingStorage(ForwardingStorage):
+    """Repeats what failed with `StorageUnavailableError`, and nothing else: any other error is an answer.
+
+    Every operation may be repeated without harm.  A file that could not be made for certain is looked at:
+    if it has the bytes that were to be put, it is ours.  A `finish` that failed for another reason, such as
+    an `fsync`, is never repeated: what it left in memory may be gone.  `retries` counts repetitions by
+    operation, for this store and those below it; the first of each is logged, and then one in a minute.
+
+    `resumes`: whether the inner store's writers can go on where a `write` or a `finish` failed.  Where they
+    cannot, files of at most 16 MiB are kept and written anew, and larger ones are not repeated here: their
+    store's own client has to.
+    """
+
+    def __init__(self, inner: Storage, patience: Patience | None = None, *, resumes: bool = True) -> None:
+        super().__init__(inner)
+        self.patience = patience or Patience()
+        self._resumes = resumes
+        self._record = _Record()
+
+    @property
+    def retries(self) -> Counter[str]:
+        """How often which operation was repeated."""
+        return self._record.retries
+
+    def around(self, inner: Storage, path: str) -> Storage:
+        """Return the store below, with the same patience."""
+        below = RetryingStorage(inner, self.patience, resumes=self._resumes)
+        below._record = self._record
+        return below
+
+    def again(self, name: str, work: Callable[[int], _Result]) -> _Result:
+        """Do `work`, given how often it failed before, until it succeeds or the time is over."""
+        began, tries, last = monotonic(), 0, None
+        while True:
+            try:
+                result = work(tries)
+            except StorageUnavailableError as error:
+                tries += 1
+                at = monotonic()
+                since = self._record.away_since(began, at, self.patience.deadline_s)
+                left_s = since + self.patience.deadline_s - at
+                # Who raises the same error once more has not tried anything.
+                if error is last or left_s <= 0:
+                    if tries > 1 and error is not last:
+                        error.message += f" (tried {tries} times in {self.patience.deadline_s:g} s)"
+                    raise
+                if self._record.count(name, at):
+                    told = "%s: %s is tried again, for up to %g s: %s"
+                    logger.warning(told, self.url, name, self.patience.deadline_s, error.message)
+                last = error
+            else:
+                self._record.away = None
+                return result
+            time.sleep(min(self.patience.pause_s(tries), left_s))
+
+    def create(self, path: str, nbytes: int) -> Writer:
+        """Start a new file, whose pieces are written again where that failed."""
+
+        def work(tries: int) -> Writer:
+            try:
+                return self.inner.create(path, nbytes)
+            except StorageError as error:
+                if tries and not isinstance(error, StorageUnavailableError) and self._is_there(path):
+                    error.message += "; it may be from an attempt before, of which no answer came"
+                raise
+
+        writer = self.again("create", work)
+        if self._resumes:
+            return RetryingWriter(self, writer)
+        return KeptWriter(self, writer, path, nbytes) if nbytes <= _KEPT_NBYTES else writer
+
+    def put(self, path: str, data: bytes, *, if_absent: bool) -> bool:
+        """Write a small file in one step."""
+
+        def work(tries: int) -> bool:
+            placed = self.inner.put(path, data, if_absent=if_absent)
+            return placed or (tries > 0 and self.has(path, data))
+
+        return self.again("put", work)
+
+    def commit(self, path: str, data: bytes, *, pending: str, if_absent: bool) -> bool:
+        """Write a small file in one step, while another is there: done, if the bytes are there afterwards."""
+
+        def work(tries: int) -> bool:
+            if tries and self.has(path, data):
+                return True
+            return self.inner.commit(path, data, pending=pending, if_absent=if_absent)
+
+        return self.again("commit", work)
+
+    def has(self, path: str, data: bytes) -> bool:
+        """Tell whether a file has exactly these bytes, without asking twice."""
+        try:
+            return self.inner.size(path) == len(data) and self.inner.get(path, limit=len(data)) == data
+        except StorageNotFoundError:
+            return False
+
+    def _is_there(self, path: str) -> bool:
+        try:
+            return self.inner.size(path) >= 0
+        except StorageError:
+            return False  # it only explains another error
+
+    def get(self, path: str, *, limit: int) -> bytes:
+        """Return a whole small file."""
+        return self.again("get", lambda _: self.inner.get(path, limit=limit))
+
+    def size(self, path: str) -> int:
+        """Return the size of a file in bytes."""
+        return self.again("size", lambda _: self.inner.size(path))
+
+    def read_into(self, path: str, start: int, buffers: list[memoryview]) -> None:
+        """Fill the buffers, from the first byte on where a part of them was filled."""
+        self.again("read", lambda _: self.inner.read_into(path, start, buffers))
+
+    def read_runs(self, path: str, starts: NDArray[np.int64], nbytes: int, buffer: memoryview) -> None:
+        """Fill the buffer with runs."""
+        self.again("read", lambda _: self.inner.read_runs(path, starts, nbytes, buffer))
+
+    def delete(self, path: str) -> None:
+        """Remove a file."""
+        self.again("delete", lambda _: self.inner.delete(path))
+
+    def folders(self) -> list[str]:
+        """Return the names of the folders directly below the root, sorted."""
+        return self.again("list", lambda _: self.inner.folders())
+
+    def list(self, prefix: str = "") -> Iterator[Listed]:
+        """Yield every file below a folder; the listing is whole before the first of it is there."""
+        return iter(self.again("list", lambda _: list(self.inner.list(prefix))))

@@ -1,0 +1,571 @@
+"""The two arenas of a rank: lent and reused, within a budget, whatever the order of saves."""
+
+from __future__ import annotations
+
+import errno
+import logging
+import os
+import resource
+import subprocess
+import sys
+import threading
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+import pytest
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
+
+from reknit.engine.memory import arena_pool as arenas_module
+from reknit.engine.memory.arena import SPAN_NBYTES, SharedArena
+from reknit.engine.memory.arena_pool import LEAST_NBYTES, Arenas, Lease
+from reknit.errors import UsageError
+from reknit.options import local_ranks
+from tests.resources import mapped, open_files, shared_memory
+from tests.running.examples import examples
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+
+MIB = 1 << 20
+
+
+@contextmanager
+def arenas_of(budget_nbytes: int | None) -> Iterator[Arenas]:
+    arenas = Arenas(budget_nbytes)
+    try:
+        yield arenas
+    finally:
+        arenas.close()
+
+
+def acquire(arenas: Arenas, nbytes: int) -> Lease:
+    """Borrow what has to be there, or makeable, at once."""
+    lease = arenas.acquire(nbytes, 0)
+    assert lease is not None
+    return lease
+
+
+@dataclass(frozen=True)
+class Held:
+    """The descriptors and arenas that this process had, and what came since."""
+
+    files: set[str] = field(default_factory=open_files)
+    arenas: dict[str, int] = field(default_factory=mapped)
+
+    def new_nbytes(self) -> int:
+        """Return how many bytes of arenas are mapped that were not."""
+        return sum(nbytes for addresses, nbytes in mapped().items() if addresses not in self.arenas)
+
+    def nothing_is_left(self) -> bool:
+        """Tell whether everything that came since is gone."""
+        return open_files() <= self.files and self.new_nbytes() == 0
+
+
+def in_thread(act: Callable[[], object]) -> threading.Thread:
+    thread = threading.Thread(target=act)
+    thread.start()
+    return thread
+
+
+class Gate:
+    """Holds up the making of arenas until it is opened, and tells when one has begun."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.reached, self.opened = threading.Event(), threading.Event()
+        populate = SharedArena.populate
+
+        def wait(arena: SharedArena, start: int, nbytes: int) -> None:
+            self.reached.set()
+            assert self.opened.wait(60)
+            populate(arena, start, nbytes)
+
+        monkeypatch.setattr(SharedArena, "populate", wait)
+
+
+def limit_memory(monkeypatch: pytest.MonkeyPatch, limit: Callable[[], int]) -> None:
+    """Let the kernel reserve pages only up to `limit` bytes of any one arena."""
+    allocate = os.posix_fallocate
+
+    def fallocate(fd: int, start: int, nbytes: int) -> None:
+        if start + nbytes > limit():
+            raise OSError(errno.ENOMEM, "Cannot allocate memory")
+        allocate(fd, start, nbytes)
+
+    monkeypatch.setattr(os, "posix_fallocate", fallocate)
+
+
+def test_two_arenas_alternate_where_both_fit_and_are_reused_for_ever_after() -> None:
+    with arenas_of(64 * MIB) as arenas:
+        first = acquire(arenas, 3 * MIB)
+        second = acquire(arenas, 3 * MIB)
+        assert (first.number, second.number) == (1, 2)
+        assert first.nbytes == second.nbytes == 4 * MIB
+        assert first.fresh
+        assert second.fresh
+        assert arenas.busy == 2
+        assert arenas.acquire(3 * MIB, 0) is None
+        memory = {1: first.arena, 2: second.arena}
+        for _ in range(5):
+            arenas.release(first)
+            first, second = second, acquire(arenas, 4 * MIB)
+            assert second.arena is memory[second.number]
+            assert not second.fresh
+            assert second.dropped == ()
+
+
+def test_a_lent_arena_is_written_without_a_page_fault() -> None:
+    with arenas_of(64 * MIB) as arenas:
+        lease = acquire(arenas, 16 * MIB)
+        before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+        lease.arena.bytes[:] = 1
+        assert resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before < 200
+        arenas.release(lease)
+
+
+def test_a_rank_that_has_nothing_to_write_gets_the_smallest_arena() -> None:
+    with arenas_of(64 * MIB) as arenas:
+        lease = acquire(arenas, 0)
+        assert lease.nbytes == 2 * MIB
+        arenas.release(lease)
+
+
+def test_where_two_do_not_fit_there_is_one_arena() -> None:
+    with arenas_of(64 * MIB) as arenas:
+        lease = acquire(arenas, 34 * MIB)
+        assert lease.nbytes == 34 * MIB
+        assert arenas.acquire(34 * MIB, 0) is None
+        arenas.release(lease)
+        again = acquire(arenas, 34 * MIB)
+        assert again.arena is lease.arena
+        arenas.release(again)
+
+
+def test_where_one_does_not_fit_the_arena_is_the_whole_budget_in_spans() -> None:
+    with arenas_of(3 * SPAN_NBYTES - 1) as arenas:
+        lease = acquire(arenas, 3 * SPAN_NBYTES)
+        assert lease.nbytes == 2 * SPAN_NBYTES
+        assert arenas.acquire(1, 0) is not None, "what is left of the budget may hold a small one"
+        assert arenas.acquire(1, 0) is None
+        arenas.release(lease)
+        assert acquire(arenas, 1 << 40).arena is lease.arena
+
+
+def test_a_budget_below_one_span_is_refused() -> None:
+    with pytest.raises(UsageError, match="at least 33554432 bytes"):
+        Arenas(SPAN_NBYTES - 1)
+
+
+def test_a_free_arena_that_is_too_small_is_closed_and_its_number_told_once() -> None:
+    with arenas_of(64 * MIB) as arenas:
+        small = acquire(arenas, 2 * MIB)
+        elsewhere = SharedArena.attach(os.dup(small.arena.fd), small.nbytes)
+        elsewhere.bytes[:] = 1
+        arenas.release(small)
+        large = acquire(arenas, 8 * MIB)
+        assert (large.number, large.fresh, large.dropped) == (2, True, (1,))
+        assert small.arena.fd == -1
+        assert os.fstat(elsewhere.fd).st_blocks == 0, "its pages are free although another process maps them"
+        elsewhere.close()
+        next_one = acquire(arenas, 8 * MIB)
+        assert (next_one.number, next_one.dropped) == (3, ())
+
+
+def test_a_larger_free_arena_serves_a_smaller_save() -> None:
+    with arenas_of(64 * MIB) as arenas:
+        large = acquire(arenas, 8 * MIB)
+        arenas.release(large)
+        small = acquire(arenas, 2 * MIB)
+        assert small.arena is large.arena
+        assert (small.fresh, small.dropped) == (False, ())
+
+
+def test_the_budget_counts_arenas_that_are_still_lent() -> None:
+    with arenas_of(64 * MIB) as arenas:
+        lent = acquire(arenas, 20 * MIB)
+        assert arenas.acquire(46 * MIB, 0) is None
+        arenas.release(lent)
+        assert acquire(arenas, 46 * MIB).dropped == (1,)
+
+
+def test_a_wait_ends_when_another_thread_releases() -> None:
+    with arenas_of(64 * MIB) as arenas:
+        held = acquire(arenas, 40 * MIB)
+        begun, found = threading.Event(), []
+
+        def wait() -> None:
+            begun.set()
+            found.append(arenas.acquire(40 * MIB, 60))
+
+        waiter = in_thread(wait)
+        assert begun.wait(60)
+        assert not found
+        arenas.release(held)
+        waiter.join(60)
+        (lease,) = found
+        assert lease is not None
+        assert lease.arena is held.arena
+
+
+def test_a_wait_in_vain_ends_with_nothing() -> None:
+    with arenas_of(64 * MIB) as arenas:
+        acquire(arenas, 40 * MIB)
+        assert arenas.acquire(40 * MIB, 0.05) is None
+        assert arenas.busy == 1
+
+
+def test_a_lease_that_is_released_twice_does_not_free_the_next_one() -> None:
+    with arenas_of(64 * MIB) as arenas:
+        old = acquire(arenas, 40 * MIB)
+        arenas.release(old)
+        acquire(arenas, 40 * MIB)
+        arenas.release(old)
+        assert arenas.busy == 1
+
+
+def test_warm_makes_the_second_arena_once_and_the_next_save_takes_it() -> None:
+    with arenas_of(64 * MIB) as arenas:
+        before = Held()
+        arenas.warm()
+        assert before.new_nbytes() == 0, "before the first save nobody knows how large"
+        first = acquire(arenas, 8 * MIB)
+        arenas.warm()
+        arenas.warm()
+        assert before.new_nbytes() == 16 * MIB
+        assert arenas.busy == 1
+        second = acquire(arenas, 8 * MIB)
+        assert before.new_nbytes() == 16 * MIB
+        assert (second.number, second.fresh) == (2, True)
+        arenas.release(first)
+        arenas.release(second)
+        arenas.warm()
+        assert before.new_nbytes() == 16 * MIB
+
+
+def test_warm_makes_nothing_where_only_one_arena_fits() -> None:
+    with arenas_of(64 * MIB) as arenas:
+        before = Held()
+        arenas.release(acquire(arenas, 40 * MIB))
+        arenas.warm()
+        assert before.new_nbytes() == 40 * MIB
+
+
+def test_warm_replaces_a_free_arena_that_saves_have_outgrown() -> None:
+    with arenas_of(64 * MIB) as arenas:
+        small, other = acquire(arenas, 2 * MIB), acquire(arenas, 2 * MIB)
+        arenas.release(small)
+        large = acquire(arenas, 8 * MIB)
+        arenas.release(other)
+        arenas.warm()
+        second = acquire(arenas, 8 * MIB)
+        assert (large.dropped, second.dropped, second.fresh) == ((1,), (2,), True)
+        assert second.nbytes == 8 * MIB
+
+
+def test_a_number_that_was_never_lent_is_not_told_as_dropped() -> None:
+    with arenas_of(64 * MIB) as arenas:
+        arenas.release(acquire(arenas, 2 * MIB))
+        arenas.warm()
+        assert acquire(arenas, 8 * MIB).dropped == (1,)
+
+
+def test_a_save_waits_for_an_arena_in_the_making_even_if_it_will_not_wait_for_a_lent_one(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    with arenas_of(64 * MIB) as arenas:
+        acquire(arenas, 8 * MIB)
+        gate = Gate(monkeypatch)
+        warming = in_thread(arenas.warm)
+        assert gate.reached.wait(60)
+        assert arenas.busy == 1, "the lock is free while memory is made"
+        found: list[Lease | None] = []
+        waiter = in_thread(lambda: found.append(arenas.acquire(8 * MIB, 0)))
+        waiter.join(0.1)
+        assert not found
+        gate.opened.set()
+        waiter.join(60)
+        warming.join(60)
+        assert [lease.number for lease in found if lease] == [2]
+
+
+def test_an_arena_is_released_while_another_is_in_the_making(monkeypatch: pytest.MonkeyPatch) -> None:
+    with arenas_of(64 * MIB) as arenas:
+        first = acquire(arenas, 8 * MIB)
+        gate = Gate(monkeypatch)
+        warming = in_thread(arenas.warm)
+        assert gate.reached.wait(60)
+        arenas.release(first)
+        assert acquire(arenas, 8 * MIB).arena is first.arena
+        gate.opened.set()
+        warming.join(60)
+
+
+def test_close_frees_what_is_free_at_once_and_the_rest_when_it_is_released() -> None:
+    before = Held()
+    arenas = Arenas(64 * MIB)
+    kept, free = acquire(arenas, 8 * MIB), acquire(arenas, 8 * MIB)
+    arenas.release(free)
+    kept.arena.bytes[:] = 6
+    arenas.close()
+    assert before.new_nbytes() == 8 * MIB
+    assert (kept.arena.bytes == 6).all()
+    with pytest.raises(UsageError, match="closed"):
+        arenas.acquire(1, 0)
+    arenas.warm()
+    arenas.release(kept)
+    arenas.close()
+    assert before.nothing_is_left()
+    assert arenas.busy == 0
+
+
+def test_close_ends_a_wait() -> None:
+    arenas = Arenas(64 * MIB)
+    lease = acquire(arenas, 40 * MIB)
+    begun, errors = threading.Event(), []
+
+    def wait() -> None:
+        begun.set()
+        try:
+            arenas.acquire(40 * MIB, 60)
+        except UsageError as error:
+            errors.append(error)
+
+    waiter = in_thread(wait)
+    assert begun.wait(60)
+    arenas.close()
+    waiter.join(60)
+    assert len(errors) == 1
+    arenas.release(lease)
+
+
+def test_an_arena_that_was_in_the_making_at_close_is_closed(monkeypatch: pytest.MonkeyPatch) -> None:
+    before = Held()
+    arenas = Arenas(64 * MIB)
+    arenas.release(acquire(arenas, 8 * MIB))
+    gate = Gate(monkeypatch)
+    warming = in_thread(arenas.warm)
+    assert gate.reached.wait(60)
+    arenas.close()
+    gate.opened.set()
+    warming.join(60)
+    assert before.nothing_is_left()
+
+
+def test_an_interrupt_while_an_arena_is_made_leaves_nothing_behind(monkeypatch: pytest.MonkeyPatch) -> None:
+    def interrupt(arena: SharedArena, start: int, nbytes: int) -> None:
+        raise KeyboardInterrupt
+
+    before = Held()
+    with arenas_of(64 * MIB) as arenas:
+        with monkeypatch.context() as patch:
+            patch.setattr(SharedArena, "populate", interrupt)
+            with pytest.raises(KeyboardInterrupt):
+                arenas.acquire(40 * MIB, 0)
+        assert before.nothing_is_left()
+        assert acquire(arenas, 40 * MIB).nbytes == 40 * MIB
+
+
+def test_two_hundred_saves_leave_descriptors_memory_and_names_as_they_were() -> None:
+    names = shared_memory()
+    with arenas_of(64 * MIB) as arenas:
+        lent = [acquire(arenas, 4 * MIB), acquire(arenas, 4 * MIB)]
+        before = Held()
+        for k in range(200):
+            arenas.release(lent.pop(0))
+            lent.append(acquire(arenas, (k % 4 + 1) * MIB))
+            arenas.warm()
+        assert before.nothing_is_left()
+        assert shared_memory() <= names
+
+
+def test_saves_of_changing_sizes_from_several_threads_all_get_memory_of_their_own() -> None:
+    before, failures = Held(), []
+    with arenas_of(32 * MIB) as arenas:
+
+        def save(mark: int) -> None:
+            for k in range(40):
+                lease = arenas.acquire((k * mark) % 16 * MIB, 60)
+                if lease is None or lease.nbytes < (k * mark) % 16 * MIB:
+                    failures.append(lease)
+                    return
+                lease.arena.bytes[:4096] = mark
+                if k % 8 == 0:
+                    arenas.warm()
+                if (lease.arena.bytes[:4096] != mark).any():
+                    failures.append(lease)
+                arenas.release(lease)
+
+        threads = [in_thread(lambda mark=mark: save(mark)) for mark in (1, 3, 7)]  # type: ignore[misc]
+        for thread in threads:
+            thread.join(60)
+        assert not any(thread.is_alive() for thread in threads)
+        assert not failures
+        assert arenas.busy == 0
+    assert before.nothing_is_left()
+
+
+class Machine(RuleBasedStateMachine):
+    """Any order of calls keeps to the budget and to what the docstring of `Arenas` says."""
+
+    BUDGET = 2 * SPAN_NBYTES
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.before = Held()
+        self.arenas = Arenas(self.BUDGET)
+        self.lent: list[Lease] = []
+        self.known: set[int] = set()
+
+    @rule(spans=st.integers(0, 40))
+    def acquire(self, spans: int) -> None:
+        nbytes = spans * 2 * MIB
+        lease = self.arenas.acquire(nbytes, 0)
+        if lease is None:
+            assert self.lent, "with nothing lent there is always an arena"
+            return
+        assert lease.nbytes >= min(nbytes, self.BUDGET)
+        assert lease.arena.fd not in {other.arena.fd for other in self.lent}
+        self.known -= set(lease.dropped)
+        assert lease.fresh == (lease.number not in self.known)
+        self.known.add(lease.number)
+        self.lent.append(lease)
+
+    @precondition(lambda self: bool(self.lent))
+    @rule(last=st.booleans())
+    def release(self, last: bool) -> None:
+        self.arenas.release(self.lent.pop(-1 if last else 0))
+
+    @rule()
+    def warm(self) -> None:
+        self.arenas.warm()
+
+    @invariant()
+    def within_the_budget(self) -> None:
+        assert self.before.new_nbytes() <= self.BUDGET
+        assert self.arenas.busy == len(self.lent)
+        assert len({lease.number for lease in self.lent}) == len(self.lent) <= 2
+
+    def teardown(self) -> None:
+        self.arenas.close()
+        for lease in self.lent:
+            self.arenas.release(lease)
+        assert self.before.nothing_is_left()
+
+
+TestAnyOrderOfCalls = Machine.TestCase
+TestAnyOrderOfCalls.settings = settings(max_examples=examples(25), stateful_step_count=20)
+
+
+def test_memory_that_cannot_be_had_halves_the_arena_and_is_told_once(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    limit_memory(monkeypatch, lambda: 3 * SPAN_NBYTES)
+    fds = open_files()
+    with arenas_of(1 << 40) as arenas, caplog.at_level(logging.WARNING, "reknit"):
+        lease = acquire(arenas, 13 * SPAN_NBYTES)
+        assert lease.nbytes == 3 * SPAN_NBYTES
+        arenas.release(lease)
+        again = acquire(arenas, 13 * SPAN_NBYTES)
+        assert again.arena is lease.arena, "the same size is not tried again"
+        arenas.release(again)
+        arenas.warm()
+    assert [record.getMessage() for record in caplog.records] == [
+        f"only {3 * SPAN_NBYTES} of {13 * SPAN_NBYTES} bytes of host memory could be had: saves are streamed "
+        "through it, or wait for one another, and block longer"
+    ]
+    assert open_files() <= fds
+
+
+def test_less_than_two_spans_is_not_settled_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    limit_memory(monkeypatch, lambda: LEAST_NBYTES - 1)
+    fds = open_files()
+    with arenas_of(1 << 40) as arenas:
+        with pytest.raises(MemoryError, match="no room for 67108864 bytes"):
+            arenas.acquire(200 * MIB, 0)
+        monkeypatch.undo()
+        assert acquire(arenas, 200 * MIB).nbytes == LEAST_NBYTES
+    assert len(open_files() - fds) == 2, "the lease is the only arena"
+
+
+@pytest.mark.parametrize("warm", [True, False])
+def test_where_memory_is_too_short_for_a_second_arena_saves_wait_for_the_first(
+    warm: bool, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    with arenas_of(1 << 40) as arenas, caplog.at_level(logging.WARNING, "reknit"):
+        first = acquire(arenas, 8 * MIB)
+        limit_memory(monkeypatch, lambda: 0)
+        if warm:
+            arenas.warm()
+        assert arenas.acquire(8 * MIB, 0) is None
+        arenas.release(first)
+        again = acquire(arenas, 8 * MIB)
+        assert again.arena is first.arena
+        arenas.release(again)
+    assert len(caplog.records) == 1
+    assert caplog.records[0].getMessage().startswith(f"only {8 * MIB} of {16 * MIB} bytes")
+
+
+def test_warm_without_any_memory_leaves_the_error_to_the_next_save(monkeypatch: pytest.MonkeyPatch) -> None:
+    with arenas_of(1 << 40) as arenas:
+        limit_memory(monkeypatch, lambda: 0)
+        with pytest.raises(MemoryError):
+            arenas.acquire(8 * MIB, 0)
+        arenas.warm()
+        with pytest.raises(MemoryError):
+            arenas.acquire(8 * MIB, 0)
+
+
+def test_a_limit_of_the_system_makes_arenas_smaller() -> None:
+    code = (
+        "import resource\n"
+        "from reknit.engine.memory.arena_pool import Arenas\n"
+        "resource.setrlimit(resource.RLIMIT_FSIZE, (100 << 20, 100 << 20))\n"
+        "lease = Arenas(1 << 40).acquire(200 << 20, 0)\n"
+        "lease.arena.bytes[:] = 1\n"
+        "print(lease.nbytes)\n"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True
+    )
+    assert int(done.stdout) == 3 * SPAN_NBYTES
+    assert "only 100663296 of 209715200 bytes of host memory could be had" in done.stderr
+
+
+def test_without_a_budget_ranks_share_half_of_what_is_free(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked = []
+
+    def available() -> int:
+        asked.append(1)
+        return 400 * MIB
+
+    monkeypatch.setattr(arenas_module, "available_nbytes", available)
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
+    with arenas_of(None) as arenas:
+        assert not asked, "the machine is looked at when the first save comes"
+        first = acquire(arenas, 50 * MIB)
+        second = acquire(arenas, 50 * MIB)
+        assert first.nbytes == second.nbytes == 50 * MIB
+        arenas.release(first)
+        arenas.release(second)
+        assert acquire(arenas, 102 * MIB).nbytes == 3 * SPAN_NBYTES
+    assert len(asked) == 1
+
+
+def test_without_a_budget_and_without_free_memory_two_spans_are_tried(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(arenas_module, "available_nbytes", lambda: 0)
+    with arenas_of(None) as arenas:
+        assert acquire(arenas, 1 << 40).nbytes == LEAST_NBYTES
+
+
+@pytest.mark.parametrize(("said", "ranks"), [("8", 8), ("1", 1), ("", 1), ("0", 1), ("-2", 1), ("many", 1)])
+def test_launchers_say_how_many_ranks_share_a_machine(
+    said: str, ranks: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", said)
+    assert local_ranks() == ranks
+    monkeypatch.delenv("LOCAL_WORLD_SIZE")
+    assert local_ranks() == 1

@@ -1,0 +1,116 @@
+"""Reports at a prompt and in a notebook, and the lines of the log: short, and escaped where that is HTML."""
+
+from __future__ import annotations
+
+import logging
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+import reknit
+from reknit.engine.display import logged, some
+from reknit.engine.report import PendingSave
+from reknit.storage.registry import register
+from reknit.testing.process_memory import ProcessMemory
+from reknit.testing.world import run_ranks
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    import pytest
+
+    from reknit.comm.base import Group
+
+
+def state(value: float = 1) -> dict[str, Any]:
+    return {"model": {f"w{n}": np.full(1024, value) for n in range(40)}, "extra": {"epoch": 1}}
+
+
+def test_a_save_and_its_report_tell_in_a_line_what_they_are(tmp_path: Path) -> None:
+    pending = reknit.save(tmp_path / "a", state(), step=7)
+    report = pending.result()
+    assert repr(pending).startswith(f"<PendingSave path: {tmp_path / 'a'}, step: 7, now: committed, ")
+    assert repr(report).startswith(f"<SaveReport path: {tmp_path / 'a'}, step: 7, size: ")
+    assert "KiB" in repr(report)
+    assert len(repr(report)) < 300 + len(str(tmp_path))
+
+
+def test_a_save_under_way_tells_how_far_it_is() -> None:
+    pending = PendingSave("/x", 3, promote_to="/y")
+    assert repr(pending) == "<PendingSave path: /x, step: 3, now: staging, promoted to: /y (not yet)>"
+    pending.note_staged()
+    assert "now: staged, being written" in repr(pending)
+    pending.end(reknit.CommitError("a hole", rank=1, remedy="mend it"))
+    assert "now: failed: CommitError: a hole [rank 1], promoted to: /y (failed)" in repr(pending)
+    skipped = PendingSave("/x")
+    skipped.end(reknit.SkippedError("busy"))
+    assert repr(skipped) == "<PendingSave path: /x, now: skipped>"
+
+
+def test_a_load_report_counts_names_and_shows_the_first(tmp_path: Path) -> None:
+    reknit.save(tmp_path / "a", state())
+    report = reknit.load(tmp_path / "a", state(0))
+    assert repr(report) == (
+        f"<LoadReport path: {tmp_path / 'a'}, restored: 41 tensors and values, 320.0 KiB>"
+    )
+    other = state()
+    for n in range(5):
+        other["model"][f"<b>{n}"] = other["model"].pop(f"w{n}")
+    report = reknit.load(tmp_path / "a", other, strict=False)
+    assert "missing: 5 (model/<b>0, model/<b>1, model/<b>2, ...)" in repr(report)
+    assert "cast" not in repr(report), "what is empty is not told"
+    html = report._repr_html_()
+    assert html.startswith("<table><caption>LoadReport</caption>")
+    assert "model/&lt;b&gt;0" in html
+    assert "<b>" not in html
+
+
+def test_other_reports_and_an_open_checkpoint_are_short_too(tmp_path: Path) -> None:
+    reknit.save(tmp_path / "a", state(), step=2)
+    with reknit.open(tmp_path / "a") as checkpoint:
+        assert "step: 2" in repr(checkpoint)
+        assert "items: model (40 tensors, 0 values), extra (0 tensors, 1 values)" in repr(checkpoint)
+        assert "<th" in checkpoint._repr_html_()
+    assert "ok: True" in repr(reknit.verify(tmp_path / "a"))
+    promoted = reknit.promote(tmp_path / "a", tmp_path / "b")
+    assert f"source: {tmp_path / 'a'}, step: 2, copied: " in repr(promoted)
+
+
+def test_what_went_well_is_one_line_of_the_log(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.INFO, "reknit"):
+        reknit.save(tmp_path / "a", state(), step=7)
+        reknit.load(tmp_path / "a", state(0))
+    saved, loaded = [record.getMessage() for record in caplog.records]
+    assert saved.startswith(f"saved {tmp_path / 'a'} (step 7): ")
+    assert " KiB by 1 rank in " in saved
+    assert saved.endswith("/s")
+    assert loaded.startswith(f"loaded {tmp_path / 'a'} (step 7): 320.0 KiB in ")
+    assert loaded.endswith("/s")
+    assert {record.levelno for record in caplog.records} == {logging.INFO}
+
+
+def test_only_rank_0_tells_what_all_ranks_did(caplog: pytest.LogCaptureFixture) -> None:
+    register("shown", lambda url, durability: ProcessMemory(url.rpartition("/")[2]))
+
+    def save_and_load(group: Group) -> None:
+        for wait in (True, False):
+            reknit.save(f"shown://{wait}", state(), wait=wait, group=group).result()
+        reknit.load("shown://True", state(0), group=group)
+
+    with caplog.at_level(logging.INFO, "reknit"):
+        run_ranks(2, save_and_load)
+    reknit.close()
+    told = sorted(record.getMessage().partition(":")[0].split()[0] for record in caplog.records)
+    assert told == ["loaded", "saved", "saved"]
+    assert sum("by 2 ranks in" in record.getMessage() for record in caplog.records) == 2
+    assert sum("training stood still for" in record.getMessage() for record in caplog.records) == 1
+    assert sum("to rank 0 of 2 in" in record.getMessage() for record in caplog.records) == 1
+
+
+def test_a_line_has_step_and_rate_only_where_they_are_known() -> None:
+    assert logged("saved", "/x", 5, 3 << 20, "by 2 ranks", 1.5) == (
+        "saved /x (step 5): 3.0 MiB by 2 ranks in 1.5 s, 2.0 MiB/s"
+    )
+    assert logged("loaded", "/x", None, 0, "", 0.0) == "loaded /x: 0 B in 0 s"
+    assert some(()) is None
+    assert some(("a", "b", "c")) == "3 (a, b, c)"

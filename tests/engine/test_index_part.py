@@ -1,0 +1,213 @@
+"""Which rows of an index reach a rank, and how they get there."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import numpy as np
+from hypothesis import given
+from hypothesis import strategies as st
+
+from reknit.engine.loading import index_part as excerpt
+from reknit.engine.loading.index_part import Reach, blocks_for, kept, rows_of, with_rows
+from reknit.engine.loading.metadata import names_only
+from reknit.types.box import Box
+from reknit.types.shard import TensorSpec
+from reknit.types.wanted import Wanted
+from tests.format.samples import index_of, indexes, same_index
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    import pytest
+    from numpy.typing import NDArray
+
+    from reknit.types.manifest import Index, TensorEntry
+
+
+class Piece(NamedTuple):
+    """What `Reach` needs to know of a fill."""
+
+    tensor: int
+    box: Box
+
+
+def reach_of(index: Index, wants: Sequence[tuple[int, Box]], *aliases: tuple[str, str, str, str]) -> Reach:
+    fills: Any = [Piece(*want) for want in wants]
+    return Reach.of(index, fills, Wanted(("model",), aliases=aliases))
+
+
+def lines(index: Index) -> list[tuple[Any, ...]]:
+    """Return the rows of an index as text would have them: without numbers of its own."""
+    return [
+        (index.tensors[number][:2], chunk)
+        for number in range(len(index.tensors))
+        for chunk in index.chunks(number)
+    ]
+
+
+def received(whole: Index, tensors: Sequence[TensorEntry], blocks: Sequence[bytes], reach: Reach) -> Index:
+    """Return what a rank makes of blocks, whose files are known by ten more than their numbers."""
+    empty = names_only(tensors)
+    rows = rows_of(empty, blocks, reach)
+    return with_rows(empty, rows, {number + 10: path for number, path in enumerate(whole.files)})
+
+
+def numbers_of_files(index: Index) -> NDArray[np.int64]:
+    return np.arange(len(index.files)) + 10
+
+
+def everywhere(index: Index) -> Reach:
+    """Return the reach of a rank that wants everything, empty tensors but for their rows."""
+    return reach_of(index, [(n, Box.whole(e.spec.shape)) for n, e in enumerate(index.tensors)])
+
+
+@given(indexes(), st.data())
+def test_a_rank_gets_just_the_rows_of_its_tensors_that_meet_its_boxes(
+    index: Index, data: st.DataObject
+) -> None:
+    numbers = st.integers(0, max(len(index.tensors) - 1, 0))
+    tensors = st.sets(numbers) if index.tensors else st.just(set[int]())
+    requests = data.draw(st.lists(tensors.map(sorted), min_size=1, max_size=4))
+    parts = blocks_for(index, numbers_of_files(index), [np.array(r, np.int64) for r in requests])
+    for request, blocks in zip(requests, parts, strict=True):
+        wants = []
+        for number in request:
+            shape = index.tensors[number].spec.shape
+            low = [data.draw(st.integers(0, n)) for n in shape]
+            size = [data.draw(st.integers(0, n - k)) for n, k in zip(shape, low, strict=True)]
+            wants.append((number, Box(tuple(low), tuple(size))))
+        reach = reach_of(index, wants)
+        found = received(index, index.tensors, blocks, reach)
+        boxes = {(index.tensors[n].item, index.tensors[n].fqn): box for n, box in wants}
+        must = [(name, c) for name, c in lines(index) if name in boxes and c.box.intersect(boxes[name])]
+        got = lines(found)
+        assert [line for line in got if line in must] == must
+        assert {name for name, _ in got} <= boxes.keys()
+        assert got == lines(kept(index, reach)), "the root takes the same from its memory"
+
+
+@given(indexes())
+def test_who_wants_everything_gets_the_index_as_it_is(index: Index) -> None:
+    everything = np.arange(len(index.tensors))
+    ((blocks),) = blocks_for(index, numbers_of_files(index), [everything])
+    found = received(index, index.tensors, blocks, everywhere(index))
+    solid = [line for line in lines(index) if line[1].box.numel]
+    assert lines(found) == solid
+    assert len(found.files) == len({chunk.extent.file for _, chunk in solid})
+    assert found.tensors == index.tensors
+    if len(solid) == len(index.tensor):
+        assert same_index(kept(index, everywhere(index)), index)
+
+
+def spread(num_tensors: int, num_rows: int) -> Index:
+    """Return an index of tensors of two items, each cut into rows of one element."""
+    spec = TensorSpec((num_rows,), "int8")
+    return index_of(
+        [
+            (item, f"w.{number:04d}", spec, Box((row,), (1,)), f"{item}/{row:05d}.x", number)
+            for item in ("model", "optimizer")
+            for number in range(num_tensors)
+            for row in range(num_rows)
+        ]
+    )
+
+
+def test_a_rank_that_knows_fewer_items_finds_its_tensors() -> None:
+    index = spread(4, 3)
+    request = np.array([4, 6])
+    ((blocks),) = blocks_for(index, numbers_of_files(index), [request])
+    part = index.of_items({"optimizer"})
+    reach = reach_of(part, [(0, Box((1,), (2,))), (2, Box((0,), (1,)))])
+    found = received(index, part.tensors, blocks, reach)
+    assert [(name, chunk.box.offsets) for name, chunk in lines(found)] == [
+        (("optimizer", "w.0000"), (1,)),
+        (("optimizer", "w.0000"), (2,)),
+        (("optimizer", "w.0002"), (0,)),
+    ]
+    assert found.files == tuple(f"optimizer/{row:05d}.x" for row in range(3))
+    assert found.nbytes.tolist() == [1, 1, 1]
+
+
+def test_what_several_requests_name_is_encoded_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    index = spread(64, 4)
+    encoded: defaultdict[int, int] = defaultdict(int)
+    plain = excerpt._encoded
+
+    def counting(index: Index, files: Any, first: Any, tensors: NDArray[np.int64]) -> bytes:
+        for number in tensors.tolist():
+            encoded[number] += 1
+        return plain(index, files, first, tensors)
+
+    monkeypatch.setattr(excerpt, "_encoded", counting)
+    rng = np.random.default_rng(5)
+    requests = [np.flatnonzero(rng.random(128) < 0.3) for _ in range(9)]
+    parts = blocks_for(index, numbers_of_files(index), [*requests, requests[0]])
+    assert set(encoded) == set(np.concatenate(requests).tolist())
+    assert set(encoded.values()) == {1}
+    assert [id(block) for block in parts[0]] == [id(block) for block in parts[9]]
+
+
+def test_tensors_that_the_same_ranks_take_travel_together() -> None:
+    index = spread(64, 4)
+    stages = [np.arange(k * 16, (k + 1) * 16) for k in range(8)]
+    everything = np.arange(128)
+    parts = blocks_for(index, numbers_of_files(index), [*stages, everything])
+    assert [len(part) for part in parts] == [1] * 8 + [8]
+    alone = blocks_for(index, numbers_of_files(index), [everything])
+    assert len(alone[0]) == 2, "one for each item"
+
+
+def test_many_different_requests_make_no_more_blocks_than_there_is_time_for(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(excerpt, "MAX_KINDS", 5)
+    index = spread(40, 3)
+    requests = [np.array([number]) for number in range(80)]
+    parts = blocks_for(index, numbers_of_files(index), requests)
+    assert len({id(block) for part in parts for block in part}) <= 2 * 5
+    for number, blocks in enumerate(parts):
+        found = received(index, index.tensors, blocks, reach_of(index, [(number, Box((0,), (3,)))]))
+        assert lines(found) == [line for line in lines(index) if line[0] == index.tensors[number][:2]]
+
+
+def test_rows_beyond_the_size_of_a_block_come_in_several(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(excerpt, "BLOCK_ROWS", 10)
+    index = spread(8, 7)
+    ((blocks),) = blocks_for(index, numbers_of_files(index), [np.arange(16)])
+    assert 8 <= len(blocks) <= 16
+    assert same_index(received(index, index.tensors, blocks, everywhere(index)), index)
+
+
+def test_numbers_of_any_size_come_back() -> None:
+    spec = TensorSpec((1 << 61,), "int8")
+    far = Box((1 << 60,), (1 << 60,))
+    near = Box((0,), (1 << 60,))
+    index = index_of([("m", "a", spec, near, "f", 1 << 61), ("m", "a", spec, far, "g", 8)])
+    ((blocks),) = blocks_for(index, numbers_of_files(index), [np.array([0])])
+    assert same_index(received(index, index.tensors, blocks, everywhere(index)), index)
+
+
+def test_a_tied_tensor_is_looked_at_where_the_other_is_wanted() -> None:
+    index = spread(3, 4)
+    reach = reach_of(
+        index,
+        [(1, Box((2,), (1,)))],
+        ("model", "w.0000", "model", "w.0001"),
+        ("model", "w.0002", "model", "gone"),
+    )
+    assert [(name[1], chunk.box.offsets) for name, chunk in lines(kept(index, reach))] == [
+        ("w.0000", (2,)),
+        ("w.0001", (2,)),
+    ]
+
+
+def test_of_a_tensor_cut_a_thousand_times_a_rank_holds_what_it_wants_and_the_message_is_small() -> None:
+    index = spread(20, 1000)
+    ((blocks),) = blocks_for(index, numbers_of_files(index), [np.arange(40)])
+    assert sum(map(len, blocks)) < len(index.tensor) // 10
+    reach = reach_of(index, [(number, Box((7,), (1,))) for number in range(40)])
+    found = received(index, index.tensors, blocks, reach)
+    assert len(found.tensor) == 40
+    assert found.files == ("model/00007.x", "optimizer/00007.x")

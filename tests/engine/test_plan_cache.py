@@ -1,0 +1,74 @@
+from __future__ import annotations
+
+import numpy as np
+from hypothesis import given
+from hypothesis import strategies as st
+
+from reknit.engine.saving.plan_cache import PlanCache
+from reknit.planner.columns import merged, said
+
+RANKS, SLOTS = 3, 2
+
+
+class Model:
+    """What is kept, by rank in the order of use, in plain Python."""
+
+    def __init__(self) -> None:
+        self.kept: list[dict[int, int]] = [{} for _ in range(RANKS)]
+
+    def use(self, rank: int, plan: int) -> int | None:
+        kept = self.kept[rank]
+        if plan not in kept:
+            return None
+        kept[plan] = kept.pop(plan)
+        return kept[plan]
+
+    def keep(self, rank: int, plan: int, value: int) -> None:
+        kept = self.kept[rank]
+        kept.pop(plan, None)
+        kept[plan] = value
+        if len(kept) > SLOTS:
+            del kept[next(iter(kept))]
+
+
+@given(st.lists(st.lists(st.tuples(st.integers(1, 4), st.booleans()), min_size=RANKS, max_size=RANKS)))
+def test_each_rank_s_latest_plans_are_known_with_what_it_said_last(
+    saves: list[list[tuple[int, bool]]],
+) -> None:
+    known, model = PlanCache(SLOTS), Model()
+    ranks = np.arange(RANKS)
+    for number, save in enumerate(saves):
+        plans = np.array([(plan, -plan) for plan, _ in save])
+        slots = known.find(ranks, plans)
+        expected = [model.use(rank, plan) for rank, (plan, _) in enumerate(save)]
+        assert [slot >= 0 for slot in slots.tolist()] == [value is not None for value in expected]
+        found = np.flatnonzero(slots >= 0)
+        if len(found):
+            values = known.said(found, slots[found]).lists["value"]
+            assert values.flat().tolist() == [value for value in expected if value is not None]
+        telling = [rank for rank, (_, tells) in enumerate(save) if tells]
+        if telling:
+            told = [said(rank, {}, {"value": ([10 * number + rank], "")}) for rank in telling]
+            known.keep(plans[telling], merged(told))
+            for rank in telling:
+                model.keep(rank, save[rank][0], 10 * number + rank)
+
+
+def test_the_version_changes_when_a_rank_says_something_again() -> None:
+    known, ranks, plans = PlanCache(SLOTS), np.arange(2), np.array([[1, 1], [1, 1]])
+
+    def tell(*which: int) -> bytes:
+        told = merged([said(rank, {}, {"value": ([rank], "")}) for rank in which])
+        known.keep(plans[list(which)], told)
+        return known.version(ranks, known.find(ranks, plans))
+
+    first = tell(0, 1)
+    assert known.version(ranks, known.find(ranks, plans)) == first
+    assert tell(1) != first
+
+
+def test_what_all_ranks_said_at_once_is_one_object_without_a_copy() -> None:
+    known, ranks, plans = PlanCache(SLOTS), np.arange(3), np.full((3, 2), 5)
+    told = merged([said(rank, {}, {"value": ([rank], "")}) for rank in range(3)])
+    known.keep(plans, told)
+    assert known.said(ranks, known.find(ranks, plans)) is told

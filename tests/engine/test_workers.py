@@ -1,0 +1,224 @@
+from __future__ import annotations
+
+import threading
+from typing import TYPE_CHECKING
+
+import pytest
+
+from reknit.engine.memory import workers as pipeline
+from reknit.engine.memory.workers import Gate, run_jobs, start
+from reknit.errors import DeadlineError, ShortageError, StorageError
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from reknit.engine.memory.arena import Arena
+
+
+def test_every_job_is_done_once_by_a_bounded_number_of_workers_with_arenas_of_their_own() -> None:
+    done: list[int] = []
+    arenas: dict[int, int] = {}
+    lock = threading.Lock()
+    inside = threading.Barrier(3)
+
+    def work(job: int, arena: Arena) -> None:
+        if job < 3:
+            inside.wait(timeout=30)  # no worker takes a second job before three of them have a first
+        with lock:
+            done.append(job)
+            arenas[threading.get_ident()] = id(arena)
+
+    run_jobs(range(500), work, threads=8, arena_nbytes=1 << 20, budget_nbytes=3 << 20)
+    assert sorted(done) == list(range(500))
+    assert len(arenas) == 3, "as many workers as the budget allows, and no more"
+    assert len(set(arenas.values())) == len(arenas)
+
+
+def test_the_first_error_stops_the_others_and_reaches_the_caller() -> None:
+    started: list[int] = []
+
+    def work(job: int, arena: Arena) -> None:
+        started.append(job)
+        if job == 3:
+            raise StorageError("the disk is on fire")
+
+    with pytest.raises(StorageError, match="on fire"):
+        run_jobs(range(10_000), work, threads=2, arena_nbytes=4096, budget_nbytes=1 << 20)
+    assert len(started) < 10_000
+    assert not [t for t in threading.enumerate() if t.name.startswith("reknit-worker")]
+
+
+def test_an_error_in_the_source_of_jobs_reaches_the_caller() -> None:
+    def jobs() -> object:
+        yield 1
+        raise StorageError("no more")
+
+    with pytest.raises(StorageError, match="no more"):
+        run_jobs(jobs(), lambda job, arena: None, threads=2, arena_nbytes=4096, budget_nbytes=1 << 20)  # type: ignore[arg-type]
+
+
+def test_no_jobs_are_no_special_case() -> None:
+    run_jobs([], lambda job, arena: None, threads=4, arena_nbytes=4096, budget_nbytes=1 << 20)
+
+
+def no_worker_lives() -> bool:
+    return not [t for t in threading.enumerate() if t.name.startswith("reknit-worker")]
+
+
+def test_a_job_that_never_ends_does_not_hold_the_caller_and_gets_no_further_job() -> None:
+    hang, ended = threading.Event(), threading.Event()
+    done: list[int] = []
+
+    def work(job: int, arena: Arena) -> None:
+        if job == 0:
+            hang.wait(60)
+            ended.set()
+        done.append(job)
+
+    def endless() -> Iterator[int]:
+        yield from range(10)
+        hang.wait(60)
+        yield 99
+
+    with pytest.raises(DeadlineError, match=r"reading m/0 did not finish within 0.2 s") as caught:
+        run_jobs(
+            endless(),
+            work,
+            threads=2,
+            arena_nbytes=4096,
+            budget_nbytes=1 << 20,
+            timeout_s=0.2,
+            what=lambda: "reading m/0",
+        )
+    assert isinstance(caught.value, TimeoutError)
+    left = [t for t in threading.enumerate() if t.name.startswith("reknit-worker")]
+    assert left
+    assert all(t.daemon for t in left), "they do not keep the interpreter from ending"
+    hang.set()
+    for thread in left:
+        thread.join(60)
+    assert ended.is_set()
+    assert 99 not in done
+
+
+def test_with_time_enough_nothing_is_late() -> None:
+    done: list[int] = []
+    run_jobs(
+        range(50),
+        lambda job, arena: done.append(job),
+        threads=2,
+        arena_nbytes=4096,
+        budget_nbytes=1 << 20,
+        timeout_s=60,
+    )
+    assert sorted(done) == list(range(50))
+    assert no_worker_lives()
+
+
+def test_an_error_is_not_hidden_by_another_job_that_hangs() -> None:
+    hang = threading.Event()
+
+    def work(job: int, arena: Arena) -> None:
+        if job == 0:
+            hang.wait(60)
+        else:
+            raise StorageError("the disk is on fire")
+
+    with pytest.raises(StorageError, match="on fire"):
+        run_jobs([0, 1], work, threads=2, arena_nbytes=4096, budget_nbytes=1 << 20, timeout_s=0.5)
+    hang.set()
+
+
+def test_stop_is_called_with_the_error_while_other_jobs_still_wait() -> None:
+    stopped = threading.Event()
+
+    def work(job: int, arena: Arena) -> None:
+        if job == 0:
+            assert stopped.wait(60)
+        else:
+            raise StorageError("the disk is on fire")
+
+    errors: list[BaseException] = []
+
+    def stop(error: BaseException) -> None:
+        errors.append(error)
+        stopped.set()
+
+    with pytest.raises(StorageError) as caught:
+        run_jobs([0, 1], work, threads=2, arena_nbytes=4096, budget_nbytes=1 << 20, stop=stop)
+    assert errors == [caught.value]
+
+
+def test_a_gate_closes_when_nobody_is_inside_and_then_for_good() -> None:
+    gate, inside, leave, closed = Gate(), threading.Event(), threading.Event(), threading.Event()
+
+    def use() -> None:
+        with gate.passing():
+            inside.set()
+            leave.wait(60)
+            assert not closed.is_set()
+
+    def close() -> None:
+        gate.close()
+        closed.set()
+
+    gate.check()
+    threads = [start("user", use)]
+    assert inside.wait(60)
+    threads.append(start("closer", close))
+    assert not closed.wait(0.05)
+    leave.set()
+    assert closed.wait(60)
+    for thread in threads:
+        thread.join(60)
+    with pytest.raises(DeadlineError):
+        gate.check()
+    with pytest.raises(DeadlineError), gate.passing():
+        pass
+
+
+def only_threads(number: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let no more than this many threads be started."""
+    begin, started = threading.Thread.start, list[threading.Thread]()
+
+    def scarce(self: threading.Thread) -> None:
+        if len(started) == number:
+            raise RuntimeError("can't start new thread")
+        started.append(self)
+        begin(self)
+
+    monkeypatch.setattr(threading.Thread, "start", scarce)
+
+
+def test_as_many_workers_as_can_be_started_do_the_work(monkeypatch: pytest.MonkeyPatch) -> None:
+    only_threads(1, monkeypatch)
+    done: list[int] = []
+    run_jobs(range(50), lambda job, _: done.append(job), threads=4, arena_nbytes=4096, budget_nbytes=1 << 20)
+    assert done == list(range(50))
+
+
+def test_without_any_worker_the_work_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    only_threads(0, monkeypatch)
+    with pytest.raises(ShortageError, match="no further thread"):
+        run_jobs([1], lambda job, _: None, threads=4, arena_nbytes=4096, budget_nbytes=1 << 20)
+    with pytest.raises(ShortageError, match="no further thread"):
+        start("reknit-test", lambda: None)
+
+
+def test_no_thread_is_started_that_memory_might_end_under(monkeypatch: pytest.MonkeyPatch) -> None:
+    def none_left(nbytes: int) -> None:
+        raise ShortageError("none left")
+
+    monkeypatch.setattr(pipeline, "require_memory", none_left)
+    monkeypatch.setattr(threading.Thread, "start", None)
+    with pytest.raises(ShortageError, match="none left"):
+        start("reknit-test", lambda: None)
+
+
+def test_a_worker_that_memory_ends_under_before_its_first_line_keeps_nobody_waiting(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(pipeline, "_LOOK_S", 0.01)
+    monkeypatch.setattr(threading.Thread, "run", lambda self: None)
+    with pytest.raises(ShortageError, match="before its first line"):
+        run_jobs([1], lambda job, _: None, threads=2, arena_nbytes=4096, budget_nbytes=1 << 20)

@@ -1,0 +1,199 @@
+"""A simulated rank's group: the real `RoundMachine`, driven by virtual messages and virtual time."""
+
+from __future__ import annotations
+
+from functools import partial
+from math import inf
+from typing import TYPE_CHECKING
+
+from reknit.comm.tree import round_errors as faults
+from reknit.comm.tree.effects import Call, Decide, RoundDone, SendOutcome, SendReport, Tell
+from reknit.comm.tree.machine import RoundMachine
+from reknit.comm.tree.message import Outcome, Report, decode, encode
+from reknit.errors import from_wire
+from tests.simulation.network import Broken, Left, Message, ending
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    from reknit.comm.topology import Topology
+    from reknit.comm.tree.effects import Effect
+    from reknit.comm.tree.subtree import Merge
+    from reknit.errors import ReknitError
+    from tests.simulation.network import Network
+    from tests.simulation.process import Process
+
+    Decision = Callable[[list[bytes]], Sequence[bytes]]
+
+JOB = "simulated"
+MAX_NBYTES = 1 << 30
+
+
+class SimGroup:
+    """The group of one rank of one incarnation (`run`) of a job, as `comm.base.Group`."""
+
+    def __init__(
+        self, process: Process, network: Network, topology: Topology, rank: int, *, run: int, generation: int
+    ) -> None:
+        self.process, self.rank, self.run, self.generation = process, rank, run, generation
+        self.topology, self.size, self.parent = topology, topology.size, topology.parent(rank)
+        children = topology.children(rank)
+        self.neighbours = (*(() if self.parent is None else (self.parent,)), *children)
+        self.on_exchange: Callable[[str, float, float], None] = lambda name, timeout_s, took_s: None
+        self._network = network
+        self._machine = RoundMachine(rank, topology, job=JOB, generation=generation, max_nbytes=MAX_NBYTES)
+        self._timer_at = inf
+        self._asked: Decide | None = None
+        self._done: RoundDone | None = None
+        self._waits_for: int | None = None
+        network.join(self)
+
+    @property
+    def broken(self) -> bool:
+        """Whether the group is known to be broken."""
+        return self._machine.broken is not None
+
+    def exchange(
+        self,
+        name: str,
+        request: bytes,
+        decide: Decision,
+        timeout_s: float,
+        *,
+        merge: Merge | None = None,
+        subject: str = "",
+    ) -> bytes:
+        """Hold one round, as `Group.exchange` says."""
+        process = self.process
+        began, deciding_s, stopped_s = process.schedule.moment, 0.0, process.stopped_s
+        self._asked = self._done = None
+        call = Call(name, request, timeout_s, subject, merge)
+        try:
+            process.act(f"enter {name}", lambda: self._enter(call))
+            while self._done is None:
+                if self._asked is not None:
+                    asked, self._asked, since = self._asked, None, process.schedule.moment
+                    self._decide(asked, decide)
+                    deciding_s += process.schedule.moment - since
+                else:
+                    process.wait()
+        except BaseException as error:  # an interrupt; the others wait for this rank
+            process.act(f"leave {name}", partial(self._leave, error))
+            raise
+        took_s = process.schedule.moment - began - deciding_s - (process.stopped_s - stopped_s)
+        self.on_exchange(name, timeout_s, took_s)
+        outcome = self._done.outcome
+        if outcome.error is not None:
+            raise from_wire(outcome.error)
+        return outcome.answers.payloads(1)[0]
+
+    def close(self) -> None:
+        """Leave the group."""
+        self.process.act("close", lambda: self._break_off(faults.closed(self.rank)))
+
+    # What reaches this rank from outside.
+
+    def hear(self, sender: SimGroup, message: Message) -> None:
+        """Get a message."""
+        copy = " again" if message.copy else ""
+        self.process.later(
+            f"hears{copy} of {sender.process.name}: {message.label}", partial(self._hear, sender, message)
+        )
+
+    def lose(self, rank: int) -> None:
+        """Notice that the connection to a rank is broken."""
+        self.process.later(f"loses rank {rank}", lambda: self._break_off(faults.gone(rank)))
+
+    def _hear(self, sender: SimGroup, message: Message) -> None:
+        machine, content, now = self._machine, message.content, self._now
+        if isinstance(content, Report):
+            self._do(machine.hear_report(decode(encode(content), Report, MAX_NBYTES), now))
+        elif isinstance(content, Outcome):
+            if content.number == self._waits_for:
+                self._waits_for = None
+            self._do(machine.hear_outcome(decode(encode(content), Outcome, MAX_NBYTES), now))
+        elif sender.run != self.run:
+            return  # these belong to connections, which no stranger has
+        elif isinstance(content, Left):
+            self._do(machine.child_left(sender.rank, content.number, now))
+        else:
+            self._do(machine.break_off(faults.copied(content.error), now, origin=sender.rank))
+
+    # What this rank does to its machine, always within an action.
+
+    @property
+    def _now(self) -> float:
+        return self.process.schedule.moment
+
+    def _enter(self, call: Call) -> None:
+        self._do(self._machine.enter(call, self._now))
+
+    def _leave(self, error: BaseException) -> None:
+        self._do(self._machine.leave(error, self._now))
+
+    def _break_off(self, error: ReknitError) -> None:
+        self._do(self._machine.break_off(error, self._now))
+
+    def _decide(self, asked: Decide, decide: Decision) -> None:
+        answers: Sequence[bytes] | ReknitError = list(decide(asked.requests))
+        self.process.act("decided", lambda: self._do(self._machine.decided(asked.number, answers, self._now)))
+
+    def _tick(self) -> None:
+        self._do(self._machine.tick(self._now))
+
+    def _wind(self) -> None:
+        """Set the timer to when the machine next has something to do."""
+        due = self._machine.next_at
+        if due < self._timer_at:
+            self._timer_at = due
+            self.process.schedule.at(due, self._ring)
+
+    def _ring(self) -> None:
+        self._timer_at = inf
+        if self._machine.next_at <= self._now:
+            self.process.later("timer", self._tick)
+        else:
+            self._wind()
+
+    def _do(self, effects: Sequence[Effect]) -> None:
+        """Carry out what an input of the machine causes, each effect as a step of its own."""
+        for effect in reversed(effects):
+            self.process.next(_label(effect), partial(self._carry_out, effect))
+        self._wind()
+
+    def _carry_out(self, effect: Effect) -> None:
+        if isinstance(effect, SendReport):
+            assert self.parent is not None
+            self._waits_for = effect.report.number
+            self._network.send(self, self.parent, effect.report)
+        elif isinstance(effect, SendOutcome):
+            self._network.send(self, effect.child, effect.outcome)
+        elif isinstance(effect, Tell):
+            self._network.send(self, effect.rank, Broken(effect.error))
+        elif isinstance(effect, Decide):
+            self._asked = effect
+            self.process.wake()
+        elif isinstance(effect, RoundDone):
+            self._end(effect)
+        # A refused report is a copy, or comes too late; its sender learns nothing from that.
+
+    def _end(self, done: RoundDone) -> None:
+        if self._waits_for == done.number and self.parent is not None:
+            # The call that carried the report ends before its answer.
+            self._waits_for = None
+            self._network.send(self, self.parent, Left(done.number))
+        self._done = done
+        self.process.wake()
+
+
+def _label(effect: Effect) -> str:
+    """Return an effect as the trace tells it."""
+    if isinstance(effect, SendReport):
+        return f"sends {Message(effect.report).label}"
+    if isinstance(effect, SendOutcome):
+        return f"sends rank {effect.child} {Message(effect.outcome).label}"
+    if isinstance(effect, Tell):
+        return f"tells rank {effect.rank} {Message(Broken(effect.error)).label}"
+    if isinstance(effect, RoundDone):
+        return f"done with {effect.outcome.label}: {ending(effect.outcome)}"
+    return f"decides round {effect.number}" if isinstance(effect, Decide) else f"refuses: {effect.error}"
