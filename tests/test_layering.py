@@ -6,6 +6,7 @@ import ast
 import graphlib
 import subprocess
 import sys
+from collections import Counter
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -238,6 +239,32 @@ def breaches(tree: dict[str, str]) -> list[str]:
     return told
 
 
+def circles(tree: dict[str, str]) -> list[list[str]]:
+    """Return the rooms within one package that import each other, in whatever number of steps.
+
+    A room is a folder, or a module beside the folders.  Imports for types count: whoever reads one of the
+    rooms has to know the other.
+    """
+    graphs: dict[str, dict[str, set[str]]] = {}
+    for source, target, _, _ in imports(tree):
+        here, there = (room(module, tree) for module in (source, target))
+        if here != there and package(source) == package(target):
+            graphs.setdefault(package(source), {}).setdefault(here, set()).add(there)
+    found = []
+    for graph in graphs.values():
+        try:
+            graphlib.TopologicalSorter(graph).prepare()
+        except graphlib.CycleError as error:
+            found.append(list(error.args[1]))
+    return found
+
+
+def room(module: str, tree: dict[str, str]) -> str:
+    """Return the folder of a module within its package, or the module where it lies in none."""
+    parts = module.split(".")[1:]
+    return "/".join(parts[:2]) if len(parts) > 1 else parts[0] if parts else "api"
+
+
 def allowed(target: str, names: set[str]) -> bool:
     """Tell whether a module is one of the named packages or modules, or inside one."""
     inside = target.removeprefix("reknit.")
@@ -319,6 +346,28 @@ def test_the_source_tree_is_found(tree: dict[str, str]) -> None:
 
 def test_every_import_points_to_a_lower_row(tree: dict[str, str]) -> None:
     assert breaches(tree) == []
+
+
+@pytest.mark.xfail(reason="being mended", strict=False)
+def test_rooms_of_a_package_import_one_way(tree: dict[str, str]) -> None:
+    assert circles(tree) == []
+
+
+@pytest.mark.xfail(reason="being mended", strict=False)
+def test_no_folder_and_no_module_is_too_large_to_read(tree: dict[str, str]) -> None:
+    folders = Counter(path.rpartition("/")[0] for path in tree)
+    assert {folder: number for folder, number in folders.items() if number > 16} == {}
+    lines = {path: source.count("\n") for path, source in tree.items()}
+    assert {path: number for path, number in lines.items() if number > 350} == {}
+
+
+def test_no_two_classes_share_a_name(tree: dict[str, str]) -> None:
+    homes: dict[str, list[str]] = {}
+    for path, source in tree.items():
+        for node in ast.walk(ast.parse(source)):
+            if isinstance(node, ast.ClassDef):
+                homes.setdefault(node.name, []).append(path)
+    assert {name: paths for name, paths in homes.items() if len(paths) > 1} == {}
 
 
 def test_no_modules_import_each_other_in_a_circle(tree: dict[str, str]) -> None:
@@ -410,7 +459,7 @@ def test_an_import_along_the_rows_is_let_through(path: str, source: str) -> None
 
 def test_a_circle_of_imports_is_noticed_also_when_one_is_lazy() -> None:
     circle = LIBRARY | {
-        "engine/saving/save.py": "from reknit.engine import load",
+        "engine/saving/save.py": "from reknit.engine.loading import load",
         "engine/loading/load.py": "def f():\n    from reknit.engine.saving.save import save",
     }
     assert set(cycle(circle)) == {"reknit.engine.saving.save", "reknit.engine.loading.load"}
@@ -418,7 +467,7 @@ def test_a_circle_of_imports_is_noticed_also_when_one_is_lazy() -> None:
 
 def test_a_circle_that_exists_only_for_types_is_none() -> None:
     circle = LIBRARY | {
-        "engine/saving/save.py": "from reknit.engine import load",
+        "engine/saving/save.py": "from reknit.engine.loading import load",
         "engine/loading/load.py": "if TYPE_CHECKING:\n    from reknit.engine.saving.save import save",
     }
     assert cycle(circle) == []
