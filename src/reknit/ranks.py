@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
     from reknit.comm.base import Group
     from reknit.comm.meeting.rendezvous import Store
-    from reknit.frameworks.torch.job import Job
+    from reknit.frameworks.job import Job
 
 _ALONE = SoloGroup()
 _alone_in_run = cache(SoloGroup)

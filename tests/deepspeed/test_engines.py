@@ -530,6 +530,6 @@ def test_without_deepspeed_nothing_is_one_of_its_objects(monkeypatch: pytest.Mon
 
 
 def world_of_one() -> Any:
-    from reknit.frameworks.walk import World
+    from reknit.frameworks.walk.walk import World
 
     return World(0, 1, (0,))

@@ -21,7 +21,7 @@ from reknit.frameworks.registry import collect, wanted
 from reknit.frameworks.torch import dtensor
 from reknit.frameworks.torch import private as torch_private
 from reknit.frameworks.torch.dtensor import MeshCut, Run, applied, boxes, chunk, decode, in_true_order
-from reknit.frameworks.walk import World
+from reknit.frameworks.walk.walk import World
 from reknit.types.box import Box
 from tests.frameworks.checkpoint import assemble, fill, portable
 from tests.ranks import run

@@ -13,7 +13,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from reknit.errors import StateError, UsageError
 from reknit.frameworks.per_rank import PerRank, RngState
 from reknit.frameworks.registry import collect, wanted
-from reknit.frameworks.walk import World
+from reknit.frameworks.walk.walk import World
 from tests.frameworks.checkpoint import Checkpoint, assemble, fill, load, save
 from tests.ranks import run
 

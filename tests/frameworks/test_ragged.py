@@ -21,7 +21,7 @@ import reknit
 from reknit.errors import StateError
 from reknit.frameworks.registry import collect, wanted
 from reknit.frameworks.torch.ragged import Ragged, find, part
-from reknit.frameworks.walk import Place
+from reknit.frameworks.walk.walk import Place
 from reknit.types.box import Box
 from tests.frameworks.checkpoint import Checkpoint, assemble, fill, portable
 from tests.frameworks.silence import Silence

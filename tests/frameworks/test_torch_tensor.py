@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from reknit.frameworks.torch.tensor import local_memory, plain_dtype
-from reknit.frameworks.walk import Place
+from reknit.frameworks.walk.walk import Place
 
 
 class Odd(torch.Tensor):

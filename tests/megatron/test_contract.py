@@ -18,7 +18,7 @@ from reknit.frameworks.megatron import model as megatron_model
 from reknit.frameworks.megatron import private as megatron_private
 from reknit.frameworks.megatron import sharded as megatron_sharded
 from reknit.frameworks.registry import collect
-from reknit.frameworks.walk import Place, World
+from reknit.frameworks.walk.walk import Place, World
 from reknit.types.box import Box
 from tests import ranks
 from tests.frameworks.checkpoint import Checkpoint, assemble, load, portable

@@ -10,7 +10,7 @@ import numpy as np
 from reknit.errors import MissingExtraError, UsageError
 from reknit.frameworks import tree
 from reknit.frameworks.neutral import from_neutral
-from reknit.frameworks.walk import Place
+from reknit.frameworks.walk.walk import Place
 from reknit.types.box import Box
 from reknit.types.dtype import numpy_dtype
 from reknit.types.shard import Tagged, TensorSpec, full_name

@@ -21,7 +21,7 @@ import numpy as np
 
 from reknit.errors import StateError, UsageError, shortage
 from reknit.frameworks.neutral import to_neutral
-from reknit.frameworks.walk import View
+from reknit.frameworks.walk.walk import Adapter, View
 from reknit.types.box import Box
 from reknit.types.dtype import ITEMSIZE, converts, numpy_dtype
 from reknit.types.shard import TensorSpec
@@ -30,9 +30,9 @@ if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Mapping, Sequence
     from importlib.metadata import EntryPoint
 
-    from reknit.frameworks.loading import Loading
-    from reknit.frameworks.saving import Saving
-    from reknit.frameworks.walk import Adapter, Assign, Place, Walk
+    from reknit.frameworks.walk.loading import Loading
+    from reknit.frameworks.walk.saving import Saving
+    from reknit.frameworks.walk.walk import Assign, Place, Walk
 
 GROUP = "reknit.frameworks"
 """Name of the group of entry points that bring frameworks."""
@@ -152,10 +152,8 @@ def _require_methods(framework: Any, what: str) -> None:
         )
 
 
-class CustomAdapter:
+class CustomAdapter(Adapter):
     """The values of one custom framework."""
-
-    unites = False
 
     def __init__(self, framework: CustomFramework) -> None:
         self._framework = framework
@@ -278,7 +276,7 @@ class _Tensor:
 
 def _comes(tensor: _Tensor, loading: Loading) -> bool:
     """Tell whether a tensor will be filled, in whole or, where its shape may differ, in part."""
-    saved = loading.spec(tensor.place)
+    saved = loading.saved.spec(tensor.place)
     return (
         saved is not None
         and (saved.shape == tensor.spec.shape or loading.may_resize(tensor.place))

@@ -12,14 +12,15 @@ from typing import TYPE_CHECKING, Any
 
 from reknit.errors import StateError
 from reknit.frameworks.neutral import from_neutral, to_neutral
+from reknit.frameworks.walk.walk import Adapter
 from reknit.types.shard import Blob, Encoded, LoaderShard
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-    from reknit.frameworks.loading import Loading
-    from reknit.frameworks.saving import Saving
-    from reknit.frameworks.walk import Assign, Place
+    from reknit.frameworks.walk.loading import Loading
+    from reknit.frameworks.walk.saving import Saving
+    from reknit.frameworks.walk.walk import Assign, Place
 
 _REPLICATED = "~l"
 """Path element of what all ranks share of a loader; no escaped key looks like it."""
@@ -37,10 +38,8 @@ def _has(value: Any, names: tuple[str, ...]) -> bool:
     return not isinstance(value, type) and all(callable(getattr(value, name, None)) for name in names)
 
 
-class LoaderAdapter:
+class LoaderAdapter(Adapter):
     """Data loaders that can go on in another layout."""
-
-    unites = False
 
     def matches(self, value: Any) -> bool:
         """Tell whether this is such a loader."""

@@ -14,11 +14,12 @@ from reknit.errors import StateError, UsageError
 from reknit.frameworks import tree
 from reknit.frameworks.neutral import from_neutral, put_array, to_neutral
 from reknit.frameworks.stateful import is_stateful
+from reknit.frameworks.walk.walk import Adapter
 
 if TYPE_CHECKING:
-    from reknit.frameworks.loading import Loading
-    from reknit.frameworks.saving import Saving
-    from reknit.frameworks.walk import Assign, Place, World
+    from reknit.frameworks.walk.loading import Loading
+    from reknit.frameworks.walk.saving import Saving
+    from reknit.frameworks.walk.walk import Assign, Place, World
 
 
 class PerRank:
@@ -116,10 +117,8 @@ class RngState(PerRank):
                 torch.cuda.set_rng_state(state["cuda"])
 
 
-class PerRankAdapter:
+class PerRankAdapter(Adapter):
     """Values that are declared to differ between ranks."""
-
-    unites = False
 
     def matches(self, value: Any) -> bool:
         """Tell whether the user declared this."""
@@ -144,7 +143,7 @@ class PerRankAdapter:
         same = {_key(other) for other in saved} == places
         if places is None:
             same = mine in saved and len(saved) == loading.world.size
-        if same and place.fqn in (own := loading.own(place.item, mine)):
+        if same and place.fqn in (own := loading.saved.own(place.item, mine)):
             loading.taken_back.append((place.item, place.fqn))
             self._want(value, from_neutral(own[place.fqn]), place, loading)
         elif not same and _was_saved(place, loading):
@@ -167,7 +166,7 @@ def _was_saved(place: Place, loading: Loading) -> bool:
         frozenset(coordinate): dict(coordinate)
         for coordinate in reversed(loading.catalog.coordinates.get(place.item, ()))
     }
-    return any(place.fqn in loading.own(place.item, coordinate) for coordinate in first.values())
+    return any(place.fqn in loading.saved.own(place.item, coordinate) for coordinate in first.values())
 
 
 def _left(value: PerRank, num_saved: int, loading: Loading) -> str:

@@ -11,7 +11,7 @@ import numpy as np
 from reknit.errors import StateError
 from reknit.frameworks import overlap, tree
 from reknit.frameworks.neutral import to_neutral
-from reknit.frameworks.walk import View
+from reknit.frameworks.walk.walk import Adapter, View
 from reknit.types.box import Box
 from reknit.types.dtype import ITEMSIZE, numpy_dtype
 from reknit.types.shard import TensorSpec
@@ -21,9 +21,9 @@ if TYPE_CHECKING:
 
     from numpy.typing import NDArray
 
-    from reknit.frameworks.loading import Loading
-    from reknit.frameworks.saving import Saving
-    from reknit.frameworks.walk import Assign, Place, Walk, World
+    from reknit.frameworks.walk.loading import Loading
+    from reknit.frameworks.walk.saving import Saving
+    from reknit.frameworks.walk.walk import Assign, Place, Walk, World
 
 
 class NumpyArrays:
@@ -88,10 +88,8 @@ def _memory(tensor: Any, base: NDArray[Any]) -> tuple[Any, ...]:
     )
 
 
-class TensorAdapter:
+class TensorAdapter(Adapter):
     """Tensors of any library, where they are."""
-
-    unites = False
 
     def __init__(self, libraries: tuple[Any, ...]) -> None:
         self._libraries = libraries
@@ -109,13 +107,11 @@ class TensorAdapter:
         loading.tensor(value, place)
 
 
-class ContainerAdapter:
+class ContainerAdapter(Adapter):
     """Mappings, split by key, and lists and tuples that hold something live, split by index.
 
     Named tuples are split by the names of their fields, whatever they hold.
     """
-
-    unites = False
 
     def matches(self, value: Any) -> bool:
         """Tell whether this is a container that may be split."""
@@ -222,10 +218,8 @@ def is_united(value: Any, walk: Walk) -> bool:
     return len(adapters) == 1 and next(iter(adapters.values())).unites
 
 
-class ValueAdapter:
+class ValueAdapter(Adapter):
     """Everything else: a value that the checkpoint's blob codec knows, or refuses by name."""
-
-    unites = False
 
     def matches(self, value: Any) -> bool:
         """Take what no other adapter took."""
@@ -249,7 +243,7 @@ def want_value(target: Any, place: Place, loading: Loading, assign: Assign) -> N
             f"{place} is a {type(target).__name__} in a container that cannot be changed",
             remedy="put it into a dict or a list",
         )
-    if isinstance(target, (Mapping, list, tuple)) and not target and loading.is_divided(place):
+    if isinstance(target, (Mapping, list, tuple)) and not target and loading.saved.is_divided(place):
         return  # it is empty here, as other ranks have what is in it
     found = loading.value(place)
     if found.why is not None:

@@ -13,17 +13,18 @@ from typing import TYPE_CHECKING, Any
 from reknit.errors import StateError
 from reknit.frameworks import custom
 from reknit.frameworks.loader import LoaderAdapter
-from reknit.frameworks.loading import Loading
 from reknit.frameworks.per_rank import PerRankAdapter
 from reknit.frameworks.plain import ContainerAdapter, NumpyArrays, TensorAdapter, ValueAdapter
-from reknit.frameworks.saving import Saving
 from reknit.frameworks.stateful import StatefulAdapter
-from reknit.frameworks.walk import Place, World
+from reknit.frameworks.walk.loading import Loading
+from reknit.frameworks.walk.saving import Saving
+from reknit.frameworks.walk.walk import Place, World
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
+    from types import ModuleType
 
-    from reknit.frameworks.walk import Adapter, Arrays, Assign
+    from reknit.frameworks.walk.walk import Adapter, Arrays, Assign
     from reknit.types.manifest import Catalog
     from reknit.types.shard import Holdings
     from reknit.types.wanted import Wanted
@@ -34,6 +35,7 @@ _FRAMEWORKS = (
     ("vescale", "vescale"),
     ("megatron.core", "megatron.objects"),
     ("torch", "torch.objects"),
+    ("torch", "optimizer.states"),
     ("jax", "jax.arrays"),
 )
 """A module that makes a framework's objects, and the module here that knows them, in the order of asking.
@@ -52,7 +54,7 @@ def collect(
     """
     with _without_collections():
         # In a call of its own: what the walk needed on its way is gone when collections go on.
-        return _walked(Saving(_checked(state), _world(rank, size, ranks), *_adapters()))
+        return _walked(Saving(_checked(state), _world(rank, size, ranks), *_known()))
 
 
 def _walked(saving: Saving) -> Holdings:
@@ -74,7 +76,7 @@ def wanted(
     Nothing live changes before the memory of the wanted shards is filled, and no object before `deliver`.
     Raises `StateError` for what cannot be filled, with the key path to it.
     """
-    loading = Loading(_checked(state), _world(rank, size, ranks), *_adapters(), catalog=catalog)
+    loading = Loading(_checked(state), _world(rank, size, ranks), *_known(), catalog=catalog)
     with _lasting_tensors():
         for item, value in state.items():
             loading.visit(value, Place(item), _setter(state, item))
@@ -136,22 +138,27 @@ def _world(rank: int, size: int, ranks: Sequence[int] | None) -> World:
     return World(rank, size, tuple(range(size)) if ranks is None else tuple(ranks))
 
 
-def _adapters() -> tuple[tuple[Adapter, ...], tuple[Arrays, ...]]:
-    """Return the adapters in the order of asking, and the libraries whose tensors are known."""
+def _known() -> tuple[tuple[Adapter, ...], tuple[Arrays, ...], tuple[Any, ...]]:
+    """Return the adapters in the order of asking, the libraries whose tensors are known, and extensions."""
     found = [
         import_module(f"reknit.frameworks.{module}")
         for needs, module in _FRAMEWORKS
         if sys.modules.get(needs) is not None  # None blocks the import of what is not to be there
     ]
-    libraries = (*(one for module in found for one in getattr(module, "libraries", tuple)()), NumpyArrays())
+    libraries = (*_all(found, "libraries"), NumpyArrays())
     adapters: tuple[Adapter, ...] = (
         PerRankAdapter(),
         *custom.adapters(),
-        *(one for module in found for one in module.adapters()),
+        *_all(found, "adapters"),
         LoaderAdapter(),
         StatefulAdapter(),
         TensorAdapter(libraries),
         ContainerAdapter(),
         ValueAdapter(),
     )
-    return adapters, libraries
+    return adapters, libraries, _all(found, "extensions")
+
+
+def _all(modules: list[ModuleType], name: str) -> tuple[Any, ...]:
+    """Return what the functions of this name in some modules return together."""
+    return tuple(one for module in modules for one in getattr(module, name, tuple)())

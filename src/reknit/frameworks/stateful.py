@@ -7,14 +7,15 @@ from typing import TYPE_CHECKING, Any
 from reknit.errors import FormatError, StateError
 from reknit.frameworks import tree
 from reknit.frameworks.neutral import is_renewable, to_neutral, trained, training
+from reknit.frameworks.walk.walk import Adapter
 from reknit.types.shard import Tagged
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from reknit.frameworks.loading import Loading
-    from reknit.frameworks.saving import Saving
-    from reknit.frameworks.walk import Arrays, Assign, Place, Walk
+    from reknit.frameworks.walk.loading import Loading
+    from reknit.frameworks.walk.saving import Saving
+    from reknit.frameworks.walk.walk import Arrays, Assign, Place, Walk
     from reknit.types.shard import TensorSpec
 
 
@@ -42,10 +43,8 @@ def _completed(state: Any) -> Any:
     )
 
 
-class StatefulAdapter:
+class StatefulAdapter(Adapter):
     """Schedulers, gradient scalers, samplers, data loaders, a user's own trainer object."""
-
-    unites = False
 
     def matches(self, value: Any) -> bool:
         """Tell whether this can give and take its state."""
@@ -79,7 +78,7 @@ def _want_tensors(value: Any, place: Place, loading: Loading) -> None:
         if library is None or not is_renewable(leaf):
             return tree.DESCEND
         at = place.child(*path)
-        spec = loading.spec(at)
+        spec = loading.saved.spec(at)
         if not loading.takes(at):
             return leaf
         asked.append(at)
@@ -91,7 +90,7 @@ def _want_tensors(value: Any, place: Place, loading: Loading) -> None:
         return tensor
 
     state = tree.map_leaves(value.state_dict(), fill, place)
-    if any(loading.spec(at) is not None for at in asked):
+    if any(loading.saved.spec(at) is not None for at in asked):
         loading.later(lambda: value.load_state_dict(_completed(state)))
 
 
@@ -150,7 +149,7 @@ def rebuild(
             if relative not in current:
                 absent.append(at)
             return current.get(relative)
-        spec = loading.spec(at)
+        spec = loading.saved.spec(at)
         if spec is None:
             loading.report_missing(at, "the checkpoint does not have it")
             absent.append(at)

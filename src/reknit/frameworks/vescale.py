@@ -15,18 +15,19 @@ import torch
 
 from reknit.errors import StateError
 from reknit.frameworks.optimizer import protocol as optimizer_protocol
-from reknit.frameworks.optimizer.slots import ParamSlot, Slots, places
+from reknit.frameworks.optimizer.slots import ParamSlot, Slots
 from reknit.frameworks.optimizer.slots import read as read_torch
 from reknit.frameworks.optimizer.states import OptimizerAdapter
 from reknit.frameworks.torch import dtensor
 from reknit.frameworks.torch.flat import FlatPart
-from reknit.frameworks.torch.members import parameters, without_wrappers
+from reknit.frameworks.torch.modules.members import parameters
+from reknit.frameworks.torch.modules.names import without_wrappers
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from reknit.frameworks.loading import Loading
-    from reknit.frameworks.walk import Adapter, Assign, Place, Walk
+    from reknit.frameworks.walk.loading import Loading
+    from reknit.frameworks.walk.walk import Adapter, Assign, Place, Walk
 
 
 def adapters() -> tuple[Adapter, ...]:
@@ -86,7 +87,7 @@ class DistributedOptimizerAdapter(OptimizerAdapter):
         for model in value.models:
             for parameter in model.module.parameters():
                 at = place.child("state", names[id(parameter)], "master")
-                if loading.spec(at) is not None and parameter.dtype == torch.float32:
+                if loading.saved.spec(at) is not None and parameter.dtype == torch.float32:
                     loading.prefer(at, _places(parameter, loading))
         super().wanted(value, place, loading, assign)
 
@@ -160,7 +161,7 @@ def _local(parameter: Any) -> torch.Tensor:
 
 
 def _places(parameter: Any, walk: Walk) -> tuple[Place, ...]:
-    return tuple(places(walk).get(id(parameter), ()))
+    return next((named.places for named in parameters(walk).get(id(parameter), ())), ())
 
 
 def _names(optimizer: Any, place: Place, walk: Walk) -> dict[int, str]:

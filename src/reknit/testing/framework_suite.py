@@ -15,7 +15,7 @@ from reknit.errors import MismatchError
 from reknit.frameworks.custom import registered
 from reknit.frameworks.registry import collect
 from reknit.frameworks.tree import same_value
-from reknit.frameworks.walk import Place
+from reknit.frameworks.walk.walk import Place
 from reknit.testing.world import run_ranks
 from reknit.types.shard import full_name
 

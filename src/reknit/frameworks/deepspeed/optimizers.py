@@ -1,8 +1,8 @@
-"""Which elements of which parameters does an optimizer of DeepSpeed step?  Flat ranges, read in place.
+"""Optimizers of DeepSpeed: the flat ranges of parameters that each rank steps, read in place.
 
 ZeRO keeps the states of many parameters in one flat tensor per group, cut evenly over the data-parallel
 ranks: through the middle of parameters in ZeRO-1 and ZeRO-2, each parameter for itself in ZeRO-3.  Engines
-are read like other data-parallel wrappers, and their parameters by `deepspeed_parameters`.
+are read like other data-parallel wrappers, and their parameters in `parameters`.
 """
 
 from __future__ import annotations
@@ -14,22 +14,31 @@ import torch
 from reknit.errors import StateError
 from reknit.frameworks.deepspeed import parameters as deepspeed_parameters
 from reknit.frameworks.deepspeed import private as deepspeed_private
-from reknit.frameworks.loading import Loading
+from reknit.frameworks.deepspeed.parameters import DeepSpeedModules
 from reknit.frameworks.optimizer import protocol as optimizer_protocol
-from reknit.frameworks.optimizer.slots import MASTER, ParamSlot, Slots, places
+from reknit.frameworks.optimizer.slots import MASTER, ParamSlot, Slots
 from reknit.frameworks.optimizer.states import OptimizerAdapter
-from reknit.frameworks.torch.members import parameters, without_wrappers
+from reknit.frameworks.torch.flat import FlatPart
+from reknit.frameworks.torch.modules.members import parameters
+from reknit.frameworks.torch.modules.names import without_wrappers
+from reknit.frameworks.walk.loading import Loading
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
     from reknit.frameworks.deepspeed.private import FlatGroup, ZeroMember
-    from reknit.frameworks.walk import Adapter, Place, Walk
+    from reknit.frameworks.torch.modules.extension import ModuleExtension
+    from reknit.frameworks.walk.walk import Adapter, Place, Walk
 
 
 def adapters() -> tuple[Adapter, ...]:
     """Return what knows DeepSpeed's optimizers; its engines are known as torch's modules are."""
     return (OptimizerAdapter(ZeroOptimizers()),)
+
+
+def extensions() -> tuple[ModuleExtension, ...]:
+    """Return what DeepSpeed tells of torch's modules."""
+    return (DeepSpeedModules(),)
 
 
 class ZeroOptimizers:
@@ -65,7 +74,7 @@ def _slot(
 ) -> ParamSlot:
     key = id(member.parameter)
     known = parameters(walk).get(key, ())
-    at = known[0].places if known and known[0].flat is not None else tuple(places(walk).get(key, ()))
+    at = known[0].places if known else ()
     return ParamSlot(
         names[key],
         group.flat,
@@ -73,7 +82,7 @@ def _slot(
         group.options,
         deepspeed_parameters.only_here(group.ranks, walk.world),
         at,
-        deepspeed_parameters.flat_part(member, group.flat.numel()),
+        FlatPart.range_of(member.shape, member.start, member.numel, member.offset, group.flat.numel()),
         walk.world.numbers(group.ranks) if walk.world.inside(group.ranks) else walk.world.alone,
         joint=True,
         master=group.flat.detach() if group.is_master else None,
@@ -110,7 +119,7 @@ def _note_masters(
         if slot.master is None or not loading.takes(at):
             continue
         deepspeed_parameters.note_master(member.parameter, at, slot.places, loading)
-        if loading.spec(at) is not None and not any(map(loading.takes, slot.places)):
+        if loading.saved.spec(at) is not None and not any(map(loading.takes, slot.places)):
             raise StateError(
                 f"{at} would be loaded and the parameter itself would not, and then the two are at odds",
                 remedy="load the engine (or its module) together with the optimizer",

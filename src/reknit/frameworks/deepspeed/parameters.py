@@ -1,8 +1,8 @@
-"""Where are a DeepSpeed engine's parameters?  Whole, or in partitions, and in copies that must follow."""
+"""Parameters of DeepSpeed engines: whole or in partitions, and the copies that optimizers step."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -11,103 +11,86 @@ from torch import nn
 from reknit.errors import StateError
 from reknit.frameworks.deepspeed import private as deepspeed_private
 from reknit.frameworks.torch.flat import FlatPart
-from reknit.frameworks.torch.fsdp import FlatReplicas
-from reknit.frameworks.torch.tensor import spec_of
-from reknit.frameworks.walk import View
-from reknit.types.box import Box
+from reknit.frameworks.torch.modules.flat_parameter import FlatParameter
 from reknit.types.dtype import converts
-from reknit.types.shard import TensorSpec
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
 
-    from reknit.frameworks.deepspeed.private import FlatGroup, Partition, ZeroMember
-    from reknit.frameworks.loading import Loading
-    from reknit.frameworks.walk import Place, Replicas, Walk, World
+    from reknit.frameworks.deepspeed.private import FlatGroup, ZeroMember
+    from reknit.frameworks.walk.loading import Loading
+    from reknit.frameworks.walk.walk import Place, Replicas, Walk, World
 
 _MASTERS = "masters of DeepSpeed"
 """In a walk's memo: where the master weights of each parameter and the parameter itself are taken from."""
 
 
-@dataclass(frozen=True, slots=True)
-class PartitionedParameter:
-    """A parameter of ZeRO-3, of which each rank has consecutive elements."""
+class DeepSpeedModules:
+    """Engines of DeepSpeed, and modules whose parameters they have cut."""
 
-    original: Any
-    partition: Partition
-    part: FlatPart
-    replicas: FlatReplicas
+    def is_wrapper(self, module: Any) -> bool:
+        """Tell whether a module is an engine."""
+        return deepspeed_private.is_engine(module)
 
-    @property
-    def keep(self) -> Any:
-        """What holds the memory; parameters that it has together are loaded together."""
-        return self.original
+    def ranks(self, wrapper: Any) -> tuple[int, ...]:
+        """Return the ranks among which an engine averages gradients."""
+        return deepspeed_private.engine_ranks(wrapper)
 
-    def view(self, place: Place) -> View:
-        """Look at what this rank has of the parameter."""
-        memory = self.partition.memory
-        spec = TensorSpec(self.part.shape, spec_of(memory, place).dtype)
-        key = ("zero-3", id(self.original))
-        return View(spec, self.part.parts(memory), self.replicas.part, key)
+    def require_readable(self, module: nn.Module, place: Place) -> None:
+        """Refuse what DeepSpeed does to modules that reknit knows no names or layouts for."""
+        for path, inner in module.named_modules():
+            flaw = deepspeed_private.module_flaw(inner)
+            if flaw is not None:
+                raise StateError(
+                    f"the module {path or 'at the root'} of {place} {flaw}",
+                    remedy="use DeepSpeed's own save_checkpoint, or an engine without that",
+                )
+        for name, parameter in module.named_parameters():
+            flaw = deepspeed_private.parameter_flaw(parameter)
+            if flaw is not None:
+                raise StateError(
+                    f"the parameter {name} of {place} {flaw}, and which part of it is here is not known",
+                    remedy="use DeepSpeed's own save_checkpoint, or an engine without that",
+                )
 
-    def settle(self) -> None:
-        """Make DeepSpeed use what was just written to the partition.  Sends nothing."""
-        deepspeed_private.release([self.original])
+    def is_partitioned(self, parameter: Any) -> bool:
+        """Tell whether a parameter is one of ZeRO-3."""
+        return deepspeed_private.is_partitioned(parameter)
 
+    def partitioned(
+        self, parameter: Any, names: tuple[str, ...], place: Place, world: World
+    ) -> FlatParameter:
+        """Return what a rank has of a parameter of ZeRO-3.
 
-def flat_part(member: ZeroMember, total: int) -> FlatPart:
-    """Return which part of a parameter a rank has in flat memory of `total` elements."""
-    if not member.numel:
-        return FlatPart.nothing(member.shape, total)
-    whole = Box.whole(member.shape)
-    held = ((whole, whole),)
-    return FlatPart(member.shape, member.shape, held, None, member.start, member.numel, member.offset, total)
+        Raises `StateError` where the gathered parameter, which the caller may be changing, is not what its
+        partitions are.
+        """
+        found = deepspeed_private.partition(parameter)
+        here = found.memory[: found.numel]
+        if found.whole is not None and found.numel:
+            shown = found.whole.reshape(-1)[found.start : found.start + found.numel]
+            if not _same(shown.to(here.device), here):
+                raise StateError(
+                    f"the gathered parameter {names[0]} of {place} was changed, and its partitions were not "
+                    "yet",
+                    remedy="save and load after leaving the GatheredParameters context; give it "
+                    "modifier_rank",
+                )
+        part = FlatPart.range_of(found.shape, found.start, found.numel, 0, found.memory.numel())
+        holders = only_here(found.ranks, world)
+        release = partial(deepspeed_private.release, [parameter])
+        return FlatParameter(
+            names, parameter, parameter, 0, found.memory, part, holders, world.alone, release
+        )
+
+    def follow(self, parameters: list[tuple[Any, Place]], place: Place, loading: Loading) -> None:
+        """Let the copies that optimizers step follow what is loaded into these parameters of a module."""
+        _follow(parameters, place, loading)
 
 
 def only_here(ranks: Iterable[int], world: World) -> Replicas:
     """Return the holders of a part that each of these ranks has another of, where they are all there are."""
     return world.numbers([world.global_rank]) if world.inside(tuple(ranks)) else world.alone
-
-
-def partitioned(parameter: Any, name: str, place: Place, world: World) -> PartitionedParameter:
-    """Return what a rank has of a parameter of ZeRO-3.
-
-    Raises `StateError` where that cannot be known, and where the gathered parameter, which the caller may be
-    changing, is not what its partitions are.
-    """
-    found = deepspeed_private.partition(parameter)
-    here = found.memory[: found.numel]
-    if found.whole is not None and found.numel:
-        shown = found.whole.reshape(-1)[found.start : found.start + found.numel]
-        if not _same(shown.to(here.device), here):
-            raise StateError(
-                f"the gathered parameter {name} of {place} was changed, and its partitions were not yet",
-                remedy="save and load after leaving the GatheredParameters context; give it modifier_rank",
-            )
-    member = deepspeed_private.ZeroMember(parameter, found.shape, found.start, found.numel, 0)
-    part = flat_part(member, found.memory.numel())
-    holders = only_here(found.ranks, world)
-    return PartitionedParameter(parameter, found, part, FlatReplicas(holders, world.alone))
-
-
-def require_readable(module: nn.Module, place: Place) -> None:
-    """Refuse what DeepSpeed does to modules that reknit knows no names or layouts for."""
-    if not deepspeed_private.is_imported():
-        return
-    for path, inner in module.named_modules():
-        flaw = deepspeed_private.module_flaw(inner)
-        if flaw is not None:
-            raise StateError(
-                f"the module {path or 'at the root'} of {place} {flaw}",
-                remedy="use DeepSpeed's own save_checkpoint, or an engine without that",
-            )
-    for name, parameter in module.named_parameters():
-        flaw = deepspeed_private.parameter_flaw(parameter)
-        if flaw is not None:
-            raise StateError(
-                f"the parameter {name} of {place} {flaw}, and which part of it is here is not known",
-                remedy="use DeepSpeed's own save_checkpoint, or an engine without that",
-            )
 
 
 def _same(one: torch.Tensor, other: torch.Tensor) -> bool:
@@ -128,31 +111,31 @@ class _Copy(NamedTuple):
 
 def groups(optimizer: Any, place: Place, walk: Walk) -> tuple[FlatGroup, ...]:
     """Return the flat groups of an optimizer of DeepSpeed.  Raises `StateError` where they are not known."""
-    key = ("DeepSpeed", id(optimizer))
-    if key not in walk.memo:
-        flaw = deepspeed_private.optimizer_flaw(optimizer)
-        if flaw is not None:
-            raise StateError(
-                f"the optimizer {place} {flaw}, and what its states belong to is not known",
-                remedy="use ZeRO stage 1, 2 or 3 with its states in memory",
-            )
-        try:
-            walk.memo[key] = deepspeed_private.flat_groups(optimizer)
-        except ValueError as error:
-            raise StateError(
-                f"a parameter of the optimizer {place} {error}",
-                remedy="change parameters in place (with torch.no_grad(): parameter.copy_(...)), and convert "
-                "and move the module before deepspeed.initialize",
-            ) from error
-    found: tuple[FlatGroup, ...] = walk.memo[key]
-    return found
+    return walk.world.once(("DeepSpeed", id(optimizer)), lambda: _groups(optimizer, place))
 
 
-def follow(parameters: list[tuple[Any, Place]], place: Place, loading: Loading) -> None:
+def _groups(optimizer: Any, place: Place) -> tuple[FlatGroup, ...]:
+    flaw = deepspeed_private.optimizer_flaw(optimizer)
+    if flaw is not None:
+        raise StateError(
+            f"the optimizer {place} {flaw}, and what its states belong to is not known",
+            remedy="use ZeRO stage 1, 2 or 3 with its states in memory",
+        )
+    try:
+        return deepspeed_private.flat_groups(optimizer)
+    except ValueError as error:
+        raise StateError(
+            f"a parameter of the optimizer {place} {error}",
+            remedy="change parameters in place (with torch.no_grad(): parameter.copy_(...)), and convert "
+            "and move the module before deepspeed.initialize",
+        ) from error
+
+
+def _follow(parameters: list[tuple[Any, Place]], place: Place, loading: Loading) -> None:
     """Let the copies that optimizers step follow what is loaded into these parameters of a module."""
     # Of what the checkpoint lacks, copies say more than the parameters, which stay as they are.
-    arriving = [parameter for parameter, at in parameters if loading.spec(at) is not None]
-    if not arriving or not deepspeed_private.is_imported():
+    arriving = [parameter for parameter, at in parameters if loading.saved.spec(at) is not None]
+    if not arriving:
         return
     _require_known_steps(arriving, loading)
     copied = [parameter for parameter in arriving if deepspeed_private.has_copies(parameter)]
@@ -225,7 +208,7 @@ def _refresh(parameters: list[Any], copies: dict[int, _Copy], loading: Loading) 
 
 def _comes(master: torch.Tensor, sources: tuple[Place, ...], loading: Loading) -> bool:
     """Tell whether master weights are filled: a lenient load leaves those of which the dtype does not fit."""
-    saved = next((spec.dtype for at in sources if (spec := loading.spec(at)) is not None), None)
+    saved = next((spec.dtype for at in sources if (spec := loading.saved.spec(at)) is not None), None)
     mine = str(master.dtype).removeprefix("torch.")
     return saved == mine or (saved is not None and loading.catalog.terms.cast and converts(saved, mine))
 

@@ -70,11 +70,6 @@ def _kind(place: tuple[str, str]) -> Any:
     return getattr(sys.modules.get(module), name, ())
 
 
-def is_imported() -> bool:
-    """Tell whether there can be anything of DeepSpeed in a state."""
-    return "deepspeed" in sys.modules
-
-
 def is_engine(module: Any) -> bool:
     """Tell whether a module is what `deepspeed.initialize` returned."""
     return isinstance(module, _kind(("deepspeed.runtime.engine", "DeepSpeedEngine")))

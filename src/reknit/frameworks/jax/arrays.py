@@ -12,16 +12,16 @@ from reknit.errors import StateError
 from reknit.frameworks.jax import private as jax_private
 from reknit.frameworks.jax.filling import Filling, box_of, spec_of
 from reknit.frameworks.jax.tree import Into, JaxNodeAdapter, leaves
-from reknit.frameworks.walk import Place, View
+from reknit.frameworks.walk.walk import Adapter, Place, View
 from reknit.types.box import Box
 from reknit.types.dtype import numpy_dtype
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
-    from reknit.frameworks.loading import Loading
-    from reknit.frameworks.saving import Saving
-    from reknit.frameworks.walk import Adapter, Arrays, Assign, Replicas, World
+    from reknit.frameworks.walk.loading import Loading
+    from reknit.frameworks.walk.saving import Saving
+    from reknit.frameworks.walk.walk import Arrays, Assign, Replicas, World
     from reknit.types.shard import TensorSpec
 
 IMPLEMENTATION: Final = "~prng"
@@ -100,15 +100,15 @@ def _require_values(array: Any, place: Place) -> None:
 
 def _local(array: Any, world: World) -> dict[Box, Any]:
     """Return the distinct boxes that this process has of an array, each as an array of one device."""
-    key = ("jax", id(array))
-    if key not in world.memo:
+
+    def find() -> dict[Box, Any]:
         shape = tuple(array.shape)
         held: dict[Box, Any] = {}
         for shard in array.addressable_shards:
             held.setdefault(box_of(shard.index, shape), _apart(shard.data))
-        world.memo[key] = (held, array)  # the array too, so that its id cannot come to mean another one
-    found: dict[Box, Any] = world.memo[key][0]
-    return found
+        return held
+
+    return world.once(("jax", id(array)), find, array)
 
 
 def _apart(data: Any) -> Any:
@@ -133,14 +133,14 @@ def _replicas(sharding: Any, shape: tuple[int, ...], world: World) -> dict[Box, 
     """
     if sharding.is_fully_addressable or jax.process_index() != world.global_rank:
         return None
-    key = ("jax replicas", sharding, shape)
-    if key not in world.memo:
+
+    def find() -> dict[Box, Replicas]:
         holders: dict[Box, set[int]] = {}
         for device, index in sharding.devices_indices_map(shape).items():
             holders.setdefault(box_of(index or (), shape), set()).add(device.process_index)
-        world.memo[key] = {box: world.numbers(processes) for box, processes in holders.items()}
-    found: dict[Box, Replicas] = world.memo[key]
-    return found
+        return {box: world.numbers(processes) for box, processes in holders.items()}
+
+    return world.once(("jax replicas", sharding, shape), find)
 
 
 def start_copies(state: Any, world: World) -> None:
@@ -156,10 +156,8 @@ def _is_on_host(data: Any) -> bool:
     return all(device.platform == "cpu" for device in data.sharding.device_set)
 
 
-class JaxArrayAdapter:
+class JaxArrayAdapter(Adapter):
     """JAX's arrays, and abstract ones (`jax.ShapeDtypeStruct`) as targets."""
-
-    unites = False
 
     def matches(self, value: Any) -> bool:
         """Tell whether this is an array, or what one will be."""
@@ -227,7 +225,7 @@ def _leave_out_options(place: Place, loading: Loading) -> None:
 def _fits_implementation(value: Any, place: Place, loading: Loading) -> bool:
     """Tell whether keys were saved for the random generator of the target's, as far as that is known."""
     record = place.below(IMPLEMENTATION)
-    if loading.look_up(record).why is not None:
+    if loading.saved.look_up(record).why is not None:
         return True
     saved = loading.value(record).value
     if not jax_private.is_key_dtype(value.dtype):

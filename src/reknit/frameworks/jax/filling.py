@@ -10,7 +10,7 @@ import numpy as np
 from reknit.errors import StateError
 from reknit.frameworks.jax import private as jax_private
 from reknit.frameworks.stateful import Unfilled
-from reknit.frameworks.walk import View
+from reknit.frameworks.walk.walk import View
 from reknit.types.box import Box
 from reknit.types.dtype import ITEMSIZE, numpy_dtype
 from reknit.types.shard import TensorSpec
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
     from numpy.typing import NDArray
 
-    from reknit.frameworks.walk import Place, World
+    from reknit.frameworks.walk.walk import Place, World
 
 
 def box_of(index: Sequence[slice], shape: tuple[int, ...]) -> Box:

@@ -1,6 +1,6 @@
-"""Where can the processes of a JAX job meet before they know each other?
+"""The processes of a JAX job, and the key-value store in which they meet before they are connected.
 
-In the key-value store of JAX's coordination service.  JAX has no public interface to it: `jax.distributed`
+That is the store of JAX's coordination service.  JAX has no public interface to it: `jax.distributed`
 has no more than `initialize`, `is_initialized` and `shutdown`.  What is used here is the client that JAX
 keeps for itself, and this module is the only place that does.
 """
@@ -11,7 +11,7 @@ import sys
 from typing import Any
 
 from reknit.errors import CommError, DeadlineError, MissingExtraError, UsageError
-from reknit.frameworks.torch.job import Job
+from reknit.frameworks.job import Job
 
 _SLICE_S = 1.0
 """The longest wait inside the client, which does not hear Ctrl-C meanwhile."""

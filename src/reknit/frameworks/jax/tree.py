@@ -11,12 +11,13 @@ from jax import tree_util
 
 from reknit.errors import StateError
 from reknit.frameworks.tree import too_deep
+from reknit.frameworks.walk.walk import Adapter
 from reknit.types.shard import MAX_DEPTH
 
 if TYPE_CHECKING:
-    from reknit.frameworks.loading import Loading
-    from reknit.frameworks.saving import Saving
-    from reknit.frameworks.walk import Assign, Place
+    from reknit.frameworks.walk.loading import Loading
+    from reknit.frameworks.walk.saving import Saving
+    from reknit.frameworks.walk.walk import Assign, Place
 
 _LEAVES = frozenset({int, float, complex, str, bytes, bool, type(None)})
 
@@ -76,10 +77,8 @@ class Into:
         self.variable.set_raw_value(new)
 
 
-class JaxNodeAdapter:
+class JaxNodeAdapter(Adapter):
     """Dataclasses, frozen dicts, and whatever else JAX has been told how to take apart."""
-
-    unites = False
 
     def matches(self, value: Any) -> bool:
         """Tell whether JAX can take this apart."""

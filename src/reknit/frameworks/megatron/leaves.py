@@ -10,22 +10,20 @@ from reknit.frameworks.megatron import names
 from reknit.frameworks.megatron import sharded as leaves
 from reknit.frameworks.megatron.model import groups, held, view, witness
 from reknit.frameworks.megatron.values import name_of_object
-from reknit.frameworks.walk import Place
+from reknit.frameworks.walk.walk import Adapter, Place
 
 if TYPE_CHECKING:
-    from reknit.frameworks.loading import Loading
     from reknit.frameworks.megatron.model import HeldPart
-    from reknit.frameworks.saving import Saving
-    from reknit.frameworks.walk import Assign, Replicas, Walk
+    from reknit.frameworks.walk.loading import Loading
+    from reknit.frameworks.walk.saving import Saving
+    from reknit.frameworks.walk.walk import Assign, Replicas, Walk
 
 
-class ShardedTensorAdapter:
+class ShardedTensorAdapter(Adapter):
     """Megatron's ShardedTensor and ShardedTensorFactory: named by their keys, wherever in the state they are.
 
     A state of a parameter in an optimizer has the name that it has when the optimizer itself is saved.
     """
-
-    unites = False
 
     def matches(self, value: Any) -> bool:
         """Tell whether this is one of them."""
@@ -79,10 +77,8 @@ def _give_memory(value: Any) -> None:
         value.init_data("cpu")
 
 
-class LocalAdapter:
+class LocalAdapter(Adapter):
     """What Megatron marks as local: it is in no checkpoint, and stays as it is."""
-
-    unites = False
 
     def matches(self, value: Any) -> bool:
         """Tell whether this is so marked."""

@@ -12,22 +12,22 @@ from reknit.errors import StateError
 from reknit.frameworks.megatron import names, private
 from reknit.frameworks.megatron import sharded as leaves
 from reknit.frameworks.megatron.values import collect_object, want_extra
-from reknit.frameworks.torch import members, module_load
 from reknit.frameworks.torch.dtensor import is_dtensor
 from reknit.frameworks.torch.flat import FlatPart, storage_order
+from reknit.frameworks.torch.modules import members, own_load
 from reknit.frameworks.torch.tensor import local_memory, spec_of
-from reknit.frameworks.walk import Place, View
+from reknit.frameworks.walk.walk import Adapter, Place, View
 from reknit.types.box import Box
 from reknit.types.shard import TensorSpec
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-    from reknit.frameworks.loading import Loading
     from reknit.frameworks.megatron.private import Groups
     from reknit.frameworks.megatron.sharded import Entry
-    from reknit.frameworks.saving import Saving
-    from reknit.frameworks.walk import Assign, Replicas, Walk
+    from reknit.frameworks.walk.loading import Loading
+    from reknit.frameworks.walk.saving import Saving
+    from reknit.frameworks.walk.walk import Assign, Replicas, Walk
 
 
 @dataclass(frozen=True, slots=True)
@@ -141,37 +141,35 @@ def tensors(walk: Walk) -> dict[int, tuple[Place, list[HeldPart]]]:
 
     Of models that are there as what `sharded_state_dict` returned, too.
     """
-    if "megatron tensors" not in walk.memo:
-        found: dict[int, tuple[Place, list[HeldPart]]] = {}
-        for module, place in walk.find(private.module_type()):
-            for _, sharded, parts in model(module, place, walk):
-                found[id(sharded.data)] = (place, parts)
-        for sharded, place in walk.find(leaves.tensor_types()):
-            if isinstance(sharded.data, nn.Parameter) and id(sharded.data) not in found:
-                found[id(sharded.data)] = (Place(place.item), held(sharded, place))
-        walk.memo["megatron tensors"] = found
-    every: dict[int, tuple[Place, list[HeldPart]]] = walk.memo["megatron tensors"]
-    return every
+    return walk.world.once("megatron tensors", lambda: _tensors(walk))
+
+
+def _tensors(walk: Walk) -> dict[int, tuple[Place, list[HeldPart]]]:
+    found: dict[int, tuple[Place, list[HeldPart]]] = {}
+    for module, place in walk.find(private.module_type()):
+        for _, sharded, parts in model(module, place, walk):
+            found[id(sharded.data)] = (place, parts)
+    for sharded, place in walk.find(leaves.tensor_types()):
+        if isinstance(sharded.data, nn.Parameter) and id(sharded.data) not in found:
+            found[id(sharded.data)] = (Place(place.item), held(sharded, place))
+    return found
 
 
 def model(module: Any, place: Place, walk: Walk) -> list[tuple[str, Any, list[HeldPart]]]:
     """Return all that a model saves: the name in this process, Megatron's word on it, what it holds."""
-    key = ("megatron model", id(module))
-    if key not in walk.memo:
-        walk.memo[key] = [
+
+    def describe() -> list[tuple[str, Any, list[HeldPart]]]:
+        return [
             (key, one, held(one, place.child(key)) if leaves.is_tensor(one) else [])
             for key, one in private.described(module, place)
         ]
-    found: list[tuple[str, Any, list[HeldPart]]] = walk.memo[key]
-    return found
+
+    return walk.world.once(("megatron model", id(module)), describe)
 
 
 def groups(walk: Walk) -> Groups:
     """Return this rank's groups."""
-    if "megatron groups" not in walk.memo:
-        walk.memo["megatron groups"] = private.groups(walk.world)
-    known: Groups = walk.memo["megatron groups"]
-    return known
+    return walk.world.once("megatron groups", lambda: private.groups(walk.world))
 
 
 def view(tensor: Any, one: HeldPart, place: Place, replicas: Replicas, *, fill: bool) -> View:
@@ -191,7 +189,7 @@ def witness(tensor: Any, one: HeldPart, place: Place, saving: Saving) -> None:
     saving.witness(TensorSpec(shape, spec_of(empty, place).dtype), place, empty)
 
 
-class ModelAdapter:
+class ModelAdapter(Adapter):
     """Chunks of a Megatron model: bare, or in Megatron's Float16Module and DistributedDataParallel.
 
     Names are those of the model in one process: layers and experts are numbered as in the whole model.
@@ -224,9 +222,9 @@ class ModelAdapter:
         """Fill the model's tensors where they are."""
         bare, found = private.bare(value, place), model(value, place, loading)
         comes = any(loading.takes(place.child(one.name)) for _, _, parts in found for one in parts)
-        if comes and module_load.has_own(bare):
+        if comes and own_load.has_own(bare):
             read = members.read(bare, place, loading)
-            for back in module_load.returns(read, place, loading).values():
+            for back in own_load.returns(read, place, loading).values():
                 # Before the extra state, which that gives back as it was.
                 loading.later(lambda back=back: back.give(read, place))  # type: ignore[misc]
         for key, sharded, parts in found:

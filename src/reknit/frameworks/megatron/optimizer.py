@@ -8,17 +8,17 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from reknit.errors import StateError
-from reknit.frameworks.loading import Loading
 from reknit.frameworks.megatron import private
 from reknit.frameworks.megatron.model import groups, tensors
 from reknit.frameworks.optimizer import protocol as optimizer_protocol
 from reknit.frameworks.optimizer.slots import MASTER, ParamSlot, Slots
+from reknit.frameworks.walk.loading import Loading
 
 if TYPE_CHECKING:
     from reknit.frameworks.megatron.model import HeldPart
     from reknit.frameworks.megatron.private import Working
     from reknit.frameworks.torch.flat import FlatPart
-    from reknit.frameworks.walk import Place, Replicas, Walk
+    from reknit.frameworks.walk.walk import Place, Replicas, Walk
 
 _GRAD_SCALER = "grad_scaler"
 _STEP = "step"
@@ -214,7 +214,7 @@ class _Reading:
         for home, parts in tensors(self.walk).values():
             for one in parts:
                 better = self.place.child("state", one.name, MASTER)
-                if one.name not in self._taken and self.walk.spec(better) is not None:
+                if one.name not in self._taken and self.walk.saved.spec(better) is not None:
                     self.walk.prefer(better, (home.child(one.name),))
 
     def deliver(self) -> None:

@@ -15,7 +15,7 @@ from reknit.frameworks.megatron import sharded
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from reknit.frameworks.walk import Place, World
+    from reknit.frameworks.walk.walk import Place, World
 
 _METADATA = {"non_homogeneous_layers": True}
 """Asks Megatron for a key of its own for each layer, whatever the layers are like."""

@@ -13,7 +13,7 @@ from reknit.errors import StateError
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from reknit.frameworks.walk import Place
+    from reknit.frameworks.walk.walk import Place
 
 
 def _loaded(name: str) -> Any:

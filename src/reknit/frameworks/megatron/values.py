@@ -11,14 +11,14 @@ from reknit.frameworks.megatron import names, private
 from reknit.frameworks.megatron import sharded as leaves
 from reknit.frameworks.neutral import to_neutral
 from reknit.frameworks.per_rank import PerRank, PerRankAdapter
-from reknit.frameworks.walk import Place
+from reknit.frameworks.walk.walk import Adapter, Place
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
-    from reknit.frameworks.loading import Loading
-    from reknit.frameworks.saving import Saving
-    from reknit.frameworks.walk import Assign, World
+    from reknit.frameworks.walk.loading import Loading
+    from reknit.frameworks.walk.saving import Saving
+    from reknit.frameworks.walk.walk import Assign, World
 
 _AXES = {2: ("pp", "tp"), 3: ("pp", "tp", "dp")}
 """Names of the places of random states, by how many numbers there are."""
@@ -70,10 +70,8 @@ def name_of_object(value: Any) -> str:
     return _known(value).name
 
 
-class ObjectAdapter:
+class ObjectAdapter(Adapter):
     """Megatron's ShardedObject: a shared value, or one of a rank's place in a grid."""
-
-    unites = False
 
     def matches(self, value: Any) -> bool:
         """Tell whether this is one."""
@@ -129,7 +127,7 @@ def want_extra(value: Any, key: str, model: Any, place: Place, loading: Loading)
 
 def _worth_asking(present: Any, at: Place, loading: Loading) -> bool:
     """Tell whether extra state is expected: the module has some, or the checkpoint does."""
-    return leaves.holds_something(present) or at.fqn in loading.value_names(at.item)
+    return leaves.holds_something(present) or at.fqn in loading.saved.value_names(at.item)
 
 
 def _plain(extra: Any) -> Any:
@@ -140,10 +138,8 @@ def _like(saved: Any, present: Any) -> Any:
     return io.BytesIO(saved) if isinstance(saved, bytes) and not isinstance(present, bytes) else saved
 
 
-class RngAdapter:
+class RngAdapter(Adapter):
     """Megatron's tracker of the random states for tensor and expert parallelism."""
-
-    unites = False
 
     def matches(self, value: Any) -> bool:
         """Tell whether this is the tracker."""

@@ -11,7 +11,7 @@ from reknit.errors import StateError
 from reknit.frameworks import tree
 from reknit.frameworks.optimizer.slots import element
 from reknit.frameworks.torch.tensor import dtype_name, local_memory, plain_dtype, torch_dtype
-from reknit.frameworks.walk import View
+from reknit.frameworks.walk.walk import View
 from reknit.types.box import Box
 from reknit.types.dtype import converts
 from reknit.types.shard import Shard, Strided, TensorSpec
@@ -19,10 +19,10 @@ from reknit.types.shard import Shard, Strided, TensorSpec
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-    from reknit.frameworks.loading import Loading
     from reknit.frameworks.optimizer.slots import ParamSlot, Slots
-    from reknit.frameworks.saving import Saving
-    from reknit.frameworks.walk import Place, Replicas, Walk
+    from reknit.frameworks.walk.loading import Loading
+    from reknit.frameworks.walk.saving import Saving
+    from reknit.frameworks.walk.walk import Place, Replicas, Walk
 
 _NUMBER = Box((), ())
 
@@ -111,7 +111,7 @@ def dtype_for(spec: TensorSpec, slot: ParamSlot, loading: Loading) -> torch.dtyp
     One that had its parameter's precision has that of the parameter here, where a load may convert.
     """
     assert slot.parameter is not None
-    home = next((found for place in slot.places if (found := loading.spec(place)) is not None), None)
+    home = next((found for place in slot.places if (found := loading.saved.spec(place)) is not None), None)
     mine = str(slot.parameter.dtype).removeprefix("torch.")
     follows = home is not None and home.dtype == spec.dtype and loading.catalog.terms.cast
     return slot.parameter.dtype if follows and converts(spec.dtype, mine) else torch_dtype(spec.dtype)
@@ -170,7 +170,7 @@ class JoinedStates:
         return path not in asked and not all(self._takes(slot, path) for slot in self.members)
 
     def _want(self, slot: ParamSlot, name: Any, at: Place, current: dict[Any, Any]) -> None:
-        spec = self.loading.spec(at)
+        spec = self.loading.saved.spec(at)
         if spec is None:
             self._want_value(name, at)
         elif spec.shape == () and (name == "step" or slot.shape != ()):

@@ -12,10 +12,10 @@ from reknit.frameworks.torch import dtensor
 from reknit.frameworks.torch.tensor import torch_dtype
 
 if TYPE_CHECKING:
-    from reknit.frameworks.loading import Loading
     from reknit.frameworks.optimizer.param_options import Told
     from reknit.frameworks.optimizer.slots import ParamSlot
-    from reknit.frameworks.walk import Place
+    from reknit.frameworks.walk.loading import Loading
+    from reknit.frameworks.walk.walk import Place
     from reknit.types.shard import TensorSpec
 
 
@@ -42,7 +42,7 @@ def may_resize(slot: ParamSlot, elements: list[str], below: Place, loading: Load
 
 def _saved_spec(slot: ParamSlot, loading: Loading) -> TensorSpec | None:
     """Return the spec of the saved parameter, under the first of its names that the checkpoint has."""
-    return next((spec for place in slot.places if (spec := loading.spec(place)) is not None), None)
+    return next((spec for place in slot.places if (spec := loading.saved.spec(place)) is not None), None)
 
 
 def resized(spec: TensorSpec, current: Any, slot: ParamSlot, at: Place, loading: Loading) -> TensorSpec:
@@ -82,13 +82,13 @@ def _too_large(slot: ParamSlot, elements: list[str], below: Place, loading: Load
     States are as large as their parameter, or 1 along some dimensions (factored second moments).
     """
     if slot.flat is not None:
-        specs = (loading.spec(below.below(element)) for element in elements)
+        specs = (loading.saved.spec(below.below(element)) for element in elements)
         return next((why for spec in specs if (why := optimizer_flat.misfit(slot, spec))), None)
     shape = slot.shape
     if slot.places or shape is None:
         return None
     for one in elements:
-        spec = loading.spec(below.below(one))
+        spec = loading.saved.spec(below.below(one))
         if spec is None or len(spec.shape) != len(shape):
             continue
         if any(length not in (1, here) for length, here in zip(spec.shape, shape, strict=True)):

@@ -16,10 +16,10 @@ from reknit.frameworks.optimizer.slots import HOW
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
-    from reknit.frameworks.loading import Loading
     from reknit.frameworks.optimizer.slots import ParamSlot, Slots
-    from reknit.frameworks.saving import Saving
-    from reknit.frameworks.walk import Place
+    from reknit.frameworks.walk.loading import Loading
+    from reknit.frameworks.walk.saving import Saving
+    from reknit.frameworks.walk.walk import Place
 
 KIND = "~optimizer"
 """Among the options: what the optimizer is.  No option is called so, as it is no name of an argument."""
@@ -74,7 +74,7 @@ def _want_group(
         at = place.child("param_groups", slot.name)
         found = loading.value(at)
         if slot is members[0] and not loading.takes(at):
-            _note_plain(loading.look_up(at).value, told)
+            _note_plain(loading.saved.look_up(at).value, told)
         if found.why is not None:
             continue
         if not isinstance(found.value, Mapping):

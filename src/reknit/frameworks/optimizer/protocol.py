@@ -15,7 +15,7 @@ from reknit.frameworks.torch import private as torch_private
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
-    from reknit.frameworks.walk import Place
+    from reknit.frameworks.walk.walk import Place
 
 _PARTS = frozenset({"state", "param_groups"})
 _SAVES = "its own state_dict"

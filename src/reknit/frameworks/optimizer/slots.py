@@ -8,22 +8,21 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 import msgspec
 import torch
-from torch import nn
 
 from reknit.errors import StateError
 from reknit.frameworks import tree
 from reknit.frameworks.optimizer import protocol as optimizer_protocol
 from reknit.frameworks.optimizer import zero_redundancy
-from reknit.frameworks.torch import ddp
 from reknit.frameworks.torch import private as torch_private
-from reknit.frameworks.torch.members import parameters, without_wrappers
+from reknit.frameworks.torch.modules.members import parameters
+from reknit.frameworks.torch.modules.names import without_wrappers
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Hashable, Iterator, Mapping, MutableMapping
 
     from reknit.frameworks.torch.flat import FlatPart
-    from reknit.frameworks.torch.members import Named
-    from reknit.frameworks.walk import Place, Replicas, Walk
+    from reknit.frameworks.torch.modules.members import NamedParameter
+    from reknit.frameworks.walk.walk import Place, Replicas, Walk
 
 HOW = frozenset({"foreach", "fused", "capturable", "differentiable"})
 """Options that say how an optimizer computes, not what: they go with the job's devices and layout."""
@@ -210,7 +209,7 @@ def _slots(
             known = named.get(id(parameter))
             if known is not None:
                 for one in known:
-                    yield _slot(one, group, kind, walk)
+                    yield _slot(one, group, kind)
             elif own_names is not None and not torch_private.is_flattened(parameter):
                 name = without_wrappers(own_names[index])
                 yield ParamSlot(name, parameter, parameter, group, walk.world.alone, (), kind=kind)
@@ -222,37 +221,16 @@ def _slots(
                 )
 
 
-def _slot(named: Named, group: dict[str, Any], kind: tuple[str, ...], walk: Walk) -> ParamSlot:
+def _slot(named: NamedParameter, group: dict[str, Any], kind: tuple[str, ...]) -> ParamSlot:
     parameter = named.parameter
+    replicas, at = named.replicas, named.places
     if named.flat is None:
-        at = tuple(places(walk)[id(parameter)])
-        return ParamSlot(named.name, parameter, parameter, group, named.replicas, at, kind=kind)
+        return ParamSlot(named.name, parameter, parameter, group, replicas, at, kind=kind)
     joint = named.flat.original is None
     part = named.flat.part if joint else named.flat.part.alone()
-    counter = named.flat.replicas.counter
-    replicas, at = named.replicas, named.places
-    return ParamSlot(named.name, parameter, parameter, group, replicas, at, part, counter, joint, kind=kind)
-
-
-def places(walk: Walk) -> dict[int, list[Place]]:
-    """Return all places of all parameters of the modules in the state, by the id of the parameter."""
-    if "parameter places" not in walk.memo:
-        found: dict[int, list[Place]] = {}
-        for module, place in walk.find(nn.Module):
-            inner = module.named_modules(remove_duplicate=False)
-            parallel = {without_wrappers(path) for path, wrapper in inner if ddp.is_wrapper(wrapper)}
-            for key, parameter in module.named_parameters(remove_duplicate=False):
-                found.setdefault(id(parameter), []).append(place.child(_name(key, parallel)))
-        walk.memo["parameter places"] = found
-    every: dict[int, list[Place]] = walk.memo["parameter places"]
-    return every
-
-
-def _name(key: str, parallel: set[str]) -> str:
-    """Return a parameter's name without wrappers, and without the `module` of those paths in `parallel`."""
-    elements = without_wrappers(key).split(".")
-    kept = (e for n, e in enumerate(elements) if e != "module" or ".".join(elements[:n]) not in parallel)
-    return ".".join(kept)
+    return ParamSlot(
+        named.name, parameter, parameter, group, replicas, at, part, named.flat.counter, joint, kind=kind
+    )
 
 
 def _raw_slots(groups: list[dict[str, Any]], place: Place, walk: Walk) -> Iterator[ParamSlot]:

@@ -12,21 +12,26 @@ from reknit.frameworks.optimizer import flat_states as optimizer_flat
 from reknit.frameworks.optimizer import memory as optimizer_memory
 from reknit.frameworks.optimizer import param_options as optimizer_options
 from reknit.frameworks.optimizer.param_options import Told
-from reknit.frameworks.optimizer.slots import MASTER, ParamSlot, SlotReader, Slots, element
+from reknit.frameworks.optimizer.slots import MASTER, ParamSlot, SlotReader, Slots, TorchOptimizers, element
 from reknit.frameworks.stateful import rebuild, skeleton, tensors_of
 from reknit.frameworks.torch import dtensor
-from reknit.frameworks.walk import Place
+from reknit.frameworks.walk.walk import Adapter, Place
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-    from reknit.frameworks.loading import Loading
-    from reknit.frameworks.saving import Saving
-    from reknit.frameworks.walk import Assign, View, Walk
+    from reknit.frameworks.walk.loading import Loading
+    from reknit.frameworks.walk.saving import Saving
+    from reknit.frameworks.walk.walk import Assign, View, Walk
     from reknit.types.shard import TensorSpec
 
 
-class OptimizerAdapter:
+def adapters() -> tuple[Adapter, ...]:
+    """Return what knows torch's optimizers."""
+    return (OptimizerAdapter(TorchOptimizers()),)
+
+
+class OptimizerAdapter(Adapter):
     """Optimizers of the kind that `reader` knows.
 
     `state/<parameter>/<name>` is a state of a parameter, `state/<parameter>/master` its master weights where
@@ -158,7 +163,7 @@ class _Saved:
         self.is_taken = False
         parts = ("state", "param_groups", "shared", "more")
         states, groups, shared, more = (f"{place.child(part).fqn}/" for part in parts)
-        names = [*loading.catalog.tensors.get(place.item, {}), *loading.value_names(place.item)]
+        names = [*loading.catalog.tensors.get(place.item, {}), *loading.saved.value_names(place.item)]
         for fqn in names:
             if fqn.startswith(groups):
                 self._known.add(fqn.removeprefix(groups))
@@ -195,7 +200,7 @@ def _want_master(slot: ParamSlot, at: Place, loading: Loading) -> None:
         if loading.takes(at) and not _has_nothing(slot):
             view = _view(slot.master, slot, at, loading, fill=True)
             loading.view(view, at, slot.master, resize=slot.resizable, instead=slot.places)
-    elif loading.spec(at) is not None:
+    elif loading.saved.spec(at) is not None:
         loading.prefer(at, slot.places)
 
 
@@ -228,7 +233,7 @@ def _want_states(
     fresh = _left(current, below, loading)
     for one in elements:
         name, at = tree.unescape(one), below.below(one)
-        spec = loading.spec(at)
+        spec = loading.saved.spec(at)
         if spec is not None and resize:
             spec = optimizer_memory.resized(spec, current.get(name), slot, at, loading)
         if spec is not None and slots.load is not None:
@@ -261,7 +266,7 @@ def _want_state(
     """Ask for one state, a tensor of the shape `spec` here or a value; return whether it comes, and it."""
     if spec is not None:
         state = optimizer_memory.memory_for(spec, current, slot, at, loading, told)
-        resize = spec != loading.spec(at)
+        resize = spec != loading.saved.spec(at)
         if resize and state is not current:
             state.zero_()  # as optimizers begin
         loading.view(_view(state, slot, at, loading, fill=True), at, state, resize=resize)
@@ -291,7 +296,7 @@ def _want_shared(name: Any, slots: Slots, told: Told, place: Place, loading: Loa
         loading.report_mismatched(at, next(iter(told.foreign.values())))
         return
     present = slots.shared().get(name)
-    whole, state = _want_state(present, None, at, loading, loading.spec(at), told)
+    whole, state = _want_state(present, None, at, loading, loading.saved.spec(at), told)
     if whole:
         loading.later(lambda: slots.state.__setitem__(name, state))
 
@@ -310,7 +315,7 @@ def _want_more(slots: Slots, saved: _Saved, place: Place, loading: Loading) -> N
             loading.note(at, "the optimizer that was saved had none: it loads without")
             del fresh[name]
         elif loading.takes(at):
-            whole, value = _want_state(present.get(name), None, at, loading, loading.spec(at), Told())
+            whole, value = _want_state(present.get(name), None, at, loading, loading.saved.spec(at), Told())
             if whole:
                 fresh[name] = value
     assert slots.load is not None

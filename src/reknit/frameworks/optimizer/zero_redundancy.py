@@ -12,7 +12,7 @@ from reknit.frameworks.torch import private as torch_private
 if TYPE_CHECKING:
     from collections.abc import MutableMapping
 
-    from reknit.frameworks.walk import Place, Replicas, World
+    from reknit.frameworks.walk.walk import Place, Replicas, World
 
 
 class ZeroShare(NamedTuple):

@@ -1,4 +1,4 @@
-"""Which part of a DTensor does this rank hold?  Exact boxes for every placement, without a message."""
+"""What a rank holds of a DTensor: exact boxes for every placement, without a message."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from reknit.types.box import Box
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from reknit.frameworks.walk import Place, Replicas, World
+    from reknit.frameworks.walk.walk import Place, Replicas, World
 
 Run = tuple[int, int]
 """Start and length of consecutive indexes along one dimension."""
@@ -259,16 +259,13 @@ def replicas(tensor: Any, world: World) -> Replicas:
         for placement, at in zip(tensor.placements, coordinate, strict=True)
     )
     key = ("replicas", id(tensor.device_mesh), tuple(at if isinstance(at, int) else None for at in equal))
-    if key not in world.memo:
+
+    def find() -> Replicas:
         ranks = tensor.device_mesh.mesh
         known = world.inside(ranks.flatten().tolist())
-        # The mesh is kept beside the answer, so that its id cannot come to mean another one.
-        world.memo[key] = (
-            world.numbers(ranks[equal].flatten().tolist()) if known else None,
-            tensor.device_mesh,
-        )
-    answer: Replicas = world.memo[key][0]
-    return answer
+        return world.numbers(ranks[equal].flatten().tolist()) if known else None
+
+    return world.once(key, find, tensor.device_mesh)
 
 
 def mesh_ranks(mesh: Any, world: World) -> Replicas:

@@ -1,4 +1,4 @@
-"""Which boxes are consecutive elements of a flattened tensor?  Each with its memory, without a copy."""
+"""Ranges of flattened tensors as boxes, each with its memory, without a copy."""
 
 from __future__ import annotations
 
@@ -66,6 +66,24 @@ class FlatPart:
     def nothing(cls, shape: tuple[int, ...], total: int) -> FlatPart:
         """Return the part of a rank that holds no element."""
         return cls(shape, shape, (), None, 0, 0, 0, total)
+
+    @classmethod
+    def range_of(
+        cls,
+        shape: tuple[int, ...],
+        start: int,
+        numel: int,
+        offset: int,
+        total: int,
+        local: tuple[int, ...] | None = None,
+        held: Held | None = None,
+        order: tuple[int, ...] | None = None,
+    ) -> FlatPart:
+        """Return a range of a tensor that is flattened whole, or of a `local` one that has boxes of it."""
+        if not numel:
+            return cls.nothing(shape, total)
+        whole = Box.whole(shape)
+        return cls(shape, local or shape, held or ((whole, whole),), order, start, numel, offset, total)
 
     def alone(self) -> FlatPart:
         """Return the same part in memory that has nothing else."""

@@ -1,20 +1,19 @@
-"""Who are the ranks of a torch job, and where can they meet before they know each other?"""
+"""The ranks of a torch job, and the key-value store in which they meet before they are connected."""
 
 from __future__ import annotations
 
 import hashlib
 import sys
 import time
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from reknit.errors import CommError, DeadlineError, UsageError
+from reknit.frameworks.job import Job
 from reknit.frameworks.torch import private as torch_private
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from reknit.frameworks.jax.job import JaxStore
 
 _PREFIX = "reknit"
 _BATCH = 512
@@ -105,21 +104,6 @@ def _lost(key: str, error: RuntimeError) -> CommError:
         f"torch's store cannot be reached for {key!r}: {error}",
         remedy="the process that hosts the store (usually rank 0) has probably ended",
     )
-
-
-@dataclass(frozen=True, slots=True)
-class Job:
-    """The ranks that save and load together, of torch or of JAX.
-
-    `rank` and `size` count inside the job or subgroup, `ranks` are the job-wide numbers of its ranks.
-    `identity` is the same object as long as it is the same group, for those who keep something per group.
-    """
-
-    rank: int
-    size: int
-    ranks: tuple[int, ...]
-    store: TorchStore | JaxStore
-    identity: Any
 
 
 def current_job() -> Job | None:

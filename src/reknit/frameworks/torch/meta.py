@@ -1,4 +1,4 @@
-"""How does a tensor on the meta device get values?  Memory is filled beside it, and becomes its own."""
+"""Tensors on the meta device: memory is filled beside them, and becomes their own."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from reknit.errors import StateError
 from reknit.frameworks.torch import dtensor
 
 if TYPE_CHECKING:
-    from reknit.frameworks.walk import Arrays, Place, View, World
+    from reknit.frameworks.walk.walk import Arrays, Place, View, World
 
 
 def view(tensor: Any, arrays: Arrays, place: Place, world: World) -> View:
@@ -22,13 +22,12 @@ def view(tensor: Any, arrays: Arrays, place: Place, world: World) -> View:
     the same memory.
     """
     _require_swappable(tensor, place)
-    key = ("meta", id(tensor))
-    if key not in world.memo:
+
+    def look() -> View:
         memory = _memory(tensor)
-        # The tensor is kept beside the answer, so that its id cannot come to mean another one.
-        world.memo[key] = (_settled(arrays.view(memory, place, world, fill=True), tensor, memory), tensor)
-    found: View = world.memo[key][0]
-    return found
+        return _settled(arrays.view(memory, place, world, fill=True), tensor, memory)
+
+    return world.once(("meta", id(tensor)), look, tensor)
 
 
 def _require_swappable(tensor: Any, place: Place) -> None:

@@ -17,7 +17,7 @@ from reknit.types.box import Box
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from reknit.frameworks.walk import Place
+    from reknit.frameworks.walk.walk import Place
 
 _REMEDY = "redistribute it to Shard or Replicate placements first"
 

@@ -11,7 +11,7 @@ from reknit.errors import StateError
 from reknit.frameworks import overlap
 from reknit.frameworks.torch import dtensor, meta
 from reknit.frameworks.torch import private as torch_private
-from reknit.frameworks.walk import View
+from reknit.frameworks.walk.walk import View
 from reknit.types.box import Box
 from reknit.types.dtype import ITEMSIZE
 from reknit.types.shard import TensorSpec
@@ -19,7 +19,7 @@ from reknit.types.shard import TensorSpec
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
 
-    from reknit.frameworks.walk import Place, World
+    from reknit.frameworks.walk.walk import Place, World
 
 
 _NAMES: dict[torch.dtype, str] = {getattr(torch, name): name for name in ITEMSIZE if hasattr(torch, name)}

@@ -8,14 +8,14 @@ from types import EllipsisType
 from typing import TYPE_CHECKING, Any
 
 from reknit.errors import StateError
-from reknit.frameworks.walk import Walk
+from reknit.frameworks.walk.walk import Walk
 from reknit.types.box import Box
 from reknit.types.shard import MAX_NDIM, Alias, Blob, Holdings, Shard
 
 if TYPE_CHECKING:
     from collections.abc import Hashable, Mapping
 
-    from reknit.frameworks.walk import Place, Replicas, View
+    from reknit.frameworks.walk.walk import Place, Replicas, View
     from reknit.types.shard import TensorSpec
 
 

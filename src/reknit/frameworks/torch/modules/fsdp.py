@@ -1,70 +1,31 @@
-"""Which part of each parameter does an FSDP1 unit hold?  Read from its flat parameter, never gathered."""
+"""What a rank holds of each parameter in an FSDP1 unit, read from its flat parameter without gathering."""
 
 from __future__ import annotations
 
 import sys
-from functools import lru_cache
+from functools import lru_cache, partial
 from math import prod
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
-import msgspec
 import torch
 
 from reknit.errors import StateError
 from reknit.frameworks.torch import dtensor
 from reknit.frameworks.torch import private as torch_private
 from reknit.frameworks.torch.flat import FlatPart, storage_order
-from reknit.frameworks.torch.tensor import dtype_name
-from reknit.frameworks.walk import View
-from reknit.types.box import Box
-from reknit.types.shard import TensorSpec
+from reknit.frameworks.torch.modules.flat_parameter import FlatParameter
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from reknit.frameworks.torch.flat import Held
     from reknit.frameworks.torch.private import FlatMember, FlatUnit
-    from reknit.frameworks.walk import Place, Replicas, World
+    from reknit.frameworks.walk.walk import Place, Replicas, World
 
 _WRAPPED = "_fsdp_wrapped_module"
 
-
-class FlatReplicas(NamedTuple):
-    """Who has what a rank holds of a parameter, and who has its counters, where that is known."""
-
-    part: Replicas
-    counter: Replicas
-
-
-class FlatParameter(msgspec.Struct, frozen=True, eq=False):
-    """A parameter in an FSDP1 unit.  `keys` are its names in the module tree, several where it is tied."""
-
-    keys: tuple[str, ...]
-    unit: FlatUnit
-    number: int
-    part: FlatPart
-    replicas: FlatReplicas
-
-    @property
-    def original(self) -> Any:
-        """The parameter that optimizers see, or None where they see the flat one."""
-        return self.unit.members[self.number].parameter
-
-    @property
-    def keep(self) -> Any:
-        """What holds the memory; parameters that it has together are loaded together."""
-        return self.unit.flat
-
-    def settle(self) -> None:
-        """Make FSDP use what was just written to the unit's shard.  Sends nothing."""
-        settle(self.unit)
-
-    def view(self, place: Place) -> View:
-        """Look at what this rank has of the parameter."""
-        live = self.unit.live
-        spec = TensorSpec(self.part.shape, dtype_name(live, place))
-        memory = ("fsdp", id(self.unit.flat), self.number)
-        return View(spec, self.part.unseen(live), self.replicas.part, memory)
+# The same at every save.
+_range = lru_cache(maxsize=1 << 16)(FlatPart.range_of)
+_order = lru_cache(maxsize=1 << 16)(storage_order)
 
 
 def is_wrapper(module: Any) -> bool:
@@ -153,11 +114,16 @@ def _require_in_place(unit: FlatUnit, key: str, place: Place) -> None:
 
 def _parameters(key: str, unit: FlatUnit, place: Place, world: World) -> Iterator[FlatParameter]:
     below = f"{key}.{_WRAPPED}" if key else _WRAPPED
-    ranks, numel = _ranks(unit, world), unit.live.numel()
+    group = ("fsdp", id(unit.group), id(unit.replicas))
+    ranks = world.once(group, lambda: _Ranks(unit, world), unit.group, unit.replicas)
+    numel, settled = unit.live.numel(), partial(settle, unit)
     for number, member in enumerate(unit.members):
         names = tuple([f"{below}.{name}" for name in member.names])
         part = _part(member, numel, place.child(names[0]) if member.spec is not None else place)
-        yield FlatParameter(names, unit, number, part, ranks.of(member, unit, numel))
+        replicas, counter = ranks.of(member, unit, numel)
+        yield FlatParameter(
+            names, member.parameter, unit.flat, number, unit.live, part, replicas, counter, settled
+        )
 
 
 def _part(member: FlatMember, total: int, place: Place) -> FlatPart:
@@ -167,43 +133,14 @@ def _part(member: FlatMember, total: int, place: Place) -> FlatPart:
         return FlatPart.nothing(shape, total)
     held = None if member.spec is None else dtensor.held(member.spec, member.shape, place)
     try:
-        return _flat_part(
-            shape, member.shape, member.stride, held, member.start, member.numel, member.offset, total
-        )
+        order = None if member.stride is None else _order(member.shape, member.stride)
+        return _range(shape, member.start, member.numel, member.offset, total, member.shape, held, order)
     except ValueError as error:
         raise StateError(
             f"the parameter {member.names[0]} of an FSDP unit of {place} shares memory between elements or "
             f"leaves gaps ({error}), so FSDP did not flatten what it holds",
             remedy="make the parameter contiguous before wrapping the module",
         ) from error
-
-
-@lru_cache(maxsize=1 << 16)
-def _flat_part(
-    shape: tuple[int, ...],
-    local: tuple[int, ...],
-    stride: tuple[int, ...] | None,
-    held: Held | None,
-    start: int,
-    numel: int,
-    offset: int,
-    total: int,
-) -> FlatPart:
-    """Return a part of what is `held` of a tensor (None: all of it), the same at every save."""
-    if held is None:
-        whole = Box.whole(shape)
-        held = ((whole, whole),)
-    order = None if stride is None else storage_order(local, stride)
-    return FlatPart(shape, local, held, order, start, numel, offset, total)
-
-
-def _ranks(unit: FlatUnit, world: World) -> _Ranks:
-    """Return who has what of a unit; what is found out of its process groups is kept beside them."""
-    key = ("fsdp", id(unit.group), id(unit.replicas))
-    if key not in world.memo:
-        world.memo[key] = (_Ranks(unit, world), unit.group, unit.replicas)
-    found: _Ranks = world.memo[key][0]
-    return found
 
 
 class _Ranks:
@@ -229,17 +166,20 @@ class _Ranks:
         self._place = self._shards.index(world.global_rank)
         self._counters: dict[tuple[int, int], Replicas] = {}
 
-    def of(self, member: FlatMember, unit: FlatUnit, numel: int) -> FlatReplicas:
-        """Return who has what this rank has of a parameter in a unit with shards of `numel` elements."""
+    def of(self, member: FlatMember, unit: FlatUnit, numel: int) -> tuple[Replicas, Replicas]:
+        """Return who has what this rank has of a parameter, and who its counters, where that is known.
+
+        The shards of the unit have `numel` elements.
+        """
         if member.spec is not None:
             if not all(placement.is_shard() for placement in member.spec.placements):
-                return FlatReplicas(self._alone, self._alone)
+                return self._alone, self._alone
             # The counters of other tensor-parallel ranks are equal, but nobody here knows their groups.
             covers = self._grid * prod(member.spec.mesh.shape) == self._job
-            return FlatReplicas(self._part[unit.sharded] if covers else None, self._alone)
+            return self._part[unit.sharded] if covers else None, self._alone
         if not self._known:
-            return FlatReplicas(self._alone, self._alone)
-        return FlatReplicas(self._part[unit.sharded], self._counter(member, unit, numel))
+            return self._alone, self._alone
+        return self._part[unit.sharded], self._counter(member, unit, numel)
 
     def _counter(self, member: FlatMember, unit: FlatUnit, numel: int) -> Replicas:
         if self._has_copies:

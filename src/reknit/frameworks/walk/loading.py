@@ -1,38 +1,28 @@
-"""What does a walk through the target gather to load?"""
+"""The pass over the target of a load: which tensors and values it needs, and what to do once they arrived."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
-import numpy as np
-
-from reknit.frameworks.base import Wanted
-from reknit.frameworks.neutral import from_neutral, put_array
+from reknit.frameworks.neutral import put_array
 from reknit.frameworks.overlap import require_apart
-from reknit.frameworks.walk import Walk
-from reknit.types.dtype import ITEMSIZE, converts
-from reknit.types.manifest import Catalog
-from reknit.types.shard import Shard, TensorSpec, full_name
-from reknit.types.wanted import RESIZE, matches
+from reknit.frameworks.walk.rank_catalog import Found, RankCatalog
+from reknit.frameworks.walk.walk import Walk
+from reknit.types.dtype import converts
+from reknit.types.shard import Shard, full_name
+from reknit.types.wanted import RESIZE, Wanted, matches
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Hashable, Mapping, Sequence
+    from collections.abc import Callable, Hashable, Sequence
 
-    from numpy.typing import NDArray
-
-    from reknit.frameworks.walk import Assign, Place, View
+    from reknit.frameworks.walk.walk import Assign, Place, View
+    from reknit.types.manifest import Catalog
+    from reknit.types.shard import TensorSpec
 
 Entry = tuple[str, str]
 Remark = tuple[str, str, str]
-
-
-class Found(NamedTuple):
-    """A saved value, or `why` there is none for this rank."""
-
-    value: Any
-    why: str | None = None
 
 
 @dataclass
@@ -54,7 +44,8 @@ class Loading(Walk):
     """What a walk gathers to load."""
 
     fills = True
-    catalog: Catalog = field(default_factory=lambda: Catalog((), {}, {}, {}, lambda *_: {}))
+    catalog: Catalog = field(kw_only=True)
+    saved: RankCatalog = field(init=False)
     blobs: list[Entry] = field(default_factory=list)
     taken_back: list[Entry] = field(default_factory=list)
     missing: list[Remark] = field(default_factory=list)
@@ -62,14 +53,15 @@ class Loading(Walk):
     notes: list[Remark] = field(default_factory=list)
     _actions: list[Callable[[], None]] = field(default_factory=list)
     _requests: dict[Hashable, _Request] = field(default_factory=dict)
-    _own: dict[tuple[str, frozenset[tuple[str, int]]], Mapping[str, Any]] = field(default_factory=dict)
-    _num_saved: dict[str, int] = field(default_factory=dict)
     _resizable: list[Entry] = field(default_factory=list)
     _better: dict[Place, Place] = field(default_factory=dict)
     _superseded: list[Entry] = field(default_factory=list)
     _needless: dict[Entry, str] = field(default_factory=dict)
     _used: set[str] = field(default_factory=set)
     _filled: list[Any] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self.saved = RankCatalog(self.catalog, self.world)
 
     def visit(self, value: Any, place: Place, assign: Assign) -> None:
         """Ask for what a value needs, whatever it is."""
@@ -78,21 +70,6 @@ class Loading(Walk):
     def later(self, action: Callable[[], None]) -> None:
         """Run `action` once every byte has arrived, in the order of these calls."""
         self._actions.append(action)
-
-    def spec(self, place: Place) -> TensorSpec | None:
-        """Return the spec of the tensor that was saved here, if one was that is for this rank."""
-        shared = self.catalog.tensors.get(place.item, {}).get(place.fqn)
-        if shared is not None:
-            return shared
-        kept = self._kept(place)
-        return None if kept is None else TensorSpec(kept.shape, kept.dtype.name)
-
-    def _kept(self, place: Place) -> NDArray[Any] | None:
-        """Return the tensor that this rank kept as its own, as ranks did whose copies differed."""
-        if self.ranks_saved(place.item) != self.world.size:
-            return None
-        value = self.own(place.item, {"rank": self.world.rank}).get(place.fqn)
-        return value if isinstance(value, np.ndarray) and value.dtype.name in ITEMSIZE else None
 
     def takes(self, place: Place) -> bool:
         """Tell whether what has this name is to be loaded; if not, it is to be left as it is."""
@@ -141,7 +118,7 @@ class Loading(Walk):
         if not self.takes(place):
             return Found(None, "it is none of those that are loaded")
         self.claim_name(place, ("value", object()), None)
-        found = self.look_up(place)
+        found = self.saved.look_up(place)
         if found.why is not None:
             self.report_missing(place, found.why)
         elif place.fqn in self.catalog.blobs.get(place.item, {}):
@@ -150,76 +127,17 @@ class Loading(Walk):
             self.taken_back.append((place.item, place.fqn))
         return found
 
-    def look_up(self, place: Place) -> Found:
-        """Look a saved value up, without asking for it."""
-        shared = self.catalog.blobs.get(place.item, {})
-        if place.fqn in shared:
-            return Found(from_neutral(shared[place.fqn]))
-        saved = self.ranks_saved(place.item)
-        mine = self.own(place.item, {"rank": self.world.rank}) if saved == self.world.size else {}
-        if place.fqn in mine:
-            return Found(from_neutral(mine[place.fqn]))
-        return Found(None, self._differed(place) or "the checkpoint does not have it")
-
-    def _differed(self, place: Place) -> str | None:
-        """Say that what ranks saved here differed, and that this rank has no part in it, if that is so."""
-        saved = self.ranks_saved(place.item)
-        ranks = {0, min(self.world.rank, saved - 1)} if saved else ()
-        if not any(place.fqn in self.own(place.item, {"rank": rank}) for rank in ranks):
-            return None
-        if saved == self.world.size:
-            return "it differed between the ranks that saved it, and this rank was none of them"
-        return (
-            f"it differed between the {saved} ranks that saved it, and this job has {self.world.size}; "
-            "wrap it in PerRank to declare that each rank has its own"
-        )
-
-    def is_divided(self, place: Place) -> bool:
-        """Tell whether the checkpoint has what is inside this place, and nothing for the place itself."""
-        shared, tensors = (by.get(place.item, {}) for by in (self.catalog.blobs, self.catalog.tensors))
-        below = f"{place.fqn}/" if place.fqn else ""
-        return place.fqn not in shared and any(fqn.startswith(below) for fqn in (*tensors, *shared))
-
-    def ranks_saved(self, item: str) -> int:
-        """Return how many ranks saved values of their own in an item, by their plain number."""
-        if item not in self._num_saved:
-            places = self.catalog.coordinates.get(item, ())
-            self._num_saved[item] = sum(place.keys() == {"rank"} for place in places)
-        return self._num_saved[item]
-
-    def own(self, item: str, coordinate: Mapping[str, int]) -> Mapping[str, Any]:
-        """Return the values that the rank at a coordinate saved, by fqn; empty if none did."""
-        key = (item, frozenset(coordinate.items()))
-        if key not in self._own:
-            saved = coordinate in [dict(place) for place in self.catalog.coordinates.get(item, ())]
-            self._own[key] = self.catalog.own(item, coordinate) if saved else {}
-        return self._own[key]
-
-    def value_names(self, item: str) -> list[str]:
-        """Return the fqns of all saved values that this rank should ask for.
-
-        Those that differed between ranks are among them where no rank can take them: asking tells of that.
-        """
-        places = [{"rank": self.world.rank}]
-        if self.ranks_saved(item) != self.world.size:
-            saved = (dict(place) for place in self.catalog.coordinates.get(item, ()))
-            places += [place for place in saved if place.keys() == {"rank"}][:1]
-        names = dict.fromkeys(self.catalog.blobs.get(item, {}))
-        for place in places:
-            names.update(dict.fromkeys(self.own(item, place)))
-        return list(names)
-
     def report_missing(self, place: Place, why: str) -> None:
         """Record that the target needs what the checkpoint does not have."""
         kind = None
-        if self.spec(place) is not None:
+        if self.saved.spec(place) is not None:
             kind = "a tensor was saved under this name, and the target has a plain value"
         elif place.fqn in self.catalog.blobs.get(place.item, {}):
             kind = "a plain value was saved under this name, and the target has a tensor"
         if kind:
             self.report_mismatched(place, kind)
         else:
-            self.missing.append((place.item, place.fqn, self._differed(place) or why))
+            self.missing.append((place.item, place.fqn, self.saved.differed(place) or why))
 
     def report_mismatched(self, place: Place, why: str) -> None:
         """Record that the checkpoint has something in a form that the target cannot take."""
@@ -262,8 +180,8 @@ class Loading(Walk):
         self, request: _Request, shards: list[Shard], aliases: list[tuple[str, str, str, str]]
     ) -> None:
         """Take a tied tensor under the first of its names that the checkpoint has."""
-        saved = [place for place in request.places if self.spec(place) is not None]
-        saved = saved or [place for place in request.instead if self.spec(place) is not None][:1]
+        saved = [place for place in request.places if self.saved.spec(place) is not None]
+        saved = saved or [place for place in request.instead if self.saved.spec(place) is not None][:1]
         if saved and (better := self._more_exact(saved[0], request)) is not None:
             self._superseded += [(place.item, place.fqn) for place in saved]
             saved = [better]
@@ -271,7 +189,7 @@ class Loading(Walk):
             self.report_missing(request.places[0], "the checkpoint does not have it")
             return
         place, view = saved[0], request.view
-        spec = self.spec(place)
+        spec = self.saved.spec(place)
         assert spec is not None
         wanted = [
             Shard(place.item, place.fqn, view.spec, box, view.replicas, memory) for box, memory in view.parts
@@ -292,7 +210,7 @@ class Loading(Walk):
                     shard.data[...] = 0
                 self.note(place, "the target was on the meta device: what the checkpoint lacks of it is zero")
         for alias in saved[1:]:
-            if (tied := self.spec(alias)) != spec:
+            if (tied := self.saved.spec(alias)) != spec:
                 self.report_mismatched(
                     alias,
                     f"it is {tied} in the checkpoint, and {place}, which is the same tensor here, is {spec}",
@@ -324,7 +242,7 @@ class Loading(Walk):
                 place, f"it is {spec} of this rank's own in the checkpoint, and {view.spec} here"
             )
             return
-        kept = self._kept(place)
+        kept = self.saved.kept(place)
         assert kept is not None
         self.taken_back.append((place.item, place.fqn))
         if view.settle is not None:
@@ -338,7 +256,7 @@ class Loading(Walk):
 
     def _more_exact(self, saved: Place, request: _Request) -> Place | None:
         """Return what is to be taken in place of a saved tensor of another precision, where there is that."""
-        spec = self.spec(saved)
+        spec = self.saved.spec(saved)
         if spec is None or spec.dtype == request.view.spec.dtype:
             return None
         better = next((self._better[place] for place in request.places if place in self._better), None)

@@ -1,11 +1,11 @@
-"""What do adapters work with?  The job's ranks, places in the state, and what a walk through it gathers."""
+"""The nouns of a pass over a state: the ranks of the job, places, views of tensors, and adapters."""
 
 from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, ClassVar, Protocol
+from typing import TYPE_CHECKING, Any, ClassVar, Protocol, TypeVar
 
 import msgspec
 
@@ -16,18 +16,23 @@ from reknit.types.shard import MAX_DEPTH
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Hashable, Iterable, Iterator
 
-    from reknit.frameworks.loading import Loading
-    from reknit.frameworks.saving import Saving
+    from reknit.frameworks.walk.loading import Loading
+    from reknit.frameworks.walk.saving import Saving
     from reknit.types.box import Box
     from reknit.types.shard import TensorSpec
 
     Replicas = tuple[int, ...] | None
     Assign = Callable[[Any], None] | None
 
+T = TypeVar("T")
+
 
 @dataclass(frozen=True, slots=True)
 class World:
-    """The ranks that save or load together: this one, how many, and their numbers in the whole job."""
+    """The ranks that save or load together: this one, how many, and their numbers in the whole job.
+
+    `memo` keeps what adapters found out, for as long as one pass over the state lasts.
+    """
 
     rank: int
     size: int
@@ -43,6 +48,16 @@ class World:
     def alone(self) -> Replicas:
         """Replicas of a tensor that nothing vouches for: known only where there is one rank."""
         return (0,) if self.size == 1 else None
+
+    def once(self, key: Hashable, make: Callable[[], T], *keep: Any) -> T:
+        """Return what `make` returned when it was first called for this key.
+
+        `keep` stays alive as long, so that the ids of these objects in the key cannot come to mean others.
+        """
+        if key not in self.memo:
+            self.memo[key] = (make(), keep)
+        found: T = self.memo[key][0]
+        return found
 
     def inside(self, ranks: Collection[int]) -> bool:
         """Tell whether these (job-wide) ranks include every rank of this world."""
@@ -123,7 +138,7 @@ class Adapter(Protocol):
     Several objects of a kind that `unites`, in a list, are the parts of one: their names make one set.
     """
 
-    unites: bool
+    unites: ClassVar[bool] = False
 
     def matches(self, value: Any) -> bool:
         """Tell whether this adapter is for the value."""
@@ -137,16 +152,24 @@ class Adapter(Protocol):
 
 @dataclass
 class Walk:
-    """A pass over a state: what every adapter may look at on the way.  `fills` what it finds, or reads it."""
+    """One pass over a state, by which adapters are called.  `fills` tells whether it fills what it finds.
+
+    `extensions` are libraries on top of a framework, which know more of its objects than it does itself.
+    """
 
     fills: ClassVar[bool] = False
     state: Mapping[str, Any]
     world: World
     adapters: tuple[Adapter, ...]
     libraries: tuple[Arrays, ...]
-    memo: dict[Any, Any] = field(default_factory=dict)
+    extensions: tuple[Any, ...] = ()
     _names: dict[str, dict[str, Hashable]] = field(default_factory=lambda: defaultdict(dict))
     _alive: list[Any] = field(default_factory=list)
+
+    @property
+    def memo(self) -> dict[Any, Any]:
+        """What adapters found out during this pass."""
+        return self.world.memo
 
     def adapter(self, value: Any) -> Adapter:
         """Return the adapter for a value."""

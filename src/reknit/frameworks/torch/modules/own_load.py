@@ -1,4 +1,4 @@
-"""What does a module do at a load beyond taking tensors?  Its hooks and methods run, as torch runs them."""
+"""What a module does at a load besides taking tensors: its own hooks and methods, run as torch runs them."""
 
 from __future__ import annotations
 
@@ -17,15 +17,16 @@ from reknit.frameworks.torch import private as torch_private
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
-    from reknit.frameworks.loading import Loading
-    from reknit.frameworks.torch.members import ModuleEntry, Read
-    from reknit.frameworks.walk import Place
+    from reknit.frameworks.torch.modules.members import ModuleHoldings
+    from reknit.frameworks.torch.modules.states import ModuleState
+    from reknit.frameworks.walk.loading import Loading
+    from reknit.frameworks.walk.walk import Place
 
 _KNOWN = ("torch.nn.", "torch.distributed.", "megatron.core.", "transformer_engine.")
 """Where those are that only translate state dicts of older versions, or of wrappers."""
 
 
-class Own(NamedTuple):
+class OwnCode(NamedTuple):
     """What a module does by itself at a load: its name, what does it, and whether that looks at tensors."""
 
     name: str
@@ -34,18 +35,18 @@ class Own(NamedTuple):
 
 
 @dataclass
-class Return:
+class OwnLoad:
     """What goes back into a module through its own method, because only the module knows how.
 
     `copies` are entries of its state dict that are not its own memory, and extra state that has arrived.
     """
 
-    source: ModuleEntry
-    own: tuple[Own, ...]
+    source: ModuleState
+    own: tuple[OwnCode, ...]
     asked: bool
     copies: dict[str, Any] = field(default_factory=dict)
 
-    def give(self, held: Read, place: Place) -> None:
+    def give(self, held: ModuleHoldings, place: Place) -> None:
         """Let the module load its state dict with what has arrived, as if torch loaded it.
 
         What is live goes to itself.  Modules that may look at tensors get copies, which they may keep.
@@ -84,13 +85,13 @@ class Return:
             ) from error
 
 
-def returns(held: Read, place: Place, loading: Loading) -> dict[int, Return]:
+def returns(held: ModuleHoldings, place: Place, loading: Loading) -> dict[int, OwnLoad]:
     """Return what may go back into each module whose state dict was read, by the id of its source.
 
     What looks at parameters that are not whole cannot run, and is recorded as a mismatch.
     """
     found = {}
-    for source in held.sources:
+    for source in held.states:
         own = tuple(_own(held, source))
         asked = bool(own) and any(
             loading.takes(place.child(held.names.name(source.prefix + key))) for key in source.raw
@@ -103,7 +104,7 @@ def returns(held: Read, place: Place, loading: Loading) -> dict[int, Return]:
                     f"{one.what} would run at a load, and {at} is not whole on this rank: keep it from there "
                     "while you load, or wrap the model with fully_shard (FSDP2)",
                 )
-        found[id(source)] = Return(source, own, asked and not torn)
+        found[id(source)] = OwnLoad(source, own, asked and not torn)
     return found
 
 
@@ -117,12 +118,12 @@ def has_own(module: nn.Module) -> bool:
     )
 
 
-def _own(held: Read, source: ModuleEntry) -> Iterator[Own]:
+def _own(held: ModuleHoldings, source: ModuleState) -> Iterator[OwnCode]:
     """Yield what modules of a source do by themselves at a load."""
     if source.whole and not source.prefix:
         load = _taker(held, source)[0].load_state_dict
         if _is_own(load):
-            yield Own("", _called(load), True)
+            yield OwnCode("", _called(load), True)
     inside = source.module.named_modules() if source.whole else (("", source.module),)
     for path, module in inside:
         hooks = torch_private.load_hooks(module)
@@ -132,16 +133,16 @@ def _own(held: Read, source: ModuleEntry) -> Iterator[Own]:
             continue
         name = held.names.name((source.prefix + path).removesuffix("."))
         if method is not None:
-            yield Own(name, method, True)
+            yield OwnCode(name, method, True)
         for hook, before in hooks:
             if _is_own(hook):
-                yield Own(name, _called(hook), before)
+                yield OwnCode(name, _called(hook), before)
 
 
-def _torn(one: Own, held: Read, source: ModuleEntry) -> str | None:
+def _torn(one: OwnCode, held: ModuleHoldings, source: ModuleState) -> str | None:
     """Return the name of a parameter inside a module that FSDP1 or ZeRO-3 keeps in parts, if one is."""
-    for names, _ in held.flats:
-        for name in names:
+    for flat in held.flats:
+        for name in flat.names:
             if one.name in _around(name):
                 return name
     return None if source.whole else one.name
@@ -154,7 +155,7 @@ def _around(name: str) -> Iterator[str]:
         yield name
 
 
-def _taker(held: Read, source: ModuleEntry) -> tuple[nn.Module, tuple[str, ...]]:
+def _taker(held: ModuleHoldings, source: ModuleState) -> tuple[nn.Module, tuple[str, ...]]:
     """Return the module whose `load_state_dict` is called, and the path to it.
 
     torch calls that of the outermost; where that is a wrapper, which does not show, it is the one inside it.

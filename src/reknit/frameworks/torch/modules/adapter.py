@@ -1,4 +1,4 @@
-"""How is a module saved?  Each persistent tensor under its name in `state_dict`, without wrappers."""
+"""Modules of torch: each persistent tensor is saved under its name in `state_dict`, without wrappers."""
 
 from __future__ import annotations
 
@@ -7,22 +7,24 @@ from typing import TYPE_CHECKING, Any
 from torch import nn
 
 from reknit.errors import StateError
-from reknit.frameworks.deepspeed import parameters as deepspeed_parameters
 from reknit.frameworks.neutral import to_neutral
-from reknit.frameworks.torch import module_load
-from reknit.frameworks.torch.members import read
+from reknit.frameworks.torch.modules import own_load
+from reknit.frameworks.torch.modules.extension import extensions
+from reknit.frameworks.torch.modules.members import read
+from reknit.frameworks.walk.walk import Adapter
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from reknit.frameworks.loading import Loading
-    from reknit.frameworks.saving import Saving
-    from reknit.frameworks.torch.members import Member, MemberNames, Read
-    from reknit.frameworks.torch.module_load import Return
-    from reknit.frameworks.walk import Assign, Place
+    from reknit.frameworks.torch.modules.members import Member, ModuleHoldings
+    from reknit.frameworks.torch.modules.names import ModuleNames
+    from reknit.frameworks.torch.modules.own_load import OwnLoad
+    from reknit.frameworks.walk.loading import Loading
+    from reknit.frameworks.walk.saving import Saving
+    from reknit.frameworks.walk.walk import Assign, Place
 
 
-class ModuleAdapter:
+class ModuleAdapter(Adapter):
     """torch modules: plain, compiled, checkpointed, under DDP, FSDP1 or DeepSpeed, with DTensors."""
 
     unites = True
@@ -42,17 +44,17 @@ class ModuleAdapter:
                 saving.tensor(member.value, at)
             elif member.claim.save:
                 saving.tensor(member.value, at, member.claim.replicas)
-        for names, flat in held.flats:
-            view = flat.view(place.child(names[0]))
-            for name in names:
-                saving.view(view, place.child(name), flat.keep)
+        for flat in held.flats:
+            view = flat.view(place.child(flat.names[0]))
+            for name in flat.names:
+                saving.view(view, place.child(name), flat.flat)
 
     def wanted(self, value: Any, place: Place, loading: Loading, assign: Assign) -> None:
         """Fill the module's tensors where they are."""
         held = read(value, place, loading)
-        returns = module_load.returns(held, place, loading)
+        returns = own_load.returns(held, place, loading)
         for member in held.members:
-            back, at = returns[id(member.source)], place.child(member.name)
+            back, at = returns[id(member.state)], place.child(member.name)
             if member.kind == "extra":
                 _want_extra(member, back, held.names, at, loading)
             else:
@@ -62,10 +64,11 @@ class ModuleAdapter:
         for back in returns.values():
             if back.asked:
                 loading.later(lambda back=back: back.give(held, place))  # type: ignore[misc]
-        deepspeed_parameters.follow(list(_taken(held, place, loading)), place, loading)
+        for extension in extensions(loading):
+            extension.follow(list(_taken(held, place, loading)), place, loading)
 
 
-def _want(member: Member, back: Return, at: Place, loading: Loading) -> None:
+def _want(member: Member, back: OwnLoad, at: Place, loading: Loading) -> None:
     """Ask for an entry of a state dict."""
     if member.kind == "other":
         found = loading.value(at)
@@ -80,27 +83,27 @@ def _want(member: Member, back: Return, at: Place, loading: Loading) -> None:
         back.asked |= loading.takes(at)
 
 
-def _want_flats(held: Read, place: Place, loading: Loading) -> None:
+def _want_flats(held: ModuleHoldings, place: Place, loading: Loading) -> None:
     """Ask for what FSDP1 and ZeRO-3 hold of parameters that are not whole."""
     units = {}
-    for names, flat in held.flats:
-        places = [at for at in map(place.child, names) if loading.takes(at)]
+    for flat in held.flats:
+        places = [at for at in map(place.child, flat.names) if loading.takes(at)]
         if places:
             view = flat.view(places[0])
             for at in places:
-                loading.view(view, at, flat.keep)
-            units[id(flat.keep)] = flat
+                loading.view(view, at, flat.flat)
+            units[id(flat.flat)] = flat
     for flat in units.values():
         loading.later(flat.settle)
 
 
-def _taken(held: Read, place: Place, loading: Loading) -> Iterator[tuple[Any, Place]]:
+def _taken(held: ModuleHoldings, place: Place, loading: Loading) -> Iterator[tuple[Any, Place]]:
     """Yield the parameters that are loaded, with a place of each."""
     for member in held.members:
         if member.live and loading.takes(at := place.child(member.name)):
             yield member.value, at
-    for names, flat in held.flats:
-        for at in filter(loading.takes, map(place.child, names)):
+    for flat in held.flats:
+        for at in filter(loading.takes, map(place.child, flat.names)):
             yield flat.original, at
 
 
@@ -112,7 +115,7 @@ def _require_not_meta(member: Member, at: Place) -> None:
         )
 
 
-def _want_the_rest(module: nn.Module, held: Read, place: Place, loading: Loading) -> None:
+def _want_the_rest(module: nn.Module, held: ModuleHoldings, place: Place, loading: Loading) -> None:
     """Give memory to buffers that are on the meta device and not persistent, where that can be."""
     known = {member.name for member in held.members}
     for key, buffer in module.named_buffers(remove_duplicate=False):
@@ -120,13 +123,13 @@ def _want_the_rest(module: nn.Module, held: Read, place: Place, loading: Loading
         if name in known or not buffer.is_meta:
             continue
         at = place.child(name)
-        if loading.spec(at) is not None:
+        if loading.saved.spec(at) is not None:
             loading.tensor(buffer, at)
         elif loading.takes(at):
             loading.note(at, "a buffer that is not persistent is on the meta device: give it values yourself")
 
 
-def _want_extra(member: Member, back: Return, names: MemberNames, at: Place, loading: Loading) -> None:
+def _want_extra(member: Member, back: OwnLoad, names: ModuleNames, at: Place, loading: Loading) -> None:
     owner = names.modules[member.name.rpartition(".")[0]]
     if type(owner).set_extra_state is nn.Module.set_extra_state:
         raise StateError(

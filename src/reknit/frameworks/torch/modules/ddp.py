@@ -1,4 +1,4 @@
-"""What does DistributedDataParallel vouch for?  Equal parameters on all its ranks, buffers on its first."""
+"""Which ranks DistributedDataParallel keeps equal: parameters on all of them, buffers on its first."""
 
 from __future__ import annotations
 
@@ -7,10 +7,11 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from torch.nn.parallel import DataParallel, DistributedDataParallel
 
-from reknit.frameworks.deepspeed import private as deepspeed_private
-
 if TYPE_CHECKING:
-    from reknit.frameworks.walk import Replicas, World
+    from collections.abc import Iterable, Sequence
+
+    from reknit.frameworks.torch.modules.extension import ModuleExtension
+    from reknit.frameworks.walk.walk import Replicas, World
 
 
 class Claim(NamedTuple):
@@ -20,23 +21,24 @@ class Claim(NamedTuple):
     save: bool = True
 
 
-def is_wrapper(module: Any) -> bool:
+def is_wrapper(module: Any, extensions: Iterable[ModuleExtension]) -> bool:
     """Tell whether a module puts ``module.`` before the names of the one that it wraps."""
     other: Any = getattr(
         sys.modules.get("vescale.ddp.distributed_data_parallel"), "DistributedDataParallel", ()
     )
     known = (DistributedDataParallel, DataParallel, other)
-    return isinstance(module, known) or deepspeed_private.is_engine(module)
+    return isinstance(module, known) or any(one.is_wrapper(module) for one in extensions)
 
 
-def claim(wrapper: Any, *, ignored: bool, is_buffer: bool, world: World) -> Claim:
-    """Return what a wrapper says about a tensor inside it; `ignored` are those that it was told to leave.
+def claim(
+    wrapper: Any, ranks: Sequence[int] | None, *, ignored: bool, is_buffer: bool, world: World
+) -> Claim:
+    """Return what a wrapper of these ranks says about a tensor inside it; some it was told to ignore.
 
     Gradients are averaged, so parameters stay equal.  Buffers (running statistics) differ between ranks, and
     those of the group's first rank count: that is whose DDP itself hands to the others, unless it was told
     not to.
     """
-    ranks = _ranks(wrapper)
     left = is_buffer and not getattr(wrapper, "broadcast_buffers", True)
     if ranks is None or ignored or left:
         return Claim(world.alone)
@@ -49,12 +51,10 @@ def claim(wrapper: Any, *, ignored: bool, is_buffer: bool, world: World) -> Clai
     return Claim(world.numbers([first]) if known else None, save=world.global_rank == first)
 
 
-def _ranks(wrapper: Any) -> tuple[int, ...] | None:
+def ranks(wrapper: Any, extensions: Iterable[ModuleExtension]) -> tuple[int, ...] | None:
     """Return the job-wide ranks of a wrapper's process group, in the group's order, where it has one."""
-    import torch.distributed as dist
-
-    if deepspeed_private.is_engine(wrapper):
-        return deepspeed_private.engine_ranks(wrapper)
     if isinstance(wrapper, DistributedDataParallel):
+        import torch.distributed as dist
+
         return tuple(dist.get_process_group_ranks(wrapper.process_group))
-    return None
+    return next((one.ranks(wrapper) for one in extensions if one.is_wrapper(wrapper)), None)

@@ -1,0 +1,1 @@
+"""Modules of torch, under any wrapper and sharding."""

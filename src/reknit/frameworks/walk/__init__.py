@@ -1,0 +1,1 @@
+"""Walk through a state: gather what it holds, or what it needs of a checkpoint."""

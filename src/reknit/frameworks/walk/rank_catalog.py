@@ -1,0 +1,109 @@
+"""What does a checkpoint hold for one rank?  What all ranks share, and what this one saved as its own."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import numpy as np
+
+from reknit.frameworks.neutral import from_neutral
+from reknit.types.dtype import ITEMSIZE
+from reknit.types.shard import TensorSpec
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from numpy.typing import NDArray
+
+    from reknit.frameworks.walk.walk import Place, World
+    from reknit.types.manifest import Catalog
+
+
+class Found(NamedTuple):
+    """A saved value, or `why` there is none for this rank."""
+
+    value: Any
+    why: str | None = None
+
+
+class RankCatalog:
+    """The catalog of a checkpoint as one rank sees it."""
+
+    def __init__(self, catalog: Catalog, world: World) -> None:
+        self._catalog, self._world = catalog, world
+        self._own: dict[tuple[str, frozenset[tuple[str, int]]], Mapping[str, Any]] = {}
+        self._num_saved: dict[str, int] = {}
+
+    def spec(self, place: Place) -> TensorSpec | None:
+        """Return the spec of the tensor that was saved here, if one was that is for this rank."""
+        shared = self._catalog.tensors.get(place.item, {}).get(place.fqn)
+        if shared is not None:
+            return shared
+        kept = self.kept(place)
+        return None if kept is None else TensorSpec(kept.shape, kept.dtype.name)
+
+    def kept(self, place: Place) -> NDArray[Any] | None:
+        """Return the tensor that this rank kept as its own, as ranks did whose copies differed."""
+        if self.ranks_saved(place.item) != self._world.size:
+            return None
+        value = self.own(place.item, {"rank": self._world.rank}).get(place.fqn)
+        return value if isinstance(value, np.ndarray) and value.dtype.name in ITEMSIZE else None
+
+    def look_up(self, place: Place) -> Found:
+        """Look a saved value up, without asking for it."""
+        shared = self._catalog.blobs.get(place.item, {})
+        if place.fqn in shared:
+            return Found(from_neutral(shared[place.fqn]))
+        saved = self.ranks_saved(place.item)
+        mine = self.own(place.item, {"rank": self._world.rank}) if saved == self._world.size else {}
+        if place.fqn in mine:
+            return Found(from_neutral(mine[place.fqn]))
+        return Found(None, self.differed(place) or "the checkpoint does not have it")
+
+    def differed(self, place: Place) -> str | None:
+        """Say that what ranks saved here differed, and that this rank has no part in it, if that is so."""
+        saved = self.ranks_saved(place.item)
+        ranks = {0, min(self._world.rank, saved - 1)} if saved else ()
+        if not any(place.fqn in self.own(place.item, {"rank": rank}) for rank in ranks):
+            return None
+        if saved == self._world.size:
+            return "it differed between the ranks that saved it, and this rank was none of them"
+        return (
+            f"it differed between the {saved} ranks that saved it, and this job has {self._world.size}; "
+            "wrap it in PerRank to declare that each rank has its own"
+        )
+
+    def is_divided(self, place: Place) -> bool:
+        """Tell whether the checkpoint has what is inside this place, and nothing for the place itself."""
+        shared, tensors = (by.get(place.item, {}) for by in (self._catalog.blobs, self._catalog.tensors))
+        below = f"{place.fqn}/" if place.fqn else ""
+        return place.fqn not in shared and any(fqn.startswith(below) for fqn in (*tensors, *shared))
+
+    def ranks_saved(self, item: str) -> int:
+        """Return how many ranks saved values of their own in an item, by their plain number."""
+        if item not in self._num_saved:
+            places = self._catalog.coordinates.get(item, ())
+            self._num_saved[item] = sum(place.keys() == {"rank"} for place in places)
+        return self._num_saved[item]
+
+    def own(self, item: str, coordinate: Mapping[str, int]) -> Mapping[str, Any]:
+        """Return the values that the rank at a coordinate saved, by fqn; empty if none did."""
+        key = (item, frozenset(coordinate.items()))
+        if key not in self._own:
+            saved = coordinate in [dict(place) for place in self._catalog.coordinates.get(item, ())]
+            self._own[key] = self._catalog.own(item, coordinate) if saved else {}
+        return self._own[key]
+
+    def value_names(self, item: str) -> list[str]:
+        """Return the fqns of all saved values that this rank should ask for.
+
+        Those that differed between ranks are among them where no rank can take them: asking tells of that.
+        """
+        places = [{"rank": self._world.rank}]
+        if self.ranks_saved(item) != self._world.size:
+            saved = (dict(place) for place in self._catalog.coordinates.get(item, ()))
+            places += [place for place in saved if place.keys() == {"rank"}][:1]
+        names = dict.fromkeys(self._catalog.blobs.get(item, {}))
+        for place in places:
+            names.update(dict.fromkeys(self.own(item, place)))
+        return list(names)
