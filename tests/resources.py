@@ -23,7 +23,7 @@ def open_files(containing: str = "") -> set[str]:
     return found
 
 
-def mapped(containing: str = "reknit-arena") -> dict[str, int]:
+def mapped(containing: str = "reknit-memory") -> dict[str, int]:
     """Return the mappings of files so named, by their addresses, with their sizes in bytes."""
     found = {}
     for line in Path("/proc/self/maps").read_text().splitlines():

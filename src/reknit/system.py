@@ -7,13 +7,10 @@ import mmap
 import os
 import socket
 import subprocess
-import tempfile
-from contextlib import suppress
 
 from reknit.errors import ShortageError, shortage
 
 _STANDARD = 3  # input, output and error have the numbers below this
-_SHARED = "/dev/shm"
 
 
 def require_memory(nbytes: int) -> None:
@@ -55,21 +52,3 @@ def output_of_child(fd: int) -> int | None:
     except OSError:
         return subprocess.DEVNULL
     return None
-
-
-def nameless_file(name: str) -> int:
-    """Return the descriptor of an empty file in memory, or else on disk, that has no name in any folder.
-
-    A sandbox may refuse the one call that is meant for this.  Raises `OSError`.
-    """
-    if hasattr(os, "memfd_create"):
-        with suppress(OSError):
-            return aside(os.memfd_create(name, os.MFD_CLOEXEC))
-    for folder in (_SHARED, None):
-        with suppress(OSError), tempfile.TemporaryFile(dir=folder, buffering=0) as file:
-            return aside(os.dup(file.fileno()))
-    raise ShortageError(
-        f"there is no memory that processes can share: memfd_create is refused, and files in {_SHARED}, "
-        "and those that are temporary",
-        remedy="allow one of them, or point TMPDIR to a folder where files can be made",
-    )

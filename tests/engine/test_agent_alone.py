@@ -13,12 +13,13 @@ import psutil
 import pytest
 
 from reknit.engine.background import agent_link
-from reknit.engine.background import channel as say
+from reknit.engine.background import messages as say
 from reknit.engine.background.agent import Agent
 from reknit.engine.background.agent_save import AgentSave
 from reknit.engine.memory.workers import start
 from reknit.engine.saving.tuning import Tuner
 from reknit.errors import AgentError, ShortageError
+from reknit.processes.channel import Channel
 from reknit.system import socket_pair
 from tests.faults.nursery import wait_until
 
@@ -90,7 +91,7 @@ def test_an_agent_that_is_given_up_is_gone_before_its_arena_is_filled_anew(
 def test_a_save_tells_what_made_it_fail_first() -> None:
     ours, theirs = socket_pair()
     with ours, theirs:
-        errand = AgentSave(0, say.Channel(theirs))
+        errand = AgentSave(0, Channel(theirs, say.decode))
         errand.fail(AgentError("the disk is full"))
         errand.fail(AgentError("the trainer is gone"))
     assert errand.error is not None
@@ -109,7 +110,7 @@ def test_an_agent_lives_through_the_signals_that_are_meant_for_its_trainer() -> 
 
 
 def test_a_save_that_ends_while_the_next_is_taken_up_disturbs_nobody() -> None:
-    trainers_end, agents_end = (say.Channel(end) for end in socket_pair())
+    trainers_end, agents_end = (Channel(end, say.decode) for end in socket_pair())
     agent = Agent(agents_end, None)
     looked_at = threading.Event()
 
@@ -157,7 +158,7 @@ def test_an_agent_that_cannot_go_on_says_why(monkeypatch: pytest.MonkeyPatch) ->
     error = lost_by(link)
     assert type(error) is AgentError
     assert "agent of rank 3" in error.message
-    assert "an arena of 1048576 bytes is not in shared memory of 0 bytes" in error.message
+    assert "shared memory of 0 bytes has no 1048576 bytes to map" in error.message
 
 
 def test_an_agent_that_has_too_little_says_so(monkeypatch: pytest.MonkeyPatch) -> None:

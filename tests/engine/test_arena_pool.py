@@ -19,10 +19,11 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from reknit.engine.memory import arena_pool as arenas_module
-from reknit.engine.memory.arena import SPAN_NBYTES, SharedArena
+from reknit.engine.memory.arena import SPAN_NBYTES
 from reknit.engine.memory.arena_pool import LEAST_NBYTES, Arenas, Lease
 from reknit.errors import UsageError
 from reknit.options import local_ranks
+from reknit.processes.shared_memory import SharedMemory
 from tests.resources import mapped, open_files, shared_memory
 from tests.running.examples import examples
 
@@ -75,14 +76,14 @@ class Gate:
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.reached, self.opened = threading.Event(), threading.Event()
-        populate = SharedArena.populate
+        populate = SharedMemory.populate
 
-        def wait(arena: SharedArena, start: int, nbytes: int) -> None:
+        def wait(arena: SharedMemory, start: int, nbytes: int) -> None:
             self.reached.set()
             assert self.opened.wait(60)
             populate(arena, start, nbytes)
 
-        monkeypatch.setattr(SharedArena, "populate", wait)
+        monkeypatch.setattr(SharedMemory, "populate", wait)
 
 
 def limit_memory(monkeypatch: pytest.MonkeyPatch, limit: Callable[[], int]) -> None:
@@ -161,7 +162,7 @@ def test_a_budget_below_one_span_is_refused() -> None:
 def test_a_free_arena_that_is_too_small_is_closed_and_its_number_told_once() -> None:
     with arenas_of(64 * MIB) as arenas:
         small = acquire(arenas, 2 * MIB)
-        elsewhere = SharedArena.attach(os.dup(small.arena.fd), small.nbytes)
+        elsewhere = SharedMemory(os.dup(small.arena.fd), small.nbytes)
         elsewhere.bytes[:] = 1
         arenas.release(small)
         large = acquire(arenas, 8 * MIB)
@@ -354,13 +355,13 @@ def test_an_arena_that_was_in_the_making_at_close_is_closed(monkeypatch: pytest.
 
 
 def test_an_interrupt_while_an_arena_is_made_leaves_nothing_behind(monkeypatch: pytest.MonkeyPatch) -> None:
-    def interrupt(arena: SharedArena, start: int, nbytes: int) -> None:
+    def interrupt(arena: SharedMemory, start: int, nbytes: int) -> None:
         raise KeyboardInterrupt
 
     before = Held()
     with arenas_of(64 * MIB) as arenas:
         with monkeypatch.context() as patch:
-            patch.setattr(SharedArena, "populate", interrupt)
+            patch.setattr(SharedMemory, "populate", interrupt)
             with pytest.raises(KeyboardInterrupt):
                 arenas.acquire(40 * MIB, 0)
         assert before.nothing_is_left()

@@ -18,6 +18,7 @@ from reknit.engine.background import agent_link
 from reknit.engine.background.agent import Agent
 from reknit.engine.background.background import Background
 from reknit.engine.saving.coordinator import Coordinator
+from reknit.processes.channel import Channel
 from reknit.storage.registry import recipe, register
 from reknit.testing.process_memory import ProcessMemory
 from reknit.testing.world import run_ranks
@@ -596,7 +597,7 @@ def test_saves_that_fail_and_only_warn_are_not_kept() -> None:
 
 
 def test_a_message_that_is_interrupted_closes_the_channel() -> None:
-    from reknit.engine.background import channel
+    from reknit.engine.background import messages
 
     class Interrupted:
         def sendall(self, data: bytes) -> None:
@@ -607,7 +608,7 @@ def test_a_message_that_is_interrupted_closes_the_channel() -> None:
 
     told: list[int] = []
     with pytest.raises(KeyboardInterrupt):
-        channel.Channel(Interrupted()).send(channel.Quit())  # type: ignore[arg-type]
+        Channel(Interrupted(), messages.decode).send(messages.Quit())  # type: ignore[arg-type]
     assert len(told) == 1
 
 

@@ -11,9 +11,9 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from reknit.engine.memory.arena import SharedArena
 from reknit.engine.sharing.host_link import HostLink
 from reknit.errors import CommError
+from reknit.processes.shared_memory import SharedMemory
 from tests.as_nobody import as_nobody, needs_another_user
 from tests.resources import open_files, threads
 
@@ -62,8 +62,8 @@ def nothing_left() -> Iterator[None]:
 
 
 @pytest.fixture
-def ring() -> Iterator[SharedArena]:
-    made = SharedArena.create(10_000)
+def ring() -> Iterator[SharedMemory]:
+    made = SharedMemory.create(10_000)
     made.bytes[100:105] = list(b"hello")
     yield made
     made.close()
@@ -81,7 +81,7 @@ def hello(link: HostLink, *, token: bytes | None = None, rank: int = 9, nbytes: 
     return struct.pack("<16sQQ", bytes.fromhex(link.address[32:]) if token is None else token, rank, nbytes)
 
 
-def works(link: HostLink, ear: Ear, ring: SharedArena) -> None:
+def works(link: HostLink, ear: Ear, ring: SharedMemory) -> None:
     """See to it that a rank can still give its memory to a link."""
     source, other = HostLink(5), Ear()
     source.open(ring, {0: link.address}, other)
@@ -94,7 +94,7 @@ def works(link: HostLink, ear: Ear, ring: SharedArena) -> None:
 
 
 def test_a_rank_hears_what_is_ready_in_the_memory_of_another_which_hears_when_it_is_taken(
-    ring: SharedArena,
+    ring: SharedMemory,
 ) -> None:
     taker, source, ear, other = HostLink(0), HostLink(1), Ear(), Ear()
     taker.open(None, {}, ear)
@@ -116,7 +116,7 @@ def test_a_rank_hears_what_is_ready_in_the_memory_of_another_which_hears_when_it
     source.close()
 
 
-def test_a_rank_that_ends_is_heard_by_those_on_both_sides(ring: SharedArena) -> None:
+def test_a_rank_that_ends_is_heard_by_those_on_both_sides(ring: SharedMemory) -> None:
     links, ears = [HostLink(rank) for rank in range(3)], [Ear() for _ in range(3)]
     links[0].open(None, {}, ears[0])
     links[2].open(ring, {1: links[1].address}, ears[2])
@@ -139,7 +139,7 @@ def test_a_rank_without_memory_is_heard_to_have_ended() -> None:
     taker.close()
 
 
-def test_a_rank_that_is_gone_is_an_error_and_the_others_hear_of_this_one(ring: SharedArena) -> None:
+def test_a_rank_that_is_gone_is_an_error_and_the_others_hear_of_this_one(ring: SharedMemory) -> None:
     gone, there, ear = HostLink(0), HostLink(2), Ear()
     gone.close()
     there.open(None, {}, ear)
@@ -161,7 +161,7 @@ def test_closing_twice_and_closing_what_was_never_opened_do_nothing() -> None:
     link.close()
 
 
-def fragments(link: HostLink, ring: SharedArena) -> list[tuple[bytes, list[int]]]:
+def fragments(link: HostLink, ring: SharedMemory) -> list[tuple[bytes, list[int]]]:
     """Return what strangers say: packets and descriptors that come with them."""
     right = hello(link)
     return [
@@ -177,7 +177,7 @@ def fragments(link: HostLink, ring: SharedArena) -> list[tuple[bytes, list[int]]
 
 
 def test_strangers_who_do_not_know_the_token_are_shown_out_and_nobody_hears_of_them(
-    ring: SharedArena,
+    ring: SharedMemory,
 ) -> None:
     link, ear = HostLink(0), Ear()
     link.open(None, {}, ear)
@@ -195,7 +195,7 @@ def test_strangers_who_do_not_know_the_token_are_shown_out_and_nobody_hears_of_t
     assert ear.heard.empty()
 
 
-def test_strangers_who_say_nothing_keep_nobody_waiting(ring: SharedArena) -> None:
+def test_strangers_who_say_nothing_keep_nobody_waiting(ring: SharedMemory) -> None:
     link, ear = HostLink(0), Ear()
     link.open(None, {}, ear)
     silent = [knock(link) for _ in range(20)]
@@ -212,7 +212,7 @@ def test_strangers_who_say_nothing_keep_nobody_waiting(ring: SharedArena) -> Non
 
 
 def test_a_process_of_another_user_is_shown_out_though_it_knows_the_token(
-    ring: SharedArena, monkeypatch: pytest.MonkeyPatch
+    ring: SharedMemory, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     link, ear, own = HostLink(0), Ear(), os.geteuid()
     uids = iter([own + 1])  # whoever knocks first is not of this user, as far as the link can see
@@ -228,7 +228,7 @@ def test_a_process_of_another_user_is_shown_out_though_it_knows_the_token(
 
 
 @needs_another_user
-def test_another_user_who_knows_the_token_is_shown_out(ring: SharedArena) -> None:
+def test_another_user_who_knows_the_token_is_shown_out(ring: SharedMemory) -> None:
     link, ear = HostLink(0), Ear()
     link.open(None, {}, ear)
 
@@ -245,25 +245,25 @@ def test_another_user_who_knows_the_token_is_shown_out(ring: SharedArena) -> Non
     assert ear.heard.empty()
 
 
-def no_memory(link: HostLink, stranger: socket.socket, ring: SharedArena) -> None:
+def no_memory(link: HostLink, stranger: socket.socket, ring: SharedMemory) -> None:
     stranger.send(hello(link))
 
 
-def small_memory(link: HostLink, stranger: socket.socket, ring: SharedArena) -> None:
+def small_memory(link: HostLink, stranger: socket.socket, ring: SharedMemory) -> None:
     socket.send_fds(stranger, [hello(link, nbytes=10_001)], [ring.fd])
 
 
-def endless_memory(link: HostLink, stranger: socket.socket, ring: SharedArena) -> None:
+def endless_memory(link: HostLink, stranger: socket.socket, ring: SharedMemory) -> None:
     socket.send_fds(stranger, [hello(link, nbytes=(1 << 64) - 1)], [ring.fd])
 
 
-def no_file(link: HostLink, stranger: socket.socket, ring: SharedArena) -> None:
+def no_file(link: HostLink, stranger: socket.socket, ring: SharedMemory) -> None:
     socket.send_fds(stranger, [hello(link)], [stranger.fileno()])
 
 
 @pytest.mark.parametrize("say", [no_memory, small_memory, endless_memory, no_file])
 def test_a_rank_of_the_job_whose_memory_cannot_be_used_is_an_error_that_names_it(
-    ring: SharedArena, say: Callable[[HostLink, socket.socket, SharedArena], None]
+    ring: SharedMemory, say: Callable[[HostLink, socket.socket, SharedMemory], None]
 ) -> None:
     link, ear = HostLink(0), Ear()
     link.open(None, {}, ear)
@@ -275,7 +275,7 @@ def test_a_rank_of_the_job_whose_memory_cannot_be_used_is_an_error_that_names_it
     link.close()
 
 
-def test_a_rank_that_talks_nonsense_is_heard_to_have_ended(ring: SharedArena) -> None:
+def test_a_rank_that_talks_nonsense_is_heard_to_have_ended(ring: SharedMemory) -> None:
     link, ear = HostLink(0), Ear()
     link.open(None, {}, ear)
     with knock(link) as stranger:
@@ -285,7 +285,7 @@ def test_a_rank_that_talks_nonsense_is_heard_to_have_ended(ring: SharedArena) ->
     link.close()
 
 
-def test_a_hearer_that_fails_is_told_that_nothing_more_will_be_heard(ring: SharedArena) -> None:
+def test_a_hearer_that_fails_is_told_that_nothing_more_will_be_heard(ring: SharedMemory) -> None:
     class Deaf(Ear):
         def ready(self, rank: int, number: int, memory: NDArray[np.uint8]) -> None:
             raise KeyError(number)

@@ -15,8 +15,8 @@ import torch
 import reknit
 from reknit import api, ranks
 from reknit.engine.background.warm_up import Rehearsal
-from reknit.engine.memory.arena import SharedArena
 from reknit.engine.memory.arena_pool import Arenas
+from reknit.processes.shared_memory import SharedMemory
 from reknit.storage.registry import register
 from reknit.testing.process_memory import ProcessMemory
 from reknit.testing.world import run_ranks
@@ -98,13 +98,13 @@ def outcome(act: Callable[[], object]) -> tuple[str, str]:
 def made(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """Return the sizes of the arenas that are made from now on."""
     sizes: list[int] = []
-    create = SharedArena.create
+    create = SharedMemory.create
 
-    def counted(nbytes: int) -> SharedArena:
+    def counted(nbytes: int) -> SharedMemory:
         sizes.append(nbytes)
         return create(nbytes)
 
-    monkeypatch.setattr(SharedArena, "create", counted)
+    monkeypatch.setattr(SharedMemory, "create", counted)
     return sizes
 
 

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 import reknit
-from reknit.engine.background import channel as say
+from reknit.engine.background import messages as say
 from reknit.storage.local.store import LocalStorage
 from reknit.storage.registry import open_storage, recipe, register
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 from typing import TYPE_CHECKING, Any
 
-from reknit.engine.background.channel import Channel
+from reknit.processes.channel import Channel
 
 if TYPE_CHECKING:
     from types import FrameType

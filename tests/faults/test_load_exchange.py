@@ -127,7 +127,7 @@ def descriptors() -> tuple[int, int]:
             found.append(os.readlink(f"/proc/self/fd/{fd}"))
         except FileNotFoundError:  # that of the listing itself
             continue
-    return len(found), sum("reknit-arena" in name for name in found)
+    return len(found), sum("reknit-memory" in name for name in found)
 
 
 # Storage that fails.

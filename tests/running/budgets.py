@@ -36,6 +36,7 @@ BUDGETS: dict[str, Budget] = {
     "monitor": Budget(10, 6),
     "mutants": Budget(20, 20),
     "planner": Budget(15),
+    "processes": Budget(20, 8),
     "running": Budget(20),
     "simulation": Budget(60, 4),
     "storage": Budget(250, 45, ("s3", "gcs", "azure", "hdfs", "rclone")),

@@ -145,7 +145,7 @@ def prepare_first(layout: str, root: str) -> str:
 def arenas_mapped() -> list[str]:
     """Return the ranges of this process's memory that are arenas."""
     lines = Path("/proc/self/maps").read_text().splitlines()
-    return [line.split()[0] for line in lines if "reknit-arena" in line]
+    return [line.split()[0] for line in lines if "reknit-memory" in line]
 
 
 def test_after_prepare_the_first_save_of_sharded_models_plans_nothing_and_waits_for_no_rank(

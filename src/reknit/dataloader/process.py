@@ -12,12 +12,13 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from reknit.dataloader import channel as say
-from reknit.dataloader import shared_memory
+from reknit.dataloader import messages as say
 from reknit.dataloader.reader import COLUMNS, Batch
 from reknit.errors import DeadlineError, ReknitError
 from reknit.format.values.blob_codec import encode_value
 from reknit.options import agent_environment
+from reknit.processes.channel import Channel, Message
+from reknit.processes.shared_memory import map_file, nameless_file, write_at
 from reknit.system import output_of_child, socket_pair
 from reknit.types.shard import Encoded, LoaderShard, SharedFile
 
@@ -53,19 +54,19 @@ class ProcessWorker:
             for one in sets
         ]
         data = encode_value({source: state for source, state in states.items() if state is not None})
-        fd = shared_memory.create(len(data))
-        shared_memory.write(fd, 0, data)
         ours, theirs = socket_pair()
-        self._channel = say.WorkerChannel(ours)
+        self._channel = Channel(ours, say.decode)
+        fd = nameless_file("reknit-loader-states")
         try:
+            write_at(fd, 0, data)
             self._process = self._spawn(theirs)
+            self._send(say.Open(openers, asdict(recipe), sorted(states), same, depth, len(data)), fd)
         except BaseException:
-            os.close(fd)
             ours.close()
             raise
         finally:
             theirs.close()
-        self._send(say.Open(openers, asdict(recipe), sorted(states), same, depth, len(data)), fd)
+            os.close(fd)
 
     @property
     def given(self) -> int:
@@ -124,18 +125,18 @@ class ProcessWorker:
             env=agent_environment(sys.path),
         )
 
-    def _send(self, message: say.WorkerMessage, fd: int | None = None) -> None:
-        with contextlib.suppress(OSError):  # a worker that is gone has said why, or will be missed
+    def _send(self, message: Message, fd: int | None = None) -> None:
+        with contextlib.suppress(OSError):  # a worker that is gone has sent why, or `_hear` will notice
             self._channel.send(message, fd)
 
     def _hear(self) -> None:
         """Take the next message.  Raises what went wrong in the worker."""
-        try:
-            received = self._channel.receive(self._timeout_s)
-        except DeadlineError as error:
-            error.message = f"a worker of the data loader gave nothing for {self._timeout_s:g} s"
-            error.remedy = "see why reading the data takes so long, or allow more with timeout_s"
-            raise
+        if not self._channel.wait(self._timeout_s):
+            raise DeadlineError(
+                f"a worker of the data loader gave nothing for {self._timeout_s:g} s",
+                remedy="see why reading the data takes so long, or allow more with timeout_s",
+            )
+        received = self._channel.receive()
         if received is None:
             raise ReknitError(
                 f"a worker of the data loader ended with status {self._process.wait()}",
@@ -160,7 +161,7 @@ def _batch(made: say.BatchMade, fd: int) -> Batch:
     """Return a batch whose arrays are the memory that the worker filled."""
     samples = made.num_samples * len(COLUMNS)
     tokens_at = 8 * (made.num_samples + 1 + samples)
-    memory = shared_memory.attach(fd, tokens_at + made.num_tokens * np.dtype(made.dtype).itemsize)
+    memory = memoryview(map_file(fd, tokens_at + made.num_tokens * np.dtype(made.dtype).itemsize))
     os.close(fd)
     numbers = np.frombuffer(memory[:tokens_at], np.int64)
     tokens = np.frombuffer(memory[tokens_at:], made.dtype)
@@ -170,7 +171,7 @@ def _batch(made: say.BatchMade, fd: int) -> Batch:
 
 def _shards(prepared: say.Prepared, file: SharedFile) -> list[LoaderShard]:
     """Return shards whose values are the memory in which the worker encoded them."""
-    memory = shared_memory.attach(file.fd, prepared.nbytes)
+    memory = memoryview(map_file(file.fd, prepared.nbytes))
     return [
         LoaderShard(source, 0, 0, left, num_items, Encoded(memory[begin:end], prepared.room, file, begin))
         for source, left, num_items, begin, end in prepared.shards

@@ -12,12 +12,13 @@ from typing import Any
 
 import numpy as np
 
-from reknit.dataloader import channel as say
-from reknit.dataloader import shared_memory
-from reknit.dataloader.reader import Batch, Reader
+from reknit.dataloader import messages as say
+from reknit.dataloader.reader import Reader
 from reknit.dataloader.station import Station
 from reknit.dataloader.token_sets import Corpus, Recipe, opened_by
 from reknit.format.values.blob_codec import decode_blobs, encode_value, name_of_value
+from reknit.processes.channel import Channel
+from reknit.processes.shared_memory import map_file, nameless_file, write_at
 
 _ROOM = 4096 + 16
 """Bytes before each encoded state, where its name in the checkpoint will stand (`types.shard.Encoded`)."""
@@ -26,7 +27,7 @@ _ROOM = 4096 + 16
 class _Worker:
     """Does what it is told first, then what a save needs, and reads ahead in the time that is left."""
 
-    def __init__(self, channel: say.WorkerChannel, station: Station, depth: int) -> None:
+    def __init__(self, channel: Channel, station: Station, depth: int) -> None:
         self._channel, self._station, self._depth = channel, station, depth
         self._wanted: set[int] = set()
         self._told_end = False
@@ -34,11 +35,11 @@ class _Worker:
     def run(self) -> None:
         """Work until the loader is gone."""
         while True:
-            while self._channel.ready(0.0 if self._has_work() else None):
+            while self._channel.wait(0.0 if self._has_work() else None):
                 received = self._channel.receive()
                 if received is None:
                     return
-                self._hear(received[0])
+                self._hear(received.message)
             if due := sorted(given for given in self._wanted if self._station.has(given)):
                 self._wanted.discard(due[0])
                 self._prepare(due[0])
@@ -65,37 +66,41 @@ class _Worker:
             self._told_end = True
             self._channel.send(say.Ended())
             return
-        self._channel.send(*_laid_out(batch))
+        fd, at = nameless_file("reknit-loader-batch"), 0
+        try:
+            for part in (batch.bounds, batch.samples, batch.tokens):
+                write_at(fd, at, np.ascontiguousarray(part).reshape(-1).view(np.uint8).data)
+                at += part.nbytes
+            made = say.BatchMade(batch.tokens.dtype.str, len(batch.tokens), len(batch.samples))
+            self._channel.send(made, fd)
+        finally:
+            os.close(fd)
 
     def _prepare(self, given: int) -> None:
         """Encode the state after so many batches into shared memory."""
-        fd, at, told = shared_memory.create(0), 0, []
-        for shard in self._station.shards(given):
-            data = encode_value(shard.value)
-            shared_memory.write(fd, at + _ROOM, data)
-            told.append((shard.source, shard.left, shard.num_items, at, at + _ROOM + len(data)))
-            at += -(-(_ROOM + len(data)) // mmap.PAGESIZE) * mmap.PAGESIZE
-        shared_memory.resize(fd, at)
-        self._channel.send(say.Prepared(given, _ROOM, told, at), fd)
+        fd, at, shards = nameless_file("reknit-loader-state"), 0, []
+        try:
+            for shard in self._station.shards(given):
+                data = encode_value(shard.value)
+                write_at(fd, at + _ROOM, data)
+                shards.append((shard.source, shard.left, shard.num_items, at, at + _ROOM + len(data)))
+                at += -(-(_ROOM + len(data)) // mmap.PAGESIZE) * mmap.PAGESIZE
+            nbytes = max(at, 1)  # nothing cannot be mapped
+            os.ftruncate(fd, nbytes)
+            self._channel.send(say.Prepared(given, _ROOM, shards, nbytes), fd)
+        finally:
+            os.close(fd)
 
 
-def _laid_out(batch: Batch) -> tuple[say.BatchMade, int]:
-    """Return a batch in shared memory: its numbers, then its tokens."""
-    fd, at = shared_memory.create(batch.bounds.nbytes + batch.samples.nbytes + batch.tokens.nbytes), 0
-    for part in (batch.bounds, batch.samples, batch.tokens):
-        shared_memory.write(fd, at, np.ascontiguousarray(part).reshape(-1).view(np.uint8).data)
-        at += part.nbytes
-    return say.BatchMade(batch.tokens.dtype.str, len(batch.tokens), len(batch.samples)), fd
-
-
-def _opened(channel: say.WorkerChannel) -> _Worker | None:
+def _opened(channel: Channel) -> _Worker | None:
     """Make ready for what the loader wants to be read; None when it is gone already."""
     received = channel.receive()
     if received is None:
         return None
     wanted, fd = received
     assert fd is not None
-    data = bytes(shared_memory.attach(fd, wanted.nbytes))
+    with map_file(fd, wanted.nbytes) as memory:
+        data = memory[:]
     os.close(fd)
     states = decode_blobs(name_of_value("") + data)[""]
     opened = []
@@ -115,7 +120,7 @@ def _opened(channel: say.WorkerChannel) -> _Worker | None:
 def main(fd: int) -> None:
     """Serve the loader at the other end of a socket, until it is gone."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # meant for the trainer, with which this process ends
-    channel = say.WorkerChannel(socket.socket(fileno=fd))
+    channel = Channel(socket.socket(fileno=fd), say.decode)
     try:
         worker = _opened(channel)
         if worker is not None:

@@ -12,7 +12,6 @@ import importlib
 import json
 import logging
 import math
-import mmap
 import os
 import queue
 import signal
@@ -24,11 +23,10 @@ from typing import TYPE_CHECKING, Any, cast
 
 from reknit.comm.base import Group, SoloGroup
 from reknit.comm.topology import Topology
-from reknit.engine.background import channel as say
+from reknit.engine.background import messages as say
 from reknit.engine.background.agent_save import AgentSave
 from reknit.engine.background.side_group import side_group
 from reknit.engine.background.warm_up import Rehearsal
-from reknit.engine.memory.arena import SharedArena
 from reknit.engine.memory.workers import begin as begin_thread
 from reknit.engine.saving.commit import Destination
 from reknit.engine.saving.coordinator import Coordinator
@@ -39,6 +37,8 @@ from reknit.errors import AgentError, GroupClosedError, ReknitError, from_wire, 
 from reknit.monitor.phase import Recorder
 from reknit.monitor.sinks.jsonl import JsonLinesSink
 from reknit.options import CommOptions, SaveOptions, quiet_grpc, take_store_variables
+from reknit.processes.channel import Channel, Message
+from reknit.processes.shared_memory import SharedMemory, map_file
 from reknit.storage.registry import open_storage, register
 
 if TYPE_CHECKING:
@@ -60,7 +60,7 @@ _LOW_NICE = 10
 class Agent:
     """The work of one rank's agent, whatever process it runs in."""
 
-    def __init__(self, channel: say.Channel, trainer: int | None) -> None:
+    def __init__(self, channel: Channel, trainer: int | None) -> None:
         """Serve `channel`; `trainer` is the process that this one is to outlive, None for its own."""
         self._channel = channel
         self._trainer = trainer
@@ -72,7 +72,7 @@ class Agent:
         self._no_promoters: BaseException | None = None
         """What kept this agent from forming that group."""
         self._comm = CommOptions()
-        self._arenas: dict[int, SharedArena] = {}
+        self._arenas: dict[int, SharedMemory] = {}
         self._errands: dict[int, AgentSave] = {}
         self._note = None if trainer is None else Note()
         self._lent: dict[int, dict[int, memoryview]] = {}
@@ -82,7 +82,7 @@ class Agent:
         self._to_write: _Jobs = queue.SimpleQueue()
         self._to_commit: _Jobs = queue.SimpleQueue()
         self._to_promote: _Jobs = queue.SimpleQueue()
-        self._hears: dict[type[say.Message], Callable[[Any], None]] = {
+        self._hears: dict[type[Message], Callable[[Any], None]] = {
             say.Join: self._join,
             say.Climb: self._climb,
             say.DropArenas: self._drop,
@@ -146,7 +146,7 @@ class Agent:
             if isinstance(received.message, say.GiveArena):
                 assert received.fd is not None
                 given = received.message
-                self._arenas[given.number] = SharedArena.attach(received.fd, given.nbytes)
+                self._arenas[given.number] = SharedMemory(received.fd, given.nbytes)
             elif isinstance(received.message, say.Lend):
                 assert received.fd is not None
                 self._borrow(received.message, received.fd)
@@ -180,8 +180,8 @@ class Agent:
         except RuntimeError:  # no further thread: what is staged has to be written all the same
             signal.alarm(math.ceil(patience_s))
 
-    def _say(self, message: say.Message) -> None:
-        with suppress(AgentError):  # a trainer that is gone needs no answer
+    def _say(self, message: Message) -> None:
+        with suppress(OSError):  # a trainer that is gone needs no answer
             self._channel.send(message)
 
     def _join(self, join: say.Join) -> None:
@@ -229,7 +229,7 @@ class Agent:
     def _borrow(self, lend: say.Lend, fd: int) -> None:
         """Map values of a save that is about to begin."""
         try:
-            memory = memoryview(mmap.mmap(fd, lend.nbytes))
+            memory = memoryview(map_file(fd, lend.nbytes))
         finally:
             os.close(fd)
         views = {number: memory[begin:end] for number, begin, end in lend.blobs}
@@ -376,7 +376,7 @@ def main(fd: int, trainer: int) -> None:
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)
     logging.basicConfig(format="%(name)s: %(message)s")
-    Agent(say.Channel(socket.socket(fileno=fd)), trainer).run()
+    Agent(Channel(socket.socket(fileno=fd), say.decode), trainer).run()
 
 
 if __name__ == "__main__":

@@ -10,12 +10,13 @@ import threading
 import weakref
 from typing import TYPE_CHECKING, Any
 
-from reknit.engine.background import channel as say
+from reknit.engine.background import messages as say
 from reknit.engine.memory.workers import start
 from reknit.engine.stored.running_agents import MODULE
 from reknit.errors import AgentError, DeadlineError, ReknitError, ShortageError, from_wire, shortage
 from reknit.monitor.phase import Deadline
 from reknit.options import agent_environment, store_variables
+from reknit.processes.channel import Channel, Message
 from reknit.system import output_of_child, socket_pair
 
 if TYPE_CHECKING:
@@ -50,10 +51,10 @@ class AgentLink:
         self._fell: ReknitError | None = None
         """What the agent said of why it ends."""
         ours, theirs = socket_pair()
-        self._channel = say.Channel(ours, send_timeout_s=send_timeout_s)
+        self._channel = Channel(ours, say.decode, send_timeout_s=send_timeout_s)
         try:
             if in_process:
-                self._run_here(say.Channel(theirs))
+                self._run_here(Channel(theirs, say.decode))
             else:
                 self._spawn(theirs.fileno())
                 theirs.close()
@@ -72,15 +73,16 @@ class AgentLink:
         """The agent's process, None when it runs in this one."""
         return None if self._process is None else self._process.pid
 
-    def send(self, message: say.Message, fd: int | None = None) -> None:
+    def send(self, message: Message, fd: int | None = None) -> None:
         """Send a message.  Raises `AgentError` when the agent is gone."""
         try:
             if isinstance(message, say.Begin):
                 self._refresh()
             self._channel.send(message, fd)
-        except AgentError as error:
+        except OSError as error:
             self.broken = True
-            raise (self._gone or error) from None
+            gone = AgentError(f"the other end of the agent's socket is gone: {error}")
+            raise (self._gone or gone) from error
 
     def _refresh(self) -> None:
         """Let the agent have credentials that were renewed since it was told of them."""
@@ -89,7 +91,7 @@ class AgentLink:
             self._channel.send(say.Variables(variables))
             self._variables = variables
 
-    def ask(self, message: say.Message, timeout_s: float) -> say.Seated | say.Joined:
+    def ask(self, message: Message, timeout_s: float) -> say.Seated | say.Joined:
         """Send a message and return the answer.  Raises what kept the agent from giving one."""
         self.send(message)
         deadline = Deadline(timeout_s)
@@ -145,7 +147,7 @@ class AgentLink:
                 f"the agent of rank {self.rank} could not be started: {error}", rank=self.rank
             ) from error
 
-    def _run_here(self, channel: say.Channel) -> None:
+    def _run_here(self, channel: Channel) -> None:
         # Imported only here: `python -m` would complain of a module that is there before it is run.
         from reknit.engine.background.agent import Agent
 

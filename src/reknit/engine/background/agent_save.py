@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 from reknit.comm import base as comm
 from reknit.engine import messages
-from reknit.engine.background import channel as say
+from reknit.engine.background import messages as say
 from reknit.engine.memory.arena import SPAN_NBYTES, lay_out
 from reknit.engine.saving.claims import blob_files, claims
 from reknit.engine.saving.copies import EQUAL, split
@@ -17,7 +17,7 @@ from reknit.engine.saving.packing import merge_claims
 from reknit.engine.saving.receipt import commit_round, receipt, write_blobs
 from reknit.engine.saving.write import Outgoing, discard, write_files
 from reknit.engine.stored.promote import Promotion, decline, promote
-from reknit.errors import AgentError, ReknitError, typed
+from reknit.errors import ReknitError, typed
 from reknit.format import paths
 from reknit.monitor.phase import Recorder, now
 from reknit.options import cores_per_rank
@@ -28,13 +28,15 @@ if TYPE_CHECKING:
     import numpy as np
     from numpy.typing import NDArray
 
-    from reknit.engine.memory.arena import Arena, SharedArena
+    from reknit.engine.memory.arena import Arena
     from reknit.engine.saving.coordinator import Coordinator
     from reknit.engine.saving.receipt import Setting
     from reknit.engine.saving.tuning import Tuner
     from reknit.engine.saving.write import Written
     from reknit.monitor.phase import Sink
     from reknit.options import SaveOptions
+    from reknit.processes.channel import Channel, Message
+    from reknit.processes.shared_memory import SharedMemory
     from reknit.storage.base import Storage
 
 logger = logging.getLogger("reknit")
@@ -50,7 +52,7 @@ class AgentSave:
     it in the next round.
     """
 
-    def __init__(self, number: int, channel: say.Channel) -> None:
+    def __init__(self, number: int, channel: Channel) -> None:
         self.number = number
         self.since = now()
         self.error: ReknitError | None = None
@@ -96,7 +98,7 @@ class AgentSave:
         # A save that may not overwrite need not fear that: it fails anyway where somebody has committed.
         self._may_write = not begin.overwrite
 
-    def plan(self, planned: say.Planned, arena: SharedArena) -> None:
+    def plan(self, planned: say.Planned, arena: SharedMemory) -> None:
         """Take the files of the save, and the arena that will hold them."""
         with self._changed:
             self._image = _Image(planned, arena)
@@ -359,9 +361,9 @@ class AgentSave:
             logger.error("promotion of %s to %s failed: %s", begin.url, begin.promote_to[0], failure)
         self._end()
 
-    def tell(self, message: say.Message) -> bool:
+    def tell(self, message: Message) -> bool:
         """Tell the trainer, if it is still there; return whether it was."""
-        with suppress(AgentError):
+        with suppress(OSError):
             self._channel.send(message)
             return True
         return False
@@ -370,7 +372,7 @@ class AgentSave:
 class _Image:
     """The files of a save in an arena, and what of them is still to be filled, and to be written."""
 
-    def __init__(self, planned: say.Planned, arena: SharedArena) -> None:
+    def __init__(self, planned: say.Planned, arena: SharedMemory) -> None:
         self.planned = planned
         self._arena = arena
         self._spans = lay_out([nbytes for _, _, nbytes in planned.files], planned.ring)

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from reknit.comm import base as comm
 from reknit.engine import messages
-from reknit.engine.background import channel as say
+from reknit.engine.background import messages as say
 from reknit.engine.background.agent_link import AgentLink
 from reknit.engine.background.side_group import places, where_of
 from reknit.engine.background.trainer_save import TrainerSave

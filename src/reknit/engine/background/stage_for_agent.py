@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from reknit.engine import messages
-from reknit.engine.background import channel as say
+from reknit.engine.background import messages as say
 from reknit.engine.background.agents import Plan
 from reknit.engine.background.snapshot import Snapshot
 from reknit.engine.memory.arena import image_nbytes

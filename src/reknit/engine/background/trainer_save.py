@@ -7,7 +7,7 @@ import threading
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
-from reknit.engine.background import channel as say
+from reknit.engine.background import messages as say
 from reknit.engine.report import PromotionReport, SaveReport
 from reknit.errors import DeadlineError, ReknitError, SkippedError, from_wire, typed
 from reknit.monitor.phase import PhaseRecord, monotonic

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 from reknit.comm import base as comm
 from reknit.engine import messages
-from reknit.engine.background import channel as say
+from reknit.engine.background import messages as say
 from reknit.engine.background.agent_save import AgentSave
 from reknit.errors import typed
 

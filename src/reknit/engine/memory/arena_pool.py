@@ -6,11 +6,12 @@ import logging
 import threading
 from dataclasses import dataclass, field
 
-from reknit.engine.memory.arena import SPAN_NBYTES, SharedArena
+from reknit.engine.memory.arena import SPAN_NBYTES
 from reknit.errors import UsageError
 from reknit.monitor.host_memory import available_nbytes
 from reknit.monitor.phase import Deadline
 from reknit.options import local_ranks
+from reknit.processes.shared_memory import SharedMemory
 
 logger = logging.getLogger("reknit")
 
@@ -31,7 +32,7 @@ class Lease:
     """
 
     number: int
-    arena: SharedArena
+    arena: SharedMemory
     fresh: bool
     dropped: tuple[int, ...]
 
@@ -47,8 +48,8 @@ class _Slot:
 
     number: int
     nbytes: int
-    replaces: list[SharedArena] = field(default_factory=list)
-    arena: SharedArena | None = None
+    replaces: list[SharedMemory] = field(default_factory=list)
+    arena: SharedMemory | None = None
     lease: Lease | None = None
     was_lent: bool = False
 
@@ -149,7 +150,7 @@ class Arenas:
                 slot.arena.hold(None)
                 slot.arena.close()
 
-    def _take_unwanted(self) -> list[SharedArena]:
+    def _take_unwanted(self) -> list[SharedMemory]:
         """Wake who waits; after `close`, take out the free arenas, for the caller to dispose of unlocked."""
         self._changed.notify_all()
         if not self._closed:
@@ -235,7 +236,7 @@ class Arenas:
             return False
         return True
 
-    def _lend(self, slot: _Slot, arena: SharedArena) -> Lease:
+    def _lend(self, slot: _Slot, arena: SharedMemory) -> Lease:
         if self._wanted is not None and not self._warned:
             self._warned = True
             logger.warning(
@@ -250,8 +251,8 @@ class Arenas:
         return lease
 
 
-def _prefaulted(nbytes: int) -> SharedArena:
-    arena = SharedArena.create(nbytes)
+def _prefaulted(nbytes: int) -> SharedMemory:
+    arena = SharedMemory.create(nbytes)
     try:
         arena.populate(0, nbytes)
     except BaseException:
@@ -260,7 +261,7 @@ def _prefaulted(nbytes: int) -> SharedArena:
     return arena
 
 
-def _dispose(arenas: list[SharedArena]) -> None:
+def _dispose(arenas: list[SharedMemory]) -> None:
     for arena in arenas:
         # Closing alone would leave the pages to other processes that have not let go of them yet.
         arena.discard()

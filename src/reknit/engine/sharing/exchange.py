@@ -8,12 +8,12 @@ from contextlib import ExitStack
 from functools import partial
 from typing import TYPE_CHECKING, NamedTuple, Protocol
 
-from reknit.engine.memory.arena import SharedArena
 from reknit.engine.memory.workers import run_jobs, start
 from reknit.engine.sharing.host_exchange import HostExchange
 from reknit.engine.sharing.ring import AWAY, HeldFetch, Slot, aligned, batches_of, num_slots
 from reknit.errors import CommError, DeadlineError, ReknitError
 from reknit.monitor.phase import Deadline
+from reknit.processes.shared_memory import SharedMemory
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
@@ -105,7 +105,7 @@ class Exchange:
         self._owed = Counter(part.taker.tolist())
         self._held: dict[int, HeldFetch] = {}
         self._free: list[Slot] = []
-        self._ring: SharedArena | None = None
+        self._ring: SharedMemory | None = None
         self._is_open, self._num_reading = False, 0
         self._received = Counter[int]()
         """Of each exchange, how many fetches are not yet copied by all."""
@@ -179,7 +179,7 @@ class Exchange:
         slots = num_slots(self._to_read, self._sharing.part, self._sharing.num_slots)
         received = 0 if self._turns is None else self._turns.area_nbytes
         if slots or received:
-            ring = self._ring = SharedArena.create(slots * cell + received)
+            ring = self._ring = SharedMemory.create(slots * cell + received)
             last.callback(ring.close)
             self._free = [Slot(k * cell, ring.bytes[k * cell : (k + 1) * cell]) for k in range(slots)]
             if self._turns is not None:

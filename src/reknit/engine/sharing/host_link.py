@@ -17,9 +17,10 @@ from contextlib import suppress
 from functools import partial
 from typing import TYPE_CHECKING, NamedTuple, Protocol
 
-from reknit.engine.memory.arena import SharedArena
 from reknit.engine.memory.workers import start
 from reknit.errors import CommError, UsageError, shortage
+from reknit.processes.channel import receive_with_fds
+from reknit.processes.shared_memory import SharedMemory
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
@@ -59,7 +60,7 @@ class _Peer(NamedTuple):
     """A rank from which this one takes: the connection that it made, and its ring."""
 
     socket: socket.socket
-    ring: SharedArena
+    ring: SharedMemory
 
 
 class HostLink:
@@ -91,7 +92,7 @@ class HostLink:
         self._closing = threading.Event()
         self._join: Callable[[], None] | None = None
 
-    def open(self, ring: SharedArena | None, takers: Mapping[int, str], hearer: Hearer) -> None:
+    def open(self, ring: SharedMemory | None, takers: Mapping[int, str], hearer: Hearer) -> None:
         """Give `ring` to the `takers` (rank: address), and begin to listen.
 
         Without a ring they hear that this rank has ended.  Raises `CommError` when one of them is not there
@@ -136,7 +137,7 @@ class HostLink:
             for end in (*self._takers.values(), *self._callers, self._door, self._wake, self._woken):
                 end.close()
 
-    def _connect(self, rank: int, address: str, ring: SharedArena | None) -> socket.socket:
+    def _connect(self, rank: int, address: str, ring: SharedMemory | None) -> socket.socket:
         name, token = address[:32], bytes.fromhex(address[32:])
         peer = None
         try:
@@ -188,7 +189,7 @@ class HostLink:
         self._callers.discard(peer)
         hello, fds = b"", list[int]()
         with suppress(OSError):  # as good as nothing said
-            hello, fds, _, _ = socket.recv_fds(peer, _HELLO.size, 1, getattr(socket, "MSG_CMSG_CLOEXEC", 0))
+            hello, fds = receive_with_fds(peer, _HELLO.size, 1)
         if len(hello) != _HELLO.size or not secrets.compare_digest(hello[:16], self._token):
             for fd in fds:
                 os.close(fd)
@@ -196,7 +197,7 @@ class HostLink:
             return
         _, rank, nbytes = _HELLO.unpack(hello)
         try:
-            ring = SharedArena.attach(fds.pop(), nbytes)
+            ring = SharedMemory(fds.pop(), nbytes)
         except (IndexError, UsageError, MemoryError, OSError) as error:
             peer.close()
             if nbytes:

@@ -1,0 +1,76 @@
+"""Everything that a loader and its worker processes say to each other."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+
+from reknit.processes.channel import Message
+
+
+class Open(Message):
+    """To the worker, with memory that holds the encoded states of sources: what to read, and from where.
+
+    `sets` are name, opener, encoded arguments, ratio and partitions.  `sources` without a state are read from
+    the beginning.  `same`: the states are those of this very reader.
+    """
+
+    sets: list[tuple[str, str, bytes, float, int]]
+    recipe: dict[str, Any]
+    sources: list[int]
+    same: bool
+    depth: int
+    nbytes: int
+
+
+class Consumed(Message):
+    """To the worker: training has had so many batches of it."""
+
+    given: int
+
+
+class Prepare(Message):
+    """To the worker: the state after so many batches will be asked for."""
+
+    given: int
+
+
+class WorkerReady(Message):
+    """To the loader: the worker is ready, and has given so many batches before."""
+
+    given: int
+
+
+class BatchMade(Message):
+    """To the loader, with memory that holds the columns of a batch."""
+
+    dtype: str
+    num_tokens: int
+    num_samples: int
+
+
+class Ended(Message):
+    """To the loader: there are no more batches."""
+
+
+class Prepared(Message):
+    """To the loader, with memory that holds encoded states: those after so many batches.
+
+    `shards` are source, work left, number of items, and where the room for its state begins and ends.
+    """
+
+    given: int
+    room: int
+    shards: list[tuple[int, int, int, int, int]]
+    nbytes: int
+
+
+class Failed(Message):
+    """To the loader: the worker met an error."""
+
+    what: str
+
+
+AnyMessage = Open | Consumed | Prepare | WorkerReady | BatchMade | Ended | Prepared | Failed
+decode = msgspec.msgpack.Decoder(AnyMessage).decode

@@ -1,0 +1,231 @@
+"""Everything that a trainer and its agent say to each other."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+
+from reknit.engine.messages import NO_COPIES, ArrayColumns, Copies, EncodedBlob, ShardClaims
+from reknit.processes.channel import Message
+
+
+class Join(Message):
+    """To the agent: open a server for the agents below, as a rank of this group of agents.
+
+    `hosts` and `fan_out` are those of the trainers' tree, which is the agents' too, and so is `generation`;
+    it is None for a process that is alone and was given none.
+    """
+
+    job: str
+    rank: int
+    hosts: list[int]
+    fan_out: int
+    generation: int | None
+    comm: dict[str, Any]
+    low_priority: bool
+
+
+class Climb(Message):
+    """To the agent: join the agent above, at the address that it gave as its own."""
+
+    above: str
+
+
+class GiveArena(Message):
+    """To the agent, with a descriptor: the memory of an arena."""
+
+    number: int
+    nbytes: int
+
+
+class DropArenas(Message):
+    """To the agent: these arenas are used no more."""
+
+    numbers: tuple[int, ...]
+
+
+class Lend(Message):
+    """To the agent, with a descriptor, before `Begin`: values of this save that lie in shared memory.
+
+    `blobs` are the numbers of those values among the save's, and where each begins and ends.
+    """
+
+    number: int
+    nbytes: int
+    blobs: list[tuple[int, int, int]]
+
+
+class Variables(Message):
+    """To the agent, before `Begin`: the variables by which stores are reached, where some have changed.
+
+    They are the secrets of this user, on their way to another process of this user; nothing may log them.
+    """
+
+    values: dict[str, str]
+
+    def __repr__(self) -> str:
+        return f"Variables({sorted(self.values)})"
+
+
+class Begin(Message):
+    """To the agent: a save begins.
+
+    `factory` is ``module:function`` of a store that only the trainer's program registered.  `claims` is None
+    where the root knows those of this plan.  `extra` is what only the root's manifest needs, as JSON.
+    A `rehearsal` is no save: it ends with `Ready` instead of `Planned`, and nothing is written.  `promote_to`
+    are URL and factory of the store that is to have the checkpoint too.
+    """
+
+    number: int
+    write_id: str
+    url: str
+    factory: str | None
+    step: int | None
+    overwrite: bool
+    options: dict[str, Any]
+    extra: bytes
+    plan: bytes
+    claims: ShardClaims | None
+    blobs: list[EncodedBlob]
+    rehearsal: bool = False
+    promote_to: tuple[str, str | None] | None = None
+    copies: Copies = NO_COPIES
+
+
+class Planned(Message):
+    """To the agent: the files of a save, which the arena will hold.
+
+    `files` are item, part and size; `ring` is the capacity that the arena is used with.  `columns` is None
+    where the root knows those of this plan.
+    """
+
+    number: int
+    items: list[str]
+    files: list[tuple[str, int, int]]
+    columns: ArrayColumns | None
+    arena: int
+    ring: int
+
+
+class Filled(Message):
+    """To the agent: a span of the arena holds its bytes."""
+
+    number: int
+    span: int
+
+
+class Ready(Message):
+    """To the agent: the trainer has made ready for later saves what a rehearsal is about."""
+
+    number: int
+
+
+class Abandon(Message):
+    """To the agent: the trainer gave up this save; `unbegun` when that was before `Begin`."""
+
+    number: int
+    unbegun: bool
+    error: dict[str, Any]
+    timeout_s: float
+
+
+class Quit(Message):
+    """To the agent: finish what was begun, and end."""
+
+
+class Seated(Message):
+    """To the trainer: the agent's own address, and the rank of the agent above it."""
+
+    address: str
+    above: int | None
+
+
+class Joined(Message):
+    """To the trainer: the agent is part of the tree; or why it is not."""
+
+    error: dict[str, Any] | None
+
+
+class Assigned(Message):
+    """To the trainer: who writes the shards that it claimed."""
+
+    number: int
+    shard_owners: bytes
+
+
+class Freed(Message):
+    """To the trainer: a span of the arena is written and may be filled anew."""
+
+    number: int
+    span: int
+
+
+class ArenaFree(Message):
+    """To the trainer: nothing of this save is read from the arena any more, whatever became of the save."""
+
+    number: int
+
+
+class SaveDone(Message):
+    """To the trainer: a save ended; `records` are the phases that the agent took part in."""
+
+    number: int
+    error: dict[str, Any] | None
+    nbytes: int
+    num_files: int
+    total_nbytes: int
+    warnings: list[str]
+    records: list[dict[str, Any]]
+
+
+class Promoted(Message):
+    """To the trainer: the promotion of a save that ended well is over, too."""
+
+    number: int
+    error: dict[str, Any] | None
+    path: str
+    nbytes: int
+    num_files: int
+    records: list[dict[str, Any]]
+
+
+class Broken(Message):
+    """To the trainer: the tree of agents is broken, and no later save can end well in it.
+
+    `on_purpose`: another rank's agent has left, since its trainer ended or closed it.
+    """
+
+    on_purpose: bool
+
+
+class Fell(Message):
+    """To the trainer: the agent met what it cannot go on with, and ends when what was staged is written."""
+
+    error: dict[str, Any]
+
+
+AnyMessage = (
+    Join
+    | Climb
+    | GiveArena
+    | DropArenas
+    | Lend
+    | Variables
+    | Begin
+    | Planned
+    | Filled
+    | Ready
+    | Abandon
+    | Quit
+    | Seated
+    | Joined
+    | Assigned
+    | Freed
+    | ArenaFree
+    | SaveDone
+    | Promoted
+    | Broken
+    | Fell
+)
+decode = msgspec.msgpack.Decoder(AnyMessage).decode

@@ -1,0 +1,190 @@
+"""Memory without a name that several processes map: whoever is handed its descriptor can attach."""
+
+from __future__ import annotations
+
+import errno
+import mmap
+import os
+import tempfile
+from contextlib import contextmanager, suppress
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from reknit.errors import ShortageError, UsageError
+from reknit.system import aside
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+
+    from numpy.typing import NDArray
+
+SHARED_FOLDER = "/dev/shm"
+
+# The longest that one call may keep other threads off the interpreter, or off this process's memory map.
+_CHUNK_NBYTES = 16 << 20
+
+# What the kernel says when less memory might do.
+_TOO_LARGE = {errno.ENOMEM, errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EOVERFLOW}
+
+
+def nameless_file(name: str) -> int:
+    """Return the descriptor of an empty file in memory, or else on disk, that has no name in any folder.
+
+    A sandbox may refuse the one call that is meant for this.  Raises `ShortageError`.
+    """
+    if hasattr(os, "memfd_create"):
+        with suppress(OSError):
+            return aside(os.memfd_create(name, os.MFD_CLOEXEC))
+    for folder in (SHARED_FOLDER, None):
+        with suppress(OSError), tempfile.TemporaryFile(dir=folder, buffering=0) as file:
+            return aside(os.dup(file.fileno()))
+    raise ShortageError(
+        "there is no memory that processes can share: memfd_create is refused, "
+        f"and files in {SHARED_FOLDER}, and those that are temporary",
+        remedy="allow one of them, or point TMPDIR to a folder where files can be made",
+    )
+
+
+def write_at(fd: int, start: int, data: bytes | memoryview) -> None:
+    """Write all of `data` to a file, which grows if it has to.
+
+    Memory that cannot be had is an `OSError` here; in a mapping the kernel would answer with a signal.
+    """
+    rest = memoryview(data)
+    while rest:
+        count = os.pwrite(fd, rest, start)
+        rest, start = rest[count:], start + count
+
+
+def map_file(fd: int, nbytes: int) -> mmap.mmap:
+    """Map the first bytes of a file, which need not stay open.
+
+    Raises `UsageError` if it has fewer than `nbytes`, for touching what is not there would kill this process,
+    and `MemoryError` if it cannot be mapped.
+    """
+    found = os.fstat(fd).st_size
+    if not 0 < nbytes <= found:
+        raise UsageError(f"shared memory of {found} bytes has no {nbytes} bytes to map")
+    with _memory_errors(nbytes):
+        return mmap.mmap(fd, nbytes)
+
+
+class SharedMemory:
+    """`nbytes` bytes of page-aligned memory that several processes map, and use as an array, `bytes`.
+
+    The memory has no name, so nothing of it can be left behind: the kernel frees it when the last process
+    that has it open ends, however it ends.  On Linux the size of the /dev/shm mount is no limit to it.
+    """
+
+    def __init__(self, fd: int, nbytes: int) -> None:
+        """Map memory that some process made; `fd` belongs to this object from here on, also when this fails.
+
+        Raises `UsageError` if there are fewer than `nbytes`, and `MemoryError` if they cannot be mapped.
+        """
+        self.fd = fd
+        self.nbytes = nbytes
+        self._release: Callable[[], None] | None = None
+        try:
+            self._map: mmap.mmap | None = map_file(fd, nbytes)
+        except BaseException:
+            os.close(fd)
+            raise
+        advise(self._map, "MADV_HUGEPAGE", 0, nbytes)
+        self.bytes: NDArray[np.uint8] = np.frombuffer(self._map, np.uint8)
+
+    @classmethod
+    def create(cls, nbytes: int) -> SharedMemory:
+        """Make new memory, all zeros; its pages are not there yet (see `populate`).
+
+        Raises `MemoryError` where there is no room for it; less may still be had.
+        """
+        if nbytes < 1:
+            raise UsageError(f"shared memory has at least 1 byte, not {nbytes}")
+        with _memory_errors(nbytes):
+            fd = nameless_file("reknit-memory")
+            try:
+                os.ftruncate(fd, nbytes)
+            except BaseException:
+                os.close(fd)
+                raise
+            return cls(fd, nbytes)
+
+    def populate(self, start: int, nbytes: int) -> None:
+        """Make the pages of a range exist, and map them in this process, so that writing to it never waits.
+
+        Contents stay as they are.  Other threads go on meanwhile: pages are allocated with `fallocate`, which
+        also turns exhausted memory into an error (a page fault would answer with a signal), and are then
+        mapped by reading one byte of each, for a shared page that was read can be written without a further
+        fault.  `madvise(MADV_POPULATE_WRITE)` is no faster, needs Linux 5.14, and keeps the interpreter's
+        lock when called through `mmap`.  Raises `MemoryError` when memory ends.
+        """
+        end = min(start + nbytes, self.nbytes)
+        for at in range(start, end, _CHUNK_NBYTES):
+            size = min(_CHUNK_NBYTES, end - at)
+            with _memory_errors(self.nbytes):
+                _allocate(self.fd, at, size)
+            first = at // mmap.PAGESIZE * mmap.PAGESIZE
+            self.bytes[first : at + size : mmap.PAGESIZE].max()
+
+    def hold(self, release: Callable[[], None] | None) -> None:
+        """Call `release` before the pages are given up: someone else, such as a driver, uses them, too."""
+        self._release = release
+
+    def discard(self) -> None:
+        """Give the pages back to the kernel now, for all processes that map them; all bytes become zero.
+
+        Only Linux can; elsewhere the memory lives until all processes have closed it.
+        """
+        self._let_go()
+        if self._map is not None:
+            for at in range(0, self.nbytes, _CHUNK_NBYTES):
+                advise(self._map, "MADV_REMOVE", at, min(_CHUNK_NBYTES, self.nbytes - at))
+
+    def close(self) -> None:
+        """Close the descriptor and unmap the memory, which stays mapped while arrays view it.
+
+        May be called again.
+        """
+        if self.fd == -1:
+            return
+        self._let_go()
+        os.close(self.fd)
+        self.fd = -1
+        self.bytes = np.empty(0, np.uint8)
+        self._map = None
+
+    def _let_go(self) -> None:
+        release, self._release = self._release, None
+        if release is not None:
+            release()
+
+
+def advise(memory: mmap.mmap, advice: str, start: int, nbytes: int) -> None:
+    """Give the kernel an advice that it may not know, or may refuse; nothing depends on it."""
+    number = getattr(mmap, advice, None)
+    if number is not None:
+        with suppress(OSError):
+            memory.madvise(number, start, nbytes)
+
+
+def _allocate(fd: int, start: int, nbytes: int) -> None:
+    try:
+        os.posix_fallocate(fd, start, nbytes)
+    except AttributeError:
+        return  # no such call on this system: pages come as they are touched
+    except OSError as error:
+        # A system that cannot or may not reserve is no reason to stop: pages come as they are touched.
+        if error.errno not in (errno.EOPNOTSUPP, errno.EINVAL, errno.ENOSYS, errno.EPERM, errno.EACCES):
+            raise
+
+
+@contextmanager
+def _memory_errors(nbytes: int) -> Iterator[None]:
+    """Turn what the kernel says of too little memory into `MemoryError`."""
+    try:
+        yield
+    except (OSError, OverflowError) as error:
+        if isinstance(error, OSError) and error.errno not in _TOO_LARGE:
+            raise
+        raise MemoryError(f"no room for {nbytes} bytes of shared memory: {error}") from error
