@@ -134,9 +134,8 @@ def test_a_checkpoint_is_in_both_stores_and_the_report_says_so(tmp_path: Path, w
     assert names(a) == names(b)
     assert all((a / name).read_bytes() == (b / name).read_bytes() for name in names(a))
     assert value_at(b) == 1
-    assert pending.promotion is not None
-    assert pending.promotion.done()
-    assert pending.promotion.error is None
+    assert pending.promotion_done()
+    assert pending.promotion_error is None
 
 
 @pytest.mark.parametrize("kinds", ["striking://a folder", "folder striking://b", "striking://a striking://b"])
@@ -203,7 +202,8 @@ def test_who_asked_for_no_promotion_cannot_wait_for_one(tmp_path: Path, wait: bo
     with pytest.raises(reknit.UsageError, match="not asked"):
         pending.promoted(LIMIT_S)
     pending.result(LIMIT_S)
-    assert pending.promotion is None
+    assert pending.promotion_done()
+    assert pending.promotion_error is None
 
 
 # What goes wrong later.
@@ -228,7 +228,7 @@ def test_a_failure_that_nobody_asked_for_is_raised_by_the_next_save(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     pending = save(tmp_path / "a", failing(tmp_path, "b"))
-    pending.wait_over(LIMIT_S)
+    pending.wait_promoted(LIMIT_S)
     pending.result()  # that of the save alone
     with pytest.raises(reknit.StorageFullError):
         save(tmp_path / "c", None, wait=False)
@@ -242,7 +242,7 @@ def test_a_failure_that_nobody_asked_for_is_raised_by_the_next_save(
 def test_with_on_error_warn_the_failure_of_a_promotion_is_logged_and_not_raised(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    save(tmp_path / "a", failing(tmp_path, "b"), on_error="warn").wait_over(LIMIT_S)
+    save(tmp_path / "a", failing(tmp_path, "b"), on_error="warn").wait_promoted(LIMIT_S)
     save(tmp_path / "c", None, on_error="warn").result(LIMIT_S)
     save(tmp_path / "d", None).result(LIMIT_S)
     assert [record.levelno for record in caplog.records if "promotion of" in record.message] == [
@@ -399,8 +399,7 @@ def test_a_slow_promotion_delays_no_save_to_another_path(tmp_path: Path) -> None
     save(tmp_path / "a4", None, 4, wait=True)
     with pytest.raises(reknit.DeadlineError, match="b1"):
         first.promoted(0.01)
-    assert first.promotion is not None
-    assert not first.over()
+    assert not first.promotion_done()
     assert value_at(tmp_path / "b1") is None
     assert [value_at(tmp_path / f"a{k}") for k in (1, 2, 3, 4)] == [1, 2, 3, 4]
     (tmp_path / "gate").touch()
@@ -472,7 +471,7 @@ def test_a_save_that_waits_comes_after_the_promotion_of_its_path(tmp_path: Path)
     timer = threading.Timer(0.3, (tmp_path / "gate").touch)
     timer.start()
     save(tmp_path / "a", None, 2, wait=True, overwrite=True)
-    assert first.over()
+    assert first.promotion_done()
     first.promoted(LIMIT_S)
     assert (value_at(tmp_path / "a"), value_at(tmp_path / "b")) == (2, 1)
 
@@ -493,7 +492,7 @@ def test_close_waits_for_promotions_and_tells_when_one_has_not_ended(tmp_path: P
     pending.result(LIMIT_S)
     threading.Timer(0.3, (tmp_path / "gate").touch).start()
     assert reknit.close(LIMIT_S)
-    assert pending.over()
+    assert pending.promotion_done()
     assert value_at(tmp_path / "d") == 1
     wait_until(lambda: not agents_of(os.getpid()), LIMIT_S)
 

@@ -2,7 +2,8 @@
 
 from reknit.api import close, fence, latest, load, open, prepare, promote, save, verify
 from reknit.engine.loading.browse import Checkpoint
-from reknit.engine.report import LoadReport, PendingSave, PromotionReport, SaveReport, VerifyReport
+from reknit.engine.outcome import PendingSave
+from reknit.engine.report import LoadReport, PromotionReport, SaveReport, VerifyReport
 from reknit.errors import (
     AgentError,
     CheckpointExistsError,

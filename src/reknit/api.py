@@ -32,7 +32,7 @@ from reknit.engine.background.stage_for_agent import SendOff
 from reknit.engine.display import logged
 from reknit.engine.loading import load as load_story
 from reknit.engine.loading.browse import Checkpoint
-from reknit.engine.report import LoadReport, PendingSave, VerifyReport
+from reknit.engine.outcome import PendingSave, SaveOutcome
 from reknit.engine.saving import save as save_story
 from reknit.engine.saving.commit import Destination
 from reknit.engine.stored.newest import newest
@@ -54,7 +54,7 @@ if TYPE_CHECKING:
     from os import PathLike
 
     from reknit.comm.base import Group
-    from reknit.engine.report import PendingPromotion, PromotionReport, SaveReport
+    from reknit.engine.report import LoadReport, PromotionReport, SaveReport, VerifyReport
     from reknit.engine.saving.write import Written
     from reknit.types.shard import Holdings
 
@@ -135,9 +135,9 @@ def save(
         if options.on_error == "raise" or isinstance(error, UsageError):
             raise
         logger.warning("save to %s failed: %s", path, error)
-        pending = PendingSave(os.fspath(path), step)
+        pending = SaveOutcome(os.fspath(path), step)
         pending.end(error)
-    return pending
+    return PendingSave(pending)
 
 
 def _save_now(
@@ -146,7 +146,7 @@ def _save_now(
     checked: Callable[[], tuple[Destination, Recorder]],
     collect: Callable[[], Holdings],
     options: SaveOptions,
-) -> PendingSave:
+) -> SaveOutcome:
     """Save, and return when the checkpoint is committed."""
     with ExitStack() as last:
         with _told(joined, save_story.FIRST_ROUND, options.timeout_s):
@@ -160,18 +160,18 @@ def _save_now(
         if joined.rank == 0:
             for warning in report.warnings:
                 logger.warning("save to %s: %s", report.path, warning)
-        pending = PendingSave(report.path, report.step, promote_to=options.promote_to)
+        pending = SaveOutcome(report.path, report.step, promote_to=options.promote_to)
         pending.end(report)
         pending.ranks = joined.size
         if joined.rank == 0:
             logger.info("%s", pending.told(report.blocked_s))
         if pending.promotion is not None:
-            _promote_now(pending.promotion, to, joined, report, written, options)
+            _promote_now(pending, to, joined, report, written, options)
     return pending
 
 
 def _promote_now(
-    promotion: PendingPromotion,
+    outcome: SaveOutcome,
     saved: Destination,
     group: Group,
     report: SaveReport,
@@ -179,9 +179,12 @@ def _promote_now(
     options: SaveOptions,
 ) -> None:
     """Promote what all ranks have just saved."""
+    promotion = outcome.promotion
+    assert promotion is not None
+    assert outcome.promote_to is not None
     try:
         try:
-            target = open_storage(promotion.path, durability=options.durability)
+            target = open_storage(outcome.promote_to, durability=options.durability)
         except BaseException as error:  # whatever it is, the others must not wait for this rank
             decline(group, error, report.write_id, options.timeout_s)
         try:
@@ -293,7 +296,7 @@ def _wait_for_copies(*_: Any) -> None:
     for backgrounds in list(_backgrounds.values()):
         for background in list(backgrounds.values()):
             for pending in background.under_way():
-                pending.staged()
+                pending.wait_staged()
 
 
 def close(timeout_s: float | None = None) -> bool:

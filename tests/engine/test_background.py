@@ -17,6 +17,7 @@ import reknit
 from reknit.engine.background import agent_link
 from reknit.engine.background.agent import Agent
 from reknit.engine.background.background import Background
+from reknit.engine.outcome import SaveOutcome
 from reknit.engine.saving.coordinator import Coordinator
 from reknit.processes.channel import Channel
 from reknit.storage.registry import recipe, register
@@ -620,8 +621,8 @@ def test_an_interrupt_at_the_end_ends_the_wait_and_says_what_becomes_of_the_save
 
     caplog.set_level(logging.INFO, "reknit")
     saves = Background(in_process=False)
-    saves._pending.append(reknit.PendingSave("/x"))
-    monkeypatch.setattr(reknit.PendingSave, "wait_over", interrupted)
+    saves._pending.append(SaveOutcome("/x"))
+    monkeypatch.setattr(SaveOutcome, "wait_over", interrupted)
     saves._at_exit()
     waits, ends = caplog.messages
     assert waits.startswith("this process waits for 1 saves under way")

@@ -9,7 +9,7 @@ import numpy as np
 
 import reknit
 from reknit.engine.display import logged, some
-from reknit.engine.report import PendingSave
+from reknit.engine.outcome import PendingSave, SaveOutcome
 from reknit.storage.registry import register
 from reknit.testing.process_memory import ProcessMemory
 from reknit.testing.world import run_ranks
@@ -36,15 +36,16 @@ def test_a_save_and_its_report_tell_in_a_line_what_they_are(tmp_path: Path) -> N
 
 
 def test_a_save_under_way_tells_how_far_it_is() -> None:
-    pending = PendingSave("/x", 3, promote_to="/y")
+    outcome = SaveOutcome("/x", 3, promote_to="/y")
+    pending = PendingSave(outcome)
     assert repr(pending) == "<PendingSave path: /x, step: 3, now: staging, promoted to: /y (not yet)>"
-    pending.note_staged()
+    outcome.note_staged()
     assert "now: staged, being written" in repr(pending)
-    pending.end(reknit.CommitError("a hole", rank=1, remedy="mend it"))
+    outcome.end(reknit.CommitError("a hole", rank=1, remedy="mend it"))
     assert "now: failed: CommitError: a hole [rank 1], promoted to: /y (failed)" in repr(pending)
-    skipped = PendingSave("/x")
+    skipped = SaveOutcome("/x")
     skipped.end(reknit.SkippedError("busy"))
-    assert repr(skipped) == "<PendingSave path: /x, now: skipped>"
+    assert repr(PendingSave(skipped)) == "<PendingSave path: /x, now: skipped>"
 
 
 def test_a_load_report_counts_names_and_shows_the_first(tmp_path: Path) -> None:

@@ -16,6 +16,7 @@ import reknit
 from reknit import api, ranks
 from reknit.engine.background.warm_up import Rehearsal
 from reknit.engine.memory.arena_pool import Arenas
+from reknit.engine.outcome import SaveOutcome
 from reknit.processes.shared_memory import SharedMemory
 from reknit.storage.registry import register
 from reknit.testing.process_memory import ProcessMemory
@@ -400,7 +401,7 @@ def test_what_fails_after_an_interrupted_wait_is_not_raised_by_the_next_save(
         raise reknit.CommError("too late")
 
     with monkeypatch.context() as patched:
-        patched.setattr(reknit.PendingSave, "wait", interrupted)
+        patched.setattr(SaveOutcome, "wait", interrupted)
         patched.setattr(Rehearsal, "_when_ready", late)
         with pytest.raises(KeyboardInterrupt):
             reknit.prepare("process://prepared", state_of(0))

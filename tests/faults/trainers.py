@@ -161,7 +161,7 @@ class Trainer:
         except reknit.ReknitError as error:
             self.say("unpromoted", step, type(error).__name__, error.rank)
         assert self.untouched(step)
-        well = pending.promotion.error is None
+        well = pending.promotion_error is None
         return all([self.agree(well, on=rank) for rank in range(self.size)])
 
     def untouched(self, step: int) -> bool:

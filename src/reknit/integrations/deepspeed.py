@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from collections.abc import Mapping
     from os import PathLike
 
-    from reknit.engine.report import PendingSave
+    from reknit.engine.outcome import PendingSave
     from reknit.options import LoadOptions, SaveOptions
 
 _OWN = ("model", "optimizer", "lr_scheduler", "engine", "client_state")

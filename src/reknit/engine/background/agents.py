@@ -18,7 +18,7 @@ from reknit.format import paths
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from reknit.engine.report import PendingSave
+    from reknit.engine.outcome import SaveOutcome
     from reknit.engine.saving.copies import Chosen
     from reknit.engine.saving.file_layout import Outline
     from reknit.errors import ReknitError
@@ -93,7 +93,7 @@ class Agents:
             raise
         return cls(links[0], group.size, place)
 
-    def handover(self, number: int, pending: PendingSave) -> TrainerSave:
+    def handover(self, number: int, pending: SaveOutcome) -> TrainerSave:
         """Take up a save; every rank does so with every number from `first` on, whatever becomes of it."""
         handover = TrainerSave(number, paths.numbered_write_id(self._seed, number), pending, self.link)
         self._handovers[number] = handover, None

@@ -14,7 +14,7 @@ from reknit.engine.background.side_group import side_group
 from reknit.engine.background.stage_for_agent import rehearse, send_off
 from reknit.engine.memory.arena_pool import Arenas
 from reknit.engine.memory.workers import start
-from reknit.engine.report import PendingSave
+from reknit.engine.outcome import SaveOutcome
 from reknit.errors import AgentError, DeadlineError, ShortageError, shortage
 from reknit.exits import AtExit
 from reknit.monitor.phase import Deadline
@@ -61,7 +61,7 @@ class Background:
         self._waiting: set[int] = set()
         self._given_up: list[int] = []
         self._arenas: Arenas | None = None
-        self._pending: list[PendingSave] = []
+        self._pending: list[SaveOutcome] = []
         self._lock = threading.Condition()
         self._saving = threading.Lock()
 
@@ -72,12 +72,12 @@ class Background:
         if arenas is not None:
             arenas.forget()
 
-    def save(self, group: Group, make: Callable[[], SendOff], url: str, options: SaveOptions) -> PendingSave:
+    def save(self, group: Group, make: Callable[[], SendOff], url: str, options: SaveOptions) -> SaveOutcome:
         """Stage what `make` gives, and leave the rest to the agent.
 
-        What goes wrong is told by the `PendingSave`, on every rank; only what is no `Exception` is raised.
+        What goes wrong is told by the `SaveOutcome`, on every rank; only what is no `Exception` is raised.
         """
-        pending = PendingSave(url, promote_to=options.promote_to)
+        pending = SaveOutcome(url, promote_to=options.promote_to)
         with self._saving:
             self._carry_out(send_off, pending, group, make, options)
         return pending
@@ -87,7 +87,7 @@ class Background:
 
         What goes wrong on one rank is raised on all.
         """
-        pending = PendingSave(url, logged=False)
+        pending = SaveOutcome(url, logged=False)
         pending.asked = True  # raised here, and by no later save
         with self._saving:
             self._carry_out(rehearse, pending, group, make, options)
@@ -96,7 +96,7 @@ class Background:
     def _carry_out(
         self,
         story: Story,
-        pending: PendingSave,
+        pending: SaveOutcome,
         group: Group,
         make: Callable[[], SendOff],
         options: SaveOptions,
@@ -144,20 +144,21 @@ class Background:
             if pending.place is not None and pending.place[0] == url and pending.place[1] is not but:
                 pending.wait_over(timeout_s)
 
-    def surface(self, but: PendingSave) -> None:
+    def surface(self, but: SaveOutcome) -> None:
         """Raise the error of a save, `but` excepted, or of a promotion, that nobody has asked for."""
         with self._lock:
             failed = [pending for pending in self._pending if _unasked(pending) and pending is not but]
         for pending in failed:
             pending.result()
-            pending.promoted()
+            if pending.promotion is not None:
+                pending.promotion.result()
 
-    def under_way(self) -> list[PendingSave]:
+    def under_way(self) -> list[SaveOutcome]:
         """Return the saves that have not ended."""
         with self._lock:
             return [pending for pending in self._pending if not pending.done()]
 
-    def _unfinished(self) -> list[PendingSave]:
+    def _unfinished(self) -> list[SaveOutcome]:
         """Return the saves of which not even the promotion has ended."""
         with self._lock:
             return [pending for pending in self._pending if not pending.over()]
@@ -280,7 +281,7 @@ class Background:
         for number in self._given_up:
             if number >= crew.first:
                 error = AgentError("this rank gave the save up when agents were lost", rank=crew.link.rank)
-                ended = PendingSave("")
+                ended = SaveOutcome("")
                 ended.end(error)  # and told already
                 crew.handover(number, ended).abandon(error, self._options.timeout_s)
         self._given_up.clear()
@@ -301,7 +302,7 @@ class Background:
             self._form_anew(crew)  # lost already, before anybody listened
 
 
-def _unasked(pending: PendingSave) -> bool:
+def _unasked(pending: SaveOutcome) -> bool:
     """Tell whether a save failed and nobody has been told."""
     if pending.error is not None:
         return not pending.asked and not pending.skipped

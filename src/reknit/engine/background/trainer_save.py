@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
     from reknit.engine.background.agent_link import AgentLink
     from reknit.engine.memory.arena_pool import Arenas, Lease
-    from reknit.engine.report import PendingSave
+    from reknit.engine.outcome import SaveOutcome
     from reknit.monitor.phase import Recorder
 
 logger = logging.getLogger("reknit")
@@ -30,7 +30,7 @@ class TrainerSave:
     or by the one that stages lazily.
     """
 
-    def __init__(self, number: int, write_id: str, pending: PendingSave, link: AgentLink) -> None:
+    def __init__(self, number: int, write_id: str, pending: SaveOutcome, link: AgentLink) -> None:
         self.number = number
         self.write_id = write_id
         self.pending = pending
@@ -173,7 +173,9 @@ class TrainerSave:
         error = from_wire(message.error)
         promotion.end(error)
         if self.link.rank in (0, error.rank):
-            logger.error("promotion of %s to %s failed: %s", self.pending.path, promotion.path, error)
+            logger.error(
+                "promotion of %s to %s failed: %s", self.pending.path, self.pending.promote_to, error
+            )
 
     def _end(self, outcome: SaveReport | BaseException) -> None:
         """End the save, and write once to the log what nobody may ask for."""

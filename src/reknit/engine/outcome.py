@@ -1,0 +1,233 @@
+"""What becomes of a save: the handle that users hold, and the side that the engine writes to."""
+
+from __future__ import annotations
+
+import os
+import threading
+from typing import TYPE_CHECKING, Generic, TypeVar
+
+from reknit.engine.display import Shown, logged, ranks
+from reknit.engine.report import PromotionReport, SaveReport
+from reknit.errors import DeadlineError, SkippedError, UsageError
+from reknit.monitor.phase import Deadline
+from reknit.monitor.progress_text import amount
+
+if TYPE_CHECKING:
+    from os import PathLike
+
+    from reknit.monitor.phase import PhaseRecord
+
+_Report = TypeVar("_Report", SaveReport, PromotionReport)
+
+
+class Awaited(Generic[_Report]):
+    """A report or an error, set once by the engine and waited for by anyone."""
+
+    def __init__(self, what: str) -> None:
+        self._what = what
+        self.asked = False
+        """Whether somebody asked for the outcome; if not, the next save raises a failure."""
+        self.report: _Report | None = None
+        self.error: BaseException | None = None
+        self._ended = threading.Event()
+        self._ending = threading.Lock()
+
+    def end(self, outcome: _Report | BaseException) -> bool:
+        """Set the outcome, and tell whether there was none before."""
+        with self._ending:
+            if self._ended.is_set():
+                return False
+            if isinstance(outcome, BaseException):
+                self.error = outcome
+            else:
+                self.report = outcome
+            self._ended.set()
+            return True
+
+    def done(self) -> bool:
+        """Tell whether there is an outcome, good or bad."""
+        return self._ended.is_set()
+
+    def wait(self, timeout: float | None = None) -> None:
+        """Wait for the outcome.  Raises `DeadlineError` after `timeout` seconds."""
+        if not self._ended.wait(timeout):
+            raise DeadlineError(f"the {self._what} has not ended within {timeout:g} s")
+
+    def result(self, timeout: float | None = None) -> _Report:
+        """Return the report or raise the error.  Raises `DeadlineError` after `timeout` seconds."""
+        self.wait(timeout)
+        self.asked = True
+        if self.error is not None:
+            raise self.error
+        assert self.report is not None
+        return self.report
+
+
+class SaveOutcome(Awaited[SaveReport]):
+    """The engine's side of a save: what is known of it, and where its outcome is set."""
+
+    def __init__(
+        self,
+        path: str,
+        step: int | None = None,
+        *,
+        logged: bool = True,
+        promote_to: str | PathLike[str] | None = None,
+    ) -> None:
+        super().__init__(f"save to {path}")
+        self.path = path
+        self.step = step
+        self.logged = logged
+        """Whether a failure is also logged, because nobody may ask for it."""
+        self.place: tuple[str, object] | None = None
+        """URL and writer: saves of one writer to one URL keep their order."""
+        self.ranks = 1
+        """How many ranks save together."""
+        self.promotion: Awaited[PromotionReport] | None = None
+        self.promote_to = None if promote_to is None else os.fspath(promote_to)
+        if self.promote_to is not None:
+            self.promotion = Awaited(f"promotion to {self.promote_to}")
+        self._staged = threading.Event()
+
+    def note_staged(self) -> None:
+        """Let `wait_staged` return: nothing more is copied from the state."""
+        self._staged.set()
+
+    def is_staged(self) -> bool:
+        """Tell whether the state may be changed again."""
+        return self._staged.is_set()
+
+    def wait_staged(self, timeout: float | None = None) -> None:
+        """Wait until the state may be changed again.  Raises `DeadlineError` after `timeout` seconds."""
+        if not self._staged.wait(timeout):
+            raise DeadlineError(f"the state was not staged within {timeout:g} s")
+
+    def end(self, outcome: SaveReport | BaseException) -> bool:
+        """Set the outcome, and tell whether there was none before; a save that failed is never promoted."""
+        first = super().end(outcome)
+        if first and self.error is not None and self.promotion is not None:
+            self.promotion.end(self.error)
+        self._staged.set()
+        return first
+
+    def over(self) -> bool:
+        """Tell whether the save has ended, and its promotion, if it has one."""
+        return self.done() and (self.promotion is None or self.promotion.done())
+
+    def wait_over(self, timeout: float | None = None) -> None:
+        """Wait until the save and its promotion have ended.  Raises `DeadlineError` after `timeout` s."""
+        deadline = None if timeout is None else Deadline(timeout)
+        self.wait(timeout)
+        if self.promotion is not None:
+            self.promotion.wait(None if deadline is None else deadline.remaining())
+
+    @property
+    def skipped(self) -> bool:
+        """Whether the save was skipped, as `SaveOptions.when_busy` asks for."""
+        return isinstance(self.error, SkippedError)
+
+    def told(self, seconds: float) -> str:
+        """Return the line that the log has of this save, which went well and took so long."""
+        assert self.report is not None
+        by = f"by {ranks(self.ranks)}"
+        return logged("saved", self.report.path, self.report.step, self.report.total_nbytes, by, seconds)
+
+
+class PendingSave(Shown):
+    """A save that is under way or has ended, as `reknit.save` returns it."""
+
+    def __init__(self, outcome: SaveOutcome) -> None:
+        """Use `reknit.save`."""
+        self._outcome = outcome
+
+    @property
+    def path(self) -> str:
+        """Where the checkpoint is saved."""
+        return self._outcome.path
+
+    @property
+    def step(self) -> int | None:
+        """The training step that the caller gave."""
+        return self._outcome.step
+
+    def staged(self, timeout: float | None = None) -> None:
+        """Wait until the state may be changed again, also because the save has failed.
+
+        Raises `DeadlineError` after `timeout` seconds.
+        """
+        self._outcome.wait_staged(timeout)
+
+    def wait(self, timeout: float | None = None) -> None:
+        """Wait until the save has ended, well or not.  Raises `DeadlineError` after `timeout` seconds."""
+        self._outcome.wait(timeout)
+
+    def done(self) -> bool:
+        """Tell whether the save has ended, well or not."""
+        return self._outcome.done()
+
+    def result(self, timeout: float | None = None) -> SaveReport:
+        """Return the report once the checkpoint is committed, or raise what made the save fail.
+
+        Raises `DeadlineError` if it has not ended after `timeout` seconds; the save itself goes on.
+        """
+        return self._outcome.result(timeout)
+
+    def wait_promoted(self, timeout: float | None = None) -> None:
+        """Wait until the save and its promotion, if it has one, have ended, well or not.
+
+        Raises `DeadlineError` after `timeout` seconds.
+        """
+        self._outcome.wait_over(timeout)
+
+    def promotion_done(self) -> bool:
+        """Tell whether the save and its promotion, if it has one, have ended, well or not."""
+        return self._outcome.over()
+
+    def promoted(self, timeout: float | None = None) -> PromotionReport:
+        """Return the report once the checkpoint is at `SaveOptions.promote_to` too, or raise what went wrong.
+
+        Raises `DeadlineError` if that has not ended after `timeout` seconds; it goes on.
+        """
+        outcome = self._outcome
+        if outcome.promotion is None:
+            raise UsageError(f"the save to {self.path} was not asked to promote the checkpoint")
+        outcome.promotion.wait(timeout)
+        if outcome.error is not None:
+            outcome.asked = True  # what is raised now is the failure of the save
+        return outcome.promotion.result()
+
+    @property
+    def error(self) -> BaseException | None:
+        """What made the save fail, None while it is under way and when it ended well."""
+        return self._outcome.error
+
+    @property
+    def promotion_error(self) -> BaseException | None:
+        """What made the promotion fail, None while it is under way, when it ended well, and without one."""
+        return None if self._outcome.promotion is None else self._outcome.promotion.error
+
+    @property
+    def skipped(self) -> bool:
+        """Whether the save was skipped, as `SaveOptions.when_busy` asks for."""
+        return self._outcome.skipped
+
+    @property
+    def phases(self) -> tuple[PhaseRecord, ...]:
+        """The phases of this rank, once the save has ended well."""
+        return () if self._outcome.report is None else self._outcome.report.phases
+
+    def _facts(self) -> dict[str, object]:
+        outcome, now, promoted = self._outcome, "staging", None
+        if outcome.skipped:
+            now = "skipped"
+        elif outcome.error is not None:
+            why = str(outcome.error).partition("\n")[0]
+            now = f"failed: {type(outcome.error).__name__}: {why}"
+        elif outcome.report is not None:
+            now = f"committed, {amount(outcome.report.total_nbytes)}"
+        elif outcome.is_staged():
+            now = "staged, being written"
+        if (promotion := outcome.promotion) is not None:
+            ended = "failed" if promotion.error else "done" if promotion.done() else "not yet"
+            promoted = f"{outcome.promote_to} ({ended})"
+        return {"path": self.path, "step": self.step, "now": now, "promoted to": promoted}
