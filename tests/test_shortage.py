@@ -17,7 +17,7 @@ from reknit.comm import base as comm
 from reknit.engine.background import background
 from reknit.engine.background import stage_for_agent as send_off
 from reknit.engine.background.background import Background
-from reknit.engine.sharing import shared_read as joint
+from reknit.engine.sharing import shared_read
 from reknit.errors import ShortageError, StorageError, from_wire, shortage, typed
 from reknit.format.index import file as index_file
 from reknit.format.values import blob_codec
@@ -212,7 +212,7 @@ def test_ranks_that_cannot_share_memory_read_alone(tmp_path: Path, monkeypatch: 
 
     weight = np.arange(5 << 20, dtype=np.float32)
     reknit.save(tmp_path / "step_1", {"x": weight})
-    monkeypatch.setattr(joint, "HostLink", refused)
+    monkeypatch.setattr(shared_read, "HostLink", refused)
     vars(refused)["available"] = lambda: True
 
     def load(group: Group) -> None:
@@ -227,8 +227,8 @@ def test_ranks_that_cannot_share_memory_read_alone(tmp_path: Path, monkeypatch: 
 def test_ranks_of_a_system_without_proc_are_not_taken_for_those_of_one_host(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    monkeypatch.setattr(joint, "Path", lambda _: tmp_path / "gone")
-    assert joint._host() is None
+    monkeypatch.setattr(shared_read, "Path", lambda _: tmp_path / "gone")
+    assert shared_read.host_id() is None
 
 
 def threads_after_reading() -> int:

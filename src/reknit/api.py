@@ -32,7 +32,9 @@ from reknit.engine.background.stage_for_agent import SendOff
 from reknit.engine.display import logged
 from reknit.engine.loading import load as load_story
 from reknit.engine.loading.browse import Checkpoint
+from reknit.engine.loading.job import LoadJob
 from reknit.engine.outcome import PendingSave, SaveOutcome
+from reknit.engine.report import LoadReport, VerifyReport
 from reknit.engine.saving import save as save_story
 from reknit.engine.saving.commit import Destination
 from reknit.engine.stored.newest import newest
@@ -347,7 +349,7 @@ def load(
             part = part_of(state, items)
             storage, *replicas = open_places(path, options, last)
             recorder = Recorder("load", joined.rank, None, storage.url, _sinks(options.events))
-        job = load_story.LoadJob(
+        job = LoadJob(
             lambda catalog: registry.wanted(
                 part if isinstance(state, MutableMapping) else MappingProxyType(part),
                 catalog,

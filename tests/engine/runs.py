@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 
 from reknit.comm.base import SoloGroup
-from reknit.engine.loading.load import LoadJob, load
+from reknit.engine.loading.job import LoadJob
+from reknit.engine.loading.load import load
 from reknit.engine.saving.commit import Destination
 from reknit.engine.saving.save import SaveJob, save
 from reknit.engine.stored.verify import verify

@@ -9,7 +9,7 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from reknit.engine.loading import index_part as excerpt
+from reknit.engine.loading import index_part
 from reknit.engine.loading.index_part import Reach, blocks_for, kept, rows_of, with_rows
 from reknit.engine.loading.metadata import names_only
 from reknit.types.box import Box
@@ -133,14 +133,14 @@ def test_a_rank_that_knows_fewer_items_finds_its_tensors() -> None:
 def test_what_several_requests_name_is_encoded_once(monkeypatch: pytest.MonkeyPatch) -> None:
     index = spread(64, 4)
     encoded: defaultdict[int, int] = defaultdict(int)
-    plain = excerpt._encoded
+    plain = index_part._encoded
 
     def counting(index: Index, files: Any, first: Any, tensors: NDArray[np.int64]) -> bytes:
         for number in tensors.tolist():
             encoded[number] += 1
         return plain(index, files, first, tensors)
 
-    monkeypatch.setattr(excerpt, "_encoded", counting)
+    monkeypatch.setattr(index_part, "_encoded", counting)
     rng = np.random.default_rng(5)
     requests = [np.flatnonzero(rng.random(128) < 0.3) for _ in range(9)]
     parts = blocks_for(index, numbers_of_files(index), [*requests, requests[0]])
@@ -162,7 +162,7 @@ def test_tensors_that_the_same_ranks_take_travel_together() -> None:
 def test_many_different_requests_make_no_more_blocks_than_there_is_time_for(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(excerpt, "MAX_KINDS", 5)
+    monkeypatch.setattr(index_part, "MAX_KINDS", 5)
     index = spread(40, 3)
     requests = [np.array([number]) for number in range(80)]
     parts = blocks_for(index, numbers_of_files(index), requests)
@@ -173,7 +173,7 @@ def test_many_different_requests_make_no_more_blocks_than_there_is_time_for(
 
 
 def test_rows_beyond_the_size_of_a_block_come_in_several(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(excerpt, "BLOCK_ROWS", 10)
+    monkeypatch.setattr(index_part, "BLOCK_ROWS", 10)
     index = spread(8, 7)
     ((blocks),) = blocks_for(index, numbers_of_files(index), [np.arange(16)])
     assert 8 <= len(blocks) <= 16

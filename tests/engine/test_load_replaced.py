@@ -9,7 +9,8 @@ import numpy as np
 import pytest
 
 from reknit.comm.base import SoloGroup
-from reknit.engine.loading.load import LoadJob, load
+from reknit.engine.loading.job import LoadJob
+from reknit.engine.loading.load import load
 from reknit.errors import CorruptError, ReknitError
 from reknit.format.paths import MANIFEST_PATH
 from reknit.monitor.phase import Recorder

@@ -8,11 +8,13 @@ import numpy as np
 import pytest
 
 import reknit
+from reknit.comm.base import SoloGroup
 from reknit.engine import messages
 from reknit.engine.loading.index_part import Reach
-from reknit.engine.loading.load import LoadJob, load
+from reknit.engine.loading.job import LoadJob
+from reknit.engine.loading.load import load
 from reknit.engine.loading.match import Fill
-from reknit.engine.loading.metadata import ReceivedMetadata, hand_out, read_for_all
+from reknit.engine.loading.metadata import ReceivedMetadata, RootMetadata, hand_out, read_for_all
 from reknit.engine.stored.opening import opened, read_opened
 from reknit.errors import MismatchError
 from reknit.format.manifest_file import decode_manifest
@@ -27,6 +29,8 @@ from reknit.types.wanted import Wanted
 from tests.format.samples import same_index
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from reknit.comm.base import Group
     from reknit.engine.stored.opening import OpenCheckpoint
 
@@ -138,15 +142,24 @@ def asking(*items: str) -> messages.Items:
     return messages.Items(list(items), [])
 
 
+def job_of(stored: ProcessMemory, items: Sequence[str] = (), **options: Any) -> LoadJob:
+    wanted, recorder = Wanted(tuple(items)), Recorder("load")
+    return LoadJob(lambda _: wanted, SoloGroup(), stored, tuple(items), LoadOptions(**options), recorder)
+
+
 def received(stored: ProcessMemory, answer: bytes, items: list[str]) -> ReceivedMetadata:
-    return ReceivedMetadata.of(answer, stored, items, allow_pickle=False)
+    return ReceivedMetadata.of(answer, job_of(stored, items))
+
+
+def read_all(stored: ProcessMemory, wanted: Sequence[messages.Items], **options: Any) -> RootMetadata:
+    return read_for_all(job_of(stored, **options), wanted)
 
 
 def test_an_answer_holds_just_the_names_the_files_and_the_values_of_the_items_asked_for() -> None:
     stored = save_on_ranks("answers")
     whole = opened(stored, read_opened(stored, None), None, allow_pickle=False)
     asked = [asking(), asking("model"), asking("extra", "optimizer"), asking("mine"), asking(*ITEMS)]
-    metadata = read_for_all(stored, asked)
+    metadata = read_all(stored, asked)
     for rank, answer in zip(asked[1:], metadata.answers[1:], strict=True):
         part = received(stored, answer, rank.names)
         items = set(rank.names)
@@ -168,17 +181,17 @@ def is_data(path: str, items: set[str]) -> bool:
 def test_ranks_that_ask_for_the_same_get_the_same_bytes() -> None:
     stored = save_on_ranks("same")
     asked = [asking("model", "extra"), asking("model"), asking("extra", "model"), asking("model")]
-    root, first, second, third = read_for_all(stored, [asking("extra"), *asked[:1], *asked[2:]]).answers
+    root, first, second, third = read_all(stored, [asking("extra"), *asked[:1], *asked[2:]]).answers
     assert first is second
     assert len(third) < len(second)
     assert root == b"", "it keeps what it has read"
-    (_, everything) = read_for_all(stored, [asking(), asking(*ITEMS)]).answers
+    (_, everything) = read_all(stored, [asking(), asking(*ITEMS)]).answers
     assert received(stored, everything, list(ITEMS)).checkpoint.blobs["optimizer"] == {"lr": 3}
 
 
 def test_the_root_keeps_what_some_rank_wants() -> None:
     stored = save_on_ranks("kept")
-    checkpoint = read_for_all(stored, [asking("model"), asking("extra")]).checkpoint
+    checkpoint = read_all(stored, [asking("model"), asking("extra")]).checkpoint
     assert checkpoint.items == ("model", "extra")
     assert {entry.item for entry in checkpoint.index.tensors} == {"model"}
     assert checkpoint.of_items(["extra"]).index.tensors == ()
@@ -187,9 +200,9 @@ def test_the_root_keeps_what_some_rank_wants() -> None:
 def test_an_item_that_is_not_there_is_refused_unless_every_rank_that_wants_it_can_do_without() -> None:
     stored = save_on_ranks("absent")
     with pytest.raises(MismatchError, match="has no item 'ema'"):
-        read_for_all(stored, [asking("model"), asking("ema")])
+        read_all(stored, [asking("model"), asking("ema")])
     lenient = messages.Items(["model", "ema"], ["ema"])
-    (_, answer) = read_for_all(stored, [lenient, lenient]).answers
+    (_, answer) = read_all(stored, [lenient, lenient]).answers
     part = received(stored, answer, lenient.names)
     assert part.checkpoint.catalog().tensors["ema"] == {}
 
@@ -216,7 +229,7 @@ def taking(checkpoint: OpenCheckpoint, names: set[str], boxes: int = 0) -> messa
 def test_what_a_rank_is_handed_are_the_rows_and_the_files_of_the_tensors_that_it_takes() -> None:
     stored = save_on_ranks("rows")
     items = [asking(*ITEMS), asking("model"), asking("optimizer", "model"), asking("optimizer", "model")]
-    metadata = read_for_all(stored, items)
+    metadata = read_all(stored, items)
     ranks = [
         received(stored, answer, i.names) for answer, i in zip(metadata.answers[1:], items[1:], strict=True)
     ]
@@ -242,7 +255,7 @@ def test_what_a_rank_is_handed_are_the_rows_and_the_files_of_the_tensors_that_it
 
 def test_ranks_that_check_all_files_together_have_the_same_manifest_as_the_root() -> None:
     stored = save_on_ranks("manifest")
-    metadata = read_for_all(stored, [asking("extra"), asking("model")], whole_for_all=True)
+    metadata = read_all(stored, [asking("extra"), asking("model")], verify="full")
     rank = received(stored, metadata.answers[1], ["model"])
     asked = [taking(metadata.checkpoint, set()), taking(rank.checkpoint, {"w.1", "b"})]
     answer = messages.decode(hand_out(metadata.checkpoint, asked).answers[1], messages.Answer)
@@ -252,7 +265,7 @@ def test_ranks_that_check_all_files_together_have_the_same_manifest_as_the_root(
 
 def test_ranks_that_want_the_same_boxes_are_told_of_each_other() -> None:
     stored = save_on_ranks("alike")
-    metadata = read_for_all(stored, [asking("model")] * 5)
+    metadata = read_all(stored, [asking("model")] * 5)
     checkpoint = metadata.checkpoint
     asked = [taking(checkpoint, {"b"}, 7), taking(checkpoint, {"b"}, 8), taking(checkpoint, {"w.1"}, 7)]
     for answer in hand_out(checkpoint, [*asked, asked[1], asked[0]]).answers:
@@ -262,7 +275,7 @@ def test_ranks_that_want_the_same_boxes_are_told_of_each_other() -> None:
 
 def test_names_that_no_rank_takes_are_left_unless_a_rank_has_a_use_for_them() -> None:
     stored = save_on_ranks("left")
-    checkpoint = read_for_all(stored, [asking("model", "extra")]).checkpoint
+    checkpoint = read_all(stored, [asking("model", "extra")]).checkpoint
     first, second = taking(checkpoint, {"w.0", "b"}), taking(checkpoint, {"w.1"})
     second.refused.append(("model", "w.3"))
     left = hand_out(checkpoint, [first, second]).left
@@ -273,7 +286,7 @@ def test_names_that_no_rank_takes_are_left_unless_a_rank_has_a_use_for_them() ->
 
 def test_only_of_tensors_that_some_rank_takes_must_the_index_be_whole() -> None:
     stored = save_on_ranks("holes")
-    checkpoint = read_for_all(stored, [asking("model")]).checkpoint
+    checkpoint = read_all(stored, [asking("model")]).checkpoint
     row = int(checkpoint.index.first[checkpoint.index.ids["model", "w.2"]])
     checkpoint.index.lengths[row, 0] -= 1
     assert hand_out(checkpoint, [taking(checkpoint, {"b"})]).damaged == []

@@ -123,8 +123,8 @@ def reader_of(
         **more.pop("options", {}),
     }
     options = LoadOptions(**chosen)
-    plan, tensors = plan_of(checkpoint, wanted, cut), [t for t, _ in wanted]
-    return RangeReader(checkpoint, plan, targets, tensors, more.pop("cast", frozenset()), options, **more)
+    boxes = [(tensor, box, target) for (tensor, box), target in zip(wanted, targets, strict=True)]
+    return RangeReader(checkpoint, boxes, options, cut=cut, **more)
 
 
 def equal(got: NDArray[Any], wanted: NDArray[Any]) -> bool:
@@ -187,7 +187,7 @@ def test_bytes_that_others_have_read_are_delivered_like_those_read_here(
         reader.fetch(path, low, data)
         reader.deliver(number, low, data)
     for job in reader.jobs([]):
-        job(Arena(cut.nbytes))
+        reader.read(job, Arena(cut.nbytes))
     for (t, box), target in zip(case.wanted, targets, strict=True):
         assert equal(target, part(sources[t], box))
 

@@ -152,7 +152,7 @@ def test_after_an_error_nothing_more_is_delivered(cut: Granularity) -> None:
     assert caught.value.phase == "read"
     for job in reader.jobs(range(len(reader.plan.read_file))):
         with pytest.raises(DeadlineError):
-            job(Arena(1 << 20))
+            reader.read(job, Arena(1 << 20))
     assert not target.any()
 
 

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from reknit.comm.base import SoloGroup
-from reknit.engine.sharing import shared_read as joint
+from reknit.engine.sharing import shared_read
 from reknit.engine.sharing.shared_read import SharedRead
 from reknit.options import LoadOptions
 from reknit.planner.load import Granularity
@@ -21,7 +21,7 @@ BLOCK = 64
 def test_how_fast_a_store_is_shows_in_a_large_read_however_many_small_ones_there_are(
     seed: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(joint, "WORTH_NBYTES", 1)
+    monkeypatch.setattr(shared_read, "WORTH_NBYTES", 1)
     arrays = {f"small{k}": np.zeros(100, np.uint8) for k in range(30)} | {"large": np.zeros(1000, np.uint8)}
     chunks = [[Box.whole(array.shape)] for array in arrays.values()]
     storage = fresh("rate")

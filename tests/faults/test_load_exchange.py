@@ -22,7 +22,7 @@ import pytest
 import torch.distributed as dist
 
 import reknit
-from reknit.engine.sharing import shared_read as joint
+from reknit.engine.sharing import share_out
 from reknit.engine.sharing.host_link import HostLink
 from reknit.format.checksum import block_digests
 from reknit.format.manifest_file import decode_manifest, encode_manifest
@@ -89,7 +89,7 @@ def become(hosts: str, stall: Callable[[], object] = os.getpid) -> int:
     """Go to this rank's host, let its store fail as `PLAN` says, and return the rank."""
     rank = dist.get_rank()
     os.environ["REKNIT_HOST"] = hosts[rank]
-    vars(joint)["BUCKET_NBYTES"] = 2 * BLOCK
+    vars(share_out)["BUCKET_NBYTES"] = 2 * BLOCK
 
     def factory(url: str, durability: Any) -> Cells:
         inner = LocalStorage(url.removeprefix("cells://"), durability=durability)

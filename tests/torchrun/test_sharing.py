@@ -18,7 +18,7 @@ from torch.distributed.tensor import zeros as dtensor_zeros
 from torch.nn.parallel import DistributedDataParallel
 
 import reknit
-from reknit.engine.sharing import shared_read as joint
+from reknit.engine.sharing import share_out
 from reknit.storage.base import Reading
 from reknit.storage.local.store import LocalStorage
 from reknit.storage.registry import register
@@ -70,7 +70,7 @@ def become(hosts: str, *, bucket_nbytes: int = 32 * MIB) -> int:
     """Go to this rank's host, count what it reads from ``counted://``, and return the rank."""
     rank = dist.get_rank()
     os.environ["REKNIT_HOST"] = hosts[rank]
-    vars(joint)["BUCKET_NBYTES"] = bucket_nbytes
+    vars(share_out)["BUCKET_NBYTES"] = bucket_nbytes
     register("counted", lambda url, durability: Counted(LocalStorage(url.removeprefix("counted://"))))
     return rank
 

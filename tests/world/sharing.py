@@ -11,8 +11,9 @@ from unittest import mock
 
 import numpy as np
 
-from reknit.engine.loading.load import LoadJob, load
-from reknit.engine.sharing import shared_read as joint
+from reknit.engine.loading.job import LoadJob
+from reknit.engine.loading.load import load
+from reknit.engine.sharing import share_out, shared_read
 from reknit.format.checksum import block_digests
 from reknit.format.manifest_file import decode_manifest, encode_manifest
 from reknit.format.paths import MANIFEST_PATH
@@ -179,8 +180,8 @@ class World:
             return load(job)
 
         with ExitStack() as last:
-            last.enter_context(mock.patch.object(joint, "host_name", self._host))
-            last.enter_context(mock.patch.object(joint, "BUCKET_NBYTES", self._bucket_nbytes))
+            last.enter_context(mock.patch.object(shared_read, "host_name", self._host))
+            last.enter_context(mock.patch.object(share_out, "BUCKET_NBYTES", self._bucket_nbytes))
             return run_ranks(len(self.hosts), rank)
 
     def _host(self) -> str:

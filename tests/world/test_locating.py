@@ -8,8 +8,9 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import pytest
 
-from reknit.engine.loading import load as load_story
-from reknit.engine.loading.load import LoadJob, load
+from reknit.engine.loading import read
+from reknit.engine.loading.job import LoadJob
+from reknit.engine.loading.load import load
 from reknit.errors import CorruptError, ReknitError
 from reknit.monitor.phase import Recorder
 from reknit.options import LoadOptions
@@ -91,7 +92,7 @@ def test_a_rank_that_wants_its_shards_holds_just_their_rows_and_files(
         held.append(index)
         return plan_load(index, *rest)
 
-    monkeypatch.setattr(load_story, "plan_load", planning)
+    monkeypatch.setattr(read, "plan_load", planning)
     _, targets, errors = load_all(saved("locating-held"), SHARDED)
     assert errors == [None] * SIZE
     for shards in targets:

@@ -9,7 +9,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from msgspec import structs
 
-from reknit.engine.loading.load import LoadJob, load
+from reknit.engine.loading.job import LoadJob
+from reknit.engine.loading.load import load
 from reknit.engine.saving.commit import Destination
 from reknit.engine.saving.copies import SAMPLE_NBYTES
 from reknit.engine.saving.save import SaveJob, save

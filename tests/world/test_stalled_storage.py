@@ -8,8 +8,9 @@ from typing import TYPE_CHECKING
 import numpy as np
 import pytest
 
-from reknit.engine.loading.load import LoadJob, load
-from reknit.engine.sharing import shared_read as joint
+from reknit.engine.loading.job import LoadJob
+from reknit.engine.loading.load import load
+from reknit.engine.sharing import shared_read
 from reknit.errors import CommError, DeadlineError
 from reknit.monitor.phase import Recorder
 from reknit.options import LoadOptions
@@ -52,7 +53,7 @@ def test_storage_that_hangs_before_anything_has_changed_is_the_same_error_on_all
     released: threading.Event,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(joint, "WORTH_NBYTES", 1)
+    monkeypatch.setattr(shared_read, "WORTH_NBYTES", 1)
     ProcessMemory.clear("stalled")
     model = Model(5, 3)
     layout = model.spread(7, SIZE)

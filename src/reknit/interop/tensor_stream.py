@@ -8,12 +8,11 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
-from reknit.engine.loading.read import RangeReader, granularity
+from reknit.engine.loading.read import RangeReader
 from reknit.engine.stored.opening import opened, read_opened
 from reknit.errors import CorruptError
 from reknit.monitor.phase import Recorder
 from reknit.options import MIB, LoadOptions
-from reknit.planner.load import plan_load
 from reknit.storage.registry import open_storage
 from reknit.types.box import Box, flat_range_boxes
 from reknit.types.dtype import numpy_dtype
@@ -68,31 +67,27 @@ def stream(
     Where the pieces end depends on the specs only.  Raises `CorruptError`, `StorageError`.
     """
     recorder = Recorder("read", path=checkpoint.storage.url)
-    sizes = _file_sizes(checkpoint)
+    _require_files(checkpoint)
     specs = [checkpoint.index.tensors[number].spec for number in numbers]
-    cut = granularity(options, checkpoint.manifest.block_nbytes, checkpoint.storage.reading)
     for batch in _batches(numbers, specs, nbytes):
         dtypes = [numpy_dtype(checkpoint.index.tensors[number].spec.dtype) for number, _ in batch]
         arrays = [np.empty(box.lengths, dtype) for (_, box), dtype in zip(batch, dtypes, strict=True)]
-        plan = plan_load(checkpoint.index, batch, sizes, cut)
-        RangeReader(checkpoint, plan, arrays, [number for number, _ in batch], frozenset(), options).run(
-            recorder
-        )
+        fills = [(number, box, array) for (number, box), array in zip(batch, arrays, strict=True)]
+        RangeReader(checkpoint, fills, options).run(recorder)
         for (number, _), array in zip(batch, arrays, strict=True):
             yield StreamPiece(number, array.reshape(-1))
         # The next batch must not be allocated while this one is still held.
-        del arrays, array
+        del arrays, array, fills
 
 
-def _file_sizes(checkpoint: OpenCheckpoint) -> list[int]:
-    """Return the size of every data file that the index names."""
+def _require_files(checkpoint: OpenCheckpoint) -> None:
+    """Raise `CorruptError` where the index names a data file that the manifest does not have."""
     if lost := [path for path in checkpoint.index.files if path not in checkpoint.files]:
         raise CorruptError(
             f"the index names {lost[0]}, which is not in the manifest",
             path=checkpoint.storage.url,
             remedy="the checkpoint is damaged: load another one",
         )
-    return [checkpoint.files[path].nbytes for path in checkpoint.index.files]
 
 
 def _batches(

@@ -9,14 +9,13 @@ from types import EllipsisType
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 from reknit.engine.display import Shown
-from reknit.engine.loading.read import RangeReader, granularity
+from reknit.engine.loading.read import RangeReader
 from reknit.engine.memory.workers import within
 from reknit.engine.stored.file_checks import check_size
 from reknit.engine.stored.opening import OpenCheckpoint, opened, read_opened
 from reknit.engine.stored.renaming import Naming
 from reknit.errors import MismatchError, UsageError
 from reknit.monitor.progress_text import amount
-from reknit.planner.load import plan_load
 from reknit.types.box import Box
 from reknit.types.shard import full_name
 from reknit.types.wanted import matches
@@ -237,16 +236,11 @@ class Checkpoint(Shown):
 
     def _fill(self, fills: Sequence[tuple[int, Box, Any]]) -> None:
         """Read boxes of tensors, given by number, into their memory."""
-        index, storage = self._open.index, self._open.storage
-        cut = granularity(self._options, self.manifest.block_nbytes, storage.reading)
-        sizes = [self._open.files[path].nbytes for path in index.files]
-        plan = plan_load(index, [(number, box) for number, box, _ in fills], sizes, cut)
-        for file in plan.files:
-            check_size(storage, self._open.files[index.files[file]], self._replicas)
-        targets, numbers = [memory for _, _, memory in fills], [number for number, _, _ in fills]
-        RangeReader(
-            self._open, plan, targets, numbers, frozenset(), self._options, replicas=self._replicas
-        ).run(self._recorder, self._options.timeout_s)
+        reader = RangeReader(self._open, fills, self._options, replicas=self._replicas)
+        for file in reader.plan.files:
+            path = self._open.index.files[file]
+            check_size(self._open.storage, self._open.files[path], self._replicas)
+        reader.run(self._recorder, self._options.timeout_s)
 
 
 def _no_items(absent: Sequence[str], items: Sequence[str], url: str) -> MismatchError:

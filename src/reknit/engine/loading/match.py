@@ -1,4 +1,4 @@
-"""Does a checkpoint fit a target?  What is wanted matched with what was saved, and all that does not fit."""
+"""Does a checkpoint fit a target?  Match what is wanted with what was saved, and list what does not fit."""
 
 from __future__ import annotations
 
@@ -132,26 +132,26 @@ def uncovered(index: Index, wanted: Container[int]) -> list[str]:
 
 
 def require_fit(
-    wishes: Sequence[LoadRequest],
+    requests: Sequence[LoadRequest],
     unexpected: Sequence[str],
     options: LoadOptions,
     url: str,
     damaged: Sequence[str] = (),
 ) -> None:
-    """Raise one error that lists whatever stands against a load on any rank, if anything does.
+    """Raise one error that lists all that does not fit on any rank, if anything does not.
 
-    `damaged` is what the root found.  It is a `CorruptError` if files are damaged, which no load puts up
-    with, otherwise a `MismatchError`.
+    `damaged` is what the root found.  Damaged files make it a `CorruptError`, which no option permits;
+    otherwise it is a `MismatchError`.
     """
-    everyone = {wish.rank for wish in wishes}
+    everyone = {request.rank for request in requests}
     told: dict[str, set[int]] = {f"damaged: {what}": everyone for what in damaged}
-    for wish in wishes:
-        lines = [f"damaged: {what}" for what in wish.damaged]
-        lines += [f"missing: {name}: {why}" for name, why in wish.missing]
-        lines += [f"mismatched: {name}: {why}" for name, why in wish.mismatched]
+    for request in requests:
+        lines = [f"damaged: {what}" for what in request.damaged]
+        lines += [f"missing: {name}: {why}" for name, why in request.missing]
+        lines += [f"mismatched: {name}: {why}" for name, why in request.mismatched]
         for line in lines:
-            told.setdefault(line, set()).add(wish.rank)
-    problems = [f"{line}{_on(ranks, len(wishes))}" for line, ranks in told.items()]
+            told.setdefault(line, set()).add(request.rank)
+    problems = [f"{line}{_on(ranks, len(requests))}" for line, ranks in told.items()]
     problems.sort(key=lambda line: not line.startswith("damaged: "))
     problems += [
         f"unexpected: {name}: saved, but no rank wants it"
@@ -161,10 +161,10 @@ def require_fit(
     problems += [
         f"only: the pattern {pattern!r} matches nothing in the target of any rank"
         for pattern in options.only
-        if all(pattern in wish.idle for wish in wishes) and not matches(pattern, options.lenient)
+        if all(pattern in request.idle for request in requests) and not matches(pattern, options.lenient)
     ]
     if problems:
-        raise _refusal(problems, url, damaged=bool(damaged) or any(wish.damaged for wish in wishes))
+        raise _refusal(problems, url, damaged=bool(damaged) or any(request.damaged for request in requests))
 
 
 def _refusal(problems: Sequence[str], url: str, *, damaged: bool) -> ReknitError:

@@ -9,9 +9,10 @@ from typing import TYPE_CHECKING, NamedTuple
 import numpy as np
 
 from reknit.engine import messages
-from reknit.engine.loading import index_part as excerpt
+from reknit.engine.loading import index_part
 from reknit.engine.loading.match import uncovered
 from reknit.engine.stored.opening import Contents, opened, read_opened
+from reknit.engine.stored.renaming import Naming
 from reknit.errors import MismatchError
 from reknit.format.checksum import num_blocks
 from reknit.format.manifest_file import decode_manifest, encode_manifest
@@ -23,16 +24,15 @@ if TYPE_CHECKING:
     from collections.abc import Set as AbstractSet
 
     from reknit.engine.loading.index_part import Reach
+    from reknit.engine.loading.job import LoadJob
     from reknit.engine.stored.opening import OpenCheckpoint
-    from reknit.engine.stored.renaming import Naming
-    from reknit.storage.base import Storage
     from reknit.types.manifest import Manifest
 
 
-class Metadata(NamedTuple):
-    """On the root: all that some rank wants, and the answer to each rank.
+class RootMetadata(NamedTuple):
+    """On the root: the items that any rank loads, and the answer to each rank.
 
-    Ranks that asked for the same items have one answer in common, the same object: it is sent once.
+    The answer to ranks that asked for the same items is one object, which is sent once.
     """
 
     checkpoint: OpenCheckpoint
@@ -40,72 +40,53 @@ class Metadata(NamedTuple):
 
     def with_rows(self, checkpoint: OpenCheckpoint, reach: Reach, _: messages.Answer) -> OpenCheckpoint:
         """Return the root's own part of the checkpoint, with the rows of its index that it needs."""
-        return replace(checkpoint, index=excerpt.kept(checkpoint.index, reach))
+        return replace(checkpoint, index=index_part.kept(checkpoint.index, reach))
 
 
 @dataclass(frozen=True, slots=True)
 class ReceivedMetadata:
-    """On another rank: the same, of the items that it asked for, but without rows."""
+    """On another rank: the items that it asked for, without the rows of the index."""
 
     checkpoint: OpenCheckpoint
     files: messages.Files
 
     @classmethod
-    def of(
-        cls,
-        data: bytes,
-        storage: Storage,
-        items: Sequence[str],
-        *,
-        allow_pickle: bool,
-        naming: Naming | None = None,
-        replicas: Sequence[Storage] = (),
-    ) -> ReceivedMetadata:
-        """Decode the root's answer, and offer `items` of it."""
+    def of(cls, data: bytes, job: LoadJob) -> ReceivedMetadata:
+        """Decode the root's answer."""
         message = messages.decode(data, messages.ItemContents)
         tensors = [TensorEntry(i, fqn, TensorSpec(shape, dtype)) for i, fqn, dtype, shape in message.tensors]
         contents = Contents(
             decode_manifest(message.manifest), names_only(tensors), message.blobs, message.own
         )
-        checkpoint = opened(
-            storage, contents, items, allow_pickle=allow_pickle, naming=naming, replicas=replicas
-        )
-        return cls(checkpoint, message.files)
+        return cls(_opened(job, contents, job.items), message.files)
 
     def with_rows(self, checkpoint: OpenCheckpoint, reach: Reach, answer: messages.Answer) -> OpenCheckpoint:
         """Return a part of the checkpoint with the rows that it needs, and the files in which these lie."""
-        rows = excerpt.rows_of(checkpoint.index, answer.blocks, reach)
+        rows = index_part.rows_of(checkpoint.index, answer.blocks, reach)
         manifest = checkpoint.manifest
         entries = _entries(self.files, set(np.unique(rows.file).tolist()), manifest.block_nbytes)
-        index = excerpt.with_rows(checkpoint.index, rows, {n: file.path for n, file in entries.items()})
+        index = index_part.with_rows(checkpoint.index, rows, {n: file.path for n, file in entries.items()})
         new = [file for file in entries.values() if file.path not in checkpoint.files]
         return replace(checkpoint, index=index, manifest=replace(manifest, files=(*manifest.files, *new)))
 
 
-def read_for_all(
-    storage: Storage,
-    wanted: Sequence[messages.Items],
-    *,
-    allow_pickle: bool = False,
-    naming: Naming | None = None,
-    whole_for_all: bool = False,
-    replicas: Sequence[Storage] = (),
-) -> Metadata:
-    """Read what all ranks want; the root alone opens the manifest, the index and the shared values.
+def read_for_all(job: LoadJob, wanted: Sequence[messages.Items]) -> RootMetadata:
+    """Read the items that ranks load; the root alone opens the manifest, the index and the shared values.
 
-    With `naming`, items of any name in the checkpoint may hold what is wanted: everything is read, and all
-    names go to all ranks.  `whole_for_all` gives them the whole manifest, with the digests of all files.
-    Raises `MismatchError` for an item that is not there but is needed, and what `opened` raises.
+    With names to change, an item of any name in the checkpoint may hold what is wanted: everything is read,
+    and all names go to all ranks.  With ``verify="full"`` all ranks get the whole manifest, with the digests
+    of all files.  Raises `MismatchError` for an item that is needed and missing, and what `opened` raises.
     """
     items = list(dict.fromkeys(item for rank in wanted for item in rank.names))
     optional = {item for rank in wanted for item in rank.optional}
-    contents = read_opened(storage, None if naming else items, own=naming is not None, replicas=replicas)
-    whole = opened(storage, contents, items, allow_pickle=allow_pickle, naming=naming, replicas=replicas)
+    renaming = Naming.of(job.options) is not None
+    contents = read_opened(job.storage, None if renaming else items, own=renaming, replicas=job.substitutes)
+    whole = _opened(job, contents, items)
     known = whole.offered
     if absent := [item for item in items if item not in known and item not in optional]:
         raise MismatchError(
             f"the checkpoint has no item {', '.join(map(repr, absent))}",
-            path=storage.url,
+            path=job.storage.url,
             remedy=f"its items are {', '.join(map(repr, known))}; leave the others out of `state`, "
             "or name those to load in `items`",
         )
@@ -114,13 +95,24 @@ def read_for_all(
     parts: dict[frozenset[str], bytes] = {}
     for rank in wanted[1:]:
         if (asked := frozenset(rank.names)) not in parts:
-            part = _part(contents, everything if naming else asked, whole_for_all=whole_for_all)
+            part = _part(contents, everything if renaming else asked, job.options.verify == "full")
             parts[asked] = messages.encode(part)
     answers = [b"", *(parts[frozenset(rank.names)] for rank in wanted[1:])]
-    return Metadata(whole.of_items(items), answers)
+    return RootMetadata(whole.of_items(items), answers)
 
 
-def _part(contents: Contents, items: AbstractSet[str], *, whole_for_all: bool) -> messages.ItemContents:
+def _opened(job: LoadJob, contents: Contents, items: Sequence[str]) -> OpenCheckpoint:
+    return opened(
+        job.storage,
+        contents,
+        items,
+        allow_pickle=job.options.allow_pickle,
+        naming=Naming.of(job.options),
+        replicas=job.substitutes,
+    )
+
+
+def _part(contents: Contents, items: AbstractSet[str], whole_manifest: bool) -> messages.ItemContents:
     """Return what concerns these items only.
 
     A checkpoint of ten thousand ranks has a manifest of several megabytes, most of it digests of files.
@@ -131,7 +123,7 @@ def _part(contents: Contents, items: AbstractSet[str], *, whole_for_all: bool) -
     part = replace(manifest, files=tuple(f for f in manifest.files if f.path in named), blobs=blobs)
     index = contents.index.of_items(items)
     return messages.ItemContents(
-        manifest=encode_manifest(manifest if whole_for_all else part),
+        manifest=encode_manifest(manifest if whole_manifest else part),
         tensors=[(e.item, e.fqn, e.spec.dtype, e.spec.shape) for e in index.tensors],
         files=_columns(manifest, frozenset(index.files)),
         blobs={path: data for path, data in contents.blobs.items() if path in named},
@@ -191,13 +183,13 @@ def hand_out(checkpoint: OpenCheckpoint, asked: Sequence[messages.Asked]) -> Han
     What the root takes itself it has in memory: its answer has no rows.
     """
     index = checkpoint.index
-    first = excerpt.first_numbers(index)
+    first = index_part.first_numbers(index)
     requests = [tuple(sorted(rank.tensors.items())) for rank in asked]
     taken = {request: messages.numbers(first, dict(request)) for request in dict.fromkeys(requests)}
     others = list(dict.fromkeys(requests[1:]))
     places = {file.path: number for number, file in enumerate(checkpoint.manifest.files)}
     files = np.array([places[path] for path in index.files], np.int64)
-    blocks = excerpt.blocks_for(index, files, [taken[request] for request in others])
+    blocks = index_part.blocks_for(index, files, [taken[request] for request in others])
     alike = _alike([(request, rank.boxes) for request, rank in zip(requests, asked, strict=True)])
     rows = {
         request: messages.encode(messages.Answer(own, alike))

@@ -1,10 +1,9 @@
-"""Byte ranges on their way into memory: read (into the target where that can be), checked, delivered."""
+"""Read byte ranges, straight into the target where that is possible, verify them, and deliver them."""
 
 from __future__ import annotations
 
 import threading
 from contextlib import contextmanager
-from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -17,7 +16,7 @@ from reknit.errors import ReknitError, UsageError
 from reknit.format.checksum import digest
 from reknit.monitor.phase import Stopwatch
 from reknit.options import num_threads
-from reknit.planner.load import Granularity
+from reknit.planner.load import Granularity, plan_load
 from reknit.storage.base import Reading
 
 if TYPE_CHECKING:
@@ -31,7 +30,7 @@ if TYPE_CHECKING:
     from reknit.monitor.phase import Recorder
     from reknit.options import LoadOptions
     from reknit.storage.base import Storage
-    from reknit.types.plan import LoadPlan
+    from reknit.types.box import Box
 
 LOCAL_DISK = Reading()
 
@@ -46,30 +45,37 @@ def granularity(options: LoadOptions, block_nbytes: int, reading: Reading = LOCA
 
 
 class RangeReader:
-    """Carries out one `LoadPlan` of one rank; every method may run in many threads at once.
+    """Fills boxes of tensors from a checkpoint; every method may run in many threads at once.
 
-    `targets[w]` is the live array that wanted box `w` fills, `tensors[w]` the number of its tensor in the
-    index, `cast` holds the numbers of the boxes that are to be converted.  `replicas` are other copies of the
-    checkpoint, of use with ``on_corrupt="replica"``.  `moved` is called with the bytes of each read of the
-    plan that is done, whoever read it.
+    `boxes` are the number of a tensor in the index, a box of it, and the live array to fill; `cast` holds the
+    positions in `boxes` of those that are converted.  `replicas` are other copies of the checkpoint, used
+    with ``on_corrupt="replica"``.  `moved` is called with the bytes of each read of the plan that is done,
+    whoever read it.  `cut` says how reads are cut; by default the options and the storage do.
     """
 
     def __init__(
         self,
         checkpoint: OpenCheckpoint,
-        plan: LoadPlan,
-        targets: Sequence[Any],
-        tensors: Sequence[int],
-        cast: frozenset[int],
+        boxes: Sequence[tuple[int, Box, Any]],
         options: LoadOptions,
         *,
+        cast: frozenset[int] = frozenset(),
         replicas: Sequence[Storage] = (),
         moved: Callable[[int], None] = lambda _: None,
+        cut: Granularity | None = None,
     ) -> None:
+        index = checkpoint.index
+        self.block_nbytes = checkpoint.manifest.block_nbytes
+        """Size of a digest block: what is verified begins and ends with one, or with the file."""
+        cut = cut or granularity(options, self.block_nbytes, checkpoint.storage.reading)
+        self.cell_nbytes = cut.nbytes
+        """No read of the plan crosses a multiple of this, or has more bytes."""
+        sizes = [checkpoint.files[path].nbytes for path in index.files]
+        tensors = [tensor for tensor, _, _ in boxes]
+        self.plan = plan_load(index, [(tensor, box) for tensor, box, _ in boxes], sizes, cut)
         self._checkpoint = checkpoint
-        self._plan = plan
         self._options = options
-        self._deliverer = Deliverer(checkpoint.index, plan, targets, tensors, cast)
+        self._deliverer = Deliverer(index, self.plan, [target for _, _, target in boxes], tensors, cast)
         self._repairer = Repairer(checkpoint, replicas if options.on_corrupt == "replica" else ())
         self._clocks = {name: Stopwatch() for name in ("read", "verify", "deliver")}
         self._gate = Gate()
@@ -78,29 +84,13 @@ class RangeReader:
         self._nbytes_read = 0
         self._under_way: dict[int, str] = {}
 
-    @property
-    def plan(self) -> LoadPlan:
-        """What is read."""
-        return self._plan
+    def jobs(self, reads: Iterable[int]) -> Sequence[int]:
+        """Return the numbers of some reads of the plan and of all strided reads, which no other rank can use.
 
-    @property
-    def cell_nbytes(self) -> int:
-        """No read of the plan crosses a multiple of this, or has more bytes."""
-        checkpoint = self._checkpoint
-        return granularity(self._options, checkpoint.manifest.block_nbytes, checkpoint.storage.reading).nbytes
-
-    @property
-    def block_nbytes(self) -> int:
-        """Bytes of which a digest is taken: what is verified begins and ends with them, or with the file."""
-        return self._checkpoint.manifest.block_nbytes
-
-    def jobs(self, reads: Iterable[int]) -> Sequence[Callable[[Arena], None]]:
-        """Return the work of some reads of the plan, and of all combs: nobody else could want just these.
-
-        Each takes an arena of at least `cell_nbytes`.
+        `read` takes each, with an arena of at least `cell_nbytes`.
         """
-        combs = range(len(self._plan.combs.piece))
-        return [partial(self.read, r) for r in reads] + [partial(self._read_comb, c) for c in combs]
+        first = len(self.plan.read_file)
+        return [*reads, *range(first, first + len(self.plan.combs.piece))]
 
     @property
     def nbytes_read(self) -> int:
@@ -119,14 +109,13 @@ class RangeReader:
         the files being read, and only what the storage was already asked to read straight into a target may
         still arrive there: that cannot be recalled.
         """
+        plan = self.plan
         try:
             run_jobs(
-                self.jobs(range(len(self._plan.read_file))),
-                lambda job, arena: job(arena),
+                self.jobs(range(len(plan.read_file))),
+                self.read,
                 threads=num_threads(self._options.threads),
-                arena_nbytes=int(
-                    max(n.max(initial=1) for n in (self._plan.read_nbytes, self._plan.combs.nbytes))
-                ),
+                arena_nbytes=int(max(n.max(initial=1) for n in (plan.read_nbytes, plan.combs.nbytes))),
                 budget_nbytes=self._options.inflight_nbytes,
                 timeout_s=timeout_s,
                 what=self.under_way,
@@ -140,10 +129,10 @@ class RangeReader:
             self.record(recorder)
 
     def read(self, number: int, arena: Arena) -> None:
-        """Carry out one read: straight into targets where that can be, verified, delivered.
-
-        The arena holds at least as many bytes as the read.
-        """
+        """Read, verify and deliver one of `jobs`.  The arena holds at least as many bytes as the read."""
+        if number >= len(self.plan.read_file):
+            self._read_strided(number - len(self.plan.read_file), arena)
+            return
         path, start, nbytes = self._place(number)
         scratch = arena.view(nbytes)
         spans, indirect = spans_of(self._deliverer.pieces(number), start, scratch)
@@ -192,13 +181,13 @@ class RangeReader:
 
     def _place(self, number: int) -> tuple[str, int, int]:
         """Return path, start and size of a read."""
-        plan = self._plan
+        plan = self.plan
         path = self._checkpoint.index.files[plan.read_file[number]]
         return path, int(plan.read_start[number]), int(plan.read_nbytes[number])
 
-    def _read_comb(self, number: int, arena: Arena) -> None:
-        """Read runs one after another into the target, or into scratch, from where they are delivered."""
-        combs, files = self._plan.combs, self._checkpoint.index.files
+    def _read_strided(self, number: int, arena: Arena) -> None:
+        """Read the runs of a strided read into the target, or into scratch memory to deliver them."""
+        combs, files = self.plan.combs, self._checkpoint.index.files
         path, run = files[combs.file[number]], int(combs.run_nbytes[number])
         starts, direct = self._deliverer.run_starts(number), self._deliverer.direct_runs(number)
         buffer = arena.view(len(starts) * run) if direct is None else direct
@@ -209,7 +198,7 @@ class RangeReader:
         except UNREADABLE as error:
             if not self._repairer.able:
                 raise
-            self._reread_comb(number, path, error)
+            self._reread_strided(number, path, error)
         else:
             if direct is None:
                 with self._clocks["deliver"].lap(), self._gate.passing():
@@ -270,9 +259,9 @@ class RangeReader:
         for block in range(start // block_nbytes, -(-stop // block_nbytes)):
             self._put(path, block, self._repairer.reread(path, block, error), spans)
 
-    def _reread_comb(self, number: int, path: str, error: ReknitError) -> None:
-        """Deliver a comb from the blocks around it, since reading its runs failed."""
-        combs = self._plan.combs
+    def _reread_strided(self, number: int, path: str, error: ReknitError) -> None:
+        """Deliver a strided read from the blocks around it, since reading its runs failed."""
+        combs = self.plan.combs
         start, data = int(combs.start[number]), np.empty(int(combs.nbytes[number]), np.uint8)
         self._reread(path, start, [ReadSpan(start, data)], error)
         with self._clocks["deliver"].lap(), self._gate.passing():

@@ -6,8 +6,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
-from reknit.engine.loading.read import RangeReader, granularity
-from reknit.planner.load import plan_load
+from reknit.engine.loading.read import RangeReader
 from reknit.types.box import Box, flat_range_boxes
 from reknit.types.dtype import numpy_dtype
 from reknit.types.shard import full_name
@@ -102,10 +101,6 @@ def _read(
     """Return boxes of tensors, given by number, as arrays."""
     index = checkpoint.index
     arrays = [np.empty(box.lengths, numpy_dtype(index.tensors[t].spec.dtype)) for t, box in boxes]
-    sizes = [checkpoint.files[path].nbytes for path in index.files]
-    cut = granularity(options, checkpoint.manifest.block_nbytes, checkpoint.storage.reading)
-    plan = plan_load(index, boxes, sizes, cut)
-    numbers = [number for number, _ in boxes]
-    reader = RangeReader(checkpoint, plan, arrays, numbers, frozenset(), options, replicas=replicas)
-    reader.run(recorder, options.timeout_s)
+    fills = [(number, box, array) for (number, box), array in zip(boxes, arrays, strict=True)]
+    RangeReader(checkpoint, fills, options, replicas=replicas).run(recorder, options.timeout_s)
     return arrays

@@ -16,7 +16,7 @@ from reknit.monitor.phase import Deadline
 from reknit.processes.shared_memory import SharedMemory
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping, Sequence
+    from collections.abc import Callable, Iterable, Mapping, Sequence
 
     import numpy as np
     from numpy.typing import NDArray
@@ -24,7 +24,9 @@ if TYPE_CHECKING:
     from reknit.engine.memory.arena import Arena
     from reknit.engine.sharing.host_exchange import Carrier
     from reknit.engine.sharing.host_link import HostLink
+    from reknit.monitor.phase import Recorder
     from reknit.planner.sharing import FetchTable
+    from reknit.types.plan import LoadPlan
 
     Job = Callable[[Arena], None]
     Bytes = NDArray[np.uint8]
@@ -55,8 +57,8 @@ class Sharing(NamedTuple):
     num_slots: int
 
 
-class Work(Protocol):
-    """What the exchange does with the bytes of fetches (see `engine.read.Reader`)."""
+class FetchReader(Protocol):
+    """What an exchange does with the bytes of fetches; `loading.read.RangeReader` is one."""
 
     def fetch(self, path: str, start: int, buffer: Bytes, /) -> None:
         """Read and verify."""
@@ -68,7 +70,24 @@ class Work(Protocol):
         """Say what is being read."""
 
     def abandon(self) -> None:
-        """Touch no target any more, whatever still hangs in storage."""
+        """Touch no target any more, even if a read of the storage still hangs."""
+
+
+class PlanReader(FetchReader, Protocol):
+    """What a shared read needs of the reader of one rank's plan; `loading.read.RangeReader` is one."""
+
+    plan: LoadPlan
+    cell_nbytes: int
+    block_nbytes: int
+
+    def jobs(self, reads: Iterable[int], /) -> Sequence[int]:
+        """Return the numbers of some reads of the plan and of all strided reads."""
+
+    def read(self, number: int, arena: Arena, /) -> None:
+        """Carry out one of `jobs`."""
+
+    def record(self, recorder: Recorder, /) -> None:
+        """Record the phases read, verify and deliver."""
 
 
 class Exchange:
@@ -83,7 +102,7 @@ class Exchange:
         self,
         rank: int,
         sharing: Sharing,
-        work: Work,
+        work: FetchReader,
         private: Sequence[Job],
         link: HostLink | None,
         carrier: Carrier | None,

@@ -1,4 +1,4 @@
-"""Ranks that want the same bytes come to terms: what each of them would read, and who reads what for whom."""
+"""One rank's side of a shared read: its offer to the root, and its part in what the root decides."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import os
 import secrets
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -14,27 +15,19 @@ import numpy as np
 from reknit.engine import messages
 from reknit.engine.memory.workers import within
 from reknit.engine.sharing.exchange import Exchange, Sharing
-from reknit.engine.sharing.host_exchange import BUCKET_NBYTES
 from reknit.engine.sharing.host_link import HostLink
 from reknit.monitor.phase import Stopwatch
 from reknit.options import host_name, num_threads
-from reknit.planner.sharing import WORTH_NBYTES, Costs, Division, FetchTable, Reads, divide, fetch_of
+from reknit.planner.sharing import WORTH_NBYTES, FetchTable, Reads, fetch_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-    from numpy.typing import NDArray
-
     from reknit.comm.base import Group
-    from reknit.engine.loading.read import RangeReader
+    from reknit.engine.sharing.exchange import PlanReader
     from reknit.engine.sharing.host_exchange import Carrier
     from reknit.monitor.phase import Recorder
     from reknit.options import LoadOptions
-
-_COPY_RATE = 3e9
-"""Bytes per second out of another rank's ring that are reckoned with, while all ranks copy."""
-_NETWORK_RATE = 1e9
-"""Bytes per second between hosts that are reckoned with: what a rank gets of a 10-gigabit link."""
 
 _MOST_SLOTS = 8
 """Fetches that a rank reads ahead of those that take them."""
@@ -42,11 +35,11 @@ _MOST_SLOTS = 8
 
 @dataclass(frozen=True, slots=True)
 class SharedRead:
-    """One rank's side of the terms; `files` are the paths of the files that the reader's plan numbers."""
+    """One rank's side of a shared read; `files` are the paths of the files that the reader's plan numbers."""
 
     group: Group
     carrier: Carrier | None
-    reader: RangeReader
+    reader: PlanReader
     files: Sequence[str]
     link: HostLink | None
     options: LoadOptions
@@ -56,21 +49,21 @@ class SharedRead:
         cls,
         group: Group,
         carrier: Callable[[], Carrier] | None,
-        reader: RangeReader,
+        reader: PlanReader,
         files: Sequence[str],
         options: LoadOptions,
     ) -> SharedRead:
-        """Return this rank's side, which `close` ends; `carrier` makes what reaches other hosts, if any."""
-        link = None
+        """Return this rank's side, which `close` ends; `carrier` makes the transport to other hosts."""
+        carries, link = None if carrier is None else carrier(), None
         if HostLink.available():
-            with suppress(OSError):  # a sandbox may refuse it, and alone a rank reads what it needs, too
+            with suppress(OSError):  # a sandbox may refuse it; without a link the rank reads alone
                 link = HostLink(group.rank)
-        return cls(group, None if carrier is None else carrier(), reader, files, link, options)
+        return cls(group, carries, reader, files, link, options)
 
     def offer(self) -> messages.Offer:
-        """Return what this rank would read alone, and by which ways it can be reached."""
+        """Return what this rank would read alone, and how other ranks can reach it."""
         return messages.Offer(
-            host=(self.link and _host()) or secrets.token_hex(8),
+            host=(self.link and host_id()) or secrets.token_hex(8),
             link="" if self.link is None else self.link.address,
             carries=self.carrier is not None,
             cell=self.reader.cell_nbytes,
@@ -103,7 +96,7 @@ class SharedRead:
             self.group.rank,
             sharing,
             self.reader,
-            self.reader.jobs(private),
+            [partial(self.reader.read, job) for job in self.reader.jobs(private)],
             self.link,
             self.carrier if share.num_turns else None,
             lambda: self.group.broken,
@@ -123,9 +116,8 @@ class SharedRead:
             self.link.close()
 
     def _reads(self) -> Reads:
-        """Return the reads that others may want as well."""
+        """Return the reads that others may want as well: not strided reads, which are many and small."""
         plan = self.reader.plan
-        # What combs read are runs far apart: hardly anybody else's, and many.
         return Reads(plan.read_file, plan.read_start, plan.read_nbytes)
 
     def _read_rate(self) -> float:
@@ -149,79 +141,7 @@ class SharedRead:
         return len(memory) / max(reading.seconds, 1e-9)
 
 
-def share_out(
-    offers: Sequence[messages.Offer | None], options: LoadOptions
-) -> list[messages.SharePlan | None]:
-    """Decide, on the root, who reads what for whom; None for a rank that reads alone."""
-    alone: list[messages.SharePlan | None] = [None] * len(offers)
-    there = [offer for offer in offers if offer is not None]
-    if len(there) < len(offers) or len({(o.cell, o.verify == "off") for o in there}) > 1:
-        return alone
-    numbers: dict[str, int] = {}
-    for offer in there:
-        for path in offer.files:
-            numbers.setdefault(path, len(numbers))
-    own = [np.array([numbers[path] for path in offer.files], np.int64) for offer in there]
-    reads = [_reads(offer, files) for offer, files in zip(there, own, strict=True)]
-    division = _divide(there, reads, options)
-    answers = alone
-    for rank, part in enumerate(division.parts):
-        if not len(part.number) and not division.num_turns:
-            continue
-        local = np.full(len(numbers), -1, np.int64)
-        local[own[rank]] = np.arange(len(own[rank]))
-        columns = part._replace(file=local[part.file])
-        answers[rank] = messages.SharePlan(
-            division.num_turns,
-            [messages.packed(column, "i8") for column in columns],
-            {int(taker): there[taker].link for taker in np.unique(part.taker)},
-        )
-    return answers
-
-
-def _divide(offers: Sequence[messages.Offer], reads: Sequence[Reads], options: LoadOptions) -> Division:
-    """Divide the reads among all ranks, or on each host alone where nothing carries bytes between hosts."""
-    costs = None
-    if options.share == "auto":
-        rates = [offer.read_rate for offer in offers if offer.read_rate]
-        if not rates:
-            return Division(tuple(_no_part() for _ in offers), 0)
-        costs = Costs(float(np.median(rates)), _COPY_RATE, _NETWORK_RATE)
-    names = list(dict.fromkeys(offer.host for offer in offers))
-    hosts = [names.index(offer.host) for offer in offers]
-
-    def divided(reads: Sequence[Reads]) -> Division:
-        cell = offers[0].cell
-        # Of what may be in flight a rank needs two buckets to receive, and one or two to send from.
-        bucket = max(min(BUCKET_NBYTES, options.inflight_nbytes // 8), cell)
-        return divide(reads, hosts, cell_nbytes=cell, bucket_nbytes=bucket, costs=costs)
-
-    if all(offer.carries for offer in offers) or len(names) == 1:
-        return divided(reads)
-    none = Reads(*(np.zeros(0, np.int64) for _ in range(3)))
-    parts = [_no_part()] * len(offers)
-    for host in range(len(names)):
-        mine = [r if h == host else none for r, h in zip(reads, hosts, strict=True)]
-        for rank, part in enumerate(divided(mine).parts):
-            if hosts[rank] == host:
-                parts[rank] = part
-    return Division(tuple(parts), 0)
-
-
-def _no_part() -> FetchTable:
-    empty, first = np.zeros(0, np.int64), np.zeros(1, np.int64)
-    return FetchTable(empty, empty, empty, empty, empty, empty, empty, first, empty, first, empty)
-
-
-def _reads(offer: messages.Offer, files: NDArray[np.int64]) -> Reads:
-    """Return what a rank would read, by the numbers of files that all ranks have in common."""
-    file, start, nbytes = (messages.unpacked(column, "i8") for column in offer.columns)
-    file = files[file]
-    order = np.lexsort((start, file))
-    return Reads(file[order], start[order], nbytes[order])
-
-
-def _host() -> str | None:
+def host_id() -> str | None:
     """Return what ranks have in common that can share memory: kernel, network namespace and user."""
     if (name := host_name()) is not None:
         return name

@@ -1,0 +1,123 @@
+"""What does this rank's target take of a checkpoint?  Collected once names and shapes are known."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from functools import partial
+from typing import TYPE_CHECKING, NamedTuple
+
+from reknit.engine import messages
+from reknit.engine.loading.index_part import Reach
+from reknit.engine.loading.match import Fill, Problems, match, terms
+from reknit.format.checksum import digest
+from reknit.transforms.apply import Transformed
+from reknit.types.shard import full_name
+from reknit.types.wanted import matches
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+    from typing import Any
+
+    from reknit.engine.loading.job import LoadJob
+    from reknit.engine.stored.opening import OpenCheckpoint
+    from reknit.types.manifest import Catalog
+    from reknit.types.wanted import Wanted
+
+
+class Collected(NamedTuple):
+    """What a rank takes of a checkpoint.
+
+    `checkpoint` has the rank's items; unless this is the root, its index has no rows yet.  With transforms,
+    `made` are `bitmaps` of those tensors made by them that the rank has a use for.
+    """
+
+    checkpoint: OpenCheckpoint
+    wanted: Wanted
+    fills: list[Fill]
+    problems: Problems
+    reach: Reach
+    transformed: Transformed | None
+    made: dict[str, bytes]
+
+    def request(self) -> bytes:
+        """Return the message that asks the root for the rows of the index."""
+        index, wanted, problems = self.checkpoint.index, self.wanted, self.problems
+        taken = {index.tensors[fill.tensor][:2] for fill in self.fills}
+        taken |= {alias[:2] for alias in wanted.aliases} | set(wanted.superseded)
+        mentioned = {name for name, _ in problems.mismatched} | problems.resized.keys()
+        refused = [
+            key for key in index.ids if mentioned and full_name(*key) in mentioned and key not in taken
+        ]
+        boxes = [(fill.tensor, fill.box.offsets, fill.box.lengths) for fill in self.fills]
+        values = frozenset((*wanted.blobs, *wanted.superseded))
+        return messages.encode(
+            messages.Asked(
+                tensors=messages.bitmaps(index.ids, taken),
+                blobs=messages.bitmaps(self.checkpoint.blob_names(), values),
+                refused=refused,
+                boxes=digest(messages.encode(boxes)),
+                made=self.made,
+            )
+        )
+
+
+def request_items(job: LoadJob) -> bytes:
+    """Return the message that says which items this rank loads; ranks may load different ones."""
+    # With `only`, each missing name is reported by itself.  Otherwise a lenient pattern that matches any name
+    # in the item permits the whole item to be missing.
+    lenient, each_name = job.options.lenient, bool(job.options.only)
+    optional = [item for item in job.items if each_name or matches(f"{item}/", lenient)]
+    return messages.encode(messages.Items(list(job.items), optional))
+
+
+def collect(job: LoadJob, checkpoint: OpenCheckpoint) -> Collected:
+    """Find out what this rank takes, by the names and shapes in the checkpoint."""
+    options, part = job.options, checkpoint.of_items(job.items)
+    with job.recorder.phase("collect"):
+        catalog = part.catalog(terms(options))
+        catalog = replace(
+            catalog, own=partial(_own, job, catalog), read_ahead=partial(_read_ahead, job, catalog)
+        )
+        if options.transforms:
+            transformed = Transformed.of(options.transforms, catalog)
+            wanted = job.want(transformed.catalog)
+            made = messages.bitmaps(transformed.made, _known(wanted))
+            wanted = transformed.back(wanted)
+        else:
+            wanted, transformed, made = job.want(catalog), None, {}
+        fills, problems = match(part.index, wanted, options, part.stored)
+    return Collected(part, wanted, fills, problems, Reach.of(part.index, fills, wanted), transformed, made)
+
+
+def left_of_made(
+    root: Collected, asked: Sequence[messages.Asked], left: Sequence[messages.Name]
+) -> list[messages.Name]:
+    """Return what transforms make and no rank takes, unless all it is made of is in `left` already."""
+    if root.transformed is None:
+        return []
+    kinds = [dict(kind) for kind in {tuple(rank.made.items()) for rank in asked}]
+    # Ranks may load different items, and rules may make more of an item on a rank that loads others too.
+    sizes = {item: {len(kind[item]) for kind in kinds if item in kind} for item in root.made}
+    names = [name for name in root.transformed.made if len(sizes[name[0]]) == 1]
+    known = set(left)
+    return [
+        name for name in messages.left_over(names, kinds) if known.isdisjoint(root.transformed.origins(name))
+    ]
+
+
+def _known(wanted: Wanted) -> set[messages.Name]:
+    """Return the names that a target has a use for."""
+    known = {(shard.item, shard.fqn) for shard in wanted.shards} | set(wanted.superseded)
+    known.update(alias[:2] for alias in wanted.aliases)
+    known.update(entry[:2] for entry in wanted.mismatched)
+    return known
+
+
+def _own(job: LoadJob, catalog: Catalog, item: str, coordinate: Mapping[str, int]) -> Mapping[str, Any]:
+    """Return what the rank with a coordinate saved for itself."""
+    return job.within_deadline(f"reading values of {item!r} of", lambda: catalog.own(item, coordinate))
+
+
+def _read_ahead(job: LoadJob, catalog: Catalog, item: str, coordinates: Sequence[Mapping[str, int]]) -> None:
+    """Read what several ranks saved for themselves."""
+    job.within_deadline(f"reading values of {item!r} of", lambda: catalog.read_ahead(item, coordinates))

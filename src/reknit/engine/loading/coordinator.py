@@ -1,0 +1,74 @@
+"""What rank 0 decides in each round of a load, and what it keeps from one round for the next."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from reknit.engine import messages
+from reknit.engine.loading.collect import left_of_made
+from reknit.engine.loading.match import require_fit, terms
+from reknit.engine.loading.metadata import Handout, RootMetadata, hand_out, read_for_all
+from reknit.engine.sharing.share_out import share_out
+from reknit.engine.stored.opening import is_replaced
+from reknit.errors import CommError
+from reknit.types.shard import full_name
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from reknit.engine.loading.collect import Collected
+    from reknit.engine.loading.job import LoadJob
+
+
+class LoadCoordinator:
+    """The decisions of one load.  Every rank makes one; only rank 0 calls its methods."""
+
+    def __init__(self, job: LoadJob) -> None:
+        self._job = job
+        self._handout: Handout | None = None
+        self.metadata: RootMetadata | None = None
+        """What rank 0 has read of the checkpoint; None on other ranks."""
+
+    def open(self, requests: Sequence[bytes]) -> list[bytes]:
+        """Read manifest, index and shared values, and answer each rank with its items."""
+        wanted = [messages.decode(request, messages.Items) for request in requests]
+        self.metadata = self._job.within_deadline(
+            "reading manifest and index of", lambda: read_for_all(self._job, wanted)
+        )
+        return self.metadata.answers
+
+    def locate(self, collected: Collected, requests: Sequence[bytes]) -> list[bytes]:
+        """Answer each rank with the rows of the index for the tensors it takes; `collected` is rank 0's."""
+        assert self.metadata is not None
+        asked = [messages.decode(request, messages.Asked) for request in requests]
+        handout = hand_out(self.metadata.checkpoint, asked)
+        left = handout.left + left_of_made(collected, asked, handout.left)
+        self._handout = handout._replace(left=left)
+        return handout.answers
+
+    def agree(self, requests: Sequence[bytes]) -> list[bytes]:
+        """Raise one error that lists what does not fit on any rank; otherwise divide the reading."""
+        assert self._handout is not None
+        job, handout = self._job, self._handout
+        loads = [messages.decode(request, messages.LoadRequest) for request in requests]
+        taken = terms(job.options).takes
+        unexpected = [name for key in handout.left if taken(name := full_name(*key))]
+        require_fit(loads, unexpected, job.options, job.storage.url, handout.damaged)
+        shares = share_out([load.offer for load in loads], job.options)
+        return [messages.encode(messages.LoadDecision(unexpected, handout.items, share)) for share in shares]
+
+    def finish(self, requests: Sequence[bytes]) -> list[bytes]:
+        """Raise an error when ranks stopped because of others and no rank says why."""
+        stopped = [messages.decode(request, messages.Stopped) for request in requests if request]
+        if stopped:
+            ranks = ", ".join(str(one.rank) for one in stopped[:8])
+            raise CommError(
+                f"rank {ranks} could not go on: {stopped[0].why}", rank=stopped[0].rank, phase="load"
+            )
+        return [b""] * len(requests)
+
+    def look_again(self, requests: Sequence[bytes]) -> list[bytes]:
+        """Tell all ranks whether another checkpoint has replaced the one that was opened."""
+        metadata, storage = self.metadata, self._job.storage
+        found = metadata is not None and is_replaced(storage, metadata.checkpoint.manifest.write_id)
+        return [b"replaced" if found else b""] * len(requests)

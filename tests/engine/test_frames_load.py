@@ -1,0 +1,64 @@
+"""How many functions of reknit lie between `reknit.load` and the store that it reads from."""
+
+from __future__ import annotations
+
+import sys
+import threading
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+import reknit
+from reknit.testing.process_memory import ProcessMemory
+
+if TYPE_CHECKING:
+    from types import FrameType
+
+    import pytest
+
+SOURCES = str(Path(reknit.__file__).parent)
+MOST = 10
+
+
+def frames_of(thread: int) -> list[str]:
+    """Return the functions of reknit on the stack of a thread, outermost first, as module:name."""
+    frame: FrameType | None = sys._current_frames()[thread]
+    found = []
+    while frame is not None:
+        path = frame.f_code.co_filename
+        if path.startswith(SOURCES):
+            found.append(f"{path.removeprefix(SOURCES)}:{frame.f_code.co_name}")
+        frame = frame.f_back
+    return found[::-1]
+
+
+def settled(thread: int) -> list[str]:
+    """Return the frames of a thread once it has come to rest."""
+    before, now = [""], frames_of(thread)
+    while before != now:
+        time.sleep(0.05)
+        before, now = now, frames_of(thread)
+    return now
+
+
+def test_a_load_reaches_the_store_in_few_frames_and_none_of_comm(monkeypatch: pytest.MonkeyPatch) -> None:
+    ProcessMemory.clear("frames-load")
+    reknit.save("process://frames-load", {"model": {"w": np.arange(1000.0)}})
+    caller, stacks = threading.get_ident(), list[list[str]]()
+    plain = ProcessMemory.read_into
+
+    def watched(self: ProcessMemory, path: str, start: int, buffers: list[memoryview]) -> None:
+        if path.endswith(".safetensors"):
+            stacks.append(settled(caller) + frames_of(threading.get_ident()))
+        plain(self, path, start, buffers)
+
+    monkeypatch.setattr(ProcessMemory, "read_into", watched)
+    target = np.zeros(1000)
+    reknit.load("process://frames-load", {"model": {"w": target}})
+    assert (target == np.arange(1000.0)).all()
+    assert stacks
+    for frames in stacks:
+        assert len(frames) <= MOST, frames
+        assert not [frame for frame in frames if frame.startswith("/comm/")], frames
