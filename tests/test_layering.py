@@ -116,7 +116,7 @@ ROOMS = {
     "grpc": Room(
         ("grpc",),
         (
-            "comm/tree/group.py",
+            "comm/serving.py",
             "comm/tree/client.py",
             "comm/tree/server.py",
             "comm/tls.py",
@@ -153,6 +153,7 @@ ROOMS = {
             "engine/background/agent.py",
             "storage/hdfs/threads.py",
             "storage/object/upload.py",
+            "system.py",
             "exits.py",  # how processes of multiprocessing end
             "comm/",
             "testing/",
@@ -526,7 +527,7 @@ def test_a_thing_outside_its_room_is_noticed(room: str, source: str) -> None:
     [
         ("frameworks/plain.py", "import torch"),
         ("engine/memory/staging.py", "import sys\ntorch = sys.modules['torch']"),
-        ("comm/tree/group.py", "import grpc, threading\nthreading.Thread()"),
+        ("comm/tree/client.py", "import grpc, threading\nthreading.Thread()"),
         ("options.py", "import os\nx = os.environ"),
         ("monitor/phase.py", "import time\nx = time.monotonic()"),
         ("engine/memory/workers.py", "import threading\nthreading.Thread()"),

@@ -7,10 +7,18 @@ import mmap
 import os
 import socket
 import subprocess
+import threading
+from typing import TYPE_CHECKING
 
-from reknit.errors import ShortageError, shortage
+from reknit.errors import ShortageError, shortage, typed_shortage
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
 
 _STANDARD = 3  # input, output and error have the numbers below this
+
+_THREAD_NBYTES = 16 << 20
+"""What a thread may take before its first line: a stack, and what allocators set apart for it."""
 
 
 def require_memory(nbytes: int) -> None:
@@ -23,6 +31,19 @@ def require_memory(nbytes: int) -> None:
         mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS).close()
     except (OSError, OverflowError, MemoryError) as error:
         raise shortage(error) or ShortageError(f"there is too little memory: {error}") from error
+
+
+def start_thread(name: str, work: Callable[[], object]) -> threading.Thread:
+    """Run `work` in a thread that never keeps the interpreter from ending.
+
+    Raises `ShortageError` where there may be no more threads, or too little memory.  Where memory ends under
+    a thread before its first line, Python waits for ever for that line.
+    """
+    require_memory(_THREAD_NBYTES)
+    thread = threading.Thread(target=work, name=name, daemon=True)
+    with typed_shortage():
+        thread.start()
+    return thread
 
 
 def aside(fd: int) -> int:

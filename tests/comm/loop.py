@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from typing import TYPE_CHECKING, NamedTuple
 
-from reknit.comm.tree import round_errors as faults
+from reknit.comm import round_errors
 from reknit.comm.tree.effects import Call, Decide, Refuse, RoundDone, SendOutcome, SendReport, Tell
 from reknit.comm.tree.machine import RoundMachine
 from reknit.errors import ReknitError, from_wire
@@ -124,7 +124,7 @@ class Loop:
         around = [self.topology.parent(rank), *self.topology.children(rank)]
         for other in around:
             if other is not None:
-                self.under_way.append(Delivery(other, Tell(other, faults.gone(rank)), rank))
+                self.under_way.append(Delivery(other, Tell(other, round_errors.disconnected(rank)), rank))
 
 
 def _ending(done: RoundDone) -> bytes | ReknitError:

@@ -159,7 +159,7 @@ def test_nothing_is_read_of_a_call_without_the_token(
     served: ServedStore, point: Point, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     read: list[bytes] = []
-    monkeypatch.setattr(address_server, "decoded", lambda data, kind: read.append(data))
+    monkeypatch.setattr(address_server, "decoded_call", lambda data, kind: read.append(data))
     for metadata in (None, (("reknit-token", ""),), (("reknit-token-bin", b"\xff"),)):
         assert call(point, "/reknit.Store/set", b"data", metadata) is grpc.StatusCode.UNAUTHENTICATED
     assert not read
@@ -169,7 +169,7 @@ def test_nothing_is_read_of_a_call_without_the_token(
 def test_bytes_that_are_no_call_are_refused(
     served: ServedStore, point: Point, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    known = (("reknit-token", address_store.spoken(SECRET)),)
+    known = (("reknit-token", address_store.hashed(SECRET)),)
     with tls.channel(str(point), PLAIN, []) as channel:
         for data in (b"", b"\xc1", msgspec.msgpack.encode(["key", b"", 0.0, "more"]), b"\x81" * 2000):
             for method in ("set", "get"):

@@ -10,8 +10,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from reknit.comm import round_errors
 from reknit.comm.topology import Topology
-from reknit.comm.tree import round_errors as faults
 from reknit.comm.tree.threads import thread_groups
 from reknit.errors import CommError, DeadlineError, GroupClosedError, ProtocolError, ReknitError
 from tests.comm.worlds import ask, endings
@@ -79,7 +79,7 @@ def test_a_tree_names_absent_ranks_to_all_that_can_be_told(
     for group, error in zip(present, errors, strict=True):
         assert type(error) is DeadlineError
         if group.rank not in silent:
-            named = f"{faults.spelled(silent)} did not come to round 0 ('plan') within 0.2 s"
+            named = f"{round_errors.spelled(silent)} did not come to round 0 ('plan') within 0.2 s"
         else:  # below an absent rank nothing is heard but its silence
             above = group.rank
             while above not in absent:

@@ -16,8 +16,9 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from reknit.comm.meeting import hosts
-from reknit.comm.meeting.hosts import Shape, gather_shape
+from reknit.comm.meeting import entries, hosts, identity
+from reknit.comm.meeting.entries import Shape
+from reknit.comm.meeting.hosts import gather_shape
 from reknit.comm.meeting.rendezvous import FolderStore, Store
 from reknit.errors import CommError, DeadlineError, ProtocolError, ReknitError, UsageError
 from reknit.options import CommOptions
@@ -34,8 +35,8 @@ _where = threading.local()
 @pytest.fixture(autouse=True)
 def named_hosts(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let each thread be on a host of its own choice."""
-    real = hosts.host
-    monkeypatch.setattr(hosts, "host", lambda: getattr(_where, "host", None) or real())
+    real = identity.host
+    monkeypatch.setattr(identity, "host", lambda: getattr(_where, "host", None) or real())
 
 
 @pytest.fixture(params=["folder", "memory"])
@@ -194,12 +195,12 @@ def test_words_of_another_version_do_not_keep_a_new_run_from_forming(store: Stor
 def test_a_new_run_clears_away_what_the_last_left_and_nothing_else(tmp_path: Path) -> None:
     store = FolderStore(tmp_path)
     store.set("reknit/job-2/other", b"kept")
-    store.set(f"{hosts.base('job/3')}/other", b"kept too")
+    store.set(f"{entries.base('job/3')}/other", b"kept too")
     counts = []
     for _ in range(3):
         shapes(gather(store, range(3), 3, late=[1, 2], late_s=0.1))
         counts.append(len(list(tmp_path.iterdir())))
-    assert counts == [6, 6, 6]  # the name of the run, two ranks, their shape, and two keys of other jobs
+    assert counts == [7, 7, 7]  # the name of the run, three ranks, their shape, and two keys of other jobs
 
 
 def test_a_rank_0_whose_place_was_taken_says_so(store: Store) -> None:
@@ -371,7 +372,7 @@ def test_anything_else_in_the_place_of_a_rank_is_refused_on_all() -> None:
         assert isinstance(error, ProtocolError)
 
 
-PRINT = "from reknit.comm.meeting.hosts import host; print(host(), end='')"
+PRINT = "from reknit.comm.meeting.identity import host; print(host(), end='')"
 
 
 def test_processes_of_one_machine_name_the_same_host_unless_told_otherwise(
@@ -383,9 +384,9 @@ def test_processes_of_one_machine_name_the_same_host_unless_told_otherwise(
         ).stdout
 
     monkeypatch.delenv("REKNIT_HOST", raising=False)
-    assert told() == hosts.host() != ""
+    assert told() == identity.host() != ""
     monkeypatch.setenv("REKNIT_HOST", "rack 7")
-    assert told() == hosts.host() == "rack 7"
+    assert told() == identity.host() == "rack 7"
 
 
 def test_rank_0_that_waited_alone_hears_that_all_ranks_have_to_call(store: Store) -> None:

@@ -9,11 +9,11 @@ import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
+from reknit.comm import round_errors
+from reknit.comm.messages import Heading, Parcel
 from reknit.comm.topology import Topology
-from reknit.comm.tree import round_errors as faults
 from reknit.comm.tree.effects import Call, Decide, Refuse, RoundDone, SendOutcome, SendReport, Tell
 from reknit.comm.tree.machine import RoundMachine
-from reknit.comm.tree.message import Heading, Parcel
 from reknit.errors import CommError, DeadlineError, MismatchError, ProtocolError, ReknitError, from_wire
 from tests.comm.loop import Loop
 from tests.running.examples import examples
@@ -21,10 +21,10 @@ from tests.running.examples import examples
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
+    from reknit.comm.messages import Outcome, Report
     from reknit.comm.tree.effects import Effect
-    from reknit.comm.tree.message import Outcome, Report
 
-LATEST_S = 30.0 + 3 * faults.GRACE_S
+LATEST_S = 30.0 + 3 * round_errors.GRACE_S
 
 topologies = st.builds(Topology, st.lists(st.integers(0, 4), min_size=1, max_size=14), st.integers(1, 3))
 picks = st.lists(st.integers(0, 1 << 16), max_size=120)
@@ -149,7 +149,7 @@ def test_ranks_in_different_places_all_hear_who_is_where(
             continue
         assert type(ending) is ProtocolError
         for spot, ranks in places.items():
-            assert f"{faults.spelled(ranks)} in {spot}" in ending.message
+            assert f"{round_errors.spelled(ranks)} in {spot}" in ending.message
     loop.enter_all("again")
     loop.run()
     assert [endings[1:] for endings in loop.endings.values()] == [[b"%d" % rank] for rank in where]
@@ -171,7 +171,10 @@ def test_every_rank_that_came_hears_in_time_who_did_not(
         assert type(ending) is DeadlineError
         assert loop.ended_at[rank] <= LATEST_S
         if rank not in silent:
-            assert ending.message == f"{faults.spelled(silent)} did not come to round 0 ('plan') within 30 s"
+            assert (
+                ending.message
+                == f"{round_errors.spelled(silent)} did not come to round 0 ('plan') within 30 s"
+            )
         else:
             above = rank
             while above not in absent:
@@ -250,7 +253,7 @@ def test_when_a_rank_closes_before_all_came_every_rank_hears_that_it_did(
     for pick in order[:steps]:
         if loop.under_way:
             loop.step(pick)
-    loop.carry_out(leaver, loop.machines[leaver].break_off(faults.closed(leaver), loop.now))
+    loop.carry_out(leaver, loop.machines[leaver].break_off(round_errors.closed(leaver), loop.now))
     loop.run(order[steps:])
     for rank in set(range(topology.size)) - {leaver}:
         (ending,) = loop.endings[rank]
@@ -406,7 +409,7 @@ def test_a_rank_that_stops_waiting_while_rank_0_decides_is_an_objection_however_
     requests = [b"own", b"own", b"own", b"x"]
     assert root.hear_report(sent(middle.hear_report(up, 0)), 0) == [Decide(0, requests)]
     if by_word:
-        effects = inner.hear_report(place().report(3, error=faults.left(place(), 3)), 1)
+        effects = inner.hear_report(place().report(3, error=round_errors.gave_up(place(), 3)), 1)
     else:
         effects = inner.child_left(3, 0, 1)
     assert inner.child_left(3, 0, 1) == [], "it is told once"
@@ -456,7 +459,7 @@ def test_places_and_missing_ranks_below_are_added_to_those_here() -> None:
     machine.enter(call(), 0)
     below = place().report(1, places={"'plan'": [1], "'commit'": [3]}, missing=[4])
     assert machine.hear_report(below, 1) == []
-    assert machine.next_at == 1 + faults.SETTLE_S
+    assert machine.next_at == 1 + round_errors.SETTLE_S
     message = raised(ended(machine.tick(machine.next_at))).message
     assert "ranks 0-1 in 'plan'; rank 3 in 'commit'; ranks 2, 4-6 did not come" in message
 
@@ -464,10 +467,10 @@ def test_places_and_missing_ranks_below_are_added_to_those_here() -> None:
 def test_a_broken_machine_fails_this_and_every_later_round_with_its_first_error() -> None:
     machine = new_machine(rank=1, size=5)
     machine.hear_report(whole(3), 0)
-    effects = machine.break_off(faults.gone(4), 0, origin=4)
+    effects = machine.break_off(round_errors.disconnected(4), 0, origin=4)
     assert [effect.rank for effect in effects if isinstance(effect, Tell)] == [0, 3]
     assert "rank 4 is gone" in raised(told(effects)[3]).message
-    assert machine.break_off(faults.closed(0), 0) == []
+    assert machine.break_off(round_errors.closed(0), 0) == []
     for _ in range(2):
         assert "rank 4 is gone" in raised(ended(machine.enter(call(), 0))).message
     (late,) = told(machine.hear_report(whole(3, 5), 0)).values()
@@ -479,7 +482,7 @@ def test_a_rank_that_closes_takes_no_answer_from_those_below_the_ranks_above_it(
     machine.hear_report(whole(3), 0)
     machine.enter(call(), 0)
     # Rank 0 decided, answered, and left; the news of that may overtake the answer.
-    effects = machine.break_off(faults.closed(0), 5, origin=0)
+    effects = machine.break_off(round_errors.closed(0), 5, origin=0)
     assert effects == [Tell(3, effects[0].error)] if isinstance(effects[0], Tell) else False
     assert machine.next_at > 30, "the news tells nothing about the answer"
     outcomes = told(machine.hear_outcome(place().outcome(Parcel.of([b"1", b"3"])), 6))
@@ -490,7 +493,7 @@ def test_a_child_that_comes_to_a_round_whose_end_is_awaited_hears_that_end_thoug
     machine = new_machine(rank=1, size=5)
     machine.enter(call(), 0)
     machine.hear_report(place().report(3, error=MismatchError("mine")), 0)
-    machine.break_off(faults.closed(0), 0, origin=0)
+    machine.break_off(round_errors.closed(0), 0, origin=0)
     assert machine.hear_report(whole(4), 1) == []
     outcomes = told(machine.hear_outcome(place().outcome(error=MismatchError("mine")), 1))
     assert [raised(outcomes[child]).message for child in (3, 4)] == ["mine", "mine"]
@@ -519,12 +522,12 @@ def test_an_answer_that_can_never_come_is_not_waited_for() -> None:
     assert machine.unanswered(1, CommError("the call broke"), 0) == []
     assert "the call broke" in raised(ended(machine.unanswered(0, CommError("the call broke"), 0))).message
     machine.enter(call(), 0)
-    machine.break_off(faults.gone(0), 0)
+    machine.break_off(round_errors.disconnected(0), 0)
     ending = ended(machine.unanswered(1, CommError("the call broke"), 0))
     assert "rank 0 is gone" in raised(ending).message, "what broke the group is the better reason"
     machine = new_machine(rank=1, size=2)
     machine.enter(call(), 0)
-    machine.break_off(faults.gone(0), 1)
+    machine.break_off(round_errors.disconnected(0), 1)
     assert "rank 0 is gone" in raised(ended(machine.tick(machine.next_at))).message
 
 
@@ -533,7 +536,7 @@ def test_what_is_being_decided_ends_with_the_decision_though_a_rank_is_gone_mean
     machine.enter(call(), 0)
     machine.hear_report(whole(1), 0)
     machine.hear_report(whole(2), 0)
-    effects = machine.break_off(faults.gone(1), 1, origin=1)
+    effects = machine.break_off(round_errors.disconnected(1), 1, origin=1)
     assert [type(effect) for effect in effects] == [Tell]
     outcomes = told(machine.decided(0, [b"0", b"1", b"2"], 2))
     assert "rank 1 is gone" in raised(outcomes[2]).message
@@ -615,18 +618,18 @@ def test_the_deeper_a_rank_the_sooner_it_reports_and_the_longer_it_waits() -> No
         machine.enter(call(timeout_s=10), 0)
     due = [machine.next_at for machine in machines[:-1]]
     assert due == sorted(due, reverse=True)
-    assert 10 <= due[-1] < due[0] <= 10 + faults.GRACE_S
+    assert 10 <= due[-1] < due[0] <= 10 + round_errors.GRACE_S
     for machine in machines[:-1]:
         machine.tick(machine.next_at)
     told_at = [machine.next_at for machine in machines[1:]]
     assert told_at == sorted(told_at)
-    assert told_at[-1] <= 10 + 2 * faults.GRACE_S
+    assert told_at[-1] <= 10 + 2 * round_errors.GRACE_S
 
 
 def test_waiting_forever_is_a_wait_like_any_other() -> None:
     machine = new_machine()
     machine.enter(call(timeout_s=math.inf), 0)
-    assert machine.next_at < 2 * faults.FOREVER_S
+    assert machine.next_at < 2 * round_errors.FOREVER_S
 
 
 @given(st.integers(0, 1), st.binary(max_size=60))

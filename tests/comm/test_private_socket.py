@@ -14,12 +14,12 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
+from reknit.comm import serving
 from reknit.comm.base import barrier
-from reknit.comm.meeting import hosts
+from reknit.comm.meeting import identity
 from reknit.comm.meeting.addresses import check_owner
 from reknit.comm.topology import Topology
 from reknit.comm.tree import group as tree
-from reknit.comm.tree import server as tree_server
 from reknit.comm.tree.group import TreeGroup, TreePort
 from reknit.comm.tree.threads import thread_groups
 from reknit.engine.background.side_group import side_group
@@ -28,7 +28,7 @@ from reknit.options import CommOptions
 from reknit.testing.world import MemoryStore, run_ranks
 from tests.as_nobody import NOBODY, as_nobody, needs_another_user
 from tests.comm.test_strangers import PREFACE
-from tests.comm.worlds import ask, climb, endings, settled, take_seats, tree_world
+from tests.comm.worlds import ask, connect_rank, endings, listen_all, settled, tree_world
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -58,7 +58,7 @@ def joined(size: int, store: Any = None, options: CommOptions = OPTIONS) -> list
 
 
 def sockets(groups: list[TreeGroup]) -> list[str]:
-    return [group._seat.address.split()[0] for group in groups if group._seat.address]
+    return [group.port.address.split()[0] for group in groups if group.port.address]
 
 
 def test_ranks_of_one_host_meet_at_sockets_whose_names_are_gone_when_all_have_come(temporary: Path) -> None:
@@ -75,11 +75,11 @@ def test_ranks_of_one_host_meet_at_sockets_whose_names_are_gone_when_all_have_co
 
 
 def test_a_group_that_never_formed_leaves_no_name() -> None:
-    for seat in unix_seats(3):
-        seat.close()
+    for port in unix_ports(3):
+        port.close()
 
 
-def unix_seats(size: int) -> list[TreePort]:
+def unix_ports(size: int) -> list[TreePort]:
     options = CommOptions(bind="unix", connect_timeout_s=30)
     return [
         TreeGroup.listen(rank, Topology([0] * size, 2), job="job", generation=7, options=options)
@@ -89,8 +89,8 @@ def unix_seats(size: int) -> list[TreePort]:
 
 @needs_another_user
 def test_another_user_who_knows_address_and_token_cannot_connect() -> None:
-    seats = unix_seats(2)
-    path = seats[0].address.split()[0].removeprefix("unix:")
+    ports = unix_ports(2)
+    path = ports[0].address.split()[0].removeprefix("unix:")
     assert stat.S_IMODE(os.stat(os.path.dirname(path)).st_mode) == 0o700
 
     def knock() -> None:
@@ -99,7 +99,7 @@ def test_another_user_who_knows_address_and_token_cannot_connect() -> None:
 
     assert as_nobody(knock).errno == errno.EACCES
     knock()  # and it is there
-    groups = [climb(seats, rank) for rank in range(2)]
+    groups = [connect_rank(ports, rank) for rank in range(2)]
     assert endings(groups, ask) == [b""] * 2
     for group in groups:
         group.close()
@@ -108,11 +108,11 @@ def test_another_user_who_knows_address_and_token_cannot_connect() -> None:
 @needs_another_user
 def test_a_socket_that_another_user_has_put_in_the_place_of_a_rank_is_not_used(tmp_path: Path) -> None:
     os.chown(tmp_path, NOBODY, NOBODY)
-    seats = unix_seats(2)
+    ports = unix_ports(2)
     with pytest.raises(CommError, match="not of this user alone"):
-        seats[1].climb(f"unix:{tmp_path}/ranks token")
-    for seat in seats:
-        seat.close()
+        ports[1].connect_parent(f"unix:{tmp_path}/ranks token")
+    for port in ports:
+        port.close()
 
 
 def test_a_socket_in_a_folder_that_others_enter_is_not_used(tmp_path: Path) -> None:
@@ -130,7 +130,7 @@ def test_ranks_that_may_not_reach_such_a_socket_connect_by_address(
 ) -> None:
     answers = iter(["0 1", "0 2"]) if why == "other files" else iter(["", ""])
     if why != "a chosen address":
-        monkeypatch.setattr(hosts, "reach", lambda: next(answers))
+        monkeypatch.setattr(identity, "reach", lambda: next(answers))
     options = CommOptions(bind="127.0.0.1" if why == "a chosen address" else None, connect_timeout_s=30)
     groups = joined(2, options=options)
     assert sockets(groups)[0].startswith("127.0.0.1:")
@@ -144,9 +144,9 @@ def test_a_folder_for_temporary_files_whose_name_is_no_address_is_not_used(
 ) -> None:
     (temporary / name).mkdir()
     monkeypatch.setattr(tempfile, "tempdir", str(temporary / name))
-    seats = unix_seats(2)
-    assert seats[0].address.startswith("unix:/tmp/reknit-")
-    groups = [climb(seats, rank) for rank in range(2)]
+    ports = unix_ports(2)
+    assert ports[0].address.startswith("unix:/tmp/reknit-")
+    groups = [connect_rank(ports, rank) for rank in range(2)]
     assert endings(groups, ask) == [b""] * 2
     for group in groups:
         group.close()
@@ -157,17 +157,17 @@ def test_a_folder_for_temporary_files_that_cannot_be_written_is_done_without(
     temporary: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(tempfile, "tempdir", str(temporary / "missing"))
-    seats = unix_seats(2)
-    assert seats[0].address.startswith("unix:/tmp/reknit-")
-    for seat in seats:
-        seat.close()
+    ports = unix_ports(2)
+    assert ports[0].address.startswith("unix:/tmp/reknit-")
+    for port in ports:
+        port.close()
 
     def full(prefix: str, dir: str) -> str:
         raise OSError(errno.ENOSPC, "No space left on device", dir)
 
     monkeypatch.setattr(tempfile, "mkdtemp", full)
     with pytest.raises(CommError, match="No space left on device: '/dev/shm'") as caught:
-        unix_seats(2)
+        unix_ports(2)
     assert "CommOptions.bind" in str(caught.value.remedy)
 
 
@@ -234,39 +234,39 @@ def test_a_rank_that_fails_after_all_have_met_is_heard_of_at_once_by_those_below
 
 @pytest.mark.parametrize("how", ["closed", "killed"])
 def test_a_rank_whose_socket_nobody_serves_any_more_is_gone_at_once(how: str, tmp_path: Path) -> None:
-    seats = unix_seats(2)
-    address = seats[0].address
+    ports = unix_ports(2)
+    address = ports[0].address
     if how == "killed":  # the name stays
         tmp_path.chmod(0o700)
         with socket.socket(socket.AF_UNIX) as left:
             left.bind(str(tmp_path / "ranks"))
         address = f"unix:{tmp_path}/ranks token"
-    seats[0].close()
+    ports[0].close()
     begun = time.monotonic()
     with pytest.raises(CommError, match=r"rank 0 is gone: .*nobody listens") as caught:
-        seats[1].climb(address)
+        ports[1].connect_parent(address)
     assert not isinstance(caught.value, DeadlineError)
     assert time.monotonic() - begun < OPTIONS.connect_timeout_s / 2
-    seats[1].close()
+    ports[1].close()
 
 
 def test_a_rank_at_an_address_that_refuses_connections_is_gone_soon(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tree, "_REFUSED_S", 0.3)
-    seats = take_seats(2, connect_timeout_s=60)
-    seats[0].close()
+    ports = listen_all(2, connect_timeout_s=60)
+    ports[0].close()
     with pytest.raises(CommError, match=r"rank 0 is gone: .*nobody listens"):
-        climb(seats, 1)
-    seats[1].close()
+        connect_rank(ports, 1)
+    ports[1].close()
 
 
 # Connections of strangers.
 
 
-def strangers(seat: TreePort, number: int) -> Iterator[socket.socket]:
-    """Yield connections to a seat by somebody who has no token."""
-    host, _, port = seat.address.split()[0].rpartition(":")
+def strangers(port: TreePort, number: int) -> Iterator[socket.socket]:
+    """Yield connections to a port by somebody who has no token."""
+    host, _, listening = port.address.split()[0].rpartition(":")
     for _ in range(number):
-        yield socket.create_connection((host, int(port)), timeout=30)
+        yield socket.create_connection((host, int(listening)), timeout=30)
 
 
 def heard(stranger: socket.socket) -> bytes:
@@ -278,12 +278,12 @@ def heard(stranger: socket.socket) -> bytes:
 
 
 def test_hundreds_of_connections_that_say_nothing_are_turned_away_but_for_some() -> None:
-    seats = take_seats(3)
+    ports = listen_all(3)
     with ExitStack() as open_ones:
-        silent = [open_ones.enter_context(one) for one in strangers(seats[0], 400)]
+        silent = [open_ones.enter_context(one) for one in strangers(ports[0], 400)]
         admitted = sum(heard(one) != b"" for one in silent)
-        assert 0 < admitted <= 2 * 2 + tree_server.MOST_STRANGERS
-    groups = [climb(seats, rank) for rank in range(3)]
+        assert 0 < admitted <= 2 * 2 + serving.SPARE_CONNECTIONS
+    groups = [connect_rank(ports, rank) for rank in range(3)]
     assert endings(groups, ask) == [b""] * 3
     for group in groups:
         group.close()
@@ -291,27 +291,27 @@ def test_hundreds_of_connections_that_say_nothing_are_turned_away_but_for_some()
 
 @pytest.mark.parametrize(
     ("said", "limit"),
-    [(b"", "_HANDSHAKE_MS"), (PREFACE + bytes(3) + b"\4" + bytes(5), "_IDLE_MS")],
+    [(b"", "HANDSHAKE_MS"), (PREFACE + bytes(3) + b"\4" + bytes(5), "IDLE_MS")],
     ids=["nothing", "hello"],
 )
 def test_a_connection_that_says_no_more_than_hello_is_hung_up_soon(
     said: bytes, limit: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    for name in ("_HANDSHAKE_MS", "_IDLE_MS"):
-        monkeypatch.setattr(tree_server, name, 300 if name == limit else 1 << 30)
-    seats = take_seats(2)
-    for stranger in strangers(seats[0], 3):
+    for name in ("HANDSHAKE_MS", "IDLE_MS"):
+        monkeypatch.setattr(serving, name, 300 if name == limit else 1 << 30)
+    ports = listen_all(2)
+    for stranger in strangers(ports[0], 3):
         with stranger:
             stranger.sendall(said)
             while heard(stranger):  # or it is a timeout of 30 s
                 pass
-    for seat in seats:
-        seat.close()
+    for port in ports:
+        port.close()
 
 
 def test_a_rank_that_has_joined_is_never_taken_for_idle(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(tree_server, "_HANDSHAKE_MS", 200)
-    monkeypatch.setattr(tree_server, "_IDLE_MS", 200)
+    monkeypatch.setattr(serving, "HANDSHAKE_MS", 200)
+    monkeypatch.setattr(serving, "IDLE_MS", 200)
     with tree_world(3) as groups:
         barrier_all(groups)
         time.sleep(1.0)
@@ -324,10 +324,10 @@ def barrier_all(groups: list[TreeGroup]) -> None:
 
 
 def test_the_name_stays_while_somebody_is_yet_to_come(temporary: Path) -> None:
-    seats = unix_seats(3)
-    climb(seats, 1)
+    ports = unix_ports(3)
+    connect_rank(ports, 1)
     assert len(list(temporary.iterdir())) == 1
-    climb(seats, 2)
+    connect_rank(ports, 2)
     assert settled(lambda: set(temporary.iterdir())) == set()
-    for seat in seats:
-        seat.close()
+    for port in ports:
+        port.close()

@@ -7,18 +7,18 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
+from reknit.comm import round_errors
+from reknit.comm.messages import Heading, Parcel
 from reknit.comm.topology import Topology
-from reknit.comm.tree import round_errors as faults
 from reknit.comm.tree.effects import Call
 from reknit.comm.tree.machine import RoundMachine
-from reknit.comm.tree.message import Heading, Parcel
 from reknit.comm.tree.rounds import Rounds
 from reknit.errors import CommError, DeadlineError, GroupClosedError, ProtocolError
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from reknit.comm.tree.message import Outcome, Report
+    from reknit.comm.messages import Outcome, Report
     from reknit.comm.tree.rounds import Heard
     from reknit.errors import ReknitError
 
@@ -117,7 +117,7 @@ def test_a_round_that_failed_before_it_was_decided_is_not_decided() -> None:
     ending = in_thread(lambda: rounds.hold(call(), decide))
     with rounds._changed:  # as if both came before the thread of the rank awoke
         rounds.attend(report(2))
-        rounds.break_off(faults.gone(2))
+        rounds.break_off(round_errors.disconnected(2))
     assert "rank 2 is gone" in ending().message
     assert decided == []
 
@@ -134,7 +134,7 @@ def test_a_child_that_is_in_its_next_round_waits_for_its_last_no_more() -> None:
 def test_a_child_that_takes_its_report_back_is_answered_at_once_and_the_round_fails() -> None:
     rounds = new_rounds()
     first = rounds.attend(report(1))
-    back = rounds.attend(report(1, error=faults.left(ROUND, 1)))
+    back = rounds.attend(report(1, error=round_errors.gave_up(ROUND, 1)))
     assert rounds.answer(back) is not None
     assert first.outcome is None
     with pytest.raises(CommError, match="rank 1 left round 0"):
@@ -214,8 +214,8 @@ def test_a_rank_that_hears_nothing_gives_up_at_its_deadline() -> None:
 def test_the_rank_above_hears_that_the_group_is_broken_unless_it_said_so_itself() -> None:
     above, late = RankAbove(), RankAbove()
     rounds = new_rounds(1, 4, above)
-    rounds.break_off(faults.closed(1))
-    rounds.break_off(faults.gone(3), 3)
+    rounds.break_off(round_errors.closed(1))
+    rounds.break_off(round_errors.disconnected(3), 3)
     assert above.did == ["tell rank 1 closed the group"]
     rounds.connect(late)
     assert late.did == above.did
@@ -223,7 +223,7 @@ def test_the_rank_above_hears_that_the_group_is_broken_unless_it_said_so_itself(
         rounds.hold(call(), lambda requests: requests)
     deaf = RankAbove()
     other = new_rounds(1, 4, deaf)
-    other.break_off(faults.gone(0), 0)
+    other.break_off(round_errors.disconnected(0), 0)
     assert deaf.did == []
     assert other.broken is other.until_broken()
 

@@ -11,14 +11,14 @@ import pytest
 
 from reknit.comm.base import barrier, broadcast, gather, round
 from reknit.comm.meeting.rendezvous import FolderStore
+from reknit.comm.serving import channel_settings
 from reknit.comm.topology import Topology
-from reknit.comm.tree import server as tree_server
 from reknit.comm.tree.group import TreeGroup
 from reknit.comm.tree.threads import thread_groups
 from reknit.errors import CommError, DeadlineError, ProtocolError, UsageError
 from reknit.options import CommOptions
 from reknit.testing.world import MemoryStore, run_ranks
-from tests.comm.worlds import GENERATION, Resources, ask, climb, endings, take_seats, tree_world
+from tests.comm.worlds import GENERATION, Resources, ask, connect_rank, endings, listen_all, tree_world
 from tests.resources import open_files, threads
 
 if TYPE_CHECKING:
@@ -81,7 +81,7 @@ def test_a_report_larger_than_the_rank_above_takes_fails_on_both_with_a_remedy()
             CommOptions(bind=HERE, max_message_nbytes=nbytes) for nbytes in (2_000, MIB)
         )
     )
-    groups = [narrow.climb(""), wide.climb(narrow.address)]
+    groups = [narrow.connect_parent(""), wide.connect_parent(narrow.address)]
     for error in endings(groups, lambda group: ask(group, request=os.urandom(50_000), timeout_s=600)):
         assert type(error) is CommError
         assert "larger than the 3024 that this rank takes" in error.message
@@ -93,7 +93,7 @@ def test_a_report_larger_than_the_rank_above_takes_fails_on_both_with_a_remedy()
 
 def test_a_message_above_what_grpc_takes_at_once_travels_all_the_same() -> None:
     payload = os.urandom(9 * MIB)
-    assert dict(tree_server.settings())["grpc.max_receive_message_length"] < len(payload)
+    assert dict(channel_settings())["grpc.max_receive_message_length"] < len(payload)
     with tree_world(3, fan_out=1) as groups:
         assert endings(groups, lambda group: ask(group, request=payload)) == [payload] * 3
 
@@ -144,14 +144,14 @@ def test_a_rank_whose_rank_above_never_starts_says_so() -> None:
 
 def test_a_rank_that_cannot_reach_the_rank_above_names_it_and_its_address() -> None:
     options = CommOptions(bind=HERE, connect_timeout_s=0.3)
-    seat = TreeGroup.listen(1, Topology.flat(2, 2), job="job", generation=GENERATION, options=options)
+    port = TreeGroup.listen(1, Topology.flat(2, 2), job="job", generation=GENERATION, options=options)
     with pytest.raises(
         DeadlineError, match=r"rank 0 at 127.0.0.1:1 could not be reached within 0.3 s"
     ) as caught:
-        seat.climb("127.0.0.1:1 secret")
+        port.connect_parent("127.0.0.1:1 secret")
     assert "CommOptions.bind" in str(caught.value.remedy)
     assert "secret" not in str(caught.value)
-    seat.close()
+    port.close()
 
 
 def test_ranks_that_were_started_with_different_sizes_do_not_join() -> None:
@@ -172,15 +172,15 @@ def test_a_rank_outside_the_group_is_refused(rank: int, size: int) -> None:
 
 
 def test_a_second_process_with_a_taken_rank_is_refused_and_the_first_goes_on() -> None:
-    seats = take_seats(2)
-    groups = [climb(seats, rank) for rank in range(2)]
+    ports = listen_all(2)
+    groups = [connect_rank(ports, rank) for rank in range(2)]
     assert endings(groups, ask) == [b"", b""]
-    second = take_seats(2)[1]
+    second = listen_all(2)[1]
     with pytest.raises(ProtocolError, match="another process is rank 1 already"):
-        second.climb(seats[0].address)
+        second.connect_parent(ports[0].address)
     assert endings(groups, ask) == [b"", b""]
-    for seat in (*seats, second):
-        seat.close()
+    for port in (*ports, second):
+        port.close()
 
 
 def test_a_closed_group_says_so_when_it_is_used_again() -> None:
@@ -219,10 +219,10 @@ def test_closed_groups_leave_no_thread_and_no_file_open() -> None:
 def test_a_rank_that_closes_alone_leaves_no_connection_open() -> None:
     with tree_world(2) as groups:
         endings(groups, ask)
-    seats = take_seats(2)
-    root = climb(seats, 0)
+    ports = listen_all(2)
+    root = connect_rank(ports, 0)
     before = Resources()
-    leaf = climb(seats, 1)
+    leaf = connect_rank(ports, 1)
     assert endings([root, leaf], ask) == [b"", b""]
     leaf.close()
     assert before.new_files() == set()

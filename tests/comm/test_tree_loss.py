@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from reknit.comm.tree import round_errors as faults
-from tests.comm.worlds import ask, endings, take_seats
+from reknit.comm import round_errors
+from tests.comm.worlds import ask, endings, listen_all
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -75,27 +75,27 @@ class Wire:
 
 
 @pytest.fixture
-def seats() -> Iterator[list[TreePort]]:
-    taken = take_seats(3)
+def ports() -> Iterator[list[TreePort]]:
+    taken = listen_all(3)
     yield taken
-    for seat in taken:
-        seat.close()
+    for port in taken:
+        port.close()
 
 
 @pytest.fixture
-def wire(seats: list[TreePort]) -> Iterator[Wire]:
-    where = seats[0].address.split()[0]
+def wire(ports: list[TreePort]) -> Iterator[Wire]:
+    where = ports[0].address.split()[0]
     made = Wire(int(where.rpartition(":")[2]))
     yield made
     made.close()
 
 
 @pytest.fixture
-def groups(seats: list[TreePort], wire: Wire) -> list[TreeGroup]:
+def groups(ports: list[TreePort], wire: Wire) -> list[TreeGroup]:
     """Rank 0, and two below it at the other end of the wire."""
-    where, token = seats[0].address.split()
+    where, token = ports[0].address.split()
     there = f"{where.rpartition(':')[0]}:{wire.port} {token}"
-    return [seats[0].climb(""), seats[1].climb(there), seats[2].climb(there)]
+    return [ports[0].connect_parent(""), ports[1].connect_parent(there), ports[2].connect_parent(there)]
 
 
 def test_an_answer_that_has_to_be_sent_again_arrives_though_its_sender_closes_at_once(
@@ -118,36 +118,36 @@ def test_a_rank_that_does_not_hear_is_waited_for_no_longer_than_a_moment(
     wire.late_s = 60.0
     begin = time.monotonic()
     groups[0].close()
-    assert faults.GRACE_S <= time.monotonic() - begin < 10
+    assert round_errors.GRACE_S <= time.monotonic() - begin < 10
 
 
-def open_calls(seat: TreePort, wanted: int) -> int:
-    """Return how many calls of other ranks wait at a seat, once it is as many as wanted, or after a while."""
-    assert seat._server is not None
+def open_calls(port: TreePort, wanted: int) -> int:
+    """Return how many calls of other ranks wait at a port, once it is as many as wanted, or after a while."""
+    assert port._server is not None
     for _ in range(600):
-        if seat._server._num_open == wanted:
+        if port._server._num_open == wanted:
             break
         time.sleep(0.05)
-    return seat._server._num_open
+    return port._server._num_open
 
 
 @pytest.mark.parametrize("ending", ["one closes", "one is lost", "all are lost"])
 def test_ranks_that_left_or_are_gone_are_not_waited_for(
-    seats: list[TreePort], groups: list[TreeGroup], ending: str
+    ports: list[TreePort], groups: list[TreeGroup], ending: str
 ) -> None:
-    assert open_calls(seats[0], 4) == 4, "each of two ranks watches, and stays"
+    assert open_calls(ports[0], 4) == 4, "each of two ranks watches, and stays"
     if ending == "one closes":
         groups[2].close()
     else:
-        for seat in seats[2:] if ending == "one is lost" else seats[1:]:
-            assert seat._uplink is not None
-            seat._uplink._channel.close()
-    assert groups[0]._seat.rounds.until_broken()
-    assert open_calls(seats[0], 0) == 0, "whoever is left heard of it"
+        for port in ports[2:] if ending == "one is lost" else ports[1:]:
+            assert port.uplink is not None
+            port.uplink._channel.close()
+    assert groups[0].port.rounds.until_broken()
+    assert open_calls(ports[0], 0) == 0, "whoever is left heard of it"
 
 
 def test_a_rank_that_is_owed_an_answer_has_not_heard_all(
-    seats: list[TreePort], groups: list[TreeGroup]
+    ports: list[TreePort], groups: list[TreeGroup]
 ) -> None:
     deciding, decide = threading.Event(), threading.Event()
 
@@ -166,20 +166,20 @@ def test_a_rank_that_is_owed_an_answer_has_not_heard_all(
     rounds.start()
     try:
         assert deciding.wait(30)
-        uplink = seats[2]._uplink
+        uplink = ports[2].uplink
         assert uplink is not None
         uplink._channel.close()
-        seats[1].rounds.until_broken()
-        assert open_calls(seats[0], 2) == 2, "rank 1 has heard that rank 2 is gone, and waits in its round"
+        ports[1].rounds.until_broken()
+        assert open_calls(ports[0], 2) == 2, "rank 1 has heard that rank 2 is gone, and waits in its round"
     finally:
         decide.set()
         rounds.join(60)
     assert len(ended) == 3
-    assert open_calls(seats[0], 0) == 0
+    assert open_calls(ports[0], 0) == 0
 
 
-def test_a_connection_may_be_closed_twice(seats: list[TreePort], groups: list[TreeGroup]) -> None:
-    uplink = seats[1]._uplink
+def test_a_connection_may_be_closed_twice(ports: list[TreePort], groups: list[TreeGroup]) -> None:
+    uplink = ports[1].uplink
     assert uplink is not None
     uplink.close()
     uplink.close()

@@ -8,22 +8,22 @@ from typing import TYPE_CHECKING, Any
 import grpc
 import pytest
 
+from reknit.comm.chunks import CHUNK_NBYTES, divided, joined
+from reknit.comm.messages import Heading, Hello, News, Outcome, Parcel, Reply, decode, encode
+from reknit.comm.serving import TOKEN
 from reknit.comm.topology import Topology
-from reknit.comm.tree.chunks import CHUNK_NBYTES, divided, joined
 from reknit.comm.tree.group import TreeGroup
-from reknit.comm.tree.message import Heading, Hello, News, Outcome, Parcel, Reply, decode, encode
-from reknit.comm.tree.server import TOKEN
 from reknit.comm.tree.threads import thread_groups
 from reknit.errors import CommError, from_wire
 from reknit.options import CommOptions
 from reknit.testing.world import MemoryStore
-from tests.comm.worlds import ask, endings, take_seats, tree_world
+from tests.comm.worlds import ask, endings, listen_all, tree_world
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
     from reknit.comm.base import Group
-    from reknit.comm.tree.message import Report
+    from reknit.comm.messages import Report
     from reknit.errors import ReknitError
 
 HERE = "127.0.0.1"
@@ -32,7 +32,7 @@ MIB = 1 << 20
 
 def address(group: TreeGroup) -> tuple[str, str]:
     """Return where the server of a rank is, and its token."""
-    where, token = group._seat.address.split()
+    where, token = group.port.address.split()
     return where, token
 
 
@@ -115,7 +115,7 @@ def test_a_stranger_is_refused_before_it_has_sent_anything() -> None:
 def test_the_list_of_strangers_that_were_logged_is_bounded(
     caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("reknit.comm.tree.server._MOST_PEERS_LOGGED", 0)
+    monkeypatch.setattr("reknit.comm.serving.MOST_PEERS_LOGGED", 0)
     with tree_world(2) as groups:
         with pytest.raises(grpc.RpcError):
             call(groups[0], "round", b"", "wrong")
@@ -133,10 +133,10 @@ def test_every_server_has_a_long_token_of_its_own() -> None:
     with tree_world(7) as groups:
         tokens = {address(groups[rank])[1] for rank in (0, 1, 2)}
     for _ in range(2):
-        seats = take_seats(2)
-        tokens.add(seats[0].address.split()[1])
-        for seat in seats:
-            seat.close()
+        ports = listen_all(2)
+        tokens.add(ports[0].address.split()[1])
+        for port in ports:
+            port.close()
     assert len(tokens) == 5
     assert all(len(bytes.fromhex(token)) == 32 for token in tokens)
 
@@ -227,7 +227,7 @@ def test_an_address_of_another_host_cannot_be_listened_on() -> None:
 def test_only_ranks_with_ranks_below_them_listen() -> None:
     with tree_world(4) as groups:
         assert [group.host for group in groups] == [HERE, HERE, None, None]
-        assert [bool(group._seat.address) for group in groups] == [True, True, False, False]
+        assert [bool(group.port.address) for group in groups] == [True, True, False, False]
 
 
 def test_a_group_without_an_address_given_finds_one() -> None:

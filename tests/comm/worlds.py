@@ -44,10 +44,10 @@ def join_tree(
         return list(pool.map(lambda rank: TreeGroup.join(shared, rank, size, job=job, options=chosen), ranks))
 
 
-def take_seats(
+def listen_all(
     size: int, fan_out: int = 2, job: str = "job", connect_timeout_s: float = 30
 ) -> list[TreePort]:
-    """Return the seats of ranks that share no store."""
+    """Return the ports of ranks that share no store."""
     options = CommOptions(bind="127.0.0.1", connect_timeout_s=connect_timeout_s)
     topology = Topology.flat(size, fan_out)
     return [
@@ -56,10 +56,10 @@ def take_seats(
     ]
 
 
-def climb(seats: Sequence[TreePort], rank: int) -> TreeGroup:
-    """Join one of the ranks that took `seats`, with the address of the rank above it."""
-    above = seats[rank].above
-    return seats[rank].climb("" if above is None else seats[above].address)
+def connect_rank(ports: Sequence[TreePort], rank: int) -> TreeGroup:
+    """Join one of the ranks that took `ports`, with the address of the rank above it."""
+    above = ports[rank].above
+    return ports[rank].connect_parent("" if above is None else ports[above].address)
 
 
 @contextmanager

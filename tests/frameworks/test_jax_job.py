@@ -14,7 +14,8 @@ from typing import Any
 
 import pytest
 
-from reknit.comm.meeting.hosts import Shape, gather_shape
+from reknit.comm.meeting.entries import Shape
+from reknit.comm.meeting.hosts import gather_shape
 from reknit.errors import CommError, DeadlineError, MissingExtraError, UsageError
 from reknit.frameworks.jax.job import JaxStore, coordination_store
 from reknit.options import CommOptions

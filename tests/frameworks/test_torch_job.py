@@ -3,16 +3,19 @@ from __future__ import annotations
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch.distributed as dist
 
-from reknit.comm.meeting.hosts import Shape, gather_shape
+from reknit.comm.meeting.hosts import gather_shape
 from reknit.errors import CommError, DeadlineError, UsageError
 from reknit.frameworks.torch import job as torch_job
 from reknit.options import CommOptions
 from tests.ranks import run
+
+if TYPE_CHECKING:
+    from reknit.comm.meeting.entries import Shape
 
 
 def test_a_process_alone_has_no_job() -> None:

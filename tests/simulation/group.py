@@ -6,19 +6,19 @@ from functools import partial
 from math import inf
 from typing import TYPE_CHECKING
 
-from reknit.comm.tree import round_errors as faults
+from reknit.comm import round_errors
+from reknit.comm.messages import Outcome, Report, decode, encode
 from reknit.comm.tree.effects import Call, Decide, RoundDone, SendOutcome, SendReport, Tell
 from reknit.comm.tree.machine import RoundMachine
-from reknit.comm.tree.message import Outcome, Report, decode, encode
 from reknit.errors import from_wire
 from tests.simulation.network import Broken, Left, Message, ending
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
+    from reknit.comm.base import Merge
     from reknit.comm.topology import Topology
     from reknit.comm.tree.effects import Effect
-    from reknit.comm.tree.subtree import Merge
     from reknit.errors import ReknitError
     from tests.simulation.network import Network
     from tests.simulation.process import Process
@@ -89,7 +89,7 @@ class SimGroup:
 
     def close(self) -> None:
         """Leave the group."""
-        self.process.act("close", lambda: self._break_off(faults.closed(self.rank)))
+        self.process.act("close", lambda: self._break_off(round_errors.closed(self.rank)))
 
     # What reaches this rank from outside.
 
@@ -102,7 +102,7 @@ class SimGroup:
 
     def lose(self, rank: int) -> None:
         """Notice that the connection to a rank is broken."""
-        self.process.later(f"loses rank {rank}", lambda: self._break_off(faults.gone(rank)))
+        self.process.later(f"loses rank {rank}", lambda: self._break_off(round_errors.disconnected(rank)))
 
     def _hear(self, sender: SimGroup, message: Message) -> None:
         machine, content, now = self._machine, message.content, self._now
@@ -117,7 +117,7 @@ class SimGroup:
         elif isinstance(content, Left):
             self._do(machine.child_left(sender.rank, content.number, now))
         else:
-            self._do(machine.break_off(faults.copied(content.error), now, origin=sender.rank))
+            self._do(machine.break_off(round_errors.copied(content.error), now, origin=sender.rank))
 
     # What this rank does to its machine, always within an action.
 

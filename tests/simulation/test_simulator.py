@@ -39,8 +39,8 @@ from tests.simulation.storage import Disk, SimStorage, SimWriter
 if TYPE_CHECKING:
     from collections.abc import Callable
 
+    from reknit.comm.messages import Outcome
     from reknit.comm.tree.effects import Effect
-    from reknit.comm.tree.message import Outcome
 
 
 def outcomes(*faults: object, number: int = 0, ranks: int = 5, **more: object) -> dict[int, str]:

@@ -17,7 +17,7 @@ from urllib.parse import quote, urlencode, urlsplit
 from hdfs_native import Client
 
 from reknit.options import MIB
-from reknit.storage.hdfs.names import encoded
+from reknit.storage.hdfs.known_names import encoded
 from tests.servers import STATE, server
 
 _MARK = "GetContentSummary"

@@ -18,7 +18,7 @@ from reknit.errors import StorageUnavailableError
 from reknit.options import MIB
 from reknit.storage.hdfs.store import HdfsStorage, open_hdfs
 from reknit.storage.registry import register
-from reknit.storage.wrappers.retrying import Patience, RetryingStorage
+from reknit.storage.wrappers.retrying import RetryingStorage, RetryPolicy
 from reknit.testing.storage_suite import listed, pattern, read
 from tests.storage.hdfs_probes import Cluster, everything, place, running, write
 
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from reknit.storage.base import Storage
 
 OPTIONS = "part_mib=1&block_mib=1&timeout_s=4&tries=6&replication=2"
-PATIENCE = Patience(deadline_s=60, longest_s=1)
+PATIENCE = RetryPolicy(deadline_s=60, longest_s=1)
 
 
 @pytest.fixture(scope="module")

@@ -17,7 +17,7 @@ from reknit.errors import StorageError, StorageUnavailableError, UsageError
 from reknit.options import MIB
 from reknit.storage.local.store import LocalStorage
 from reknit.storage.registry import open_storage, recipe, register
-from reknit.storage.wrappers.retrying import Patience, RetryingStorage, patient
+from reknit.storage.wrappers.retrying import RetryingStorage, RetryPolicy, with_retries
 from reknit.testing.faulty_storage import Fault, FaultyStorage
 from reknit.testing.process_memory import ProcessMemory
 from reknit.testing.storage_suite import listed, pattern, read, write
@@ -32,10 +32,10 @@ if TYPE_CHECKING:
     from reknit.storage.base import Storage, Writer
     from reknit.testing.faulty_storage import FaultKind
 
-QUICK = Patience(deadline_s=20, first_s=0.001, longest_s=0.002)
+QUICK = RetryPolicy(deadline_s=20, first_s=0.001, longest_s=0.002)
 
 
-def retrying(folder: Path, *faults: Fault, patience: Patience = QUICK, resumes: bool = False) -> Any:
+def retrying(folder: Path, *faults: Fault, patience: RetryPolicy = QUICK, resumes: bool = False) -> Any:
     return RetryingStorage(FaultyStorage(LocalStorage(folder), plan=faults), patience, resumes=resumes)
 
 
@@ -97,7 +97,7 @@ class _DeadWriter:
 
 
 def test_who_raises_the_same_error_again_is_not_waited_for() -> None:
-    storage = RetryingStorage(Dead("dead"), Patience(deadline_s=1000, first_s=0.001))
+    storage = RetryingStorage(Dead("dead"), RetryPolicy(deadline_s=1000, first_s=0.001))
     with pytest.raises(StorageUnavailableError, match=r"one part could not go up$"):
         storage.create("x", 3).write(0, memoryview(b"abc"))
     assert storage.retries == {"write": 1}
@@ -127,7 +127,7 @@ def seconds(storage: Storage) -> float:
 def test_what_comes_after_an_operation_that_was_given_up_is_not_waited_for_as_long_again() -> None:
     """So a save that fails does not wait once more for everything that it would clear away."""
     away = Away("away")
-    storage = RetryingStorage(away, Patience(deadline_s=0.5, first_s=0.001, longest_s=0.01))
+    storage = RetryingStorage(away, RetryPolicy(deadline_s=0.5, first_s=0.001, longest_s=0.01))
     assert seconds(storage) >= 0.5
     before = storage.retries["size"]
     for _ in range(5):
@@ -163,7 +163,7 @@ def test_the_first_repetition_of_each_operation_is_told_and_not_all(
 OPENED: list[str] = []
 
 
-@patient(resumes=False)
+@with_retries(resumes=False)
 def vault(url: str, durability: Durability) -> Storage:
     """Open a store for these tests."""
     OPENED.append(url)

@@ -15,7 +15,7 @@ from reknit.errors import StorageError, StorageNotFoundError, StorageUnavailable
 from reknit.monitor.phase import monotonic
 from reknit.storage import registry
 from reknit.storage.local.store import LocalStorage
-from reknit.storage.wrappers.retrying import Patience, RetryingStorage
+from reknit.storage.wrappers.retrying import RetryingStorage, RetryPolicy
 from reknit.testing.faulty_storage import Fault, FaultyStorage
 from reknit.testing.metered import Meter, MeteredStorage
 from reknit.testing.process_memory import ProcessMemory
@@ -25,7 +25,7 @@ from reknit.testing.throttled import Pace, ThrottledStorage
 if TYPE_CHECKING:
     from reknit.storage.base import Storage
 
-QUICK = Patience(deadline_s=20, first_s=0.001, longest_s=0.002)
+QUICK = RetryPolicy(deadline_s=20, first_s=0.001, longest_s=0.002)
 
 
 class WrappedSuite(StorageSuite):
@@ -126,7 +126,7 @@ def test_many_failures_in_a_row_are_outlasted(tmp_path: Path) -> None:
 
 def test_a_store_that_stays_away_is_given_up_in_time() -> None:
     plan = [Fault("away", n) for n in range(1, 10_000)]
-    patience = Patience(deadline_s=0.2, first_s=0.01, longest_s=0.02)
+    patience = RetryPolicy(deadline_s=0.2, first_s=0.01, longest_s=0.02)
     storage = RetryingStorage(FaultyStorage(ProcessMemory("away"), plan=plan), patience)
     begin = monotonic()
     with pytest.raises(StorageUnavailableError, match=r"tried \d+ times in 0.2 s"):
@@ -157,7 +157,7 @@ def test_somebody_elses_file_is_not_taken_for_ones_own(tmp_path: Path) -> None:
 
 def test_impossible_patience_and_pace_are_refused() -> None:
     with pytest.raises(UsageError, match="positive"):
-        Patience(first_s=0)
+        RetryPolicy(first_s=0)
     with pytest.raises(UsageError, match="positive"):
         Pace(bytes_per_s=-1)
 

@@ -17,8 +17,7 @@ from reknit.monitor.phase import now
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-    from reknit.comm.tree.subtree import Merge
-
+    Merge = Callable[[Sequence[bytes]], bytes]
     Decide = Callable[[list[bytes]], Sequence[bytes]]
 
 

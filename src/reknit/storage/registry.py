@@ -15,7 +15,7 @@ from reknit.options import Durability
 from reknit.storage.base import Storage
 from reknit.storage.local.memory import MemoryStorage
 from reknit.storage.local.store import LocalStorage
-from reknit.storage.wrappers.retrying import patient
+from reknit.storage.wrappers.retrying import with_retries
 
 Factory = Callable[[str, Durability], Storage]
 
@@ -143,7 +143,7 @@ def _of_fsspec(scheme: str) -> Factory | None:
         ) from error
     from reknit.storage.fsspec_store import open_fsspec
 
-    return patient(resumes=False)(open_fsspec)
+    return with_retries(resumes=False)(open_fsspec)
 
 
 def _unknown(scheme: str, text: str) -> UnknownSchemeError:
@@ -180,7 +180,7 @@ def _open_memory(url: str, durability: Durability) -> Storage:
     return storage.sub(below) if below else storage
 
 
-@patient(resumes=False)
+@with_retries(resumes=False)
 def _open_object(url: str, durability: Durability) -> Storage:
     # An object that is there stays, whatever the durability.
     try:
@@ -198,7 +198,7 @@ def _open_object(url: str, durability: Durability) -> Storage:
     return open_object(url)
 
 
-@patient(resumes=True)
+@with_retries(resumes=True)
 def _open_hdfs(url: str, durability: Durability) -> Storage:
     try:
         from reknit.storage.hdfs.store import open_hdfs

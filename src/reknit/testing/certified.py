@@ -12,7 +12,7 @@ import reknit
 from reknit.errors import ReknitError
 from reknit.storage import registry
 from reknit.storage.registry import open_storage
-from reknit.storage.wrappers.retrying import Patience, RetryingStorage
+from reknit.storage.wrappers.retrying import RetryingStorage, RetryPolicy
 from reknit.testing.faulty_storage import Fault, FaultyStorage
 from reknit.testing.storage_suite import StorageSuite
 
@@ -116,7 +116,7 @@ class _Location:
         self.opened.append(FaultyStorage(open_storage(self._inner, durability=durability), plan=self.plan))
         if not self.retries:
             return self.opened[-1]
-        return RetryingStorage(self.opened[-1], Patience(first_s=0.001, longest_s=0.01))
+        return RetryingStorage(self.opened[-1], RetryPolicy(first_s=0.001, longest_s=0.01))
 
     def clear(self) -> None:
         clear(self._inner)

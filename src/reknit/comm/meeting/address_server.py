@@ -1,49 +1,43 @@
-"""The server of a store at an address: it lets in who knows its token, and holds values up to a bound."""
+"""The server of a store at an address: it answers calls with its token, and holds values up to a bound."""
 
 from __future__ import annotations
 
 import errno
 import functools
-import hmac
 import socket
 import threading
 import time
-from typing import TYPE_CHECKING, cast
+from typing import TYPE_CHECKING
 
 import grpc
 import msgspec
 
 from reknit.comm import tls
-from reknit.comm.call_threads import CallThreads
+from reknit.comm.executor import DaemonExecutor
 from reknit.comm.meeting.address_store import (
     LONGEST_WAIT_S,
     MOST_KEY_LETTERS,
     MOST_VALUE_NBYTES,
     PAUSES_S,
     SERVICE,
-    TOKEN,
-    Ask,
     Point,
     StoreReply,
-    decoded,
-    spoken,
+    StoreRequest,
+    decoded_call,
+    hashed,
+    no_value,
     store_settings,
-    unset,
 )
 from reknit.comm.meeting.addresses import addresses, bracketed, is_loopback, own_addresses
-from reknit.comm.tree.server import server_settings
-from reknit.errors import CommError, DeadlineError, ReknitError
+from reknit.comm.serving import server_settings, token_server
+from reknit.errors import CommError, DeadlineError, ReknitError, from_wire, typed_shortage
 from reknit.monitor.phase import Deadline
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
-    from concurrent.futures import ThreadPoolExecutor
 
+    from reknit.errors import ShortageError
     from reknit.options import CommOptions
-
-    _Handler = grpc.GenericRpcHandler[bytes, bytes]
-else:
-    _Handler = grpc.GenericRpcHandler  # generic in the stubs only
 
 _MOST_NBYTES = 256 << 20
 
@@ -74,18 +68,21 @@ class ServedStore:
         self._changed = threading.Condition()
         self._closed = False
         self._waiting = threading.BoundedSemaphore(_MOST_WAITING)
-        self._crew = CallThreads(_MOST_WAITING + 8)
-        self._server = grpc.server(
-            cast("ThreadPoolExecutor", self._crew),
-            handlers=[_Door(token, {SERVICE + "set": self._put, SERVICE + "get": self._look})],
-            options=[*store_settings(), *server_settings(size)],
-        )
+        self._shortage: ShortageError | None = None
+        self._executor = DaemonExecutor(_MOST_WAITING + 8, ready=1, on_shortage=self._fall_short)
+        methods = {
+            SERVICE + "set": grpc.unary_unary_rpc_method_handler(functools.partial(self._reply, self._set)),
+            SERVICE + "get": grpc.unary_unary_rpc_method_handler(functools.partial(self._reply, self._get)),
+        }
+        settings = [*store_settings(), *server_settings(size)]
+        self._server = token_server("rank 0", hashed(token), methods, self._executor, settings)
         try:
-            _open(self._server, point, options)
+            _listen(self._server, point, options)
+            with typed_shortage():
+                self._server.start()
         except BaseException:
             self.close()
             raise
-        self._server.start()
 
     def set(self, key: str, value: bytes) -> None:
         """Put `value` under `key`; raises `CommError` for one, or for values in all, beyond the limits."""
@@ -107,10 +104,14 @@ class ServedStore:
     def get_many(self, keys: Sequence[str], timeout_s: float) -> list[bytes]:
         """Return the values of `keys`, waiting up to `timeout_s` for them; raises `DeadlineError`."""
         with self._changed:
-            self._changed.wait_for(lambda: self._closed or self._values.keys() >= set(keys), timeout_s)
+            self._changed.wait_for(
+                lambda: self._closed or self._shortage or self._values.keys() >= set(keys), timeout_s
+            )
+            if self._shortage is not None:
+                raise from_wire(self._shortage.to_wire())
             absent = next((key for key in keys if key not in self._values), None)
             if absent is not None:
-                raise unset(absent, self._point, timeout_s)
+                raise no_value(absent, self._point, timeout_s)
             return [self._values[key] for key in keys]
 
     def __enter__(self) -> ServedStore:
@@ -127,18 +128,34 @@ class ServedStore:
             self._closed = True
             self._changed.notify_all()  # those who wait are answered within the time that calls get to end
         self._server.stop(_END_S).wait()
-        self._crew.shutdown()
+        self._executor.shutdown()
 
-    def _put(self, ask: Ask) -> StoreReply:
-        self.set(ask.key, ask.value)
+    def _fall_short(self, error: ShortageError) -> None:
+        """Answer all calls with an error: without a thread, they would wait until their deadlines."""
+        error.sign(rank=0)
+        with self._changed:
+            self._shortage = error
+            self._changed.notify_all()
+
+    def _reply(
+        self, answer: Callable[[StoreRequest], StoreReply], data: bytes, _: grpc.ServicerContext
+    ) -> bytes:
+        try:
+            reply = answer(decoded_call(data, StoreRequest))
+        except ReknitError as error:
+            reply = StoreReply(error=error.to_wire())
+        return msgspec.msgpack.encode(reply)
+
+    def _set(self, request: StoreRequest) -> StoreReply:
+        self.set(request.key, request.value)
         return StoreReply()
 
-    def _look(self, ask: Ask) -> StoreReply:
-        wait_s = min(ask.wait_s, LONGEST_WAIT_S) if ask.wait_s > 0 else 0.0
+    def _get(self, request: StoreRequest) -> StoreReply:
+        wait_s = min(request.wait_s, LONGEST_WAIT_S) if request.wait_s > 0 else 0.0
         if wait_s and not self._waiting.acquire(blocking=False):
             wait_s = 0.0
         try:
-            return StoreReply(self.get(ask.key, wait_s))
+            return StoreReply(self.get(request.key, wait_s))
         except DeadlineError:
             return StoreReply()
         finally:
@@ -146,38 +163,9 @@ class ServedStore:
                 self._waiting.release()
 
 
-class _Door(_Handler):
-    """Lets calls in that bring the token."""
-
-    def __init__(self, token: str, behaviours: dict[str, Callable[[Ask], StoreReply]]) -> None:
-        self._token, self._behaviours = spoken(token).encode(), behaviours
-
-    def service(
-        self, handler_call_details: grpc.HandlerCallDetails
-    ) -> grpc.RpcMethodHandler[bytes, bytes] | None:
-        """Return what serves a call: a refusal that reads nothing of it, unless it carries the token."""
-        behaviour = self._behaviours.get(handler_call_details.method)
-        if behaviour is None:
-            return None
-        given = next((v for k, v in handler_call_details.invocation_metadata or () if k == TOKEN), "")
-        if not hmac.compare_digest(given if isinstance(given, bytes) else given.encode(), self._token):
-            return grpc.stream_unary_rpc_method_handler(self._refuse)
-        return grpc.unary_unary_rpc_method_handler(functools.partial(self._reply, behaviour))
-
-    def _refuse(self, _: object, context: grpc.ServicerContext) -> bytes:
-        context.abort(grpc.StatusCode.UNAUTHENTICATED, "wrong token")
-
-    def _reply(self, behaviour: Callable[[Ask], StoreReply], data: bytes, _: grpc.ServicerContext) -> bytes:
-        try:
-            reply = behaviour(decoded(data, Ask))
-        except ReknitError as error:
-            reply = StoreReply(error=error.to_wire())
-        return msgspec.msgpack.encode(reply)
-
-
-def _open(server: grpc.Server, point: Point, options: CommOptions) -> None:
+def _listen(server: grpc.Server, point: Point, options: CommOptions) -> None:
     """Let the server listen at the point, as narrowly as the host named there allows."""
-    host, deadline = _listens(point, options), Deadline(options.connect_timeout_s)
+    host, deadline = _listen_address(point, options), Deadline(options.connect_timeout_s)
     while (problem := _occupied(host, point.port)) is not None:
         if deadline.passed() or problem.errno != errno.EADDRINUSE:
             raise CommError(
@@ -188,7 +176,7 @@ def _open(server: grpc.Server, point: Point, options: CommOptions) -> None:
     tls.open_port(server, f"{bracketed(host)}:{point.port}", options)
 
 
-def _listens(point: Point, options: CommOptions) -> str:
+def _listen_address(point: Point, options: CommOptions) -> str:
     """Return the address on which rank 0 listens."""
     if options.bind is not None or options.interface is not None:
         return addresses(options, one_host=False, master=point.host).listens.strip("[]")

@@ -1,7 +1,7 @@
 """A store at an address that every rank was given: rank 0 serves it while the group forms, others connect.
 
-Who does not know the token is turned away before anything of its call is read.  What the token is made into
-travels with each call; whoever can listen in the network can take part, unless `CommOptions.tls` is set.
+A call without the token is refused before anything of it is read.  A hash of the token travels with each
+call; whoever can listen in the network can take part, unless `CommOptions.tls` is set.
 """
 
 from __future__ import annotations
@@ -15,8 +15,9 @@ import grpc
 import msgspec
 
 from reknit.comm import tls
+from reknit.comm.backoff import doubling
 from reknit.comm.meeting.addresses import bracketed
-from reknit.comm.tree.server import settings
+from reknit.comm.serving import TOKEN, channel_settings
 from reknit.errors import CommError, DeadlineError, ProtocolError, UsageError, from_wire
 from reknit.monitor.phase import Deadline
 
@@ -25,9 +26,6 @@ if TYPE_CHECKING:
 
 SERVICE = "/reknit.Store/"
 """What the path of every call begins with."""
-
-TOKEN = "reknit-token"
-"""The name under which a call carries what the token is made into."""
 
 MOST_VALUE_NBYTES = 1 << 20
 MOST_KEY_LETTERS = 1024
@@ -68,8 +66,8 @@ class Point(NamedTuple):
         return f"{bracketed(self.host)}:{self.port}"
 
 
-class Ask(msgspec.Struct, array_like=True, frozen=True, forbid_unknown_fields=True):
-    """What a rank wants of the store: to set a key to a value, or to get it, and to wait so long."""
+class StoreRequest(msgspec.Struct, array_like=True, frozen=True, forbid_unknown_fields=True):
+    """A call of the store: set `key` to `value`, or get it, waiting up to `wait_s` for it."""
 
     key: str
     value: bytes = b""
@@ -83,7 +81,7 @@ class StoreReply(msgspec.Struct, array_like=True, frozen=True, forbid_unknown_fi
     error: dict[str, Any] | None = None
 
 
-_Message = TypeVar("_Message", Ask, StoreReply)
+_Message = TypeVar("_Message", StoreRequest, StoreReply)
 
 
 class RemoteStore:
@@ -93,56 +91,53 @@ class RemoteStore:
         """Connect when it is first used: rank 0 may come later.  Raises `UsageError` for unusable `tls`."""
         self.master = point.host
         self._point = point
-        self._metadata = ((TOKEN, spoken(token)),)
-        self._patience_s = _REPLY_S
+        self._metadata = ((TOKEN, hashed(token)),)
         self._channel = tls.channel(str(point), options, store_settings())
 
     def set(self, key: str, value: bytes) -> None:
         """Put `value` under `key`.  Raises `CommError` when the store refuses it or cannot be reached."""
-        self._call("set", Ask(key, value), Deadline(self._patience_s))
+        self._call("set", StoreRequest(key, value), Deadline(_REPLY_S))
 
     def get(self, key: str, timeout_s: float) -> bytes:
         """Return the value of `key`, waiting up to `timeout_s` for it.
 
         Raises `DeadlineError` when there is none, `CommError` when the store refuses or cannot be reached.
         """
-        deadline, pause_s = Deadline(timeout_s), PAUSES_S[0]
-        patience = Deadline(max(timeout_s, self._patience_s))
+        deadline, pauses = Deadline(timeout_s), doubling(*PAUSES_S)
+        patience = Deadline(max(timeout_s, _REPLY_S))
         while True:
             waits_s = min(deadline.remaining(), LONGEST_WAIT_S)
-            value = self._call("get", Ask(key, wait_s=waits_s), patience).value
+            value = self._call("get", StoreRequest(key, wait_s=waits_s), patience).value
             if value is not None:
                 return value
             if deadline.passed():
-                raise unset(key, self._point, timeout_s)
-            time.sleep(min(pause_s, deadline.remaining()))
-            pause_s = min(PAUSES_S[1], pause_s * 2)
+                raise no_value(key, self._point, timeout_s)
+            time.sleep(min(next(pauses), deadline.remaining()))
 
     def close(self) -> None:
         """End the connection."""
         self._channel.close()
 
-    def _call(self, method: str, ask: Ask, patience: Deadline) -> StoreReply:
-        """Return the reply to a call, made anew while the server is out of reach and `patience` lasts."""
-        stub, data = self._channel.unary_unary(SERVICE + method, None, None), msgspec.msgpack.encode(ask)
-        pause_s = PAUSES_S[0]
+    def _call(self, method: str, request: StoreRequest, patience: Deadline) -> StoreReply:
+        """Return the reply to a call, repeated while the server is out of reach and `patience` lasts."""
+        stub, data = self._channel.unary_unary(SERVICE + method, None, None), msgspec.msgpack.encode(request)
+        pauses = doubling(*PAUSES_S)
         while True:
             try:
-                answer = stub(data, timeout=ask.wait_s + _REPLY_S, metadata=self._metadata)
+                answer = stub(data, timeout=request.wait_s + _REPLY_S, metadata=self._metadata)
             except grpc.RpcError as error:
-                failure = self._meaning(cast("grpc.Call", error), patience)
+                failure = self._error_of(cast("grpc.Call", error), patience)
                 if failure is not None:
                     raise failure from error
             else:
-                reply = decoded(answer, StoreReply)
+                reply = decoded_call(answer, StoreReply)
                 if reply.error is not None:
                     raise from_wire(reply.error)
                 return reply
-            time.sleep(min(pause_s, patience.remaining()))
-            pause_s = min(PAUSES_S[1], pause_s * 2)
+            time.sleep(min(next(pauses), patience.remaining()))
 
-    def _meaning(self, call: grpc.Call, patience: Deadline) -> CommError | None:
-        """Return what the failure of a call means, None for one that may go better the next time."""
+    def _error_of(self, call: grpc.Call, patience: Deadline) -> CommError | None:
+        """Return the error of a call that failed, None where it is to be repeated."""
         code, details = call.code(), call.details() or ""
         if code is grpc.StatusCode.UNAUTHENTICATED:
             return CommError(
@@ -171,15 +166,15 @@ def checked_token(token: str | None) -> str:
     return token
 
 
-def spoken(token: str) -> str:
-    """Return what a call carries for a token: any text may be one, and headers take only some letters."""
+def hashed(token: str) -> str:
+    """Return what a call carries for a token, which may be any text: headers take only some letters."""
     return hmac.new(token.encode(), b"reknit.Store", "sha256").hexdigest()
 
 
 def store_settings() -> list[tuple[str, int]]:
     """Return the settings of channels and servers of a store."""
     return [
-        *settings(),
+        *channel_settings(),
         # The first ranks are often there before rank 0, and should not sleep long after it has come.
         ("grpc.initial_reconnect_backoff_ms", 100),
         ("grpc.min_reconnect_backoff_ms", 1000),
@@ -187,7 +182,7 @@ def store_settings() -> list[tuple[str, int]]:
     ]
 
 
-def decoded(data: bytes, kind: type[_Message]) -> _Message:
+def decoded_call(data: bytes, kind: type[_Message]) -> _Message:
     """Return the message in `data`; raises `ProtocolError` when there is none."""
     try:
         return msgspec.msgpack.decode(data, type=kind)
@@ -195,7 +190,7 @@ def decoded(data: bytes, kind: type[_Message]) -> _Message:
         raise ProtocolError(f"a call of the store cannot be read: {error}") from error
 
 
-def unset(key: str, point: Point, timeout_s: float) -> DeadlineError:
+def no_value(key: str, point: Point, timeout_s: float) -> DeadlineError:
     """Return the error of a key that has no value yet."""
     return DeadlineError(
         f"no rank put {key!r} into the store at {point} within {timeout_s:g} s",

@@ -1,31 +1,38 @@
-"""Who is on which host?  The ranks of a job tell rank 0 in a store, and it tells them all what they are.
+"""Who is on which host?  Each rank tells rank 0 in a store, and rank 0 publishes the table of all.
 
 Stores keep what was put into them, and a job that was started again may find what a dead run of it left.  So
-rank 0 names each run anew, and all else stands under that name.  A rank that reads the name of an old run
-notices in one of two ways: what the ranks of that run are has been told already, which cannot be before this
-rank has come; or the name changes while it waits.  Then it begins again.
+rank 0 gives each run a new name, and all other keys of the run begin with it.  A rank that reads the name of
+an old run notices in one of two ways: the table of that run is there already, though this rank has not come
+yet; or the name changes while it waits.  Then it begins again.
 """
 
 from __future__ import annotations
 
-import os
 import secrets
-import socket
 import time
 import zlib
 from contextlib import suppress
-from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
-from urllib.parse import quote
+from typing import TYPE_CHECKING
 
 import msgspec
 import numpy as np
 
+from reknit.comm.backoff import doubling
+from reknit.comm.meeting import identity
+from reknit.comm.meeting.entries import (
+    HostTable,
+    RankEntry,
+    Shape,
+    base,
+    decoded,
+    error_to_wire,
+    garbled,
+    host_key,
+)
+from reknit.comm.round_errors import ALL_CALL, GRACE_S, spelled
 from reknit.comm.topology import Topology
-from reknit.comm.tree.round_errors import ALL_CALL, GRACE_S, spelled
-from reknit.errors import CommError, DeadlineError, ProtocolError, ReknitError, UsageError, from_wire
+from reknit.errors import CommError, DeadlineError, ProtocolError, UsageError, from_wire
 from reknit.monitor.phase import Deadline, now
-from reknit.options import host_name
 
 if TYPE_CHECKING:
     from reknit.comm.meeting.rendezvous import Store
@@ -37,77 +44,9 @@ _SLICES_S = (0.25, 4.0)
 _PAUSES_S = (0.02, 1.0)
 _LONGEST_HOST = 1024
 
-_LEFT = b"left "
-"""What the word of a rank that leaves begins with, and no address."""
-
 _STARTED = (
     "check that all ranks were started, with the same size, and meet under the same name in the same place"
 )
-
-
-class Shape(NamedTuple):
-    """What the ranks of a group are: the name of this run, who is where, and which generation it is.
-
-    `together`: whether all are on one host, of one user, and see the same files, so that they can meet at a
-    socket in a folder.
-    """
-
-    run: str
-    topology: Topology
-    generation: int
-    together: bool = False
-
-
-class _Here(msgspec.Struct, array_like=True, frozen=True, forbid_unknown_fields=True):
-    """What a rank tells rank 0: where it is, what it takes the group for, and who reaches its sockets."""
-
-    host: str
-    size: int
-    reach: str = ""
-
-
-class _HostTable(msgspec.Struct, array_like=True, frozen=True, forbid_unknown_fields=True):
-    """What rank 0 tells all: the number of each rank's host, as packed 32-bit integers; or an error."""
-
-    size: int = 0
-    fan_out: int = 0
-    generation: int = 0
-    hosts: bytes = b""
-    error: dict[str, Any] | None = None
-    together: bool = False
-
-
-_Message = TypeVar("_Message", _Here, _HostTable)
-
-
-def host() -> str:
-    """Return what the ranks of this host have in common, and those of others do not.
-
-    That is what REKNIT_HOST says; else the machine and its start, its name, and its network, so that two
-    containers of one machine are two hosts unless they share a network.
-    """
-    if (name := host_name()) is not None:
-        return name
-    parts = [socket.gethostname()]
-    with suppress(OSError):  # a system without these tells its hosts apart by name
-        parts.append(Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip())
-        parts.append(str(os.stat("/proc/self/ns/net").st_ino))
-    return " ".join(parts)
-
-
-def reach() -> str:
-    """Return what processes of one host have in common that reach each other's sockets in private folders.
-
-    That is their user, and the files that they see, which differ between containers that share a network.
-    """
-    with suppress(OSError):
-        return f"{os.geteuid()} {os.stat('/proc/self/ns/mnt').st_ino}"
-    return ""
-
-
-def base(job: str) -> str:
-    """Return what the keys of a job begin with, before a slash: no other job has keys below it."""
-    return f"reknit/{quote(job, safe='')}"
 
 
 def gather_shape(
@@ -120,56 +59,63 @@ def gather_shape(
     """
     if not 0 <= rank < size:
         raise UsageError(f"rank must be within 0 .. size - 1, not {rank} of {size}")
-    place = _RankPlace(store, job, size, timeout_s)
-    return place.form(options) if rank == 0 else place.attend(rank, options)
+    gathering = _Gathering(store, job, size, timeout_s)
+    return gathering.lead(options) if rank == 0 else gathering.join(rank, options)
 
 
-class _RankPlace:
-    """The part of a store in which the ranks of a group meet."""
+class _Gathering:
+    """One rank's part in the exchange of hosts through a store."""
 
     def __init__(self, store: Store, job: str, size: int, timeout_s: float) -> None:
         self._store, self._job, self._size = store, job, size
         self._base = base(job)
+        self._run_key = f"{self._base}/run"
         self._deadline = Deadline(timeout_s)
+        self._here = msgspec.msgpack.encode(
+            RankEntry(identity.host(), size, identity.reach(), identity.process())
+        )
 
     # Rank 0.
 
-    def form(self, options: CommOptions) -> Shape:
-        """Begin a run, and return what it is once all ranks have come; tell them too, and what went wrong."""
+    def lead(self, options: CommOptions) -> Shape:
+        """Begin a run, and return its shape once all ranks have come; tell them too, and what went wrong."""
         run, before = secrets.token_hex(16), self._last_generation()
         if (forget := getattr(self._store, "forget", None)) is not None:
             forget(f"{self._base}/")
         self._store.set(self._run_key, run.encode())
         try:
-            numbers, together = self._numbers(run)
-            if self._run() != run:
+            self._store.set(host_key(self._job, run, 0), self._here)
+            here = self._entries(run)
+            numbers, together = _host_numbers(here)
+            if self._current_run() != run:
                 raise self._replaced()
             generation = options.generation
             if generation is None:  # higher than that of the run before, though a clock was set back since
                 generation = max(int(now() * 1000), before + 1)
             packed = zlib.compress(np.asarray(numbers, "<i4").tobytes())
-            told = _HostTable(self._size, options.fan_out, generation, packed, together=together)
-            self._store.set(self._shape_key(run), msgspec.msgpack.encode(told))
-        except BaseException as error:  # Ctrl-C too: whatever it is, the ranks that came wait for word
+            table = HostTable(self._size, options.fan_out, generation, packed, together=together)
+            self._store.set(self._table_key(run), msgspec.msgpack.encode(table))
+        except BaseException as error:  # Ctrl-C too: the ranks that came must not wait for it
             with suppress(CommError):  # of a store that is gone; they find out by themselves
-                self._store.set(self._shape_key(run), msgspec.msgpack.encode(_HostTable(error=_wire(error))))
+                table = HostTable(error=error_to_wire(error))
+                self._store.set(self._table_key(run), msgspec.msgpack.encode(table))
             raise
-        return Shape(run, Topology(numbers, options.fan_out), generation, together)
+        tree = Topology(numbers, options.fan_out)
+        processes = {child: here[child].process for child in _local_children(tree, 0)}
+        return Shape(run, tree, generation, together, processes)
 
     def _last_generation(self) -> int:
         """Return the generation of the run that the store still tells of, -1 where there is none."""
         with suppress(ProtocolError):  # of an earlier version, perhaps
-            if (run := self._run()) is not None and (told := self._found(self._shape_key(run))) is not None:
-                return _decoded(told, _HostTable).generation
+            run = self._current_run()
+            if run is not None and (table := self._found(self._table_key(run))) is not None:
+                return decoded(table, HostTable).generation
         return -1
 
-    def _numbers(self, run: str) -> tuple[list[int], bool]:
-        """Return the number of each rank's host, in the order in which the hosts first appear.
-
-        And whether all of them can meet at a socket in a folder.
-        """
-        keys = [self._host_key(run, rank) for rank in range(1, self._size)]
-        here = [_decoded(value, _Here) for value in (self._here(), *self._gathered(keys, run))]
+    def _entries(self, run: str) -> list[RankEntry]:
+        """Return what all ranks have told, once they have.  Raises `ProtocolError` where sizes differ."""
+        keys = [host_key(self._job, run, rank) for rank in range(1, self._size)]
+        here = [decoded(value, RankEntry) for value in (self._here, *self._gathered(keys, run))]
         wrong = [rank for rank, theirs in enumerate(here) if theirs.size != self._size]
         if wrong:
             raise ProtocolError(
@@ -177,29 +123,23 @@ class _RankPlace:
                 f"{self._size}" + (f"; so do {len(wrong) - 1} more" if len(wrong) > 1 else ""),
                 remedy="start every rank with the same size",
             )
-        numbers: dict[str, int] = {}
-        hosts = [numbers.setdefault(theirs.host[:_LONGEST_HOST], len(numbers)) for theirs in here]
-        reaches = {theirs.reach for theirs in here}
-        return hosts, len(numbers) == len(reaches) == 1 and "" not in reaches
+        return here
 
     def _gathered(self, keys: list[str], run: str) -> list[bytes]:
-        """Return what stands under keys, all of them; raises `DeadlineError` that names the ranks missing."""
-        if not keys:
-            return []
-        slice_s = _SLICES_S[0]
-        while True:
+        """Return the values of all keys; raises `DeadlineError` that names the ranks missing."""
+        for slice_s in doubling(*_SLICES_S):
             try:
                 return self._get_many(keys, min(slice_s, self._deadline.remaining()))
             except DeadlineError as error:
-                if self._run() != run:
+                if self._current_run() != run:
                     raise self._replaced() from error
                 if self._deadline.passed():
                     raise self._incomplete(keys) from error
-            slice_s = min(_SLICES_S[1], slice_s * 2)
+        raise AssertionError("the pauses have no end")
 
     def _get_many(self, keys: list[str], timeout_s: float) -> list[bytes]:
         many = getattr(self._store, "get_many", None)
-        if many is not None:
+        if many is not None and keys:
             values: list[bytes] = many(keys, timeout_s)
             return values
         deadline = Deadline(timeout_s)
@@ -229,35 +169,47 @@ class _RankPlace:
 
     # All others.
 
-    def attend(self, rank: int, options: CommOptions) -> Shape:
+    def join(self, rank: int, options: CommOptions) -> Shape:
         """Tell rank 0 that this rank is here, and return what it says; begin again when it was an old run."""
         old: str | None = None
-        what_it_was = ""
+        why_old = ""
         while True:
-            run = self._newer_run(old, what_it_was)
-            if (stale := self._found(self._shape_key(run))) is not None:
-                old, what_it_was = run, self._told_of(stale, rank)
+            run = self._newer_run(old, why_old)
+            if (table := self._found(self._table_key(run))) is not None:
+                old, why_old = run, self._why_over(table, rank)
                 continue
-            self._store.set(self._host_key(run, rank), self._here())
-            value = self._answer(run)
-            if value is not None and self._run() == run:
-                return self._understood(_decoded(value, _HostTable), run, rank, options)
+            self._store.set(host_key(self._job, run, rank), self._here)
+            value = self._table(run)
+            if value is not None and self._current_run() == run:
+                shape = self._shape(decoded(value, HostTable), run, rank, options)
+                return shape._replace(processes=self._processes(shape, rank))
 
-    def _told_of(self, stale: bytes, rank: int) -> str:
+    def _processes(self, shape: Shape, rank: int) -> dict[int, str]:
+        """Return the processes of the ranks below this one on its host."""
+        children = _local_children(shape.topology, rank)
+        try:
+            values = self._get_many([host_key(self._job, shape.run, child) for child in children], GRACE_S)
+        except CommError:
+            return {}  # then the end of such a process is noticed later
+        return {
+            child: decoded(value, RankEntry).process for child, value in zip(children, values, strict=True)
+        }
+
+    def _why_over(self, value: bytes, rank: int) -> str:
         """Say what kept a rank that came late out of a run, as far as that is known."""
         try:
-            told = _decoded(stale, _HostTable)
+            table = decoded(value, HostTable)
         except ProtocolError:
             return ""  # of an earlier version, perhaps; it is over in any case
-        if told.error is not None:
-            return f", which ended with: {from_wire(told.error).message}"
-        if told.size != self._size:
-            return f"; that has {told.size} ranks, and this one comes as rank {rank} of {self._size}"
+        if table.error is not None:
+            return f", which ended with: {from_wire(table.error).message}"
+        if table.size != self._size:
+            return f"; that has {table.size} ranks, and this one comes as rank {rank} of {self._size}"
         return ""
 
-    def _newer_run(self, old: str | None, what_it_was: str) -> str:
+    def _newer_run(self, old: str | None, why_old: str) -> str:
         """Return the name of a run that is not `old`, once rank 0 begins one."""
-        pause_s = _PAUSES_S[0]
+        pauses = doubling(*_PAUSES_S)
         while True:
             try:
                 run = self._store.get(self._run_key, self._deadline.remaining()).decode(errors="replace")
@@ -266,48 +218,44 @@ class _RankPlace:
             if run != old:
                 return run
             if self._deadline.passed():
-                left = f": there is only what an earlier run left{what_it_was}"
+                left = f": there is only what an earlier run left{why_old}"
                 raise self._late("rank 0 did not come to", left)
-            time.sleep(min(pause_s, self._deadline.remaining()))
-            pause_s = min(_PAUSES_S[1], pause_s * 2)
+            time.sleep(min(next(pauses), self._deadline.remaining()))
 
-    def _answer(self, run: str) -> bytes | None:
-        """Return what rank 0 says about a run, None when it is not the current one any more."""
+    def _table(self, run: str) -> bytes | None:
+        """Return what rank 0 says about a run, None when that is not the current one any more."""
         patience = Deadline(self._deadline.remaining() + GRACE_S)  # for rank 0 to say who is missing
-        slice_s = _SLICES_S[0]
-        while True:
+        for slice_s in doubling(*_SLICES_S):
             with suppress(DeadlineError):
-                return self._store.get(self._shape_key(run), min(slice_s, patience.remaining()))
-            if self._run() != run:
+                return self._store.get(self._table_key(run), min(slice_s, patience.remaining()))
+            if self._current_run() != run:
                 return None
             if patience.passed():
                 raise self._late("rank 0 did not tell who has come to")
-            slice_s = min(_SLICES_S[1], slice_s * 2)
+        raise AssertionError("the pauses have no end")
 
-    def _understood(self, told: _HostTable, run: str, rank: int, options: CommOptions) -> Shape:
-        if told.error is not None:
-            raise from_wire(told.error)
-        if told.size != self._size:
+    def _shape(self, table: HostTable, run: str, rank: int, options: CommOptions) -> Shape:
+        """Return what a table says.  Raises the error in it, or `ProtocolError`."""
+        if table.error is not None:
+            raise from_wire(table.error)
+        if table.size != self._size:
             raise ProtocolError(
-                f"rank {rank} joins job {self._job!r} with size {self._size}, rank 0 with size {told.size}",
+                f"rank {rank} joins job {self._job!r} with size {self._size}, rank 0 with size {table.size}",
                 remedy="start every rank with the same size",
             )
-        if options.generation not in (None, told.generation):
+        if options.generation not in (None, table.generation):
             raise ProtocolError(
-                f"rank {rank} is of generation {options.generation}, rank 0 of {told.generation}",
+                f"rank {rank} is of generation {options.generation}, rank 0 of {table.generation}",
                 remedy="give every rank of a run the same CommOptions.generation",
             )
         unpacker = zlib.decompressobj()
         try:
-            hosts = np.frombuffer(unpacker.decompress(told.hosts, 4 * told.size + 1), "<i4")
+            hosts = np.frombuffer(unpacker.decompress(table.hosts, 4 * table.size + 1), "<i4")
         except (zlib.error, ValueError) as error:
-            raise _garbled() from error
-        if len(hosts) != told.size or told.fan_out < 1:
-            raise _garbled()
-        return Shape(run, Topology(hosts.astype(np.int64), told.fan_out), told.generation, told.together)
-
-    def _here(self) -> bytes:
-        return msgspec.msgpack.encode(_Here(host(), self._size, reach()))
+            raise garbled() from error
+        if len(hosts) != table.size or table.fan_out < 1:
+            raise garbled()
+        return Shape(run, Topology(hosts.astype(np.int64), table.fan_out), table.generation, table.together)
 
     def _late(self, what: str, why: str = "") -> DeadlineError:
         return DeadlineError(
@@ -315,19 +263,12 @@ class _RankPlace:
             remedy=_STARTED,
         )
 
-    # What stands where.
+    # Keys of the store.
 
-    @property
-    def _run_key(self) -> str:
-        return f"{self._base}/run"
-
-    def _shape_key(self, run: str) -> str:
+    def _table_key(self, run: str) -> str:
         return f"{self._base}/{run}/shape"
 
-    def _host_key(self, run: str, rank: int) -> str:
-        return f"{self._base}/{run}/host/{rank}"
-
-    def _run(self) -> str | None:
+    def _current_run(self) -> str | None:
         """Return the name of the run that the store holds now."""
         value = self._found(self._run_key)
         return None if value is None else value.decode(errors="replace")
@@ -339,37 +280,13 @@ class _RankPlace:
             return None
 
 
-def left(error: BaseException, rank: int) -> bytes:
-    """Return what a rank that leaves tells the ranks below it in the place of its address."""
-    return _LEFT + msgspec.msgpack.encode(_wire(error, rank))
+def _host_numbers(here: list[RankEntry]) -> tuple[list[int], bool]:
+    """Return the number of each rank's host, by first appearance, and whether all can share a socket."""
+    numbers: dict[str, int] = {}
+    hosts = [numbers.setdefault(entry.host[:_LONGEST_HOST], len(numbers)) for entry in here]
+    reaches = {entry.reach for entry in here}
+    return hosts, len(numbers) == len(reaches) == 1 and "" not in reaches
 
 
-def address_in(value: bytes) -> str:
-    """Return the address that a rank has told; raises the error with which it left, if it did."""
-    if value.startswith(_LEFT):
-        try:
-            raise from_wire(msgspec.msgpack.decode(value[len(_LEFT) :], type=dict[str, Any]))
-        except (msgspec.DecodeError, UnicodeDecodeError) as error:
-            raise _garbled() from error
-    return value.decode(errors="replace")
-
-
-def _wire(error: BaseException, rank: int = 0) -> dict[str, Any]:
-    """Return an error as the other ranks hear of it."""
-    if isinstance(error, ReknitError):
-        return error.to_wire()
-    return CommError(f"rank {rank} left the rendezvous: {type(error).__name__}: {error}").to_wire()
-
-
-def _decoded(value: bytes, kind: type[_Message]) -> _Message:
-    try:
-        return msgspec.msgpack.decode(value, type=kind)
-    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
-        raise _garbled() from error
-
-
-def _garbled() -> ProtocolError:
-    return ProtocolError(
-        "the store holds something else where ranks tell each other who they are",
-        remedy="run the same version of reknit on all ranks",
-    )
+def _local_children(tree: Topology, rank: int) -> list[int]:
+    return [child for child in tree.children(rank) if tree.hosts[child] == tree.hosts[rank]]

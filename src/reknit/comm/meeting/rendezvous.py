@@ -13,11 +13,11 @@ from pathlib import Path
 from typing import Protocol
 from urllib.parse import quote
 
+from reknit.comm.backoff import doubling
 from reknit.errors import CommError, DeadlineError, UsageError
 from reknit.monitor.phase import Deadline
 
-_FIRST_POLL_S = 0.005
-_LAST_POLL_S = 0.25
+_POLLS_S = (0.005, 0.25)
 _LONGEST_NAME = 160
 _STALE_TRIES = 8
 _VALUE = b"="
@@ -83,7 +83,7 @@ class FolderStore:
 
     def get(self, key: str, timeout_s: float) -> bytes:
         """Return the value of `key`, waiting up to `timeout_s` for it; raises `DeadlineError`."""
-        deadline, pause_s = Deadline(timeout_s), _FIRST_POLL_S
+        deadline, pauses = Deadline(timeout_s), doubling(*_POLLS_S)
         while True:
             try:
                 content = self._read(key)
@@ -97,8 +97,7 @@ class FolderStore:
                     path=str(self._folder),
                     remedy="check that all ranks were started and see the same folder",
                 )
-            time.sleep(min(pause_s, deadline.remaining()))
-            pause_s = min(_LAST_POLL_S, pause_s * 2)
+            time.sleep(min(next(pauses), deadline.remaining()))
 
     def _read(self, key: str) -> bytes:
         """Return what the file of a key holds, nothing where there is none yet.

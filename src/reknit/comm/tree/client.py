@@ -4,22 +4,24 @@ from __future__ import annotations
 
 import contextlib
 import threading
+from concurrent.futures import wait
 from typing import TYPE_CHECKING, Any
 
 import grpc
 
-from reknit.comm.call_threads import CallThreads
+from reknit.comm import round_errors
+from reknit.comm.chunks import FIRST_NBYTES, divided, joined
+from reknit.comm.executor import DaemonExecutor
+from reknit.comm.messages import OVERHEAD_NBYTES, News, Outcome, Reply, decode, encode
+from reknit.comm.serving import TOKEN, channel_settings
 from reknit.comm.tls import channel
-from reknit.comm.tree import round_errors as faults
-from reknit.comm.tree.chunks import FIRST_NBYTES, divided, joined
-from reknit.comm.tree.message import OVERHEAD_NBYTES, News, Outcome, Reply, decode, encode
-from reknit.comm.tree.server import SERVICE, TOKEN, WATCHING, settings
+from reknit.comm.tree.server import SERVICE, WATCHING
 from reknit.errors import CommError, DeadlineError, ReknitError, from_wire
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from reknit.comm.tree.message import Hello, Report
+    from reknit.comm.messages import Hello, Report
     from reknit.comm.tree.rounds import Heard
     from reknit.options import CommOptions
 
@@ -35,8 +37,8 @@ class Uplink:
     def __init__(self, address: str, above: int, token: str, hello: Hello, options: CommOptions) -> None:
         self.above, self._hello, self._limit = above, hello, options.max_message_nbytes
         self._metadata = ((TOKEN, token),)
-        self._channel = channel(address, options, settings())
-        self._readers = CallThreads(_READERS)
+        self._channel = channel(address, options, channel_settings())
+        self._readers = DaemonExecutor(_READERS)
         self._lock = threading.Lock()
         self._asking: Any = None
         self._sending: Any = None
@@ -78,13 +80,11 @@ class Uplink:
             # The same on the wire, but what gRPC takes for a stream can be seen to begin before it ends.
             stream = self._channel.stream_unary(SERVICE + "watch", None, None)
             call = self._watching = stream.future(iter([encode(self._hello)]), metadata=self._metadata)
-        limit = threading.Timer(min(timeout_s, faults.FOREVER_S), call.cancel)
-        limit.start()
-        try:
-            signs = call.initial_metadata() or ()  # waits for it, or for the end of the call
-        finally:
-            limit.cancel()
-        if WATCHING not in (name for name, _ in signs):
+        # It waits for these data, or for the end of the call.
+        starting = self._readers.submit(call.initial_metadata)
+        if not wait([starting], min(timeout_s, round_errors.FOREVER_S)).done:
+            call.cancel()  # type: ignore[no-untyped-call]
+        if WATCHING not in (name for name, _ in starting.result() or ()):
             raise from_wire(self._reply(call, "ended").error or {})
         with self._lock:
             self._check()
@@ -206,6 +206,6 @@ class Uplink:
         if code is grpc.StatusCode.DEADLINE_EXCEEDED:
             return DeadlineError(f"rank {self.above} {overdue}")
         if code in (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.CANCELLED):
-            return faults.gone(self.above, details)
+            return round_errors.disconnected(self.above, details)
         self.refused = code is grpc.StatusCode.UNAUTHENTICATED
         return CommError(f"the call to rank {self.above} failed: {code.name}: {details}")

@@ -5,8 +5,8 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, NamedTuple, TypeAlias
 
 if TYPE_CHECKING:
-    from reknit.comm.tree.message import Outcome, Report
-    from reknit.comm.tree.subtree import Merge
+    from reknit.comm.base import Merge
+    from reknit.comm.messages import Outcome, Report
     from reknit.errors import ReknitError
 
 

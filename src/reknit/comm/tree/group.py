@@ -9,31 +9,33 @@ from __future__ import annotations
 
 import logging
 import threading
-from contextlib import ExitStack, suppress
 from dataclasses import replace
-from functools import cache, partial
+from functools import cache
 from typing import TYPE_CHECKING
 
+from reknit.comm import round_errors
+from reknit.comm.backoff import doubling
 from reknit.comm.meeting.addresses import check_owner, deserted, is_unix
-from reknit.comm.meeting.hosts import address_in, base, gather_shape, left
-from reknit.comm.tree import round_errors as faults
+from reknit.comm.meeting.entries import address_of, publish_address, publish_leaving
+from reknit.comm.meeting.hosts import gather_shape
+from reknit.comm.messages import Hello
 from reknit.comm.tree.client import Uplink
 from reknit.comm.tree.effects import Call
 from reknit.comm.tree.machine import RoundMachine
-from reknit.comm.tree.message import Hello
 from reknit.comm.tree.rounds import Rounds
 from reknit.comm.tree.server import Server
-from reknit.errors import CommError, ProtocolError, ReknitError, UsageError
+from reknit.errors import CommError, ProtocolError, ReknitError, UsageError, typed_shortage
 from reknit.exits import AtExit
 from reknit.monitor.phase import Deadline
 from reknit.options import UNIX
+from reknit.system import start_thread
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Mapping, Sequence
 
+    from reknit.comm.base import Merge
     from reknit.comm.meeting.rendezvous import Store
     from reknit.comm.topology import Topology
-    from reknit.comm.tree.subtree import Merge
     from reknit.options import CommOptions
 
 _log = logging.getLogger("reknit.comm")
@@ -41,12 +43,12 @@ _log = logging.getLogger("reknit.comm")
 _PAUSE_S = (0.02, 1.0)
 
 _REFUSED_S = 5.0
-"""How long a host may answer that nobody listens at an address which was told by who did."""
+"""How long a host may refuse connections to an address at which somebody has listened."""
 
 
 @cache
 def _warn_of_plain(num_hosts: int) -> None:
-    """Tell, once for a shape of a job, that who is no part of it could disturb it."""
+    """Warn, once for each number of hosts, that others could disturb the job."""
     _log.warning(
         "ranks on %d host%s connect without certificates, and the tokens of their connections are in a store "
         "that whoever reaches it can read: another user of these hosts and networks could make saves fail; "
@@ -56,21 +58,12 @@ def _warn_of_plain(num_hosts: int) -> None:
     )
 
 
-def _tell_below(
-    store: Store, key: str, rank: int, _: object, error: BaseException | None, __: object
-) -> None:
-    """Let the ranks below hear at once why a rank leaves the rendezvous, in the place of its address."""
-    if error is not None:
-        with suppress(CommError):  # of a store that is gone; they find out by themselves
-            store.set(key, left(error, rank))
-
-
 class TreePort:
-    """The place of a rank in the tree: the ranks below can reach it as soon as there is one.
+    """The place of a rank in the tree: the ranks below can connect to it as soon as it is made.
 
     `above` is the rank above it, None for rank 0.  `address` is what the ranks below need, the address of its
-    server and the token that lets them in, or empty for a rank with none below it.  Whoever knows it can take
-    part in the job: tell it to nobody else.  `host` is the part of it that says where, None without a server.
+    server and its token, or empty for a rank with none below it.  Whoever knows it can take part in the job:
+    tell it to nobody else.  `host` is the part of it that says where, None without a server.
     """
 
     def __init__(
@@ -80,9 +73,15 @@ class TreePort:
         job: str,
         generation: int,
         options: CommOptions,
+        *,
         master: str | None = None,
+        processes: Mapping[int, str] | None = None,
     ) -> None:
-        """Use `TreeGroup.listen`."""
+        """Use `TreeGroup.listen`.
+
+        `master` is the host of the store in which the ranks met, if it has one, `processes` what is known of
+        the processes of ranks below.
+        """
         if not 0 <= rank < topology.size:
             raise UsageError(f"rank must be within 0 .. size - 1, not {rank} of {topology.size}")
         self.rank, self.topology, self.generation = rank, topology, generation
@@ -93,36 +92,39 @@ class TreePort:
             rank, topology, job=job, generation=generation, max_nbytes=options.max_message_nbytes
         )
         children = topology.children(rank)
-        self.rounds = Rounds(machine, children)
-        self._farewell = faults.closed(rank)
+        self.rounds = Rounds(machine, children, processes or {})
+        self._closing = round_errors.closed(rank)
         self._listeners: list[Callable[[ReknitError], object]] = []
-        self._announcing = threading.RLock()  # one that hears may close the group, or ask to hear again
+        self._announcing = threading.RLock()  # a listener may close the group, or listen again
         self._lock = threading.Lock()
-        self._uplink: Uplink | None = None
-        self._climbed = False
+        self.uplink: Uplink | None = None
+        """The connection to the rank above, once there is one."""
+        self._joined = False
         self._closed = threading.Event()
-        self._server = Server(self.rounds, self._hello, topology, options, master) if children else None
+        with typed_shortage():
+            self._server = Server(self.rounds, self._hello, topology, options, master) if children else None
         self.address = self._server.address if self._server is not None else ""
         self.host = self._server.host if self._server is not None else None
         self._at_exit = AtExit(self.close)
 
-    def climb(self, address: str) -> TreeGroup:
-        """Join the group: return when this rank reached the rank above it.
+    def connect_parent(self, address: str) -> TreeGroup:
+        """Join the group: return when this rank has connected to the rank above it.
 
-        `address` is that of the seat of the rank above, empty on rank 0.  Raises `DeadlineError` when that
-        rank cannot be reached within `CommOptions.connect_timeout_s`, `ProtocolError` when it is of another
-        job, generation or shape, `CommError` when the address carries a wrong token, or the seat is closed
-        meanwhile.  After an error the seat can climb again.
+        `address` is that of the rank above, empty on rank 0.  Raises `DeadlineError` when that rank cannot be
+        reached within `CommOptions.connect_timeout_s`, `ProtocolError` when it is of another job, generation
+        or shape, `CommError` when the address carries a wrong token, or this port is closed meanwhile.  After
+        an error it may be called again.
         """
-        if self._climbed:
+        if self._joined:
             raise UsageError(f"rank {self.rank} has joined its group already")
         if (" " in address) != (self.above is not None):
-            needed = "no address" if self.above is None else f"the address of the seat of rank {self.above}"
+            needed = "no address" if self.above is None else f"the address of rank {self.above}"
             raise UsageError(f"rank {self.rank} needs {needed} to join its group")
-        uplink = None if self.above is None else self._reach(self.above, *address.rsplit(" ", 1))
+        with typed_shortage():
+            uplink = None if self.above is None else self._connect(self.above, *address.rsplit(" ", 1))
         with self._lock:
-            self._check()
-            self._climbed = True
+            self._check_open()
+            self._joined = True
         if uplink is not None:
             self.rounds.connect(uplink)
         return TreeGroup(self)
@@ -146,16 +148,16 @@ class TreePort:
             self.rounds.until_broken()
             self.announce()
 
-        threading.Thread(target=wait, name="reknit-broken", daemon=True).start()
+        start_thread("reknit-broken", wait)
 
     def announce(self) -> None:
-        """Call those that want to hear of a broken group, if it is; return once they all have heard."""
+        """Call the listeners if the group is broken; return once all calls are over."""
         error = self.rounds.broken
         with self._announcing:
             while error is not None and self._listeners:
                 callback = self._listeners.pop(0)
-                if error is not self._farewell:
-                    callback(faults.copied(error))
+                if error is not self._closing:
+                    callback(round_errors.copied(error))
 
     def close(self) -> None:
         """Leave the group, joined or not: rounds fail on every rank.  Closing twice does nothing.
@@ -168,63 +170,60 @@ class TreePort:
                 return
             self._closed.set()
         self._at_exit.cancel()
-        self.rounds.break_off(self._farewell)
+        self.rounds.break_off(self._closing)
         if self._server is not None:
             self._server.stop()
-        if self._uplink is not None:
-            self._uplink.close()
+        if self.uplink is not None:
+            self.uplink.close()
 
-    def _reach(self, above: int, address: str, token: str) -> Uplink:
+    def _connect(self, above: int, address: str, token: str) -> Uplink:
         """Return the connection to the rank above; from now on each of the two notices the other's end."""
         check_owner(address)
-        deadline, pause_s = Deadline(self._options.connect_timeout_s), _PAUSE_S[0]
+        deadline, pauses = Deadline(self._options.connect_timeout_s), doubling(*_PAUSE_S)
         refused: Deadline | None = None
         while True:
             with self._lock:
-                self._check()
-                uplink = self._uplink = Uplink(address, above, token, self._hello, self._options)
+                self._check_open()
+                uplink = self.uplink = Uplink(address, above, token, self._hello, self._options)
             try:
                 uplink.greet(max(deadline.remaining(), _PAUSE_S[0]))
-                uplink.watch(self._hear_above, max(deadline.remaining(), _PAUSE_S[0]))
+                uplink.watch(self._break_off, max(deadline.remaining(), _PAUSE_S[0]))
                 return uplink
-            except ProtocolError:
+            except BaseException as error:
                 uplink.close()
-                raise
-            except CommError as error:
-                uplink.close()
+                if isinstance(error, ProtocolError) or not isinstance(error, CommError):
+                    raise
                 if uplink.refused:
-                    raise faults.stranger(above, address) from error
+                    raise round_errors.wrong_token(above, address) from error
                 if deadline.passed():
-                    raise faults.unreachable(above, address, deadline.seconds, error.message) from error
-                # It listened before it told its address.  Between hosts somebody else may say so for a while.
+                    raise round_errors.unreachable(above, address, deadline.seconds, error.message) from error
+                # The rank above listened before it published its address.  For another host, somebody in
+                # between may refuse connections for a while.
                 if not deserted(address):
                     refused = None
                 elif (refused := refused or Deadline(0 if is_unix(address) else _REFUSED_S)).passed():
-                    raise faults.gone(above, f"nobody listens at {address} any more") from error
-            except BaseException:
-                uplink.close()
-                raise
-            self._closed.wait(min(pause_s, deadline.remaining()))
-            pause_s = min(_PAUSE_S[1], pause_s * 2)
+                    detail = f"nobody listens at {address} any more"
+                    raise round_errors.disconnected(above, detail) from error
+            self._closed.wait(min(next(pauses), deadline.remaining()))
 
-    def _hear_above(self, error: ReknitError) -> None:
+    def _break_off(self, error: ReknitError) -> None:
         self.rounds.break_off(error, self.above)
 
-    def _check(self) -> None:
+    def _check_open(self) -> None:
         if self._closed.is_set():
-            raise faults.copied(self._farewell)
+            raise round_errors.copied(self._closing)
 
 
 class TreeGroup:
     """Ranks in processes of their own, on any hosts that reach each other by TCP."""
 
-    def __init__(self, seat: TreePort) -> None:
-        """Use `join`, or `listen` and then `TreePort.climb`."""
-        self.rank, self.size = seat.rank, seat.topology.size
-        self.topology, self.generation = seat.topology, seat.generation
-        self.host = seat.host
+    def __init__(self, port: TreePort) -> None:
+        """Use `join`, or `listen` and then `TreePort.connect_parent`."""
+        self.rank, self.size = port.rank, port.topology.size
+        self.topology, self.generation = port.topology, port.generation
+        self.host = port.host
         """The address of this host that other ranks are told, None for a rank with none below it."""
-        self._seat = seat
+        self.port = port
 
     @classmethod
     def join(cls, store: Store, rank: int, size: int, *, job: str, options: CommOptions) -> TreeGroup:
@@ -232,44 +231,52 @@ class TreeGroup:
 
         Ranks meet in `store` under the name `job`; a job that is started again may meet under the same.
         Raises `DeadlineError` when other ranks do not come within `options.connect_timeout_s`,
-        `ProtocolError` when they take the group for another one, `CommError` when this rank cannot listen.
+        `ProtocolError` when they take the group for another one, `CommError` when this rank cannot listen, or
+        a rank next to it has ended.
         """
-        patience_s = options.connect_timeout_s
-        shape = gather_shape(store, rank, size, job=job, options=options, timeout_s=patience_s)
+        timeout_s = options.connect_timeout_s
+        shape = gather_shape(store, rank, size, job=job, options=options, timeout_s=timeout_s)
         if shape.together and options.bind is None and options.interface is None and options.tls is None:
             options = replace(options, bind=UNIX)
         elif rank == 0 and options.tls is None and getattr(store, "is_open", False):
             _warn_of_plain(shape.topology.num_hosts)
-        key = f"{base(job)}/{shape.run}/address"
-        with ExitStack() as failing:
-            if shape.topology.children(rank):
-                failing.push(partial(_tell_below, store, f"{key}/{rank}", rank))
-            seat = TreePort(
-                rank, shape.topology, job, shape.generation, options, getattr(store, "master", None)
+        port: TreePort | None = None
+        try:
+            port = TreePort(
+                rank,
+                shape.topology,
+                job,
+                shape.generation,
+                options,
+                master=getattr(store, "master", None),
+                processes=shape.processes,
             )
-            failing.callback(seat.close)
-            if seat.address:
-                store.set(f"{key}/{rank}", seat.address.encode())
-            above = "" if seat.above is None else address_in(store.get(f"{key}/{seat.above}", patience_s))
-            group = seat.climb(above)
-            failing.pop_all()
-        return group
+            if port.address:
+                publish_address(store, job, shape.run, rank, port.address)
+            above = "" if port.above is None else address_of(store, job, shape, port.above, timeout_s)
+            return port.connect_parent(above)
+        except BaseException as error:
+            if port is not None:
+                port.close()
+            if shape.topology.children(rank):  # they wait for the address of this rank, and connect to it
+                publish_leaving(store, job, shape.run, rank, error)
+            raise
 
     @classmethod
     def listen(
         cls, rank: int, topology: Topology, *, job: str, generation: int, options: CommOptions
     ) -> TreePort:
-        """Take a seat, for ranks that share no store: others carry its address to the ranks below it.
+        """Return a port that listens, for ranks that share no store: others carry its address to those below.
 
-        `TreePort.above` says whose address a rank needs to climb.  The ranks may climb in any order.  Raises
-        `CommError` when this rank cannot listen.
+        `TreePort.above` says whose address a rank needs for `TreePort.connect_parent`.  The ranks may connect
+        in any order.  Raises `CommError` when this rank cannot listen.
         """
         return TreePort(rank, topology, job, generation, options)
 
     @property
     def broken(self) -> bool:
         """Whether the group is known to be broken."""
-        return self._seat.broken
+        return self.port.broken
 
     def exchange(
         self,
@@ -283,15 +290,15 @@ class TreeGroup:
     ) -> bytes:
         """Hold one round, as `Group.exchange` says; errors may take up to 5 s longer than `timeout_s`."""
         try:
-            return self._seat.rounds.hold(Call(name, request, timeout_s, subject, merge), decide)
+            return self.port.rounds.hold(Call(name, request, timeout_s, subject, merge), decide)
         except CommError:
-            self._seat.announce()
+            self.port.announce()
             raise
 
     def on_broken(self, callback: Callable[[ReknitError], object]) -> None:
         """Call `callback` when the group breaks, as `TreePort.on_broken` says."""
-        self._seat.on_broken(callback)
+        self.port.on_broken(callback)
 
     def close(self) -> None:
         """Leave the group: later rounds fail on every rank.  Closing twice does nothing."""
-        self._seat.close()
+        self.port.close()

@@ -13,9 +13,9 @@ import math
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
-from reknit.comm.tree import round_errors as faults
+from reknit.comm import round_errors
+from reknit.comm.messages import Heading, Hello, too_large
 from reknit.comm.tree.effects import Decide, Refuse, RoundDone, SendOutcome, SendReport, Tell
-from reknit.comm.tree.message import Heading, too_large
 from reknit.comm.tree.subtree import Subtree
 from reknit.comm.tree.visits import Visits, agree, astray
 from reknit.errors import ProtocolError, ReknitError, from_wire
@@ -23,9 +23,9 @@ from reknit.errors import ProtocolError, ReknitError, from_wire
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
+    from reknit.comm.messages import Outcome, Parcel, Report
     from reknit.comm.topology import Topology
     from reknit.comm.tree.effects import Call, Effect
-    from reknit.comm.tree.message import Outcome, Parcel, Report
 
 
 @dataclass(eq=False, slots=True)
@@ -52,7 +52,7 @@ class RoundMachine:
     """
 
     def __init__(self, rank: int, topology: Topology, *, job: str, generation: int, max_nbytes: int) -> None:
-        self.rank, self.job, self.generation = rank, job, generation
+        self.rank, self._hello = rank, Hello(job, generation, rank, topology.digest)
         self.number = 0
         self.broken: ReknitError | None = None
         self._subtree = Subtree(rank, topology)
@@ -60,7 +60,7 @@ class RoundMachine:
         self._max_nbytes = max_nbytes
         # The deeper a rank, the sooner it reports who is missing below it, and the longer it waits to be
         # told: the deadline of the rank above lies between, so it can name those that are to blame.
-        self._slack_s = min(faults.SETTLE_S, faults.GRACE_S / max(1, topology.height))
+        self._slack_s = min(round_errors.SETTLE_S, round_errors.GRACE_S / max(1, topology.height))
         self._above, self._beneath = topology.depth(rank), topology.height - topology.depth(rank)
         self._height = topology.height
         self._round: _Round | None = None
@@ -77,9 +77,9 @@ class RoundMachine:
     def enter(self, call: Call, now: float) -> list[Effect]:
         """Begin this rank's next round; raises `ProtocolError` while it is in one."""
         if self._round is not None:
-            raise faults.crowded(self.rank)
-        timeout_s = min(call.timeout_s, faults.FOREVER_S)
-        heading = Heading(self.job, self.generation, self.number, call.name, call.subject)
+            raise round_errors.concurrent_rounds(self.rank)
+        timeout_s = min(call.timeout_s, round_errors.FOREVER_S)
+        heading = Heading(self._hello.job, self._hello.generation, self.number, call.name, call.subject)
         self._round = _Round(
             heading,
             call,
@@ -98,7 +98,9 @@ class RoundMachine:
         if isinstance(answers, ReknitError):
             return self._finish(held, answers)
         if len(answers) != len(self._subtree.ranks):
-            return self._finish(held, faults.miscounted(held.heading, len(answers), len(self._subtree.ranks)))
+            return self._finish(
+                held, round_errors.wrong_answer_count(held.heading, len(answers), len(self._subtree.ranks))
+            )
         # Perhaps someone did not wait for the answer.
         objection = self.broken or self._visits.obstacle(held.heading, self.rank)
         return self._finish(held, answers if objection is None else objection)
@@ -111,9 +113,9 @@ class RoundMachine:
         if isinstance(error, ReknitError):
             told: ReknitError = error
         elif self._parent is None:
-            told = faults.misdecided(held.heading, error)
+            told = round_errors.decide_failed(held.heading, error)
         else:
-            told = faults.left(held.heading, self.rank)
+            told = round_errors.gave_up(held.heading, self.rank)
         return [*self._give_up(held, told), *self._finish(held, told)]
 
     # Inputs from the ranks below.
@@ -127,11 +129,13 @@ class RoundMachine:
         if self._visits.take_back(report):
             return self._advance(now)
         if not self._visits.first(report):
-            return [Refuse(faults.over(report, child))]
+            return [Refuse(round_errors.late_message(report, child))]
         in_it = held is not None and held.heading.number == report.number
         if report.number < self.number:
             last = self._last_error if report.number == self.number - 1 else None
-            return [SendOutcome(child, report.outcome(error=last or faults.over(report, child)))]
+            return [
+                SendOutcome(child, report.outcome(error=last or round_errors.late_message(report, child)))
+            ]
         # While this rank is in that round, only the end of the round counts: the rank above may have decided
         # it, told this rank, and closed, and then the child is to have its answer too.
         if self.broken is not None and not in_it:
@@ -150,7 +154,7 @@ class RoundMachine:
         held = self._round
         if held is None or held.state != "wait" or outcome.number != held.heading.number:
             return []
-        if (outcome.job, outcome.generation) != (self.job, self.generation):
+        if round_errors.wrong_job(self.rank, outcome, self._hello) is not None:
             return []
         if outcome.error is not None:
             return self._finish(held, from_wire(outcome.error))
@@ -203,9 +207,9 @@ class RoundMachine:
         if held.state == "wait":
             if now >= held.until:
                 assert self._parent is not None
-                late = self.broken or faults.unanswered(held.heading, self._parent, held.call.timeout_s)
+                late = self.broken or round_errors.no_answer(held.heading, self._parent, held.call.timeout_s)
                 return [
-                    *self._give_up(held, faults.left(held.heading, self.rank)),
+                    *self._give_up(held, round_errors.gave_up(held.heading, self.rank)),
                     *self._finish(held, late),
                 ]
             return [] if obstacle is None else self._give_up(held, obstacle)
@@ -214,7 +218,7 @@ class RoundMachine:
         reports = self._visits.reports(held.heading)
         if len(reports) < len(self._subtree.below):
             if not held.settling and astray(held.heading, reports):
-                held.settling, held.until = True, min(held.until, now + faults.SETTLE_S)
+                held.settling, held.until = True, min(held.until, now + round_errors.SETTLE_S)
             if now < held.until:
                 return []
         return self._conclude(held, reports)
@@ -225,7 +229,7 @@ class RoundMachine:
         if len(reports) < len(self._subtree.below) or not agree(heading, reports):
             places, missing = self._subtree.whereabouts(heading, reports)
             if self._parent is None:
-                return self._finish(held, faults.failed_round(heading, places, missing, call.timeout_s))
+                return self._finish(held, round_errors.failed_round(heading, places, missing, call.timeout_s))
             held.hopeless = True
             return self._send(held, heading.report(self.rank, places=places, missing=missing))
         try:
@@ -233,7 +237,7 @@ class RoundMachine:
         except ReknitError as error:
             return self._fail(held, error)
         except Exception as error:  # a bug of whoever merges must reach all ranks, who wait for an answer
-            return self._fail(held, faults.unmerged(heading, self.rank, error))
+            return self._fail(held, round_errors.merge_failed(heading, self.rank, error))
         if self._parent is None:
             held.state, held.until = "decide", math.inf
             return [Decide(heading.number, requests.payloads(len(requests.which)))]
@@ -290,9 +294,9 @@ class RoundMachine:
     def _misfit(self, report: Report) -> ReknitError | None:
         """Return why a report does not belong here, None when it does."""
         child = report.sender
-        stranger = faults.misfit(child, report.job, report.generation, self.rank, self.job, self.generation)
-        if stranger is not None:
-            return stranger
+        refusal = round_errors.wrong_job(child, report, self._hello)
+        if refusal is not None:
+            return refusal
         if child not in self._subtree.below:
             return ProtocolError(f"rank {child} does not report to rank {self.rank}")
         if not self._subtree.fits(report):

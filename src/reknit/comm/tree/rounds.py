@@ -7,17 +7,18 @@ from collections import deque
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
 
-from reknit.comm.tree import round_errors as faults
+from reknit.comm import round_errors
+from reknit.comm.meeting.identity import has_ended
 from reknit.comm.tree.effects import Decide, Refuse, RoundDone, SendOutcome, SendReport, Tell
-from reknit.errors import ProtocolError, ReknitError, from_wire
+from reknit.errors import ProtocolError, ReknitError, from_wire, shortage
 from reknit.monitor.phase import monotonic
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Mapping, Sequence
 
+    from reknit.comm.messages import Outcome, Report
     from reknit.comm.tree.effects import Call, Effect
     from reknit.comm.tree.machine import RoundMachine
-    from reknit.comm.tree.message import Outcome, Report
 
     Decision = Callable[[list[bytes]], Sequence[bytes]]
     Heard = Callable[[Outcome | ReknitError], object]
@@ -52,10 +53,14 @@ class Visit:
 class Rounds:
     """The rounds of one rank, one after another, and the calls of the ranks below it, each in a thread."""
 
-    def __init__(self, machine: RoundMachine, children: Sequence[int]) -> None:
+    def __init__(
+        self, machine: RoundMachine, children: Sequence[int], processes: Mapping[int, str] | None = None
+    ) -> None:
+        """Make the rounds of a machine; `processes` is what is known of the processes of its children."""
         self.rank = machine.rank
         self._machine = machine
         self._children = frozenset(children)
+        self._processes = processes or {}
         self._above: Above | None = None
         self._turn = threading.Lock()
         self._changed = threading.Condition()  # guards all from here on
@@ -76,7 +81,7 @@ class Rounds:
     def hold(self, call: Call, decide: Decision) -> bytes:
         """Hold the next round, as `Group.exchange` says."""
         if not self._turn.acquire(blocking=False):
-            raise faults.crowded(self.rank)
+            raise round_errors.concurrent_rounds(self.rank)
         try:
             outcome = self._held(call, decide)
         finally:
@@ -103,10 +108,13 @@ class Rounds:
                     asked = True
         except BaseException as error:
             # Whatever it is, Ctrl-C too: the other ranks wait for an outcome.
-            self._put(self._machine.leave, error)
+            short = shortage(error)
+            self._put(self._machine.leave, short or error)
             for effect in self._rest():
                 if isinstance(effect, SendReport):
                     self._report(effect.report, again=True)
+            if short is not None:
+                raise short from error
             raise
         finally:
             if self._above is not None:
@@ -114,14 +122,21 @@ class Rounds:
 
     def _next(self) -> SendReport | Decide | RoundDone:
         """Return what the rank's own thread has to do next, once there is something."""
-        with self._changed:
-            while not self._due:
-                wait_s = self._machine.next_at - monotonic()
-                if wait_s <= 0:
+        while True:
+            with self._changed:
+                absent = [child for child in self._children - self._attached if child in self._processes]
+                look_s = round_errors.LOOK_S if absent else round_errors.FOREVER_S
+                wait_s = min(self._machine.next_at - monotonic(), look_s)
+                if not self._due and wait_s > 0:
+                    self._changed.wait(wait_s)
+                if not self._due and self._machine.next_at <= monotonic():
                     self._take(self._machine.tick(monotonic()))
-                else:
-                    self._changed.wait(min(wait_s, faults.FOREVER_S))
-            return self._due.popleft()
+                if self._due:
+                    return self._due.popleft()
+                broken = self._machine.broken is not None
+            for child in absent if not broken else ():
+                if has_ended(self._processes[child]):
+                    self.break_off(round_errors.process_ended(child), child)
 
     def _rest(self) -> list[SendReport | Decide | RoundDone]:
         """Return what is still to be done for a round that is over."""
@@ -149,7 +164,7 @@ class Rounds:
         with self._changed:
             due_s = self._machine.next_at - monotonic()
         # The machine gives up first; the limit is for a process that is stopped.
-        above.ask(report, min(due_s + faults.GRACE_S, faults.FOREVER_S), heard)
+        above.ask(report, min(due_s + round_errors.GRACE_S, round_errors.FOREVER_S), heard)
 
     # Called for the children, each from a thread of its own.
 
@@ -159,13 +174,13 @@ class Rounds:
             if child not in self._children:
                 raise ProtocolError(f"rank {child} does not report to rank {self.rank}")
             if child in self._known:
-                raise faults.taken(child)
+                raise round_errors.duplicate_rank(child)
 
     def attach(self, child: int) -> None:
         """Note that `child` is there, so that its end is the end of the group; raises `ProtocolError`."""
         with self._changed:
             if child not in self._children or child in self._attached:
-                raise faults.taken(child)
+                raise round_errors.duplicate_rank(child)
             self._attached.add(child)
             self._known.add(child)
 

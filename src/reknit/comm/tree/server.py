@@ -4,92 +4,38 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import hmac
-import logging
 import secrets
 import threading
-from typing import TYPE_CHECKING, cast
+from typing import TYPE_CHECKING
 
 import grpc
 
-from reknit.comm.call_threads import CallThreads
+from reknit.comm import round_errors
+from reknit.comm.chunks import divided, joined
+from reknit.comm.executor import DaemonExecutor
 from reknit.comm.meeting.addresses import PrivateSocket, addresses
+from reknit.comm.messages import OVERHEAD_NBYTES, Heading, Hello, News, Reply, Report, decode, encode
+from reknit.comm.serving import server_settings, token_server
 from reknit.comm.tls import open_port
-from reknit.comm.tree import round_errors as faults
-from reknit.comm.tree.chunks import CHUNK_NBYTES, divided, joined
-from reknit.comm.tree.message import OVERHEAD_NBYTES, Heading, Hello, News, Reply, Report, decode, encode
 from reknit.errors import ReknitError, UsageError, from_wire
 from reknit.options import UNIX
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator
-    from concurrent.futures import ThreadPoolExecutor
 
+    from reknit.comm.messages import Outcome
     from reknit.comm.topology import Topology
-    from reknit.comm.tree.message import Outcome
     from reknit.comm.tree.rounds import Rounds
+    from reknit.errors import ShortageError
     from reknit.options import CommOptions
-
-    _Handler = grpc.GenericRpcHandler[bytes, bytes]
-else:
-    _Handler = grpc.GenericRpcHandler  # generic in the stubs only
-
-_log = logging.getLogger("reknit.comm")
 
 SERVICE = "/reknit.Tree/"
 """What the path of every call begins with."""
 
-TOKEN = "reknit-token"
-"""The name under which a call carries the token of the server that it is for."""
-
 WATCHING = "reknit-watching"
 """The name of the sign by which a server says that it notices a rank's end from then on."""
 
-_MOST_PEERS_LOGGED = 256
-
-MOST_STRANGERS = 64
-"""How many connections a server has beyond those that it needs, and as many for those that come anew."""
-
-_HANDSHAKE_MS = 10_000
-_IDLE_MS = 20_000
-
-
 _NOWHERE = Heading("", 0, -1, "", "")
-
-
-def settings() -> list[tuple[str, int]]:
-    """Return the settings of channels and servers, so that no environment variable decides them."""
-    return [
-        # What is larger comes in chunks; see `CommOptions.max_message_nbytes` for what these may add up to.
-        ("grpc.max_send_message_length", 2 * CHUNK_NBYTES),
-        ("grpc.max_receive_message_length", 2 * CHUNK_NBYTES),
-        ("grpc.so_reuseport", 0),
-        ("grpc.enable_http_proxy", 0),
-        ("grpc.enable_retries", 0),
-        # Channels of one process would else share connections, and the back-off of a dead one.
-        ("grpc.use_local_subchannel_pool", 1),
-        # A host that loses its power sends no reset; only a ping finds out.
-        ("grpc.keepalive_time_ms", 30_000),
-        ("grpc.keepalive_timeout_ms", 60_000),
-        ("grpc.keepalive_permit_without_calls", 1),
-        ("grpc.http2.max_pings_without_data", 0),
-        ("grpc.http2.min_ping_interval_without_data_ms", 10_000),
-    ]
-
-
-def server_settings(num_callers: int) -> list[tuple[str, int]]:
-    """Return the settings of a server for so many callers: strangers take no more of it than a bounded part.
-
-    Whoever connects and says nothing is shown out soon, and so is who has been turned away.  A caller that
-    finds no room comes again.
-    """
-    return [
-        *settings(),
-        ("grpc.max_allowed_incoming_connections", 2 * num_callers + MOST_STRANGERS),
-        ("grpc.server_handshake_timeout_ms", _HANDSHAKE_MS),
-        # A rank that has joined is never idle: the call that watches is open.
-        ("grpc.max_connection_idle_ms", _IDLE_MS),
-    ]
 
 
 def _named_socket(topology: Topology) -> PrivateSocket:
@@ -102,7 +48,7 @@ def _named_socket(topology: Topology) -> PrivateSocket:
     return PrivateSocket()
 
 
-class Server(_Handler):
+class Server:
     """The server of a rank: answers the ranks below it out of its rounds.
 
     `host` is the address of this host that other ranks are told, `address` all that the ranks below need.
@@ -114,11 +60,9 @@ class Server(_Handler):
         """Listen; `master` is the host of the store in which the ranks met, if it has one."""
         self._socket = _named_socket(topology) if options.bind == UNIX else None
         self._rounds, self._hello = rounds, hello
-        token = secrets.token_hex(32)
-        self._token = token.encode()
         self._limit = options.max_message_nbytes
         unary, stream = grpc.unary_unary_rpc_method_handler, grpc.stream_stream_rpc_method_handler
-        self._handlers: dict[str, grpc.RpcMethodHandler[bytes, bytes]] = {
+        methods = {
             SERVICE + "hello": unary(functools.partial(self._reply, self._greet)),
             SERVICE + "watch": unary(functools.partial(self._reply, self._watch)),
             SERVICE + "tell": unary(functools.partial(self._reply, self._hear)),
@@ -126,16 +70,14 @@ class Server(_Handler):
             SERVICE + "round": stream(self._round),
         }
         self._children = frozenset(topology.children(hello.rank))
-        self._refused: set[str] = set()
         self._ended = threading.Condition()
         self._num_open = 0
         self._staying: set[int] = set()
         # For each child a round, a watch and a stay may wait here; the others return at once.
-        self._crew = CallThreads(3 * len(self._children) + 4, ready=1)
-        self._server = grpc.server(
-            cast("ThreadPoolExecutor", self._crew),
-            handlers=[self],
-            options=server_settings(len(self._children)),
+        self._executor = DaemonExecutor(3 * len(self._children) + 4, ready=1, on_shortage=self._fall_short)
+        token = secrets.token_hex(32)
+        self._server = token_server(
+            f"rank {hello.rank}", token, methods, self._executor, server_settings(len(self._children))
         )
         self._unattached = set(self._children)
         try:
@@ -151,19 +93,6 @@ class Server(_Handler):
             raise
         self.address = f"{where} {token}"
 
-    def service(
-        self, handler_call_details: grpc.HandlerCallDetails
-    ) -> grpc.RpcMethodHandler[bytes, bytes] | None:
-        """Return what serves a call: a refusal that reads nothing of it, unless it carries the token."""
-        handler = self._handlers.get(handler_call_details.method)
-        if handler is None:
-            return None
-        given = next((v for k, v in handler_call_details.invocation_metadata or () if k == TOKEN), "")
-        value = given if isinstance(given, bytes) else given.encode()
-        if not hmac.compare_digest(value, self._token):
-            return grpc.stream_unary_rpc_method_handler(self._refuse)
-        return handler
-
     def stop(self) -> None:
         """Let calls that have their outcome end, and the ranks below hear it, then free port and threads.
 
@@ -173,10 +102,15 @@ class Server(_Handler):
         refuses, and a script may well end between its last round and the reply to the ranks below.
         """
         with self._ended:
-            self._ended.wait_for(lambda: self._num_open == 0, faults.GRACE_S)
+            self._ended.wait_for(lambda: self._num_open == 0, round_errors.GRACE_S)
         self._server.stop(None)
-        self._crew.shutdown()
+        self._executor.shutdown()
         self._remove_socket()
+
+    def _fall_short(self, error: ShortageError) -> None:
+        """Break the group: without a thread, a call of a rank below would wait until its deadline."""
+        error.sign(rank=self._hello.rank)
+        self._rounds.break_off(error)
 
     def _remove_socket(self) -> None:
         if self._socket is not None:
@@ -196,13 +130,6 @@ class Server(_Handler):
         if not context.add_callback(end):
             end()
 
-    def _refuse(self, _: object, context: grpc.ServicerContext) -> bytes:
-        peer = context.peer().rpartition(":")[0]
-        if peer not in self._refused and len(self._refused) < _MOST_PEERS_LOGGED:
-            self._refused.add(peer)
-            _log.warning("rank %d refused a call from %s: wrong token", self._rounds.rank, peer)
-        context.abort(grpc.StatusCode.UNAUTHENTICATED, f"rank {self._rounds.rank} does not know this token")
-
     def _reply(self, hear: Callable[..., Reply], data: bytes, context: grpc.ServicerContext) -> bytes:
         try:
             return encode(hear(data, context))
@@ -219,14 +146,16 @@ class Server(_Handler):
         self._unattached.discard(child)
         if not self._unattached:  # a killed job would leave the name behind
             self._remove_socket()
-        self._open(context, functools.partial(self._rounds.break_off, faults.gone(child), child))
+        self._open(
+            context, functools.partial(self._rounds.break_off, round_errors.disconnected(child), child)
+        )
         with contextlib.suppress(grpc.RpcError):  # of a child that is gone again; that is seen to
             context.send_initial_metadata(((WATCHING, ""),))
         return Reply(self._rounds.until_broken().to_wire())
 
     def _hear(self, data: bytes, _: object) -> Reply:
         news = decode(data, News, self._limit)
-        self._agree(news.sender, news.job, news.generation)
+        self._check_job(news.sender, news)
         self._rounds.break_off(from_wire(news.error), news.sender)
         return Reply()
 
@@ -235,7 +164,7 @@ class Server(_Handler):
         child = self._known(data)
         with self._ended:
             if child not in self._children or child in self._staying:
-                raise faults.taken(child)
+                raise round_errors.duplicate_rank(child)
             self._staying.add(child)
         ended = threading.Event()
         self._open(context, ended.set)
@@ -255,18 +184,16 @@ class Server(_Handler):
         self._open(context, functools.partial(self._rounds.leave, visit))
         outcome = self._rounds.answer(visit)
         # A child that hung up hears nothing of this.
-        return outcome or report.outcome(error=faults.left(report, visit.child))
+        return outcome or report.outcome(error=round_errors.gave_up(report, visit.child))
 
     def _known(self, data: bytes) -> int:
         """Return the rank that says hello; raises `ProtocolError` unless it belongs to this group."""
         theirs = decode(data, Hello, self._limit)
-        self._agree(theirs.rank, theirs.job, theirs.generation)
+        self._check_job(theirs.rank, theirs)
         if theirs.topology != self._hello.topology:
-            raise faults.reshaped(theirs.rank, self._hello.rank)
+            raise round_errors.wrong_topology(theirs.rank, self._hello.rank)
         return theirs.rank
 
-    def _agree(self, rank: int, job: str, generation: int) -> None:
-        ours = self._hello
-        stranger = faults.misfit(rank, job, generation, ours.rank, ours.job, ours.generation)
-        if stranger is not None:
-            raise stranger
+    def _check_job(self, rank: int, message: Hello | News) -> None:
+        if (refusal := round_errors.wrong_job(rank, message, self._hello)) is not None:
+            raise refusal

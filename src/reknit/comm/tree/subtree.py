@@ -4,15 +4,14 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from reknit.comm.tree.message import Parcel
+from reknit.comm.messages import Parcel
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Mapping, Sequence
+    from collections.abc import Iterable, Mapping
 
+    from reknit.comm.base import Merge
+    from reknit.comm.messages import Heading, Report
     from reknit.comm.topology import Topology
-    from reknit.comm.tree.message import Heading, Report
-
-    Merge = Callable[[Sequence[bytes]], bytes]
 
 
 class Subtree:

@@ -5,18 +5,17 @@ from __future__ import annotations
 import threading
 from typing import TYPE_CHECKING
 
+from reknit.comm import round_errors
+from reknit.comm.messages import Heading
 from reknit.comm.topology import Topology
-from reknit.comm.tree import round_errors as faults
 from reknit.comm.tree.effects import Call
-from reknit.comm.tree.message import Heading
 from reknit.errors import ReknitError
 from reknit.monitor.phase import Deadline
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-    from reknit.comm.base import Group
-    from reknit.comm.tree.subtree import Merge
+    from reknit.comm.base import Group, Merge
 
     Decide = Callable[[list[bytes]], Sequence[bytes]]
 
@@ -108,12 +107,12 @@ class ThreadGroup:
     ) -> bytes:
         """Hold one round, as `Group.exchange` says."""
         if not self._turn.acquire(blocking=False):
-            raise faults.crowded(self.rank)
+            raise round_errors.concurrent_rounds(self.rank)
         try:
             number, self._number = self._number, self._number + 1
             with self._hall.changed:
                 meeting = self._hall.rounds.setdefault(number, _ThreadRound(number))
-                call = Call(name, request, min(timeout_s, faults.FOREVER_S), subject, merge)
+                call = Call(name, request, min(timeout_s, round_errors.FOREVER_S), subject, merge)
                 try:
                     return self._attend(meeting, call, decide)
                 finally:
@@ -124,7 +123,7 @@ class ThreadGroup:
     def close(self) -> None:
         """Leave the group: the others fail at once, now and later.  Closing twice does nothing."""
         with self._hall.changed:
-            self._hall.broken = self._hall.broken or faults.closed(self.rank)
+            self._hall.broken = self._hall.broken or round_errors.closed(self.rank)
             self._hall.changed.notify_all()
 
     def _attend(self, meeting: _ThreadRound, call: Call, decide: Decide) -> bytes:
@@ -142,13 +141,13 @@ class ThreadGroup:
         except BaseException as error:
             # Whatever it is, Ctrl-C too: the other ranks wait for an outcome.
             if self.rank == 0:
-                self._hall.fail(meeting, faults.misdecided(heading, error))
+                self._hall.fail(meeting, round_errors.decide_failed(heading, error))
             else:
-                self._hall.fail(meeting, faults.left(heading, self.rank))
+                self._hall.fail(meeting, round_errors.gave_up(heading, self.rank))
             raise
         if meeting.answers is None:
             assert meeting.error is not None
-            raise faults.copied(meeting.error)
+            raise round_errors.copied(meeting.error)
         return meeting.answers[self.rank]
 
     def _advance(self, meeting: _ThreadRound, call: Call, decide: Decide, deadline: Deadline) -> None:
@@ -157,7 +156,7 @@ class ThreadGroup:
         heading = meeting.came[self.rank][0]
         one_place = len(meeting.places()) == 1
         if not one_place and meeting.settled is None:
-            meeting.settled = Deadline(faults.SETTLE_S)
+            meeting.settled = Deadline(round_errors.SETTLE_S)
         clocks = [clock for clock in (deadline, meeting.settled) if clock is not None]
         pause_s = min(clock.remaining() for clock in clocks)
         if hall.broken is not None:
@@ -167,10 +166,10 @@ class ThreadGroup:
         elif pause_s > 0 and (one_place or not all_here):
             hall.changed.wait(pause_s)
         elif all_here and one_place:
-            hall.fail(meeting, faults.unanswered(heading, 0, deadline.seconds))
+            hall.fail(meeting, round_errors.no_answer(heading, 0, deadline.seconds))
         else:
             missing = [rank for rank in range(self.size) if rank not in meeting.came]
-            error = faults.failed_round(heading, meeting.places(), missing, deadline.seconds)
+            error = round_errors.failed_round(heading, meeting.places(), missing, deadline.seconds)
             hall.fail(meeting, error)
 
     def _decide(self, meeting: _ThreadRound, heading: Heading, call: Call, decide: Decide) -> None:
@@ -185,7 +184,7 @@ class ThreadGroup:
         finally:
             hall.changed.acquire()
         if len(answers) != self.size:
-            raise faults.miscounted(heading, len(answers), self.size)
+            raise round_errors.wrong_answer_count(heading, len(answers), self.size)
         if hall.broken is not None:
             hall.fail(meeting, hall.broken)
         elif not meeting.over:

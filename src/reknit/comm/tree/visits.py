@@ -5,13 +5,13 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from reknit.comm.tree import round_errors as faults
+from reknit.comm import round_errors
 from reknit.errors import from_wire
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from reknit.comm.tree.message import Heading, Report
+    from reknit.comm.messages import Heading, Report
     from reknit.errors import ReknitError
 
 
@@ -56,7 +56,7 @@ class Visits:
         visit = self._open.get(child)
         if visit is None or visit.left is not None or visit.report.number != number:
             return False
-        visit.left = faults.left(visit.report, child)
+        visit.left = round_errors.gave_up(visit.report, child)
         return True
 
     def end(self, ends: Callable[[int], bool]) -> list[Report]:
@@ -76,7 +76,7 @@ class Visits:
         for child, visit in self._open.items():
             report = visit.report
             if report.number > heading.number:
-                return faults.ahead(heading, child, report, rank)
+                return round_errors.skipped_round(heading, child, report, rank)
             if report.number == heading.number and visit.left is not None:
                 return visit.left
             if report.number == heading.number and report.error is not None:

@@ -214,7 +214,7 @@ class Agent:
     def _climb(self, climb: say.Climb) -> None:
         if self._seat is not None:
             try:
-                group = self._seat.climb(climb.above)
+                group = self._seat.connect_parent(climb.above)
             except ReknitError as error:
                 self._say(say.Joined(error.to_wire()))
                 return

@@ -37,7 +37,7 @@ def side_group(group: comm.Group, name: str, options: CommOptions, timeout_s: fl
         return messages.encode(messages.ListenAddress(seat.address, seat.above))
 
     def climb() -> bytes:
-        groups.append(seats[0].climb(place.above))
+        groups.append(seats[0].connect_parent(place.above))
         return b""
 
     try:

@@ -29,7 +29,7 @@ _PATIENCE_S = 2.0
 """How long a DataNode may take to answer when it is asked whether it is there."""
 
 
-class Placing:
+class BlockPlacement:
     """Writes whole files, past the DataNodes that were silent when earlier ones failed."""
 
     def __init__(self, client: HdfsClient, requests: Requests | None) -> None:

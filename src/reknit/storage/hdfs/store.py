@@ -14,8 +14,8 @@ from reknit.storage.base import Dated, Listed, Reading
 from reknit.storage.hdfs.client import HdfsClient
 from reknit.storage.hdfs.config import HdfsPath, parse_url
 from reknit.storage.hdfs.errors import ExistingError
-from reknit.storage.hdfs.names import HdfsNames, decoded, encoded
-from reknit.storage.hdfs.placement import Placing
+from reknit.storage.hdfs.known_names import HdfsNames, decoded, encoded
+from reknit.storage.hdfs.placement import BlockPlacement
 from reknit.storage.hdfs.reading import GAP_NBYTES, BlockReaders
 from reknit.storage.hdfs.web import requests_of
 from reknit.storage.hdfs.writer import HdfsWriter
@@ -54,7 +54,7 @@ class HdfsStorage:
         self._place = place
         self._client = HdfsClient(place)
         self._requests = requests_of(self._client.cluster, place.options)
-        self._placing = Placing(self._client, self._requests)
+        self._placing = BlockPlacement(self._client, self._requests)
         self._names = HdfsNames()
         self._readers = BlockReaders(self._client)
 

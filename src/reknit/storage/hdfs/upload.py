@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from hdfs_native._internal import RawFileWriter
 
     from reknit.storage.hdfs.client import HdfsClient
-    from reknit.storage.hdfs.placement import Placing
+    from reknit.storage.hdfs.placement import BlockPlacement
 
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.25, 4.0
 
@@ -56,7 +56,7 @@ class SubFiles:
     """
 
     def __init__(
-        self, client: HdfsClient, placing: Placing, folder: str, nbytes: int, *, split: bool
+        self, client: HdfsClient, placing: BlockPlacement, folder: str, nbytes: int, *, split: bool
     ) -> None:
         self._client, self._placing, self._folder, self._split = client, placing, folder, split
         self._mark = uuid.uuid4().hex

@@ -14,8 +14,8 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from reknit.storage.hdfs.client import HdfsClient
-    from reknit.storage.hdfs.names import HdfsNames
-    from reknit.storage.hdfs.placement import Placing
+    from reknit.storage.hdfs.known_names import HdfsNames
+    from reknit.storage.hdfs.placement import BlockPlacement
     from reknit.storage.hdfs.rpc import Requests
 
 _MOST_SOURCES = 64
@@ -29,7 +29,7 @@ class HdfsWriter:
         self,
         client: HdfsClient,
         requests: Requests | None,
-        placing: Placing,
+        placing: BlockPlacement,
         names: HdfsNames,
         path: str,
         nbytes: int,

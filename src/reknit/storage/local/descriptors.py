@@ -9,7 +9,7 @@ from collections import OrderedDict
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
-from reknit.storage.local.no_links import open_regular
+from reknit.storage.local.nofollow import open_regular
 from reknit.storage.local.posix import expect_sequence, identity
 
 if TYPE_CHECKING:

@@ -8,7 +8,7 @@ import threading
 from contextlib import suppress
 
 from reknit.monitor.phase import now
-from reknit.storage.local.no_links import inside
+from reknit.storage.local.nofollow import inside
 from reknit.storage.paths import is_own_temporary
 
 STALE_S = 3600.0

@@ -18,7 +18,7 @@ from reknit.errors import (
     StoragePermissionError,
     shortage,
 )
-from reknit.storage.local.no_links import open_regular
+from reknit.storage.local.nofollow import open_regular
 from reknit.storage.local.space import making_room
 from reknit.storage.paths import is_temporary
 

@@ -15,7 +15,7 @@ from reknit.options import Durability
 from reknit.storage.base import Listed, Reading
 from reknit.storage.local.descriptors import ReadCache
 from reknit.storage.local.folders import Folders, sweep, sync_folder
-from reknit.storage.local.no_links import open_below, status_below, unlink_below
+from reknit.storage.local.nofollow import open_below, status_below, unlink_below
 from reknit.storage.local.posix import (
     NEW_FILE,
     entries,

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 from reknit.storage.base import Dated, Sweepable
 from reknit.storage.local.folders import prune
 from reknit.storage.local.memory import MemoryStorage
-from reknit.storage.local.no_links import unlink_below
+from reknit.storage.local.nofollow import unlink_below
 from reknit.storage.local.posix import translated
 from reknit.storage.local.store import LocalStorage
 from reknit.storage.paths import is_own_temporary, is_temporary

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 from reknit.errors import StorageError
 from reknit.storage.local.descriptors import Descriptor
 from reknit.storage.local.direct import DirectFile, start_write_back
-from reknit.storage.local.no_links import unlink_below
+from reknit.storage.local.nofollow import unlink_below
 from reknit.storage.local.posix import identity, pwrite_all, translated
 from reknit.storage.runs import check_inside
 

@@ -13,7 +13,7 @@ from obstore import exceptions
 
 from reknit.errors import StorageError, StorageNotFoundError, UsageError
 from reknit.storage.base import Listed, Reading
-from reknit.storage.object import unfinished as object_uploads
+from reknit.storage.object import incomplete_uploads
 from reknit.storage.object.client import Bucket, ObjectOptions, connect, parse_url
 from reknit.storage.object.conditions import Conditions, look
 from reknit.storage.object.errors import as_ours, translated
@@ -227,15 +227,15 @@ class ObjectStorage:
     @property
     def unseen(self) -> str | None:
         """What the store does not list of uploads that nobody finished."""
-        return object_uploads.unseen(self._place)
+        return incomplete_uploads.unseen(self._place)
 
     def dated(self) -> Iterator[Dated]:
         """Yield all objects, also temporary ones, and on S3 uploads that are neither finished nor aborted."""
-        return object_uploads.dated(self._client, self._place, self._options)
+        return incomplete_uploads.dated(self._client, self._place, self._options)
 
     def discard(self, found: Dated) -> None:
         """Remove a temporary object, or abort an upload."""
-        object_uploads.discard(self._client, self._place, self._options, found)
+        incomplete_uploads.discard(self._client, self._place, self._options, found)
 
     def close(self) -> None:
         """Do nothing: the client ends with the last store that uses it."""

@@ -40,7 +40,7 @@ _SILENT_S = 60.0
 
 
 @dataclass(frozen=True, slots=True)
-class Patience:
+class RetryPolicy:
     """How long, and how often, an operation is tried again.
 
     Before try number `n` it waits a random time of up to `first_s` times two to the power of `n - 1`, at most
@@ -54,18 +54,18 @@ class Patience:
 
     def __post_init__(self) -> None:
         if min(self.deadline_s, self.first_s, self.longest_s) <= 0:
-            raise UsageError("the times of a Patience are positive")
+            raise UsageError("the times of a RetryPolicy are positive")
 
     def pause_s(self, tries: int) -> float:
         """Return how long to wait after so many tries that failed."""
         return random.uniform(0, min(self.longest_s, self.first_s * 2.0 ** min(tries - 1, 32)))
 
 
-def patient(*, resumes: bool) -> Callable[[Factory], Factory]:
+def with_retries(*, resumes: bool) -> Callable[[Factory], Factory]:
     """Decorate the factory of a remote store, so that what it opens is a `RetryingStorage`.
 
-    Its URLs get the option `retry_s`, the `Patience.deadline_s` in seconds, which the factory does not see; 0
-    leaves the store as it is.
+    Its URLs get the option `retry_s`, the `RetryPolicy.deadline_s`, which the factory does not see; 0 leaves
+    the store as it is.
     """
 
     def decorate(factory: Factory) -> Factory:
@@ -73,7 +73,7 @@ def patient(*, resumes: bool) -> Callable[[Factory], Factory]:
         def opened(url: str, durability: Durability) -> Storage:
             url, seconds = _without_option(url)
             storage = factory(url, durability)
-            return RetryingStorage(storage, Patience(seconds), resumes=resumes) if seconds else storage
+            return RetryingStorage(storage, RetryPolicy(seconds), resumes=resumes) if seconds else storage
 
         return opened
 
@@ -86,7 +86,7 @@ def _without_option(url: str) -> tuple[str, float]:
     parts = query.split("&")
     told = [part.partition("=")[2] for part in parts if part.partition("=")[0] == _OPTION]
     if not told:
-        return url, Patience().deadline_s
+        return url, RetryPolicy().deadline_s
     rest = "&".join(part for part in parts if part.partition("=")[0] != _OPTION)
     try:
         seconds = float(told[-1])
@@ -139,9 +139,9 @@ class RetryingStorage(ForwardingStorage):
     store's own client has to.
     """
 
-    def __init__(self, inner: Storage, patience: Patience | None = None, *, resumes: bool = True) -> None:
+    def __init__(self, inner: Storage, patience: RetryPolicy | None = None, *, resumes: bool = True) -> None:
         super().__init__(inner)
-        self.patience = patience or Patience()
+        self.patience = patience or RetryPolicy()
         self._resumes = resumes
         self._record = _Record()
 

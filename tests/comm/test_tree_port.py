@@ -1,4 +1,4 @@
-"""Ranks that share no store: they listen, others carry their addresses, and they climb in any order."""
+"""Ranks that share no store: they listen, others carry their addresses, and they connect in any order."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from reknit.comm.base import gather
+from reknit.comm.messages import Reply, encode
 from reknit.comm.topology import Topology
 from reknit.comm.tree.group import TreeGroup
-from reknit.comm.tree.message import Reply, encode
 from reknit.errors import CommError, DeadlineError, GroupClosedError, ProtocolError, UsageError
 from reknit.options import CommOptions
 from reknit.testing.world import run_ranks
-from tests.comm.worlds import GENERATION, Resources, ask, climb, endings, take_seats, tree_world
+from tests.comm.worlds import GENERATION, Resources, ask, connect_rank, endings, listen_all, tree_world
 from tests.running.examples import examples
 
 if TYPE_CHECKING:
@@ -36,15 +36,15 @@ else:
 
 
 @pytest.fixture
-def seats() -> Iterator[list[TreePort]]:
-    """The seats of ranks 0, 1 and 3 below it, and 2."""
-    taken = take_seats(4)
+def ports() -> Iterator[list[TreePort]]:
+    """The ports of ranks 0, 1 and 3 below it, and 2."""
+    taken = listen_all(4)
     yield taken
-    for seat in taken:
-        seat.close()
+    for port in taken:
+        port.close()
 
 
-def stray_seat(
+def stray_port(
     rank: int = 1,
     size: int = 4,
     *,
@@ -54,7 +54,7 @@ def stray_seat(
     hosts: Sequence[int] | None = None,
     connect_timeout_s: float = 30,
 ) -> TreePort:
-    """Return a seat of a rank that does not have to belong to the others."""
+    """Return a port of a rank that does not have to belong to the others."""
     options = CommOptions(bind="127.0.0.1", connect_timeout_s=connect_timeout_s)
     topology = Topology(range(size) if hosts is None else hosts, fan_out)
     return TreeGroup.listen(rank, topology, job=job, generation=generation, options=options)
@@ -96,34 +96,34 @@ def no_one_listens_for_the_end() -> bool:
 
 @settings(max_examples=examples(10), suppress_health_check=[HealthCheck.too_slow])
 @given(st.data(), st.integers(1, 3))
-def test_ranks_climb_in_any_order_and_hold_rounds(data: st.DataObject, fan_out: int) -> None:
+def test_ranks_connect_in_any_order_and_hold_rounds(data: st.DataObject, fan_out: int) -> None:
     size = data.draw(st.integers(1, 8))
     order = data.draw(st.permutations(range(size)))
-    seats = take_seats(size, fan_out)
+    ports = listen_all(size, fan_out)
     try:
-        joined = {rank: climb(seats, rank) for rank in order}
+        joined = {rank: connect_rank(ports, rank) for rank in order}
         groups = [joined[rank] for rank in range(size)]
         assert [(group.rank, group.size) for group in groups] == [(rank, size) for rank in range(size)]
         gathered = run_ranks(size, lambda group: gather(group, "x", b"%d" % group.rank, 30), groups=groups)
         assert gathered[0] == [b"%d" % rank for rank in range(size)]
     finally:
-        for seat in seats:
-            seat.close()
+        for port in ports:
+            port.close()
 
 
-def test_only_seats_with_ranks_below_them_have_an_address(seats: list[TreePort]) -> None:
-    assert [bool(seat.address) for seat in seats] == [True, True, False, False]
-    assert all(seat.address.startswith("127.0.0.1:") for seat in seats[:2])
+def test_only_ports_with_ranks_below_them_have_an_address(ports: list[TreePort]) -> None:
+    assert [bool(port.address) for port in ports] == [True, True, False, False]
+    assert all(port.address.startswith("127.0.0.1:") for port in ports[:2])
 
 
-def test_a_rank_below_can_be_in_a_round_before_the_rank_above_it_has_climbed(seats: list[TreePort]) -> None:
+def test_a_rank_below_can_be_in_a_round_before_the_rank_above_it_has_connected(ports: list[TreePort]) -> None:
     answers: list[bytes] = []
-    leaf = climb(seats, 3)
+    leaf = connect_rank(ports, 3)
     early = threading.Thread(target=lambda: answers.append(ask(leaf, "ask", b"early")))
     early.start()
     time.sleep(0.2)
     assert answers == []
-    others = [climb(seats, rank) for rank in (2, 1, 0)]
+    others = [connect_rank(ports, rank) for rank in (2, 1, 0)]
     for group in others[:2]:
         threading.Thread(target=ask, args=(group,)).start()
     ask(others[2])
@@ -132,23 +132,23 @@ def test_a_rank_below_can_be_in_a_round_before_the_rank_above_it_has_climbed(sea
 
 
 @pytest.mark.parametrize("ending", ["closes", "is lost"])
-def test_a_rank_that_ends_before_the_rank_above_it_climbed_is_heard_of_at_the_top(
-    seats: list[TreePort], ending: str
+def test_a_rank_that_ends_before_the_rank_above_it_connected_is_heard_of_at_the_top(
+    ports: list[TreePort], ending: str
 ) -> None:
-    root, ear = climb(seats, 0), Ear(climb(seats, 2))
-    leaf = climb(seats, 3)
-    middle = Ear(seats[1])
+    root, ear = connect_rank(ports, 0), Ear(connect_rank(ports, 2))
+    leaf = connect_rank(ports, 3)
+    middle = Ear(ports[1])
     if ending == "closes":
         leaf.close()
         message = "rank 3 closed the group"
     else:
         # Its end alone, as of a process that had no time to say a word.
-        uplink = seats[3]._uplink
+        uplink = ports[3].uplink
         assert uplink is not None
         uplink.close()
         message = "rank 3 is gone"
     assert message in middle.wait()
-    climb(seats, 1)
+    connect_rank(ports, 1)
     assert message in ear.wait()
     with pytest.raises(CommError, match=message):
         ask(root)
@@ -156,9 +156,9 @@ def test_a_rank_that_ends_before_the_rank_above_it_climbed_is_heard_of_at_the_to
 
 @pytest.mark.parametrize("closer", [0, 1, 3])
 def test_ranks_hear_once_that_another_closed_and_the_one_that_closed_hears_nothing(
-    seats: list[TreePort], closer: int
+    ports: list[TreePort], closer: int
 ) -> None:
-    groups = [climb(seats, rank) for rank in range(4)]
+    groups = [connect_rank(ports, rank) for rank in range(4)]
     ears = [Ear(group) for group in groups]
     seconds = [Ear(group) for group in groups]
     groups[closer].close()
@@ -171,8 +171,8 @@ def test_ranks_hear_once_that_another_closed_and_the_one_that_closed_hears_nothi
     assert [len(ear.heard) for ear in [*ears, *seconds]] == [int(rank % 4 != closer) for rank in range(8)]
 
 
-def test_whoever_hears_of_a_round_that_broke_has_heard_of_the_group_before(seats: list[TreePort]) -> None:
-    groups = [climb(seats, rank) for rank in range(4)]
+def test_whoever_hears_of_a_round_that_broke_has_heard_of_the_group_before(ports: list[TreePort]) -> None:
+    groups = [connect_rank(ports, rank) for rank in range(4)]
     order: list[str] = []
 
     def hear(error: ReknitError) -> None:
@@ -187,8 +187,8 @@ def test_whoever_hears_of_a_round_that_broke_has_heard_of_the_group_before(seats
     assert order == ["group", "round"]
 
 
-def test_whoever_asks_late_about_a_broken_group_hears_it_at_once(seats: list[TreePort]) -> None:
-    groups = [climb(seats, rank) for rank in range(4)]
+def test_whoever_asks_late_about_a_broken_group_hears_it_at_once(ports: list[TreePort]) -> None:
+    groups = [connect_rank(ports, rank) for rank in range(4)]
     first = Ear(groups[1])
     groups[2].close()
     assert "rank 2" in first.wait()
@@ -199,8 +199,8 @@ def test_whoever_asks_late_about_a_broken_group_hears_it_at_once(seats: list[Tre
     assert never.heard == []
 
 
-def test_what_hears_of_the_end_may_close_the_group_and_sign_the_error(seats: list[TreePort]) -> None:
-    groups = [climb(seats, rank) for rank in range(4)]
+def test_what_hears_of_the_end_may_close_the_group_and_sign_the_error(ports: list[TreePort]) -> None:
+    groups = [connect_rank(ports, rank) for rank in range(4)]
     closed = threading.Event()
 
     def close(error: ReknitError) -> None:
@@ -216,30 +216,30 @@ def test_what_hears_of_the_end_may_close_the_group_and_sign_the_error(seats: lis
     assert other.heard[0].path is None
 
 
-def test_an_address_with_a_wrong_token_is_refused_at_once_and_not_told(seats: list[TreePort]) -> None:
-    address = seats[0].address.split()[0]
-    patient = stray_seat(connect_timeout_s=20)
+def test_an_address_with_a_wrong_token_is_refused_at_once_and_not_told(ports: list[TreePort]) -> None:
+    address = ports[0].address.split()[0]
+    patient = stray_port(connect_timeout_s=20)
     with pytest.raises(CommError, match=f"rank 0 at {address} does not know the token") as caught:
-        patient.climb(f"{address} wrong")
+        patient.connect_parent(f"{address} wrong")
     assert not isinstance(caught.value, DeadlineError)
     assert caught.value.remedy is not None
     with pytest.raises(CommError) as caught:
-        patient.climb(f"{address} {seats[1].address.split()[1]}")
-    assert seats[1].address.split()[1] not in str(caught.value)
-    patient.climb(seats[0].address)
+        patient.connect_parent(f"{address} {ports[1].address.split()[1]}")
+    assert ports[1].address.split()[1] not in str(caught.value)
+    patient.connect_parent(ports[0].address)
     patient.close()
 
 
 def test_an_address_at_which_no_one_listens_any_more_is_given_up_at_the_deadline() -> None:
-    seats = take_seats(2, connect_timeout_s=0.3)
-    seats[0].close()
-    address, token = seats[0].address.split()
+    ports = listen_all(2, connect_timeout_s=0.3)
+    ports[0].close()
+    address, token = ports[0].address.split()
     with pytest.raises(
         DeadlineError, match=f"rank 0 at {address} could not be reached within 0.3 s"
     ) as caught:
-        climb(seats, 1)
+        connect_rank(ports, 1)
     assert token not in str(caught.value)
-    seats[1].close()
+    ports[1].close()
 
 
 @contextmanager
@@ -255,9 +255,9 @@ def half_a_server(watch: Callable[[bytes, grpc.ServicerContext], bytes]) -> Iter
 
     with ThreadPoolExecutor(2) as pool:
         server = grpc.server(pool, handlers=[Half()])
-        port = server.add_insecure_port("127.0.0.1:0")
+        number = server.add_insecure_port("127.0.0.1:0")
         server.start()
-        yield f"127.0.0.1:{port} token"
+        yield f"127.0.0.1:{number} token"
         server.stop(None).wait()
 
 
@@ -268,23 +268,23 @@ def test_a_rank_above_that_stops_after_its_greeting_is_not_waited_for_longer_tha
         release.wait(30)
         return encode(Reply())
 
-    seat = take_seats(2, connect_timeout_s=0.5)[1]
+    port = listen_all(2, connect_timeout_s=0.5)[1]
     with half_a_server(hang) as address:
         with pytest.raises(DeadlineError, match=r"rank 0 at .* could not be reached within 0.5 s"):
-            seat.climb(address)
+            port.connect_parent(address)
         release.set()
-    seat.close()
+    port.close()
 
 
 def test_a_rank_that_was_greeted_and_is_then_refused_does_not_join() -> None:
     refusal = encode(Reply(ProtocolError("another process is rank 1 already").to_wire()))
-    seat = take_seats(2)[1]
+    port = listen_all(2)[1]
     with (
         half_a_server(lambda data, context: refusal) as address,
         pytest.raises(ProtocolError, match="another process is rank 1 already"),
     ):
-        seat.climb(address)
-    seat.close()
+        port.connect_parent(address)
+    port.close()
 
 
 @pytest.mark.parametrize(
@@ -299,14 +299,14 @@ def test_a_rank_that_was_greeted_and_is_then_refused_does_not_join() -> None:
     ],
     ids=["job", "older", "newer", "size", "fan-out", "hosts"],
 )
-def test_a_seat_of_another_job_run_or_shape_does_not_get_in(
-    seats: list[TreePort], how: dict[str, Any], reason: str
+def test_a_port_of_another_job_run_or_shape_does_not_get_in(
+    ports: list[TreePort], how: dict[str, Any], reason: str
 ) -> None:
-    stray = stray_seat(**how)
+    stray = stray_port(**how)
     with pytest.raises(ProtocolError, match=reason):
-        stray.climb(seats[0].address)
+        stray.connect_parent(ports[0].address)
     stray.close()
-    groups = [climb(seats, rank) for rank in range(4)]
+    groups = [connect_rank(ports, rank) for rank in range(4)]
     assert endings(groups, ask) == [b""] * 4
 
 
@@ -314,48 +314,48 @@ def test_a_seat_of_another_job_run_or_shape_does_not_get_in(
     ("rank", "above", "needed"),
     [
         (0, "127.0.0.1:1 token", "rank 0 needs no address"),
-        (3, "", "rank 3 needs the address of the seat of rank 1"),
-        (3, "127.0.0.1:1", "rank 3 needs the address of the seat of rank 1"),
+        (3, "", "rank 3 needs the address of rank 1"),
+        (3, "127.0.0.1:1", "rank 3 needs the address of rank 1"),
     ],
 )
 def test_an_address_that_does_not_belong_to_the_rank_is_a_usage_error(
-    seats: list[TreePort], rank: int, above: str, needed: str
+    ports: list[TreePort], rank: int, above: str, needed: str
 ) -> None:
     with pytest.raises(UsageError, match=needed):
-        seats[rank].climb(above)
+        ports[rank].connect_parent(above)
 
 
-def test_a_seat_is_climbed_from_once(seats: list[TreePort]) -> None:
-    group = climb(seats, 2)
+def test_a_port_is_connected_from_once(ports: list[TreePort]) -> None:
+    group = connect_rank(ports, 2)
     with pytest.raises(UsageError, match="rank 2 has joined its group already"):
-        climb(seats, 2)
+        connect_rank(ports, 2)
     assert group.rank == 2
 
 
-def test_a_seat_that_is_closed_cannot_climb(seats: list[TreePort]) -> None:
+def test_a_port_that_is_closed_cannot_connect(ports: list[TreePort]) -> None:
     for rank in (0, 1):
-        seats[rank].close()
-        seats[rank].close()
+        ports[rank].close()
+        ports[rank].close()
         with pytest.raises(CommError, match=f"rank {rank} closed the group"):
-            climb(seats, rank)
+            connect_rank(ports, rank)
 
 
 @pytest.mark.parametrize("silent", [True, False], ids=["one that does not answer", "one that is gone"])
-def test_closing_a_seat_ends_its_climb_to_a_rank_above(silent: bool) -> None:
-    patient = stray_seat(connect_timeout_s=10_000)
+def test_closing_a_port_ends_its_connect_to_a_rank_above(silent: bool) -> None:
+    patient = stray_port(connect_timeout_s=10_000)
     with silent_host() as address:
         timer = threading.Timer(0.2, patient.close)
         timer.start()
         with pytest.raises(CommError, match="rank 1 closed the group"):
-            patient.climb(f"{address if silent else '127.0.0.1:1'} token")
+            patient.connect_parent(f"{address if silent else '127.0.0.1:1'} token")
         timer.join()
 
 
-def test_a_seat_that_closes_without_climbing_is_heard_of_by_the_ranks_below(seats: list[TreePort]) -> None:
-    leaf = climb(seats, 3)
+def test_a_port_that_closes_without_connecting_is_heard_of_by_the_ranks_below(ports: list[TreePort]) -> None:
+    leaf = connect_rank(ports, 3)
     ear = Ear(leaf)
-    never = Ear(seats[1])
-    seats[1].close()
+    never = Ear(ports[1])
+    ports[1].close()
     assert ear.wait() == "rank 1 closed the group"
     with pytest.raises(CommError, match="rank 1 closed the group"):
         ask(leaf)
@@ -364,15 +364,15 @@ def test_a_seat_that_closes_without_climbing_is_heard_of_by_the_ranks_below(seat
     assert never.heard == []
 
 
-def test_seats_that_close_without_climbing_leave_no_thread_and_no_file_open() -> None:
+def test_ports_that_close_without_connecting_leave_no_thread_and_no_file_open() -> None:
     with tree_world(4) as groups:  # gRPC opens some files for good when it is first used
         endings(groups, ask)
     before = Resources()
     for _ in range(5):
-        seats = take_seats(5)
-        leaf = climb(seats, 4)
+        ports = listen_all(5)
+        leaf = connect_rank(ports, 4)
         assert leaf.rank == 4
-        for seat in seats:
-            seat.close()
+        for port in ports:
+            port.close()
     assert before.new_threads() == set()
     assert before.new_files() == set()

@@ -6,11 +6,12 @@ import threading
 
 import pytest
 
-from reknit.comm.call_threads import CallThreads
+from reknit.comm.executor import DaemonExecutor
+from reknit.errors import ShortageError
 
 
 def test_results_and_errors_come_back_through_the_futures() -> None:
-    crew = CallThreads(2)
+    crew = DaemonExecutor(2)
     assert [crew.submit(divmod, number, 7).result(30) for number in (8, 15)] == [(1, 1), (2, 1)]
     with pytest.raises(ZeroDivisionError):
         crew.submit(divmod, 1, 0).result(30)
@@ -18,7 +19,7 @@ def test_results_and_errors_come_back_through_the_futures() -> None:
 
 
 def test_as_many_jobs_run_at_once_as_there_may_be_threads_and_no_more() -> None:
-    crew, barrier = CallThreads(3), threading.Barrier(4)
+    crew, barrier = DaemonExecutor(3), threading.Barrier(4)
     before = threading.active_count()
     waiting = [crew.submit(barrier.wait) for _ in range(3)]
     queued = crew.submit(threading.active_count)
@@ -31,7 +32,7 @@ def test_as_many_jobs_run_at_once_as_there_may_be_threads_and_no_more() -> None:
 
 
 def test_an_idle_thread_takes_the_next_job() -> None:
-    crew = CallThreads(8)
+    crew = DaemonExecutor(8)
     before = threading.active_count()
     for _ in range(50):
         crew.submit(int).result(30)
@@ -64,7 +65,7 @@ def test_no_job_waits_for_a_busy_thread_while_another_may_be_started() -> None:
 
 def test_no_thread_is_left_after_shutdown() -> None:
     before = threading.active_count()
-    crew = CallThreads(4)
+    crew = DaemonExecutor(4)
     futures = [crew.submit(int) for _ in range(20)]
     crew.shutdown()
     assert all(future.done() for future in futures)
@@ -73,30 +74,68 @@ def test_no_thread_is_left_after_shutdown() -> None:
 
 def test_a_thread_that_still_waits_does_not_keep_the_interpreter_from_ending() -> None:
     script = (
-        "import threading; from reknit.comm.call_threads import Crew; Crew(1).submit(threading.Event().wait)"
+        "import threading; from reknit.comm.executor import DaemonExecutor; "
+        "DaemonExecutor(1).submit(threading.Event().wait)"
     )
     subprocess.run([sys.executable, "-c", script], timeout=60, check=True)
 
 
-@pytest.fixture
-def refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    """No thread starts any more, as in an interpreter that ends, or where a host has no more to give."""
-
+def no_more_threads(monkeypatch: pytest.MonkeyPatch, message: str) -> None:
     def start(_: threading.Thread) -> None:
-        raise RuntimeError("can't start new thread")
+        raise RuntimeError(message)
 
     monkeypatch.setattr(threading.Thread, "start", start)
+
+
+@pytest.fixture
+def refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No thread starts any more, since this host has no more to give."""
+    no_more_threads(monkeypatch, "can't start new thread")
+
+
+@pytest.fixture
+def ending(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No thread starts any more, as in an interpreter that ends."""
+    no_more_threads(monkeypatch, "can't create new thread at interpreter shutdown")
 
 
 def test_where_no_thread_can_be_started_a_job_waits_for_one_that_is_busy(
     request: pytest.FixtureRequest, caplog: pytest.LogCaptureFixture
 ) -> None:
-    crew, go_on = CallThreads(4), threading.Event()
+    crew, go_on = DaemonExecutor(4), threading.Event()
+    busy = crew.submit(go_on.wait, 30)
+    request.getfixturevalue("ending")
+    late = crew.submit(divmod, 8, 7)
+    assert "wait for a free thread: can't create new thread" in caplog.text
+    assert not late.done()
+    go_on.set()
+    assert busy.result(30)
+    assert late.result(30) == (1, 1)
+    crew.shutdown()
+
+
+def test_where_there_may_be_no_more_threads_the_one_who_submits_hears_it(
+    request: pytest.FixtureRequest,
+) -> None:
+    crew = DaemonExecutor(4)
+    request.getfixturevalue("refused")
+    with pytest.raises(ShortageError, match="no further thread"):
+        crew.submit(divmod, 8, 7)
+    with pytest.raises(ShortageError, match="no further thread"):
+        DaemonExecutor(4, ready=1)
+
+
+def test_where_a_server_gets_no_more_threads_its_owner_hears_it_and_the_job_waits(
+    request: pytest.FixtureRequest,
+) -> None:
+    heard: list[ShortageError] = []
+    crew, go_on = DaemonExecutor(4, on_shortage=heard.append), threading.Event()
     busy = crew.submit(go_on.wait, 30)
     request.getfixturevalue("refused")
     late = crew.submit(divmod, 8, 7)
-    assert "wait for a free thread: can't start new thread" in caplog.text
-    assert not late.done()
+    assert [error.message for error in heard] == [
+        "no further thread or process can be started: can't start new thread"
+    ]
     go_on.set()
     assert busy.result(30)
     assert late.result(30) == (1, 1)
@@ -106,14 +145,14 @@ def test_where_no_thread_can_be_started_a_job_waits_for_one_that_is_busy(
 def test_a_thread_that_is_there_from_the_beginning_takes_a_job_where_none_can_be_started(
     request: pytest.FixtureRequest,
 ) -> None:
-    crew = CallThreads(4, ready=1)
+    crew = DaemonExecutor(4, ready=1)
     request.getfixturevalue("refused")
     assert crew.submit(divmod, 8, 7).result(30) == (1, 1)
     crew.shutdown()
 
 
 def test_jobs_for_which_there_was_no_thread_get_theirs_with_the_next(monkeypatch: pytest.MonkeyPatch) -> None:
-    crew, barrier = CallThreads(4), threading.Barrier(3)
+    crew, barrier = DaemonExecutor(4), threading.Barrier(3)
     with monkeypatch.context() as patch:
         patch.setattr(threading.Thread, "start", lambda _: (_ for _ in ()).throw(RuntimeError("none")))
         waiting = [crew.submit(barrier.wait, 30) for _ in range(2)]

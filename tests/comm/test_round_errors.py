@@ -5,8 +5,8 @@ import re
 from hypothesis import given
 from hypothesis import strategies as st
 
-from reknit.comm.tree import round_errors as faults
-from reknit.comm.tree.message import Heading
+from reknit.comm import round_errors
+from reknit.comm.messages import Heading, Hello
 from reknit.errors import DeadlineError, ProtocolError
 
 ROUND = Heading("job", 7, 4, "plan", "")
@@ -14,48 +14,49 @@ ROUND = Heading("job", 7, 4, "plan", "")
 
 @given(st.sets(st.integers(0, 200), min_size=1))
 def test_ranks_are_spelled_so_that_they_can_be_read_back(ranks: set[int]) -> None:
-    text = faults.spelled(ranks, limit=200)
+    text = round_errors.spelled(ranks, limit=200)
     spans = [span.split("-") for span in re.findall(r"\d+(?:-\d+)?", text)]
     assert {rank for span in spans for rank in range(int(span[0]), int(span[-1]) + 1)} == ranks
     assert text.startswith("rank ") == (len(ranks) == 1)
 
 
 def test_a_long_list_of_ranks_is_cut_and_says_how_many_more_there_are() -> None:
-    assert faults.spelled(range(0, 100, 2), limit=3) == "ranks 0, 2, 4 and 47 more"
+    assert round_errors.spelled(range(0, 100, 2), limit=3) == "ranks 0, 2, 4 and 47 more"
 
 
 def test_a_round_with_one_name_failed_for_the_ranks_that_did_not_come() -> None:
-    error = faults.failed_round(ROUND, {"'plan'": [0, 1]}, [2, 3, 5], 30)
+    error = round_errors.failed_round(ROUND, {"'plan'": [0, 1]}, [2, 3, 5], 30)
     assert type(error) is DeadlineError
     assert error.message == "ranks 2-3, 5 did not come to round 4 ('plan') within 30 s"
 
 
 def test_a_round_to_which_rank_0_came_alone_says_that_all_ranks_have_to_call() -> None:
     for present, alone in (([0], True), ([0, 1], False), ([1], False)):
-        error = faults.failed_round(ROUND, {"'plan'": present}, [2, 3], 30)
+        error = round_errors.failed_round(ROUND, {"'plan'": present}, [2, 3], 30)
         assert ("not rank 0 alone as with torch.save" in str(error.remedy)) == alone
 
 
 def test_a_round_with_two_names_failed_for_the_ranks_in_different_places() -> None:
-    error = faults.failed_round(ROUND, {"'plan'": [0, 1, 2], "'commit'": [3]}, [4], 30)
+    error = round_errors.failed_round(ROUND, {"'plan'": [0, 1, 2], "'commit'": [3]}, [4], 30)
     assert type(error) is ProtocolError
     assert "ranks 0-2 in 'plan'; rank 3 in 'commit'; rank 4 did not come" in error.message
 
 
 def test_a_round_with_a_place_for_every_rank_failed_with_a_message_that_stays_short() -> None:
     places = {f"'{rank}'": [rank] for rank in range(1000)}
-    message = faults.failed_round(ROUND, places, [], 30).message
+    message = round_errors.failed_round(ROUND, places, [], 30).message
     assert "rank 0 in '0'; rank 1 in '1'" in message
     assert message.endswith("; and 992 places more")
 
 
 def test_another_job_or_run_is_told_from_our_own() -> None:
-    assert faults.misfit(3, "job", 7, 0, "job", 7) is None
+    here = Hello("job", 7, 0, "tree")
+    assert round_errors.wrong_job(3, Hello("job", 7, 3, "tree"), here) is None
     for job, run, text in [
         ("other", 7, "job 'other'"),
         ("job", 6, "an older run"),
         ("job", 8, "a newer run"),
     ]:
-        error = faults.misfit(3, job, run, 0, "job", 7)
+        error = round_errors.wrong_job(3, Hello(job, run, 3, "tree"), here)
         assert type(error) is ProtocolError
         assert text in error.message

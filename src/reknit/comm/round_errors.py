@@ -9,7 +9,7 @@ from reknit.errors import CommError, DeadlineError, GroupClosedError, ProtocolEr
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
 
-    from reknit.comm.tree.message import Heading
+    from reknit.comm.messages import Heading, Hello, News
 
 GRACE_S = 2.0
 """Seconds past a rank's own deadline that bad news may take up the tree, and as many down again."""
@@ -19,6 +19,9 @@ SETTLE_S = 0.5
 
 FOREVER_S = 1e8
 """The longest wait that is passed to a lock or a call; more overflows their clocks."""
+
+LOOK_S = 1.0
+"""How often a rank that waits for another looks whether its process is still there."""
 
 _MOST_PLACES = 8
 
@@ -74,29 +77,29 @@ def failed_round(
     )
 
 
-def unanswered(heading: Heading, rank: int, timeout_s: float) -> DeadlineError:
+def no_answer(heading: Heading, rank: int, timeout_s: float) -> DeadlineError:
     """Return the error of a round that this rank reported, and did not hear the end of in time."""
     return DeadlineError(
         f"{spelled([rank])} did not answer {heading.label} within {timeout_s:g} s", remedy=_LOGS
     )
 
 
-def misdecided(heading: Heading, error: BaseException) -> CommError:
+def decide_failed(heading: Heading, error: BaseException) -> CommError:
     """Return what the other ranks hear when `decide` raised, or gave answers that do not fit, on rank 0."""
     return CommError(f"rank 0 failed to decide {heading.label}: {type(error).__name__}: {error}")
 
 
-def miscounted(heading: Heading, num_answers: int, size: int) -> ProtocolError:
+def wrong_answer_count(heading: Heading, num_answers: int, size: int) -> ProtocolError:
     """Return the error of a round in which `decide` gave too few or too many answers."""
     return ProtocolError(f"{num_answers} answers were decided for {size} ranks in {heading.place}")
 
 
-def unmerged(heading: Heading, rank: int, error: Exception) -> CommError:
+def merge_failed(heading: Heading, rank: int, error: Exception) -> CommError:
     """Return what all ranks hear when the requests of some of them could not be made one."""
     return CommError(f"{spelled([rank])} failed to merge {heading.label}: {type(error).__name__}: {error}")
 
 
-def ahead(heading: Heading, rank: int, theirs: Heading, waiting: int) -> ProtocolError:
+def skipped_round(heading: Heading, rank: int, theirs: Heading, waiting: int) -> ProtocolError:
     """Return the error of a round that a rank has left behind without taking part."""
     return ProtocolError(
         f"{spelled([rank])} is in {theirs.label} already, {spelled([waiting])} in {heading.label}",
@@ -104,39 +107,48 @@ def ahead(heading: Heading, rank: int, theirs: Heading, waiting: int) -> Protoco
     )
 
 
-def over(heading: Heading, rank: int) -> ProtocolError:
+def late_message(heading: Heading, rank: int) -> ProtocolError:
     """Return the refusal of a message that repeats, or comes after the end of, its round."""
     return ProtocolError(f"{heading.label} is over, or {spelled([rank])} took part in it before")
 
 
-def left(heading: Heading, rank: int) -> CommError:
+def gave_up(heading: Heading, rank: int) -> CommError:
     """Return the error of a round in which a rank stopped waiting for its answer."""
     return CommError(
         f"{spelled([rank])} left {heading.label} before it ended: interrupted, dead, or out of time"
     )
 
 
-def misfit(rank: int, job: str, generation: int, here: int, our_job: str, ours: int) -> ProtocolError | None:
-    """Return the refusal of a rank of another job or another run of it, None for one of ours."""
-    if job != our_job:
+def wrong_job(rank: int, message: Hello | Heading | News, here: Hello) -> ProtocolError | None:
+    """Return the refusal of a message of another job, or of another run of it; None for one of ours."""
+    if message.job != here.job:
         return ProtocolError(
-            f"{spelled([rank])} belongs to job {job!r}, {spelled([here])} to {our_job!r}",
+            f"{spelled([rank])} belongs to job {message.job!r}, {spelled([here.rank])} to {here.job!r}",
             remedy="start every rank with the same job",
         )
-    if generation == ours:
+    if message.generation == here.generation:
         return None
-    age = "an older" if generation < ours else "a newer"
+    age = "an older" if message.generation < here.generation else "a newer"
     return ProtocolError(
-        f"{spelled([rank])} belongs to {age} run of job {job!r} than {spelled([here])}: "
-        f"generation {generation}, and ours is {ours}",
+        f"{spelled([rank])} belongs to {age} run of job {here.job!r} than {spelled([here.rank])}: "
+        f"generation {message.generation}, and ours is {here.generation}",
         remedy="let every process of the older run end before a newer one begins",
     )
 
 
-def gone(rank: int, detail: str = "") -> CommError:
+def disconnected(rank: int, detail: str = "") -> CommError:
     """Return the error of a group in which the process of a rank is dead or cannot be reached any more."""
+    return _gone(rank, "its connection broke" + (f" ({detail})" if detail else ""))
+
+
+def process_ended(rank: int) -> CommError:
+    """Return the error of a group in which the process of a rank of this host ended before it connected."""
+    return _gone(rank, "its process ended before it had connected")
+
+
+def _gone(rank: int, why: str) -> CommError:
     return CommError(
-        f"{spelled([rank])} is gone: its connection broke" + (f" ({detail})" if detail else ""),
+        f"{spelled([rank])} is gone: {why}",
         remedy="look at the end of its log, and for a kill by the scheduler or by the out-of-memory killer",
     )
 
@@ -149,8 +161,8 @@ def unreachable(rank: int, address: str, timeout_s: float, detail: str) -> Deadl
     )
 
 
-def stranger(rank: int, address: str) -> CommError:
-    """Return the error of a rank that came to the one above it with a token of another seat."""
+def wrong_token(rank: int, address: str) -> CommError:
+    """Return the error of a rank that came to the one above it with the token of another port."""
     return CommError(
         f"{spelled([rank])} at {address} does not know the token that came with this address",
         remedy="give each rank the address of the rank above it in this run, and in full",
@@ -162,7 +174,7 @@ def closed(rank: int) -> GroupClosedError:
     return GroupClosedError(f"{spelled([rank])} closed the group")
 
 
-def taken(rank: int) -> ProtocolError:
+def duplicate_rank(rank: int) -> ProtocolError:
     """Return the refusal of a process that comes as a rank which another process is."""
     return ProtocolError(
         f"another process is rank {rank} already, or that rank does not report here",
@@ -170,7 +182,7 @@ def taken(rank: int) -> ProtocolError:
     )
 
 
-def reshaped(rank: int, here: int) -> ProtocolError:
+def wrong_topology(rank: int, here: int) -> ProtocolError:
     """Return the refusal of a rank that takes the group for another one."""
     return ProtocolError(
         f"rank {rank} joins with a tree of another size, fan-out or placement on hosts than rank {here}",
@@ -178,7 +190,7 @@ def reshaped(rank: int, here: int) -> ProtocolError:
     )
 
 
-def crowded(rank: int) -> ProtocolError:
+def concurrent_rounds(rank: int) -> ProtocolError:
     """Return the refusal of a second round of one rank while its first is under way."""
     return ProtocolError(
         f"two threads of {spelled([rank])} hold a round of one group at the same time",

@@ -8,7 +8,9 @@ from collections import deque
 from concurrent.futures import Executor, Future
 from typing import TYPE_CHECKING, Any, TypeVar
 
+from reknit.errors import ShortageError
 from reknit.monitor.phase import Deadline
+from reknit.system import start_thread
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -18,7 +20,7 @@ _Result = TypeVar("_Result")
 _log = logging.getLogger("reknit.comm")
 
 
-class CallThreads(Executor):
+class DaemonExecutor(Executor):
     """An executor of daemon threads.
 
     The executor of the standard library joins its threads when the interpreter ends, before any `atexit`
@@ -26,9 +28,15 @@ class CallThreads(Executor):
     close its group.
     """
 
-    def __init__(self, most: int, *, ready: int = 0) -> None:
-        """Make an executor of up to `most` threads, `ready` of which are there from the beginning."""
-        self._most = most
+    def __init__(
+        self, most: int, *, ready: int = 0, on_shortage: Callable[[ShortageError], object] | None = None
+    ) -> None:
+        """Make an executor of up to `most` threads, `ready` of which are started now.
+
+        `on_shortage` is called when a job finds no idle thread and none can be started; the job then waits for
+        one.  Without it, `submit` raises the `ShortageError`.  So does this for the first threads.
+        """
+        self._most, self._on_shortage = most, on_shortage
         self._changed = threading.Condition()  # guards all below
         self._jobs: deque[Callable[[], None]] = deque()
         self._threads: list[threading.Thread] = []
@@ -39,10 +47,7 @@ class CallThreads(Executor):
             self._start(ready)
 
     def submit(self, fn: Callable[..., _Result], /, *args: Any, **kwargs: Any) -> Future[_Result]:
-        """Run ``fn(*args, **kwargs)`` in a thread of the crew.
-
-        Where no thread can be started, as in an interpreter that ends, it waits for one that is free.
-        """
+        """Run ``fn(*args, **kwargs)`` in one of the threads."""
         future: Future[_Result] = Future()
 
         def job() -> None:
@@ -53,22 +58,26 @@ class CallThreads(Executor):
             except BaseException as error:  # it belongs to whoever waits for the future
                 future.set_exception(error)
 
-        with self._changed:
-            self._jobs.append(job)
-            self._start(len(self._jobs) - self._num_idle)
-            self._changed.notify()
+        try:
+            with self._changed:
+                self._jobs.append(job)
+                self._changed.notify()
+                self._start(len(self._jobs) - self._num_idle)
+        except ShortageError as error:
+            if self._on_shortage is None:
+                future.cancel()
+                raise
+            self._on_shortage(error)
         return future
 
     def _start(self, number: int) -> None:
-        """Start threads, as far as there may be more; those that cannot be started are tried again later."""
+        """Start threads, as far as there may be more.  Raises `ShortageError`."""
         for _ in range(min(number, self._most - len(self._threads))):
-            thread = threading.Thread(target=self._work, name="reknit-comm", daemon=True)
             try:
-                thread.start()
-            except RuntimeError as error:  # raised into gRPC it would end its service, and its end would hang
+                self._threads.append(start_thread("reknit-comm", self._work))
+            except RuntimeError as error:  # an interpreter that ends starts none, and gRPC must not hear that
                 _log.warning("calls of other ranks wait for a free thread: %s", error)
                 return
-            self._threads.append(thread)
             self._num_idle += 1
 
     def shutdown(self, wait: bool = True, *, cancel_futures: bool = False, timeout_s: float = 5.0) -> None:

@@ -20,7 +20,7 @@ import reknit
 from reknit.errors import StorageError, StorageUnavailableError
 from reknit.options import MIB
 from reknit.storage.hdfs import placement as hdfs_placing
-from reknit.storage.hdfs.placement import Placing
+from reknit.storage.hdfs.placement import BlockPlacement
 from reknit.storage.hdfs.rpc import DataNode, RpcRequests
 from reknit.storage.hdfs.store import HdfsStorage, open_hdfs
 from reknit.testing.storage_suite import listed, pattern, read
@@ -120,7 +120,7 @@ def test_a_whole_state_is_saved_and_loaded_while_a_node_is_avoided(
 ) -> None:
     storage = store(cluster, request, "replication=1")
     node = avoid(storage)
-    monkeypatch.setattr(Placing, "avoided", property(lambda _: [node]))
+    monkeypatch.setattr(BlockPlacement, "avoided", property(lambda _: [node]))
     state, target = {"w": np.arange(1 << 19)}, {"w": np.zeros(1 << 19, np.int64)}
     url = f"{storage.url}/step?{OPTIONS}&replication=1&retry_s=0"
     reknit.save(url, state)

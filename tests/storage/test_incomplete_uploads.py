@@ -67,7 +67,7 @@ def test_all_are_found_however_many_answers_that_takes(storage: ObjectStorage) -
     paths = sorted(f"model/{rank:05d}.0123abcd.safetensors" for rank in range(5))
     for path in paths:
         upload_begun(storage, path)
-    from reknit.storage.object.unfinished import Uploads
+    from reknit.storage.object.incomplete_uploads import Uploads
 
     told = Uploads(storage._place, storage._options)
     asked: list[dict[str, Any]] = []
@@ -121,7 +121,7 @@ def test_what_goes_wrong_is_told_as_by_every_store(
     storage: ObjectStorage,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    from reknit.storage.object.unfinished import Uploads
+    from reknit.storage.object.incomplete_uploads import Uploads
 
     for name, value in variables.items():
         monkeypatch.setenv(name, value)
@@ -134,7 +134,7 @@ def test_what_goes_wrong_is_told_as_by_every_store(
 def test_the_endpoint_is_found_by_the_names_that_the_other_client_knows(
     storage: ObjectStorage, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from reknit.storage.object.unfinished import Uploads
+    from reknit.storage.object.incomplete_uploads import Uploads
 
     endpoint = environment("s3")["AWS_ENDPOINT_URL"]
     monkeypatch.delenv("AWS_ENDPOINT_URL")

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from reknit.comm.tree.message import (
+from reknit.comm.messages import (
     COMPRESS_NBYTES,
     OVERHEAD_NBYTES,
     Heading,

@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from reknit.storage.hdfs.names import HdfsNames, decoded, encoded
+from reknit.storage.hdfs.known_names import HdfsNames, decoded, encoded
 
 texts = st.text(st.sampled_from("a%:253A/")) | st.text()
 

@@ -13,7 +13,7 @@ import reknit
 from reknit.errors import ReknitError, StorageError, StorageNotFoundError, StoragePermissionError
 from reknit.storage.local import folders
 from reknit.storage.local.memory import MemoryStorage
-from reknit.storage.local.no_links import inside, open_below
+from reknit.storage.local.nofollow import inside, open_below
 from reknit.storage.local.store import LocalStorage
 from reknit.storage.local.sweep import SweptFolder
 from reknit.storage.registry import open_storage

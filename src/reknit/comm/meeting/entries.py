@@ -1,0 +1,133 @@
+"""What ranks put into the store in which they meet: who they are, the table of hosts, and addresses."""
+
+from __future__ import annotations
+
+from contextlib import suppress
+from types import MappingProxyType
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
+from urllib.parse import quote
+
+import msgspec
+
+from reknit.comm.meeting import identity
+from reknit.comm.round_errors import LOOK_S, process_ended
+from reknit.errors import CommError, DeadlineError, ProtocolError, ReknitError, from_wire, shortage
+from reknit.monitor.phase import Deadline
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from reknit.comm.meeting.rendezvous import Store
+    from reknit.comm.topology import Topology
+
+_LEFT = b"left "
+"""What the message of a rank that leaves begins with; no address does."""
+
+
+class Shape(NamedTuple):
+    """What the ranks of a group are: the name of this run, who is where, and which generation it is.
+
+    `together`: all ranks are on one host, belong to one user, and see the same files, so that they can meet
+    at a socket in a folder.  `processes`: those of the ranks below this one on its host, as
+    `identity.process` names them.
+    """
+
+    run: str
+    topology: Topology
+    generation: int
+    together: bool = False
+    processes: Mapping[int, str] = MappingProxyType({})
+
+
+class RankEntry(msgspec.Struct, array_like=True, frozen=True, forbid_unknown_fields=True):
+    """What a rank tells rank 0: where it is, what size it expects, who reaches its sockets, its process."""
+
+    host: str
+    size: int
+    reach: str = ""
+    process: str = ""
+
+
+class HostTable(msgspec.Struct, array_like=True, frozen=True, forbid_unknown_fields=True):
+    """What rank 0 tells all: the number of each rank's host, as packed 32-bit integers; or an error."""
+
+    size: int = 0
+    fan_out: int = 0
+    generation: int = 0
+    hosts: bytes = b""
+    error: dict[str, Any] | None = None
+    together: bool = False
+
+
+_Message = TypeVar("_Message", RankEntry, HostTable)
+
+
+def base(job: str) -> str:
+    """Return what the keys of a job begin with, before a slash: no other job has keys below it."""
+    return f"reknit/{quote(job, safe='')}"
+
+
+def host_key(job: str, run: str, rank: int) -> str:
+    """Return the key of a rank's `RankEntry`."""
+    return f"{base(job)}/{run}/host/{rank}"
+
+
+def publish_address(store: Store, job: str, run: str, rank: int, address: str) -> None:
+    """Tell the ranks below where this one listens."""
+    store.set(_address_key(job, run, rank), address.encode())
+
+
+def publish_leaving(store: Store, job: str, run: str, rank: int, error: BaseException) -> None:
+    """Tell the ranks below why this one leaves the rendezvous, in the place of its address."""
+    with suppress(CommError):  # of a store that is gone; they find out by themselves
+        store.set(_address_key(job, run, rank), _LEFT + msgspec.msgpack.encode(error_to_wire(error, rank)))
+
+
+def address_of(store: Store, job: str, shape: Shape, rank: int, timeout_s: float) -> str:
+    """Return the address of a rank, once it listens.
+
+    Raises the error with which it left, if it did, `CommError` when its process has ended, `DeadlineError`.
+    """
+    deadline = Deadline(timeout_s)
+    while True:
+        try:
+            value = store.get(_address_key(job, shape.run, rank), min(LOOK_S, deadline.remaining()))
+            break
+        except DeadlineError:
+            if identity.has_ended(decoded(store.get(host_key(job, shape.run, rank), 0), RankEntry).process):
+                raise process_ended(rank) from None
+            if deadline.passed():
+                raise
+    if not value.startswith(_LEFT):
+        return value.decode(errors="replace")
+    try:
+        raise from_wire(msgspec.msgpack.decode(value[len(_LEFT) :], type=dict[str, Any]))
+    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+        raise garbled() from error
+
+
+def _address_key(job: str, run: str, rank: int) -> str:
+    return f"{base(job)}/{run}/address/{rank}"
+
+
+def error_to_wire(error: BaseException, rank: int = 0) -> dict[str, Any]:
+    """Return an error as the other ranks hear of it."""
+    known = error if isinstance(error, ReknitError) else shortage(error)
+    left = f"rank {rank} left the rendezvous: {type(error).__name__}: {error}"
+    return (known or CommError(left)).to_wire()
+
+
+def decoded(value: bytes, kind: type[_Message]) -> _Message:
+    """Return the entry in `value`.  Raises `ProtocolError`."""
+    try:
+        return msgspec.msgpack.decode(value, type=kind)
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+        raise garbled() from error
+
+
+def garbled() -> ProtocolError:
+    """Return the error of an entry that cannot be read."""
+    return ProtocolError(
+        "the store holds something else where ranks tell each other who they are",
+        remedy="run the same version of reknit on all ranks",
+    )

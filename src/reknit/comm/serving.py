@@ -1,0 +1,101 @@
+"""What gRPC servers of ranks have in common: bounded settings, and a token without which no call is read."""
+
+from __future__ import annotations
+
+import hmac
+import logging
+from typing import TYPE_CHECKING, cast
+
+import grpc
+
+from reknit.comm.chunks import CHUNK_NBYTES
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+    from concurrent.futures import Executor, ThreadPoolExecutor
+
+    _Handler = grpc.GenericRpcHandler[bytes, bytes]
+    Method = grpc.RpcMethodHandler[bytes, bytes]
+else:
+    _Handler = grpc.GenericRpcHandler  # generic in the stubs only
+
+_log = logging.getLogger("reknit.comm")
+
+TOKEN = "reknit-token"
+"""The name under which a call carries the token of the server that it is for."""
+
+SPARE_CONNECTIONS = 64
+"""How many connections a server accepts beyond those that it needs."""
+
+MOST_PEERS_LOGGED = 256
+HANDSHAKE_MS = 10_000
+IDLE_MS = 20_000
+
+
+def channel_settings() -> list[tuple[str, int]]:
+    """Return the settings of channels and servers, so that no environment variable decides them."""
+    return [
+        # What is larger comes in chunks; see `CommOptions.max_message_nbytes` for what these may add up to.
+        ("grpc.max_send_message_length", 2 * CHUNK_NBYTES),
+        ("grpc.max_receive_message_length", 2 * CHUNK_NBYTES),
+        ("grpc.so_reuseport", 0),
+        ("grpc.enable_http_proxy", 0),
+        ("grpc.enable_retries", 0),
+        # Channels of one process would else share connections, and the back-off of a dead one.
+        ("grpc.use_local_subchannel_pool", 1),
+        # A host that loses its power sends no reset; only a ping finds out.
+        ("grpc.keepalive_time_ms", 30_000),
+        ("grpc.keepalive_timeout_ms", 60_000),
+        ("grpc.keepalive_permit_without_calls", 1),
+        ("grpc.http2.max_pings_without_data", 0),
+        ("grpc.http2.min_ping_interval_without_data_ms", 10_000),
+    ]
+
+
+def server_settings(num_callers: int) -> list[tuple[str, int]]:
+    """Return the settings of a server for so many callers.
+
+    The number of connections is bounded, so that strangers cannot exhaust this process.  A connection that
+    says nothing, or that was refused, is closed soon; a caller that finds no room tries again.
+    """
+    return [
+        *channel_settings(),
+        ("grpc.max_allowed_incoming_connections", 2 * num_callers + SPARE_CONNECTIONS),
+        ("grpc.server_handshake_timeout_ms", HANDSHAKE_MS),
+        # A rank that has joined is never idle: its watch call stays open.
+        ("grpc.max_connection_idle_ms", IDLE_MS),
+    ]
+
+
+def token_server(
+    name: str, token: str, methods: Mapping[str, Method], executor: Executor, settings: list[tuple[str, int]]
+) -> grpc.Server:
+    """Return a server that answers calls with the token only; `name` says in errors and logs whose it is."""
+    handler = _TokenHandler(name, token, methods)
+    return grpc.server(cast("ThreadPoolExecutor", executor), handlers=[handler], options=settings)
+
+
+class _TokenHandler(_Handler):
+    """Serves calls that carry the token, and refuses all others without reading them."""
+
+    def __init__(self, name: str, token: str, methods: Mapping[str, Method]) -> None:
+        self._name, self._token, self._methods = name, token.encode(), methods
+        self._refused: set[str] = set()
+
+    def service(self, handler_call_details: grpc.HandlerCallDetails) -> Method | None:
+        """Return what serves a call: without the token, a refusal that reads nothing of it."""
+        method = self._methods.get(handler_call_details.method)
+        if method is None:
+            return None
+        given = next((v for k, v in handler_call_details.invocation_metadata or () if k == TOKEN), "")
+        value = given if isinstance(given, bytes) else given.encode()
+        if not hmac.compare_digest(value, self._token):
+            return grpc.stream_unary_rpc_method_handler(self._refuse)
+        return method
+
+    def _refuse(self, _: object, context: grpc.ServicerContext) -> bytes:
+        peer = context.peer().rpartition(":")[0]
+        if peer not in self._refused and len(self._refused) < MOST_PEERS_LOGGED:
+            self._refused.add(peer)
+            _log.warning("%s refused a call from %s: wrong token", self._name, peer)
+        context.abort(grpc.StatusCode.UNAUTHENTICATED, f"{self._name} does not know this token")
