@@ -32,6 +32,10 @@ ALL_CALL = (
     "below `if rank == 0`, take it out; if not, see that all ranks were started, and look at their logs"
 )
 
+_LOOK_FOR_A_KILL = (
+    "look at the end of its log, and for a kill by the scheduler or by the out-of-memory killer"
+)
+
 _LOGS = "look at the logs of the ranks named here: they stopped, fail elsewhere, or are slower than this"
 
 
@@ -138,18 +142,16 @@ def wrong_job(rank: int, message: Hello | Heading | News, here: Hello) -> Protoc
 
 def disconnected(rank: int, detail: str = "") -> CommError:
     """Return the error of a group in which the process of a rank is dead or cannot be reached any more."""
-    return _gone(rank, "its connection broke" + (f" ({detail})" if detail else ""))
+    return CommError(
+        f"{spelled([rank])} is gone: its connection broke" + (f" ({detail})" if detail else ""),
+        remedy=_LOOK_FOR_A_KILL,
+    )
 
 
 def process_ended(rank: int) -> CommError:
     """Return the error of a group in which the process of a rank of this host ended before it connected."""
-    return _gone(rank, "its process ended before it had connected")
-
-
-def _gone(rank: int, why: str) -> CommError:
     return CommError(
-        f"{spelled([rank])} is gone: {why}",
-        remedy="look at the end of its log, and for a kill by the scheduler or by the out-of-memory killer",
+        f"{spelled([rank])} is gone: its process ended before it had connected", remedy=_LOOK_FOR_A_KILL
     )
 
 
