@@ -46,7 +46,7 @@ def test_no_job_waits_for_a_busy_thread_while_another_may_be_started() -> None:
     sys.setswitchinterval(1e-6)
     try:
         for _ in range(100):
-            crew, go_on, begun = Crew(6), threading.Event(), threading.Semaphore(0)
+            crew, go_on, begun = DaemonExecutor(6), threading.Event(), threading.Semaphore(0)
 
             def wait(go_on: threading.Event = go_on, begun: threading.Semaphore = begun) -> None:
                 begun.release()

@@ -33,8 +33,8 @@ class DaemonExecutor(Executor):
     ) -> None:
         """Make an executor of up to `most` threads, `ready` of which are started now.
 
-        `on_shortage` is called when a job finds no idle thread and none can be started; the job then waits for
-        one.  Without it, `submit` raises the `ShortageError`.  So does this for the first threads.
+        `on_shortage` is called when a job finds no idle thread and none can be started; the job then waits
+        for one.  Without it, `submit` raises the `ShortageError`.  So does this for the first threads.
         """
         self._most, self._on_shortage = most, on_shortage
         self._changed = threading.Condition()  # guards all below
