@@ -12,9 +12,10 @@ from torch import nn
 
 import reknit
 from reknit.errors import StateError
+from reknit.frameworks import tree
 from reknit.frameworks.registry import wanted
 from reknit.types.shard import MAX_DEPTH, MAX_NDIM
-from tests.frameworks.checkpoint import save
+from tests.frameworks.checkpoint import load, save
 from tests.frameworks.test_exact_types import Keeper, Point, encoded, there_and_back
 
 if TYPE_CHECKING:
@@ -100,3 +101,31 @@ def test_a_tensor_of_too_many_dimensions_is_refused_by_name_before_anything_is_w
         assert caught.value.phase == "collect"
     assert not (tmp_path / "bad").exists()
     there_and_back(tmp_path / "own", {"k": reknit.PerRank([bad])}, {"k": reknit.PerRank(None)})
+
+
+def diamonds(depth: int, inmost: Any) -> Any:
+    """Return containers each of which holds the next one twice."""
+    value = inmost
+    for number in range(depth):
+        value = {"a": value, "b": value} if number % 2 else [value, value]
+    return value
+
+
+@pytest.mark.parametrize("inmost", [1, np.ones(1)], ids=["values", "a tensor"])
+def test_few_containers_at_endlessly_many_places_are_refused(
+    inmost: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tree, "COUNTED", 1 << 10)
+    value = diamonds(40, inmost)
+    states: list[dict[str, Any]] = [{"k": {"a": value}}, {"k": Keeper(value)}]
+    for state in states:
+        with pytest.raises(StateError, match="k.* has the same containers"):
+            save(state)
+
+
+def test_one_container_at_many_places_is_saved_at_each(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tree, "COUNTED", 1 << 10)
+    values = [(1, 2)] * (1 << 12)
+    target = {"k": list[Any]()}
+    load(target, save({"k": values}))
+    assert target["k"] == values

@@ -124,7 +124,7 @@ class ContainerAdapter(Adapter):
             foreign = isinstance(value, Mapping) and type(value) not in tree.REBUILT
             saving.blob({} if foreign else to_neutral(value, str(place)), place)
             return
-        _require_known(value, place)
+        _enter(value, place, saving)
         united = is_united(value, saving)
         for key, inner in tree.children(value):
             saving.visit(inner, place if united else place.child(key))
@@ -134,7 +134,7 @@ class ContainerAdapter(Adapter):
         if _is_value(value, loading):
             want_value(value, place, loading, assign)
             return
-        _require_known(value, place)
+        _enter(value, place, loading)
         if is_united(value, loading):
             for inner in value:
                 loading.visit(inner, place, None)
@@ -161,9 +161,9 @@ class ContainerAdapter(Adapter):
         loading.later(replace)
 
 
-def _require_known(container: Any, place: Place) -> None:
-    """Refuse a container that is too deep, or that could not be made again with other things in it."""
-    place.require_shallow()
+def _enter(container: Any, place: Place, walk: Walk) -> None:
+    """Look into a container; refuse one that could not be made again with other things in it."""
+    walk.enter(place)
     if isinstance(container, tuple) and type(container) is not tuple and not tree.is_named(container):
         raise StateError(
             f"{place} is a {type(container).__name__}, which derives from tuple",

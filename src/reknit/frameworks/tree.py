@@ -1,4 +1,4 @@
-"""Where does a value sit in a nested state?  Names for paths, and ways to walk and refill containers."""
+"""Names for the places in nested containers, and ways to walk, rebuild and refill these."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from argparse import Namespace
 from collections import Counter, OrderedDict, defaultdict, deque
 from collections.abc import Mapping, MutableMapping
 from functools import lru_cache
+from itertools import count
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any, Final
 
@@ -31,6 +32,14 @@ REBUILT: Final = _NAMESPACES | {dict, list, tuple, deque, OrderedDict, defaultdi
 """Types whose values can be made again of what is in them; of a class derived from one, nobody knows that."""
 
 _INTEGER = re.compile(r"-?[0-9]+")
+
+
+COUNTED: Final = 1 << 16
+"""After so many containers it is asked once whether these are few, each of which is at many places."""
+
+_LARGEST_FACTOR: Final = 1000
+_LARGEST_NUMBER: Final = 1 << 20
+"""Of values that a state may have written out: so many, or so many times more than there are in memory."""
 
 
 class _Descend:
@@ -91,8 +100,9 @@ def map_leaves(value: Any, leaf: Callable[[Path, Any], Any], where: object = "a 
 
     Numbers, texts and None are kept as they are.  `leaf` sees containers too, before what is inside them,
     and answers `DESCEND` to leave a value to the walk: a container of Python's own is then rebuilt as its own
-    type, anything else kept.  Raises `StateError` for what is too deep, saying `where`.
+    type, anything else kept.  Raises `StateError` for what is too deep or too large, saying `where`.
     """
+    number = count(1)
 
     def mapped(value: Any, path: Path) -> Any:
         if type(value) in _PLAIN:
@@ -104,9 +114,12 @@ def map_leaves(value: Any, leaf: Callable[[Path, Any], Any], where: object = "a 
             return value
         if len(path) >= MAX_DEPTH:
             raise too_deep(f"{where} {dotted(path)}")
+        if next(number) == COUNTED:
+            require_bounded(root, where)
         return _rebuilt(value, lambda key, child: mapped(child, (*path, key)))
 
-    return mapped(value, ())
+    root = value
+    return mapped(root, ())
 
 
 def _rebuilt(value: Any, child: Callable[[Any, Any], Any]) -> Any:
@@ -142,6 +155,33 @@ def too_deep(where: object) -> StateError:
     )
 
 
+def require_bounded(value: Any, where: object) -> None:
+    """Raise `StateError` for containers that hold each other so often that they cannot be written out."""
+    held: dict[int, int] = {}
+    sizes: dict[int, int] = {}
+
+    def size(value: Any, depth: int) -> int:
+        if type(value) in _PLAIN or depth > MAX_DEPTH:
+            return 1
+        if type(value) in _NAMESPACES:
+            value = vars(value)
+        inside = value.values() if isinstance(value, Mapping) else value
+        if inside is value and not isinstance(value, (list, tuple, deque)):
+            return 1
+        if id(value) not in sizes:
+            sizes[id(value)], held[id(value)] = 1, len(inside)  # one that contains itself is too deep
+            sizes[id(value)] += sum(size(inner, depth + 1) for inner in inside)
+        return sizes[id(value)]
+
+    written, there = size(value, 0), sum(held.values())
+    if written > max(_LARGEST_NUMBER, _LARGEST_FACTOR * there):
+        raise StateError(
+            f"{where} has the same containers inside each other at so many places that {there:,} values "
+            f"would be written out as {written:,}",
+            remedy="hold each of them once, and its name or number elsewhere",
+        )
+
+
 def is_named(value: Any) -> bool:
     """Tell whether a value is a named tuple."""
     return isinstance(value, tuple) and hasattr(type(value), "_fields")
@@ -162,18 +202,26 @@ def retuple(like: tuple[Any, ...], values: list[Any]) -> tuple[Any, ...]:
     return make(values)
 
 
-def any_leaf(value: Any, wanted: Callable[[Any], bool], depth: int = 0) -> bool:
+def any_leaf(value: Any, wanted: Callable[[Any], bool]) -> bool:
     """Tell whether `wanted` holds for the value or anything in it; it never does for numbers and texts.
 
-    It counts as holding for containers that are too deep, which who then looks for it has to refuse.
+    It counts as holding for containers that are too deep or in themselves, which the caller has to refuse.
     """
-    if type(value) in _PLAIN:
-        return False
-    if wanted(value) or depth > MAX_DEPTH:
-        return True
-    if isinstance(value, Mapping):
-        return any(any_leaf(inner, wanted, depth + 1) for inner in value.values())
-    return isinstance(value, (list, tuple)) and any(any_leaf(inner, wanted, depth + 1) for inner in value)
+    is_open: dict[int, bool] = {}
+
+    def holds(value: Any, depth: int) -> bool:
+        if type(value) in _PLAIN or id(value) in is_open:
+            return is_open.get(id(value), False)
+        if wanted(value) or depth > MAX_DEPTH:
+            return True
+        if not isinstance(value, (Mapping, list, tuple)):
+            return False
+        is_open[id(value)] = True
+        inside = value.values() if isinstance(value, Mapping) else value
+        is_open[id(value)] = any(holds(inner, depth + 1) for inner in inside)
+        return is_open[id(value)]
+
+    return holds(value, 0)
 
 
 def refillable(target: Any) -> bool:

@@ -145,7 +145,7 @@ def _replicas(sharding: Any, shape: tuple[int, ...], world: World) -> dict[Box, 
 
 def start_copies(state: Any, world: World) -> None:
     """Let the devices begin to copy all arrays in a state to the host, so that none waits for another."""
-    for leaf in leaves(state):
+    for leaf in leaves(state, set()):
         if isinstance(leaf, jax.Array) and not isinstance(leaf, jax.core.Tracer) and not leaf.is_deleted():
             for data in _local(leaf, world).values():
                 if not _is_on_host(data):

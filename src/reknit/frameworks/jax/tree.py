@@ -117,9 +117,12 @@ class JaxNodeAdapter(Adapter):
             loading.visit(inner, place, Into(value))
 
 
-def leaves(value: Any, depth: int = 0) -> Iterator[Any]:
-    """Yield what is in nested containers and nodes.  Raises `StateError` where these are too deep."""
-    if type(value) in _LEAVES:
+def leaves(value: Any, seen: set[int], depth: int = 0) -> Iterator[Any]:
+    """Yield what is in nested containers and nodes, each of which is looked into once, as `seen` knows.
+
+    Raises `StateError` where these are too deep.
+    """
+    if type(value) in _LEAVES or id(value) in seen:
         return
     if depth > 2 * MAX_DEPTH:  # what is at one place may be as deep again
         raise too_deep("the state")
@@ -133,5 +136,6 @@ def leaves(value: Any, depth: int = 0) -> Iterator[Any]:
     if inside is None:
         yield value
         return
+    seen.add(id(value))
     for inner in inside:
-        yield from leaves(inner, depth + 1)
+        yield from leaves(inner, seen, depth + 1)

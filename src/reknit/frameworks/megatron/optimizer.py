@@ -51,7 +51,7 @@ class _Writer:
     groups: dict[int, dict[str, Any]] = field(default_factory=dict)
     real: dict[int, dict[str, Any]] = field(default_factory=dict)
     whole: dict[int, tuple[torch.Tensor, torch.Tensor]] = field(default_factory=dict)
-    steps: dict[int, dict[float, str]] = field(default_factory=dict)
+    steps: dict[int, tuple[float, str]] = field(default_factory=dict)
 
     def group(self, real: dict[str, Any]) -> dict[str, Any]:
         """Return the options of a group, to be read and changed."""
@@ -67,14 +67,29 @@ class _Writer:
         self.whole[id(row)] = (row, state)  # the row too, so that no other tensor gets its id
         return row
 
-    def put(self, work: Working, states: dict[Any, Any], names: str) -> None:
+    def count(self, work: Working, states: dict[Any, Any], name: str, place: Place) -> None:
+        """Note how many steps a group has taken by the states of one parameter.
+
+        Raises `StateError` where another one of the same group has taken others.
+        """
+        if _STEP not in states or not private.counts_in_group(work.inner):
+            return
+        steps = float(states[_STEP])
+        known, first = self.steps.setdefault(id(work.group), (steps, name))
+        if known != steps:
+            raise StateError(
+                f"{place}: {first} has taken {known:.0f} steps in the checkpoint and {name} has taken "
+                f"{steps:.0f}, and here the two are in one group, which counts them",
+                remedy="give the parameters groups of their own",
+            )
+
+    def put(self, work: Working, states: dict[Any, Any]) -> None:
         """Make `states` those of a parameter, in the form that the optimizer gives them."""
         fresh = {}
         for name, state in states.items():
             if name == _STEP and private.counts_in_group(work.inner):
-                counted = float(state)
-                self.steps.setdefault(id(work.group), {}).setdefault(counted, names)
-            elif id(state) in self.whole:
+                continue
+            if id(state) in self.whole:
                 fresh[name] = self.whole[id(state)][1]
             elif isinstance(state, torch.Tensor) and state.numel() == work.main.numel() and state.ndim:
                 fresh[name] = state.as_strided(work.main.shape, work.main.stride(), state.storage_offset())
@@ -85,24 +100,16 @@ class _Writer:
         else:
             work.inner.state.pop(work.main, None)
 
-    def finish(self, place: Place) -> None:
+    def finish(self) -> None:
         """Put options and steps back into the groups."""
         for key, real in self.real.items():
             real.update(self.groups[key])
-            counted = self.steps.get(key, {})
-            if len(counted) > 1:
-                (one, first), (another, second), *_ = counted.items()
-                raise StateError(
-                    f"{place}: {first} has taken {one:.0f} steps in the checkpoint and {second} has taken "
-                    f"{another:.0f}, and here the two are in one group, which counts them",
-                    remedy="give the parameters groups of their own",
-                )
-            for step in counted:
-                present = real.get(_STEP)
+            if key in self.steps:
+                steps, present = self.steps[key][0], real.get(_STEP)
                 if isinstance(present, torch.Tensor):
-                    present.fill_(step)
+                    present.fill_(steps)
                 else:
-                    real[_STEP] = int(step)
+                    real[_STEP] = int(steps)
 
 
 @dataclass
@@ -220,8 +227,10 @@ class _Reading:
     def deliver(self) -> None:
         """Put what has arrived into the optimizers."""
         for work, name in self.works:
-            self.writer.put(work, self.state.get(work.main, {}), name)
-        self.writer.finish(self.place)
+            self.writer.count(work, self.state.get(work.main, {}), name, self.place)
+        for work, _ in self.works:
+            self.writer.put(work, self.state.get(work.main, {}))
+        self.writer.finish()
         for scaler in self.scalers:
             scaler.load_state_dict(self.state[_GRAD_SCALER])
 

@@ -128,7 +128,7 @@ def misfit(slot: ParamSlot, spec: TensorSpec | None) -> str | None:
 
 
 @dataclass
-class JoinedStates:
+class FlatParameterStates:
     """The states that several parameters have together, in the states of one flat parameter.
 
     Each parameter has counters of its own in a checkpoint, which must be equal to be one here.
@@ -156,7 +156,8 @@ class JoinedStates:
                     )
         kept = {name: state for name, state in current.items() if self._stays(name, asked)}
         if asked or len(kept) < len(current):
-            self.loading.later(lambda: self._deliver(kept))
+            self.loading.check(self._require_equal_counters)
+            self.loading.later(lambda: self.slots.put(self.members[0], {**kept, **self.states}))
 
     def _at(self, slot: ParamSlot, path: str) -> Place:
         return self.place.child("state", slot.name).below(path)
@@ -207,7 +208,7 @@ class JoinedStates:
                 at, f"its value {found.value!r} is not that of the other parameters in its flat parameter"
             )
 
-    def _deliver(self, kept: dict[Any, Any]) -> None:
+    def _require_equal_counters(self) -> None:
         for name, counters in self._counters.items():
             (first, counter), *others = counters
             for at, other in others:
@@ -218,7 +219,6 @@ class JoinedStates:
                         remedy="wrap the model with use_orig_params=True",
                     )
             self.states[name] = counter
-        self.slots.put(self.members[0], {**kept, **self.states})
 
 
 def _counter_device(slot: ParamSlot) -> Any:

@@ -90,7 +90,7 @@ class OptimizerAdapter(Adapter):
                 for slot in members:
                     _refuse(slot, states[slot.name], told.foreign.get(slot.name), place, loading)
             elif any(saved.knows(slot.name) for slot in members):
-                optimizer_flat.JoinedStates(slots, members, place, loading).want(states)
+                optimizer_flat.FlatParameterStates(slots, members, place, loading).want(states)
         for name in dict.fromkeys([*slots.shared(), *saved.shared]):
             _want_shared(name, slots, told, place, loading)
         if slots.deliver is not None:

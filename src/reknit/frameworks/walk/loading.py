@@ -51,6 +51,7 @@ class Loading(Walk):
     missing: list[Remark] = field(default_factory=list)
     mismatched: list[Remark] = field(default_factory=list)
     notes: list[Remark] = field(default_factory=list)
+    _checks: list[Callable[[], None]] = field(default_factory=list)
     _actions: list[Callable[[], None]] = field(default_factory=list)
     _requests: dict[Hashable, _Request] = field(default_factory=dict)
     _resizable: list[Entry] = field(default_factory=list)
@@ -70,6 +71,10 @@ class Loading(Walk):
     def later(self, action: Callable[[], None]) -> None:
         """Run `action` once every byte has arrived, in the order of these calls."""
         self._actions.append(action)
+
+    def check(self, action: Callable[[], None]) -> None:
+        """Run `action`, which may refuse the values that have arrived, before all that is done later."""
+        self._checks.append(action)
 
     def takes(self, place: Place) -> bool:
         """Tell whether what has this name is to be loaded; if not, it is to be left as it is."""
@@ -267,5 +272,5 @@ class Loading(Walk):
     def _deliver(self) -> None:
         for library in self.libraries:
             library.changed(self._filled)
-        for action in self._actions:
+        for action in (*self._checks, *self._actions):
             action()

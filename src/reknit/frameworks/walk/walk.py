@@ -87,11 +87,6 @@ class Place(msgspec.Struct, frozen=True, gc=False):
         fqn = self.fqn
         return Place(self.item, f"{fqn}/{relative}" if fqn and relative else fqn or relative)
 
-    def require_shallow(self) -> None:
-        """Raise `StateError` for a place inside more containers than there may be."""
-        if self.fqn.count("/") >= MAX_DEPTH:
-            raise tree.too_deep(self)
-
     def __str__(self) -> str:
         return tree.join(self.item, self.fqn)
 
@@ -165,6 +160,7 @@ class Walk:
     extensions: tuple[Any, ...] = ()
     _names: dict[str, dict[str, Hashable]] = field(default_factory=lambda: defaultdict(dict))
     _alive: list[Any] = field(default_factory=list)
+    _num_entered: int = 0
 
     @property
     def memo(self) -> dict[Any, Any]:
@@ -196,7 +192,7 @@ class Walk:
             yield value, place
             return
         if isinstance(value, (Mapping, list, tuple)):
-            place.require_shallow()
+            self.enter(place)
         if isinstance(value, Mapping):
             for key, inner in value.items():
                 yield from self._find(inner, kind, place.child(key))
@@ -204,6 +200,18 @@ class Walk:
             united = bool(value) and all(isinstance(inner, kind) for inner in value)
             for key, inner in tree.children(value):
                 yield from self._find(inner, kind, place if united else place.child(key))
+
+    def enter(self, place: Place) -> None:
+        """Count a container that is looked into.
+
+        Raises `StateError` for one that is too deep, and where few containers are looked into without end.
+        """
+        if place.fqn.count("/") >= MAX_DEPTH:
+            raise tree.too_deep(place)
+        self._num_entered += 1
+        if self._num_entered == tree.COUNTED:
+            for item, value in self.state.items():
+                tree.require_bounded(value, item)
 
     def claim_name(self, place: Place, what: Hashable, keep: Any) -> bool:
         """Take a name for `what`; tell whether it was free, and raise `StateError` if something else has it.
