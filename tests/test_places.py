@@ -18,7 +18,16 @@ SOURCES = TESTS.parent / "src" / "reknit"
 # Of NamedTuple, of the operating system, and of IPython.
 PUBLIC = {"_asdict", "_fields", "_make", "_replace", "_exit", "_repr_html_"}
 # Torch and DeepSpeed have names that modules here have, too.
-FOREIGN = {"_Options", "_devices", "_handle", "_hp_optimizer_states_linked", "_threads", "_timeout", "_world"}
+FOREIGN = {
+    "_Options",
+    "_devices",
+    "_handle",
+    "_hp_optimizer_states_linked",
+    "_shapes",
+    "_strides",
+    "_threads",
+}
+FOREIGN |= {"_timeout", "_world"}
 
 
 def is_private(name: str) -> bool:

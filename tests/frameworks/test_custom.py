@@ -228,18 +228,18 @@ def test_frameworks_are_asked_in_the_order_in_which_they_were_made_known() -> No
 
     first, second = Bags(), Second()
     bag = Bag([Value("first", True)])
-    before = list(custom._registered)
+    before = list(custom.registered_frameworks)
     try:
         register_framework(second)
         register_framework(second)
         register_framework(first)
-        assert custom._registered[len(before) :] == [second, first]
+        assert custom.registered_frameworks[len(before) :] == [second, first]
         # What a test made known comes before.
         assert [blob.fqn for blob in collect({"bag": bag}, 0, 1).blobs] == ["first"]
         with registered(Second()):
             assert [blob.fqn for blob in collect({"bag": bag}, 0, 1).blobs] == ["second"]
     finally:
-        custom._registered[:] = before
+        custom.registered_frameworks[:] = before
 
 
 @pytest.mark.parametrize(
@@ -261,13 +261,13 @@ def install(folder: Path, monkeypatch: pytest.MonkeyPatch, module: str, entry: s
     (metadata / "entry_points.txt").write_text(f"[reknit.frameworks]\nbags = {entry}\n")
     monkeypatch.syspath_prepend(str(folder))
     monkeypatch.delitem(sys.modules, "acme_bags", raising=False)
-    custom._installed.cache_clear()
+    custom.installed_frameworks.cache_clear()
 
 
 @pytest.fixture
 def afterwards() -> Iterator[None]:
     yield
-    custom._installed.cache_clear()
+    custom.installed_frameworks.cache_clear()
 
 
 MODULE = """

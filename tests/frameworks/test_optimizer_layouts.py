@@ -1,4 +1,4 @@
-"""Any optimizer with any hooks, sharded on several ranks: it goes on in another layout as if never stopped."""
+"""Any optimizer with any hooks on several ranks: it goes on in another layout as if it had never stopped."""
 
 from __future__ import annotations
 

@@ -91,9 +91,9 @@ class Gone:
     check = get = set
 
 
-def test_a_store_that_is_gone_is_said_to_be() -> None:
-    store = torch_job.TorchStore.__new__(torch_job.TorchStore)
-    store._store = Gone()
+def test_a_store_that_is_gone_is_said_to_be(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(dist, "PrefixStore", lambda prefix, store: store)
+    store = torch_job.TorchStore(Gone(), "a")
     with pytest.raises(CommError, match="cannot be reached for 'k'"):
         store.set("k", b"")
     for ask in (lambda: store.get("k", 1.0), lambda: store.get_many(["k"], 1.0)):

@@ -213,7 +213,7 @@ def check_a_save_keeps_no_memory_and_lets_arrays_be_donated_after(folder: str) -
     reknit.save(folder, {"a": array, "one": one})
     # JAX keeps a host copy with the array that it was made of, so that must be none that lives on.
     live = [one, *(shard.data for shard in array.addressable_shards)]
-    apart = [data for a in (one, array) for data in jax_arrays._local(a, World(0, 1, (0,))).values()]
+    apart = [data for a in (one, array) for data in jax_arrays.local_boxes(a, World(0, 1, (0,))).values()]
     assert {id(data) for data in live}.isdisjoint(map(id, apart))
     del live, apart
     gc.collect()
@@ -326,15 +326,15 @@ def check_device_copies_begin_before_any_is_waited_for(folder: str) -> None:
             order.append("wait")
             return np.asarray(self.data)
 
-    apart, on_host = jax_arrays._apart, jax_arrays._is_on_host
-    jax_arrays._apart = lambda data: Remote(apart(data))
-    jax_arrays._is_on_host = lambda data: False
+    apart, on_host = jax_arrays.without_host_copy, jax_arrays.is_on_host
+    jax_arrays.without_host_copy = lambda data: Remote(apart(data))
+    jax_arrays.is_on_host = lambda data: False
     try:
         held = registry.collect(
             {"a": put(np.ones(8), "x"), "b": [jnp.ones(3), training.OPTIMIZER.init({"w": jnp.ones(2)})]}, 0, 1
         )
     finally:
-        jax_arrays._apart, jax_arrays._is_on_host = apart, on_host
+        jax_arrays.without_host_copy, jax_arrays.is_on_host = apart, on_host
     assert order == ["begin"] * len(held.shards) + ["wait"] * len(held.shards)
 
 

@@ -1,4 +1,4 @@
-"""How do tensors and models of other people's making come in?  Through three methods, and an entry point.
+"""Frameworks of other people's making: three methods, and an entry point.
 
 A class with the methods of `CustomFramework` says what a value holds and takes back what was loaded.  It is
 made known by `register_framework`, or by the installed distribution that brings it::
@@ -88,7 +88,7 @@ class CustomFramework(Protocol):
         """
 
 
-_registered: list[CustomFramework] = []
+registered_frameworks: list[CustomFramework] = []
 
 
 def register_framework(framework: CustomFramework) -> None:
@@ -97,19 +97,19 @@ def register_framework(framework: CustomFramework) -> None:
     Raises `UsageError` for what lacks a method of `CustomFramework`.
     """
     _require_methods(framework, "register_framework was called with")
-    if not any(known is framework for known in _registered):
-        _registered.append(framework)
+    if not any(known is framework for known in registered_frameworks):
+        registered_frameworks.append(framework)
 
 
 @contextmanager
 def registered(framework: CustomFramework) -> Iterator[None]:
     """Make a framework known inside the `with`, before all others."""
     _require_methods(framework, "registered was called with")
-    _registered.insert(0, framework)
+    registered_frameworks.insert(0, framework)
     try:
         yield
     finally:
-        _registered.remove(framework)
+        registered_frameworks.remove(framework)
 
 
 def adapters() -> tuple[Adapter, ...]:
@@ -117,11 +117,11 @@ def adapters() -> tuple[Adapter, ...]:
 
     Raises `UsageError` where an entry point cannot be loaded, and names the distribution that has it.
     """
-    return tuple(CustomAdapter(framework) for framework in (*_registered, *_installed()))
+    return tuple(CustomAdapter(framework) for framework in (*registered_frameworks, *installed_frameworks()))
 
 
 @cache
-def _installed() -> tuple[CustomFramework, ...]:
+def installed_frameworks() -> tuple[CustomFramework, ...]:
     """Return what installed distributions bring, loaded once per process."""
     return tuple(_loaded(entry) for entry in entry_points(group=GROUP))
 

@@ -1,4 +1,4 @@
-"""Which processes make up a job of a framework, and where can they meet?"""
+"""A job of a framework: its ranks, and the store in which they meet."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How is a data loader saved?  What all ranks share as one value, and each shard as a value of its own.
+"""Data loaders: what all ranks share is one value, and each shard is a value of its own.
 
 A loader is known by its methods (`dataloader.protocols`).  Where a shard was read, and what is left of it,
 stands in its coordinate: with that table alone every rank knows which shards it goes on with, and reads no

@@ -1,4 +1,4 @@
-"""How does a value of a framework's own type look to everyone else?  As a `Tagged`, and back."""
+"""Values of a framework's own types as `Tagged`, which needs no framework, and back."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Does a target have one place in memory for two elements?  Then it cannot hold what was saved of both."""
+"""Targets of which two elements share memory: they cannot hold what was saved of both."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How is what differs between ranks saved?  By the rank's coordinate, and given back to the same set only."""
+"""Values that differ between ranks: saved by coordinate, and given back to the same set of ranks only."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How are plain states saved?  Arrays as tensors, containers by their keys, the rest as values."""
+"""Plain states: arrays become tensors, containers are split by their keys, and the rest are values."""
 
 from __future__ import annotations
 

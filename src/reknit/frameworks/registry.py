@@ -1,4 +1,4 @@
-"""Which adapter takes which object?  The list of them, and the two walks: what is held, what is wanted."""
+"""The list of adapters, and the two passes that they take part in: `collect` and `wanted`."""
 
 from __future__ import annotations
 

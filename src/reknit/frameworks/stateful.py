@@ -1,4 +1,4 @@
-"""How are objects with a `state_dict` saved?  As one value with holes, and a tensor for each hole."""
+"""Objects with a `state_dict`: saved as one value with placeholders, and a tensor for each of these."""
 
 from __future__ import annotations
 

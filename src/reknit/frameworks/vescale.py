@@ -1,4 +1,4 @@
-"""Which elements of which parameters does veScale's optimizer step?  Flat ranges in tensor-parallel boxes.
+"""Optimizers of veScale: the flat ranges, inside tensor-parallel boxes, that each rank steps.
 
 This is veScale 0.0.1 and what its users built on it: DTensors of its own, which `dtensor` reads as torch's,
 and a DistributedOptimizer that cuts the flattened local tensors of all parameters evenly over the

@@ -1,4 +1,4 @@
-"""Which parts of DeepSpeed does reknit use that DeepSpeed does not promise?  These, and no others."""
+"""The parts of DeepSpeed that reknit uses though DeepSpeed promises none of them: these, and no others."""
 
 from __future__ import annotations
 

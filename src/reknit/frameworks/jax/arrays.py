@@ -1,4 +1,4 @@
-"""What is in a `jax.Array`?  The boxes that this process has, host memory of each, and who else has them."""
+"""`jax.Array`: the boxes that this process has, host memory of each, and which ranks have the same."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ class JaxArrays:
         spec = spec_of(tensor, place)
         shape = tuple(tensor.shape)
         inside = spec.shape[len(shape) :]
-        held = _local(tensor, world)
+        held = local_boxes(tensor, world)
         parts = tuple(
             (Box((*box.offsets, *(0,) * len(inside)), (*box.lengths, *inside)), _on_host(data))
             for box, data in held.items()
@@ -98,20 +98,20 @@ def _require_values(array: Any, place: Place) -> None:
         )
 
 
-def _local(array: Any, world: World) -> dict[Box, Any]:
+def local_boxes(array: Any, world: World) -> dict[Box, Any]:
     """Return the distinct boxes that this process has of an array, each as an array of one device."""
 
     def find() -> dict[Box, Any]:
         shape = tuple(array.shape)
         held: dict[Box, Any] = {}
         for shard in array.addressable_shards:
-            held.setdefault(box_of(shard.index, shape), _apart(shard.data))
+            held.setdefault(box_of(shard.index, shape), without_host_copy(shard.data))
         return held
 
     return world.once(("jax", id(array)), find, array)
 
 
-def _apart(data: Any) -> Any:
+def without_host_copy(data: Any) -> Any:
     """Return another array on the same memory.
 
     An array keeps the host copy that was made of it as long as it lives.  This one ends with the save.
@@ -147,12 +147,12 @@ def start_copies(state: Any, world: World) -> None:
     """Let the devices begin to copy all arrays in a state to the host, so that none waits for another."""
     for leaf in leaves(state, set()):
         if isinstance(leaf, jax.Array) and not isinstance(leaf, jax.core.Tracer) and not leaf.is_deleted():
-            for data in _local(leaf, world).values():
-                if not _is_on_host(data):
+            for data in local_boxes(leaf, world).values():
+                if not is_on_host(data):
                     data.copy_to_host_async()
 
 
-def _is_on_host(data: Any) -> bool:
+def is_on_host(data: Any) -> bool:
     return all(device.platform == "cpu" for device in data.sharding.device_set)
 
 

@@ -1,4 +1,4 @@
-"""How does a `jax.Array`, which never changes, get values?  Host memory is filled, and becomes a new one."""
+"""New values for a `jax.Array`, which never changes: host memory is filled, and becomes a new one."""
 
 from __future__ import annotations
 

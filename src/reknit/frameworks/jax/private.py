@@ -1,4 +1,4 @@
-"""Which private parts of JAX are used?  All of them are read here, but for the client in `jax_job`."""
+"""The private parts of JAX that reknit uses, all but the client in `job`."""
 
 from __future__ import annotations
 

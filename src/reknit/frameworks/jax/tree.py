@@ -1,4 +1,4 @@
-"""How are JAX's pytree nodes saved?  By the names of their children, and rebuilt around new ones."""
+"""JAX's pytree nodes: saved by the names of their children, and rebuilt around new ones."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How does a `jax.Array` inside a plain value look to everyone else?  As its bytes, and back."""
+"""Arrays of JAX inside plain values, as their bytes, and back."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How is what `sharded_state_dict` returns saved?  Each leaf under the name of the whole tensor it is of."""
+"""What `sharded_state_dict` returns: each leaf is saved under the name of the whole tensor that it is of."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What does a Megatron model hold of which whole tensors?  Each layer and expert has a name of its own."""
+"""Megatron models as parts of whole tensors; each layer and expert has a name of its own."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What is a tensor of Megatron called, whatever the layout?  As in a model in one process."""
+"""Names of Megatron's tensors, the same in every layout: those of a model in one process."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What does Megatron-Core have?  Models, optimizers, what its `sharded_state_dict` returns, random states."""
+"""The adapters of Megatron-Core: models, optimizers, sharded state dicts, random states."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How is a Megatron optimizer read?  Where it is, by the names of whole parameters, without a message."""
+"""Megatron's optimizers, read in place by the names of whole parameters, without a message."""
 
 from __future__ import annotations
 

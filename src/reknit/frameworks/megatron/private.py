@@ -1,4 +1,4 @@
-"""Which parts of Megatron-Core does reknit use that Megatron may change?  These, and no others."""
+"""The parts of Megatron-Core that reknit uses though Megatron may change them: these, and no others."""
 
 from __future__ import annotations
 

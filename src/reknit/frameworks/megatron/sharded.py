@@ -1,4 +1,4 @@
-"""What do Megatron's ShardedTensor and ShardedObject say?  All that reknit uses of `dist_checkpointing`."""
+"""Megatron's ShardedTensor and ShardedObject: all that reknit uses of `dist_checkpointing`."""
 
 from __future__ import annotations
 

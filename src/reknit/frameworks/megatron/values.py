@@ -1,4 +1,4 @@
-"""How is what is no tensor in Megatron saved?  Extra states by name, random states by their place."""
+"""Megatron's values that are no tensors: extra states by name, random states by coordinate."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How are the states of flattened parameters saved?  As boxes of the whole states, in place."""
+"""States of flattened parameters, as boxes of the whole states."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which memory does a saved state of a parameter get, and does it fit there?"""
+"""The memory into which a saved state of a parameter is loaded, and whether it fits there."""
 
 from __future__ import annotations
 

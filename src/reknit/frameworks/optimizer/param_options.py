@@ -1,4 +1,4 @@
-"""What is saved for each parameter of an optimizer beside its states?  Its options, and what steps it."""
+"""What is saved for each parameter beside its states: options, and the kind of its optimizer."""
 
 from __future__ import annotations
 

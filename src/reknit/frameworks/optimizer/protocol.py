@@ -1,4 +1,4 @@
-"""What is an optimizer, and has it a way of its own to save and load its state?"""
+"""What kind of optimizer this is, and its own ways (methods, hooks) to save and load its state."""
 
 from __future__ import annotations
 

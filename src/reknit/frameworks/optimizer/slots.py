@@ -1,4 +1,4 @@
-"""Which parameters does an optimizer have, and what are they called?"""
+"""An optimizer's parameters and their names."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How is an optimizer saved?  By the names of its parameters, so that any grouping or layout can take it."""
+"""Optimizers: saved by the names of parameters, so that any grouping and layout can load them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""When does an optimizer begin to change what it trains?"""
+"""A call before each step of an optimizer, by which a step waits for staging."""
 
 from __future__ import annotations
 

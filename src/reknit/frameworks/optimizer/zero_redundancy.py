@@ -1,4 +1,4 @@
-"""Which states does a ZeroRedundancyOptimizer keep on this rank?  Those of its share of the parameters."""
+"""ZeroRedundancyOptimizer, which keeps the states of some parameters on each rank."""
 
 from __future__ import annotations
 

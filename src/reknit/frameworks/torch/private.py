@@ -1,4 +1,4 @@
-"""Which parts of torch does reknit use that torch does not promise?  These, and no others."""
+"""The parts of torch that reknit uses though torch promises none of them: these, and no others."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which elements does a ragged placement leave on a rank?  A flat range inside the box that it cuts.
+"""Ragged placements: each rank has a flat range of the box that is cut.
 
 veScale's `RaggedShard(dims, local_units)` deals the elements of a tensor out in storage order, each rank of
 one mesh dimension getting as many units as `local_units` says.  It is known by these two attributes.

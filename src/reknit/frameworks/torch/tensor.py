@@ -1,4 +1,4 @@
-"""What is in a torch tensor?  Its boxes, its memory, and who else has it, for plain tensors and DTensors."""
+"""Tensors of torch, plain ones and DTensors: their boxes, their memory, and which ranks have the same."""
 
 from __future__ import annotations
 

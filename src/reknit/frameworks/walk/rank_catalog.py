@@ -1,4 +1,4 @@
-"""What does a checkpoint hold for one rank?  What all ranks share, and what this one saved as its own."""
+"""What a checkpoint has for one rank: what all ranks share, and what this rank saved as its own."""
 
 from __future__ import annotations
 

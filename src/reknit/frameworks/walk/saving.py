@@ -1,4 +1,4 @@
-"""What does a walk through the state gather to save?"""
+"""The pass over a state to save: the shards, values and aliases that this rank holds."""
 
 from __future__ import annotations
 
