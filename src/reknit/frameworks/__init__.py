@@ -1,1 +1,1 @@
-"""What does this rank hold?  Training objects to shards and blobs, and back."""
+"""What a rank holds: training objects become shards and blobs, and are filled from a checkpoint."""

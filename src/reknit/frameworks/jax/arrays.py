@@ -153,6 +153,7 @@ def start_copies(state: Any, world: World) -> None:
 
 
 def is_on_host(data: Any) -> bool:
+    """Tell whether all devices of an array are CPUs."""
     return all(device.platform == "cpu" for device in data.sharding.device_set)
 
 
