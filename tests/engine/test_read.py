@@ -249,7 +249,7 @@ def test_runs_in_several_dimensions_and_many_cells_arrive(
     )
     reader.run(Recorder("load"))
     assert equal(target, part(array, box).astype(dtype))
-    assert len(reader.plan.combs.piece) > 3 or cell != 1000, "several combs of one piece"
+    assert len(reader.plan.strided.piece) > 3 or cell != 1000, "several strided reads of one piece"
     assert len(storage.taken) == len(set(storage.taken)) == 11 * 8 * 2 * 4
 
 

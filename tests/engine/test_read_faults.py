@@ -268,7 +268,7 @@ def test_only_the_part_that_cannot_be_read_comes_from_a_replica() -> None:
 
 
 def test_each_comb_that_cannot_be_read_comes_from_a_replica() -> None:
-    checkpoint, storage = stored("combs")
+    checkpoint, storage = stored("strided")
     good = copied(storage, "good")
     faults = [Fault("error", at, "read_runs") for at in (1, 3, 4)]
     checkpoint.storage = FaultyStorage(storage, plan=faults)
@@ -276,7 +276,7 @@ def test_each_comb_that_cannot_be_read_comes_from_a_replica() -> None:
     target = np.zeros(COLUMNS.lengths, np.int32)
     cut = Granularity(1, 0, 1000, 0.0)
     reader = reader_of(checkpoint, [(0, COLUMNS)], [target], cut, options=REPAIR, replicas=(good,))
-    assert len(reader.plan.combs.piece) > 3
+    assert len(reader.plan.strided.piece) > 3
     reader.run(Recorder("load"))
     assert np.array_equal(target, matrix()[COLUMNS.slices()])
 

@@ -83,10 +83,11 @@ EXACT = [
 ]
 
 
-def bytes_of_comb(index: Index, plan: LoadPlan, comb: int) -> list[int]:
-    """Return every byte of its file that a comb takes, as its columns say."""
-    combs = plan.combs
-    chunk, piece, run = plan.chunk[combs.piece[comb]], combs.piece[comb], int(combs.run_nbytes[comb])
+def bytes_of_strided(index: Index, plan: LoadPlan, number: int) -> list[int]:
+    """Return every byte of its file that a strided read takes, as its columns say."""
+    strided = plan.strided
+    piece, run = strided.piece[number], int(strided.run_nbytes[number])
+    chunk = plan.chunk[piece]
     lengths = index.lengths[chunk]
     size = int(index.nbytes[chunk] // lengths.prod())
     # Every element of the piece in row-major order; a run begins at the first that no run before reaches.
@@ -96,15 +97,15 @@ def bytes_of_comb(index: Index, plan: LoadPlan, comb: int) -> list[int]:
     for byte in at:
         if not starts or byte >= starts[-1] + run:
             starts.append(byte)
-    mine = starts[int(combs.first[comb]) :][: int(combs.num[comb])]
-    assert len(mine) == combs.num[comb] > 1
-    assert mine[0] == combs.start[comb]
-    assert mine[-1] + run == combs.start[comb] + combs.nbytes[comb]
+    mine = starts[int(strided.first[number]) :][: int(strided.num[number])]
+    assert len(mine) == strided.num[number] > 1
+    assert mine[0] == strided.start[number]
+    assert mine[-1] + run == strided.start[number] + strided.nbytes[number]
     return [byte for first in mine for byte in range(first, first + run)]
 
 
 class Take(NamedTuple):
-    """Bytes of a file that a read or a comb takes, and the pieces that they are for."""
+    """Bytes of a file that a read or a strided read takes, and the pieces that they are for."""
 
     file: int
     held: list[int]
@@ -123,8 +124,10 @@ def takes(index: Index, plan: LoadPlan) -> list[Take]:
             strict=True,
         )
     ]
-    for c, (piece, file) in enumerate(zip(plan.combs.piece.tolist(), plan.combs.file.tolist(), strict=True)):
-        found.append(Take(file, bytes_of_comb(index, plan, c), [piece]))
+    for c, (piece, file) in enumerate(
+        zip(plan.strided.piece.tolist(), plan.strided.file.tolist(), strict=True)
+    ):
+        found.append(Take(file, bytes_of_strided(index, plan, c), [piece]))
     return found
 
 
@@ -176,14 +179,14 @@ def test_reads_keep_to_cells_and_blocks_and_ascend(
     shapes, wanted, seed = case
     index, sizes, _ = saved(shapes, random.Random(seed))
     plan = plan_load(index, wanted, sizes, cut_to)
-    assert cut_to.align == 1 or not len(plan.combs.piece), "what is verified is read in blocks"
-    combs = plan.combs
-    starts = np.concatenate((plan.read_start, combs.start))
-    stops = starts + np.concatenate((plan.read_nbytes, combs.nbytes))
+    assert cut_to.align == 1 or not len(plan.strided.piece), "what is verified is read in blocks"
+    strided = plan.strided
+    starts = np.concatenate((plan.read_start, strided.start))
+    stops = starts + np.concatenate((plan.read_nbytes, strided.nbytes))
     assert (stops > starts).all()
     assert (starts // cut_to.nbytes == (stops - 1) // cut_to.nbytes).all()
     assert (starts >= 0).all()
-    assert (stops <= np.array(sizes)[np.concatenate((plan.read_file, combs.file))]).all()
+    assert (stops <= np.array(sizes)[np.concatenate((plan.read_file, strided.file))]).all()
     reads = list(
         zip(plan.read_file.tolist(), plan.read_start.tolist(), plan.read_nbytes.tolist(), strict=True)
     )
@@ -256,17 +259,17 @@ def test_a_column_slice_is_read_exactly_and_by_few_reads() -> None:
     plan = plan_load(index, [(0, Box((0, 512), (65536, 512)))], sizes, DISK)
     assert plan.nbytes == 65536 * 2048
     num_cells = sizes[0] // (8 << 20)
-    assert len(plan.combs.piece) == num_cells
+    assert len(plan.strided.piece) == num_cells
     assert len(plan.read_file) <= num_cells, "only runs across the border of a cell are read alone"
     assert len(plan.chunk) <= num_cells + 1
 
 
-def test_runs_that_end_with_their_cell_are_part_of_its_comb() -> None:
+def test_runs_that_end_with_their_cell_are_part_of_its_strided_read() -> None:
     index, sizes = one_chunk((65536, 4096), at=0)
     for columns in (0, 3584):
         plan = plan_load(index, [(0, Box((0, columns), (65536, 512)))], sizes, DISK)
         assert len(plan.read_file) == 0
-        assert plan.combs.num.tolist() == [512] * 128
+        assert plan.strided.num.tolist() == [512] * 128
 
 
 def test_runs_across_a_border_are_read_alone_and_few_of_a_cell_are_too() -> None:
@@ -274,17 +277,17 @@ def test_runs_across_a_border_are_read_alone_and_few_of_a_cell_are_too() -> None
     plan = plan_load(index, [(0, Box((0, 0), (4096, 3000)))], sizes, DISK._replace(gap=0, nbytes=100_000))
     assert plan.nbytes == 4096 * 12_000
     assert len(plan.read_file) > 0
-    assert (plan.combs.num >= 4).all()
+    assert (plan.strided.num >= 4).all()
     lonely = plan_load(index, [(0, Box((0, 0), (4096, 30)))], sizes, DISK._replace(gap=0, nbytes=3 * 16384))
-    assert not len(lonely.combs.piece)
+    assert not len(lonely.strided.piece)
     assert lonely.read_nbytes.tolist() == [120] * 4096
 
 
-def test_bytes_between_runs_that_are_read_alone_are_left_to_the_combs() -> None:
+def test_bytes_between_runs_that_are_read_alone_are_left_to_strided_reads() -> None:
     index, sizes = one_chunk((256, 1024), at=0)
     plan = plan_load(index, [(0, Box((0, 0), (256, 700)))], sizes, DISK._replace(nbytes=25_000))
     assert len(plan.read_file)
-    assert len(plan.combs.piece)
+    assert len(plan.strided.piece)
     read = [byte for _, held, _ in takes(index, plan) for byte in held]
     assert len(read) == len(set(read)) == 256 * 2800
 
@@ -311,7 +314,7 @@ def test_columns_that_overlap_are_read_once_and_those_between_them_not_at_all() 
     interleaved = [(0, Box((0, 100), (1000, 200))), (0, Box((0, 400), (1000, 200)))]
     plan = plan_load(index, interleaved, sizes, DISK)
     assert plan.nbytes == 4 * 1000 * 400
-    assert len(plan.combs.piece) == 4, "two columns in two cells each"
+    assert len(plan.strided.piece) == 4, "two columns in two cells each"
 
 
 def test_a_hole_is_read_over_only_where_that_wastes_little() -> None:
@@ -322,11 +325,11 @@ def test_a_hole_is_read_over_only_where_that_wastes_little() -> None:
     over = plan_load(index, wide, sizes, DISK)
     assert over.nbytes == (64 * 1000 - 40) * 4
     assert len(over.read_file) == 1
-    assert not len(over.combs.piece)
+    assert not len(over.strided.piece)
     assert plan_load(index, wide, sizes, Granularity(1, 159, 8 << 20, 0.05)).nbytes == 64 * 960 * 4
     dense = plan_load(index, narrow, sizes, Granularity(1, 400, 8 << 20))
     assert len(dense.read_file) == 1
-    assert not len(dense.combs.piece)
+    assert not len(dense.strided.piece)
 
 
 def test_columns_that_together_make_whole_rows_are_read_in_one() -> None:
@@ -343,5 +346,5 @@ def test_many_single_columns_of_a_long_tensor_are_planned_small() -> None:
     wanted = [(0, Box((0, 3), (1 << 24, 1)))]
     plan = plan_load(index, wanted, sizes, DISK)
     assert plan.nbytes == 4 << 24
-    assert len(plan.combs.piece) <= 513
+    assert len(plan.strided.piece) <= 513
     assert len(plan.read_file) <= 513

@@ -112,7 +112,7 @@ class CellStorage(CountingStorage):
     def __init__(self, name: str, cell_nbytes: int) -> None:
         super().__init__(name)
         self._cell_nbytes = cell_nbytes
-        self.num_combs = 0
+        self.num_strided = 0
 
     @property
     def reading(self) -> Reading:
@@ -121,7 +121,7 @@ class CellStorage(CountingStorage):
 
     def read_runs(self, path: str, starts: NDArray[np.int64], nbytes: int, buffer: memoryview) -> None:
         """Count runs that are read at once, which no other rank is asked for."""
-        self.num_combs += 1
+        self.num_strided += 1
         super().read_runs(path, starts, nbytes, buffer)
 
 
@@ -199,9 +199,9 @@ class World:
         return sum(nbytes for _, _, nbytes in self.reads)
 
     @property
-    def num_combs(self) -> int:
+    def num_strided(self) -> int:
         """How many reads took several runs at once."""
-        return sum(store.num_combs for store in self.stores)
+        return sum(store.num_strided for store in self.stores)
 
     @property
     def most(self) -> int:

@@ -90,7 +90,7 @@ def test_ranks_that_read_together_get_what_they_want_and_no_byte_leaves_the_stor
         assert report.nbytes_wanted == sum(shard.box.numel * shard.spec.itemsize for shard in each)
     assert sum(report.nbytes_read for report in reports) == world.nbytes
     # Runs far apart, in columns of tensors, are read by each rank alone.
-    if not world.num_combs:
+    if not world.num_strided:
         assert world.nbytes == unique_nbytes(shards)
         assert world.most <= 1
 
@@ -128,7 +128,7 @@ def test_ranks_of_hosts_that_nothing_connects_share_on_their_host_only(
     for each in shards:
         assert_equal(model, each)
     assert world.hub.num_swaps == 0
-    assert world.most <= len(set(places)) or world.num_combs
+    assert world.most <= len(set(places)) or world.num_strided
 
 
 # Everything on every rank.

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
-from reknit.planner.strided_parts import Pieces, concatenated, counted, runs_of
+from reknit.planner.pieces import Pieces, concatenated, counted, runs_of
 from reknit.planner.strided_reads import cut_blocks, cut_exactly
 from reknit.types.plan import LoadPlan
 
@@ -64,24 +64,24 @@ def plan_load(
     found = _intersections(index, wanted)
     exact = align == 1
     cut = cut_exactly(found, index, gap, waste, cell_nbytes) if exact else cut_blocks(found, index, align)
-    plain, ranges = _sorted(cut.plain, index)
-    combs = cut.combs
+    whole, ranges = _sorted(cut.whole, index)
+    strided = cut.reads
     segments = _merged(_aligned(ranges, align, np.asarray(file_nbytes, np.int64)))
     if exact:
-        nbytes = segments.nbytes + int((combs.num * combs.run_nbytes).sum()) - cut.nbytes_wasted
-        reach = _Ranges(combs.file, combs.start, combs.start + combs.nbytes)
-        segments = _bridged(segments, reach, granularity, waste * nbytes - cut.nbytes_wasted)
+        nbytes = segments.nbytes + int((strided.num * strided.run_nbytes).sum()) - cut.nbytes_wasted
+        taken = _Ranges(strided.file, strided.start, strided.start + strided.nbytes)
+        segments = _bridged(segments, taken, granularity, waste * nbytes - cut.nbytes_wasted)
     reads = _cells(segments, cell_nbytes)
-    toothed = runs_of(cut.toothed, index, 0, inf)
+    with_holes = runs_of(cut.strided, index, 0, inf)
     return LoadPlan(
-        *concatenated(plain, cut.toothed),
-        np.concatenate((ranges.start, toothed.low)),
-        np.concatenate((ranges.stop, toothed.high)),
+        *concatenated(whole, cut.strided),
+        np.concatenate((ranges.start, with_holes.low)),
+        np.concatenate((ranges.stop, with_holes.high)),
         reads.file,
         reads.start,
         reads.stop - reads.start,
         *_uses(ranges, reads),
-        combs._replace(piece=combs.piece + len(plain.chunk)),
+        strided._replace(piece=strided.piece + len(whole.chunk)),
     )
 
 
@@ -98,7 +98,7 @@ def _intersections(index: Index, wanted: Sequence[tuple[int, Box]]) -> Pieces:
     if not batches:
         empty = np.zeros((0, ndim), np.int64)
         return Pieces(np.zeros(0, np.int64), np.zeros(0, np.int64), empty, empty, empty)
-    return Pieces(*(np.concatenate(columns) for columns in zip(*batches, strict=True)))
+    return concatenated(*batches)
 
 
 def _spans(counts: NDArray[np.int64]) -> list[tuple[int, int]]:
@@ -157,17 +157,17 @@ def _merged(ranges: _Ranges) -> _Ranges:
     return _Ranges(ranges.file[first], ranges.start[first], (reach - shift)[last])
 
 
-def _bridged(segments: _Ranges, combs: _Ranges, granularity: Granularity, budget: float) -> _Ranges:
+def _bridged(segments: _Ranges, taken: _Ranges, granularity: Granularity, budget: float) -> _Ranges:
     """Merge segments over gaps, the smallest first, until `budget` bytes are wasted.
 
-    A gap in which combs read is left alone, since these bytes would be read twice, and so is one that crosses
-    from cell to cell, where reads are cut anyway.
+    A gap with bytes of the ranges that strided reads take stays, since these would be read twice, and so does
+    a gap that crosses from cell to cell, where reads are cut anyway.
     """
     file, start, stop = segments
     gap = start[1:] - stop[:-1]
     near = (file[1:] == file[:-1]) & (gap <= granularity.gap)
     near &= (stop[:-1] - 1) // granularity.nbytes == start[1:] // granularity.nbytes
-    near &= ~_touched(_Ranges(file[1:], stop[:-1], start[1:]), combs)
+    near &= ~_touched(_Ranges(file[1:], stop[:-1], start[1:]), taken)
     order = np.flatnonzero(near)
     order = order[np.argsort(gap[order], kind="stable")]
     bridged = np.zeros(len(gap), bool)
@@ -176,12 +176,12 @@ def _bridged(segments: _Ranges, combs: _Ranges, granularity: Granularity, budget
     return _Ranges(file[first], start[first], stop[np.append(first[1:], len(file))[: len(first)] - 1])
 
 
-def _touched(ranges: _Ranges, combs: _Ranges) -> NDArray[np.bool_]:
-    """Tell which ranges have bytes in common with the reach of a comb."""
-    if not len(combs.file) or not len(ranges.file):
+def _touched(ranges: _Ranges, taken: _Ranges) -> NDArray[np.bool_]:
+    """Tell which ranges have bytes in common with a range of a strided read."""
+    if not len(taken.file) or not len(ranges.file):
         return np.zeros(len(ranges.file), bool)
-    order = np.lexsort((combs.start, combs.file))
-    file, start, stop = (column[order] for column in combs)
+    order = np.lexsort((taken.start, taken.file))
+    file, start, stop = (column[order] for column in taken)
     wide = int(max(stop.max(), ranges.stop.max())) + 1
     reach = np.concatenate(([0], np.maximum.accumulate(stop + file * wide)))
     begun = np.searchsorted(start + file * wide, ranges.stop + ranges.file * wide, side="left")

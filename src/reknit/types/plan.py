@@ -48,11 +48,11 @@ class SavePlan:
         return sum(file.nbytes for file in self.files)
 
 
-class Combs(NamedTuple):
-    """Reads that take several runs out of a range each, and leave the rest, as columns.
+class StridedReads(NamedTuple):
+    """Reads that each take several runs out of a byte range and leave the bytes between them, as columns.
 
-    Comb `c` takes runs `first[c]` up to `first[c] + num[c]` (more than one) of piece `piece[c]` of the plan.
-    They have `run_nbytes[c]` bytes each, and lie in bytes `start[c]`, `nbytes[c]` of file number `file[c]`.
+    Read `s` takes runs `first[s]` up to `first[s] + num[s]` (more than one) of piece `piece[s]` of the plan.
+    They have `run_nbytes[s]` bytes each, and lie in bytes `start[s]`, `nbytes[s]` of file number `file[s]`.
 
     The runs of a piece are of one size: the outer dimensions, down to the last with large holes, are stepped
     through in row-major order, so that runs ascend.
@@ -78,8 +78,8 @@ class LoadPlan:
 
     Read `r` is the byte range `read_start[r]`, `read_nbytes[r]` of file number `read_file[r]`; it touches the
     pieces `use_piece[use_first[r]:use_first[r + 1]]`, ordered by `low`.  Reads of one file ascend and do not
-    overlap.  What would be mostly holes is read by `combs` instead; ranges of these may overlap each other
-    and reads, but no byte is taken twice.
+    overlap.  Runs with large holes between them are taken by the `strided` reads; the ranges of these may
+    overlap each other and other reads, but no byte is taken twice.
     """
 
     wanted: NDArray[np.int64]
@@ -94,14 +94,14 @@ class LoadPlan:
     read_nbytes: NDArray[np.int64]
     use_first: NDArray[np.int64]
     use_piece: NDArray[np.int64]
-    combs: Combs
+    strided: StridedReads
 
     @property
     def nbytes(self) -> int:
         """Bytes that will be read."""
-        return int(self.read_nbytes.sum() + (self.combs.num * self.combs.run_nbytes).sum())
+        return int(self.read_nbytes.sum() + (self.strided.num * self.strided.run_nbytes).sum())
 
     @property
     def files(self) -> list[int]:
         """Numbers of the files of which something is read."""
-        return sorted({*self.read_file.tolist(), *self.combs.file.tolist()})
+        return sorted({*self.read_file.tolist(), *self.strided.file.tolist()})

@@ -94,8 +94,8 @@ class Deliverer:
                 self._copy(piece, box, data[at - start :], strides)
 
     def run_starts(self, number: int) -> NDArray[np.int64]:
-        """Return where each run of a comb begins in its file."""
-        piece, depth, runs = self._comb(number)
+        """Return where each run of a strided read begins in its file."""
+        piece, depth, runs = self._strided(number)
         strides = _strides(piece.chunk_lengths, piece.itemsize)
         steps = np.unravel_index(np.arange(runs.start, runs.stop), piece.lengths[:depth])
         starts = np.full(len(runs), piece.low, np.int64)
@@ -104,42 +104,42 @@ class Deliverer:
         return starts
 
     def direct_runs(self, number: int) -> NDArray[np.uint8] | None:
-        """Return the bytes of the target that the runs of a comb fill, one after another, if there are."""
-        piece, depth, runs = self._comb(number)
+        """Return the bytes of the target that the runs of a strided read fill in order, if there are."""
+        piece, depth, runs = self._strided(number)
         nbytes = prod(piece.lengths[depth:]) * piece.itemsize
-        if piece.target is None or nbytes != self._plan.combs.run_nbytes[number]:
+        if piece.target is None or nbytes != self._plan.strided.run_nbytes[number]:
             return None
         return piece.target[runs.start * nbytes : runs.stop * nbytes]
 
     def deliver_runs(self, number: int, data: NDArray[np.uint8]) -> None:
-        """Copy a comb whose runs lie one after another in `data`."""
-        piece, depth, runs = self._comb(number)
-        nbytes = int(self._plan.combs.run_nbytes[number])
+        """Copy a strided read whose runs lie one after another in `data`."""
+        piece, depth, runs = self._strided(number)
+        nbytes = int(self._plan.strided.run_nbytes[number])
         strides = _strides(piece.lengths[:depth], nbytes)
         inner = _strides(piece.chunk_lengths, piece.itemsize)[depth:]
         for steps in flat_range_boxes(piece.lengths[:depth], runs.start, len(runs)):
             at = sum(o * s for o, s in zip(steps.offsets, strides, strict=True)) - runs.start * nbytes
             self._copy(piece, _inside(piece, steps), data[at:], strides + inner)
 
-    def deliver_comb(self, number: int, start: int, data: NDArray[np.uint8]) -> None:
-        """Copy a comb out of `data`, which has all bytes of its range, and begins at byte `start`."""
-        piece, depth, runs = self._comb(number)
+    def deliver_strided(self, number: int, start: int, data: NDArray[np.uint8]) -> None:
+        """Copy a strided read out of `data`, which has all bytes of its range, and begins at byte `start`."""
+        piece, depth, runs = self._strided(number)
         strides = _strides(piece.chunk_lengths, piece.itemsize)
         for steps in flat_range_boxes(piece.lengths[:depth], runs.start, len(runs)):
             at = piece.low - start + sum(o * s for o, s in zip(steps.offsets, strides, strict=False))
             self._copy(piece, _inside(piece, steps), data[at:], strides)
 
-    def _comb(self, number: int) -> tuple[ReadPart, int, range]:
-        """Return the piece of a comb, how many of its dimensions are stepped through, and its runs."""
-        combs = self._plan.combs
-        piece = self._pieces[combs.piece[number]]
+    def _strided(self, number: int) -> tuple[ReadPart, int, range]:
+        """Return the piece of a strided read, how many of its dimensions it steps through, and its runs."""
+        strided = self._plan.strided
+        piece = self._pieces[strided.piece[number]]
         strides = _strides(piece.chunk_lengths, piece.itemsize)
         nbytes, depth = piece.itemsize, len(strides)
-        while nbytes < combs.run_nbytes[number]:
+        while nbytes < strided.run_nbytes[number]:
             depth -= 1
             nbytes += (piece.lengths[depth] - 1) * strides[depth]
-        first = int(combs.first[number])
-        return piece, depth, range(first, first + int(combs.num[number]))
+        first = int(strided.first[number])
+        return piece, depth, range(first, first + int(strided.num[number]))
 
     def names(self, file: int, low: int, high: int) -> list[str]:
         """Return the names of tensors in bytes `low` up to `high` of a file, of wanted ones if there are."""

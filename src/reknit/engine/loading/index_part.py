@@ -16,7 +16,7 @@ import msgspec
 import numpy as np
 import pyarrow as pa
 
-from reknit.planner.strided_parts import counted
+from reknit.planner.pieces import counted
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence

@@ -90,7 +90,7 @@ class RangeReader:
         `read` takes each, with an arena of at least `cell_nbytes`.
         """
         first = len(self.plan.read_file)
-        return [*reads, *range(first, first + len(self.plan.combs.piece))]
+        return [*reads, *range(first, first + len(self.plan.strided.piece))]
 
     @property
     def nbytes_read(self) -> int:
@@ -115,7 +115,7 @@ class RangeReader:
                 self.jobs(range(len(plan.read_file))),
                 self.read,
                 threads=num_threads(self._options.threads),
-                arena_nbytes=int(max(n.max(initial=1) for n in (plan.read_nbytes, plan.combs.nbytes))),
+                arena_nbytes=int(max(n.max(initial=1) for n in (plan.read_nbytes, plan.strided.nbytes))),
                 budget_nbytes=self._options.inflight_nbytes,
                 timeout_s=timeout_s,
                 what=self.under_way,
@@ -187,8 +187,8 @@ class RangeReader:
 
     def _read_strided(self, number: int, arena: Arena) -> None:
         """Read the runs of a strided read into the target, or into scratch memory to deliver them."""
-        combs, files = self.plan.combs, self._checkpoint.index.files
-        path, run = files[combs.file[number]], int(combs.run_nbytes[number])
+        strided, files = self.plan.strided, self._checkpoint.index.files
+        path, run = files[strided.file[number]], int(strided.run_nbytes[number])
         starts, direct = self._deliverer.run_starts(number), self._deliverer.direct_runs(number)
         buffer = arena.view(len(starts) * run) if direct is None else direct
         try:
@@ -261,11 +261,11 @@ class RangeReader:
 
     def _reread_strided(self, number: int, path: str, error: ReknitError) -> None:
         """Deliver a strided read from the blocks around it, since reading its runs failed."""
-        combs = self.plan.combs
-        start, data = int(combs.start[number]), np.empty(int(combs.nbytes[number]), np.uint8)
+        strided = self.plan.strided
+        start, data = int(strided.start[number]), np.empty(int(strided.nbytes[number]), np.uint8)
         self._reread(path, start, [ReadSpan(start, data)], error)
         with self._clocks["deliver"].lap(), self._gate.passing():
-            self._deliverer.deliver_comb(number, start, data)
+            self._deliverer.deliver_strided(number, start, data)
 
     def _put(self, path: str, block: int, data: NDArray[np.uint8], spans: Sequence[ReadSpan]) -> None:
         """Copy what spans have of a block into them."""

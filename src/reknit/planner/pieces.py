@@ -1,4 +1,4 @@
-"""Parts of chunks with holes between their runs: where each run lies, and which holes are worth reading."""
+"""The parts of chunks that wanted boxes need: where their runs lie, and which holes between are read over."""
 
 from __future__ import annotations
 
@@ -95,7 +95,7 @@ class Runs(NamedTuple):
 
 
 def runs_of(pieces: Pieces, index: Index, gap: int, waste: float) -> Runs:
-    """Cut pieces at every hole, except holes of up to `gap` bytes as long as a run wastes little on them.
+    """Cut pieces at every hole but those of up to `gap` bytes that a run can afford to read over.
 
     At most `waste` times the bytes that are wanted of a run lie in its holes.
     """
