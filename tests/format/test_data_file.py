@@ -138,6 +138,17 @@ def test_too_many_entries_for_one_header_are_refused_with_a_remedy(monkeypatch: 
         encode_header(entries, METADATA)
 
 
+def test_too_many_values_in_one_header_are_neither_written_nor_built(monkeypatch: pytest.MonkeyPatch) -> None:
+    entries = [HeaderEntry(f"tensor.{k}", "int8", (1,), k, 1) for k in range(100)]
+    header = encode_header(entries, METADATA)
+    monkeypatch.setattr(data_file, "MAX_HEADER_VALUES", 700)
+    with pytest.raises(FormatError, match=r"the header of the data file holds \d+ values; 700 is the limit"):
+        decode_header(header, len(header) + 100)
+    with pytest.raises(StateError, match=r"100 tensor parts .* and 700 are the limits") as caught:
+        encode_header(entries, METADATA)
+    assert "max_file_nbytes" in str(caught.value.remedy)
+
+
 def test_a_header_that_is_not_all_there_is_refused() -> None:
     header = encode_header([HeaderEntry("a", "int8", (2,), 0, 2)], METADATA)
     for length in (0, 7, 8, 100, len(header) - 1):

@@ -11,8 +11,10 @@ from reknit.format.strict_json import decode_strict
 from tests.format.samples import json_values
 
 
-def decode(data: bytes, kind: Any = Any, max_depth: int = 64) -> Any:
-    return decode_strict(data, kind, what="it", max_nbytes=10_000_000, max_depth=max_depth)
+def decode(data: bytes, kind: Any = Any, max_depth: int = 64, max_values: int = 10_000_000) -> Any:
+    return decode_strict(
+        data, kind, what="it", max_nbytes=10_000_000, max_depth=max_depth, max_values=max_values
+    )
 
 
 @given(json_values)
@@ -58,6 +60,12 @@ def test_nesting_is_counted_before_it_is_parsed(pair: bytes) -> None:
         with pytest.raises(FormatError, match="nested"):
             decode(opening * depth + b"1" + pair[1:] * depth)
     assert decode(opening * 64 + b"1" + pair[1:] * 64)
+
+
+def test_values_are_counted_before_they_are_built() -> None:
+    assert decode(b'[[],[],"[,,,"]', max_values=5) == [[], [], "[,,,"]
+    with pytest.raises(FormatError, match="it holds 5 values; 4 is the limit"):
+        decode(b'[[],[],"[,,,"]', max_values=4)
 
 
 def test_brackets_in_text_are_no_nesting() -> None:

@@ -23,6 +23,8 @@ ALIGNMENT = 4096
 """Tensor bytes begin at a multiple of this, so that a file can be written from an arena with direct I/O."""
 MAX_HEADER_NBYTES = 100_000_000
 """Longest JSON header, as in the safetensors reference implementation."""
+MAX_HEADER_VALUES = 1 << 24
+"""Most values (brackets that open, and commas) in a header: as many as 100 MB of usual entries have."""
 
 METADATA_KEY = "__metadata__"
 FORMAT_KEY = "reknit.format"
@@ -124,9 +126,11 @@ def encode_header(entries: Sequence[HeaderEntry], metadata: Mapping[str, str]) -
     document[METADATA_KEY] = texts
     header = _json(document)
     nbytes = -(-(8 + len(header)) // ALIGNMENT) * ALIGNMENT - 8
-    if nbytes > MAX_HEADER_NBYTES:
+    num_values = sum(8 + len(entry.lengths) for entry in entries) + 8 + len(texts)
+    if nbytes > MAX_HEADER_NBYTES or num_values > MAX_HEADER_VALUES:
         raise StateError(
-            f"{len(entries)} tensor parts make a header of {nbytes} bytes; {MAX_HEADER_NBYTES} is the limit",
+            f"{len(entries)} tensor parts make a header of {nbytes} bytes and {num_values} values; "
+            f"{MAX_HEADER_NBYTES} and {MAX_HEADER_VALUES} are the limits",
             remedy="set SaveOptions.max_file_nbytes lower, so that a rank writes more and smaller files",
         )
     return struct.pack("<Q", nbytes) + header.ljust(nbytes)
@@ -164,6 +168,7 @@ def decode_header(data: bytes, file_nbytes: int) -> Header:
         what="the header of the data file",
         max_nbytes=MAX_HEADER_NBYTES,
         max_depth=_MAX_DEPTH,
+        max_values=MAX_HEADER_VALUES,
     )
     raw = members.pop(METADATA_KEY, None)
     metadata = {} if raw is None else decode_member(_DECODE_TEXTS, raw, "the metadata of the data file")
@@ -195,6 +200,7 @@ def decode_texts(metadata: Mapping[str, str], key: str) -> dict[str, str]:
         what=f"the metadata value {key}",
         max_nbytes=MAX_HEADER_NBYTES,
         max_depth=1,
+        max_values=MAX_HEADER_VALUES,
     )
 
 

@@ -20,9 +20,16 @@ _NO_MARKS = bytes(byte for byte in range(256) if byte not in b'[]{}",')
 _SCAN_NBYTES = 1 << 20
 
 
-def decode_strict(data: bytes, kind: type[T], *, what: str, max_nbytes: int, max_depth: int) -> T:
-    """Return the document as a `kind`.  Raises `CorruptError`, `FormatError` above a limit, naming `what`."""
-    count_values(data, what, max_nbytes=max_nbytes, max_depth=max_depth)
+def decode_strict(
+    data: bytes, kind: type[T], *, what: str, max_nbytes: int, max_depth: int, max_values: int
+) -> T:
+    """Return the document as a `kind`.  Raises `CorruptError`, `FormatError` above a limit, naming `what`.
+
+    `max_values` limits what `count_values` counts, and so the memory that parsed values take.
+    """
+    num_values = count_values(data, what, max_nbytes=max_nbytes, max_depth=max_depth)
+    if num_values > max_values:
+        raise FormatError(f"{what} holds {num_values} values; {max_values} is the limit")
     decoded = decode_member(msgspec.json.Decoder(kind).decode, data, what)
     refuse_duplicates(data, what)
     return decoded

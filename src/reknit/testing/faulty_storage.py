@@ -17,15 +17,13 @@ from reknit.errors import (
     StorageUnavailableError,
     UsageError,
 )
-from reknit.storage.wrappers.forwarding import ForwardingStorage
+from reknit.testing.intercepted import InterceptedStorage
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Iterator
+    from collections.abc import Callable, Iterable
 
-    import numpy as np
-    from numpy.typing import NDArray
-
-    from reknit.storage.base import Listed, Storage, Writer
+    from reknit.storage.base import Storage
+    from reknit.testing.intercepted import Half
 
 T = TypeVar("T")
 
@@ -119,7 +117,7 @@ def _error(fault: Fault, operation: Operation) -> ReknitError:
     return StorageError(f"injected: {what[fault.kind]} {place}", path=operation.path)
 
 
-class FaultyStorage(ForwardingStorage):
+class FaultyStorage(InterceptedStorage):
     """Passes everything on to `inner`, counts the operations, and fails as planned.
 
     Counted are create, write, finish, put, commit, get, size, read_into, read_runs, list, folders and delete.
@@ -156,95 +154,6 @@ class FaultyStorage(ForwardingStorage):
         below._script = self._script
         return below
 
-    def create(self, path: str, nbytes: int) -> Writer:
-        """Start a new file, whose write and finish are counted as well."""
-        writer = self._run("create", path, lambda: self.inner.create(path, nbytes))
-        return FaultyWriter(writer, self._prefix + path, self._script)
-
-    def put(self, path: str, data: bytes, *, if_absent: bool) -> bool:
-        """Write a small file in one atomic step: half of it is nothing."""
-        return self._run("put", path, lambda: self.inner.put(path, data, if_absent=if_absent))
-
-    def commit(self, path: str, data: bytes, *, pending: str, if_absent: bool) -> bool:
-        """Write a small file in one atomic step, as `put` does, while another is there."""
-        return self._run(
-            "commit", path, lambda: self.inner.commit(path, data, pending=pending, if_absent=if_absent)
-        )
-
-    def get(self, path: str, *, limit: int) -> bytes:
-        """Return a whole small file."""
-        return self._run("get", path, lambda: self.inner.get(path, limit=limit))
-
-    def size(self, path: str) -> int:
-        """Return the size of a file in bytes."""
-        return self._run("size", path, lambda: self.inner.size(path))
-
-    def read_into(self, path: str, start: int, buffers: list[memoryview]) -> None:
-        """Fill the buffers."""
-        self._run(
-            "read_into",
-            path,
-            lambda: self.inner.read_into(path, start, buffers),
-            lambda: self.inner.read_into(path, start, _first_half(buffers)),
-        )
-
-    def read_runs(self, path: str, starts: NDArray[np.int64], nbytes: int, buffer: memoryview) -> None:
-        """Fill the buffer with runs; half of them is half of the runs."""
-        half = len(starts) // 2
-        self._run(
-            "read_runs",
-            path,
-            lambda: self.inner.read_runs(path, starts, nbytes, buffer),
-            lambda: self.inner.read_runs(path, starts[:half], nbytes, buffer[: half * nbytes]),
-        )
-
-    def delete(self, path: str) -> None:
-        """Remove a file."""
-        self._run("delete", path, lambda: self.inner.delete(path))
-
-    def folders(self) -> list[str]:
-        """Return the names of the folders directly below the root, sorted."""
-        return self._run("folders", "", self.inner.folders)
-
-    def list(self, prefix: str = "") -> Iterator[Listed]:
-        """Yield every file below a folder; the fault happens at the call, not while it is iterated."""
-        return self._run("list", prefix, lambda: self.inner.list(prefix))
-
-    def _run(
-        self, name: str, path: str, whole: Callable[[], T], half: Callable[[], object] | None = None
-    ) -> T:
+    def intercept(self, name: str, path: str, nbytes: int, whole: Callable[[], T], half: Half = None) -> T:
+        """Count an operation and carry it out, or do what is planned in its place."""
         return self._script.run(Operation(name, self._prefix + path), whole, half)
-
-
-class FaultyWriter:
-    """A file that is being written to a faulty store."""
-
-    def __init__(self, inner: Writer, path: str, script: _Script) -> None:
-        self._inner = inner
-        self._path = path
-        self._script = script
-
-    def write(self, start: int, data: memoryview) -> None:
-        """Write all of `data` at byte `start`."""
-        self._script.run(
-            Operation("write", self._path),
-            lambda: self._inner.write(start, data),
-            lambda: self._inner.write(start, data[: len(data) // 2]),
-        )
-
-    def finish(self) -> None:
-        """Make the file whole and durable."""
-        self._script.run(Operation("finish", self._path), self._inner.finish)
-
-    def abort(self) -> None:
-        """Give up; not counted, because it cannot fail."""
-        self._inner.abort()
-
-
-def _first_half(buffers: list[memoryview]) -> list[memoryview]:
-    left = sum(buffer.nbytes for buffer in buffers) // 2
-    half = []
-    for buffer in buffers:
-        half.append(buffer[:left])
-        left -= half[-1].nbytes
-    return half

@@ -1,4 +1,7 @@
-"""A store that counts and times what it is asked: latency, bytes, and how many wait at once, by operation."""
+"""A store that measures each kind of operation: how often, how many bytes, how long, how many at once.
+
+Put it around your own store to see what a save or a load asks of it.
+"""
 
 from __future__ import annotations
 
@@ -6,18 +9,18 @@ import threading
 from collections import Counter
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeVar
 
 from reknit.monitor.phase import monotonic
-from reknit.storage.wrappers.forwarding import ForwardingStorage
+from reknit.testing.intercepted import InterceptedStorage
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Callable, Iterator
 
-    import numpy as np
-    from numpy.typing import NDArray
+    from reknit.storage.base import Storage
+    from reknit.testing.intercepted import Half
 
-    from reknit.storage.base import Listed, Storage, Writer
+T = TypeVar("T")
 
 
 @dataclass
@@ -73,8 +76,14 @@ class Meter:
             self.figures.setdefault(name, Figures()).nbytes += nbytes
 
 
-class MeteredStorage(ForwardingStorage):
-    """Measures every operation; the stores below share the meter."""
+_NAMES = {"read_into": "read", "read_runs": "read", "folders": "list"}
+
+
+class MeteredStorage(InterceptedStorage):
+    """Measures every operation; the stores below share the meter.
+
+    Reads of all kinds are counted as ``read``, and both ways to list as ``list``.
+    """
 
     def __init__(self, inner: Storage, meter: Meter | None = None) -> None:
         super().__init__(inner)
@@ -84,73 +93,10 @@ class MeteredStorage(ForwardingStorage):
         """Return the store below, with the same meter."""
         return MeteredStorage(inner, self.meter)
 
-    def create(self, path: str, nbytes: int) -> Writer:
-        """Start a new file."""
-        with self.meter.measuring("create"):
-            return _MeteredWriter(self.inner.create(path, nbytes), self.meter)
-
-    def put(self, path: str, data: bytes, *, if_absent: bool) -> bool:
-        """Write a small file in one step."""
-        with self.meter.measuring("put", len(data)):
-            return self.inner.put(path, data, if_absent=if_absent)
-
-    def commit(self, path: str, data: bytes, *, pending: str, if_absent: bool) -> bool:
-        """Write a small file in one step, while another is there."""
-        with self.meter.measuring("commit", len(data)):
-            return self.inner.commit(path, data, pending=pending, if_absent=if_absent)
-
-    def get(self, path: str, *, limit: int) -> bytes:
-        """Return a whole small file."""
-        with self.meter.measuring("get"):
-            data = self.inner.get(path, limit=limit)
-        self.meter.add_bytes("get", len(data))
-        return data
-
-    def size(self, path: str) -> int:
-        """Return the size of a file in bytes."""
-        with self.meter.measuring("size"):
-            return self.inner.size(path)
-
-    def read_into(self, path: str, start: int, buffers: list[memoryview]) -> None:
-        """Fill the buffers."""
-        with self.meter.measuring("read", sum(buffer.nbytes for buffer in buffers)):
-            self.inner.read_into(path, start, buffers)
-
-    def read_runs(self, path: str, starts: NDArray[np.int64], nbytes: int, buffer: memoryview) -> None:
-        """Fill the buffer with runs."""
-        with self.meter.measuring("read", buffer.nbytes):
-            self.inner.read_runs(path, starts, nbytes, buffer)
-
-    def delete(self, path: str) -> None:
-        """Remove a file."""
-        with self.meter.measuring("delete"):
-            self.inner.delete(path)
-
-    def folders(self) -> list[str]:
-        """Return the names of the folders directly below the root, sorted."""
-        with self.meter.measuring("list"):
-            return self.inner.folders()
-
-    def list(self, prefix: str = "") -> Iterator[Listed]:
-        """Yield every file below a folder; the time until the last one counts."""
-        with self.meter.measuring("list"):
-            return iter(list(self.inner.list(prefix)))
-
-
-class _MeteredWriter:
-    """A file of a `MeteredStorage`."""
-
-    def __init__(self, inner: Writer, meter: Meter) -> None:
-        self._inner = inner
-        self._meter = meter
-
-    def write(self, start: int, data: memoryview) -> None:
-        with self._meter.measuring("write", data.nbytes):
-            self._inner.write(start, data)
-
-    def finish(self) -> None:
-        with self._meter.measuring("finish"):
-            self._inner.finish()
-
-    def abort(self) -> None:
-        self._inner.abort()
+    def intercept(self, name: str, path: str, nbytes: int, whole: Callable[[], T], half: Half = None) -> T:
+        """Carry out an operation, counted and timed."""
+        with self.meter.measuring(_NAMES.get(name, name), nbytes):
+            result = whole()
+        if isinstance(result, bytes):
+            self.meter.add_bytes(name, len(result))
+        return result
