@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Sequence
 
     from reknit.transforms.base import Piece, Rule, Shape
-    from reknit.transforms.step import Name, Source, Step
+    from reknit.transforms.step import Name, SourcePart, Step
     from reknit.types.manifest import Catalog
     from reknit.types.wanted import Wanted
 
@@ -215,7 +215,7 @@ def _resized(made: Shape, wanted: Shape) -> str:
     return f"transforms make shape {list(made)} of what was saved, wanted {list(wanted)}: took {taken}"
 
 
-def _part(shard: Shard, piece: Piece, source: Source) -> Shard | None:
+def _part(shard: Shard, piece: Piece, source: SourcePart) -> Shard | None:
     """Return what a shard is of a source, through one piece, if that has any of it."""
     common = shard.box.intersect(piece.target_box)
     if common is None and not (shard.box.numel or piece.target_box.numel):

@@ -33,7 +33,7 @@ class _Family(NamedTuple):
         return self.item, f"{self.prefix}{parameter}{self.suffix}"
 
 
-class Source(NamedTuple):
+class SourcePart(NamedTuple):
     """What a tensor is made of: the names and shapes of other tensors, and which box of each lies where."""
 
     made: Made
@@ -44,7 +44,7 @@ class Source(NamedTuple):
 class Step(NamedTuple):
     """What one rule makes: tensors and values by their new names, of others by the names before."""
 
-    tensors: dict[Name, Source]
+    tensors: dict[Name, SourcePart]
     values: dict[Name, tuple[Name, ...]]
     dropped: set[Name]
 
@@ -172,7 +172,7 @@ def _make(
         made = rule.make(shapes, binding)
     new = {}
     for target, one in zip(binding.targets, made, strict=True):
-        _claim(step.tensors, family.name(target), Source(one, names, shapes))
+        _claim(step.tensors, family.name(target), SourcePart(one, names, shapes))
         new[family.name(target)] = TensorSpec(one.shape, specs[0].dtype)
     return new
 
