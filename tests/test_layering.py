@@ -99,6 +99,7 @@ ROOMS = {
         ("torch",),
         (
             "frameworks/",
+            "engine/memory/elements.py",
             "engine/memory/staging.py",
             "engine/sharing/exchange.py",
             "integrations/",

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 import reknit
-from reknit.engine.memory.staging import convert
+from reknit.engine.memory.elements import convert
 from reknit.engine.stored.opening import opened, read_opened
 from reknit.engine.stored.verify import check_all
 from reknit.storage.local.store import LocalStorage

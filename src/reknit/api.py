@@ -432,8 +432,9 @@ def latest(
     A run that died may have left agents that still commit what it had staged.  `pending` says what becomes of
     saves that are under way below `root`: with ``"tell"`` a warning names them, where they may be newer.
     ``"wait"`` waits until they are over, up to `timeout_s`, and raises `DeadlineError`.  ``"fence"`` keeps
-    them from ever committing, all that have put up their marker by now, whoever's they are: nothing appears
-    afterwards but what is saved anew.  Either is a question of all ranks or of one that tells the others.
+    them from ever committing, all that have put up their marker by now, whoever's they are.  A save that is
+    staged, and has no marker yet, is not fenced; agents of this host that are at work then are named in a
+    warning.  All ranks call this together, or one calls it and tells the others.
     """
     if pending not in ("tell", "wait", "fence"):
         raise UsageError(f"pending is 'tell', 'wait' or 'fence', not {pending!r}")

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 
-from reknit.engine.memory.staging import all_bits
+from reknit.engine.memory.elements import all_bits
 from reknit.engine.messages import Copies, unpacked
 from reknit.engine.saving import copies as module
 from reknit.engine.saving.claims import bring

@@ -12,10 +12,12 @@ import pytest
 from reknit.comm import base as comm
 from reknit.engine.memory.workers import start
 from reknit.engine.sharing import exchange as exchange_module
-from reknit.engine.sharing.exchange import Exchange, Sharing, StoppedError
+from reknit.engine.sharing.exchange import Exchange, Sharing
+from reknit.engine.sharing.fetch_tracker import StoppedError
 from reknit.engine.sharing.host_link import HostLink
 from reknit.errors import CommError, DeadlineError, ShortageError, StorageError
 from reknit.planner.sharing import Reads, divide
+from reknit.processes.shared_memory import SharedMemory
 from reknit.testing.world import MemoryStore, run_ranks
 from tests.world.sharing import Hub, ThreadCarrier
 
@@ -268,24 +270,21 @@ def test_a_rank_that_fails_lets_its_host_know_before_it_waits_for_other_hosts() 
 def test_a_rank_that_cannot_make_its_ring_keeps_nobody_waiting(
     hosts: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    make = Exchange._make_ring
+    class Short(SharedMemory):
+        @classmethod
+        def create(cls, nbytes: int, name: str = "ring") -> SharedMemory:
+            if threading.current_thread().name == "rank 1":
+                raise MemoryError("no room")
+            return SharedMemory.create(nbytes)
 
-    def short(self: Exchange, last: Any) -> None:
-        if self._rank == 1:
-            raise MemoryError("no room")
-        make(self, last)
-
-    monkeypatch.setattr(Exchange, "_make_ring", short)
+    monkeypatch.setattr(exchange_module, "SharedMemory", Short)
     works, hub = [Work(8 * CELL) for _ in range(2)], Hub(2)
     outcomes = run_ranks(2, errors_of(exchanges(works, hosts, [cells(8)] * 2, hub=hub)))
     assert hub.is_in_step
     assert [type(outcome) for outcome in outcomes] == [StoppedError, MemoryError]
 
 
-@pytest.mark.parametrize("hosts", [[0, 0], [0, 1]])
-def test_a_rank_that_can_start_no_thread_keeps_nobody_waiting(
-    hosts: list[int], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_rank_that_can_start_no_thread_keeps_nobody_waiting(monkeypatch: pytest.MonkeyPatch) -> None:
     def scarce(name: str, work: Callable[[], None]) -> threading.Thread:
         if name == "reknit-exchange" and threading.current_thread().name == "rank 1":
             raise ShortageError("no further thread")
@@ -293,7 +292,7 @@ def test_a_rank_that_can_start_no_thread_keeps_nobody_waiting(
 
     monkeypatch.setattr(exchange_module, "start", scarce)
     works, hub = [Work(8 * CELL) for _ in range(2)], Hub(2)
-    outcomes = run_ranks(2, errors_of(exchanges(works, hosts, [cells(8)] * 2, hub=hub)))
+    outcomes = run_ranks(2, errors_of(exchanges(works, [0, 1], [cells(8)] * 2, hub=hub)))
     assert hub.is_in_step
     assert [type(outcome) for outcome in outcomes] == [StoppedError, ShortageError]
 

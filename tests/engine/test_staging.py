@@ -18,17 +18,8 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 
 from reknit.engine.memory import staging
-from reknit.engine.memory.staging import (
-    Staging,
-    all_bits,
-    bits,
-    changes,
-    contiguous_bytes,
-    convert,
-    deliver,
-    pin,
-    stage,
-)
+from reknit.engine.memory.elements import all_bits, bits, contiguous_bytes, convert, deliver, stage
+from reknit.engine.memory.staging import Staging, changes, pin
 from reknit.types.box import Box
 from reknit.types.dtype import ITEMSIZE, numpy_dtype
 from reknit.types.shard import Shard as Held
@@ -231,6 +222,7 @@ class Mark:
         return run
 
     def synchronize(self) -> None:
+        assert self.blocking, "the waiting thread takes a core instead of sleeping"
         self.reach()()
 
 
@@ -292,9 +284,9 @@ def device(monkeypatch: pytest.MonkeyPatch) -> Iterator[Queues]:
     monkeypatch.setattr(torch.cuda, "Event", Mark)
     monkeypatch.setattr(torch.cuda, "current_stream", lambda device: queues.current)
     monkeypatch.setattr(torch.cuda, "stream", queues.stream)
-    staging._side_stream.cache_clear()
+    staging.side_stream.cache_clear()
     yield queues
-    staging._side_stream.cache_clear()
+    staging.side_stream.cache_clear()
 
 
 def nbytes_of(tensor: torch.Tensor) -> NDArray[np.uint8]:
@@ -389,9 +381,8 @@ def test_the_waiting_thread_sleeps_and_freed_memory_is_kept_until_it_was_copied(
     live = torch.ones(2)
     save = Staging()
     save.add(device.away(live), 0, 2, nbytes_of(live))
-    (lane,) = save._lanes.values()
-    assert lane.event.blocking
-    assert device.kept == [(live.data_ptr(), lane._stream)]
+    assert device.kept == [(live.data_ptr(), staging.side_stream(device.away(live).device))]
+    save.wait()
     assert device.current is device.compute
 
 
@@ -424,10 +415,10 @@ def test_any_flat_range_of_any_strided_tensor_on_a_device_is_staged_in_row_major
 def test_a_range_of_a_contiguous_tensor_is_one_copy_without_memory_on_the_device(device: Queues) -> None:
     source = device.away(torch.arange(60).reshape(3, 4, 5))
     save = Staging([source])
-    (lane,) = save._lanes.values()
-    before = len(lane._stream.work)
+    stream = staging.side_stream(source.device)
+    before = len(stream.work)
     save.add(source, 7, 40, out := np.zeros(320, np.uint8))
-    assert len(lane._stream.work) - before == 2  # the copy and its mark
+    assert len(stream.work) - before == 2  # the copy and its mark
     assert device.taken == []
     save.wait()
     assert out.view(np.int64).tolist() == list(range(7, 47))
@@ -485,7 +476,7 @@ def in_use(monkeypatch: pytest.MonkeyPatch, runtime: Runtime) -> list[str]:
     monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
     monkeypatch.setattr(torch.cuda, "cudart", lambda: runtime)
     monkeypatch.setattr(torch, "ones", ones)
-    staging._tell_refused.cache_clear()
+    staging.log_refused.cache_clear()
     return launched
 
 
@@ -715,7 +706,7 @@ def test_a_tensor_of_a_gpu_may_be_overwritten_after_the_guard(
     live = torch.ones(100, 50, device="cuda")
     source = bits(live.t() if transposed else live)
     save = Staging([source])
-    with torch.cuda.stream(staging._side_stream(source.device)):
+    with torch.cuda.stream(staging.side_stream(source.device)):
         torch.cuda._sleep(SLEEP_CYCLES)  # type: ignore[no-untyped-call]
     save.add(source, 0, 5000, pinned[:20000])
     save.guard()
@@ -729,7 +720,7 @@ def test_a_tensor_of_a_gpu_may_be_overwritten_after_the_guard(
 def test_memory_of_a_gpu_that_is_freed_too_early_is_not_given_away(pinned: NDArray[np.uint8]) -> None:
     live = torch.ones(1000, device="cuda")
     address, save = live.data_ptr(), Staging([bits(live)])
-    with torch.cuda.stream(staging._side_stream(live.device)):
+    with torch.cuda.stream(staging.side_stream(live.device)):
         torch.cuda._sleep(SLEEP_CYCLES)  # type: ignore[no-untyped-call]
     save.add(bits(live), 0, 1000, pinned[:4000])
     del live

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from reknit.engine.memory.staging import bits
+from reknit.engine.memory.elements import bits
 from reknit.engine.saving.tuning import PIECES, Settings, Tuner
 from reknit.engine.saving.write import (
     Image,

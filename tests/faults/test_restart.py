@@ -15,8 +15,7 @@ import pytest
 
 import reknit
 from reknit.engine.background.agent_save import AgentSave
-from reknit.engine.stored import pending
-from reknit.engine.stored import running_agents as at_work_module
+from reknit.engine.stored import pending, running_agents
 from reknit.engine.stored.running_agents import Note, at_work
 from tests.cli.command import Command
 from tests.faults.nursery import wait_until
@@ -208,17 +207,17 @@ def test_a_note_says_what_is_promoted_to_which_place_and_is_found_by_any_name_of
     note = Note()
     try:
         note.tell(7, {3: errand})
-        rank, saves = at_work_module._note_of(os.getpid()) or (None, [])
+        rank, saves = running_agents.read_note(os.getpid()) or (None, [])
         assert rank == 7
         assert [tuple(save) for save in saves] == [(errand.since, path) for path in errand.places]
         note.tell(7, {})
-        assert at_work_module._note_of(os.getpid()) == (7, []), (
+        assert running_agents.read_note(os.getpid()) == (7, []), (
             "a shorter note leaves nothing of a longer one"
         )
     finally:
         note.close()
     note.tell(7, {3: errand})  # too late, and no error
-    below = at_work_module._is_below
+    below = running_agents.is_below
     assert below(f"{tmp_path}/real/a", f"{tmp_path}/link")
     assert below("s3://bucket/run/b", "s3://bucket/run/")
     assert not below("s3://bucket/runs", "s3://bucket/run")

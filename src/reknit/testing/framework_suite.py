@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 import reknit
-from reknit.engine.memory.staging import bits, stage
+from reknit.engine.memory.elements import bits, stage
 from reknit.errors import MismatchError
 from reknit.frameworks.custom import registered
 from reknit.frameworks.registry import collect

@@ -13,7 +13,8 @@ from reknit.engine.background.agents import Plan
 from reknit.engine.background.snapshot import Snapshot
 from reknit.engine.memory.arena import image_nbytes
 from reknit.engine.memory.arena_pool import MAX_ARENAS
-from reknit.engine.memory.staging import Staging, all_bits, pin
+from reknit.engine.memory.elements import all_bits
+from reknit.engine.memory.staging import Staging, pin
 from reknit.engine.memory.workers import start
 from reknit.engine.saving.claims import bring
 from reknit.engine.saving.commit import check_manifest

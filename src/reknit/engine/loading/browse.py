@@ -1,4 +1,4 @@
-"""A checkpoint as a thing to look into: names, specs, and any part of any tensor."""
+"""An open checkpoint: its names and specs, and reading any part of any tensor."""
 
 from __future__ import annotations
 
@@ -30,14 +30,14 @@ if TYPE_CHECKING:
     from reknit.types.shard import TensorSpec
 
 Index = int | slice | EllipsisType
-"""What selects along one dimension, or along all that are not named."""
+"""Selects along one dimension, or along all that are not named."""
 
 _COMPARED = 10_000
-"""Names that one which is not there is compared with."""
+"""Names that are compared with an unknown one, to suggest another."""
 
 
 class NewArrays(Protocol):
-    """Who makes new arrays of a framework, and values as they were before they were saved."""
+    """Makes new arrays of a framework, and values as they were before they were saved."""
 
     def empty(self, lengths: Sequence[int], dtype: str, framework: str) -> Any:
         """Return an array without values in host memory."""
@@ -150,7 +150,7 @@ class Checkpoint(Shown):
             return _no_items([item], self.items, url)
         remedy = "`tensors` lists what it has; `reknit show` does on a terminal"
         if fqn in self.values[item]:
-            remedy = "it is no tensor, but a value: it stands in `values`"
+            remedy = "it is a value and no tensor: look in `values`"
         elif near := get_close_matches(fqn, list(islice(self.tensors[item], _COMPARED)), 1):
             remedy = f"did you mean {near[0]!r}?  {remedy}"
         return MismatchError(
@@ -207,7 +207,7 @@ class Checkpoint(Shown):
         return result
 
     def _chosen(self, items: Sequence[str] | None, only: Sequence[str]) -> _Chosen:
-        """Return what of the checkpoint is meant, by item, name and pattern."""
+        """Return what to read of the checkpoint, by item, name and pattern."""
         if isinstance(items, str) or isinstance(only, str):
             raise UsageError("items and only are lists of texts: put the text into a list")
         wanted = self.items if items is None else tuple(dict.fromkeys(items))

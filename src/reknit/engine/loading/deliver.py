@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
-from reknit.engine.memory.staging import bits, contiguous_bytes, convert, deliver
+from reknit.engine.memory.elements import bits, contiguous_bytes, convert, deliver
 from reknit.types.box import Box, flat_range_boxes
 from reknit.types.shard import full_name
 

@@ -18,7 +18,7 @@ from reknit.engine.loading.metadata import ReceivedMetadata
 from reknit.engine.loading.read import RangeReader
 from reknit.engine.loading.ties import unequal
 from reknit.engine.memory.workers import start
-from reknit.engine.sharing.exchange import StoppedError
+from reknit.engine.sharing.fetch_tracker import StoppedError
 from reknit.engine.sharing.shared_read import SharedRead
 from reknit.engine.stored.opening import REPLACED, REPLACED_TRIES
 from reknit.engine.stored.verify import check_all, check_sizes
@@ -131,9 +131,7 @@ def _plan(
     alike = np.flatnonzero(kinds == kinds[job.group.rank]).tolist()
     problems.damaged.extend(_damaged(job, checkpoint, reader, alike))
     if wanted.aliases and not problems.damaged:
-        problems.mismatched.extend(
-            unequal(checkpoint, wanted, fills, job.options, job.replicas, job.recorder)
-        )
+        problems.mismatched.extend(unequal(job, checkpoint, wanted, fills))
     return _Planned(checkpoint, reader)
 
 

@@ -1,4 +1,4 @@
-"""What the root reads once for all ranks of a load, and the part of it that each of them gets."""
+"""What the root reads once for all ranks of a load, and the part that each rank gets."""
 
 from __future__ import annotations
 
@@ -91,7 +91,7 @@ def read_for_all(job: LoadJob, wanted: Sequence[messages.Items]) -> RootMetadata
             "or name those to load in `items`",
         )
     everything = frozenset(contents.manifest.items)
-    # The root keeps what it has read: what it would answer itself is for nobody.
+    # The root keeps what it has read, so it gets no answer.
     parts: dict[frozenset[str], bytes] = {}
     for rank in wanted[1:]:
         if (asked := frozenset(rank.names)) not in parts:
@@ -178,9 +178,9 @@ class Handout(NamedTuple):
 
 
 def hand_out(checkpoint: OpenCheckpoint, asked: Sequence[messages.Asked]) -> Handout:
-    """Hand out the rows of the index that the ranks asked for; equal answers are one object.
+    """Return the rows of the index that the ranks asked for; equal answers are one object.
 
-    What the root takes itself it has in memory: its answer has no rows.
+    The answer to the root has no rows: it has them in memory.
     """
     index = checkpoint.index
     first = index_part.first_numbers(index)
@@ -221,7 +221,7 @@ def _left(checkpoint: OpenCheckpoint, asked: Sequence[messages.Asked]) -> list[m
 
 
 def _stands_for_more(checkpoint: OpenCheckpoint, item: str, fqn: str) -> bool:
-    """Tell whether a value is the empty container of ranks for which others saved what is in it."""
+    """Tell whether a value is an empty container on this rank whose members other ranks saved."""
     value = checkpoint.blobs[item][fqn]
     if not isinstance(value, (dict, list, tuple)) or value:
         return False

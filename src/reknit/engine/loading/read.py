@@ -50,7 +50,7 @@ class RangeReader:
     `boxes` are the number of a tensor in the index, a box of it, and the live array to fill; `cast` holds the
     positions in `boxes` of those that are converted.  `replicas` are other copies of the checkpoint, used
     with ``on_corrupt="replica"``.  `moved` is called with the bytes of each read of the plan that is done,
-    whoever read it.  `cut` says how reads are cut; by default the options and the storage do.
+    whichever rank read it.  `cut` says how reads are cut; by default the options and the storage do.
     """
 
     def __init__(
@@ -228,7 +228,7 @@ class RangeReader:
 
     @contextmanager
     def _reading(self, path: str, nbytes: int) -> Iterator[None]:
-        """Time and count a call of the storage; after it, make sure that somebody still waits."""
+        """Time and count a call of the storage; raise afterwards if the load was abandoned meanwhile."""
         thread = threading.get_ident()
         with self._lock:
             self._under_way[thread] = path
@@ -252,7 +252,7 @@ class RangeReader:
             raise
 
     def _reread(self, path: str, start: int, spans: Sequence[ReadSpan], error: ReknitError) -> None:
-        """Fill spans block by block, from replicas where need be, since reading them at once failed."""
+        """Fill spans block by block, from replicas where necessary, since reading them at once failed."""
         self._gate.check()
         block_nbytes = self._checkpoint.manifest.block_nbytes
         stop = spans[-1].start + len(spans[-1].buffer)
@@ -299,5 +299,5 @@ class RangeReader:
         block_nbytes, files = self._checkpoint.manifest.block_nbytes, self._checkpoint.index.files
         low = block * block_nbytes
         names = self._deliverer.names(files.index(path), low, low + block_nbytes) if path in files else []
-        names = [self._checkpoint.told(name) for name in names]
+        names = [self._checkpoint.shown(name) for name in names]
         return corrupt_block(self._checkpoint.files[path], block, block_nbytes, names)

@@ -1,8 +1,8 @@
-"""Is what the target ties together equal in the checkpoint?  Read and compared before anything changes."""
+"""Are tensors that are tied in the target equal in the checkpoint?  Compared before anything changes."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
@@ -14,11 +14,9 @@ from reknit.types.shard import full_name
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
+    from reknit.engine.loading.job import LoadJob
     from reknit.engine.loading.match import Fill
     from reknit.engine.stored.opening import OpenCheckpoint
-    from reknit.monitor.phase import Recorder
-    from reknit.options import LoadOptions
-    from reknit.storage.base import Storage
     from reknit.types.manifest import Index
     from reknit.types.wanted import Wanted
 
@@ -35,35 +33,39 @@ class _Pair(NamedTuple):
 
 
 def unequal(
-    checkpoint: OpenCheckpoint,
-    wanted: Wanted,
-    fills: Sequence[Fill],
-    options: LoadOptions,
-    replicas: Sequence[Storage],
-    recorder: Recorder,
+    job: LoadJob, checkpoint: OpenCheckpoint, wanted: Wanted, fills: Sequence[Fill]
 ) -> list[tuple[str, str]]:
-    """Return (name, why) of tensors that are one with another in the target, and differ from it as saved.
+    """Return (name, why) of tensors that are tied in the target and differ in the checkpoint.
 
-    Only what is stored twice is read for it, as far as this rank wants it.
+    Only the part that this rank wants of tensors that are stored twice is read for it.
     """
-    index = checkpoint.index
-    pairs = list(_pairs(index, wanted, fills))
+    index, options = checkpoint.index, job.options
     found: dict[str, str] = {}
+    for batch in _batches(index, _pairs(index, wanted, fills)):
+        boxes = [(tensor, pair.box) for pair in batch for tensor in (pair.alias, pair.tied)]
+        dtypes = [numpy_dtype(index.tensors[tensor].spec.dtype) for tensor, _ in boxes]
+        arrays = [np.empty(box.lengths, dtype) for (_, box), dtype in zip(boxes, dtypes, strict=True)]
+        targets = [(*box, array) for box, array in zip(boxes, arrays, strict=True)]
+        RangeReader(checkpoint, targets, options, replicas=job.replicas).run(job.recorder, options.timeout_s)
+        for pair, alias, tied in zip(batch, arrays[::2], arrays[1::2], strict=True):
+            if alias.tobytes() != tied.tobytes():
+                name, of = (full_name(*index.tensors[t][:2]) for t in (pair.alias, pair.tied))
+                found[name] = f"it differs from {of} in the checkpoint, and is the same tensor in the target"
+    return list(found.items())
+
+
+def _batches(index: Index, pairs: Iterator[_Pair]) -> Iterator[list[_Pair]]:
+    """Yield pairs in lists of about `BATCH_NBYTES` of each of the two tensors."""
     batch: list[_Pair] = []
     nbytes = 0
-    for number, pair in enumerate(pairs):
+    for pair in pairs:
         batch.append(pair)
         nbytes += pair.box.numel * index.tensors[pair.alias].spec.itemsize
-        if nbytes < BATCH_NBYTES and number + 1 < len(pairs):
-            continue
-        alias = _read(checkpoint, [(one.alias, one.box) for one in batch], options, replicas, recorder)
-        tied = _read(checkpoint, [(one.tied, one.box) for one in batch], options, replicas, recorder)
-        for one, this, that in zip(batch, alias, tied, strict=True):
-            if this.tobytes() != that.tobytes():
-                name, of = (full_name(*index.tensors[t][:2]) for t in (one.alias, one.tied))
-                found[name] = f"it differs from {of} in the checkpoint, and is the same tensor in the target"
-        batch, nbytes = [], 0
-    return list(found.items())
+        if nbytes >= BATCH_NBYTES:
+            yield batch
+            batch, nbytes = [], 0
+    if batch:
+        yield batch
 
 
 def _pairs(index: Index, wanted: Wanted, fills: Sequence[Fill]) -> Iterator[_Pair]:
@@ -89,18 +91,3 @@ def _is_one(index: Index, alias: int, tied: int) -> bool:
         for rows in (slice(*index.first[t : t + 2]) for t in (alias, tied))
     )
     return np.array_equal(ours, theirs)
-
-
-def _read(
-    checkpoint: OpenCheckpoint,
-    boxes: Sequence[tuple[int, Box]],
-    options: LoadOptions,
-    replicas: Sequence[Storage],
-    recorder: Recorder,
-) -> list[Any]:
-    """Return boxes of tensors, given by number, as arrays."""
-    index = checkpoint.index
-    arrays = [np.empty(box.lengths, numpy_dtype(index.tensors[t].spec.dtype)) for t, box in boxes]
-    fills = [(number, box, array) for (number, box), array in zip(boxes, arrays, strict=True)]
-    RangeReader(checkpoint, fills, options, replicas=replicas).run(recorder, options.timeout_s)
-    return arrays

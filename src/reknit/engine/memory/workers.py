@@ -1,4 +1,4 @@
-"""The only home of threads: workers that take jobs one after another, each with an arena of its own."""
+"""Threads of the engine: workers that take jobs one after another, each with an arena of its own."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ _Worker = tuple[threading.Thread, threading.Event]
 _NO_ARENA_NBYTES = 4096
 
 _THREAD_NBYTES = 16 << 20
-"""What a thread may take before its first line: a stack, and what allocators set apart for it."""
+"""What a thread may need before its first line: a stack, and what allocators reserve for it."""
 
 _LOOK_S = 1.0
-"""How often it is looked whether a worker is still there."""
+"""How often it is checked whether a worker is still alive."""
 
 
 class _Source(Generic[Job]):
@@ -52,7 +52,7 @@ class _Source(Generic[Job]):
 
 
 class Gate:
-    """A way to memory that is closed for good when its owner no longer waits for those who use it."""
+    """Guards memory that threads use, and closes for good when its owner no longer waits for them."""
 
     def __init__(self) -> None:
         self._changed = threading.Condition()
@@ -62,7 +62,7 @@ class Gate:
     def check(self) -> None:
         """Raise `DeadlineError` when the gate is closed."""
         if self._closed:
-            raise DeadlineError("nobody waits for this any more")
+            raise DeadlineError("the caller no longer waits for this")
 
     @contextmanager
     def passing(self) -> Iterator[None]:
@@ -78,7 +78,7 @@ class Gate:
                 self._changed.notify_all()
 
     def close(self) -> None:
-        """Let nobody pass any more, and return when nobody is inside."""
+        """Close the gate, and return once no thread is inside."""
         with self._changed:
             self._closed = True
             while self._inside:
@@ -95,7 +95,7 @@ def start(name: str, work: Callable[[], None]) -> threading.Thread:
 def begin(thread: threading.Thread) -> None:
     """Start a thread.  Raises `ShortageError` where there may be no more, or there is too little memory.
 
-    Where memory ends under a thread before its first line, Python waits for ever for that line.
+    If memory runs out before the first line of a thread, Python would wait for that line for ever.
     """
     require_memory(_THREAD_NBYTES)
     with typed_shortage():

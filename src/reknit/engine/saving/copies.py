@@ -9,7 +9,8 @@ import msgspec
 import numpy as np
 
 from reknit.engine import messages
-from reknit.engine.memory.staging import GATHER_NBYTES, contiguous_bytes, gathered, itemsize, stage
+from reknit.engine.memory.elements import contiguous_bytes, itemsize, stage
+from reknit.engine.memory.staging import GATHER_NBYTES, gathered
 from reknit.errors import StateError
 from reknit.format.checksum import digest
 from reknit.format.values.blob_codec import encode_blobs

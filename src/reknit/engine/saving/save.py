@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from reknit.comm import base as comm
 from reknit.engine import messages
-from reknit.engine.memory.staging import all_bits
+from reknit.engine.memory.elements import all_bits
 from reknit.engine.memory.workers import start
 from reknit.engine.report import SaveReport
 from reknit.engine.saving.claims import blob_files, bring, claims

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Protocol
 
 import numpy as np
 
-from reknit.engine.memory.staging import stage
+from reknit.engine.memory.elements import stage
 from reknit.engine.memory.workers import run_jobs
 from reknit.engine.saving.tuning import PIECES, Tuner
 from reknit.errors import ReknitError

@@ -1,8 +1,8 @@
-"""How ranks of one host hand each other memory: a ring that many read, and packets that say what is in it.
+"""How ranks of one host share memory: a ring that many read, and packets that say what is in it.
 
-Each rank has a ring of its own, in shared memory.  It connects to every rank that takes something from it,
-gives it the memory, and says what lies where; the taker says when it has it.  A connection that ends while
-something is outstanding tells that the other rank is gone or has given up.
+Each rank has a ring of its own, in shared memory.  It connects to every rank that takes fetches from it,
+passes it the memory, and says where each fetch is; the taker answers when it has copied it.  If a connection
+ends while something is outstanding, the other rank is gone or has failed.
 """
 
 from __future__ import annotations
@@ -37,23 +37,23 @@ _TAKEN = struct.Struct("<Q")
 _CREDENTIALS = struct.Struct("3i")
 
 
-class Hearer(Protocol):
-    """Whoever uses a link; called from the thread that listens."""
+class LinkListener(Protocol):
+    """What a link tells whoever uses it, in the thread that listens."""
 
     def ready(self, rank: int, number: int, memory: NDArray[np.uint8]) -> None:
-        """Take note that a fetch lies at the beginning of `memory`, in the ring of a rank."""
+        """A fetch lies at the beginning of `memory`, in the ring of a rank."""
 
     def taken(self, number: int, rank: int) -> None:
-        """Take note that a rank has copied a fetch out of this rank's ring."""
+        """A rank has copied a fetch out of this rank's ring."""
 
     def source_ended(self, rank: int) -> None:
-        """Take note that a rank will say no more of what is ready in its ring."""
+        """A rank whose ring this one reads has left."""
 
     def taker_ended(self, rank: int) -> None:
-        """Take note that a rank will say no more of what it has taken."""
+        """A rank that reads this rank's ring has left."""
 
     def failed(self, error: BaseException) -> None:
-        """Take note that nothing more will be heard, of anybody."""
+        """The link itself failed; nothing more will be called."""
 
 
 class _Peer(NamedTuple):
@@ -92,11 +92,11 @@ class HostLink:
         self._closing = threading.Event()
         self._join: Callable[[], None] | None = None
 
-    def open(self, ring: SharedMemory | None, takers: Mapping[int, str], hearer: Hearer) -> None:
+    def open(self, ring: SharedMemory | None, takers: Mapping[int, str], listener: LinkListener) -> None:
         """Give `ring` to the `takers` (rank: address), and begin to listen.
 
-        Without a ring they hear that this rank has ended.  Raises `CommError` when one of them is not there
-        any more; the others are connected all the same, so that they hear of this rank's end.
+        Without a ring they are told that this rank has left.  Raises `CommError` when one of them cannot be
+        reached; the others are connected all the same, so that they notice when this rank leaves.
         """
         failures = []
         for rank, address in takers.items():
@@ -104,13 +104,13 @@ class HostLink:
                 self._takers[rank] = self._connect(rank, address, ring)
             except CommError as error:
                 failures.append(error)
-        self._join = start("reknit-host-link", lambda: self._listen(hearer)).join
+        self._join = start("reknit-host-link", lambda: self._listen(listener)).join
         if failures:
             raise failures[0]
 
     def ready(self, rank: int, number: int, at: int) -> None:
         """Tell a taker that a fetch begins at byte `at` of this rank's ring."""
-        with suppress(OSError):  # the listener sees the end of the connection, and says so
+        with suppress(OSError):  # the listening thread notices the end of the connection
             self._takers[rank].send(_READY.pack(number, at))
 
     def taken(self, rank: int, number: int) -> None:
@@ -155,7 +155,7 @@ class HostLink:
 
     # The thread that listens.  What a selector has with a connection is what to do when there is a packet.
 
-    def _listen(self, hearer: Hearer) -> None:
+    def _listen(self, listener: LinkListener) -> None:
         try:
             with selectors.DefaultSelector() as selector:
                 selector.register(self._woken, selectors.EVENT_READ)
@@ -165,12 +165,12 @@ class HostLink:
                 while not self._closing.is_set():
                     for key, _ in selector.select():
                         if key.data is not None:
-                            key.data(selector, hearer)
-        except BaseException as error:  # whatever it is, those who wait to hear something must know
-            hearer.failed(error)
+                            key.data(selector, listener)
+        except BaseException as error:  # those who wait for a call must learn of it, whatever it is
+            listener.failed(error)
 
-    def _admit(self, selector: selectors.BaseSelector, _: Hearer) -> None:
-        """Accept whoever knocks and runs as the same user; who it is, it has to say first."""
+    def _admit(self, selector: selectors.BaseSelector, _: LinkListener) -> None:
+        """Accept a connection from the same user; its first packet has to say who it is."""
         try:
             peer, _ = self._door.accept()
         except (BlockingIOError, ConnectionAbortedError):
@@ -183,8 +183,8 @@ class HostLink:
         self._callers.add(peer)
         selector.register(peer, selectors.EVENT_READ, partial(self._greet, peer))
 
-    def _greet(self, peer: socket.socket, selector: selectors.BaseSelector, hearer: Hearer) -> None:
-        """Take a caller's first packet: a rank of this job knows the token, and brings its ring."""
+    def _greet(self, peer: socket.socket, selector: selectors.BaseSelector, listener: LinkListener) -> None:
+        """Take a caller's first packet: a rank of this job knows the token, and sends its ring."""
         selector.unregister(peer)
         self._callers.discard(peer)
         hello, fds = b"", list[int]()
@@ -201,34 +201,34 @@ class HostLink:
         except (IndexError, UsageError, MemoryError, OSError) as error:
             peer.close()
             if nbytes:
-                told = CommError(f"the memory of rank {rank} of this host cannot be used: {error}")
-                raise shortage(error) or told from error
-            hearer.source_ended(rank)
+                unusable = CommError(f"the memory of rank {rank} of this host cannot be used: {error}")
+                raise shortage(error) or unusable from error
+            listener.source_ended(rank)
             return
         peer.setblocking(True)
         with self._lock:
             self._sources[rank] = _Peer(peer, ring)
         selector.register(peer, selectors.EVENT_READ, partial(self._hear_source, rank))
 
-    def _hear_source(self, rank: int, selector: selectors.BaseSelector, hearer: Hearer) -> None:
+    def _hear_source(self, rank: int, selector: selectors.BaseSelector, listener: LinkListener) -> None:
         """Take one packet of a rank from which this one takes."""
         source = self._sources[rank]
         packet = _packet(source.socket)
         if len(packet) == _READY.size:
             number, at = _READY.unpack(packet)
-            hearer.ready(rank, number, source.ring.bytes[at:])
+            listener.ready(rank, number, source.ring.bytes[at:])
         else:
             selector.unregister(source.socket)
-            hearer.source_ended(rank)
+            listener.source_ended(rank)
 
-    def _hear_taker(self, rank: int, selector: selectors.BaseSelector, hearer: Hearer) -> None:
+    def _hear_taker(self, rank: int, selector: selectors.BaseSelector, listener: LinkListener) -> None:
         """Take one packet of a rank that takes from this one."""
         packet = _packet(self._takers[rank])
         if len(packet) == _TAKEN.size:
-            hearer.taken(_TAKEN.unpack(packet)[0], rank)
+            listener.taken(_TAKEN.unpack(packet)[0], rank)
         else:
             selector.unregister(self._takers[rank])
-            hearer.taker_ended(rank)
+            listener.taker_ended(rank)
 
 
 def _packet(peer: socket.socket) -> bytes:

@@ -1,4 +1,4 @@
-"""The places of a ring in shared memory: what lies in them, and who has not copied it yet."""
+"""The slots of a ring in shared memory: what is in them, and who has not copied it yet."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ if TYPE_CHECKING:
 
     Bytes = NDArray[np.uint8]
 
-AWAY = -1
-"""Stands for all ranks of other hosts, to whom one exchange brings a fetch."""
+OTHER_HOSTS = -1
+"""Stands for all ranks of other hosts, which get a fetch in one exchange."""
 
 
 class Slot:
-    """A place in the ring for fetches; `turn` is the exchange that filled it, -1 for this rank itself."""
+    """Room for fetches in the ring; `turn` is the exchange that filled it, -1 if this rank did."""
 
     def __init__(self, at: int, memory: Bytes, turn: int = -1) -> None:
         self.at, self.memory, self.turn = at, memory, turn
@@ -30,7 +30,7 @@ class Slot:
 class HeldFetch(NamedTuple):
     """A fetch in a slot, from byte `at` of the ring on, and who has not copied it yet.
 
-    This rank itself is one of those, and so is `AWAY`.
+    That can be this rank itself, and `OTHER_HOSTS`.
     """
 
     slot: Slot

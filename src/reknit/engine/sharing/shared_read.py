@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from reknit.options import LoadOptions
 
 _MOST_SLOTS = 8
-"""Fetches that a rank reads ahead of those that take them."""
+"""Fetches that a rank reads before others have taken them."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,7 +111,7 @@ class SharedRead:
         return exchange.nbytes_received
 
     def close(self) -> None:
-        """Let nobody connect any more."""
+        """Refuse further connections."""
         if self.link is not None:
             self.link.close()
 
@@ -125,7 +125,7 @@ class SharedRead:
         plan = self.reader.plan
         if int(plan.read_nbytes.sum()) < WORTH_NBYTES:
             return 0.0
-        # A large read, for a small one tells of what each call costs, and not the first, which may be cached.
+        # Not a small read, whose time is that of the call, and not the first one, which may be cached.
         largest = np.flatnonzero(plan.read_nbytes == plan.read_nbytes.max())
         read = largest[len(largest) // 2]
         # One block is enough, and hardly counts among the bytes that are read.
@@ -148,5 +148,5 @@ def host_id() -> str | None:
     try:
         boot = Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
         return f"{boot}-{os.stat('/proc/self/ns/net').st_ino}-{os.geteuid()}"
-    except OSError:  # a system without /proc, or with one that is closed: who else is here cannot be told
+    except OSError:  # no /proc, or a closed one: which ranks share this host is not known
         return None

@@ -1,4 +1,4 @@
-"""Is a file what the manifest says it is?  Its size, its blocks; and where else a whole one is to be had."""
+"""Is a file what the manifest says?  Checks of its size and blocks, and a search for a sound copy."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def read_checked(
 ) -> bytes:
     """Return a whole small file whose size and digests are what the manifest says.
 
-    Where that cannot be had, the first of `replicas` that has it is asked.  Raises `CorruptError`.
+    If it cannot be read here, it is taken from the first of `replicas` that has it.  Raises `CorruptError`.
     """
     return first_sound([storage, *replicas], lambda place: _read_checked(place, file, block_nbytes))
 
@@ -45,7 +45,7 @@ def first_sound(places: Sequence[Storage], read: Callable[[Storage], Found]) -> 
         return read(places[0])
     except _UNSOUND as error:
         for replica in places[1:]:
-            with suppress(*_UNSOUND):  # whatever is wrong there, it is no replacement
+            with suppress(*_UNSOUND):  # a replica that fails is no replacement
                 found = read(replica)
                 logger.warning("%s: taken from the replica %s", error.message, replica.url)
                 return found
@@ -67,7 +67,7 @@ def _read_checked(storage: Storage, file: FileEntry, block_nbytes: int) -> bytes
 def check_size(storage: Storage, file: FileEntry, replicas: Sequence[Storage] = ()) -> None:
     """Raise `CorruptError` when a file is missing or has another size than the manifest says.
 
-    That is no error, nor is a store that cannot tell, where one of `replicas` has the file in its right size.
+    Neither that nor a failing store is an error where one of `replicas` has the file in its right size.
     """
     try:
         _check_own_size(storage, file)
@@ -80,7 +80,7 @@ def _has(storage: Storage, file: FileEntry) -> bool:
     try:
         return storage.size(file.path) == file.nbytes
     except StorageError:
-        return False  # whatever is wrong there, it is no replacement
+        return False  # a replica that fails is no replacement
 
 
 def _check_own_size(storage: Storage, file: FileEntry) -> None:

@@ -1,10 +1,10 @@
-"""What have killed saves left in a store, and what of it can never become part of a checkpoint?
+"""Find what killed saves have left in a store, and remove what can never become part of a checkpoint.
 
 Nothing is removed that belongs to a committed checkpoint, or to a save that may be under way:
 
 - *What a manifest names stays*, and so does every file with its write id.  Manifests are read after the store
-  was listed: what was committed when it was listed is in a manifest then.  Where a manifest cannot be made
-  sense of, nothing tells what belongs to it, and the whole folder stays.
+  was listed, so all that was committed by then is in a manifest.  Where a manifest cannot be read, the whole
+  folder stays.
 - *Age keeps a live save from being disturbed.*  Where anything in a checkpoint's folder that is not committed
   is younger than the limit, the whole folder stays: a save may be at work there.
 - *A save whose files go cannot commit.*  A save commits only while its marker is there (docs/decisions/0007).
@@ -13,12 +13,11 @@ Nothing is removed that belongs to a committed checkpoint, or to a save that may
   is so.  What has no name yet (parts of uploads, temporary files) is part of no checkpoint: a save that finds
   it gone fails before it commits.
 
-What is left is a window as long as one request, with a save that did nothing for longer than the limit and
-goes on in that instant.  Whoever commits looks for all files after the marker is up, and fails when one is
-missing; so he would have to put up the marker, look and commit between the last look here and the first file
-that goes.  On an object store, where commit is a look and a write, markers have that window anyhow.
+One window remains, as long as one request: a save that did nothing for longer than the limit would have to
+put up its marker, look for its files and commit between the last look here and the first file that is removed.
+On an object store, where a commit is a look and a write, markers have that window anyhow.
 
-That listings are late is harmless here: what is not listed is not removed.
+Late listings are harmless: what is not listed is not removed.
 """
 
 from __future__ import annotations
@@ -91,7 +90,7 @@ def leftovers(storage: Storage, held: Iterable[Dated], before: float) -> list[Le
 
 
 def remove(storage: Storage, sweep: Sweepable, leftover: Leftover) -> bool:
-    """Remove what a save has left; tell whether that was done, or it turned out to be needed."""
+    """Remove what a save has left; return False if it turned out to be needed."""
     folder = storage.sub(leftover.folder) if leftover.folder else storage
     markers = [each for each in leftover.found if _is_marker(each)]
     others = [each for each in leftover.found if not _is_marker(each)]
@@ -156,7 +155,7 @@ def _in_folder(storage: Storage, name: str, folder: _Folder, before: float) -> l
         try:
             manifest = _manifest(storage.sub(name) if name else storage)
         except StorageNotFoundError:
-            return []  # somebody removes the checkpoint at this moment
+            return []  # the checkpoint is being removed
         except FormatError as error:
             kept = f"the manifest there cannot be read: {error.message}"
         else:
@@ -202,5 +201,5 @@ def _may_commit(folder: Storage, write_id8: str) -> bool:
         return paths.short_id(_manifest(folder).write_id) == write_id8
     except StorageNotFoundError:
         return False
-    except FormatError:  # then nothing tells whose files these are
+    except FormatError:  # whose files these are is not known
         return True

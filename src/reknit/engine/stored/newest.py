@@ -26,7 +26,7 @@ logger = logging.getLogger("reknit")
 
 
 class _Age(NamedTuple):
-    """What orders checkpoints; one without a step is older than all that have one."""
+    """The order of checkpoints; one without a step is older than all that have one."""
 
     step: int
     created: float
@@ -37,9 +37,9 @@ class _Age(NamedTuple):
 def newest(root: Storage) -> str | None:
     """Return the path of the newest checkpoint directly below a folder, or None.
 
-    A folder that cannot be judged for a reason of its own is passed over with a warning; a store that fails
-    is an error, since an older checkpoint in place of the newest would be lost work.  Saves that are under
-    way, of the run that made the newest or of a later one, are told in a warning.
+    A folder whose manifest is damaged or closed to this user is passed over with a warning.  A store that
+    fails is an error: an older checkpoint in place of the newest would be lost work.  A warning names the
+    saves that are under way, of the run that made the newest or of a later one.
     """
     begun: list[Begun] = []
     ages = [age for name in root.folders() if (age := _age(root, name, begun)) is not None]
@@ -62,7 +62,7 @@ def newest(root: Storage) -> str | None:
 def _refuse_other(root: Storage) -> None:
     """Raise `UsageError` where a path leads to something that is no folder of checkpoints.
 
-    A job that is told None begins anew, which is not what somebody wanted who named a checkpoint.
+    With None the job would start from the beginning, which a user who named a checkpoint does not want.
     """
     if manifest_exists(root):
         raise UsageError(
@@ -77,9 +77,9 @@ def _refuse_other(root: Storage) -> None:
 
 
 def _age(root: Storage, name: str, begun: list[Begun]) -> _Age | None:
-    """Return the age of the checkpoint in a folder, if there is one that can be judged.
+    """Return the age of the checkpoint in a folder, None if there is none or its manifest cannot be read.
 
-    Where there is none, what is under way there is added to `begun`.
+    Where there is none, the saves under way there are added to `begun`.
     """
     try:
         folder = root.sub(name)

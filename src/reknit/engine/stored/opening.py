@@ -1,4 +1,4 @@
-"""A committed checkpoint, opened: manifest, index and values, each checked before it is believed."""
+"""Open a committed checkpoint: manifest, index and values, each checked before it is used."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 from reknit.engine import messages
 from reknit.engine.memory.workers import run_jobs
 from reknit.engine.stored.file_checks import first_sound, read_checked
-from reknit.engine.stored.other_formats import foreign, meant
+from reknit.engine.stored.other_formats import foreign, suggestion
 from reknit.engine.stored.renaming import Naming, Renamed, names_in, renamed
 from reknit.errors import (
     CheckpointNotFoundError,
@@ -37,11 +37,11 @@ _MOST_READERS = 64
 """Files of values that are read at once: an object store answers a request in tens of milliseconds."""
 
 REPLACED = (CorruptError, StorageNotFoundError)
-"""What a reader meets whose checkpoint is replaced by another, and its files are removed."""
+"""What a reader raises when another checkpoint replaces the one it reads, and the files are removed."""
 REPLACED_TRIES = 5
-"""How often a checkpoint is read that is replaced again and again."""
+"""Attempts to read a checkpoint that is replaced again and again."""
 _TRIES = 4
-"""Files that are read, one after another, for the names of ranks' own values in an item."""
+"""Files that are tried, one after another, for the names of ranks' own values in an item."""
 
 
 @dataclass
@@ -72,7 +72,7 @@ class OpenCheckpoint:
         """The names in the checkpoint of what has another one in the state."""
         return {} if self.renamed is None else self.renamed.stored
 
-    def told(self, name: str) -> str:
+    def shown(self, name: str) -> str:
         """Return a name of the state with the one that it has in the checkpoint, where that differs."""
         return f"{name} (there {self.stored[name]})" if name in self.stored else name
 
@@ -186,7 +186,7 @@ def read_opened(
 
 
 def is_replaced(storage: Storage, write_id: str) -> bool:
-    """Tell whether there is another checkpoint by now than that of `write_id`, as far as can be told."""
+    """Tell whether another checkpoint has replaced that of `write_id`; False when the store fails."""
     try:
         return decode_manifest(read_manifest(storage)).write_id != write_id
     except (CheckpointNotFoundError, FormatError, StorageError):
@@ -232,7 +232,7 @@ def own_names(storage: Storage, manifest: Manifest, replicas: Sequence[Storage] 
             names.update(dict.fromkeys((blob.item, fqn) for fqn in names_in(data)))
             known[kind] = True
         except (FormatError, StorageError):
-            # Perhaps nobody wants this item.  A rank that does reads its own file, and raises what is wrong.
+            # A rank that wants this item reads its own file, and raises what is wrong.
             failed[kind] += 1
     unknown = dict.fromkeys(item for (item, _), found in known.items() if not found)
     return messages.OwnNames(list(names), list(unknown))
@@ -294,5 +294,5 @@ def read_manifest(storage: Storage) -> bytes:
         if (other := foreign(storage)) is not None:
             message, remedy = f"{message}: it is {other.what}", other.remedy
         else:
-            remedy = meant(storage)
+            remedy = suggestion(storage)
         raise CheckpointNotFoundError(message, path=storage.url, remedy=remedy) from None

@@ -1,4 +1,4 @@
-"""What is at a path where no checkpoint is?  What a user may have meant, and what others have saved there."""
+"""What is at a path that holds no checkpoint?  Files of other programs, and what to try instead."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ if TYPE_CHECKING:
 
 
 class Foreign(NamedTuple):
-    """What something is that reknit did not save, and how it can be read."""
+    """Something that another program saved: what it is, and how it can be read."""
 
     what: str
     remedy: str
 
 
-_ANEW = "load it with what saved it, and save the model and the optimizer with reknit.save"
+_RESAVE = "load it with what saved it, and save the model and the optimizer with reknit.save"
 
 _CHECKPOINTS = (
     (".metadata", "a checkpoint of torch.distributed.checkpoint (DCP)"),
@@ -32,13 +32,13 @@ _CHECKPOINTS = (
     ("adapter_model.safetensors", "an adapter as PEFT saves it"),
     ("_CHECKPOINT_METADATA", "a checkpoint of Orbax"),
 )
-"""Files by which what other programs save is known."""
+"""Files that identify what other programs save."""
 
 _RUNS = (
     ("zero_to_fp32.py", "a folder of DeepSpeed's own checkpoints"),
     ("latest_checkpointed_iteration.txt", "a folder of Megatron's own checkpoints"),
 )
-"""Files by which folders are known in which others save their checkpoints, and reknit may as well."""
+"""Files that identify folders in which other programs save their checkpoints, and reknit may too."""
 
 _FILES = {
     **dict.fromkeys((".pt", ".pth", ".bin", ".ckpt"), "a single file, as torch.save writes it"),
@@ -47,17 +47,17 @@ _FILES = {
 
 
 def foreign(storage: Storage) -> Foreign | None:
-    """Return what other programs have saved in a folder, None where that is nothing known."""
+    """Return what another program has saved in a folder, None if it is not known."""
     if os.path.isfile(storage.url):
         what = _FILES.get(os.path.splitext(storage.url)[1].lower())
         if what is None:
             return Foreign("a file", "a checkpoint is a folder: check the path")
-        return Foreign(f"{what}, which reknit cannot read", _ANEW)
+        return Foreign(f"{what}, which reknit cannot read", _RESAVE)
     return _known(storage, _CHECKPOINTS)
 
 
 def foreign_inside(storage: Storage) -> str | None:
-    """Say what other programs saved in a folder, or in the last one below; None where nothing is known."""
+    """Say what another program saved in a folder, or in the last one below; None if it is not known."""
     if (run := _known(storage, _RUNS)) is not None:
         return f"it is {run.what}"
     for name in storage.folders()[-1:]:
@@ -70,14 +70,14 @@ def foreign_inside(storage: Storage) -> str | None:
 
 
 def _known(storage: Storage, kinds: Sequence[tuple[str, str]]) -> Foreign | None:
-    """Return what a folder is by the first of these files that it has."""
+    """Identify a folder by the first of these files that it has."""
     for name, what in kinds:
         if _has(storage, name):
-            return Foreign(f"{what}, which reknit cannot read yet", _ANEW)
+            return Foreign(f"{what}, which reknit cannot read yet", _RESAVE)
     return None
 
 
-def meant(storage: Storage) -> str:
+def suggestion(storage: Storage) -> str:
     """Say what a user may have meant by a path that holds no checkpoint."""
     inside = [name for name in storage.folders() if _is_checkpoint(storage, name)]
     if inside:

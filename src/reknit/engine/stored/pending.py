@@ -1,11 +1,13 @@
 """Which saves are under way below a folder, and may yet commit?  Wait for them, or keep them from it.
 
-A save may commit as long as its marker stands in the folder of its checkpoint (docs/decisions/0007).  A save
-that was killed leaves its marker, too, and nothing tells the two apart from outside.
+A save may commit as long as its marker is in the folder of its checkpoint (docs/decisions/0007).  A save that
+was killed leaves its marker too.  A marker does not say on which host its agents run, and nobody can see the
+agents of other hosts, so the two cannot be told apart from outside.
 """
 
 from __future__ import annotations
 
+import logging
 import time
 from contextlib import suppress
 from typing import TYPE_CHECKING, NamedTuple
@@ -18,7 +20,10 @@ from reknit.monitor.phase import Deadline
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
+    from reknit.engine.stored.running_agents import AtWork
     from reknit.storage.base import Storage
+
+logger = logging.getLogger("reknit")
 
 _PAUSES_S = (0.05, 2.0)
 _MOST_NAMED = 4
@@ -48,19 +53,20 @@ def begun_in(folder: Storage) -> list[Begun]:
 
 
 def wait_for_saves(root: Storage, timeout_s: float) -> None:
-    """Wait for all saves directly below a folder: until they are committed, or have failed.
+    """Wait until all saves directly below a folder are committed or have failed.
 
-    Agents of this host count as soon as they are at work, those of others from when their markers are up.
-    Raises `DeadlineError` naming what is still there.
+    Saves of this host are waited for from when they are staged, those of other hosts from when their markers
+    are up.  A marker of a killed save is waited for until the timeout: agents of another host may still
+    commit it.  Raises `DeadlineError` naming what is still there.
     """
     deadline, pause_s = Deadline(timeout_s), _PAUSES_S[0]
     waited_for, working = _begun_below(root), at_work(root.url)
     while waited_for or working:
         if deadline.passed():
-            agents = f"; at work on this host: processes {sorted({agent.pid for agent in working})}"
+            here = _processes(working) if working else "no agent"
             raise DeadlineError(
                 f"saves below {root.url} were not over within {timeout_s:g} s: "
-                f"{named(waited_for) or 'no marker is up yet'}{agents if working else ''}",
+                f"{named(waited_for) or 'no marker is up yet'}; at work on this host: {here}",
                 path=root.url,
                 remedy="wait longer; or, if the processes of that run are dead on all hosts, keep its saves "
                 "from ever committing with latest(root, pending='fence')",
@@ -74,9 +80,20 @@ def wait_for_saves(root: Storage, timeout_s: float) -> None:
 
 
 def fence_off(root: Storage) -> None:
-    """Keep all saves that are under way directly below a folder from ever committing."""
+    """Keep all saves directly below a folder that have put up their marker from ever committing.
+
+    A save that is staged but whose agents have not put up its marker yet is not kept from it.  Where agents
+    of this host are still at work, that is logged; those of other hosts cannot be seen.
+    """
     for begun in _begun_below(root):
         begun.folder.delete(begun.path)
+    if working := at_work(root.url):
+        logger.warning(
+            "agents of this host are at work below %s: %s; what they put up a marker for from now on may "
+            "commit: end them first, then fence again",
+            root.url,
+            _processes(working),
+        )
 
 
 def named(begun: Sequence[Begun]) -> str:
@@ -86,6 +103,10 @@ def named(begun: Sequence[Begun]) -> str:
     return ", ".join(each.url for each in newest[:_MOST_NAMED]) + more
 
 
+def _processes(agents: Sequence[AtWork]) -> str:
+    return f"processes {sorted({agent.pid for agent in agents})}"
+
+
 def _begun_below(root: Storage) -> list[Begun]:
     found: list[Begun] = []
     for name in root.folders():
@@ -93,7 +114,7 @@ def _begun_below(root: Storage) -> list[Begun]:
             folder = root.sub(name)
         except StorageError:  # a name that no store takes
             continue
-        with suppress(StoragePermissionError):  # nothing in there is looked at by anybody
+        with suppress(StoragePermissionError):  # `newest` passes such a folder over
             found += begun_in(folder)
     return found
 

@@ -1,4 +1,4 @@
-"""What does a state call what a checkpoint holds?  Names mapped once, where a checkpoint is opened."""
+"""Map the names of a checkpoint to those of the state, once, when the checkpoint is opened."""
 
 from __future__ import annotations
 
@@ -53,13 +53,13 @@ class Naming:
 
     def unused(self, used: set[object]) -> list[str]:
         """Say which rules were not among the used ones."""
-        told = [f"rename has {old!r}" for old in self.rename if old not in used]
-        told += [
+        lines = [f"rename has {old!r}" for old in self.rename if old not in used]
+        lines += [
             f"rewrite has {expression!r}"
             for number, (expression, _) in enumerate(self.rewrite)
             if number not in used
         ]
-        return told
+        return lines
 
     def _rule(self, name: str) -> str | None:
         """Return the name itself, or the longest prefix of it, that `rename` has."""
@@ -126,16 +126,16 @@ def renamed(
 
     `items` are those of the checkpoint, `own` the names of values that ranks saved for themselves; items in
     `unknown` have more of these.  Raises `MismatchError` where two names become one, or a rule matches
-    nothing, which cannot be told while names are unknown.
+    nothing; the latter is not checked while names are unknown.
     """
     tensors = [entry[:2] for entry in index.tensors]
     values = [(item, fqn) for item, members in blobs.items() for fqn in members]
     own = list(dict.fromkeys(own))
     used: set[object] = set()
     new = {name: naming.apply(name, used) for name in dict.fromkeys([*tensors, *values, *own])}
-    if (told := naming.unused(used)) and not unknown:
+    if (unused := naming.unused(used)) and not unknown:
         raise MismatchError(
-            f"{', '.join(told)}, which matches no name in the checkpoint",
+            f"{', '.join(unused)}, which matches no name in the checkpoint",
             remedy="rules are for names item/fqn as `reknit show` lists them; a prefix ends in / or .",
         )
     _require_distinct(new)

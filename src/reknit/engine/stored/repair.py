@@ -1,4 +1,4 @@
-"""Where a block of a file is damaged or cannot be read: the same block of another copy of the checkpoint."""
+"""Replace a block that is damaged or cannot be read by the same block of another copy of the checkpoint."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ class Repairer:
     def require_sound(self, path: str) -> None:
         """Raise `StorageError` for a file of another size than it was saved with, if there are replicas.
 
-        Where its bytes lie is then anybody's guess, and each block has to be compared with its digest.
+        Its bytes may then be anywhere, so that each block has to be compared with its digest.
         """
         if not self.able:
             return
@@ -67,7 +67,7 @@ class Repairer:
             raise StorageError(known)
 
     def reread(self, path: str, block: int, error: ReknitError) -> NDArray[np.uint8]:
-        """Return a block of a read that failed, as it was saved: the rest of the read may have been at fault.
+        """Return a block of a read that failed, as it was saved; it may be whole, and another block damaged.
 
         Raises `error` as `replaced` does.
         """

@@ -1,8 +1,7 @@
 """Which agents of this host are at work, and for which checkpoints?
 
-An agent keeps a note of that in memory whose name stands among its descriptors in /proc.  So whoever may look
-there (the same user, or root) can read it, at any time and whatever the agent does, and nothing is left of it
-when the agent ends, however that comes about.
+An agent keeps a note of its saves in memory that /proc lists among its descriptors.  The same user, and root,
+can read it at any time, whatever the agent does, and it is gone when the agent ends, however it ends.
 """
 
 from __future__ import annotations
@@ -13,12 +12,10 @@ import struct
 import threading
 from contextlib import suppress
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping
-
-    from reknit.engine.background.agent_save import AgentSave
+    from collections.abc import Iterator, Mapping, Sequence
 
 MODULE = "reknit.engine.background.agent"
 """What an agent's process runs."""
@@ -29,16 +26,25 @@ _LOOKS = 8
 
 
 class AtWork(NamedTuple):
-    """An agent that may yet make a checkpoint exist at `path`.
+    """An agent that may yet commit a checkpoint at `path`.
 
-    `path` and `since` are None for one whose trainer is gone, and that says nothing of what it will do: it is
-    about to end, or to find out.
+    `path` and `since` are None for one without saves whose trainer is gone: it is about to end.
     """
 
     pid: int
     rank: int | None
     path: str | None
     since: float | None
+
+
+class NotedSave(Protocol):
+    """A save as a note has it: when it began, and every place that it goes to."""
+
+    since: float
+
+    @property
+    def places(self) -> Sequence[str]:
+        """URLs of the checkpoint, and of what it is promoted to."""
 
 
 class Note:
@@ -50,13 +56,13 @@ class Note:
         with suppress(AttributeError, OSError):
             self._fd = os.memfd_create(_NOTE, os.MFD_CLOEXEC)
 
-    def tell(self, rank: int, errands: Mapping[int, AgentSave]) -> None:
+    def tell(self, rank: int, saves: Mapping[int, NotedSave]) -> None:
         """Say which saves there are, and where each goes."""
         with self._lock:
             if self._fd == -1:
                 return
-            saves = [[errand.since, path] for errand in list(errands.values()) for path in errand.places]
-            said = json.dumps([rank, saves]).encode()
+            noted = [[save.since, path] for save in list(saves.values()) for path in save.places]
+            said = json.dumps([rank, noted]).encode()
             with suppress(OSError):  # no memory for it: the work itself goes on
                 os.pwrite(self._fd, _NBYTES.pack(len(said)) + said, 0)
 
@@ -74,7 +80,7 @@ def at_work(root: str) -> list[AtWork]:
     Agents that are threads of a trainer are not found: they end with it.
     """
     return sorted(
-        (agent for agent in _agents() if agent.path is None or _is_below(agent.path, root)),
+        (agent for agent in _agents() if agent.path is None or is_below(agent.path, root)),
         key=lambda agent: (agent.pid, agent.path or ""),
     )
 
@@ -87,7 +93,7 @@ def _agents() -> Iterator[AtWork]:
                 continue
             # After the name of the program, which may hold anything, and the state.
             parent = Path(f"/proc/{pid}/stat").read_bytes().rpartition(b")")[2].split()[1]
-            rank, saves = _note_of(pid) or (None, [])
+            rank, saves = read_note(pid) or (None, [])
         except OSError:  # gone meanwhile, or not ours to look at
             continue
         for since, path in saves:
@@ -96,7 +102,7 @@ def _agents() -> Iterator[AtWork]:
             yield AtWork(pid, rank, None, None)
 
 
-def _note_of(pid: int) -> tuple[int, list[tuple[float, str]]] | None:
+def read_note(pid: int) -> tuple[int, list[tuple[float, str]]] | None:
     """Return what an agent says of itself, None where that cannot be known."""
     folder = f"/proc/{pid}/fd"
     for number in os.listdir(folder):
@@ -117,6 +123,7 @@ def _read(path: str) -> tuple[int, list[tuple[float, str]]] | None:
     return None
 
 
-def _is_below(path: str, root: str) -> bool:
+def is_below(path: str, root: str) -> bool:
+    """Tell whether a path is that of a folder or lies in it, whatever links lead there."""
     path, root = (place if "://" in place else os.path.realpath(place) for place in (path, root))
     return path == root or path.startswith(root.rstrip("/") + "/")

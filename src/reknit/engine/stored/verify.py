@@ -1,4 +1,4 @@
-"""Is a checkpoint what it says it is?  From the manifest alone down to every byte."""
+"""Is a checkpoint sound?  Checked by its metadata alone, or down to every byte."""
 
 from __future__ import annotations
 
@@ -157,11 +157,11 @@ def check_all(checkpoint: OpenCheckpoint, rank: int, size: int, options: LoadOpt
     found = _check_pieces(checkpoint.storage, manifest.block_nbytes, readable, options, FormatError)
     for path, error in found:
         damage.setdefault(path, []).append(error.message)
-    told = []
+    lines = []
     for path in sorted(damage):
         first, *others = damage[path]
-        told.append(f"{first}, and {len(others)} more places of this file" if others else first)
-    return told
+        lines.append(f"{first}, and {len(others)} more places of this file" if others else first)
+    return lines
 
 
 class _Piece(NamedTuple):
@@ -177,11 +177,11 @@ def _piece_nbytes(block_nbytes: int) -> int:
 
 
 def _share(files: Sequence[FileEntry], rank: int, size: int, block_nbytes: int) -> list[_Piece]:
-    """Return what one of `size` ranks checks; an empty file is an empty piece of somebody's share."""
+    """Return what one of `size` ranks checks; an empty file is an empty piece of one share."""
     total = sum(file.nbytes for file in files)
     low, high = total * rank // size, total * (rank + 1) // size
     if rank == size - 1:
-        high += 1  # an empty file at the very end is somebody's too
+        high += 1  # so that an empty file at the very end is in a share too
     most = _piece_nbytes(block_nbytes)
     pieces, at = [], 0
     for file in files:
