@@ -133,14 +133,14 @@ def test_a_rank_that_knows_fewer_items_finds_its_tensors() -> None:
 def test_what_several_requests_name_is_encoded_once(monkeypatch: pytest.MonkeyPatch) -> None:
     index = spread(64, 4)
     encoded: defaultdict[int, int] = defaultdict(int)
-    plain = index_part._encoded
+    plain = index_part.encode_block
 
     def counting(index: Index, files: Any, first: Any, tensors: NDArray[np.int64]) -> bytes:
         for number in tensors.tolist():
             encoded[number] += 1
         return plain(index, files, first, tensors)
 
-    monkeypatch.setattr(index_part, "_encoded", counting)
+    monkeypatch.setattr(index_part, "encode_block", counting)
     rng = np.random.default_rng(5)
     requests = [np.flatnonzero(rng.random(128) < 0.3) for _ in range(9)]
     parts = blocks_for(index, numbers_of_files(index), [*requests, requests[0]])

@@ -7,7 +7,7 @@ import pytest
 
 from reknit.engine.saving.commit import Destination
 from reknit.engine.saving.save import SaveJob, save
-from reknit.engine.stored.verify import _check_header, verify
+from reknit.engine.stored.verify import check_header, verify
 from reknit.errors import FormatError
 from reknit.format.data_file import HeaderEntry, encode_header
 from reknit.monitor.phase import Recorder
@@ -58,7 +58,7 @@ def test_an_extent_that_the_header_of_its_file_does_not_have_is_found() -> None:
     storage.put(path, head + b"abcd", if_absent=True)
     file = FileEntry(path, len(head) + 4, ())
     spec, box = TensorSpec((4,), "uint8"), Box((0,), (4,))
-    _check_header(storage, index_of([("m", "a", spec, box, path, len(head))]), 0, file)
+    check_header(storage, index_of([("m", "a", spec, box, path, len(head))]), 0, file)
     for start in (len(head) - 1, len(head) + 1):
         with pytest.raises(FormatError, match="disagree about 1 extents"):
-            _check_header(storage, index_of([("m", "a", spec, box, path, start)]), 0, file)
+            check_header(storage, index_of([("m", "a", spec, box, path, start)]), 0, file)

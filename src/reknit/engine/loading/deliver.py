@@ -1,4 +1,4 @@
-"""Bytes of files on their way into live arrays: which part of a read goes where."""
+"""Deliver bytes of files into live arrays: which part of a read goes where."""
 
 from __future__ import annotations
 
@@ -50,24 +50,19 @@ class ReadSpan(NamedTuple):
 class Deliverer:
     """Puts the bytes of reads where the plan wants them; thread-safe for different reads.
 
-    `targets[w]` is the live array that wanted box `w` fills, `tensors[w]` the number of its tensor in the
-    index, `cast` holds the numbers of the boxes that are to be converted.
+    `boxes` are the number of a tensor in the index, a box of it, and the live array to fill; `cast` holds the
+    positions in `boxes` of those that are converted.
     """
 
     def __init__(
-        self,
-        index: Index,
-        plan: LoadPlan,
-        targets: Sequence[Any],
-        tensors: Sequence[int],
-        cast: frozenset[int],
+        self, index: Index, plan: LoadPlan, boxes: Sequence[tuple[int, Box, Any]], cast: frozenset[int]
     ) -> None:
-        self._index = index
-        self._plan = plan
-        self._targets = targets
-        self._tensors = tensors
-        self._cast = cast
-        self._bits: list[Any] = [None if w in cast else bits(target) for w, target in enumerate(targets)]
+        self._index, self._plan, self._cast = index, plan, cast
+        self._tensors = [tensor for tensor, _, _ in boxes]
+        self._targets = [target for _, _, target in boxes]
+        self._bits: list[Any] = [
+            None if w in cast else bits(target) for w, target in enumerate(self._targets)
+        ]
         self._pieces = self._make_pieces()
 
     def pieces(self, number: int) -> list[ReadPart]:

@@ -105,7 +105,7 @@ def blocks_for(index: Index, files: Ints, requests: Sequence[Ints]) -> list[list
         sums[numbers] += mark
     block, members = _cut(index, sums, np.flatnonzero(wanted))
     first = first_numbers(index)
-    encoded = [_encoded(index, files, first, numbers) for numbers in members]
+    encoded = [encode_block(index, files, first, numbers) for numbers in members]
     return [[encoded[number] for number in np.unique(block[numbers]).tolist()] for numbers in requests]
 
 
@@ -135,7 +135,7 @@ def first_numbers(index: Index) -> dict[str, int]:
     return first
 
 
-def _encoded(index: Index, files: Ints, first: dict[str, int], tensors: Ints) -> bytes:
+def encode_block(index: Index, files: Ints, first: dict[str, int], tensors: Ints) -> bytes:
     """Return the block of some tensors of one item."""
     counts = index.first[tensors + 1] - index.first[tensors]
     tensor, within = counted(counts)

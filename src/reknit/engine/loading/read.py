@@ -71,15 +71,12 @@ class RangeReader:
         self.cell_nbytes = cut.nbytes
         """No read of the plan crosses a multiple of this, or has more bytes."""
         sizes = [checkpoint.files[path].nbytes for path in index.files]
-        tensors = [tensor for tensor, _, _ in boxes]
         self.plan = plan_load(index, [(tensor, box) for tensor, box, _ in boxes], sizes, cut)
-        self._checkpoint = checkpoint
-        self._options = options
-        self._deliverer = Deliverer(index, self.plan, [target for _, _, target in boxes], tensors, cast)
+        self._checkpoint, self._options, self._moved = checkpoint, options, moved
+        self._deliverer = Deliverer(index, self.plan, boxes, cast)
         self._repairer = Repairer(checkpoint, replicas if options.on_corrupt == "replica" else ())
         self._clocks = {name: Stopwatch() for name in ("read", "verify", "deliver")}
         self._gate = Gate()
-        self._moved = moved
         self._lock = threading.Lock()
         self._nbytes_read = 0
         self._under_way: dict[int, str] = {}

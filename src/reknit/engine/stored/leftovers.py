@@ -14,7 +14,7 @@ Nothing is removed that belongs to a committed checkpoint, or to a save that may
   it gone fails before it commits.
 
 One window remains, as long as one request: a save that did nothing for longer than the limit would have to
-put up its marker, look for its files and commit between the last look here and the first file that is removed.
+put up its marker, look for its files and commit between the last look here and the first removal of a file.
 On an object store, where a commit is a look and a write, markers have that window anyhow.
 
 Late listings are harmless: what is not listed is not removed.

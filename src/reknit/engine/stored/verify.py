@@ -92,10 +92,10 @@ def _check_index(
     _tried(problems, manifest.index_path, check_extents, index, listed)
     for number, path in enumerate(index.files):
         if path in found:
-            _tried(problems, path, _check_header, storage, index, number, found[path])
+            _tried(problems, path, check_header, storage, index, number, found[path])
 
 
-def _check_header(storage: Storage, index: Index, number: int, file: FileEntry) -> None:
+def check_header(storage: Storage, index: Index, number: int, file: FileEntry) -> None:
     """Check that a data file's header has an entry for each of its extents.
 
     It may have more: of equal boxes that two ranks wrote, the index keeps one.
