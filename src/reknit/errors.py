@@ -228,6 +228,7 @@ def typed(error: BaseException) -> ReknitError:
 
 _NO_FILES = frozenset({errno.EMFILE, errno.ENFILE, errno.ETOOMANYREFS})
 _NO_MEMORY = frozenset({errno.ENOMEM, errno.ENOBUFS})
+_SAYS_FILES = "Too many open files"
 _SAYS_THREADS = ("start new thread", "launch worker thread", "Resource temporarily unavailable")
 _SAYS_MEMORY = ("out of memory", "not enough memory", "allocate memory", "bad_alloc", "failed to map segment")
 _SAYING = (MemoryError, OSError, RuntimeError, ImportError)
@@ -245,7 +246,7 @@ def shortage(error: BaseException) -> ShortageError | None:
         return None
     code = error.errno if isinstance(error, OSError) else None
     said = str(error) or type(error).__name__
-    if code in _NO_FILES:
+    if code in _NO_FILES or _SAYS_FILES in said:
         return ShortageError(
             f"no further file can be opened: {said}",
             remedy="let this process have more open files (`ulimit -n`), or close some",

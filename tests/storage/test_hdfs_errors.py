@@ -14,7 +14,8 @@ from reknit.errors import (
 
 pytest.importorskip("hdfs_native", reason="HDFS needs hdfs-native")
 
-from reknit.storage.hdfs.errors import ExistingError, of_class, plain
+from reknit.storage.errors import ExistingError
+from reknit.storage.hdfs.errors import of_class, plain
 
 
 @pytest.mark.parametrize(

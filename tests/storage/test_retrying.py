@@ -35,8 +35,8 @@ if TYPE_CHECKING:
 QUICK = RetryPolicy(deadline_s=20, first_s=0.001, longest_s=0.002)
 
 
-def retrying(folder: Path, *faults: Fault, patience: RetryPolicy = QUICK, resumes: bool = False) -> Any:
-    return RetryingStorage(FaultyStorage(LocalStorage(folder), plan=faults), patience, resumes=resumes)
+def retrying(folder: Path, *faults: Fault, policy: RetryPolicy = QUICK, resumes: bool = False) -> Any:
+    return RetryingStorage(FaultyStorage(LocalStorage(folder), plan=faults), policy, resumes=resumes)
 
 
 # Files of stores whose writers cannot go on
@@ -189,7 +189,7 @@ def test_the_url_says_how_long_a_store_is_asked_again(
     assert OPENED[-1] == f"patient-vault://x/y{rest}"
     assert isinstance(storage, RetryingStorage) == (deadline_s is not None)
     if isinstance(storage, RetryingStorage):
-        assert storage.patience.deadline_s == deadline_s
+        assert storage.policy.deadline_s == deadline_s
         assert isinstance(storage.inner, ProcessMemory)
     assert recipe("patient-vault://x") == ("patient-vault://x", True, f"{__name__}:vault")
 

@@ -126,8 +126,8 @@ def test_many_failures_in_a_row_are_outlasted(tmp_path: Path) -> None:
 
 def test_a_store_that_stays_away_is_given_up_in_time() -> None:
     plan = [Fault("away", n) for n in range(1, 10_000)]
-    patience = RetryPolicy(deadline_s=0.2, first_s=0.01, longest_s=0.02)
-    storage = RetryingStorage(FaultyStorage(ProcessMemory("away"), plan=plan), patience)
+    policy = RetryPolicy(deadline_s=0.2, first_s=0.01, longest_s=0.02)
+    storage = RetryingStorage(FaultyStorage(ProcessMemory("away"), plan=plan), policy)
     begin = monotonic()
     with pytest.raises(StorageUnavailableError, match=r"tried \d+ times in 0.2 s"):
         storage.get("x", limit=1)
@@ -155,7 +155,7 @@ def test_somebody_elses_file_is_not_taken_for_ones_own(tmp_path: Path) -> None:
     assert inner.get("taken", limit=10) == b"theirs"
 
 
-def test_impossible_patience_and_pace_are_refused() -> None:
+def test_impossible_policies_and_paces_are_refused() -> None:
     with pytest.raises(UsageError, match="positive"):
         RetryPolicy(first_s=0)
     with pytest.raises(UsageError, match="positive"):

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import errno
 import logging
 import tempfile
 import threading
 from contextlib import contextmanager, suppress
+from copy import copy
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -13,16 +15,17 @@ import numpy as np
 from reknit.errors import (
     StorageError,
     StorageFullError,
-    StorageNotFoundError,
     StoragePermissionError,
     StorageUnavailableError,
     UsageError,
     shortage,
 )
 from reknit.storage.base import Listed, Reading
+from reknit.storage.errors import existing, missing, removed, shorter, too_large
 from reknit.storage.local.store import LocalStorage
 from reknit.storage.paths import check_path, is_temporary
-from reknit.storage.runs import check_inside, read_runs
+from reknit.storage.runs import read_runs, spread
+from reknit.storage.writing import Progress, TakenNames
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -35,7 +38,6 @@ if TYPE_CHECKING:
 logger = logging.getLogger("reknit")
 
 _PIECE_NBYTES = 16 << 20
-_ERRNO_FULL = 28
 
 _warned: set[str] = set()
 
@@ -49,10 +51,10 @@ class FsspecStorage:
     on the local disk until it is whole, and then uploaded in order.
     """
 
-    def __init__(self, url: str, system: Any, root: str, names: _TakenNames | None = None) -> None:
+    def __init__(self, url: str, system: Any, root: str) -> None:
         """Use `open_fsspec`; `root` is what `system` calls the folder that `url` means."""
         self._url, self._system, self._root = url.rstrip("/"), system, root.rstrip("/")
-        self._names = names or _TakenNames()
+        self._names, self._lock = TakenNames(), threading.RLock()
 
     @property
     def url(self) -> str:
@@ -69,33 +71,29 @@ class FsspecStorage:
         if nbytes < 0:
             raise UsageError(f"a file of {nbytes} bytes cannot be")
         full = self._full(path)
-        with self._names.lock, self._translated("create", path):
+        with self._lock, self._translated("create", path):
             self._check_place(path)
-            if full in self._names.writing or self._exists(full):
-                raise StorageError(
-                    f"cannot create {self._told(path)}: it exists",
-                    remedy="files are never written twice: use another name, or delete the old one first",
-                    path=self._told(path),
-                )
+            if full in self._names or self._exists(full):
+                raise existing(self._told(path))
             writer = FsspecWriter(self, path, full, nbytes)
-            self._names.writing[full] = writer
+            self._names.take(full, writer)
         return writer
 
     def put(self, path: str, data: bytes, *, if_absent: bool) -> bool:
         """Write a small file; with `if_absent` it is looked first whether there is one."""
         full = self._full(path)
-        with self._names.lock, self._translated("write", path):
+        with self._lock, self._translated("write", path):
             self._check_place(path)
-            if if_absent and (full in self._names.writing or self._exists(full)):
+            if if_absent and (full in self._names or self._exists(full)):
                 return False
-            self._names.writing.pop(full, None)
+            self._names.free(full)
             self._make_folder(full)
             self._system.pipe_file(full, bytes(data))
         return True
 
     def commit(self, path: str, data: bytes, *, pending: str, if_absent: bool) -> bool:
         """Look for the file `pending`, put the other, and delete it."""
-        with self._names.lock:
+        with self._lock:
             self.size(pending)
             placed = self.put(path, data, if_absent=if_absent)
             if placed:
@@ -104,13 +102,10 @@ class FsspecStorage:
 
     def get(self, path: str, *, limit: int) -> bytes:
         """Return a whole small file."""
-        with self._names.lock:
+        with self._lock:
             nbytes = self.size(path)
             if nbytes > limit:
-                raise StorageError(
-                    f"{self._told(path)} has {nbytes} bytes, more than the {limit} allowed here",
-                    path=self._told(path),
-                )
+                raise too_large(self._told(path), nbytes, limit)
             with self._translated("read", path):
                 return bytes(self._system.cat_file(self._full(path)))
 
@@ -135,18 +130,8 @@ class FsspecStorage:
                 self.size(path)
                 return
         if len(data) < wanted:
-            raise StorageError(
-                f"{self._told(path)} is shorter than expected: wanted bytes {start} to {start + wanted}, "
-                f"but it ends at {start + len(data)}",
-                path=self._told(path),
-            )
-        position = 0
-        source = np.frombuffer(data, np.uint8)
-        for buffer in buffers:
-            if buffer.nbytes:
-                out = np.frombuffer(buffer, np.uint8)
-                np.copyto(out, source[position : position + len(out)])
-                position += len(out)
+            raise shorter(self._told(path), start, start + wanted, start + len(data))
+        spread(np.frombuffer(data, np.uint8), [np.frombuffer(one, np.uint8) for one in buffers if one.nbytes])
 
     def read_runs(self, path: str, starts: NDArray[np.int64], nbytes: int, buffer: memoryview) -> None:
         """Fill the buffer with runs."""
@@ -178,8 +163,8 @@ class FsspecStorage:
     def delete(self, path: str) -> None:
         """Remove a file."""
         full = self._full(path)
-        with self._names.lock, self._translated("delete", path):
-            self._names.writing.pop(full, None)
+        with self._lock, self._translated("delete", path):
+            self._names.free(full)
             self._system.invalidate_cache()
             if not self._system.exists(full):
                 return
@@ -189,7 +174,9 @@ class FsspecStorage:
 
     def sub(self, path: str) -> FsspecStorage:
         """Return the store rooted at a folder of this one."""
-        return FsspecStorage(self._told(path), self._system, self._full(path), self._names)
+        below = copy(self)
+        below._url, below._root = self._told(path), self._full(path)
+        return below
 
     def close(self) -> None:
         """Do nothing: fsspec keeps its file systems for the whole process."""
@@ -203,25 +190,21 @@ class FsspecStorage:
                 with self._system.open(full, "wb") as target:
                     while piece := source.read(_PIECE_NBYTES):
                         target.write(piece)
-                with self._names.lock:
+                with self._lock:
                     self._require_own(writer, path, full)
-                    del self._names.writing[full]
+                    self._names.free(full)
             except BaseException:
                 with suppress(Exception):  # the first error is the one to be told
                     self._discard(full)
                 raise
 
     def _require_own(self, writer: FsspecWriter, path: str, full: str) -> None:
-        if self._names.writing.get(full) is not writer:
-            raise StorageError(
-                f"{self._told(path)} was removed or replaced while it was written", path=self._told(path)
-            )
+        if not self._names.has(full, writer):
+            raise removed(self._told(path))
 
     def forget(self, writer: FsspecWriter, full: str) -> None:
         """Give a name free."""
-        with self._names.lock:
-            if self._names.writing.get(full) is writer:
-                del self._names.writing[full]
+        self._names.free(full, writer)
 
     def _discard(self, full: str) -> None:
         if self._system.exists(full):
@@ -239,11 +222,10 @@ class FsspecStorage:
         parts = path.split("/")
         for end in range(1, len(parts)):
             above = self._full("/".join(parts[:end]))
-            if above in self._names.writing or self._system.isfile(above):
+            if above in self._names or self._system.isfile(above):
                 raise StorageError(f"{self._told(path)} lies below a file", path=self._told(path))
         full = self._full(path)
-        below = any(other.startswith(f"{full}/") for other in self._names.writing)
-        if below or (self._system.isdir(full) and self._system.find(full)):
+        if self._names.below(full) or (self._system.isdir(full) and self._system.find(full)):
             raise StorageError(f"{self._told(path)} is a folder", path=self._told(path))
 
     def _full(self, path: str) -> str:
@@ -261,32 +243,22 @@ class FsspecStorage:
         except (StorageError, UsageError):
             raise
         except FileNotFoundError as error:
-            raise StorageNotFoundError(
-                f"there is no file {told}", remedy="check the path", path=told
-            ) from error
+            raise missing(told) from error
         except PermissionError as error:
             raise StoragePermissionError(f"cannot {action} {told}: {error}", path=told) from error
         except (ConnectionError, TimeoutError) as error:
             raise StorageUnavailableError(f"cannot {action} {told}: {error!r}", path=told) from error
         except Exception as error:  # libraries behind fsspec have errors of their own, of any type
-            full = getattr(error, "errno", None) == _ERRNO_FULL
+            full = getattr(error, "errno", None) == errno.ENOSPC
             kind = StorageFullError if full else StorageError
             raise shortage(error) or kind(f"cannot {action} {told}: {error!r}", path=told) from error
-
-
-class _TakenNames:
-    """Files of a file system that are being written by this process."""
-
-    def __init__(self) -> None:
-        self.lock = threading.RLock()
-        self.writing: dict[str, FsspecWriter] = {}
 
 
 class FsspecWriter:
     """A file that is gathered on the local disk until it is whole."""
 
     def __init__(self, storage: FsspecStorage, path: str, full: str, nbytes: int) -> None:
-        self._storage, self._path, self._full, self._nbytes = storage, path, full, nbytes
+        self._storage, self._path, self._full = storage, path, full
         self._url = f"{storage.url}/{path}"
         try:
             self._file = tempfile.TemporaryFile(prefix="reknit-")  # noqa: SIM115 - closed by finish or abort
@@ -296,16 +268,14 @@ class FsspecWriter:
                 remedy="point TMPDIR to a folder where files can be made",
                 path=self._url,
             ) from error
-        self._written = 0
-        self._open = True
+        self._progress = Progress(self._url, nbytes)
         self._lock = threading.Lock()
 
     def write(self, start: int, data: memoryview) -> None:
         """Put `data` into its place."""
         data = data.cast("B")
-        check_inside(start, data.nbytes, self._nbytes, self._url)
         with self._lock:
-            self._check_open("write")
+            self._progress.check(start, data.nbytes)
             try:
                 self._file.seek(start)
                 self._file.write(data)
@@ -315,17 +285,15 @@ class FsspecWriter:
                     remedy="make room there, or point TMPDIR to another disk",
                     path=self._url,
                 ) from error
-            self._written += data.nbytes
+            self._progress.add(data.nbytes)
 
     def finish(self) -> None:
         """Upload the file."""
         with self._lock:
-            self._check_open("finish")
-            self._open = False
+            self._progress.check_open("finish")
+            self._progress.end()
             try:
-                if self._written != self._nbytes:
-                    fault = f"{self._written} of {self._nbytes} bytes were written"
-                    raise StorageError(f"cannot finish {self._url}: {fault}", path=self._url)
+                self._progress.check_whole()
                 self._file.seek(0)
                 self._storage.place(self, self._path, self._full, self._file)
             finally:
@@ -335,13 +303,9 @@ class FsspecWriter:
     def abort(self) -> None:
         """Give up, unless the file is finished."""
         with self._lock:
-            self._open = False
+            self._progress.end()
             self._file.close()
         self._storage.forget(self, self._full)
-
-    def _check_open(self, action: str) -> None:
-        if not self._open:
-            raise StorageError(f"cannot {action} {self._url}: it is finished or aborted", path=self._url)
 
 
 def open_fsspec(url: str, durability: Durability = "power") -> Storage:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+from typing import Literal
 
 from reknit.errors import StorageError
 
@@ -35,6 +36,13 @@ def is_temporary(name: str) -> bool:
 def is_own_temporary(name: str) -> bool:
     """Tell whether a file name is one that the stores here make for a write under way, or for a lock."""
     return _OWN_TEMPORARY.fullmatch(name) is not None
+
+
+def kind_of(path: str) -> Literal["file", "temporary"] | None:
+    """Return what a path of a store is: part of it, a write of ours under way, or None for another's."""
+    if is_own_temporary(path.rpartition("/")[2]):
+        return "temporary"
+    return None if any(map(is_temporary, path.split("/"))) else "file"
 
 
 def _fault(path: str) -> str | None:

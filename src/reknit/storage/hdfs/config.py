@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import os
 import re
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, get_args
-from urllib.parse import parse_qsl
 from xml.etree import ElementTree
 
 from reknit.errors import UsageError
 from reknit.options import MIB, Durability, hadoop_conf_dir, hadoop_user
 from reknit.storage.paths import check_path
+from reknit.storage.url_options import mebibytes, require, url_options
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -20,10 +20,6 @@ if TYPE_CHECKING:
 Concat = Literal["auto", "rpc", "webhdfs", "none"]
 
 DEFAULT_PORT = 8020
-_OURS = (
-    "keys of reknit are part_mib, block_mib, concurrency, replication, timeout_s, tries, retry_s, concat, "
-    "webhdfs, principal, keytab"
-)
 _VARIABLE = re.compile(r"\$\{([^${}]+)\}")
 
 
@@ -56,21 +52,35 @@ class HdfsOptions:
     keytab: str | None = None
 
     def __post_init__(self) -> None:
-        _require(self.part_nbytes >= 1, "a part has at least one byte")
-        _require(
+        require(self.part_nbytes >= 1, "a part has at least one byte")
+        require(
             self.part_nbytes <= self.block_nbytes,
             f"a part of {self.part_nbytes} bytes is larger than a block of {self.block_nbytes}",
         )
-        _require(self.concurrency >= 1, "concurrency is at least 1")
-        _require(self.replication is None or self.replication >= 1, "replication is at least 1")
-        _require(self.timeout_s > 0, "timeout_s must be positive")
-        _require(self.tries >= 1, "tries is at least 1")
+        require(self.concurrency >= 1, "concurrency is at least 1")
+        require(self.replication is None or self.replication >= 1, "replication is at least 1")
+        require(self.timeout_s > 0, "timeout_s must be positive")
+        require(self.tries >= 1, "tries is at least 1")
         known = get_args(Concat)
-        _require(self.concat in known, f"concat is one of {', '.join(known)}, not {self.concat!r}")
-        _require(
+        require(self.concat in known, f"concat is one of {', '.join(known)}, not {self.concat!r}")
+        require(
             self.concat != "webhdfs" or self.webhdfs is not None,
             "concat=webhdfs needs the address of a web server, such as webhdfs=http://namenode:9870",
         )
+
+
+_CONVERT: dict[str, Callable[[str], Any]] = {
+    "part_mib": mebibytes,
+    "block_mib": mebibytes,
+    "concurrency": int,
+    "replication": int,
+    "timeout_s": float,
+    "tries": int,
+    "concat": str,
+    "webhdfs": str,
+    "principal": str,
+    "keytab": os.path.expanduser,
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,7 +128,10 @@ def parse_url(url: str, durability: Durability = "power") -> HdfsPath:
     folder = folder.strip("/")
     if folder:
         check_path(folder, f"hdfs://{authority}")
-    return HdfsPath(authority, f"/{folder}" if folder else "", _options(url, query), durability)
+    found = url_options(url, query, _CONVERT)
+    if "part_nbytes" in found:
+        found.setdefault("block_nbytes", max(HdfsOptions().block_nbytes, found["part_nbytes"]))
+    return HdfsPath(authority, f"/{folder}" if folder else "", HdfsOptions(**found), durability)
 
 
 def cluster(place: HdfsPath) -> Cluster:
@@ -173,34 +186,3 @@ def _address(text: str) -> tuple[str, int]:
     if not port.isdecimal() or not 0 < int(port) < 1 << 16:
         raise UsageError(f"{text!r} is no address of a NameNode", remedy="write host:port")
     return host.strip("[]"), int(port)
-
-
-def _options(url: str, query: str) -> HdfsOptions:
-    convert: dict[str, Callable[[str], Any]] = {
-        "part_mib": lambda text: int(text) * MIB,
-        "block_mib": lambda text: int(text) * MIB,
-        "concurrency": int,
-        "replication": int,
-        "timeout_s": float,
-        "tries": int,
-        "concat": str,
-        "webhdfs": str,
-        "principal": str,
-        "keytab": os.path.expanduser,
-    }
-    found: dict[str, Any] = {}
-    for key, text in parse_qsl(query, keep_blank_values=True):
-        if key not in convert:
-            raise UsageError(f"{url!r} has the unknown option {key!r}", remedy=_OURS)
-        try:
-            found[key.replace("_mib", "_nbytes")] = convert[key](text)
-        except ValueError as error:
-            raise UsageError(f"{url!r}: {text!r} is no value of {key}", remedy=_OURS) from error
-    if "part_nbytes" in found:
-        found.setdefault("block_nbytes", max(HdfsOptions().block_nbytes, found["part_nbytes"]))
-    return replace(HdfsOptions(), **found)
-
-
-def _require(ok: bool, message: str) -> None:
-    if not ok:
-        raise UsageError(message)

@@ -5,12 +5,15 @@ from __future__ import annotations
 import re
 
 from reknit.errors import (
+    ReknitError,
     StorageError,
     StorageFullError,
     StorageNotFoundError,
     StoragePermissionError,
     StorageUnavailableError,
+    shortage,
 )
+from reknit.storage.errors import ExistingError, existing, missing
 from reknit.storage.hdfs.threads import OverdueError
 
 _RPC = re.compile(r'RPCError\("([\w.$]+)", "(.*)', re.DOTALL)
@@ -31,29 +34,31 @@ _BUSY = (
 )
 
 
-class ExistingError(StorageError):
-    """The name is taken."""
-
-
-def as_ours(action: str, url: str, error: BaseException) -> StorageError:
-    """Return the `StorageError` that says what an error of the client means."""
+def as_ours(action: str, url: str, error: BaseException) -> ReknitError:
+    """Return the `StorageError`, or `ShortageError`, that says what an error of the client means."""
     text, told = str(error), plain(error)
+    if short := shortage(error) or shortage(RuntimeError(told)):
+        short.sign(path=url)
+        return short
     found = _RPC.match(text)
     kind, remedy = _kind(error, text, from_namenode=found is not None)
     if kind is StorageNotFoundError:
-        return kind(f"there is no file {url}", remedy=remedy, path=url)
+        return missing(url)
     if kind is ExistingError:
-        return kind(f"cannot {action} {url}: it exists", remedy=remedy, path=url)
+        return existing(url, action)
     return kind(f"cannot {action} {url}: {told}", remedy=remedy, path=url)
 
 
-def of_class(action: str, url: str, name: str, message: str) -> StorageError:
+def of_class(action: str, url: str, name: str, message: str) -> ReknitError:
     """Return the `StorageError` for an exception of a server, by its Java class."""
     return as_ours(action, url, RuntimeError(f'RPCError("{name}", "{message}'))
 
 
-def unreached(action: str, url: str, why: object) -> StorageUnavailableError:
-    """Return the error of who does not get an answer."""
+def unreached(action: str, url: str, why: object) -> ReknitError:
+    """Return the error of a request without an answer, or a `ShortageError` where that is the reason."""
+    if isinstance(why, BaseException) and (short := shortage(why)):
+        short.sign(path=url)
+        return short
     return StorageUnavailableError(
         f"cannot {action} {url}: {why}",
         remedy="check the address, the network and that the NameNode is up; it may be passing, so that "
@@ -73,12 +78,9 @@ def plain(error: BaseException) -> str:
 
 def _kind(error: BaseException, text: str, *, from_namenode: bool) -> tuple[type[StorageError], str]:
     if isinstance(error, FileNotFoundError) or _MISSING.search(text):
-        return StorageNotFoundError, "check the path"
+        return StorageNotFoundError, ""
     if isinstance(error, FileExistsError) or _EXISTS.search(text):
-        return (
-            ExistingError,
-            "files are never written twice: use another name, or delete the old one first",
-        )
+        return ExistingError, ""
     if _FULL.search(text):
         return StorageFullError, "make room: delete old checkpoints, or raise the quota"
     if isinstance(error, PermissionError) or _DENIED.search(text):

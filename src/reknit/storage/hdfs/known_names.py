@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import re
-import threading
 from collections import OrderedDict
+
+from reknit.storage.writing import TakenNames
 
 _ESCAPED = re.compile(r"%(?=(?:25)*3A)")
 _MOST_FOLDERS = 256
@@ -20,7 +21,7 @@ def decoded(path: str) -> str:
     return re.sub(r"%((?:25)*)3A", lambda match: f"%{match[1][2:]}3A" if match[1] else ":", path)
 
 
-class HdfsNames:
+class HdfsNames(TakenNames):
     """The files that are being written by this process, and what is known to be in folders.
 
     Whether a name is free is thus looked up once for each folder instead of once for each file.  What others
@@ -28,30 +29,8 @@ class HdfsNames:
     """
 
     def __init__(self) -> None:
-        self._writers: dict[str, object] = {}
+        super().__init__()
         self._folders: OrderedDict[str, set[str]] = OrderedDict()
-        self._lock = threading.Lock()
-
-    def take(self, path: str, writer: object) -> bool:
-        """Give a name to a writer; tell whether it was free."""
-        with self._lock:
-            return self._writers.setdefault(path, writer) is writer
-
-    def has(self, path: str, writer: object) -> bool:
-        """Tell whether a writer still has its name."""
-        with self._lock:
-            return self._writers.get(path) is writer
-
-    def free(self, path: str, writer: object | None = None) -> None:
-        """Take a name from this writer, or from whoever has it."""
-        with self._lock:
-            if writer is None or self._writers.get(path) is writer:
-                self._writers.pop(path, None)
-
-    def under_way(self, path: str) -> bool:
-        """Tell whether a file is being written."""
-        with self._lock:
-            return path in self._writers
 
     def knows(self, folder: str) -> bool:
         """Tell whether it is known what is in a folder."""

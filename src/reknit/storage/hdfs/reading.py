@@ -11,6 +11,7 @@ import numpy as np
 
 from reknit.errors import StorageError, StorageNotFoundError
 from reknit.monitor.phase import Deadline
+from reknit.storage.errors import shorter, too_large
 from reknit.storage.hdfs.client import PIECE_NBYTES
 from reknit.storage.runs import spread, take_runs
 
@@ -106,14 +107,14 @@ class BlockReaders:
         self, reader: RawFileReader, path: str, ranges: list[tuple[int, int]], start: int, end: int
     ) -> list[bytes]:
         if reader.file_length() < end:  # asked for more, the client panics
-            raise self._shorter(path, start, end, reader.file_length())
+            raise shorter(self._client.url(path), start, end, reader.file_length())
 
         found = self._client.ask_together(
             "read", path, [partial(reader.read_range, *each) for each in ranges]
         )
         for (begin, nbytes), data in zip(ranges, found, strict=True):
             if len(data) != nbytes:
-                raise self._shorter(path, begin, begin + nbytes, begin + len(data))
+                raise shorter(self._client.url(path), begin, begin + nbytes, begin + len(data))
         return found
 
     def _whole(self, path: str, limit: int) -> bytes:
@@ -121,8 +122,7 @@ class BlockReaders:
             reader = self._client.open(path)
             nbytes = reader.file_length()
             if nbytes > limit:
-                url = self._client.url(path)
-                raise StorageError(f"{url} has {nbytes} bytes, more than the {limit} allowed here", path=url)
+                raise too_large(self._client.url(path), nbytes, limit)
             try:
                 ranges = [(a, min(PIECE_NBYTES, nbytes - a)) for a in range(0, nbytes, PIECE_NBYTES)]
                 return b"".join(self._read_from(reader, path, ranges, 0, nbytes))
@@ -144,12 +144,6 @@ class BlockReaders:
             self._kept.move_to_end(path)
             if len(self._kept) > _MOST_OPEN:
                 self._kept.popitem(last=False)
-
-    def _shorter(self, path: str, start: int, end: int, nbytes: int) -> StorageError:
-        url = self._client.url(path)
-        return StorageError(
-            f"{url} is shorter than expected: wanted bytes {start} to {end}, but it has {nbytes}", path=url
-        )
 
 
 def _groups(starts: list[int], nbytes: int) -> Iterator[tuple[int, int]]:

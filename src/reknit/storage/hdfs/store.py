@@ -6,20 +6,20 @@ import uuid
 from contextlib import suppress
 from copy import copy
 from dataclasses import replace
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING
 
 from reknit.errors import StorageError, StorageNotFoundError, StorageUnavailableError, UsageError
 from reknit.monitor.phase import now
 from reknit.storage.base import Dated, Listed, Reading
+from reknit.storage.errors import ExistingError, existing, missing
 from reknit.storage.hdfs.client import HdfsClient
 from reknit.storage.hdfs.config import HdfsPath, parse_url
-from reknit.storage.hdfs.errors import ExistingError
 from reknit.storage.hdfs.known_names import HdfsNames, decoded, encoded
 from reknit.storage.hdfs.placement import BlockPlacement
 from reknit.storage.hdfs.reading import GAP_NBYTES, BlockReaders
 from reknit.storage.hdfs.web import requests_of
 from reknit.storage.hdfs.writer import HdfsWriter
-from reknit.storage.paths import check_path, is_own_temporary, is_temporary
+from reknit.storage.paths import check_path, is_temporary, kind_of
 from reknit.storage.runs import checked_runs
 
 if TYPE_CHECKING:
@@ -77,12 +77,12 @@ class HdfsStorage:
             self._client, self._requests, self._placing, self._names, full, nbytes, self._prune
         )
         if not self._names.take(full, writer):
-            raise _existing(self._client.url(full))
+            raise existing(self._client.url(full))
         self._readers.drop(full)
         try:
             self._look_up(full.rpartition("/")[0])
             if self._names.taken(full) and self._find(full) is not None:
-                raise _existing(self._client.url(full))
+                raise existing(self._client.url(full))
         except BaseException:
             self._names.free(full, writer)
             raise
@@ -91,7 +91,7 @@ class HdfsStorage:
     def put(self, path: str, data: bytes, *, if_absent: bool) -> bool:
         """Write a temporary file, and give it the name in one step."""
         full = self._full(path)
-        if if_absent and self._names.under_way(full):
+        if if_absent and full in self._names:
             return False
         temporary = f"{full.rpartition('/')[0]}/.{uuid.uuid4().hex}.tmp"
         try:
@@ -113,7 +113,7 @@ class HdfsStorage:
         what he wrote was never to be seen.
         """
         full, marker = self._full(path), self._full(pending)
-        if if_absent and self._names.under_way(full):
+        if if_absent and full in self._names:
             return False
         try:
             self._fill(marker, bytes(data))
@@ -121,7 +121,7 @@ class HdfsStorage:
         except ExistingError:
             return False
         except StorageNotFoundError as error:
-            raise _missing(self._client.url(marker)) from error
+            raise missing(self._client.url(marker)) from error
         self._names.drop(marker)
         self._taken(full)
         return True
@@ -135,7 +135,7 @@ class HdfsStorage:
         full = self._full(path)
         found = self._client.stat(full)
         if found.isdir:
-            raise _missing(self._client.url(full))
+            raise missing(self._client.url(full))
         return found.length
 
     def read_into(self, path: str, start: int, buffers: list[memoryview]) -> None:
@@ -163,7 +163,7 @@ class HdfsStorage:
     def list(self, prefix: str = "") -> Iterator[Listed]:
         """Yield the files below a folder, one folder after another; sub-files are none."""
         folder = self._full(prefix) if prefix else self._place.folder
-        return self._walk(folder)
+        return (Listed(found.path, found.nbytes) for found in self._walk(folder) if found.kind == "file")
 
     def delete(self, path: str) -> None:
         """Remove a file, and the folders that become empty by it, but never the root."""
@@ -192,7 +192,7 @@ class HdfsStorage:
 
     def dated(self) -> Iterator[Dated]:
         """Yield the files below the root, also sub-files; of what is being written, when it was begun."""
-        return self._walk_dated(self._place.folder)
+        return self._walk(self._place.folder)
 
     def discard(self, found: Dated) -> None:
         """Remove a sub-file, and the folders that become empty by it, but never the root."""
@@ -295,34 +295,12 @@ class HdfsStorage:
         except StorageNotFoundError:
             return []
 
-    def _walk_dated(self, folder: str) -> Iterator[Dated]:
+    def _walk(self, folder: str) -> Iterator[Dated]:
         for entry in self._entries(folder):
-            name = entry.path.rpartition("/")[2]
-            if entry.isdir:
-                yield from self._walk_dated(entry.path)
-            elif is_own_temporary(name) or not is_temporary(name):
-                kind: Literal["temporary", "file"] = "temporary" if is_own_temporary(name) else "file"
-                path = decoded(entry.path[len(self._place.folder) + 1 :])
-                yield Dated(kind, path, entry.length, entry.modification_time / 1000)
-
-    def _walk(self, folder: str) -> Iterator[Listed]:
-        for entry in self._entries(folder):
-            name = entry.path.rpartition("/")[2]
-            if is_temporary(name) or not entry.path.startswith(f"{folder}/"):
-                continue
+            path = decoded(entry.path[len(self._place.folder) + 1 :])
+            if not entry.path.startswith(f"{folder}/"):
+                continue  # a file in the place of the folder
             if entry.isdir:
                 yield from self._walk(entry.path)
-            else:
-                yield Listed(decoded(entry.path[len(self._place.folder) + 1 :]), entry.length)
-
-
-def _existing(url: str) -> StorageError:
-    return ExistingError(
-        f"cannot create {url}: it exists",
-        remedy="files are never written twice: use another name, or delete the old one first",
-        path=url,
-    )
-
-
-def _missing(url: str) -> StorageNotFoundError:
-    return StorageNotFoundError(f"there is no file {url}", remedy="check the path", path=url)
+            elif (kind := kind_of(path)) is not None:
+                yield Dated(kind, path, entry.length, entry.modification_time / 1000)

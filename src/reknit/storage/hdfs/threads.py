@@ -10,10 +10,11 @@ from __future__ import annotations
 
 import os
 import threading
+from functools import partial
 from queue import SimpleQueue
 from typing import TYPE_CHECKING, Generic, TypeVar
 
-from reknit.errors import typed_shortage
+from reknit.system import start_thread
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -32,8 +33,8 @@ class OverdueError(Exception):
 class PendingCall(Generic[_Result]):
     """A call under way in another thread."""
 
-    def __init__(self, work: Callable[[], _Result], crew: _Crew) -> None:
-        self._work, self._crew = work, crew
+    def __init__(self, work: Callable[[], _Result], threads: _CallThreads) -> None:
+        self._work, self._threads = work, threads
         self._lock = threading.Lock()
         self._done = threading.Event()
         self._late = False
@@ -49,7 +50,7 @@ class PendingCall(Generic[_Result]):
         with self._lock:
             self._done.set()
             if self._late:
-                self._crew.count_late(-1)
+                self._threads.count_late(-1)
 
     def wait(self, seconds: float) -> _Result:
         """Return what the work returns, or raise what it raises.  Raises `OverdueError`."""
@@ -57,14 +58,14 @@ class PendingCall(Generic[_Result]):
             with self._lock:
                 if not self._done.is_set():
                     self._late = True
-                    self._crew.count_late(1)
+                    self._threads.count_late(1)
                     raise OverdueError(f"there was no answer within {seconds:g} s")
         if self._error is not None:
             raise self._error
         return self._result[0]
 
 
-class _Crew:
+class _CallThreads:
     """Threads that wait for calls; there are as many as there have been calls at once."""
 
     def __init__(self) -> None:
@@ -85,9 +86,7 @@ class _Crew:
             inbox = self._idle.pop()
         except IndexError:
             inbox = SimpleQueue()
-            thread = threading.Thread(target=self._serve, args=(inbox,), name="reknit-hdfs", daemon=True)
-            with typed_shortage():
-                thread.start()
+            start_thread("reknit-hdfs", partial(self._serve, inbox))
         inbox.put(call)
         return call
 
@@ -97,17 +96,17 @@ class _Crew:
             self._idle.append(inbox)
 
 
-_crew: _Crew | None = None
+_threads: _CallThreads | None = None
 _lock = threading.Lock()
 
 
 def begin(work: Callable[[], _Result]) -> PendingCall[_Result]:
     """Have work done by a thread of this process; a child that was forked has threads of its own."""
-    global _crew
+    global _threads
     with _lock:
-        if _crew is None or _crew.pid != os.getpid():
-            _crew = _Crew()
-        return _crew.begin(work)
+        if _threads is None or _threads.pid != os.getpid():
+            _threads = _CallThreads()
+        return _threads.begin(work)
 
 
 def within(seconds: float, work: Callable[[], _Result]) -> _Result:

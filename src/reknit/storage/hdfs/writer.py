@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import threading
 from typing import TYPE_CHECKING
 
 from reknit.errors import StorageError, StorageNotFoundError
-from reknit.storage.hdfs.errors import ExistingError
+from reknit.storage.errors import ExistingError, removed
 from reknit.storage.hdfs.upload import SubFiles
-from reknit.storage.runs import check_inside
+from reknit.storage.writing import Progress
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -42,46 +41,35 @@ class HdfsWriter:
         self._joined = 1
         """Sub-files that have become the first one, with which it begins."""
         self._lengths = [part.missing for part in self.upload.parts]
-        self._written = 0
-        self._open, self._whole = True, False
-        self._lock = threading.Lock()
+        self._progress = Progress(self._url, nbytes)
 
     def write(self, start: int, data: memoryview) -> None:
         """Copy `data`, and send what is complete on its way; waits while too much is."""
         data = data.cast("B")
-        check_inside(start, data.nbytes, self._nbytes, self._url)
-        with self._lock:
-            self._check_open("write")
+        self._progress.check(start, data.nbytes)
         if data.nbytes:
             self.upload.write(start, data)
-        with self._lock:
-            self._written += data.nbytes
+        self._progress.add(data.nbytes)
 
     def finish(self) -> None:
         """Join the sub-files and give the file its name, unless something has that already.
 
         After a `StorageUnavailableError` it may be called again, and goes on where it was.
         """
-        with self._lock:
-            self._check_open("finish")
-        if self._written != self._nbytes:
-            fault = f"{self._written} of {self._nbytes} bytes were written"
-            raise StorageError(f"cannot finish {self._url}: {fault}", path=self._url)
+        self._progress.check_open("finish")
+        self._progress.check_whole()
         self.upload.finish()
         self._join()
         if not self._names.has(self._path, self):
-            raise StorageError(f"{self._url} was removed while it was written", path=self._url)
+            raise removed(self._url)
         self._give_name()
-        with self._lock:
-            self._open, self._whole = False, True
+        self._progress.end()
         self._names.add(self._path)
         self._names.free(self._path, self)
 
     def abort(self) -> None:
         """Remove the sub-files and give the name free; nothing where the file is finished."""
-        with self._lock:
-            was_open, self._open = self._open, False
-        if was_open:
+        if self._progress.end():
             self.upload.give_up()
             self._prune(self._path.rpartition("/")[0])
         self._names.free(self._path, self)
@@ -119,7 +107,3 @@ class HdfsWriter:
         except StorageNotFoundError:
             return False
         return not found.isdir and nbytes in (None, found.length)
-
-    def _check_open(self, action: str) -> None:
-        if not self._open:
-            raise StorageError(f"cannot {action} {self._url}: it is finished or aborted", path=self._url)

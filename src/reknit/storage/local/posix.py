@@ -18,6 +18,7 @@ from reknit.errors import (
     StoragePermissionError,
     shortage,
 )
+from reknit.storage.errors import shorter, too_large
 from reknit.storage.local.nofollow import open_regular
 from reknit.storage.local.space import making_room
 from reknit.storage.paths import is_temporary
@@ -155,20 +156,11 @@ def read_whole(root: str, path: str, limit: int) -> bytes:
     with os.fdopen(open_regular(root, path), "rb") as file:
         nbytes = os.fstat(file.fileno()).st_size
         if nbytes > limit:
-            raise StorageError(f"{full} has {nbytes} bytes, more than the {limit} allowed here", path=full)
+            raise too_large(full, nbytes, limit)
         data = file.read(nbytes)
     if len(data) < nbytes:
         raise shorter(full, 0, nbytes, len(data))
     return data
-
-
-def shorter(full: str, start: int, nbytes: int, available: int) -> StorageError:
-    """Return the error of a file that ends before the bytes that are wanted of it."""
-    return StorageError(
-        f"{full} is shorter than expected: wanted bytes {start} to {start + nbytes}, but it has {available}",
-        remedy="the file was truncated; verify the checkpoint, and load another one if this is damaged",
-        path=full,
-    )
 
 
 def link_new(temporary: str, full: str) -> bool:

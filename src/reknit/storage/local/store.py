@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, get_args
 from reknit.errors import StorageError, StorageNotFoundError, UsageError
 from reknit.options import Durability
 from reknit.storage.base import Listed, Reading
+from reknit.storage.errors import shorter
 from reknit.storage.local.descriptors import ReadCache
 from reknit.storage.local.folders import Folders, sweep, sync_folder
 from reknit.storage.local.nofollow import open_below, status_below, unlink_below
@@ -27,7 +28,6 @@ from reknit.storage.local.posix import (
     preadv_runs,
     pwrite_all,
     read_whole,
-    shorter,
     translated,
 )
 from reknit.storage.local.space import reserve
@@ -173,7 +173,7 @@ class LocalStorage:
         def read() -> None:
             with self._cache.reading(self._root, path) as fd:
                 if preadv_all(fd, start, buffers) < wanted:
-                    raise shorter(full, start, wanted, os.fstat(fd).st_size)
+                    raise shorter(full, start, start + wanted, os.fstat(fd).st_size)
 
         with translated("read", full):
             found_anew(full, read)
@@ -190,7 +190,7 @@ class LocalStorage:
             with self._cache.reading(self._root, path) as fd:
                 short = preadv_runs(fd, starts.tolist(), nbytes, out.reshape(-1).data)
                 if short is not None:
-                    raise shorter(full, short, nbytes, os.fstat(fd).st_size)
+                    raise shorter(full, short, short + nbytes, os.fstat(fd).st_size)
 
         with translated("read", full):
             found_anew(full, read)

@@ -14,7 +14,7 @@ from reknit.storage.local.memory import MemoryStorage
 from reknit.storage.local.nofollow import unlink_below
 from reknit.storage.local.posix import translated
 from reknit.storage.local.store import LocalStorage
-from reknit.storage.paths import is_own_temporary, is_temporary
+from reknit.storage.paths import kind_of
 from reknit.storage.wrappers.forwarding import ForwardingStorage
 
 if TYPE_CHECKING:
@@ -78,8 +78,5 @@ class SweptFolder:
                 continue
             if stat.S_ISDIR(status.st_mode):
                 yield from self._walk(entry.path, f"{path}/")
-            elif stat.S_ISREG(status.st_mode):
-                if is_own_temporary(entry.name):
-                    yield Dated("temporary", path, status.st_size, status.st_mtime)
-                elif not is_temporary(entry.name):
-                    yield Dated("file", path, status.st_size, status.st_mtime)
+            elif stat.S_ISREG(status.st_mode) and (kind := kind_of(path)) is not None:
+                yield Dated(kind, path, status.st_size, status.st_mtime)

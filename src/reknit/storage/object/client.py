@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any, Literal, get_args
-from urllib.parse import parse_qsl
 
 from obstore import exceptions
 from obstore.store import AzureStore, GCSStore, S3Store
@@ -14,6 +13,7 @@ from reknit.errors import UsageError
 from reknit.options import MIB
 from reknit.storage.object.errors import plain
 from reknit.storage.paths import check_path
+from reknit.storage.url_options import mebibytes, require, url_options
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -37,10 +37,6 @@ _BACKOFF: Any = {
     "base": 4,
     "max_backoff": timedelta(seconds=10),
 }
-_OURS = (
-    "keys of reknit are conditional, part_mib, concurrency, timeout_s, retries, retry_s, endpoint, region, "
-    "unsigned"
-)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -69,14 +65,14 @@ class ObjectOptions:
     unsigned: bool = True
 
     def __post_init__(self) -> None:
-        _require(
+        require(
             self.conditional in get_args(Fallback),
             f"conditional is 'refuse' or 'lock', not {self.conditional!r}",
         )
-        _require(self.part_nbytes > 0, f"a part has at least one byte, not {self.part_nbytes}")
-        _require(self.concurrency >= 1, f"concurrency is at least 1, not {self.concurrency}")
-        _require(self.timeout_s is None or self.timeout_s > 0, "timeout_s must be positive")
-        _require(self.retries >= 0, "retries must not be negative")
+        require(self.part_nbytes > 0, f"a part has at least one byte, not {self.part_nbytes}")
+        require(self.concurrency >= 1, f"concurrency is at least 1, not {self.concurrency}")
+        require(self.timeout_s is None or self.timeout_s > 0, "timeout_s must be positive")
+        require(self.retries >= 0, "retries must not be negative")
 
     @property
     def request_s(self) -> float:
@@ -84,9 +80,16 @@ class ObjectOptions:
         return 30.0 + self.part_nbytes / _SLOWEST if self.timeout_s is None else self.timeout_s
 
 
-def _require(ok: bool, message: str) -> None:
-    if not ok:
-        raise UsageError(message)
+_CONVERT: dict[str, Callable[[str], Any]] = {
+    "conditional": str,
+    "part_mib": lambda text: max(mebibytes(text), _SMALLEST_PART),
+    "concurrency": int,
+    "timeout_s": float,
+    "retries": int,
+    "endpoint": str,
+    "region": str,
+    "unsigned": lambda text: {"true": True, "false": False}[text.lower()],
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,30 +116,9 @@ def parse_url(url: str) -> tuple[Bucket, ObjectOptions]:
         raise UsageError(f"{url!r} names no bucket", remedy=f"write {scheme}://bucket/folder")
     if prefix:
         check_path(prefix, f"{scheme}://{bucket}")
-    return Bucket(scheme, bucket, f"{prefix}/" if prefix else ""), _options(url, query)
-
-
-def _options(url: str, query: str) -> ObjectOptions:
-    convert: dict[str, Callable[[str], Any]] = {
-        "conditional": str,
-        "part_mib": lambda text: max(int(text) * MIB, _SMALLEST_PART),
-        "concurrency": int,
-        "timeout_s": float,
-        "retries": int,
-        "endpoint": str,
-        "region": str,
-        "unsigned": lambda text: {"true": True, "false": False}[text.lower()],
-    }
-    found: dict[str, Any] = {}
-    for key, text in parse_qsl(query, keep_blank_values=True):
-        if key not in convert:
-            raise UsageError(f"{url!r} has the unknown option {key!r}", remedy=_OURS)
-        try:
-            found["part_nbytes" if key == "part_mib" else key] = convert[key](text)
-        except (ValueError, KeyError) as error:
-            raise UsageError(f"{url!r}: {text!r} is no value of {key}", remedy=_OURS) from error
-    assert found.keys() <= {field.name for field in fields(ObjectOptions)}
-    return replace(ObjectOptions(), **found)
+    return Bucket(scheme, bucket, f"{prefix}/" if prefix else ""), ObjectOptions(
+        **url_options(url, query, _CONVERT)
+    )
 
 
 def connect(place: Bucket, options: ObjectOptions, *, uploading: bool = False) -> Client:

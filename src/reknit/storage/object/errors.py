@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 from obstore import exceptions
 
 from reknit.errors import (
+    ReknitError,
     StorageError,
     StorageFullError,
     StorageNotFoundError,
@@ -40,7 +41,7 @@ def translated(action: str, url: str) -> Iterator[None]:
         yield
     except (exceptions.BaseError, OSError, ValueError) as error:
         # The error itself shows the client's internals, and may show what is secret.
-        raise shortage(error) or as_ours(action, url, error) from None
+        raise as_ours(action, url, error) from None
     except BaseException as error:
         # The client is written in Rust; what it did not expect comes out as this, beside `Exception`.
         if type(error).__name__ != "PanicException":
@@ -48,9 +49,12 @@ def translated(action: str, url: str) -> Iterator[None]:
         raise StorageError(f"the client failed to {action} {url}: {plain(error)}", path=url) from error
 
 
-def as_ours(action: str, url: str, error: BaseException) -> StorageError:
-    """Return the `StorageError` that says what an error of the client means."""
+def as_ours(action: str, url: str, error: BaseException) -> ReknitError:
+    """Return the `StorageError`, or `ShortageError`, that says what an error of the client means."""
     text = str(error)
+    if short := shortage(error) or shortage(RuntimeError(plain(error))):
+        short.sign(path=url)
+        return short
     if _BUCKET.search(text):
         return StorageError(
             f"cannot {action} {url}: there is no such bucket",

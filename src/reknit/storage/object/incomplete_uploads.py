@@ -10,7 +10,7 @@ import obstore
 from reknit.errors import MissingExtraError, StorageError
 from reknit.storage.base import Dated
 from reknit.storage.object.errors import as_ours, translated
-from reknit.storage.paths import is_own_temporary, is_temporary
+from reknit.storage.paths import kind_of
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -42,19 +42,20 @@ def unseen(place: Bucket) -> str | None:
 
 def dated(client: Client, place: Bucket, options: ObjectOptions) -> Iterator[Dated]:
     """Yield objects below the prefix, also temporary ones, and, where it is S3, uploads in parts."""
-    uploads = (
-        Uploads(place, options) if place.scheme == "s3" else None
-    )  # what is missing for it is said first
-    with translated("list", place.url):
-        for chunk in obstore.list(client, place.prefix.rstrip("/") or None, chunk_size=1000):
-            for found in chunk:
-                path = found["path"][len(place.prefix) :]
-                name = path.rpartition("/")[2]
-                if is_own_temporary(name) or not any(map(is_temporary, path.split("/"))):
-                    kind = "temporary" if is_own_temporary(name) else "file"
-                    yield Dated(kind, path, found["size"], found["last_modified"].timestamp())  # type: ignore[arg-type]
+    uploads = Uploads(place, options) if place.scheme == "s3" else None  # a missing package is told first
+    yield from objects(client, place, place.prefix.rstrip("/"), place.url)
     if uploads is not None:
         yield from uploads.under_way()
+
+
+def objects(client: Client, place: Bucket, folder: str, url: str) -> Iterator[Dated]:
+    """Yield the objects below a folder, as the bucket lists them while it is asked."""
+    with translated("list", url):
+        for chunk in obstore.list(client, folder or None, chunk_size=1000):
+            for found in chunk:
+                path = found["path"][len(place.prefix) :]
+                if (kind := kind_of(path)) is not None:
+                    yield Dated(kind, path, found["size"], found["last_modified"].timestamp())
 
 
 def discard(client: Client, place: Bucket, options: ObjectOptions, found: Dated) -> None:

@@ -13,13 +13,15 @@ from obstore import exceptions
 
 from reknit.errors import StorageError, StorageNotFoundError, UsageError
 from reknit.storage.base import Listed, Reading
+from reknit.storage.errors import existing, missing, shorter, too_large
 from reknit.storage.object import incomplete_uploads
 from reknit.storage.object.client import Bucket, ObjectOptions, connect, parse_url
 from reknit.storage.object.conditions import Conditions, look
 from reknit.storage.object.errors import as_ours, translated
-from reknit.storage.object.writer import ObjectNames, ObjectWriter, existing
-from reknit.storage.paths import check_path, is_temporary
+from reknit.storage.object.writer import ObjectWriter
+from reknit.storage.paths import check_path
 from reknit.storage.runs import checked_runs, near, read_runs, spread
+from reknit.storage.writing import TakenNames
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -45,7 +47,7 @@ class _Bucket:
     """What the stores of one bucket share."""
 
     conditions: Conditions
-    names: ObjectNames = field(default_factory=ObjectNames)
+    names: TakenNames = field(default_factory=TakenNames)
     committing: threading.Lock = field(default_factory=threading.Lock)
     locks: list[threading.RLock] = field(
         default_factory=lambda: [threading.RLock() for _ in range(_NUM_LOCKS)]
@@ -150,9 +152,9 @@ class ObjectStorage:
             nbytes = found.meta["size"]
             data = bytes(found.bytes()) if nbytes <= limit else b""
         if nbytes > limit:
-            raise StorageError(f"{url} has {nbytes} bytes, more than the {limit} allowed here", path=url)
+            raise too_large(url, nbytes, limit)
         if len(data) != nbytes:
-            raise _shorter(url, 0, nbytes, len(data))
+            raise shorter(url, 0, nbytes, len(data))
         return data
 
     def size(self, path: str) -> int:
@@ -206,7 +208,8 @@ class ObjectStorage:
     def list(self, prefix: str = "") -> Iterator[Listed]:
         """Yield the objects that are below a folder, as the bucket lists them while it is asked."""
         folder, url = self._full(prefix) if prefix else (self._place.prefix.rstrip("/"), self.url)
-        return self._list(folder, url)
+        found = incomplete_uploads.objects(self._client, self._place, folder, url)
+        return (Listed(one.path, one.nbytes) for one in found if one.kind == "file")
 
     def delete(self, path: str) -> None:
         """Remove an object; of a file that is being written here, nothing will be seen."""
@@ -256,7 +259,7 @@ class ObjectStorage:
         """Raise unless an object has bytes up to `end`."""
         nbytes = self._size(key, url)
         if nbytes < end:
-            raise _shorter(url, start, end, nbytes)
+            raise shorter(url, start, end, nbytes)
 
     def _delete(self, key: str, url: str) -> None:
         with translated("delete", url):
@@ -271,14 +274,6 @@ class ObjectStorage:
             for chunk in obstore.list(self._client, key, chunk_size=1):
                 return len(chunk) > 0
         return False
-
-    def _list(self, folder: str, url: str) -> Iterator[Listed]:
-        with translated("list", url):
-            for chunk in obstore.list(self._client, folder or None, chunk_size=1000):
-                for found in chunk:
-                    path = found["path"][len(self._place.prefix) :]
-                    if not any(is_temporary(name) for name in path.split("/")):
-                        yield Listed(path, found["size"])
 
     def _check_place(self, path: str) -> None:
         """Refuse a file in the place of a folder, and a folder in the place of a file.
@@ -318,14 +313,3 @@ class ObjectStorage:
                 self._check_reaches(key, url, first, last)
                 raise StorageError(f"{url} gave {len(data)} bytes instead of {nbytes}", path=url)
             yield np.frombuffer(memoryview(data), np.uint8)
-
-
-def missing(url: str) -> StorageNotFoundError:
-    """Return the error of who looks for what is not there."""
-    return StorageNotFoundError(f"there is no file {url}", remedy="check the path", path=url)
-
-
-def _shorter(url: str, start: int, end: int, nbytes: int) -> StorageError:
-    return StorageError(
-        f"{url} is shorter than expected: wanted bytes {start} to {end}, but it has {nbytes}", path=url
-    )

@@ -10,9 +10,10 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import obstore
 
-from reknit.errors import StorageError, typed_shortage
+from reknit.errors import ReknitError, StorageError
 from reknit.monitor.phase import Deadline
 from reknit.storage.object.errors import translated
+from reknit.system import start_thread
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -163,11 +164,7 @@ class MultipartUpload:
     def _start(self) -> None:
         with self._changed:
             if self._thread is None and not self._given_up:
-                name = "reknit-upload"
-                thread = threading.Thread(target=self._run, name=name, daemon=True)
-                with typed_shortage():
-                    thread.start()
-                self._thread = thread
+                self._thread = start_thread("reknit-upload", self._run)
 
     def _run(self) -> None:
         try:
@@ -220,7 +217,7 @@ class MultipartUpload:
     def _check(self) -> None:
         """Raise what went wrong."""
         error = self._error
-        if isinstance(error, StorageError):
+        if isinstance(error, ReknitError):
             raise error
         if error is not None and not isinstance(error, _GivenUpError):
             with translated("write", self._url):

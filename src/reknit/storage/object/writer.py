@@ -2,50 +2,22 @@
 
 from __future__ import annotations
 
-import threading
 from typing import TYPE_CHECKING
 
 import numpy as np
 import obstore
 from obstore import exceptions
 
-from reknit.errors import StorageError
+from reknit.storage.errors import existing, removed
 from reknit.storage.object.conditions import new_nonce, seen_nonce, unsupported
 from reknit.storage.object.errors import as_ours, translated
 from reknit.storage.object.upload import MultipartUpload, part_size
-from reknit.storage.runs import check_inside
+from reknit.storage.writing import Progress
 
 if TYPE_CHECKING:
     from reknit.storage.object.client import Client, ObjectOptions
     from reknit.storage.object.conditions import Conditions
-
-
-class ObjectNames:
-    """The files that are being written in a bucket by this process."""
-
-    def __init__(self) -> None:
-        self._writers: dict[str, ObjectWriter] = {}
-        self._lock = threading.Lock()
-
-    def __contains__(self, key: str) -> bool:
-        with self._lock:
-            return key in self._writers
-
-    def take(self, key: str, writer: ObjectWriter) -> bool:
-        """Give a name to a writer; tell whether it was free."""
-        with self._lock:
-            return self._writers.setdefault(key, writer) is writer
-
-    def has(self, key: str, writer: ObjectWriter) -> bool:
-        """Tell whether a writer still has its name."""
-        with self._lock:
-            return self._writers.get(key) is writer
-
-    def free(self, key: str, writer: ObjectWriter | None = None) -> None:
-        """Take a name from this writer, or from whoever has it."""
-        with self._lock:
-            if writer is None or self._writers.get(key) is writer:
-                self._writers.pop(key, None)
+    from reknit.storage.writing import TakenNames
 
 
 class ObjectWriter:
@@ -58,14 +30,12 @@ class ObjectWriter:
         url: str,
         nbytes: int,
         options: ObjectOptions,
-        names: ObjectNames,
+        names: TakenNames,
         conditions: Conditions,
     ) -> None:
-        self._client, self._key, self._url, self._nbytes = client, key, url, nbytes
+        self._client, self._key, self._url = client, key, url
         self._names, self._conditions = names, conditions
-        self._written = 0
-        self._open = True
-        self._lock = threading.Lock()
+        self._progress = Progress(url, nbytes)
         part_nbytes = part_size(nbytes, options.part_nbytes)
         self._small = np.empty(0, np.uint8)
         self._upload: MultipartUpload | None = None
@@ -77,27 +47,21 @@ class ObjectWriter:
     def write(self, start: int, data: memoryview) -> None:
         """Copy `data` where the file is small, else upload the parts that it fills straight from it."""
         found = np.frombuffer(data, np.uint8) if data.nbytes else np.empty(0, np.uint8)
-        check_inside(start, len(found), self._nbytes, self._url)
-        with self._lock:
-            self._check_open("write")
+        self._progress.check(start, len(found))
         if self._upload is None:
             np.copyto(self._small[start : start + len(found)], found)
         else:
             self._upload.write(start, found)
-        with self._lock:
-            self._written += len(found)
+        self._progress.add(len(found))
 
     def finish(self) -> None:
         """Make the object, on the condition that there is none where it goes up in one request."""
-        with self._lock:
-            self._check_open("finish")
-            self._open = False
+        self._progress.check_open("finish")
+        self._progress.end()
         try:
-            if self._written != self._nbytes:
-                fault = f"{self._written} of {self._nbytes} bytes were written"
-                raise StorageError(f"cannot finish {self._url}: {fault}", path=self._url)
+            self._progress.check_whole()
             if not self._names.has(self._key, self):
-                raise StorageError(f"{self._url} was removed while it was written", path=self._url)
+                raise removed(self._url)
             if self._upload is None:
                 self._put()
             else:
@@ -113,9 +77,7 @@ class ObjectWriter:
 
     def abort(self) -> None:
         """Remove the parts that are up, and give the name free; nothing where the file is finished."""
-        with self._lock:
-            was_open, self._open = self._open, False
-        if was_open and self._upload is not None:
+        if self._progress.end() and self._upload is not None:
             self._upload.give_up()
         self._names.free(self._key, self)
 
@@ -157,16 +119,3 @@ class ObjectWriter:
             except FileNotFoundError:
                 return
         raise existing(self._url)
-
-    def _check_open(self, action: str) -> None:
-        if not self._open:
-            raise StorageError(f"cannot {action} {self._url}: it is finished or aborted", path=self._url)
-
-
-def existing(url: str) -> StorageError:
-    """Return the error of who would write a file again."""
-    return StorageError(
-        f"cannot create {url}: it exists",
-        remedy="files are never written twice: use another name, or delete the old one first",
-        path=url,
-    )

@@ -1,4 +1,4 @@
-"""A store that asks again where the one inside could not be reached, and never does anything twice."""
+"""Retries: a store that repeats what failed because the one inside could not be reached."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, TypeVar
 from reknit.errors import StorageError, StorageNotFoundError, StorageUnavailableError, UsageError
 from reknit.monitor.phase import monotonic
 from reknit.storage.wrappers.forwarding import ForwardingStorage
-from reknit.storage.wrappers.retrying_writers import KeptWriter, RetryingWriter
+from reknit.storage.writing import Progress
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -36,16 +36,16 @@ _OPTION = "retry_s"
 _KEPT_NBYTES = 16 << 20
 """Files of at most so many bytes are kept until they are there, where their store's writers cannot go on."""
 _SILENT_S = 60.0
-"""How long nothing more is told of an operation that is tried again and again."""
+"""Seconds between two log messages about retries of one operation."""
 
 
 @dataclass(frozen=True, slots=True)
 class RetryPolicy:
-    """How long, and how often, an operation is tried again.
+    """How long, and how often, an operation is retried: exponential back-off with full jitter.
 
-    Before try number `n` it waits a random time of up to `first_s` times two to the power of `n - 1`, at most
-    `longest_s`, so that many ranks do not come back together.  An operation is given up after `deadline_s`,
-    and those after it at once, until one succeeds or as much time has passed again.
+    Before try number `n` it waits a random time of up to ``first_s * 2 ** (n - 1)``, at most `longest_s`.  An
+    operation is given up after `deadline_s`; later ones fail at once, until one succeeds or as much time has
+    passed again.
     """
 
     deadline_s: float = 120.0
@@ -99,31 +99,31 @@ def _without_option(url: str) -> tuple[str, float]:
 
 @dataclass
 class _Record:
-    """What a store and those below it have met with."""
+    """Retries and failures of a store and those below it."""
 
     retries: Counter[str] = field(default_factory=Counter)
-    away: tuple[float, float] | None = None
+    outage: tuple[float, float] | None = None
     """Since when nothing has succeeded, and when something failed last."""
-    told: dict[str, float] = field(default_factory=dict)
+    logged: dict[str, float] = field(default_factory=dict)
     lock: threading.Lock = field(default_factory=threading.Lock)
 
-    def away_since(self, began: float, failed: float, memory_s: float) -> float:
-        """Note a failure, and return since when the store has been away, as far as the caller can know."""
+    def failed(self, began: float, at: float, memory_s: float) -> float:
+        """Note a failure of an operation that began then; return when this outage began."""
         with self.lock:
-            since, last = self.away or (began, failed)
-            if failed - last > memory_s:
+            since, last = self.outage or (began, at)
+            if at - last > memory_s:
                 since = began
-            self.away = (since, failed)
+            self.outage = (since, at)
             return min(since, began)
 
     def count(self, name: str, at: float) -> bool:
-        """Count a repetition, and tell whether it is to be told."""
+        """Count a retry, and tell whether it is to be logged."""
         with self.lock:
             self.retries[name] += 1
-            tell = at - self.told.get(name, -math.inf) >= _SILENT_S
-            if tell:
-                self.told[name] = at
-            return tell
+            due = at - self.logged.get(name, -math.inf) >= _SILENT_S
+            if due:
+                self.logged[name] = at
+            return due
 
 
 class RetryingStorage(ForwardingStorage):
@@ -139,20 +139,20 @@ class RetryingStorage(ForwardingStorage):
     store's own client has to.
     """
 
-    def __init__(self, inner: Storage, patience: RetryPolicy | None = None, *, resumes: bool = True) -> None:
+    def __init__(self, inner: Storage, policy: RetryPolicy | None = None, *, resumes: bool = True) -> None:
         super().__init__(inner)
-        self.patience = patience or RetryPolicy()
+        self.policy = policy or RetryPolicy()
         self._resumes = resumes
         self._record = _Record()
 
     @property
     def retries(self) -> Counter[str]:
-        """How often which operation was repeated."""
+        """Number of retries by operation."""
         return self._record.retries
 
     def around(self, inner: Storage, path: str) -> Storage:
-        """Return the store below, with the same patience."""
-        below = RetryingStorage(inner, self.patience, resumes=self._resumes)
+        """Return the store below, with the same policy and counts."""
+        below = RetryingStorage(inner, self.policy, resumes=self._resumes)
         below._record = self._record
         return below
 
@@ -165,21 +165,21 @@ class RetryingStorage(ForwardingStorage):
             except StorageUnavailableError as error:
                 tries += 1
                 at = monotonic()
-                since = self._record.away_since(began, at, self.patience.deadline_s)
-                left_s = since + self.patience.deadline_s - at
+                since = self._record.failed(began, at, self.policy.deadline_s)
+                left_s = since + self.policy.deadline_s - at
                 # Who raises the same error once more has not tried anything.
                 if error is last or left_s <= 0:
                     if tries > 1 and error is not last:
-                        error.message += f" (tried {tries} times in {self.patience.deadline_s:g} s)"
+                        error.message += f" (tried {tries} times in {self.policy.deadline_s:g} s)"
                     raise
                 if self._record.count(name, at):
                     told = "%s: %s is tried again, for up to %g s: %s"
-                    logger.warning(told, self.url, name, self.patience.deadline_s, error.message)
+                    logger.warning(told, self.url, name, self.policy.deadline_s, error.message)
                 last = error
             else:
-                self._record.away = None
+                self._record.outage = None
                 return result
-            time.sleep(min(self.patience.pause_s(tries), left_s))
+            time.sleep(min(self.policy.pause_s(tries), left_s))
 
     def create(self, path: str, nbytes: int) -> Writer:
         """Start a new file, whose pieces are written again where that failed."""
@@ -256,3 +256,60 @@ class RetryingStorage(ForwardingStorage):
     def list(self, prefix: str = "") -> Iterator[Listed]:
         """Yield every file below a folder; the listing is whole before the first of it is there."""
         return iter(self.again("list", lambda _: list(self.inner.list(prefix))))
+
+
+class RetryingWriter:
+    """A file of a store whose writers go on where they failed."""
+
+    def __init__(self, storage: RetryingStorage, inner: Writer) -> None:
+        self._storage = storage
+        self._inner = inner
+
+    def write(self, start: int, data: memoryview) -> None:
+        """Write a piece, again where that failed."""
+        self._storage.again("write", lambda _: self._inner.write(start, data))
+
+    def finish(self) -> None:
+        """Make the file whole, going on where that failed."""
+        self._storage.again("finish", lambda _: self._inner.finish())
+
+    def abort(self) -> None:
+        """Give up."""
+        self._inner.abort()
+
+
+class KeptWriter:
+    """A small file of a store whose writers cannot go on: it is kept in memory, and written anew."""
+
+    def __init__(self, storage: RetryingStorage, inner: Writer, path: str, nbytes: int) -> None:
+        self._storage, self._inner, self._path = storage, inner, path
+        self._kept = bytearray(nbytes)
+        self._progress = Progress(f"{storage.url}/{path}", nbytes)
+
+    def write(self, start: int, data: memoryview) -> None:
+        """Keep a piece."""
+        data = data.cast("B")
+        self._progress.check(start, data.nbytes)
+        self._kept[start : start + data.nbytes] = data
+        self._progress.add(data.nbytes)
+
+    def finish(self) -> None:
+        """Write the file, anew where that failed."""
+        self._progress.check_open("finish")
+        self._progress.end()
+        self._progress.check_whole()
+        self._storage.again("finish", self._write_all)
+
+    def abort(self) -> None:
+        """Give up."""
+        self._progress.end()
+        self._inner.abort()
+
+    def _write_all(self, tries: int) -> None:
+        if tries:
+            self._inner.abort()
+            if self._storage.has(self._path, bytes(self._kept)):
+                return  # an attempt before has succeeded, and its answer was lost
+            self._inner = self._storage.inner.create(self._path, len(self._kept))
+        self._inner.write(0, memoryview(self._kept))
+        self._inner.finish()
