@@ -26,8 +26,9 @@ FOREIGN = {
     "_shapes",
     "_strides",
     "_threads",
+    "_timeout",
+    "_world",
 }
-FOREIGN |= {"_timeout", "_world"}
 
 
 def is_private(name: str) -> bool:

@@ -65,8 +65,7 @@ class DistributedOptimizers:
         shares = {id(share.parameter): share for share in _shares(value, place)}
         every = [parameter for model in value.models for parameter in model.module.parameters()]
         groups = value.param_groups
-        optimizer_protocol.require_none(value.optimizer, place)
-        kind = optimizer_protocol.kind(value.optimizer, inside=True)
+        kind = optimizer_protocol.inner_kind(value.optimizer, place)
         each = []
         for parameter in every:
             share = shares.get(id(parameter))

@@ -59,10 +59,8 @@ class ZeroOptimizers:
             deepspeed_parameters.require_equal(value, place, walk)
         names = _names(value, walk)
         inner = deepspeed_private.inner(value)
-        optimizer_protocol.require_none(inner, place)
-        kind = optimizer_protocol.kind(inner, inside=True)
+        kind = optimizer_protocol.inner_kind(inner, place)
         each = tuple(_slot(group, member, names, kind, walk) for group in groups for member in group.members)
-        _require_distinct(each, place)
         if isinstance(walk, Loading):
             _note_masters(each, groups, place, walk)
         state = _States.of(value) if deepspeed_private.steps_are_numbers(value) else inner.state
@@ -93,20 +91,9 @@ def _slot(
 def _names(optimizer: Any, walk: Walk) -> dict[int, str]:
     """Return the names of all parameters: those that modules in the state give, else the engine's own."""
     known = parameters(walk)
-    names = {
-        id(parameter): without_wrappers(name) for parameter, name in deepspeed_parameters.named(optimizer)
-    }
+    own = deepspeed_private.names(optimizer)
+    names = {id(parameter): without_wrappers(name) for parameter, name in own.items()}
     return names | {key: found[0].name for key, found in known.items()}
-
-
-def _require_distinct(each: tuple[ParamSlot, ...], place: Place) -> None:
-    names = [slot.name for slot in each]
-    if len(set(names)) < len(names):
-        twice = next(name for name in names if names.count(name) > 1)
-        raise StateError(
-            f"two parameters of the optimizer {place} are called {twice}",
-            remedy="put the engine that they belong to into the state too",
-        )
 
 
 def _note_masters(

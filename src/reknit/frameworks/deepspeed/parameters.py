@@ -232,8 +232,3 @@ def require_equal(optimizer: Any, place: Place, walk: Walk) -> None:
 def _agree(group: FlatGroup, member: ZeroMember) -> bool:
     inside = slice(member.offset, member.offset + member.numel)
     return _same(group.flat.detach()[inside].to(group.live.device), group.live[inside])
-
-
-def named(optimizer: Any) -> Iterator[tuple[Any, str]]:
-    """Yield the parameters of an optimizer with their names in the module of its engine."""
-    yield from deepspeed_private.names(optimizer).items()

@@ -137,8 +137,7 @@ class _Reading:
         for work in private.working(optimizer, self.place):
             if work.inner is not inner:
                 inner = work.inner
-                optimizer_protocol.require_none(inner, self.place)
-                self.kind = optimizer_protocol.kind(inner, inside=True)
+                self.kind = optimizer_protocol.inner_kind(inner, self.place)
             self._add(work)
 
     def _add(self, work: Working) -> None:
@@ -157,7 +156,7 @@ class _Reading:
             self.state[work.main] = states
         self.works.append((work, mine[0][0].name if mine else ""))
         for one, flat in mine:
-            self._require_new(one.name)
+            self._taken.add(one.name)
             self.slots.append(self._slot(work, one, flat, home, joint))
 
     def _states(self, work: Working, *, omit_step: bool) -> dict[Any, Any]:
@@ -208,11 +207,6 @@ class _Reading:
             numbers(ours.peers(expert=expert, whole=one.whole)),
             numbers(ours.peers(expert=expert, whole=True)),
         )
-
-    def _require_new(self, name: str) -> None:
-        if name in self._taken:
-            raise StateError(f"two parameters of the optimizer {self.place} are called {name}")
-        self._taken.add(name)
 
     def prefer_masters(self) -> None:
         """Let parameters of which other ranks have the states come from saved masters here too."""

@@ -175,7 +175,7 @@ class FlatParameterStates:
         if spec is None:
             self._want_value(name, at)
         elif spec.shape == () and (name == "step" or slot.shape != ()):
-            counter = torch.empty((), dtype=torch_dtype(spec.dtype), device=_counter_device(slot))
+            counter = new_counter(spec, slot)
             self._counters.setdefault(name, []).append((at, counter))
             self.loading.view(view(counter, slot, at, self.loading), at, counter)
         else:
@@ -221,7 +221,9 @@ class FlatParameterStates:
             self.states[name] = counter
 
 
-def _counter_device(slot: ParamSlot) -> Any:
+def new_counter(spec: TensorSpec, slot: ParamSlot) -> torch.Tensor:
+    """Return new memory for a counter, where optimizers of torch have theirs."""
     assert slot.parameter is not None
     on_device = slot.group.get("capturable") or slot.group.get("fused")
-    return slot.parameter.device if on_device else "cpu"
+    device = slot.parameter.device if on_device else "cpu"
+    return torch.empty((), dtype=torch_dtype(spec.dtype), device=device)

@@ -129,8 +129,7 @@ def memory_for(
             dtype = optimizer_flat.dtype_for(spec, slot, loading)
             return torch.empty_like(parameter, dtype=dtype, requires_grad=False)
         if spec.shape == ():
-            on_device = slot.group.get("capturable") or slot.group.get("fused")
-            return torch.empty((), dtype=dtype, device=parameter.device if on_device else "cpu")
+            return optimizer_flat.new_counter(spec, slot)
         dtype = optimizer_flat.dtype_for(spec, slot, loading)
         fresh: torch.Tensor = parameter.new_empty(spec.shape, dtype=dtype, requires_grad=False)
         return fresh

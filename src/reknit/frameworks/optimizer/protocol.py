@@ -61,6 +61,12 @@ def kind(optimizer: Any, *, inside: bool = False) -> tuple[str, ...]:
     return tuple(dict.fromkeys(_name(one, inside=inside, decoupled=bool(decoupled)) for one in classes))
 
 
+def inner_kind(optimizer: Any, place: Place) -> tuple[str, ...]:
+    """Return the kind of an optimizer inside a framework's, which must have no protocol of its own."""
+    require_none(optimizer, place)
+    return kind(optimizer, inside=True)
+
+
 def _name(one: type, *, inside: bool, decoupled: bool) -> str:
     name = _HOW.sub("", one.__name__) if inside else one.__name__
     own = one.__module__.startswith("torch.optim.") or name != one.__name__

@@ -49,7 +49,7 @@ class ParamSlot(msgspec.Struct, frozen=True, eq=False):
     counters; several slots are `joint` where they have one key together.  `kept` tells whether this rank
     keeps the states at all.  `master` are the weights of higher precision that the optimizer works on, where
     it has some beside the parameter, in the form of the states.  `resizable` tells that the checkpoint may
-    have them all in another shape.  `kind` is what the optimizer is (`optimizer_protocol.kind`).
+    have them all in another shape.  `kind` is that of the optimizer (`protocol.kind`).
     """
 
     name: str
@@ -163,12 +163,18 @@ def read(value: Any, place: Place, walk: Walk) -> Slots:
         slots = Slots(mine.state, value.param_groups, each)
     else:
         slots = _plain(optimizer_protocol.unwrapped(value), place, walk)
+    return slots
+
+
+def require_distinct(slots: Slots, place: Place) -> Slots:
+    """Return the parameters of an optimizer.  Raises `StateError` where two of them have one name."""
     names: set[str] = set()
     for slot in slots.each:
         if slot.name in names:
             raise StateError(
                 f"two parameters of the optimizer {place} are called {slot.name}",
-                remedy="put the modules that they belong to under one module, for example an nn.ModuleDict",
+                remedy="put the modules that they belong to under one module, for example an nn.ModuleDict, "
+                "and an engine or a model beside its optimizer into the state",
             )
         names.add(slot.name)
     return slots

@@ -12,7 +12,15 @@ from reknit.frameworks.optimizer import flat_states as optimizer_flat
 from reknit.frameworks.optimizer import memory as optimizer_memory
 from reknit.frameworks.optimizer import param_options as optimizer_options
 from reknit.frameworks.optimizer.param_options import Told
-from reknit.frameworks.optimizer.slots import MASTER, ParamSlot, SlotReader, Slots, TorchOptimizers, element
+from reknit.frameworks.optimizer.slots import (
+    MASTER,
+    ParamSlot,
+    SlotReader,
+    Slots,
+    TorchOptimizers,
+    element,
+    require_distinct,
+)
 from reknit.frameworks.stateful import rebuild, skeleton, tensors_of
 from reknit.frameworks.torch import dtensor
 from reknit.frameworks.walk.walk import Adapter, Place
@@ -50,7 +58,7 @@ class OptimizerAdapter(Adapter):
 
     def collect(self, value: Any, place: Place, saving: Saving) -> None:
         """Collect states and options.  Takes no step, and leaves the optimizer as it is."""
-        slots = self._reader.read(value, place, saving)
+        slots = require_distinct(self._reader.read(value, place, saving), place)
         states = place.child("state")
         plain: set[str] = set()
         for slot in slots.each:
@@ -72,7 +80,7 @@ class OptimizerAdapter(Adapter):
 
     def wanted(self, value: Any, place: Place, loading: Loading, assign: Assign) -> None:
         """Fill states where there are some, make those that are not there yet, and take over the options."""
-        slots = self._reader.read(value, place, loading)
+        slots = require_distinct(self._reader.read(value, place, loading), place)
         saved = _Saved(place, loading, slots)
         told = optimizer_options.want(slots, place, loading)
         joints: dict[Any, list[ParamSlot]] = {}

@@ -17,7 +17,7 @@ _PAUSE_S = 0.0005
 
 
 class TorchCarrier:
-    """A process group as what carries bytes between hosts (see `engine.turns.Carrier`).
+    """A process group as what carries bytes between hosts (see `engine.sharing.host_exchange.Carrier`).
 
     A group without a backend for CPU tensors, such as NCCL, carries them from and to the current device.
     Given is a weak reference: what the error of a load keeps alive must not keep a group that was destroyed.
