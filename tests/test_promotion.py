@@ -185,7 +185,7 @@ def test_a_checkpoint_cannot_be_promoted_to_where_it_is(tmp_path: Path, wait: bo
 def test_a_target_of_an_unknown_kind_is_refused_before_anything_is_written(
     tmp_path: Path, wait: bool
 ) -> None:
-    with pytest.raises(reknit.UnknownSchemeError, match="nowhere"):
+    with pytest.raises(reknit.errors.UnknownSchemeError, match="nowhere"):
         save(tmp_path / "a", "nowhere://b", wait=wait).result(LIMIT_S)
     assert not (tmp_path / "a").exists()
 
@@ -212,7 +212,7 @@ def test_who_asked_for_no_promotion_cannot_wait_for_one(tmp_path: Path, wait: bo
 def test_a_promotion_that_fails_is_raised_to_who_asks_and_the_save_stays_good(tmp_path: Path) -> None:
     pending = save(tmp_path / "a", failing(tmp_path, "b"))
     pending.result(LIMIT_S)
-    with pytest.raises(reknit.StorageFullError) as raised:
+    with pytest.raises(reknit.errors.StorageFullError) as raised:
         pending.promoted(LIMIT_S)
     assert raised.value.rank == 0
     assert value_at(tmp_path / "a") == 1
@@ -230,7 +230,7 @@ def test_a_failure_that_nobody_asked_for_is_raised_by_the_next_save(
     pending = save(tmp_path / "a", failing(tmp_path, "b"))
     pending.wait_promoted(LIMIT_S)
     pending.result()  # that of the save alone
-    with pytest.raises(reknit.StorageFullError):
+    with pytest.raises(reknit.errors.StorageFullError):
         save(tmp_path / "c", None, wait=False)
     (told,) = [record for record in caplog.records if "promotion of" in record.message]
     assert told.levelno == logging.ERROR
@@ -253,7 +253,7 @@ def test_with_on_error_warn_the_failure_of_a_promotion_is_logged_and_not_raised(
 def test_a_promotion_that_fails_in_a_save_that_waits_leaves_the_checkpoint_where_it_is(
     tmp_path: Path,
 ) -> None:
-    with pytest.raises(reknit.StorageFullError):
+    with pytest.raises(reknit.errors.StorageFullError):
         save(tmp_path / "a", failing(tmp_path, "b"), wait=True)
     assert value_at(tmp_path / "a") == 1
     assert names(tmp_path / "b") == set()
@@ -261,11 +261,11 @@ def test_a_promotion_that_fails_in_a_save_that_waits_leaves_the_checkpoint_where
 
 def test_a_save_that_fails_ends_its_promotion_with_the_same_error(tmp_path: Path) -> None:
     pending = save(failing(tmp_path, "a"), tmp_path / "b")
-    with pytest.raises(reknit.StorageFullError) as raised:
+    with pytest.raises(reknit.errors.StorageFullError) as raised:
         pending.promoted(LIMIT_S)
     assert pending.error is raised.value
     assert not (tmp_path / "b").exists()
-    with pytest.raises(reknit.StorageFullError):
+    with pytest.raises(reknit.errors.StorageFullError):
         pending.result(LIMIT_S)
     save(tmp_path / "c", None).result(LIMIT_S)
 
@@ -550,10 +550,10 @@ def test_what_the_quick_store_lost_is_loaded_from_the_one_that_lasts(tmp_path: P
     file.unlink()
     file.write_bytes(data)
     with pytest.raises(reknit.CorruptError):
-        value_at(a, on_corrupt="raise")
-    assert value_at(a, on_corrupt="replica", replicas=(str(b),)) == 1
+        value_at(a, replicas=())
+    assert value_at(a, replicas=(str(b),)) == 1
     shutil.rmtree(a)
-    assert value_at(a, on_corrupt="replica", replicas=(str(b),)) == 1
+    assert value_at(a, replicas=(str(b),)) == 1
 
 
 # Alone.

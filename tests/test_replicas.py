@@ -39,7 +39,7 @@ def test_a_file_that_is_not_what_was_saved_is_taken_from_its_replica(
     target = {name: np.zeros_like(array) for name, array in SAVED.items()}
     with pytest.raises(reknit.CorruptError):
         reknit.load(here, {"model": target}, options=reknit.LoadOptions(verify=verify))
-    options = reknit.LoadOptions(verify=verify, on_corrupt="replica", replicas=(there,))
+    options = reknit.LoadOptions(verify=verify, replicas=(there,))
     reknit.load(here, {"model": target}, options=options)
     for name, array in SAVED.items():
         assert np.array_equal(target[name], array)
@@ -56,14 +56,14 @@ def test_where_no_copy_is_whole_the_error_says_which_were_tried(tmp_path: Path) 
         data = bytearray(file.read_bytes())
         data[-1] ^= 1
         file.write_bytes(data)
-    options = reknit.LoadOptions(on_corrupt="replica", replicas=(there,))
+    options = reknit.LoadOptions(replicas=(there,))
     target = {name: np.zeros_like(array) for name, array in SAVED.items()}
     with pytest.raises(reknit.CorruptError, match=r"no replica has them.*there"):
         reknit.load(here, {"model": target}, options=options)
 
 
 def read_back(here: Path, there: Path) -> dict[str, Any]:
-    options = reknit.LoadOptions(on_corrupt="replica", replicas=(there,))
+    options = reknit.LoadOptions(replicas=(there,))
     target = {name: np.zeros_like(array) for name, array in SAVED.items()}
     state = {"model": target, "extra": {"epoch": 0}}
     reknit.load(here, state, options=options)
@@ -93,8 +93,6 @@ def test_a_manifest_an_index_or_a_value_that_is_damaged_is_taken_from_a_replica(
     state: dict[str, Any] = {"model": dict(SAVED), "extra": {"epoch": 0}}
     with pytest.raises((reknit.CorruptError, reknit.CheckpointNotFoundError)):
         reknit.load(here, state)
-    with pytest.raises((reknit.CorruptError, reknit.CheckpointNotFoundError)):
-        reknit.load(here, state, options=reknit.LoadOptions(replicas=(there,)))
     for key, array in read_back(here, there).items():
         assert np.array_equal(array, SAVED[key])
 

@@ -16,10 +16,13 @@ from torch.utils.data import DataLoader
 
 import reknit
 from reknit.engine.loading.read import RangeReader
+from reknit.testing.world import run_ranks
 
 if TYPE_CHECKING:
     from collections.abc import Callable
     from pathlib import Path
+
+    from reknit.comm.base import Group
 
 STATE: dict[str, Any] = {"model": {"w": np.ones(4)}}
 
@@ -121,7 +124,7 @@ def test_a_flag_that_is_neither_true_nor_false_is_refused(path: Path, wrong: Any
         ("overwrite", lambda: reknit.promote(path, path.with_name("new"), overwrite=wrong)),
     ]
     for name, call in flagged:
-        with pytest.raises(reknit.UsageError, match=f"{name} is True or False, not {wrong!r}"):
+        with pytest.raises(reknit.UsageError, match=f"{name} is True or False,.* not {wrong!r}"):
             call()
     assert not path.with_name("new").exists()
 
@@ -133,7 +136,7 @@ def test_a_flag_may_be_what_numpy_takes_for_one(path: Path) -> None:
 
 def test_options_in_the_place_of_the_step_are_told_to_come_by_name(path: Path) -> None:
     with pytest.raises(reknit.UsageError, match=r"options=\.\.\.") as caught:
-        reknit.save(path, STATE, reknit.SaveOptions())  # type: ignore[arg-type]
+        reknit.save(path, STATE, step=reknit.SaveOptions())  # type: ignore[arg-type]
     assert len(caught.value.message) < 200
 
 
@@ -231,7 +234,7 @@ class Config:
 def test_a_value_that_cannot_be_saved_is_told_what_to_save_instead(
     tmp_path: Path, value: Any, says: str
 ) -> None:
-    with pytest.raises(reknit.StateError, match=says) as caught:
+    with pytest.raises(reknit.errors.StateError, match=says) as caught:
         reknit.save(tmp_path / "x", {"extra": {"it": value}})
     assert caught.value.message.startswith("extra/it cannot be saved")
     assert ("allow_pickle" in str(caught.value)) == (type(value) is object)
@@ -320,3 +323,77 @@ def test_what_fails_in_one_process_is_told_once_and_shortly(path: Path, wrong: s
     assert told.count(caught.value.message) == 1
     assert "direct cause" not in told
     assert told.count("\n  File ") < 12
+
+
+# Options that mean nothing in a call.
+
+
+@pytest.mark.parametrize(
+    "option",
+    [
+        {"stage": "lazy"},
+        {"when_busy": "skip"},
+        {"host_nbytes": 1 << 30},
+        {"piece_nbytes": 4 << 20},
+        {"priority": "normal"},
+        {"exit_wait_s": 1.0},
+    ],
+)
+def test_options_of_background_saves_are_refused_where_the_caller_waits(
+    path: Path, option: dict[str, Any]
+) -> None:
+    new = path.with_name("new")
+    with pytest.raises(reknit.UsageError, match=f"{next(iter(option))}=.* means nothing to a save with wait"):
+        reknit.save(new, STATE, options=reknit.SaveOptions(**option))
+    assert not new.exists()
+    reknit.save(new, STATE, wait=False, options=reknit.SaveOptions(**option)).result()
+
+
+def test_options_that_other_calls_have_no_use_for_are_refused(path: Path) -> None:
+    new = path.with_name("new")
+    calls: list[tuple[str, Callable[[], object]]] = [
+        ("promote_to", lambda: reknit.promote(path, new, options=reknit.SaveOptions(promote_to=new))),
+        ("cast", lambda: reknit.open(path, options=reknit.LoadOptions(cast=True))),
+        ("only", lambda: reknit.verify(path, options=reknit.LoadOptions(only=("*",)))),
+        ("gap_nbytes", lambda: reknit.LoadOptions(gap_nbytes=0)),
+    ]
+    for name, call in calls:
+        with pytest.raises(reknit.UsageError, match=f"{name}.* means"):
+            call()
+    rules = reknit.LoadOptions(transforms=[reknit.transforms.rename("w", "v")])
+    with pytest.raises(reknit.UsageError, match="it takes names only"):
+        reknit.open(path, options=rules)
+
+
+def test_every_rank_hears_of_the_wrong_options_of_one(tmp_path: Path) -> None:
+    reknit.save(tmp_path / "x", STATE)
+
+    def act(group: Group) -> None:
+        wrong: Any = {"timeout_s": 1} if group.rank == 1 else None
+        calls: list[Callable[[], object]] = [
+            lambda: reknit.save(tmp_path / "a", STATE, options=wrong, group=group),
+            lambda: reknit.save(tmp_path / "b", STATE, options=wrong, group=group, wait=False).result(60),
+            lambda: reknit.prepare(tmp_path, STATE, options=wrong, group=group),
+            lambda: reknit.load(tmp_path / "x", STATE, options=wrong, group=group),
+        ]
+        for call in calls:
+            with pytest.raises(reknit.UsageError, match="options is a reknit") as told:
+                call()
+            assert told.value.rank == 1
+
+    run_ranks(2, act)
+    reknit.close()
+
+
+@pytest.mark.parametrize("wrong", [[], [""], ["!"], [1], {"model/*"}])
+def test_what_is_neither_true_nor_false_nor_patterns_is_not_strict(path: Path, wrong: Any) -> None:
+    with pytest.raises(reknit.UsageError, match="strict is True or False, or a list of patterns"):
+        reknit.load(path, STATE, strict=wrong)
+
+
+def test_names_are_one_rule_and_the_first(path: Path) -> None:
+    names, rename = reknit.transforms.names({"a": "b"}), reknit.transforms.rename("w", "v")
+    wrong: list[list[Any]] = [[rename, names], [names, names]]
+    for rules in wrong:
+        with pytest.raises(reknit.UsageError, match=r"transforms\.names is the first rule"):
+            reknit.load(path, STATE, options=reknit.LoadOptions(transforms=rules))

@@ -1,35 +1,20 @@
 """Checkpoints for large-model training: save on any layout, load on any other, and trust the bytes."""
 
+from reknit import errors, transforms
 from reknit.api import close, fence, latest, load, open, prepare, promote, save, verify
 from reknit.engine.loading.browse import Checkpoint
 from reknit.engine.outcome import PendingSave
 from reknit.engine.report import LoadReport, PromotionReport, SaveReport, VerifyReport
 from reknit.errors import (
-    AgentError,
     CheckpointExistsError,
     CheckpointNotFoundError,
     CommError,
-    CommitError,
     CorruptError,
     DeadlineError,
-    FencedError,
-    FormatError,
-    GroupClosedError,
     MismatchError,
-    MissingExtraError,
-    ProtocolError,
     ReknitError,
-    ShortageError,
-    SkippedError,
-    StateError,
     StorageError,
-    StorageFullError,
-    StorageNotFoundError,
-    StoragePermissionError,
-    StorageUnavailableError,
-    UnknownSchemeError,
     UsageError,
-    VersionError,
 )
 from reknit.frameworks.custom import register_framework
 from reknit.frameworks.per_rank import PerRank, RngState
@@ -37,45 +22,30 @@ from reknit.options import CommOptions, LoadOptions, SaveOptions, Tls
 from reknit.ranks import connect
 
 __all__ = [
-    "AgentError",
+    "Checkpoint",
     "CheckpointExistsError",
     "CheckpointNotFoundError",
-    "Checkpoint",
     "CommError",
     "CommOptions",
-    "CommitError",
     "CorruptError",
     "DeadlineError",
-    "FencedError",
-    "FormatError",
-    "GroupClosedError",
     "LoadOptions",
     "LoadReport",
     "MismatchError",
-    "MissingExtraError",
     "PendingSave",
     "PerRank",
     "PromotionReport",
-    "ProtocolError",
     "ReknitError",
     "RngState",
     "SaveOptions",
     "SaveReport",
-    "ShortageError",
-    "SkippedError",
-    "StateError",
     "StorageError",
-    "StorageFullError",
-    "StorageNotFoundError",
-    "StoragePermissionError",
-    "StorageUnavailableError",
     "Tls",
-    "UnknownSchemeError",
     "UsageError",
     "VerifyReport",
-    "VersionError",
     "close",
     "connect",
+    "errors",
     "fence",
     "latest",
     "load",
@@ -84,5 +54,6 @@ __all__ = [
     "promote",
     "register_framework",
     "save",
+    "transforms",
     "verify",
 ]

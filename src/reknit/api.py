@@ -1,19 +1,15 @@
-"""The door that users come through: resolve arguments, hand over to the engine."""
+"""The calls of users: check the arguments, and hand over to the engine."""
 
 from __future__ import annotations
 
 import logging
 import os
-import platform
-import sys
-import weakref
 from collections.abc import Mapping, MutableMapping
-from contextlib import ExitStack, contextmanager, suppress
-from dataclasses import replace
-from importlib import metadata as distributions
+from contextlib import ExitStack
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, Literal
 
+from reknit import arguments
 from reknit.arguments import (
     check_flag,
     check_metadata,
@@ -21,60 +17,56 @@ from reknit.arguments import (
     check_promotion,
     check_state,
     checked_step,
+    lenient_patterns,
     open_places,
     options_of,
     part_of,
     place_of,
+    tried_options,
 )
-from reknit.comm import base as comm
-from reknit.engine.background.background import Background
+from reknit.calls import all_told, background_of, backgrounds, origin_of, save_now, sinks, with_absolute_paths
 from reknit.engine.background.stage_for_agent import SendOff
 from reknit.engine.display import logged
 from reknit.engine.loading import load as load_story
 from reknit.engine.loading.browse import Checkpoint
 from reknit.engine.loading.job import LoadJob
 from reknit.engine.outcome import PendingSave, SaveOutcome
-from reknit.engine.report import LoadReport, VerifyReport
-from reknit.engine.saving import save as save_story
 from reknit.engine.saving.commit import Destination
 from reknit.engine.stored.newest import newest
 from reknit.engine.stored.pending import fence_off, wait_for_saves
-from reknit.engine.stored.promote import Promotion, decline, promote_alone
-from reknit.engine.stored.promote import promote as promote_saved
+from reknit.engine.stored.promote import Promotion, promote_alone
 from reknit.engine.stored.verify import verify as verify_story
 from reknit.errors import ReknitError, UsageError, typed_shortage
 from reknit.frameworks import arrays, registry
 from reknit.frameworks.optimizer.step_hook import before_steps
-from reknit.monitor.phase import Recorder, Sink, Stopwatch
-from reknit.monitor.sinks.jsonl import JsonLinesSink
+from reknit.monitor.phase import Recorder, Stopwatch
 from reknit.options import LoadOptions, SaveOptions
 from reknit.ranks import acting
 from reknit.storage.registry import open_storage
+from reknit.transforms.names import parted
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Sequence
+    from collections.abc import Sequence
     from os import PathLike
 
-    from reknit.comm.base import Group
-    from reknit.engine.report import LoadReport, PromotionReport, SaveReport, VerifyReport
-    from reknit.engine.saving.write import Written
+    from reknit.engine.report import LoadReport, PromotionReport, VerifyReport
+    from reknit.frameworks.optimizer.step_hook import StepHook
     from reknit.types.shard import Holdings
 
 logger = logging.getLogger("reknit")
-
-_backgrounds: weakref.WeakKeyDictionary[Group, dict[bool, Background]] = weakref.WeakKeyDictionary()
 
 
 @typed_shortage()
 def save(
     path: str | PathLike[str],
     state: Mapping[str, Any],
+    *,
     step: int | None = None,
     wait: bool = True,
     overwrite: bool = False,
-    options: SaveOptions | None = None,
-    group: Any = None,
     metadata: Mapping[str, Any] | None = None,
+    options: SaveOptions | None = None,
+    group: object = None,
 ) -> PendingSave:
     """Save `state` as one checkpoint, together with all ranks of the job.
 
@@ -83,9 +75,9 @@ def save(
     and the same `path` (a folder, or a URL).  Nothing live is changed.  The checkpoint exists when `result()`
     returns, and not before; a save that fails or is killed leaves what was there before.
 
-    With `wait=False` the call returns when the state is copied to host memory and may be changed.  A process
-    of its own for each rank, the agent, writes and commits, also when the trainer dies meanwhile.  What goes
-    wrong is raised by `result()`, or by the next `save` when nobody asked, and logged.
+    With `wait=False` the call returns once the state is copied to host memory and may be changed.  The agent,
+    a separate process for each rank, writes and commits, even if the trainer dies meanwhile.  A failure is
+    logged, and raised by `result()`, or by the next `save` if nobody called that.
 
     `step` and `metadata` (JSON-like) are stored in the manifest.  `overwrite=True` replaces a checkpoint at
     `path` by a safe switch.  `group`: a torch process group or a `reknit` group, default all ranks of the
@@ -96,10 +88,13 @@ def save(
     naming rank and phase.  An exception of your own code (a `state_dict` that fails, Ctrl-C) is raised as it
     is where it began, and described by a `ReknitError` on the other ranks.
     """
-    options = options_of(options, SaveOptions)
+    unused = arguments.BACKGROUND_ONLY if wait is True else ()
+    options, wrong = tried_options(options, SaveOptions, "a save with wait=True", unused)
     joined, ranks, _ = acting(group, options.comm)
 
     def checked() -> tuple[Destination, Recorder]:
+        if wrong is not None:
+            raise wrong
         check_state(state)
         check_metadata(metadata or {})
         check_flag("wait", wait)
@@ -108,9 +103,9 @@ def save(
         storage = open_storage(path, durability=options.durability)
         if options.promote_to is not None:
             check_promotion(storage, options, joined.rank, overwrite=overwrite)
-        recorder = Recorder("save", joined.rank, number, storage.url, _sinks(options.events))
-        origin = _origin(joined)
-        return Destination(storage, number, overwrite, options.allow_pickle, origin, metadata or {}), recorder
+        recorder = Recorder("save", joined.rank, number, storage.url, sinks(options.events))
+        to = Destination(storage, number, overwrite, options.allow_pickle, origin_of(joined), metadata or {})
+        return to, recorder
 
     def collect() -> Holdings:
         return registry.collect(state, joined.rank, joined.size, ranks=ranks)
@@ -122,16 +117,20 @@ def save(
         to, recorder = checked()
         to.storage.close()  # the agent opens its own
         promote_to = None if then is None else (then.url, then.factory)
-        return SendOff(collect, to, place.url, place.factory, _absolute(options), recorder, promote_to)
+        return SendOff(
+            collect, to, place.url, place.factory, with_absolute_paths(options), recorder, promote_to
+        )
 
     try:
         if wait:
-            pending = _save_now(path, joined, checked, collect, options)
+            pending = save_now(path, joined, checked, collect, options)
         else:
             elsewhere = place.elsewhere and (then is None or then.elsewhere)
-            pending = _background(joined, elsewhere).save(joined, send_off, place.url, options)
+            pending = background_of(joined, elsewhere).save(joined, send_off, place.url, options)
+            if wrong is not None:
+                pending.result()  # raises it here, and not only when somebody asks
         if options.on_error == "raise":
-            for background in _backgrounds.get(joined, {}).values():
+            for background in backgrounds.get(joined, {}).values():
                 background.surface(but=pending)
     except ReknitError as error:
         if options.on_error == "raise" or isinstance(error, UsageError):
@@ -142,70 +141,11 @@ def save(
     return PendingSave(pending)
 
 
-def _save_now(
-    path: str | PathLike[str],
-    joined: Group,
-    checked: Callable[[], tuple[Destination, Recorder]],
-    collect: Callable[[], Holdings],
-    options: SaveOptions,
-) -> SaveOutcome:
-    """Save, and return when the checkpoint is committed."""
-    with ExitStack() as last:
-        with _told(joined, save_story.FIRST_ROUND, options.timeout_s):
-            to, recorder = checked()
-            last.callback(to.storage.close)
-            to = to.of(joined)  # an agent takes the generation of its own group
-            for background in _backgrounds.get(joined, {}).values():
-                background.wait_for(place_of(path).url, options.timeout_s)
-        written: list[Written] = []
-        report = save_story.save(save_story.SaveJob(collect, joined, to, options, recorder), written)
-        if joined.rank == 0:
-            for warning in report.warnings:
-                logger.warning("save to %s: %s", report.path, warning)
-        pending = SaveOutcome(report.path, report.step, promote_to=options.promote_to)
-        pending.end(report)
-        pending.ranks = joined.size
-        if joined.rank == 0:
-            logger.info("%s", pending.told(report.blocked_s))
-        if pending.promotion is not None:
-            _promote_now(pending, to, joined, report, written, options)
-    return pending
-
-
-def _promote_now(
-    outcome: SaveOutcome,
-    saved: Destination,
-    group: Group,
-    report: SaveReport,
-    written: Sequence[Written],
-    options: SaveOptions,
-) -> None:
-    """Promote what all ranks have just saved."""
-    promotion = outcome.promotion
-    assert promotion is not None
-    assert outcome.promote_to is not None
-    try:
-        try:
-            target = open_storage(outcome.promote_to, durability=options.durability)
-        except BaseException as error:  # whatever it is, the others must not wait for this rank
-            decline(group, error, report.write_id, options.timeout_s)
-        try:
-            recorder = Recorder("promote", group.rank, report.step, target.url, _sinks(options.events))
-            job = Promotion(saved.storage, target, saved.overwrite, options, recorder)
-            promotion.end(promote_saved(job, group, report.step, report.write_id, written))
-        finally:
-            target.close()
-    except ReknitError as error:
-        promotion.end(error)
-        if options.on_error == "raise":
-            raise
-        logger.warning("%s is saved, but not promoted: %s", report.path, error)
-
-
 @typed_shortage()
 def promote(
     path: str | PathLike[str],
     to: str | PathLike[str],
+    *,
     overwrite: bool = False,
     options: SaveOptions | None = None,
 ) -> PromotionReport:
@@ -218,7 +158,7 @@ def promote(
     Raises `CheckpointNotFoundError`, `CheckpointExistsError`, `CorruptError`, `CommitError` (files are in
     neither place), `StorageError`.
     """
-    options = options_of(options, SaveOptions)
+    options = options_of(options, SaveOptions, "reknit.promote", arguments.NOT_FOR_PROMOTE)
     check_flag("overwrite", overwrite)
     with ExitStack() as last:
         source = open_storage(path)
@@ -226,7 +166,7 @@ def promote(
         target = open_storage(to, durability=options.durability)
         last.callback(target.close)
         check_places(source, target)
-        recorder = Recorder("promote", path=target.url, sinks=_sinks(options.events))
+        recorder = Recorder("promote", path=target.url, sinks=sinks(options.events))
         return promote_alone(Promotion(source, target, overwrite, options, recorder))
 
 
@@ -236,7 +176,7 @@ def prepare(
     state: Mapping[str, Any] | None = None,
     *,
     options: SaveOptions | None = None,
-    group: Any = None,
+    group: object = None,
 ) -> None:
     """Do ahead what the first `save(path, state, wait=False)` would do, so that it blocks like later ones.
 
@@ -253,35 +193,37 @@ def prepare(
     same error, as for `save`, and `ShortageError` where there is too little memory.  With ``on_error="warn"``
     what is no wrong call is logged, and the first save does what was not done.
     """
-    options = options_of(options, SaveOptions)
+    options, wrong = tried_options(options, SaveOptions, "reknit.prepare")
     joined, ranks, _ = acting(group, options.comm)
     place = place_of(path)
 
     def rehearsal() -> SendOff:
+        if wrong is not None:
+            raise wrong
         held = {} if state is None else state
         check_state(held)
         storage = open_storage(path, durability=options.durability)
         storage.close()
-        recorder = Recorder("prepare", joined.rank, None, storage.url, _sinks(options.events))
+        recorder = Recorder("prepare", joined.rank, None, storage.url, sinks(options.events))
         to = Destination(storage, None, False, options.allow_pickle, {}, {})
         return SendOff(
             lambda: registry.collect(held, joined.rank, joined.size, ranks=ranks),
             to,
             place.url,
             place.factory,
-            _absolute(options),
+            with_absolute_paths(options),
             recorder,
         )
 
     try:
-        _background(joined, place.elsewhere).prepare(joined, rehearsal, place.url, options)
+        background_of(joined, place.elsewhere).prepare(joined, rehearsal, place.url, options)
     except ReknitError as error:
         if options.on_error == "raise" or isinstance(error, UsageError):
             raise
         logger.warning("could not prepare for saves to %s: %s", path, error)
 
 
-def fence(optimizer: Any = None) -> Any:
+def fence(optimizer: object = None) -> StepHook:
     """Let the steps of an optimizer wait for the copies of saves that are staged lazily.
 
     For ``SaveOptions(stage="lazy")``: copying then goes on during the next forward and backward pass, and the
@@ -289,14 +231,13 @@ def fence(optimizer: Any = None) -> Any:
     process waits.  Call it once; the answer has a method `remove`.  Whatever else changes the state in place
     (an average of the weights, a buffer larger than 64 KiB) has to wait for `PendingSave.staged`.
     """
-
     return before_steps(optimizer, _wait_for_copies)
 
 
 def _wait_for_copies(*_: Any) -> None:
     """Wait until the copies of all saves under way are made, and their states may be changed."""
-    for backgrounds in list(_backgrounds.values()):
-        for background in list(backgrounds.values()):
+    for kinds in list(backgrounds.values()):
+        for background in list(kinds.values()):
             for pending in background.under_way():
                 pending.wait_staged()
 
@@ -309,9 +250,9 @@ def close(timeout_s: float | None = None) -> bool:
     Every rank calls it, or none.
     """
     ended = True
-    for backgrounds in list(_backgrounds.values()):
-        while backgrounds:
-            ended = backgrounds.popitem()[1].close(timeout_s) and ended
+    for kinds in list(backgrounds.values()):
+        while kinds:
+            ended = kinds.popitem()[1].close(timeout_s) and ended
     return ended
 
 
@@ -319,10 +260,11 @@ def close(timeout_s: float | None = None) -> bool:
 def load(
     path: str | PathLike[str],
     state: Mapping[str, Any],
-    strict: bool = True,
+    *,
     items: Sequence[str] | None = None,
+    strict: bool | Sequence[str] = True,
     options: LoadOptions | None = None,
-    group: Any = None,
+    group: object = None,
 ) -> LoadReport:
     """Fill `state` in place from the checkpoint at `path`, whatever layout it was saved in.
 
@@ -331,24 +273,27 @@ def load(
     rank reads just the bytes that it needs, and checks them.
 
     With `strict` (the default) anything that would not be restored exactly raises `MismatchError` on every
-    rank before anything changes; `strict=False`, or patterns in `LoadOptions.lenient`, report it instead.  A
-    value that each rank saved for itself (random state, `PerRank`) is restored when the ranks are the same,
-    and otherwise left alone and mentioned in `LoadReport.notes`.
+    rank before anything changes; with `strict=False` the `LoadReport` tells it.  A list of patterns
+    of names ``item/fqn`` says what is strict: ``["model/*"]`` the model alone, ``["!model/head.*"]`` all but
+    its head; the last pattern that matches a name decides.  A value that each
+    rank saved for itself (random state, `PerRank`) is restored when the ranks are the same, and otherwise
+    left alone and mentioned in `LoadReport.notes`.
 
     Raises `CheckpointNotFoundError`, `MismatchError`, `CorruptError`, `VersionError`, `StorageError`,
     `CommError`: on every rank the same error, naming rank and phase.
     """
-    options = options_of(options, LoadOptions)
-    if not strict:
-        options = replace(options, lenient=("*",))
+    options, wrong = tried_options(options, LoadOptions, "reknit.load")
     joined, ranks, carrier = acting(group, options.comm)
     with ExitStack() as last:
-        with _told(joined, load_story.FIRST_ROUND, options.timeout_s):
+        with all_told(joined, load_story.FIRST_ROUND, options.timeout_s):
+            if wrong is not None:
+                raise wrong
             check_state(state)
-            check_flag("strict", strict)
+            lenient = lenient_patterns(strict)
+            parted(options.transforms)
             part = part_of(state, items)
             storage, *replicas = open_places(path, options, last)
-            recorder = Recorder("load", joined.rank, None, storage.url, _sinks(options.events))
+            recorder = Recorder("load", joined.rank, None, storage.url, sinks(options.events))
         job = LoadJob(
             lambda catalog: registry.wanted(
                 part if isinstance(state, MutableMapping) else MappingProxyType(part),
@@ -364,6 +309,7 @@ def load(
             recorder,
             carrier,
             replicas,
+            lenient,
         )
         _wait_for_copies()
         clock = Stopwatch()
@@ -385,10 +331,15 @@ def open(path: str | PathLike[str], *, options: LoadOptions | None = None) -> Ch
 
     Raises `CheckpointNotFoundError`, `CorruptError`, `VersionError`, `StorageError`.
     """
-    options = options_of(options, LoadOptions)
+    options = options_of(options, LoadOptions, "reknit.open", arguments.NOT_FOR_OPEN)
+    if parted(options.transforms)[1]:
+        raise UsageError(
+            "reknit.open shows tensors as they were saved, so of transforms it takes names only",
+            remedy="leave the others out, or use reknit.load",
+        )
     with ExitStack() as failing:
         storage, *replicas = open_places(path, options, failing)
-        recorder = Recorder("read", path=storage.url, sinks=_sinks(options.events))
+        recorder = Recorder("read", path=storage.url, sinks=sinks(options.events))
         checkpoint = Checkpoint(storage, options, recorder, arrays, replicas)
         failing.pop_all()
     return checkpoint
@@ -408,7 +359,7 @@ def verify(
     """
     if level not in ("structure", "data"):
         raise UsageError(f"level is 'structure' or 'data', not {level!r}")
-    options = options_of(options, LoadOptions)
+    options = options_of(options, LoadOptions, "reknit.verify", arguments.NOT_FOR_VERIFY)
     storage = open_storage(path)
     try:
         return verify_story(storage, level, options)
@@ -447,45 +398,3 @@ def latest(
         return newest(storage)
     finally:
         storage.close()
-
-
-@contextmanager
-def _told(group: Group, first_round: str, timeout_s: float) -> Iterator[None]:
-    """Let the other ranks raise an error that keeps this one from its first round, instead of waiting."""
-    try:
-        yield
-    except BaseException as error:  # Ctrl-C too: whatever it is, this rank will not come
-        if group.size == 1:
-            raise
-        comm.fail(group, first_round, error, timeout_s)
-
-
-def _background(group: Group, elsewhere: bool) -> Background:
-    """Return the background saves of a group, to stores that other processes can open or cannot."""
-    kinds = _backgrounds.setdefault(group, {})
-    if elsewhere not in kinds:
-        background = kinds[elsewhere] = Background(in_process=not elsewhere)
-        gone = weakref.finalize(group, background.retire)
-        gone.atexit = False
-        background.when_closed = gone.detach
-    return kinds[elsewhere]
-
-
-def _absolute(options: SaveOptions) -> SaveOptions:
-    """Return options that mean the same in an agent, whatever folder this process goes to."""
-    return options if options.events is None else replace(options, events=os.path.abspath(options.events))
-
-
-def _sinks(events: str | None) -> tuple[Sink, ...]:
-    return () if events is None else (JsonLinesSink(events),)
-
-
-def _origin(group: Group) -> dict[str, Any]:
-    """Return what the manifest says about the job that wrote it; information only."""
-    names = [name for name in ("reknit", "numpy", "torch", "jax") if name == "reknit" or name in sys.modules]
-    versions = {}
-    for name in names:
-        # What runs from a source tree has no version to tell, and that is no reason to fail.
-        with suppress(distributions.PackageNotFoundError):
-            versions[name] = distributions.version(name)
-    return {"world_size": group.size, "python": platform.python_version(), "versions": versions}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Iterable, Mapping
+from dataclasses import MISSING, fields
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
@@ -20,18 +21,58 @@ if TYPE_CHECKING:
     from reknit.options import LoadOptions, SaveOptions
     from reknit.storage.base import Storage
 
-_Options = TypeVar("_Options")
+_Options = TypeVar("_Options", "SaveOptions", "LoadOptions")
 
 
-def options_of(options: Any, kind: type[_Options]) -> _Options:
-    """Return options of this kind, the usual ones for None.  Raises `UsageError` for anything else."""
+BACKGROUND_ONLY = ("stage", "when_busy", "host_nbytes", "piece_nbytes", "priority", "exit_wait_s")
+NOT_FOR_PROMOTE = (
+    *("check_replicas", "allow_pickle", "max_file_nbytes", "on_error", "promote_to", "comm"),
+    *BACKGROUND_ONLY,
+)
+NOT_FOR_OPEN = ("only", "cast", "allow_shape_mismatch", "share", "comm")
+NOT_FOR_VERIFY = (*NOT_FOR_OPEN, "transforms", "verify", "replicas", "gap_nbytes")
+
+
+def options_of(options: object, kind: type[_Options], call: str, unused: Sequence[str] = ()) -> _Options:
+    """Return options of this kind, the usual ones for None.
+
+    Raises `UsageError` for anything else, and where an option is given that has no meaning for the call.
+    """
     if options is None:
         return kind()
     if isinstance(options, kind):
+        _check_used(options, call, unused)
         return options
+    raise _no_options(options, kind)
+
+
+def tried_options(
+    options: object, kind: type[_Options], call: str, unused: Sequence[str] = ()
+) -> tuple[_Options, UsageError | None]:
+    """Return what `options_of` does, or usable options and its error, which all ranks are to hear."""
+    try:
+        return options_of(options, kind, call, unused), None
+    except UsageError as error:
+        return options if isinstance(options, kind) else kind(), error
+
+
+def _check_used(options: Any, call: str, unused: Sequence[str]) -> None:
+    """Raise `UsageError` for an option that was given and has no meaning for a call."""
+    for option in fields(options):
+        usual = option.default if option.default_factory is MISSING else option.default_factory()
+        value = getattr(options, option.name)
+        if option.name in unused and value != usual and (value or usual):
+            raise UsageError(
+                f"{option.name}={shown(value)} means nothing to {call}",
+                remedy=f"leave {option.name} out of these options",
+            )
+
+
+def _no_options(options: Any, kind: type[_Options]) -> UsageError:
+    """Return the error for what is no options object of this kind."""
     unpacked = isinstance(options, Mapping) and all(isinstance(name, str) for name in options)
     inside = ", ".join(f"{name}={shown(value)}" for name, value in options.items()) if unpacked else "..."
-    raise UsageError(
+    return UsageError(
         f"options is a reknit.{kind.__name__} here, not a {type(options).__name__}",
         remedy=f"pass options=reknit.{kind.__name__}({inside})",
     )
@@ -74,6 +115,20 @@ def check_metadata(metadata: Any) -> None:
     """Raise `UsageError` for metadata that is no mapping; the root looks into it."""
     if not isinstance(metadata, Mapping):
         raise UsageError(f"metadata is a mapping of names, not a {type(metadata).__name__}")
+
+
+def lenient_patterns(strict: object) -> tuple[str, ...]:
+    """Return the patterns of names that need not fit, for `types.wanted.selects`.  Raises `UsageError`."""
+    if isinstance(strict, (bool, np.bool_)):
+        return () if strict else ("*",)
+    if (
+        not isinstance(strict, (tuple, list))
+        or not strict
+        or not all(isinstance(pattern, str) and pattern.strip("!") for pattern in strict)
+    ):
+        raise UsageError(f"strict is True or False, or a list of patterns, not {shown(strict)}")
+    inverted = tuple(p[1:] if p.startswith("!") else f"!{p}" for p in strict)
+    return inverted if strict[0].startswith("!") else ("*", *inverted)
 
 
 def part_of(state: Mapping[str, Any], items: Sequence[str] | None) -> dict[str, Any]:

@@ -13,12 +13,13 @@ from urllib.request import url2pathname
 
 from reknit.comm.base import SoloGroup, barrier
 from reknit.comm.meeting.rendezvous import FolderStore
+from reknit.environment import quiet_grpc, store_token
 from reknit.errors import UsageError
 from reknit.frameworks.jax import job as jax_job
 from reknit.frameworks.jax.job import coordination_store
 from reknit.frameworks.torch.carrier import TorchCarrier
 from reknit.frameworks.torch.job import TorchStore, current_job, subgroup_job
-from reknit.options import CommOptions, quiet_grpc, store_token
+from reknit.options import CommOptions
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -27,7 +28,7 @@ if TYPE_CHECKING:
     from reknit.comm.meeting.rendezvous import Store
     from reknit.frameworks.job import Job
 
-_ALONE = SoloGroup()
+ALONE = SoloGroup()
 _alone_in_run = cache(SoloGroup)
 """The group of a process that is alone and was given a generation, the same one each time."""
 
@@ -54,7 +55,7 @@ def acting(group: Any, options: CommOptions) -> Ranks:
     of_jax = jax_job.current_job() if group is None else None
     job = _of_all(current_job(), of_jax) if group is None else subgroup_job(group)
     if job is None or job.size == 1:
-        alone = _ALONE if options.generation is None else _alone_in_run(options.generation)
+        alone = ALONE if options.generation is None else _alone_in_run(options.generation)
         return Ranks(alone, None if job is None else job.ranks, None)
     carrier = None if job is of_jax else partial(TorchCarrier, weakref.ref(job.identity))
     return Ranks(_joined(job, options), job.ranks, carrier)
@@ -93,7 +94,7 @@ def connect(
     rank: int,
     size: int,
     *,
-    at: Any,
+    at: object,
     job: str = "job",
     token: str | None = None,
     options: CommOptions | None = None,

@@ -95,11 +95,11 @@ def test_an_unknown_store_is_code_two(command: Command) -> None:
 
 
 def test_every_error_has_an_exit_code() -> None:
-    assert exit_code(reknit.StorageFullError("x")) == 4
+    assert exit_code(reknit.errors.StorageFullError("x")) == 4
     assert exit_code(reknit.MismatchError("x")) == 4
-    assert exit_code(reknit.StorageNotFoundError("x")) == 3
-    assert exit_code(reknit.MissingExtraError("x")) == 2
-    assert exit_code(reknit.ShortageError("x")) == 5
+    assert exit_code(reknit.errors.StorageNotFoundError("x")) == 3
+    assert exit_code(reknit.errors.MissingExtraError("x")) == 2
+    assert exit_code(reknit.errors.ShortageError("x")) == 5
 
 
 def test_a_place_that_is_taken_is_code_two_and_nothing_damaged(command: Command, path: Path) -> None:

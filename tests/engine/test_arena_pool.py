@@ -21,8 +21,8 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 from reknit.engine.memory import arena_pool as arenas_module
 from reknit.engine.memory.arena import SPAN_NBYTES
 from reknit.engine.memory.arena_pool import LEAST_NBYTES, Arenas, Lease
+from reknit.environment import local_ranks
 from reknit.errors import UsageError
-from reknit.options import local_ranks
 from reknit.processes.shared_memory import SharedMemory
 from tests.resources import mapped, open_files, shared_memory
 from tests.running.examples import examples

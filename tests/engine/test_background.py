@@ -14,6 +14,7 @@ import pytest
 import torch
 
 import reknit
+from reknit import calls, ranks
 from reknit.engine.background import agent_link
 from reknit.engine.background.agent import Agent
 from reknit.engine.background.background import Background
@@ -53,7 +54,7 @@ class Gated(ProcessMemory):
     def create(self, path: str, nbytes: int) -> Any:
         assert GATE.open.wait(LIMIT_S)
         if GATE.failing(f"{self._prefix}{path}"):
-            raise reknit.StorageFullError(f"no room for {path}")
+            raise reknit.errors.StorageFullError(f"no room for {path}")
         return super().create(path, nbytes)
 
     def close(self) -> None:
@@ -160,7 +161,7 @@ def test_what_is_staged_is_committed_though_its_trainer_is_gone_before_a_byte_is
     assert noticed.wait(LIMIT_S)
     GATE.open.set()
     assert ended.wait(LIMIT_S)
-    with pytest.raises(reknit.AgentError):
+    with pytest.raises(reknit.errors.AgentError):
         save.result(LIMIT_S)
     assert reknit.verify("gated://orphan", "data").ok
 
@@ -309,7 +310,7 @@ def test_a_save_is_skipped_on_all_ranks_when_one_has_no_memory_free() -> None:
             try:
                 save.result(LIMIT_S)
                 told.append("saved")
-            except reknit.SkippedError:
+            except reknit.errors.SkippedError:
                 assert save.skipped
                 told.append("skipped")
         background("gated://skip/9", {"model": weights(9)}, group=group).result(LIMIT_S)
@@ -336,7 +337,7 @@ def test_streaming_ends_with_the_error_when_the_store_is_full() -> None:
     GATE.failing = lambda path: True
     options = reknit.SaveOptions(host_nbytes=64 * MIB)
     save = background("gated://full", {"model": {"big": np.zeros(40 * MIB, np.float32)}}, options=options)
-    with pytest.raises(reknit.StorageFullError):
+    with pytest.raises(reknit.errors.StorageFullError):
         save.result(LIMIT_S)
     GATE.failing = lambda path: False
     background("gated://full", {"model": weights(1)}, options=options).result(LIMIT_S)
@@ -387,7 +388,7 @@ def test_a_change_that_races_with_lazy_staging_fails_the_save_where_torch_notice
     buffer.add_(1)  # small, so it was copied at once
     weight.add_(1)
     changed.set()
-    with pytest.raises(reknit.StateError, match=r"m/weight was changed while it was staged"):
+    with pytest.raises(reknit.errors.StateError, match=r"m/weight was changed while it was staged"):
         save.result(LIMIT_S)
     assert reknit.latest("gated://") is None
 
@@ -409,12 +410,12 @@ def test_a_failure_is_raised_by_result_or_by_the_next_save_and_logged_once(
     caplog.set_level(logging.WARNING, "reknit")
     GATE.failing = lambda path: path.startswith(("f/1", "f/2"))
     asked = background("gated://f/1", {"model": weights(1)})
-    with pytest.raises(reknit.StorageFullError) as told:
+    with pytest.raises(reknit.errors.StorageFullError) as told:
         asked.result(LIMIT_S)
     assert (told.value.rank, told.value.phase) == (0, "write")
     unasked = background("gated://f/2", {"model": weights(2)})
     unasked.wait(LIMIT_S)
-    with pytest.raises(reknit.StorageFullError, match="no room"):
+    with pytest.raises(reknit.errors.StorageFullError, match="no room"):
         background("gated://f/3", {"model": weights(3)})
     background("gated://f/4", {"model": weights(4)}).result(LIMIT_S)
     assert reknit.verify("gated://f/3", "data").ok, "the save that told of the failure went on"
@@ -429,11 +430,11 @@ def test_errors_only_warn_when_the_options_say_so(caplog: pytest.LogCaptureFixtu
     GATE.failing = lambda path: True
     background("gated://w/1", {"model": weights(1)}, options=options).wait(LIMIT_S)
     save = background("gated://w/2", {"model": weights(1)}, options=options)
-    with pytest.raises(reknit.StorageFullError):
+    with pytest.raises(reknit.errors.StorageFullError):
         save.result(LIMIT_S)
     save = reknit.save("gated://w/3", {"model": weights(1)}, options=options)
-    assert isinstance(save.error, reknit.StorageFullError)
-    with pytest.raises(reknit.StorageFullError):
+    assert isinstance(save.error, reknit.errors.StorageFullError)
+    with pytest.raises(reknit.errors.StorageFullError):
         save.result()
     assert sum("failed" in record.getMessage() for record in caplog.records) == 3
 
@@ -447,7 +448,7 @@ def test_an_error_of_one_rank_reaches_all_and_the_next_save_is_well() -> None:
             try:
                 save.result(LIMIT_S)
                 told.append("saved")
-            except reknit.StateError as error:
+            except reknit.errors.StateError as error:
                 told.append(f"refused by {error.rank}")
         return told
 
@@ -464,7 +465,7 @@ def test_ranks_that_are_at_different_saves_are_told_so() -> None:
                 path = f"gated://apart/{k}"
                 background(path, {"model": weights(k)}, group=group, options=options).result(LIMIT_S)
                 told.append("saved")
-            except (reknit.CommitError, reknit.CommError) as error:
+            except (reknit.errors.CommitError, reknit.CommError) as error:
                 told.append(type(error).__name__)
         return told
 
@@ -508,12 +509,11 @@ def test_a_save_that_waits_comes_after_one_under_way_to_the_same_path() -> None:
 def test_agents_that_were_started_ahead_serve_the_first_save() -> None:
     def rank(group: Group) -> list[str]:
         reknit.prepare("gated://ahead", group=group)
-        from reknit import api
 
-        crew = api._backgrounds[group][False]._crew
+        crew = calls.backgrounds[group][False]._crew
         assert crew is not None
         report = background("gated://ahead/1", {"model": weights(1)}, group=group).result(LIMIT_S)
-        assert api._backgrounds[group][False]._crew is crew
+        assert calls.backgrounds[group][False]._crew is crew
         return [record.phase for record in report.phases if record.phase == "commit"]
 
     assert run_ranks(2, rank) == [["commit"]] * 2
@@ -527,7 +527,7 @@ def test_lost_agents_are_replaced_and_the_saves_go_on(tmp_path: Path) -> None:
                 state = {"model": {f"own.{group.rank}": np.full(9, k)}, "k": k}
                 background(tmp_path / str(k), state, step=k, group=group).result(LIMIT_S)
                 told.append("saved")
-            except reknit.CommitError as error:
+            except reknit.errors.CommitError as error:
                 told.append(type(error).__name__)
             except reknit.CommError:
                 told.append("CommError")
@@ -543,9 +543,8 @@ def test_lost_agents_are_replaced_and_the_saves_go_on(tmp_path: Path) -> None:
 
 
 def kill_own_agent(group: Group) -> None:
-    from reknit import api
 
-    crew = api._backgrounds[group][True]._crew
+    crew = calls.backgrounds[group][True]._crew
     assert crew is not None
     assert crew.link.pid is not None
     os.kill(crew.link.pid, signal.SIGKILL)
@@ -588,13 +587,11 @@ def test_a_place_where_no_folder_can_be_made_is_named_whoever_writes(tmp_path: P
 
 
 def test_saves_that_fail_and_only_warn_are_not_kept() -> None:
-    from reknit import api, ranks
-
     GATE.failing = lambda path: True
     options = reknit.SaveOptions(on_error="warn")
     for k in range(5):
         background(f"gated://kept/{k}", {"model": weights(k)}, options=options).wait(LIMIT_S)
-    assert len(api._backgrounds[ranks._ALONE][False]._pending) == 1
+    assert len(calls.backgrounds[ranks.ALONE][False]._pending) == 1
 
 
 def test_a_message_that_is_interrupted_closes_the_channel() -> None:

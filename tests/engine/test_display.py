@@ -41,10 +41,10 @@ def test_a_save_under_way_tells_how_far_it_is() -> None:
     assert repr(pending) == "<PendingSave path: /x, step: 3, now: staging, promoted to: /y (not yet)>"
     outcome.note_staged()
     assert "now: staged, being written" in repr(pending)
-    outcome.end(reknit.CommitError("a hole", rank=1, remedy="mend it"))
+    outcome.end(reknit.errors.CommitError("a hole", rank=1, remedy="mend it"))
     assert "now: failed: CommitError: a hole [rank 1], promoted to: /y (failed)" in repr(pending)
     skipped = SaveOutcome("/x")
-    skipped.end(reknit.SkippedError("busy"))
+    skipped.end(reknit.errors.SkippedError("busy"))
     assert repr(PendingSave(skipped)) == "<PendingSave path: /x, now: skipped>"
 
 

@@ -77,6 +77,6 @@ def test_the_manifest_tells_the_generation_of_the_group_that_saved(tmp_path: Pat
         path = tmp_path / str(generation)
         reknit.save(path, {"x": 1}, wait=wait, group=group).result(LIMIT_S)
         assert decode_generation((path / "manifest.json").read_bytes()) == generation
-    with pytest.raises(reknit.FencedError):
+    with pytest.raises(reknit.errors.FencedError):
         reknit.save(path, {"x": 2}, wait=wait, overwrite=True, group=SoloGroup(9)).result(LIMIT_S)
     assert reknit.close(LIMIT_S)

@@ -24,6 +24,7 @@ from reknit.options import LoadOptions
 from reknit.testing.faulty_storage import FaultyStorage
 from reknit.testing.process_memory import ProcessMemory
 from reknit.testing.world import run_ranks
+from reknit.transforms import names
 from reknit.types.box import Box
 from reknit.types.wanted import Wanted
 from tests.format.samples import same_index
@@ -71,9 +72,9 @@ def load_on_ranks(
             offered[group.rank].update(tensors=dict(catalog.tensors), blobs=catalog.blobs)
             return registry.wanted(targets[group.rank], catalog, group.rank, group.size)
 
-        options = LoadOptions(lenient=("*",), timeout_s=30, **renaming)
+        options = LoadOptions(timeout_s=30, transforms=[names(**renaming)] if renaming else [])
         recorder = Recorder("load", group.rank)
-        load(LoadJob(want, group, stores[group.rank], items[group.rank], options, recorder))
+        load(LoadJob(want, group, stores[group.rank], items[group.rank], options, recorder, lenient=("*",)))
 
     run_ranks(len(items), rank)
     return stores, offered, targets

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 import reknit
-from reknit import api, ranks
+from reknit import calls, ranks
 from reknit.engine.background.warm_up import Rehearsal
 from reknit.engine.memory.arena_pool import Arenas
 from reknit.engine.outcome import SaveOutcome
@@ -73,7 +73,7 @@ def state_of(rank: int, value: float = 1.0) -> dict[str, Any]:
 
 
 def background_of(group: Group | None = None, *, elsewhere: bool = False) -> Background:
-    return api._backgrounds[group or ranks._ALONE][elsewhere]
+    return calls.backgrounds[group or ranks.ALONE][elsewhere]
 
 
 def crew_of(group: Group | None = None, *, elsewhere: bool = False) -> Agents:
@@ -370,7 +370,7 @@ def test_memory_that_one_rank_cannot_have_is_told_on_all(monkeypatch: pytest.Mon
     monkeypatch.setattr(Arenas, "acquire", scarce)
 
     def rank(group: Group) -> str:
-        with pytest.raises(reknit.ShortageError, match="rank 1") as caught:
+        with pytest.raises(reknit.errors.ShortageError, match="rank 1") as caught:
             reknit.prepare("process://prepared", state_of(group.rank), group=group)
         monkeypatch.setattr(Arenas, "acquire", acquire)
         reknit.save("process://prepared/1", state_of(group.rank), wait=False, group=group).result(LIMIT_S)
@@ -386,7 +386,7 @@ def test_errors_only_warn_when_the_options_say_so(caplog: pytest.LogCaptureFixtu
     reknit.prepare("shut://prepared", state_of(0), options=options)
     (record,) = caplog.records
     assert "could not prepare for saves to shut://prepared: nobody is in" in record.getMessage()
-    with pytest.raises(reknit.StateError):
+    with pytest.raises(reknit.errors.StateError):
         reknit.prepare("process://prepared", {"odd": {"value": threading.Lock()}}, options=options)
     reknit.save("process://prepared/1", state_of(0), wait=False, options=options).result(LIMIT_S)
 
@@ -415,12 +415,12 @@ def test_a_rank_that_saves_instead_is_told_on_all_and_close_mends_it() -> None:
         if group.rank == 0:
             told = outcome(lambda: reknit.prepare("process://prepared", state, group=group))
         else:
-            save = reknit.save("process://prepared/0", state, 0, wait=False, group=group)
+            save = reknit.save("process://prepared/0", state, step=0, wait=False, group=group)
             told = outcome(lambda: save.result(LIMIT_S))
         closed.wait(LIMIT_S)
         assert reknit.close(LIMIT_S)
         closed.wait(LIMIT_S)
-        reknit.save("process://prepared/1", state, 1, wait=False, group=group).result(LIMIT_S)
+        reknit.save("process://prepared/1", state, step=1, wait=False, group=group).result(LIMIT_S)
         return told
 
     closed = threading.Barrier(2)
@@ -447,7 +447,7 @@ def test_agents_that_are_lost_while_it_goes_on_are_replaced(tmp_path: Path) -> N
         odd = {**state, "odd": KillsItsAgent(group)} if group.rank == 1 else state
         told = [outcome(lambda: reknit.prepare(tmp_path, odd, group=group))[0]]
         for k in range(4):
-            save = reknit.save(tmp_path / str(k), state, k, wait=False, group=group)
+            save = reknit.save(tmp_path / str(k), state, step=k, wait=False, group=group)
             told.append(outcome(lambda: save.result(LIMIT_S))[0])  # noqa: B023 - called at once
         return told
 

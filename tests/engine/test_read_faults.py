@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 BLOCK = 64
 BLOCKS, RUNS = Granularity(BLOCK, 0, 2 * BLOCK), Granularity(1, 0, 1 << 20, 0.0)
 COLUMNS = Box((0, 3), (60, 5))
-REPAIR: dict[str, Any] = {"on_corrupt": "replica", "replicas": ("elsewhere",)}
+REPAIR: dict[str, Any] = {"replicas": ("elsewhere",)}
 
 
 def matrix() -> np.ndarray[Any, np.dtype[np.int32]]:
@@ -241,15 +241,6 @@ def test_where_no_copy_is_good_the_error_names_all_that_were_tried() -> None:
     assert reader.repaired == []
 
 
-def test_without_the_option_replicas_are_left_alone() -> None:
-    _, storage = stored("sound")
-    good = copied(storage, "good")
-    reader, _, _ = damaged("broken", replicas=(good,))
-    with pytest.raises(CorruptError):
-        reader.run(Recorder("load"))
-    assert good.asked == []
-
-
 def test_only_the_part_that_cannot_be_read_comes_from_a_replica() -> None:
     checkpoint, storage = stored("partly")
     good = copied(storage, "good")
@@ -306,11 +297,10 @@ def test_a_missing_or_short_file_is_no_error_where_a_replica_has_it() -> None:
 @pytest.mark.parametrize(
     "wrong",
     [
-        {"on_corrupt": "repair"},
-        {"on_corrupt": "replica"},
         {"replicas": "process://other"},
         {"replicas": (1,)},
-        {"gap_nbytes": -1},
+        {"gap_nbytes": -1, "verify": "off"},
+        {"gap_nbytes": 0},
     ],
 )
 def test_options_that_make_no_sense_are_refused(wrong: dict[str, Any]) -> None:

@@ -16,6 +16,7 @@ from reknit.engine.stored.renaming import Naming, renamed
 from reknit.frameworks.tree import SKELETON
 from reknit.testing.process_memory import ProcessMemory
 from reknit.testing.world import run_ranks
+from reknit.transforms import names
 from reknit.types.manifest import Index, TensorEntry
 from reknit.types.shard import TensorSpec
 
@@ -26,8 +27,12 @@ if TYPE_CHECKING:
     from reknit.comm.base import Group
 
 
+def options(**rules: Any) -> reknit.LoadOptions:
+    return reknit.LoadOptions(transforms=[names(**rules)])
+
+
 def naming(rename: Mapping[str, str], *rewrite: tuple[str, str]) -> Naming:
-    found = Naming.of(reknit.LoadOptions(rename=rename, rewrite=rewrite))
+    found = Naming.of(options(rename=rename, rewrite=rewrite))
     assert found is not None
     return found
 
@@ -83,7 +88,7 @@ def test_a_name_without_an_item_is_refused() -> None:
 )
 def test_rules_that_are_none_are_refused_at_once(wrong: dict[str, Any]) -> None:
     with pytest.raises(reknit.UsageError, match=r"rename|rewrite"):
-        reknit.LoadOptions(**wrong)
+        names(**wrong)
 
 
 NAMES = st.lists(
@@ -182,7 +187,7 @@ def test_everything_that_a_checkpoint_holds_is_renamed(path: Path) -> None:
         "rename": RULES["rename"] | {"average/": "new_average/", "rate": "new_rate"},
         "rewrite": (("^mine$", "new_mine"),),
     }
-    report = reknit.load(path, target, options=reknit.LoadOptions(**rules))
+    report = reknit.load(path, target, options=options(**rules))
     assert target["model"]["w"].tolist() == [[3] * 3] * 2
     assert target["model"]["b"].tolist() == [3, 3]
     assert target["model"]["epoch"] == 3
@@ -194,18 +199,18 @@ def test_everything_that_a_checkpoint_holds_is_renamed(path: Path) -> None:
 
 def test_items_that_are_not_loaded_play_no_role_after_renaming_either(path: Path) -> None:
     target = {"model": state()["model"]}
-    report = reknit.load(path, target, options=reknit.LoadOptions(**RULES))
+    report = reknit.load(path, target, options=options(**RULES))
     assert report.unexpected == ()
     assert target["model"]["b"].tolist() == [3, 3]
     with pytest.raises(reknit.MismatchError, match=r"no item 'net'.*") as caught:
-        reknit.load(path, {"net": state()["model"]}, options=reknit.LoadOptions(**RULES))
+        reknit.load(path, {"net": state()["model"]}, options=options(**RULES))
     assert "'model'" in str(caught.value)
 
 
 def test_a_problem_mentions_both_names(path: Path) -> None:
     target = {"model": state()["model"] | {"w": np.zeros((9, 9))}}
     with pytest.raises(reknit.MismatchError, match=r"model/w: .* \(its name in the checkpoint is net/a\)"):
-        reknit.load(path, target, options=reknit.LoadOptions(**RULES))
+        reknit.load(path, target, options=options(**RULES))
 
 
 def test_a_damaged_block_mentions_both_names(path: Path) -> None:
@@ -214,17 +219,17 @@ def test_a_damaged_block_mentions_both_names(path: Path) -> None:
     data[-1] ^= 1
     file.write_bytes(data)
     with pytest.raises(reknit.CorruptError, match=r"model/b \(there net/z\), model/w \(there net/a\)"):
-        reknit.load(path, {"model": state()["model"]}, options=reknit.LoadOptions(**RULES))
+        reknit.load(path, {"model": state()["model"]}, options=options(**RULES))
 
 
 @pytest.mark.parametrize(
     ("rules", "message"),
     [
-        ({"rename": {"net/z": "net/a"}}, "make 'net/a' of two names"),
-        ({"rewrite": (("net/.*", "net/x"),)}, "make 'net/x' of two names"),
+        ({"rename": {"net/z": "net/a"}}, "makes 'net/a' of two names"),
+        ({"rewrite": (("net/.*", "net/x"),)}, "makes 'net/x' of two names"),
         ({"rename": {"nett/": "model/"}}, "rename has 'nett/', which matches no name"),
         ({"rewrite": (("^x", "y"),)}, r"rewrite has '\^x', which matches no name"),
-        ({"rename": {"average/shadow/w": "other/w"}}, "take 'other/w' out of 'average/~s'"),
+        ({"rename": {"average/shadow/w": "other/w"}}, "takes 'other/w' out of 'average/~s'"),
     ],
 )
 def test_rules_that_do_not_suit_the_checkpoint_are_refused_before_anything_changes(
@@ -232,21 +237,21 @@ def test_rules_that_do_not_suit_the_checkpoint_are_refused_before_anything_chang
 ) -> None:
     target = state()
     with pytest.raises(reknit.MismatchError, match=message):
-        reknit.load(path, target, strict=False, options=reknit.LoadOptions(**rules))
+        reknit.load(path, target, strict=False, options=options(**rules))
     assert not target["model"]["w"].any()
     with pytest.raises(reknit.MismatchError, match=message):
-        reknit.open(path, options=reknit.LoadOptions(**rules))
+        reknit.open(path, options=options(**rules))
 
 
 def test_a_tensor_inside_an_object_is_found_under_its_new_name(path: Path) -> None:
     target = Average(0)
-    rules = reknit.LoadOptions(rename={"average/shadow/": "average/mean/"})
+    rules = options(rename={"average/shadow/": "average/mean/"})
     reknit.load(path, {"average": target}, options=rules)
     assert target.shadow["w"].tolist() == [3, 3, 3]  # type: ignore[attr-defined]
 
 
 def test_a_checkpoint_that_is_looked_into_has_the_new_names(path: Path) -> None:
-    with reknit.open(path, options=reknit.LoadOptions(**RULES)) as checkpoint:
+    with reknit.open(path, options=options(**RULES)) as checkpoint:
         assert "net" not in checkpoint.items
         assert list(checkpoint.tensors["model"]) == ["b", "w"]
         assert checkpoint.values["model"] == {"epoch": 3}
@@ -270,9 +275,7 @@ def test_ranks_with_different_items_and_values_of_their_own_agree_on_the_names()
             "private": reknit.PerRank([9]),
             "lag": {"seconds": 9},
         }
-        rules = reknit.LoadOptions(
-            rename={"own": "private", "lag/s": "lag/seconds"}, rewrite=((r"old\.", "new_"),), timeout_s=30
-        )
+        rules = options(rename={"own": "private", "lag/s": "lag/seconds"}, rewrite=((r"old\.", "new_"),))
         assert reknit.load("process://renamed", target, group=group, options=rules).notes == {}
         return target
 
@@ -305,10 +308,8 @@ def test_damaged_values_of_ranks_in_an_item_that_nobody_wants_do_not_stop_a_load
 
     def load(group: Group) -> None:
         target = {"m": {"v": np.zeros(4)}}
-        options = reknit.LoadOptions(
-            rename={"m/w": "m/v"}, rewrite=(("^own$", ""),) if len(damaged) == 2 else ()
-        )
-        reknit.load(tmp_path / "x", target, group=group, options=options)
+        rules = options(rename={"m/w": "m/v"}, rewrite=(("^own$", ""),) if len(damaged) == 2 else ())
+        reknit.load(tmp_path / "x", target, group=group, options=rules)
         assert target["m"]["v"].tolist() == [3] * 4
 
     run_ranks(2, load)
@@ -320,8 +321,8 @@ def test_damaged_values_of_ranks_in_an_item_that_is_wanted_are_told(tmp_path: Pa
     rules = {"m/w": "m/v"} | ({"own": item} if item != "own" else {})
 
     def load(group: Group) -> None:
-        options = reknit.LoadOptions(rename=rules, lenient=(f"{item}*",))
-        reknit.load(tmp_path / "x", {item: reknit.PerRank([9])}, group=group, options=options)
+        target = {item: reknit.PerRank([9])}
+        reknit.load(tmp_path / "x", target, strict=[f"!{item}*"], group=group, options=options(rename=rules))
 
     with pytest.raises(reknit.CorruptError, match=r"own/.* are not those that were saved"):
         run_ranks(2, load)
@@ -332,8 +333,7 @@ def test_ranks_whose_values_are_whole_load_them_where_the_first_ranks_are_damage
 
     def load(group: Group) -> None:
         target = {"private": reknit.PerRank([9])} if group.rank else {"m": {"w": np.zeros(4)}}
-        options = reknit.LoadOptions(rename={"own": "private"})
-        reknit.load(tmp_path / "x", target, group=group, options=options)
+        reknit.load(tmp_path / "x", target, group=group, options=options(rename={"own": "private"}))
         assert group.rank == 0 or target["private"].value == [1]  # type: ignore[union-attr]
 
     run_ranks(2, load)
@@ -341,9 +341,9 @@ def test_ranks_whose_values_are_whole_load_them_where_the_first_ranks_are_damage
 
 def test_one_whole_file_is_enough_to_refuse_a_rule_that_matches_nothing(tmp_path: Path) -> None:
     saved_by_ranks(tmp_path / "x", (0,))
-    options = reknit.LoadOptions(rename={"own/x": "own/y"})
+    rules = options(rename={"own/x": "own/y"})
     with pytest.raises(reknit.MismatchError, match="rename has 'own/x', which matches no name"):
-        reknit.load(tmp_path / "x", {"m": {"w": np.zeros(4)}}, options=options)
+        reknit.load(tmp_path / "x", {"m": {"w": np.zeros(4)}}, options=rules)
 
 
 def test_a_wrapper_around_model_and_optimizer_is_taken_off_by_one_rule(tmp_path: Path) -> None:
@@ -356,9 +356,7 @@ def test_a_wrapper_around_model_and_optimizer_is_taken_off_by_one_rule(tmp_path:
     target = torch.nn.Linear(3, 2)
     other = torch.optim.AdamW(target.parameters())
     rule = (r"^(model/|optimizer/(?:state|param_groups)/)module\.", r"\1")
-    reknit.load(
-        tmp_path / "x", {"model": target, "optimizer": other}, options=reknit.LoadOptions(rewrite=(rule,))
-    )
+    reknit.load(tmp_path / "x", {"model": target, "optimizer": other}, options=options(rewrite=[rule]))
     assert torch.equal(target.weight, inner.weight)
     assert torch.equal(other.state[target.weight]["exp_avg"], optimizer.state[inner.weight]["exp_avg"])
 

@@ -51,7 +51,7 @@ def test_a_token_that_is_renewed_between_saves_is_what_the_agents_use(
         else:
             monkeypatch.setenv("AWS_SESSION_TOKEN", token)
         state = {"m": {"w": np.full(1000, step)}}
-        reknit.save(f"{url}/{step}", state, step, wait=False).result(LIMIT_S)
+        reknit.save(f"{url}/{step}", state, step=step, wait=False).result(LIMIT_S)
         assert (tmp_path / str(step) / (token or "none") / "manifest.json").exists()
     assert open_storage(f"{url}/4").folders()
 

@@ -173,7 +173,7 @@ def _check_litter(root: Path, plan: Plan, visible: set[int]) -> None:
             for path in folder.rglob(".*.tmp"):
                 os.utime(path, (0, 0))  # only old ones are swept: a young one may be in use
             options = reknit.SaveOptions(durability="process")
-            reknit.save(folder, state(step, plan.size, plan.nbytes), step, options=options)
+            reknit.save(folder, state(step, plan.size, plan.nbytes), step=step, options=options)
             files = [path for path in folder.rglob("*") if path.is_file()]
             assert len(files) == 4, f"litter stays: {sorted(map(str, files))}"
             return

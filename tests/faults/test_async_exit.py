@@ -200,7 +200,7 @@ Image.fill = fill
 
 
 def test_an_interrupt_during_staging_leaves_nothing(run: _Scripts) -> None:
-    body = "save(1).result()\nagent = list(reknit.api._backgrounds.values())\n"
+    body = "save(1).result()\nagent = list(reknit.calls.backgrounds.values())\n"
     script = run(body + SLOW_STAGING.replace("while True:", "for _ in range(20):") + "save(2)")
     script.says("staging")
     os.killpg(script.process.pid, signal.SIGINT)
@@ -305,7 +305,7 @@ def test_a_load_beside_a_save_gets_what_was_committed_before(run: _Scripts) -> N
 def test_an_error_that_nobody_asked_for_is_logged_and_raised_by_the_next_save(run: _Scripts) -> None:
     script = run(
         "pending = save(1, Fault('full', 1, 'write')); pending.wait(50)\n"
-        "try:\n    save(2)\nexcept reknit.StorageFullError as error:\n    say('raised')"
+        "try:\n    save(2)\nexcept reknit.errors.StorageFullError as error:\n    say('raised')"
     )
     script.says("raised")
     code, errors = script.ends()

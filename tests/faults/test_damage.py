@@ -47,7 +47,7 @@ def noticed(path: Path, name: str) -> None:
     target = state(2.0)
     with pytest.raises(reknit.ReknitError) as caught:
         reknit.load(path, target)
-    assert isinstance(caught.value, reknit.FormatError), caught.value
+    assert isinstance(caught.value, reknit.errors.FormatError), caught.value
     assert name in str(caught.value)
 
 
@@ -166,7 +166,7 @@ def test_a_damaged_manifest_says_of_which_checkpoint_it_is(pristine: Path, tmp_p
     shutil.copytree(pristine, copy)
     (copy / "manifest.json").write_bytes((pristine / "manifest.json").read_bytes()[:-7])
     for read in (lambda: reknit.open(copy), lambda: reknit.load(copy, state())):
-        with pytest.raises(reknit.FormatError) as caught:
+        with pytest.raises(reknit.errors.FormatError) as caught:
             read()
         assert str(copy) in str(caught.value)
         assert "load another checkpoint" in str(caught.value)

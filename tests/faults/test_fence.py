@@ -40,7 +40,7 @@ setattr(os, call, stop)
 options = reknit.SaveOptions(durability="process", threads=1)
 try:
     reknit.save(path, {"x": np.zeros(1000)}, step=1, overwrite=overwrite, options=options)
-except reknit.FencedError as error:
+except reknit.errors.FencedError as error:
     print(error.phase, error.rank, error)
 """
 
@@ -94,12 +94,12 @@ def test_an_agent_that_was_stopped_right_before_its_commit_is_fenced_when_it_goe
     as_a_new_run(path, 2)
     gate.touch()
     send(agent, signal.SIGCONT)
-    with pytest.raises(reknit.FencedError, match="another save to this path began") as caught:
+    with pytest.raises(reknit.errors.FencedError, match="another save to this path began") as caught:
         pending.result(LIMIT_S)
     assert (caught.value.rank, caught.value.phase) == (0, "commit")
     check_only(path, 2)
     error = reknit.save(url, {"x": np.zeros(1000)}, step=3, wait=False, options=OPTIONS, group=group)
-    with pytest.raises((reknit.FencedError, reknit.CheckpointExistsError)):
+    with pytest.raises((reknit.errors.FencedError, reknit.CheckpointExistsError)):
         error.result(LIMIT_S)
     check_only(path, 2)
     assert reknit.close(LIMIT_S)

@@ -128,7 +128,7 @@ def without_threads(folder: str) -> list[str]:
     )
     told = []
     for action in doing.values():
-        with pytest.raises(reknit.ShortageError) as caught:
+        with pytest.raises(reknit.errors.ShortageError) as caught:
             action()
         told.append(str(caught.value))
     return told
@@ -153,7 +153,7 @@ def with_little_on_rank_1(folder: str) -> list[str]:
         lambda: reknit.load(path, target, options=options),
         lambda: reknit.save(Path(folder, "both"), target, options=reknit.SaveOptions(timeout_s=LIMIT_S)),
     ):
-        with pytest.raises(reknit.ShortageError) as caught:
+        with pytest.raises(reknit.errors.ShortageError) as caught:
             action()
         told.append(str(caught.value))
     return told

@@ -108,7 +108,7 @@ def with_nothing_but_temporary_files(folder: str) -> None:
     round_trips(folder)
     tempfile.tempdir = "/dev/shm"
     pending = reknit.save(Path(folder, "none"), state(1), wait=False)
-    with pytest.raises(reknit.ShortageError, match="memfd_create is refused"):
+    with pytest.raises(reknit.errors.ShortageError, match="memfd_create is refused"):
         pending.result(60)
     reknit.save(Path(folder, "at once"), state(1))
 

@@ -100,7 +100,7 @@ def test_what_was_killed_before_the_newest_checkpoint_is_not_told_again(
 ) -> None:
     for step, generation in ((5, 7), (4, 6)):
         options = reknit.SaveOptions(comm=reknit.CommOptions(generation=generation))
-        reknit.save(tmp_path / f"step_{step}", {"x": np.zeros(9)}, step, options=options)
+        reknit.save(tmp_path / f"step_{step}", {"x": np.zeros(9)}, step=step, options=options)
     os.rename(tmp_path / "step_4" / "manifest.json", tmp_path / "step_4" / f"pending.{6:016x}.01234567")
     assert reknit.latest(tmp_path) == str(tmp_path / "step_5")
     assert caplog.records == []
@@ -121,12 +121,12 @@ def test_a_new_run_can_keep_the_last_one_from_committing_and_save_in_its_place(d
     said = dead.let_commit()
     assert reknit.latest(dead.root) == str(dead.root / "step_1"), "what is fenced never appears"
     assert "Traceback" not in said
-    reknit.save(dead.root / "step_2", {"x": np.full(1000, 7)}, 2, options=OPTIONS)
+    reknit.save(dead.root / "step_2", {"x": np.full(1000, 7)}, step=2, options=OPTIONS)
     assert value(dead.root / "step_2") == 7
 
 
 def test_waiting_and_fencing_where_nothing_is_under_way_change_nothing(tmp_path: Path) -> None:
-    reknit.save(tmp_path / "step_1", {"x": np.zeros(9)}, 1, options=OPTIONS)
+    reknit.save(tmp_path / "step_1", {"x": np.zeros(9)}, step=1, options=OPTIONS)
     (tmp_path / "odd\nname").mkdir()
     (tmp_path / "empty").mkdir()
     files = sorted(tmp_path.rglob("*"))
@@ -193,7 +193,7 @@ def test_agents_of_a_dead_run_are_listed_by_the_folder_they_work_for_and_waited_
 
 def test_an_agent_with_nothing_to_do_is_not_listed_while_its_trainer_lives(tmp_path: Path) -> None:
     state = {"x": np.zeros(9)}
-    reknit.save(tmp_path / "step_1", state, 1, options=OPTIONS, wait=False).result(LIMIT_S)
+    reknit.save(tmp_path / "step_1", state, step=1, options=OPTIONS, wait=False).result(LIMIT_S)
     wait_until(lambda: at_work(str(tmp_path)) == [], LIMIT_S)
     assert reknit.close()
 

@@ -19,7 +19,8 @@ import reknit
 from reknit.comm import base as comm
 from reknit.comm.meeting.rendezvous import FolderStore
 from reknit.engine.memory.arena_pool import Arenas
-from reknit.options import CommOptions, quiet_grpc
+from reknit.environment import quiet_grpc
+from reknit.options import CommOptions
 from reknit.testing.faulty_storage import Fault
 from reknit.testing.killpoint import faulty_url, register_faulty
 from tests.faults.nursery import agents_of, wait_until
@@ -125,7 +126,7 @@ class Trainer:
         path = step_path(self.root, step)
         gate = f"{self.root}/gate" if faults and any(f.kind == "stall" for f in faults) else ""
         url = faulty_url(path, *faults, gate=gate) if faults else path
-        return reknit.save(url, self.state, step, wait=False, options=options, group=self.group, **more)
+        return reknit.save(url, self.state, step=step, wait=False, options=options, group=self.group, **more)
 
     def ended(self, step: int, pending: Any) -> bool:
         """Tell the log how a save ended, and the caller whether well."""
@@ -255,7 +256,7 @@ def save_often(log: str, root: str, rank: int, size: int, count: int, early: int
         me.update(number)
         path = f"{root}/steps/{number % 3}"
         reknit.save(
-            path, me.state, number, wait=False, overwrite=True, options=options, group=me.group
+            path, me.state, step=number, wait=False, overwrite=True, options=options, group=me.group
         ).result(PATIENCE_S)
         if number in (early, count):
             gc.collect()

@@ -54,7 +54,7 @@ def drift(folder: str) -> list[str]:
         tensor[0, 0] += dist.get_rank()
         try:
             reknit.save(f"{folder}/apart", state)
-        except reknit.StateError as error:
+        except reknit.errors.StateError as error:
             told.append(str(error))
         tensor[0, 0] -= dist.get_rank()
     return told

@@ -167,7 +167,7 @@ def test_a_model_gets_memory_on_the_gpu_where_that_is_the_default_device(path: P
 def test_a_tensor_that_cannot_change_is_refused_before_anything_changes(path: Path) -> None:
     target = on_meta()
     held = weakref.ref(target.frozen)
-    with pytest.raises(reknit.StateError, match=r"model/frozen is on the meta device.*weak reference"):
+    with pytest.raises(reknit.errors.StateError, match=r"model/frozen is on the meta device.*weak reference"):
         reknit.load(path, {"model": target})
     assert held() is target.frozen
     assert target.embed.weight.is_meta
@@ -184,7 +184,7 @@ def test_a_module_that_does_not_show_its_tensors_is_refused_with_the_remedy(tmp_
     reknit.save(tmp_path / "x", {"m": Copying(2, 2)})
     with torch.device("meta"):
         target = Copying(2, 2)
-    with pytest.raises(reknit.StateError, match="to_empty"):
+    with pytest.raises(reknit.errors.StateError, match="to_empty"):
         reknit.load(tmp_path / "x", {"m": target})
 
 

@@ -310,7 +310,7 @@ def takes_what_was_saved(source: str, target: str, before: int) -> None:
         why = want.mismatched[0][2]
         for optimizer, does in ((one, "saved it"), (other, "steps it")):
             assert f"{optimizer_protocol.kind(optimizer)[0]} {does}" in why
-        assert "lenient=('o/*',)" in why
+        assert "strict=['!o/*']" in why
 
 
 def test_checkpoints_that_do_not_tell_the_optimizer_load_as_before() -> None:

@@ -199,8 +199,8 @@ def test_tensors_that_rules_make_are_one_here_when_they_are_made_of_one(tmp_path
         (transforms.rename("b", "e"), "d", None),
     ):
         target = {"m": {"a": tied, second: tied}}
-        options = reknit.LoadOptions(transforms=[rule], lenient=("m/[bcde]",))
-        report = reknit.load(tmp_path / "x", target, options=options)
+        options = reknit.LoadOptions(transforms=[rule])
+        report = reknit.load(tmp_path / "x", target, strict=["!m/[bcde]"], options=options)
         told = report.mismatched.get(f"m/{second}", "")
         assert told.startswith(why) if why else not told
         assert tied.tolist() == [1, 1]

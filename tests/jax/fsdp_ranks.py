@@ -116,11 +116,10 @@ def tensors(trained: models.Trained) -> dict[str, Any]:
 def load_all(root: str, folders: dict[str, str]) -> dict[str, list[str]]:
     """Load checkpoints, each of what a layout saved, into every layout; return what differs now and later."""
     differing = {}
-    options = reknit.LoadOptions(lenient=(OPTIONS,))
     for layout in LAYOUTS:
         for number, (folder, saved) in enumerate(folders.items()):
             trained = build(layout, steps=number % 2, seed=9)
-            report = reknit.load(folder, state(trained), options=options)
+            report = reknit.load(folder, state(trained), strict=[f"!{OPTIONS}"])
             wrong = [name for name in report.missing if not name.startswith("optimizer/param_groups/")]
             wrong += [*report.mismatched, *report.unexpected]
             wrong += _unlike(tensors(trained), f"{root}/{saved}.now.npz")

@@ -55,7 +55,9 @@ def state_of(version: int) -> dict[str, Any]:
 
 def save(name: str, version: int, query: str = PLAIN) -> None:
     """Save a version, whatever is there."""
-    reknit.save(f"hdfs://pair/{name}{query}", state_of(version), version, overwrite=True, options=OPTIONS)
+    reknit.save(
+        f"hdfs://pair/{name}{query}", state_of(version), step=version, overwrite=True, options=OPTIONS
+    )
 
 
 def version_at(name: str, query: str = PLAIN) -> int:

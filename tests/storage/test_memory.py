@@ -149,7 +149,7 @@ import sys, numpy as np, reknit
 try:
     reknit.save(sys.argv[1], {"m": {"w": np.full(1 << 20, int(sys.argv[2]))}})
     print("won")
-except (reknit.CommitError, reknit.CheckpointExistsError, reknit.StorageError) as error:
+except (reknit.errors.CommitError, reknit.CheckpointExistsError, reknit.StorageError) as error:
     print(type(error).__name__)
 """
     url = new_url()

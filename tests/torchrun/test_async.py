@@ -34,7 +34,7 @@ def train_on(layout: str, root: str, stage: Any) -> None:
         if dist.get_rank() == 0:
             torch.save(truth, f"{root}/{step}.truth")
         pending.append(
-            reknit.save(f"{root}/{step}", models.state(trained), step, wait=False, options=options)
+            reknit.save(f"{root}/{step}", models.state(trained), step=step, wait=False, options=options)
         )
         models.train_step(trained, step + 1)
     reports = [save.result(LIMIT_S) for save in pending]
@@ -123,7 +123,7 @@ def prepare_first(layout: str, root: str) -> str:
         if step == rank:
             dist.barrier()
         with Watched() as seen:
-            save = reknit.save(f"{root}/{step}", state, step, wait=False, options=options)
+            save = reknit.save(f"{root}/{step}", state, step=step, wait=False, options=options)
         if step != rank:
             dist.barrier()
         assert seen.agreed == seen.planned == set()

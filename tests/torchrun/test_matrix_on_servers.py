@@ -122,7 +122,9 @@ def read_while_overwritten(place: Place) -> list[int]:
     dist.barrier()
     if rank == 0:
         for version in range(1, VERSIONS + 1):
-            reknit.save(url, version_of(version), version, overwrite=True, group=SoloGroup(), options=OPTIONS)
+            reknit.save(
+                url, version_of(version), step=version, overwrite=True, group=SoloGroup(), options=OPTIONS
+            )
         return []
     while seen[-1:] != [VERSIONS]:
         seen.append(version_loaded(url))

@@ -44,7 +44,7 @@ def save_twice(root: str, wait: bool) -> None:
     lasting = on_hosts(root)
     for step in (1, 2):
         options = reknit.SaveOptions(promote_to=lasting, timeout_s=LIMIT_S)
-        pending = reknit.save(FAST, state(step), step, wait=wait, overwrite=True, options=options)
+        pending = reknit.save(FAST, state(step), step=step, wait=wait, overwrite=True, options=options)
         pending.result(LIMIT_S)
         pending.promoted(LIMIT_S)
     assert reknit.close(LIMIT_S)
@@ -53,7 +53,7 @@ def save_twice(root: str, wait: bool) -> None:
 def load(root: str) -> list[str]:
     lasting = on_hosts(root)
     target = {"model": {"w": torch.zeros_like(state(0)["model"]["w"])}}
-    options = reknit.LoadOptions(on_corrupt="replica", replicas=(lasting,), timeout_s=LIMIT_S, share="never")
+    options = reknit.LoadOptions(replicas=(lasting,), timeout_s=LIMIT_S, share="never")
     report = reknit.load(FAST, target, options=options)
     assert report.step == 2
     assert torch.equal(local(target), local(state(2)))

@@ -161,6 +161,7 @@ class World:
         options: LoadOptions | Sequence[LoadOptions],
         *,
         carries: bool = True,
+        lenient: tuple[str, ...] = (),
     ) -> list[LoadReport]:
         """Let every rank load its shards, and with them the items that they are of."""
         each = [options] * len(self.hosts) if isinstance(options, LoadOptions) else options
@@ -176,6 +177,7 @@ class World:
                 each[group.rank],
                 Recorder("load", group.rank),
                 (lambda: ThreadCarrier(self.hub, group.rank)) if carries else None,
+                lenient=lenient,
             )
             return load(job)
 

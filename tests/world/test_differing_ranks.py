@@ -199,7 +199,7 @@ def test_a_large_tensor_that_differs_fails_the_save_on_all_ranks_by_name(wait: b
         ).result()
 
     for error in each(3, lambda group: save(group, "sample")):
-        assert isinstance(error, reknit.StateError), error
+        assert isinstance(error, reknit.errors.StateError), error
         assert "different values of m/w (ranks 0, 1, 2)" in str(error)
         assert "PerRank" in str(error)
     assert not list(open_storage("process://large/x").list())

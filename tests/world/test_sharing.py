@@ -32,7 +32,6 @@ if TYPE_CHECKING:
     from tests.world.layouts import Part
 
 OFF = LoadOptions(threads=2, share="always", verify="off", gap_nbytes=0, timeout_s=30)
-PART = replace(OFF, lenient=("*",))
 TOUCHED = LoadOptions(threads=2, share="always", timeout_s=30)
 ALONE = LoadOptions(threads=2, share="never", verify="off", gap_nbytes=0, timeout_s=30)
 NAME = "sharing"
@@ -335,7 +334,7 @@ def test_thousands_of_holes_are_thousands_of_shared_reads_and_nobody_waits_long(
     layout = replicated(model, 4)
     shards = targets(model, {name: layout[name] for name in names[::2]}, 4)
     world = World(hosts, NAME)
-    world.load(shards, PART)
+    world.load(shards, OFF, lenient=("*",))
     for each in shards:
         assert_equal(model, each)
     assert world.nbytes == 200_000
@@ -353,7 +352,7 @@ def test_random_subsets_of_many_tensors_on_each_rank() -> None:
     reblock(NAME)
     world = World([0, 0, 1, 1, 2], NAME, cell_nbytes=BLOCK_NBYTES, bucket_nbytes=500)
     shards = targets(model, layout, 5)
-    world.load(shards, PART)
+    world.load(shards, OFF, lenient=("*",))
     for each in shards:
         assert_equal(model, each)
     assert world.nbytes == 40 * len(layout)

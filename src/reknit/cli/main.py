@@ -11,6 +11,7 @@ from importlib.metadata import version
 from typing import TYPE_CHECKING
 
 from reknit.cli import agents, certify, diff, export, gc, ls, promote, show, verify
+from reknit.environment import completing
 from reknit.errors import (
     CheckpointExistsError,
     CheckpointNotFoundError,
@@ -20,7 +21,6 @@ from reknit.errors import (
     UsageError,
     typed_shortage,
 )
-from reknit.options import completing
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

@@ -14,9 +14,9 @@ import numpy as np
 
 from reknit.dataloader import messages as say
 from reknit.dataloader.reader import COLUMNS, Batch
+from reknit.environment import agent_environment
 from reknit.errors import DeadlineError, ReknitError
 from reknit.format.values.blob_codec import encode_value
-from reknit.options import agent_environment
 from reknit.processes.channel import Channel, Message
 from reknit.processes.shared_memory import map_file, nameless_file, write_at
 from reknit.system import output_of_child, socket_pair

@@ -48,12 +48,12 @@ def save(
     return api.save(
         path,
         state,
-        engine.global_steps if step is None else step,
-        wait,
-        overwrite,
-        options,
-        group,
-        metadata,
+        step=engine.global_steps if step is None else step,
+        wait=wait,
+        overwrite=overwrite,
+        options=options,
+        group=group,
+        metadata=metadata,
     )
 
 
@@ -83,7 +83,7 @@ def load(
         state.pop("optimizer", None)
     if not load_lr_scheduler_states:
         state.pop("lr_scheduler", None)
-    api.load(path, state, strict, None, options, group)
+    api.load(path, state, strict=strict, options=options, group=group)
     return os.fspath(path), kept.values
 
 

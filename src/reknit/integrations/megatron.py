@@ -82,7 +82,9 @@ def save(
     state[_COMMON] = _Kept(common) if _rank() == 0 else parts.local_object(None)
     number = _step(sharded_state_dict, checkpoint_dir) if step is None else step
     options = options or SaveOptions()
-    pending = api.save(checkpoint_dir, state, number, not async_sharded_save, overwrite=True, options=options)
+    pending = api.save(
+        checkpoint_dir, state, step=number, wait=not async_sharded_save, overwrite=True, options=options
+    )
     if not async_sharded_save:
         pending.result()
         return None
@@ -153,7 +155,7 @@ def _load(
         return api.load(path, {**items, _COMMON: kept}, options=options)
     except MismatchError:
         items = _by_key(items, path)
-    return api.load(path, {**items, _COMMON: kept}, strict, options=options)
+    return api.load(path, {**items, _COMMON: kept}, strict=strict, options=options)
 
 
 def _by_key(items: dict[str, Any], path: str | PathLike[str]) -> dict[str, Any]:

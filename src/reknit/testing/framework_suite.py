@@ -17,6 +17,7 @@ from reknit.frameworks.registry import collect
 from reknit.frameworks.tree import same_value
 from reknit.frameworks.walk.walk import Place
 from reknit.testing.world import run_ranks
+from reknit.transforms import names
 from reknit.types.shard import full_name
 
 if TYPE_CHECKING:
@@ -224,7 +225,7 @@ class FrameworkSuite(ABC):
         before = self.contents(target)
         for name in names_of(self.holdings(target)):
             with pytest.raises(MismatchError, match="nothing was changed"):
-                self.load(tmp_path / "x", target, rename={name: f"{name}-of-old"})
+                self.load(tmp_path / "x", target, transforms=[names({name: f"{name}-of-old"})])
             assert_same(self.contents(target), before)
 
     def test_what_is_not_to_be_loaded_stays(self, tmp_path: Path) -> None:

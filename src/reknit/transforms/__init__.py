@@ -1,9 +1,10 @@
 """What turns the names and layouts of a checkpoint into those of a state, while it is loaded.
 
-Give rules to `reknit.LoadOptions(transforms=[...])`; each takes what the one before left.  Templates name
-parameters, without the item: ``layers.{i}.weight``, where ``{i}`` is one part of a dotted name and ``{i*}``
-one or more.  What a rule does to a parameter it does to its optimizer states and options too.  Only the bytes
-that a rank needs are read.  With `optional` a rule may match nothing.
+Give rules to `reknit.LoadOptions(transforms=[...])`; each takes what the one before left.  `names` renames
+anything, by whole names ``item/fqn``.  The other rules take templates of the names of parameters, without the
+item: ``layers.{i}.weight``, where ``{i}`` is one part of a dotted name and ``{i*}`` one or more.  What such a
+rule does to a parameter it does to its optimizer states and options too.  Only the bytes that a rank needs
+are read.  With `optional` a rule may match nothing.
 """
 
 from __future__ import annotations
@@ -14,10 +15,11 @@ from reknit.errors import UsageError
 from reknit.transforms import cuts, rules
 from reknit.transforms.base import Rule
 from reknit.transforms.hugging_face import megatron_to_hugging_face
+from reknit.transforms.names import Names
 from reknit.transforms.pattern import Pattern
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Sequence
+    from collections.abc import Iterable, Mapping, Sequence
 
 __all__ = [
     "Rule",
@@ -26,6 +28,7 @@ __all__ = [
     "fuse",
     "inverted",
     "megatron_to_hugging_face",
+    "names",
     "pad",
     "rename",
     "rewrite",
@@ -35,6 +38,22 @@ __all__ = [
     "trim",
     "unstack",
 ]
+
+
+def names(
+    rename: Mapping[str, str] | None = None,
+    *,
+    rewrite: Sequence[tuple[str, str]] = (),
+    optional: bool = False,
+) -> Names:
+    """Give other names ``item/fqn`` to everything: tensors, values, and ranks' own values.
+
+    `rename` goes from names in the checkpoint to names in the state; one that ends in ``/`` or ``.`` is a
+    prefix, and takes all below with it; the longest that fits counts.  `rewrite` are pairs of a regular
+    expression and its replacement, as for ``re.sub``, applied one after the other to what `rename` made.
+    This is the first rule of a list, and there is one.  Raises `UsageError`.
+    """
+    return Names({} if rename is None else rename, tuple(rewrite), optional)
 
 
 def rename(source: str, target: str, *, optional: bool = False) -> Rule:

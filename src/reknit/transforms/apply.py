@@ -41,7 +41,7 @@ class _Counter:
                 raise MismatchError(
                     f"{self.name} is to be made of {self.sources[0]} and {name}, which are "
                     f"{self.values[0].item()} and {value.item()}",
-                    remedy="load without this state: give `only` or `lenient` patterns",
+                    remedy="load without this state: give `only` or `strict` patterns",
                 )
 
 

@@ -21,6 +21,12 @@ def matches(name: str, patterns: Sequence[str]) -> bool:
     return any(fnmatchcase(name, pattern) for pattern in patterns)
 
 
+def selects(name: str, patterns: Sequence[str]) -> bool:
+    """Tell whether the last pattern that matches a name selects it; one that begins with ``!`` does not."""
+    last = next((p for p in reversed(patterns) if fnmatchcase(name, p.removeprefix("!"))), "!")
+    return not last.startswith("!")
+
+
 @dataclass(frozen=True, slots=True)
 class Terms:
     """On what terms a load takes place, for those who decide what is wanted.

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import psutil
 
-from reknit.options import host_name
+from reknit.environment import host_name
 
 _BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 

@@ -33,10 +33,11 @@ from reknit.engine.saving.coordinator import Coordinator
 from reknit.engine.saving.receipt import Setting
 from reknit.engine.saving.tuning import Tuner
 from reknit.engine.stored.running_agents import Note
+from reknit.environment import quiet_grpc, take_store_variables
 from reknit.errors import AgentError, GroupClosedError, ReknitError, from_wire, shortage, typed
 from reknit.monitor.phase import Recorder
 from reknit.monitor.sinks.jsonl import JsonLinesSink
-from reknit.options import CommOptions, SaveOptions, quiet_grpc, take_store_variables
+from reknit.options import CommOptions, SaveOptions
 from reknit.processes.channel import Channel, Message
 from reknit.processes.shared_memory import SharedMemory, map_file
 from reknit.storage.registry import open_storage, register

@@ -13,9 +13,9 @@ from typing import TYPE_CHECKING, Any
 from reknit.engine.background import messages as say
 from reknit.engine.memory.workers import start
 from reknit.engine.stored.running_agents import MODULE
+from reknit.environment import agent_environment, store_variables
 from reknit.errors import AgentError, DeadlineError, ReknitError, ShortageError, from_wire, shortage
 from reknit.monitor.phase import Deadline
-from reknit.options import agent_environment, store_variables
 from reknit.processes.channel import Channel, Message
 from reknit.system import output_of_child, socket_pair
 

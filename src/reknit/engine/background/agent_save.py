@@ -17,10 +17,10 @@ from reknit.engine.saving.packing import merge_claims
 from reknit.engine.saving.receipt import commit_round, receipt, write_blobs
 from reknit.engine.saving.write import Outgoing, discard, write_files
 from reknit.engine.stored.promote import Promotion, decline, promote
+from reknit.environment import cores_per_rank
 from reknit.errors import ReknitError, typed
 from reknit.format import paths
 from reknit.monitor.phase import Recorder, now
-from reknit.options import cores_per_rank
 
 if TYPE_CHECKING:
     from collections.abc import Callable

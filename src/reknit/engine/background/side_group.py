@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING
 
 from reknit.comm import base as comm
 from reknit.engine import messages
+from reknit.environment import quiet_grpc
 from reknit.format import paths
-from reknit.options import quiet_grpc
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

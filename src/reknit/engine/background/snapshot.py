@@ -9,8 +9,8 @@ import numpy as np
 from reknit.engine.memory.arena import lay_out
 from reknit.engine.memory.staging import Staging, changes
 from reknit.engine.memory.workers import run_jobs
+from reknit.environment import num_threads
 from reknit.errors import StateError
-from reknit.options import num_threads
 from reknit.types.shard import full_name
 
 if TYPE_CHECKING:

@@ -64,12 +64,11 @@ class Checkpoint(Shown):
         arrays: NewArrays,
         replicas: Sequence[Storage] = (),
     ) -> None:
-        substitutes = replicas if options.on_corrupt == "replica" else ()
         with recorder.phase("open"):
             contents = within(
                 options.timeout_s,
                 lambda: f"reading manifest and index of {storage.url}",
-                lambda: read_opened(storage, None, replicas=substitutes),
+                lambda: read_opened(storage, None, replicas=replicas),
             )
             self._open: OpenCheckpoint = opened(
                 storage,
@@ -77,7 +76,7 @@ class Checkpoint(Shown):
                 None,
                 allow_pickle=options.allow_pickle,
                 naming=Naming.of(options),
-                replicas=substitutes,
+                replicas=replicas,
             )
         self._options = options
         self._recorder = recorder

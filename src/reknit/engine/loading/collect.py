@@ -11,8 +11,9 @@ from reknit.engine.loading.index_part import Reach
 from reknit.engine.loading.match import Fill, Problems, match, terms
 from reknit.format.checksum import digest
 from reknit.transforms.apply import Transformed
+from reknit.transforms.names import parted
 from reknit.types.shard import full_name
-from reknit.types.wanted import matches
+from reknit.types.wanted import selects
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -65,8 +66,8 @@ def request_items(job: LoadJob) -> bytes:
     """Return the message that says which items this rank loads; ranks may load different ones."""
     # With `only`, each missing name is reported by itself.  Otherwise a lenient pattern that matches any name
     # in the item permits the whole item to be missing.
-    lenient, each_name = job.options.lenient, bool(job.options.only)
-    optional = [item for item in job.items if each_name or matches(f"{item}/", lenient)]
+    lenient, each_name = job.lenient, bool(job.options.only)
+    optional = [item for item in job.items if each_name or selects(f"{item}/", lenient)]
     return messages.encode(messages.Items(list(job.items), optional))
 
 
@@ -78,8 +79,9 @@ def collect(job: LoadJob, checkpoint: OpenCheckpoint) -> Collected:
         catalog = replace(
             catalog, own=partial(_own, job, catalog), read_ahead=partial(_read_ahead, job, catalog)
         )
-        if options.transforms:
-            transformed = Transformed.of(options.transforms, catalog)
+        _, rules = parted(options.transforms)
+        if rules:
+            transformed = Transformed.of(rules, catalog)
             wanted = job.want(transformed.catalog)
             made = messages.bitmaps(transformed.made, _known(wanted))
             wanted = transformed.back(wanted)

@@ -53,7 +53,7 @@ class LoadCoordinator:
         loads = [messages.decode(request, messages.LoadRequest) for request in requests]
         taken = terms(job.options).takes
         unexpected = [name for key in handout.left if taken(name := full_name(*key))]
-        require_fit(loads, unexpected, job.options, job.storage.url, handout.damaged)
+        require_fit(loads, unexpected, job.options.only, job.lenient, job.storage.url, handout.damaged)
         shares = share_out([load.offer for load in loads], job.options)
         return [messages.encode(messages.LoadDecision(unexpected, handout.items, share)) for share in shares]
 

@@ -35,12 +35,9 @@ class LoadJob:
     carrier: Callable[[], Carrier] | None = None
     """Makes the transport of bytes to other hosts, if there is one."""
     replicas: Sequence[Storage] = ()
-    """Other copies of the checkpoint."""
-
-    @property
-    def substitutes(self) -> Sequence[Storage]:
-        """The copies that may replace damaged files of the checkpoint."""
-        return self.replicas if self.options.on_corrupt == "replica" else ()
+    """Other copies of the checkpoint, which replace damaged files of it."""
+    lenient: tuple[str, ...] = ()
+    """Patterns of names that need not fit (`selects`)."""
 
     def within_deadline(self, what: str, work: Callable[[], _Result]) -> _Result:
         """Ask the storage for something, and wait no longer than other ranks would wait for this one."""

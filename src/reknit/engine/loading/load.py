@@ -24,7 +24,7 @@ from reknit.engine.stored.opening import REPLACED, REPLACED_TRIES
 from reknit.engine.stored.verify import check_all, check_sizes
 from reknit.errors import ReknitError
 from reknit.monitor.progress import progress
-from reknit.types.wanted import matches
+from reknit.types.wanted import selects
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -152,12 +152,12 @@ def _damaged(job: LoadJob, checkpoint: OpenCheckpoint, reader: RangeReader, alik
 
 def _request(job: LoadJob, collected: Collected, planned: _Planned, shared: SharedRead | None) -> bytes:
     """Return what does not fit, less what a lenient load accepts, and what this rank would read."""
-    problems, lenient = collected.problems, job.options.lenient
+    problems, lenient = collected.problems, job.lenient
     return messages.encode(
         messages.LoadRequest(
             rank=job.group.rank,
-            missing=[p for p in problems.missing if not matches(p[0], lenient)],
-            mismatched=[p for p in problems.mismatched if not matches(p[0], lenient)],
+            missing=[p for p in problems.missing if not selects(p[0], lenient)],
+            mismatched=[p for p in problems.mismatched if not selects(p[0], lenient)],
             idle=list(collected.wanted.idle),
             damaged=problems.damaged,
             offer=None if shared is None else shared.offer(),

@@ -10,7 +10,7 @@ from reknit.planner.tiling import untiled
 from reknit.types.box import Box
 from reknit.types.dtype import converts
 from reknit.types.shard import full_name
-from reknit.types.wanted import RESIZE, Terms, matches
+from reknit.types.wanted import RESIZE, Terms, matches, selects
 
 if TYPE_CHECKING:
     from collections.abc import Container, Mapping, Sequence
@@ -134,14 +134,15 @@ def uncovered(index: Index, wanted: Container[int]) -> list[str]:
 def require_fit(
     requests: Sequence[LoadRequest],
     unexpected: Sequence[str],
-    options: LoadOptions,
+    only: Sequence[str],
+    lenient: Sequence[str],
     url: str,
     damaged: Sequence[str] = (),
 ) -> None:
     """Raise one error that lists all that does not fit on any rank, if anything does not.
 
     `damaged` is what the root found.  Damaged files make it a `CorruptError`, which no option permits;
-    otherwise it is a `MismatchError`.
+    otherwise it is a `MismatchError`.  `only` and `lenient` are patterns of the load.
     """
     everyone = {request.rank for request in requests}
     told: dict[str, set[int]] = {f"damaged: {what}": everyone for what in damaged}
@@ -156,12 +157,12 @@ def require_fit(
     problems += [
         f"unexpected: {name}: saved, but no rank wants it"
         for name in unexpected
-        if not matches(name, options.lenient)
+        if not selects(name, lenient)
     ]
     problems += [
         f"only: the pattern {pattern!r} matches nothing in the target of any rank"
-        for pattern in options.only
-        if all(pattern in request.idle for request in requests) and not matches(pattern, options.lenient)
+        for pattern in only
+        if all(pattern in request.idle for request in requests) and not selects(pattern, lenient)
     ]
     if problems:
         raise _refusal(problems, url, damaged=bool(damaged) or any(request.damaged for request in requests))
@@ -183,7 +184,7 @@ def _refusal(problems: Sequence[str], url: str, *, damaged: bool) -> ReknitError
         f"the checkpoint does not fit the target in {places}; nothing was changed:\n  {lines}",
         path=url,
         remedy="mend the names or shapes, load fewer items, or pass what a line names; strict=False (or "
-        "patterns in LoadOptions.lenient) leaves out all that does not fit, and reports it",
+        "patterns, as in strict=['!model/head.*']) leaves out all that does not fit, and reports it",
     )
 
 

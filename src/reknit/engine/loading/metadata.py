@@ -80,7 +80,7 @@ def read_for_all(job: LoadJob, wanted: Sequence[messages.Items]) -> RootMetadata
     items = list(dict.fromkeys(item for rank in wanted for item in rank.names))
     optional = {item for rank in wanted for item in rank.optional}
     renaming = Naming.of(job.options) is not None
-    contents = read_opened(job.storage, None if renaming else items, own=renaming, replicas=job.substitutes)
+    contents = read_opened(job.storage, None if renaming else items, own=renaming, replicas=job.replicas)
     whole = _opened(job, contents, items)
     known = whole.offered
     if absent := [item for item in items if item not in known and item not in optional]:
@@ -108,7 +108,7 @@ def _opened(job: LoadJob, contents: Contents, items: Sequence[str]) -> OpenCheck
         items,
         allow_pickle=job.options.allow_pickle,
         naming=Naming.of(job.options),
-        replicas=job.substitutes,
+        replicas=job.replicas,
     )
 
 

@@ -12,10 +12,10 @@ from reknit.engine.loading.deliver import Deliverer, ReadSpan, put, spans_of
 from reknit.engine.memory.workers import Gate, run_jobs
 from reknit.engine.stored.file_checks import corrupt_block
 from reknit.engine.stored.repair import UNREADABLE, Repairer
+from reknit.environment import num_threads
 from reknit.errors import ReknitError, UsageError
 from reknit.format.checksum import digest
 from reknit.monitor.phase import Stopwatch
-from reknit.options import num_threads
 from reknit.planner.load import Granularity, plan_load
 from reknit.storage.base import Reading
 
@@ -49,7 +49,7 @@ class RangeReader:
 
     `boxes` are the number of a tensor in the index, a box of it, and the live array to fill; `cast` holds the
     positions in `boxes` of those that are converted.  `replicas` are other copies of the checkpoint, used
-    with ``on_corrupt="replica"``.  `moved` is called with the bytes of each read of the plan that is done,
+    where this one is damaged.  `moved` is called with the bytes of each read of the plan that is done,
     whichever rank read it.  `cut` says how reads are cut; by default the options and the storage do.
     """
 
@@ -74,7 +74,7 @@ class RangeReader:
         self.plan = plan_load(index, [(tensor, box) for tensor, box, _ in boxes], sizes, cut)
         self._checkpoint, self._options, self._moved = checkpoint, options, moved
         self._deliverer = Deliverer(index, self.plan, boxes, cast)
-        self._repairer = Repairer(checkpoint, replicas if options.on_corrupt == "replica" else ())
+        self._repairer = Repairer(checkpoint, replicas)
         self._clocks = {name: Stopwatch() for name in ("read", "verify", "deliver")}
         self._gate = Gate()
         self._lock = threading.Lock()

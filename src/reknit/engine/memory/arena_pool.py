@@ -7,10 +7,10 @@ import threading
 from dataclasses import dataclass, field
 
 from reknit.engine.memory.arena import SPAN_NBYTES
+from reknit.environment import local_ranks
 from reknit.errors import UsageError
 from reknit.monitor.host_memory import available_nbytes
 from reknit.monitor.phase import Deadline
-from reknit.options import local_ranks
 from reknit.processes.shared_memory import SharedMemory
 
 logger = logging.getLogger("reknit")

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, NamedTuple
 
+from reknit.environment import num_threads
 from reknit.errors import UsageError
-from reknit.options import MIB, num_threads
+from reknit.options import MIB
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

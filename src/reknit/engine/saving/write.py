@@ -13,10 +13,10 @@ import numpy as np
 from reknit.engine.memory.elements import stage
 from reknit.engine.memory.workers import run_jobs
 from reknit.engine.saving.tuning import PIECES, Tuner
+from reknit.environment import num_threads
 from reknit.errors import ReknitError
 from reknit.format.checksum import BLOCK_NBYTES, block_digests, num_blocks
 from reknit.monitor.phase import Stopwatch
-from reknit.options import num_threads
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Sequence

@@ -16,8 +16,8 @@ from reknit.engine import messages
 from reknit.engine.memory.workers import within
 from reknit.engine.sharing.exchange import Exchange, Sharing
 from reknit.engine.sharing.host_link import HostLink
+from reknit.environment import host_name, num_threads
 from reknit.monitor.phase import Stopwatch
-from reknit.options import host_name, num_threads
 from reknit.planner.sharing import WORTH_NBYTES, FetchTable, Reads, fetch_of
 
 if TYPE_CHECKING:

@@ -20,6 +20,7 @@ from reknit.engine.saving.tuning import PIECES, Tuner
 from reknit.engine.saving.write import PIECE_NBYTES, Outgoing, discard, write_bytes, write_files
 from reknit.engine.stored.file_checks import check_blocks, check_size, read_checked
 from reknit.engine.stored.opening import read_manifest
+from reknit.environment import num_threads
 from reknit.errors import (
     CheckpointExistsError,
     CommError,
@@ -33,7 +34,6 @@ from reknit.errors import (
 )
 from reknit.format.checksum import BLOCK_NBYTES
 from reknit.format.manifest_file import decode_manifest
-from reknit.options import num_threads
 from reknit.types.manifest import FileEntry
 
 if TYPE_CHECKING:

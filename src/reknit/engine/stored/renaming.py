@@ -11,6 +11,7 @@ import numpy as np
 
 from reknit.errors import CorruptError, MismatchError
 from reknit.format.values.msgpack_reader import read_msgpack
+from reknit.transforms.names import parted
 from reknit.types.shard import Tagged, full_name
 
 if TYPE_CHECKING:
@@ -25,18 +26,19 @@ Name = tuple[str, str]
 
 @dataclass(frozen=True, slots=True)
 class Naming:
-    """The rules of `LoadOptions.rename` and `rewrite`."""
+    """The rule `reknit.transforms.names` of a load."""
 
     rename: Mapping[str, str]
     rewrite: tuple[tuple[str, str], ...]
+    optional: bool = False
 
     @classmethod
     def of(cls, options: LoadOptions) -> Naming | None:
-        """Return the rules of these options, or None where there are none."""
-        if not options.rename and not options.rewrite:
+        """Return the rule of these options, or None where there is none."""
+        names, _ = parted(options.transforms)
+        if names is None or not (names.rename or names.rewrite):
             return None
-        rewrite = tuple((expression, replacement) for expression, replacement in options.rewrite)
-        return cls(dict(options.rename), rewrite)
+        return cls(names.rename, names.rewrite, names.optional)
 
     def apply(self, name: Name, used: set[object] | None = None) -> Name:
         """Return the state's name of what has this name in the checkpoint; note the rules that it took."""
@@ -52,7 +54,9 @@ class Naming:
         return name if new == old else self._split(new, name)
 
     def unused(self, used: set[object]) -> list[str]:
-        """Say which rules were not among the used ones."""
+        """Say which names and expressions were not among the used ones, but had to be."""
+        if self.optional:
+            return []
         lines = [f"rename has {old!r}" for old in self.rename if old not in used]
         lines += [
             f"rewrite has {expression!r}"
@@ -74,7 +78,7 @@ class Naming:
         item = stored[0] if same else name.partition("/")[0]
         if not item:
             raise MismatchError(
-                f"rename and rewrite make {name!r} of {full_name(*stored)!r}, which names no item",
+                f"transforms.names makes {name!r} of {full_name(*stored)!r}, which names no item",
                 remedy="names are item/fqn: mend the rules",
             )
         return item, name.removeprefix(item).removeprefix("/")
@@ -176,7 +180,7 @@ def _require_distinct(new: Mapping[Name, Name]) -> None:
     for old, name in new.items():
         if (other := first.setdefault(name, old)) is not old:
             raise MismatchError(
-                f"rename and rewrite make {full_name(*name)!r} of two names, {full_name(*other)!r} and "
+                f"transforms.names makes {full_name(*name)!r} of two names, {full_name(*other)!r} and "
                 f"{full_name(*old)!r}",
                 remedy="names must stay different: mend the rules",
             )
@@ -214,7 +218,7 @@ def _repointed(value: Any, at: Name, new: Mapping[Name, Name]) -> Any:
             return value  # it leads nowhere, as it did before
         if target[0] != to[0] or not target[1].startswith(to[1]):
             raise MismatchError(
-                f"rename and rewrite take {full_name(*target)!r} out of {full_name(*new[at])!r}, "
+                f"transforms.names takes {full_name(*target)!r} out of {full_name(*new[at])!r}, "
                 "the saved state of one object",
                 remedy="rename the item or all that is below it, not parts of what load_state_dict takes",
             )

@@ -11,6 +11,7 @@ from reknit.engine.memory.workers import run_jobs
 from reknit.engine.report import VerifyReport
 from reknit.engine.stored.file_checks import check_blocks, check_size, read_checked
 from reknit.engine.stored.opening import read_manifest
+from reknit.environment import num_threads
 from reknit.errors import CorruptError, FormatError, ReknitError, StorageError
 from reknit.format.checksum import BLOCK_NBYTES
 from reknit.format.data_file import data_start, decode_header
@@ -18,7 +19,6 @@ from reknit.format.index.checks import check_extents
 from reknit.format.index.file import decode_index
 from reknit.format.manifest_file import decode_manifest
 from reknit.format.values.blob_codec import decode_blobs
-from reknit.options import num_threads
 from reknit.planner.tiling import untiled
 from reknit.types.shard import full_name
 

@@ -85,7 +85,7 @@ def _want_group(
         if optimizer_protocol.differs(kind, slot.kind):
             why = (
                 f"{kind[0]} saved it, and here {slot.kind[0]} steps it: leave the optimizer out of the "
-                f"state, or let it begin anew with LoadOptions(lenient=({f'{place.item}/*'!r},))"
+                f"state, or let it begin anew with strict=[{f'!{place.item}/*'!r}]"
             )
             loading.report_mismatched(at, why)
             told.foreign[slot.name] = why

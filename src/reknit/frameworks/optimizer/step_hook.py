@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 from reknit.errors import UsageError
 
@@ -10,7 +10,14 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
 
-def before_steps(optimizer: Any, call: Callable[..., None]) -> Any:
+class StepHook(Protocol):
+    """What calls something before each step of an optimizer."""
+
+    def remove(self) -> None:
+        """Stop that."""
+
+
+def before_steps(optimizer: Any, call: Callable[..., None]) -> StepHook:
     """Call `call` before each step of an optimizer, or of all torch optimizers where it is None.
 
     Return torch's handle, whose `remove` ends that.  Raises `UsageError` for an optimizer that cannot do it.
@@ -26,4 +33,5 @@ def before_steps(optimizer: Any, call: Callable[..., None]) -> Any:
             "register_step_pre_hook",
             remedy="call pending.staged() before each step, or save with stage='eager'",
         )
-    return register(call)
+    hook: StepHook = register(call)
+    return hook

@@ -9,8 +9,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, get_args
 from xml.etree import ElementTree
 
+from reknit.environment import hadoop_conf_dir, hadoop_user
 from reknit.errors import UsageError
-from reknit.options import MIB, Durability, hadoop_conf_dir, hadoop_user
+from reknit.options import MIB, Durability
 from reknit.storage.paths import check_path
 from reknit.storage.url_options import mebibytes, require, url_options
 

@@ -6,9 +6,9 @@ import os
 import stat
 from typing import TYPE_CHECKING
 
+from reknit.environment import memory_folder
 from reknit.errors import StorageFullError, StoragePermissionError, UsageError
 from reknit.monitor.host_memory import available_nbytes
-from reknit.options import memory_folder
 from reknit.storage.base import Reading
 from reknit.storage.local.posix import NEW_FILE, translated
 from reknit.storage.local.space import making_room

@@ -1,0 +1,144 @@
+"""What the calls of a user share: who hears of an error, what is recorded, and which saves are under way."""
+
+from __future__ import annotations
+
+import logging
+import os
+import platform
+import sys
+import weakref
+from contextlib import ExitStack, contextmanager, suppress
+from dataclasses import replace
+from importlib import metadata as distributions
+from typing import TYPE_CHECKING, Any
+
+from reknit.arguments import place_of
+from reknit.comm import base as comm
+from reknit.engine.background.background import Background
+from reknit.engine.outcome import SaveOutcome
+from reknit.engine.saving import save as save_story
+from reknit.engine.stored.promote import Promotion, decline
+from reknit.engine.stored.promote import promote as promote_saved
+from reknit.errors import ReknitError
+from reknit.monitor.phase import Recorder, Sink
+from reknit.monitor.sinks.jsonl import JsonLinesSink
+from reknit.storage.registry import open_storage
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator, Sequence
+    from os import PathLike
+
+    from reknit.comm.base import Group
+    from reknit.engine.report import SaveReport
+    from reknit.engine.saving.commit import Destination
+    from reknit.engine.saving.write import Written
+    from reknit.options import SaveOptions
+    from reknit.types.shard import Holdings
+
+logger = logging.getLogger("reknit")
+
+backgrounds: weakref.WeakKeyDictionary[Group, dict[bool, Background]] = weakref.WeakKeyDictionary()
+"""The background saves of each group: those to stores that other processes can open, and those to others."""
+
+
+def save_now(
+    path: str | PathLike[str],
+    joined: Group,
+    checked: Callable[[], tuple[Destination, Recorder]],
+    collect: Callable[[], Holdings],
+    options: SaveOptions,
+) -> SaveOutcome:
+    """Save, and return when the checkpoint is committed."""
+    with ExitStack() as last:
+        with all_told(joined, save_story.FIRST_ROUND, options.timeout_s):
+            to, recorder = checked()
+            last.callback(to.storage.close)
+            to = to.of(joined)  # an agent takes the generation of its own group
+            for background in backgrounds.get(joined, {}).values():
+                background.wait_for(place_of(path).url, options.timeout_s)
+        written: list[Written] = []
+        report = save_story.save(save_story.SaveJob(collect, joined, to, options, recorder), written)
+        if joined.rank == 0:
+            for warning in report.warnings:
+                logger.warning("save to %s: %s", report.path, warning)
+        pending = SaveOutcome(report.path, report.step, promote_to=options.promote_to)
+        pending.end(report)
+        pending.ranks = joined.size
+        if joined.rank == 0:
+            logger.info("%s", pending.told(report.blocked_s))
+        if pending.promotion is not None:
+            _promote_now(pending, to, joined, report, written, options)
+    return pending
+
+
+def _promote_now(
+    outcome: SaveOutcome,
+    saved: Destination,
+    group: Group,
+    report: SaveReport,
+    written: Sequence[Written],
+    options: SaveOptions,
+) -> None:
+    """Promote what all ranks have just saved."""
+    promotion = outcome.promotion
+    assert promotion is not None
+    assert outcome.promote_to is not None
+    try:
+        try:
+            target = open_storage(outcome.promote_to, durability=options.durability)
+        except BaseException as error:  # whatever it is, the others must not wait for this rank
+            decline(group, error, report.write_id, options.timeout_s)
+        try:
+            recorder = Recorder("promote", group.rank, report.step, target.url, sinks(options.events))
+            job = Promotion(saved.storage, target, saved.overwrite, options, recorder)
+            promotion.end(promote_saved(job, group, report.step, report.write_id, written))
+        finally:
+            target.close()
+    except ReknitError as error:
+        promotion.end(error)
+        if options.on_error == "raise":
+            raise
+        logger.warning("%s is saved, but not promoted: %s", report.path, error)
+
+
+@contextmanager
+def all_told(group: Group, first_round: str, timeout_s: float) -> Iterator[None]:
+    """Let the other ranks raise an error that keeps this one from its first round, instead of waiting."""
+    try:
+        yield
+    except BaseException as error:  # Ctrl-C too: whatever it is, this rank will not come
+        if group.size == 1:
+            raise
+        comm.fail(group, first_round, error, timeout_s)
+
+
+def background_of(group: Group, elsewhere: bool) -> Background:
+    """Return the background saves of a group, to stores that other processes can open or cannot."""
+    kinds = backgrounds.setdefault(group, {})
+    if elsewhere not in kinds:
+        background = kinds[elsewhere] = Background(in_process=not elsewhere)
+        gone = weakref.finalize(group, background.retire)
+        gone.atexit = False
+        background.when_closed = gone.detach
+    return kinds[elsewhere]
+
+
+def with_absolute_paths(options: SaveOptions) -> SaveOptions:
+    """Return options that mean the same in an agent, whatever folder this process goes to."""
+    return options if options.events is None else replace(options, events=os.path.abspath(options.events))
+
+
+def sinks(events: str | None) -> tuple[Sink, ...]:
+    """Return where the phases of a call are recorded, beside its report."""
+    return () if events is None else (JsonLinesSink(events),)
+
+
+def origin_of(group: Group) -> dict[str, Any]:
+    """Return what the manifest says about the job that wrote it; information only."""
+    names = [name for name in ("reknit", "numpy", "torch", "jax") if name == "reknit" or name in sys.modules]
+    versions = {}
+    for name in names:
+        # What runs from a source tree has no version to tell, and that is no reason to fail.
+        with suppress(distributions.PackageNotFoundError):
+            versions[name] = distributions.version(name)
+    return {"world_size": group.size, "python": platform.python_version(), "versions": versions}
