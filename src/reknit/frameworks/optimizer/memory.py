@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 import torch
+from msgspec import structs
 
 from reknit.frameworks import tree
 from reknit.frameworks.optimizer import flat_states as optimizer_flat
@@ -15,7 +16,7 @@ if TYPE_CHECKING:
     from reknit.frameworks.optimizer.param_options import Told
     from reknit.frameworks.optimizer.slots import ParamSlot
     from reknit.frameworks.walk.loading import Loading
-    from reknit.frameworks.walk.walk import Place
+    from reknit.frameworks.walk.walk import Place, View, Walk
     from reknit.types.shard import TensorSpec
 
 
@@ -147,3 +148,27 @@ def fits(current: torch.Tensor, slot: ParamSlot | None, spec: TensorSpec) -> boo
     with torch.no_grad():
         local = parameter.to_local()
     return tuple(parameter.shape) == spec.shape and bool(current.shape == local.shape)
+
+
+def view(state: Any, slot: ParamSlot | None, place: Place, walk: Walk, *, fill: bool) -> View:
+    """Look at a state of a parameter, with what its parameter tells about it."""
+    if slot is not None and slot.flat is not None and not dtensor.is_dtensor(state):
+        return optimizer_flat.view(state, slot, place, walk)
+    view = walk.look(state, place, fill=fill)
+    if slot is None or dtensor.is_dtensor(state):
+        return view
+    parameter: Any = slot.parameter
+    if parameter is None or not dtensor.is_dtensor(parameter):
+        return structs.replace(view, replicas=slot.replicas)
+    with torch.no_grad():
+        local = parameter.to_local()
+    if state.ndim and state.shape == local.shape:
+        # An optimizer that works on local tensors: the state lies where the parameter's part does.
+        spec = type(view.spec)(tuple(parameter.shape), view.spec.dtype)
+        parts = dtensor.parts(parameter, view.parts[0][1], place)
+        holders = dtensor.replicas(parameter, walk.world)
+        return structs.replace(view, spec=spec, parts=parts, replicas=holders)
+    # A counter that every rank of the mesh advances alike; anything else may be one rank's own.
+    is_counter = state.ndim == 0 and place.fqn.endswith("/step")
+    holders = dtensor.mesh_ranks(parameter.device_mesh, walk.world) if is_counter else None
+    return structs.replace(view, replicas=holders or walk.world.alone)

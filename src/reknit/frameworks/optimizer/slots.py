@@ -73,6 +73,11 @@ class ParamSlot(msgspec.Struct, frozen=True, eq=False):
             return self.flat.shape
         return None if self.parameter is None else tuple(self.parameter.shape)
 
+    @property
+    def is_elsewhere(self) -> bool:
+        """Whether other ranks have the states; what is kept for no element counts as none."""
+        return not self.kept or (self.flat is not None and not self.flat.numel and not self.joint)
+
     def options(self) -> dict[str, Any]:
         """Return the options of the parameter's group that mean something elsewhere."""
         return {key: value for key, value in self.group.items() if key not in _NOT_OPTIONS}
