@@ -12,7 +12,7 @@ from reknit.engine.display import Shown
 from reknit.engine.loading.read import RangeReader
 from reknit.engine.memory.workers import within
 from reknit.engine.stored.file_checks import check_size
-from reknit.engine.stored.opening import OpenCheckpoint, opened, read_opened
+from reknit.engine.stored.opening import OpenCheckpoint, opened, read_opened, unknown_items
 from reknit.engine.stored.renaming import Naming
 from reknit.errors import MismatchError, UsageError
 from reknit.monitor.progress_text import amount
@@ -146,7 +146,7 @@ class Checkpoint(Shown):
         """Return the error of a name that no tensor has."""
         url = self._open.storage.url
         if item not in self.items:
-            return _no_items([item], self.items, url)
+            return unknown_items([item], self.items, url)
         remedy = "`tensors` lists what it has; `reknit show` does on a terminal"
         if fqn in self.values[item]:
             remedy = "it is a value and no tensor: look in `values`"
@@ -212,7 +212,7 @@ class Checkpoint(Shown):
         wanted = self.items if items is None else tuple(dict.fromkeys(items))
         url = self._open.storage.url
         if absent := [item for item in wanted if item not in self.items]:
-            raise _no_items(absent, self.items, url)
+            raise unknown_items(absent, self.items, url)
         tensors = [(item, fqn) for item in wanted for fqn in self.tensors[item]]
         values = [(item, fqn) for item in wanted for fqn in self.values[item]]
         if only:
@@ -240,15 +240,6 @@ class Checkpoint(Shown):
             path = self._open.index.files[file]
             check_size(self._open.storage, self._open.files[path], self._replicas)
         reader.run(self._recorder, self._options.timeout_s)
-
-
-def _no_items(absent: Sequence[str], items: Sequence[str], url: str) -> MismatchError:
-    """Return the error of items that a checkpoint does not have."""
-    return MismatchError(
-        f"the checkpoint has no item {', '.join(map(repr, absent))}",
-        path=url,
-        remedy=f"its items are {', '.join(map(repr, items))}",
-    )
 
 
 class _Chosen(NamedTuple):

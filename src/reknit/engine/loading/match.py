@@ -65,8 +65,8 @@ def match(
     )
     resizable = frozenset(wanted.resizable)
     fills: list[Fill] = []
-    called = wanted.told or [full_name(shard.item, shard.fqn) for shard in wanted.shards]
-    for name, shard in zip(called, wanted.shards, strict=True):
+    names_shown = wanted.told or [full_name(shard.item, shard.fqn) for shard in wanted.shards]
+    for name, shard in zip(names_shown, wanted.shards, strict=True):
         tensor = index.ids.get((shard.item, shard.fqn))
         if tensor is None:
             problems.missing.append((name, "not in the checkpoint"))
@@ -145,14 +145,14 @@ def require_fit(
     otherwise it is a `MismatchError`.  `only` and `lenient` are patterns of the load.
     """
     everyone = {request.rank for request in requests}
-    told: dict[str, set[int]] = {f"damaged: {what}": everyone for what in damaged}
+    found: dict[str, set[int]] = {f"damaged: {what}": everyone for what in damaged}
     for request in requests:
         lines = [f"damaged: {what}" for what in request.damaged]
         lines += [f"missing: {name}: {why}" for name, why in request.missing]
         lines += [f"mismatched: {name}: {why}" for name, why in request.mismatched]
         for line in lines:
-            told.setdefault(line, set()).add(request.rank)
-    problems = [f"{line}{_on(ranks, len(requests))}" for line, ranks in told.items()]
+            found.setdefault(line, set()).add(request.rank)
+    problems = [f"{line}{_on(ranks, len(requests))}" for line, ranks in found.items()]
     problems.sort(key=lambda line: not line.startswith("damaged: "))
     problems += [
         f"unexpected: {name}: saved, but no rank wants it"

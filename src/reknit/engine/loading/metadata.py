@@ -11,9 +11,8 @@ import numpy as np
 from reknit.engine import messages
 from reknit.engine.loading import index_part
 from reknit.engine.loading.match import uncovered
-from reknit.engine.stored.opening import Contents, opened, read_opened
+from reknit.engine.stored.opening import Contents, opened, read_opened, unknown_items
 from reknit.engine.stored.renaming import Naming
-from reknit.errors import MismatchError
 from reknit.format.checksum import num_blocks
 from reknit.format.manifest_file import decode_manifest, encode_manifest
 from reknit.types.manifest import FileEntry, Index, TensorEntry
@@ -84,12 +83,8 @@ def read_for_all(job: LoadJob, wanted: Sequence[messages.Items]) -> RootMetadata
     whole = _opened(job, contents, items)
     known = whole.offered
     if absent := [item for item in items if item not in known and item not in optional]:
-        raise MismatchError(
-            f"the checkpoint has no item {', '.join(map(repr, absent))}",
-            path=job.storage.url,
-            remedy=f"its items are {', '.join(map(repr, known))}; leave the others out of `state`, "
-            "or name those to load in `items`",
-        )
+        remedy = "leave the others out of `state`, or name those to load in `items`"
+        raise unknown_items(absent, known, job.storage.url, remedy)
     everything = frozenset(contents.manifest.items)
     # The root keeps what it has read, so it gets no answer.
     parts: dict[frozenset[str], bytes] = {}

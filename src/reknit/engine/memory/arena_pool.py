@@ -1,4 +1,4 @@
-"""The two alternating arenas of one rank: made once, pre-faulted, lent out, and reused."""
+"""The two alternating arenas of one rank: made once, pre-faulted, lent and reused."""
 
 from __future__ import annotations
 

@@ -15,6 +15,7 @@ from reknit.errors import (
     CheckpointNotFoundError,
     CorruptError,
     FormatError,
+    MismatchError,
     StorageError,
     StorageNotFoundError,
 )
@@ -183,6 +184,15 @@ def read_opened(
             if not is_replaced(storage, manifest.write_id):
                 raise
     return _contents(storage, manifest_here(), items, own, replicas)
+
+
+def unknown_items(absent: Sequence[str], items: Sequence[str], url: str, remedy: str = "") -> MismatchError:
+    """Return the error of items that a checkpoint does not have."""
+    return MismatchError(
+        f"the checkpoint has no item {', '.join(map(repr, absent))}",
+        path=url,
+        remedy=f"its items are {', '.join(map(repr, items))}" + (f"; {remedy}" if remedy else ""),
+    )
 
 
 def is_replaced(storage: Storage, write_id: str) -> bool:

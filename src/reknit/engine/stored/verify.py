@@ -66,9 +66,13 @@ def _tried(problems: list[str], path: str, check: Callable[..., None], *args: ob
     try:
         check(*args)
     except (FormatError, StorageError) as error:
-        problems.append(error.message if path in error.message else f"{path}: {error.message}")
+        problems.append(_problem(path, error))
         return False
     return True
+
+
+def _problem(path: str, error: ReknitError) -> str:
+    return error.message if path in error.message else f"{path}: {error.message}"
 
 
 def _check_blobs(storage: Storage, manifest: Manifest, file: FileEntry, options: LoadOptions) -> None:
@@ -123,9 +127,7 @@ def _check_data(
         for start in range(0, file.nbytes, size)
     ]
     found = _check_pieces(storage, manifest.block_nbytes, pieces, options, (FormatError, StorageError))
-    problems += [
-        error.message if path in error.message else f"{path}: {error.message}" for path, error in found
-    ]
+    problems += [_problem(path, error) for path, error in found]
     return sum(file.nbytes for file in sound)
 
 
