@@ -54,6 +54,7 @@ SAID: list[tuple[Exception, str]] = [
     (of_system(errno.EAGAIN), THREADS),
     (of_system(errno.EMFILE), FILES),
     (of_system(errno.ENFILE), FILES),
+    (RuntimeError("tcp open error: Too many open files (os error 24)"), FILES),
     (of_system(errno.ETOOMANYREFS), FILES),
 ]
 

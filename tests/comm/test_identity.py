@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 import time
+from contextlib import closing
 from typing import TYPE_CHECKING
 
 import pytest
@@ -65,6 +66,11 @@ def be_killed(folder: str, rank: int) -> None:
     TreeGroup.join(DeadlyStore(folder), rank, 2, job="job", options=OPTIONS)
 
 
+def join_and_ask(rank: int, folder: Path) -> None:
+    with closing(TreeGroup.join(FolderStore(folder), rank, 2, job="job", options=OPTIONS)) as group:
+        ask(group, timeout_s=90)
+
+
 @pytest.mark.parametrize("victim", [0, 1])
 def test_a_rank_that_is_killed_before_it_connects_is_missed_soon_and_not_at_the_deadline(
     victim: int, tmp_path: Path
@@ -75,11 +81,7 @@ def test_a_rank_that_is_killed_before_it_connects_is_missed_soon_and_not_at_the_
     process.start()
     try:
         with pytest.raises(CommError, match=f"rank {victim} is gone: its process ended before") as caught:
-            group = TreeGroup.join(FolderStore(tmp_path), 1 - victim, 2, job="job", options=OPTIONS)
-            try:
-                ask(group, timeout_s=90)
-            finally:
-                group.close()
+            join_and_ask(1 - victim, tmp_path)
         assert "out-of-memory killer" in str(caught.value)
     finally:
         process.kill()

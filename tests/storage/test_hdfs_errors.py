@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import errno
+
 import pytest
 
 from reknit.errors import (
+    ShortageError,
     StorageError,
     StorageFullError,
     StorageNotFoundError,
@@ -15,7 +18,7 @@ from reknit.errors import (
 pytest.importorskip("hdfs_native", reason="HDFS needs hdfs-native")
 
 from reknit.storage.errors import ExistingError
-from reknit.storage.hdfs.errors import of_class, plain
+from reknit.storage.hdfs.errors import as_ours, of_class, plain, unreached
 
 
 @pytest.mark.parametrize(
@@ -64,3 +67,14 @@ def test_what_hadoop_names_is_an_error_that_says_what_it_means(
 )
 def test_an_error_is_told_in_full_without_the_stack_of_the_server(told: str, said: str) -> None:
     assert plain(RuntimeError(told)) == said
+
+
+def test_too_few_open_files_are_a_shortage_of_this_process_and_not_a_cluster_out_of_reach() -> None:
+    told = "IO error occurred while communicating with HDFS: Too many open files (os error 24)"
+    for error in (
+        as_ours("write", "hdfs://nn/x", RuntimeError(told)),
+        unreached("join the parts of", "hdfs://nn/x", OSError(errno.EMFILE, "Too many open files")),
+    ):
+        assert type(error) is ShortageError
+        assert "no further file can be opened" in error.message
+        assert error.path == "hdfs://nn/x"

@@ -37,10 +37,10 @@ _BUSY = (
 def as_ours(action: str, url: str, error: BaseException) -> ReknitError:
     """Return the `StorageError`, or `ShortageError`, that says what an error of the client means."""
     text, told = str(error), plain(error)
-    if short := shortage(error) or shortage(RuntimeError(told)):
+    found = _RPC.match(text)
+    if found is None and (short := shortage(error) or shortage(RuntimeError(told))):
         short.sign(path=url)
         return short
-    found = _RPC.match(text)
     kind, remedy = _kind(error, text, from_namenode=found is not None)
     if kind is StorageNotFoundError:
         return missing(url)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import socket
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
@@ -10,6 +11,7 @@ from obstore import exceptions
 
 from reknit.errors import (
     ReknitError,
+    ShortageError,
     StorageError,
     StorageFullError,
     StorageNotFoundError,
@@ -46,13 +48,14 @@ def translated(action: str, url: str) -> Iterator[None]:
         # The client is written in Rust; what it did not expect comes out as this, beside `Exception`.
         if type(error).__name__ != "PanicException":
             raise
-        raise StorageError(f"the client failed to {action} {url}: {plain(error)}", path=url) from error
+        failed = StorageError(f"the client failed to {action} {url}: {plain(error)}", path=url)
+        raise shortage(RuntimeError(plain(error))) or failed from error
 
 
 def as_ours(action: str, url: str, error: BaseException) -> ReknitError:
     """Return the `StorageError`, or `ShortageError`, that says what an error of the client means."""
     text = str(error)
-    if short := shortage(error) or shortage(RuntimeError(plain(error))):
+    if short := _shortage(error):
         short.sign(path=url)
         return short
     if _BUCKET.search(text):
@@ -66,6 +69,20 @@ def as_ours(action: str, url: str, error: BaseException) -> ReknitError:
         return StorageNotFoundError(f"there is no file {url}", remedy="check the path", path=url)
     kind, remedy = _kind(error, text)
     return kind(f"cannot {action} {url}: {plain(error)}", remedy=remedy, path=url)
+
+
+def _shortage(error: BaseException) -> ShortageError | None:
+    """Return what this process lacks, where that is why the client failed.
+
+    It says no more of a socket that could not be made than that no request could be sent, so it is tried.
+    """
+    if (short := shortage(error)) or not _UNREACHED.search(str(error)):
+        return short
+    try:
+        socket.socket().close()
+    except OSError as refused:
+        return shortage(refused)
+    return None
 
 
 def gave_whole(error: BaseException) -> bool:
