@@ -164,22 +164,22 @@ def headers() -> Iterator[tuple[str, tuple[bytes, int]]]:
     yield "header_of_exabytes", (struct.pack("<Q", 2**64 - 1) + b"{}", 10)
     yield "header_of_a_gigabyte", (struct.pack("<Q", 1 << 30) + b"{}", 1 << 40)
     yield "header_cut_short", (struct.pack("<Q", 1000) + b"{}", 5000)
-    yield "nested_a_million_deep", _header(b'{"a":' * 1_000_000, 0)
-    yield "key_twice", _header(b'{"a":%b,"a":%b}' % ((json.dumps(entry).encode(),) * 2), 4)
-    yield "metadata_twice", _header(b'{"__metadata__":{},"__metadata__":{"a":"b"}}', 0)
-    yield "not_utf8", _header(b'{"\xff":1}', 0)
-    yield "a_list", _header(b"[]", 0)
-    yield "metadata_not_text", _header({"__metadata__": {"a": 1}}, 0)
-    yield "metadata_a_list", _header({"__metadata__": []}, 0)
-    yield "entry_not_an_object", _header({"a": 5}, 0)
-    yield "file_longer_than_described", _header({"a": entry}, 5)
-    yield "file_shorter_than_described", _header({"a": entry}, 3)
-    yield "bytes_unused_at_the_front", _header({"a": {**entry, "data_offsets": [1, 5]}}, 5)
-    yield "overlap", _header({"a": entry, "b": {**entry, "data_offsets": [2, 6]}}, 6)
+    yield "nested_a_million_deep", header_of(b'{"a":' * 1_000_000, 0)
+    yield "key_twice", header_of(b'{"a":%b,"a":%b}' % ((json.dumps(entry).encode(),) * 2), 4)
+    yield "metadata_twice", header_of(b'{"__metadata__":{},"__metadata__":{"a":"b"}}', 0)
+    yield "not_utf8", header_of(b'{"\xff":1}', 0)
+    yield "a_list", header_of(b"[]", 0)
+    yield "metadata_not_text", header_of({"__metadata__": {"a": 1}}, 0)
+    yield "metadata_a_list", header_of({"__metadata__": []}, 0)
+    yield "entry_not_an_object", header_of({"a": 5}, 0)
+    yield "file_longer_than_described", header_of({"a": entry}, 5)
+    yield "file_shorter_than_described", header_of({"a": entry}, 3)
+    yield "bytes_unused_at_the_front", header_of({"a": {**entry, "data_offsets": [1, 5]}}, 5)
+    yield "overlap", header_of({"a": entry, "b": {**entry, "data_offsets": [2, 6]}}, 6)
     three = {"a": entry, "b": {**entry, "data_offsets": [2, 6]}, "c": {**entry, "data_offsets": [8, 12]}}
-    yield "overlap_and_hole_that_cancel", _header(three, 12)
-    yield "same_extent_twice", _header({"a": entry, "b": entry}, 4)
-    yield "hole", _header({"a": entry, "b": {**entry, "data_offsets": [5, 9]}}, 9)
+    yield "overlap_and_hole_that_cancel", header_of(three, 12)
+    yield "same_extent_twice", header_of({"a": entry, "b": entry}, 4)
+    yield "hole", header_of({"a": entry, "b": {**entry, "data_offsets": [5, 9]}}, 9)
     changes: dict[str, dict[str, Any]] = {
         "dtype_unknown": {"dtype": "F4"},
         "dtype_a_number": {"dtype": 5},
@@ -198,19 +198,19 @@ def headers() -> Iterator[tuple[str, tuple[bytes, int]]]:
         "member_unknown": {"offset": 0},
     }
     for name, change in changes.items():
-        yield name, _header({"a": {**entry, **change}}, 4)
+        yield name, header_of({"a": {**entry, **change}}, 4)
     foreign: dict[str, Any] = {
         "__metadata__": {"reknit.dtypes": '{"a":"complex64"}'},
         "a": {**entry, "shape": [0, 4]},
     }
-    yield "foreign_dtype_of_other_size", _header({**foreign, "a": {**entry, "data_offsets": [0, 4]}}, 4)
+    yield "foreign_dtype_of_other_size", header_of({**foreign, "a": {**entry, "data_offsets": [0, 4]}}, 4)
     yield (
         "dtypes_of_absent_keys",
-        _header({"__metadata__": {"reknit.dtypes": '{"b":"complex64"}'}, "a": entry}, 4),
+        header_of({"__metadata__": {"reknit.dtypes": '{"b":"complex64"}'}, "a": entry}, 4),
     )
 
 
-def _header(document: Any, data_nbytes: int) -> tuple[bytes, int]:
+def header_of(document: Any, data_nbytes: int) -> tuple[bytes, int]:
     text = document if isinstance(document, bytes) else json.dumps(document).encode()
     return struct.pack("<Q", len(text)) + text, 8 + len(text) + data_nbytes
 

@@ -39,7 +39,8 @@ def test_what_the_attacks_start_from_is_accepted() -> None:
     decode_index(encode_index(sample_index()))
     decode_index(hostile_index._parquet(1))
     refuse(
-        "headers", hostile_documents._header({"a": {"dtype": "U8", "shape": [4], "data_offsets": [0, 4]}}, 4)
+        "headers",
+        hostile_documents.header_of({"a": {"dtype": "U8", "shape": [4], "data_offsets": [0, 4]}}, 4),
     )
 
 

@@ -15,7 +15,9 @@ import pytest
 
 import reknit
 from reknit.dataloader import TokenSet
+from reknit.dataloader.messages import Prepare
 from reknit.errors import ReknitError, UsageError
+from reknit.processes.channel import Channel, Message
 from reknit.types.shard import Encoded
 from tests import ranks
 from tests.dataloader.corpora import Ledger, equal, failing, loader, token_set
@@ -43,7 +45,7 @@ def real(started: list[TokenLoader], num_workers: int = 2, **more: Any) -> Token
 
 
 def pids(one: TokenLoader) -> list[int]:
-    return [worker._process.pid for worker in one._workers or ()]  # type: ignore[union-attr]
+    return one.worker_pids
 
 
 def test_batches_stay_the_same_through_three_restarts(started: list[TokenLoader], tmp_path: Path) -> None:
@@ -88,17 +90,23 @@ def _each(job: list[TokenLoader], act: Any) -> None:
     run_ranks(len(job), lambda group: act(group.rank, job[group.rank], group))
 
 
-def test_a_planned_state_is_there_before_it_is_asked_for(started: list[TokenLoader]) -> None:
+def test_a_planned_state_is_not_asked_for_once_more(
+    started: list[TokenLoader], monkeypatch: pytest.MonkeyPatch
+) -> None:
     one = real(started, save_every=4)
     list(islice(one, 4))
-    workers: Any = one._workers
-    for worker in workers:
-        while worker.given not in worker._prepared:
-            worker._hear()  # it comes unasked
-    told = [set(worker._told) for worker in workers]
+    asked: list[int] = []
+    send = Channel.send
+
+    def noted(channel: Channel, message: Message, fd: int | None = None) -> None:
+        if isinstance(message, Prepare):
+            asked.append(message.given)
+        send(channel, message, fd)
+
+    monkeypatch.setattr(Channel, "send", noted)
     shards = one.sharded_state()
     assert all(isinstance(shard.value, Encoded) for shard in shards)
-    assert [worker.given in before for worker, before in zip(workers, told, strict=True)] == [True, True]
+    assert asked == []
 
 
 def test_a_state_that_was_planned_for_another_batch_is_not_taken(started: list[TokenLoader]) -> None:
@@ -163,7 +171,6 @@ def _alive(pid: int) -> bool:
 
 def test_a_worker_that_gives_nothing_is_waited_for_only_so_long(started: list[TokenLoader]) -> None:
     one = real(started, 1, timeout_s=0.5)
-    one._started()
     os.kill(pids(one)[0], signal.SIGSTOP)
     try:
         with pytest.raises(ReknitError, match=r"gave nothing for 0\.5 s"):

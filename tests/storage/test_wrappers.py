@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import random
-import threading
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -17,7 +16,7 @@ from reknit.storage import registry
 from reknit.storage.local.store import LocalStorage
 from reknit.storage.wrappers.retrying import RetryingStorage, RetryPolicy
 from reknit.testing.faulty_storage import Fault, FaultyStorage
-from reknit.testing.metered import Meter, MeteredStorage
+from reknit.testing.metered import MeteredStorage
 from reknit.testing.process_memory import ProcessMemory
 from reknit.testing.storage_suite import StorageSuite, pattern, read, write
 from reknit.testing.throttled import Pace, ThrottledStorage
@@ -155,57 +154,9 @@ def test_somebody_elses_file_is_not_taken_for_ones_own(tmp_path: Path) -> None:
     assert inner.get("taken", limit=10) == b"theirs"
 
 
-def test_impossible_policies_and_paces_are_refused() -> None:
+def test_impossible_policies_are_refused() -> None:
     with pytest.raises(UsageError, match="positive"):
         RetryPolicy(first_s=0)
-    with pytest.raises(UsageError, match="positive"):
-        Pace(bytes_per_s=-1)
-
-
-def test_bytes_and_requests_pass_at_their_pace() -> None:
-    ProcessMemory.clear("pace")
-    inner = ProcessMemory("pace")
-    by_bytes = ThrottledStorage(inner, Pace(bytes_per_s=1e6))
-    begin = monotonic()
-    write(by_bytes, "f", bytes(100_000))
-    assert monotonic() - begin >= 0.1
-    by_requests = ThrottledStorage(inner, Pace(requests_per_s=100))
-    begin = monotonic()
-    threads = [threading.Thread(target=by_requests.size, args=("f",)) for _ in range(10)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert monotonic() - begin >= 0.09
-
-
-def test_a_meter_tells_what_was_asked() -> None:
-    ProcessMemory.clear("meter")
-    storage = MeteredStorage(ProcessMemory("meter"))
-    work(storage)
-    figures = storage.meter.figures
-    assert figures["write"].nbytes == 1000
-    assert figures["read"].nbytes == 20 + 8 + 3
-    assert figures["get"].nbytes == 3
-    assert figures["put"].count == 4
-    assert figures["size"].failed == 1
-    assert all(f.at_once == 1 and sum(f.latencies.values()) == f.count for f in figures.values())
-    assert all(f.slowest_s <= f.seconds and f.under_way == 0 for f in figures.values())
-
-
-def test_a_meter_knows_how_many_wait_at_once() -> None:
-    meter, together = Meter(), threading.Barrier(3)
-
-    def one() -> None:
-        with meter.measuring("read", 1):
-            together.wait(10)
-
-    threads = [threading.Thread(target=one) for _ in range(3)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert meter.figures["read"].at_once == 3
 
 
 def test_a_save_and_a_load_outlast_a_store_that_comes_and_goes(

@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING
 import pytest
 
 from reknit.errors import StoragePermissionError
-from reknit.storage import registry
+from reknit.storage.registry import register
+from reknit.storage.wrappers.forwarding import ForwardingStorage
 from reknit.testing import certified
 from reknit.testing.certify import certify, table
 from reknit.testing.process_memory import ProcessMemory
@@ -21,20 +22,18 @@ if TYPE_CHECKING:
     from reknit.storage.base import Storage
 
 
-class Overwriting(ProcessMemory):
+class Overwriting(ForwardingStorage):
     """A store that takes no notice of `if_absent`, as some object stores do."""
 
-    def put(self, path: str, data: bytes, *, if_absent: bool) -> bool:
-        return super().put(path, data, if_absent=False)
+    def around(self, inner: Storage, path: str) -> Storage:
+        return Overwriting(inner)
 
-    def sub(self, path: str) -> Overwriting:
-        below = Overwriting(self._name)
-        below._prefix = self._full(path)[0] + "/"
-        return below
+    def put(self, path: str, data: bytes, *, if_absent: bool) -> bool:
+        return self.inner.put(path, data, if_absent=False)
 
 
 def open_overwriting(url: str, durability: Durability) -> Storage:
-    storage = Overwriting("overwriting")
+    storage = Overwriting(ProcessMemory("overwriting"))
     below = url.partition("://")[2].strip("/")
     return storage.sub(below) if below else storage
 
@@ -47,8 +46,8 @@ def test_a_folder_holds_all_and_is_left_as_it_was(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == []
 
 
-def test_what_a_store_does_not_hold_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(registry._factories, "overwriting", open_overwriting)
+def test_what_a_store_does_not_hold_is_told() -> None:
+    register("overwriting", open_overwriting)
     results = certify("overwriting://root")
     failed = {result.test for result in results if result.outcome == "failed"}
     assert "put if absent has one winner" in failed
@@ -67,7 +66,7 @@ def test_options_of_a_url_stay_at_its_end(monkeypatch: pytest.MonkeyPatch) -> No
         opened.append(url)
         return ProcessMemory("kept").sub("x")
 
-    monkeypatch.setitem(registry._factories, "kept", kept)
+    register("kept", kept)
     monkeypatch.setattr(pytest, "main", lambda *_, **__: 0)
     certify("kept://x?part_mib=8")
     assert opened
@@ -81,7 +80,7 @@ def test_a_store_that_lets_nobody_in_is_told_before_anything_is_tried(
         def folders(self) -> list[str]:
             raise StoragePermissionError("no credentials", remedy="get some")
 
-    monkeypatch.setitem(registry._factories, "closed", lambda *_: Closed("closed"))
+    register("closed", lambda *_: Closed("closed"))
     monkeypatch.setattr(subprocess, "run", lambda *_, **__: pytest.fail("the suite was run"))
     assert Command(capsys)("certify-storage", "closed://x") == (
         4,

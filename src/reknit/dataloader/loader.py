@@ -10,8 +10,8 @@ from reknit.dataloader.place import ReaderPlace
 from reknit.dataloader.process import ProcessWorker
 from reknit.dataloader.reader import Reader
 from reknit.dataloader.reshard import Readers, dealt, shards_of_rank
-from reknit.dataloader.station import LocalWorker
 from reknit.dataloader.token_sets import Corpus, Recipe, TokenSet
+from reknit.dataloader.versioned_reader import LocalWorker
 from reknit.errors import StateError, UsageError
 from reknit.types.shard import LoaderShard
 
@@ -99,7 +99,7 @@ class TokenLoader:
 
     def __next__(self) -> Batch:
         workers = self._started()
-        # Whoever has given least is next: so they take turns, and nobody has to remember whose turn it is.
+        # The worker that has given least is next: so they take turns without a counter that has to be saved.
         while live := self._live():
             number = min(live)[1]
             batch = workers[number].take()
@@ -120,6 +120,11 @@ class TokenLoader:
             given[min(live, key=lambda number: (given[number], number))] += 1
         for worker, count in zip(workers, given, strict=True):
             worker.prepare(count)
+
+    @property
+    def worker_pids(self) -> list[int]:
+        """Ids of the worker processes, which are started if there are none yet."""
+        return [worker.pid for worker in self._started() if isinstance(worker, ProcessWorker)]
 
     def close(self) -> None:
         """End the worker processes; a loader that is used again starts new ones, from the beginning."""

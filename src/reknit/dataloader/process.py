@@ -75,6 +75,11 @@ class ProcessWorker:
             self._hear()
         return self._given
 
+    @property
+    def pid(self) -> int:
+        """Id of the process."""
+        return self._process.pid
+
     def take(self) -> Batch | None:
         """Return the next batch, or None when all is read."""
         given = self.given

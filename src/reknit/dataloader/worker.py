@@ -14,8 +14,8 @@ import numpy as np
 
 from reknit.dataloader import messages as say
 from reknit.dataloader.reader import Reader
-from reknit.dataloader.station import Station
 from reknit.dataloader.token_sets import Corpus, Recipe, opened_by
+from reknit.dataloader.versioned_reader import VersionedReader
 from reknit.format.values.blob_codec import decode_blobs, encode_value, name_of_value
 from reknit.processes.channel import Channel
 from reknit.processes.shared_memory import map_file, nameless_file, write_at
@@ -25,12 +25,12 @@ _ROOM = 4096 + 16
 
 
 class _Worker:
-    """Does what it is told first, then what a save needs, and reads ahead in the time that is left."""
+    """Answers messages first, then prepares what a save needs, and reads ahead in the time that is left."""
 
-    def __init__(self, channel: Channel, station: Station, depth: int) -> None:
-        self._channel, self._station, self._depth = channel, station, depth
+    def __init__(self, channel: Channel, reader: VersionedReader, depth: int) -> None:
+        self._channel, self._reader, self._depth = channel, reader, depth
         self._wanted: set[int] = set()
-        self._told_end = False
+        self._sent_end = False
 
     def run(self) -> None:
         """Work until the loader is gone."""
@@ -40,30 +40,30 @@ class _Worker:
                 if received is None:
                     return
                 self._hear(received.message)
-            if due := sorted(given for given in self._wanted if self._station.has(given)):
+            if due := sorted(given for given in self._wanted if self._reader.has(given)):
                 self._wanted.discard(due[0])
                 self._prepare(due[0])
             elif self._may_make():
                 self._make()
 
     def _has_work(self) -> bool:
-        return self._may_make() or any(self._station.has(given) for given in self._wanted)
+        return self._may_make() or any(self._reader.has(given) for given in self._wanted)
 
     def _may_make(self) -> bool:
-        return not self._told_end and self._station.ahead <= self._depth
+        return not self._sent_end and self._reader.ahead <= self._depth
 
     def _hear(self, message: Any) -> None:
         if isinstance(message, say.Consumed):
-            self._station.consumed(message.given)
+            self._reader.consumed(message.given)
             # A save that was planned for an earlier batch did not come.
             self._wanted = {given for given in self._wanted if given >= message.given}
         elif isinstance(message, say.Prepare):
             self._wanted.add(message.given)
 
     def _make(self) -> None:
-        batch = self._station.make()
+        batch = self._reader.make()
         if batch is None:
-            self._told_end = True
+            self._sent_end = True
             self._channel.send(say.Ended())
             return
         fd, at = nameless_file("reknit-loader-batch"), 0
@@ -80,7 +80,7 @@ class _Worker:
         """Encode the state after so many batches into shared memory."""
         fd, at, shards = nameless_file("reknit-loader-state"), 0, []
         try:
-            for shard in self._station.shards(given):
+            for shard in self._reader.shards(given):
                 data = encode_value(shard.value)
                 write_at(fd, at + _ROOM, data)
                 shards.append((shard.source, shard.left, shard.num_items, at, at + _ROOM + len(data)))
@@ -93,7 +93,7 @@ class _Worker:
 
 
 def _opened(channel: Channel) -> _Worker | None:
-    """Make ready for what the loader wants to be read; None when it is gone already."""
+    """Open what the loader wants to be read; None when the loader is gone already."""
     received = channel.receive()
     if received is None:
         return None
@@ -112,9 +112,9 @@ def _opened(channel: Channel) -> _Worker | None:
     corpus = Corpus([one[0] for one in wanted.sets], [one[3] for one in wanted.sets], opened)
     reader = Reader(corpus.cut([one[4] for one in wanted.sets]), Recipe(**wanted.recipe), wanted.sources)
     reader.restore(states, same=wanted.same)
-    station = Station(reader)
-    channel.send(say.WorkerReady(station.made))
-    return _Worker(channel, station, wanted.depth)
+    versioned = VersionedReader(reader)
+    channel.send(say.WorkerReady(versioned.made))
+    return _Worker(channel, versioned, wanted.depth)
 
 
 def main(fd: int) -> None:

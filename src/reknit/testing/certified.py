@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import uuid
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
@@ -10,8 +11,7 @@ import pytest
 
 import reknit
 from reknit.errors import ReknitError
-from reknit.storage import registry
-from reknit.storage.registry import open_storage
+from reknit.storage.registry import open_storage, register
 from reknit.storage.wrappers.retrying import RetryingStorage, RetryPolicy
 from reknit.testing.faulty_storage import Fault, FaultyStorage
 from reknit.testing.storage_suite import StorageSuite
@@ -22,7 +22,6 @@ if TYPE_CHECKING:
 
     from reknit.storage.base import Storage
 
-_SCHEME = "certified"
 _MOST = 100
 """Operations of a small save, at most."""
 
@@ -70,10 +69,10 @@ class TestFaults:
 
     @pytest.mark.parametrize("kind", ["error", "lost"])
     def test_a_save_that_fails_at_any_operation_leaves_all_or_nothing(
-        self, kind: Any, scratch_url: str, monkeypatch: pytest.MonkeyPatch
+        self, kind: Any, scratch_url: str
     ) -> None:
         """Fail once at each operation of a save; what loads afterwards is the old state or the new one."""
-        place = _Location(scratch_url, monkeypatch)
+        place = _Location(scratch_url)
         place.plan = ()
         reknit.save(place.url, _state(1))
         for number in range(1, _MOST):
@@ -89,11 +88,9 @@ class TestFaults:
         assert _loaded(place.url) == 2
         place.clear()
 
-    def test_a_store_that_comes_and_goes_is_outlasted(
-        self, scratch_url: str, monkeypatch: pytest.MonkeyPatch
-    ) -> None:
+    def test_a_store_that_comes_and_goes_is_outlasted(self, scratch_url: str) -> None:
         """Save and load while every third operation finds the store away."""
-        place = _Location(scratch_url, monkeypatch)
+        place = _Location(scratch_url)
         place.retries = True
         place.plan = tuple(Fault("away", number) for number in range(1, 1000, 3))
         reknit.save(place.url, _state(1))
@@ -104,13 +101,14 @@ class TestFaults:
 class _Location:
     """A place in the store that fails as planned."""
 
-    def __init__(self, scratch_url: str, monkeypatch: pytest.MonkeyPatch) -> None:
-        self.url = f"{_SCHEME}://place"
+    def __init__(self, scratch_url: str) -> None:
+        scheme = f"certified{uuid.uuid4().hex}"
+        self.url = f"{scheme}://place"
         self.plan: tuple[Fault, ...] = ()
         self.retries = False
         self.opened: list[FaultyStorage] = []
         self._inner = below(scratch_url, "faults")
-        monkeypatch.setitem(registry._factories, _SCHEME, self._open)
+        register(scheme, self._open)
 
     def _open(self, _: str, durability: reknit.options.Durability) -> Storage:
         self.opened.append(FaultyStorage(open_storage(self._inner, durability=durability), plan=self.plan))

@@ -1,4 +1,4 @@
-"""A reader that works ahead: batches that wait to be taken, and its state as of each of them."""
+"""A reader that works ahead, and its state as of every batch that is not yet consumed."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ if TYPE_CHECKING:
     from reknit.types.shard import LoaderShard
 
 
-class Station:
-    """Keeps a version for the last batch that was consumed, and for each that was made since.
+class VersionedReader:
+    """Keeps a version of a reader for the last batch that was consumed, and for each that was made since.
 
-    A version costs little: it refers to items that are in the buffer anyway.  So a save holds the state as of
-    what training has consumed, however far the reader is, and what was made ahead is made again after a load.
+    So a save holds the state as of what training has consumed, however far ahead the reader is; a load makes
+    the batches between once more.  A version costs little: it refers to items that are in the buffer anyway.
     """
 
     def __init__(self, reader: Reader) -> None:
@@ -61,30 +61,30 @@ class LocalWorker:
 
     def __init__(self, reader: Reader, states: Mapping[int, Any], *, same: bool, depth: int) -> None:
         reader.restore(states, same=same)
-        self._station = Station(reader)
+        self._versioned = VersionedReader(reader)
         self._depth = depth
         self._made: deque[Batch | None] = deque()
-        self.given = self._station.made
+        self.given = self._versioned.made
 
     def take(self) -> Batch | None:
         """Return the next batch, or None when all is read."""
-        while len(self._made) <= self._depth and not self._station.ended:
-            self._made.append(self._station.make())
+        while len(self._made) <= self._depth and not self._versioned.ended:
+            self._made.append(self._versioned.make())
         batch = self._made.popleft() if self._made else None
         if batch is not None:
             self.given += 1
-            self._station.consumed(self.given)
+            self._versioned.consumed(self.given)
         return batch
 
     def prepare(self, given: int) -> None:
-        """Take note that the state after so many batches will be asked for: here it is always at hand."""
+        """Do nothing: the state after any batch is at hand."""
 
     def shards(self) -> list[LoaderShard]:
         """Return the state as of the last batch that was taken."""
-        return self._station.shards(self.given)
+        return self._versioned.shards(self.given)
 
     def leave(self) -> None:
-        """Have nothing more made."""
+        """Do nothing: nobody works beside this process."""
 
     def close(self) -> None:
-        """Release what it has, which is nothing."""
+        """Do nothing: there is no process to wait for."""
