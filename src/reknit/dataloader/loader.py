@@ -41,7 +41,7 @@ class TokenLoader:
     batches were taken since the last save or load, so that saving does not wait for it (`expect_save`).
 
     Put it into the state that is saved and loaded.  On the same number of ranks and workers it goes on with
-    the very same batches; on others all sources are dealt out anew, with what was read of them and not yet
+    the very same batches; on others all sources are assigned anew, with what was read of them and not yet
     consumed.  No sample is lost or comes twice, and those of a source keep their order.  A batch that was
     taken counts as consumed.
     """
@@ -110,7 +110,7 @@ class TokenLoader:
         raise StopIteration
 
     def expect_save(self, in_batches: int = 1) -> None:
-        """Have workers get their state ready as of so many batches from now, for a save that is planned."""
+        """Let workers prepare their state as of so many batches from now, for a save that is planned."""
         workers = self._started()
         if self.place.replica:
             return

@@ -1,4 +1,4 @@
-"""A worker process as its loader sees it: batches come out of it, and its state as of any that was taken."""
+"""The loader's end of a worker process: takes batches from it, and its state as of the last one taken."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ import numpy as np
 from reknit.dataloader import messages as say
 from reknit.dataloader.reader import COLUMNS, Batch
 from reknit.environment import agent_environment
-from reknit.errors import DeadlineError, ReknitError
+from reknit.errors import DeadlineError, ReknitError, shortage
 from reknit.format.values.blob_codec import encode_value
 from reknit.processes.channel import Channel, Message
 from reknit.processes.shared_memory import map_file, nameless_file, write_at
@@ -32,7 +32,7 @@ _REAP_S = 10.0
 
 
 class ProcessWorker:
-    """Starts a process that reads the sources in `states`, which goes when its loader goes."""
+    """Starts a process that reads the sources in `states`; it ends when its loader ends."""
 
     def __init__(
         self,
@@ -47,7 +47,7 @@ class ProcessWorker:
         self._timeout_s = timeout_s
         self._made: deque[Batch | None] = deque()
         self._prepared: dict[int, list[LoaderShard]] = {}
-        self._told: set[int] = set()
+        self._asked: set[int] = set()
         self._given: int | None = None
         openers = [
             (one.name, one.opener, encode_value(dict(one.arguments)), one.ratio, one.num_partitions)
@@ -93,9 +93,9 @@ class ProcessWorker:
         return batch
 
     def prepare(self, given: int) -> None:
-        """Have the state after so many batches got ready."""
-        if given not in self._told:
-            self._told = {count for count in self._told if count >= self.given} | {given}
+        """Ask the process to prepare the state after so many batches."""
+        if given not in self._asked:
+            self._asked = {count for count in self._asked if count >= self.given} | {given}
             self._send(say.Prepare(given))
 
     def shards(self) -> list[LoaderShard]:
@@ -107,7 +107,7 @@ class ProcessWorker:
         return self._prepared[given]
 
     def leave(self) -> None:
-        """Let the process end: it does when it finds nobody at the other end."""
+        """Close the channel, whereupon the process ends."""
         self._channel.close()
 
     def close(self) -> None:
@@ -141,7 +141,11 @@ class ProcessWorker:
                 f"a worker of the data loader gave nothing for {self._timeout_s:g} s",
                 remedy="see why reading the data takes so long, or allow more with timeout_s",
             )
-        received = self._channel.receive()
+        try:
+            received = self._channel.receive()
+        except OSError as error:
+            told = ReknitError(f"a message of a worker of the data loader got lost: {error}")
+            raise shortage(error) or told from error
         if received is None:
             raise ReknitError(
                 f"a worker of the data loader ended with status {self._process.wait()}",

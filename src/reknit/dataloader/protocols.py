@@ -1,4 +1,4 @@
-"""What does a data loader have to be able to do, so that its state goes with the job to any layout?"""
+"""What a data loader has to provide so that its state can be loaded on any layout."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 @runtime_checkable
 class CanonicalStream(Protocol):
-    """A loader in which one global position says all: any number of ranks can cut the stream anew from there.
+    """A loader whose state is one global position, from which any number of ranks can divide the stream anew.
 
     Nothing has to be inherited: an object that has these methods is saved and loaded by them.  It may have a
     method ``check_stream(state)`` as well, which raises `StateError` before anything of the load has changed.

@@ -2,7 +2,7 @@
 
 A source is never split, so the order of its items is kept whatever happens to the layout.  Where the number
 of ranks and of workers is what it was, every shard goes back to the reader that it came from.  Otherwise all
-sources are dealt out anew: for each dataset by itself, so that each reader has something of each and can keep
+sources are assigned anew: for each dataset by itself, so that each reader has something of each and can keep
 the sampling ratios, the source with the most work left first, always to the rank with the least (the longest
 processing time rule), and then in the same way to the workers of each rank.
 """
@@ -66,7 +66,7 @@ def shards_of_rank(
 
 
 def dealt(shards: Sequence[LoaderShard], kinds: Sequence[int], now: Readers, rank: int) -> list[LoaderShard]:
-    """Return the part of a rank when all sources, of which each has a shard here, in order, are dealt out."""
+    """Assign all sources anew, given a shard of each in order, and return those of a rank."""
     ranks = spread([shard.left for shard in shards], kinds, now.num_ranks)
     mine = [shard for shard, to in zip(shards, ranks, strict=True) if to == rank]
     workers = spread([s.left for s in mine], [kinds[s.source] for s in mine], now.num_workers)

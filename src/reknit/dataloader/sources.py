@@ -1,4 +1,4 @@
-"""Iterables that know their own state, each a source: read in turns, and dealt out anew with the job."""
+"""A loader over sources that keep their own state: read in turns, and assigned anew on another layout."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _METHODS = (("state_dict", "load_state_dict"), ("get_state", "set_state"))
 class Turns:
     """Reads some sources in turns: next is always the one that has given least.
 
-    Their states say all, so a reader has none of its own.
+    It has no state beside those of the sources.
     """
 
     def __init__(

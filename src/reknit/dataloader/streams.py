@@ -1,4 +1,4 @@
-"""Loaders in which one position says all: so many samples were consumed, by all ranks together."""
+"""Loaders whose whole state is one position: how many samples all ranks together have consumed."""
 
 from __future__ import annotations
 

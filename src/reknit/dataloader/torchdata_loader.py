@@ -172,7 +172,7 @@ def _with_workers(datasets: Sequence[dict[str, Any]], turn: dict[str, int]) -> d
 
 
 def _parts(state: dict[str, Any]) -> tuple[list[dict[str, Any]], dict[str, int]]:
-    """Return the states of the datasets of all workers, and what `_first_turn` is about."""
+    """Return the states of all workers' datasets, and which worker gave the last batch, with the seed."""
     try:
         if "_snapshot" not in state:
             return [state["dataset_state"]], {"last": 0, "seed": 0}

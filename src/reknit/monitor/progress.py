@@ -1,4 +1,4 @@
-"""How far has it come?  Told on rank 0 while a load or a save takes long: to who looks on, or to the log."""
+"""Progress of a load or a save that takes long, shown on rank 0: on a terminal, in a notebook or a log."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ _log = logging.getLogger("reknit")
 
 
 class Intervals(NamedTuple):
-    """Seconds: how long to be quiet at first, and from one telling to the next on a terminal and in a log."""
+    """Seconds before the first text, and between texts on a terminal and in a log."""
 
     quiet_s: float = 2.0
     line_s: float = 0.25
@@ -36,21 +36,21 @@ class Intervals(NamedTuple):
 
 INTERVALS = Intervals()
 _PACE_S = 10.0
-"""The speed told is that of the last so many seconds, or since the last telling where these are longer."""
+"""The speed shown is that of the last so many seconds, or since the last text where that is longer ago."""
 
 _LAST_S = 2.0
-"""The longest that the end waits for the last of the telling."""
+"""The longest that the end of a block waits for the thread that shows progress."""
 
 
 class Display(Protocol):
-    """Where the telling goes."""
+    """Where progress is shown."""
 
     @property
     def width(self) -> int | None:
         """The most characters that it can show, None for any number."""
 
     def show(self, text: str) -> None:
-        """Show what is so now, in place of what was shown before or after it."""
+        """Show this text, after or in place of the one before."""
 
     def close(self) -> None:
         """Leave nothing unfinished behind."""
@@ -72,9 +72,9 @@ class _Log:
 def progress(
     recorder: Recorder, start: Start, *, wanted: bool = True, intervals: Intervals | None = None
 ) -> Iterator[None]:
-    """Tell how far the action of `recorder` has come, as long as the block takes, when it takes long.
+    """Show the progress of the action of `recorder` while the block runs, if it takes long.
 
-    Nothing is told where it is not `wanted`, and on ranks other than 0.  When the block ends, in whatever
+    Nothing is shown where it is not `wanted`, and on ranks other than 0.  When the block ends, in whatever
     way, the terminal is as it was before.
     """
     if not wanted or recorder.rank != 0:
@@ -90,7 +90,7 @@ def progress(
 
     try:
         start("reknit-progress", tell)
-    except ShortageError:  # others would wait for a rank that gives up here, and for nothing but words
+    except ShortageError:  # no reason to fail: other ranks would wait for this one
         yield
         return
     try:
@@ -102,7 +102,7 @@ def progress(
 
 
 def _tell(recorder: Recorder, over: threading.Event, intervals: Intervals) -> None:
-    """Tell until it is over."""
+    """Show progress until `over` is set."""
     if over.wait(intervals.quiet_s):
         return
     line: Display | None = terminal_line(sys.stderr) or notebook_line()

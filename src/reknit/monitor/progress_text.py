@@ -1,4 +1,4 @@
-"""How far it has come, in words: one line, which fits."""
+"""Progress as one line of text that fits the width."""
 
 from __future__ import annotations
 

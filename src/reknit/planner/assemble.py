@@ -1,4 +1,4 @@
-"""From what all ranks wrote to the index of the checkpoint."""
+"""Make the index of a checkpoint from the chunks that all ranks wrote."""
 
 from __future__ import annotations
 

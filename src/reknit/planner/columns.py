@@ -1,4 +1,4 @@
-"""What many ranks say, as columns: merged on the way to the root, and equal parts kept once."""
+"""The data of many ranks as columns: merged on the way to the root, with equal parts kept once."""
 
 from __future__ import annotations
 
@@ -110,8 +110,8 @@ class RankColumns(NamedTuple):
     """What some ranks say: for each of `ranks`, which ascend, one list of numbers in every column.
 
     `tables` hold what is no number.  The column of a table's name has what each rank itself names, in the
-    rank's own order; a table has just that, in the order in which the ranks come to it.  So one saying has
-    one form, however it was merged.
+    rank's own order; a table has just that, in the order in which the ranks come to it.  So the same data
+    have one form, however they were merged.
     """
 
     ranks: Ints

@@ -1,4 +1,4 @@
-"""Are copies that were taken for equal equal?  What ranks' digests of them say, few rows for many ranks."""
+"""Which copies that were taken for equal differ?  Compares the digests of all ranks, in few rows."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ class _Groups(NamedTuple):
 
 
 def thinned(claims: RankColumns) -> RankColumns:
-    """Return the claims of some ranks with each copy told for its lowest `HOLDERS` only.
+    """Return the claims of some ranks with rows of the `HOLDERS` lowest ranks of each copy only.
 
     The columns are, for each copy that a rank compares: `copy`, the `shard_key`; `low` and `high`, the least
     and the greatest digest of all ranks' bytes that the row stands for.

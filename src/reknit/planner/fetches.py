@@ -63,10 +63,10 @@ def merged(
     fresh = np.concatenate(([True], (shift + start)[1:] >= furthest[:-1]))[: len(file)]
     first = np.flatnonzero(fresh)
     last = np.append(first[1:], len(file))[: len(first)] - 1
-    # Ranks of one host side by side: what follows goes by host.
-    seat = np.argsort(np.argsort(host, kind="stable"))
+    # Ranks of one host side by side, since what follows goes by host.
+    place = np.argsort(np.argsort(host, kind="stable"))
     fetch = np.cumsum(fresh) - 1
-    by_rank = np.argsort(fetch * len(host) + seat[rank], kind="stable")
+    by_rank = np.argsort(fetch * len(host) + place[rank], kind="stable")
     fetch, rank, nbytes = fetch[by_rank], rank[by_rank], nbytes[by_rank]
     wants = runs(fetch, rank)[:-1]
     counts = np.bincount(fetch[wants], minlength=len(first))

@@ -1,4 +1,4 @@
-"""Who writes what no framework could vouch for: what several ranks hold, perhaps equal, perhaps not."""
+"""Which rank writes what several ranks hold, where no framework knows whether the copies are equal."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which rank reads what several ranks want, and by which way does it reach the others?"""
+"""Which rank reads the bytes that several ranks want, and which ranks pass them on to the others?"""
 
 from __future__ import annotations
 

@@ -229,7 +229,7 @@ class MemoryWriter:
             self._tree.files[self._path] = self._data.toreadonly()
 
     def abort(self) -> None:
-        """Give the name free, unless the file is finished; harmless to repeat."""
+        """Free the name, unless the file is finished; harmless to repeat."""
         with self._lock, self._tree.lock:
             self._open = False
             if self._tree.under_way.get(self._path) is self:

@@ -41,7 +41,7 @@ class MemoryStore:
 
 
 class _World(Generic[_Result]):
-    """What the threads of one run leave behind."""
+    """Results and errors of the threads of one run."""
 
     def __init__(self, fn: Callable[[Group], _Result], close: bool) -> None:
         self._fn = fn

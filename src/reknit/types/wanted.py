@@ -29,7 +29,7 @@ def selects(name: str, patterns: Sequence[str]) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class Terms:
-    """On what terms a load takes place, for those who decide what is wanted.
+    """The options of a load that decide what is wanted.
 
     `only` are patterns of the names that are loaded, none for all.  `resizable` are patterns of tensors that
     may have another shape in the checkpoint.  `cast` tells whether another dtype will be converted.
@@ -61,7 +61,7 @@ class Wanted:
     shape.
     `resized`: (name, what) of wanted tensors whose shards say no more that the saved one has another shape.
     `superseded`: (item, fqn) of what was saved and is not needed: another tensor says more, or it is dropped.
-    `told`: what to call each of the shards to users, where that is not its own name.
+    `told`: the name of each shard in messages to users, where that is not its own.
     `idle`: patterns of `Terms.only` that match no name of this rank's target.
     `deliver`: called with nothing once every byte has arrived; puts values into the live objects.  Until then
     nothing live has changed but the memory behind `shards`.
