@@ -2,6 +2,9 @@
 
 from importlib.metadata import version as installed_version
 
+from pygments.lexers.special import TextLexer
+from sphinx.application import Sphinx
+
 project = "reknit"
 author = "The reknit authors"
 version = release = installed_version("reknit")
@@ -24,3 +27,8 @@ html_theme = "furo"
 html_title = f"reknit {release}"
 html_copy_source = False
 html_show_sphinx = False
+
+
+def setup(app: Sphinx) -> None:
+    """Show diagrams as they are written; pages on GitHub draw them."""
+    app.add_lexer("mermaid", TextLexer)

@@ -22,6 +22,7 @@ ROWS = (
     ("cli", "integrations", "testing"),
     ("steps", "interop"),
     ("api",),
+    ("stored",),
     ("calls",),
     ("arguments", "ranks"),
     ("engine",),
@@ -38,6 +39,7 @@ ROW = {package: number for number, packages in enumerate(ROWS) for package in pa
 LOWEST = {"options", "environment", "system", "errors", "exits"}
 MAY_IMPORT = {
     "api": {
+        "stored",
         "calls",
         "arguments",
         "ranks",
@@ -51,6 +53,16 @@ MAY_IMPORT = {
         "format",
         "monitor",
         "types",
+    }
+    | LOWEST,
+    "stored": {
+        "calls",
+        "arguments",
+        "engine",
+        "frameworks",
+        "transforms",
+        "storage.registry",
+        "monitor",
     }
     | LOWEST,
     "calls": {"arguments", "engine", "storage.registry", "comm", "monitor", "types"} | LOWEST,

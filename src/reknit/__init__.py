@@ -1,7 +1,7 @@
 """Checkpoints for large-model training: save on any layout, load on any other, and trust the bytes."""
 
 from reknit import errors, transforms
-from reknit.api import close, fence, latest, load, open, prepare, promote, save, verify
+from reknit.api import close, fence, load, prepare, save
 from reknit.engine.loading.browse import Checkpoint
 from reknit.engine.outcome import PendingSave
 from reknit.engine.report import LoadReport, PromotionReport, SaveReport, VerifyReport
@@ -20,6 +20,7 @@ from reknit.frameworks.custom import register_framework
 from reknit.frameworks.per_rank import PerRank, RngState
 from reknit.options import CommOptions, LoadOptions, SaveOptions, Tls
 from reknit.ranks import connect
+from reknit.stored import latest, open, promote, verify
 
 __all__ = [
     "Checkpoint",

@@ -7,19 +7,17 @@ import os
 from collections.abc import Mapping, MutableMapping
 from contextlib import ExitStack
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any
 
 from reknit import arguments
 from reknit.arguments import (
     check_flag,
     check_metadata,
-    check_places,
     check_promotion,
     check_state,
     checked_step,
     lenient_patterns,
     open_places,
-    options_of,
     part_of,
     place_of,
     tried_options,
@@ -28,16 +26,11 @@ from reknit.calls import all_told, background_of, backgrounds, origin_of, save_n
 from reknit.engine.background.stage_for_agent import SendOff
 from reknit.engine.display import logged
 from reknit.engine.loading import load as load_story
-from reknit.engine.loading.browse import Checkpoint
 from reknit.engine.loading.job import LoadJob
 from reknit.engine.outcome import PendingSave, SaveOutcome
 from reknit.engine.saving.commit import Destination
-from reknit.engine.stored.newest import newest
-from reknit.engine.stored.pending import fence_off, wait_for_saves
-from reknit.engine.stored.promote import Promotion, promote_alone
-from reknit.engine.stored.verify import verify as verify_story
 from reknit.errors import ReknitError, UsageError, typed_shortage
-from reknit.frameworks import arrays, registry
+from reknit.frameworks import registry
 from reknit.frameworks.optimizer.step_hook import before_steps
 from reknit.monitor.phase import Recorder, Stopwatch
 from reknit.options import LoadOptions, SaveOptions
@@ -49,7 +42,7 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
     from os import PathLike
 
-    from reknit.engine.report import LoadReport, PromotionReport, VerifyReport
+    from reknit.engine.report import LoadReport
     from reknit.frameworks.optimizer.step_hook import StepHook
     from reknit.types.shard import Holdings
 
@@ -139,35 +132,6 @@ def save(
         pending = SaveOutcome(os.fspath(path), step)
         pending.end(error)
     return PendingSave(pending)
-
-
-@typed_shortage()
-def promote(
-    path: str | PathLike[str],
-    to: str | PathLike[str],
-    *,
-    overwrite: bool = False,
-    options: SaveOptions | None = None,
-) -> PromotionReport:
-    """Copy the committed checkpoint at `path` to `to`, another path or URL, and commit it there as well.
-
-    One process does it alone, with every file that it finds at `path`; each block is compared with its
-    digest on the way.  What an earlier try has brought there is checked and kept, so it can be called again
-    after any failure.  `overwrite=True` replaces another checkpoint at `to`.
-
-    Raises `CheckpointNotFoundError`, `CheckpointExistsError`, `CorruptError`, `CommitError` (files are in
-    neither place), `StorageError`.
-    """
-    options = options_of(options, SaveOptions, "reknit.promote", arguments.NOT_FOR_PROMOTE)
-    check_flag("overwrite", overwrite)
-    with ExitStack() as last:
-        source = open_storage(path)
-        last.callback(source.close)
-        target = open_storage(to, durability=options.durability)
-        last.callback(target.close)
-        check_places(source, target)
-        recorder = Recorder("promote", path=target.url, sinks=sinks(options.events))
-        return promote_alone(Promotion(source, target, overwrite, options, recorder))
 
 
 @typed_shortage()
@@ -323,78 +287,3 @@ def load(
     if isinstance(state, MutableMapping):
         state.update({name: value for name, value in part.items() if value is not state[name]})
     return report
-
-
-@typed_shortage()
-def open(path: str | PathLike[str], *, options: LoadOptions | None = None) -> Checkpoint:
-    """Open a checkpoint for looking and for reading any part of any tensor; no other rank is needed.
-
-    Raises `CheckpointNotFoundError`, `CorruptError`, `VersionError`, `StorageError`.
-    """
-    options = options_of(options, LoadOptions, "reknit.open", arguments.NOT_FOR_OPEN)
-    if parted(options.transforms)[1]:
-        raise UsageError(
-            "reknit.open shows tensors as they were saved, so of transforms it takes names only",
-            remedy="leave the others out, or use reknit.load",
-        )
-    with ExitStack() as failing:
-        storage, *replicas = open_places(path, options, failing)
-        recorder = Recorder("read", path=storage.url, sinks=sinks(options.events))
-        checkpoint = Checkpoint(storage, options, recorder, arrays, replicas)
-        failing.pop_all()
-    return checkpoint
-
-
-@typed_shortage()
-def verify(
-    path: str | PathLike[str],
-    level: Literal["structure", "data"] = "structure",
-    *,
-    options: LoadOptions | None = None,
-) -> VerifyReport:
-    """Check a checkpoint without loading it; `report.ok`, or `report.problems` naming file and place.
-
-    ``"structure"`` reads metadata only, ``"data"`` also compares the digest of every block of every file.
-    Raises `CheckpointNotFoundError` when there is nothing to check.
-    """
-    if level not in ("structure", "data"):
-        raise UsageError(f"level is 'structure' or 'data', not {level!r}")
-    options = options_of(options, LoadOptions, "reknit.verify", arguments.NOT_FOR_VERIFY)
-    storage = open_storage(path)
-    try:
-        return verify_story(storage, level, options)
-    finally:
-        storage.close()
-
-
-@typed_shortage()
-def latest(
-    root: str | PathLike[str],
-    *,
-    pending: Literal["tell", "wait", "fence"] = "tell",
-    timeout_s: float = 300.0,
-) -> str | None:
-    """Return the path of the newest committed checkpoint directly below `root`, or None.
-
-    Newest is the highest step; checkpoints without a step come before all that have one, by time.  A folder
-    whose manifest is damaged, that is closed to this user, or that has a name that no store takes, is passed
-    over with a logged warning.
-
-    A run that died may have left agents that still commit what it had staged.  `pending` says what becomes of
-    saves that are under way below `root`: with ``"tell"`` a warning names them, where they may be newer.
-    ``"wait"`` waits until they are over, up to `timeout_s`, and raises `DeadlineError`.  ``"fence"`` keeps
-    them from ever committing, all that have put up their marker by now, whoever's they are.  A save that is
-    staged, and has no marker yet, is not fenced; agents of this host that are at work then are named in a
-    warning.  All ranks call this together, or one calls it and tells the others.
-    """
-    if pending not in ("tell", "wait", "fence"):
-        raise UsageError(f"pending is 'tell', 'wait' or 'fence', not {pending!r}")
-    storage = open_storage(root)
-    try:
-        if pending == "wait":
-            wait_for_saves(storage, timeout_s)
-        elif pending == "fence":
-            fence_off(storage)
-        return newest(storage)
-    finally:
-        storage.close()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from reknit import api
+from reknit import stored
 from reknit.cli.output import nbytes_text, print_json, printable
 
 if TYPE_CHECKING:
@@ -29,7 +29,7 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
 
 def run(args: argparse.Namespace) -> int:
     """Promote, and return the exit code."""
-    report = api.promote(args.path, args.to, overwrite=args.overwrite)
+    report = stored.promote(args.path, args.to, overwrite=args.overwrite)
     if args.json:
         told = ("path", "source", "step", "write_id", "nbytes", "num_files")
         print_json({name: getattr(report, name) for name in told})

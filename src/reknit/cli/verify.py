@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
-from reknit import api
+from reknit import stored
 from reknit.cli.output import nbytes_text, print_json, printable
 from reknit.engine.stored.file_checks import read_checked
 from reknit.engine.stored.opening import read_manifest
@@ -78,7 +78,7 @@ def run(args: argparse.Namespace) -> int:
     """Verify, and return the exit code."""
     if args.output and not args.rebuild_index:
         raise UsageError("--output is where --rebuild-index writes to", remedy="give both, or none")
-    report = api.verify(args.path, "data" if args.data else "structure")
+    report = stored.verify(args.path, "data" if args.data else "structure")
     told = _Told(quiet=args.json)
     for problem in report.problems:
         told.problem(problem)
@@ -121,7 +121,7 @@ class _Rebuilt(NamedTuple):
 
 
 def _manifest(storage: Storage) -> Manifest | None:
-    """Return the manifest, or None when it is damaged; `api.verify` has said so."""
+    """Return the manifest, or None when it is damaged; `stored.verify` has said so."""
     try:
         return decode_manifest(read_manifest(storage))
     except FormatError:
@@ -146,7 +146,7 @@ def _compare(storage: Storage, manifest: Manifest | None, rebuilt: _Rebuilt, tol
     )
     try:
         own = decode_index(read_checked(storage, entry, manifest.block_nbytes))
-    except (FormatError, StorageError):  # `api.verify` has said so
+    except (FormatError, StorageError):  # `stored.verify` has said so
         same = f"; rebuilt, it is byte for byte the lost {entry.path}" if is_same_file else ""
         told.note(f"the index cannot be read{same}")
         return

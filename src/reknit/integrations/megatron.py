@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from enum import Enum
 from typing import TYPE_CHECKING, Any
 
-from reknit import api
+from reknit import api, stored
 from reknit.errors import CheckpointNotFoundError, MismatchError, UsageError
 from reknit.frameworks import tree
 from reknit.frameworks.megatron import private
@@ -102,7 +102,7 @@ def _wait_for(path: str, timeout_s: float) -> None:
     deadline = Deadline(timeout_s)
     while deadline.remaining() > 0:
         try:
-            api.open(path)
+            stored.open(path)
         except CheckpointNotFoundError:
             time.sleep(_POLL_S)
         else:
@@ -163,7 +163,7 @@ def _by_key(items: dict[str, Any], path: str | PathLike[str]) -> dict[str, Any]:
 
     A live model or optimizer has its item for itself: nothing is put beside it.
     """
-    with api.open(path) as checkpoint:
+    with stored.open(path) as checkpoint:
         saved = {item: {*checkpoint.tensors[item], *checkpoint.values[item]} for item in checkpoint.items}
     live = {item for item, value in items.items() if not all(map(_is_sharded, _leaves(value)))}
     moved: dict[str, list[Any]] = {}

@@ -1,0 +1,137 @@
+"""The calls of users about committed checkpoints, which one process makes alone: open, verify, find, copy."""
+
+from __future__ import annotations
+
+from contextlib import ExitStack
+from typing import TYPE_CHECKING, Literal
+
+from reknit.arguments import (
+    NOT_FOR_OPEN,
+    NOT_FOR_PROMOTE,
+    NOT_FOR_VERIFY,
+    check_flag,
+    check_places,
+    open_places,
+    options_of,
+)
+from reknit.calls import sinks
+from reknit.engine.loading.browse import Checkpoint
+from reknit.engine.stored.newest import newest
+from reknit.engine.stored.pending import fence_off, wait_for_saves
+from reknit.engine.stored.promote import Promotion, promote_alone
+from reknit.engine.stored.verify import verify as verify_story
+from reknit.errors import UsageError, typed_shortage
+from reknit.frameworks import arrays
+from reknit.monitor.phase import Recorder
+from reknit.options import LoadOptions, SaveOptions
+from reknit.storage.registry import open_storage
+from reknit.transforms.names import parted
+
+if TYPE_CHECKING:
+    from os import PathLike
+
+    from reknit.engine.report import PromotionReport, VerifyReport
+
+
+@typed_shortage()
+def open(path: str | PathLike[str], *, options: LoadOptions | None = None) -> Checkpoint:
+    """Open a checkpoint for looking and for reading any part of any tensor; no other rank is needed.
+
+    Raises `CheckpointNotFoundError`, `CorruptError`, `VersionError`, `StorageError`.
+    """
+    options = options_of(options, LoadOptions, "reknit.open", NOT_FOR_OPEN)
+    if parted(options.transforms)[1]:
+        raise UsageError(
+            "reknit.open shows tensors as they were saved, so of transforms it takes names only",
+            remedy="leave the others out, or use reknit.load",
+        )
+    with ExitStack() as failing:
+        storage, *replicas = open_places(path, options, failing)
+        recorder = Recorder("read", path=storage.url, sinks=sinks(options.events))
+        checkpoint = Checkpoint(storage, options, recorder, arrays, replicas)
+        failing.pop_all()
+    return checkpoint
+
+
+@typed_shortage()
+def verify(
+    path: str | PathLike[str],
+    level: Literal["structure", "data"] = "structure",
+    *,
+    options: LoadOptions | None = None,
+) -> VerifyReport:
+    """Check a checkpoint without loading it; `report.ok`, or `report.problems` naming file and place.
+
+    ``"structure"`` reads metadata only, ``"data"`` also compares the digest of every block of every file.
+    Raises `CheckpointNotFoundError` when there is nothing to check.
+    """
+    if level not in ("structure", "data"):
+        raise UsageError(f"level is 'structure' or 'data', not {level!r}")
+    options = options_of(options, LoadOptions, "reknit.verify", NOT_FOR_VERIFY)
+    storage = open_storage(path)
+    try:
+        return verify_story(storage, level, options)
+    finally:
+        storage.close()
+
+
+@typed_shortage()
+def latest(
+    root: str | PathLike[str],
+    *,
+    pending: Literal["tell", "wait", "fence"] = "tell",
+    timeout_s: float = 300.0,
+) -> str | None:
+    """Return the path of the newest committed checkpoint directly below `root`, or None.
+
+    Newest is the highest step; checkpoints without a step come before all that have one, by time.  A folder
+    whose manifest is damaged, that is closed to this user, or that has a name that no store takes, is passed
+    over with a logged warning.
+
+    A run that died may have left agents that still commit what it had staged.  `pending` says what becomes of
+    saves that are under way below `root`: with ``"tell"`` a warning names them, where they may be newer.
+    ``"wait"`` waits until they are over, up to `timeout_s`, and raises `DeadlineError`.  ``"fence"`` keeps
+    them from ever committing, all that have put up their marker by now, whoever's they are.  A save that is
+    staged, and has no marker yet, is not fenced; agents of this host that are at work then are named in a
+    warning.  All ranks call this together, or one calls it and tells the others.
+    """
+    if pending not in ("tell", "wait", "fence"):
+        raise UsageError(f"pending is 'tell', 'wait' or 'fence', not {pending!r}")
+    storage = open_storage(root)
+    try:
+        if pending == "wait":
+            wait_for_saves(storage, timeout_s)
+        elif pending == "fence":
+            fence_off(storage)
+        return newest(storage)
+    finally:
+        storage.close()
+
+
+@typed_shortage()
+def promote(
+    path: str | PathLike[str],
+    to: str | PathLike[str],
+    *,
+    overwrite: bool = False,
+    options: SaveOptions | None = None,
+) -> PromotionReport:
+    """Copy the committed checkpoint at `path` to `to`, another path or URL, and commit it there as well.
+
+    One process does it alone, with every file that it finds at `path`; each block is compared with its
+    digest on the way.  What an earlier try has brought there is checked and kept, so it can be called again
+    after any failure.  `overwrite=True` replaces another checkpoint at `to`.
+
+    Raises `CheckpointNotFoundError`, `CheckpointExistsError`, `CorruptError`, `CommitError` (files are in
+    neither place), `StorageError`.
+    """
+    options = options_of(options, SaveOptions, "reknit.promote", NOT_FOR_PROMOTE)
+    check_flag("overwrite", overwrite)
+    with ExitStack() as last:
+        source = open_storage(path)
+        last.callback(source.close)
+        target = open_storage(to, durability=options.durability)
+        last.callback(target.close)
+        check_places(source, target)
+        recorder = Recorder("promote", path=target.url, sinks=sinks(options.events))
+        return promote_alone(Promotion(source, target, overwrite, options, recorder))
