@@ -220,7 +220,7 @@ def test_what_only_torch_itself_does_at_a_load_costs_nothing(monkeypatch: pytest
         return nn.Sequential(nn.BatchNorm1d(2), checkpoint_wrapper(norm), nn.InstanceNorm1d(2), old)
 
     source, target = build(), build()
-    monkeypatch.setattr("reknit.frameworks.torch.modules.own_load.Return.give", None)
+    monkeypatch.setattr("reknit.frameworks.torch.modules.own_load.OwnLoad.give", None)
     load({"m": target}, save({"m": source}))
     assert all(map(torch.equal, source.state_dict().values(), target.state_dict().values()))
 
