@@ -265,7 +265,7 @@ def test_one_thing_that_does_not_fit_is_one_place(path: Path) -> None:
     [
         ("modle", "layer.weight", "no item 'modle'.*its items are 'model'"),
         ("model", "layer.wieght", r"no tensor 'layer\.wieght' in item.*did you mean 'layer\.weight'\?"),
-        ("model", "epoch", "no tensor 'epoch'.*it is no tensor, but a value"),
+        ("model", "epoch", "no tensor 'epoch'.*it is a value and no tensor"),
         ("model", "qqqq", "no tensor 'qqqq'.*-> `tensors` lists what it has"),
     ],
 )

@@ -44,7 +44,7 @@ def save(step, *faults, **more):
     model["weight"][:] = step
     path = f"{root}/{step}"
     url = faulty_url(path, *faults, gate=root + "/gate") if faults else path
-    pending = reknit.save(url, {"model": model}, step, wait=False, **{"options": options, **more})
+    pending = reknit.save(url, {"model": model}, step=step, wait=False, **{"options": options, **more})
     model["weight"][:] = -1  # what is staged may be changed
     return pending
 
@@ -276,7 +276,7 @@ def test_two_saves_that_overlap_are_both_committed(run: _Scripts) -> None:
 def test_two_saves_to_one_path_that_overlap_give_the_first_and_an_error(run: _Scripts) -> None:
     script = run(
         "first = save(1, gated); model['weight'][:] = 9\n"
-        "second = reknit.save(f'{root}/1', {'model': model}, 1, wait=False, options=options)\n"
+        "second = reknit.save(f'{root}/1', {'model': model}, step=1, wait=False, options=options)\n"
         "gate(); first.result(50)\n"
         "try:\n    second.result(50)\nexcept reknit.CheckpointExistsError:\n    say('exists')"
     )

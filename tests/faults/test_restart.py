@@ -38,9 +38,9 @@ from reknit.testing.killpoint import faulty_url, register_faulty
 register_faulty()
 root = sys.argv[1]
 options = reknit.SaveOptions(durability="process", threads=1, timeout_s=50)
-reknit.save(root + "/step_1", {"x": np.full(1000, 1)}, 1, options=options)
+reknit.save(root + "/step_1", {"x": np.full(1000, 1)}, step=1, options=options)
 url = faulty_url(root + "/step_2", Fault("stall", 1, "commit"), gate=root + ".gate")
-reknit.save(url, {"x": np.full(1000, 2)}, 2, wait=False, options=options)
+reknit.save(url, {"x": np.full(1000, 2)}, step=2, wait=False, options=options)
 os.kill(os.getpid(), signal.SIGKILL)
 """
 

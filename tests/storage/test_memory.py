@@ -67,7 +67,7 @@ def test_holes_cost_nothing() -> None:
 def test_what_one_process_writes_another_reads_after_its_end() -> None:
     code = """
 import sys, numpy as np, reknit
-reknit.save(sys.argv[1] + "/step", {"m": {"w": np.arange(1000)}}, 3)
+reknit.save(sys.argv[1] + "/step", {"m": {"w": np.arange(1000)}}, step=3)
 """
     url = new_url()
     assert output(python(code, url)) == ""
@@ -81,10 +81,10 @@ import os, signal, sys
 import numpy as np
 import reknit
 state = {"m": {f"w{k}": np.full(16 << 20, k, np.uint8) for k in range(8)}}
-reknit.save(f"{sys.argv[1]}/1", state, 1, wait=False).result()
+reknit.save(f"{sys.argv[1]}/1", state, step=1, wait=False).result()
 for tensor in state["m"].values():
     tensor += 1
-reknit.save(f"{sys.argv[1]}/2", state, 2, wait=False).staged()
+reknit.save(f"{sys.argv[1]}/2", state, step=2, wait=False).staged()
 os.kill(os.getpid(), signal.SIGKILL)
 """
 

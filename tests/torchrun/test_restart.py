@@ -31,10 +31,10 @@ rank, attempt = dist.get_rank(), int(os.environ["TORCHELASTIC_RESTART_COUNT"])
 options = reknit.SaveOptions(durability="process", threads=1, timeout_s=60)
 state = {"x": torch.full((1000,), 1.0), "mine": reknit.PerRank(rank)}
 if attempt == 0:
-    reknit.save(root + "/step_1", state, 1, options=options)
+    reknit.save(root + "/step_1", state, step=1, options=options)
     state["x"].fill_(2.0)
     url = faulty_url(root + "/step_2", Fault("stall", 1, "commit"), gate=root + ".gate")
-    reknit.save(url, state, 2, wait=False, options=options)
+    reknit.save(url, state, step=2, wait=False, options=options)
     dist.barrier()
     os.kill(os.getpid(), signal.SIGKILL) if rank == 1 else signal.pause()
 if rank == 0:
@@ -44,7 +44,7 @@ newest = reknit.latest(root, pending="wait", timeout_s=60)
 report = reknit.load(newest, state, options=reknit.LoadOptions(timeout_s=60))
 assert (state["x"] == 2.0).all() and state["mine"].value == rank
 state["x"].fill_(3.0)
-reknit.save(root + "/step_3", state, 3, options=options, wait=False).result(60)
+reknit.save(root + "/step_3", state, step=3, options=options, wait=False).result(60)
 print("after:", newest, flush=True)
 assert reknit.close()
 dist.destroy_process_group()
