@@ -14,7 +14,7 @@ try:
     import greenlet
 except ImportError as error:
     raise MissingExtraError(
-        "the simulator needs the package greenlet", remedy="pip install 'reknit[testing]'"
+        "the simulator needs the package greenlet", remedy="pip install greenlet"
     ) from error
 
 if TYPE_CHECKING:

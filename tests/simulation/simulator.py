@@ -2,7 +2,7 @@
 
 The ranks run the real code of a save: `engine.save`, the coordinator, the planner, the formats, and for each
 round `comm.machine.RoundMachine`.  Around them everything is virtual, and anything may go wrong.  Needs the
-package greenlet (``reknit[testing]``).
+package greenlet.
 """
 
 from __future__ import annotations
