@@ -10,7 +10,8 @@ import numpy as np
 import pytest
 
 from reknit.engine.saving.commit import Destination
-from reknit.engine.saving.save import SaveJob, save
+from reknit.engine.saving.job import SaveJob
+from reknit.engine.saving.save import save
 from reknit.frameworks import registry
 from reknit.monitor.phase import Recorder
 from reknit.options import SaveOptions

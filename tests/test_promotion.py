@@ -408,11 +408,11 @@ def test_a_slow_promotion_delays_no_save_to_another_path(tmp_path: Path) -> None
     assert [value_at(tmp_path / f"b{k}") for k in (1, 3)] == [1, 3]
 
 
-def errands_of(name: str) -> list[AgentSave]:
-    """Return the errands of saves to paths that begin so, that somebody in this process still knows."""
+def saves_of(name: str) -> list[AgentSave]:
+    """Return the saves to paths that begin so, that somebody in this process still knows."""
     gc.collect()
-    there = [errand for errand in gc.get_objects() if issubclass(type(errand), AgentSave)]
-    return [errand for errand in there if errand.url.startswith(f"striking://{name}")]
+    there = [save for save in gc.get_objects() if issubclass(type(save), AgentSave)]
+    return [save for save in there if save.url.startswith(f"striking://{name}")]
 
 
 def test_a_promotion_that_waits_for_its_turn_keeps_nothing_of_the_state() -> None:
@@ -425,20 +425,20 @@ def test_a_promotion_that_waits_for_its_turn_keeps_nothing_of_the_state() -> Non
     ]
     for one in pending:
         one.result(LIMIT_S)
-    waiting = errands_of("turn")
-    kept = [blob for errand in waiting if errand._begun is not None for blob in errand._begun[0].blobs]
-    images = [errand._image for errand in waiting]
+    waiting = saves_of("turn")
+    kept = [blob for save in waiting if save._begun is not None for blob in save._begun[0].blobs]
+    images = [save._image for save in waiting]
     turn.set()
     assert (len(waiting), kept, images) == (3, [], [None] * 3)
     for one in pending:
         one.promoted(LIMIT_S)
 
 
-def test_what_is_promoted_or_failed_is_forgotten_and_the_trainer_keeps_no_handover_of_it() -> None:
+def test_what_is_promoted_or_failed_is_forgotten_and_the_trainer_keeps_nothing_of_it() -> None:
     def left() -> list[object]:
-        crews = [crew for crew in gc.get_objects() if issubclass(type(crew), Agents)]
-        # Threads that wait for the next errand know the last.
-        return [*(crew._handovers for crew in crews if crew._handovers), *errands_of("known")[1:]]
+        trainers = [agents for agents in gc.get_objects() if issubclass(type(agents), Agents)]
+        # Threads that wait for the next save know the last.
+        return [*(agents._saves for agents in trainers if agents._saves), *saves_of("known")[1:]]
 
     for step in range(2):
         save(f"striking://known{step}", f"striking://b{step}").promoted(LIMIT_S)

@@ -14,8 +14,7 @@ import pytest
 import reknit
 from reknit.cli.main import main
 from reknit.comm import base as comm
-from reknit.engine.background import background
-from reknit.engine.background import stage_for_agent as send_off
+from reknit.engine.background import background, stage_for_agent
 from reknit.engine.background.background import Background
 from reknit.engine.sharing import shared_read
 from reknit.errors import ShortageError, StorageError, from_wire, shortage, typed
@@ -105,14 +104,15 @@ def test_a_store_without_descriptors_is_no_store_that_fails(tmp_path: Path) -> N
 
 
 def test_too_little_on_one_rank_is_too_little_on_all() -> None:
-    def produce(rank: int) -> bytes:
-        if rank == 1:
-            raise RuntimeError("can't start new thread")
-        return b""
+    def meet(group: Group) -> None:
+        with comm.turn(group, "here", 20) as turn:
+            if group.rank == 1:
+                raise RuntimeError("can't start new thread")
+            turn.arrive()
 
     def hold(group: Group) -> str:
         with pytest.raises(ShortageError, match="rank 1") as caught:
-            comm.round(group, "here", lambda: produce(group.rank), lambda requests: [b""] * 3, 20)
+            meet(group)
         return str(caught.value)
 
     assert len(set(run_ranks(3, hold))) == 1
@@ -123,8 +123,8 @@ def test_too_little_where_the_root_decides_is_too_little_on_all() -> None:
         raise MemoryError
 
     def hold(group: Group) -> None:
-        with pytest.raises(ShortageError, match="rank 0"):
-            comm.round(group, "here", bytes, decide, 20)
+        with pytest.raises(ShortageError, match="rank 0"), comm.turn(group, "here", 20) as turn:
+            turn.exchange(b"", decide)
 
     run_ranks(2, hold)
 
@@ -252,7 +252,7 @@ def test_agents_that_no_thread_can_form_anew_are_missed_for_that_reason(
 ) -> None:
     lost: Any = object()
     saves = Background(in_process=True)
-    saves._crew = lost
+    saves._agents = lost
     monkeypatch.setattr(background, "start", scarce)
     saves._form_anew(lost)
     failure = saves._failure
@@ -263,6 +263,6 @@ def test_agents_that_no_thread_can_form_anew_are_missed_for_that_reason(
 def test_a_save_does_without_the_thread_that_makes_ready_for_the_next(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    monkeypatch.setattr(send_off, "start", scarce)
+    monkeypatch.setattr(stage_for_agent, "start", scarce)
     reknit.save(tmp_path / "step_1", {"x": np.ones(3)}, wait=False).result(60)
     assert reknit.close(30)

@@ -14,7 +14,7 @@ import msgspec
 
 from benchmarks.planning.tree import WRITE_ID
 from reknit.engine.saving.coordinator import Coordinator
-from reknit.engine.saving.manifest_content import tally
+from reknit.engine.saving.manifest_content import receipts_to_manifest
 from reknit.engine.saving.packing import merge_claims, merge_receipts, unpack
 from reknit.format import paths
 from reknit.format.checksum import BLOCK_NBYTES
@@ -55,7 +55,7 @@ def save(coordinator: Coordinator, claims: list[bytes], receipts: list[bytes]) -
     data = encode_index(index)
     clock.lap("encode_index")
     planning = dict(clock.spent)
-    counted = tally(told, WRITE_ID)
+    counted = receipts_to_manifest(told, WRITE_ID)
     clock.lap("tally")
     _manifest(counted)
     clock.lap("manifest")

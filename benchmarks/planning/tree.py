@@ -14,7 +14,7 @@ import numpy as np
 
 from reknit.comm.topology import Topology
 from reknit.engine import messages
-from reknit.engine.saving.claims import Brought, claims
+from reknit.engine.saving.claims import EncodedHoldings, claims
 from reknit.engine.saving.copies import EQUAL
 from reknit.engine.saving.file_layout import layout_digest, outline
 from reknit.engine.saving.packing import merge_claims, merge_receipts
@@ -95,7 +95,7 @@ def _ranks(job: Job, silent: bool, workers: int) -> Iterator[Rank]:
             yield from ranks
 
 
-_NO_SHARDS = Brought(Holdings((), (), ()), (), ()).shard_claims()
+_NO_SHARDS = EncodedHoldings(Holdings((), (), ()), (), ()).shard_claims()
 _SHARED = [messages.EncodedBlob("extra", 7919 * n, None, b"x" * 50) for n in range(SHARED_VALUES)]
 
 

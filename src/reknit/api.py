@@ -23,12 +23,12 @@ from reknit.arguments import (
     tried_options,
 )
 from reknit.calls import all_told, background_of, backgrounds, origin_of, save_now, sinks, with_absolute_paths
-from reknit.engine.background.stage_for_agent import SendOff
 from reknit.engine.display import logged
 from reknit.engine.loading import load as load_story
 from reknit.engine.loading.job import LoadJob
 from reknit.engine.outcome import PendingSave, SaveOutcome
 from reknit.engine.saving.commit import Destination
+from reknit.engine.saving.job import SaveJob
 from reknit.errors import ReknitError, UsageError, typed_shortage
 from reknit.frameworks import registry
 from reknit.frameworks.optimizer.step_hook import before_steps
@@ -106,20 +106,19 @@ def save(
     place = place_of(path)
     then = None if options.promote_to is None else place_of(options.promote_to)
 
-    def send_off() -> SendOff:
+    def job() -> SaveJob:
         to, recorder = checked()
         to.storage.close()  # the agent opens its own
         promote_to = None if then is None else (then.url, then.factory)
-        return SendOff(
-            collect, to, place.url, place.factory, with_absolute_paths(options), recorder, promote_to
-        )
+        kept = with_absolute_paths(options)
+        return SaveJob(collect, joined, to, kept, recorder, place.url, place.factory, promote_to)
 
     try:
         if wait:
             pending = save_now(path, joined, checked, collect, options)
         else:
             elsewhere = place.elsewhere and (then is None or then.elsewhere)
-            pending = background_of(joined, elsewhere).save(joined, send_off, place.url, options)
+            pending = background_of(joined, elsewhere).save(joined, job, place.url, options)
             if wrong is not None:
                 pending.result()  # raises it here, and not only when somebody asks
         if options.on_error == "raise":
@@ -161,7 +160,7 @@ def prepare(
     joined, ranks, _ = acting(group, options.comm)
     place = place_of(path)
 
-    def rehearsal() -> SendOff:
+    def job() -> SaveJob:
         if wrong is not None:
             raise wrong
         held = {} if state is None else state
@@ -170,17 +169,18 @@ def prepare(
         storage.close()
         recorder = Recorder("prepare", joined.rank, None, storage.url, sinks(options.events))
         to = Destination(storage, None, False, options.allow_pickle, {}, {})
-        return SendOff(
+        return SaveJob(
             lambda: registry.collect(held, joined.rank, joined.size, ranks=ranks),
+            joined,
             to,
-            place.url,
-            place.factory,
             with_absolute_paths(options),
             recorder,
+            place.url,
+            place.factory,
         )
 
     try:
-        background_of(joined, place.elsewhere).prepare(joined, rehearsal, place.url, options)
+        background_of(joined, place.elsewhere).prepare(joined, job, place.url, options)
     except ReknitError as error:
         if options.on_error == "raise" or isinstance(error, UsageError):
             raise

@@ -17,10 +17,10 @@ from reknit.comm import base as comm
 from reknit.engine.background.background import Background
 from reknit.engine.outcome import SaveOutcome
 from reknit.engine.saving import save as save_story
-from reknit.engine.stored.promote import Promotion, decline
-from reknit.engine.stored.promote import promote as promote_saved
+from reknit.engine.saving.job import SaveJob
+from reknit.engine.saving.rounds import ASSIGN
+from reknit.engine.stored.promote import promote_saved
 from reknit.errors import ReknitError
-from reknit.monitor.phase import Recorder, Sink
 from reknit.monitor.sinks.jsonl import JsonLinesSink
 from reknit.storage.registry import open_storage
 
@@ -32,7 +32,9 @@ if TYPE_CHECKING:
     from reknit.engine.report import SaveReport
     from reknit.engine.saving.commit import Destination
     from reknit.engine.saving.write import Written
+    from reknit.monitor.phase import Recorder, Sink
     from reknit.options import SaveOptions
+    from reknit.storage.base import Storage
     from reknit.types.shard import Holdings
 
 logger = logging.getLogger("reknit")
@@ -50,14 +52,14 @@ def save_now(
 ) -> SaveOutcome:
     """Save, and return when the checkpoint is committed."""
     with ExitStack() as last:
-        with all_told(joined, save_story.FIRST_ROUND, options.timeout_s):
+        with all_told(joined, ASSIGN, options.timeout_s):
             to, recorder = checked()
             last.callback(to.storage.close)
             to = to.of(joined)  # an agent takes the generation of its own group
             for background in backgrounds.get(joined, {}).values():
                 background.wait_for(place_of(path).url, options.timeout_s)
-        written: list[Written] = []
-        report = save_story.save(save_story.SaveJob(collect, joined, to, options, recorder), written)
+        job = SaveJob(collect, joined, to, options, recorder)
+        report, written = save_story.save(job)
         if joined.rank == 0:
             for warning in report.warnings:
                 logger.warning("save to %s: %s", report.path, warning)
@@ -67,36 +69,24 @@ def save_now(
         if joined.rank == 0:
             logger.info("%s", pending.told(report.blocked_s))
         if pending.promotion is not None:
-            _promote_now(pending, to, joined, report, written, options)
+            _promote_now(pending, job, report, written)
     return pending
 
 
-def _promote_now(
-    outcome: SaveOutcome,
-    saved: Destination,
-    group: Group,
-    report: SaveReport,
-    written: Sequence[Written],
-    options: SaveOptions,
-) -> None:
+def _promote_now(outcome: SaveOutcome, job: SaveJob, report: SaveReport, written: Sequence[Written]) -> None:
     """Promote what all ranks have just saved."""
-    promotion = outcome.promotion
+    promotion, target = outcome.promotion, outcome.promote_to
     assert promotion is not None
-    assert outcome.promote_to is not None
+    assert target is not None
+
+    def open_target() -> Storage:
+        return open_storage(target, durability=job.options.durability)
+
     try:
-        try:
-            target = open_storage(outcome.promote_to, durability=options.durability)
-        except BaseException as error:  # whatever it is, the others must not wait for this rank
-            decline(group, error, report.write_id, options.timeout_s)
-        try:
-            recorder = Recorder("promote", group.rank, report.step, target.url, sinks(options.events))
-            job = Promotion(saved.storage, target, saved.overwrite, options, recorder)
-            promotion.end(promote_saved(job, group, report.step, report.write_id, written))
-        finally:
-            target.close()
+        promotion.end(promote_saved(job, report.write_id, written, job.group, open_target))
     except ReknitError as error:
         promotion.end(error)
-        if options.on_error == "raise":
+        if job.options.on_error == "raise":
             raise
         logger.warning("%s is saved, but not promoted: %s", report.path, error)
 

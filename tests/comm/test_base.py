@@ -10,10 +10,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from reknit.comm.base import SoloGroup, agree, barrier, broadcast, gather, round, scatter
+from reknit.comm.base import SoloGroup, agree, barrier, broadcast, gather, scatter
 from reknit.comm.envelope import Envelope, decode, encode, failed, merged
 from reknit.errors import CommError, MismatchError, ProtocolError, ReknitError, StorageFullError, UsageError
-from tests.comm.worlds import endings
+from tests.comm.worlds import endings, held_round
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -37,7 +37,7 @@ def test_every_helper_gives_every_rank_what_it_promises(join: Join, size: int) -
         barrier(group, "barrier", WAIT_S)
         agree(group, "agree", None, WAIT_S)
         return (
-            round(group, "round", lambda: own, echo, WAIT_S),
+            held_round(group, "round", lambda: own, echo, WAIT_S),
             gather(group, "gather", own, WAIT_S),
             scatter(group, "scatter", [b"to %d" % rank for rank in range(size)] if first else None, WAIT_S),
             broadcast(group, "broadcast", b"all" if first else None, WAIT_S),
@@ -51,7 +51,7 @@ def test_every_helper_gives_every_rank_what_it_promises(join: Join, size: int) -
 
 def test_a_process_that_is_alone_needs_no_backend() -> None:
     group = SoloGroup()
-    assert round(group, "round", lambda: b"ab", echo, WAIT_S) == b"abab"
+    assert held_round(group, "round", lambda: b"ab", echo, WAIT_S) == b"abab"
     assert gather(group, "gather", b"x", WAIT_S) == [b"x"]
     assert scatter(group, "scatter", [b"y"], WAIT_S) == b"y"
     assert broadcast(group, "broadcast", b"", WAIT_S) == b""
@@ -71,7 +71,7 @@ def test_requests_that_are_merged_reach_rank_0_as_one(join: Join, size: int) -> 
             decided.append(requests)
             return [b"for %d" % rank for rank in range(size)]
 
-        return round(group, "plan", lambda: b"%d" % group.rank, decide, WAIT_S, merge=b" ".join)
+        return held_round(group, "plan", lambda: b"%d" % group.rank, decide, WAIT_S, merge=b" ".join)
 
     assert endings(join(size), run) == [b"for %d" % rank for rank in range(size)]
     ((request,),) = decided
@@ -85,7 +85,7 @@ def test_a_merge_that_fails_reaches_every_rank(join: Join, bug: Exception) -> No
         def refuse(_: Sequence[bytes]) -> bytes:
             raise bug
 
-        return round(group, "plan", lambda: b"", echo, WAIT_S, merge=refuse)
+        return held_round(group, "plan", lambda: b"", echo, WAIT_S, merge=refuse)
 
     groups = join(5)
     errors = endings(groups, run)
@@ -104,7 +104,7 @@ def test_ranks_that_are_about_different_saves_hear_who_is_where(join: Join, help
     def run(group: Group) -> object:
         about = "save a" if group.rank != 3 else "save b"
         calls: dict[str, Callable[[], object]] = {
-            "round": lambda: round(group, "commit", lambda: b"", echo, WAIT_S, subject=about),
+            "round": lambda: held_round(group, "commit", lambda: b"", echo, WAIT_S, subject=about),
             "gather": lambda: gather(group, "commit", b"", WAIT_S, subject=about),
             "scatter": lambda: scatter(group, "commit", [b""] * 5, WAIT_S, subject=about),
             "broadcast": lambda: broadcast(group, "commit", b"", WAIT_S, subject=about),
@@ -158,7 +158,7 @@ def test_when_one_rank_cannot_make_its_request_all_raise_its_error(join: Join) -
                 raise StorageFullError("no room", remedy="make room", path="/disk")
             return b""
 
-        return round(group, "write", produce, echo, WAIT_S)
+        return held_round(group, "write", produce, echo, WAIT_S)
 
     for error in endings(join(4), run):
         assert type(error) is StorageFullError
@@ -198,7 +198,7 @@ def test_when_rank_0_cannot_decide_all_raise_its_error(join: Join) -> None:
     def refuse(_: list[bytes]) -> list[bytes]:
         raise MismatchError("these do not fit")
 
-    for error in endings(join(3), lambda group: round(group, "plan", lambda: b"", refuse, WAIT_S)):
+    for error in endings(join(3), lambda group: held_round(group, "plan", lambda: b"", refuse, WAIT_S)):
         assert type(error) is MismatchError
         assert (error.message, error.rank, error.phase) == ("these do not fit", 0, "plan")
 
@@ -213,7 +213,7 @@ def test_a_bug_in_a_request_is_raised_unchanged_there_and_described_elsewhere(
                 raise bug
             return b""
 
-        return round(group, "plan", produce, echo, WAIT_S)
+        return held_round(group, "plan", produce, echo, WAIT_S)
 
     first, there, last = endings(join(3), run)
     assert there is bug
@@ -230,7 +230,7 @@ def test_a_bug_in_a_decision_is_raised_unchanged_on_rank_0_and_described_elsewhe
     def decide(_: list[bytes]) -> list[bytes]:
         raise bug
 
-    here, *others = endings(join(3), lambda group: round(group, "plan", lambda: b"", decide, WAIT_S))
+    here, *others = endings(join(3), lambda group: held_round(group, "plan", lambda: b"", decide, WAIT_S))
     assert here is bug
     for error in others:
         assert type(error) is ReknitError
@@ -242,7 +242,7 @@ def test_a_bug_in_a_decision_is_raised_unchanged_on_rank_0_and_described_elsewhe
 def test_a_decision_with_too_few_or_too_many_answers_fails_everywhere(
     join: Join, answers: list[bytes]
 ) -> None:
-    errors = endings(join(3), lambda group: round(group, "plan", lambda: b"", lambda _: answers, WAIT_S))
+    errors = endings(join(3), lambda group: held_round(group, "plan", lambda: b"", lambda _: answers, WAIT_S))
     assert [type(error) for error in errors] == [ReknitError] * 3
     assert all(f"{len(answers)} answers for 3 ranks" in error.message for error in errors)
 
@@ -259,7 +259,7 @@ def test_a_request_that_is_no_part_of_a_round_fails_everywhere_instead_of_hangin
     def run(group: Group) -> bytes:
         if group.rank == 1:
             return group.exchange("plan", b"\xc1", echo, WAIT_S)
-        return round(group, "plan", lambda: b"", echo, WAIT_S)
+        return held_round(group, "plan", lambda: b"", echo, WAIT_S)
 
     error, refusal, other = endings(join(3), run)
     assert [type(error), type(other)] == [ProtocolError] * 2
@@ -270,7 +270,7 @@ def test_an_answer_that_is_no_part_of_a_round_is_a_protocol_error(join: Join) ->
     def run(group: Group) -> bytes:
         if group.rank == 0:
             return group.exchange("plan", b"", lambda requests: [b"\xc1"] * len(requests), WAIT_S)
-        return round(group, "plan", lambda: b"", echo, WAIT_S)
+        return held_round(group, "plan", lambda: b"", echo, WAIT_S)
 
     assert type(endings(join(2), run)[1]) is ProtocolError
 
@@ -279,7 +279,7 @@ def test_a_group_goes_on_after_a_round_that_failed(join: Join) -> None:
     def run(group: Group) -> bytes:
         with pytest.raises(MismatchError):
             agree(group, "check", MismatchError("bad") if group.rank == 1 else None, WAIT_S)
-        return round(group, "next", lambda: b"ab", echo, WAIT_S)
+        return held_round(group, "next", lambda: b"ab", echo, WAIT_S)
 
     assert endings(join(3), run) == [b"abab"] * 3
 

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from reknit.comm.base import barrier, broadcast, gather, round
+from reknit.comm.base import barrier, broadcast, gather
 from reknit.comm.meeting.rendezvous import FolderStore
 from reknit.comm.serving import channel_settings
 from reknit.comm.topology import Topology
@@ -18,7 +18,16 @@ from reknit.comm.tree.threads import thread_groups
 from reknit.errors import CommError, DeadlineError, ProtocolError, UsageError
 from reknit.options import CommOptions
 from reknit.testing.world import MemoryStore, run_ranks
-from tests.comm.worlds import GENERATION, Resources, ask, connect_rank, endings, listen_all, tree_world
+from tests.comm.worlds import (
+    GENERATION,
+    Resources,
+    ask,
+    connect_rank,
+    endings,
+    held_round,
+    listen_all,
+    tree_world,
+)
 from tests.resources import open_files, threads
 
 if TYPE_CHECKING:
@@ -101,7 +110,7 @@ def test_a_message_above_what_grpc_takes_at_once_travels_all_the_same() -> None:
 def test_requests_are_merged_below_and_not_carried_to_rank_0_one_by_one() -> None:
     def run(group: Group) -> bytes:
         # The parts of two ranks exceed the limit, and the merged ones do not.
-        return round(group, "largest", lambda: os.urandom(8_000), lambda _: [b"ok"] * 7, 30, merge=max)
+        return held_round(group, "largest", lambda: os.urandom(8_000), lambda _: [b"ok"] * 7, 30, merge=max)
 
     with tree_world(7, max_message_nbytes=10_000) as groups:
         assert endings(groups, run) == [b"ok"] * 7

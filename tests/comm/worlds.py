@@ -8,6 +8,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Protocol
 
+from reknit.comm.base import turn
 from reknit.comm.topology import Topology
 from reknit.comm.tree.group import TreeGroup
 from reknit.errors import ReknitError
@@ -115,3 +116,17 @@ def settled(found: Callable[[], set[Any]]) -> set[Any]:
             break
         time.sleep(0.05)
     return found()
+
+
+def held_round(
+    group: Group,
+    name: str,
+    produce: Callable[[], bytes],
+    decide: Callable[[list[bytes]], Sequence[bytes]],
+    timeout_s: float,
+    *,
+    merge: Callable[[Sequence[bytes]], bytes] | None = None,
+    subject: str = "",
+) -> bytes:
+    with turn(group, name, timeout_s, merge=merge, subject=subject) as its_turn:
+        return its_turn.exchange(produce(), decide)

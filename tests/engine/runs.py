@@ -11,7 +11,8 @@ from reknit.comm.base import SoloGroup
 from reknit.engine.loading.job import LoadJob
 from reknit.engine.loading.load import load
 from reknit.engine.saving.commit import Destination
-from reknit.engine.saving.save import SaveJob, save
+from reknit.engine.saving.job import SaveJob
+from reknit.engine.saving.save import save
 from reknit.engine.stored.verify import verify
 from reknit.errors import CheckpointNotFoundError, ReknitError
 from reknit.format.manifest_file import decode_generation, decode_manifest
@@ -160,3 +161,7 @@ class Stage:
                 self._changed.notify_all()
             for thread in self._threads:
                 thread.join(LIMIT_S)
+
+
+def nothing_held() -> Holdings:
+    return Holdings((), (), ())

@@ -91,11 +91,11 @@ def test_an_agent_that_is_given_up_is_gone_before_its_arena_is_filled_anew(
 def test_a_save_tells_what_made_it_fail_first() -> None:
     ours, theirs = socket_pair()
     with ours, theirs:
-        errand = AgentSave(0, Channel(theirs, say.decode))
-        errand.fail(AgentError("the disk is full"))
-        errand.fail(AgentError("the trainer is gone"))
-    assert errand.error is not None
-    assert errand.error.message == "the disk is full"
+        agent_save = AgentSave(0, Channel(theirs, say.decode))
+        agent_save.fail(AgentError("the disk is full"))
+        agent_save.fail(AgentError("the trainer is gone"))
+    assert agent_save.error is not None
+    assert agent_save.error.message == "the disk is full"
 
 
 def test_an_agent_lives_through_the_signals_that_are_meant_for_its_trainer() -> None:
@@ -104,7 +104,7 @@ def test_an_agent_lives_through_the_signals_that_are_meant_for_its_trainer() -> 
     link.ask(say.Join("agents", 0, [0], 1, 7, {}, False), 60)
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         os.kill(link.pid, number)
-    assert link.ask(say.Climb(""), 60) == say.Joined(None)
+    assert link.ask(say.ConnectParent(""), 60) == say.Joined(None)
     link.quit()
     assert link.ended(60)
 
@@ -115,12 +115,12 @@ def test_a_save_that_ends_while_the_next_is_taken_up_disturbs_nobody() -> None:
     looked_at = threading.Event()
 
     class EndsWhenLookedAt(AgentSave):
-        """An errand that ends, in the thread of the commits, while another thread asks for its place."""
+        """A save that ends, in the thread of the commits, while another thread asks for its place."""
 
         @property
         def url(self) -> str:
             looked_at.set()
-            wait_until(lambda: self.number not in agent._errands, LIMIT_S)
+            wait_until(lambda: self.number not in agent._saves, LIMIT_S)
             return "here"
 
         def commit(self, group: Group, coordinator: Coordinator, timeout_s: float) -> None:
@@ -129,10 +129,10 @@ def test_a_save_that_ends_while_the_next_is_taken_up_disturbs_nobody() -> None:
 
     worker = start("reknit-agent-test", agent.run)
     try:
-        for errand in (EndsWhenLookedAt(0, agents_end), AgentSave(1, agents_end)):
-            errand.fail(AgentError("it was given up"))
-            agent._take_up(errand, Tuner(), LIMIT_S)
-        wait_until(lambda: not agent._errands, LIMIT_S)
+        for agent_save in (EndsWhenLookedAt(0, agents_end), AgentSave(1, agents_end)):
+            agent_save.fail(AgentError("it was given up"))
+            agent._take_up(agent_save, Tuner(), LIMIT_S)
+        wait_until(lambda: not agent._saves, LIMIT_S)
     finally:
         looked_at.set()
         trainers_end.close()

@@ -510,10 +510,10 @@ def test_agents_that_were_started_ahead_serve_the_first_save() -> None:
     def rank(group: Group) -> list[str]:
         reknit.prepare("gated://ahead", group=group)
 
-        crew = calls.backgrounds[group][False]._crew
-        assert crew is not None
+        agents = calls.backgrounds[group][False]._agents
+        assert agents is not None
         report = background("gated://ahead/1", {"model": weights(1)}, group=group).result(LIMIT_S)
-        assert calls.backgrounds[group][False]._crew is crew
+        assert calls.backgrounds[group][False]._agents is agents
         return [record.phase for record in report.phases if record.phase == "commit"]
 
     assert run_ranks(2, rank) == [["commit"]] * 2
@@ -544,10 +544,10 @@ def test_lost_agents_are_replaced_and_the_saves_go_on(tmp_path: Path) -> None:
 
 def kill_own_agent(group: Group) -> None:
 
-    crew = calls.backgrounds[group][True]._crew
-    assert crew is not None
-    assert crew.link.pid is not None
-    os.kill(crew.link.pid, signal.SIGKILL)
+    agents = calls.backgrounds[group][True]._agents
+    assert agents is not None
+    assert agents.link.pid is not None
+    os.kill(agents.link.pid, signal.SIGKILL)
 
 
 def test_an_interrupt_while_agents_start_leaves_nothing_under_way(monkeypatch: pytest.MonkeyPatch) -> None:

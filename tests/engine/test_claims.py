@@ -8,8 +8,11 @@ from typing import Any
 import numpy as np
 import pytest
 
+from reknit.comm.base import SoloGroup
 from reknit.engine.messages import packed
-from reknit.engine.saving.claims import EncodedFile, blob_files, bring
+from reknit.engine.saving.claims import EncodedFile, blob_files, encode_holdings
+from reknit.engine.saving.commit import Destination
+from reknit.engine.saving.job import SaveJob
 from reknit.engine.saving.receipt import write_blobs
 from reknit.engine.saving.write import Written
 from reknit.errors import StorageError
@@ -19,6 +22,7 @@ from reknit.options import SaveOptions
 from reknit.planner.resolve import OWN
 from reknit.testing.process_memory import ProcessMemory
 from reknit.types.shard import Blob, Encoded, Holdings
+from tests.engine.runs import nothing_held
 
 WRITE_ID = "0123456789abcdef" * 2
 VALUE = {"tokens": np.arange(1000), "position": 7}
@@ -34,7 +38,7 @@ def encoded(value: Any, room: int) -> Encoded:
 def test_a_value_that_is_encoded_already_makes_the_same_file(room: int, fqn: str) -> None:
     value = encoded(VALUE, room)
     blobs = [Blob("loader", fqn, one, {"source": 1}) for one in (VALUE, value)]
-    plain, ready = bring(Holdings(("loader",), (), tuple(blobs)), SaveOptions()).blobs
+    plain, ready = encode_holdings(Holdings(("loader",), (), tuple(blobs)), SaveOptions()).blobs
     assert bytes(ready.data) == plain.data
     assert (decode_blobs(bytes(ready.data))[fqn]["tokens"] == VALUE["tokens"]).all()
     in_place = np.shares_memory(np.frombuffer(ready.data, np.uint8), np.frombuffer(value.memory, np.uint8))
@@ -43,20 +47,25 @@ def test_a_value_that_is_encoded_already_makes_the_same_file(room: int, fqn: str
 
 def test_a_file_with_one_value_is_what_was_encoded_and_no_copy_of_it() -> None:
     holdings = Holdings(("loader",), (), (Blob("loader", "x", encoded(VALUE, 100), {"source": 1}),))
-    brought = bring(holdings, SaveOptions())
-    (file,) = blob_files(brought.blobs, packed([], "i8"), 0)
-    assert file.data is brought.blobs[0].data
+    held = encode_holdings(holdings, SaveOptions())
+    (file,) = blob_files(held.blobs, packed([], "i8"), 0)
+    assert file.data is held.blobs[0].data
 
 
 def test_a_value_is_written_by_its_owner_and_by_each_rank_where_they_disagree() -> None:
     values = (Blob("m", "a", 1), Blob("m", "b", 2), Blob("n", "c", 3), Blob("n", "d", 4, {"dp": 1}))
-    blobs = bring(Holdings(("m", "n"), (), values), SaveOptions()).blobs
+    blobs = encode_holdings(Holdings(("m", "n"), (), values), SaveOptions()).blobs
     files = blob_files(blobs, packed([1, OWN, 0], "i8"), 1)
     assert [(file.item, file.coordinate, decode_blobs(file.data)) for file in files] == [
         ("m", None, {"a": 1}),
         ("m", {"rank": 1}, {"b": 2}),
         ("n", {"dp": 1}, {"d": 4}),
     ]
+
+
+def job_of(storage: ProcessMemory, threads: int | None = None) -> SaveJob:
+    to = Destination(storage, None, False, False, {}, {})
+    return SaveJob(nothing_held, SoloGroup(), to, SaveOptions(threads=threads), Recorder("save"))
 
 
 def many(count: int) -> list[EncodedFile]:
@@ -78,7 +87,7 @@ class Meeting(ProcessMemory):
 
 def test_small_files_are_written_several_at_a_time_and_told_in_their_order() -> None:
     storage, written = Meeting("meeting", 16), list[Written]()
-    places = write_blobs(storage, many(32), 3, WRITE_ID, Recorder("save"), written)
+    places = write_blobs(job_of(storage), many(32), WRITE_ID, written)
     assert [place.path for place in places] == [file.path for file in written]
     assert [place.coordinate["source"] for place in places] == list(range(32))
     assert {file.path for file in storage.list()} == {file.path for file in written}
@@ -86,7 +95,7 @@ def test_small_files_are_written_several_at_a_time_and_told_in_their_order() -> 
 
 def test_with_one_thread_they_are_written_one_after_another() -> None:
     storage, written = Meeting("alone", 1), list[Written]()
-    write_blobs(storage, many(5), 0, WRITE_ID, Recorder("save"), written, threads=1)
+    write_blobs(job_of(storage, threads=1), many(5), WRITE_ID, written)
     assert len(written) == 5
 
 
@@ -103,5 +112,5 @@ def test_after_an_error_all_that_is_there_is_known() -> None:
     ProcessMemory.clear("refusing")
     storage, written = Refusing("refusing"), list[Written]()
     with pytest.raises(StorageError, match=r"own\.7"):
-        write_blobs(storage, many(20), 0, WRITE_ID, Recorder("save"), written)
+        write_blobs(job_of(storage), many(20), WRITE_ID, written)
     assert {file.path for file in storage.list()} == {file.path for file in written}

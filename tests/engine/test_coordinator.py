@@ -9,14 +9,15 @@ import pytest
 from reknit.comm.tree.threads import thread_groups
 from reknit.engine import messages
 from reknit.engine.saving import coordinator as module
-from reknit.engine.saving.claims import bring, claims
+from reknit.engine.saving.claims import claims, encode_holdings
 from reknit.engine.saving.commit import Destination
 from reknit.engine.saving.coordinator import PLANS_KEPT, Coordinator
 from reknit.engine.saving.copies import EQUAL, CopySplit
 from reknit.engine.saving.file_layout import layout_digest, outline
-from reknit.engine.saving.manifest_content import tally
+from reknit.engine.saving.job import SaveJob
+from reknit.engine.saving.manifest_content import receipts_to_manifest
 from reknit.engine.saving.packing import merge_claims, merge_receipts, unpack
-from reknit.engine.saving.receipt import BlobPlace, Setting, receipt
+from reknit.engine.saving.receipt import BlobPlace, receipt
 from reknit.engine.saving.write import write_bytes
 from reknit.errors import CommitError, ProtocolError
 from reknit.format import paths
@@ -28,6 +29,7 @@ from reknit.planner.assemble import assemble
 from reknit.testing.process_memory import ProcessMemory
 from reknit.types.box import Box
 from reknit.types.shard import Holdings, Shard, TensorSpec
+from tests.engine.runs import nothing_held
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -56,23 +58,23 @@ class Rank:
 
     def __init__(self, rank: int, to: Destination) -> None:
         group = thread_groups(SIZE)[rank]
-        self.where = Setting(group, to, SaveOptions(), Recorder("save", rank))
+        self.where = SaveJob(nothing_held, group, to, SaveOptions(), Recorder("save", rank))
         self.rank = rank
         self.plans: dict[bytes, Outline] = {}
         self.silent = True
         self.split = EQUAL
 
     def claims(self, write_id: str, step: int, shards: Sequence[Shard]) -> bytes:
-        self.brought = bring(Holdings(("m",), tuple(shards), ()), SaveOptions())
-        self.plan = layout_digest(self.brought.holdings, 1 << 40)
+        self.encoded = encode_holdings(Holdings(("m",), tuple(shards), ()), SaveOptions())
+        self.plan = layout_digest(self.encoded.holdings, 1 << 40)
         self.known = self.silent and self.plan in self.plans
-        told = None if self.known else self.brought.shard_claims()
+        told = None if self.known else self.encoded.shard_claims()
         return claims(self.rank, write_id, step, self.plan, told, ())
 
     def receipt(self, write_id: str, answer: bytes) -> bytes:
         owners = messages.unpacked(messages.decode(answer, messages.Assignment).shard_owners, "i8")
         if not self.known:
-            self.plans[self.plan] = outline(self.brought.resolved(owners), self.rank, 1 << 40)
+            self.plans[self.plan] = outline(self.encoded.resolved(owners), self.rank, 1 << 40)
         planned = self.plans[self.plan]
         written: list[Written] = []
         for file in planned.files:
@@ -250,7 +252,13 @@ def test_all_ranks_are_told_which_copies_differ_and_who_holds_them() -> None:
         copies = messages.Copies(messages.packed([1, 1 << 63], "u8"), digests, b"", b"")
         told.append(
             claims(
-                rank, write_id, 1, b"", bring(Holdings((), (), ()), SaveOptions()).shard_claims(), (), copies
+                rank,
+                write_id,
+                1,
+                b"",
+                encode_holdings(Holdings((), (), ()), SaveOptions()).shard_claims(),
+                (),
+                copies,
             )
         )
     answers = world.coordinator.assign(world.to, world.up(told, merge_claims))
@@ -280,7 +288,7 @@ def test_copies_that_differ_are_warned_of_with_the_ranks_that_hold_them() -> Non
         kept = [("m", "kept", "0, 2"), ("m", "both", "0, 1")]
         copies = CopySplit([], kept, [("m", "lost", "0, 3")] + [("m", "both", "0, 1")] * (rank.rank == 2))
         told.append(receipt(rank.where, ["m"], [], b"", None, (), copies))
-    counted = tally(unpack(merge_receipts(told))[0], write_id)
+    counted = receipts_to_manifest(unpack(merge_receipts(told))[0], write_id)
     assert counted.kept == {("m", "kept")}
     own, lost = counted.warnings
     assert "different values of m/kept (ranks 0, 2), m/both (ranks 0, 1); each rank's own was stored" in own
@@ -355,7 +363,7 @@ def test_the_tally_has_every_file_with_its_digests_and_coordinates() -> None:
         told.append(receipt(rank.where, ["m/ü", "x", "y"], written, b"", None, places, EQUAL))
         files += [(file.path, file.nbytes, tuple(file.digests.tolist()), rank.rank) for file in written]
         blobs += [(names[1], None), (names[2], place), (names[3], {"rank": rank.rank})]
-    got = tally(unpack(merge_receipts(told))[0], write_id)
+    got = receipts_to_manifest(unpack(merge_receipts(told))[0], write_id)
     assert got.items == ("m/ü", "x", "y")
     assert files == [(*file, rank) for file, rank in zip(map(entry, got.files), got.ranks, strict=True)]
     assert [(blob.path, blob.coordinate) for blob in got.blobs] == blobs

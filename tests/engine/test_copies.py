@@ -12,7 +12,7 @@ import torch
 from reknit.engine.memory.elements import all_bits
 from reknit.engine.messages import Copies, unpacked
 from reknit.engine.saving import copies as module
-from reknit.engine.saving.claims import bring
+from reknit.engine.saving.claims import encode_holdings
 from reknit.engine.saving.copies import EQUAL, KEPT_NBYTES, SAMPLE_NBYTES, choose, split
 from reknit.errors import StateError
 from reknit.format.values.blob_codec import decode_blobs
@@ -28,8 +28,8 @@ def shard(fqn: str, replicas: tuple[int, ...] | None, data: Any, box: Box | None
 
 
 def compared(shards: list[Shard], check: str = "sample", size: int = 2, *aliases: Alias) -> Copies:
-    brought = bring(Holdings(("m",), tuple(shards), (), aliases), SaveOptions())
-    return choose(brought, check, 0, size).copies(all_bits(shards))
+    encoded = encode_holdings(Holdings(("m",), tuple(shards), (), aliases), SaveOptions())
+    return choose(encoded, check, 0, size).copies(all_bits(shards))
 
 
 def names(copies: Copies) -> list[str]:

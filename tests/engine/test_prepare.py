@@ -14,7 +14,7 @@ import torch
 
 import reknit
 from reknit import calls, ranks
-from reknit.engine.background.warm_up import Rehearsal
+from reknit.engine.background.warm_up import WarmUp
 from reknit.engine.memory.arena_pool import Arenas
 from reknit.engine.outcome import SaveOutcome
 from reknit.processes.shared_memory import SharedMemory
@@ -77,9 +77,9 @@ def background_of(group: Group | None = None, *, elsewhere: bool = False) -> Bac
 
 
 def crew_of(group: Group | None = None, *, elsewhere: bool = False) -> Agents:
-    crew = background_of(group, elsewhere=elsewhere)._crew
-    assert crew is not None
-    return crew
+    agents = background_of(group, elsewhere=elsewhere)._agents
+    assert agents is not None
+    return agents
 
 
 def phases(pending: reknit.PendingSave) -> list[str]:
@@ -397,12 +397,12 @@ def test_what_fails_after_an_interrupted_wait_is_not_raised_by_the_next_save(
     def interrupted(*_: Any) -> None:
         raise KeyboardInterrupt
 
-    def late(_: Rehearsal) -> bytes:
+    def late(_: WarmUp) -> bytes:
         raise reknit.CommError("too late")
 
     with monkeypatch.context() as patched:
         patched.setattr(SaveOutcome, "wait", interrupted)
-        patched.setattr(Rehearsal, "_when_ready", late)
+        patched.setattr(WarmUp, "wait_ready", late)
         with pytest.raises(KeyboardInterrupt):
             reknit.prepare("process://prepared", state_of(0))
         wait_until(lambda: background_of().under_way() == [], LIMIT_S)

@@ -14,7 +14,8 @@ from reknit.comm.base import SoloGroup
 from reknit.comm.tree.threads import thread_groups
 from reknit.engine.report import PromotionReport
 from reknit.engine.saving.commit import Destination
-from reknit.engine.saving.save import SaveJob, save
+from reknit.engine.saving.job import SaveJob
+from reknit.engine.saving.save import save
 from reknit.engine.saving.write import Written, write_bytes
 from reknit.engine.stored.promote import Promotion, decline, promote, promote_alone
 from reknit.engine.stored.verify import verify
@@ -92,11 +93,11 @@ def holdings(rank: int, value: int) -> Holdings:
 
 def saved(root: Path, value: int = 1, generation: int = 1, *, overwrite: bool = False) -> Saved:
     def run(group: Group) -> tuple[str, list[Written]]:
-        told: list[Written] = []
         to = Destination(local(root), value, overwrite, False, {}, {}, group.generation)
         recorder = Recorder("save", group.rank)
         held = holdings(group.rank, value)
-        return save(SaveJob(lambda: held, group, to, OPTIONS, recorder), told).write_id, told
+        report, written = save(SaveJob(lambda: held, group, to, OPTIONS, recorder))
+        return report.write_id, written
 
     told = run_ranks(SIZE, run, groups=thread_groups(SIZE, generation))
     return Saved(root, told[0][0], [written for _, written in told])

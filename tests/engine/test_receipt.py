@@ -6,25 +6,36 @@ from typing import Any, cast
 
 import pytest
 
-from reknit.comm.base import SoloGroup
+from reknit.comm.base import Group, SoloGroup
 from reknit.comm.tree.threads import thread_groups
 from reknit.engine.saving.commit import Destination
-from reknit.engine.saving.receipt import Setting, _clean_up, commit_round
+from reknit.engine.saving.coordinator import Coordinator
+from reknit.engine.saving.copies import EQUAL
+from reknit.engine.saving.job import SaveJob
+from reknit.engine.saving.rounds import CommitTurn, commit_turn
 from reknit.engine.saving.write import Written, write_bytes
 from reknit.errors import CommError, CommitError, DeadlineError, StorageError
 from reknit.format.manifest_file import decode_manifest
 from reknit.format.paths import MANIFEST_PATH
 from reknit.monitor.phase import Recorder
 from reknit.options import SaveOptions
-from tests.engine.runs import Annals, save_as
+from tests.engine.runs import Annals, nothing_held, save_as
 
 OTHER = "0123456789abcdef" * 2
 ABOVE = StorageError("no room on another rank")
 
 
-def setting(storage: Annals, rank: int) -> Setting:
+def job_of(storage: Annals, group: Group) -> SaveJob:
     to = Destination(storage, 1, True, False, {}, {})
-    return Setting(thread_groups(2)[rank], to, SaveOptions(), Recorder("save", rank))
+    return SaveJob(nothing_held, group, to, SaveOptions(), Recorder("save", group.rank))
+
+
+def after_writing(
+    storage: Annals, rank: int, write_id: str, written: list[Written], *, sent: bool
+) -> CommitTurn:
+    turn = CommitTurn(job_of(storage, thread_groups(2)[rank]), Coordinator(), write_id)
+    turn.written, turn.sent = written, sent
+    return turn
 
 
 @pytest.mark.parametrize(
@@ -46,7 +57,7 @@ def test_files_stay_where_the_root_may_yet_commit_them_and_else_go(
 ) -> None:
     storage = Annals("receipt")
     written = [write_bytes(storage, "m/00001.01234567.safetensors", b"x")]
-    assert _clean_up(setting(storage, rank), OTHER, written, error, sent=sent) in (False, None)
+    assert after_writing(storage, rank, OTHER, written, sent=sent).clean_up(error) in (False, None)
     assert bool(list(storage.list())) == stays
 
 
@@ -58,7 +69,7 @@ def test_files_of_what_is_committed_stay_whatever_the_error_is(error: BaseExcept
     manifest = decode_manifest(storage.get(MANIFEST_PATH, limit=1 << 20))
     before = [file.path for file in storage.list()]
     written = [Written(file.path, file.nbytes, cast("Any", file.digests)) for file in manifest.files]
-    assert _clean_up(setting(storage, rank), manifest.write_id, written, error, sent=True)
+    assert after_writing(storage, rank, manifest.write_id, written, sent=True).clean_up(error)
     assert [file.path for file in storage.list()] == before
 
 
@@ -77,13 +88,13 @@ class Root:
 
 def test_after_an_error_the_root_gives_up_and_no_file_is_left() -> None:
     storage, root = Annals("receipt"), Root()
-    where = Setting(SoloGroup(), setting(storage, 0).to, SaveOptions(), Recorder("save", 0))
 
-    def write(written: list[Written]) -> bytes:
-        written.append(write_bytes(storage, "m/00000.01234567.safetensors", b"x"))
-        return b""
+    def run() -> None:
+        with commit_turn(job_of(storage, SoloGroup()), cast("Any", root), OTHER) as commit:
+            commit.written.append(write_bytes(storage, "m/00000.01234567.safetensors", b"x"))
+            commit.commit(["m"], b"", None, (), EQUAL)
 
     with pytest.raises(CommitError, match="do not make a whole"):
-        commit_round(where, cast("Any", root), OTHER, write)
+        run()
     assert root.given_up == 1
     assert list(storage.list()) == []

@@ -6,7 +6,8 @@ import numpy as np
 import pytest
 
 from reknit.engine.saving.commit import Destination
-from reknit.engine.saving.save import SaveJob, save
+from reknit.engine.saving.job import SaveJob
+from reknit.engine.saving.save import save
 from reknit.engine.stored.verify import check_header, verify
 from reknit.errors import FormatError
 from reknit.format.data_file import HeaderEntry, encode_header
@@ -43,7 +44,7 @@ def test_a_box_that_two_ranks_wrote_by_mistake_is_kept_once_and_the_checkpoint_i
             SaveOptions(timeout_s=30),
             Recorder("save", number),
         )
-        return save(job).warnings
+        return save(job)[0].warnings
 
     for warnings in run_ranks(2, rank):
         assert "written by more than one rank, kept once: model/w" in warnings[0]

@@ -15,14 +15,13 @@ from reknit.engine.saving.write import (
     Outgoing,
     Written,
     discard,
+    staged,
     write_bytes,
     write_files,
-    write_images,
 )
 from reknit.errors import ReknitError, StorageError, StorageFullError, UsageError
 from reknit.format.checksum import BLOCK_NBYTES, block_digests
 from reknit.monitor.phase import Recorder
-from reknit.options import SaveOptions
 from reknit.testing.faulty_storage import Fault, FaultyStorage
 from reknit.testing.process_memory import ProcessMemory
 from reknit.types.box import Box
@@ -445,6 +444,18 @@ def test_a_window_that_waited_for_its_bytes_says_nothing_about_the_store(
 # Live memory
 
 
+def write_images(storage: ProcessMemory, images: list[Image], recorder: Recorder) -> list[Written]:
+    return write_files(
+        storage,
+        [Outgoing(image.path, image.nbytes) for image in images],
+        staged(images),
+        tuner=Tuner(threads=3, piece_nbytes=8 * MIB),
+        recorder=recorder,
+        phase="stage",
+        budget_nbytes=16 * MIB,
+    )
+
+
 def test_an_image_is_its_header_and_then_its_entries_whatever_their_strides(storage: ProcessMemory) -> None:
     matrix = np.arange(1500 * 1000, dtype=np.float32).reshape(1500, 1000)
     vector = np.arange(2_000_001, dtype=np.int64)
@@ -457,8 +468,7 @@ def test_an_image_is_its_header_and_then_its_entries_whatever_their_strides(stor
     image = Image("a/x", header, entries, len(header) + 16_000_000 + matrix.nbytes, sources)
     expected = header + vector[1:].tobytes() + matrix.T.tobytes()
     recorder = Recorder("save")
-    options = SaveOptions(threads=3, inflight_nbytes=16 * MIB)
-    answer = write_images(storage, [image, image._replace(path="a/y")], options, recorder)
+    answer = write_images(storage, [image, image._replace(path="a/y")], recorder)
     for file, path in zip(answer, ("a/x", "a/y"), strict=True):
         assert (file.path, file.nbytes) == (path, len(expected))
         assert content(storage, path) == expected
@@ -468,7 +478,7 @@ def test_an_image_is_its_header_and_then_its_entries_whatever_their_strides(stor
 
 
 def test_no_images_are_no_special_case(storage: ProcessMemory) -> None:
-    assert write_images(storage, [], SaveOptions(), Recorder("save")) == []
+    assert write_images(storage, [], Recorder("save")) == []
 
 
 def test_bytes_are_written_whole_or_not_at_all(storage: ProcessMemory) -> None:

@@ -202,21 +202,21 @@ def test_a_note_says_what_is_promoted_to_which_place_and_is_found_by_any_name_of
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "link").symlink_to(tmp_path / "real")
-    errand = AgentSave(3, None)  # type: ignore[arg-type]
+    agent_save = AgentSave(3, None)  # type: ignore[arg-type]
     monkeypatch.setattr(AgentSave, "places", [f"{tmp_path}/real/a", "s3://bucket/b"])
     note = Note()
     try:
-        note.tell(7, {3: errand})
+        note.tell(7, {3: agent_save})
         rank, saves = running_agents.read_note(os.getpid()) or (None, [])
         assert rank == 7
-        assert [tuple(save) for save in saves] == [(errand.since, path) for path in errand.places]
+        assert [tuple(save) for save in saves] == [(agent_save.since, path) for path in agent_save.places]
         note.tell(7, {})
         assert running_agents.read_note(os.getpid()) == (7, []), (
             "a shorter note leaves nothing of a longer one"
         )
     finally:
         note.close()
-    note.tell(7, {3: errand})  # too late, and no error
+    note.tell(7, {3: agent_save})  # too late, and no error
     below = running_agents.is_below
     assert below(f"{tmp_path}/real/a", f"{tmp_path}/link")
     assert below("s3://bucket/run/b", "s3://bucket/run/")

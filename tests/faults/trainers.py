@@ -104,16 +104,14 @@ class Trainer:
     def meet(self) -> None:
         """Wait for the other ranks, as every step of a training does."""
         if self.group is not None:
-            comm.round(self.group, "step", lambda: b"", lambda requests: [b""] * len(requests), PATIENCE_S)
+            comm.barrier(self.group, "step", PATIENCE_S)
 
     def agree(self, well: bool, on: int) -> bool:
         """Return what one rank says."""
         if self.group is None:
             return well
-        answer = comm.round(
-            self.group, "step", lambda: bytes([well]), lambda said: [said[on]] * len(said), PATIENCE_S
-        )
-        return answer == b"\1"
+        with comm.turn(self.group, "step", PATIENCE_S) as turn:
+            return turn.exchange(bytes([well]), lambda said: [said[on]] * len(said)) == b"\1"
 
     def update(self, step: int) -> None:
         """Change the live state in place; whatever is copied too late is seen in the checkpoint."""

@@ -19,7 +19,7 @@ import torch
 from torch import nn
 
 import reknit
-from reknit.engine.saving.claims import bring
+from reknit.engine.saving.claims import encode_holdings
 from reknit.errors import FormatError, StateError
 from reknit.frameworks.registry import collect, wanted
 from reknit.types.shard import Tagged
@@ -253,7 +253,7 @@ def test_what_could_not_take_its_place_is_a_mismatch_before_anything_changes() -
 
 def encoded(state: Any) -> None:
     """Do all that a save does before anything is written."""
-    bring(collect(state, 0, 1), QUICK)
+    encode_holdings(collect(state, 0, 1), QUICK)
 
 
 @pytest.mark.parametrize("value", REFUSED, ids=kind_of)

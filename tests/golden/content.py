@@ -14,7 +14,8 @@ import numpy as np
 
 import reknit
 from reknit.engine.saving.commit import Destination
-from reknit.engine.saving.save import SaveJob, save
+from reknit.engine.saving.job import SaveJob
+from reknit.engine.saving.save import save
 from reknit.monitor.phase import Recorder
 from reknit.options import SaveOptions
 from reknit.storage.local.store import LocalStorage

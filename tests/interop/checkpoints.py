@@ -9,7 +9,8 @@ import numpy as np
 
 from reknit.comm.base import SoloGroup
 from reknit.engine.saving.commit import Destination
-from reknit.engine.saving.save import SaveJob, save
+from reknit.engine.saving.job import SaveJob
+from reknit.engine.saving.save import save
 from reknit.monitor.phase import Recorder
 from reknit.options import SaveOptions
 from reknit.storage.registry import open_storage

@@ -184,12 +184,14 @@ def test_a_slow_save_tells_how_far_it_is_on_rank_0_alone(
 
 
 def test_a_save_counts_every_byte_of_its_data_files() -> None:
-    from reknit.engine.saving.write import Image, write_images
+    from reknit.engine.saving.tuning import Tuner
+    from reknit.engine.saving.write import Image, Outgoing, staged, write_files
 
     ProcessMemory.clear("counted")
     recorder = Recorder("save")
     images = [Image(f"model/{k}", b"h" * n, (), n, ()) for k, n in enumerate((0, 5, 20 << 20))]
-    write_images(ProcessMemory("counted"), images, reknit.SaveOptions(), recorder)
+    files = [Outgoing(image.path, image.nbytes) for image in images]
+    write_files(ProcessMemory("counted"), files, staged(images), tuner=Tuner(threads=2), recorder=recorder)
     assert recorder.standing()[:2] == (5 + (20 << 20),) * 2
 
 

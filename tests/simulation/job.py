@@ -11,7 +11,8 @@ import numpy as np
 
 from reknit.engine.saving import write
 from reknit.engine.saving.commit import Destination
-from reknit.engine.saving.save import SaveJob, save
+from reknit.engine.saving.job import SaveJob
+from reknit.engine.saving.save import save
 from reknit.errors import ReknitError
 from reknit.format import paths
 from reknit.monitor.phase import Recorder
@@ -154,7 +155,7 @@ class Worker:
             options=SaveOptions(durability="process", threads=1, timeout_s=self.timeout_s, progress=False),
             recorder=Recorder("save", group.rank, number),
         )
-        return save(job).write_id
+        return save(job)[0].write_id
 
 
 class _Piece:

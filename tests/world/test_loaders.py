@@ -10,7 +10,8 @@ import pytest
 from reknit.engine.loading.job import LoadJob
 from reknit.engine.loading.load import load
 from reknit.engine.saving.commit import Destination
-from reknit.engine.saving.save import SaveJob, save
+from reknit.engine.saving.job import SaveJob
+from reknit.engine.saving.save import save
 from reknit.engine.stored.verify import verify
 from reknit.errors import CheckpointNotFoundError, MismatchError, StorageError
 from reknit.format.paths import parse_path

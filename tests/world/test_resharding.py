@@ -13,7 +13,8 @@ from reknit.engine.loading.job import LoadJob
 from reknit.engine.loading.load import load
 from reknit.engine.saving.commit import Destination
 from reknit.engine.saving.copies import SAMPLE_NBYTES
-from reknit.engine.saving.save import SaveJob, save
+from reknit.engine.saving.job import SaveJob
+from reknit.engine.saving.save import save
 from reknit.errors import StateError
 from reknit.monitor.phase import Recorder
 from reknit.options import LoadOptions, SaveOptions
@@ -40,7 +41,7 @@ def save_on(model: Model, layout: dict[str, list[Part]], size: int, storage: Sto
     def rank(group: Group) -> SaveReport:
         to = Destination(storage, None, True, False, {}, {})
         shards = model.shards(layout, group.rank, filled=True, seed=group.rank)
-        return save(SaveJob(lambda: held(shards), group, to, SAVE, Recorder("save", group.rank)))
+        return save(SaveJob(lambda: held(shards), group, to, SAVE, Recorder("save", group.rank)))[0]
 
     return run_ranks(size, rank)
 

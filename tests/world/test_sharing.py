@@ -12,7 +12,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from reknit.engine.saving.commit import Destination
-from reknit.engine.saving.save import SaveJob, save
+from reknit.engine.saving.job import SaveJob
+from reknit.engine.saving.save import save
 from reknit.monitor.phase import Recorder
 from reknit.options import LoadOptions, SaveOptions
 from reknit.testing.process_memory import ProcessMemory
@@ -202,7 +203,7 @@ def test_ranks_that_load_different_items_share_those_that_they_have_in_common() 
     def save_rank(group: Group) -> SaveReport:
         to = Destination(ProcessMemory(NAME), None, True, False, {}, {})
         holdings = Holdings(tuple("abcd"), tuple(shards("abcd", filled=True)), ())
-        return save(SaveJob(lambda: holdings, group, to, SaveOptions(), Recorder("save", group.rank)))
+        return save(SaveJob(lambda: holdings, group, to, SaveOptions(), Recorder("save", group.rank)))[0]
 
     run_ranks(2, save_rank)
     reblock(NAME)

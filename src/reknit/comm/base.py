@@ -170,6 +170,10 @@ class Turn:
         """Send `request`, let rank 0 `decide` on the requests of all ranks, and return this rank's answer."""
         return self._hold(Envelope(request), decide, None)
 
+    def arrive(self) -> None:
+        """End the block with nothing to say: return when every rank has come here without an error."""
+        self.exchange(b"", lambda _: [b""] * self._group.size)
+
     def _hold(self, request: Envelope, decide: Decide, own: BaseException | None) -> bytes:
         data = encode(request)
         self._held = True
@@ -216,33 +220,19 @@ def turn(group: Group, name: str, timeout_s: float, *, merge: Merge | None = Non
     return Turn(group, name, timeout_s, merge, subject)
 
 
-def round(
-    group: Group,
-    name: str,
-    produce: Callable[[], bytes],
-    decide: Decide,
-    timeout_s: float,
-    *,
-    merge: Merge | None = None,
-    subject: str = "",
-) -> bytes:
-    """Hold one round, as `turn` says: run `produce` for the request, and return this rank's answer."""
-    with turn(group, name, timeout_s, merge=merge, subject=subject) as its_turn:
-        return its_turn.exchange(produce(), decide)
-
-
 def gather(
     group: Group, name: str, payload: bytes, timeout_s: float, *, subject: str = ""
 ) -> list[bytes] | None:
     """Return every rank's payload on rank 0, and None elsewhere."""
-    kept: list[list[bytes]] = []
+    kept: list[bytes] = []
 
     def keep(payloads: list[bytes]) -> list[bytes]:
-        kept.append(payloads)
+        kept.extend(payloads)
         return [b""] * len(payloads)
 
-    round(group, name, lambda: payload, keep, timeout_s, subject=subject)
-    return kept[0] if kept else None
+    with turn(group, name, timeout_s, subject=subject) as its_turn:
+        its_turn.exchange(payload, keep)
+    return kept or None
 
 
 def scatter(
@@ -255,7 +245,8 @@ def scatter(
             raise UsageError("rank 0 has to give the payloads of a scatter")
         return payloads
 
-    return round(group, name, _empty, decide, timeout_s, merge=b"".join, subject=subject)
+    with turn(group, name, timeout_s, merge=b"".join, subject=subject) as its_turn:
+        return its_turn.exchange(b"", decide)
 
 
 def broadcast(
@@ -268,7 +259,8 @@ def broadcast(
             raise UsageError("rank 0 has to give the payload of a broadcast")
         return [payload] * group.size
 
-    return round(group, name, _empty, decide, timeout_s, merge=b"".join, subject=subject)
+    with turn(group, name, timeout_s, merge=b"".join, subject=subject) as its_turn:
+        return its_turn.exchange(b"", decide)
 
 
 def barrier(group: Group, name: str, timeout_s: float, *, subject: str = "") -> None:
@@ -281,14 +273,10 @@ def agree(group: Group, name: str, error: ReknitError | None, timeout_s: float, 
     with turn(group, name, timeout_s, merge=b"".join, subject=subject) as its_turn:
         if error is not None:
             raise error
-        its_turn.exchange(b"", lambda _: [b""] * group.size)
+        its_turn.arrive()
 
 
 def fail(group: Group, name: str, error: BaseException, timeout_s: float, *, subject: str = "") -> NoReturn:
     """Come to a round only to raise what keeps this rank from it, there and on all other ranks."""
     with turn(group, name, timeout_s, subject=subject):
         raise error
-
-
-def _empty() -> bytes:
-    return b""

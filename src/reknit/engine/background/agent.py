@@ -19,18 +19,18 @@ import socket
 import sys
 import threading
 from contextlib import suppress
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any, NoReturn, cast
 
 from reknit.comm.base import Group, SoloGroup
 from reknit.comm.topology import Topology
 from reknit.engine.background import messages as say
 from reknit.engine.background.agent_save import AgentSave
 from reknit.engine.background.side_group import side_group
-from reknit.engine.background.warm_up import Rehearsal
+from reknit.engine.background.warm_up import WarmUp
 from reknit.engine.memory.workers import begin as begin_thread
 from reknit.engine.saving.commit import Destination
 from reknit.engine.saving.coordinator import Coordinator
-from reknit.engine.saving.receipt import Setting
+from reknit.engine.saving.job import SaveJob
 from reknit.engine.saving.tuning import Tuner
 from reknit.engine.stored.running_agents import Note
 from reknit.environment import quiet_grpc, take_store_variables
@@ -66,7 +66,7 @@ class Agent:
         self._channel = channel
         self._trainer = trainer
         self._rank = 0
-        self._seat: Any = None
+        self._port: Any = None
         self._group: Group = SoloGroup()
         self._promoters: Group | None = None
         """The same agents once more, for rounds that take as long as a slow store does."""
@@ -74,7 +74,7 @@ class Agent:
         """What kept this agent from forming that group."""
         self._comm = CommOptions()
         self._arenas: dict[int, SharedMemory] = {}
-        self._errands: dict[int, AgentSave] = {}
+        self._saves: dict[int, AgentSave] = {}
         self._note = None if trainer is None else Note()
         self._lent: dict[int, dict[int, memoryview]] = {}
         self._longest_s = 0.0
@@ -85,7 +85,7 @@ class Agent:
         self._to_promote: _Jobs = queue.SimpleQueue()
         self._hears: dict[type[Message], Callable[[Any], None]] = {
             say.Join: self._join,
-            say.Climb: self._climb,
+            say.ConnectParent: self._connect_parent,
             say.DropArenas: self._drop,
             say.Variables: lambda said: take_store_variables(said.values),
             say.Begin: self._begin,
@@ -156,10 +156,10 @@ class Agent:
 
     def _outlive(self, told: bool) -> None:
         """Let what the trainer did not finish fail, and see to it that the rest ends, too."""
-        left = list(self._errands.values())
-        for errand in left:
-            if not errand.staged:
-                errand.fail(
+        left = list(self._saves.values())
+        for save in left:
+            if not save.staged:
+                save.fail(
                     AgentError(
                         f"the process of rank {self._rank} ended before its state was staged; "
                         "nothing was committed",
@@ -172,14 +172,14 @@ class Agent:
         if not told and left:
             logger.warning("the process of rank %d ended; its agent finishes %d saves", self._rank, len(left))
         # Storage may hang for ever, and an agent must not.
-        times = 1 + sum(errand.is_to_promote for errand in left)
-        patience_s = times * self._longest_s + _GRACE_S
-        watchdog = threading.Timer(patience_s, os._exit, (1,))
+        times = 1 + sum(save.is_to_promote for save in left)
+        limit_s = times * self._longest_s + _GRACE_S
+        watchdog = threading.Timer(limit_s, os._exit, (1,))
         watchdog.daemon = True
         try:
             watchdog.start()
         except RuntimeError:  # no further thread: what is staged has to be written all the same
-            signal.alarm(math.ceil(patience_s))
+            signal.alarm(math.ceil(limit_s))
 
     def _say(self, message: Message) -> None:
         with suppress(OSError):  # a trainer that is gone needs no answer
@@ -192,7 +192,7 @@ class Agent:
                 os.nice(_LOW_NICE)
         if len(join.hosts) == 1:
             self._group = SoloGroup(join.generation)
-            self._say(say.Seated("", None))
+            self._say(say.Listening("", None))
             return
         quiet_grpc()
         from reknit.comm.tree.group import TreeGroup  # gRPC is loaded only when there is someone to talk to
@@ -200,7 +200,7 @@ class Agent:
         assert join.generation is not None
         self._comm = CommOptions(**join.comm)
         try:
-            self._seat = TreeGroup.listen(
+            self._port = TreeGroup.listen(
                 join.rank,
                 Topology(join.hosts, join.fan_out),
                 job=join.job,
@@ -210,12 +210,12 @@ class Agent:
         except ReknitError as error:
             self._say(say.Joined(error.to_wire()))
         else:
-            self._say(say.Seated(self._seat.address, self._seat.above))
+            self._say(say.Listening(self._port.address, self._port.above))
 
-    def _climb(self, climb: say.Climb) -> None:
-        if self._seat is not None:
+    def _connect_parent(self, connect: say.ConnectParent) -> None:
+        if self._port is not None:
             try:
-                group = self._seat.connect_parent(climb.above)
+                group = self._port.connect_parent(connect.above)
             except ReknitError as error:
                 self._say(say.Joined(error.to_wire()))
                 return
@@ -239,14 +239,14 @@ class Agent:
     def _begin(self, begin: say.Begin) -> None:
         for number, view in self._lent.pop(begin.number, {}).items():
             begin.blobs[number].data = cast("bytes", view)  # as good as bytes for everyone who gets it
-        errand = (Rehearsal if begin.rehearsal else AgentSave)(begin.number, self._channel)
+        save = (WarmUp if begin.warm_up else AgentSave)(begin.number, self._channel)
         options = SaveOptions(**begin.options)
         try:
-            where = self._where(begin, options)
+            job = self._job(begin, options)
         except ReknitError as error:
-            errand.fail(error)
+            save.fail(error)
         except Exception as error:  # whoever made the store decides what it raises
-            errand.fail(
+            save.fail(
                 shortage(error)
                 or AgentError(
                     f"the agent cannot open {begin.url}: {type(error).__name__}: {error}",
@@ -255,15 +255,15 @@ class Agent:
                 )
             )
         else:
-            errand.begin(begin, where)
+            save.begin(begin, job)
         scheme, colon, _ = begin.url.partition("://")
         key = (scheme if colon else "", options.threads, options.piece_nbytes)
         if key not in self._tuners:
             self._tuners[key] = Tuner(threads=options.threads, piece_nbytes=options.piece_nbytes)
-        self._take_up(errand, self._tuners[key], options.timeout_s)
+        self._take_up(save, self._tuners[key], options.timeout_s)
 
-    def _where(self, begin: say.Begin, options: SaveOptions) -> Setting:
-        """Return where a save takes place, as this process sees it."""
+    def _job(self, begin: say.Begin, options: SaveOptions) -> SaveJob:
+        """Return a save as this process carries it out."""
         storage = _open(begin.url, begin.factory, options)
         recorder = Recorder("save", self._rank, begin.step, storage.url, _sinks(options))
         to = Destination(
@@ -273,44 +273,44 @@ class Agent:
             options.allow_pickle,
             **json.loads(begin.extra),
         )
-        return Setting(self._group, to.of(self._group), options, recorder)
+        return SaveJob(_staged_by_trainer, self._group, to.of(self._group), options, recorder)
 
-    def _take_up(self, errand: AgentSave, tuner: Tuner, timeout_s: float) -> None:
-        """Let the workers carry out an errand, after those before it."""
+    def _take_up(self, save: AgentSave, tuner: Tuner, timeout_s: float) -> None:
+        """Let the workers carry out a save, after those before it."""
         group = self._group
         # A commit to a path clears out what else is there, so nothing of a later save may be.
-        earlier = [e for e in list(self._errands.values()) if e.url and e.url == errand.url]
-        self._errands[errand.number] = errand
+        earlier = [e for e in list(self._saves.values()) if e.url and e.url == save.url]
+        self._saves[save.number] = save
         self._tell()
         self._longest_s = max(self._longest_s, timeout_s)
 
         def commit() -> None:
             try:
-                errand.commit(group, self._coordinator, timeout_s)
-                promoters = self._joined_once_more(group, timeout_s) if errand.promotes else None
+                save.commit(group, self._coordinator, timeout_s)
+                promoters = self._joined_once_more(group, timeout_s) if save.promotes else None
             except BaseException as error:  # of the second group, and later saves need this thread
-                errand.not_promoted(error)
+                save.not_promoted(error)
                 promoters = None
             if promoters is None:
-                self._over(errand)
+                self._over(save)
             else:
                 self._to_promote.put(lambda: promote(promoters))
 
         def promote(promoters: Group) -> None:
-            errand.promote(promoters, _open, _sinks)
-            self._over(errand)
+            save.promote(promoters, _open)
+            self._over(save)
 
         before = earlier[-1] if earlier else None
-        self._to_write.put(lambda: errand.write(tuner, before))
+        self._to_write.put(lambda: save.write(tuner, before))
         self._to_commit.put(commit)
 
     def _tell(self) -> None:
         """Let those who look at this process know what it works on."""
         if self._note is not None:
-            self._note.tell(self._rank, self._errands)
+            self._note.tell(self._rank, self._saves)
 
-    def _over(self, errand: AgentSave) -> None:
-        del self._errands[errand.number]
+    def _over(self, save: AgentSave) -> None:
+        del self._saves[save.number]
         self._tell()
 
     def _joined_once_more(self, group: Group, timeout_s: float) -> Group:
@@ -329,27 +329,27 @@ class Agent:
         return self._promoters
 
     def _plan(self, planned: say.Planned) -> None:
-        if (errand := self._errands.get(planned.number)) is not None:
-            errand.plan(planned, self._arenas[planned.arena])
+        if (save := self._saves.get(planned.number)) is not None:
+            save.plan(planned, self._arenas[planned.arena])
 
     def _fill(self, filled: say.Filled) -> None:
-        if (errand := self._errands.get(filled.number)) is not None:  # else it failed, and is over
-            errand.fill(filled.span)
+        if (save := self._saves.get(filled.number)) is not None:  # else it failed, and is over
+            save.fill(filled.span)
 
     def _make_ready(self, ready: say.Ready) -> None:
-        if isinstance(rehearsal := self._errands.get(ready.number), Rehearsal):  # else it failed, and is over
-            rehearsal.make_ready()
+        if isinstance(warm_up := self._saves.get(ready.number), WarmUp):  # else it failed, and is over
+            warm_up.make_ready()
 
     def _abandon(self, abandon: say.Abandon) -> None:
         self._lent.pop(abandon.number, None)
         error = from_wire(abandon.error)
-        errand = self._errands.get(abandon.number)
-        if errand is not None:
-            errand.fail(error)
+        save = self._saves.get(abandon.number)
+        if save is not None:
+            save.fail(error)
         elif abandon.unbegun:
-            errand = AgentSave(abandon.number, self._channel)
-            errand.fail(error)
-            self._take_up(errand, Tuner(), abandon.timeout_s)
+            save = AgentSave(abandon.number, self._channel)
+            save.fail(error)
+            self._take_up(save, Tuner(), abandon.timeout_s)
 
 
 def _open(url: str, factory: str | None, options: SaveOptions) -> Storage:
@@ -358,6 +358,11 @@ def _open(url: str, factory: str | None, options: SaveOptions) -> Storage:
         module, _, name = factory.partition(":")
         register(url.partition(":")[0], getattr(importlib.import_module(module), name))
     return open_storage(url, durability=options.durability)
+
+
+def _staged_by_trainer() -> NoReturn:
+    """Stand for what a trainer collects: its agent gets the copies."""
+    raise AssertionError("an agent collects nothing")
 
 
 def _sinks(options: SaveOptions) -> tuple[Sink, ...]:

@@ -46,7 +46,7 @@ class AgentLink:
         self._variables = store_variables()
         """What the agent has of the variables by which stores are reached."""
         self._answered = threading.Condition()
-        self._answers: list[say.Seated | say.Joined] = []
+        self._answers: list[say.Listening | say.Joined] = []
         self._gone: ReknitError | None = None
         self._fell: ReknitError | None = None
         """What the agent said of why it ends."""
@@ -91,7 +91,7 @@ class AgentLink:
             self._channel.send(say.Variables(variables))
             self._variables = variables
 
-    def ask(self, message: Message, timeout_s: float) -> say.Seated | say.Joined:
+    def ask(self, message: Message, timeout_s: float) -> say.Listening | say.Joined:
         """Send a message and return the answer.  Raises what kept the agent from giving one."""
         self.send(message)
         deadline = Deadline(timeout_s)
@@ -157,7 +157,7 @@ class AgentLink:
         """Hear the agent until it is gone."""
         while (received := self._channel.receive()) is not None:
             message = received.message
-            if isinstance(message, (say.Seated, say.Joined)):
+            if isinstance(message, (say.Listening, say.Joined)):
                 with self._answered:
                     self._answers.append(message)
                     self._answered.notify_all()
@@ -172,7 +172,7 @@ class AgentLink:
             else:
                 self.hear(message)
         self.broken = True  # at once: the next save must not begin with this agent
-        error = self._parted(self._epitaph())
+        error = self._error_of_end(self._how_it_ended())
         self._channel.close()
         self.lost(error)
         if not (self.ended_on_purpose or self._quitting):
@@ -181,15 +181,15 @@ class AgentLink:
             self._gone = error
             self._answered.notify_all()
 
-    def _parted(self, epitaph: str) -> ReknitError:
+    def _error_of_end(self, how: str) -> ReknitError:
         """Return the error of an agent that has ended, with the reason that it gave."""
         why = self._fell
         if why is None:
-            return AgentError(epitaph, rank=self.rank)
+            return AgentError(how, rank=self.rank)
         kind = ShortageError if isinstance(why, ShortageError) else AgentError
-        return kind(f"{epitaph}: {why.message}", remedy=why.remedy, rank=self.rank)
+        return kind(f"{how}: {why.message}", remedy=why.remedy, rank=self.rank)
 
-    def _epitaph(self) -> str:
+    def _how_it_ended(self) -> str:
         """Say how the agent ended, and reap its process."""
         if self._process is None:
             return f"the agent of rank {self.rank} has ended"

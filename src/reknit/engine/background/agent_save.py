@@ -7,20 +7,19 @@ import threading
 from contextlib import suppress
 from typing import TYPE_CHECKING
 
-from reknit.comm import base as comm
 from reknit.engine import messages
 from reknit.engine.background import messages as say
 from reknit.engine.memory.arena import SPAN_NBYTES, lay_out
 from reknit.engine.saving.claims import blob_files, claims
 from reknit.engine.saving.copies import EQUAL, split
-from reknit.engine.saving.packing import merge_claims
-from reknit.engine.saving.receipt import commit_round, receipt, write_blobs
+from reknit.engine.saving.receipt import write_blobs
+from reknit.engine.saving.rounds import assign, assign_turn, commit_turn
 from reknit.engine.saving.write import Outgoing, discard, write_files
-from reknit.engine.stored.promote import Promotion, decline, promote
+from reknit.engine.stored.promote import close_quietly, promote_saved
 from reknit.environment import cores_per_rank
 from reknit.errors import ReknitError, typed
 from reknit.format import paths
-from reknit.monitor.phase import Recorder, now
+from reknit.monitor.phase import now
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -28,12 +27,13 @@ if TYPE_CHECKING:
     import numpy as np
     from numpy.typing import NDArray
 
+    from reknit.comm import base as comm
     from reknit.engine.memory.arena import Arena
     from reknit.engine.saving.coordinator import Coordinator
-    from reknit.engine.saving.receipt import Setting
+    from reknit.engine.saving.job import SaveJob
+    from reknit.engine.saving.rounds import CommitTurn
     from reknit.engine.saving.tuning import Tuner
     from reknit.engine.saving.write import Written
-    from reknit.monitor.phase import Sink
     from reknit.options import SaveOptions
     from reknit.processes.channel import Channel, Message
     from reknit.processes.shared_memory import SharedMemory
@@ -58,7 +58,7 @@ class AgentSave:
         self.error: ReknitError | None = None
         self._channel = channel
         self._changed = threading.Condition()
-        self._begun: tuple[say.Begin, Setting] | None = None
+        self._begun: tuple[say.Begin, SaveJob] | None = None
         self._image: _Image | None = None
         self._written: list[Written] | None = None
         self._may_write = False
@@ -84,16 +84,16 @@ class AgentSave:
     @property
     def places(self) -> list[str]:
         """Where checkpoints may yet appear: the place of the save, and that to which it is promoted."""
-        if self._begun is None or self._begun[0].rehearsal:
+        if self._begun is None or self._begun[0].warm_up:
             return []
         to = self._begun[0].promote_to
         return [self._begun[0].url, *(() if to is None else (to[0],))]
 
     # Called by the thread that hears the trainer.
 
-    def begin(self, begin: say.Begin, where: Setting) -> None:
+    def begin(self, begin: say.Begin, job: SaveJob) -> None:
         """Take what the trainer says at the beginning."""
-        self._begun = begin, where
+        self._begun = begin, job
         # Whoever has committed to this path clears away the files of others, unless a marker tells of them.
         # A save that may not overwrite need not fear that: it fails anyway where somebody has committed.
         self._may_write = not begin.overwrite
@@ -140,16 +140,16 @@ class AgentSave:
                 )
                 image, error = self._image, self.error
             if error is None and image is not None and self._begun is not None:
-                begin, where = self._begun
+                begin, job = self._begun
                 written = write_files(
-                    where.to.storage,
+                    job.to.storage,
                     [
-                        Outgoing(paths.data_path(item, where.group.rank, begin.write_id, part), nbytes)
+                        Outgoing(paths.data_path(item, job.group.rank, begin.write_id, part), nbytes)
                         for item, part, nbytes in image.planned.files
                     ],
                     self._fetch,
                     tuner=tuner,
-                    recorder=where.recorder,
+                    recorder=job.recorder,
                     written=self._free if image.is_ring else None,
                     failed=self._fail,
                     busy=None if image.is_ring or _CORES_FOR_BOTH else lambda: not self.staged,
@@ -193,17 +193,18 @@ class AgentSave:
     def commit(self, group: comm.Group, coordinator: Coordinator, timeout_s: float) -> None:
         """Go with all ranks through the rounds of this save, and tell the trainer how it ended."""
         try:
-            where, assignment = self._assign(group, coordinator, timeout_s)
+            job, assigned = self._assign(group, coordinator, timeout_s)
             with self._changed:
                 self._may_write = True
                 self._changed.notify_all()
-            self.tell(say.Assigned(self.number, assignment.shard_owners))
-            outcome, written = commit_round(
-                where,
-                coordinator,
-                assignment.write_id,
-                lambda files: self._receipt(where, assignment, files),
-            )
+            with commit_turn(job, coordinator, assigned.write_id) as commit:
+                self._wait_written(commit)
+                assert self._begun is not None
+                assert self._image is not None
+                begin, planned = self._begun[0], self._image.planned
+                blobs = blob_files([*begin.blobs, *self._copies.blobs], assigned.blob_owners, group.rank)
+                places = write_blobs(job, blobs, begin.write_id, commit.written)
+                commit.commit(planned.items, begin.plan, planned.columns, places, self._copies)
         except BaseException as error:  # Ctrl-C cannot come here, and a bug must reach the trainer too
             self.fail(typed(error))
             coordinator.give_up()
@@ -212,8 +213,8 @@ class AgentSave:
             self._end()
         else:
             if self.is_to_promote:
-                self._keep_for_promotion(written)
-            self._done(None, written, outcome)
+                self._keep_for_promotion(commit.written)
+            self._done(None, commit.written, commit.outcome)
             if not self.promotes:
                 self._end()
 
@@ -228,60 +229,34 @@ class AgentSave:
 
     def _assign(
         self, group: comm.Group, coordinator: Coordinator, timeout_s: float
-    ) -> tuple[Setting, messages.Assignment]:
-        """Hold the round in which all ranks' work is assigned."""
-        begun = self._begun
-
-        def request() -> bytes:
+    ) -> tuple[SaveJob, messages.Assignment]:
+        """Hold the round in which all ranks' work is assigned, and tell the trainer of its part."""
+        # Not the write id: a rank whose trainer never came to begin this save does not know it.
+        with assign_turn(group, timeout_s, subject=f"save {self.number}") as turn:
             if self.error is not None:
                 raise self.error
-            assert begun is not None
-            begin = begun[0]
-            return claims(
-                group.rank, begin.write_id, begin.step, begin.plan, begin.claims, begin.blobs, begin.copies
-            )
-
-        def decide(requests: list[bytes]) -> list[bytes]:
-            assert begun is not None
-            begin, where = begun
-            return coordinator.assign(None if begin.rehearsal else where.to, requests)
-
-        # Not the write id: a rank whose trainer never came to begin this save does not know it.
-        subject = f"save {self.number}"
-        answer = comm.round(group, "assign", request, decide, timeout_s, merge=merge_claims, subject=subject)
-        assert begun is not None
-        assignment = messages.decode(answer, messages.Assignment)
+            assert self._begun is not None
+            begin, job = self._begun
+            to = None if begin.warm_up else job.to
+            plan, blobs, copies = begin.plan, begin.blobs, begin.copies
+            mine = claims(group.rank, begin.write_id, begin.step, plan, begin.claims, blobs, copies)
+            assigned = assign(turn, coordinator, to, mine)
         try:
-            check = begun[1].options.check_replicas
-            self._copies = split(begun[0].copies, assignment.differing, group.rank, check)
+            self._copies = split(begin.copies, assigned.differing, group.rank, job.options.check_replicas)
         except ReknitError as error:  # all ranks hear of it in the round to commit
             self.fail(error)
-        return begun[1], assignment
+        self.tell(say.Assigned(self.number, assigned.shard_owners))
+        return job, assigned
 
-    def _receipt(self, where: Setting, assignment: messages.Assignment, written: list[Written]) -> bytes:
-        """Return the receipt once all files of this rank are written."""
+    def _wait_written(self, commit: CommitTurn) -> None:
+        """Wait until the data files of this rank are written, and hand them over to the round to commit."""
         with self._changed:
             self._changed.wait_for(lambda: self._written is not None)
             assert self._written is not None
             mine, self._written = self._written, []
-            written += mine
+            commit.written += mine
             if self.error is not None:
                 raise self.error
-        assert self._image is not None
-        assert self._begun is not None
-        begin, planned = self._begun[0], self._image.planned
-        blobs = [*begin.blobs, *self._copies.blobs]
-        files = blob_files(blobs, assignment.blob_owners, where.group.rank)
-        places = write_blobs(
-            where.to.storage,
-            files,
-            where.group.rank,
-            begin.write_id,
-            where.recorder,
-            written,
-            threads=where.options.threads,
-        )
-        return receipt(where, planned.items, written, begin.plan, planned.columns, places, self._copies)
 
     def _discard(self) -> None:
         """Delete what was written for a round that this rank never came to."""
@@ -299,8 +274,8 @@ class AgentSave:
         """Tell the trainer how the save ended."""
         records = []
         if self._begun is not None:
-            where = self._begun[1]
-            records = [record.as_dict() for record in where.recorder.records]
+            job = self._begun[1]
+            records = [record.as_dict() for record in job.recorder.records]
         self.tell(
             say.SaveDone(
                 self.number,
@@ -317,32 +292,21 @@ class AgentSave:
         """Let a later save to the same place begin to write."""
         self._over.set()
         if self._begun is not None:
-            _close(self._begun[1].to.storage)
+            close_quietly(self._begun[1].to.storage)
 
     # Called by the thread that promotes.
 
-    def promote(
-        self,
-        group: comm.Group,
-        opened: Callable[[str, str | None, SaveOptions], Storage],
-        sinks: Callable[[SaveOptions], tuple[Sink, ...]],
-    ) -> None:
+    def promote(self, group: comm.Group, opened: Callable[[str, str | None, SaveOptions], Storage]) -> None:
         """Copy what this rank wrote to the store that lasts, with all ranks, and tell the trainer."""
         assert self._begun is not None
         assert self._to_promote is not None
-        begin, where = self._begun
+        begin, job = self._begun
         assert begin.promote_to is not None
+        url, factory = begin.promote_to
         try:
-            try:
-                target = opened(*begin.promote_to, where.options)
-            except BaseException as error:  # whoever made the store decides what it raises
-                decline(group, typed(error), begin.write_id, where.options.timeout_s)
-            recorder = Recorder("promote", group.rank, begin.step, target.url, sinks(where.options))
-            try:
-                job = Promotion(where.to.storage, target, begin.overwrite, where.options, recorder)
-                report = promote(job, group, begin.step, begin.write_id, self._to_promote)
-            finally:
-                _close(target)
+            report = promote_saved(
+                job, begin.write_id, self._to_promote, group, lambda: opened(url, factory, job.options)
+            )
         except BaseException as error:  # whatever it is, the trainer must hear of it
             self.not_promoted(error)
         else:
@@ -353,9 +317,9 @@ class AgentSave:
     def not_promoted(self, error: BaseException) -> None:
         """Tell the trainer, or the log where that is gone, what kept the checkpoint from where it lasts."""
         assert self._begun is not None
-        begin, where = self._begun
+        begin, job = self._begun
         failure = typed(error)
-        failure.sign(rank=where.group.rank)
+        failure.sign(rank=job.group.rank)
         told = self.tell(say.Promoted(self.number, failure.to_wire(), "", 0, 0, []))
         if not told and begin.promote_to is not None:
             logger.error("promotion of %s to %s failed: %s", begin.url, begin.promote_to[0], failure)
@@ -389,11 +353,3 @@ class _Image:
         """Return bytes of the arena that are those from `start` on of the span's file."""
         low = self._spans[span].at + start - self._spans[span].start
         return self._arena.bytes[low : low + nbytes]
-
-
-def _close(storage: Storage) -> None:
-    """Close a store that is needed no more."""
-    try:
-        storage.close()
-    except Exception as failure:  # a store of somebody else's, and nothing depends on it any more
-        logger.warning("%s could not be closed: %s", storage.url, failure)

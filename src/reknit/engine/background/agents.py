@@ -52,7 +52,7 @@ class Agents:
         self.arenas: set[int] = set()
         """Numbers of the arenas that the agent has."""
         self._seed = place.seed
-        self._handovers: dict[int, tuple[TrainerSave, bytes | None]] = {}
+        self._saves: dict[int, tuple[TrainerSave, bytes | None]] = {}
         self._plans: dict[bytes, Plan] = {}
         link.hear, link.lost = self._hear, self._lose
 
@@ -66,43 +66,38 @@ class Agents:
         groups that know nothing of each other.  `number` is that of the next save which this rank has not
         begun.  Raises `AgentError`, `CommError`.
         """
-        links: list[AgentLink] = []
-        patience_s = options.comm.connect_timeout_s
-
-        def seat() -> bytes:
-            links.append(AgentLink(group.rank, in_process=in_process, send_timeout_s=options.timeout_s))
-            settings, low = dataclasses.asdict(where_of(group, options.comm)), options.priority == "low"
-            hosts, fan_out = group.topology.hosts.tolist(), group.topology.fan_out
-            generation = group.given if isinstance(group, comm.SoloGroup) else group.generation
-            join = say.Join(FORM_ROUND, group.rank, hosts, fan_out, generation, settings, low)
-            seated = links[0].ask(join, patience_s)
-            assert isinstance(seated, say.Seated)
-            return messages.encode(messages.ListenAddress(seated.address, seated.above, number()))
-
-        def climb() -> bytes:
-            links[0].ask(say.Climb(place.above), 2 * patience_s)
-            return b""
-
+        connect_s = options.comm.connect_timeout_s
+        link: AgentLink | None = None
         try:
-            answer = comm.round(group, FORM_ROUND, seat, places, options.timeout_s)
-            place = messages.decode(answer, messages.TreeAddress)
-            comm.round(group, FORM_ROUND, climb, lambda requests: [b""] * len(requests), options.timeout_s)
+            with comm.turn(group, FORM_ROUND, options.timeout_s) as turn:
+                link = AgentLink(group.rank, in_process=in_process, send_timeout_s=options.timeout_s)
+                settings, low = dataclasses.asdict(where_of(group, options.comm)), options.priority == "low"
+                hosts, fan_out = group.topology.hosts.tolist(), group.topology.fan_out
+                generation = group.given if isinstance(group, comm.SoloGroup) else group.generation
+                join = say.Join(FORM_ROUND, group.rank, hosts, fan_out, generation, settings, low)
+                here = link.ask(join, connect_s)
+                assert isinstance(here, say.Listening)
+                address = messages.ListenAddress(here.address, here.above, number())
+                place = messages.decode(turn.exchange(messages.encode(address), places), messages.TreeAddress)
+            with comm.turn(group, FORM_ROUND, options.timeout_s) as turn:
+                link.ask(say.ConnectParent(place.above), 2 * connect_s)
+                turn.arrive()
         except BaseException:  # Ctrl-C too: an agent that nobody will use must not stay
-            for link in links:
+            if link is not None:
                 link.quit()
             raise
-        return cls(links[0], group.size, place)
+        return cls(link, group.size, place)
 
-    def handover(self, number: int, pending: SaveOutcome) -> TrainerSave:
+    def new_save(self, number: int, pending: SaveOutcome) -> TrainerSave:
         """Take up a save; every rank does so with every number from `first` on, whatever becomes of it."""
-        handover = TrainerSave(number, paths.numbered_write_id(self._seed, number), pending, self.link)
-        self._handovers[number] = handover, None
+        save = TrainerSave(number, paths.numbered_write_id(self._seed, number), pending, self.link)
+        self._saves[number] = save, None
         pending.ranks = self.size
-        return handover
+        return save
 
-    def plan(self, handover: TrainerSave, key: bytes) -> Plan | None:
+    def plan(self, save: TrainerSave, key: bytes) -> Plan | None:
         """Return the plan for the layout `key` of a save, if there is one, as the one used last."""
-        self._handovers[handover.number] = handover, key
+        self._saves[save.number] = save, key
         plan = self._plans.pop(key, None)
         if plan is not None:
             self._plans[key] = plan
@@ -115,21 +110,21 @@ class Agents:
             del self._plans[next(iter(self._plans))]
 
     def _hear(self, message: Any) -> None:
-        handover, key = self._handovers[message.number]
+        save, key = self._saves[message.number]
         if isinstance(message, say.Promoted):
-            del self._handovers[message.number]
+            del self._saves[message.number]
         elif isinstance(message, say.SaveDone):
-            if message.error is not None or not handover.promotes:
-                del self._handovers[message.number]
+            if message.error is not None or not save.promotes:
+                del self._saves[message.number]
             plan = self._plans.get(key or b"")
             if message.error is not None:
                 # Perhaps the plans are what is wrong; with the next save all ranks make new ones.
                 self._plans.clear()
             elif plan is not None:
                 plan.committed = True
-        handover.hear(message)
+        save.hear(message)
 
     def _lose(self, error: ReknitError) -> None:
-        for handover, _ in list(self._handovers.values()):
-            handover.lose(error)
-        self._handovers.clear()
+        for save, _ in list(self._saves.values()):
+            save.lose(error)
+        self._saves.clear()

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 from reknit.engine.background.agents import Agents
 from reknit.engine.background.side_group import side_group
-from reknit.engine.background.stage_for_agent import rehearse, send_off
+from reknit.engine.background.stage_for_agent import stage_for_agent, warm_up
 from reknit.engine.memory.arena_pool import Arenas
 from reknit.engine.memory.workers import start
 from reknit.engine.outcome import SaveOutcome
@@ -24,14 +24,14 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from reknit.comm.base import Group
-    from reknit.engine.background.stage_for_agent import SendOff
     from reknit.engine.background.trainer_save import TrainerSave
+    from reknit.engine.saving.job import SaveJob
 
-    Story = Callable[[SendOff, Agents, TrainerSave, Arenas], None]
+    Story = Callable[[SaveJob, Agents, TrainerSave, Arenas], None]
 
 logger = logging.getLogger("reknit")
 
-_PATIENCE_S = 30.0
+_NEW_AGENTS_S = 30.0
 """How long a save waits for new agents where some were lost."""
 
 
@@ -53,7 +53,7 @@ class Background:
 
     def begin_anew(self) -> None:
         """Start without saves, agent and arenas, as a forked process has to: what it sees is its parent's."""
-        self._crew: Agents | None = None
+        self._agents: Agents | None = None
         self._side: Group | None = None
         self._forming: Agents | None = None
         self._failure: Exception | None = None
@@ -72,17 +72,17 @@ class Background:
         if arenas is not None:
             arenas.forget()
 
-    def save(self, group: Group, make: Callable[[], SendOff], url: str, options: SaveOptions) -> SaveOutcome:
+    def save(self, group: Group, make: Callable[[], SaveJob], url: str, options: SaveOptions) -> SaveOutcome:
         """Stage what `make` gives, and leave the rest to the agent.
 
         What goes wrong is told by the `SaveOutcome`, on every rank; only what is no `Exception` is raised.
         """
         pending = SaveOutcome(url, promote_to=options.promote_to)
         with self._saving:
-            self._carry_out(send_off, pending, group, make, options)
+            self._carry_out(stage_for_agent, pending, group, make, options)
         return pending
 
-    def prepare(self, group: Group, make: Callable[[], SendOff], url: str, options: SaveOptions) -> None:
+    def prepare(self, group: Group, make: Callable[[], SaveJob], url: str, options: SaveOptions) -> None:
         """Make ready, together with all other ranks, what saving the state that `make` gives will need.
 
         What goes wrong on one rank is raised on all.
@@ -90,7 +90,7 @@ class Background:
         pending = SaveOutcome(url, logged=False)
         pending.asked = True  # raised here, and by no later save
         with self._saving:
-            self._carry_out(rehearse, pending, group, make, options)
+            self._carry_out(warm_up, pending, group, make, options)
         pending.result(2 * options.timeout_s)  # each of the two rounds ends within its own time
 
     def _carry_out(
@@ -98,7 +98,7 @@ class Background:
         story: Story,
         pending: SaveOutcome,
         group: Group,
-        make: Callable[[], SendOff],
+        make: Callable[[], SaveJob],
         options: SaveOptions,
     ) -> None:
         """Let this rank go through the story of its next number, as far as it is the trainer's."""
@@ -110,22 +110,22 @@ class Background:
             self._waiting.add(number)
         self._exit_wait_s = max(self._exit_wait_s, options.exit_wait_s)
         self._options = options
-        handover: TrainerSave | None = None
+        save: TrainerSave | None = None
         try:
-            crew = self._formed(group, number)
-            handover = crew.handover(number, pending)
+            agents = self._formed(group, number)
+            save = agents.new_save(number, pending)
             with self._lock:
                 self._waiting.discard(number)
-            self.wait_for(pending.path, options.timeout_s, but=crew)
-            pending.place = pending.path, crew
+            self.wait_for(pending.path, options.timeout_s, but=agents)
+            pending.place = pending.path, agents
             job = make()
             if self._arenas is None:
                 self._arenas = Arenas(options.host_nbytes)
-            story(job, crew, handover, self._arenas)
+            story(job, agents, save, self._arenas)
         except BaseException as caught:  # whatever it is, the other ranks must hear of it
             error = shortage(caught) or caught
-            if handover is not None:
-                handover.abandon(error, options.timeout_s)
+            if save is not None:
+                save.abandon(error, options.timeout_s)
             else:
                 self._give_up(number)
             if pending.end(error) and pending.logged:
@@ -174,11 +174,11 @@ class Background:
         for save in pending:
             with suppress(DeadlineError):
                 save.wait_over(deadline.remaining())
-        crew, self._crew = self._crew, None
-        if crew is not None:
-            crew.link.quit()
+        agents, self._agents = self._agents, None
+        if agents is not None:
+            agents.link.quit()
             if all(save.done() for save in pending):
-                crew.link.ended(deadline.remaining())
+                agents.link.ended(deadline.remaining())
         if self._side is not None:
             self._side.close()
         if self._arenas is not None:
@@ -209,32 +209,34 @@ class Background:
 
     def _formed(self, group: Group, number: int) -> Agents:
         """Return the agents that work on a save, started by all ranks together where there are none."""
-        if self._crew is None:
+        if self._agents is None:
             if self._side is None:
                 self._side = side_group(group, "trainers", self._options.comm, self._options.timeout_s)
             self._install(Agents.form(group, self._options, lambda: number, in_process=self._in_process))
-        crew = self._crew
-        assert crew is not None
-        if crew.link.broken and not crew.link.ended_on_purpose:
-            self._form_anew(crew)
+        agents = self._agents
+        assert agents is not None
+        if agents.link.broken and not agents.link.ended_on_purpose:
+            self._form_anew(agents)
             with self._lock:
-                self._lock.wait_for(lambda: self._crew is not crew or self._failure is not None, _PATIENCE_S)
-                crew = self._crew or crew
-        if crew.link.broken:
+                self._lock.wait_for(
+                    lambda: self._agents is not agents or self._failure is not None, _NEW_AGENTS_S
+                )
+                agents = self._agents or agents
+        if agents.link.broken:
             raise self._failure or AgentError(
                 "the agents of other ranks have ended"
-                if crew.link.ended_on_purpose
-                else f"an agent was lost, and no new ones were there within {_PATIENCE_S:g} s",
-                rank=crew.link.rank,
+                if agents.link.ended_on_purpose
+                else f"an agent was lost, and no new ones were there within {_NEW_AGENTS_S:g} s",
+                rank=agents.link.rank,
                 remedy="let every rank call reknit.close() and save again",
             )
-        if number < crew.first:
+        if number < agents.first:
             raise AgentError(
                 "this save began while agents were lost, and other ranks have given it up",
-                rank=crew.link.rank,
+                rank=agents.link.rank,
                 remedy="the next save is well",
             )
-        return crew
+        return agents
 
     def _form_anew(self, lost: Agents) -> None:
         """Let a thread start new agents in the place of lost ones, together with all other ranks.
@@ -247,18 +249,18 @@ class Background:
             assert self._side is not None
             lost.link.quit()
             try:
-                crew = Agents.form(self._side, self._options, self._next, in_process=self._in_process)
+                agents = Agents.form(self._side, self._options, self._next, in_process=self._in_process)
             except Exception as error:  # whatever it is, saves wait for the outcome
                 logger.error("agents were lost, and new ones could not be started: %s", error)
                 with self._lock:
                     self._failure = error
                     self._lock.notify_all()
             else:
-                logger.warning("agents were lost; new ones take their place from save %d on", crew.first)
-                self._install(crew)
+                logger.warning("agents were lost; new ones take their place from save %d on", agents.first)
+                self._install(agents)
 
         with self._lock:
-            if self._forming is lost or self._crew is not lost:
+            if self._forming is lost or self._agents is not lost:
                 return
             self._forming = lost
         try:
@@ -273,17 +275,17 @@ class Background:
         with self._lock:
             self._waiting.discard(number)
             self._given_up.append(number)
-            if self._crew is not None and not self._crew.link.broken:
-                self._tell_given_up(self._crew)
+            if self._agents is not None and not self._agents.link.broken:
+                self._tell_given_up(self._agents)
 
-    def _tell_given_up(self, crew: Agents) -> None:
+    def _tell_given_up(self, agents: Agents) -> None:
         """Let all ranks hear of the saves that this one gave up; called with the lock held."""
         for number in self._given_up:
-            if number >= crew.first:
-                error = AgentError("this rank gave the save up when agents were lost", rank=crew.link.rank)
+            if number >= agents.first:
+                error = AgentError("this rank gave the save up when agents were lost", rank=agents.link.rank)
                 ended = SaveOutcome("")
                 ended.end(error)  # and told already
-                crew.handover(number, ended).abandon(error, self._options.timeout_s)
+                agents.new_save(number, ended).abandon(error, self._options.timeout_s)
         self._given_up.clear()
 
     def _next(self) -> int:
@@ -291,15 +293,15 @@ class Background:
         with self._lock:
             return min(self._waiting, default=self._count)
 
-    def _install(self, crew: Agents) -> None:
+    def _install(self, agents: Agents) -> None:
         """Let new agents work on all saves to come; those that this rank has failed since fail there, too."""
-        crew.link.failed = lambda: self._form_anew(crew)
+        agents.link.failed = lambda: self._form_anew(agents)
         with self._lock:
-            self._tell_given_up(crew)
-            self._crew = crew
+            self._tell_given_up(agents)
+            self._agents = agents
             self._lock.notify_all()
-        if crew.link.broken and not crew.link.ended_on_purpose:
-            self._form_anew(crew)  # lost already, before anybody listened
+        if agents.link.broken and not agents.link.ended_on_purpose:
+            self._form_anew(agents)  # lost already, before anybody listened
 
 
 def _unasked(pending: SaveOutcome) -> bool:

@@ -26,7 +26,7 @@ class Join(Message):
     low_priority: bool
 
 
-class Climb(Message):
+class ConnectParent(Message):
     """To the agent: join the agent above, at the address that it gave as its own."""
 
     above: str
@@ -73,7 +73,7 @@ class Begin(Message):
 
     `factory` is ``module:function`` of a store that only the trainer's program registered.  `claims` is None
     where the root knows those of this plan.  `extra` is what only the root's manifest needs, as JSON.
-    A `rehearsal` is no save: it ends with `Ready` instead of `Planned`, and nothing is written.  `promote_to`
+    A `warm_up` is no save: it ends with `Ready` instead of `Planned`, and nothing is written.  `promote_to`
     are URL and factory of the store that is to have the checkpoint too.
     """
 
@@ -88,7 +88,7 @@ class Begin(Message):
     plan: bytes
     claims: ShardClaims | None
     blobs: list[EncodedBlob]
-    rehearsal: bool = False
+    warm_up: bool = False
     promote_to: tuple[str, str | None] | None = None
     copies: Copies = NO_COPIES
 
@@ -116,7 +116,7 @@ class Filled(Message):
 
 
 class Ready(Message):
-    """To the agent: the trainer has made ready for later saves what a rehearsal is about."""
+    """To the agent: the trainer has made ready for later saves what a warm_up is about."""
 
     number: int
 
@@ -134,7 +134,7 @@ class Quit(Message):
     """To the agent: finish what was begun, and end."""
 
 
-class Seated(Message):
+class Listening(Message):
     """To the trainer: the agent's own address, and the rank of the agent above it."""
 
     address: str
@@ -207,7 +207,7 @@ class Fell(Message):
 
 AnyMessage = (
     Join
-    | Climb
+    | ConnectParent
     | GiveArena
     | DropArenas
     | Lend
@@ -218,7 +218,7 @@ AnyMessage = (
     | Ready
     | Abandon
     | Quit
-    | Seated
+    | Listening
     | Joined
     | Assigned
     | Freed

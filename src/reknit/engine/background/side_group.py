@@ -27,29 +27,23 @@ def side_group(group: comm.Group, name: str, options: CommOptions, timeout_s: fl
     quiet_grpc()
     from reknit.comm.tree.group import TreeGroup  # gRPC is loaded only when there is someone to talk to
 
-    seats: list[TreePort] = []
-    groups: list[comm.Group] = []
-
-    def sit() -> bytes:
-        here, topology, generation = where_of(group, options), group.topology, group.generation
-        seat = TreeGroup.listen(group.rank, topology, job=name, generation=generation, options=here)
-        seats.append(seat)
-        return messages.encode(messages.ListenAddress(seat.address, seat.above))
-
-    def climb() -> bytes:
-        groups.append(seats[0].connect_parent(place.above))
-        return b""
-
+    port: TreePort | None = None
     try:
-        place = messages.decode(comm.round(group, name, sit, places, timeout_s), messages.TreeAddress)
+        with comm.turn(group, name, timeout_s) as turn:
+            here, topology, generation = where_of(group, options), group.topology, group.generation
+            port = TreeGroup.listen(group.rank, topology, job=name, generation=generation, options=here)
+            address = messages.ListenAddress(port.address, port.above)
+            place = messages.decode(turn.exchange(messages.encode(address), places), messages.TreeAddress)
         # A rank that ends before it is connected would be missed only when a round of the new group takes
         # too long.
-        comm.round(group, name, climb, lambda requests: [b""] * len(requests), timeout_s)
+        with comm.turn(group, name, timeout_s) as turn:
+            side = port.connect_parent(place.above)
+            turn.arrive()
     except BaseException:
-        for seat in seats:
-            seat.close()
+        if port is not None:
+            port.close()
         raise
-    return groups[0]
+    return side
 
 
 def where_of(group: comm.Group, options: CommOptions) -> CommOptions:
@@ -62,7 +56,7 @@ def where_of(group: comm.Group, options: CommOptions) -> CommOptions:
 
 def places(requests: Sequence[bytes]) -> list[bytes]:
     """Tell each rank where the one above it is, and what all have in common from now on."""
-    seats = [messages.decode(request, messages.ListenAddress) for request in requests]
-    seed, number = paths.new_write_id(), max(seat.number for seat in seats)
-    above = ["" if seat.above is None else seats[seat.above].address for seat in seats]
+    ranks = [messages.decode(request, messages.ListenAddress) for request in requests]
+    seed, number = paths.new_write_id(), max(rank.number for rank in ranks)
+    above = ["" if rank.above is None else ranks[rank.above].address for rank in ranks]
     return [messages.encode(messages.TreeAddress(address, seed, number)) for address in above]

@@ -41,11 +41,11 @@ class Snapshot:
         sources: list[Any],
         images: Sequence[Image],
         lease: Lease,
-        handover: TrainerSave,
+        save: TrainerSave,
         options: SaveOptions,
     ) -> None:
         self._memory = lease.arena.bytes
-        self._handover = handover
+        self._save = save
         self._options = options
         self.spans = lay_out([image.nbytes for image in images], lease.nbytes)
         self.streamed = any(span.after >= 0 for span in self.spans)
@@ -63,7 +63,7 @@ class Snapshot:
             self._copy_on_host()
         else:
             self._copy_from_devices()
-        self._handover.tell_filled(len(self.spans) - 1)
+        self._save.tell_filled(len(self.spans) - 1)
 
     def prepare(self) -> None:
         """Copy what is small, and begin to copy the rest; `settle` finishes that.
@@ -100,7 +100,7 @@ class Snapshot:
                 phase="stage",
                 remedy="call reknit.fence(optimizer) once, or pending.staged() before the state is changed",
             )
-        self._handover.tell_filled(len(self.spans) - 1)
+        self._save.tell_filled(len(self.spans) - 1)
 
     def _copy_on_host(self) -> None:
         """Copy everything, and tell the agent of all but the last span, which completes the save."""
@@ -108,7 +108,7 @@ class Snapshot:
 
         def work(number: int, _: Arena) -> None:
             self._copy(number)
-            self._handover.tell_filled(number)
+            self._save.tell_filled(number)
 
         run_jobs(
             range(last),
@@ -126,7 +126,7 @@ class Snapshot:
                 self._copy(number)
                 if self.streamed and number < last:
                     self._staging.wait()
-                    self._handover.tell_filled(number)
+                    self._save.tell_filled(number)
         finally:
             self._staging.wait()  # also after an error: the arena is somebody else's next
         if not self.streamed:
@@ -134,7 +134,7 @@ class Snapshot:
 
     def _tell_all_but_last(self) -> None:
         for number in range(len(self.spans) - 1):
-            self._handover.tell_filled(number)
+            self._save.tell_filled(number)
 
     def _queue(self) -> None:
         """Queue all copies from devices; they go on beside whatever the devices do."""
@@ -149,6 +149,6 @@ class Snapshot:
         """Copy one span, as soon as its place is free."""
         span: Span = self.spans[number]
         if span.after >= 0:
-            self._handover.wait_freed(span.after, self._options.timeout_s)
+            self._save.wait_freed(span.after, self._options.timeout_s)
         out = self._memory[span.at : span.at + span.nbytes]
         self._images[span.file].fill(span.start, out, self._staging.add)

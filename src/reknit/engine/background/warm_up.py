@@ -6,7 +6,6 @@ from typing import TYPE_CHECKING
 
 from reknit.comm import base as comm
 from reknit.engine import messages
-from reknit.engine.background import messages as say
 from reknit.engine.background.agent_save import AgentSave
 from reknit.errors import typed
 
@@ -18,8 +17,8 @@ ROUND = "prepare"
 """The round in which all ranks learn that each of them is ready, or why one is not."""
 
 
-class Rehearsal(AgentSave):
-    """An errand that ends where a save would write.
+class WarmUp(AgentSave):
+    """A save that ends where others write.
 
     It is numbered like a save and fails like one, so whatever is lost meanwhile all ranks hear of it.  The
     root keeps what it learns of the ranks' layouts, for the saves to come.
@@ -44,29 +43,21 @@ class Rehearsal(AgentSave):
 
     def commit(self, group: comm.Group, coordinator: Coordinator, timeout_s: float) -> None:
         """Assign the work as a save would, and tell the trainer when all ranks are ready."""
+        failure = None
         try:
-            _, assignment = self._assign(group, coordinator, timeout_s)
-            self.tell(say.Assigned(self.number, assignment.shard_owners))
-            comm.round(
-                group,
-                ROUND,
-                self._when_ready,
-                lambda _: [b""] * group.size,
-                timeout_s,
-                merge=b"".join,
-                subject=f"save {self.number}",
-            )
+            self._assign(group, coordinator, timeout_s)
+            with comm.turn(group, ROUND, timeout_s, merge=b"".join, subject=f"save {self.number}") as turn:
+                self.wait_ready()
+                turn.arrive()
         except BaseException as error:  # Ctrl-C cannot come here, and a bug must reach the trainer too
             self.fail(typed(error))
-            self._done(typed(error).to_wire(), [], messages.CommitOutcome(0, []))
-        else:
-            self._done(None, [], messages.CommitOutcome(0, []))
+            failure = typed(error).to_wire()
+        self._done(failure, [], messages.CommitOutcome(0, []))
         self._end()
 
-    def _when_ready(self) -> bytes:
-        """Return when the trainer has done its part; raises what kept it from that."""
+    def wait_ready(self) -> None:
+        """Wait until the trainer has done its part; raises what kept it from that."""
         with self._changed:
             self._changed.wait_for(lambda: self._ready or self.error is not None)
             if self.error is not None:
                 raise self.error
-        return b""

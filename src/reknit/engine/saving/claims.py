@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True)
-class Brought:
+class EncodedHoldings:
     """The holdings of a rank; of the `guessed` shards no framework could say who else holds them."""
 
     holdings: Holdings
@@ -62,7 +62,7 @@ class EncodedFile(NamedTuple):
     data: bytes
 
 
-def bring(holdings: Holdings, options: SaveOptions) -> Brought:
+def encode_holdings(holdings: Holdings, options: SaveOptions) -> EncodedHoldings:
     """Check names, and encode the values.  Raises `StateError` for what no file can hold."""
     for item in holdings.items:
         paths.escape_item(item)
@@ -79,7 +79,7 @@ def bring(holdings: Holdings, options: SaveOptions) -> Brought:
         )
         for blob in holdings.blobs
     )
-    return Brought(holdings, guessed, blobs)
+    return EncodedHoldings(holdings, guessed, blobs)
 
 
 def _encoded(blob: Blob, options: SaveOptions) -> bytes:

@@ -9,7 +9,7 @@ import numpy as np
 
 from reknit.engine import messages
 from reknit.engine.saving.commit import begin, commit
-from reknit.engine.saving.manifest_content import tally
+from reknit.engine.saving.manifest_content import receipts_to_manifest
 from reknit.engine.saving.marker import take_down
 from reknit.engine.saving.packing import merge_claims, merge_receipts, merged_chunks, unpack
 from reknit.engine.saving.plan_cache import PlanCache
@@ -105,7 +105,7 @@ class Coordinator:
         Raises `CommitError` when the parts do not make a whole.
         """
         receipts, chunks = unpack(merge_receipts(requests) if len(requests) > 1 else requests[0])
-        assembled, told = self.assembled(receipts, chunks), tally(receipts, write_id)
+        assembled, told = self.assembled(receipts, chunks), receipts_to_manifest(receipts, write_id)
         if self._begun is not None:  # with the generation that its marker got
             to = replace(to, generation=self._begun[1].generation)
         index = assembled.named(write_id).without(told.kept)

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
     from numpy.typing import NDArray
 
-    from reknit.engine.saving.claims import Brought
+    from reknit.engine.saving.claims import EncodedHoldings
     from reknit.types.shard import Shard
 
 SAMPLE_NBYTES = 8 << 10
@@ -76,17 +76,17 @@ class Chosen(NamedTuple):
         return messages.Copies(self.keys, messages.packed(digests, "u8"), self.names, b"".join(data))
 
 
-def choose(brought: Brought, check: str, rank: int, size: int) -> Chosen:
+def choose(encoded: EncodedHoldings, check: str, rank: int, size: int) -> Chosen:
     """Return what `rank` compares with other ranks' copies, as `SaveOptions.check_replicas` says.
 
     Of what nobody vouches for that is every byte, of the rest a sample.  What is compared as a whole may be
     kept for each rank, as long as it is small: first what nobody vouches for, and of that the smallest.
     """
-    shards = brought.holdings.shards
+    shards = encoded.holdings.shards
     if check == "off" or size == 1:
         shards = ()
-    guessed = dict(zip(brought.guessed, brought.keys, strict=True)) if shards else {}
-    tied = {(alias.item, alias.of) for alias in brought.holdings.aliases}
+    guessed = dict(zip(encoded.guessed, encoded.keys, strict=True)) if shards else {}
+    tied = {(alias.item, alias.of) for alias in encoded.holdings.aliases}
     seen: set[int] = set()
     rows: list[tuple[int, int, int, int]] = []
     for number, shard in enumerate(shards):

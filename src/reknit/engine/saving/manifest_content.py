@@ -36,7 +36,7 @@ class ManifestContent(NamedTuple):
     kept: frozenset[tuple[str, str]]
 
 
-def tally(receipts: RankColumns, write_id: str) -> ManifestContent:
+def receipts_to_manifest(receipts: RankColumns, write_id: str) -> ManifestContent:
     """Count up all ranks' receipts of one save.
 
     The columns of receipts are, for each rank: `urls` (the table of where ranks wrote), `items` (the table of

@@ -13,7 +13,6 @@ import numpy as np
 from reknit.engine.memory.elements import stage
 from reknit.engine.memory.workers import run_jobs
 from reknit.engine.saving.tuning import PIECES, Tuner
-from reknit.environment import num_threads
 from reknit.errors import ReknitError
 from reknit.format.checksum import BLOCK_NBYTES, block_digests, num_blocks
 from reknit.monitor.phase import Stopwatch
@@ -26,7 +25,6 @@ if TYPE_CHECKING:
     from reknit.engine.memory.arena import Arena
     from reknit.engine.saving.tuning import Settings
     from reknit.monitor.phase import Recorder
-    from reknit.options import SaveOptions
     from reknit.storage.base import Storage, Writer
     from reknit.types.plan import WriteEntry
 
@@ -133,6 +131,11 @@ class _Range(NamedTuple):
             yield _Range(self.file, start, min(nbytes, stop - start))
 
 
+def _pieces(spans: Iterable[_Range], nbytes: int) -> Iterator[_Range]:
+    """Yield all spans in pieces."""
+    return (piece for span in spans for piece in span.cut(nbytes))
+
+
 class _Writing:
     """Files on their way; the arguments are those of `write_files`."""
 
@@ -161,8 +164,11 @@ class _Writing:
                 if not file.nbytes:  # it has no last piece
                     self.files[-1].writer.finish()
 
-    def run(self, tuner: Tuner, budget_nbytes: int | None) -> None:
-        """Write all files, in windows as long as there is something to measure, and the rest in one go."""
+    def windows(self, tuner: Tuner) -> Iterator[tuple[Iterable[_Range], Settings]]:
+        """Yield what to write next, and how: windows as long as there is something to measure, then the rest.
+
+        A window is written when the next one is asked for.
+        """
         # Windows end between spans, so that pieces of any size begin where the next one's can.
         spans = deque(span for file in self.files for span in _Range(file, 0, file.nbytes).cut(PIECES[-1]))
         left = sum(span.nbytes for span in spans)
@@ -174,25 +180,14 @@ class _Writing:
             left -= nbytes
             whole, fetching = Stopwatch(), self._clocks[self._phase].seconds
             with whole.lap(nbytes):
-                self._write_all(window, settings, budget_nbytes)
+                yield window, settings
             fetching = self._clocks[self._phase].seconds - fetching
             # Where the bytes came slowly, nothing is known about how fast they could have gone.
             if self._phase != "wait" or fetching <= _IDLE * whole.seconds * settings.threads:
                 tuner.observe(settings, nbytes, whole.seconds)
-        self._write_all(spans, tuner.best, budget_nbytes)
-        self._digest_the_late()
+        yield spans, tuner.best
 
-    def _write_all(self, spans: Iterable[_Range], settings: Settings, budget_nbytes: int | None) -> None:
-        threads, piece_nbytes = settings
-        run_jobs(
-            (piece for span in spans for piece in span.cut(piece_nbytes)),
-            self._write,
-            threads=threads,
-            arena_nbytes=piece_nbytes,
-            budget_nbytes=threads * piece_nbytes if budget_nbytes is None else budget_nbytes,
-        )
-
-    def _write(self, piece: _Range, arena: Arena) -> None:
+    def write(self, piece: _Range, arena: Arena) -> None:
         """Fetch, digest and write one piece."""
         file, start, nbytes = piece
         try:
@@ -205,7 +200,7 @@ class _Writing:
             with self._clocks["write"].lap(nbytes), self._signed(file.path):
                 file.writer.write(start, data.data)
             if not late:
-                self._digest_the_late()
+                self.digest_late()
             self._recorder.advance(nbytes)
             if self._written is not None:
                 self._written(file.number, start, nbytes)
@@ -223,7 +218,7 @@ class _Writing:
             first = start // BLOCK_NBYTES
             file.digests[first : first + len(digests)] = digests
 
-    def _digest_the_late(self) -> None:
+    def digest_late(self) -> None:
         """Digest the pieces that were written first; several workers may share them."""
         while self._undigested:
             with suppress(IndexError):  # another worker took the last one
@@ -287,7 +282,15 @@ def write_files(
     recorder.expect(sum(file.nbytes for file in files))
     try:
         writing.open(files)
-        writing.run(tuner, budget_nbytes)
+        for spans, (threads, piece_nbytes) in writing.windows(tuner):
+            run_jobs(
+                _pieces(spans, piece_nbytes),
+                writing.write,
+                threads=threads,
+                arena_nbytes=piece_nbytes,
+                budget_nbytes=threads * piece_nbytes if budget_nbytes is None else budget_nbytes,
+            )
+        writing.digest_late()
     except BaseException:
         writing.undo(keep=keep)
         raise
@@ -296,25 +299,15 @@ def write_files(
     return [Written(file.path, file.nbytes, file.digests) for file in writing.files]
 
 
-def write_images(
-    storage: Storage, images: Sequence[Image], options: SaveOptions, recorder: Recorder
-) -> list[Written]:
-    """Write files as `write_files` does; whoever writes a piece copies it from live memory first."""
+def staged(images: Sequence[Image]) -> Fetch:
+    """Return what copies a piece of these files from live memory, in the worker that writes it."""
 
-    def fill(file: int, start: int, nbytes: int, arena: Arena) -> NDArray[np.uint8]:
+    def fetch(file: int, start: int, nbytes: int, arena: Arena) -> NDArray[np.uint8]:
         piece = arena.view(nbytes)
         images[file].fill(start, piece)
         return piece
 
-    return write_files(
-        storage,
-        [Outgoing(image.path, image.nbytes) for image in images],
-        fill,
-        tuner=Tuner(threads=num_threads(options.threads), piece_nbytes=PIECE_NBYTES),
-        recorder=recorder,
-        phase="stage",
-        budget_nbytes=options.inflight_nbytes,
-    )
+    return fetch
 
 
 def write_bytes(storage: Storage, path: str, data: bytes, *, keep: bool = False) -> Written:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, NoReturn
 
@@ -34,20 +35,23 @@ from reknit.errors import (
 )
 from reknit.format.checksum import BLOCK_NBYTES
 from reknit.format.manifest_file import decode_manifest
+from reknit.monitor.phase import Recorder
 from reknit.types.manifest import FileEntry
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Sequence
 
     import numpy as np
     from numpy.typing import NDArray
 
     from reknit.engine.memory.arena import Arena
+    from reknit.engine.saving.job import SaveJob
     from reknit.engine.saving.write import Written
-    from reknit.monitor.phase import Recorder
     from reknit.options import SaveOptions
     from reknit.storage.base import Storage
     from reknit.types.manifest import Manifest
+
+logger = logging.getLogger("reknit")
 
 FIRST_ROUND = "promote"
 _SMALL_NBYTES = 256 << 10
@@ -127,6 +131,75 @@ class _Commit:
         take_down(self._job.target, self._mine)
 
 
+class _Root:
+    """What rank 0 decides in a promotion for all ranks."""
+
+    def __init__(self, job: Promotion, write_id: str) -> None:
+        self._job, self._write_id = job, write_id
+        self._commit: _Commit | None = None
+
+    @property
+    def index(self) -> list[FileEntry]:
+        """The index: the root of the save wrote it, and only the manifest lists it."""
+        manifest = self._commit and self._commit.manifest
+        return [file for file in manifest.files if file.path == manifest.index_path] if manifest else []
+
+    def begin(self, requests: list[bytes]) -> list[bytes]:
+        """Put up the marker, if the checkpoint is still the one that was saved."""
+        found = _Commit(self._job)
+        if found.manifest.write_id != self._write_id:
+            raise CommitError(
+                "a later save replaced this checkpoint before it was promoted",
+                path=self._job.source.url,
+                remedy="give each save a path of its own, or promote fewer of them",
+            )
+        found.claim()
+        self._commit = found
+        return [b""] * len(requests)
+
+    def put(self, requests: list[bytes]) -> list[bytes]:
+        """Commit."""
+        assert self._commit is not None
+        self._commit.put()
+        return [b""] * len(requests)
+
+    def give_up(self) -> None:
+        """Never commit any more."""
+        if self._commit is not None:
+            self._commit.give_up()
+
+
+def promote_saved(
+    job: SaveJob,
+    write_id: str,
+    written: Sequence[Written],
+    group: comm.Group,
+    open_target: Callable[[], Storage],
+) -> PromotionReport:
+    """Promote what all ranks have just saved, with all of them; `group` holds the rounds.
+
+    A rank that cannot open the target lets all ranks fail.
+    """
+    try:
+        target = open_target()
+    except BaseException as error:  # whoever made the store decides what it raises
+        decline(group, error, write_id, job.options.timeout_s)
+    try:
+        recorder = Recorder("promote", group.rank, job.to.step, target.url, job.recorder.sinks)
+        promotion = Promotion(job.to.storage, target, job.to.overwrite, job.options, recorder)
+        return promote(promotion, group, job.to.step, write_id, written)
+    finally:
+        close_quietly(target)
+
+
+def close_quietly(storage: Storage) -> None:
+    """Close a store that is needed no more."""
+    try:
+        storage.close()
+    except Exception as failure:  # a store of somebody else's, and nothing depends on it any more
+        logger.warning("%s could not be closed: %s", storage.url, failure)
+
+
 def promote(
     job: Promotion, group: comm.Group, step: int | None, write_id: str, written: Sequence[Written]
 ) -> PromotionReport:
@@ -135,49 +208,33 @@ def promote(
     Every rank does, or all raise the same error; the checkpoint at the source stays as it is.  After an error
     no file of this rank is left at the target, unless it may yet become part of a checkpoint.
     """
-    begun: list[_Commit] = []
-    copied: list[FileEntry] = []
-    whole: list[bool] = []
     mine = [FileEntry(file.path, file.nbytes, tuple(file.digests.tolist())) for file in written]
-
-    def begin(requests: list[bytes]) -> list[bytes]:
-        found = _Commit(job)
-        if found.manifest.write_id != write_id:
-            raise CommitError(
-                "a later save replaced this checkpoint before it was promoted",
-                path=job.source.url,
-                remedy="give each save a path of its own, or promote fewer of them",
-            )
-        found.claim()
-        begun.append(found)
-        return [b""] * len(requests)
-
-    def copy() -> bytes:
-        # The index was written by the root of the save, which tells of it in the manifest alone.
-        index = [f for c in begun for f in c.manifest.files if f.path == c.manifest.index_path]
-        _copy(job, [*mine, *index], BLOCK_NBYTES, copied, keep=False)
-        whole.append(True)
-        return b""
-
-    def put(requests: list[bytes]) -> list[bytes]:
-        begun[0].put()
-        return [b""] * len(requests)
-
+    root, timeout_s = _Root(job, write_id), job.options.timeout_s
+    copied: list[FileEntry] = []
+    sent = False
     try:
-        for name, produce, decide in ((FIRST_ROUND, bytes, begin), ("promoted", copy, put)):
-            with job.recorder.phase(name):
-                comm.round(group, name, produce, decide, job.options.timeout_s, subject=write_id)
+        with (
+            job.recorder.phase(FIRST_ROUND),
+            comm.turn(group, FIRST_ROUND, timeout_s, subject=write_id) as turn,
+        ):
+            turn.exchange(b"", root.begin)
+        with (
+            job.recorder.phase("promoted"),
+            comm.turn(group, "promoted", timeout_s, subject=write_id) as turn,
+        ):
+            _copy(job, [*mine, *root.index], BLOCK_NBYTES, copied, keep=False)
+            sent = True
+            turn.exchange(b"", root.put)
     except BaseException as error:  # Ctrl-C too: what was copied is part of a checkpoint, or litter
-        for each in begun:
-            each.give_up()
+        root.give_up()
         committed = is_committed(job.target, write_id)
         # That somebody was interrupted after the commit, or is gone, takes nothing away from it.
-        if committed and whole and (isinstance(error, CommError) or type(error) is ReknitError):
+        if committed and sent and (isinstance(error, CommError) or type(error) is ReknitError):
             return job.report(step, write_id, copied)
-        # Nothing can be committed without what this rank says; once it has said it, only who has heard of
-        # the end, or makes it, knows.
-        told = group.rank == 0 or (isinstance(error, ReknitError) and not isinstance(error, CommError))
-        if committed is False and (told or not whole):
+        # Nothing can be committed before this rank has sent its request; from then on only a rank that got
+        # the answer, or gives it, knows.
+        answered = group.rank == 0 or (isinstance(error, ReknitError) and not isinstance(error, CommError))
+        if committed is False and (answered or not sent):
             for file in copied:
                 discard(job.target, file.path)
         raise
@@ -203,7 +260,9 @@ def promote_alone(job: Promotion) -> PromotionReport:
         begun.claim()  # whether this may replace what is there is better said now than after hours of copying
         begun.give_up()
     for first in range(0, len(manifest.files), _MOST_OPEN):
-        lacking += _bring(job, manifest.files[first : first + _MOST_OPEN], manifest.block_nbytes, copied)
+        lacking += _copy_lacking(
+            job, manifest.files[first : first + _MOST_OPEN], manifest.block_nbytes, copied
+        )
     # Another host may have them by now.  A file that it is writing may have its size long before its bytes.
     if lacking := _unsound(job, lacking, manifest.block_nbytes):
         raise begun.incomplete(lacking)
@@ -220,7 +279,7 @@ def promote_alone(job: Promotion) -> PromotionReport:
     return job.report(manifest.step, manifest.write_id, copied)
 
 
-def _bring(
+def _copy_lacking(
     job: Promotion, files: Sequence[FileEntry], block_nbytes: int, copied: list[FileEntry]
 ) -> list[FileEntry]:
     """Copy what is here of some files and not yet there, and return what is in neither store."""

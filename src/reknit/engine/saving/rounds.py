@@ -1,0 +1,119 @@
+"""The two rounds of a save, assign and commit, as every rank goes through them."""
+
+from __future__ import annotations
+
+from contextlib import contextmanager, suppress
+from typing import TYPE_CHECKING
+
+from reknit.comm import base as comm
+from reknit.engine import messages
+from reknit.engine.saving.commit import clear_own_host, is_committed
+from reknit.engine.saving.packing import merge_claims, merge_receipts
+from reknit.engine.saving.receipt import receipt
+from reknit.engine.saving.write import Written, discard
+from reknit.errors import CommError, ReknitError
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Sequence
+
+    from reknit.engine.saving.commit import Destination
+    from reknit.engine.saving.coordinator import Coordinator
+    from reknit.engine.saving.copies import CopySplit
+    from reknit.engine.saving.job import SaveJob
+    from reknit.engine.saving.receipt import BlobPlace
+
+ASSIGN = "assign"
+"""The round in which a save begins."""
+
+_BEFORE_RECEIPT = frozenset({"plan", "stage", "digest", "write"})
+"""Phases of a rank's own writing; an error signed with one of them is no lost answer."""
+
+
+def assign_turn(group: comm.Group, timeout_s: float, *, subject: str = "") -> comm.Turn:
+    """Return the `with` block in which a rank makes its `claims` and passes them to `assign`."""
+    return comm.turn(group, ASSIGN, timeout_s, merge=merge_claims, subject=subject)
+
+
+def assign(
+    turn: comm.Turn, coordinator: Coordinator, to: Destination | None, claims: bytes
+) -> messages.Assignment:
+    """Let the root decide who writes what no framework could vouch for; see `Coordinator.assign`."""
+    answer = turn.exchange(claims, lambda requests: coordinator.assign(to, requests))
+    return messages.decode(answer, messages.Assignment)
+
+
+class CommitTurn:
+    """The files that this rank wrote, and its part in the round to commit; see `commit_turn`.
+
+    Whoever writes adds each file to `written` as soon as storage has it.
+    """
+
+    def __init__(self, job: SaveJob, coordinator: Coordinator, write_id: str) -> None:
+        self.job, self.write_id = job, write_id
+        self.written: list[Written] = []
+        self.outcome = messages.CommitOutcome(0, [])
+        self.sent = False
+        """Whether the receipt may be on its way to the root."""
+        self.turn = comm.turn(
+            job.group, "commit", job.options.timeout_s, merge=merge_receipts, subject=write_id
+        )
+        self._coordinator = coordinator
+
+    def commit(
+        self,
+        items: Sequence[str],
+        plan: bytes,
+        columns: messages.ArrayColumns | None,
+        places: Sequence[BlobPlace],
+        copies: CopySplit,
+    ) -> None:
+        """Send the `receipt` for all that is `written`, and keep the outcome."""
+        mine = receipt(self.job, items, self.written, plan, columns, places, copies)
+        self.sent = True
+        answer = self.turn.exchange(
+            mine, lambda requests: self._coordinator.commit(self.job.to, self.write_id, requests)
+        )
+        self.outcome = messages.decode(answer, messages.CommitOutcome)
+
+    def clean_up(self, error: BaseException) -> bool | None:
+        """Delete what this rank wrote, unless it is, or may yet become, part of a checkpoint.
+
+        Tells whether the checkpoint is committed all the same; None when nobody can know.
+        """
+        storage = self.job.to.storage
+        # The root decides only when it has the receipts of all ranks.
+        committed: bool | None = False
+        over = not self.sent or (isinstance(error, ReknitError) and error.phase in _BEFORE_RECEIPT)
+        if not over:
+            committed = is_committed(storage, self.write_id)
+            # A rank that lost the answer, or was interrupted before it came, cannot know how far the root is.
+            answered = isinstance(error, ReknitError) or self.job.group.rank == 0
+            over = committed is False and answered and not isinstance(error, CommError)
+        if over:
+            for file in self.written:
+                discard(storage, file.path)
+        return committed
+
+
+@contextmanager
+def commit_turn(job: SaveJob, coordinator: Coordinator, write_id: str) -> Iterator[CommitTurn]:
+    """Return the `with` block in which a rank writes its files, and that ends with `CommitTurn.commit`.
+
+    After an error none of its files is left, unless they may yet become part of a checkpoint.
+    """
+    mine = CommitTurn(job, coordinator, write_id)
+    try:
+        with job.recorder.phase("commit"), mine.turn:
+            yield mine
+    except BaseException as error:  # Ctrl-C too: what was written is part of a checkpoint, or litter
+        coordinator.give_up()  # before the look at what is committed, which is then the last word
+        committed = mine.clean_up(error)
+        # That somebody was interrupted after the commit, or is gone, takes nothing away from it.
+        elsewhere = isinstance(error, CommError) or type(error) is ReknitError
+        if not committed or not elsewhere:
+            raise
+        mine.outcome = messages.CommitOutcome(
+            0, [f"the checkpoint is committed, but the root's answer was lost: {error}"]
+        )
+    with suppress(ReknitError):  # what could not be deleted takes memory, until the next save to this path
+        clear_own_host(job.to.storage, job.group, write_id)
