@@ -78,7 +78,7 @@ def save_with(stores: list[Storage], value: int, *, overwrite: bool = True) -> l
         to = Destination(stores[group.rank], value, overwrite, False, {}, {})
         recorder = Recorder("save", group.rank)
         job = SaveJob(lambda: holdings(group.rank, value), group, to, SAVE, recorder)
-        return save(job)
+        return save(job)[0]
 
     return _outcomes(rank)
 
