@@ -44,7 +44,7 @@ HANGS_S = 300.0
 PLAIN = f"?part_mib=1&block_mib=1&timeout_s={TIMEOUT_S}&tries=8&retry_s=0"
 """What fails is not asked for again, but by the upload of a sub-file."""
 PATIENT = PLAIN.replace("retry_s=0", "retry_s=40")
-OPTIONS = reknit.SaveOptions(threads=2, piece_nbytes=4 * MIB)
+OPTIONS = reknit.SaveOptions(threads=2)
 
 
 def state_of(version: int) -> dict[str, Any]:
