@@ -17,7 +17,7 @@ from msgspec.structs import replace
 from reknit.comm.tree.machine import RoundMachine
 from reknit.errors import CommError, StorageError
 from reknit.monitor import phase
-from reknit.testing import sim_clock, sim_job, sim_oracle
+from tests.simulation import clock, job, oracle
 from reknit.testing.faulty_storage import Fault
 from tests.simulation.clock import EPOCH_S, TRACE_LINES, Schedule
 from tests.simulation.process import Process
@@ -165,7 +165,7 @@ def test_a_violation_tells_how_to_repeat_it_and_what_happened_last(monkeypatch: 
 
 
 def test_a_rank_that_looks_at_the_clock_for_ever_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sim_clock, "MAX_AT_ONCE", 10_000)
+    monkeypatch.setattr(clock, "MAX_AT_ONCE", 10_000)
     monkeypatch.setattr(RoundMachine, "next_at", 0.5)
     monkeypatch.setattr(RoundMachine, "tick", lambda self, now: [])
     with pytest.raises(Violation, match="no end of it"):
@@ -218,9 +218,9 @@ def test_a_manifest_without_a_file_that_it_lists_is_noticed(monkeypatch: pytest.
 
 
 def test_values_of_another_save_are_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sim_job, "_own", lambda base, rank: np.zeros(sim_job.ROW) + rank)
+    monkeypatch.setattr(job, "_own", lambda base, rank: np.zeros(job.ROW) + rank)
     monkeypatch.setattr(
-        sim_oracle, "tensors", lambda *about: {**sim_job.tensors(*about), "own.1": np.ones(4) / 3}
+        oracle, "tensors", lambda *about: {**job.tensors(*about), "own.1": np.ones(4) / 3}
     )
     with pytest.raises(Violation, match=r"wrong values of own\.1"):
         simulate(1, ranks=3)
@@ -234,14 +234,14 @@ def test_a_save_that_is_said_to_be_committed_and_is_not_is_noticed(monkeypatch: 
 
 
 def test_a_checkpoint_that_is_taken_away_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
-    start = sim_job.Worker.work
+    start = job.Worker.work
 
-    def delete_first(self: sim_job.Worker) -> None:
+    def delete_first(self: job.Worker) -> None:
         if self.group.run:
             self.storage.delete("checkpoint/manifest.json")
         start(self)
 
-    monkeypatch.setattr(sim_job.Worker, "work", delete_first)
+    monkeypatch.setattr(job.Worker, "work", delete_first)
     with pytest.raises(Violation, match="the only checkpoint of checkpoint is gone"):
         simulate(1, ranks=1)
 
