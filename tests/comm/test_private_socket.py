@@ -188,7 +188,7 @@ class OpenStore(MemoryStore):
 def test_who_connects_without_certificates_by_an_open_store_is_warned_once(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    tree._warn_of_plain.cache_clear()
+    tree.warn_of_plain.cache_clear()
     for options in (OPTIONS, CommOptions(bind="127.0.0.1"), CommOptions(bind="127.0.0.1")):
         for group in joined(2, OpenStore(), options):
             group.close()
@@ -197,7 +197,7 @@ def test_who_connects_without_certificates_by_an_open_store_is_warned_once(
     warnings = [record.getMessage() for record in caplog.records if "certificates" in record.getMessage()]
     assert len(warnings) == 1
     assert "CommOptions.tls" in warnings[0]
-    tree._warn_of_plain.cache_clear()
+    tree.warn_of_plain.cache_clear()
 
 
 # What becomes of those who wait for a rank that is gone.

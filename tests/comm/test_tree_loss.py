@@ -123,12 +123,12 @@ def test_a_rank_that_does_not_hear_is_waited_for_no_longer_than_a_moment(
 
 def open_calls(port: TreePort, wanted: int) -> int:
     """Return how many calls of other ranks wait at a port, once it is as many as wanted, or after a while."""
-    assert port._server is not None
+    assert port.server is not None
     for _ in range(600):
-        if port._server._num_open == wanted:
+        if port.server.num_open == wanted:
             break
         time.sleep(0.05)
-    return port._server._num_open
+    return port.server.num_open
 
 
 @pytest.mark.parametrize("ending", ["one closes", "one is lost", "all are lost"])
@@ -141,7 +141,7 @@ def test_ranks_that_left_or_are_gone_are_not_waited_for(
     else:
         for port in ports[2:] if ending == "one is lost" else ports[1:]:
             assert port.uplink is not None
-            port.uplink._channel.close()
+            port.uplink.channel.close()
     assert groups[0].port.rounds.until_broken()
     assert open_calls(ports[0], 0) == 0, "whoever is left heard of it"
 
@@ -168,7 +168,7 @@ def test_a_rank_that_is_owed_an_answer_has_not_heard_all(
         assert deciding.wait(30)
         uplink = ports[2].uplink
         assert uplink is not None
-        uplink._channel.close()
+        uplink.channel.close()
         ports[1].rounds.until_broken()
         assert open_calls(ports[0], 2) == 2, "rank 1 has heard that rank 2 is gone, and waits in its round"
     finally:

@@ -36,7 +36,7 @@ class TestCeph(OnServer, StorageSuite):
     def make(self, tmp_path: Path) -> Storage:
         place, _ = parse_url(new_url(self.server))
         storage = ObjectStorage(place, ObjectOptions(conditional="lock"))
-        storage._bucket.conditions._settle_s = 0.05  # it is one gateway, on this machine
+        storage.bucket.conditions.settle_s = 0.05  # it is one gateway, on this machine
         return storage
 
 

@@ -17,8 +17,8 @@ from msgspec.structs import replace
 from reknit.comm.tree.machine import RoundMachine
 from reknit.errors import CommError, StorageError
 from reknit.monitor import phase
-from tests.simulation import clock, job, oracle
 from reknit.testing.faulty_storage import Fault
+from tests.simulation import clock, job, oracle
 from tests.simulation.clock import EPOCH_S, TRACE_LINES, Schedule
 from tests.simulation.process import Process
 from tests.simulation.simulator import (
@@ -219,9 +219,7 @@ def test_a_manifest_without_a_file_that_it_lists_is_noticed(monkeypatch: pytest.
 
 def test_values_of_another_save_are_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(job, "_own", lambda base, rank: np.zeros(job.ROW) + rank)
-    monkeypatch.setattr(
-        oracle, "tensors", lambda *about: {**job.tensors(*about), "own.1": np.ones(4) / 3}
-    )
+    monkeypatch.setattr(oracle, "tensors", lambda *about: {**job.tensors(*about), "own.1": np.ones(4) / 3})
     with pytest.raises(Violation, match=r"wrong values of own\.1"):
         simulate(1, ranks=3)
 

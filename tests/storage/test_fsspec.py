@@ -37,7 +37,7 @@ class TestMemoryOfFsspec(StorageSuite):
 
 
 def test_a_save_and_a_load(caplog: pytest.LogCaptureFixture) -> None:
-    fsspec_store._warned.clear()
+    fsspec_store.warned.clear()
     state: dict[str, dict[str, Any]] = {"m": {"w": np.arange(100_000.0)}, "x": {"n": 1}}
     with caplog.at_level(logging.WARNING, "reknit"):
         reknit.save("memory://runs/one", state)
@@ -70,7 +70,7 @@ def test_the_first_error_of_an_upload_is_told(monkeypatch: pytest.MonkeyPatch) -
 
         return call
 
-    monkeypatch.setattr(storage._system, "open", fails("the first"))
+    monkeypatch.setattr(storage.system, "open", fails("the first"))
     monkeypatch.setattr(storage, "_discard", fails("the second"))
     with pytest.raises(StorageError, match="the first"):
         writer.finish()
@@ -94,7 +94,7 @@ def test_a_connection_that_breaks_may_be_tried_again(monkeypatch: pytest.MonkeyP
     def broken(*_: Any, **__: Any) -> Any:
         raise ConnectionResetError("gone")
 
-    monkeypatch.setattr(storage._system, "cat_file", broken)
+    monkeypatch.setattr(storage.system, "cat_file", broken)
     storage.put("a", b"x", if_absent=True)
     with pytest.raises(StorageUnavailableError, match="gone"):
         storage.get("a", limit=10)

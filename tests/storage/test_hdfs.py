@@ -51,8 +51,8 @@ class TestHdfs(Raw, StorageSuite):
     def make(self, tmp_path: Path) -> Storage:
         storage = open_storage(new_url("?timeout_s=20&retry_s=0"))
         assert type(storage) is HdfsStorage
-        options = replace(storage._place.options, part_nbytes=40_000)  # some of its files are larger
-        return HdfsStorage(replace(storage._place, options=options))
+        options = replace(storage.place.options, part_nbytes=40_000)  # some of its files are larger
+        return HdfsStorage(replace(storage.place, options=options))
 
     def test_readers_see_the_old_content_or_the_new(self, storage: Storage) -> None:
         contents = [bytes([i]) * 4096 for i in range(10)]

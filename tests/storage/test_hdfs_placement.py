@@ -65,8 +65,8 @@ def store(cluster: Cluster, request: pytest.FixtureRequest, more: str) -> HdfsSt
 
 
 def rpc(storage: HdfsStorage) -> RpcRequests:
-    assert isinstance(storage._requests, RpcRequests)
-    return storage._requests
+    assert isinstance(storage.requests, RpcRequests)
+    return storage.requests
 
 
 def ports(nodes: list[DataNode]) -> list[int]:
@@ -82,8 +82,8 @@ def avoid(storage: HdfsStorage) -> DataNode:
     """Have one DataNode of three avoided, which may be there all the same."""
     storage.put("old", b"1", if_absent=True)
     node = nodes_of(storage, "old")[0]
-    storage._placing._avoid([node], storage.url)
-    assert storage._placing.avoided == [node]
+    storage.placement.avoid([node], storage.url)
+    assert storage.placement.avoided == [node]
     return node
 
 
@@ -146,13 +146,13 @@ def test_where_no_other_nodes_are_left_those_have_to_do(
     storage.put("old", b"1", if_absent=True)
     nodes = nodes_of(storage, "old")
     assert sorted(ports(nodes)) == sorted(port_of(cluster, f"datanode{i}") for i in range(3))
-    storage._placing._avoid(nodes, storage.url)
+    storage.placement.avoid(nodes, storage.url)
     begun = f"{place(storage)}/begun"
-    writer = storage._client.begin(begun)
+    writer = storage.client.begin(begun)
     with pytest.raises(StorageUnavailableError, match=r"3 node\(s\) are excluded"):
         rpc(storage).place(begun, nodes, storage.url)
-    storage._client.feed(begun, writer, b"1")
-    storage._client.end(begun, writer)
+    storage.client.feed(begun, writer, b"1")
+    storage.client.end(begun, writer)
     data = pattern(3 * MIB)
     write(storage, "x", data)
     assert read(storage, "x", 0, len(data)) == data
@@ -162,18 +162,18 @@ def test_nodes_that_answer_are_not_avoided_whatever_failed(
     cluster: Cluster, request: pytest.FixtureRequest
 ) -> None:
     storage = store(cluster, request, "replication=3&timeout_s=2&tries=1")
-    writer = storage._client.begin(path := f"{place(storage)}/x")
-    storage._client.feed(path, writer, b"1")
+    writer = storage.client.begin(path := f"{place(storage)}/x")
+    storage.client.feed(path, writer, b"1")
     cluster.send("namenode", signal.SIGSTOP)
     timer = threading.Timer(3, cluster.send, ("namenode", signal.SIGCONT))
     timer.start()
     try:
         with pytest.raises(StorageUnavailableError):
-            storage._placing._fill(path, writer, [], new=False)
+            storage.placement.fill(path, writer, [], new=False)
     finally:
         timer.join()
-    storage._placing._find_silent(path)
-    assert storage._placing.avoided == []
+    storage.placement.find_silent(path)
+    assert storage.placement.avoided == []
 
 
 def test_a_node_gets_files_again_after_a_while(
@@ -182,8 +182,8 @@ def test_a_node_gets_files_again_after_a_while(
     storage = store(cluster, request, "replication=1")
     node = avoid(storage)
     monkeypatch.setattr(hdfs_placing, "_AVOIDED_S", 0.0)
-    storage._placing._avoid([node], storage.url)
-    assert storage._placing.avoided == []
+    storage.placement.avoid([node], storage.url)
+    assert storage.placement.avoided == []
 
 
 def test_a_file_that_nobody_writes_is_not_placed_and_none_is_made(
@@ -205,8 +205,8 @@ def test_where_nobody_can_be_asked_nothing_is_avoided(
     more = f"webhdfs=http://{cluster.server['http']}" if way == "webhdfs" else way
     storage = store(cluster, request, more)
     storage.put("old", b"1", if_absent=True)
-    storage._placing._find_silent(place(storage, "old"))
-    assert storage._placing.avoided == []
+    storage.placement.find_silent(place(storage, "old"))
+    assert storage.placement.avoided == []
 
 
 @pytest.mark.parametrize(
@@ -225,7 +225,7 @@ def test_a_node_is_there_if_it_hangs_up_on_nonsense(address: tuple[str, int] | N
         if address is None:
             threading.Thread(target=hang_up, daemon=True).start()
         at = address or listener.getsockname()
-        assert hdfs_placing._answers(DataNode("key", at, b"")) is there
+        assert hdfs_placing.answers(DataNode("key", at, b"")) is there
 
 
 def test_a_node_that_takes_a_connection_and_says_nothing_is_not_there(
@@ -233,7 +233,7 @@ def test_a_node_that_takes_a_connection_and_says_nothing_is_not_there(
 ) -> None:
     monkeypatch.setattr(hdfs_placing, "_PATIENCE_S", 0.2)
     with socket.create_server(("127.0.0.1", 0)) as listener:
-        assert not hdfs_placing._answers(DataNode("key", listener.getsockname(), b""))
+        assert not hdfs_placing.answers(DataNode("key", listener.getsockname(), b""))
 
 
 @pytest.mark.parametrize("replication", [1, 2])
@@ -249,7 +249,7 @@ def test_what_fails_on_a_silent_node_is_written_elsewhere_at_the_second_try(
     with caplog.at_level(logging.WARNING, "reknit"):
         writer = write(storage, "x", data)
     assert read(storage, "x", 0, len(data)) == data
-    assert ports(storage._placing.avoided) == [silent], "the others have done nothing"
+    assert ports(storage.placement.avoided) == [silent], "the others have done nothing"
     assert 24 < writer.upload.attempts <= 24 + 4, "those that were under way when it was found out"
     assert f"no answer from 127.0.0.1:{silent}; for 600 s new files go elsewhere" in caplog.text
 
@@ -266,7 +266,7 @@ def test_a_node_that_is_gone_is_avoided_by_the_next_file(
             storage.put(f"{number}", b"small", if_absent=True)
         except StorageUnavailableError:
             break
-    assert ports(storage._placing.avoided) == [gone]
+    assert ports(storage.placement.avoided) == [gone]
     for number in range(100, 106):
         assert storage.put(f"{number}", b"small", if_absent=True)
         (node,) = nodes_of(storage, f"{number}")

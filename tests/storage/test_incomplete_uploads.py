@@ -37,7 +37,7 @@ def client() -> Any:
 
 def upload_begun(storage: ObjectStorage, path: str) -> Callable[[int, bytes], None]:
     """Begin an upload past reknit, and return what uploads one part."""
-    name = {"Bucket": storage._place.bucket, "Key": f"{storage._place.prefix}{path}"}
+    name = {"Bucket": storage.place.bucket, "Key": f"{storage.place.prefix}{path}"}
     number = client().create_multipart_upload(**name)["UploadId"]
 
     def part(at: int, data: bytes) -> None:
@@ -69,14 +69,14 @@ def test_all_are_found_however_many_answers_that_takes(storage: ObjectStorage) -
         upload_begun(storage, path)
     from reknit.storage.object.incomplete_uploads import Uploads
 
-    told = Uploads(storage._place, storage._options)
+    told = Uploads(storage.place, storage.options)
     asked: list[dict[str, Any]] = []
 
     def two_at_once(params: dict[str, Any], **_: Any) -> None:
         params["MaxUploads"] = 2
         asked.append(params)
 
-    told._client.meta.events.register("before-parameter-build.s3.ListMultipartUploads", two_at_once)
+    told.client.meta.events.register("before-parameter-build.s3.ListMultipartUploads", two_at_once)
     assert sorted(each.path for each in told.under_way()) == paths
     assert len(asked) >= 3
 
@@ -127,7 +127,7 @@ def test_what_goes_wrong_is_told_as_by_every_store(
         monkeypatch.setenv(name, value)
     below = open_object(url)
     with pytest.raises(error, match="s3://") as raised:
-        list(Uploads(below._place, below._options).under_way())
+        list(Uploads(below.place, below.options).under_way())
     assert "wrong" not in str(raised.value)
 
 
@@ -140,8 +140,8 @@ def test_the_endpoint_is_found_by_the_names_that_the_other_client_knows(
     monkeypatch.delenv("AWS_ENDPOINT_URL")
     monkeypatch.setenv("AWS_ENDPOINT", endpoint)
     monkeypatch.setenv("AWS_REGION", "eu-west-7")
-    meta = Uploads(storage._place, storage._options)._client.meta
+    meta = Uploads(storage.place, storage.options).client.meta
     assert (meta.endpoint_url, meta.region_name) == (endpoint, "eu-west-7")
     below = open_object(f"{storage.url}?endpoint=http://127.0.0.1:9&region=us-west-2")
-    meta = Uploads(below._place, below._options)._client.meta
+    meta = Uploads(below.place, below.options).client.meta
     assert (meta.endpoint_url, meta.region_name) == ("http://127.0.0.1:9", "us-west-2")

@@ -57,7 +57,7 @@ class OnServer(Suite):
     def make(self, tmp_path: Path) -> Storage:
         storage = open_storage(f"{new_url(self.server)}?retry_s=0")
         assert type(storage) is ObjectStorage
-        return Swept(storage._place, storage._options)
+        return Swept(storage.place, storage.options)
 
     def raw_read(self, storage: Storage, path: str) -> bytes:
         return raw_get(self.server, f"{storage.url}/{path}")
@@ -283,7 +283,7 @@ def test_options_of_the_url_count(s3: str) -> None:
     storage = open_storage(f"{url}&retry_s=0")
     assert isinstance(storage, ObjectStorage)
     assert storage.url == f"{s3}/run"
-    assert storage._options == ObjectOptions(
+    assert storage.options == ObjectOptions(
         part_nbytes=16 * MIB, concurrency=3, conditional="lock", timeout_s=7.0
     )
     assert storage.reading.piece_nbytes == 16 * MIB

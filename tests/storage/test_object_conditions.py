@@ -37,7 +37,7 @@ def tiny(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Ite
 
 def opened(**options: object) -> ObjectStorage:
     store = ObjectStorage(parse_url(URL)[0], ObjectOptions(retries=1, **options))  # type: ignore[arg-type]
-    store._bucket.conditions._settle_s = 0.05
+    store.bucket.conditions.settle_s = 0.05
     return store
 
 

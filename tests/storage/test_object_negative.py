@@ -209,7 +209,7 @@ def test_an_endpoint_that_knows_no_conditions_is_asked_for_one_once(url: str) ->
     """The client takes a refusal for something that passes, and asks for seconds again and again."""
     storage = open_object(f"{url}?retries=1&conditional=lock")
     assert storage.put("x", b"1", if_absent=True)
-    assert storage._bucket.conditions.unknown
+    assert storage.bucket.conditions.unknown
     reknit.save(f"{url}/run?retries=1&conditional=lock", {"x": np.arange(3 << 18)})
     target = {"x": np.zeros(3 << 18, int)}
     reknit.load(f"{url}/run", target)

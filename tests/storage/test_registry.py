@@ -27,7 +27,7 @@ def _in_an_empty_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None
     home.mkdir()
     monkeypatch.setenv("HOME", str(home))
     monkeypatch.chdir(home)
-    monkeypatch.setattr(registry, "_factories", dict(registry._factories))
+    monkeypatch.setattr(registry, "factories", dict(registry.factories))
 
 
 def test_plain_paths_and_path_objects_are_folders(tmp_path: Path) -> None:

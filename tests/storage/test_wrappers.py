@@ -170,7 +170,7 @@ def test_a_save_and_a_load_outlast_a_store_that_comes_and_goes(
         stores.append(RetryingStorage(FaultyStorage(inner, plan=plan), QUICK))
         return stores[-1]
 
-    monkeypatch.setitem(registry._factories, "away", open_)
+    monkeypatch.setitem(registry.factories, "away", open_)
     state: dict[str, dict[str, Any]] = {"model": {"w": np.arange(1000.0)}, "extra": {"n": 3}}
     reknit.save("away://x", state)
     target: dict[str, dict[str, Any]] = {"model": {"w": np.zeros(1000)}, "extra": {"n": 0}}

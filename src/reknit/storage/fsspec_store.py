@@ -39,7 +39,7 @@ logger = logging.getLogger("reknit")
 
 _PIECE_NBYTES = 16 << 20
 
-_warned: set[str] = set()
+warned: set[str] = set()
 
 
 class FsspecStorage:
@@ -53,7 +53,7 @@ class FsspecStorage:
 
     def __init__(self, url: str, system: Any, root: str) -> None:
         """Use `open_fsspec`; `root` is what `system` calls the folder that `url` means."""
-        self._url, self._system, self._root = url.rstrip("/"), system, root.rstrip("/")
+        self._url, self.system, self._root = url.rstrip("/"), system, root.rstrip("/")
         self._names, self._lock = TakenNames(), threading.RLock()
 
     @property
@@ -88,7 +88,7 @@ class FsspecStorage:
                 return False
             self._names.free(full)
             self._make_folder(full)
-            self._system.pipe_file(full, bytes(data))
+            self.system.pipe_file(full, bytes(data))
         return True
 
     def commit(self, path: str, data: bytes, *, pending: str, if_absent: bool) -> bool:
@@ -107,13 +107,13 @@ class FsspecStorage:
             if nbytes > limit:
                 raise too_large(self._told(path), nbytes, limit)
             with self._translated("read", path):
-                return bytes(self._system.cat_file(self._full(path)))
+                return bytes(self.system.cat_file(self._full(path)))
 
     def size(self, path: str) -> int:
         """Return the size of a file in bytes."""
         with self._translated("find", path):
-            self._system.invalidate_cache()
-            found = self._system.info(self._full(path))
+            self.system.invalidate_cache()
+            found = self.system.info(self._full(path))
             if found["type"] != "file":
                 raise FileNotFoundError(self._told(path))
             return int(found["size"])
@@ -125,7 +125,7 @@ class FsspecStorage:
         wanted = sum(buffer.nbytes for buffer in buffers)
         with self._translated("read", path):
             if wanted:
-                data = self._system.cat_file(self._full(path), start=start, end=start + wanted)
+                data = self.system.cat_file(self._full(path), start=start, end=start + wanted)
             else:
                 self.size(path)
                 return
@@ -145,9 +145,9 @@ class FsspecStorage:
         """Return every file below a folder."""
         folder = self._full(prefix) if prefix else self._root
         with self._translated("list", prefix):
-            self._system.invalidate_cache()
+            self.system.invalidate_cache()
             try:
-                found = self._system.find(folder, detail=True)
+                found = self.system.find(folder, detail=True)
             except FileNotFoundError:
                 found = {}
         base = f"{self._root.lstrip('/')}/"
@@ -165,12 +165,12 @@ class FsspecStorage:
         full = self._full(path)
         with self._lock, self._translated("delete", path):
             self._names.free(full)
-            self._system.invalidate_cache()
-            if not self._system.exists(full):
+            self.system.invalidate_cache()
+            if not self.system.exists(full):
                 return
-            if self._system.info(full)["type"] != "file":
+            if self.system.info(full)["type"] != "file":
                 raise StorageError(f"cannot delete {self._told(path)}: it is a folder", path=self._told(path))
-            self._system.rm_file(full)
+            self.system.rm_file(full)
 
     def sub(self, path: str) -> FsspecStorage:
         """Return the store rooted at a folder of this one."""
@@ -187,7 +187,7 @@ class FsspecStorage:
             self._require_own(writer, path, full)  # what was put in its place meanwhile is not touched
             self._make_folder(full)
             try:
-                with self._system.open(full, "wb") as target:
+                with self.system.open(full, "wb") as target:
                     while piece := source.read(_PIECE_NBYTES):
                         target.write(piece)
                 with self._lock:
@@ -207,25 +207,25 @@ class FsspecStorage:
         self._names.free(full, writer)
 
     def _discard(self, full: str) -> None:
-        if self._system.exists(full):
-            self._system.rm_file(full)
+        if self.system.exists(full):
+            self.system.rm_file(full)
 
     def _make_folder(self, full: str) -> None:
-        self._system.makedirs(full.rpartition("/")[0], exist_ok=True)
+        self.system.makedirs(full.rpartition("/")[0], exist_ok=True)
 
     def _exists(self, full: str) -> bool:
-        self._system.invalidate_cache()
-        return bool(self._system.exists(full))
+        self.system.invalidate_cache()
+        return bool(self.system.exists(full))
 
     def _check_place(self, path: str) -> None:
         """Refuse a file in the place of a folder, and a folder in the place of a file."""
         parts = path.split("/")
         for end in range(1, len(parts)):
             above = self._full("/".join(parts[:end]))
-            if above in self._names or self._system.isfile(above):
+            if above in self._names or self.system.isfile(above):
                 raise StorageError(f"{self._told(path)} lies below a file", path=self._told(path))
         full = self._full(path)
-        if self._names.below(full) or (self._system.isdir(full) and self._system.find(full)):
+        if self._names.below(full) or (self.system.isdir(full) and self.system.find(full)):
             raise StorageError(f"{self._told(path)} is a folder", path=self._told(path))
 
     def _full(self, path: str) -> str:
@@ -320,8 +320,8 @@ def open_fsspec(url: str, durability: Durability = "power") -> Storage:
     if isinstance(system, fsspec.get_filesystem_class("file")):
         return LocalStorage(root, durability=durability)
     scheme = url.partition(":")[0]
-    if scheme not in _warned:
-        _warned.add(scheme)
+    if scheme not in warned:
+        warned.add(scheme)
         logger.warning(
             "%s:// is served by fsspec, which has no conditional writes: let no two jobs save to one path at "
             "once, and expect more memory and processor time than with a store of reknit's own",

@@ -38,7 +38,7 @@ def open_storage(url: str | os.PathLike[str], *, durability: Durability = "power
     scheme = _scheme(text)
     if scheme is None:
         return LocalStorage(_expand(text), durability=durability)
-    factory = _factories.get(scheme) or _installed(scheme) or _of_fsspec(scheme)
+    factory = factories.get(scheme) or _installed(scheme) or _of_fsspec(scheme)
     if factory is None:
         raise _unknown(scheme, text)
     if "://" not in text and scheme != "file":
@@ -64,7 +64,7 @@ def recipe(url: str | os.PathLike[str]) -> StoreRecipe:
     scheme = _scheme(text)
     if scheme is None:
         return StoreRecipe(os.path.abspath(_expand(text)), elsewhere=True)
-    factory = _factories.get(scheme)
+    factory = factories.get(scheme)
     if factory is None or getattr(factory, "__module__", "") == __name__:
         return StoreRecipe(text, elsewhere=True)
     module, name = getattr(factory, "__module__", ""), getattr(factory, "__qualname__", "")
@@ -95,7 +95,7 @@ def register(scheme: str, factory: Factory) -> None:
     """
     if not _SCHEME.fullmatch(scheme) or scheme != scheme.lower():
         raise UsageError(f"{scheme!r} cannot be a scheme", remedy="use small letters and digits")
-    if _factories.setdefault(scheme, factory) is not factory:
+    if factories.setdefault(scheme, factory) is not factory:
         raise UsageError(f"the scheme {scheme!r} is registered already")
 
 
@@ -148,7 +148,7 @@ def _of_fsspec(scheme: str) -> Factory | None:
 
 def _unknown(scheme: str, text: str) -> UnknownSchemeError:
     message = f"no storage is registered for {scheme!r}, as in {text!r}"
-    known = ", ".join(f"{name}://" for name in sorted(_factories))
+    known = ", ".join(f"{name}://" for name in sorted(factories))
     return UnknownSchemeError(
         message,
         remedy=f"known are plain paths, {known}, and what packages register in the entry-point group "
@@ -211,7 +211,7 @@ def _open_hdfs(url: str, durability: Durability) -> Storage:
     return open_hdfs(url, durability)
 
 
-_factories: dict[str, Factory] = {
+factories: dict[str, Factory] = {
     "file": _open_file,
     "mem": _open_memory,
     **dict.fromkeys(("s3", "gs", "az"), _open_object),

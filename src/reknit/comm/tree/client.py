@@ -37,7 +37,7 @@ class Uplink:
     def __init__(self, address: str, above: int, token: str, hello: Hello, options: CommOptions) -> None:
         self.above, self._hello, self._limit = above, hello, options.max_message_nbytes
         self._metadata = ((TOKEN, token),)
-        self._channel = channel(address, options, channel_settings())
+        self.channel = channel(address, options, channel_settings())
         self._readers = DaemonExecutor(_READERS)
         self._lock = threading.Lock()
         self._asking: Any = None
@@ -78,7 +78,7 @@ class Uplink:
         with self._lock:
             self._check()
             # The same on the wire, but what gRPC takes for a stream can be seen to begin before it ends.
-            stream = self._channel.stream_unary(SERVICE + "watch", None, None)
+            stream = self.channel.stream_unary(SERVICE + "watch", None, None)
             call = self._watching = stream.future(iter([encode(self._hello)]), metadata=self._metadata)
         # It waits for these data, or for the end of the call.
         starting = self._readers.submit(call.initial_metadata)
@@ -88,7 +88,7 @@ class Uplink:
             raise from_wire(self._reply(call, "ended").error or {})
         with self._lock:
             self._check()
-            stay = self._channel.unary_unary(SERVICE + "stay", None, None)
+            stay = self.channel.unary_unary(SERVICE + "stay", None, None)
             self._staying = stay.future(encode(self._hello), metadata=self._metadata)
         self._lost = lost
         call.add_done_callback(ended)
@@ -139,7 +139,7 @@ class Uplink:
                 with contextlib.suppress(grpc.RpcError, grpc.FutureCancelledError, grpc.FutureTimeoutError):
                     self._telling.result(timeout=_TELL_S)
         finally:
-            self._channel.close()
+            self.channel.close()
             self._readers.shutdown()
 
     def _stay_no_longer(self) -> None:
@@ -156,16 +156,16 @@ class Uplink:
     def _unary(self, method: str, message: bytes, timeout_s: float) -> Any:
         with self._lock:
             self._check()
-            stub = self._channel.unary_unary(SERVICE + method, None, None)
+            stub = self.channel.unary_unary(SERVICE + method, None, None)
             return stub.future(message, timeout=timeout_s, metadata=self._metadata)
 
     def _stream(self, method: str, message: bytes, timeout_s: float) -> Any:
         chunks = divided(message)
         if len(message) <= FIRST_NBYTES:
             # The same on the wire; but for what it takes for a stream, gRPC would start a thread.
-            stub = self._channel.unary_stream(SERVICE + method, None, None)
+            stub = self.channel.unary_stream(SERVICE + method, None, None)
             return stub(next(chunks), timeout=timeout_s, metadata=self._metadata)
-        stream = self._channel.stream_stream(SERVICE + method, None, None)
+        stream = self.channel.stream_stream(SERVICE + method, None, None)
         return stream(chunks, timeout=timeout_s, metadata=self._metadata)
 
     def _read(self, call: Any, heard: Heard) -> None:

@@ -47,7 +47,7 @@ _REFUSED_S = 5.0
 
 
 @cache
-def _warn_of_plain(num_hosts: int) -> None:
+def warn_of_plain(num_hosts: int) -> None:
     """Warn, once for each number of hosts, that others could disturb the job."""
     _log.warning(
         "ranks on %d host%s connect without certificates, and the tokens of their connections are in a store "
@@ -102,9 +102,9 @@ class TreePort:
         self._joined = False
         self._closed = threading.Event()
         with typed_shortage():
-            self._server = Server(self.rounds, self._hello, topology, options, master) if children else None
-        self.address = self._server.address if self._server is not None else ""
-        self.host = self._server.host if self._server is not None else None
+            self.server = Server(self.rounds, self._hello, topology, options, master) if children else None
+        self.address = self.server.address if self.server is not None else ""
+        self.host = self.server.host if self.server is not None else None
         self._at_exit = AtExit(self.close)
 
     def connect_parent(self, address: str) -> TreeGroup:
@@ -171,8 +171,8 @@ class TreePort:
             self._closed.set()
         self._at_exit.cancel()
         self.rounds.break_off(self._closing)
-        if self._server is not None:
-            self._server.stop()
+        if self.server is not None:
+            self.server.stop()
         if self.uplink is not None:
             self.uplink.close()
 
@@ -239,7 +239,7 @@ class TreeGroup:
         if shape.together and options.bind is None and options.interface is None and options.tls is None:
             options = replace(options, bind=UNIX)
         elif rank == 0 and options.tls is None and getattr(store, "is_open", False):
-            _warn_of_plain(shape.topology.num_hosts)
+            warn_of_plain(shape.topology.num_hosts)
         port: TreePort | None = None
         try:
             port = TreePort(

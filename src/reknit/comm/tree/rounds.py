@@ -63,7 +63,7 @@ class Rounds:
         self._processes = processes or {}
         self._above: Above | None = None
         self._turn = threading.Lock()
-        self._changed = threading.Condition()  # guards all from here on
+        self.changed = threading.Condition()  # guards all from here on
         self._visits: dict[int, Visit] = {}
         self._known: set[int] = set()
         self._attached: set[int] = set()
@@ -71,7 +71,7 @@ class Rounds:
 
     def connect(self, above: Above) -> None:
         """Take the connection to the rank above, which hears at once if the group is broken already."""
-        with self._changed:
+        with self.changed:
             self._above, broken = above, self._machine.broken
         if broken is not None:
             above.tell(broken)
@@ -123,12 +123,12 @@ class Rounds:
     def _next(self) -> SendReport | Decide | RoundDone:
         """Return what the rank's own thread has to do next, once there is something."""
         while True:
-            with self._changed:
+            with self.changed:
                 absent = [child for child in self._children - self._attached if child in self._processes]
                 look_s = round_errors.LOOK_S if absent else round_errors.FOREVER_S
                 wait_s = min(self._machine.next_at - monotonic(), look_s)
                 if not self._due and wait_s > 0:
-                    self._changed.wait(wait_s)
+                    self.changed.wait(wait_s)
                 if not self._due and self._machine.next_at <= monotonic():
                     self._take(self._machine.tick(monotonic()))
                 if self._due:
@@ -140,7 +140,7 @@ class Rounds:
 
     def _rest(self) -> list[SendReport | Decide | RoundDone]:
         """Return what is still to be done for a round that is over."""
-        with self._changed:
+        with self.changed:
             rest = list(self._due)
             self._due.clear()
             return rest
@@ -161,7 +161,7 @@ class Rounds:
             # No more can come: this has no effect when that was the outcome.
             self._put(self._machine.unanswered, report.number, end)
 
-        with self._changed:
+        with self.changed:
             due_s = self._machine.next_at - monotonic()
         # The machine gives up first; the limit is for a process that is stopped.
         above.ask(report, min(due_s + round_errors.GRACE_S, round_errors.FOREVER_S), heard)
@@ -170,7 +170,7 @@ class Rounds:
 
     def greet(self, child: int) -> None:
         """Raise `ProtocolError` when `child` is no child, or another process has been that rank."""
-        with self._changed:
+        with self.changed:
             if child not in self._children:
                 raise ProtocolError(f"rank {child} does not report to rank {self.rank}")
             if child in self._known:
@@ -178,7 +178,7 @@ class Rounds:
 
     def attach(self, child: int) -> None:
         """Note that `child` is there, so that its end is the end of the group; raises `ProtocolError`."""
-        with self._changed:
+        with self.changed:
             if child not in self._children or child in self._attached:
                 raise round_errors.duplicate_rank(child)
             self._attached.add(child)
@@ -187,7 +187,7 @@ class Rounds:
     def attend(self, report: Report) -> Visit:
         """Take a child's report; raises `ReknitError`, changing nothing, when it does not belong here."""
         visit = Visit(report.sender, report.number)
-        with self._changed:
+        with self.changed:
             effects = self._machine.hear_report(report, monotonic())
             for effect in effects:
                 if isinstance(effect, Refuse):
@@ -204,14 +204,14 @@ class Rounds:
 
     def answer(self, visit: Visit) -> Outcome | None:
         """Wait for the end of the visit's round, and return what the child is told; None if it hung up."""
-        with self._changed:
+        with self.changed:
             while visit.outcome is None and not visit.hung_up:
-                self._changed.wait()
+                self.changed.wait()
             return visit.outcome
 
     def leave(self, visit: Visit) -> None:
         """Note that the child's call ended; if that was before its outcome, the round cannot end well."""
-        with self._changed:
+        with self.changed:
             if visit.outcome is None:
                 self._hang_up(visit)
                 self._take(self._machine.child_left(visit.child, visit.number, monotonic()))
@@ -223,7 +223,7 @@ class Rounds:
 
         The ranks below are told by those who wait in `until_broken`; `origin` is the rank that told this one.
         """
-        with self._changed:
+        with self.changed:
             effects = self._machine.break_off(error, monotonic(), origin)
             self._take(effects)
             above = self._above
@@ -233,19 +233,19 @@ class Rounds:
 
     def until_broken(self) -> ReknitError:
         """Wait until the group is broken, and return by what."""
-        with self._changed:
+        with self.changed:
             while self._machine.broken is None:
-                self._changed.wait()
+                self.changed.wait()
             return self._machine.broken
 
     @property
     def broken(self) -> ReknitError | None:
         """What the group is broken by, None while it is whole."""
-        with self._changed:
+        with self.changed:
             return self._machine.broken
 
     def _put(self, hear: Callable[..., list[Effect]], *what: object) -> None:
-        with self._changed:
+        with self.changed:
             self._take(hear(*what, monotonic()))
 
     def _take(self, effects: list[Effect]) -> None:
@@ -258,9 +258,9 @@ class Rounds:
                     visit.outcome = effect.outcome
             elif isinstance(effect, (SendReport, Decide, RoundDone)):
                 self._due.append(effect)
-        self._changed.notify_all()
+        self.changed.notify_all()
 
     def _hang_up(self, visit: Visit | None) -> None:
         if visit is not None:
             visit.hung_up = True
-            self._changed.notify_all()
+            self.changed.notify_all()

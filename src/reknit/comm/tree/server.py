@@ -71,7 +71,7 @@ class Server:
         }
         self._children = frozenset(topology.children(hello.rank))
         self._ended = threading.Condition()
-        self._num_open = 0
+        self.num_open = 0
         self._staying: set[int] = set()
         # For each child a round, a watch and a stay may wait here; the others return at once.
         self._executor = DaemonExecutor(3 * len(self._children) + 4, ready=1, on_shortage=self._fall_short)
@@ -102,7 +102,7 @@ class Server:
         refuses, and a script may well end between its last round and the reply to the ranks below.
         """
         with self._ended:
-            self._ended.wait_for(lambda: self._num_open == 0, round_errors.GRACE_S)
+            self._ended.wait_for(lambda: self.num_open == 0, round_errors.GRACE_S)
         self._server.stop(None)
         self._executor.shutdown()
         self._remove_socket()
@@ -122,11 +122,11 @@ class Server:
         def end() -> None:
             ended()
             with self._ended:
-                self._num_open -= 1
+                self.num_open -= 1
                 self._ended.notify_all()
 
         with self._ended:
-            self._num_open += 1
+            self.num_open += 1
         if not context.add_callback(end):
             end()
 

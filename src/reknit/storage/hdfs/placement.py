@@ -49,13 +49,14 @@ class BlockPlacement:
 
         A DataNode that falls silent fails the file, and is avoided by the next.
         """
-        self._fill(path, self._client.begin(path), pieces, new=True)
+        self.fill(path, self._client.begin(path), pieces, new=True)
 
     def append(self, path: str, data: bytes, *, new: bool) -> None:
         """Write bytes at the end of a file, which is `new` as long as it is empty, and close it."""
-        self._fill(path, self._client.reopen(path), [data], new=new)
+        self.fill(path, self._client.reopen(path), [data], new=new)
 
-    def _fill(self, path: str, writer: RawFileWriter, pieces: Sequence[bytes], *, new: bool) -> None:
+    def fill(self, path: str, writer: RawFileWriter, pieces: Sequence[bytes], *, new: bool) -> None:
+        """Write the bytes of a file that was begun, and close it."""
         if pieces and new:  # a block that is given and not filled would keep the file from being closed
             self._place(path)
         try:
@@ -63,7 +64,7 @@ class BlockPlacement:
                 self._client.feed(path, writer, piece)
             self._client.end(path, writer, empty=not pieces)
         except StorageUnavailableError:
-            self._find_silent(path)
+            self.find_silent(path)
             raise
 
     def _place(self, path: str) -> None:
@@ -77,17 +78,18 @@ class BlockPlacement:
         except StorageError as error:  # no others are left, say: then those will have to do
             logger.debug("writing %s: its block may go to DataNodes that were silent: %s", url, error)
 
-    def _find_silent(self, path: str) -> None:
+    def find_silent(self, path: str) -> None:
         """Avoid those DataNodes of a file that do not answer: whatever failed, it was for them, likely."""
         url = self._client.url(path)
         try:
             nodes = [] if self._requests is None else self._requests.nodes_of(path, url)
-            there = together(2 * _PATIENCE_S, [partial(_answers, node) for node in nodes], len(nodes))
+            there = together(2 * _PATIENCE_S, [partial(answers, node) for node in nodes], len(nodes))
         except (StorageError, OverdueError):  # it is the NameNode that is silent, likely
             return
-        self._avoid([node for node, answers in zip(nodes, there, strict=True) if not answers], url)
+        self.avoid([node for node, answers in zip(nodes, there, strict=True) if not answers], url)
 
-    def _avoid(self, silent: Sequence[DataNode], url: str) -> None:
+    def avoid(self, silent: Sequence[DataNode], url: str) -> None:
+        """Give new files to other DataNodes than these for a while."""
         known = set(self.avoided)
         with self._lock:
             for node in silent:
@@ -102,7 +104,7 @@ class BlockPlacement:
             )
 
 
-def _answers(node: DataNode) -> bool:
+def answers(node: DataNode) -> bool:
     """Tell whether a DataNode is there: it hangs up when something comes that it does not know."""
     deadline = Deadline(_PATIENCE_S)
     try:

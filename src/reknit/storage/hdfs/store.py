@@ -51,17 +51,17 @@ class HdfsStorage:
     """
 
     def __init__(self, place: HdfsPath) -> None:
-        self._place = place
-        self._client = HdfsClient(place)
-        self._requests = requests_of(self._client.cluster, place.options)
-        self._placing = BlockPlacement(self._client, self._requests)
+        self.place = place
+        self.client = HdfsClient(place)
+        self.requests = requests_of(self.client.cluster, place.options)
+        self.placement = BlockPlacement(self.client, self.requests)
         self._names = HdfsNames()
-        self._readers = BlockReaders(self._client)
+        self._readers = BlockReaders(self.client)
 
     @property
     def url(self) -> str:
         """The cluster and the folder."""
-        return self._place.url
+        return self.place.url
 
     @property
     def reading(self) -> Reading:
@@ -74,15 +74,15 @@ class HdfsStorage:
             raise UsageError(f"a file of {nbytes} bytes cannot be")
         full = self._full(path)
         writer = HdfsWriter(
-            self._client, self._requests, self._placing, self._names, full, nbytes, self._prune
+            self.client, self.requests, self.placement, self._names, full, nbytes, self._prune
         )
         if not self._names.take(full, writer):
-            raise existing(self._client.url(full))
+            raise existing(self.client.url(full))
         self._readers.drop(full)
         try:
             self._look_up(full.rpartition("/")[0])
             if self._names.taken(full) and self._find(full) is not None:
-                raise existing(self._client.url(full))
+                raise existing(self.client.url(full))
         except BaseException:
             self._names.free(full, writer)
             raise
@@ -95,8 +95,8 @@ class HdfsStorage:
             return False
         temporary = f"{full.rpartition('/')[0]}/.{uuid.uuid4().hex}.tmp"
         try:
-            self._placing.write(temporary, [bytes(data)] if data else [])
-            self._client.rename(temporary, full, overwrite=not if_absent)
+            self.placement.write(temporary, [bytes(data)] if data else [])
+            self.client.rename(temporary, full, overwrite=not if_absent)
         except ExistingError:
             self._discard(temporary)
             return False
@@ -117,11 +117,11 @@ class HdfsStorage:
             return False
         try:
             self._fill(marker, bytes(data))
-            self._client.rename(marker, full, overwrite=not if_absent)
+            self.client.rename(marker, full, overwrite=not if_absent)
         except ExistingError:
             return False
         except StorageNotFoundError as error:
-            raise missing(self._client.url(marker)) from error
+            raise missing(self.client.url(marker)) from error
         self._names.drop(marker)
         self._taken(full)
         return True
@@ -133,9 +133,9 @@ class HdfsStorage:
     def size(self, path: str) -> int:
         """Return the size of a file in bytes."""
         full = self._full(path)
-        found = self._client.stat(full)
+        found = self.client.stat(full)
         if found.isdir:
-            raise missing(self._client.url(full))
+            raise missing(self.client.url(full))
         return found.length
 
     def read_into(self, path: str, start: int, buffers: list[memoryview]) -> None:
@@ -157,12 +157,12 @@ class HdfsStorage:
 
     def folders(self) -> list[str]:
         """Return the names of the folders directly below the root, sorted."""
-        found = self._entries(self._place.folder)
+        found = self._entries(self.place.folder)
         return sorted(decoded(entry.path.rpartition("/")[2]) for entry in found if entry.isdir)
 
     def list(self, prefix: str = "") -> Iterator[Listed]:
         """Yield the files below a folder, one folder after another; sub-files are none."""
-        folder = self._full(prefix) if prefix else self._place.folder
+        folder = self._full(prefix) if prefix else self.place.folder
         return (Listed(found.path, found.nbytes) for found in self._walk(folder) if found.kind == "file")
 
     def delete(self, path: str) -> None:
@@ -170,7 +170,7 @@ class HdfsStorage:
         full = self._full(path)
         self._names.free(full)
         try:
-            found = self._client.delete(full)
+            found = self.client.delete(full)
         except StorageNotFoundError:
             found = False
         finally:
@@ -182,7 +182,7 @@ class HdfsStorage:
     def sub(self, path: str) -> HdfsStorage:
         """Return the store rooted at a folder; it shares the client with this one."""
         below = copy(self)
-        below._place = replace(self._place, folder=self._full(path))
+        below.place = replace(self.place, folder=self._full(path))
         return below
 
     @property
@@ -192,20 +192,20 @@ class HdfsStorage:
 
     def dated(self) -> Iterator[Dated]:
         """Yield the files below the root, also sub-files; of what is being written, when it was begun."""
-        return self._walk(self._place.folder)
+        return self._walk(self.place.folder)
 
     def discard(self, found: Dated) -> None:
         """Remove a sub-file, and the folders that become empty by it, but never the root."""
-        full = f"{self._place.folder}/{encoded(found.path)}"
+        full = f"{self.place.folder}/{encoded(found.path)}"
         with suppress(StorageNotFoundError):
-            self._client.delete(full)
+            self.client.delete(full)
         self._prune(full.rpartition("/")[0])
 
     def close(self) -> None:
         """Drop connections and what is remembered of files; the store stays usable."""
         self._readers.drop()
-        if self._requests is not None:
-            self._requests.close()
+        if self.requests is not None:
+            self.requests.close()
 
     def set_storage_policy(self, folder: str, policy: str) -> None:
         """Say on what disks new files of a folder belong, such as ``"COLD"``; a mover takes the old there.
@@ -213,17 +213,17 @@ class HdfsStorage:
         Raises `StorageError` where the cluster cannot be asked, see ``concat`` in the options of the URL.
         """
         full = self._full(folder)
-        if self._requests is None:
+        if self.requests is None:
             raise StorageError(
-                f"nobody can be asked to give a policy to {self._client.url(full)}",
+                f"nobody can be asked to give a policy to {self.client.url(full)}",
                 remedy="give the address of WebHDFS, as ?webhdfs=http://namenode:9870 in the URL",
-                path=self._client.url(full),
+                path=self.client.url(full),
             )
-        self._requests.set_policy(full, policy, self._client.url(full))
+        self.requests.set_policy(full, policy, self.client.url(full))
 
     def _full(self, path: str) -> str:
         """Return the absolute path of a file in HDFS."""
-        return f"{self._place.folder}/{encoded(check_path(path, self.url))}"
+        return f"{self.place.folder}/{encoded(check_path(path, self.url))}"
 
     def _taken(self, full: str) -> None:
         """Note that a file has just been put."""
@@ -233,7 +233,7 @@ class HdfsStorage:
 
     def _find(self, full: str) -> FileStatus | None:
         try:
-            return self._client.stat(full)
+            return self.client.stat(full)
         except StorageNotFoundError:
             return None
 
@@ -242,7 +242,7 @@ class HdfsStorage:
         if self._names.knows(folder):
             return
         if folder:
-            self._client.make_folder(folder)
+            self.client.make_folder(folder)
         names = set()
         for entry in self._entries(folder):
             name = entry.path.rpartition("/")[2]
@@ -254,8 +254,8 @@ class HdfsStorage:
 
     def _fill(self, marker: str, data: bytes) -> None:
         """Write a commit's content into its marker, or what is missing of it after an attempt that failed."""
-        url = self._client.url(marker)
-        there = self._client.stat(marker).length
+        url = self.client.url(marker)
+        there = self.client.stat(marker).length
         if there and self._readers.whole(marker, len(data)) != data[:there]:
             raise StorageError(
                 f"{url} holds other content than is to be committed",
@@ -265,9 +265,9 @@ class HdfsStorage:
         if there == len(data):
             return
         try:
-            self._placing.append(marker, data[there:], new=not there)
+            self.placement.append(marker, data[there:], new=not there)
         except ExistingError as error:
-            self._client.recover(marker)
+            self.client.recover(marker)
             raise StorageUnavailableError(
                 f"{url} is still held open by an attempt that failed",
                 remedy="the NameNode closes it within seconds: try again",
@@ -277,13 +277,13 @@ class HdfsStorage:
     def _discard(self, full: str) -> None:
         """Remove a temporary file; one that stays is never seen, and swept up later."""
         with suppress(StorageError):
-            self._client.delete(full)
+            self.client.delete(full)
 
     def _prune(self, folder: str) -> None:
         """Remove a folder and those above it as far as they are empty, but never the root."""
-        while folder.startswith(f"{self._place.folder}/"):
+        while folder.startswith(f"{self.place.folder}/"):
             try:
-                self._client.delete(folder)
+                self.client.delete(folder)
             except StorageError:  # it is not empty, or it is nothing that this user may remove
                 return
             self._names.drop(folder)
@@ -291,13 +291,13 @@ class HdfsStorage:
 
     def _entries(self, folder: str) -> Sequence[FileStatus]:
         try:
-            return self._client.entries(folder or "/")
+            return self.client.entries(folder or "/")
         except StorageNotFoundError:
             return []
 
     def _walk(self, folder: str) -> Iterator[Dated]:
         for entry in self._entries(folder):
-            path = decoded(entry.path[len(self._place.folder) + 1 :])
+            path = decoded(entry.path[len(self.place.folder) + 1 :])
             if not entry.path.startswith(f"{folder}/"):
                 continue  # a file in the place of the folder
             if entry.isdir:

@@ -45,7 +45,7 @@ class Conditions:
         self, client: Client, url: str, prefix: str, fallback: Fallback, *, settle_s: float = 1.0
     ) -> None:
         self._client, self._url, self._prefix = client, url, prefix
-        self._fallback, self._settle_s = fallback, settle_s
+        self._fallback, self.settle_s = fallback, settle_s
         self._checking = threading.Lock()
         self._kept: bool | None = None
         self.unknown = False
@@ -211,7 +211,7 @@ class Conditions:
             if self._holder(lock, url) is None:
                 with translated("lock", url):
                     obstore.put(self._client, lock, f"{mine} {now()}".encode())
-                time.sleep(self._settle_s)
+                time.sleep(self.settle_s)
                 if self._holder(lock, url) == mine:
                     break
             if deadline.remaining() <= 0:
@@ -220,7 +220,7 @@ class Conditions:
                     remedy="let only one save at a time go to a path",
                     path=url,
                 )
-            time.sleep(random.uniform(0.2, 1.0) * self._settle_s)
+            time.sleep(random.uniform(0.2, 1.0) * self.settle_s)
         try:
             yield
         finally:

@@ -77,13 +77,13 @@ class Uploads:
 
     def __init__(self, place: Bucket, options: ObjectOptions) -> None:
         self._place = place
-        self._client = _connect(place, options)
+        self.client = _connect(place, options)
 
     def under_way(self) -> Iterator[Dated]:
         """Yield all of them below the prefix, with the bytes that are up, and when the last of these came."""
         query = {"Bucket": self._place.bucket, "Prefix": self._place.prefix}
         with self._answering("list uploads in", self._place.url):
-            for page in self._client.get_paginator("list_multipart_uploads").paginate(**query):
+            for page in self.client.get_paginator("list_multipart_uploads").paginate(**query):
                 for found in page.get("Uploads", ()):
                     if found["Key"].startswith(self._place.prefix):
                         yield from self._measured(found)
@@ -93,10 +93,10 @@ class Uploads:
         key = self._place.prefix + found.path
         with self._answering("abort the upload of", f"s3://{self._place.bucket}/{key}"):
             try:
-                self._client.abort_multipart_upload(
+                self.client.abort_multipart_upload(
                     Bucket=self._place.bucket, Key=key, UploadId=found.upload_id
                 )
-            except self._client.exceptions.ClientError as error:
+            except self.client.exceptions.ClientError as error:
                 if not _is_gone(error):
                     raise
 
@@ -104,11 +104,11 @@ class Uploads:
         key, nbytes, modified = found["Key"], 0, found["Initiated"].timestamp()
         query = {"Bucket": self._place.bucket, "Key": key, "UploadId": found["UploadId"]}
         try:
-            for page in self._client.get_paginator("list_parts").paginate(**query):
+            for page in self.client.get_paginator("list_parts").paginate(**query):
                 for part in page.get("Parts", ()):
                     nbytes += part["Size"]
                     modified = max(modified, part["LastModified"].timestamp())
-        except self._client.exceptions.ClientError as error:
+        except self.client.exceptions.ClientError as error:
             if not _is_gone(error):
                 raise
             return  # it was finished, or aborted, after it was listed

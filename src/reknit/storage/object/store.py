@@ -66,31 +66,31 @@ class ObjectStorage:
     """
 
     def __init__(self, place: Bucket, options: ObjectOptions | None = None) -> None:
-        self._place, self._options = place, options or ObjectOptions()
-        client = connect(place, self._options)
-        self._uploading = connect(place, self._options, uploading=True)
-        conditions = Conditions(client, self.url, place.prefix, self._options.conditional)
-        self._bucket = _Bucket(conditions)
+        self.place, self.options = place, options or ObjectOptions()
+        client = connect(place, self.options)
+        self._uploading = connect(place, self.options, uploading=True)
+        conditions = Conditions(client, self.url, place.prefix, self.options.conditional)
+        self.bucket = _Bucket(conditions)
         self._client = client
         self._folders: set[str] = set()
 
     @property
     def url(self) -> str:
         """The scheme, the bucket and the prefix."""
-        return self._place.url
+        return self.place.url
 
     @property
     def reading(self) -> Reading:
         """A request costs as much as a megabyte: larger holes are read over than on a disk."""
-        return Reading(gap_nbytes=_GAP_NBYTES, waste=0.5, piece_nbytes=self._options.part_nbytes)
+        return Reading(gap_nbytes=_GAP_NBYTES, waste=0.5, piece_nbytes=self.options.part_nbytes)
 
     def create(self, path: str, nbytes: int) -> ObjectWriter:
         """Start a new file; no other thread of this process gets its name meanwhile."""
         if nbytes < 0:
             raise UsageError(f"a file of {nbytes} bytes cannot be")
         key, url = self._full(path)
-        names, conditions = self._bucket.names, self._bucket.conditions
-        writer = ObjectWriter(self._uploading, key, url, nbytes, self._options, names, conditions)
+        names, conditions = self.bucket.names, self.bucket.conditions
+        writer = ObjectWriter(self._uploading, key, url, nbytes, self.options, names, conditions)
         if not names.take(key, writer):
             raise existing(url)
         try:
@@ -109,10 +109,10 @@ class ObjectStorage:
         data = bytes(data)
         if if_absent:
             with self._lock(key):  # servers keep those waiting for seconds who come at the same moment
-                return key not in self._bucket.names and self._bucket.conditions.put(key, url, data, None)
+                return key not in self.bucket.names and self.bucket.conditions.put(key, url, data, None)
         with translated("write", url):
             obstore.put(self._client, key, data, use_multipart=False)
-        self._bucket.names.free(key)
+        self.bucket.names.free(key)
         return True
 
     def commit(self, path: str, data: bytes, *, pending: str, if_absent: bool) -> bool:
@@ -124,15 +124,15 @@ class ObjectStorage:
         """
         (key, url), (marker, marker_url) = self._full(path), self._full(pending)
         self._check_place(path)
-        with self._lock(marker), self._bucket.committing:
+        with self._lock(marker), self.bucket.committing:
             while True:
                 seen = look(self._client, key, url)
                 if look(self._client, marker, marker_url) is None:
                     raise missing(marker_url)
                 if if_absent and seen is not None:
                     return False
-                if self._bucket.conditions.put(key, url, bytes(data), seen):
-                    self._bucket.names.free(key)
+                if self.bucket.conditions.put(key, url, bytes(data), seen):
+                    self.bucket.names.free(key)
                     self._delete(marker, marker_url)
                     return True
                 # Somebody else has committed since: begin again, with the look for the marker, which he may
@@ -172,7 +172,7 @@ class ObjectStorage:
         if start == end:
             self._size(key, url)
             return
-        part = self._options.part_nbytes
+        part = self.options.part_nbytes
         for first in range(start, end, part * _AT_ONCE):
             last = min(first + part * _AT_ONCE, end)
             for data in self._ranges(key, url, first, last, part):
@@ -187,7 +187,7 @@ class ObjectStorage:
         key, url = self._full(path)
         first, last = int(starts[0]), int(starts[-1]) + nbytes
         self._check_reaches(key, url, first, last)
-        at_once = max(1, self._options.part_nbytes * _AT_ONCE // (nbytes + _GAP_NBYTES))
+        at_once = max(1, self.options.part_nbytes * _AT_ONCE // (nbytes + _GAP_NBYTES))
         for k in range(0, len(starts), at_once):
             some = starts[k : k + at_once].tolist()
             with translated("read", url):
@@ -202,13 +202,13 @@ class ObjectStorage:
     def folders(self) -> list[str]:
         """Return the names of the folders directly below the root, sorted."""
         with translated("list", self.url):
-            found = obstore.list_with_delimiter(self._client, self._place.prefix.rstrip("/") or None)
+            found = obstore.list_with_delimiter(self._client, self.place.prefix.rstrip("/") or None)
         return sorted(prefix.rstrip("/").rpartition("/")[2] for prefix in found["common_prefixes"])
 
     def list(self, prefix: str = "") -> Iterator[Listed]:
         """Yield the objects that are below a folder, as the bucket lists them while it is asked."""
-        folder, url = self._full(prefix) if prefix else (self._place.prefix.rstrip("/"), self.url)
-        found = incomplete_uploads.objects(self._client, self._place, folder, url)
+        folder, url = self._full(prefix) if prefix else (self.place.prefix.rstrip("/"), self.url)
+        found = incomplete_uploads.objects(self._client, self.place, folder, url)
         return (Listed(one.path, one.nbytes) for one in found if one.kind == "file")
 
     def delete(self, path: str) -> None:
@@ -217,39 +217,39 @@ class ObjectStorage:
         with self._lock(key):
             if self._is_folder(key, url):
                 raise StorageError(f"cannot delete {url}: it is a folder", path=url)
-            self._bucket.names.free(key)
+            self.bucket.names.free(key)
             self._delete(key, url)
 
     def sub(self, path: str) -> ObjectStorage:
         """Return the store rooted at a folder; it shares the client with this one."""
         below = copy(self)
-        below._place = replace(self._place, prefix=f"{self._full(path)[0]}/")
+        below.place = replace(self.place, prefix=f"{self._full(path)[0]}/")
         below._folders = set()
         return below
 
     @property
     def unseen(self) -> str | None:
         """What the store does not list of uploads that nobody finished."""
-        return incomplete_uploads.unseen(self._place)
+        return incomplete_uploads.unseen(self.place)
 
     def dated(self) -> Iterator[Dated]:
         """Yield all objects, also temporary ones, and on S3 uploads that are neither finished nor aborted."""
-        return incomplete_uploads.dated(self._client, self._place, self._options)
+        return incomplete_uploads.dated(self._client, self.place, self.options)
 
     def discard(self, found: Dated) -> None:
         """Remove a temporary object, or abort an upload."""
-        incomplete_uploads.discard(self._client, self._place, self._options, found)
+        incomplete_uploads.discard(self._client, self.place, self.options, found)
 
     def close(self) -> None:
         """Do nothing: the client ends with the last store that uses it."""
 
     def _full(self, path: str) -> tuple[str, str]:
         """Return the name of an object in the bucket, and its URL."""
-        key = self._place.prefix + check_path(path, self.url)
-        return key, f"{self._place.scheme}://{self._place.bucket}/{key}"
+        key = self.place.prefix + check_path(path, self.url)
+        return key, f"{self.place.scheme}://{self.place.bucket}/{key}"
 
     def _lock(self, key: str) -> threading.RLock:
-        return self._bucket.locks[hash(key) % _NUM_LOCKS]
+        return self.bucket.locks[hash(key) % _NUM_LOCKS]
 
     def _size(self, key: str, url: str) -> int:
         with translated("find", url):
