@@ -39,6 +39,29 @@ def test_an_idle_thread_takes_the_next_job() -> None:
     crew.shutdown()
 
 
+def test_no_job_waits_for_a_busy_thread_while_another_may_be_started() -> None:
+    """A job that is counted on a thread which has just taken another would wait for that one's end."""
+    interval = sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)
+    try:
+        for _ in range(100):
+            crew, go_on, begun = Crew(6), threading.Event(), threading.Semaphore(0)
+
+            def wait(go_on: threading.Event = go_on, begun: threading.Semaphore = begun) -> None:
+                begun.release()
+                go_on.wait(30)
+
+            for _ in range(5):
+                crew.submit(int).result(30)
+            for _ in range(4):
+                crew.submit(wait)
+            assert all(begun.acquire(timeout=10) for _ in range(4))
+            go_on.set()
+            crew.shutdown()
+    finally:
+        sys.setswitchinterval(interval)
+
+
 def test_no_thread_is_left_after_shutdown() -> None:
     before = threading.active_count()
     crew = Crew(4)

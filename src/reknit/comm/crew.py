@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import logging
-import queue
 import threading
+from collections import deque
 from concurrent.futures import Executor, Future
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -29,11 +29,14 @@ class Crew(Executor):
     def __init__(self, most: int, *, ready: int = 0) -> None:
         """Make an executor of up to `most` threads, `ready` of which are there from the beginning."""
         self._most = most
-        self._jobs: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
-        self._idle = threading.Semaphore(0)
-        self._lock = threading.Lock()
+        self._changed = threading.Condition()  # guards all below
+        self._jobs: deque[Callable[[], None]] = deque()
         self._threads: list[threading.Thread] = []
-        self._start(ready)
+        self._num_idle = 0
+        """Threads that are about to take a job, or wait for one: each of them takes one."""
+        self._closed = False
+        with self._changed:
+            self._start(ready)
 
     def submit(self, fn: Callable[..., _Result], /, *args: Any, **kwargs: Any) -> Future[_Result]:
         """Run ``fn(*args, **kwargs)`` in a thread of the crew.
@@ -50,15 +53,15 @@ class Crew(Executor):
             except BaseException as error:  # it belongs to whoever waits for the future
                 future.set_exception(error)
 
-        self._jobs.put(job)
-        with self._lock:
-            if not self._idle.acquire(blocking=False):
-                self._start(min(self._jobs.qsize(), self._most - len(self._threads)))
+        with self._changed:
+            self._jobs.append(job)
+            self._start(len(self._jobs) - self._num_idle)
+            self._changed.notify()
         return future
 
     def _start(self, number: int) -> None:
         """Start threads, as far as there may be more; those that cannot be started are tried again later."""
-        for _ in range(number):
+        for _ in range(min(number, self._most - len(self._threads))):
             thread = threading.Thread(target=self._work, name="reknit-comm", daemon=True)
             try:
                 thread.start()
@@ -66,24 +69,26 @@ class Crew(Executor):
                 _log.warning("calls of other ranks wait for a free thread: %s", error)
                 return
             self._threads.append(thread)
+            self._num_idle += 1
 
     def shutdown(self, wait: bool = True, *, cancel_futures: bool = False, timeout_s: float = 5.0) -> None:
-        """Let every thread end after its job, and wait up to `timeout_s` for all of them."""
-        with self._lock:
+        """Let every thread end when no job is left, and wait up to `timeout_s` for all of them."""
+        with self._changed:
+            self._closed = True
             threads = list(self._threads)
-        for _ in threads:
-            self._jobs.put(None)
+            self._changed.notify_all()
         deadline = Deadline(timeout_s if wait else 0.0)
         for thread in threads:
             thread.join(deadline.remaining())
 
     def _work(self) -> None:
         while True:
-            try:
-                job = self._jobs.get_nowait()
-            except queue.Empty:
-                self._idle.release()
-                job = self._jobs.get()
-            if job is None:
-                return
+            with self._changed:
+                self._changed.wait_for(lambda: self._jobs or self._closed)
+                self._num_idle -= 1
+                if not self._jobs:
+                    return
+                job = self._jobs.popleft()
             job()
+            with self._changed:
+                self._num_idle += 1
