@@ -225,7 +225,7 @@ def test_a_kill_during_staging_leaves_nothing(run: _Scripts) -> None:
 
 def test_a_script_may_go_on_after_an_interrupt_during_staging(run: _Scripts) -> None:
     script = run(
-        "real = __import__('reknit.engine.saving.write').engine.write.Image.fill\n"
+        "real = __import__('reknit.engine.saving.write').engine.saving.write.Image.fill\n"
         + SLOW_STAGING.replace("while True:", "for _ in range(20):")
         + "try:\n    save(2)\nexcept KeyboardInterrupt:\n    say('interrupted')\n"
         "Image.fill = real\nsave(3).result(50)"
