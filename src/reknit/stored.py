@@ -18,7 +18,8 @@ from reknit.calls import sinks
 from reknit.engine.loading.browse import Checkpoint
 from reknit.engine.stored.newest import newest
 from reknit.engine.stored.pending import fence_off, wait_for_saves
-from reknit.engine.stored.promote import Promotion, promote_alone
+from reknit.engine.stored.promote import promote_alone
+from reknit.engine.stored.promotion_job import Promotion
 from reknit.engine.stored.verify import verify as verify_story
 from reknit.errors import UsageError, typed_shortage
 from reknit.frameworks import arrays

@@ -17,7 +17,8 @@ from reknit.engine.saving.commit import Destination
 from reknit.engine.saving.job import SaveJob
 from reknit.engine.saving.save import save
 from reknit.engine.saving.write import Written, write_bytes
-from reknit.engine.stored.promote import Promotion, decline, promote, promote_alone
+from reknit.engine.stored.promote import decline, promote, promote_alone
+from reknit.engine.stored.promotion_job import Promotion
 from reknit.engine.stored.verify import verify
 from reknit.errors import (
     CheckpointExistsError,

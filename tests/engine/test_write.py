@@ -9,9 +9,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from reknit.engine.memory.elements import bits
+from reknit.engine.memory.file_image import Image
 from reknit.engine.saving.tuning import PIECES, Settings, Tuner
 from reknit.engine.saving.write import (
-    Image,
     Outgoing,
     Written,
     discard,

@@ -188,7 +188,7 @@ def test_an_interrupt_after_staging_ends_the_script_and_the_save_is_committed(ru
 # What is copied says that it is, and takes its time.
 SLOW_STAGING = """
 import reknit.engine.background.snapshot as snapshot
-from reknit.engine.saving.write import Image
+from reknit.engine.memory.file_image import Image
 
 def fill(self, start, out, copy=None, fill=Image.fill):
     say("staging")
@@ -225,7 +225,7 @@ def test_a_kill_during_staging_leaves_nothing(run: _Scripts) -> None:
 
 def test_a_script_may_go_on_after_an_interrupt_during_staging(run: _Scripts) -> None:
     script = run(
-        "real = __import__('reknit.engine.saving.write').engine.saving.write.Image.fill\n"
+        "real = __import__('reknit.engine.memory.file_image').engine.memory.file_image.Image.fill\n"
         + SLOW_STAGING.replace("while True:", "for _ in range(20):")
         + "try:\n    save(2)\nexcept KeyboardInterrupt:\n    say('interrupted')\n"
         "Image.fill = real\nsave(3).result(50)"

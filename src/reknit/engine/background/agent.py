@@ -8,8 +8,6 @@ For a store that only the trainer's process has the same code runs in threads of
 
 from __future__ import annotations
 
-import importlib
-import json
 import logging
 import math
 import os
@@ -19,34 +17,27 @@ import socket
 import sys
 import threading
 from contextlib import suppress
-from typing import TYPE_CHECKING, Any, NoReturn, cast
+from typing import TYPE_CHECKING, Any, cast
 
 from reknit.comm.base import Group, SoloGroup
 from reknit.comm.topology import Topology
 from reknit.engine.background import messages as say
+from reknit.engine.background.agent_job import agent_job, open_store
 from reknit.engine.background.agent_save import AgentSave
 from reknit.engine.background.side_group import side_group
 from reknit.engine.background.warm_up import WarmUp
 from reknit.engine.memory.workers import begin as begin_thread
-from reknit.engine.saving.commit import Destination
 from reknit.engine.saving.coordinator import Coordinator
-from reknit.engine.saving.job import SaveJob
 from reknit.engine.saving.tuning import Tuner
 from reknit.engine.stored.running_agents import Note
 from reknit.environment import quiet_grpc, take_store_variables
 from reknit.errors import AgentError, GroupClosedError, ReknitError, from_wire, shortage, typed
-from reknit.monitor.phase import Recorder
-from reknit.monitor.sinks.jsonl import JsonLinesSink
 from reknit.options import CommOptions, SaveOptions
 from reknit.processes.channel import Channel, Message
 from reknit.processes.shared_memory import SharedMemory, map_file
-from reknit.storage.registry import open_storage, register
 
 if TYPE_CHECKING:
     from collections.abc import Callable
-
-    from reknit.monitor.phase import Sink
-    from reknit.storage.base import Storage
 
     _Jobs = queue.SimpleQueue[Callable[[], None] | None]
 
@@ -242,7 +233,7 @@ class Agent:
         save = (WarmUp if begin.warm_up else AgentSave)(begin.number, self._channel)
         options = SaveOptions(**begin.options)
         try:
-            job = self._job(begin, options)
+            job = agent_job(begin, options, self._group)
         except ReknitError as error:
             save.fail(error)
         except Exception as error:  # whoever made the store decides what it raises
@@ -261,19 +252,6 @@ class Agent:
         if key not in self._tuners:
             self._tuners[key] = Tuner(threads=options.threads, piece_nbytes=options.piece_nbytes)
         self._take_up(save, self._tuners[key], options.timeout_s)
-
-    def _job(self, begin: say.Begin, options: SaveOptions) -> SaveJob:
-        """Return a save as this process carries it out."""
-        storage = _open(begin.url, begin.factory, options)
-        recorder = Recorder("save", self._rank, begin.step, storage.url, _sinks(options))
-        to = Destination(
-            storage,
-            begin.step,
-            begin.overwrite,
-            options.allow_pickle,
-            **json.loads(begin.extra),
-        )
-        return SaveJob(_staged_by_trainer, self._group, to.of(self._group), options, recorder)
 
     def _take_up(self, save: AgentSave, tuner: Tuner, timeout_s: float) -> None:
         """Let the workers carry out a save, after those before it."""
@@ -297,7 +275,7 @@ class Agent:
                 self._to_promote.put(lambda: promote(promoters))
 
         def promote(promoters: Group) -> None:
-            save.promote(promoters, _open)
+            save.promote(promoters, open_store)
             self._over(save)
 
         before = earlier[-1] if earlier else None
@@ -350,23 +328,6 @@ class Agent:
             save = AgentSave(abandon.number, self._channel)
             save.fail(error)
             self._take_up(save, Tuner(), abandon.timeout_s)
-
-
-def _open(url: str, factory: str | None, options: SaveOptions) -> Storage:
-    """Open a store; `factory` makes those of its scheme, where only the trainer's program registered that."""
-    if factory is not None:
-        module, _, name = factory.partition(":")
-        register(url.partition(":")[0], getattr(importlib.import_module(module), name))
-    return open_storage(url, durability=options.durability)
-
-
-def _staged_by_trainer() -> NoReturn:
-    """Stand for what a trainer collects: its agent gets the copies."""
-    raise AssertionError("an agent collects nothing")
-
-
-def _sinks(options: SaveOptions) -> tuple[Sink, ...]:
-    return () if options.events is None else (JsonLinesSink(options.events),)
 
 
 def _work(jobs: _Jobs) -> None:

@@ -14,13 +14,15 @@ from reknit.engine.background import messages as say
 from reknit.engine.memory.workers import start
 from reknit.engine.stored.running_agents import MODULE
 from reknit.environment import agent_environment, store_variables
-from reknit.errors import AgentError, DeadlineError, ReknitError, ShortageError, from_wire, shortage
+from reknit.errors import AgentError, DeadlineError, ReknitError, ShortageError, from_wire, shortage, typed
 from reknit.monitor.phase import Deadline
 from reknit.processes.channel import Channel, Message
 from reknit.system import output_of_child, socket_pair
 
 if TYPE_CHECKING:
     from collections.abc import Callable
+
+    from reknit.processes.channel import ReceivedMessage
 
 _REAP_S = 10.0
 
@@ -155,7 +157,7 @@ class AgentLink:
 
     def _listen(self) -> None:
         """Hear the agent until it is gone."""
-        while (received := self._channel.receive()) is not None:
+        while (received := self._receive()) is not None:
             message = received.message
             if isinstance(message, (say.Listening, say.Joined)):
                 with self._answered:
@@ -180,6 +182,14 @@ class AgentLink:
         with self._answered:
             self._gone = error
             self._answered.notify_all()
+
+    def _receive(self) -> ReceivedMessage | None:
+        """Return the next message; None when the agent is gone, or a message came without its descriptor."""
+        try:
+            return self._channel.receive()
+        except OSError as error:
+            self._fell = self._fell or typed(error)
+            return None
 
     def _error_of_end(self, how: str) -> ReknitError:
         """Return the error of an agent that has ended, with the reason that it gave."""

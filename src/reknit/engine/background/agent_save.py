@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 from reknit.engine import messages
 from reknit.engine.background import messages as say
-from reknit.engine.memory.arena import SPAN_NBYTES, lay_out
+from reknit.engine.background.arena_image import ArenaImage
 from reknit.engine.saving.claims import blob_files, claims
 from reknit.engine.saving.copies import EQUAL, split
 from reknit.engine.saving.receipt import write_blobs
@@ -59,7 +59,7 @@ class AgentSave:
         self._channel = channel
         self._changed = threading.Condition()
         self._begun: tuple[say.Begin, SaveJob] | None = None
-        self._image: _Image | None = None
+        self._image: ArenaImage | None = None
         self._written: list[Written] | None = None
         self._may_write = False
         self._over = threading.Event()
@@ -101,7 +101,7 @@ class AgentSave:
     def plan(self, planned: say.Planned, arena: SharedMemory) -> None:
         """Take the files of the save, and the arena that will hold them."""
         with self._changed:
-            self._image = _Image(planned, arena)
+            self._image = ArenaImage(planned, arena)
             self._changed.notify_all()
 
     def fill(self, span: int) -> None:
@@ -331,25 +331,3 @@ class AgentSave:
             self._channel.send(message)
             return True
         return False
-
-
-class _Image:
-    """The files of a save in an arena, and what of them is still to be filled, and to be written."""
-
-    def __init__(self, planned: say.Planned, arena: SharedMemory) -> None:
-        self.planned = planned
-        self._arena = arena
-        self._spans = lay_out([nbytes for _, _, nbytes in planned.files], planned.ring)
-        self._number = {(span.file, span.start): k for k, span in enumerate(self._spans)}
-        self.is_ring = any(span.after >= 0 for span in self._spans)
-        self.to_fill = set(range(len(self._spans)))
-        self.to_write = [span.nbytes for span in self._spans]
-
-    def span(self, file: int, start: int) -> int:
-        """Return the number of the span that holds byte `start` of a file."""
-        return self._number[file, start // SPAN_NBYTES * SPAN_NBYTES]
-
-    def view(self, span: int, start: int, nbytes: int) -> NDArray[np.uint8]:
-        """Return bytes of the arena that are those from `start` on of the span's file."""
-        low = self._spans[span].at + start - self._spans[span].start
-        return self._arena.bytes[low : low + nbytes]

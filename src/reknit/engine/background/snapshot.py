@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from reknit.engine.background.trainer_save import TrainerSave
     from reknit.engine.memory.arena import Arena, Span
     from reknit.engine.memory.arena_pool import Lease
-    from reknit.engine.saving.write import Image
+    from reknit.engine.memory.file_image import Image
     from reknit.options import SaveOptions
     from reknit.types.shard import Shard
 

@@ -27,9 +27,9 @@ if TYPE_CHECKING:
     from reknit.engine.background.agents import Agents
     from reknit.engine.background.trainer_save import TrainerSave
     from reknit.engine.memory.arena_pool import Arenas, Lease
+    from reknit.engine.memory.file_image import Image
     from reknit.engine.saving.claims import EncodedHoldings
     from reknit.engine.saving.job import SaveJob
-    from reknit.engine.saving.write import Image
     from reknit.types.shard import Blob, SharedFile
 
 _FOR_AGENT = (

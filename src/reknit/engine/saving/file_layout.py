@@ -8,7 +8,7 @@ import msgspec
 import xxhash
 
 from reknit.engine import messages
-from reknit.engine.saving.write import Image
+from reknit.engine.memory.file_image import Image
 from reknit.format import paths
 from reknit.format.data_file import HeaderEntry, encode_header, file_metadata
 from reknit.planner.save import plan_save

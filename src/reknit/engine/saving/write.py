@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import threading
-from bisect import bisect_right
 from collections import deque
 from contextlib import contextmanager, suppress
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Protocol
 
 import numpy as np
 
-from reknit.engine.memory.elements import stage
 from reknit.engine.memory.workers import run_jobs
 from reknit.engine.saving.tuning import PIECES, Tuner
 from reknit.errors import ReknitError
@@ -23,10 +21,10 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from reknit.engine.memory.arena import Arena
+    from reknit.engine.memory.file_image import Image
     from reknit.engine.saving.tuning import Settings
     from reknit.monitor.phase import Recorder
     from reknit.storage.base import Storage, Writer
-    from reknit.types.plan import WriteEntry
 
     Copy = Callable[[Any, int, int, NDArray[np.uint8]], None]
 
@@ -54,41 +52,6 @@ class Outgoing(NamedTuple):
 
     path: str
     nbytes: int
-
-
-class Image(NamedTuple):
-    """A data file as it will be: a header, then the entries' bytes from live memory.
-
-    `sources` are arrays of bits by shard number.
-    """
-
-    path: str
-    header: bytes
-    entries: tuple[WriteEntry, ...]
-    nbytes: int
-    sources: Sequence[Any]
-
-    def fill(self, start: int, out: NDArray[np.uint8], copy: Copy = stage) -> None:
-        """Fill `out` with the bytes of the file from `start` on; `copy` is like `stage`."""
-        stop = start + len(out)
-        if start < len(self.header):
-            part = self.header[start:stop]
-            out[: len(part)] = np.frombuffer(part, np.uint8)
-        base = len(self.header)
-        position = max(bisect_right(self.entries, start - base, key=lambda e: e.start) - 1, 0)
-        for entry in self.entries[position:]:
-            low, high = max(base + entry.start, start), min(base + entry.start + entry.nbytes, stop)
-            if base + entry.start >= stop:
-                break
-            if high > low:
-                itemsize = entry.nbytes // entry.numel
-                first = entry.first + (low - base - entry.start) // itemsize
-                copy(
-                    self.sources[entry.shard],
-                    first,
-                    (high - low) // itemsize,
-                    out[low - start : high - start],
-                )
 
 
 class Written(NamedTuple):

@@ -3,12 +3,9 @@
 from __future__ import annotations
 
 import logging
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, NoReturn
 
 from reknit.comm import base as comm
-from reknit.engine.memory.workers import run_jobs
-from reknit.engine.report import PromotionReport
 from reknit.engine.saving.commit import (
     claim,
     clear_out,
@@ -17,21 +14,16 @@ from reknit.engine.saving.commit import (
     put_manifest,
 )
 from reknit.engine.saving.marker import Marker, fenced_off, take_down
-from reknit.engine.saving.tuning import PIECES, Tuner
-from reknit.engine.saving.write import PIECE_NBYTES, Outgoing, discard, write_bytes, write_files
-from reknit.engine.stored.file_checks import check_blocks, check_size, read_checked
+from reknit.engine.saving.write import discard
+from reknit.engine.stored.copy_files import copy_files, size_of, unsound_files
 from reknit.engine.stored.opening import read_manifest
-from reknit.environment import num_threads
+from reknit.engine.stored.promotion_job import Promotion
 from reknit.errors import (
     CheckpointExistsError,
     CommError,
     CommitError,
-    CorruptError,
     FencedError,
-    FormatError,
     ReknitError,
-    StorageError,
-    StorageNotFoundError,
 )
 from reknit.format.checksum import BLOCK_NBYTES
 from reknit.format.manifest_file import decode_manifest
@@ -41,49 +33,17 @@ from reknit.types.manifest import FileEntry
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-    import numpy as np
-    from numpy.typing import NDArray
-
-    from reknit.engine.memory.arena import Arena
+    from reknit.engine.report import PromotionReport
     from reknit.engine.saving.job import SaveJob
     from reknit.engine.saving.write import Written
-    from reknit.options import SaveOptions
     from reknit.storage.base import Storage
     from reknit.types.manifest import Manifest
 
 logger = logging.getLogger("reknit")
 
 FIRST_ROUND = "promote"
-_SMALL_NBYTES = 256 << 10
-"""Files up to this size are read whole, and many are copied at once: they wait for stores, not for bytes."""
-_MOST_SMALL = 64
-_MOST_CHECKED = 8
-"""Files of which one process checks what is there already, each with a piece in memory."""
 _MOST_OPEN = 64
 """Files that one process alone copies before it goes on: it may find those of a thousand ranks."""
-
-
-@dataclass(frozen=True, slots=True)
-class Promotion:
-    """Where a checkpoint is, and where it is to be as well; `overwrite` replaces another one there."""
-
-    source: Storage
-    target: Storage
-    overwrite: bool
-    options: SaveOptions
-    recorder: Recorder
-
-    def report(self, step: int | None, write_id: str, copied: Sequence[FileEntry]) -> PromotionReport:
-        """Return what was done here."""
-        return PromotionReport(
-            path=self.target.url,
-            source=self.source.url,
-            step=step,
-            write_id=write_id,
-            nbytes=sum(file.nbytes for file in copied),
-            num_files=len(copied),
-            phases=tuple(self.recorder.records),
-        )
 
 
 class _Commit:
@@ -106,9 +66,9 @@ class _Commit:
         absent = [
             file
             for file in self.manifest.files
-            if listed.get(file.path) != file.nbytes and _size(target, file.path) != file.nbytes
+            if listed.get(file.path) != file.nbytes and size_of(target, file.path) != file.nbytes
         ]
-        if absent and _size(target, self._mine.path) is None:  # whoever took it away cleared them away, too
+        if absent and size_of(target, self._mine.path) is None:  # whoever took it away cleared them away, too
             raise fenced_off(target, self._mine)
         if absent:
             raise self.incomplete(absent)
@@ -222,7 +182,7 @@ def promote(
             job.recorder.phase("promoted"),
             comm.turn(group, "promoted", timeout_s, subject=write_id) as turn,
         ):
-            _copy(job, [*mine, *root.index], BLOCK_NBYTES, copied, keep=False)
+            copy_files(job, [*mine, *root.index], BLOCK_NBYTES, copied, keep=False)
             sent = True
             turn.exchange(b"", root.put)
     except BaseException as error:  # Ctrl-C too: what was copied is part of a checkpoint, or litter
@@ -264,7 +224,7 @@ def promote_alone(job: Promotion) -> PromotionReport:
             job, manifest.files[first : first + _MOST_OPEN], manifest.block_nbytes, copied
         )
     # Another host may have them by now.  A file that it is writing may have its size long before its bytes.
-    if lacking := _unsound(job, lacking, manifest.block_nbytes):
+    if lacking := unsound_files(job, lacking, manifest.block_nbytes):
         raise begun.incomplete(lacking)
     try:
         with job.recorder.phase("commit"):
@@ -283,92 +243,11 @@ def _copy_lacking(
     job: Promotion, files: Sequence[FileEntry], block_nbytes: int, copied: list[FileEntry]
 ) -> list[FileEntry]:
     """Copy what is here of some files and not yet there, and return what is in neither store."""
-    lacking = _unsound(job, files, block_nbytes)
-    here = [file for file in lacking if _size(job.source, file.path) is not None]
+    lacking = unsound_files(job, files, block_nbytes)
+    here = [file for file in lacking if size_of(job.source, file.path) is not None]
     for file in here:
         discard(job.target, file.path)  # what a killed try has left of it
     # After an error what is finished stays for the next try: another host may have committed it by then.
-    _copy(job, here, block_nbytes, copied, keep=True)
+    copy_files(job, here, block_nbytes, copied, keep=True)
     found = {file.path for file in here}
     return [file for file in lacking if file.path not in found]
-
-
-def _unsound(job: Promotion, files: Sequence[FileEntry], block_nbytes: int) -> list[FileEntry]:
-    """Return the files of which the target has not every block."""
-    sound: set[str] = set()
-
-    def check(file: FileEntry, _: Arena) -> None:
-        if is_sound(job.target, file, block_nbytes):
-            sound.add(file.path)  # one step, whatever other threads add
-
-    if files:
-        with job.recorder.phase("verify", nbytes=sum(file.nbytes for file in files)):
-            run_jobs(files, check, threads=_MOST_CHECKED, arena_nbytes=1, budget_nbytes=_MOST_CHECKED)
-    return [file for file in files if file.path not in sound]
-
-
-def is_sound(storage: Storage, file: FileEntry, block_nbytes: int) -> bool:
-    """Tell whether a store has a file, with every block as it was saved."""
-    piece_nbytes = max(PIECE_NBYTES, block_nbytes)
-    try:
-        check_size(storage, file)
-        for start in range(0, file.nbytes, piece_nbytes):
-            data = memoryview(bytearray(min(piece_nbytes, file.nbytes - start)))
-            storage.read_into(file.path, start, [data])
-            check_blocks(file, start, data, block_nbytes)
-    except (CorruptError, StorageError):
-        return False
-    return True
-
-
-def _size(storage: Storage, path: str) -> int | None:
-    """Return the size of a file, None where there is none."""
-    try:
-        return storage.size(path)
-    except StorageNotFoundError:
-        return None
-
-
-def _copy(
-    job: Promotion, files: Sequence[FileEntry], block_nbytes: int, copied: list[FileEntry], *, keep: bool
-) -> None:
-    """Copy files, each block compared with its digest on the way, and add them to `copied`.
-
-    After an error `copied` has at least those that the target has; `keep` leaves there what is finished.
-    """
-    source, target = job.source, job.target
-    if block_nbytes > PIECES[-1]:
-        raise FormatError(f"the checkpoint has blocks of {block_nbytes} bytes, more than can be promoted")
-    small = [file for file in files if file.nbytes <= _SMALL_NBYTES]
-    large = [file for file in files if file.nbytes > _SMALL_NBYTES]
-    copied += files
-
-    def whole(file: FileEntry, _: Arena) -> None:
-        write_bytes(target, file.path, read_checked(source, file, block_nbytes), keep=keep)
-
-    def fetch(number: int, start: int, nbytes: int, arena: Arena) -> NDArray[np.uint8]:
-        piece, file = arena.view(nbytes), large[number]
-        source.read_into(file.path, start, [piece.data])
-        try:
-            check_blocks(file, start, piece.data, block_nbytes)
-        except CorruptError as error:
-            error.sign(path=f"{source.url}/{file.path}")
-            raise
-        return piece
-
-    for file in large:
-        check_size(source, file)
-    if small:
-        with job.recorder.phase("write", nbytes=sum(file.nbytes for file in small)):
-            count = min(_MOST_SMALL, len(small))
-            run_jobs(small, whole, threads=count, arena_nbytes=1, budget_nbytes=count)
-    write_files(
-        target,
-        [Outgoing(file.path, file.nbytes) for file in large],
-        fetch,
-        tuner=Tuner(threads=num_threads(job.options.threads), piece_nbytes=max(PIECE_NBYTES, block_nbytes)),
-        recorder=job.recorder,
-        phase="read",
-        budget_nbytes=job.options.inflight_nbytes,
-        keep=keep,
-    )

@@ -1,0 +1,110 @@
+"""Files of a checkpoint, copied from one store to another, each block compared with its digest."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from reknit.engine.memory.workers import run_jobs
+from reknit.engine.saving.tuning import PIECES, Tuner
+from reknit.engine.saving.write import PIECE_NBYTES, Outgoing, write_bytes, write_files
+from reknit.engine.stored.file_checks import check_blocks, check_size, read_checked
+from reknit.environment import num_threads
+from reknit.errors import CorruptError, FormatError, StorageError, StorageNotFoundError
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    import numpy as np
+    from numpy.typing import NDArray
+
+    from reknit.engine.memory.arena import Arena
+    from reknit.engine.stored.promotion_job import Promotion
+    from reknit.storage.base import Storage
+    from reknit.types.manifest import FileEntry
+
+_SMALL_NBYTES = 256 << 10
+"""Files up to this size are read whole, and many are copied at once: they wait for stores, not for bytes."""
+_MOST_SMALL = 64
+_MOST_CHECKED = 8
+"""Files of which one process checks what is there already, each with a piece in memory."""
+
+
+def unsound_files(job: Promotion, files: Sequence[FileEntry], block_nbytes: int) -> list[FileEntry]:
+    """Return the files of which the target has not every block."""
+    sound: set[str] = set()
+
+    def check(file: FileEntry, _: Arena) -> None:
+        if is_sound(job.target, file, block_nbytes):
+            sound.add(file.path)  # one step, whatever other threads add
+
+    if files:
+        with job.recorder.phase("verify", nbytes=sum(file.nbytes for file in files)):
+            run_jobs(files, check, threads=_MOST_CHECKED, arena_nbytes=1, budget_nbytes=_MOST_CHECKED)
+    return [file for file in files if file.path not in sound]
+
+
+def is_sound(storage: Storage, file: FileEntry, block_nbytes: int) -> bool:
+    """Tell whether a store has a file, with every block as it was saved."""
+    piece_nbytes = max(PIECE_NBYTES, block_nbytes)
+    try:
+        check_size(storage, file)
+        for start in range(0, file.nbytes, piece_nbytes):
+            data = memoryview(bytearray(min(piece_nbytes, file.nbytes - start)))
+            storage.read_into(file.path, start, [data])
+            check_blocks(file, start, data, block_nbytes)
+    except (CorruptError, StorageError):
+        return False
+    return True
+
+
+def size_of(storage: Storage, path: str) -> int | None:
+    """Return the size of a file, None where there is none."""
+    try:
+        return storage.size(path)
+    except StorageNotFoundError:
+        return None
+
+
+def copy_files(
+    job: Promotion, files: Sequence[FileEntry], block_nbytes: int, copied: list[FileEntry], *, keep: bool
+) -> None:
+    """Copy files, each block compared with its digest on the way, and add them to `copied`.
+
+    After an error `copied` has at least those that the target has; `keep` leaves there what is finished.
+    """
+    source, target = job.source, job.target
+    if block_nbytes > PIECES[-1]:
+        raise FormatError(f"the checkpoint has blocks of {block_nbytes} bytes, more than can be promoted")
+    small = [file for file in files if file.nbytes <= _SMALL_NBYTES]
+    large = [file for file in files if file.nbytes > _SMALL_NBYTES]
+    copied += files
+
+    def whole(file: FileEntry, _: Arena) -> None:
+        write_bytes(target, file.path, read_checked(source, file, block_nbytes), keep=keep)
+
+    def fetch(number: int, start: int, nbytes: int, arena: Arena) -> NDArray[np.uint8]:
+        piece, file = arena.view(nbytes), large[number]
+        source.read_into(file.path, start, [piece.data])
+        try:
+            check_blocks(file, start, piece.data, block_nbytes)
+        except CorruptError as error:
+            error.sign(path=f"{source.url}/{file.path}")
+            raise
+        return piece
+
+    for file in large:
+        check_size(source, file)
+    if small:
+        with job.recorder.phase("write", nbytes=sum(file.nbytes for file in small)):
+            count = min(_MOST_SMALL, len(small))
+            run_jobs(small, whole, threads=count, arena_nbytes=1, budget_nbytes=count)
+    write_files(
+        target,
+        [Outgoing(file.path, file.nbytes) for file in large],
+        fetch,
+        tuner=Tuner(threads=num_threads(job.options.threads), piece_nbytes=max(PIECE_NBYTES, block_nbytes)),
+        recorder=job.recorder,
+        phase="read",
+        budget_nbytes=job.options.inflight_nbytes,
+        keep=keep,
+    )
