@@ -169,7 +169,7 @@ def _received(source: BinaryIO | Any) -> Any:
 # In the process that forks ranks, and in the ranks.
 
 
-def _serve(warm: str) -> None:
+def serve(warm: str) -> None:
     """Fork ranks as long as someone asks for them."""
     answers = os.fdopen(os.dup(1), "wb")
     os.dup2(2, 1)  # what ranks print is no answer
@@ -276,4 +276,4 @@ def _be(rank: int, job: _Job) -> None:
 if __name__ == "__main__":
     from tests import ranks
 
-    ranks._serve(sys.argv[1])
+    ranks.serve(sys.argv[1])

@@ -55,9 +55,7 @@ class Striking(ProcessMemory):
 def open_striking(url: str) -> ProcessMemory:
     if Strikes.opening is not None:
         Strikes.opening()
-    store = Striking("striking")
-    store._prefix = url.removeprefix("striking://") + "/"
-    return store
+    return Striking("striking").sub(url.removeprefix("striking://"))
 
 
 register("striking", lambda url, durability: open_striking(url))
@@ -426,8 +424,8 @@ def test_a_promotion_that_waits_for_its_turn_keeps_nothing_of_the_state() -> Non
     for one in pending:
         one.result(LIMIT_S)
     waiting = saves_of("turn")
-    kept = [blob for save in waiting if save._begun is not None for blob in save._begun[0].blobs]
-    images = [save._image for save in waiting]
+    kept = [blob for save in waiting if save.begun is not None for blob in save.begun[0].blobs]
+    images = [save.image for save in waiting]
     turn.set()
     assert (len(waiting), kept, images) == (3, [], [None] * 3)
     for one in pending:
@@ -438,7 +436,7 @@ def test_what_is_promoted_or_failed_is_forgotten_and_the_trainer_keeps_nothing_o
     def left() -> list[object]:
         trainers = [agents for agents in gc.get_objects() if issubclass(type(agents), Agents)]
         # Threads that wait for the next save know the last.
-        return [*(agents._saves for agents in trainers if agents._saves), *saves_of("known")[1:]]
+        return [*(agents.saves for agents in trainers if agents.saves), *saves_of("known")[1:]]
 
     for step in range(2):
         save(f"striking://known{step}", f"striking://b{step}").promoted(LIMIT_S)

@@ -252,10 +252,10 @@ def test_agents_that_no_thread_can_form_anew_are_missed_for_that_reason(
 ) -> None:
     lost: Any = object()
     saves = Background(in_process=True)
-    saves._agents = lost
+    saves.agents = lost
     monkeypatch.setattr(background, "start", scarce)
-    saves._form_anew(lost)
-    failure = saves._failure
+    saves.form_anew(lost)
+    failure = saves.failure
     saves.begin_anew()  # what is lost here cannot be closed at the end
     assert isinstance(failure, ShortageError)
 

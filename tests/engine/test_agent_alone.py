@@ -83,7 +83,7 @@ def test_an_agent_that_is_given_up_is_gone_before_its_arena_is_filled_anew(
     running: list[bool] = []
     link.lost = lambda error: running.append(agent.is_running())
     agent.suspend()
-    link._channel.shut()
+    link.channel.shut()
     assert link.ended(60)
     assert running == [False], "whoever hears of the loss may fill what a stopped agent would still read"
 
@@ -120,7 +120,7 @@ def test_a_save_that_ends_while_the_next_is_taken_up_disturbs_nobody() -> None:
         @property
         def url(self) -> str:
             looked_at.set()
-            wait_until(lambda: self.number not in agent._saves, LIMIT_S)
+            wait_until(lambda: self.number not in agent.saves, LIMIT_S)
             return "here"
 
         def commit(self, group: Group, coordinator: Coordinator, timeout_s: float) -> None:
@@ -131,8 +131,8 @@ def test_a_save_that_ends_while_the_next_is_taken_up_disturbs_nobody() -> None:
     try:
         for agent_save in (EndsWhenLookedAt(0, agents_end), AgentSave(1, agents_end)):
             agent_save.fail(AgentError("it was given up"))
-            agent._take_up(agent_save, Tuner(), LIMIT_S)
-        wait_until(lambda: not agent._saves, LIMIT_S)
+            agent.take_up(agent_save, Tuner(), LIMIT_S)
+        wait_until(lambda: not agent.saves, LIMIT_S)
     finally:
         looked_at.set()
         trainers_end.close()
@@ -143,8 +143,8 @@ def test_a_save_that_ends_while_the_next_is_taken_up_disturbs_nobody() -> None:
 def lost_by(link: agent_link.AgentLink) -> ReknitError:
     """Return the error by which the trainer misses its agent."""
     assert link.ended(60)
-    assert link._gone is not None
-    return link._gone
+    assert link.gone is not None
+    return link.gone
 
 
 def test_an_agent_that_cannot_go_on_says_why(monkeypatch: pytest.MonkeyPatch) -> None:

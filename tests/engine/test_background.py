@@ -141,7 +141,7 @@ def test_a_save_is_not_visible_before_it_is_committed_and_tells_when_it_is() -> 
 def test_what_is_staged_is_committed_though_its_trainer_is_gone_before_a_byte_is_written(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    noticed, ended, outlive, run = threading.Event(), threading.Event(), Agent._outlive, Agent.run
+    noticed, ended, outlive, run = threading.Event(), threading.Event(), Agent.outlive, Agent.run
 
     def outlives(agent: Agent, told: bool) -> None:
         outlive(agent, told)
@@ -151,13 +151,13 @@ def test_what_is_staged_is_committed_though_its_trainer_is_gone_before_a_byte_is
         run(agent)
         ended.set()
 
-    monkeypatch.setattr(Agent, "_outlive", outlives)
+    monkeypatch.setattr(Agent, "outlive", outlives)
     monkeypatch.setattr(Agent, "run", runs)
     GATE.open.clear()
     save = background("gated://orphan", {"model": weights(1)})
     save.staged(LIMIT_S)
-    for link in list(agent_link._open_links):
-        link._channel.shut()  # as the kernel does when a process dies
+    for link in list(agent_link.open_links):
+        link.channel.shut()  # as the kernel does when a process dies
     assert noticed.wait(LIMIT_S)
     GATE.open.set()
     assert ended.wait(LIMIT_S)
@@ -372,14 +372,14 @@ def test_a_change_that_races_with_lazy_staging_fails_the_save_where_torch_notice
     from reknit.engine.background import snapshot
 
     copying, changed = threading.Event(), threading.Event()
-    settle = snapshot.Snapshot._copy_on_host
+    settle = snapshot.Snapshot.copy_on_host
 
     def slow(self: Any) -> None:
         copying.set()
         assert changed.wait(LIMIT_S)
         settle(self)
 
-    monkeypatch.setattr(snapshot.Snapshot, "_copy_on_host", slow)
+    monkeypatch.setattr(snapshot.Snapshot, "copy_on_host", slow)
     weight, buffer = torch.ones(50_000), torch.ones(3)
     save = background(
         "gated://race", {"m": {"weight": weight, "buffer": buffer}}, options=reknit.SaveOptions(stage="lazy")
@@ -510,10 +510,10 @@ def test_agents_that_were_started_ahead_serve_the_first_save() -> None:
     def rank(group: Group) -> list[str]:
         reknit.prepare("gated://ahead", group=group)
 
-        agents = calls.backgrounds[group][False]._agents
+        agents = calls.backgrounds[group][False].agents
         assert agents is not None
         report = background("gated://ahead/1", {"model": weights(1)}, group=group).result(LIMIT_S)
-        assert calls.backgrounds[group][False]._agents is agents
+        assert calls.backgrounds[group][False].agents is agents
         return [record.phase for record in report.phases if record.phase == "commit"]
 
     assert run_ranks(2, rank) == [["commit"]] * 2
@@ -544,7 +544,7 @@ def test_lost_agents_are_replaced_and_the_saves_go_on(tmp_path: Path) -> None:
 
 def kill_own_agent(group: Group) -> None:
 
-    agents = calls.backgrounds[group][True]._agents
+    agents = calls.backgrounds[group][True].agents
     assert agents is not None
     assert agents.link.pid is not None
     os.kill(agents.link.pid, signal.SIGKILL)
@@ -591,7 +591,7 @@ def test_saves_that_fail_and_only_warn_are_not_kept() -> None:
     options = reknit.SaveOptions(on_error="warn")
     for k in range(5):
         background(f"gated://kept/{k}", {"model": weights(k)}, options=options).wait(LIMIT_S)
-    assert len(calls.backgrounds[ranks.ALONE][False]._pending) == 1
+    assert len(calls.backgrounds[ranks.ALONE][False].pending) == 1
 
 
 def test_a_message_that_is_interrupted_closes_the_channel() -> None:
@@ -618,15 +618,15 @@ def test_an_interrupt_at_the_end_ends_the_wait_and_says_what_becomes_of_the_save
 
     caplog.set_level(logging.INFO, "reknit")
     saves = Background(in_process=False)
-    saves._pending.append(SaveOutcome("/x"))
+    saves.pending.append(SaveOutcome("/x"))
     monkeypatch.setattr(SaveOutcome, "wait_over", interrupted)
-    saves._at_exit()
+    saves.at_exit()
     waits, ends = caplog.messages
     assert waits.startswith("this process waits for 1 saves under way")
     assert ends == (
         "this process ends before its saves are committed, or promoted; its agent goes on with them"
     )
-    saves._pending.clear()
+    saves.pending.clear()
     saves.close()
 
 

@@ -309,12 +309,12 @@ def test_what_is_kept_does_not_grow_with_the_layouts_that_were_saved() -> None:
     world = World("bounded")
     for number in range(3 * PLANS_KEPT):
         world.save(lambda rank: [rows(rank, f"t{number}")])  # noqa: B023 (called at once)
-    known = world.coordinator._chunks
-    assert sum(len(slot.lists["nbytes"].flat()) for slot in known._slots) == PLANS_KEPT * SIZE
-    assert sorted(name for slot in known._slots for _, name, _, _ in slot.tables["tensors"]) == sorted(
+    known = world.coordinator.chunks
+    assert sum(len(slot.lists["nbytes"].flat()) for slot in known.slots) == PLANS_KEPT * SIZE
+    assert sorted(name for slot in known.slots for _, name, _, _ in slot.tables["tensors"]) == sorted(
         f"t{number}" for number in range(2 * PLANS_KEPT, 3 * PLANS_KEPT)
     )
-    assert len(world.coordinator._assembled) <= module.INDEXES_KEPT
+    assert len(world.coordinator.indexes) <= module.INDEXES_KEPT
 
 
 def test_a_file_that_the_root_does_not_see_is_named_with_who_wrote_it() -> None:

@@ -84,7 +84,7 @@ def test_what_lies_on_a_device_is_gathered_there_lot_by_lot(monkeypatch: pytest.
     nbytes = [min(s.numel() * s.element_size(), 40 + 2 * k) for k, s in enumerate(sources)]
     nbytes[-1] = 32
     nbytes[9] = 2 << 16
-    got = dict(module._first_bytes(sources, nbytes))
+    got = dict(module.first_bytes(sources, nbytes))
     for place, source in enumerate(sources):
         expected = source.contiguous().reshape(-1).view(torch.uint8)[: nbytes[place]]
         assert got[place].tolist() == expected.tolist()

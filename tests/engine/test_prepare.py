@@ -77,7 +77,7 @@ def background_of(group: Group | None = None, *, elsewhere: bool = False) -> Bac
 
 
 def crew_of(group: Group | None = None, *, elsewhere: bool = False) -> Agents:
-    agents = background_of(group, elsewhere=elsewhere)._agents
+    agents = background_of(group, elsewhere=elsewhere).agents
     assert agents is not None
     return agents
 
@@ -170,7 +170,7 @@ def test_as_much_memory_is_made_as_the_budget_allows(made: list[int], nbytes: in
 def test_the_memory_is_there_before_the_save_writes_to_it() -> None:
     nbytes = 8 * MIB
     reknit.prepare("process://prepared", {"model": {"w": np.zeros(nbytes, np.uint8)}})
-    arenas = background_of()._arenas
+    arenas = background_of().arenas
     assert arenas is not None
     for _ in range(2):
         lease = arenas.acquire(nbytes, 0.0)
@@ -246,7 +246,7 @@ def test_while_a_save_is_under_way_what_it_has_stays_its_own(monkeypatch: pytest
         done.set()
 
     threading.Thread(target=prepare).start()
-    wait_until(lambda: background_of()._count == 3, LIMIT_S)
+    wait_until(lambda: background_of().count == 3, LIMIT_S)
     written.set()
     assert done.wait(LIMIT_S)
     for k, save in enumerate(saves):

@@ -137,13 +137,13 @@ def test_states_that_are_cast_follow_their_parameter_and_the_next_step_succeeds(
 def test_a_load_changes_nothing_before_a_lazily_staged_save_has_its_copy(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    copy = snapshot.Snapshot._copy_on_host
+    copy = snapshot.Snapshot.copy_on_host
 
     def slow(self: Any) -> None:
         time.sleep(0.3)
         copy(self)
 
-    monkeypatch.setattr(snapshot.Snapshot, "_copy_on_host", slow)
+    monkeypatch.setattr(snapshot.Snapshot, "copy_on_host", slow)
     state = {"m": {"w": torch.zeros(1 << 16)}}
     reknit.save(tmp_path / "old", state)
     state["m"]["w"].fill_(1)

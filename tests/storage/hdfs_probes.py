@@ -99,8 +99,15 @@ class Cluster:
             )
 
     def send(self, node: str, sign: signal.Signals) -> None:
-        """Send a signal to a process."""
-        self._running[node].send_signal(sign)
+        """Send a signal to a process; return from SIGSTOP when every thread of it stands still."""
+        process = self._running[node]
+        process.send_signal(sign)
+        if sign is signal.SIGSTOP:
+            tasks = Path(f"/proc/{process.pid}/task")
+            while any(
+                (task / "stat").read_text().rpartition(")")[2].split()[0] != "T" for task in tasks.iterdir()
+            ):
+                time.sleep(0.01)
 
     def wait(self, seconds: float = 60) -> None:
         """Return when the NameNode takes writes, and all DataNodes that run have told it so."""

@@ -96,7 +96,7 @@ class ProcessMemorySuite(StorageSuite):
         return ProcessMemory("contract")
 
     def _raw(self, storage: Storage) -> dict[str, memoryview]:
-        return ProcessMemory._trees["contract"].files
+        return ProcessMemory.trees["contract"].files
 
     def _key(self, storage: Storage, path: str) -> str:
         return f"{storage.url}/{path}".removeprefix("process://contract/")

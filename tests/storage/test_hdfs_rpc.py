@@ -6,11 +6,13 @@ import pytest
 
 from reknit.errors import StorageUnavailableError
 from reknit.storage.hdfs.config import Cluster
-from reknit.storage.hdfs.rpc import DataNode, RpcRequests, _bytes, _number, _text
+from reknit.storage.hdfs.rpc import DataNode, RpcRequests, bytes_field, number_field, text_field
 
-NODE = _bytes(1, _text(1, "10.0.0.3") + _text(2, "data3") + _text(3, "uuid") + _number(4, 9866))
-BLOCK = _bytes(1, _text(1, "pool")) + _number(2, 0) + _bytes(3, NODE) + _number(4, 0)
-ANSWER = _bytes(1, _number(1, 5) + _number(3, 1) + _bytes(4, BLOCK) + _number(5, 0))
+NODE = bytes_field(
+    1, text_field(1, "10.0.0.3") + text_field(2, "data3") + text_field(3, "uuid") + number_field(4, 9866)
+)
+BLOCK = bytes_field(1, text_field(1, "pool")) + number_field(2, 0) + bytes_field(3, NODE) + number_field(4, 0)
+ANSWER = bytes_field(1, number_field(1, 5) + number_field(3, 1) + bytes_field(4, BLOCK) + number_field(5, 0))
 
 
 def nodes(answer: bytes, monkeypatch: pytest.MonkeyPatch, *, by_name: bool = False) -> list[DataNode]:
@@ -30,7 +32,7 @@ def test_a_datanode_is_known_by_what_the_namenode_tells_of_it(
 
 def test_a_file_without_a_block_has_no_datanodes(monkeypatch: pytest.MonkeyPatch) -> None:
     assert nodes(b"", monkeypatch) == []
-    assert nodes(_bytes(1, _number(1, 5)), monkeypatch) == []
+    assert nodes(bytes_field(1, number_field(1, 5)), monkeypatch) == []
 
 
 @pytest.mark.parametrize("length", range(1, len(ANSWER)))
@@ -39,7 +41,9 @@ def test_an_answer_that_is_cut_off_is_none(length: int, monkeypatch: pytest.Monk
         nodes(ANSWER[:length], monkeypatch)
 
 
-@pytest.mark.parametrize("node", [b"", _bytes(1, b""), _bytes(1, _text(1, "10.0.0.3") + _text(3, "uuid"))])
+@pytest.mark.parametrize(
+    "node", [b"", bytes_field(1, b""), bytes_field(1, text_field(1, "10.0.0.3") + text_field(3, "uuid"))]
+)
 def test_a_datanode_without_an_address_is_none(node: bytes, monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(StorageUnavailableError, match="tells of no DataNode"):
-        nodes(_bytes(1, _bytes(4, _bytes(3, node))), monkeypatch)
+        nodes(bytes_field(1, bytes_field(4, bytes_field(3, node))), monkeypatch)

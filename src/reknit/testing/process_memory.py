@@ -40,7 +40,7 @@ class ProcessMemory:
     Behaves like a local folder, except that a file is not listed before it is finished.
     """
 
-    _trees: ClassVar[dict[str, _Tree]] = {}
+    trees: ClassVar[dict[str, _Tree]] = {}
     _trees_lock: ClassVar[threading.Lock] = threading.Lock()
 
     def __init__(self, name: str) -> None:
@@ -49,7 +49,7 @@ class ProcessMemory:
         self._name = name
         self._prefix = ""
         with self._trees_lock:
-            self._tree = self._trees.setdefault(name, _Tree())
+            self._tree = self.trees.setdefault(name, _Tree())
 
     @classmethod
     def clear(cls, name: str) -> None:
@@ -144,7 +144,7 @@ class ProcessMemory:
 
     def sub(self, path: str) -> ProcessMemory:
         """Return the store rooted at a folder of this one."""
-        below = ProcessMemory(self._name)
+        below = type(self)(self._name)
         below._prefix = self._full(path)[0] + "/"
         return below
 

@@ -65,7 +65,7 @@ class Agent:
         """What kept this agent from forming that group."""
         self._comm = CommOptions()
         self._arenas: dict[int, SharedMemory] = {}
-        self._saves: dict[int, AgentSave] = {}
+        self.saves: dict[int, AgentSave] = {}
         self._note = None if trainer is None else Note()
         self._lent: dict[int, dict[int, memoryview]] = {}
         self._longest_s = 0.0
@@ -106,7 +106,7 @@ class Agent:
             self._say(say.Fell(typed(error).to_wire()))
             raise
         finally:
-            self._outlive(told)  # also after a bug: nobody may wait for what is not heard any more
+            self.outlive(told)  # also after a bug: nobody may wait for what is not heard any more
             # In this order: what is committed may have to be promoted.
             for jobs, worker in zip(queues.values(), workers, strict=True):
                 jobs.put(None)
@@ -145,9 +145,9 @@ class Agent:
             else:
                 self._hears[type(received.message)](received.message)
 
-    def _outlive(self, told: bool) -> None:
+    def outlive(self, told: bool) -> None:
         """Let what the trainer did not finish fail, and see to it that the rest ends, too."""
-        left = list(self._saves.values())
+        left = list(self.saves.values())
         for save in left:
             if not save.staged:
                 save.fail(
@@ -251,14 +251,14 @@ class Agent:
         key = (scheme if colon else "", options.threads, options.piece_nbytes)
         if key not in self._tuners:
             self._tuners[key] = Tuner(threads=options.threads, piece_nbytes=options.piece_nbytes)
-        self._take_up(save, self._tuners[key], options.timeout_s)
+        self.take_up(save, self._tuners[key], options.timeout_s)
 
-    def _take_up(self, save: AgentSave, tuner: Tuner, timeout_s: float) -> None:
+    def take_up(self, save: AgentSave, tuner: Tuner, timeout_s: float) -> None:
         """Let the workers carry out a save, after those before it."""
         group = self._group
         # A commit to a path clears out what else is there, so nothing of a later save may be.
-        earlier = [e for e in list(self._saves.values()) if e.url and e.url == save.url]
-        self._saves[save.number] = save
+        earlier = [e for e in list(self.saves.values()) if e.url and e.url == save.url]
+        self.saves[save.number] = save
         self._tell()
         self._longest_s = max(self._longest_s, timeout_s)
 
@@ -285,10 +285,10 @@ class Agent:
     def _tell(self) -> None:
         """Let those who look at this process know what it works on."""
         if self._note is not None:
-            self._note.tell(self._rank, self._saves)
+            self._note.tell(self._rank, self.saves)
 
     def _over(self, save: AgentSave) -> None:
-        del self._saves[save.number]
+        del self.saves[save.number]
         self._tell()
 
     def _joined_once_more(self, group: Group, timeout_s: float) -> Group:
@@ -307,27 +307,27 @@ class Agent:
         return self._promoters
 
     def _plan(self, planned: say.Planned) -> None:
-        if (save := self._saves.get(planned.number)) is not None:
+        if (save := self.saves.get(planned.number)) is not None:
             save.plan(planned, self._arenas[planned.arena])
 
     def _fill(self, filled: say.Filled) -> None:
-        if (save := self._saves.get(filled.number)) is not None:  # else it failed, and is over
+        if (save := self.saves.get(filled.number)) is not None:  # else it failed, and is over
             save.fill(filled.span)
 
     def _make_ready(self, ready: say.Ready) -> None:
-        if isinstance(warm_up := self._saves.get(ready.number), WarmUp):  # else it failed, and is over
+        if isinstance(warm_up := self.saves.get(ready.number), WarmUp):  # else it failed, and is over
             warm_up.make_ready()
 
     def _abandon(self, abandon: say.Abandon) -> None:
         self._lent.pop(abandon.number, None)
         error = from_wire(abandon.error)
-        save = self._saves.get(abandon.number)
+        save = self.saves.get(abandon.number)
         if save is not None:
             save.fail(error)
         elif abandon.unbegun:
             save = AgentSave(abandon.number, self._channel)
             save.fail(error)
-            self._take_up(save, Tuner(), abandon.timeout_s)
+            self.take_up(save, Tuner(), abandon.timeout_s)
 
 
 def _work(jobs: _Jobs) -> None:

@@ -49,11 +49,11 @@ class AgentLink:
         """What the agent has of the variables by which stores are reached."""
         self._answered = threading.Condition()
         self._answers: list[say.Listening | say.Joined] = []
-        self._gone: ReknitError | None = None
+        self.gone: ReknitError | None = None
         self._fell: ReknitError | None = None
         """What the agent said of why it ends."""
         ours, theirs = socket_pair()
-        self._channel = Channel(ours, say.decode, send_timeout_s=send_timeout_s)
+        self.channel = Channel(ours, say.decode, send_timeout_s=send_timeout_s)
         try:
             if in_process:
                 self._run_here(Channel(theirs, say.decode))
@@ -63,12 +63,12 @@ class AgentLink:
             start(f"reknit-hears-agent-{rank}", self._listen)
         except BaseException:
             theirs.close()
-            self._channel.close()
+            self.channel.close()
             if self._process is not None:
                 self._process.kill()  # it has done nothing yet
                 self._process.wait()
             raise
-        _open_links.add(self)
+        open_links.add(self)
 
     @property
     def pid(self) -> int | None:
@@ -80,17 +80,17 @@ class AgentLink:
         try:
             if isinstance(message, say.Begin):
                 self._refresh()
-            self._channel.send(message, fd)
+            self.channel.send(message, fd)
         except OSError as error:
             self.broken = True
             gone = AgentError(f"the other end of the agent's socket is gone: {error}")
-            raise (self._gone or gone) from error
+            raise (self.gone or gone) from error
 
     def _refresh(self) -> None:
         """Let the agent have credentials that were renewed since it was told of them."""
         variables = store_variables()
         if self._process is not None and variables != self._variables:
-            self._channel.send(say.Variables(variables))
+            self.channel.send(say.Variables(variables))
             self._variables = variables
 
     def ask(self, message: Message, timeout_s: float) -> say.Listening | say.Joined:
@@ -98,11 +98,11 @@ class AgentLink:
         self.send(message)
         deadline = Deadline(timeout_s)
         with self._answered:
-            self._answered.wait_for(lambda: self._answers or self._gone, deadline.remaining())
+            self._answered.wait_for(lambda: self._answers or self.gone, deadline.remaining())
             if self._answers:
                 answer = self._answers.pop(0)
-            elif self._gone is not None:
-                raise self._gone
+            elif self.gone is not None:
+                raise self.gone
             else:
                 raise DeadlineError(f"the agent of rank {self.rank} did not answer within {timeout_s:g} s")
         if isinstance(answer, say.Joined) and answer.error is not None:
@@ -118,13 +118,13 @@ class AgentLink:
     def ended(self, timeout_s: float) -> bool:
         """Wait until the agent is gone; tell whether it is."""
         with self._answered:
-            return self._answered.wait_for(lambda: self._gone is not None, timeout_s)
+            return self._answered.wait_for(lambda: self.gone is not None, timeout_s)
 
     def forget(self) -> None:
         """Let go of the agent in a forked child of the trainer: there it is somebody else's."""
         self.broken = True
-        self._gone = AgentError("a forked process has no part in the saves of its parent")
-        self._channel.close()
+        self.gone = AgentError("a forked process has no part in the saves of its parent")
+        self.channel.close()
 
     def _spawn(self, fd: int) -> None:
         """Start the agent as a process of its own session, which no signal to the job's terminal reaches."""
@@ -175,18 +175,18 @@ class AgentLink:
                 self.hear(message)
         self.broken = True  # at once: the next save must not begin with this agent
         error = self._error_of_end(self._how_it_ended())
-        self._channel.close()
+        self.channel.close()
         self.lost(error)
         if not (self.ended_on_purpose or self._quitting):
             self.failed()
         with self._answered:
-            self._gone = error
+            self.gone = error
             self._answered.notify_all()
 
     def _receive(self) -> ReceivedMessage | None:
         """Return the next message; None when the agent is gone, or a message came without its descriptor."""
         try:
-            return self._channel.receive()
+            return self.channel.receive()
         except OSError as error:
             self._fell = self._fell or typed(error)
             return None
@@ -221,11 +221,11 @@ def _ignore(_: Any) -> None:
     """Hear nothing."""
 
 
-_open_links: weakref.WeakSet[AgentLink] = weakref.WeakSet()
+open_links: weakref.WeakSet[AgentLink] = weakref.WeakSet()
 
 
 def _after_fork() -> None:
-    for link in list(_open_links):
+    for link in list(open_links):
         link.forget()
 
 

@@ -58,8 +58,8 @@ class AgentSave:
         self.error: ReknitError | None = None
         self._channel = channel
         self._changed = threading.Condition()
-        self._begun: tuple[say.Begin, SaveJob] | None = None
-        self._image: ArenaImage | None = None
+        self.begun: tuple[say.Begin, SaveJob] | None = None
+        self.image: ArenaImage | None = None
         self._written: list[Written] | None = None
         self._may_write = False
         self._over = threading.Event()
@@ -69,7 +69,7 @@ class AgentSave:
     @property
     def is_to_promote(self) -> bool:
         """Whether a promotion was asked for."""
-        return self._begun is not None and self._begun[0].promote_to is not None
+        return self.begun is not None and self.begun[0].promote_to is not None
 
     @property
     def promotes(self) -> bool:
@@ -79,21 +79,21 @@ class AgentSave:
     @property
     def url(self) -> str:
         """Where the save goes, empty when it never began."""
-        return "" if self._begun is None else self._begun[0].url
+        return "" if self.begun is None else self.begun[0].url
 
     @property
     def places(self) -> list[str]:
         """Where checkpoints may yet appear: the place of the save, and that to which it is promoted."""
-        if self._begun is None or self._begun[0].warm_up:
+        if self.begun is None or self.begun[0].warm_up:
             return []
-        to = self._begun[0].promote_to
-        return [self._begun[0].url, *(() if to is None else (to[0],))]
+        to = self.begun[0].promote_to
+        return [self.begun[0].url, *(() if to is None else (to[0],))]
 
     # Called by the thread that hears the trainer.
 
     def begin(self, begin: say.Begin, job: SaveJob) -> None:
         """Take what the trainer says at the beginning."""
-        self._begun = begin, job
+        self.begun = begin, job
         # Whoever has committed to this path clears away the files of others, unless a marker tells of them.
         # A save that may not overwrite need not fear that: it fails anyway where somebody has committed.
         self._may_write = not begin.overwrite
@@ -101,14 +101,14 @@ class AgentSave:
     def plan(self, planned: say.Planned, arena: SharedMemory) -> None:
         """Take the files of the save, and the arena that will hold them."""
         with self._changed:
-            self._image = ArenaImage(planned, arena)
+            self.image = ArenaImage(planned, arena)
             self._changed.notify_all()
 
     def fill(self, span: int) -> None:
         """Note that a span holds its bytes."""
         with self._changed:
-            if self._image is not None:
-                self._image.to_fill.discard(span)
+            if self.image is not None:
+                self.image.to_fill.discard(span)
             self._changed.notify_all()
 
     def fail(self, error: ReknitError) -> None:
@@ -121,7 +121,7 @@ class AgentSave:
     def staged(self) -> bool:
         """Whether the trainer is needed no more."""
         with self._changed:
-            return self.promotes or (self._image is not None and not self._image.to_fill)
+            return self.promotes or (self.image is not None and not self.image.to_fill)
 
     # Called by the thread that writes.
 
@@ -136,11 +136,11 @@ class AgentSave:
                 before._over.wait()
             with self._changed:
                 self._changed.wait_for(
-                    lambda: (self._image is not None and self._may_write) or self.error is not None
+                    lambda: (self.image is not None and self._may_write) or self.error is not None
                 )
-                image, error = self._image, self.error
-            if error is None and image is not None and self._begun is not None:
-                begin, job = self._begun
+                image, error = self.image, self.error
+            if error is None and image is not None and self.begun is not None:
+                begin, job = self.begun
                 written = write_files(
                     job.to.storage,
                     [
@@ -168,7 +168,7 @@ class AgentSave:
 
     def _fetch(self, file: int, start: int, nbytes: int, _: Arena) -> NDArray[np.uint8]:
         """Return a piece of a file from the arena, as soon as it is there."""
-        image = self._image
+        image = self.image
         assert image is not None
         span = image.span(file, start)
         with self._changed:
@@ -179,7 +179,7 @@ class AgentSave:
 
     def _free(self, file: int, start: int, nbytes: int) -> None:
         """Tell the trainer when all of a span is written, so that another can take its place."""
-        image = self._image
+        image = self.image
         assert image is not None
         span = image.span(file, start)
         with self._changed:
@@ -199,9 +199,9 @@ class AgentSave:
                 self._changed.notify_all()
             with commit_turn(job, coordinator, assigned.write_id) as commit:
                 self._wait_written(commit)
-                assert self._begun is not None
-                assert self._image is not None
-                begin, planned = self._begun[0], self._image.planned
+                assert self.begun is not None
+                assert self.image is not None
+                begin, planned = self.begun[0], self.image.planned
                 blobs = blob_files([*begin.blobs, *self._copies.blobs], assigned.blob_owners, group.rank)
                 places = write_blobs(job, blobs, begin.write_id, commit.written)
                 commit.commit(planned.items, begin.plan, planned.columns, places, self._copies)
@@ -222,9 +222,9 @@ class AgentSave:
         """Keep what a promotion needs, and nothing else: many may wait for a slow store."""
         with self._changed:
             self._to_promote = written
-            self._image = None
-        assert self._begun is not None
-        begin = self._begun[0]
+            self.image = None
+        assert self.begun is not None
+        begin = self.begun[0]
         begin.claims, begin.blobs, begin.copies = None, [], messages.NO_COPIES
 
     def _assign(
@@ -235,8 +235,8 @@ class AgentSave:
         with assign_turn(group, timeout_s, subject=f"save {self.number}") as turn:
             if self.error is not None:
                 raise self.error
-            assert self._begun is not None
-            begin, job = self._begun
+            assert self.begun is not None
+            begin, job = self.begun
             to = None if begin.warm_up else job.to
             plan, blobs, copies = begin.plan, begin.blobs, begin.copies
             mine = claims(group.rank, begin.write_id, begin.step, plan, begin.claims, blobs, copies)
@@ -263,18 +263,18 @@ class AgentSave:
         with self._changed:
             self._changed.wait_for(lambda: self._written is not None)
             written = self._written or []
-        if self._begun is not None:
+        if self.begun is not None:
             for file in written:
                 with suppress(Exception):  # a store of somebody else's; what stays is no part of anything
-                    discard(self._begun[1].to.storage, file.path)
+                    discard(self.begun[1].to.storage, file.path)
 
     def _done(
         self, error: dict[str, object] | None, written: list[Written], outcome: messages.CommitOutcome
     ) -> None:
         """Tell the trainer how the save ended."""
         records = []
-        if self._begun is not None:
-            job = self._begun[1]
+        if self.begun is not None:
+            job = self.begun[1]
             records = [record.as_dict() for record in job.recorder.records]
         self.tell(
             say.SaveDone(
@@ -291,16 +291,16 @@ class AgentSave:
     def _end(self) -> None:
         """Let a later save to the same place begin to write."""
         self._over.set()
-        if self._begun is not None:
-            close_quietly(self._begun[1].to.storage)
+        if self.begun is not None:
+            close_quietly(self.begun[1].to.storage)
 
     # Called by the thread that promotes.
 
     def promote(self, group: comm.Group, opened: Callable[[str, str | None, SaveOptions], Storage]) -> None:
         """Copy what this rank wrote to the store that lasts, with all ranks, and tell the trainer."""
-        assert self._begun is not None
+        assert self.begun is not None
         assert self._to_promote is not None
-        begin, job = self._begun
+        begin, job = self.begun
         assert begin.promote_to is not None
         url, factory = begin.promote_to
         try:
@@ -316,8 +316,8 @@ class AgentSave:
 
     def not_promoted(self, error: BaseException) -> None:
         """Tell the trainer, or the log where that is gone, what kept the checkpoint from where it lasts."""
-        assert self._begun is not None
-        begin, job = self._begun
+        assert self.begun is not None
+        begin, job = self.begun
         failure = typed(error)
         failure.sign(rank=job.group.rank)
         told = self.tell(say.Promoted(self.number, failure.to_wire(), "", 0, 0, []))

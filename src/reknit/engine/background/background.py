@@ -48,26 +48,26 @@ class Background:
         self._exit_wait_s = 0.0
         self._options = SaveOptions()
         self.begin_anew()
-        self._exit = AtExit(self._at_exit)
+        self._exit = AtExit(self.at_exit)
         _all.add(self)
 
     def begin_anew(self) -> None:
         """Start without saves, agent and arenas, as a forked process has to: what it sees is its parent's."""
-        self._agents: Agents | None = None
+        self.agents: Agents | None = None
         self._side: Group | None = None
         self._forming: Agents | None = None
-        self._failure: Exception | None = None
-        self._count = 0
+        self.failure: Exception | None = None
+        self.count = 0
         self._waiting: set[int] = set()
         self._given_up: list[int] = []
-        self._arenas: Arenas | None = None
-        self._pending: list[SaveOutcome] = []
+        self.arenas: Arenas | None = None
+        self.pending: list[SaveOutcome] = []
         self._lock = threading.Condition()
         self._saving = threading.Lock()
 
     def after_fork(self) -> None:
         """Begin anew in a forked child.  Its copy of the arenas must not keep the parent's memory alive."""
-        arenas = self._arenas
+        arenas = self.arenas
         self.begin_anew()
         if arenas is not None:
             arenas.forget()
@@ -104,9 +104,9 @@ class Background:
         """Let this rank go through the story of its next number, as far as it is the trainer's."""
         with self._lock:
             keep = options.on_error == "raise"
-            self._pending = [p for p in self._pending if not p.over() or (keep and _unasked(p))]
-            self._pending.append(pending)
-            number, self._count = self._count, self._count + 1
+            self.pending = [p for p in self.pending if not p.over() or (keep and _unasked(p))]
+            self.pending.append(pending)
+            number, self.count = self.count, self.count + 1
             self._waiting.add(number)
         self._exit_wait_s = max(self._exit_wait_s, options.exit_wait_s)
         self._options = options
@@ -119,9 +119,9 @@ class Background:
             self.wait_for(pending.path, options.timeout_s, but=agents)
             pending.place = pending.path, agents
             job = make()
-            if self._arenas is None:
-                self._arenas = Arenas(options.host_nbytes)
-            story(job, agents, save, self._arenas)
+            if self.arenas is None:
+                self.arenas = Arenas(options.host_nbytes)
+            story(job, agents, save, self.arenas)
         except BaseException as caught:  # whatever it is, the other ranks must hear of it
             error = shortage(caught) or caught
             if save is not None:
@@ -147,7 +147,7 @@ class Background:
     def surface(self, but: SaveOutcome) -> None:
         """Raise the error of a save, `but` excepted, or of a promotion, that nobody has asked for."""
         with self._lock:
-            failed = [pending for pending in self._pending if _unasked(pending) and pending is not but]
+            failed = [pending for pending in self.pending if _unasked(pending) and pending is not but]
         for pending in failed:
             pending.result()
             if pending.promotion is not None:
@@ -156,12 +156,12 @@ class Background:
     def under_way(self) -> list[SaveOutcome]:
         """Return the saves that have not ended."""
         with self._lock:
-            return [pending for pending in self._pending if not pending.done()]
+            return [pending for pending in self.pending if not pending.done()]
 
     def _unfinished(self) -> list[SaveOutcome]:
         """Return the saves of which not even the promotion has ended."""
         with self._lock:
-            return [pending for pending in self._pending if not pending.over()]
+            return [pending for pending in self.pending if not pending.over()]
 
     def close(self, timeout_s: float | None = None) -> bool:
         """Wait for what is under way, and let the agent end; tell whether all has ended.
@@ -174,16 +174,16 @@ class Background:
         for save in pending:
             with suppress(DeadlineError):
                 save.wait_over(deadline.remaining())
-        agents, self._agents = self._agents, None
+        agents, self.agents = self.agents, None
         if agents is not None:
             agents.link.quit()
             if all(save.done() for save in pending):
                 agents.link.ended(deadline.remaining())
         if self._side is not None:
             self._side.close()
-        if self._arenas is not None:
-            self._arenas.close()
-            self._arenas = None
+        if self.arenas is not None:
+            self.arenas.close()
+            self.arenas = None
         self._exit.cancel()
         self.when_closed()
         return all(save.over() for save in pending)
@@ -193,7 +193,8 @@ class Background:
         if not self._unfinished():
             self.close(0.0)
 
-    def _at_exit(self) -> None:
+    def at_exit(self) -> None:
+        """Wait for the saves under way when the interpreter ends, and log what becomes of them."""
         if unfinished := len(self._unfinished()):
             told = "this process waits for %d saves under way, for up to %g s; Ctrl-C ends the wait"
             logger.info(told, unfinished, self._exit_wait_s)
@@ -209,21 +210,21 @@ class Background:
 
     def _formed(self, group: Group, number: int) -> Agents:
         """Return the agents that work on a save, started by all ranks together where there are none."""
-        if self._agents is None:
+        if self.agents is None:
             if self._side is None:
                 self._side = side_group(group, "trainers", self._options.comm, self._options.timeout_s)
             self._install(Agents.form(group, self._options, lambda: number, in_process=self._in_process))
-        agents = self._agents
+        agents = self.agents
         assert agents is not None
         if agents.link.broken and not agents.link.ended_on_purpose:
-            self._form_anew(agents)
+            self.form_anew(agents)
             with self._lock:
                 self._lock.wait_for(
-                    lambda: self._agents is not agents or self._failure is not None, _NEW_AGENTS_S
+                    lambda: self.agents is not agents or self.failure is not None, _NEW_AGENTS_S
                 )
-                agents = self._agents or agents
+                agents = self.agents or agents
         if agents.link.broken:
-            raise self._failure or AgentError(
+            raise self.failure or AgentError(
                 "the agents of other ranks have ended"
                 if agents.link.ended_on_purpose
                 else f"an agent was lost, and no new ones were there within {_NEW_AGENTS_S:g} s",
@@ -238,7 +239,7 @@ class Background:
             )
         return agents
 
-    def _form_anew(self, lost: Agents) -> None:
+    def form_anew(self, lost: Agents) -> None:
         """Let a thread start new agents in the place of lost ones, together with all other ranks.
 
         Every rank does so as soon as it hears of the loss, and not at its next save: one that hears it just
@@ -253,21 +254,21 @@ class Background:
             except Exception as error:  # whatever it is, saves wait for the outcome
                 logger.error("agents were lost, and new ones could not be started: %s", error)
                 with self._lock:
-                    self._failure = error
+                    self.failure = error
                     self._lock.notify_all()
             else:
                 logger.warning("agents were lost; new ones take their place from save %d on", agents.first)
                 self._install(agents)
 
         with self._lock:
-            if self._forming is lost or self._agents is not lost:
+            if self._forming is lost or self.agents is not lost:
                 return
             self._forming = lost
         try:
             start("reknit-forms-agents", form)
         except ShortageError as error:  # who hears the agent must go on: others wait for what it hears
             with self._lock:
-                self._failure = error
+                self.failure = error
                 self._lock.notify_all()
 
     def _give_up(self, number: int) -> None:
@@ -275,8 +276,8 @@ class Background:
         with self._lock:
             self._waiting.discard(number)
             self._given_up.append(number)
-            if self._agents is not None and not self._agents.link.broken:
-                self._tell_given_up(self._agents)
+            if self.agents is not None and not self.agents.link.broken:
+                self._tell_given_up(self.agents)
 
     def _tell_given_up(self, agents: Agents) -> None:
         """Let all ranks hear of the saves that this one gave up; called with the lock held."""
@@ -291,17 +292,17 @@ class Background:
     def _next(self) -> int:
         """Return the number of the next save that new agents can take part in."""
         with self._lock:
-            return min(self._waiting, default=self._count)
+            return min(self._waiting, default=self.count)
 
     def _install(self, agents: Agents) -> None:
         """Let new agents work on all saves to come; those that this rank has failed since fail there, too."""
-        agents.link.failed = lambda: self._form_anew(agents)
+        agents.link.failed = lambda: self.form_anew(agents)
         with self._lock:
             self._tell_given_up(agents)
-            self._agents = agents
+            self.agents = agents
             self._lock.notify_all()
         if agents.link.broken and not agents.link.ended_on_purpose:
-            self._form_anew(agents)  # lost already, before anybody listened
+            self.form_anew(agents)  # lost already, before anybody listened
 
 
 def _unasked(pending: SaveOutcome) -> bool:

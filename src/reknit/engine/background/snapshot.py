@@ -60,7 +60,7 @@ class Snapshot:
         if not self.spans:
             return  # a replica that owns nothing
         if self._on_host:
-            self._copy_on_host()
+            self.copy_on_host()
         else:
             self._copy_from_devices()
         self._save.tell_filled(len(self.spans) - 1)
@@ -88,7 +88,7 @@ class Snapshot:
         if not self.spans:
             return  # a replica that owns nothing
         if self._on_host:
-            self._copy_on_host()
+            self.copy_on_host()
         else:
             self._staging.wait()
             self._tell_all_but_last()
@@ -102,7 +102,7 @@ class Snapshot:
             )
         self._save.tell_filled(len(self.spans) - 1)
 
-    def _copy_on_host(self) -> None:
+    def copy_on_host(self) -> None:
         """Copy everything, and tell the agent of all but the last span, which completes the save."""
         last = len(self.spans) - 1
 

@@ -63,9 +63,9 @@ class Coordinator:
     def __init__(self) -> None:
         self._begun: tuple[Storage, Marker] | None = None
         self._claims = PlanCache(PLANS_KEPT)
-        self._chunks = PlanCache(PLANS_KEPT, merged_chunks)
+        self.chunks = PlanCache(PLANS_KEPT, merged_chunks)
         self._owners: dict[bytes, Blocks] = {}
-        self._assembled: dict[bytes, Assembled] = {}
+        self.indexes: dict[bytes, Assembled] = {}
 
     def assign(self, to: Destination | None, requests: Sequence[bytes]) -> list[bytes]:
         """Answer every rank's `claims`, merged or not; `to` is None where nothing is going to be saved yet.
@@ -117,18 +117,18 @@ class Coordinator:
         """Return the index of all ranks' chunks: that of a save before where all plans are the same."""
         ranks, plans, planned = _plans(receipts)
         silent = ~np.isin(ranks, fresh.ranks)
-        slots = _slots(self._chunks, ranks[silent], plans[silent])
-        version = self._chunks.version(ranks, slots) if silent.all() else b""
-        if version in self._assembled:
-            return _keep(self._assembled, version, self._assembled[version], INDEXES_KEPT)
-        chunks = merged_chunks([fresh, self._chunks.said(ranks[silent], slots)])
+        slots = _slots(self.chunks, ranks[silent], plans[silent])
+        version = self.chunks.version(ranks, slots) if silent.all() else b""
+        if version in self.indexes:
+            return _keep(self.indexes, version, self.indexes[version], INDEXES_KEPT)
+        chunks = merged_chunks([fresh, self.chunks.said(ranks[silent], slots)])
         if (new := planned & ~silent).any():
-            self._chunks.keep(plans[new], fresh.select(np.flatnonzero(planned[~silent])))
+            self.chunks.keep(plans[new], fresh.select(np.flatnonzero(planned[~silent])))
         index, warnings = assemble(chunks)
         assembled = Assembled(index, chunk_files(chunks), warnings)
         if planned.all():
-            version = self._chunks.version(ranks, self._chunks.find(ranks, plans))
-            _keep(self._assembled, version, assembled, INDEXES_KEPT)
+            version = self.chunks.version(ranks, self.chunks.find(ranks, plans))
+            _keep(self.indexes, version, assembled, INDEXES_KEPT)
         return assembled
 
     def _shard_owners(self, claims: RankColumns, fresh: RankColumns) -> Blocks:

@@ -69,7 +69,7 @@ class Chosen(NamedTuple):
     def copies(self, sources: Sequence[Any]) -> messages.Copies:
         """Return what is told of the copies in one save, from the `bits` of all shards."""
         digests, data = [0] * len(self.numbers), [b""] * self.num_kept
-        for place, part in _first_bytes([sources[n] for n in self.numbers], self.nbytes):
+        for place, part in first_bytes([sources[n] for n in self.numbers], self.nbytes):
             digests[place] = digest(part.data)
             if place < self.num_kept:
                 data[place] = part.tobytes()
@@ -158,7 +158,7 @@ def split(
     return done
 
 
-def _first_bytes(sources: Sequence[Any], nbytes: Sequence[int]) -> Iterator[tuple[int, NDArray[np.uint8]]]:
+def first_bytes(sources: Sequence[Any], nbytes: Sequence[int]) -> Iterator[tuple[int, NDArray[np.uint8]]]:
     """Yield places of `bits` arrays, in any order, and the first bytes (row-major) of each.
 
     What is short is gathered on its device, and copied as one: a copy for each would take far longer.

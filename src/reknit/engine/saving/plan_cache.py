@@ -29,7 +29,7 @@ class PlanCache:
         self, num_slots: int, merge: Callable[[Sequence[RankColumns]], RankColumns] = merged
     ) -> None:
         self._merge = merge
-        self._slots: list[RankColumns] = [NOTHING] * num_slots
+        self.slots: list[RankColumns] = [NOTHING] * num_slots
         self._plans = np.zeros((0, num_slots, 2), np.int64)
         self._told = np.zeros((0, num_slots), np.int64)
         """When what is in a slot was told, as a number that grows; 0 where there is nothing."""
@@ -55,15 +55,15 @@ class PlanCache:
         self._told[ranks, slots] = self._used[ranks, slots] = self._clock
         for slot in np.unique(slots).tolist():
             fresh = _only(said, slots == slot)
-            before = self._slots[slot]
+            before = self.slots[slot]
             rest = _only(before, ~np.isin(before.ranks, fresh.ranks))
-            self._slots[slot] = self._merge([rest, fresh])
+            self.slots[slot] = self._merge([rest, fresh])
 
     def said(self, ranks: Ints, slots: Ints) -> RankColumns:
         """Return what ranks said that is in these slots."""
         parts = []
         for slot in np.unique(slots).tolist():
-            part = self._slots[slot]
+            part = self.slots[slot]
             parts.append(_only(part, np.isin(part.ranks, ranks[slots == slot])))
         return self._merge(parts)
 

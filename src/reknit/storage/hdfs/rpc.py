@@ -82,16 +82,18 @@ class RpcRequests:
 
     def concat(self, target: str, sources: Sequence[str], url: str) -> None:
         """Ask for one file instead of many."""
-        request = _text(1, target) + b"".join(_text(2, source) for source in sources)
+        request = text_field(1, target) + b"".join(text_field(2, source) for source in sources)
         self._call("concat", request, "join the parts of", url)
 
     def set_policy(self, path: str, policy: str, url: str) -> None:
         """Ask for other disks."""
-        self._call("setStoragePolicy", _text(1, path) + _text(2, policy), f"give the policy {policy} to", url)
+        request = text_field(1, path) + text_field(2, policy)
+        self._call("setStoragePolicy", request, f"give the policy {policy} to", url)
 
     def nodes_of(self, path: str, url: str) -> list[DataNode]:
         """Ask where the last block is."""
-        action, request = "find the DataNodes of", _text(1, path) + _number(2, 0) + _number(3, 1)
+        action = "find the DataNodes of"
+        request = text_field(1, path) + number_field(2, 0) + number_field(3, 1)
         answer = self._call("getBlockLocations", request, action, url, _QUICK_S)
         try:
             last = _inner(answer, 1, 4)
@@ -107,13 +109,13 @@ class RpcRequests:
         lost.  In whose name to ask the NameNode says to whoever asks in another.
         """
         action, stranger = "place a block of", f"reknit-{uuid.uuid4().hex}"
-        refusal = self._ask("addBlock", _text(1, path) + _text(2, stranger), action, url, _QUICK_S)
+        refusal = self._ask("addBlock", text_field(1, path) + text_field(2, stranger), action, url, _QUICK_S)
         holders = [] if isinstance(refusal, bytes) else _HOLDER.findall(refusal[1].partition("\n")[0])
         if not holders:
             raise StorageError(f"cannot {action} {url}: the NameNode does not say who writes it", path=url)
         holder = "".join(holders[-1])  # the last, since a path may look like anything
-        shunned = b"".join(_bytes(4, node.told) for node in avoided)
-        self._call("addBlock", _text(1, path) + _text(2, holder) + shunned, action, url, _QUICK_S)
+        shunned = b"".join(bytes_field(4, node.told) for node in avoided)
+        self._call("addBlock", text_field(1, path) + text_field(2, holder) + shunned, action, url, _QUICK_S)
 
     def close(self) -> None:
         """Drop the connections that nobody uses."""
@@ -185,7 +187,7 @@ class _Connection:
         self._calls = itertools.count()
         self._socket = socket.create_connection(address, max(deadline.remaining(), 0.001))
         self._socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        context = _bytes(2, _text(1, user)) + _text(3, PROTOCOL)
+        context = bytes_field(2, text_field(1, user)) + text_field(3, PROTOCOL)
         hello = _delimited(self._header(_CONTEXT_CALL)) + _delimited(context)
         # The version of the protocol is 9; the zeros stand for no service class and no authentication.
         self._socket.sendall(b"hrpc\x09\x00\x00" + struct.pack(">I", len(hello)) + hello)
@@ -193,7 +195,7 @@ class _Connection:
     def call(self, method: str, request: bytes, deadline: Deadline) -> bytes | tuple[str, str]:
         """Return the result, or the class and the message of an error.  Raises `OSError`."""
         number = next(self._calls)
-        asked = _text(1, method) + _text(2, PROTOCOL) + _number(3, 1)
+        asked = text_field(1, method) + text_field(2, PROTOCOL) + number_field(3, 1)
         body = b"".join(map(_delimited, (self._header(number), asked, request)))
         self._socket.settimeout(max(deadline.remaining(), 0.001))
         self._socket.sendall(struct.pack(">I", len(body)) + body)
@@ -229,11 +231,11 @@ class _Connection:
 
     def _header(self, call: int) -> bytes:
         return (
-            _number(1, 2)  # arguments in the encoding of Protocol Buffers
-            + _number(2, 0)
-            + _number(3, _signed(call))
-            + _bytes(4, self._client)
-            + _number(5, _signed(_NO_RETRY))
+            number_field(1, 2)  # arguments in the encoding of Protocol Buffers
+            + number_field(2, 0)
+            + number_field(3, _signed(call))
+            + bytes_field(4, self._client)
+            + number_field(5, _signed(_NO_RETRY))
         )
 
     def _receive(self, nbytes: int, deadline: Deadline) -> bytes:
@@ -265,16 +267,19 @@ def _signed(number: int) -> int:
     return (number << 1 ^ number >> 31) & 0xFFFFFFFF
 
 
-def _number(field: int, value: int) -> bytes:
+def number_field(field: int, value: int) -> bytes:
+    """Return a field of protobuf that holds a number."""
     return _encoded(field << 3) + _encoded(value)
 
 
-def _bytes(field: int, value: bytes) -> bytes:
+def bytes_field(field: int, value: bytes) -> bytes:
+    """Return a field of protobuf that holds bytes."""
     return _encoded(field << 3 | 2) + _delimited(value)
 
 
-def _text(field: int, value: str) -> bytes:
-    return _bytes(field, value.encode())
+def text_field(field: int, value: str) -> bytes:
+    """Return a field of protobuf that holds text."""
+    return bytes_field(field, value.encode())
 
 
 def _delimited(message: bytes) -> bytes:
