@@ -5,6 +5,7 @@ from __future__ import annotations
 import http.client
 import importlib.util
 import json
+import signal
 import subprocess
 import sys
 import time
@@ -23,7 +24,6 @@ from tests.servers import STATE, server
 _MARK = "GetContentSummary"
 
 if TYPE_CHECKING:
-    import signal
     from collections.abc import Callable, Iterator, Mapping
 
     from reknit.storage.base import Storage
@@ -102,12 +102,8 @@ class Cluster:
         """Send a signal to a process; return from SIGSTOP when every thread of it stands still."""
         process = self._running[node]
         process.send_signal(sign)
-        if sign is signal.SIGSTOP:
-            tasks = Path(f"/proc/{process.pid}/task")
-            while any(
-                (task / "stat").read_text().rpartition(")")[2].split()[0] != "T" for task in tasks.iterdir()
-            ):
-                time.sleep(0.01)
+        while sign is signal.SIGSTOP and not stands_still(process.pid):
+            time.sleep(0.01)
 
     def wait(self, seconds: float = 60) -> None:
         """Return when the NameNode takes writes, and all DataNodes that run have told it so."""
@@ -125,6 +121,15 @@ class Cluster:
         for process in self._running.values():
             process.kill()
             process.wait()
+
+
+def stands_still(process: int) -> bool:
+    """Tell whether every thread of a process is stopped."""
+    try:
+        states = [(task / "stat").read_text() for task in Path(f"/proc/{process}/task").iterdir()]
+    except FileNotFoundError:  # a thread that has just ended
+        return False
+    return all(state.rpartition(")")[2].split()[0] == "T" for state in states)
 
 
 @contextmanager
