@@ -214,6 +214,54 @@ def test_a_tensor_without_a_main_copy_fails_the_save(tmp_path: Path) -> None:
     run(2, lack_main_copies, str(tmp_path))
 
 
+def objects_that_lack_main_copies(root: str) -> None:
+    """A ShardedObject without a main copy fails the save on all ranks, in all places of a grid."""
+    from megatron.core.dist_checkpointing.mapping import ShardedObject
+
+    rank = dist.get_rank()
+    full = r"\(s\) 0, 1"
+    lacking = {
+        "plain": (
+            ShardedObject("o", rank, (1,), (0,), replica_id=rank + 1),
+            f"i/o; copies are on rank{full}",
+        ),
+        "late": (
+            ShardedObject("o", rank, (1,), (0,), replica_id=(1, 0, rank)),
+            f"i/o; copies are on rank{full}",
+        ),
+        "extra": (
+            ShardedObject("m._extra_state", torch.ones(2), (1,), (0,), replica_id=(0, 1, rank)),
+            rf"i/m\._extra_state; copies are on rank{full}",
+        ),
+        "one": (
+            ShardedObject("r", rank, (2, 1), (rank, 0), replica_id=rank),
+            r"i/r \(pp 1, tp 0\); copies are on rank\(s\) 1",
+        ),
+    }
+    for name, (value, told) in lacking.items():
+        for wait in (True, False):
+            state = {"i": {"t": leaf("kept", torch.ones(2), rank), "o": value}}
+            with pytest.raises(StateError, match=f"no rank has the main copy of {told}"):
+                reknit.save(f"{root}/{name}", state, wait=wait).result()
+    assert reknit.latest(root) is None
+    for wait in (True, False):
+        path = f"{root}/good{wait}"
+        pairs = [
+            (ShardedObject("o", rank + 1, (1,), (0,), replica_id=rank), 1),
+            (ShardedObject("r", rank + 5, (2, 1), (rank, 0), replica_id=0), rank + 5),
+            (ShardedObject("s", rank + 7, (2, 1), (0, 0), replica_id=(0, 0, rank)), 7),
+        ]
+        reknit.save(path, {"i": {str(n): value for n, (value, _) in enumerate(pairs)}}, wait=wait).result()
+        if wait:
+            target = ShardedObject("o", None, (1,), (0,), replica_id=rank)
+            reknit.load(path, {"i": {"0": target}}, strict=["!i/*"])
+            assert target.data == pairs[0][1]
+
+
+def test_an_object_without_a_main_copy_fails_the_save(tmp_path: Path) -> None:
+    run(2, objects_that_lack_main_copies, str(tmp_path))
+
+
 def two_boxes(layout: Layout) -> list[tuple[Box, Box]]:
     from tests.megatron import gpt
 
@@ -367,7 +415,7 @@ def test_the_loss_scaler_comes_back_with_every_optimizer_of_a_chain(tmp_path: Pa
     run(2, scales, str(tmp_path), Layout(2, experts=4, ep=2, bf16=True, layers=2))
 
 
-def refusals() -> None:
+def refusals(root: str) -> None:
     """What is not known is refused, with what to do."""
     from megatron.core import parallel_state
     from megatron.core.dist_checkpointing.mapping import ShardedObject
@@ -396,15 +444,15 @@ def refusals() -> None:
     with pytest.raises(StateError, match="which counts them"):
         load(trained.state(), saved)
     thing = ShardedObject("o", 5, (1,), (0,), replica_id=1)
-    with pytest.raises(StateError, match="i/o is a ShardedObject of which nobody has the main copy"):
-        collect({"i": {"o": thing}}, 0, 1)
+    with pytest.raises(StateError, match=r"no rank has the main copy of i/o; copies are on rank\(s\) 0"):
+        reknit.save(root, {"i": {"o": thing}})
     parallel_state.destroy_model_parallel()
     with pytest.raises(StateError, match="initialize_model_parallel"):
         collect({"model": trained.chunks}, 0, 1)
 
 
-def test_what_is_not_known_is_refused() -> None:
-    run(1, refusals)
+def test_what_is_not_known_is_refused(tmp_path: Path) -> None:
+    run(1, refusals, str(tmp_path / "lone"))
 
 
 def hooks(layout: Layout, folder: str) -> None:

@@ -57,6 +57,16 @@ class Copies(msgspec.Struct, frozen=True, array_like=True):
 NO_COPIES = Copies(b"", b"", b"", b"")
 
 
+class Witnesses(msgspec.Struct, frozen=True, array_like=True):
+    """Values that another rank must have: their names as users are told them, and a column of `blob_key`s."""
+
+    names: list[str]
+    keys: bytes
+
+
+NO_WITNESSES = Witnesses([], b"")
+
+
 class Assignment(msgspec.Struct, array_like=True):
     """The root's answer to `claims`: who writes each of those shards and blobs, and the id of this save.
 
@@ -72,7 +82,7 @@ class Assignment(msgspec.Struct, array_like=True):
 class EncodedBlob(msgspec.Struct, array_like=True):
     """A value of a rank, already encoded: a file of blobs that holds just this one.
 
-    `key` stands for item and FQN; `coordinate` is as in `types.shard.Blob`.
+    `key` stands for item, FQN and coordinate; `coordinate` is as in `types.shard.Blob`.
     """
 
     item: str

@@ -128,6 +128,14 @@ class Blob(msgspec.Struct, frozen=True):
     coordinate: Mapping[str, int] | None = None
 
 
+class Witness(NamedTuple):
+    """A value of which a rank has a copy, and another rank the main copy, which is what is saved."""
+
+    item: str
+    fqn: str
+    coordinate: Mapping[str, int] | None
+
+
 class Encoded(NamedTuple):
     """A value of a `Blob` that is encoded already, as `format.blob_codec.encode_value` does it.
 
@@ -178,12 +186,16 @@ class Alias(msgspec.Struct, frozen=True, gc=False):
 
 @dataclass(frozen=True, slots=True)
 class Holdings:
-    """All shards, blobs and aliases of one rank.  `items` are the top-level names, also of empty items."""
+    """All shards, blobs and aliases of one rank.  `items` are the top-level names, also of empty items.
+
+    A save fails where no rank has the blob of which another is a witness.
+    """
 
     items: tuple[str, ...]
     shards: tuple[Shard, ...]
     blobs: tuple[Blob, ...]
     aliases: tuple[Alias, ...] = ()
+    witnesses: tuple[Witness, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

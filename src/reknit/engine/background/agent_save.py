@@ -226,6 +226,7 @@ class AgentSave:
         assert self.begun is not None
         begin = self.begun[0]
         begin.claims, begin.blobs, begin.copies = None, [], messages.NO_COPIES
+        begin.witnesses = messages.NO_WITNESSES
 
     def _assign(
         self, group: comm.Group, coordinator: Coordinator, timeout_s: float
@@ -238,8 +239,16 @@ class AgentSave:
             assert self.begun is not None
             begin, job = self.begun
             to = None if begin.warm_up else job.to
-            plan, blobs, copies = begin.plan, begin.blobs, begin.copies
-            mine = claims(group.rank, begin.write_id, begin.step, plan, begin.claims, blobs, copies)
+            mine = claims(
+                group.rank,
+                begin.write_id,
+                begin.step,
+                begin.plan,
+                begin.claims,
+                begin.blobs,
+                begin.copies,
+                begin.witnesses,
+            )
             assigned = assign(turn, coordinator, to, mine)
         try:
             self._copies = split(begin.copies, assigned.differing, group.rank, job.options.check_replicas)

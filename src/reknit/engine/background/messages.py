@@ -6,7 +6,15 @@ from typing import Any
 
 import msgspec
 
-from reknit.engine.messages import NO_COPIES, ArrayColumns, Copies, EncodedBlob, ShardClaims
+from reknit.engine.messages import (
+    NO_COPIES,
+    NO_WITNESSES,
+    ArrayColumns,
+    Copies,
+    EncodedBlob,
+    ShardClaims,
+    Witnesses,
+)
 from reknit.processes.channel import Message
 
 
@@ -91,6 +99,7 @@ class Begin(Message):
     warm_up: bool = False
     promote_to: tuple[str, str | None] | None = None
     copies: Copies = NO_COPIES
+    witnesses: Witnesses = NO_WITNESSES
 
 
 class Planned(Message):

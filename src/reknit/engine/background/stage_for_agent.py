@@ -92,7 +92,8 @@ def warm_up(job: SaveJob, agents: Agents, save: TrainerSave, arenas: Arenas) -> 
     """
     encoded, key = _encoded(job)
     begin = _begin(job, agents, save, key, encoded, None, messages.NO_COPIES)
-    begin.blobs, begin.warm_up = [], True  # values are assigned with each save
+    begin.blobs, begin.witnesses = [], messages.NO_WITNESSES  # values are assigned with each save
+    begin.warm_up = True
     begin.promote_to = None
     save.begin(begin, job.recorder)
     plan = _planned(job, agents, save, key, encoded)
@@ -142,6 +143,7 @@ def _begin(
         ],
         promote_to=job.promote_to,
         copies=copies,
+        witnesses=encoded.witnesses,
     )
 
 

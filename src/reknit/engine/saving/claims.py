@@ -17,7 +17,7 @@ from reknit.format.checksum import digest
 from reknit.format.values.blob_codec import encode_blobs, join_blobs, name_of_value
 from reknit.planner.columns import NOTHING, said
 from reknit.planner.resolve import OWN, shard_key
-from reknit.types.shard import Encoded
+from reknit.types.shard import Encoded, full_name
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from reknit.options import SaveOptions
-    from reknit.types.shard import Blob, Holdings
+    from reknit.types.shard import Blob, Holdings, Witness
 
 
 @dataclass(frozen=True)
@@ -35,6 +35,7 @@ class EncodedHoldings:
     holdings: Holdings
     guessed: tuple[int, ...]
     blobs: tuple[messages.EncodedBlob, ...]
+    witnesses: messages.Witnesses = messages.NO_WITNESSES
 
     @cached_property
     def keys(self) -> list[int]:
@@ -66,20 +67,36 @@ def encode_holdings(holdings: Holdings, options: SaveOptions) -> EncodedHoldings
     """Check names, and encode the values.  Raises `StateError` for what no file can hold."""
     for item in holdings.items:
         paths.escape_item(item)
-    for entries in (holdings.shards, holdings.blobs, holdings.aliases):
+    for entries in (holdings.shards, holdings.blobs, holdings.aliases, holdings.witnesses):
         for entry in entries:
             paths.checked_name(entry.fqn, "name")
     guessed = tuple(n for n, shard in enumerate(holdings.shards) if shard.replicas is None)
     blobs = tuple(
         messages.EncodedBlob(
             blob.item,
-            xxhash.xxh3_64_intdigest(f"{blob.item}\0{blob.fqn}".encode()),
+            blob_key(blob),
             None if blob.coordinate is None else dict(blob.coordinate),
             _encoded(blob, options),
         )
         for blob in holdings.blobs
     )
-    return EncodedHoldings(holdings, guessed, blobs)
+    witnesses = messages.NO_WITNESSES
+    if holdings.witnesses:
+        by_key = {blob_key(witness): _told(witness) for witness in holdings.witnesses}
+        witnesses = messages.Witnesses([*by_key.values()], messages.packed([*by_key], "u8"))
+    return EncodedHoldings(holdings, guessed, blobs, witnesses)
+
+
+def blob_key(value: Blob | Witness) -> int:
+    """Return 64 bits that stand for a value's name and coordinate, on whatever rank."""
+    place = "" if value.coordinate is None else f"\0{sorted(value.coordinate.items())}"
+    return xxhash.xxh3_64_intdigest(f"{value.item}\0{value.fqn}{place}".encode())
+
+
+def _told(witness: Witness) -> str:
+    """Return what users are told of a value: its name, and its place where it has one."""
+    place = ", ".join(f"{axis} {n}" for axis, n in (witness.coordinate or {}).items())
+    return full_name(witness.item, witness.fqn) + (f" ({place})" if place else "")
 
 
 def _encoded(blob: Blob, options: SaveOptions) -> bytes:
@@ -102,6 +119,7 @@ def claims(
     shards: messages.ShardClaims | None,
     blobs: Sequence[messages.EncodedBlob],
     copies: messages.Copies = messages.NO_COPIES,
+    witnesses: messages.Witnesses = messages.NO_WITNESSES,
 ) -> bytes:
     """Return what a rank says before all ranks' work is assigned: what only all together can say who writes.
 
@@ -111,15 +129,19 @@ def claims(
     shared = [blob for blob in blobs if blob.coordinate is None]
     keys = np.array([blob.key for blob in shared], np.uint64)
     digests = np.array([digest(blob.data) for blob in shared], np.uint64)
+    # What is a rank's alone has no copies elsewhere, and nobody asks who has it.
+    placed = [blob.key for blob in blobs if (blob.coordinate or {"rank": rank}).keys() != {"rank"}]
     seen = messages.unpacked(copies.digests, "u8")
     own = said(
         rank,
-        {"write_ids": [write_id]},
+        {"write_ids": [write_id], "witnesses": witnesses.names},
         {
             "step": ([] if step is None else [step], ""),
             "plan": (messages.unpacked(plan, "i8"), ""),
             "blob_keys": (keys, ""),
             "blob_digests": (digests, ""),
+            "placed_keys": (np.array(placed, np.uint64), ""),
+            "witness_keys": (messages.unpacked(witnesses.keys, "u8"), ""),
             "copy": (messages.unpacked(copies.keys, "u8"), ""),
             "low": (seen, ""),
             "high": (seen, ""),

@@ -13,11 +13,11 @@ from reknit.engine.saving.manifest_content import receipts_to_manifest
 from reknit.engine.saving.marker import take_down
 from reknit.engine.saving.packing import merge_claims, merge_receipts, merged_chunks, unpack
 from reknit.engine.saving.plan_cache import PlanCache
-from reknit.errors import CommitError, ProtocolError
+from reknit.errors import CommitError, ProtocolError, StateError
 from reknit.format import paths
 from reknit.planner.assemble import assemble, chunk_files
 from reknit.planner.columns import merged
-from reknit.planner.copies import differing
+from reknit.planner.copies import HOLDERS, differing
 from reknit.planner.resolve import blob_owners, shard_owners
 
 if TYPE_CHECKING:
@@ -70,11 +70,13 @@ class Coordinator:
     def assign(self, to: Destination | None, requests: Sequence[bytes]) -> list[bytes]:
         """Answer every rank's `claims`, merged or not; `to` is None where nothing is going to be saved yet.
 
-        Raises `CheckpointExistsError`, `FencedError`, `StateError` for unfit metadata, and `CommitError` when
-        a rank that made its plan before cannot keep it, because other ranks now hold other things.
+        Raises `CheckpointExistsError`, `FencedError`, `StateError` for unfit metadata and for copies of which
+        no rank has the main one, and `CommitError` when a rank that made its plan before cannot keep it,
+        because other ranks now hold other things.
         """
         claims, shards = unpack(merge_claims(requests) if len(requests) > 1 else requests[0])
         write_id = _agreed_write_id(claims)
+        _refuse_lone_copies(claims)
         if to is not None:
             self._begun = to.storage, begin(to, write_id)
         owners = self._shard_owners(claims, shards)
@@ -166,6 +168,25 @@ def _agreed_write_id(claims: RankColumns) -> str:
         )
     write_id: str = claims.tables["write_ids"][0]
     return write_id or paths.new_write_id()
+
+
+def _refuse_lone_copies(claims: RankColumns) -> None:
+    """Raise `StateError` where ranks have copies of a value and no rank the main one, which is saved."""
+    keys = claims.lists["witness_keys"]
+    saved = np.concatenate([claims.lists[name].values for name in ("blob_keys", "placed_keys")])
+    if np.isin(keys.values, saved).all():
+        return
+    lone = ~np.isin(keys.flat(), saved)
+    names = claims.lists["witnesses"].flat()[lone]
+    holders = np.repeat(claims.ranks, keys.counts)[lone][names == names[0]].tolist()
+    ranks = ", ".join(map(str, holders[:HOLDERS]))
+    more = f" and {len(holders) - HOLDERS} more" if len(holders) > HOLDERS else ""
+    others = len(np.unique(names)) - 1
+    raise StateError(
+        f"no rank has the main copy of {claims.tables['witnesses'][names[0]]}; copies are on rank(s) "
+        f"{ranks}{more}" + (f", and the same is true of {others} more" if others else ""),
+        remedy="give it the replica_id 0 (in all places of a tuple) on one rank",
+    )
 
 
 def _plans(said: RankColumns) -> tuple[Ints, Ints, NDArray[np.bool_]]:

@@ -44,7 +44,7 @@ def save(job: SaveJob) -> tuple[SaveReport, list[Written]]:
                     copies = compared.copies(sources)
                 # 2 who writes what no framework can know alone (one round)
                 shards = encoded.shard_claims()
-                mine = claims(rank, "", job.to.step, b"", shards, encoded.blobs, copies)
+                mine = claims(rank, "", job.to.step, b"", shards, encoded.blobs, copies, encoded.witnesses)
                 assigned = assign(turn, coordinator, job.to, mine)
             with commit_turn(job, coordinator, assigned.write_id) as commit:
                 # 3 plan (local)

@@ -6,7 +6,6 @@ import io
 from itertools import product
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from reknit.errors import StateError
 from reknit.frameworks.megatron import names, private
 from reknit.frameworks.megatron import sharded as leaves
 from reknit.frameworks.neutral import to_neutral
@@ -96,19 +95,14 @@ class ObjectAdapter(Adapter):
 
 
 def collect_object(value: Any, place: Place, saving: Saving) -> None:
-    """Collect the copy of a ShardedObject that Megatron would save, below a place."""
+    """Collect the copy of a ShardedObject that Megatron would save, below a place, or tell of another one."""
     known = _known(value)
     at = place.child(known.name)
     if known.extra and not leaves.holds_something(value.data):
         return
     if not known.main:
-        if saving.world.size == 1:
-            raise StateError(
-                f"{at} is a ShardedObject of which nobody has the main copy",
-                remedy="give it the replica_id 0 on one rank",
-            )
-        return
-    if known.keyed is None:
+        saving.blob_elsewhere(at, None if known.keyed is None else known.keyed.coordinate)
+    elif known.keyed is None:
         saving.blob(to_neutral(_plain(value.data), str(at)), at)
     else:
         PerRankAdapter().collect(known.keyed, at, saving)

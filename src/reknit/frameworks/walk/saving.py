@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 from reknit.errors import StateError
 from reknit.frameworks.walk.walk import Walk
 from reknit.types.box import Box
-from reknit.types.shard import MAX_NDIM, Alias, Blob, Holdings, Shard
+from reknit.types.shard import MAX_NDIM, Alias, Blob, Holdings, Shard, Witness
 
 if TYPE_CHECKING:
     from collections.abc import Hashable, Mapping
@@ -26,6 +26,7 @@ class Saving(Walk):
     shards: list[Shard] = field(default_factory=list)
     blobs: list[Blob] = field(default_factory=list)
     aliases: list[Alias] = field(default_factory=list)
+    witnesses: list[Witness] = field(default_factory=list)
     _first: dict[str, dict[Hashable, str]] = field(default_factory=lambda: defaultdict(dict))
 
     def visit(self, value: Any, place: Place) -> None:
@@ -75,6 +76,16 @@ class Saving(Walk):
         self.claim_name(place, object(), value)
         self.blobs.append(Blob(place.item, place.fqn, value, coordinate))
 
+    def blob_elsewhere(self, place: Place, coordinate: Mapping[str, int] | None = None) -> None:
+        """Say that another rank has the main copy of a value, which is saved; the save fails if none does."""
+        self.witnesses.append(Witness(place.item, place.fqn, coordinate))
+
     def holdings(self) -> Holdings:
         """Return all that was collected."""
-        return Holdings(tuple(self.state), tuple(self.shards), tuple(self.blobs), tuple(self.aliases))
+        return Holdings(
+            tuple(self.state),
+            tuple(self.shards),
+            tuple(self.blobs),
+            tuple(self.aliases),
+            tuple(self.witnesses),
+        )
