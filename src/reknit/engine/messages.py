@@ -175,7 +175,7 @@ class Asked(msgspec.Struct, array_like=True):
 
 
 class Answer(msgspec.Struct, array_like=True):
-    """The root's answer to `Asked`: where these tensors lie, as `engine.excerpt` encodes it.
+    """The root's answer to `Asked`: where these tensors lie, as `index_part.blocks_for` encodes it.
 
     `alike` has a number for each rank; it is the same for ranks that asked for the same boxes.
     """
@@ -203,7 +203,7 @@ class Offer(msgspec.Struct, array_like=True):
 
 
 class SharePlan(msgspec.Struct, array_like=True):
-    """The root's answer to `Offer`: a `planner.sharing.Part`, by the rank's own numbers of files.
+    """The root's answer to `Offer`: a `planner.sharing.FetchTable`, by the rank's own numbers of files.
 
     `peers` are the links of the ranks that take something from this one.
     """
