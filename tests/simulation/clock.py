@@ -1,4 +1,4 @@
-"""Virtual time: events in the order of their moments, and the last of them for whoever asks what happened."""
+"""Virtual time: events in order of time, and the latest ones for diagnosis."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What goes wrong in a simulated job, as values that a command line can repeat."""
+"""The faults of a simulated job, as values that a command line can repeat."""
 
 from __future__ import annotations
 

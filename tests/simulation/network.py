@@ -1,4 +1,4 @@
-"""A virtual network: messages take their time, get lost, come twice, or come to strangers."""
+"""A virtual network: messages are delayed, lost, duplicated or delivered to the wrong process."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What must hold whatever happens, judged from the bytes on the disk without the code that wrote them."""
+"""The invariants of every run, checked on the bytes on disk without the code that wrote them."""
 
 from __future__ import annotations
 

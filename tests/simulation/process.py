@@ -1,4 +1,4 @@
-"""A virtual process: real, blocking code in a greenlet, which can die, stop or be interrupted at any step."""
+"""A virtual process: real, blocking code in a greenlet that can die, stop or be interrupted at any step."""
 
 from __future__ import annotations
 

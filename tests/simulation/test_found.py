@@ -1,4 +1,4 @@
-"""Situations in which the simulator found something wrong once: each stays as it was found."""
+"""Regression tests: situations in which the simulator once found a bug."""
 
 from __future__ import annotations
 

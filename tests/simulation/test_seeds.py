@@ -1,4 +1,4 @@
-"""Worlds chosen by seeds: what must never happen does not, whatever goes wrong together."""
+"""Random worlds by seed: no combination of faults breaks an invariant."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The simulator itself: it repeats itself, it lets the dead rest, and it notices what must never happen."""
+"""Tests of the simulator: runs repeat, dead processes stay dead, violations are noticed."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""One thing goes wrong, at every step of every role in turn: nothing worse follows than an error in time."""
+"""One fault at every step of every role: at worst an error in time follows."""
 
 from __future__ import annotations
 

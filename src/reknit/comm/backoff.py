@@ -1,4 +1,4 @@
-"""Pauses that grow, for whoever has to ask again."""
+"""Growing pauses between attempts."""
 
 from __future__ import annotations
 

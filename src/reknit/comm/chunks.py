@@ -1,4 +1,4 @@
-"""A message as a stream of chunks, so that its size meets no limit but our own."""
+"""Split a message into a stream of chunks, so that only reknit's own size limit applies."""
 
 from __future__ import annotations
 

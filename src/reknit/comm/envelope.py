@@ -1,4 +1,4 @@
-"""What a rank's part in a round travels in: its payload, or the errors that kept it from having one."""
+"""A rank's contribution to a round: its payload, or the errors that prevented it."""
 
 from __future__ import annotations
 

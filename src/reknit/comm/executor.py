@@ -1,4 +1,4 @@
-"""Threads that answer calls, up to a bound, and that never keep the interpreter from ending."""
+"""A bounded thread pool that never keeps the interpreter from exiting."""
 
 from __future__ import annotations
 

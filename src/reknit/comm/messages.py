@@ -1,4 +1,4 @@
-"""What travels between the ranks of a tree: a report up, an outcome down, as bounded msgpack."""
+"""The messages of the tree, as bounded msgpack: reports go up, outcomes go down."""
 
 from __future__ import annotations
 

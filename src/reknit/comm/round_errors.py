@@ -1,4 +1,4 @@
-"""What went wrong in a round, as errors: who is elsewhere, who did not come, who is gone."""
+"""The errors of a round: ranks in another round, missing ranks, lost ranks."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What gRPC servers of ranks have in common: bounded settings, and a token without which no call is read."""
+"""What the gRPC servers of ranks share: bounded settings and the token check."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Connections and ports with certificates, where `CommOptions.tls` asks for them, and without."""
+"""gRPC channels and ports, with TLS if `CommOptions.tls` is set."""
 
 from __future__ import annotations
 

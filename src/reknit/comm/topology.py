@@ -1,4 +1,4 @@
-"""Who is above and below whom in the tree that carries rounds."""
+"""The tree that carries rounds: each rank's parent and children."""
 
 from __future__ import annotations
 

@@ -1,1 +1,1 @@
-"""What is on disk: bytes in, nouns out, and back; nothing here knows where the bytes are stored."""
+"""The format on disk: encodes and decodes bytes, and does not know where they are stored."""

@@ -1,4 +1,4 @@
-"""Are these the bytes that were written?  One xxh3-64 digest per block (docs/decisions/0002)."""
+"""Checksums of stored bytes: one xxh3-64 digest per block (docs/decisions/0002)."""
 
 from __future__ import annotations
 

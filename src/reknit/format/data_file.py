@@ -1,4 +1,4 @@
-"""What does a data file look like?  A safetensors file whose header can rebuild the index."""
+"""Data files: safetensors files whose headers can rebuild the index."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What makes a checkpoint exist?  ``manifest.json``, which says what there is and vouches for itself."""
+"""``manifest.json``: makes a checkpoint exist, lists its content, and carries its own checksum."""
 
 from __future__ import annotations
 

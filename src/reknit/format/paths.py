@@ -1,4 +1,4 @@
-"""What is everything called?  File names, keys inside data files, and the escapes that keep them apart.
+"""File names, keys inside data files, and the escapes that keep them apart.
 
 Every name but ``manifest.json`` carries the first eight digits of the write id, so that no two attempts to
 write ever meet in one file (docs/decisions/0001).

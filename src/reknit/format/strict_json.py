@@ -1,4 +1,4 @@
-"""Is this JSON that every reader understands alike?  Bounded, valid UTF-8, shallow, no key twice."""
+"""Strict JSON that every reader understands alike: bounded, valid UTF-8, shallow, no duplicate key."""
 
 from __future__ import annotations
 

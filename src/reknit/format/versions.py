@@ -1,4 +1,4 @@
-"""Which format versions does this reknit write and read?"""
+"""The format versions that this reknit writes and reads."""
 
 from __future__ import annotations
 

@@ -1,1 +1,1 @@
-"""Put and get bytes: the only code that knows what a store is."""
+"""Stores: read and write bytes; no other code knows what a store is."""

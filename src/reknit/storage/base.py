@@ -1,4 +1,4 @@
-"""What every store can do: whole immutable files, ranged reads, and small atomic writes."""
+"""The store interface: whole immutable files, ranged reads, and small atomic writes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Errors that every store raises alike."""
+"""Errors that all stores share."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Any file system that fsspec knows, as a store: the way to places that have no store of their own here."""
+"""Any fsspec file system as a store, for places without a store of their own here."""
 
 from __future__ import annotations
 

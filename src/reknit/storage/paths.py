@@ -1,4 +1,4 @@
-"""Which names a store accepts: relative, plain and never outside its root."""
+"""The names that a store accepts: relative, plain and never outside its root."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which store does a URL name?"""
+"""Find the store that a URL names."""
 
 from __future__ import annotations
 

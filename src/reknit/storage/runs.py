@@ -1,4 +1,4 @@
-"""Ranges of a file: many small runs at once, and whether a range lies inside."""
+"""Ranges of a file: read many small runs at once, check that a range lies inside."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Options of a store that stand in its URL, after a question mark."""
+"""Options of a store in the query part of its URL."""
 
 from __future__ import annotations
 

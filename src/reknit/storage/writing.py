@@ -1,4 +1,4 @@
-"""Files that are being written: which names they have, and how much of each is there."""
+"""Files being written: their names, and how much of each is there."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A store at an address that every rank was given: rank 0 serves it while the group forms, others connect.
+"""A rendezvous store at a given address: rank 0 serves it while the group forms, the others connect.
 
 A call without the token is refused before anything of it is read.  A hash of the token travels with each
 call; whoever can listen in the network can take part, unless `CommOptions.tls` is set.

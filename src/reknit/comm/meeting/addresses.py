@@ -1,4 +1,4 @@
-"""Under which address can other ranks reach this one, and on which does it listen?"""
+"""The addresses that this rank listens on and advertises to other ranks."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What ranks put into the store in which they meet: who they are, the table of hosts, and addresses."""
+"""The entries of the rendezvous store: ranks, the table of hosts, and addresses."""
 
 from __future__ import annotations
 

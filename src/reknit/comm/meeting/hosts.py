@@ -1,4 +1,4 @@
-"""Who is on which host?  Each rank tells rank 0 in a store, and rank 0 publishes the table of all.
+"""Find which ranks share a host: each rank tells rank 0 through a store, rank 0 publishes the table.
 
 Stores keep what was put into them, and a job that was started again may find what a dead run of it left.  So
 rank 0 gives each run a new name, and all other keys of the run begin with it.  A rank that reads the name of

@@ -1,4 +1,4 @@
-"""Which host is this, who reaches its sockets, and is another process of it still there?"""
+"""Identify this host, who can reach its sockets, and whether another of its processes has ended."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Where ranks that cannot talk yet find each other: a small store that all of them reach."""
+"""Rendezvous: the small store through which ranks find each other before they can talk."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The connection of a rank in the tree to the one above it."""
+"""A rank's connection to its parent in the tree."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a rank enters a round with, and what its driver is to do for it."""
+"""The input of a rank to a round, and the effects that its driver carries out."""
 
 from __future__ import annotations
 

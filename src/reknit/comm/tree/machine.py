@@ -1,4 +1,4 @@
-"""One rank's part in the rounds of a tree: what it does next, given what it hears, without doing it.
+"""The state machine of one rank in the rounds of a tree, without any input or output of its own.
 
 A `RoundMachine` has no threads, no clock and no network.  Its inputs are method calls; each returns the
 effects that it causes, in order, and whoever drives the machine carries them out: over gRPC, or in a
@@ -32,8 +32,8 @@ if TYPE_CHECKING:
 class _Round:
     """The round that this rank is in: it collects reports, then decides, or waits for the outcome.
 
-    `until` is when that state ends by itself; `settling` once reports show that the round must fail, and
-    `hopeless` once the rank above was told so.
+    `until` is the deadline of that state; `settling` is set once reports show that the round must fail,
+    `hopeless` once the parent was told so.
     """
 
     heading: Heading
@@ -199,7 +199,7 @@ class RoundMachine:
     # What follows from them.
 
     def _advance(self, now: float) -> list[Effect]:
-        """Bring the round as far as it goes with what was heard until now."""
+        """Advance the round as far as the messages received so far allow."""
         held = self._round
         if held is None or held.state == "decide":
             return []
@@ -248,7 +248,7 @@ class RoundMachine:
         return self._send(held, heading.report(self.rank, requests))
 
     def _fail(self, held: _Round, error: ReknitError) -> list[Effect]:
-        """Let all ranks hear of an error, this one among them."""
+        """Send an error to all ranks, this one included."""
         if self._parent is None:
             return self._finish(held, error)
         held.hopeless = True

@@ -1,4 +1,4 @@
-"""The rounds of one rank in a process: drives its machine for the rank's thread and those of its server."""
+"""The rounds of one rank in a process: drives its machine for the rank's thread and its server's threads."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 
 class Above(Protocol):
-    """The rank above, as rounds need it; nothing here waits for it."""
+    """The parent rank, as rounds need it; no method blocks."""
 
     def ask(self, report: Report, timeout_s: float, heard: Heard) -> None:
         """Send a report; `heard` is called once, in another thread, with its outcome or why there is none."""

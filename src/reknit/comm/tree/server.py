@@ -1,4 +1,4 @@
-"""The server of a rank in the tree: it lets in who knows its token, and answers out of the rank's rounds."""
+"""A rank's server in the tree: checks the token and answers calls from the rank's rounds."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A rank and all below it: their requests brought together, and the answers for them divided."""
+"""A rank and its descendants: merge their requests, split their answers."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ class Subtree:
     def whereabouts(
         self, heading: Heading, reports: Mapping[int, Report]
     ) -> tuple[dict[str, list[int]], list[int]]:
-        """Return who is in which place of a round, and who did not come to it."""
+        """Return which ranks are at which place of a round, and which are missing."""
         places = {heading.place: [self.rank]}
         missing: list[int] = []
         for child, ranks in self.below.items():
@@ -58,7 +58,7 @@ class Subtree:
         return places, missing
 
     def shares(self, answers: Iterable[bytes]) -> dict[int, Parcel]:
-        """Return what each child and the ranks below it are told, and, under its own number, this rank."""
+        """Return the answers for each child's subtree, and for this rank under its own number."""
         told = dict(zip(self.ranks, answers, strict=True))
         shares = {child: Parcel.of(told[rank] for rank in ranks) for child, ranks in self.below.items()}
         shares[self.rank] = Parcel.of([told[self.rank]])

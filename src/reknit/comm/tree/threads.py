@@ -1,4 +1,4 @@
-"""Rounds between ranks that are threads of one process: for tests, and to simulate a job."""
+"""Rounds between ranks that are threads of one process, for tests and simulated jobs."""
 
 from __future__ import annotations
 

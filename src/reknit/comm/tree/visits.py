@@ -1,4 +1,4 @@
-"""What a rank has heard from its children and not yet answered."""
+"""The calls of children that are not answered yet."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ class Visits:
         return {child: visit.report for child, visit in self._open.items() if visit.report.number == number}
 
     def obstacle(self, heading: Heading, rank: int) -> ReknitError | None:
-        """Return the first error that a child met or is, in a round that `rank` is in."""
+        """Return the first error that a child reports or causes, in a round that `rank` is in."""
         for child, visit in self._open.items():
             report = visit.report
             if report.number > heading.number:

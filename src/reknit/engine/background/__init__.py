@@ -1,1 +1,1 @@
-"""Saves that go on while training does, in processes that outlive the trainer."""
+"""Background saves, carried out by processes that outlive the trainer."""

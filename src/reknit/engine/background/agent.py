@@ -1,4 +1,4 @@
-"""The process that outlives the trainer: it writes and commits from arenas, and ends when its work is done.
+"""The agent process: writes and commits staged saves, outlives the trainer, and exits when it is done.
 
 ``python -m reknit.engine.background.agent`` is started by a trainer with one end of a pair of sockets.
 Nothing here imports torch, and nothing that a trainer does, dying included, keeps a staged checkpoint from

@@ -1,4 +1,4 @@
-"""What the trainer says of a save, as a job of its agent."""
+"""Build an agent's save job from the trainer's message."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""An agent as its trainer sees it: started, spoken to, heard, and missed when it is gone."""
+"""The trainer's link to its agent: start it, exchange messages, notice its death."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""One save as an agent carries it out, for a trainer that may die at any moment."""
+"""One save as an agent carries it out; the trainer may die at any moment."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The agents that a group's ranks formed together, as one of these ranks sees them."""
+"""The agents of a group's ranks, as one rank sees them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The files of a save in an arena: which spans of them are filled, and which are written."""
+"""The files of a save in an arena: which spans are filled, and which are written."""
 
 from __future__ import annotations
 

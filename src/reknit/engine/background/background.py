@@ -1,4 +1,4 @@
-"""Saves of one group that go on in the background: staged here, written and committed by agents."""
+"""The background saves of one group: staged here, written and committed by agents."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Everything that a trainer and its agent say to each other."""
+"""The messages between a trainer and its agent."""
 
 from __future__ import annotations
 

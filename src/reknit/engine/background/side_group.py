@@ -1,4 +1,4 @@
-"""One more group of ranks that have one: their addresses travel through the group that there is."""
+"""Form a second group of the same ranks; the first group carries the addresses."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Filling an arena from live memory, at once or while training goes on."""
+"""Copy live memory to an arena, at once or while training continues."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""One background save as its trainer sees it, from the first word to the agent until the outcome."""
+"""One background save as its trainer sees it, from the first message to the agent until the outcome."""
 
 from __future__ import annotations
 

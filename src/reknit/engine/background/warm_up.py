@@ -1,4 +1,4 @@
-"""What an agent does ahead of the first save: all that a save does, but for writing and committing."""
+"""The agent's warm-up before the first save: everything but writing and committing."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a rank brings to a save: holdings whose values are encoded, and claims on what others may hold too."""
+"""What a rank brings to a save: encoded holdings, and claims on data that others may hold too."""
 
 from __future__ import annotations
 

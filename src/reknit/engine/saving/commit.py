@@ -1,4 +1,4 @@
-"""What the root of a save does last: make the checkpoint exist with one atomic write."""
+"""The commit: the root makes the checkpoint exist with one atomic write."""
 
 from __future__ import annotations
 

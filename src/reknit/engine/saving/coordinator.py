@@ -1,4 +1,4 @@
-"""What the root of a save decides for all ranks, and what it remembers of them from one save to the next."""
+"""The root's decisions for all ranks, and what it remembers of them between saves."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Are the copies that several ranks hold equal?  What is compared, and what is kept where they differ."""
+"""Compare the copies that several ranks hold, and decide what to keep where they differ."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the data files of a rank will look like: decided once, while its holdings keep their layout."""
+"""The layout of a rank's data files, reused while its holdings keep their layout."""
 
 from __future__ import annotations
 

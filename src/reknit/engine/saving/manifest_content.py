@@ -1,4 +1,4 @@
-"""What all ranks wrote in a save, as the root counts it up from their receipts."""
+"""What all ranks wrote in a save: the root merges their receipts."""
 
 from __future__ import annotations
 

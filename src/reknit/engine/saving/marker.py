@@ -1,4 +1,4 @@
-"""Which of several saves to one path may commit?  The one whose marker stays (docs/decisions/0007).
+"""Markers decide which of several saves to one path may commit (docs/decisions/0007).
 
 Every step here asks the store in a certain order, which is what makes it safe: a marker is put before others
 are looked for, and markers are looked for before the manifest, because that is what they turn into.

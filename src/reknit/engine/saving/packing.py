@@ -1,4 +1,4 @@
-"""Claims and receipts on their way to the root: the columns of any number of ranks as one message."""
+"""Pack the claims and receipts of any number of ranks into one message, by columns."""
 
 from __future__ import annotations
 

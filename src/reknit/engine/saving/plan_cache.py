@@ -1,4 +1,4 @@
-"""What the root knows of the plans that ranks saved by before, so that they need not tell it again."""
+"""The root's cache of earlier plans, so that ranks need not send them again."""
 
 from __future__ import annotations
 

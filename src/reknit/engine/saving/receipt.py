@@ -1,4 +1,4 @@
-"""What a rank reports when its files are written, and the writing of those that hold values."""
+"""A rank's report of the files it wrote, and the writing of files that hold values."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How many threads should write, and how much at once?  Found out on the first bytes that are saved."""
+"""Choose the number of writing threads and the piece size, measured on the first bytes saved."""
 
 from __future__ import annotations
 

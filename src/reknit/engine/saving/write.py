@@ -1,4 +1,4 @@
-"""Data files on their way to storage, piece by piece: fetched from memory, digested, written."""
+"""Write data files piece by piece: fetch from memory, digest, write."""
 
 from __future__ import annotations
 

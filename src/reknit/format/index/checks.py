@@ -1,4 +1,4 @@
-"""Does an index make sense?  Every rule that needs no file, for millions of chunks at a time."""
+"""Consistency checks of an index that need no file, vectorized for millions of chunks."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""An index as columns of Arrow, as they are in its file."""
+"""An index as Arrow columns, as its file stores them."""
 
 from __future__ import annotations
 

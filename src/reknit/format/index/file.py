@@ -1,4 +1,4 @@
-"""Where does every box of every tensor lie?  The index, as a Parquet file with one row per chunk."""
+"""The index file: a Parquet file with one row per chunk, which says where every box of a tensor lies."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How much work is it to read this Parquet file?  Asked of its bytes, before a Parquet reader sees them.
+"""Bound the work of reading a Parquet file from its bytes, before a Parquet reader sees them.
 
 A few hundred bytes of Parquet can claim billions of rows, or unfold to gigabytes, and the sizes in its footer
 may lie.  So the footer and every page header are read here (Thrift's compact protocol, nothing decompressed),

@@ -1,4 +1,4 @@
-"""Where does every box lie, when the index is lost?  The headers of the data files say it too."""
+"""Rebuild a lost index from the headers of the data files."""
 
 from __future__ import annotations
 

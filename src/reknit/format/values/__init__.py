@@ -1,1 +1,1 @@
-"""Values that are no tensors, as bytes."""
+"""Encode values that are not tensors."""

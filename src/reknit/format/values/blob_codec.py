@@ -1,4 +1,4 @@
-"""How are values that are no tensors stored?  As msgpack with a closed set of extension types, no code."""
+"""Encode values that are not tensors as msgpack with a closed set of extension types, no code."""
 
 from __future__ import annotations
 

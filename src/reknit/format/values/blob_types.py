@@ -1,4 +1,4 @@
-"""Which values that are no tensors can be stored?  The closed table of extension types, one entry for each.
+"""The closed table of extension types for values that are not tensors.
 
 An entry takes a value apart into simpler ones, and builds it again from them.  `blob_codec` walks; nothing
 here recurses, and nothing is built that the table does not name.

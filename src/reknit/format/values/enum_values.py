@@ -1,4 +1,4 @@
-"""How is a member of an enumeration stored?  By name, and found only where the program already has it."""
+"""Store enumeration members by name; load them only if the program already has the enumeration."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What does this msgpack say?  A reader for bytes that nobody vouches for.
+"""A msgpack reader for untrusted bytes.
 
 It exists because a general decoder follows nesting as deep as the recursion limit of the interpreter lets it,
 takes the last of two equal keys, and copies every extension before anyone has looked at it.

@@ -1,4 +1,4 @@
-"""How are NumPy's arrays, scalars and dtypes stored?  Type name, shape, and the bytes in row-major order."""
+"""Store NumPy arrays, scalars and dtypes: type name, shape, and the bytes in row-major order."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What is said of a value that cannot be stored, and of a payload that is not what its type stores?"""
+"""Error messages for values that cannot be stored and for payloads that do not fit their type."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The HDFS client behind a blocking door: every call has a deadline, and raises errors of ours."""
+"""A blocking HDFS client: every call has a deadline and raises reknit's errors."""
 
 from __future__ import annotations
 

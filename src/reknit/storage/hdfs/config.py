@@ -1,4 +1,4 @@
-"""Which HDFS, reached how?  URLs, their options, and what Hadoop's own files say."""
+"""HDFS configuration: URLs, their options, and Hadoop's own files."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What did HDFS say no to?  The errors of its client and of its servers, as ours."""
+"""Translate errors of the HDFS client and its servers to reknit's."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Names in HDFS: how they are written there, and what this process knows of those that are taken."""
+"""Names in HDFS: their spelling there, and which ones this process knows to be taken."""
 
 from __future__ import annotations
 

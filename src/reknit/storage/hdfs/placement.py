@@ -1,4 +1,4 @@
-"""New files go to DataNodes that have not failed lately: the HDFS client would take any that it is given."""
+"""Place new files on DataNodes that have not failed lately; the HDFS client accepts any."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Files of an HDFS that are read: in ranges of a few megabytes, several at once."""
+"""Read HDFS files in ranges of a few megabytes, several at once."""
 
 from __future__ import annotations
 

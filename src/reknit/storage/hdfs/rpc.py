@@ -1,4 +1,4 @@
-"""What the HDFS client cannot ask of a NameNode, asked directly: Hadoop's RPC, without authentication.
+"""Hadoop RPC to a NameNode, without authentication, for what the HDFS client cannot do.
 
 A request is a length and three messages in the encoding of Protocol Buffers, each after its own length: a
 header, the name of the method, its arguments.  An answer is a length, a header, and the result.

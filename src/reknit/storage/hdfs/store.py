@@ -1,4 +1,4 @@
-"""A folder of an HDFS as a store."""
+"""An HDFS folder as a store."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Threads in which the HDFS client is called, so that whoever waits for it need not wait for ever.
+"""Threads that call the HDFS client, so that callers need not wait for ever.
 
 The client has no deadlines: it would wait for hours for a machine that has gone silent.  Its asynchronous
 form could be cancelled, but takes Python's lock in its own threads while it holds locks of its own, and then

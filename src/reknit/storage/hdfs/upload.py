@@ -1,4 +1,4 @@
-"""New files of an HDFS: pieces in any order, gathered to sub-files, each of which goes up by itself."""
+"""Upload new HDFS files: pieces arrive in any order and form sub-files, each uploaded by itself."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the HDFS client cannot ask of a NameNode, asked over WebHDFS, of it or of a gateway."""
+"""WebHDFS, to a NameNode or a gateway, for what the HDFS client cannot do."""
 
 from __future__ import annotations
 

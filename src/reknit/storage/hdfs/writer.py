@@ -1,4 +1,4 @@
-"""A file that is being written to HDFS: its sub-files become one file, which then gets its name."""
+"""Write one HDFS file: its sub-files become one file, which then gets its name."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""File descriptors that many threads share: closed once, and never under somebody's hands."""
+"""Shared file descriptors: closed once, and never while a thread uses them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Past the page cache: large writes go from page-aligned memory to the disk, without a copy in the kernel.
+"""Direct I/O: large writes go from page-aligned memory to the disk, past the page cache.
 
 A checkpoint is written once and seldom read soon; going through the page cache would cost the machine a copy,
 and others their pages.  Reads do go through it: the kernel's read-ahead beats direct reads of a few

@@ -1,4 +1,4 @@
-"""Folders of a local store: made on demand, made durable, and removed when they are empty."""
+"""Folders of a local store: created on demand, made durable, removed when empty."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The memory of this host as a store: files in shared memory, which outlive whoever wrote them."""
+"""This host's memory as a store: files in shared memory, which outlive their writer."""
 
 from __future__ import annotations
 

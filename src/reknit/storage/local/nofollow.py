@@ -1,4 +1,4 @@
-"""How is a file below a root reached, and nothing else?  No link is followed on the way, nor at its end.
+"""Open files below a root without following any symbolic link.
 
 The root itself is whatever a user calls it, links and all.  Below it a link would lead a save into another
 checkpoint, whose files it then clears away.  So names below are looked up one by one, each relative to a

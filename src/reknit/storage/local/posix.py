@@ -1,4 +1,4 @@
-"""System calls as a store needs them: carried through to the end, with errors that explain themselves."""
+"""System calls for stores: retried until complete, with clear errors."""
 
 from __future__ import annotations
 

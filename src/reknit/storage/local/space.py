@@ -1,4 +1,4 @@
-"""Is there room?  Asked before the first byte is written, not after the last."""
+"""Check the free space before the first byte is written."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What does a folder hold, and since when?  For clearing away what killed processes left in it."""
+"""List what a folder holds and since when, to clear away what killed processes left."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A file that is being written to a folder, by several threads, until it is whole."""
+"""Write one file of a folder with several threads, until it is complete."""
 
 from __future__ import annotations
 

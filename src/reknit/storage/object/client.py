@@ -1,4 +1,4 @@
-"""Which bucket, of whom, asked in which way?  URLs of object stores, and clients for them."""
+"""URLs of object stores, and clients for them."""
 
 from __future__ import annotations
 

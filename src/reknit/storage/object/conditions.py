@@ -1,4 +1,4 @@
-"""Who was first?  Writes to an object store that happen only where nobody was there before."""
+"""Conditional writes to an object store: only the first writer succeeds."""
 
 from __future__ import annotations
 

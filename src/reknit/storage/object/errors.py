@@ -1,4 +1,4 @@
-"""What did an object store say no to?  Its client's errors, as ours."""
+"""Translate errors of an object store's client to reknit's."""
 
 from __future__ import annotations
 

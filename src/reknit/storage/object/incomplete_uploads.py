@@ -1,4 +1,4 @@
-"""What does a bucket hold that no reader sees?  Uploads that nobody finished, and what dead writers left."""
+"""Find and remove unfinished uploads and what dead writers left in a bucket."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Files on their way to an object store: pieces in any order, parts straight from the memory they are in."""
+"""Upload to an object store: pieces in any order, parts straight from the caller's memory."""
 
 from __future__ import annotations
 

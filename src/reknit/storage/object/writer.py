@@ -1,4 +1,4 @@
-"""New files of an object store: small ones in one request, large ones in parts."""
+"""Write new objects: small ones in one request, large ones in parts."""
 
 from __future__ import annotations
 

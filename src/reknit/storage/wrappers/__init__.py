@@ -1,1 +1,1 @@
-"""Stores around other stores."""
+"""Stores that wrap other stores."""

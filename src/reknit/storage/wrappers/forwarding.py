@@ -1,4 +1,4 @@
-"""A store around another one: passes everything on, so that a subclass says only what it changes."""
+"""A store that forwards every call to another one; subclasses override what they change."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Retries: a store that repeats what failed because the one inside could not be reached."""
+"""A store that retries what failed because the store inside could not be reached."""
 
 from __future__ import annotations
 
