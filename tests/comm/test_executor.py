@@ -11,33 +11,33 @@ from reknit.errors import ShortageError
 
 
 def test_results_and_errors_come_back_through_the_futures() -> None:
-    crew = DaemonExecutor(2)
-    assert [crew.submit(divmod, number, 7).result(30) for number in (8, 15)] == [(1, 1), (2, 1)]
+    executor = DaemonExecutor(2)
+    assert [executor.submit(divmod, number, 7).result(30) for number in (8, 15)] == [(1, 1), (2, 1)]
     with pytest.raises(ZeroDivisionError):
-        crew.submit(divmod, 1, 0).result(30)
-    crew.shutdown()
+        executor.submit(divmod, 1, 0).result(30)
+    executor.shutdown()
 
 
 def test_as_many_jobs_run_at_once_as_there_may_be_threads_and_no_more() -> None:
-    crew, barrier = DaemonExecutor(3), threading.Barrier(4)
+    executor, barrier = DaemonExecutor(3), threading.Barrier(4)
     before = threading.active_count()
-    waiting = [crew.submit(barrier.wait) for _ in range(3)]
-    queued = crew.submit(threading.active_count)
+    waiting = [executor.submit(barrier.wait) for _ in range(3)]
+    queued = executor.submit(threading.active_count)
     assert not queued.done()
     assert threading.active_count() == before + 3
     barrier.wait(30)
     assert sorted(future.result(30) for future in waiting) != []
     assert queued.result(30) <= before + 3
-    crew.shutdown()
+    executor.shutdown()
 
 
 def test_an_idle_thread_takes_the_next_job() -> None:
-    crew = DaemonExecutor(8)
+    executor = DaemonExecutor(8)
     before = threading.active_count()
     for _ in range(50):
-        crew.submit(int).result(30)
+        executor.submit(int).result(30)
     assert threading.active_count() <= before + 3
-    crew.shutdown()
+    executor.shutdown()
 
 
 def test_no_job_waits_for_a_busy_thread_while_another_may_be_started() -> None:
@@ -46,28 +46,28 @@ def test_no_job_waits_for_a_busy_thread_while_another_may_be_started() -> None:
     sys.setswitchinterval(1e-6)
     try:
         for _ in range(100):
-            crew, go_on, begun = DaemonExecutor(6), threading.Event(), threading.Semaphore(0)
+            executor, go_on, begun = DaemonExecutor(6), threading.Event(), threading.Semaphore(0)
 
             def wait(go_on: threading.Event = go_on, begun: threading.Semaphore = begun) -> None:
                 begun.release()
                 go_on.wait(30)
 
             for _ in range(5):
-                crew.submit(int).result(30)
+                executor.submit(int).result(30)
             for _ in range(4):
-                crew.submit(wait)
+                executor.submit(wait)
             assert all(begun.acquire(timeout=10) for _ in range(4))
             go_on.set()
-            crew.shutdown()
+            executor.shutdown()
     finally:
         sys.setswitchinterval(interval)
 
 
 def test_no_thread_is_left_after_shutdown() -> None:
     before = threading.active_count()
-    crew = DaemonExecutor(4)
-    futures = [crew.submit(int) for _ in range(20)]
-    crew.shutdown()
+    executor = DaemonExecutor(4)
+    futures = [executor.submit(int) for _ in range(20)]
+    executor.shutdown()
     assert all(future.done() for future in futures)
     assert threading.active_count() == before
 
@@ -102,25 +102,25 @@ def ending(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_where_no_thread_can_be_started_a_job_waits_for_one_that_is_busy(
     request: pytest.FixtureRequest, caplog: pytest.LogCaptureFixture
 ) -> None:
-    crew, go_on = DaemonExecutor(4), threading.Event()
-    busy = crew.submit(go_on.wait, 30)
+    executor, go_on = DaemonExecutor(4), threading.Event()
+    busy = executor.submit(go_on.wait, 30)
     request.getfixturevalue("ending")
-    late = crew.submit(divmod, 8, 7)
+    late = executor.submit(divmod, 8, 7)
     assert "wait for a free thread: can't create new thread" in caplog.text
     assert not late.done()
     go_on.set()
     assert busy.result(30)
     assert late.result(30) == (1, 1)
-    crew.shutdown()
+    executor.shutdown()
 
 
 def test_where_there_may_be_no_more_threads_the_one_who_submits_hears_it(
     request: pytest.FixtureRequest,
 ) -> None:
-    crew = DaemonExecutor(4)
+    executor = DaemonExecutor(4)
     request.getfixturevalue("refused")
     with pytest.raises(ShortageError, match="no further thread"):
-        crew.submit(divmod, 8, 7)
+        executor.submit(divmod, 8, 7)
     with pytest.raises(ShortageError, match="no further thread"):
         DaemonExecutor(4, ready=1)
 
@@ -129,33 +129,33 @@ def test_where_a_server_gets_no_more_threads_its_owner_hears_it_and_the_job_wait
     request: pytest.FixtureRequest,
 ) -> None:
     heard: list[ShortageError] = []
-    crew, go_on = DaemonExecutor(4, on_shortage=heard.append), threading.Event()
-    busy = crew.submit(go_on.wait, 30)
+    executor, go_on = DaemonExecutor(4, on_shortage=heard.append), threading.Event()
+    busy = executor.submit(go_on.wait, 30)
     request.getfixturevalue("refused")
-    late = crew.submit(divmod, 8, 7)
+    late = executor.submit(divmod, 8, 7)
     assert [error.message for error in heard] == [
         "no further thread or process can be started: can't start new thread"
     ]
     go_on.set()
     assert busy.result(30)
     assert late.result(30) == (1, 1)
-    crew.shutdown()
+    executor.shutdown()
 
 
 def test_a_thread_that_is_there_from_the_beginning_takes_a_job_where_none_can_be_started(
     request: pytest.FixtureRequest,
 ) -> None:
-    crew = DaemonExecutor(4, ready=1)
+    executor = DaemonExecutor(4, ready=1)
     request.getfixturevalue("refused")
-    assert crew.submit(divmod, 8, 7).result(30) == (1, 1)
-    crew.shutdown()
+    assert executor.submit(divmod, 8, 7).result(30) == (1, 1)
+    executor.shutdown()
 
 
 def test_jobs_for_which_there_was_no_thread_get_theirs_with_the_next(monkeypatch: pytest.MonkeyPatch) -> None:
-    crew, barrier = DaemonExecutor(4), threading.Barrier(3)
+    executor, barrier = DaemonExecutor(4), threading.Barrier(3)
     with monkeypatch.context() as patch:
         patch.setattr(threading.Thread, "start", lambda _: (_ for _ in ()).throw(RuntimeError("none")))
-        waiting = [crew.submit(barrier.wait, 30) for _ in range(2)]
-    waiting.append(crew.submit(barrier.wait, 30))
+        waiting = [executor.submit(barrier.wait, 30) for _ in range(2)]
+    waiting.append(executor.submit(barrier.wait, 30))
     assert sorted(future.result(30) for future in waiting) == [0, 1, 2]
-    crew.shutdown()
+    executor.shutdown()

@@ -1,8 +1,8 @@
 """A job of many ranks in one thread, on a virtual network, disk and clock: every run of a seed is the same.
 
 The ranks run the real code of a save: `engine.save`, the coordinator, the planner, the formats, and for each
-round `comm.machine.RoundMachine`.  Around them everything is virtual, and anything may go wrong.  Needs the
-package greenlet.
+round `comm.tree.machine.RoundMachine`.  Around them everything is virtual, and anything may go wrong.
+Needs the package greenlet.
 """
 
 from __future__ import annotations
