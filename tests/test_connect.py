@@ -20,6 +20,7 @@ import trustme
 import reknit
 from reknit.comm import base
 from reknit.errors import CommError, DeadlineError, MissingExtraError, UsageError
+from tests.ports import free_port
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
@@ -143,12 +144,6 @@ def whole(ranks: Sequence[Rank]) -> list[Any]:
     assert all(first[0] == "connected" for first, _ in said)
     assert len({json.dumps(first) for first, _ in said}) == 1
     return list(said[0][0])
-
-
-def free_port(host: str = "127.0.0.1") -> int:
-    family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    with socket.create_server((host, 0), family=family) as door:
-        return int(door.getsockname()[1])
 
 
 def test_ranks_that_meet_in_a_folder_save_and_load_together(tmp_path: Path) -> None:

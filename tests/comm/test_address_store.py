@@ -21,6 +21,7 @@ from reknit.comm.meeting.address_store import MOST_VALUE_NBYTES, Point, RemoteSt
 from reknit.comm.meeting.hosts import gather_shape
 from reknit.errors import CommError, DeadlineError, ProtocolError, UsageError
 from reknit.options import CommOptions
+from tests.ports import free_port
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -29,11 +30,6 @@ if TYPE_CHECKING:
 
 SECRET = "a secret of the job, of any letters: ä€\n"
 PLAIN = CommOptions(connect_timeout_s=10)
-
-
-def free_port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as door:
-        return int(door.getsockname()[1])
 
 
 @pytest.fixture
@@ -288,8 +284,7 @@ def test_an_address_of_this_host_is_served_there_alone(last: ExitStack) -> None:
 
 def test_ranks_find_their_shape_at_an_address_of_ipv6(last: ExitStack) -> None:
     try:
-        with socket.create_server(("::1", 0), family=socket.AF_INET6) as door:
-            port = door.getsockname()[1]
+        port = free_port("::1")
     except OSError:
         pytest.skip("this machine has no IPv6")
     point = Point.of(f"tcp://[::1]:{port}")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import socket
 import subprocess
 import sys
 from contextlib import ExitStack
@@ -19,6 +18,7 @@ from reknit.comm.meeting.address_server import ServedStore
 from reknit.comm.meeting.address_store import Point, RemoteStore
 from reknit.errors import CommError, UsageError
 from reknit.options import CommOptions, Tls
+from tests.ports import free_port
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -75,8 +75,7 @@ def options(settings: Tls | None) -> CommOptions:
 
 
 def serve(last: ExitStack, settings: Tls | None) -> Point:
-    with socket.create_server(("127.0.0.1", 0)) as door:
-        point = Point("127.0.0.1", door.getsockname()[1])
+    point = Point("127.0.0.1", free_port())
     served = ServedStore(point, 2, SECRET, options(settings))
     last.callback(served.close)
     served.set("key", b"value")

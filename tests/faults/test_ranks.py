@@ -9,7 +9,6 @@ from __future__ import annotations
 import gc
 import os
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -25,6 +24,7 @@ import reknit
 from reknit.storage.local.store import LocalStorage
 from reknit.storage.registry import register
 from reknit.testing.faulty_storage import Fault, FaultyStorage
+from tests.ports import free_port
 from tests.ranks import Died, run
 
 if TYPE_CHECKING:
@@ -494,9 +494,7 @@ print("saved")
 
 
 def test_a_script_without_a_guard_saves_and_ends_by_itself_without_closing_the_group(tmp_path: Path) -> None:
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
+    port = free_port()
     (tmp_path / "train.py").write_text(SCRIPT)
     command = [sys.executable, "-W", "ignore", str(tmp_path / "train.py"), str(port)]
     environment = {**os.environ, "GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1"}

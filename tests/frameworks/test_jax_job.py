@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import importlib.util
 import os
-import socket
 import subprocess
 import sys
 import threading
@@ -19,6 +18,7 @@ from reknit.comm.meeting.hosts import gather_shape
 from reknit.errors import CommError, DeadlineError, MissingExtraError, UsageError
 from reknit.frameworks.jax.job import JaxStore, coordination_store
 from reknit.options import CommOptions
+from tests.ports import free_port
 
 SOURCES = Path(__file__).parents[2] / "src"
 
@@ -182,8 +182,7 @@ jax.distributed.shutdown()
 
 @pytest.mark.skipif(importlib.util.find_spec("jax") is None, reason="JAX is not installed")
 def test_processes_of_a_real_jax_job_meet_in_its_service() -> None:
-    with socket.create_server(("127.0.0.1", 0)) as door:
-        port = door.getsockname()[1]
+    port = free_port()
     environment = os.environ | {"PYTHONPATH": str(SOURCES), "JAX_PLATFORMS": "cpu"}
     processes = [
         subprocess.Popen(

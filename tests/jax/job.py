@@ -11,7 +11,6 @@ import json
 import os
 import select
 import signal
-import socket
 import subprocess
 import sys
 import tempfile
@@ -20,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from reknit.monitor.phase import Deadline
+from tests.ports import free_port
 
 ROOT = Path(__file__).parents[2]
 
@@ -28,8 +28,7 @@ class Job:
     """`processes` that each have `devices`; they start at once and are waited for at the first call."""
 
     def __init__(self, processes: int, devices: int) -> None:
-        with socket.create_server(("127.0.0.1", 0)) as door:
-            port = door.getsockname()[1]
+        port = free_port()
         environment = os.environ | {
             "JAX_PLATFORMS": "cpu",
             "XLA_FLAGS": f"--xla_force_host_platform_device_count={devices}",
@@ -72,8 +71,11 @@ class Job:
         for rank in ranks:
             stream = self._processes[rank].stdin
             assert stream is not None
-            stream.write(line.encode() + b"\n")
-            stream.flush()
+            try:
+                stream.write(line.encode() + b"\n")
+                stream.flush()
+            except BrokenPipeError:
+                raise AssertionError(f"process {rank} has ended:\n{self._stacks()}") from None
 
     def _answers(self, ranks: Any, timeout_s: float) -> list[Any]:
         deadline, answers = Deadline(timeout_s), dict[int, Any]()
