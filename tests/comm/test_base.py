@@ -10,9 +10,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from reknit.comm.base import SoloGroup, agree, barrier, broadcast, gather, scatter
+from reknit.comm.base import SoloGroup, barrier
 from reknit.comm.envelope import Envelope, decode, encode, failed, merged
-from reknit.errors import CommError, MismatchError, ProtocolError, ReknitError, StorageFullError, UsageError
+from reknit.errors import CommError, MismatchError, ProtocolError, ReknitError, StorageFullError
+from tests.comm.collectives import agree, broadcast, gather, scatter
 from tests.comm.worlds import endings, held_round
 
 if TYPE_CHECKING:
@@ -99,7 +100,7 @@ def test_a_merge_that_fails_reaches_every_rank(join: Join, bug: Exception) -> No
 
 
 @pytest.mark.parametrize("join", ["threads", "tree-2"], indirect=True)
-@pytest.mark.parametrize("helper", ["round", "gather", "scatter", "broadcast", "barrier", "agree"])
+@pytest.mark.parametrize("helper", ["round", "gather", "scatter", "broadcast", "agree"])
 def test_ranks_that_are_about_different_saves_hear_who_is_where(join: Join, helper: str) -> None:
     def run(group: Group) -> object:
         about = "save a" if group.rank != 3 else "save b"
@@ -108,7 +109,6 @@ def test_ranks_that_are_about_different_saves_hear_who_is_where(join: Join, help
             "gather": lambda: gather(group, "commit", b"", WAIT_S, subject=about),
             "scatter": lambda: scatter(group, "commit", [b""] * 5, WAIT_S, subject=about),
             "broadcast": lambda: broadcast(group, "commit", b"", WAIT_S, subject=about),
-            "barrier": lambda: barrier(group, "commit", WAIT_S, subject=about),
             "agree": lambda: agree(group, "commit", None, WAIT_S, subject=about),
         }
         return calls[helper]()
@@ -245,14 +245,6 @@ def test_a_decision_with_too_few_or_too_many_answers_fails_everywhere(
     errors = endings(join(3), lambda group: held_round(group, "plan", lambda: b"", lambda _: answers, WAIT_S))
     assert [type(error) for error in errors] == [ReknitError] * 3
     assert all(f"{len(answers)} answers for 3 ranks" in error.message for error in errors)
-
-
-@pytest.mark.parametrize("helper", [scatter, broadcast])
-def test_rank_0_that_gives_nothing_to_hand_out_fails_everywhere(
-    join: Join, helper: Callable[[Group, str, None, float], bytes]
-) -> None:
-    errors = endings(join(2), lambda group: helper(group, "hand out", None, WAIT_S))
-    assert [type(error) for error in errors] == [UsageError] * 2
 
 
 def test_a_request_that_is_no_part_of_a_round_fails_everywhere_instead_of_hanging(join: Join) -> None:

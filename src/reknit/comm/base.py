@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, NoReturn, Protocol
 
 from reknit.comm.envelope import Envelope, decode, encode, failed, merged
 from reknit.comm.topology import Topology
-from reknit.errors import ReknitError, UsageError, shortage
+from reknit.errors import ReknitError, shortage
 from reknit.monitor.phase import now
 
 if TYPE_CHECKING:
@@ -109,92 +109,51 @@ class SoloGroup:
         """Do nothing: there is no one to leave."""
 
 
-class _Merging:
-    """Makes one envelope of several, on the way up; an error there is a rank's like any other."""
-
-    def __init__(self, rank: int, name: str, merge: Merge) -> None:
-        self._rank, self._name, self._merge = rank, name, merge
-        self.error: BaseException | None = None
-
-    def __call__(self, requests: Sequence[bytes]) -> bytes:
-        try:
-            return encode(merged([decode(request) for request in requests], self._merge))
-        except BaseException as error:  # all ranks wait for word of this one, so a bug must reach them too
-            self.error = error
-            return encode(failed(error, self._rank, self._name))
-
-
-class _Decision:
-    """Rank 0's part of a round: turns all requests into all answers, and an error into everyone's answer."""
-
-    def __init__(self, size: int, name: str, decide: Decide) -> None:
-        self._size, self._name, self._decide = size, name, decide
-        self.error: BaseException | None = None
-
-    def __call__(self, requests: list[bytes]) -> Sequence[bytes]:
-        try:
-            envelopes = [decode(request) for request in requests]
-            if any(envelope.error is not None for envelope in envelopes):
-                return [encode(merged(envelopes, b"".join))] * self._size
-            answers = list(self._decide([envelope.payload for envelope in envelopes]))
-            if len(answers) != self._size:
-                raise ReknitError(f"{len(answers)} answers for {self._size} ranks", rank=0)
-            # A broadcast answers every rank with one object: encoded once, it stays one.
-            encoded = {id(answer): encode(Envelope(answer)) for answer in answers}
-            return [encoded[id(answer)] for answer in answers]
-        except BaseException as error:  # every rank waits for an answer: a bug or Ctrl-C must reach them too
-            self.error = error
-            return [encode(failed(error, 0, self._name))] * self._size
-
-
 class Turn:
     """This rank's part in one round, as a `with` block; see `turn`."""
 
     def __init__(self, group: Group, name: str, timeout_s: float, merge: Merge | None, subject: str) -> None:
         self._group, self._name, self._timeout_s, self._subject = group, name, timeout_s, subject
-        self._merge, self._merging = merge, _Merging(group.rank, name, merge or b"".join)
+        self._merge = merge
         self._held = False
+        self._own: BaseException | None = None
+        """The first error that this rank met by itself."""
 
     def __enter__(self) -> Turn:
         return self
 
     def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
-        if self._held:
-            return
-        if error is None:
-            error = ReknitError(f"round {self._name!r} ended without an exchange")
-        # Whatever it is, the others must not wait for this rank.
-        self._hold(failed(error, self._group.rank, self._name), lambda _: [], error)
+        if not self._held:
+            # Whatever it is, the others must not wait for this rank.
+            error = error or ReknitError(f"round {self._name!r} ended without an exchange")
+            self._hold(self._failed(error), lambda _: [])
 
     def exchange(self, request: bytes, decide: Decide) -> bytes:
         """Send `request`, let rank 0 `decide` on the requests of all ranks, and return this rank's answer."""
-        return self._hold(Envelope(request), decide, None)
+        return self._hold(Envelope(request), decide)
 
     def arrive(self) -> None:
         """End the block with nothing to say: return when every rank has come here without an error."""
         self.exchange(b"", lambda _: [b""] * self._group.size)
 
-    def _hold(self, request: Envelope, decide: Decide, own: BaseException | None) -> bytes:
+    def _hold(self, request: Envelope, decide: Decide) -> bytes:
         data = encode(request)
         self._held = True
-        group, merging = self._group, self._merging
-        decision = _Decision(group.size, self._name, decide)
         try:
             answer = decode(
-                group.exchange(
+                self._group.exchange(
                     self._name,
                     data,
-                    decision,
+                    lambda requests: self._decided(requests, decide),
                     self._timeout_s,
-                    merge=self._merge and merging,
+                    merge=None if self._merge is None else self._merged,
                     subject=self._subject,
                 )
             )
         except ReknitError as error:
-            error.sign(rank=group.rank, phase=self._name)
-            own = own or decision.error or merging.error
-            raise (own or error) from (error if own else None)
-        own = own or decision.error or merging.error
+            error.sign(rank=self._group.rank, phase=self._name)
+            raise (self._own or error) from (error if self._own else None)
+        own = self._own
         if own is not None and not isinstance(own, ReknitError) and shortage(own) is None:
             raise own
         failure = answer.failure()
@@ -202,6 +161,35 @@ class Turn:
             # It says all that `own` does; what a reader may miss is why that came about.
             raise failure from (own and own.__cause__)
         return answer.payload
+
+    def _merged(self, requests: Sequence[bytes]) -> bytes:
+        """Make one request of several, on the way up."""
+        assert self._merge is not None
+        try:
+            return encode(merged([decode(request) for request in requests], self._merge))
+        except BaseException as error:  # all ranks wait for word of this one, so a bug must reach them too
+            return encode(self._failed(error))
+
+    def _decided(self, requests: list[bytes], decide: Decide) -> Sequence[bytes]:
+        """Make all answers of all requests, on rank 0; an error becomes everyone's answer."""
+        size = self._group.size
+        try:
+            envelopes = [decode(request) for request in requests]
+            if any(envelope.error is not None for envelope in envelopes):
+                return [encode(merged(envelopes, b"".join))] * size
+            answers = list(decide([envelope.payload for envelope in envelopes]))
+            if len(answers) != size:
+                raise ReknitError(f"{len(answers)} answers for {size} ranks", rank=0)
+            # A broadcast answers every rank with one object: encoded once, it stays one.
+            encoded = {id(answer): encode(Envelope(answer)) for answer in answers}
+            return [encoded[id(answer)] for answer in answers]
+        except BaseException as error:  # every rank waits for an answer: a bug or Ctrl-C must reach them too
+            return [encode(self._failed(error))] * size
+
+    def _failed(self, error: BaseException) -> Envelope:
+        """Keep an error of this rank, and return what the others hear of it."""
+        self._own = self._own or error
+        return failed(error, self._group.rank, self._name)
 
 
 def turn(group: Group, name: str, timeout_s: float, *, merge: Merge | None = None, subject: str = "") -> Turn:
@@ -220,59 +208,9 @@ def turn(group: Group, name: str, timeout_s: float, *, merge: Merge | None = Non
     return Turn(group, name, timeout_s, merge, subject)
 
 
-def gather(
-    group: Group, name: str, payload: bytes, timeout_s: float, *, subject: str = ""
-) -> list[bytes] | None:
-    """Return every rank's payload on rank 0, and None elsewhere."""
-    kept: list[bytes] = []
-
-    def keep(payloads: list[bytes]) -> list[bytes]:
-        kept.extend(payloads)
-        return [b""] * len(payloads)
-
-    with turn(group, name, timeout_s, subject=subject) as its_turn:
-        its_turn.exchange(payload, keep)
-    return kept or None
-
-
-def scatter(
-    group: Group, name: str, payloads: Sequence[bytes] | None, timeout_s: float, *, subject: str = ""
-) -> bytes:
-    """Return this rank's part of the `payloads` that rank 0 gave, one for each rank."""
-
-    def decide(_: list[bytes]) -> Sequence[bytes]:
-        if payloads is None:
-            raise UsageError("rank 0 has to give the payloads of a scatter")
-        return payloads
-
-    with turn(group, name, timeout_s, merge=b"".join, subject=subject) as its_turn:
-        return its_turn.exchange(b"", decide)
-
-
-def broadcast(
-    group: Group, name: str, payload: bytes | None, timeout_s: float, *, subject: str = ""
-) -> bytes:
-    """Return the payload that rank 0 gave; it is not looked at on other ranks."""
-
-    def decide(_: list[bytes]) -> list[bytes]:
-        if payload is None:
-            raise UsageError("rank 0 has to give the payload of a broadcast")
-        return [payload] * group.size
-
-    with turn(group, name, timeout_s, merge=b"".join, subject=subject) as its_turn:
-        return its_turn.exchange(b"", decide)
-
-
-def barrier(group: Group, name: str, timeout_s: float, *, subject: str = "") -> None:
+def barrier(group: Group, name: str, timeout_s: float) -> None:
     """Return when every rank has come here."""
-    broadcast(group, name, b"", timeout_s, subject=subject)
-
-
-def agree(group: Group, name: str, error: ReknitError | None, timeout_s: float, *, subject: str = "") -> None:
-    """Return on every rank when no rank brought an error; otherwise raise the same one on all."""
-    with turn(group, name, timeout_s, merge=b"".join, subject=subject) as its_turn:
-        if error is not None:
-            raise error
+    with turn(group, name, timeout_s, merge=b"".join) as its_turn:
         its_turn.arrive()
 
 
