@@ -20,7 +20,7 @@ from reknit.comm.meeting import identity
 from reknit.comm.meeting.addresses import check_owner
 from reknit.comm.topology import Topology
 from reknit.comm.tree import group as tree
-from reknit.comm.tree.group import TreeGroup, TreePort
+from reknit.comm.tree.group import TreeGroup
 from reknit.comm.tree.threads import thread_groups
 from reknit.engine.background.side_group import side_group
 from reknit.errors import CommError, DeadlineError, UsageError
@@ -58,7 +58,7 @@ def joined(size: int, store: Any = None, options: CommOptions = OPTIONS) -> list
 
 
 def sockets(groups: list[TreeGroup]) -> list[str]:
-    return [group.port.address.split()[0] for group in groups if group.port.address]
+    return [group.address.split()[0] for group in groups if group.address]
 
 
 def test_ranks_of_one_host_meet_at_sockets_whose_names_are_gone_when_all_have_come(temporary: Path) -> None:
@@ -79,10 +79,10 @@ def test_a_group_that_never_formed_leaves_no_name() -> None:
         port.close()
 
 
-def unix_ports(size: int) -> list[TreePort]:
+def unix_ports(size: int) -> list[TreeGroup]:
     options = CommOptions(bind="unix", connect_timeout_s=30)
     return [
-        TreeGroup.listen(rank, Topology([0] * size, 2), job="job", generation=7, options=options)
+        TreeGroup(rank, Topology([0] * size, 2), job="job", generation=7, options=options)
         for rank in range(size)
     ]
 
@@ -174,7 +174,7 @@ def test_a_folder_for_temporary_files_that_cannot_be_written_is_done_without(
 def test_a_socket_for_ranks_of_several_hosts_or_with_certificates_is_a_usage_error() -> None:
     options = CommOptions(bind="unix")
     with pytest.raises(UsageError, match="these are on 2"):
-        TreeGroup.listen(0, Topology([0, 1], 2), job="job", generation=7, options=options)
+        TreeGroup(0, Topology([0, 1], 2), job="job", generation=7, options=options)
     from reknit.options import Tls
 
     with pytest.raises(UsageError, match="bind='unix'"):
@@ -262,7 +262,7 @@ def test_a_rank_at_an_address_that_refuses_connections_is_gone_soon(monkeypatch:
 # Connections of strangers.
 
 
-def strangers(port: TreePort, number: int) -> Iterator[socket.socket]:
+def strangers(port: TreeGroup, number: int) -> Iterator[socket.socket]:
     """Yield connections to a port by somebody who has no token."""
     host, _, listening = port.address.split()[0].rpartition(":")
     for _ in range(number):

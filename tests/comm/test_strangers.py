@@ -36,7 +36,7 @@ NOISE = {
 
 def port(group: TreeGroup) -> tuple[str, int]:
     """Return where the server of a rank listens."""
-    host, _, number = group.port.address.split()[0].rpartition(":")
+    host, _, number = group.address.split()[0].rpartition(":")
     return host, int(number)
 
 
@@ -82,7 +82,7 @@ def test_a_scan_of_the_port_costs_nothing_that_stays() -> None:
 
 def test_a_job_of_which_somebody_knows_all_ports_goes_on_meanwhile() -> None:
     with tree_world(7) as groups:
-        places = [port(group) for group in groups if group.port.address]
+        places = [port(group) for group in groups if group.address]
 
         def work(group: Group) -> None:
             for number in range(20):

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from reknit.comm.base import barrier, broadcast, gather
+from reknit.comm.base import barrier
 from reknit.comm.meeting.rendezvous import FolderStore
 from reknit.comm.serving import channel_settings
 from reknit.comm.topology import Topology
@@ -18,6 +18,7 @@ from reknit.comm.tree.threads import thread_groups
 from reknit.errors import CommError, DeadlineError, ProtocolError, UsageError
 from reknit.options import CommOptions
 from reknit.testing.world import MemoryStore, run_ranks
+from tests.comm.collectives import broadcast, gather
 from tests.comm.worlds import (
     GENERATION,
     Resources,
@@ -85,12 +86,14 @@ def test_answers_that_are_too_large_fail_on_all_ranks() -> None:
 def test_a_report_larger_than_the_rank_above_takes_fails_on_both_with_a_remedy() -> None:
     topology = Topology.flat(2, 2)
     narrow, wide = (
-        TreeGroup.listen(rank, topology, job="job", generation=GENERATION, options=options)
+        TreeGroup(rank, topology, job="job", generation=GENERATION, options=options)
         for rank, options in enumerate(
             CommOptions(bind=HERE, max_message_nbytes=nbytes) for nbytes in (2_000, MIB)
         )
     )
-    groups = [narrow.connect_parent(""), wide.connect_parent(narrow.address)]
+    groups = [narrow, wide]
+    narrow.connect_parent("")
+    wide.connect_parent(narrow.address)
     for error in endings(groups, lambda group: ask(group, request=os.urandom(50_000), timeout_s=600)):
         assert type(error) is CommError
         assert "larger than the 3024 that this rank takes" in error.message
@@ -153,7 +156,7 @@ def test_a_rank_whose_rank_above_never_starts_says_so() -> None:
 
 def test_a_rank_that_cannot_reach_the_rank_above_names_it_and_its_address() -> None:
     options = CommOptions(bind=HERE, connect_timeout_s=0.3)
-    port = TreeGroup.listen(1, Topology.flat(2, 2), job="job", generation=GENERATION, options=options)
+    port = TreeGroup(1, Topology.flat(2, 2), job="job", generation=GENERATION, options=options)
     with pytest.raises(
         DeadlineError, match=r"rank 0 at 127.0.0.1:1 could not be reached within 0.3 s"
     ) as caught:

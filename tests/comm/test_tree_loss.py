@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
 
     from reknit.comm.base import Group
-    from reknit.comm.tree.group import TreeGroup, TreePort
+    from reknit.comm.tree.group import TreeGroup
 
 _RESET = struct.pack("ii", 1, 0)
 
@@ -75,7 +75,7 @@ class Wire:
 
 
 @pytest.fixture
-def ports() -> Iterator[list[TreePort]]:
+def ports() -> Iterator[list[TreeGroup]]:
     taken = listen_all(3)
     yield taken
     for port in taken:
@@ -83,7 +83,7 @@ def ports() -> Iterator[list[TreePort]]:
 
 
 @pytest.fixture
-def wire(ports: list[TreePort]) -> Iterator[Wire]:
+def wire(ports: list[TreeGroup]) -> Iterator[Wire]:
     where = ports[0].address.split()[0]
     made = Wire(int(where.rpartition(":")[2]))
     yield made
@@ -91,11 +91,13 @@ def wire(ports: list[TreePort]) -> Iterator[Wire]:
 
 
 @pytest.fixture
-def groups(ports: list[TreePort], wire: Wire) -> list[TreeGroup]:
+def groups(ports: list[TreeGroup], wire: Wire) -> list[TreeGroup]:
     """Rank 0, and two below it at the other end of the wire."""
     where, token = ports[0].address.split()
     there = f"{where.rpartition(':')[0]}:{wire.port} {token}"
-    return [ports[0].connect_parent(""), ports[1].connect_parent(there), ports[2].connect_parent(there)]
+    for port, above in zip(ports, ("", there, there), strict=True):
+        port.connect_parent(above)
+    return ports
 
 
 def test_an_answer_that_has_to_be_sent_again_arrives_though_its_sender_closes_at_once(
@@ -121,7 +123,7 @@ def test_a_rank_that_does_not_hear_is_waited_for_no_longer_than_a_moment(
     assert round_errors.GRACE_S <= time.monotonic() - begin < 10
 
 
-def open_calls(port: TreePort, wanted: int) -> int:
+def open_calls(port: TreeGroup, wanted: int) -> int:
     """Return how many calls of other ranks wait at a port, once it is as many as wanted, or after a while."""
     assert port.server is not None
     for _ in range(600):
@@ -133,7 +135,7 @@ def open_calls(port: TreePort, wanted: int) -> int:
 
 @pytest.mark.parametrize("ending", ["one closes", "one is lost", "all are lost"])
 def test_ranks_that_left_or_are_gone_are_not_waited_for(
-    ports: list[TreePort], groups: list[TreeGroup], ending: str
+    ports: list[TreeGroup], groups: list[TreeGroup], ending: str
 ) -> None:
     assert open_calls(ports[0], 4) == 4, "each of two ranks watches, and stays"
     if ending == "one closes":
@@ -142,12 +144,12 @@ def test_ranks_that_left_or_are_gone_are_not_waited_for(
         for port in ports[2:] if ending == "one is lost" else ports[1:]:
             assert port.uplink is not None
             port.uplink.channel.close()
-    assert groups[0].port.rounds.until_broken()
+    assert groups[0].rounds.until_broken()
     assert open_calls(ports[0], 0) == 0, "whoever is left heard of it"
 
 
 def test_a_rank_that_is_owed_an_answer_has_not_heard_all(
-    ports: list[TreePort], groups: list[TreeGroup]
+    ports: list[TreeGroup], groups: list[TreeGroup]
 ) -> None:
     deciding, decide = threading.Event(), threading.Event()
 
@@ -178,7 +180,7 @@ def test_a_rank_that_is_owed_an_answer_has_not_heard_all(
     assert open_calls(ports[0], 0) == 0
 
 
-def test_a_connection_may_be_closed_twice(ports: list[TreePort], groups: list[TreeGroup]) -> None:
+def test_a_connection_may_be_closed_twice(ports: list[TreeGroup], groups: list[TreeGroup]) -> None:
     uplink = ports[1].uplink
     assert uplink is not None
     uplink.close()

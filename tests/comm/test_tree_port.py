@@ -14,20 +14,19 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from reknit.comm.base import gather
 from reknit.comm.messages import Reply, encode
 from reknit.comm.topology import Topology
 from reknit.comm.tree.group import TreeGroup
 from reknit.errors import CommError, DeadlineError, GroupClosedError, ProtocolError, UsageError
 from reknit.options import CommOptions
 from reknit.testing.world import run_ranks
+from tests.comm.collectives import gather
 from tests.comm.worlds import GENERATION, Resources, ask, connect_rank, endings, listen_all, tree_world
 from tests.running.examples import examples
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
 
-    from reknit.comm.tree.group import TreePort
     from reknit.errors import ReknitError
 
     _Handler = grpc.GenericRpcHandler[bytes, bytes]
@@ -36,7 +35,7 @@ else:
 
 
 @pytest.fixture
-def ports() -> Iterator[list[TreePort]]:
+def ports() -> Iterator[list[TreeGroup]]:
     """The ports of ranks 0, 1 and 3 below it, and 2."""
     taken = listen_all(4)
     yield taken
@@ -53,17 +52,17 @@ def stray_port(
     generation: int = GENERATION,
     hosts: Sequence[int] | None = None,
     connect_timeout_s: float = 30,
-) -> TreePort:
+) -> TreeGroup:
     """Return a port of a rank that does not have to belong to the others."""
     options = CommOptions(bind="127.0.0.1", connect_timeout_s=connect_timeout_s)
     topology = Topology(range(size) if hosts is None else hosts, fan_out)
-    return TreeGroup.listen(rank, topology, job=job, generation=generation, options=options)
+    return TreeGroup(rank, topology, job=job, generation=generation, options=options)
 
 
 class Ear:
     """Hears of the end of a group."""
 
-    def __init__(self, group: TreeGroup | TreePort) -> None:
+    def __init__(self, group: TreeGroup) -> None:
         self.heard: list[ReknitError] = []
         self.told = threading.Event()
         group.on_broken(self)
@@ -111,12 +110,14 @@ def test_ranks_connect_in_any_order_and_hold_rounds(data: st.DataObject, fan_out
             port.close()
 
 
-def test_only_ports_with_ranks_below_them_have_an_address(ports: list[TreePort]) -> None:
+def test_only_ports_with_ranks_below_them_have_an_address(ports: list[TreeGroup]) -> None:
     assert [bool(port.address) for port in ports] == [True, True, False, False]
     assert all(port.address.startswith("127.0.0.1:") for port in ports[:2])
 
 
-def test_a_rank_below_can_be_in_a_round_before_the_rank_above_it_has_connected(ports: list[TreePort]) -> None:
+def test_a_rank_below_can_be_in_a_round_before_the_rank_above_it_has_connected(
+    ports: list[TreeGroup],
+) -> None:
     answers: list[bytes] = []
     leaf = connect_rank(ports, 3)
     early = threading.Thread(target=lambda: answers.append(ask(leaf, "ask", b"early")))
@@ -133,7 +134,7 @@ def test_a_rank_below_can_be_in_a_round_before_the_rank_above_it_has_connected(p
 
 @pytest.mark.parametrize("ending", ["closes", "is lost"])
 def test_a_rank_that_ends_before_the_rank_above_it_connected_is_heard_of_at_the_top(
-    ports: list[TreePort], ending: str
+    ports: list[TreeGroup], ending: str
 ) -> None:
     root, ear = connect_rank(ports, 0), Ear(connect_rank(ports, 2))
     leaf = connect_rank(ports, 3)
@@ -156,7 +157,7 @@ def test_a_rank_that_ends_before_the_rank_above_it_connected_is_heard_of_at_the_
 
 @pytest.mark.parametrize("closer", [0, 1, 3])
 def test_ranks_hear_once_that_another_closed_and_the_one_that_closed_hears_nothing(
-    ports: list[TreePort], closer: int
+    ports: list[TreeGroup], closer: int
 ) -> None:
     groups = [connect_rank(ports, rank) for rank in range(4)]
     ears = [Ear(group) for group in groups]
@@ -171,7 +172,7 @@ def test_ranks_hear_once_that_another_closed_and_the_one_that_closed_hears_nothi
     assert [len(ear.heard) for ear in [*ears, *seconds]] == [int(rank % 4 != closer) for rank in range(8)]
 
 
-def test_whoever_hears_of_a_round_that_broke_has_heard_of_the_group_before(ports: list[TreePort]) -> None:
+def test_whoever_hears_of_a_round_that_broke_has_heard_of_the_group_before(ports: list[TreeGroup]) -> None:
     groups = [connect_rank(ports, rank) for rank in range(4)]
     order: list[str] = []
 
@@ -187,7 +188,7 @@ def test_whoever_hears_of_a_round_that_broke_has_heard_of_the_group_before(ports
     assert order == ["group", "round"]
 
 
-def test_whoever_asks_late_about_a_broken_group_hears_it_at_once(ports: list[TreePort]) -> None:
+def test_whoever_asks_late_about_a_broken_group_hears_it_at_once(ports: list[TreeGroup]) -> None:
     groups = [connect_rank(ports, rank) for rank in range(4)]
     first = Ear(groups[1])
     groups[2].close()
@@ -199,7 +200,7 @@ def test_whoever_asks_late_about_a_broken_group_hears_it_at_once(ports: list[Tre
     assert never.heard == []
 
 
-def test_what_hears_of_the_end_may_close_the_group_and_sign_the_error(ports: list[TreePort]) -> None:
+def test_what_hears_of_the_end_may_close_the_group_and_sign_the_error(ports: list[TreeGroup]) -> None:
     groups = [connect_rank(ports, rank) for rank in range(4)]
     closed = threading.Event()
 
@@ -216,7 +217,7 @@ def test_what_hears_of_the_end_may_close_the_group_and_sign_the_error(ports: lis
     assert other.heard[0].path is None
 
 
-def test_an_address_with_a_wrong_token_is_refused_at_once_and_not_told(ports: list[TreePort]) -> None:
+def test_an_address_with_a_wrong_token_is_refused_at_once_and_not_told(ports: list[TreeGroup]) -> None:
     address = ports[0].address.split()[0]
     patient = stray_port(connect_timeout_s=20)
     with pytest.raises(CommError, match=f"rank 0 at {address} does not know the token") as caught:
@@ -300,7 +301,7 @@ def test_a_rank_that_was_greeted_and_is_then_refused_does_not_join() -> None:
     ids=["job", "older", "newer", "size", "fan-out", "hosts"],
 )
 def test_a_port_of_another_job_run_or_shape_does_not_get_in(
-    ports: list[TreePort], how: dict[str, Any], reason: str
+    ports: list[TreeGroup], how: dict[str, Any], reason: str
 ) -> None:
     stray = stray_port(**how)
     with pytest.raises(ProtocolError, match=reason):
@@ -319,20 +320,20 @@ def test_a_port_of_another_job_run_or_shape_does_not_get_in(
     ],
 )
 def test_an_address_that_does_not_belong_to_the_rank_is_a_usage_error(
-    ports: list[TreePort], rank: int, above: str, needed: str
+    ports: list[TreeGroup], rank: int, above: str, needed: str
 ) -> None:
     with pytest.raises(UsageError, match=needed):
         ports[rank].connect_parent(above)
 
 
-def test_a_port_is_connected_from_once(ports: list[TreePort]) -> None:
+def test_a_port_is_connected_from_once(ports: list[TreeGroup]) -> None:
     group = connect_rank(ports, 2)
     with pytest.raises(UsageError, match="rank 2 has joined its group already"):
         connect_rank(ports, 2)
     assert group.rank == 2
 
 
-def test_a_port_that_is_closed_cannot_connect(ports: list[TreePort]) -> None:
+def test_a_port_that_is_closed_cannot_connect(ports: list[TreeGroup]) -> None:
     for rank in (0, 1):
         ports[rank].close()
         ports[rank].close()
@@ -351,7 +352,7 @@ def test_closing_a_port_ends_its_connect_to_a_rank_above(silent: bool) -> None:
         timer.join()
 
 
-def test_a_port_that_closes_without_connecting_is_heard_of_by_the_ranks_below(ports: list[TreePort]) -> None:
+def test_a_port_that_closes_without_connecting_is_heard_of_by_the_ranks_below(ports: list[TreeGroup]) -> None:
     leaf = connect_rank(ports, 3)
     ear = Ear(leaf)
     never = Ear(ports[1])

@@ -38,9 +38,9 @@ def be_rank(folder: str, rank: int, fan_out: int, test: Connection) -> None:
         group = TreeGroup.join(FolderStore(folder), rank, SIZE, job="job", options=options)
     else:
         topology = Topology.flat(SIZE, fan_out)
-        port = TreeGroup.listen(rank, topology, job="job", generation=7, options=options)
-        test.send(("listens", port.address))
-        group = port.connect_parent(test.recv()[0])
+        group = TreeGroup(rank, topology, job="job", generation=7, options=options)
+        test.send(("listens", group.address))
+        group.connect_parent(test.recv()[0])
     test.send(("joined", ""))
     for verb, *arguments in iter(test.recv, ["leave"]):
         if verb == "close":

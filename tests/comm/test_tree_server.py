@@ -32,7 +32,7 @@ MIB = 1 << 20
 
 def address(group: TreeGroup) -> tuple[str, str]:
     """Return where the server of a rank is, and its token."""
-    where, token = group.port.address.split()
+    where, token = group.address.split()
     return where, token
 
 
@@ -220,14 +220,14 @@ def test_a_method_that_does_not_exist_is_refused() -> None:
 def test_an_address_of_another_host_cannot_be_listened_on() -> None:
     options = CommOptions(bind="203.0.113.1")
     with pytest.raises(CommError, match=r"no server can listen on 203.0.113.1") as caught:
-        TreeGroup.listen(0, Topology.flat(2, 2), job="job", generation=7, options=options)
+        TreeGroup(0, Topology.flat(2, 2), job="job", generation=7, options=options)
     assert "CommOptions.bind" in str(caught.value.remedy)
 
 
 def test_only_ranks_with_ranks_below_them_listen() -> None:
     with tree_world(4) as groups:
         assert [group.host for group in groups] == [HERE, HERE, None, None]
-        assert [bool(group.port.address) for group in groups] == [True, True, False, False]
+        assert [bool(group.address) for group in groups] == [True, True, False, False]
 
 
 def test_a_group_without_an_address_given_finds_one() -> None:

@@ -22,7 +22,6 @@ if TYPE_CHECKING:
 
     from reknit.comm.base import Group
     from reknit.comm.meeting.rendezvous import Store
-    from reknit.comm.tree.group import TreePort
 
 
 GENERATION = 7
@@ -47,20 +46,20 @@ def join_tree(
 
 def listen_all(
     size: int, fan_out: int = 2, job: str = "job", connect_timeout_s: float = 30
-) -> list[TreePort]:
+) -> list[TreeGroup]:
     """Return the ports of ranks that share no store."""
     options = CommOptions(bind="127.0.0.1", connect_timeout_s=connect_timeout_s)
     topology = Topology.flat(size, fan_out)
     return [
-        TreeGroup.listen(rank, topology, job=job, generation=GENERATION, options=options)
-        for rank in range(size)
+        TreeGroup(rank, topology, job=job, generation=GENERATION, options=options) for rank in range(size)
     ]
 
 
-def connect_rank(ports: Sequence[TreePort], rank: int) -> TreeGroup:
+def connect_rank(ports: Sequence[TreeGroup], rank: int) -> TreeGroup:
     """Join one of the ranks that took `ports`, with the address of the rank above it."""
     above = ports[rank].above
-    return ports[rank].connect_parent("" if above is None else ports[above].address)
+    ports[rank].connect_parent("" if above is None else ports[above].address)
+    return ports[rank]
 
 
 @contextmanager

@@ -58,12 +58,14 @@ def warn_of_plain(num_hosts: int) -> None:
     )
 
 
-class TreePort:
-    """The place of a rank in the tree: the ranks below can connect to it as soon as it is made.
+class TreeGroup:
+    """The place of a rank in a tree of ranks in processes of their own, on any hosts that reach each other.
 
-    `above` is the rank above it, None for rank 0.  `address` is what the ranks below need, the address of its
-    server and its token, or empty for a rank with none below it.  Whoever knows it can take part in the job:
-    tell it to nobody else.  `host` is the part of it that says where, None without a server.
+    The ranks below can connect to it as soon as it is made; this rank holds rounds once `connect_parent` has
+    joined it to the rank above.  `above` is that rank, None for rank 0.  `address` is what the ranks below
+    need, the address of its server and its token, or empty for a rank with none below it.  Whoever knows it
+    can take part in the job: tell it to nobody else.  `host` is the part of it that says where, None without
+    a server.
     """
 
     def __init__(
@@ -77,14 +79,14 @@ class TreePort:
         master: str | None = None,
         processes: Mapping[int, str] | None = None,
     ) -> None:
-        """Use `TreeGroup.listen`.
+        """Listen, for ranks that `connect_parent` in any order.  Raises `CommError` when it cannot.
 
-        `master` is the host of the store in which the ranks met, if it has one, `processes` what is known of
-        the processes of ranks below.
+        Use `join` for ranks that share a store.  `master` is the host of that store, if it has one,
+        `processes` what is known of the processes of ranks below.
         """
         if not 0 <= rank < topology.size:
             raise UsageError(f"rank must be within 0 .. size - 1, not {rank} of {topology.size}")
-        self.rank, self.topology, self.generation = rank, topology, generation
+        self.rank, self.size, self.topology, self.generation = rank, topology.size, topology, generation
         self.above = topology.parent(rank)
         self._options = options
         self._hello = Hello(job, generation, rank, topology.digest)
@@ -107,12 +109,50 @@ class TreePort:
         self.host = self.server.host if self.server is not None else None
         self._at_exit = AtExit(self.close)
 
-    def connect_parent(self, address: str) -> TreeGroup:
+    @classmethod
+    def join(cls, store: Store, rank: int, size: int, *, job: str, options: CommOptions) -> TreeGroup:
+        """Join the group of `job`: return when this rank reached the rank above it, and can be reached.
+
+        Ranks meet in `store` under the name `job`; a job that is started again may meet under the same.
+        Raises `DeadlineError` when other ranks do not come within `options.connect_timeout_s`,
+        `ProtocolError` when they take the group for another one, `CommError` when this rank cannot listen, or
+        a rank next to it has ended.
+        """
+        timeout_s = options.connect_timeout_s
+        shape = gather_shape(store, rank, size, job=job, options=options, timeout_s=timeout_s)
+        if shape.together and options.bind is None and options.interface is None and options.tls is None:
+            options = replace(options, bind=UNIX)
+        elif rank == 0 and options.tls is None and getattr(store, "is_open", False):
+            warn_of_plain(shape.topology.num_hosts)
+        group: TreeGroup | None = None
+        try:
+            group = cls(
+                rank,
+                shape.topology,
+                job,
+                shape.generation,
+                options,
+                master=getattr(store, "master", None),
+                processes=shape.processes,
+            )
+            if group.address:
+                publish_address(store, job, shape.run, rank, group.address)
+            above = "" if group.above is None else address_of(store, job, shape, group.above, timeout_s)
+            group.connect_parent(above)
+            return group
+        except BaseException as error:
+            if group is not None:
+                group.close()
+            if shape.topology.children(rank):  # they wait for the address of this rank, and connect to it
+                publish_leaving(store, job, shape.run, rank, error)
+            raise
+
+    def connect_parent(self, address: str) -> None:
         """Join the group: return when this rank has connected to the rank above it.
 
         `address` is that of the rank above, empty on rank 0.  Raises `DeadlineError` when that rank cannot be
         reached within `CommOptions.connect_timeout_s`, `ProtocolError` when it is of another job, generation
-        or shape, `CommError` when the address carries a wrong token, or this port is closed meanwhile.  After
+        or shape, `CommError` when the address carries a wrong token, or the group is closed meanwhile.  After
         an error it may be called again.
         """
         if self._joined:
@@ -127,12 +167,28 @@ class TreePort:
             self._joined = True
         if uplink is not None:
             self.rounds.connect(uplink)
-        return TreeGroup(self)
 
     @property
     def broken(self) -> bool:
         """Whether the group is known to be broken."""
         return self.rounds.broken is not None
+
+    def exchange(
+        self,
+        name: str,
+        request: bytes,
+        decide: Callable[[list[bytes]], Sequence[bytes]],
+        timeout_s: float,
+        *,
+        merge: Merge | None = None,
+        subject: str = "",
+    ) -> bytes:
+        """Hold one round, as `Group.exchange` says; errors may take up to 5 s longer than `timeout_s`."""
+        try:
+            return self.rounds.hold(Call(name, request, timeout_s, subject, merge), decide)
+        except CommError:
+            self.announce()
+            raise
 
     def on_broken(self, callback: Callable[[ReknitError], object]) -> None:
         """Call `callback` once, from any thread, when the group is broken, or at once if it is.
@@ -212,93 +268,3 @@ class TreePort:
     def _check_open(self) -> None:
         if self._closed.is_set():
             raise round_errors.copied(self._closing)
-
-
-class TreeGroup:
-    """Ranks in processes of their own, on any hosts that reach each other by TCP."""
-
-    def __init__(self, port: TreePort) -> None:
-        """Use `join`, or `listen` and then `TreePort.connect_parent`."""
-        self.rank, self.size = port.rank, port.topology.size
-        self.topology, self.generation = port.topology, port.generation
-        self.host = port.host
-        """The address of this host that other ranks are told, None for a rank with none below it."""
-        self.port = port
-
-    @classmethod
-    def join(cls, store: Store, rank: int, size: int, *, job: str, options: CommOptions) -> TreeGroup:
-        """Join the group of `job`: return when this rank reached the rank above it, and can be reached.
-
-        Ranks meet in `store` under the name `job`; a job that is started again may meet under the same.
-        Raises `DeadlineError` when other ranks do not come within `options.connect_timeout_s`,
-        `ProtocolError` when they take the group for another one, `CommError` when this rank cannot listen, or
-        a rank next to it has ended.
-        """
-        timeout_s = options.connect_timeout_s
-        shape = gather_shape(store, rank, size, job=job, options=options, timeout_s=timeout_s)
-        if shape.together and options.bind is None and options.interface is None and options.tls is None:
-            options = replace(options, bind=UNIX)
-        elif rank == 0 and options.tls is None and getattr(store, "is_open", False):
-            warn_of_plain(shape.topology.num_hosts)
-        port: TreePort | None = None
-        try:
-            port = TreePort(
-                rank,
-                shape.topology,
-                job,
-                shape.generation,
-                options,
-                master=getattr(store, "master", None),
-                processes=shape.processes,
-            )
-            if port.address:
-                publish_address(store, job, shape.run, rank, port.address)
-            above = "" if port.above is None else address_of(store, job, shape, port.above, timeout_s)
-            return port.connect_parent(above)
-        except BaseException as error:
-            if port is not None:
-                port.close()
-            if shape.topology.children(rank):  # they wait for the address of this rank, and connect to it
-                publish_leaving(store, job, shape.run, rank, error)
-            raise
-
-    @classmethod
-    def listen(
-        cls, rank: int, topology: Topology, *, job: str, generation: int, options: CommOptions
-    ) -> TreePort:
-        """Return a port that listens, for ranks that share no store: others carry its address to those below.
-
-        `TreePort.above` says whose address a rank needs for `TreePort.connect_parent`.  The ranks may connect
-        in any order.  Raises `CommError` when this rank cannot listen.
-        """
-        return TreePort(rank, topology, job, generation, options)
-
-    @property
-    def broken(self) -> bool:
-        """Whether the group is known to be broken."""
-        return self.port.broken
-
-    def exchange(
-        self,
-        name: str,
-        request: bytes,
-        decide: Callable[[list[bytes]], Sequence[bytes]],
-        timeout_s: float,
-        *,
-        merge: Merge | None = None,
-        subject: str = "",
-    ) -> bytes:
-        """Hold one round, as `Group.exchange` says; errors may take up to 5 s longer than `timeout_s`."""
-        try:
-            return self.port.rounds.hold(Call(name, request, timeout_s, subject, merge), decide)
-        except CommError:
-            self.port.announce()
-            raise
-
-    def on_broken(self, callback: Callable[[ReknitError], object]) -> None:
-        """Call `callback` when the group breaks, as `TreePort.on_broken` says."""
-        self.port.on_broken(callback)
-
-    def close(self) -> None:
-        """Leave the group: later rounds fail on every rank.  Closing twice does nothing."""
-        self.port.close()

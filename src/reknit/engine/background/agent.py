@@ -191,7 +191,7 @@ class Agent:
         assert join.generation is not None
         self._comm = CommOptions(**join.comm)
         try:
-            self._port = TreeGroup.listen(
+            self._port = TreeGroup(
                 join.rank,
                 Topology(join.hosts, join.fan_out),
                 job=join.job,
@@ -206,12 +206,12 @@ class Agent:
     def _connect_parent(self, connect: say.ConnectParent) -> None:
         if self._port is not None:
             try:
-                group = self._port.connect_parent(connect.above)
+                self._port.connect_parent(connect.above)
             except ReknitError as error:
                 self._say(say.Joined(error.to_wire()))
                 return
-            group.on_broken(lambda error: self._say(say.Broken(isinstance(error, GroupClosedError))))
-            self._group = group
+            self._port.on_broken(lambda error: self._say(say.Broken(isinstance(error, GroupClosedError))))
+            self._group = self._port
         self._say(say.Joined(None))
 
     def _drop(self, drop: say.DropArenas) -> None:

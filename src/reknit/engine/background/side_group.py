@@ -13,7 +13,6 @@ from reknit.format import paths
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from reknit.comm.tree.group import TreePort
     from reknit.options import CommOptions
 
 
@@ -27,21 +26,21 @@ def side_group(group: comm.Group, name: str, options: CommOptions, timeout_s: fl
     quiet_grpc()
     from reknit.comm.tree.group import TreeGroup  # gRPC is loaded only when there is someone to talk to
 
-    port: TreePort | None = None
+    side: TreeGroup | None = None
     try:
         with comm.turn(group, name, timeout_s) as turn:
             here, topology, generation = where_of(group, options), group.topology, group.generation
-            port = TreeGroup.listen(group.rank, topology, job=name, generation=generation, options=here)
-            address = messages.ListenAddress(port.address, port.above)
+            side = TreeGroup(group.rank, topology, job=name, generation=generation, options=here)
+            address = messages.ListenAddress(side.address, side.above)
             place = messages.decode(turn.exchange(messages.encode(address), places), messages.TreeAddress)
         # A rank that ends before it is connected would be missed only when a round of the new group takes
         # too long.
         with comm.turn(group, name, timeout_s) as turn:
-            side = port.connect_parent(place.above)
+            side.connect_parent(place.above)
             turn.arrive()
     except BaseException:
-        if port is not None:
-            port.close()
+        if side is not None:
+            side.close()
         raise
     return side
 
