@@ -304,11 +304,10 @@ def allowed(target: str, names: set[str]) -> bool:
 
 
 def cycle(tree: dict[str, str]) -> list[str]:
-    """Return the modules of an import cycle, lazy imports included, or nothing."""
+    """Return the modules of an import cycle, lazy imports and those for types included, or nothing."""
     graph: dict[str, set[str]] = {}
-    for source, target, _, for_types in imports(tree):
-        if not for_types:
-            graph.setdefault(source, set()).add(target)
+    for source, target, _, _ in imports(tree):
+        graph.setdefault(source, set()).add(target)
     try:
         graphlib.TopologicalSorter(graph).prepare()
     except graphlib.CycleError as error:
@@ -488,20 +487,13 @@ def test_an_import_along_the_rows_is_let_through(path: str, source: str) -> None
     assert breaches(with_source(path, source)) == []
 
 
-def test_a_circle_of_imports_is_noticed_also_when_one_is_lazy() -> None:
+@pytest.mark.parametrize("back", ["def f():\n    {}", "if TYPE_CHECKING:\n    {}", "{}"])
+def test_a_circle_of_imports_is_noticed_also_when_one_is_lazy_or_for_types(back: str) -> None:
     circle = LIBRARY | {
         "engine/saving/save.py": "from reknit.engine.loading import load",
-        "engine/loading/load.py": "def f():\n    from reknit.engine.saving.save import save",
+        "engine/loading/load.py": back.format("from reknit.engine.saving.save import save"),
     }
     assert set(cycle(circle)) == {"reknit.engine.saving.save", "reknit.engine.loading.load"}
-
-
-def test_a_circle_that_exists_only_for_types_is_none() -> None:
-    circle = LIBRARY | {
-        "engine/saving/save.py": "from reknit.engine.loading import load",
-        "engine/loading/load.py": "if TYPE_CHECKING:\n    from reknit.engine.saving.save import save",
-    }
-    assert cycle(circle) == []
 
 
 @pytest.mark.parametrize(

@@ -21,7 +21,8 @@ import numpy as np
 
 from reknit.errors import StateError, UsageError, shortage
 from reknit.frameworks.neutral import to_neutral
-from reknit.frameworks.walk.walk import Adapter, View
+from reknit.frameworks.walk.adapter import Adapter
+from reknit.frameworks.walk.walk import View
 from reknit.types.box import Box
 from reknit.types.dtype import ITEMSIZE, converts, numpy_dtype
 from reknit.types.shard import TensorSpec

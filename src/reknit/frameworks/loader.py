@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from reknit.errors import StateError
 from reknit.frameworks.neutral import from_neutral, to_neutral
-from reknit.frameworks.walk.walk import Adapter
+from reknit.frameworks.walk.adapter import Adapter
 from reknit.types.shard import Blob, Encoded, LoaderShard
 
 if TYPE_CHECKING:

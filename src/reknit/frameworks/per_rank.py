@@ -14,7 +14,7 @@ from reknit.errors import StateError, UsageError
 from reknit.frameworks import tree
 from reknit.frameworks.neutral import from_neutral, put_array, to_neutral
 from reknit.frameworks.stateful import is_stateful
-from reknit.frameworks.walk.walk import Adapter
+from reknit.frameworks.walk.adapter import Adapter
 
 if TYPE_CHECKING:
     from reknit.frameworks.walk.loading import Loading

@@ -11,7 +11,8 @@ import numpy as np
 from reknit.errors import StateError
 from reknit.frameworks import overlap, tree
 from reknit.frameworks.neutral import to_neutral
-from reknit.frameworks.walk.walk import Adapter, View
+from reknit.frameworks.walk.adapter import Adapter
+from reknit.frameworks.walk.walk import View, first_match
 from reknit.types.box import Box
 from reknit.types.dtype import ITEMSIZE, numpy_dtype
 from reknit.types.shard import TensorSpec
@@ -207,15 +208,15 @@ def _is_value(value: Any, walk: Walk) -> bool:
 
 def is_live(value: Any, walk: Walk) -> bool:
     """Tell whether a value is more than plain data: a tensor, a module, something stateful."""
-    return not isinstance(walk.adapter(value), (ContainerAdapter, ValueAdapter))
+    return not isinstance(first_match(walk.adapters, value), (ContainerAdapter, ValueAdapter))
 
 
 def is_united(value: Any, walk: Walk) -> bool:
     """Tell whether a sequence is the parts of one thing (pipeline stages, their optimizers)."""
     if not isinstance(value, (list, tuple)) or not value:
         return False
-    adapters = {id(adapter): adapter for adapter in map(walk.adapter, value)}
-    return len(adapters) == 1 and next(iter(adapters.values())).unites
+    first, *others = (first_match(walk.adapters, inner) for inner in value)
+    return first.unites and all(adapter is first for adapter in others)
 
 
 class ValueAdapter(Adapter):

@@ -24,7 +24,8 @@ if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
     from types import ModuleType
 
-    from reknit.frameworks.walk.walk import Adapter, Arrays, Assign
+    from reknit.frameworks.walk.adapter import Adapter
+    from reknit.frameworks.walk.walk import Arrays, Assign
     from reknit.types.manifest import Catalog
     from reknit.types.shard import Holdings
     from reknit.types.wanted import Wanted

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 from reknit.errors import FormatError, StateError
 from reknit.frameworks import tree
 from reknit.frameworks.neutral import is_renewable, to_neutral, trained, training
-from reknit.frameworks.walk.walk import Adapter
+from reknit.frameworks.walk.adapter import Adapter
 from reknit.types.shard import Tagged
 
 if TYPE_CHECKING:

@@ -26,8 +26,9 @@ from reknit.frameworks.torch.modules.names import without_wrappers
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
+    from reknit.frameworks.walk.adapter import Adapter
     from reknit.frameworks.walk.loading import Loading
-    from reknit.frameworks.walk.walk import Adapter, Assign, Place, Walk
+    from reknit.frameworks.walk.walk import Assign, Place, Walk
 
 
 def adapters() -> tuple[Adapter, ...]:

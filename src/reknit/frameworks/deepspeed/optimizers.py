@@ -28,7 +28,8 @@ if TYPE_CHECKING:
 
     from reknit.frameworks.deepspeed.private import FlatGroup, ZeroMember
     from reknit.frameworks.torch.modules.extension import ModuleExtension
-    from reknit.frameworks.walk.walk import Adapter, Place, Walk
+    from reknit.frameworks.walk.adapter import Adapter
+    from reknit.frameworks.walk.walk import Place, Walk
 
 
 def adapters() -> tuple[Adapter, ...]:

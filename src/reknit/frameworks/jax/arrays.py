@@ -12,7 +12,8 @@ from reknit.errors import StateError
 from reknit.frameworks.jax import private as jax_private
 from reknit.frameworks.jax.filling import Filling, box_of, spec_of
 from reknit.frameworks.jax.tree import Into, JaxNodeAdapter, leaves
-from reknit.frameworks.walk.walk import Adapter, Place, View
+from reknit.frameworks.walk.adapter import Adapter
+from reknit.frameworks.walk.walk import Place, View
 from reknit.types.box import Box
 from reknit.types.dtype import numpy_dtype
 

@@ -11,7 +11,7 @@ from jax import tree_util
 
 from reknit.errors import StateError
 from reknit.frameworks.tree import too_deep
-from reknit.frameworks.walk.walk import Adapter
+from reknit.frameworks.walk.adapter import Adapter
 from reknit.types.shard import MAX_DEPTH
 
 if TYPE_CHECKING:

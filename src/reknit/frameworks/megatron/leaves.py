@@ -10,7 +10,8 @@ from reknit.frameworks.megatron import names
 from reknit.frameworks.megatron import sharded as leaves
 from reknit.frameworks.megatron.model import groups, held, view, witness
 from reknit.frameworks.megatron.values import name_of_object
-from reknit.frameworks.walk.walk import Adapter, Place
+from reknit.frameworks.walk.adapter import Adapter
+from reknit.frameworks.walk.walk import Place
 
 if TYPE_CHECKING:
     from reknit.frameworks.megatron.model import HeldPart

@@ -16,7 +16,8 @@ from reknit.frameworks.torch.dtensor import is_dtensor
 from reknit.frameworks.torch.flat import FlatPart, storage_order
 from reknit.frameworks.torch.modules import members, own_load
 from reknit.frameworks.torch.tensor import local_memory, spec_of
-from reknit.frameworks.walk.walk import Adapter, Place, View
+from reknit.frameworks.walk.adapter import Adapter
+from reknit.frameworks.walk.walk import Place, View
 from reknit.types.box import Box
 from reknit.types.shard import TensorSpec
 

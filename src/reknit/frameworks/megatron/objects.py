@@ -11,7 +11,7 @@ from reknit.frameworks.megatron.values import ObjectAdapter, RngAdapter
 from reknit.frameworks.optimizer.states import OptimizerAdapter
 
 if TYPE_CHECKING:
-    from reknit.frameworks.walk.walk import Adapter
+    from reknit.frameworks.walk.adapter import Adapter
 
 
 def adapters() -> tuple[Adapter, ...]:

@@ -10,7 +10,8 @@ from reknit.frameworks.megatron import names, private
 from reknit.frameworks.megatron import sharded as leaves
 from reknit.frameworks.neutral import to_neutral
 from reknit.frameworks.per_rank import PerRank, PerRankAdapter
-from reknit.frameworks.walk.walk import Adapter, Place
+from reknit.frameworks.walk.adapter import Adapter
+from reknit.frameworks.walk.walk import Place
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence

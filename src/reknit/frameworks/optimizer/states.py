@@ -19,12 +19,12 @@ from reknit.frameworks.optimizer.slots import (
     require_distinct,
 )
 from reknit.frameworks.stateful import skeleton
-from reknit.frameworks.walk.walk import Adapter, Place
+from reknit.frameworks.walk.adapter import Adapter
 
 if TYPE_CHECKING:
     from reknit.frameworks.walk.loading import Loading
     from reknit.frameworks.walk.saving import Saving
-    from reknit.frameworks.walk.walk import Assign
+    from reknit.frameworks.walk.walk import Assign, Place
 
 
 def adapters() -> tuple[Adapter, ...]:

@@ -8,7 +8,8 @@ from reknit.frameworks.torch.modules.adapter import ModuleAdapter
 from reknit.frameworks.torch.tensor import TorchArrays
 
 if TYPE_CHECKING:
-    from reknit.frameworks.walk.walk import Adapter, Arrays
+    from reknit.frameworks.walk.adapter import Adapter
+    from reknit.frameworks.walk.walk import Arrays
 
 
 def adapters() -> tuple[Adapter, ...]:

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 from reknit.frameworks.neutral import put_array
 from reknit.frameworks.overlap import require_apart
 from reknit.frameworks.walk.rank_catalog import Found, RankCatalog
-from reknit.frameworks.walk.walk import Walk
+from reknit.frameworks.walk.walk import Matcher, Walk, first_match
 from reknit.types.dtype import converts
 from reknit.types.shard import Shard, full_name
 from reknit.types.wanted import RESIZE, Wanted, matches
@@ -39,10 +39,18 @@ class _Request:
     instead: list[Place] = field(default_factory=list)
 
 
+class LoadAdapter(Matcher, Protocol):
+    """How one kind of object is filled from a checkpoint."""
+
+    def wanted(self, value: Any, place: Place, loading: Loading, assign: Assign) -> None:
+        """Tell `loading` what the value needs; `assign` puts another value in its place."""
+
+
 @dataclass
 class Loading(Walk):
     """What a walk gathers to load."""
 
+    adapters: tuple[LoadAdapter, ...]
     fills = True
     catalog: Catalog = field(kw_only=True)
     saved: RankCatalog = field(init=False)
@@ -66,7 +74,7 @@ class Loading(Walk):
 
     def visit(self, value: Any, place: Place, assign: Assign) -> None:
         """Ask for what a value needs, whatever it is."""
-        self.adapter(value).wanted(value, place, self, assign)
+        first_match(self.adapters, value).wanted(value, place, self, assign)
 
     def later(self, action: Callable[[], None]) -> None:
         """Run `action` once every byte has arrived, in the order of these calls."""

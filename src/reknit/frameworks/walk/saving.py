@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections import defaultdict
 from dataclasses import dataclass, field
 from types import EllipsisType
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 from reknit.errors import StateError
-from reknit.frameworks.walk.walk import Walk
+from reknit.frameworks.walk.walk import Matcher, Walk, first_match
 from reknit.types.box import Box
 from reknit.types.shard import MAX_NDIM, Alias, Blob, Holdings, Shard, Witness
 
@@ -19,10 +19,18 @@ if TYPE_CHECKING:
     from reknit.types.shard import TensorSpec
 
 
+class SaveAdapter(Matcher, Protocol):
+    """How one kind of object becomes shards and blobs."""
+
+    def collect(self, value: Any, place: Place, saving: Saving) -> None:
+        """Give what the value holds to `saving`."""
+
+
 @dataclass
 class Saving(Walk):
     """What a walk gathers to save."""
 
+    adapters: tuple[SaveAdapter, ...]
     shards: list[Shard] = field(default_factory=list)
     blobs: list[Blob] = field(default_factory=list)
     aliases: list[Alias] = field(default_factory=list)
@@ -31,7 +39,7 @@ class Saving(Walk):
 
     def visit(self, value: Any, place: Place) -> None:
         """Collect a value, whatever it is."""
-        self.adapter(value).collect(value, place, self)
+        first_match(self.adapters, value).collect(value, place, self)
 
     def tensor(self, tensor: Any, place: Place, replicas: Replicas | EllipsisType = ...) -> None:
         """Collect a tensor; `replicas` says more than the tensor itself can know."""

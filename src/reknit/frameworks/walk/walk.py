@@ -1,4 +1,4 @@
-"""The nouns of a pass over a state: the ranks of the job, places, views of tensors, and adapters."""
+"""A pass over a state, and its nouns: the ranks of the job, places, views of tensors."""
 
 from __future__ import annotations
 
@@ -16,8 +16,6 @@ from reknit.types.shard import MAX_DEPTH
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Hashable, Iterable, Iterator
 
-    from reknit.frameworks.walk.loading import Loading
-    from reknit.frameworks.walk.saving import Saving
     from reknit.types.box import Box
     from reknit.types.shard import TensorSpec
 
@@ -127,8 +125,8 @@ class Arrays(Protocol):
         """Return new memory for a whole tensor, placed and cut as `like` where that has the same shape."""
 
 
-class Adapter(Protocol):
-    """How one kind of object becomes shards and blobs, and is filled from a checkpoint.
+class Matcher(Protocol):
+    """What an adapter tells of its kind of object, whether it saves or loads.
 
     Several objects of a kind that `unites`, in a list, are the parts of one: their names make one set.
     """
@@ -138,11 +136,13 @@ class Adapter(Protocol):
     def matches(self, value: Any) -> bool:
         """Tell whether this adapter is for the value."""
 
-    def collect(self, value: Any, place: Place, saving: Saving) -> None:
-        """Give what the value holds to `saving`."""
 
-    def wanted(self, value: Any, place: Place, loading: Loading, assign: Assign) -> None:
-        """Tell `loading` what the value needs; `assign` puts another value in its place."""
+M = TypeVar("M", bound=Matcher)
+
+
+def first_match(adapters: Iterable[M], value: Any) -> M:
+    """Return the first adapter that is for a value."""
+    return next(adapter for adapter in adapters if adapter.matches(value))
 
 
 @dataclass
@@ -155,7 +155,7 @@ class Walk:
     fills: ClassVar[bool] = False
     state: Mapping[str, Any]
     world: World
-    adapters: tuple[Adapter, ...]
+    adapters: tuple[Matcher, ...]
     libraries: tuple[Arrays, ...]
     extensions: tuple[Any, ...] = ()
     _names: dict[str, dict[str, Hashable]] = field(default_factory=lambda: defaultdict(dict))
@@ -166,10 +166,6 @@ class Walk:
     def memo(self) -> dict[Any, Any]:
         """What adapters found out during this pass."""
         return self.world.memo
-
-    def adapter(self, value: Any) -> Adapter:
-        """Return the adapter for a value."""
-        return next(adapter for adapter in self.adapters if adapter.matches(value))
 
     def arrays(self, value: Any) -> Arrays | None:
         """Return the library whose tensor this is, or None for what is no tensor."""

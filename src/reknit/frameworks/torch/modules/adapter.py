@@ -11,7 +11,7 @@ from reknit.frameworks.neutral import to_neutral
 from reknit.frameworks.torch.modules import own_load
 from reknit.frameworks.torch.modules.extension import extensions
 from reknit.frameworks.torch.modules.members import read
-from reknit.frameworks.walk.walk import Adapter
+from reknit.frameworks.walk.adapter import Adapter
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

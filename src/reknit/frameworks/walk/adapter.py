@@ -1,0 +1,10 @@
+"""What every kind of object in a state needs: an adapter for both passes."""
+
+from typing import Protocol
+
+from reknit.frameworks.walk.loading import LoadAdapter
+from reknit.frameworks.walk.saving import SaveAdapter
+
+
+class Adapter(SaveAdapter, LoadAdapter, Protocol):
+    """How one kind of object becomes shards and blobs, and is filled from a checkpoint."""
