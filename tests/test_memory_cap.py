@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING
 import numpy as np
 import pytest
 
-from reknit.engine.saving.commit import Destination
 from reknit.engine.saving.job import SaveJob
 from reknit.engine.saving.save import save
 from reknit.frameworks import registry
@@ -56,13 +55,12 @@ def test_the_model_alone_takes_its_own_memory_and_what_may_be_in_flight(tmp_path
             "model": {f"w{group.rank}": np.full(size, group.rank, np.float32), "warm": np.zeros(8)},
             "optimizer": {f"m{group.rank}": np.ones(3 * size, np.float32)},
         }
-        to = Destination(LocalStorage(str(tmp_path / "ck"), durability="process"), None, False, False, {}, {})
         options = SaveOptions(durability="process")
         save(
             SaveJob(
                 lambda: registry.collect(state, group.rank, group.size),
                 group,
-                to,
+                LocalStorage(str(tmp_path / "ck"), durability="process"),
                 options,
                 Recorder("save", group.rank),
             )

@@ -27,7 +27,6 @@ from reknit.engine.display import logged
 from reknit.engine.loading import load as load_story
 from reknit.engine.loading.job import LoadJob
 from reknit.engine.outcome import PendingSave, SaveOutcome
-from reknit.engine.saving.commit import Destination
 from reknit.engine.saving.job import SaveJob
 from reknit.errors import ReknitError, UsageError, typed_shortage
 from reknit.frameworks import registry
@@ -44,7 +43,6 @@ if TYPE_CHECKING:
 
     from reknit.engine.report import LoadReport
     from reknit.frameworks.optimizer.step_hook import StepHook
-    from reknit.types.shard import Holdings
 
 logger = logging.getLogger("reknit")
 
@@ -85,7 +83,7 @@ def save(
     options, wrong = tried_options(options, SaveOptions, "a save with wait=True", unused)
     joined, ranks, _ = acting(group, options.comm)
 
-    def checked() -> tuple[Destination, Recorder]:
+    def job() -> SaveJob:
         if wrong is not None:
             raise wrong
         check_state(state)
@@ -96,26 +94,27 @@ def save(
         storage = open_storage(path, durability=options.durability)
         if options.promote_to is not None:
             check_promotion(storage, options, joined.rank, overwrite=overwrite)
-        recorder = Recorder("save", joined.rank, number, storage.url, sinks(options.events))
-        to = Destination(storage, number, overwrite, options.allow_pickle, origin_of(joined), metadata or {})
-        return to, recorder
-
-    def collect() -> Holdings:
-        return registry.collect(state, joined.rank, joined.size, ranks=ranks)
+        return SaveJob(
+            lambda: registry.collect(state, joined.rank, joined.size, ranks=ranks),
+            joined,
+            storage,
+            with_absolute_paths(options),
+            Recorder("save", joined.rank, number, storage.url, sinks(options.events)),
+            number,
+            overwrite,
+            origin_of(joined),
+            metadata or {},
+            place.url,
+            place.factory,
+            None if then is None else (then.url, then.factory),
+        )
 
     place = place_of(path)
     then = None if options.promote_to is None else place_of(options.promote_to)
 
-    def job() -> SaveJob:
-        to, recorder = checked()
-        to.storage.close()  # the agent opens its own
-        promote_to = None if then is None else (then.url, then.factory)
-        kept = with_absolute_paths(options)
-        return SaveJob(collect, joined, to, kept, recorder, place.url, place.factory, promote_to)
-
     try:
         if wait:
-            pending = save_now(path, joined, checked, collect, options)
+            pending = save_now(joined, job, options)
         else:
             elsewhere = place.elsewhere and (then is None or then.elsewhere)
             pending = background_of(joined, elsewhere).save(joined, job, place.url, options)
@@ -166,17 +165,14 @@ def prepare(
         held = {} if state is None else state
         check_state(held)
         storage = open_storage(path, durability=options.durability)
-        storage.close()
-        recorder = Recorder("prepare", joined.rank, None, storage.url, sinks(options.events))
-        to = Destination(storage, None, False, options.allow_pickle, {}, {})
         return SaveJob(
             lambda: registry.collect(held, joined.rank, joined.size, ranks=ranks),
             joined,
-            to,
+            storage,
             with_absolute_paths(options),
-            recorder,
-            place.url,
-            place.factory,
+            Recorder("prepare", joined.rank, None, storage.url, sinks(options.events)),
+            url=place.url,
+            factory=place.factory,
         )
 
     try:

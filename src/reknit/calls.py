@@ -12,12 +12,10 @@ from dataclasses import replace
 from importlib import metadata as distributions
 from typing import TYPE_CHECKING, Any
 
-from reknit.arguments import place_of
 from reknit.comm import base as comm
 from reknit.engine.background.background import Background
 from reknit.engine.outcome import SaveOutcome
 from reknit.engine.saving import save as save_story
-from reknit.engine.saving.job import SaveJob
 from reknit.engine.saving.rounds import ASSIGN
 from reknit.engine.stored.promote import promote_saved
 from reknit.errors import ReknitError
@@ -26,16 +24,14 @@ from reknit.storage.registry import open_storage
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
-    from os import PathLike
 
     from reknit.comm.base import Group
     from reknit.engine.report import SaveReport
-    from reknit.engine.saving.commit import Destination
+    from reknit.engine.saving.job import SaveJob
     from reknit.engine.saving.write import Written
-    from reknit.monitor.phase import Recorder, Sink
+    from reknit.monitor.phase import Sink
     from reknit.options import SaveOptions
     from reknit.storage.base import Storage
-    from reknit.types.shard import Holdings
 
 logger = logging.getLogger("reknit")
 
@@ -44,21 +40,17 @@ backgrounds: weakref.WeakKeyDictionary[Group, dict[bool, Background]] = weakref.
 
 
 def save_now(
-    path: str | PathLike[str],
     joined: Group,
-    checked: Callable[[], tuple[Destination, Recorder]],
-    collect: Callable[[], Holdings],
+    make: Callable[[], SaveJob],
     options: SaveOptions,
 ) -> SaveOutcome:
     """Save, and return when the checkpoint is committed."""
     with ExitStack() as last:
         with all_told(joined, ASSIGN, options.timeout_s):
-            to, recorder = checked()
-            last.callback(to.storage.close)
-            to = to.of(joined)  # an agent takes the generation of its own group
+            job = make()
+            last.callback(job.storage.close)
             for background in backgrounds.get(joined, {}).values():
-                background.wait_for(place_of(path).url, options.timeout_s)
-        job = SaveJob(collect, joined, to, options, recorder)
+                background.wait_for(job.url, options.timeout_s)
         report, written = save_story.save(job)
         if joined.rank == 0:
             for warning in report.warnings:

@@ -10,7 +10,6 @@ import numpy as np
 from reknit.comm.base import SoloGroup
 from reknit.engine.loading.job import LoadJob
 from reknit.engine.loading.load import load
-from reknit.engine.saving.commit import Destination
 from reknit.engine.saving.job import SaveJob
 from reknit.engine.saving.save import save
 from reknit.engine.stored.verify import verify
@@ -44,10 +43,10 @@ def save_as(storage: Storage, value: int, generation: int, *, overwrite: bool = 
     """Save a state that stands for `value`, as a run of this generation; return its error."""
     shard = Shard("model", "w", SPEC, Box.whole(SPEC.shape), (0,), whole(value))
     holdings = Holdings(("model", "extra"), (shard,), (Blob("extra", "epoch", value),))
-    to = Destination(storage, value, overwrite, False, {}, {}, generation)
     options = SaveOptions(threads=1, timeout_s=LIMIT_S)
     try:
-        save(SaveJob(lambda: holdings, SoloGroup(generation), to, options, Recorder("save", 0)))
+        group, recorder = SoloGroup(generation), Recorder("save", 0)
+        save(SaveJob(lambda: holdings, group, storage, options, recorder, value, overwrite))
     except ReknitError as error:
         return error
     return None

@@ -11,7 +11,6 @@ import pytest
 from reknit.comm.base import SoloGroup
 from reknit.engine.messages import packed
 from reknit.engine.saving.claims import EncodedFile, blob_files, encode_holdings
-from reknit.engine.saving.commit import Destination
 from reknit.engine.saving.job import SaveJob
 from reknit.engine.saving.receipt import write_blobs
 from reknit.engine.saving.write import Written
@@ -64,8 +63,7 @@ def test_a_value_is_written_by_its_owner_and_by_each_rank_where_they_disagree() 
 
 
 def job_of(storage: ProcessMemory, threads: int | None = None) -> SaveJob:
-    to = Destination(storage, None, False, False, {}, {})
-    return SaveJob(nothing_held, SoloGroup(), to, SaveOptions(threads=threads), Recorder("save"))
+    return SaveJob(nothing_held, SoloGroup(), storage, SaveOptions(threads=threads), Recorder("save"))
 
 
 def many(count: int) -> list[EncodedFile]:

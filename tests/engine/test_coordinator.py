@@ -10,7 +10,6 @@ from reknit.comm.tree.threads import thread_groups
 from reknit.engine import messages
 from reknit.engine.saving import coordinator as module
 from reknit.engine.saving.claims import claims, encode_holdings
-from reknit.engine.saving.commit import Destination
 from reknit.engine.saving.coordinator import PLANS_KEPT, Coordinator
 from reknit.engine.saving.copies import EQUAL, CopySplit
 from reknit.engine.saving.file_layout import layout_digest, outline
@@ -37,6 +36,7 @@ if TYPE_CHECKING:
     from reknit.engine.saving.file_layout import Outline
     from reknit.engine.saving.write import Written
     from reknit.planner.columns import RankColumns
+    from reknit.storage.base import Storage
     from reknit.types.manifest import FileEntry, Index, Manifest
 
 SIZE = 5
@@ -56,9 +56,9 @@ def copy(name: str, length: int = 100) -> Shard:
 class Rank:
     """One rank as its agent speaks for it: it keeps its plans, and tells the root of new ones only."""
 
-    def __init__(self, rank: int, to: Destination) -> None:
+    def __init__(self, rank: int, storage: Storage) -> None:
         group = thread_groups(SIZE)[rank]
-        self.where = SaveJob(nothing_held, group, to, SaveOptions(), Recorder("save", rank))
+        self.job = SaveJob(nothing_held, group, storage, SaveOptions(), Recorder("save", rank), 1, True)
         self.rank = rank
         self.plans: dict[bytes, Outline] = {}
         self.silent = True
@@ -79,9 +79,9 @@ class Rank:
         written: list[Written] = []
         for file in planned.files:
             path = paths.data_path(file.plan.item, self.rank, write_id, file.plan.part)
-            written.append(write_bytes(self.where.to.storage, path, bytes(file.nbytes)))
+            written.append(write_bytes(self.job.storage, path, bytes(file.nbytes)))
         columns = None if self.known else planned.columns
-        return receipt(self.where, ["m"], written, self.plan, columns, (), self.split)
+        return receipt(self.job, ["m"], written, self.plan, columns, (), self.split)
 
 
 class World:
@@ -89,8 +89,8 @@ class World:
 
     def __init__(self, name: str, *, merging: bool = True) -> None:
         ProcessMemory.clear(name)
-        self.to = Destination(ProcessMemory(name), 1, True, False, {}, {})
-        self.ranks = [Rank(rank, self.to) for rank in range(SIZE)]
+        self.ranks = [Rank(rank, ProcessMemory(name)) for rank in range(SIZE)]
+        self.job = self.ranks[0].job
         self.coordinator = Coordinator()
         self.merging = merging
 
@@ -100,14 +100,14 @@ class World:
     def save(self, holdings: Callable[[int], Sequence[Shard]]) -> tuple[Manifest, Index]:
         write_id = paths.new_write_id()
         requests = [rank.claims(write_id, 1, holdings(rank.rank)) for rank in self.ranks]
-        answers = self.coordinator.assign(self.to, self.up(requests, merge_claims))
+        answers = self.coordinator.assign(self.job, self.up(requests, merge_claims))
         assert len(answers) == SIZE
         receipts = [rank.receipt(write_id, answer) for rank, answer in zip(self.ranks, answers, strict=True)]
-        outcomes = self.coordinator.commit(self.to, write_id, self.up(receipts, merge_receipts))
+        outcomes = self.coordinator.commit(self.job, self.up(receipts, merge_receipts))
         assert len(outcomes) == SIZE
-        manifest = decode_manifest(self.to.storage.get(paths.MANIFEST_PATH, limit=1 << 20))
+        manifest = decode_manifest(self.job.storage.get(paths.MANIFEST_PATH, limit=1 << 20))
         assert manifest.write_id == write_id
-        return manifest, decode_index(self.to.storage.get(manifest.index_path, limit=1 << 20))
+        return manifest, decode_index(self.job.storage.get(manifest.index_path, limit=1 << 20))
 
 
 def form(index: Index) -> list[Any]:
@@ -228,7 +228,7 @@ def test_ranks_at_different_saves_are_told_where_they_are() -> None:
     write_id = paths.new_write_id()
     requests = [rank.claims(write_id, 7 + (rank.rank == 2), [rows(rank.rank, "a")]) for rank in world.ranks]
     with pytest.raises(ProtocolError, match="rank 2 is at another save than rank 0: it saves step 8, rank 0"):
-        world.coordinator.assign(world.to, [merge_claims(requests)])
+        world.coordinator.assign(world.job, [merge_claims(requests)])
 
 
 def test_ranks_at_different_saves_of_one_step_are_told_so_too() -> None:
@@ -240,7 +240,7 @@ def test_ranks_at_different_saves_of_one_step_are_told_so_too() -> None:
         for rank, write_id in zip(world.ranks, write_ids, strict=True)
     ]
     with pytest.raises(ProtocolError, match="rank 3 is at another save than rank 0"):
-        world.coordinator.assign(world.to, [merge_claims(requests)])
+        world.coordinator.assign(world.job, [merge_claims(requests)])
 
 
 def test_all_ranks_are_told_which_copies_differ_and_who_holds_them() -> None:
@@ -261,7 +261,7 @@ def test_all_ranks_are_told_which_copies_differ_and_who_holds_them() -> None:
                 copies,
             )
         )
-    answers = world.coordinator.assign(world.to, world.up(told, merge_claims))
+    answers = world.coordinator.assign(world.job, world.up(told, merge_claims))
     for answer in answers:
         assert messages.decode(answer, messages.Assignment).differing == [(-1 << 63, [0, 1, 2, 3, 4])]
 
@@ -287,7 +287,7 @@ def test_copies_that_differ_are_warned_of_with_the_ranks_that_hold_them() -> Non
     for rank in world.ranks:
         kept = [("m", "kept", "0, 2"), ("m", "both", "0, 1")]
         copies = CopySplit([], kept, [("m", "lost", "0, 3")] + [("m", "both", "0, 1")] * (rank.rank == 2))
-        told.append(receipt(rank.where, ["m"], [], b"", None, (), copies))
+        told.append(receipt(rank.job, ["m"], [], b"", None, (), copies))
     counted = receipts_to_manifest(unpack(merge_receipts(told))[0], write_id)
     assert counted.kept == {("m", "kept")}
     own, lost = counted.warnings
@@ -299,7 +299,7 @@ def test_ranks_with_equal_answers_get_one_object() -> None:
     world = World("equal")
     write_id = paths.new_write_id()
     requests = [rank.claims(write_id, 1, [copy("a"), copy("b")]) for rank in world.ranks]
-    answers = world.coordinator.assign(world.to, [merge_claims(requests)])
+    answers = world.coordinator.assign(world.job, [merge_claims(requests)])
     assert len({id(answer) for answer in answers}) == 1
     owners = messages.unpacked(messages.decode(answers[0], messages.Assignment).shard_owners, "i8")
     assert len(set(owners.tolist())) == 2
@@ -321,7 +321,7 @@ def test_a_file_that_the_root_does_not_see_is_named_with_who_wrote_it() -> None:
     world = World("unseen")
     elsewhere = ProcessMemory("unseen-elsewhere")
     ProcessMemory.clear("unseen-elsewhere")
-    world.ranks[2].where = replace(world.ranks[2].where, to=replace(world.to, storage=elsewhere))
+    world.ranks[2].job = replace(world.ranks[2].job, storage=elsewhere)
     with pytest.raises(
         CommitError, match=r"rank 2 wrote m/00002\..* to process://unseen-elsewhere, and rank 0"
     ):
@@ -332,7 +332,7 @@ def test_a_file_that_has_another_size_by_the_commit_is_named_with_who_wrote_it(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     world = World("cut")
-    storage, receipt = world.to.storage, world.ranks[2].receipt
+    storage, receipt = world.job.storage, world.ranks[2].receipt
 
     def cut_short(write_id: str, answer: bytes) -> bytes:
         told = receipt(write_id, answer)
@@ -358,9 +358,9 @@ def test_the_tally_has_every_file_with_its_digests_and_coordinates() -> None:
             paths.blob_path("x", rank.rank, write_id, own=0),
             paths.blob_path("y", rank.rank, write_id, own=1),
         ]
-        written = [write_bytes(world.to.storage, name, name.encode() * 3) for name in names]
+        written = [write_bytes(world.job.storage, name, name.encode() * 3) for name in names]
         places = [BlobPlace(names[2], place), BlobPlace(names[3], {"rank": rank.rank})]
-        told.append(receipt(rank.where, ["m/ü", "x", "y"], written, b"", None, places, EQUAL))
+        told.append(receipt(rank.job, ["m/ü", "x", "y"], written, b"", None, places, EQUAL))
         files += [(file.path, file.nbytes, tuple(file.digests.tolist()), rank.rank) for file in written]
         blobs += [(names[1], None), (names[2], place), (names[3], {"rank": rank.rank})]
     got = receipts_to_manifest(unpack(merge_receipts(told))[0], write_id)

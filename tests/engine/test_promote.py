@@ -13,7 +13,6 @@ import pytest
 from reknit.comm.base import SoloGroup
 from reknit.comm.tree.threads import thread_groups
 from reknit.engine.report import PromotionReport
-from reknit.engine.saving.commit import Destination
 from reknit.engine.saving.job import SaveJob
 from reknit.engine.saving.save import save
 from reknit.engine.saving.write import Written, write_bytes
@@ -94,10 +93,9 @@ def holdings(rank: int, value: int) -> Holdings:
 
 def saved(root: Path, value: int = 1, generation: int = 1, *, overwrite: bool = False) -> Saved:
     def run(group: Group) -> tuple[str, list[Written]]:
-        to = Destination(local(root), value, overwrite, False, {}, {}, group.generation)
         recorder = Recorder("save", group.rank)
         held = holdings(group.rank, value)
-        report, written = save(SaveJob(lambda: held, group, to, OPTIONS, recorder))
+        report, written = save(SaveJob(lambda: held, group, local(root), OPTIONS, recorder, value, overwrite))
         return report.write_id, written
 
     told = run_ranks(SIZE, run, groups=thread_groups(SIZE, generation))

@@ -8,7 +8,6 @@ import pytest
 
 from reknit.comm.base import Group, SoloGroup
 from reknit.comm.tree.threads import thread_groups
-from reknit.engine.saving.commit import Destination
 from reknit.engine.saving.coordinator import Coordinator
 from reknit.engine.saving.copies import EQUAL
 from reknit.engine.saving.job import SaveJob
@@ -26,8 +25,7 @@ ABOVE = StorageError("no room on another rank")
 
 
 def job_of(storage: Annals, group: Group) -> SaveJob:
-    to = Destination(storage, 1, True, False, {}, {})
-    return SaveJob(nothing_held, group, to, SaveOptions(), Recorder("save", group.rank))
+    return SaveJob(nothing_held, group, storage, SaveOptions(), Recorder("save", group.rank), 1, True)
 
 
 def after_writing(

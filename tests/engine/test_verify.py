@@ -5,7 +5,6 @@ from typing import TYPE_CHECKING
 import numpy as np
 import pytest
 
-from reknit.engine.saving.commit import Destination
 from reknit.engine.saving.job import SaveJob
 from reknit.engine.saving.save import save
 from reknit.engine.stored.verify import check_header, verify
@@ -36,11 +35,10 @@ def test_a_box_that_two_ranks_wrote_by_mistake_is_kept_once_and_the_checkpoint_i
         # Each says of both that nobody else holds it, which is true of one.
         names = ("w", f"own.{number}")
         shards = tuple(Shard("model", fqn, SPEC, Box.whole(SPEC.shape), (number,), data) for fqn in names)
-        to = Destination(storage, None, False, False, {}, {})
         job = SaveJob(
             lambda: Holdings(("model",), shards, ()),
             group,
-            to,
+            storage,
             SaveOptions(timeout_s=30),
             Recorder("save", number),
         )

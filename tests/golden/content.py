@@ -13,7 +13,6 @@ import ml_dtypes
 import numpy as np
 
 import reknit
-from reknit.engine.saving.commit import Destination
 from reknit.engine.saving.job import SaveJob
 from reknit.engine.saving.save import save
 from reknit.monitor.phase import Recorder
@@ -76,9 +75,19 @@ def write(folder: str) -> None:
     """Write a golden checkpoint with two ranks."""
 
     def rank(group: Group) -> None:
-        to = Destination(LocalStorage(folder), STEP, False, False, {"world_size": RANKS}, METADATA)
         recorder = Recorder("save", group.rank)
-        save(SaveJob(lambda: holdings(group.rank), group, to, SaveOptions(timeout_s=30), recorder))
+        save(
+            SaveJob(
+                lambda: holdings(group.rank),
+                group,
+                LocalStorage(folder),
+                SaveOptions(timeout_s=30),
+                recorder,
+                STEP,
+                origin={"world_size": RANKS},
+                metadata=METADATA,
+            )
+        )
 
     run_ranks(RANKS, rank)
     assert reknit.verify(folder, "data").ok

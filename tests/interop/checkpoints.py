@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from reknit.comm.base import SoloGroup
-from reknit.engine.saving.commit import Destination
 from reknit.engine.saving.job import SaveJob
 from reknit.engine.saving.save import save
 from reknit.monitor.phase import Recorder
@@ -35,9 +34,11 @@ def save_in_boxes(
         for box in boxes.get(fqn, [Box.whole(array.shape)])
     ]
     storage = open_storage(path, durability="process")
-    destination = Destination(storage, 1, False, False, {"world_size": 1}, {})
     holdings = Holdings((item,), tuple(shards), ())
-    save(SaveJob(lambda: holdings, SoloGroup(), destination, SaveOptions(), Recorder("save")))
+    job = SaveJob(
+        lambda: holdings, SoloGroup(0), storage, SaveOptions(), Recorder("save"), 1, origin={"world_size": 1}
+    )
+    save(job)
     storage.close()
 
 

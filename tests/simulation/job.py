@@ -10,7 +10,6 @@ from unittest.mock import patch
 import numpy as np
 
 from reknit.engine.saving import write
-from reknit.engine.saving.commit import Destination
 from reknit.engine.saving.job import SaveJob
 from reknit.engine.saving.save import save
 from reknit.errors import ReknitError
@@ -143,17 +142,12 @@ class Worker:
         job = SaveJob(
             collect=lambda: holdings(group.size, group.rank, group.run, number),
             group=group,
-            to=Destination(
-                storage=self.storage.sub(wanted.folder),
-                step=number,
-                overwrite=wanted.overwrite,
-                uses_pickle=False,
-                origin={},
-                metadata={"ranks": group.size, "run": group.run, "save": number},
-                generation=group.generation,
-            ),
+            storage=self.storage.sub(wanted.folder),
             options=SaveOptions(durability="process", threads=1, timeout_s=self.timeout_s, progress=False),
             recorder=Recorder("save", group.rank, number),
+            step=number,
+            overwrite=wanted.overwrite,
+            metadata={"ranks": group.size, "run": group.run, "save": number},
         )
         return save(job)[0].write_id
 

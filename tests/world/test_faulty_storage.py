@@ -10,7 +10,6 @@ import pytest
 from reknit.comm.base import SoloGroup
 from reknit.engine.loading.job import LoadJob
 from reknit.engine.loading.load import load
-from reknit.engine.saving.commit import Destination
 from reknit.engine.saving.job import SaveJob
 from reknit.engine.saving.save import save
 from reknit.engine.stored.verify import verify
@@ -75,9 +74,9 @@ def save_with(stores: list[Storage], value: int, *, overwrite: bool = True) -> l
     """Save as three ranks, each through its own view of the store."""
 
     def rank(group: Group) -> Outcome:
-        to = Destination(stores[group.rank], value, overwrite, False, {}, {})
+        to = stores[group.rank]
         recorder = Recorder("save", group.rank)
-        job = SaveJob(lambda: holdings(group.rank, value), group, to, SAVE, recorder)
+        job = SaveJob(lambda: holdings(group.rank, value), group, to, SAVE, recorder, value, overwrite)
         return save(job)[0]
 
     return _outcomes(rank)
@@ -243,10 +242,9 @@ def test_an_interrupt_behind_the_commit_takes_nothing_of_the_checkpoint_away(tmp
     stores: list[Storage] = [failing, inner, inner]
 
     def rank(group: Group) -> str:
-        to = Destination(stores[group.rank], 2, True, False, {}, {})
         recorder = Recorder("save", group.rank)
         try:
-            save(SaveJob(lambda: holdings(group.rank, 2), group, to, SAVE, recorder))
+            save(SaveJob(lambda: holdings(group.rank, 2), group, stores[group.rank], SAVE, recorder, 2, True))
         except (ReknitError, KeyboardInterrupt) as error:
             return type(error).__name__
         return "ok"

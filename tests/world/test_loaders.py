@@ -9,7 +9,6 @@ import pytest
 
 from reknit.engine.loading.job import LoadJob
 from reknit.engine.loading.load import load
-from reknit.engine.saving.commit import Destination
 from reknit.engine.saving.job import SaveJob
 from reknit.engine.saving.save import save
 from reknit.engine.stored.verify import verify
@@ -36,14 +35,14 @@ SETS = [token_set("web", 300, 12, 3.0), token_set("code", 90, 6)]
 def saved(storage: Storage, job: Sequence[TokenLoader], **options: Any) -> None:
     def act(group: Group) -> None:
         state = {"loader": job[group.rank]}
-        to = Destination(storage, 1, False, False, {}, {}, group.generation)
         save(
             SaveJob(
                 lambda: collect(state, group.rank, group.size),
                 group,
-                to,
+                storage,
                 SaveOptions(**options),
                 Recorder("save", group.rank),
+                1,
             )
         )
 

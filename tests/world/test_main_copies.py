@@ -7,7 +7,6 @@ from typing import TYPE_CHECKING
 import pytest
 
 import reknit
-from reknit.engine.saving.commit import Destination
 from reknit.engine.saving.job import SaveJob
 from reknit.engine.saving.save import save
 from reknit.errors import StateError
@@ -34,9 +33,9 @@ def saved(name: str, size: int, held: Held) -> list[str | None]:
         blobs = tuple(value for value in values if isinstance(value, Blob))
         witnesses = tuple(value for value in values if isinstance(value, Witness))
         holdings = Holdings(("m",), (), blobs, (), witnesses)
-        to = Destination(ProcessMemory(name), 1, False, False, {}, {})
+        to = ProcessMemory(name)
         try:
-            save(SaveJob(lambda: holdings, group, to, SaveOptions(), Recorder("save", group.rank)))
+            save(SaveJob(lambda: holdings, group, to, SaveOptions(), Recorder("save", group.rank), 1))
         except StateError as error:
             return str(error)
         return None

@@ -11,7 +11,6 @@ from msgspec import structs
 
 from reknit.engine.loading.job import LoadJob
 from reknit.engine.loading.load import load
-from reknit.engine.saving.commit import Destination
 from reknit.engine.saving.copies import SAMPLE_NBYTES
 from reknit.engine.saving.job import SaveJob
 from reknit.engine.saving.save import save
@@ -39,9 +38,10 @@ EXACT = LoadOptions(threads=2, verify="off", gap_nbytes=0, timeout_s=30)
 
 def save_on(model: Model, layout: dict[str, list[Part]], size: int, storage: Storage) -> list[SaveReport]:
     def rank(group: Group) -> SaveReport:
-        to = Destination(storage, None, True, False, {}, {})
         shards = model.shards(layout, group.rank, filled=True, seed=group.rank)
-        return save(SaveJob(lambda: held(shards), group, to, SAVE, Recorder("save", group.rank)))[0]
+        return save(
+            SaveJob(lambda: held(shards), group, storage, SAVE, Recorder("save", group.rank), overwrite=True)
+        )[0]
 
     return run_ranks(size, rank)
 
@@ -125,9 +125,12 @@ def test_of_copies_that_differ_each_rank_keeps_its_own_or_all_ranks_are_told(
         held_bytes = {s.fqn: np.ascontiguousarray(s.data).tobytes() for s in shards}
         if not vouched:
             shards = [structs.replace(s, replicas=None) for s in shards]
-        to = Destination(storage, None, True, False, {}, {})
         try:
-            save(SaveJob(lambda: held(shards), group, to, SAVE, Recorder("save", group.rank)))
+            save(
+                SaveJob(
+                    lambda: held(shards), group, storage, SAVE, Recorder("save", group.rank), overwrite=True
+                )
+            )
         except StateError as error:
             return error
         return held_bytes

@@ -11,7 +11,6 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from reknit.engine.saving.commit import Destination
 from reknit.engine.saving.job import SaveJob
 from reknit.engine.saving.save import save
 from reknit.monitor.phase import Recorder
@@ -201,9 +200,9 @@ def test_ranks_that_load_different_items_share_those_that_they_have_in_common() 
     ProcessMemory.clear(NAME)
 
     def save_rank(group: Group) -> SaveReport:
-        to = Destination(ProcessMemory(NAME), None, True, False, {}, {})
+        to, recorder = ProcessMemory(NAME), Recorder("save", group.rank)
         holdings = Holdings(tuple("abcd"), tuple(shards("abcd", filled=True)), ())
-        return save(SaveJob(lambda: holdings, group, to, SaveOptions(), Recorder("save", group.rank)))[0]
+        return save(SaveJob(lambda: holdings, group, to, SaveOptions(), recorder, overwrite=True))[0]
 
     run_ranks(2, save_rank)
     reblock(NAME)

@@ -6,7 +6,6 @@ import importlib
 import json
 from typing import TYPE_CHECKING, NoReturn
 
-from reknit.engine.saving.commit import Destination
 from reknit.engine.saving.job import SaveJob
 from reknit.monitor.phase import Recorder
 from reknit.monitor.sinks.jsonl import JsonLinesSink
@@ -25,8 +24,7 @@ def agent_job(begin: say.Begin, options: SaveOptions, group: Group) -> SaveJob:
     storage = open_store(begin.url, begin.factory, options)
     recorder = Recorder("save", group.rank, begin.step, storage.url, _sinks(options))
     extra = json.loads(begin.extra)
-    to = Destination(storage, begin.step, begin.overwrite, options.allow_pickle, **extra)
-    return SaveJob(_collect_nothing, group, to.of(group), options, recorder)
+    return SaveJob(_collect_nothing, group, storage, options, recorder, begin.step, begin.overwrite, **extra)
 
 
 def open_store(url: str, factory: str | None, options: SaveOptions) -> Storage:

@@ -142,7 +142,7 @@ class AgentSave:
             if error is None and image is not None and self.begun is not None:
                 begin, job = self.begun
                 written = write_files(
-                    job.to.storage,
+                    job.storage,
                     [
                         Outgoing(paths.data_path(item, job.group.rank, begin.write_id, part), nbytes)
                         for item, part, nbytes in image.planned.files
@@ -238,7 +238,7 @@ class AgentSave:
                 raise self.error
             assert self.begun is not None
             begin, job = self.begun
-            to = None if begin.warm_up else job.to
+            to = None if begin.warm_up else job
             mine = claims(
                 group.rank,
                 begin.write_id,
@@ -275,7 +275,7 @@ class AgentSave:
         if self.begun is not None:
             for file in written:
                 with suppress(Exception):  # a store of somebody else's; what stays is no part of anything
-                    discard(self.begun[1].to.storage, file.path)
+                    discard(self.begun[1].storage, file.path)
 
     def _done(
         self, error: dict[str, object] | None, written: list[Written], outcome: messages.CommitOutcome
@@ -301,7 +301,7 @@ class AgentSave:
         """Let a later save to the same place begin to write."""
         self._over.set()
         if self.begun is not None:
-            close_quietly(self.begun[1].to.storage)
+            close_quietly(self.begun[1].storage)
 
     # Called by the thread that promotes.
 

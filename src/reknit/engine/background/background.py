@@ -119,6 +119,7 @@ class Background:
             self.wait_for(pending.path, options.timeout_s, but=agents)
             pending.place = pending.path, agents
             job = make()
+            job.storage.close()  # the agent opens its own
             if self.arenas is None:
                 self.arenas = Arenas(options.host_nbytes)
             story(job, agents, save, self.arenas)

@@ -50,7 +50,7 @@ def stage_for_agent(job: SaveJob, agents: Agents, save: TrainerSave, arenas: Are
         # 1 what does this rank hold (local)
         encoded, key = _encoded(job)
         if agents.link.rank == 0:
-            check_manifest(job.to)
+            check_manifest(job)
         known = agents.plan(save, key)
         with recorder.phase("digest"):
             sources = all_bits(encoded.holdings.shards)
@@ -125,14 +125,14 @@ def _begin(
 ) -> say.Begin:
     """Return what the agent is told first; only the root's needs what goes to the manifest alone."""
     root = agents.link.rank == 0
-    extra = {"origin": job.to.origin if root else {}, "metadata": job.to.metadata if root else {}}
+    extra = {"origin": job.origin if root else {}, "metadata": job.metadata if root else {}}
     return say.Begin(
         number=save.number,
         write_id=save.write_id,
         url=job.url,
         factory=job.factory,
-        step=job.to.step,
-        overwrite=job.to.overwrite,
+        step=job.step,
+        overwrite=job.overwrite,
         options={name: getattr(job.options, name) for name in _FOR_AGENT},
         extra=json.dumps(extra, default=dict).encode(),
         plan=key,

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -30,46 +29,27 @@ from reknit.storage.base import PerHost
 from reknit.types.manifest import FileEntry, Manifest
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Sequence
 
     from reknit.comm import base as comm
+    from reknit.engine.saving.job import SaveJob
     from reknit.engine.saving.manifest_content import ManifestContent
     from reknit.engine.saving.write import Written
     from reknit.storage.base import Storage
     from reknit.types.manifest import BlobFile, Index
 
 
-@dataclass(frozen=True, slots=True)
-class Destination:
-    """Where a save goes, and what its manifest says about it."""
-
-    storage: Storage
-    step: int | None
-    overwrite: bool
-    uses_pickle: bool
-    origin: Mapping[str, Any]
-    metadata: Mapping[str, Any]
-    generation: int = 0
-    """That of the group which saves, or the time at which a process that is alone began to."""
-    newest: bool = False
-    """Whether this save is newer than all that it finds, whatever a clock said."""
-
-    def of(self, group: comm.Group) -> Destination:
-        """Return where `group` saves now."""
-        # Nobody tells a process that is alone which run it is; its clock may have been set back since.
-        alone = isinstance(group, SoloGroup) and group.given is None
-        return replace(self, generation=group.generation, newest=alone)
-
-
-def begin(destination: Destination, write_id: str) -> Marker:
+def begin(job: SaveJob, write_id: str) -> Marker:
     """Put up the marker with which alone this save can commit, and return it.
 
     Raises `CheckpointExistsError`, `FencedError`, or `StateError` for what no manifest can hold.  That is
     better said now than after hours of writing.
     """
-    check_manifest(destination)
-    mine = Marker(destination.generation, write_id)
-    return claim(destination.storage, mine, overwrite=destination.overwrite, newest=destination.newest)
+    check_manifest(job)
+    # Nobody tells a process that is alone which run it is; its clock may have been set back since.
+    alone = isinstance(job.group, SoloGroup) and job.group.given is None
+    mine = Marker(job.group.generation, write_id)
+    return claim(job.storage, mine, overwrite=job.overwrite, newest=alone)
 
 
 def claim(storage: Storage, mine: Marker, *, overwrite: bool, newest: bool = False) -> Marker:
@@ -97,14 +77,14 @@ def check_absent(storage: Storage, overwrite: bool) -> None:
         )
 
 
-def check_manifest(destination: Destination) -> None:
+def check_manifest(job: SaveJob) -> None:
     """Raise `StateError` for metadata that no manifest can hold."""
-    write_id = paths.new_write_id()
-    encode_manifest(_manifest(destination, write_id, (), [FileEntry(paths.index_path(write_id), 0, ())], ()))
+    some = Marker(0, paths.new_write_id())
+    encode_manifest(_manifest(job, some, (), [FileEntry(paths.index_path(some.write_id), 0, ())], ()))
 
 
 def commit(
-    destination: Destination, write_id: str, index: Index, told: ManifestContent, warnings: Sequence[str]
+    job: SaveJob, mine: Marker, index: Index, told: ManifestContent, warnings: Sequence[str]
 ) -> messages.CommitOutcome:
     """Write the index, and commit what all ranks told of.
 
@@ -117,18 +97,17 @@ def commit(
             "the state is empty on every rank, and would be a checkpoint of nothing",
             remedy='pass what is to be saved: {"model": model}',
         )
-    storage, files = destination.storage, told.files
-    mine = Marker(destination.generation, write_id)
+    storage, files = job.storage, told.files
     _check_files(storage, told, mine)
     written = _write_index(storage, mine, encode_index(index))
     try:
         files = [*files, FileEntry(written.path, written.nbytes, tuple(written.digests.tolist()))]
-        data = encode_manifest(_manifest(destination, write_id, told.items, files, tuple(told.blobs)))
+        data = encode_manifest(_manifest(job, mine, told.items, files, tuple(told.blobs)))
         # The commit: before this write there is no checkpoint, after it there is.
-        put_manifest(storage, mine, data, overwrite=destination.overwrite)
+        put_manifest(storage, mine, data, overwrite=job.overwrite)
     except BaseException as error:
         take_down(storage, mine)
-        if not isinstance(error, DeadlineError) and is_committed(storage, write_id) is False:
+        if not isinstance(error, DeadlineError) and is_committed(storage, mine.write_id) is False:
             discard(storage, written.path)
         raise
     all_warnings = [*warnings, *told.warnings, *clear_out(storage, mine, data)]
@@ -156,8 +135,8 @@ def is_committed(storage: Storage, write_id: str) -> bool | None:
 
 
 def _manifest(
-    destination: Destination,
-    write_id: str,
+    job: SaveJob,
+    mine: Marker,
     items: tuple[str, ...],
     files: Sequence[FileEntry],
     blobs: tuple[BlobFile, ...],
@@ -165,18 +144,18 @@ def _manifest(
     """Return the commit record."""
     return Manifest(
         format_version=FORMAT_VERSION,
-        write_id=write_id,
-        step=destination.step,
+        write_id=mine.write_id,
+        step=job.step,
         created=now(),
         items=items,
-        index_path=paths.index_path(write_id),
+        index_path=paths.index_path(mine.write_id),
         files=tuple(files),
         blobs=blobs,
         block_nbytes=BLOCK_NBYTES,
-        uses_pickle=destination.uses_pickle,
-        origin=destination.origin,
-        metadata=destination.metadata,
-        generation=destination.generation,
+        uses_pickle=job.options.allow_pickle,
+        origin=job.origin,
+        metadata=job.metadata,
+        generation=mine.generation,
     )
 
 

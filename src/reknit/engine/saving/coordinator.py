@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
     from numpy.typing import NDArray
 
-    from reknit.engine.saving.commit import Destination
+    from reknit.engine.saving.job import SaveJob
     from reknit.engine.saving.marker import Marker
     from reknit.planner.assemble import ChunkFiles
     from reknit.planner.columns import Blocks, RankColumns
@@ -67,8 +67,8 @@ class Coordinator:
         self._owners: dict[bytes, Blocks] = {}
         self.indexes: dict[bytes, Assembled] = {}
 
-    def assign(self, to: Destination | None, requests: Sequence[bytes]) -> list[bytes]:
-        """Answer every rank's `claims`, merged or not; `to` is None where nothing is going to be saved yet.
+    def assign(self, job: SaveJob | None, requests: Sequence[bytes]) -> list[bytes]:
+        """Answer every rank's `claims`, merged or not; `job` is None where nothing is going to be saved yet.
 
         Raises `CheckpointExistsError`, `FencedError`, `StateError` for unfit metadata and for copies of which
         no rank has the main one, and `CommitError` when a rank that made its plan before cannot keep it,
@@ -77,8 +77,8 @@ class Coordinator:
         claims, shards = unpack(merge_claims(requests) if len(requests) > 1 else requests[0])
         write_id = _agreed_write_id(claims)
         _refuse_lone_copies(claims)
-        if to is not None:
-            self._begun = to.storage, begin(to, write_id)
+        if job is not None:
+            self._begun = job.storage, begin(job, write_id)
         owners = self._shard_owners(claims, shards)
         blobs = blob_owners(claims.lists["blob_keys"], claims.lists["blob_digests"])
         copies: list[tuple[int, list[int]]] = [*differing(claims)]
@@ -101,17 +101,19 @@ class Coordinator:
         if begun is not None:
             take_down(*begun)
 
-    def commit(self, to: Destination, write_id: str, requests: Sequence[bytes]) -> list[bytes]:
+    def commit(self, job: SaveJob, requests: Sequence[bytes]) -> list[bytes]:
         """Make one checkpoint of all ranks' receipts, merged or not, and tell every rank the outcome.
+
+        It is that of the save which `assign` has begun.
 
         Raises `CommitError` when the parts do not make a whole.
         """
         receipts, chunks = unpack(merge_receipts(requests) if len(requests) > 1 else requests[0])
-        assembled, told = self.assembled(receipts, chunks), receipts_to_manifest(receipts, write_id)
-        if self._begun is not None:  # with the generation that its marker got
-            to = replace(to, generation=self._begun[1].generation)
-        index = assembled.named(write_id).without(told.kept)
-        outcome = commit(to, write_id, index, told, assembled.warnings)
+        assert self._begun is not None
+        mine = self._begun[1]
+        assembled, told = self.assembled(receipts, chunks), receipts_to_manifest(receipts, mine.write_id)
+        index = assembled.named(mine.write_id).without(told.kept)
+        outcome = commit(job, mine, index, told, assembled.warnings)
         self._begun = None
         return [messages.encode(outcome)] * len(receipts.ranks)
 

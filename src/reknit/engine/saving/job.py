@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Mapping
 
     from reknit.comm.base import Group
-    from reknit.engine.saving.commit import Destination
     from reknit.monitor.phase import Recorder
     from reknit.options import SaveOptions
+    from reknit.storage.base import Storage
     from reknit.types.shard import Holdings
 
 
@@ -19,16 +19,21 @@ if TYPE_CHECKING:
 class SaveJob:
     """What one rank is given to save; the same for a save that waits, for a trainer, and for its agent.
 
-    An agent opens storage again by its `url`, with the `factory` that only the trainer's program knows, if
-    there is one (`storage.registry.recipe`).  `promote_to` are URL and factory of the store that is to have
-    the checkpoint too.  An agent does not `collect`: it gets what its trainer staged.
+    `step`, `origin` and `metadata` go into the manifest.  An agent opens storage again by its `url`, with the
+    `factory` that only the trainer's program knows, if there is one (`storage.registry.recipe`).
+    `promote_to` are URL and factory of the store that is to have the checkpoint too.  An agent does not
+    `collect`: it gets what its trainer staged.
     """
 
     collect: Callable[[], Holdings]
     group: Group
-    to: Destination
+    storage: Storage
     options: SaveOptions
     recorder: Recorder
+    step: int | None = None
+    overwrite: bool = False
+    origin: Mapping[str, Any] = field(default_factory=dict)
+    metadata: Mapping[str, Any] = field(default_factory=dict)
     url: str = ""
     factory: str | None = None
     promote_to: tuple[str, str | None] | None = None

@@ -43,7 +43,7 @@ def write_blobs(
     Several files are written at once, unless the options allow one thread: they may be small and many, and
     then each waits for the store rather than for the disk.
     """
-    storage, threads = job.to.storage, job.options.threads
+    storage, threads = job.storage, job.options.threads
     places: list[BlobPlace] = []
     named: list[tuple[str, bytes]] = []
     for file in files:
@@ -80,7 +80,7 @@ def receipt(
     own = said(
         rank,
         {
-            "urls": [job.to.storage.url],
+            "urls": [job.storage.url],
             "items": list(dict.fromkeys(items)),
             "folders": folders,
             "kept": copies.kept,

@@ -16,7 +16,6 @@ from reknit.errors import CommError, ReknitError
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
-    from reknit.engine.saving.commit import Destination
     from reknit.engine.saving.coordinator import Coordinator
     from reknit.engine.saving.copies import CopySplit
     from reknit.engine.saving.job import SaveJob
@@ -35,10 +34,10 @@ def assign_turn(group: comm.Group, timeout_s: float, *, subject: str = "") -> co
 
 
 def assign(
-    turn: comm.Turn, coordinator: Coordinator, to: Destination | None, claims: bytes
+    turn: comm.Turn, coordinator: Coordinator, job: SaveJob | None, claims: bytes
 ) -> messages.Assignment:
     """Let the root decide who writes what no framework could vouch for; see `Coordinator.assign`."""
-    answer = turn.exchange(claims, lambda requests: coordinator.assign(to, requests))
+    answer = turn.exchange(claims, lambda requests: coordinator.assign(job, requests))
     return messages.decode(answer, messages.Assignment)
 
 
@@ -70,9 +69,7 @@ class CommitTurn:
         """Send the `receipt` for all that is `written`, and keep the outcome."""
         mine = receipt(self.job, items, self.written, plan, columns, places, copies)
         self.sent = True
-        answer = self.turn.exchange(
-            mine, lambda requests: self._coordinator.commit(self.job.to, self.write_id, requests)
-        )
+        answer = self.turn.exchange(mine, lambda requests: self._coordinator.commit(self.job, requests))
         self.outcome = messages.decode(answer, messages.CommitOutcome)
 
     def clean_up(self, error: BaseException) -> bool | None:
@@ -80,7 +77,7 @@ class CommitTurn:
 
         Tells whether the checkpoint is committed all the same; None when nobody can know.
         """
-        storage = self.job.to.storage
+        storage = self.job.storage
         # The root decides only when it has the receipts of all ranks.
         committed: bool | None = False
         over = not self.sent or (isinstance(error, ReknitError) and error.phase in _BEFORE_RECEIPT)
@@ -116,4 +113,4 @@ def commit_turn(job: SaveJob, coordinator: Coordinator, write_id: str) -> Iterat
             0, [f"the checkpoint is committed, but the root's answer was lost: {error}"]
         )
     with suppress(ReknitError):  # what could not be deleted takes memory, until the next save to this path
-        clear_own_host(job.to.storage, job.group, write_id)
+        clear_own_host(job.storage, job.group, write_id)

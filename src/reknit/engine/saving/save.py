@@ -44,8 +44,8 @@ def save(job: SaveJob) -> tuple[SaveReport, list[Written]]:
                     copies = compared.copies(sources)
                 # 2 who writes what no framework can know alone (one round)
                 shards = encoded.shard_claims()
-                mine = claims(rank, "", job.to.step, b"", shards, encoded.blobs, copies, encoded.witnesses)
-                assigned = assign(turn, coordinator, job.to, mine)
+                mine = claims(rank, "", job.step, b"", shards, encoded.blobs, copies, encoded.witnesses)
+                assigned = assign(turn, coordinator, job, mine)
             with commit_turn(job, coordinator, assigned.write_id) as commit:
                 # 3 plan (local)
                 with recorder.phase("plan"):
@@ -57,7 +57,7 @@ def save(job: SaveJob) -> tuple[SaveReport, list[Written]]:
                 blobs = blob_files([*encoded.blobs, *differing.blobs], assigned.blob_owners, rank)
                 places = write_blobs(job, blobs, assigned.write_id, commit.written)
                 commit.written += write_files(
-                    job.to.storage,
+                    job.storage,
                     [Outgoing(image.path, image.nbytes) for image in images],
                     staged(images),
                     tuner=Tuner(threads=num_threads(options.threads), piece_nbytes=PIECE_NBYTES),
@@ -71,8 +71,8 @@ def save(job: SaveJob) -> tuple[SaveReport, list[Written]]:
             coordinator.give_up()  # or the root's marker would be there until the next save
             raise
     report = SaveReport(
-        path=job.to.storage.url,
-        step=job.to.step,
+        path=job.storage.url,
+        step=job.step,
         write_id=assigned.write_id,
         nbytes=sum(file.nbytes for file in commit.written),
         num_files=len(commit.written),

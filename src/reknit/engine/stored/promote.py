@@ -145,9 +145,9 @@ def promote_saved(
     except BaseException as error:  # whoever made the store decides what it raises
         decline(group, error, write_id, job.options.timeout_s)
     try:
-        recorder = Recorder("promote", group.rank, job.to.step, target.url, job.recorder.sinks)
-        promotion = Promotion(job.to.storage, target, job.to.overwrite, job.options, recorder)
-        return promote(promotion, group, job.to.step, write_id, written)
+        recorder = Recorder("promote", group.rank, job.step, target.url, job.recorder.sinks)
+        promotion = Promotion(job.storage, target, job.overwrite, job.options, recorder)
+        return promote(promotion, group, job.step, write_id, written)
     finally:
         close_quietly(target)
 
