@@ -208,9 +208,6 @@ class Mark:
         self.passed, self.stream = (passed := [False]), stream
         stream.work.append(lambda: passed.__setitem__(0, True))
 
-    def query(self) -> bool:
-        return self.passed[0]
-
     def reach(self) -> Callable[[], None]:
         passed, stream = self.passed, self.stream
 
@@ -298,9 +295,7 @@ def test_bytes_from_a_device_are_there_after_the_wait_and_not_before(device: Que
     out, save = nbytes_of(live), Staging()
     save.add(device.away(live), 0, 6, out)
     assert not out.any()
-    assert not save.done()
     save.wait()
-    assert save.done()
     assert out.view(np.float32).tolist() == live.tolist()
 
 
@@ -308,8 +303,6 @@ def test_bytes_from_the_host_are_there_at_once() -> None:
     save, out = Staging(), np.empty(8, np.uint8)
     save.add(bits(np.arange(4, dtype=np.int32)), 1, 2, out)
     assert out.view(np.int32).tolist() == [1, 2]
-    assert save.done()
-    save.guard()
     save.wait()
 
 
@@ -345,27 +338,6 @@ def test_a_source_that_was_not_named_is_copied_after_what_was_queued_before_its_
     assert out.view(np.float32).tolist() == [1, 1, 1]
 
 
-@pytest.mark.parametrize("guarded", [True, False])
-def test_work_that_is_queued_after_the_guard_runs_after_the_copies(device: Queues, guarded: bool) -> None:
-    live = torch.ones(3)
-    source, out = device.away(live), nbytes_of(live)
-    save = Staging([source])
-    save.add(source, 0, 3, out)
-    if guarded:
-        save.guard()
-    device.send(lambda: live.fill_(2))
-    device.compute.drain()
-    save.wait()
-    assert out.view(np.float32).tolist() == ([1, 1, 1] if guarded else [2, 2, 2])
-
-
-def test_a_guard_before_the_first_copy_holds_nothing_back(device: Queues) -> None:
-    save = Staging([device.away(torch.ones(3))])
-    save.guard()
-    device.compute.drain()
-    assert save.done()
-
-
 def test_saves_share_the_stream_of_a_device_and_wait_for_their_own_copies_only(device: Queues) -> None:
     live = torch.ones(2)
     source, outs, saves = device.away(live), [nbytes_of(live), nbytes_of(live)], [Staging(), Staging()]
@@ -373,7 +345,6 @@ def test_saves_share_the_stream_of_a_device_and_wait_for_their_own_copies_only(d
         save.add(source, 0, 2, out)
     saves[0].wait()
     assert [out.any() for out in outs] == [True, False]
-    assert [save.done() for save in saves] == [True, False]
     assert len({stream for _, stream in device.kept}) == 1
 
 
@@ -440,7 +411,6 @@ def test_copies_that_were_queued_before_an_error_are_waited_for(
     monkeypatch.setattr(Away, "contiguous", full)
     with pytest.raises(torch.OutOfMemoryError):
         save.add(device.away(live), 0, 6, out)
-    assert not save.done()
     save.wait()
     assert out.view(np.int32).tolist() == [1, 4, 0, 0, 0, 0]
     assert device.current is device.compute
@@ -691,29 +661,9 @@ def test_a_gpu_is_copied_after_earlier_work_and_beside_later_work(pinned: NDArra
     later = torch.cuda.Event()  # type: ignore[no-untyped-call]
     later.record()
     save.add(bits(live), 0, 1000, pinned[:4000])
-    assert not save.done()
     save.wait()
     assert (pinned[:4000].view(np.float32) == 1).all()
-    assert save.done()
     assert not later.query()  # type: ignore[no-untyped-call]
-
-
-@needs_gpu
-@pytest.mark.parametrize("transposed", [False, True])
-def test_a_tensor_of_a_gpu_may_be_overwritten_after_the_guard(
-    pinned: NDArray[np.uint8], transposed: bool
-) -> None:
-    live = torch.ones(100, 50, device="cuda")
-    source = bits(live.t() if transposed else live)
-    save = Staging([source])
-    with torch.cuda.stream(staging.side_stream(source.device)):
-        torch.cuda._sleep(SLEEP_CYCLES)  # type: ignore[no-untyped-call]
-    save.add(source, 0, 5000, pinned[:20000])
-    save.guard()
-    live.fill_(2)
-    torch.cuda.current_stream().synchronize()
-    assert save.done()
-    assert (pinned[:20000].view(np.float32) == 1).all()
 
 
 @needs_gpu

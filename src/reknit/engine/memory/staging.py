@@ -49,9 +49,8 @@ class Staging:
     `sources` are the `bits` arrays that will be copied.  The copies wait for the work that is queued for
     their devices now, on the current streams of this thread; a device not among the sources is waited for at
     its first copy.  Whatever is queued later runs at the same time as the copies: until `wait` returns,
-    nothing may write to a source that was added or will be, except work that is queued after `guard`.  The
-    bytes given to `add` must stay where they are until then, also after an error.  One thread at a time uses
-    this.
+    nothing may write to a source that was added or will be.  The bytes given to `add` must stay where they
+    are until then, also after an error.  One thread at a time uses this.
     """
 
     def __init__(self, sources: Iterable[Any] = ()) -> None:
@@ -70,18 +69,6 @@ class Staging:
             self._lane(source.device).copy(source, first, numel, out)
         else:
             stage(source, first, numel, out)
-
-    def guard(self) -> None:
-        """Let what this thread queues on its current streams from now on run after all copies added so far.
-
-        The devices wait, this thread does not.
-        """
-        for lane in self._lanes.values():
-            lane.guard()
-
-    def done(self) -> bool:
-        """Tell, without waiting, whether all copies added so far are made."""
-        return all(lane.event.query() for lane in self._lanes.values())
 
     def wait(self) -> None:
         """Return when all copies added so far are made; sleeps, and waits for no other work of a device.
@@ -112,7 +99,6 @@ class _Lane:
 
     def __init__(self, device: Any) -> None:
         self._cuda = sys.modules["torch"].cuda
-        self._device = device
         self._stream = side_stream(device)
         # A blocking event lets the waiting thread sleep instead of taking a core from the training.
         self.event = self._cuda.Event(blocking=True)
@@ -143,9 +129,6 @@ class _Lane:
             piece = out[begin * itemsize : (begin + count) * itemsize]
             for rectangle, part in rectangles(source, first + begin, count, piece):
                 copy(rectangle.contiguous(), part, non_blocking=True)
-
-    def guard(self) -> None:
-        self._cuda.current_stream(self._device).wait_event(self.event)
 
 
 def pin(memory: NDArray[np.uint8]) -> Callable[[], None] | None:
