@@ -57,13 +57,9 @@ class Snapshot:
 
     def take(self) -> None:
         """Copy everything; when this returns the live memory may be changed."""
-        if not self.spans:
-            return  # a replica that owns nothing
-        if self._on_host:
-            self.copy_on_host()
-        else:
-            self._copy_from_devices()
-        self._save.tell_filled(len(self.spans) - 1)
+        if not self._on_host:
+            self._queue()
+        self.settle()
 
     def prepare(self) -> None:
         """Copy what is small, and begin to copy the rest; `settle` finishes that.
@@ -81,7 +77,7 @@ class Snapshot:
             self._queue()
 
     def settle(self) -> None:
-        """Finish what `prepare` began, in whatever thread.
+        """Finish what was begun, in whatever thread.
 
         Raises `StateError` when a tensor was changed before its copy was made.
         """
@@ -91,7 +87,8 @@ class Snapshot:
             self.copy_on_host()
         else:
             self._staging.wait()
-            self._tell_all_but_last()
+            for number in () if self.streamed else range(len(self.spans) - 1):
+                self._save.tell_filled(number)
         changed = [full_name(s.item, s.fqn) for s, data, version in self._watched if changes(data) != version]
         if changed:
             more = f" and {len(changed) - 1} more" if len(changed) > 1 else ""
@@ -119,30 +116,16 @@ class Snapshot:
         )
         self._copy(last)
 
-    def _copy_from_devices(self) -> None:
-        last = len(self.spans) - 1
+    def _queue(self) -> None:
+        """Queue all copies from devices, to go on beside what the devices do; a ring waits for each."""
         try:
             for number in range(len(self.spans)):
                 self._copy(number)
-                if self.streamed and number < last:
+                if self.streamed and number < len(self.spans) - 1:
                     self._staging.wait()
                     self._save.tell_filled(number)
-        finally:
-            self._staging.wait()  # also after an error: the arena is somebody else's next
-        if not self.streamed:
-            self._tell_all_but_last()
-
-    def _tell_all_but_last(self) -> None:
-        for number in range(len(self.spans) - 1):
-            self._save.tell_filled(number)
-
-    def _queue(self) -> None:
-        """Queue all copies from devices; they go on beside whatever the devices do."""
-        try:
-            for number in range(len(self.spans)):
-                self._copy(number)
         except BaseException:
-            self._staging.wait()
+            self._staging.wait()  # the arena is somebody else's next
             raise
 
     def _copy(self, number: int) -> None:
