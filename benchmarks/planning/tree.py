@@ -18,7 +18,7 @@ from reknit.engine.saving.claims import EncodedHoldings, claims
 from reknit.engine.saving.copies import EQUAL
 from reknit.engine.saving.file_layout import layout_digest, outline
 from reknit.engine.saving.packing import merge_claims, merge_receipts
-from reknit.engine.saving.receipt import BlobPlace, receipt
+from reknit.engine.saving.receipt import receipt
 from reknit.engine.saving.write import Written
 from reknit.format import paths
 from reknit.format.checksum import BLOCK_NBYTES
@@ -59,22 +59,24 @@ def rank_of(job: Job, rank: int, *, silent: bool) -> Rank:
     digest = layout_digest(holdings, MAX_FILE_NBYTES)
     plan = outline(holdings, rank, MAX_FILE_NBYTES)
     planned = time.process_time()
-    own = BlobPlace(paths.blob_path("rng", rank, WRITE_ID, own=0), {"rank": rank})
     files = [(image.path, image.nbytes) for image in plan.images(WRITE_ID, [])]
-    files += [(own.path, 5000)] + [(paths.blob_path("extra", rank, WRITE_ID), 2000)] * (rank == 0)
+    files += [(paths.blob_path("rng", rank, WRITE_ID, own=0), 5000)] + [
+        (paths.blob_path("extra", rank, WRITE_ID), 2000)
+    ] * (rank == 0)
     random = np.random.default_rng(rank)
     written = [
         Written(path, nbytes, random.integers(0, 1 << 64, -(-nbytes // BLOCK_NBYTES), np.uint64))
         for path, nbytes in files
     ]
+    own = [{"rank": rank}]
     where: Any = SimpleNamespace(
         group=SimpleNamespace(rank=rank),
-        to=SimpleNamespace(storage=SimpleNamespace(url="file:///job/step")),
+        storage=SimpleNamespace(url="file:///job/step"),
     )
     telling = time.process_time()
-    told = receipt(where, holdings.items, written, digest, plan.columns, [own], EQUAL)
+    told = receipt(where, holdings.items, written, digest, plan.columns, own, EQUAL)
     tell_s = time.process_time() - telling
-    again = receipt(where, holdings.items, written, digest, None, [own], EQUAL) if silent else b""
+    again = receipt(where, holdings.items, written, digest, None, own, EQUAL) if silent else b""
     claimed = claims(rank, WRITE_ID, 1, digest, _NO_SHARDS, _SHARED)
     return Rank(claimed, told, again, planned - begin, tell_s, len(plan.columns.tensor) // 8)
 

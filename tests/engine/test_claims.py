@@ -15,6 +15,7 @@ from reknit.engine.saving.job import SaveJob
 from reknit.engine.saving.receipt import write_blobs
 from reknit.engine.saving.write import Written
 from reknit.errors import StorageError
+from reknit.format import paths
 from reknit.format.values.blob_codec import decode_blobs, encode_value
 from reknit.monitor.phase import Recorder
 from reknit.options import SaveOptions
@@ -86,8 +87,10 @@ class Meeting(ProcessMemory):
 def test_small_files_are_written_several_at_a_time_and_told_in_their_order() -> None:
     storage, written = Meeting("meeting", 16), list[Written]()
     places = write_blobs(job_of(storage), many(32), WRITE_ID, written)
-    assert [place.path for place in places] == [file.path for file in written]
-    assert [place.coordinate["source"] for place in places] == list(range(32))
+    assert [place["source"] for place in places] == list(range(32))
+    assert [file.path for file in written] == [
+        paths.blob_path("loader", 0, WRITE_ID, own=n) for n in range(32)
+    ]
     assert {file.path for file in storage.list()} == {file.path for file in written}
 
 

@@ -16,7 +16,7 @@ from reknit.engine.saving.file_layout import layout_digest, outline
 from reknit.engine.saving.job import SaveJob
 from reknit.engine.saving.manifest_content import receipts_to_manifest
 from reknit.engine.saving.packing import merge_claims, merge_receipts, unpack
-from reknit.engine.saving.receipt import BlobPlace, receipt
+from reknit.engine.saving.receipt import receipt
 from reknit.engine.saving.write import write_bytes
 from reknit.errors import CommitError, ProtocolError
 from reknit.format import paths
@@ -359,7 +359,7 @@ def test_the_tally_has_every_file_with_its_digests_and_coordinates() -> None:
             paths.blob_path("y", rank.rank, write_id, own=1),
         ]
         written = [write_bytes(world.job.storage, name, name.encode() * 3) for name in names]
-        places = [BlobPlace(names[2], place), BlobPlace(names[3], {"rank": rank.rank})]
+        places = [place, {"rank": rank.rank}]
         told.append(receipt(rank.job, ["m/ü", "x", "y"], written, b"", None, places, EQUAL))
         files += [(file.path, file.nbytes, tuple(file.digests.tolist()), rank.rank) for file in written]
         blobs += [(names[1], None), (names[2], place), (names[3], {"rank": rank.rank})]

@@ -13,7 +13,6 @@ from reknit.engine.saving.write import discard, write_bytes
 from reknit.errors import (
     CheckpointExistsError,
     CommitError,
-    DeadlineError,
     ReknitError,
     StateError,
     StorageError,
@@ -100,16 +99,10 @@ def commit(
     storage, files = job.storage, told.files
     _check_files(storage, told, mine)
     written = _write_index(storage, mine, encode_index(index))
-    try:
-        files = [*files, FileEntry(written.path, written.nbytes, tuple(written.digests.tolist()))]
-        data = encode_manifest(_manifest(job, mine, told.items, files, tuple(told.blobs)))
-        # The commit: before this write there is no checkpoint, after it there is.
-        put_manifest(storage, mine, data, overwrite=job.overwrite)
-    except BaseException as error:
-        take_down(storage, mine)
-        if not isinstance(error, DeadlineError) and is_committed(storage, mine.write_id) is False:
-            discard(storage, written.path)
-        raise
+    files = [*files, FileEntry(written.path, written.nbytes, tuple(written.digests.tolist()))]
+    data = encode_manifest(_manifest(job, mine, told.items, files, tuple(told.blobs)))
+    # The commit: before this write there is no checkpoint, after it there is.
+    put_manifest(storage, mine, data, overwrite=job.overwrite)
     all_warnings = [*warnings, *told.warnings, *clear_out(storage, mine, data)]
     return messages.CommitOutcome(sum(file.nbytes for file in files), all_warnings)
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, NamedTuple, TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
 import numpy as np
 
@@ -14,7 +14,7 @@ from reknit.format import paths
 from reknit.planner.columns import NOTHING, said
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Mapping, Sequence
 
     from reknit.engine.saving.claims import EncodedFile
     from reknit.engine.saving.copies import CopySplit
@@ -28,30 +28,23 @@ _MOST_WRITERS = 64
 """Files of blobs that are on their way at once: an object store answers a request in tens of milliseconds."""
 
 
-class BlobPlace(NamedTuple):
-    """A file of values that a rank does not share with others, and their coordinate."""
-
-    path: str
-    coordinate: dict[str, int]
-
-
 def write_blobs(
     job: SaveJob, files: Sequence[EncodedFile], write_id: str, written: list[Written]
-) -> list[BlobPlace]:
-    """Write a rank's files of blobs, adding each to `written`, and return where its own values are.
+) -> list[dict[str, int]]:
+    """Write a rank's files of blobs, adding each to `written`, and return the coordinates of its own values.
 
     Several files are written at once, unless the options allow one thread: they may be small and many, and
     then each waits for the store rather than for the disk.
     """
     storage, threads = job.storage, job.options.threads
-    places: list[BlobPlace] = []
+    places: list[dict[str, int]] = []
     named: list[tuple[str, bytes]] = []
     for file in files:
         number = None if file.coordinate is None else len(places)
         path = paths.blob_path(file.item, job.group.rank, write_id, own=number)
         named.append((path, file.data))
         if file.coordinate is not None:
-            places.append(BlobPlace(path, file.coordinate))
+            places.append(file.coordinate)
     here = f"{storage.url}/{named[0][0]}" if len(named) == 1 else storage.url
     if named:
         with job.recorder.phase("write", path=here, nbytes=sum(len(data) for _, data in named)):
@@ -65,7 +58,7 @@ def receipt(
     written: Sequence[Written],
     plan: bytes,
     columns: messages.ArrayColumns | None,
-    places: Sequence[BlobPlace],
+    places: Sequence[Mapping[str, int]],
     copies: CopySplit,
 ) -> bytes:
     """Return what a rank tells the root when its files are written (`manifest_content`).
@@ -76,7 +69,7 @@ def receipt(
     rank = job.group.rank
     names = [parsed for parsed in (paths.parse_path(file.path) for file in written) if parsed is not None]
     folder, folders = _numbered([name.item or "" for name in names])
-    place, kinds = _numbered([tuple(sorted(place.coordinate)) for place in places])
+    place, kinds = _numbered([tuple(sorted(place)) for place in places])
     own = said(
         rank,
         {
@@ -94,7 +87,7 @@ def receipt(
             "nbytes": ([file.nbytes for file in written], ""),
             "num_blocks": ([len(file.digests) for file in written], ""),
             "digests": (np.concatenate([np.zeros(0, np.uint64), *(file.digests for file in written)]), ""),
-            "coordinates": ([n for p in places for _, n in sorted(p.coordinate.items())], ""),
+            "coordinates": ([n for place in places for _, n in sorted(place.items())], ""),
         },
     )
     own = own.with_names("places", kinds, place)

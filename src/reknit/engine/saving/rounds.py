@@ -12,14 +12,14 @@ from reknit.engine.saving.packing import merge_claims, merge_receipts
 from reknit.engine.saving.receipt import receipt
 from reknit.engine.saving.write import Written, discard
 from reknit.errors import CommError, ReknitError
+from reknit.format import paths
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Iterator, Mapping, Sequence
 
     from reknit.engine.saving.coordinator import Coordinator
     from reknit.engine.saving.copies import CopySplit
     from reknit.engine.saving.job import SaveJob
-    from reknit.engine.saving.receipt import BlobPlace
 
 ASSIGN = "assign"
 """The round in which a save begins."""
@@ -63,7 +63,7 @@ class CommitTurn:
         items: Sequence[str],
         plan: bytes,
         columns: messages.ArrayColumns | None,
-        places: Sequence[BlobPlace],
+        places: Sequence[Mapping[str, int]],
         copies: CopySplit,
     ) -> None:
         """Send the `receipt` for all that is `written`, and keep the outcome."""
@@ -87,8 +87,9 @@ class CommitTurn:
             answered = isinstance(error, ReknitError) or self.job.group.rank == 0
             over = committed is False and answered and not isinstance(error, CommError)
         if over:
-            for file in self.written:
-                discard(storage, file.path)
+            index = [paths.index_path(self.write_id)] if self.job.group.rank == 0 else []
+            for path in [*(file.path for file in self.written), *index]:
+                discard(storage, path)
         return committed
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 from collections import deque
 from contextlib import contextmanager, suppress
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Protocol
 
 import numpy as np
@@ -99,31 +100,28 @@ def _pieces(spans: Iterable[_Range], nbytes: int) -> Iterator[_Range]:
     return (piece for span in spans for piece in span.cut(nbytes))
 
 
+@dataclass
 class _Writing:
-    """Files on their way; the arguments are those of `write_files`."""
+    """Files on their way; most fields are arguments of `write_files`."""
 
-    def __init__(
-        self,
-        storage: Storage,
-        fetch: Fetch,
-        recorder: Recorder,
-        phase: FetchPhase,
-        written: Callable[[int, int, int], None] | None,
-        failed: Callable[[BaseException], None] | None,
-        busy: Callable[[], bool] | None,
-    ) -> None:
+    storage: Storage
+    fetch: Fetch
+    recorder: Recorder
+    phase: FetchPhase
+    written: Callable[[int, int, int], None] | None
+    failed: Callable[[BaseException], None] | None
+    busy: Callable[[], bool] | None
+
+    def __post_init__(self) -> None:
         self.files: list[_OpenFile] = []
         self._undigested: deque[tuple[_OpenFile, int, NDArray[np.uint8]]] = deque()
-        self._storage, self._recorder = storage, recorder
-        self._fetch, self._written, self._failed, self._busy = fetch, written, failed, busy
-        self._phase = phase
-        self._clocks = {name: Stopwatch() for name in (phase, "digest", "write")}
+        self._clocks = {name: Stopwatch() for name in (self.phase, "digest", "write")}
 
     def open(self, files: Sequence[Outgoing]) -> None:
         """Start all files: what does not fit is known before anything is written."""
         for number, file in enumerate(files):
             with self._signed(file.path):
-                self.files.append(_OpenFile(number, file, self._storage.create(file.path, file.nbytes)))
+                self.files.append(_OpenFile(number, file, self.storage.create(file.path, file.nbytes)))
                 if not file.nbytes:  # it has no last piece
                     self.files[-1].writer.finish()
 
@@ -141,12 +139,12 @@ class _Writing:
                 window.append(spans.popleft())
                 nbytes += window[-1].nbytes
             left -= nbytes
-            whole, fetching = Stopwatch(), self._clocks[self._phase].seconds
+            whole, fetching = Stopwatch(), self._clocks[self.phase].seconds
             with whole.lap(nbytes):
                 yield window, settings
-            fetching = self._clocks[self._phase].seconds - fetching
+            fetching = self._clocks[self.phase].seconds - fetching
             # Where the bytes came slowly, nothing is known about how fast they could have gone.
-            if self._phase != "wait" or fetching <= _IDLE * whole.seconds * settings.threads:
+            if self.phase != "wait" or fetching <= _IDLE * whole.seconds * settings.threads:
                 tuner.observe(settings, nbytes, whole.seconds)
         yield spans, tuner.best
 
@@ -154,9 +152,9 @@ class _Writing:
         """Fetch, digest and write one piece."""
         file, start, nbytes = piece
         try:
-            with self._clocks[self._phase].lap(nbytes):
-                data = self._fetch(file.number, start, nbytes, arena)
-            if late := self._busy is not None and self._busy():
+            with self._clocks[self.phase].lap(nbytes):
+                data = self.fetch(file.number, start, nbytes, arena)
+            if late := self.busy is not None and self.busy():
                 self._undigested.append((file, start, data))
             else:
                 self._digest(file, start, data)
@@ -164,15 +162,15 @@ class _Writing:
                 file.writer.write(start, data.data)
             if not late:
                 self.digest_late()
-            self._recorder.advance(nbytes)
-            if self._written is not None:
-                self._written(file.number, start, nbytes)
+            self.recorder.advance(nbytes)
+            if self.written is not None:
+                self.written(file.number, start, nbytes)
             if file.done_with(nbytes):
                 with self._clocks["write"].lap(), self._signed(file.path):
                     file.writer.finish()
         except BaseException as error:
-            if self._failed is not None:
-                self._failed(error)
+            if self.failed is not None:
+                self.failed(error)
             raise
 
     def _digest(self, file: _OpenFile, start: int, data: NDArray[np.uint8]) -> None:
@@ -192,12 +190,12 @@ class _Writing:
         for file in self.files:
             file.writer.abort()
         for file in () if keep else self.files:
-            discard(self._storage, file.path)
+            discard(self.storage, file.path)
 
     def record(self) -> None:
         """Record the phases, each with the time of all workers together."""
         for name, clock in self._clocks.items():
-            self._recorder.add(name, clock.started, clock.seconds, clock.nbytes)
+            self.recorder.add(name, clock.started, clock.seconds, clock.nbytes)
 
     @contextmanager
     def _signed(self, path: str) -> Iterator[None]:
@@ -205,7 +203,7 @@ class _Writing:
         try:
             yield
         except ReknitError as error:
-            error.sign(rank=self._recorder.rank, phase="write", path=f"{self._storage.url}/{path}")
+            error.sign(rank=self.recorder.rank, phase="write", path=f"{self.storage.url}/{path}")
             raise
 
 
