@@ -253,7 +253,7 @@ def test_agents_that_no_thread_can_form_anew_are_missed_for_that_reason(
     lost: Any = object()
     saves = Background(in_process=True)
     saves.agents = lost
-    monkeypatch.setattr(background, "start", scarce)
+    monkeypatch.setattr(background, "start_thread", scarce)
     saves.form_anew(lost)
     failure = saves.failure
     saves.begin_anew()  # what is lost here cannot be closed at the end
@@ -263,6 +263,6 @@ def test_agents_that_no_thread_can_form_anew_are_missed_for_that_reason(
 def test_a_save_does_without_the_thread_that_makes_ready_for_the_next(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    monkeypatch.setattr(stage_for_agent, "start", scarce)
+    monkeypatch.setattr(stage_for_agent, "start_thread", scarce)
     reknit.save(tmp_path / "step_1", {"x": np.ones(3)}, wait=False).result(60)
     assert reknit.close(30)

@@ -34,16 +34,20 @@ def require_memory(nbytes: int) -> None:
 
 
 def start_thread(name: str, work: Callable[[], object]) -> threading.Thread:
-    """Run `work` in a thread that never keeps the interpreter from ending.
+    """Run `work` in a thread that never keeps the interpreter from ending.  Raises `ShortageError`."""
+    thread = threading.Thread(target=work, name=name, daemon=True)
+    start(thread)
+    return thread
 
-    Raises `ShortageError` where there may be no more threads, or too little memory.  Where memory ends under
-    a thread before its first line, Python waits for ever for that line.
+
+def start(thread: threading.Thread) -> None:
+    """Start a thread.  Raises `ShortageError` where there may be no more, or there is too little memory.
+
+    If memory runs out before the first line of a thread, Python would wait for that line for ever.
     """
     require_memory(_THREAD_NBYTES)
-    thread = threading.Thread(target=work, name=name, daemon=True)
     with typed_shortage():
         thread.start()
-    return thread
 
 
 def aside(fd: int) -> int:

@@ -12,15 +12,20 @@ from typing import TYPE_CHECKING
 import psutil
 import pytest
 
+from reknit.comm.base import SoloGroup
 from reknit.engine.background import agent_link
 from reknit.engine.background import messages as say
 from reknit.engine.background.agent import Agent
 from reknit.engine.background.agent_save import AgentSave
-from reknit.engine.memory.workers import start
+from reknit.engine.saving.job import SaveJob
 from reknit.engine.saving.tuning import Tuner
 from reknit.errors import AgentError, ShortageError
+from reknit.monitor.phase import Recorder
+from reknit.options import SaveOptions
 from reknit.processes.channel import Channel
-from reknit.system import socket_pair
+from reknit.system import socket_pair, start_thread
+from reknit.testing.process_memory import ProcessMemory
+from tests.engine.runs import nothing_held
 from tests.faults.nursery import wait_until
 
 if TYPE_CHECKING:
@@ -88,10 +93,18 @@ def test_an_agent_that_is_given_up_is_gone_before_its_arena_is_filled_anew(
     assert running == [False], "whoever hears of the loss may fill what a stopped agent would still read"
 
 
+def begun(number: int) -> tuple[say.Begin, SaveJob]:
+    """Return what an agent is told of a save that begins, and the job that it makes of it."""
+    url, extra = "process://alone", b'{"origin": {}, "metadata": {}}'
+    begin = say.Begin(number, "0" * 32, url, None, None, False, {}, extra, b"", None, [])
+    job = SaveJob(nothing_held, SoloGroup(), ProcessMemory("alone"), SaveOptions(), Recorder("save"))
+    return begin, job
+
+
 def test_a_save_tells_what_made_it_fail_first() -> None:
     ours, theirs = socket_pair()
     with ours, theirs:
-        agent_save = AgentSave(0, Channel(theirs, say.decode))
+        agent_save = AgentSave(*begun(0), Channel(theirs, say.decode))
         agent_save.fail(AgentError("the disk is full"))
         agent_save.fail(AgentError("the trainer is gone"))
     assert agent_save.error is not None
@@ -127,9 +140,9 @@ def test_a_save_that_ends_while_the_next_is_taken_up_disturbs_nobody() -> None:
             assert looked_at.wait(LIMIT_S)
             super().commit(group, coordinator, timeout_s)
 
-    worker = start("reknit-agent-test", agent.run)
+    worker = start_thread("reknit-agent-test", agent.run)
     try:
-        for agent_save in (EndsWhenLookedAt(0, agents_end), AgentSave(1, agents_end)):
+        for agent_save in (EndsWhenLookedAt(*begun(0), agents_end), AgentSave(*begun(1), agents_end)):
             agent_save.fail(AgentError("it was given up"))
             agent.take_up(agent_save, Tuner(), LIMIT_S)
         wait_until(lambda: not agent.saves, LIMIT_S)
@@ -162,10 +175,10 @@ def test_an_agent_that_cannot_go_on_says_why(monkeypatch: pytest.MonkeyPatch) ->
 
 
 def test_an_agent_that_has_too_little_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
-    def scarce(thread: threading.Thread) -> None:
+    def scarce(name: str, work: Callable[[], None]) -> None:
         raise RuntimeError("can't start new thread")
 
-    monkeypatch.setattr("reknit.engine.background.agent.begin_thread", scarce)
+    monkeypatch.setattr("reknit.engine.background.agent.start_thread", scarce)
     monkeypatch.setattr(threading, "excepthook", lambda _: None)
     link = agent_link.AgentLink(3, in_process=True, send_timeout_s=5)
     error = lost_by(link)
@@ -180,7 +193,7 @@ def test_a_trainer_that_cannot_hear_its_agent_leaves_none_behind(monkeypatch: py
         raise ShortageError("no further thread")
 
     before = set(psutil.Process().children())
-    monkeypatch.setattr(agent_link, "start", scarce)
+    monkeypatch.setattr(agent_link, "start_thread", scarce)
     with pytest.raises(ShortageError, match="no further thread"):
         agent_link.AgentLink(0, in_process=False, send_timeout_s=5)
     assert set(psutil.Process().children()) <= before

@@ -10,7 +10,6 @@ import numpy as np
 import pytest
 
 from reknit.comm import base as comm
-from reknit.engine.memory.workers import start
 from reknit.engine.sharing import exchange as exchange_module
 from reknit.engine.sharing.exchange import Exchange, Sharing
 from reknit.engine.sharing.fetch_tracker import StoppedError
@@ -18,6 +17,7 @@ from reknit.engine.sharing.host_link import HostLink
 from reknit.errors import CommError, DeadlineError, ShortageError, StorageError
 from reknit.planner.sharing import Reads, divide
 from reknit.processes.shared_memory import SharedMemory
+from reknit.system import start_thread
 from reknit.testing.world import MemoryStore, run_ranks
 from tests.world.sharing import Hub, ThreadCarrier
 
@@ -288,9 +288,9 @@ def test_a_rank_that_can_start_no_thread_keeps_nobody_waiting(monkeypatch: pytes
     def scarce(name: str, work: Callable[[], None]) -> threading.Thread:
         if name == "reknit-exchange" and threading.current_thread().name == "rank 1":
             raise ShortageError("no further thread")
-        return start(name, work)
+        return start_thread(name, work)
 
-    monkeypatch.setattr(exchange_module, "start", scarce)
+    monkeypatch.setattr(exchange_module, "start_thread", scarce)
     works, hub = [Work(8 * CELL) for _ in range(2)], Hub(2)
     outcomes = run_ranks(2, errors_of(exchanges(works, [0, 1], [cells(8)] * 2, hub=hub)))
     assert hub.is_in_step

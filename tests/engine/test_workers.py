@@ -5,9 +5,11 @@ from typing import TYPE_CHECKING
 
 import pytest
 
+from reknit import system
 from reknit.engine.memory import workers as pipeline
-from reknit.engine.memory.workers import Gate, run_jobs, start
+from reknit.engine.memory.workers import Gate, run_jobs
 from reknit.errors import DeadlineError, ShortageError, StorageError
+from reknit.system import start_thread
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -163,9 +165,9 @@ def test_a_gate_closes_when_nobody_is_inside_and_then_for_good() -> None:
         closed.set()
 
     gate.check()
-    threads = [start("user", use)]
+    threads = [start_thread("user", use)]
     assert inside.wait(60)
-    threads.append(start("closer", close))
+    threads.append(start_thread("closer", close))
     assert not closed.wait(0.05)
     leave.set()
     assert closed.wait(60)
@@ -202,17 +204,17 @@ def test_without_any_worker_the_work_is_refused(monkeypatch: pytest.MonkeyPatch)
     with pytest.raises(ShortageError, match="no further thread"):
         run_jobs([1], lambda job, _: None, threads=4, arena_nbytes=4096, budget_nbytes=1 << 20)
     with pytest.raises(ShortageError, match="no further thread"):
-        start("reknit-test", lambda: None)
+        start_thread("reknit-test", lambda: None)
 
 
 def test_no_thread_is_started_that_memory_might_end_under(monkeypatch: pytest.MonkeyPatch) -> None:
     def none_left(nbytes: int) -> None:
         raise ShortageError("none left")
 
-    monkeypatch.setattr(pipeline, "require_memory", none_left)
+    monkeypatch.setattr(system, "require_memory", none_left)
     monkeypatch.setattr(threading.Thread, "start", None)
     with pytest.raises(ShortageError, match="none left"):
-        start("reknit-test", lambda: None)
+        start_thread("reknit-test", lambda: None)
 
 
 def test_a_worker_that_memory_ends_under_before_its_first_line_keeps_nobody_waiting(

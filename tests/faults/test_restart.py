@@ -8,13 +8,13 @@ import subprocess
 import sys
 import threading
 import time
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 import pytest
 
 import reknit
-from reknit.engine.background.agent_save import AgentSave
 from reknit.engine.stored import pending, running_agents
 from reknit.engine.stored.running_agents import Note, at_work
 from tests.cli.command import Command
@@ -199,11 +199,10 @@ def test_an_agent_with_nothing_to_do_is_not_listed_while_its_trainer_lives(tmp_p
 
 
 def test_a_note_says_what_is_promoted_to_which_place_and_is_found_by_any_name_of_a_folder(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path,
 ) -> None:
     (tmp_path / "link").symlink_to(tmp_path / "real")
-    agent_save = AgentSave(3, None)  # type: ignore[arg-type]
-    monkeypatch.setattr(AgentSave, "places", [f"{tmp_path}/real/a", "s3://bucket/b"])
+    agent_save = SimpleNamespace(since=5.0, places=[f"{tmp_path}/real/a", "s3://bucket/b"])
     note = Note()
     try:
         note.tell(7, {3: agent_save})

@@ -8,10 +8,10 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from reknit.engine.memory.workers import start
 from reknit.monitor.notebook import notebook_line
 from reknit.monitor.phase import Recorder
 from reknit.monitor.progress import Intervals, progress
+from reknit.system import start_thread
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -61,7 +61,9 @@ def test_progress_is_one_line_below_the_cell_and_gone_in_the_end(monkeypatch: py
     cell.on_text = note
     recorder.expect(400)
     with progress(
-        recorder, lambda name, work: threads.append(start(name, work)), intervals=Intervals(0, 0.001, 3600)
+        recorder,
+        lambda name, work: threads.append(start_thread(name, work)),
+        intervals=Intervals(0, 0.001, 3600),
     ):
         while not any("100 %" in text for text in seen):
             threads[0].join(0.001)

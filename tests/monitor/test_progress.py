@@ -12,12 +12,12 @@ import numpy as np
 import pytest
 
 import reknit
-from reknit.engine.memory.workers import start
 from reknit.errors import ShortageError
 from reknit.monitor import progress as module
 from reknit.monitor.phase import Recorder
 from reknit.monitor.progress import Intervals, progress
 from reknit.storage.registry import register
+from reknit.system import start_thread
 from reknit.testing.faulty_storage import Fault, FaultyStorage
 from reknit.testing.process_memory import ProcessMemory
 from reknit.testing.world import run_ranks
@@ -61,7 +61,7 @@ class Threads:
         self.started: list[threading.Thread] = []
 
     def start(self, name: str, work: Callable[[], None]) -> None:
-        self.started.append(start(name, work))
+        self.started.append(start_thread(name, work))
 
     def join(self) -> None:
         for thread in self.started:
@@ -136,7 +136,7 @@ def test_a_stream_that_is_no_terminal_gets_no_letter(lines: Lines, monkeypatch: 
     monkeypatch.setattr(sys, "stderr", stream)
     monkeypatch.setattr(sys, "stdout", stream)
     monkeypatch.setenv("FORCE_COLOR", "1")
-    with progress(Recorder("load", path="p"), start, intervals=QUICK):
+    with progress(Recorder("load", path="p"), start_thread, intervals=QUICK):
         lines.wait_for("load from p")
     assert stream.getvalue() == ""
 

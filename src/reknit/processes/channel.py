@@ -9,6 +9,7 @@ import socket
 import struct
 import threading
 from array import array
+from contextlib import suppress
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import msgspec
@@ -80,6 +81,13 @@ class Channel:
             finally:
                 if file is not None:
                     os.close(file)
+
+    def tell(self, message: Message) -> bool:
+        """Send a message, and return whether the other end is still there, which is no error."""
+        with suppress(OSError):
+            self.send(message)
+            return True
+        return False
 
     def wait(self, timeout_s: float | None) -> bool:
         """Wait until something can be received, or the other end is gone; tell whether that came to be."""

@@ -17,8 +17,10 @@ import socket
 import sys
 import threading
 from contextlib import suppress
+from functools import partial
 from typing import TYPE_CHECKING, Any, cast
 
+from reknit.comm import base as comm
 from reknit.comm.base import Group, SoloGroup
 from reknit.comm.topology import Topology
 from reknit.engine.background import messages as say
@@ -26,15 +28,16 @@ from reknit.engine.background.agent_job import agent_job, open_store
 from reknit.engine.background.agent_save import AgentSave
 from reknit.engine.background.side_group import side_group
 from reknit.engine.background.warm_up import WarmUp
-from reknit.engine.memory.workers import begin as begin_thread
 from reknit.engine.saving.coordinator import Coordinator
+from reknit.engine.saving.rounds import ASSIGN
 from reknit.engine.saving.tuning import Tuner
 from reknit.engine.stored.running_agents import Note
 from reknit.environment import quiet_grpc, take_store_variables
-from reknit.errors import AgentError, GroupClosedError, ReknitError, from_wire, shortage, typed
+from reknit.errors import AgentError, GroupClosedError, ReknitError, from_wire, typed
 from reknit.options import CommOptions, SaveOptions
 from reknit.processes.channel import Channel, Message
 from reknit.processes.shared_memory import SharedMemory, map_file
+from reknit.system import start_thread
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -88,30 +91,23 @@ class Agent:
 
     def run(self) -> None:
         """Serve until the trainer says quit or is gone, and then until all that was staged is written."""
-        queues = {
-            "reknit-agent-write": self._to_write,
-            "reknit-agent-commit": self._to_commit,
-            "reknit-agent-promote": self._to_promote,
-        }
-        workers = [
-            threading.Thread(target=_work, args=(jobs,), name=name, daemon=True)
-            for name, jobs in queues.items()
-        ]
+        # They end in this order: what is committed may have to be promoted.
+        queues = {"write": self._to_write, "commit": self._to_commit, "promote": self._to_promote}
+        workers: dict[str, threading.Thread] = {}
         told = True
         try:
-            for worker in workers:
-                begin_thread(worker)
+            for name, jobs in queues.items():
+                workers[name] = start_thread(f"reknit-agent-{name}", partial(_work, jobs))
             told = self._serve()
         except BaseException as error:  # the trainer may be told much more than an exit status
-            self._say(say.Fell(typed(error).to_wire()))
+            self._channel.tell(say.Fell(typed(error).to_wire()))
             raise
         finally:
             self.outlive(told)  # also after a bug: nobody may wait for what is not heard any more
-            # In this order: what is committed may have to be promoted.
-            for jobs, worker in zip(queues.values(), workers, strict=True):
+            for name, jobs in queues.items():
                 jobs.put(None)
-                if worker.ident is not None:  # else it could not be started
-                    worker.join()
+                if name in workers:  # else it could not be started
+                    workers[name].join()
                 if jobs is self._to_commit:
                     self._group.close()  # at once: another rank's next save must not wait for promotions
             if self._promoters is not None:
@@ -172,10 +168,6 @@ class Agent:
         except RuntimeError:  # no further thread: what is staged has to be written all the same
             signal.alarm(math.ceil(limit_s))
 
-    def _say(self, message: Message) -> None:
-        with suppress(OSError):  # a trainer that is gone needs no answer
-            self._channel.send(message)
-
     def _join(self, join: say.Join) -> None:
         self._rank = join.rank
         if join.low_priority and self._trainer is not None:
@@ -183,7 +175,7 @@ class Agent:
                 os.nice(_LOW_NICE)
         if len(join.hosts) == 1:
             self._group = SoloGroup(join.generation)
-            self._say(say.Listening("", None))
+            self._channel.tell(say.Listening("", None))
             return
         quiet_grpc()
         from reknit.comm.tree.group import TreeGroup  # gRPC is loaded only when there is someone to talk to
@@ -199,20 +191,21 @@ class Agent:
                 options=self._comm,
             )
         except ReknitError as error:
-            self._say(say.Joined(error.to_wire()))
+            self._channel.tell(say.Joined(error.to_wire()))
         else:
-            self._say(say.Listening(self._port.address, self._port.above))
+            self._channel.tell(say.Listening(self._port.address, self._port.above))
 
     def _connect_parent(self, connect: say.ConnectParent) -> None:
         if self._port is not None:
             try:
                 self._port.connect_parent(connect.above)
             except ReknitError as error:
-                self._say(say.Joined(error.to_wire()))
+                self._channel.tell(say.Joined(error.to_wire()))
                 return
-            self._port.on_broken(lambda error: self._say(say.Broken(isinstance(error, GroupClosedError))))
+            tell = self._channel.tell
+            self._port.on_broken(lambda error: tell(say.Broken(isinstance(error, GroupClosedError))))
             self._group = self._port
-        self._say(say.Joined(None))
+        self._channel.tell(say.Joined(None))
 
     def _drop(self, drop: say.DropArenas) -> None:
         for number in drop.numbers:
@@ -230,23 +223,13 @@ class Agent:
     def _begin(self, begin: say.Begin) -> None:
         for number, view in self._lent.pop(begin.number, {}).items():
             begin.blobs[number].data = cast("bytes", view)  # as good as bytes for everyone who gets it
-        save = (WarmUp if begin.warm_up else AgentSave)(begin.number, self._channel)
         options = SaveOptions(**begin.options)
         try:
             job = agent_job(begin, options, self._group)
         except ReknitError as error:
-            save.fail(error)
-        except Exception as error:  # whoever made the store decides what it raises
-            save.fail(
-                shortage(error)
-                or AgentError(
-                    f"the agent cannot open {begin.url}: {type(error).__name__}: {error}",
-                    rank=self._rank,
-                    remedy="let the module of this store be importable by itself, or save with wait=True",
-                )
-            )
-        else:
-            save.begin(begin, job)
+            self._refuse(begin.number, error, options.timeout_s)
+            return
+        save = (WarmUp if begin.warm_up else AgentSave)(begin, job, self._channel)
         scheme, colon, _ = begin.url.partition("://")
         key = (scheme if colon else "", options.threads, options.piece_nbytes)
         if key not in self._tuners:
@@ -257,7 +240,7 @@ class Agent:
         """Let the workers carry out a save, after those before it."""
         group = self._group
         # A commit to a path clears out what else is there, so nothing of a later save may be.
-        earlier = [e for e in list(self.saves.values()) if e.url and e.url == save.url]
+        earlier = [e for e in list(self.saves.values()) if e.url == save.url]
         self.saves[save.number] = save
         self._tell()
         self._longest_s = max(self._longest_s, timeout_s)
@@ -281,6 +264,20 @@ class Agent:
         before = earlier[-1] if earlier else None
         self._to_write.put(lambda: save.write(tuner, before))
         self._to_commit.put(commit)
+
+    def _refuse(self, number: int, error: ReknitError, timeout_s: float) -> None:
+        """Let all ranks hear, when they come to this save, why it does not begin here."""
+        group = self._group
+        self._longest_s = max(self._longest_s, timeout_s)
+
+        def tell_all() -> None:
+            try:
+                comm.fail(group, ASSIGN, error, timeout_s, subject=f"save {number}")
+            except BaseException as told:  # that of another rank, perhaps
+                self._channel.tell(say.SaveDone(number, typed(told).to_wire()))
+
+        self._channel.tell(say.ArenaFree(number))
+        self._to_commit.put(tell_all)
 
     def _tell(self) -> None:
         """Let those who look at this process know what it works on."""
@@ -325,9 +322,7 @@ class Agent:
         if save is not None:
             save.fail(error)
         elif abandon.unbegun:
-            save = AgentSave(abandon.number, self._channel)
-            save.fail(error)
-            self.take_up(save, Tuner(), abandon.timeout_s)
+            self._refuse(abandon.number, error, abandon.timeout_s)
 
 
 def _work(jobs: _Jobs) -> None:

@@ -7,6 +7,7 @@ import json
 from typing import TYPE_CHECKING, NoReturn
 
 from reknit.engine.saving.job import SaveJob
+from reknit.errors import AgentError, ReknitError, shortage
 from reknit.monitor.phase import Recorder
 from reknit.monitor.sinks.jsonl import JsonLinesSink
 from reknit.storage.registry import open_storage, register
@@ -20,8 +21,20 @@ if TYPE_CHECKING:
 
 
 def agent_job(begin: say.Begin, options: SaveOptions, group: Group) -> SaveJob:
-    """Return a save as the agent carries it out, in its own `group`, with the store opened again."""
-    storage = open_store(begin.url, begin.factory, options)
+    """Return a save as the agent carries it out, in its own `group`, with the store opened again.
+
+    Raises `ReknitError`.
+    """
+    try:
+        storage = open_store(begin.url, begin.factory, options)
+    except ReknitError:
+        raise
+    except Exception as error:  # whoever made the store decides what it raises
+        raise shortage(error) or AgentError(
+            f"the agent cannot open {begin.url}: {type(error).__name__}: {error}",
+            rank=group.rank,
+            remedy="let the module of this store be importable by itself, or save with wait=True",
+        ) from error
     recorder = Recorder("save", group.rank, begin.step, storage.url, _sinks(options))
     extra = json.loads(begin.extra)
     return SaveJob(_collect_nothing, group, storage, options, recorder, begin.step, begin.overwrite, **extra)

@@ -11,13 +11,12 @@ import weakref
 from typing import TYPE_CHECKING, Any
 
 from reknit.engine.background import messages as say
-from reknit.engine.memory.workers import start
 from reknit.engine.stored.running_agents import MODULE
 from reknit.environment import agent_environment, store_variables
 from reknit.errors import AgentError, DeadlineError, ReknitError, ShortageError, from_wire, shortage, typed
 from reknit.monitor.phase import Deadline
 from reknit.processes.channel import Channel, Message
-from reknit.system import output_of_child, socket_pair
+from reknit.system import output_of_child, socket_pair, start_thread
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -60,7 +59,7 @@ class AgentLink:
             else:
                 self._spawn(theirs.fileno())
                 theirs.close()
-            start(f"reknit-hears-agent-{rank}", self._listen)
+            start_thread(f"reknit-hears-agent-{rank}", self._listen)
         except BaseException:
             theirs.close()
             self.channel.close()
@@ -153,7 +152,7 @@ class AgentLink:
         # Imported only here: `python -m` would complain of a module that is there before it is run.
         from reknit.engine.background.agent import Agent
 
-        start(f"reknit-agent-{self.rank}", Agent(channel, None).run)
+        start_thread(f"reknit-agent-{self.rank}", Agent(channel, None).run)
 
     def _listen(self) -> None:
         """Hear the agent until it is gone."""

@@ -22,7 +22,7 @@ from reknit.format import paths
 from reknit.monitor.phase import now
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Iterable
 
     import numpy as np
     from numpy.typing import NDArray
@@ -34,8 +34,9 @@ if TYPE_CHECKING:
     from reknit.engine.saving.rounds import CommitTurn
     from reknit.engine.saving.tuning import Tuner
     from reknit.engine.saving.write import Written
+    from reknit.monitor.phase import PhaseRecord
     from reknit.options import SaveOptions
-    from reknit.processes.channel import Channel, Message
+    from reknit.processes.channel import Channel
     from reknit.processes.shared_memory import SharedMemory
     from reknit.storage.base import Storage
 
@@ -52,16 +53,18 @@ class AgentSave:
     it in the next round.
     """
 
-    def __init__(self, number: int, channel: Channel) -> None:
-        self.number = number
+    def __init__(self, begin: say.Begin, job: SaveJob, channel: Channel) -> None:
+        self.begin, self.job = begin, job
+        self.number = begin.number
         self.since = now()
         self.error: ReknitError | None = None
         self._channel = channel
         self._changed = threading.Condition()
-        self.begun: tuple[say.Begin, SaveJob] | None = None
         self.image: ArenaImage | None = None
         self._written: list[Written] | None = None
-        self._may_write = False
+        # Whoever has committed to this path clears away the files of others, unless a marker tells of them.
+        # A save that may not overwrite need not fear that: it fails anyway where somebody has committed.
+        self._may_write = not begin.overwrite
         self._over = threading.Event()
         self._to_promote: list[Written] | None = None
         self._copies = EQUAL
@@ -69,7 +72,7 @@ class AgentSave:
     @property
     def is_to_promote(self) -> bool:
         """Whether a promotion was asked for."""
-        return self.begun is not None and self.begun[0].promote_to is not None
+        return self.begin.promote_to is not None
 
     @property
     def promotes(self) -> bool:
@@ -78,25 +81,16 @@ class AgentSave:
 
     @property
     def url(self) -> str:
-        """Where the save goes, empty when it never began."""
-        return "" if self.begun is None else self.begun[0].url
+        """Where the save goes."""
+        return self.begin.url
 
     @property
     def places(self) -> list[str]:
         """Where checkpoints may yet appear: the place of the save, and that to which it is promoted."""
-        if self.begun is None or self.begun[0].warm_up:
-            return []
-        to = self.begun[0].promote_to
-        return [self.begun[0].url, *(() if to is None else (to[0],))]
+        to = self.begin.promote_to
+        return [self.url, *(() if to is None else (to[0],))]
 
     # Called by the thread that hears the trainer.
-
-    def begin(self, begin: say.Begin, job: SaveJob) -> None:
-        """Take what the trainer says at the beginning."""
-        self.begun = begin, job
-        # Whoever has committed to this path clears away the files of others, unless a marker tells of them.
-        # A save that may not overwrite need not fear that: it fails anyway where somebody has committed.
-        self._may_write = not begin.overwrite
 
     def plan(self, planned: say.Planned, arena: SharedMemory) -> None:
         """Take the files of the save, and the arena that will hold them."""
@@ -131,6 +125,7 @@ class AgentSave:
         The round to commit tells what goes wrong.
         """
         written: list[Written] = []
+        job = self.job
         try:
             if before is not None:
                 before._over.wait()
@@ -139,12 +134,11 @@ class AgentSave:
                     lambda: (self.image is not None and self._may_write) or self.error is not None
                 )
                 image, error = self.image, self.error
-            if error is None and image is not None and self.begun is not None:
-                begin, job = self.begun
+            if error is None and image is not None:
                 written = write_files(
                     job.storage,
                     [
-                        Outgoing(paths.data_path(item, job.group.rank, begin.write_id, part), nbytes)
+                        Outgoing(paths.data_path(item, job.group.rank, self.begin.write_id, part), nbytes)
                         for item, part, nbytes in image.planned.files
                     ],
                     self._fetch,
@@ -157,7 +151,7 @@ class AgentSave:
         except BaseException as error:  # whatever it is, the other ranks wait for this one's receipt
             self.fail(typed(error))
         finally:
-            self.tell(say.ArenaFree(self.number))
+            self._channel.tell(say.ArenaFree(self.number))
             with self._changed:
                 self._written = written
                 self._changed.notify_all()
@@ -186,59 +180,72 @@ class AgentSave:
             image.to_write[span] -= nbytes
             free = image.to_write[span] == 0
         if free:
-            self.tell(say.Freed(self.number, span))
+            self._channel.tell(say.Freed(self.number, span))
 
     # Called by the thread that commits.
 
     def commit(self, group: comm.Group, coordinator: Coordinator, timeout_s: float) -> None:
         """Go with all ranks through the rounds of this save, and tell the trainer how it ended."""
         try:
-            job, assigned = self._assign(group, coordinator, timeout_s)
-            with self._changed:
-                self._may_write = True
-                self._changed.notify_all()
-            with commit_turn(job, coordinator, assigned.write_id) as commit:
-                self._wait_written(commit)
-                assert self.begun is not None
-                assert self.image is not None
-                begin, planned = self.begun[0], self.image.planned
-                blobs = blob_files([*begin.blobs, *self._copies.blobs], assigned.blob_owners, group.rank)
-                places = write_blobs(job, blobs, begin.write_id, commit.written)
-                commit.commit(planned.items, begin.plan, planned.columns, places, self._copies)
+            written, outcome = self._hold_rounds(group, coordinator, timeout_s)
         except BaseException as error:  # Ctrl-C cannot come here, and a bug must reach the trainer too
             self.fail(typed(error))
             coordinator.give_up()
             self._discard()
-            self._done(typed(error).to_wire(), [], messages.CommitOutcome(0, []))
+            self._channel.tell(
+                say.SaveDone(self.number, typed(error).to_wire(), records=_told(self.job.recorder.records))
+            )
             self._end()
-        else:
-            if self.is_to_promote:
-                self._keep_for_promotion(commit.written)
-            self._done(None, commit.written, commit.outcome)
-            if not self.promotes:
-                self._end()
+            return
+        if self.is_to_promote:
+            self._keep_for_promotion(written)
+        self._channel.tell(
+            say.SaveDone(
+                self.number,
+                None,
+                sum(file.nbytes for file in written),
+                len(written),
+                outcome.total_nbytes,
+                outcome.warnings,
+                _told(self.job.recorder.records),
+            )
+        )
+        if not self.promotes:
+            self._end()
+
+    def _hold_rounds(
+        self, group: comm.Group, coordinator: Coordinator, timeout_s: float
+    ) -> tuple[list[Written], messages.CommitOutcome]:
+        """Assign, and commit what was written; return that and the outcome."""
+        assigned = self._assign(group, coordinator, timeout_s)
+        with self._changed:
+            self._may_write = True
+            self._changed.notify_all()
+        with commit_turn(self.job, coordinator, assigned.write_id) as commit:
+            self._wait_written(commit)
+            assert self.image is not None
+            begin, planned = self.begin, self.image.planned
+            blobs = blob_files([*begin.blobs, *self._copies.blobs], assigned.blob_owners, group.rank)
+            places = write_blobs(self.job, blobs, begin.write_id, commit.written)
+            commit.commit(planned.items, begin.plan, planned.columns, places, self._copies)
+        return commit.written, commit.outcome
 
     def _keep_for_promotion(self, written: list[Written]) -> None:
         """Keep what a promotion needs, and nothing else: many may wait for a slow store."""
         with self._changed:
             self._to_promote = written
             self.image = None
-        assert self.begun is not None
-        begin = self.begun[0]
+        begin = self.begin
         begin.claims, begin.blobs, begin.copies = None, [], messages.NO_COPIES
         begin.witnesses = messages.NO_WITNESSES
 
-    def _assign(
-        self, group: comm.Group, coordinator: Coordinator, timeout_s: float
-    ) -> tuple[SaveJob, messages.Assignment]:
+    def _assign(self, group: comm.Group, coordinator: Coordinator, timeout_s: float) -> messages.Assignment:
         """Hold the round in which all ranks' work is assigned, and tell the trainer of its part."""
+        begin, job = self.begin, self.job
         # Not the write id: a rank whose trainer never came to begin this save does not know it.
         with assign_turn(group, timeout_s, subject=f"save {self.number}") as turn:
             if self.error is not None:
                 raise self.error
-            assert self.begun is not None
-            begin, job = self.begun
-            to = None if begin.warm_up else job
             mine = claims(
                 group.rank,
                 begin.write_id,
@@ -249,13 +256,13 @@ class AgentSave:
                 begin.copies,
                 begin.witnesses,
             )
-            assigned = assign(turn, coordinator, to, mine)
+            assigned = assign(turn, coordinator, None if begin.warm_up else job, mine)
         try:
             self._copies = split(begin.copies, assigned.differing, group.rank, job.options.check_replicas)
         except ReknitError as error:  # all ranks hear of it in the round to commit
             self.fail(error)
-        self.tell(say.Assigned(self.number, assigned.shard_owners))
-        return job, assigned
+        self._channel.tell(say.Assigned(self.number, assigned.shard_owners))
+        return assigned
 
     def _wait_written(self, commit: CommitTurn) -> None:
         """Wait until the data files of this rank are written, and hand them over to the round to commit."""
@@ -272,44 +279,21 @@ class AgentSave:
         with self._changed:
             self._changed.wait_for(lambda: self._written is not None)
             written = self._written or []
-        if self.begun is not None:
-            for file in written:
-                with suppress(Exception):  # a store of somebody else's; what stays is no part of anything
-                    discard(self.begun[1].storage, file.path)
-
-    def _done(
-        self, error: dict[str, object] | None, written: list[Written], outcome: messages.CommitOutcome
-    ) -> None:
-        """Tell the trainer how the save ended."""
-        records = []
-        if self.begun is not None:
-            job = self.begun[1]
-            records = [record.as_dict() for record in job.recorder.records]
-        self.tell(
-            say.SaveDone(
-                self.number,
-                error,
-                sum(file.nbytes for file in written),
-                len(written),
-                outcome.total_nbytes,
-                outcome.warnings,
-                records,
-            )
-        )
+        for file in written:
+            with suppress(Exception):  # a store of somebody else's; what stays is no part of anything
+                discard(self.job.storage, file.path)
 
     def _end(self) -> None:
         """Let a later save to the same place begin to write."""
         self._over.set()
-        if self.begun is not None:
-            close_quietly(self.begun[1].storage)
+        close_quietly(self.job.storage)
 
     # Called by the thread that promotes.
 
     def promote(self, group: comm.Group, opened: Callable[[str, str | None, SaveOptions], Storage]) -> None:
         """Copy what this rank wrote to the store that lasts, with all ranks, and tell the trainer."""
-        assert self.begun is not None
+        begin, job = self.begin, self.job
         assert self._to_promote is not None
-        begin, job = self.begun
         assert begin.promote_to is not None
         url, factory = begin.promote_to
         try:
@@ -319,24 +303,22 @@ class AgentSave:
         except BaseException as error:  # whatever it is, the trainer must hear of it
             self.not_promoted(error)
         else:
-            records = [record.as_dict() for record in report.phases]
-            self.tell(say.Promoted(self.number, None, report.path, report.nbytes, report.num_files, records))
+            records = _told(report.phases)
+            self._channel.tell(
+                say.Promoted(self.number, None, report.path, report.nbytes, report.num_files, records)
+            )
             self._end()
 
     def not_promoted(self, error: BaseException) -> None:
         """Tell the trainer, or the log where that is gone, what kept the checkpoint from where it lasts."""
-        assert self.begun is not None
-        begin, job = self.begun
         failure = typed(error)
-        failure.sign(rank=job.group.rank)
-        told = self.tell(say.Promoted(self.number, failure.to_wire(), "", 0, 0, []))
-        if not told and begin.promote_to is not None:
-            logger.error("promotion of %s to %s failed: %s", begin.url, begin.promote_to[0], failure)
+        failure.sign(rank=self.job.group.rank)
+        told = self._channel.tell(say.Promoted(self.number, failure.to_wire()))
+        if not told and self.begin.promote_to is not None:
+            logger.error("promotion of %s to %s failed: %s", self.url, self.begin.promote_to[0], failure)
         self._end()
 
-    def tell(self, message: Message) -> bool:
-        """Tell the trainer, if it is still there; return whether it was."""
-        with suppress(OSError):
-            self._channel.send(message)
-            return True
-        return False
+
+def _told(phases: Iterable[PhaseRecord]) -> list[dict[str, object]]:
+    """Return phases as a message has them."""
+    return [record.as_dict() for record in phases]

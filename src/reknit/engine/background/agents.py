@@ -52,7 +52,7 @@ class Agents:
         self.arenas: set[int] = set()
         """Numbers of the arenas that the agent has."""
         self._seed = place.seed
-        self.saves: dict[int, tuple[TrainerSave, bytes | None]] = {}
+        self.saves: dict[int, TrainerSave] = {}
         self._plans: dict[bytes, Plan] = {}
         link.hear, link.lost = self._hear, self._lose
 
@@ -90,14 +90,14 @@ class Agents:
 
     def new_save(self, number: int, pending: SaveOutcome) -> TrainerSave:
         """Take up a save; every rank does so with every number from `first` on, whatever becomes of it."""
-        save = TrainerSave(number, paths.numbered_write_id(self._seed, number), pending, self.link)
-        self.saves[number] = save, None
         pending.ranks = self.size
+        save = TrainerSave(number, paths.numbered_write_id(self._seed, number), pending, self.link)
+        self.saves[number] = save
         return save
 
     def plan(self, save: TrainerSave, key: bytes) -> Plan | None:
         """Return the plan for the layout `key` of a save, if there is one, as the one used last."""
-        self.saves[save.number] = save, key
+        save.layout = key
         plan = self._plans.pop(key, None)
         if plan is not None:
             self._plans[key] = plan
@@ -110,13 +110,13 @@ class Agents:
             del self._plans[next(iter(self._plans))]
 
     def _hear(self, message: Any) -> None:
-        save, key = self.saves[message.number]
+        save = self.saves[message.number]
         if isinstance(message, say.Promoted):
             del self.saves[message.number]
         elif isinstance(message, say.SaveDone):
             if message.error is not None or not save.promotes:
                 del self.saves[message.number]
-            plan = self._plans.get(key or b"")
+            plan = self._plans.get(save.layout)
             if message.error is not None:
                 # Perhaps the plans are what is wrong; with the next save all ranks make new ones.
                 self._plans.clear()
@@ -125,6 +125,6 @@ class Agents:
         save.hear(message)
 
     def _lose(self, error: ReknitError) -> None:
-        for save, _ in list(self.saves.values()):
+        for save in list(self.saves.values()):
             save.lose(error)
         self.saves.clear()

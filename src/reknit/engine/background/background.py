@@ -13,12 +13,12 @@ from reknit.engine.background.agents import Agents
 from reknit.engine.background.side_group import side_group
 from reknit.engine.background.stage_for_agent import stage_for_agent, warm_up
 from reknit.engine.memory.arena_pool import Arenas
-from reknit.engine.memory.workers import start
 from reknit.engine.outcome import SaveOutcome
 from reknit.errors import AgentError, DeadlineError, ShortageError, shortage
 from reknit.exits import AtExit
 from reknit.monitor.phase import Deadline
 from reknit.options import SaveOptions
+from reknit.system import start_thread
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -266,7 +266,7 @@ class Background:
                 return
             self._forming = lost
         try:
-            start("reknit-forms-agents", form)
+            start_thread("reknit-forms-agents", form)
         except ShortageError as error:  # who hears the agent must go on: others wait for what it hears
             with self._lock:
                 self.failure = error

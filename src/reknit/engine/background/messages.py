@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import reduce
+from operator import or_
 from typing import Any
 
 import msgspec
@@ -18,7 +20,11 @@ from reknit.engine.messages import (
 from reknit.processes.channel import Message
 
 
-class Join(Message):
+class AgentMessage(Message):
+    """Base of all messages here: what is one of its subclasses may be received."""
+
+
+class Join(AgentMessage):
     """To the agent: open a server for the agents below, as a rank of this group of agents.
 
     `hosts` and `fan_out` are those of the trainers' tree, which is the agents' too, and so is `generation`;
@@ -34,26 +40,26 @@ class Join(Message):
     low_priority: bool
 
 
-class ConnectParent(Message):
+class ConnectParent(AgentMessage):
     """To the agent: join the agent above, at the address that it gave as its own."""
 
     above: str
 
 
-class GiveArena(Message):
+class GiveArena(AgentMessage):
     """To the agent, with a descriptor: the memory of an arena."""
 
     number: int
     nbytes: int
 
 
-class DropArenas(Message):
+class DropArenas(AgentMessage):
     """To the agent: these arenas are used no more."""
 
     numbers: tuple[int, ...]
 
 
-class Lend(Message):
+class Lend(AgentMessage):
     """To the agent, with a descriptor, before `Begin`: values of this save that lie in shared memory.
 
     `blobs` are the numbers of those values among the save's, and where each begins and ends.
@@ -64,7 +70,7 @@ class Lend(Message):
     blobs: list[tuple[int, int, int]]
 
 
-class Variables(Message):
+class Variables(AgentMessage):
     """To the agent, before `Begin`: the variables by which stores are reached, where some have changed.
 
     They are the secrets of this user, on their way to another process of this user; nothing may log them.
@@ -76,7 +82,7 @@ class Variables(Message):
         return f"Variables({sorted(self.values)})"
 
 
-class Begin(Message):
+class Begin(AgentMessage):
     """To the agent: a save begins.
 
     `factory` is ``module:function`` of a store that only the trainer's program registered.  `claims` is None
@@ -102,7 +108,7 @@ class Begin(Message):
     witnesses: Witnesses = NO_WITNESSES
 
 
-class Planned(Message):
+class Planned(AgentMessage):
     """To the agent: the files of a save, which the arena will hold.
 
     `files` are item, part and size; `ring` is the capacity that the arena is used with.  `columns` is None
@@ -117,20 +123,20 @@ class Planned(Message):
     ring: int
 
 
-class Filled(Message):
+class Filled(AgentMessage):
     """To the agent: a span of the arena holds its bytes."""
 
     number: int
     span: int
 
 
-class Ready(Message):
+class Ready(AgentMessage):
     """To the agent: the trainer has made ready for later saves what a warm_up is about."""
 
     number: int
 
 
-class Abandon(Message):
+class Abandon(AgentMessage):
     """To the agent: the trainer gave up this save; `unbegun` when that was before `Begin`."""
 
     number: int
@@ -139,67 +145,67 @@ class Abandon(Message):
     timeout_s: float
 
 
-class Quit(Message):
+class Quit(AgentMessage):
     """To the agent: finish what was begun, and end."""
 
 
-class Listening(Message):
+class Listening(AgentMessage):
     """To the trainer: the agent's own address, and the rank of the agent above it."""
 
     address: str
     above: int | None
 
 
-class Joined(Message):
+class Joined(AgentMessage):
     """To the trainer: the agent is part of the tree; or why it is not."""
 
     error: dict[str, Any] | None
 
 
-class Assigned(Message):
+class Assigned(AgentMessage):
     """To the trainer: who writes the shards that it claimed."""
 
     number: int
     shard_owners: bytes
 
 
-class Freed(Message):
+class Freed(AgentMessage):
     """To the trainer: a span of the arena is written and may be filled anew."""
 
     number: int
     span: int
 
 
-class ArenaFree(Message):
+class ArenaFree(AgentMessage):
     """To the trainer: nothing of this save is read from the arena any more, whatever became of the save."""
 
     number: int
 
 
-class SaveDone(Message):
+class SaveDone(AgentMessage):
     """To the trainer: a save ended; `records` are the phases that the agent took part in."""
 
     number: int
     error: dict[str, Any] | None
-    nbytes: int
-    num_files: int
-    total_nbytes: int
-    warnings: list[str]
-    records: list[dict[str, Any]]
+    nbytes: int = 0
+    num_files: int = 0
+    total_nbytes: int = 0
+    warnings: list[str] = msgspec.field(default_factory=list)
+    records: list[dict[str, Any]] = msgspec.field(default_factory=list)
 
 
-class Promoted(Message):
+class Promoted(AgentMessage):
     """To the trainer: the promotion of a save that ended well is over, too."""
 
     number: int
     error: dict[str, Any] | None
-    path: str
-    nbytes: int
-    num_files: int
-    records: list[dict[str, Any]]
+    path: str = ""
+    nbytes: int = 0
+    num_files: int = 0
+    records: list[dict[str, Any]] = msgspec.field(default_factory=list)
 
 
-class Broken(Message):
+class Broken(AgentMessage):
     """To the trainer: the tree of agents is broken, and no later save can end well in it.
 
     `on_purpose`: another rank's agent has left, since its trainer ended or closed it.
@@ -208,33 +214,10 @@ class Broken(Message):
     on_purpose: bool
 
 
-class Fell(Message):
+class Fell(AgentMessage):
     """To the trainer: the agent met what it cannot go on with, and ends when what was staged is written."""
 
     error: dict[str, Any]
 
 
-AnyMessage = (
-    Join
-    | ConnectParent
-    | GiveArena
-    | DropArenas
-    | Lend
-    | Variables
-    | Begin
-    | Planned
-    | Filled
-    | Ready
-    | Abandon
-    | Quit
-    | Listening
-    | Joined
-    | Assigned
-    | Freed
-    | ArenaFree
-    | SaveDone
-    | Promoted
-    | Broken
-    | Fell
-)
-decode = msgspec.msgpack.Decoder(AnyMessage).decode
+decode = msgspec.msgpack.Decoder(reduce(or_, AgentMessage.__subclasses__())).decode

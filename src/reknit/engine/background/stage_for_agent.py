@@ -14,13 +14,13 @@ from reknit.engine.memory.arena import image_nbytes
 from reknit.engine.memory.arena_pool import MAX_ARENAS
 from reknit.engine.memory.elements import all_bits
 from reknit.engine.memory.staging import Staging, pin
-from reknit.engine.memory.workers import start
 from reknit.engine.saving.claims import encode_holdings
 from reknit.engine.saving.commit import check_manifest
 from reknit.engine.saving.copies import choose
 from reknit.engine.saving.file_layout import layout_digest, outline
 from reknit.errors import DeadlineError, ShortageError, SkippedError
 from reknit.monitor.phase import Stopwatch
+from reknit.system import start_thread
 from reknit.types.shard import Encoded
 
 if TYPE_CHECKING:
@@ -69,7 +69,11 @@ def stage_for_agent(job: SaveJob, agents: Agents, save: TrainerSave, arenas: Are
         # 3 stage
         lease = _leased(job, save, arenas, images)
         _share(agents, lease)
-        _hand_over(job, agents, save, lease, encoded, plan)
+        # What will be in the arena
+        files = [(file.plan.item, file.plan.part, file.nbytes) for file in plan.outline.files]
+        columns = None if plan.committed else plan.outline.columns
+        items = list(encoded.holdings.items)
+        agents.link.send(say.Planned(save.number, items, files, columns, lease.number, lease.nbytes))
         snapshot = Snapshot(encoded.holdings.shards, sources, images, lease, save, job.options)
         save.streamed = snapshot.streamed
         lazy = job.options.stage == "lazy" and not snapshot.streamed
@@ -80,7 +84,7 @@ def stage_for_agent(job: SaveJob, agents: Agents, save: TrainerSave, arenas: Are
                 snapshot.take()
     save.blocked_s = clock.seconds
     if lazy:
-        start("reknit-stages", lambda: _settle(job, save, snapshot))
+        start_thread("reknit-stages", lambda: _settle(job, save, snapshot))
     else:
         save.staged()
 
@@ -195,7 +199,7 @@ def _leased(job: SaveJob, save: TrainerSave, arenas: Arenas, images: list[Image]
     save.take(arenas, lease)
     if lease.fresh:
         with suppress(ShortageError):  # the next save makes its arena itself, and blocks for that
-            start("reknit-warms", arenas.warm)
+            start_thread("reknit-warms", arenas.warm)
     return lease
 
 
@@ -222,24 +226,6 @@ def _share(agents: Agents, lease: Lease) -> None:
     if lease.number not in agents.arenas:
         agents.link.send(say.GiveArena(lease.number, lease.arena.nbytes), lease.arena.fd)
         agents.arenas.add(lease.number)
-
-
-def _hand_over(
-    job: SaveJob, agents: Agents, save: TrainerSave, lease: Lease, encoded: EncodedHoldings, plan: Plan
-) -> None:
-    """Tell the agent what will be in the arena."""
-    files = [(f.plan.item, f.plan.part, f.nbytes) for f in plan.outline.files]
-    columns = None if plan.committed else plan.outline.columns
-    agents.link.send(
-        say.Planned(
-            save.number,
-            list(encoded.holdings.items),
-            files,
-            columns,
-            lease.number,
-            lease.nbytes,
-        )
-    )
 
 
 def _settle(job: SaveJob, save: TrainerSave, snapshot: Snapshot) -> None:

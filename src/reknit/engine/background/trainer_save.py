@@ -38,6 +38,8 @@ class TrainerSave:
         self.blocked_s = self.waited_s = 0.0
         self._begun = monotonic()
         self.streamed = False
+        self.layout = b""
+        """The `layout_digest` of what is saved, once it is known."""
         self._changed = threading.Condition()
         self.promotes = False
         """Whether the checkpoint is promoted when it is committed."""
@@ -116,9 +118,9 @@ class TrainerSave:
         with self._changed:
             ended = self._done is not None
         if not ended:
-            self.hear(say.SaveDone(self.number, error.to_wire(), 0, 0, 0, [], []))
+            self.hear(say.SaveDone(self.number, error.to_wire()))
         elif self.promotes:
-            self.hear(say.Promoted(self.number, error.to_wire(), "", 0, 0, []))
+            self.hear(say.Promoted(self.number, error.to_wire()))
 
     def _wait(self, ready: Callable[[], bool], what: str, timeout_s: float) -> None:
         """Wait, with the condition held; raises what makes the save fail meanwhile."""

@@ -7,11 +7,11 @@ from typing import TYPE_CHECKING
 from reknit.comm import base as comm
 from reknit.engine import messages
 from reknit.engine.background.agent_save import AgentSave
-from reknit.errors import typed
 
 if TYPE_CHECKING:
     from reknit.engine.saving.coordinator import Coordinator
     from reknit.engine.saving.tuning import Tuner
+    from reknit.engine.saving.write import Written
 
 ROUND = "prepare"
 """The round in which all ranks learn that each of them is ready, or why one is not."""
@@ -38,22 +38,26 @@ class WarmUp(AgentSave):
         with self._changed:
             return self._ready
 
+    @property
+    def places(self) -> list[str]:
+        """No checkpoint appears anywhere."""
+        return []
+
     def write(self, tuner: Tuner, before: AgentSave | None) -> None:
         """Write nothing."""
+        with self._changed:
+            self._written = []
+            self._changed.notify_all()
 
-    def commit(self, group: comm.Group, coordinator: Coordinator, timeout_s: float) -> None:
-        """Assign the work as a save would, and tell the trainer when all ranks are ready."""
-        failure = None
-        try:
-            self._assign(group, coordinator, timeout_s)
-            with comm.turn(group, ROUND, timeout_s, merge=b"".join, subject=f"save {self.number}") as turn:
-                self.wait_ready()
-                turn.arrive()
-        except BaseException as error:  # Ctrl-C cannot come here, and a bug must reach the trainer too
-            self.fail(typed(error))
-            failure = typed(error).to_wire()
-        self._done(failure, [], messages.CommitOutcome(0, []))
-        self._end()
+    def _hold_rounds(
+        self, group: comm.Group, coordinator: Coordinator, timeout_s: float
+    ) -> tuple[list[Written], messages.CommitOutcome]:
+        """Assign the work as a save would, and return when all ranks are ready."""
+        self._assign(group, coordinator, timeout_s)
+        with comm.turn(group, ROUND, timeout_s, merge=b"".join, subject=f"save {self.number}") as turn:
+            self.wait_ready()
+            turn.arrive()
+        return [], messages.CommitOutcome(0, [])
 
     def wait_ready(self) -> None:
         """Wait until the trainer has done its part; raises what kept it from that."""

@@ -17,13 +17,13 @@ from reknit.engine.loading.load_report import load_report
 from reknit.engine.loading.metadata import ReceivedMetadata
 from reknit.engine.loading.read import RangeReader
 from reknit.engine.loading.ties import unequal
-from reknit.engine.memory.workers import start
 from reknit.engine.sharing.fetch_tracker import StoppedError
 from reknit.engine.sharing.shared_read import SharedRead
 from reknit.engine.stored.opening import REPLACED, REPLACED_TRIES
 from reknit.engine.stored.verify import check_all, check_sizes
 from reknit.errors import ReknitError
 from reknit.monitor.progress import progress
+from reknit.system import start_thread
 from reknit.types.wanted import selects
 
 if TYPE_CHECKING:
@@ -63,7 +63,7 @@ def load(job: LoadJob) -> LoadReport:
 def _load(job: LoadJob, root: LoadCoordinator) -> LoadReport:
     """Load once; `root` decides for all ranks, on rank 0."""
     group, options, recorder, timeout_s = job.group, job.options, job.recorder, job.options.timeout_s
-    with progress(recorder, start, wanted=options.progress), ExitStack() as last:
+    with progress(recorder, start_thread, wanted=options.progress), ExitStack() as last:
         # 1 Open: the root reads manifest, index and shared values for everyone.
         with recorder.phase("open"), comm.turn(group, FIRST_ROUND, timeout_s) as turn:
             part = turn.exchange(request_items(job), root.open)

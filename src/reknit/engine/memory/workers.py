@@ -7,9 +7,9 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 from reknit.engine.memory.arena import Arena
-from reknit.errors import DeadlineError, ShortageError, typed_shortage
+from reknit.errors import DeadlineError, ShortageError
 from reknit.monitor.phase import Deadline
-from reknit.system import require_memory
+from reknit.system import start
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -19,9 +19,6 @@ Result = TypeVar("Result")
 _Worker = tuple[threading.Thread, threading.Event]
 
 _NO_ARENA_NBYTES = 4096
-
-_THREAD_NBYTES = 16 << 20
-"""What a thread may need before its first line: a stack, and what allocators reserve for it."""
 
 _LOOK_S = 1.0
 """How often it is checked whether a worker is still alive."""
@@ -83,23 +80,6 @@ class Gate:
             self._closed = True
             while self._inside:
                 self._changed.wait()
-
-
-def start(name: str, work: Callable[[], None]) -> threading.Thread:
-    """Run `work` in a thread that never keeps the interpreter from ending.  Raises `ShortageError`."""
-    thread = threading.Thread(target=work, name=name, daemon=True)
-    begin(thread)
-    return thread
-
-
-def begin(thread: threading.Thread) -> None:
-    """Start a thread.  Raises `ShortageError` where there may be no more, or there is too little memory.
-
-    If memory runs out before the first line of a thread, Python would wait for that line for ever.
-    """
-    require_memory(_THREAD_NBYTES)
-    with typed_shortage():
-        thread.start()
 
 
 def within(timeout_s: float, what: Callable[[], str], work: Callable[[], Result]) -> Result:
@@ -186,7 +166,7 @@ def _begin_some(workers: Sequence[threading.Thread]) -> None:
     """Start as many workers as can be had; one is enough.  Raises `ShortageError` without any."""
     for number, worker in enumerate(workers):
         try:
-            begin(worker)
+            start(worker)
         except ShortageError:
             if number == 0:
                 raise

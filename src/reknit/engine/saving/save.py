@@ -6,7 +6,6 @@ from typing import TYPE_CHECKING
 
 from reknit.engine import messages
 from reknit.engine.memory.elements import all_bits
-from reknit.engine.memory.workers import start
 from reknit.engine.report import SaveReport
 from reknit.engine.saving.claims import blob_files, claims, encode_holdings
 from reknit.engine.saving.coordinator import Coordinator
@@ -19,6 +18,7 @@ from reknit.engine.saving.write import PIECE_NBYTES, Outgoing, staged, write_fil
 from reknit.environment import num_threads
 from reknit.monitor.phase import Stopwatch
 from reknit.monitor.progress import progress
+from reknit.system import start_thread
 
 if TYPE_CHECKING:
     from reknit.engine.saving.job import SaveJob
@@ -32,7 +32,7 @@ def save(job: SaveJob) -> tuple[SaveReport, list[Written]]:
     """
     rank, options, recorder = job.group.rank, job.options, job.recorder
     coordinator, clock = Coordinator(), Stopwatch()
-    with clock.lap(), progress(recorder, start, wanted=options.progress):
+    with clock.lap(), progress(recorder, start_thread, wanted=options.progress):
         try:
             with recorder.phase("assign"), assign_turn(job.group, options.timeout_s) as turn:
                 # 1 what does this rank hold (local)

@@ -9,12 +9,13 @@ from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 import numpy as np
 
-from reknit.engine.memory.workers import run_jobs, start
+from reknit.engine.memory.workers import run_jobs
 from reknit.engine.sharing.fetch_tracker import FetchTracker, StoppedError
 from reknit.engine.sharing.host_exchange import HostExchange
 from reknit.engine.sharing.ring import OTHER_HOSTS, HeldFetch, Slot, aligned, batches_of, num_slots
 from reknit.errors import CommError, ReknitError
 from reknit.processes.shared_memory import SharedMemory
+from reknit.system import start_thread
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -123,7 +124,7 @@ class Exchange:
             join_hosts: Callable[[], None] | None = None
             try:
                 if self._hosts is not None:
-                    join_hosts = start("reknit-exchange", self._hold_exchanges).join
+                    join_hosts = start_thread("reknit-exchange", self._hold_exchanges).join
                 self._open(last)
                 run_jobs(
                     range(threads),

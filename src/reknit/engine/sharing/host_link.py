@@ -17,10 +17,10 @@ from contextlib import suppress
 from functools import partial
 from typing import TYPE_CHECKING, NamedTuple, Protocol
 
-from reknit.engine.memory.workers import start
 from reknit.errors import CommError, UsageError, shortage
 from reknit.processes.channel import receive_with_fds
 from reknit.processes.shared_memory import SharedMemory
+from reknit.system import start_thread
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
@@ -104,7 +104,7 @@ class HostLink:
                 self._takers[rank] = self._connect(rank, address, ring)
             except CommError as error:
                 failures.append(error)
-        self._join = start("reknit-host-link", lambda: self._listen(listener)).join
+        self._join = start_thread("reknit-host-link", lambda: self._listen(listener)).join
         if failures:
             raise failures[0]
 
