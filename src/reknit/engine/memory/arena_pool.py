@@ -89,12 +89,6 @@ class Arenas:
         self._warned = False
         self._closed = False
 
-    @property
-    def busy(self) -> int:
-        """How many arenas are lent."""
-        with self._changed:
-            return sum(slot.lease is not None for slot in self._slots)
-
     def acquire(self, nbytes: int, timeout_s: float) -> Lease | None:
         """Borrow an arena for a save of `nbytes`, pre-faulted; None if none came free within `timeout_s`.
 
