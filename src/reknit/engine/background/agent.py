@@ -24,7 +24,7 @@ from reknit.comm import base as comm
 from reknit.comm.base import Group, SoloGroup
 from reknit.comm.topology import Topology
 from reknit.engine.background import messages as say
-from reknit.engine.background.agent_job import agent_job, open_store
+from reknit.engine.background.agent_job import agent_job
 from reknit.engine.background.agent_save import AgentSave
 from reknit.engine.background.side_group import side_group
 from reknit.engine.background.warm_up import WarmUp
@@ -77,10 +77,12 @@ class Agent:
         self._to_write: _Jobs = queue.SimpleQueue()
         self._to_commit: _Jobs = queue.SimpleQueue()
         self._to_promote: _Jobs = queue.SimpleQueue()
-        self._hears: dict[type[Message], Callable[[Any], None]] = {
+        self._hears: dict[type[Message], Callable[..., None]] = {
             say.Join: self._join,
             say.ConnectParent: self._connect_parent,
+            say.GiveArena: self._take_arena,
             say.DropArenas: self._drop,
+            say.Lend: self._borrow,
             say.Variables: lambda said: take_store_variables(said.values),
             say.Begin: self._begin,
             say.Planned: self._plan,
@@ -131,15 +133,9 @@ class Agent:
                 return False
             if isinstance(received.message, say.Quit):
                 return True
-            if isinstance(received.message, say.GiveArena):
-                assert received.fd is not None
-                given = received.message
-                self._arenas[given.number] = SharedMemory(received.fd, given.nbytes)
-            elif isinstance(received.message, say.Lend):
-                assert received.fd is not None
-                self._borrow(received.message, received.fd)
-            else:
-                self._hears[type(received.message)](received.message)
+            # Some messages come with a descriptor.
+            fds = () if received.fd is None else (received.fd,)
+            self._hears[type(received.message)](received.message, *fds)
 
     def outlive(self, told: bool) -> None:
         """Let what the trainer did not finish fail, and see to it that the rest ends, too."""
@@ -207,6 +203,9 @@ class Agent:
             self._group = self._port
         self._channel.tell(say.Joined(None))
 
+    def _take_arena(self, given: say.GiveArena, fd: int) -> None:
+        self._arenas[given.number] = SharedMemory(fd, given.nbytes)
+
     def _drop(self, drop: say.DropArenas) -> None:
         for number in drop.numbers:
             self._arenas.pop(number).close()
@@ -258,7 +257,7 @@ class Agent:
                 self._to_promote.put(lambda: promote(promoters))
 
         def promote(promoters: Group) -> None:
-            save.promote(promoters, open_store)
+            save.promote(promoters)
             self._over(save)
 
         before = earlier[-1] if earlier else None

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 
 from reknit.engine import messages
 from reknit.engine.background import messages as say
+from reknit.engine.background.agent_job import open_store
 from reknit.engine.background.arena_image import ArenaImage
 from reknit.engine.saving.claims import blob_files, claims
 from reknit.engine.saving.copies import EQUAL, split
@@ -22,7 +23,7 @@ from reknit.format import paths
 from reknit.monitor.phase import now
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable
+    from collections.abc import Iterable
 
     import numpy as np
     from numpy.typing import NDArray
@@ -35,10 +36,8 @@ if TYPE_CHECKING:
     from reknit.engine.saving.tuning import Tuner
     from reknit.engine.saving.write import Written
     from reknit.monitor.phase import PhaseRecord
-    from reknit.options import SaveOptions
     from reknit.processes.channel import Channel
     from reknit.processes.shared_memory import SharedMemory
-    from reknit.storage.base import Storage
 
 logger = logging.getLogger("reknit")
 
@@ -290,7 +289,7 @@ class AgentSave:
 
     # Called by the thread that promotes.
 
-    def promote(self, group: comm.Group, opened: Callable[[str, str | None, SaveOptions], Storage]) -> None:
+    def promote(self, group: comm.Group) -> None:
         """Copy what this rank wrote to the store that lasts, with all ranks, and tell the trainer."""
         begin, job = self.begin, self.job
         assert self._to_promote is not None
@@ -298,7 +297,7 @@ class AgentSave:
         url, factory = begin.promote_to
         try:
             report = promote_saved(
-                job, begin.write_id, self._to_promote, group, lambda: opened(url, factory, job.options)
+                job, begin.write_id, self._to_promote, group, lambda: open_store(url, factory, job.options)
             )
         except BaseException as error:  # whatever it is, the trainer must hear of it
             self.not_promoted(error)
