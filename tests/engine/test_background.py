@@ -5,7 +5,10 @@ from __future__ import annotations
 import logging
 import os
 import signal
+import sys
 import threading
+import time
+import traceback
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -25,6 +28,7 @@ from reknit.storage.registry import recipe, register
 from reknit.testing.process_memory import ProcessMemory
 from reknit.testing.world import run_ranks
 from tests.engine.watched import Watched
+from tests.faults.nursery import wait_until
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
@@ -279,10 +283,22 @@ def test_values_that_come_to_differ_between_ranks_are_kept_per_rank_by_a_cached_
     assert run_ranks(2, rank) == [0, 1]
 
 
+def open_once_waited_for(thread: int) -> None:
+    """Open the gate when a thread has waited for an arena for a while."""
+
+    def waits() -> bool:
+        stack = traceback.extract_stack(sys._current_frames()[thread])
+        return stack[-1].name == "wait" and any("arena_pool" in frame.filename for frame in stack)
+
+    wait_until(waits, LIMIT_S)
+    time.sleep(0.2)
+    GATE.open.set()
+
+
 def test_a_third_save_waits_until_an_arena_is_free_and_says_so() -> None:
     GATE.open.clear()
     saves = [background(f"gated://wait/{k}", {"model": weights(k)}) for k in range(2)]
-    threading.Timer(0.3, GATE.open.set).start()
+    threading.Thread(target=open_once_waited_for, args=(threading.get_ident(),)).start()
     third = background("gated://wait/2", {"model": weights(2)})
     assert GATE.open.is_set()
     reports = [save.result(LIMIT_S) for save in (*saves, third)]
