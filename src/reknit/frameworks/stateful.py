@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from reknit.errors import FormatError, StateError
@@ -26,6 +27,29 @@ def is_stateful(value: Any) -> bool:
         and callable(getattr(value, "state_dict", None))
         and callable(getattr(value, "load_state_dict", None))
     )
+
+
+@dataclass(frozen=True)
+class Accessors:
+    """An object that gives and takes its state by two functions."""
+
+    state_dict: Callable[[], Any]
+    load_state_dict: Callable[[Any], None]
+
+
+@dataclass
+class Kept:
+    """Values whose form is not known before they are loaded."""
+
+    values: Any = field(default_factory=dict)
+
+    def state_dict(self) -> Any:
+        """Return the values."""
+        return self.values
+
+    def load_state_dict(self, state: Any) -> None:
+        """Keep the values."""
+        self.values = state
 
 
 class Unfilled:

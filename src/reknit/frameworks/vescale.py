@@ -7,89 +7,70 @@ data-parallel ranks, wherever that falls (the irregular tensors of ByteCheckpoin
 
 from __future__ import annotations
 
-import sys
 from itertools import chain
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
 from reknit.errors import StateError
+from reknit.frameworks.imported import imported
 from reknit.frameworks.optimizer import protocol as optimizer_protocol
+from reknit.frameworks.optimizer import slots
 from reknit.frameworks.optimizer.slots import ParamSlot, Slots
-from reknit.frameworks.optimizer.slots import read as read_torch
 from reknit.frameworks.optimizer.states import OptimizerAdapter
 from reknit.frameworks.torch import dtensor
 from reknit.frameworks.torch.flat import FlatPart
-from reknit.frameworks.torch.modules.members import parameters
-from reknit.frameworks.torch.modules.names import without_wrappers
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
     from reknit.frameworks.walk.adapter import Adapter
-    from reknit.frameworks.walk.loading import Loading
-    from reknit.frameworks.walk.walk import Assign, Place, Walk
+    from reknit.frameworks.walk.walk import Place, Walk
 
 
 def adapters() -> tuple[Adapter, ...]:
     """Return what knows veScale's optimizers; its modules and tensors are known as torch's are."""
-    return DistributedOptimizerAdapter(DistributedOptimizers()), OptimizerAdapter(BasicOptimizers())
+    return OptimizerAdapter(_is_distributed, read), OptimizerAdapter(_is_basic, _read_basic)
 
 
-class BasicOptimizers:
-    """veScale's wrapper around a torch optimizer, which has all the states itself."""
-
-    def matches(self, value: Any) -> bool:
-        """Tell whether this is one, without importing what defines them."""
-        return _is(value, "vescale.optim.base_optimizer", "BasicOptimizer")
-
-    def read(self, value: Any, place: Place, walk: Walk) -> Slots:
-        """Return the parameters of the optimizer inside."""
-        return read_torch(value.optimizer, place, walk)
+def _is_basic(value: Any) -> bool:
+    """Tell whether this is a wrapper around a torch optimizer, which has all the states itself."""
+    return isinstance(value, imported("vescale.optim.base_optimizer", "BasicOptimizer"))
 
 
-class DistributedOptimizers:
-    """veScale's optimizers whose states are cut over the data-parallel ranks."""
-
-    def matches(self, value: Any) -> bool:
-        """Tell whether this is one, without importing what defines them."""
-        return _is(value, "vescale.optim.distributed_optimizer", "DistributedOptimizer")
-
-    def read(self, value: Any, place: Place, walk: Walk) -> Slots:
-        """Return the parameters, each with the range of it that this rank steps.  Sends nothing.
-
-        Raises `StateError` between a step and the forward that fetches the parameters which others stepped,
-        and for an optimizer that was given other parameters than it cut.
-        """
-        _require_gathered(value, place)
-        names = _names(value, place, walk)
-        shares = {id(share.parameter): share for share in _shares(value, place)}
-        every = [parameter for model in value.models for parameter in model.module.parameters()]
-        groups = value.param_groups
-        kind = optimizer_protocol.inner_kind(value.optimizer, place)
-        each = []
-        for parameter in every:
-            share = shares.get(id(parameter))
-            # Whose group a parameter is in that others step is known where there is only one.
-            if share is None and parameter.requires_grad and len(groups) == 1:
-                share = SteppedRange(parameter, parameter, groups[0], 0, 0)
-            if share is not None:
-                each.append(_slot(share, names[id(parameter)], kind, place, walk))
-        return Slots(value.optimizer.state, groups, tuple(each), lambda: _refresh(shares.values()))
+def _read_basic(value: Any, place: Place, walk: Walk) -> Slots:
+    return slots.read(value.optimizer, place, walk)
 
 
-class DistributedOptimizerAdapter(OptimizerAdapter):
-    """Optimizers whose states are cut over the data-parallel ranks."""
+def _is_distributed(value: Any) -> bool:
+    """Tell whether this is an optimizer whose states are cut over the data-parallel ranks."""
+    return isinstance(value, imported("vescale.optim.distributed_optimizer", "DistributedOptimizer"))
 
-    def wanted(self, value: Any, place: Place, loading: Loading, assign: Assign) -> None:
-        """Ask for states and options, and for all parameters in the precision that their owners take."""
-        names = _names(value, place, loading)
-        for model in value.models:
-            for parameter in model.module.parameters():
-                at = place.child("state", names[id(parameter)], "master")
-                if loading.saved.spec(at) is not None and parameter.dtype == torch.float32:
-                    loading.prefer(at, _places(parameter, loading))
-        super().wanted(value, place, loading, assign)
+
+def read(optimizer: Any, place: Place, walk: Walk) -> Slots:
+    """Return the parameters, each with the range of it that this rank steps.  Sends nothing.
+
+    Raises `StateError` between a step and the forward that fetches the parameters which others stepped,
+    and for an optimizer that was given other parameters than it cut.
+    """
+    _require_gathered(optimizer, place)
+    names = _names(optimizer, place, walk)
+    shares = {id(share.parameter): share for share in _shares(optimizer, place)}
+    groups = optimizer.param_groups
+    kind = optimizer_protocol.inner_kind(optimizer.optimizer, place)
+    each, elsewhere = [], []
+    for key, (parameter, name, places) in names.items():
+        share = shares.get(key)
+        # Whose group a parameter is in that others step is known where there is only one.
+        if share is None and parameter.requires_grad and len(groups) == 1:
+            share = SteppedRange(parameter, parameter, groups[0], 0, 0)
+        if share is not None:
+            each.append(_slot(share, name, places, kind, place, walk))
+        elif parameter.dtype == torch.float32:
+            elsewhere.append((name, places))
+    return Slots(
+        optimizer.optimizer.state, groups, tuple(each), lambda: _refresh(shares.values()), elsewhere=elsewhere
+    )
 
 
 class SteppedRange(NamedTuple):
@@ -104,11 +85,6 @@ class SteppedRange(NamedTuple):
     group: dict[str, Any]
     start: int
     end: int
-
-
-def _is(value: Any, module: str, name: str) -> bool:
-    kind = getattr(sys.modules.get(module), name, None)
-    return kind is not None and isinstance(value, kind)
 
 
 def _shares(optimizer: Any, place: Place) -> Iterator[SteppedRange]:
@@ -132,25 +108,23 @@ def _shares(optimizer: Any, place: Place) -> Iterator[SteppedRange]:
             yield SteppedRange(parameter, stepped, group, span.start, span.end)
 
 
-def _slot(share: SteppedRange, name: str, kind: tuple[str, ...], place: Place, walk: Walk) -> ParamSlot:
-    parameter, numel = share.parameter, share.end - share.start
-    local = _local(parameter)
-    part = FlatPart.nothing(tuple(parameter.shape), 0)
-    if numel:
-        at = place.child("state", name)
-        held = dtensor.held(parameter, tuple(local.shape), at)
-        part = FlatPart(tuple(parameter.shape), tuple(local.shape), held, None, share.start, numel, 0, numel)
-        if share.stepped.numel() != numel or share.end > local.numel():
-            raise StateError(
-                f"{at} has {share.stepped.numel()} elements on this rank, and veScale says that it has "
-                f"those from {share.start} to {share.end} of {local.numel()}",
-                remedy="make the DistributedOptimizer after the last change of its model",
-            )
-    master = share.stepped if numel and share.stepped.dtype != parameter.dtype else None
+def _slot(
+    share: SteppedRange, name: str, places: tuple[Place, ...], kind: tuple[str, ...], place: Place, walk: Walk
+) -> ParamSlot:
+    parameter, stepped, start, numel = share.parameter, share.stepped, share.start, share.end - share.start
+    local, at, alone = _local(parameter), place.child("state", name), walk.world.alone
+    if numel and (stepped.numel() != numel or share.end > local.numel()):
+        raise StateError(
+            f"{at} has {stepped.numel()} elements on this rank, and veScale says that it has those from "
+            f"{start} to {share.end} of {local.numel()}",
+            remedy="make the DistributedOptimizer after the last change of its model",
+        )
+    held = dtensor.held(parameter, tuple(local.shape), at) if numel else None
+    part = FlatPart.range_of(tuple(parameter.shape), start, numel, 0, numel, tuple(local.shape), held)
+    master = stepped if numel and stepped.dtype != parameter.dtype else None
     return ParamSlot(
-        name, share.stepped, share.stepped, share.group, walk.world.alone, _places(parameter, walk), part,
-        counter=walk.world.alone, master=master, kind=kind,
-    )  # fmt: skip
+        name, stepped, stepped, share.group, alone, places, part, counter=alone, master=master, kind=kind
+    )
 
 
 def _local(parameter: Any) -> torch.Tensor:
@@ -160,24 +134,20 @@ def _local(parameter: Any) -> torch.Tensor:
     return local
 
 
-def _places(parameter: Any, walk: Walk) -> tuple[Place, ...]:
-    return next((named.places for named in parameters(walk).get(id(parameter), ())), ())
+def _names(optimizer: Any, place: Place, walk: Walk) -> dict[int, tuple[Any, str, tuple[Place, ...]]]:
+    """Return all parameters by their ids, each with the name and the places that it has in the state.
 
-
-def _names(optimizer: Any, place: Place, walk: Walk) -> dict[int, str]:
-    """Return the names of all parameters: those that modules in the state give, else the models' own."""
-    named = parameters(walk)
-    names: dict[int, str] = {}
-    for model in optimizer.models:
-        for key, parameter in model.module.named_parameters():
-            known = named.get(id(parameter))
-            names[id(parameter)] = known[0].name if known else without_wrappers(key)
-    if len(set(names.values())) < len(names):
+    Those of no module in the state have the names that they have in the optimizer's own models.
+    """
+    pairs = [pair for model in optimizer.models for pair in model.module.named_parameters()]
+    own = {id(parameter): key for key, parameter in pairs}
+    found = {id(parameter): (parameter, *slots.named(parameter, own, walk)) for _, parameter in pairs}
+    if len({name for _, name, _ in found.values()}) < len(found):
         raise StateError(
             f"two parameters of the optimizer {place} have one name",
             remedy="give the stages of a pipeline names that go on from one to the next",
         )
-    return names
+    return found
 
 
 def _require_gathered(optimizer: Any, place: Place) -> None:

@@ -16,16 +16,12 @@ from reknit.frameworks.deepspeed import parameters as deepspeed_parameters
 from reknit.frameworks.deepspeed import private as deepspeed_private
 from reknit.frameworks.deepspeed.parameters import DeepSpeedModules
 from reknit.frameworks.optimizer import protocol as optimizer_protocol
-from reknit.frameworks.optimizer.slots import MASTER, ParamSlot, Slots
+from reknit.frameworks.optimizer.slots import MASTER, ParamSlot, Slots, named
 from reknit.frameworks.optimizer.states import OptimizerAdapter
 from reknit.frameworks.torch.flat import FlatPart
-from reknit.frameworks.torch.modules.members import parameters
-from reknit.frameworks.torch.modules.names import without_wrappers
 from reknit.frameworks.walk.loading import Loading
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
-
     from reknit.frameworks.deepspeed.private import FlatGroup, ZeroMember
     from reknit.frameworks.torch.modules.extension import ModuleExtension
     from reknit.frameworks.walk.adapter import Adapter
@@ -34,7 +30,7 @@ if TYPE_CHECKING:
 
 def adapters() -> tuple[Adapter, ...]:
     """Return what knows DeepSpeed's optimizers; its engines are known as torch's modules are."""
-    return (OptimizerAdapter(ZeroOptimizers()),)
+    return (OptimizerAdapter(deepspeed_private.is_optimizer, read),)
 
 
 def extensions() -> tuple[ModuleExtension, ...]:
@@ -42,59 +38,51 @@ def extensions() -> tuple[ModuleExtension, ...]:
     return (DeepSpeedModules(),)
 
 
-class ZeroOptimizers:
-    """The optimizers that DeepSpeed makes around torch's for ZeRO stage 1, 2 and 3."""
+def read(optimizer: Any, place: Place, walk: Walk) -> Slots:
+    """Return the parameters, each with the elements that this rank steps.  Sends nothing.
 
-    def matches(self, value: Any) -> bool:
-        """Tell whether this is an optimizer that DeepSpeed made, of whatever kind."""
-        return deepspeed_private.is_optimizer(value)
+    Raises `StateError` for an optimizer that is not one of ZeRO stage 1, 2 or 3, and for one that has other
+    weights than its model has.
+    """
+    groups = deepspeed_parameters.groups(optimizer, place, walk)
+    if not walk.fills:
+        deepspeed_parameters.require_equal(optimizer, place, walk)
+    names = {id(parameter): name for parameter, name in deepspeed_private.names(optimizer).items()}
+    inner = deepspeed_private.inner(optimizer)
+    kind = optimizer_protocol.inner_kind(inner, place)
+    each = tuple(_slot(group, member, names, kind, walk) for group in groups for member in group.members)
+    if isinstance(walk, Loading):
+        _note_masters(each, groups, place, walk)
+    live = state = inner.state
+    if deepspeed_private.steps_are_numbers(optimizer):
+        state = {flat: _with_tensor(states) for flat, states in live.items()}
 
-    def read(self, value: Any, place: Place, walk: Walk) -> Slots:
-        """Return the parameters, each with the elements that this rank steps.  Sends nothing.
+    def deliver() -> None:
+        if state is not live:
+            live.clear()
+            live.update({flat: _with_number(states) for flat, states in state.items()})
+        deepspeed_private.relink(optimizer)
 
-        Raises `StateError` for an optimizer of another kind, and for one that has other weights than its
-        model has.
-        """
-        groups = deepspeed_parameters.groups(value, place, walk)
-        if not walk.fills:
-            deepspeed_parameters.require_equal(value, place, walk)
-        names = _names(value, walk)
-        inner = deepspeed_private.inner(value)
-        kind = optimizer_protocol.inner_kind(inner, place)
-        each = tuple(_slot(group, member, names, kind, walk) for group in groups for member in group.members)
-        if isinstance(walk, Loading):
-            _note_masters(each, groups, place, walk)
-        state = _States.of(value) if deepspeed_private.steps_are_numbers(value) else inner.state
-        return Slots(state, inner.param_groups, each, lambda: _deliver(value, state))
+    return Slots(state, inner.param_groups, each, deliver)
 
 
 def _slot(
     group: FlatGroup, member: ZeroMember, names: dict[int, str], kind: tuple[str, ...], walk: Walk
 ) -> ParamSlot:
-    key = id(member.parameter)
-    known = parameters(walk).get(key, ())
-    at = known[0].places if known else ()
+    name, places = named(member.parameter, names, walk)
     return ParamSlot(
-        names[key],
+        name,
         group.flat,
         group.flat,
         group.options,
         deepspeed_parameters.only_here(group.ranks, walk.world),
-        at,
+        places,
         FlatPart.range_of(member.shape, member.start, member.numel, member.offset, group.flat.numel()),
         walk.world.numbers(group.ranks) if walk.world.inside(group.ranks) else walk.world.alone,
         joint=True,
         master=group.flat.detach() if group.is_master else None,
         kind=kind,
     )
-
-
-def _names(optimizer: Any, walk: Walk) -> dict[int, str]:
-    """Return the names of all parameters: those that modules in the state give, else the engine's own."""
-    known = parameters(walk)
-    own = deepspeed_private.names(optimizer)
-    names = {id(parameter): without_wrappers(name) for parameter, name in own.items()}
-    return names | {key: found[0].name for key, found in known.items()}
 
 
 def _note_masters(
@@ -114,30 +102,13 @@ def _note_masters(
             )
 
 
-class _States(dict[Any, Any]):
-    """The states of an optimizer that counts its steps in plain numbers, here counted as torch does."""
-
-    @classmethod
-    def of(cls, optimizer: Any) -> _States:
-        found = cls()
-        for flat, states in deepspeed_private.inner(optimizer).state.items():
-            found[flat] = dict(states)
-            if isinstance(states.get("step"), int):
-                found[flat]["step"] = torch.tensor(float(states["step"]))
-        return found
-
-    def items_of_framework(self) -> Iterator[tuple[Any, dict[Any, Any]]]:
-        """Yield the states as the optimizer keeps them."""
-        for flat, states in self.items():
-            step = states.get("step")
-            numbers = {"step": int(step.item())} if isinstance(step, torch.Tensor) else {}
-            yield flat, {**states, **numbers}
+def _with_tensor(states: dict[str, Any]) -> dict[str, Any]:
+    """Return states with their steps counted in a tensor, as torch does."""
+    step = states.get("step")
+    return {**states, "step": torch.tensor(float(step))} if isinstance(step, int) else dict(states)
 
 
-def _deliver(optimizer: Any, state: Any) -> None:
-    """Put the states back into the optimizer, and let DeepSpeed know of them."""
-    if isinstance(state, _States):
-        live = deepspeed_private.inner(optimizer).state
-        live.clear()
-        live.update(state.items_of_framework())
-    deepspeed_private.relink(optimizer)
+def _with_number(states: dict[str, Any]) -> dict[str, Any]:
+    """Return states with their steps counted in a plain number, as DeepSpeed's own optimizers do."""
+    step = states.get("step")
+    return {**states, "step": int(step.item())} if isinstance(step, torch.Tensor) else states

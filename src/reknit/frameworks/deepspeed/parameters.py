@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from functools import partial
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
@@ -17,12 +17,16 @@ from reknit.types.dtype import converts
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
 
-    from reknit.frameworks.deepspeed.private import FlatGroup, ZeroMember
+    from reknit.frameworks.deepspeed.private import FlatGroup
     from reknit.frameworks.walk.loading import Loading
     from reknit.frameworks.walk.walk import Place, Replicas, Walk, World
 
 _MASTERS = "masters of DeepSpeed"
 """In a walk's memo: where the master weights of each parameter and the parameter itself are taken from."""
+
+
+Copies = dict[int, tuple[torch.Tensor, torch.Tensor]]
+"""By the ids of parameters: the elements that an optimizer steps, and the same of the parameter itself."""
 
 
 class DeepSpeedModules:
@@ -85,7 +89,25 @@ class DeepSpeedModules:
 
     def follow(self, parameters: list[tuple[Any, Place]], place: Place, loading: Loading) -> None:
         """Let the copies that optimizers step follow what is loaded into these parameters of a module."""
-        _follow(parameters, place, loading)
+        # Of what the checkpoint lacks, copies say more than the parameters, which stay as they are.
+        arriving = [parameter for parameter, at in parameters if loading.saved.spec(at) is not None]
+        if not arriving:
+            return
+        _require_known_steps(arriving, loading)
+        copied = [parameter for parameter in arriving if deepspeed_private.has_copies(parameter)]
+        copied += [parameter for parameter in arriving if deepspeed_private.owner(parameter) is not None]
+        if not copied:
+            return
+        copies = _copies(place, loading, copied)
+        places = {id(parameter): at for parameter, at in parameters}
+        for parameter in copied:
+            if id(parameter) not in copies and deepspeed_private.has_copies(parameter):
+                raise StateError(
+                    f"{places[id(parameter)]} has a copy in the optimizer of its DeepSpeed engine, which is "
+                    "not in the state, and the next step would make it again what it was",
+                    remedy="put the engine itself into the state, or engine.optimizer beside its module",
+                )
+        loading.later(lambda: _refresh(copied, copies, loading))
 
 
 def only_here(ranks: Iterable[int], world: World) -> Replicas:
@@ -100,13 +122,6 @@ def _same(one: torch.Tensor, other: torch.Tensor) -> bool:
 
 def _bytes(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.detach().contiguous().view(torch.uint8)
-
-
-class _Copy(NamedTuple):
-    """The elements of a parameter that an optimizer steps, and the same elements of the parameter itself."""
-
-    stepped: torch.Tensor
-    live: torch.Tensor
 
 
 def groups(optimizer: Any, place: Place, walk: Walk) -> tuple[FlatGroup, ...]:
@@ -129,29 +144,6 @@ def _groups(optimizer: Any, place: Place) -> tuple[FlatGroup, ...]:
             remedy="change parameters in place (with torch.no_grad(): parameter.copy_(...)), and convert "
             "and move the module before deepspeed.initialize",
         ) from error
-
-
-def _follow(parameters: list[tuple[Any, Place]], place: Place, loading: Loading) -> None:
-    """Let the copies that optimizers step follow what is loaded into these parameters of a module."""
-    # Of what the checkpoint lacks, copies say more than the parameters, which stay as they are.
-    arriving = [parameter for parameter, at in parameters if loading.saved.spec(at) is not None]
-    if not arriving:
-        return
-    _require_known_steps(arriving, loading)
-    copied = [parameter for parameter in arriving if deepspeed_private.has_copies(parameter)]
-    copied += [parameter for parameter in arriving if deepspeed_private.owner(parameter) is not None]
-    if not copied:
-        return
-    copies = _copies(place, loading, copied)
-    places = {id(parameter): at for parameter, at in parameters}
-    for parameter in copied:
-        if id(parameter) not in copies and deepspeed_private.has_copies(parameter):
-            raise StateError(
-                f"{places[id(parameter)]} has a copy in the optimizer of its DeepSpeed engine, which is not "
-                "in the state, and the next step would make it again what it was",
-                remedy="put the engine itself into the state, or engine.optimizer beside its module",
-            )
-    loading.later(lambda: _refresh(copied, copies, loading))
 
 
 def _require_known_steps(arriving: list[Any], loading: Loading) -> None:
@@ -177,33 +169,27 @@ def _engines(walk: Walk) -> Iterator[tuple[Any, Place]]:
                 yield inner, place.child(path) if path else place
 
 
-def _copies(place: Place, loading: Loading, parameters: list[Any]) -> dict[int, _Copy]:
+def _copies(place: Place, loading: Loading, parameters: list[Any]) -> Copies:
     """Return the copies in all optimizers of DeepSpeed that are in the state, or that something in it has."""
-    found: dict[int, _Copy] = {}
-    for optimizer in _optimizers(loading, parameters):
-        for group in groups(optimizer, place, loading):
-            stepped = group.flat.detach()
-            for member in group.members:
-                inside = slice(member.offset, member.offset + member.numel)
-                found[id(member.parameter)] = _Copy(stepped[inside], group.live[inside])
-    return found
-
-
-def _optimizers(walk: Walk, parameters: list[Any]) -> list[Any]:
-    found = [optimizer for optimizer, _ in walk.find(object) if deepspeed_private.is_optimizer(optimizer)]
-    found += [engine.optimizer for engine, _ in _engines(walk)]
+    found = [optimizer for optimizer, _ in loading.find(deepspeed_private.optimizer_type())]
+    found += [engine.optimizer for engine, _ in _engines(loading)]
     found += [deepspeed_private.owner(parameter) for parameter in parameters]
     known = {id(one): one for one in found if deepspeed_private.is_optimizer(one)}
-    return list(known.values())
+    return {
+        id(member.parameter): (stepped, live)
+        for optimizer in known.values()
+        for group in groups(optimizer, place, loading)
+        for member, stepped, live in group.copies()
+    }
 
 
-def _refresh(parameters: list[Any], copies: dict[int, _Copy], loading: Loading) -> None:
+def _refresh(parameters: list[Any], copies: Copies, loading: Loading) -> None:
     masters: dict[int, tuple[Place, ...]] = loading.memo.get(_MASTERS, {})
     with torch.no_grad():
-        for parameter in parameters:
-            copy, sources = copies.get(id(parameter)), masters.get(id(parameter), ())
-            if copy is not None and not _comes(copy.stepped, sources, loading):
-                copy.stepped.copy_(copy.live)
+        for key in map(id, parameters):
+            if key in copies and not _comes(copies[key][0], masters.get(key, ()), loading):
+                stepped, live = copies[key]
+                stepped.copy_(live)
 
 
 def _comes(master: torch.Tensor, sources: tuple[Place, ...], loading: Loading) -> bool:
@@ -221,14 +207,10 @@ def note_master(parameter: Any, at: Place, places: tuple[Place, ...], loading: L
 def require_equal(optimizer: Any, place: Place, walk: Walk) -> None:
     """Refuse an optimizer whose copies of the parameters are not what the parameters are."""
     for group in groups(optimizer, place, walk):
-        if group.is_twin and not all(_agree(group, member) for member in group.members):
+        copies = group.copies() if group.is_twin else ()
+        if not all(_same(stepped.to(live.device), live) for _, stepped, live in copies):
             raise StateError(
                 f"the optimizer {place} has other weights than the model, which one of the two was given",
                 remedy="call engine.optimizer.refresh_fp32_params() where the model is right, and "
                 "engine.optimizer.update_lp_params() (ZeRO-1, ZeRO-2) where the optimizer is",
             )
-
-
-def _agree(group: FlatGroup, member: ZeroMember) -> bool:
-    inside = slice(member.offset, member.offset + member.numel)
-    return _same(group.flat.detach()[inside].to(group.live.device), group.live[inside])

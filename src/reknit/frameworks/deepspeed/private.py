@@ -5,6 +5,10 @@ from __future__ import annotations
 import sys
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+import torch.distributed as dist
+
+from reknit.frameworks.imported import imported
+
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
@@ -39,6 +43,13 @@ class FlatGroup(NamedTuple):
     ranks: tuple[int, ...]
     members: tuple[ZeroMember, ...]
 
+    def copies(self) -> Iterator[tuple[ZeroMember, Any, Any]]:
+        """Yield the members, each with its elements in `flat` and in `live`."""
+        flat = self.flat.detach()
+        for member in self.members:
+            inside = slice(member.offset, member.offset + member.numel)
+            yield member, flat[inside], self.live[inside]
+
     @property
     def is_master(self) -> bool:
         """Tell whether `flat` says more than the parameters themselves."""
@@ -64,25 +75,24 @@ class Partition(NamedTuple):
     whole: Any
 
 
-def _kind(place: tuple[str, str]) -> Any:
-    """Return a class, without importing what defines it; without it, one that nothing is an instance of."""
-    module, name = place
-    return getattr(sys.modules.get(module), name, ())
-
-
 def is_engine(module: Any) -> bool:
     """Tell whether a module is what `deepspeed.initialize` returned."""
-    return isinstance(module, _kind(("deepspeed.runtime.engine", "DeepSpeedEngine")))
+    return isinstance(module, imported("deepspeed.runtime.engine", "DeepSpeedEngine"))
+
+
+def optimizer_type() -> Any:
+    """Return the type of the optimizers that DeepSpeed makes around others."""
+    return imported("deepspeed.runtime.base_optimizer", "DeepSpeedOptimizer")
 
 
 def is_optimizer(value: Any) -> bool:
     """Tell whether this is an optimizer that DeepSpeed made around another one."""
-    return isinstance(value, _kind(("deepspeed.runtime.base_optimizer", "DeepSpeedOptimizer")))
+    return isinstance(value, optimizer_type())
 
 
 def stepped_by(engine: Any) -> Any:
     """Return an engine's optimizer, or None: ZeRO-3 without one keeps what cuts parameters in its place."""
-    offload = _kind(("deepspeed.runtime.zero.parameter_offload", "DeepSpeedZeRoOffload"))
+    offload = imported("deepspeed.runtime.zero.parameter_offload", "DeepSpeedZeRoOffload")
     return None if isinstance(engine.optimizer, offload) else engine.optimizer
 
 
@@ -93,11 +103,11 @@ def engine_ranks(engine: Any) -> tuple[int, ...]:
 
 def module_flaw(module: Any) -> str | None:
     """Return what a module of DeepSpeed does that makes names or layouts unknown, if it does."""
-    if isinstance(module, _kind(_PIPELINE)):
+    if isinstance(module, imported(*_PIPELINE)):
         return "is a PipelineModule, of which each rank has some layers"
     if not is_engine(module):
         return None
-    if isinstance(module.module, _kind(_PIPELINE)):
+    if isinstance(module.module, imported(*_PIPELINE)):
         return "is an engine of a PipelineModule, of which each rank has some layers"
     if module.has_moe_layers:
         return "has mixture-of-experts layers, whose experts have the same names on every rank"
@@ -129,7 +139,7 @@ def parameter_flaw(parameter: Any) -> str | None:
 def optimizer_flaw(optimizer: Any) -> str | None:
     """Return why the states of an optimizer of DeepSpeed cannot be read, if they cannot."""
     kind = type(optimizer)
-    if not any(kind is _kind(place) for place in (_ZERO_1_2, _ZERO_3, _BF16)):
+    if not any(kind is imported(*place) for place in (_ZERO_1_2, _ZERO_3, _BF16)):
         return f"is a {kind.__name__}, not the optimizer of ZeRO stage 1, 2 or 3"
     if getattr(optimizer, "zenflow", False):
         return "steps some columns apart from the others (ZenFlow)"
@@ -186,7 +196,7 @@ def partition(parameter: Any) -> Partition:
     kept = parameter.ds_tensor
     ranks = _ranks(parameter.ds_process_group)
     length = kept.ds_numel
-    start = min(_place(parameter.ds_process_group) * length, parameter.ds_numel)
+    start = min(dist.get_rank(parameter.ds_process_group) * length, parameter.ds_numel)
     numel = min(length, parameter.ds_numel - start)
     whole = parameter.data if parameter.ds_status.name == "AVAILABLE" else None
     return Partition(kept.data, tuple(parameter.ds_shape), start, numel, ranks, whole)
@@ -202,7 +212,7 @@ def flat_groups(optimizer: Any) -> tuple[FlatGroup, ...]:
 
     Raises `ValueError` for a parameter that was given other memory than DeepSpeed has for it.
     """
-    if type(optimizer) is _kind(_ZERO_3):
+    if type(optimizer) is imported(*_ZERO_3):
         return tuple(_partitioned_groups(optimizer))
     return tuple(_replicated_groups(optimizer))
 
@@ -213,7 +223,7 @@ def _replicated_groups(optimizer: Any) -> Iterator[FlatGroup]:
     Where they do is told by the parameters' addresses: with round_robin_gradients they are in another order
     than DeepSpeed's own mapping (`_hp_mapping`) has.
     """
-    if type(optimizer) is _kind(_BF16):
+    if type(optimizer) is imported(*_BF16):
         columns = (optimizer.bf16_groups, optimizer.bf16_groups_flat, optimizer.fp32_groups_flat_partition)
     else:
         columns = (
@@ -224,7 +234,7 @@ def _replicated_groups(optimizer: Any) -> Iterator[FlatGroup]:
     options = inner(optimizer).param_groups
     rows = zip(*columns, optimizer.real_dp_process_group, options, strict=True)
     for parameters, whole, flat, group, option in rows:
-        begin, length = _place(group) * flat.numel(), flat.numel()
+        begin, length = dist.get_rank(group) * flat.numel(), flat.numel()
         members = []
         for parameter in parameters:
             at = _offset(parameter, whole)
@@ -268,15 +278,7 @@ def _offset(tensor: Any, flat: Any) -> int:
 
 
 def _ranks(group: Any) -> tuple[int, ...]:
-    import torch.distributed as dist
-
     return tuple(dist.get_process_group_ranks(group))
-
-
-def _place(group: Any) -> int:
-    import torch.distributed as dist
-
-    return dist.get_rank(group)
 
 
 def release(parameters: list[Any]) -> None:
@@ -291,7 +293,7 @@ def release(parameters: list[Any]) -> None:
 
 def relink(optimizer: Any) -> None:
     """Let DeepSpeed's own view of each parameter's states, where it has one, be of the present ones."""
-    if type(optimizer) is _kind(_ZERO_3):
+    if type(optimizer) is imported(*_ZERO_3):
         return
     optimizer._hp_optimizer_states_linked = False
     state = inner(optimizer).state

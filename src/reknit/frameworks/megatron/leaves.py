@@ -8,7 +8,7 @@ from torch import nn
 
 from reknit.frameworks.megatron import names
 from reknit.frameworks.megatron import sharded as leaves
-from reknit.frameworks.megatron.model import groups, held, view, witness
+from reknit.frameworks.megatron.model import collect_part, held, want_part
 from reknit.frameworks.megatron.values import name_of_object
 from reknit.frameworks.walk.adapter import Adapter
 from reknit.frameworks.walk.walk import Place
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from reknit.frameworks.megatron.model import HeldPart
     from reknit.frameworks.walk.loading import Loading
     from reknit.frameworks.walk.saving import Saving
-    from reknit.frameworks.walk.walk import Assign, Replicas, Walk
+    from reknit.frameworks.walk.walk import Assign
 
 
 class ShardedTensorAdapter(Adapter):
@@ -32,26 +32,16 @@ class ShardedTensorAdapter(Adapter):
 
     def collect(self, value: Any, place: Place, saving: Saving) -> None:
         """Collect what the local tensor holds."""
+        # Only for parameters are the groups known.
+        alone = not isinstance(value.data, nn.Parameter)
         for at, one in _named(value, place):
-            # Only for parameters are the groups known; of all else, Megatron tells which copy counts.
-            known = isinstance(value.data, nn.Parameter)
-            if not (one.first if known else one.main):
-                witness(value.data, one, at, saving)
-                continue
-            replicas = _copies(one, saving) if known else saving.world.numbers([saving.world.global_rank])
-            saving.view(view(value.data, one, at, replicas, fill=False), at, value.data)
+            collect_part(value.data, one, at, saving, alone=alone)
 
     def wanted(self, value: Any, place: Place, loading: Loading, assign: Assign) -> None:
         """Fill the local tensor in place; one that has no memory yet gets some."""
         _give_memory(value)
         for at, one in _named(value, place):
-            if loading.takes(at):
-                seen = view(value.data, one, at, None, fill=True)
-                loading.view(seen, at, value.data, resize=one.resizable)
-
-
-def _copies(one: HeldPart, walk: Walk) -> Replicas:
-    return walk.world.numbers(groups(walk).copies(expert=one.expert, whole=one.whole))
+            want_part(value.data, one, at, loading)
 
 
 def _named(value: Any, place: Place) -> list[tuple[Place, HeldPart]]:

@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import partial
 from math import prod
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from torch import nn
 
 from reknit.errors import StateError
 from reknit.frameworks.megatron import names, private
 from reknit.frameworks.megatron import sharded as leaves
-from reknit.frameworks.megatron.values import collect_object, want_extra
+from reknit.frameworks.megatron.values import collect_object, want_object
 from reknit.frameworks.torch.dtensor import is_dtensor
 from reknit.frameworks.torch.flat import FlatPart, storage_order
 from reknit.frameworks.torch.modules import members, own_load
@@ -137,7 +138,15 @@ def _held(name: str, members: Sequence[Entry], total: int, place: Place) -> Held
     return HeldPart(name, part, first.resizable, not stage, all(member.main for member in members))
 
 
-def tensors(walk: Walk) -> dict[int, tuple[Place, list[HeldPart]]]:
+class LocalTensor(NamedTuple):
+    """A tensor of a model: `home` is the model's place, and `parts` are what it holds of whole tensors."""
+
+    local: Any
+    home: Place
+    parts: list[HeldPart]
+
+
+def tensors(walk: Walk) -> dict[int, LocalTensor]:
     """Return what the parameters of all Megatron models in the state hold, by their ids.
 
     Of models that are there as what `sharded_state_dict` returned, too.
@@ -145,14 +154,14 @@ def tensors(walk: Walk) -> dict[int, tuple[Place, list[HeldPart]]]:
     return walk.world.once("megatron tensors", lambda: _tensors(walk))
 
 
-def _tensors(walk: Walk) -> dict[int, tuple[Place, list[HeldPart]]]:
-    found: dict[int, tuple[Place, list[HeldPart]]] = {}
+def _tensors(walk: Walk) -> dict[int, LocalTensor]:
+    found: dict[int, LocalTensor] = {}
     for module, place in walk.find(private.module_type()):
         for _, sharded, parts in model(module, place, walk):
-            found[id(sharded.data)] = (place, parts)
+            found[id(sharded.data)] = LocalTensor(sharded.data, place, parts)
     for sharded, place in walk.find(leaves.tensor_types()):
         if isinstance(sharded.data, nn.Parameter) and id(sharded.data) not in found:
-            found[id(sharded.data)] = (Place(place.item), held(sharded, place))
+            found[id(sharded.data)] = LocalTensor(sharded.data, Place(place.item), held(sharded, place))
     return found
 
 
@@ -183,11 +192,28 @@ def view(tensor: Any, one: HeldPart, place: Place, replicas: Replicas, *, fill: 
     return View(TensorSpec(one.part.shape, dtype), one.part.parts(flat), replicas, key, settle)
 
 
-def witness(tensor: Any, one: HeldPart, place: Place, saving: Saving) -> None:
-    """Tell of a whole tensor that Megatron saves from another copy than this one."""
-    shape = one.part.shape
-    empty = tensor.detach().new_empty((0,) * len(shape))
-    saving.witness(TensorSpec(shape, spec_of(empty, place).dtype), place, empty)
+def collect_part(tensor: Any, one: HeldPart, at: Place, saving: Saving, *, alone: bool = False) -> None:
+    """Collect what a local tensor holds of a whole one, or tell that Megatron saves it from another copy.
+
+    Where the tensor is `alone`, no group tells who else has it, and Megatron which copy counts.
+    """
+    if not (one.main if alone else one.first):
+        empty = tensor.detach().new_empty((0,) * len(one.part.shape))
+        saving.witness(TensorSpec(one.part.shape, spec_of(empty, at).dtype), at, empty)
+        return
+    me = [saving.world.global_rank]
+    ranks = me if alone else groups(saving).copies(expert=one.expert, whole=one.whole)
+    saving.view(view(tensor, one, at, saving.world.numbers(ranks), fill=False), at, tensor)
+
+
+def want_part(tensor: Any, one: HeldPart, at: Place, loading: Loading) -> None:
+    """Fill what a local tensor holds of a whole one."""
+    if loading.takes(at):
+        loading.view(view(tensor, one, at, None, fill=True), at, tensor, resize=one.resizable)
+
+
+def _set_extra(model: Any, key: str, state: Any) -> None:
+    model.get_submodule(key.rpartition(".")[0]).set_extra_state(state)
 
 
 class ModelAdapter(Adapter):
@@ -211,13 +237,7 @@ class ModelAdapter(Adapter):
             if not leaves.is_tensor(sharded):
                 collect_object(sharded, place, saving)
             for one in parts:
-                at = place.child(one.name)
-                if not one.first:
-                    witness(sharded.data, one, at, saving)
-                    continue
-                ranks = groups(saving).copies(expert=one.expert, whole=one.whole)
-                seen = view(sharded.data, one, at, saving.world.numbers(ranks), fill=False)
-                saving.view(seen, at, sharded.data)
+                collect_part(sharded.data, one, place.child(one.name), saving)
 
     def wanted(self, value: Any, place: Place, loading: Loading, assign: Assign) -> None:
         """Fill the model's tensors where they are."""
@@ -230,9 +250,6 @@ class ModelAdapter(Adapter):
                 loading.later(lambda back=back: back.give(read, place))  # type: ignore[misc]
         for key, sharded, parts in found:
             if not leaves.is_tensor(sharded):
-                want_extra(sharded, key, bare, place, loading)
+                want_object(sharded, place, loading, partial(_set_extra, bare, key))
             for one in parts:
-                at = place.child(one.name)
-                if loading.takes(at):
-                    seen = view(sharded.data, one, at, None, fill=True)
-                    loading.view(seen, at, sharded.data, resize=one.resizable)
+                want_part(sharded.data, one, place.child(one.name), loading)

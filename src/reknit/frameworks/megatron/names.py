@@ -19,9 +19,7 @@ def stacks_layers(key: str) -> bool:
 
 def with_layer(key: str, number: int) -> str:
     """Return the key of one layer."""
-    at = _LAYER.search(key)
-    assert at is not None
-    return f"{key[: at.end()]}{number}.{key[at.end() :]}"
+    return _LAYER.sub(rf"\g<0>{number}.", key, count=1)
 
 
 def stacks_experts(key: str) -> bool:

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from reknit.frameworks.megatron import private
 from reknit.frameworks.megatron.leaves import LocalAdapter, ShardedTensorAdapter
 from reknit.frameworks.megatron.model import ModelAdapter
-from reknit.frameworks.megatron.optimizer import MegatronOptimizers
+from reknit.frameworks.megatron.optimizer import read
 from reknit.frameworks.megatron.values import ObjectAdapter, RngAdapter
 from reknit.frameworks.optimizer.states import OptimizerAdapter
 
@@ -18,7 +19,7 @@ def adapters() -> tuple[Adapter, ...]:
     """Return what knows Megatron's objects."""
     return (
         ModelAdapter(),
-        OptimizerAdapter(MegatronOptimizers()),
+        OptimizerAdapter(private.is_optimizer, read),
         ShardedTensorAdapter(),
         ObjectAdapter(),
         LocalAdapter(),

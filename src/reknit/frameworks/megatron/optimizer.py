@@ -11,8 +11,7 @@ from reknit.errors import StateError
 from reknit.frameworks.megatron import private
 from reknit.frameworks.megatron.model import groups, tensors
 from reknit.frameworks.optimizer import protocol as optimizer_protocol
-from reknit.frameworks.optimizer.slots import MASTER, ParamSlot, Slots
-from reknit.frameworks.walk.loading import Loading
+from reknit.frameworks.optimizer.slots import ParamSlot, Slots
 
 if TYPE_CHECKING:
     from reknit.frameworks.megatron.model import HeldPart
@@ -26,106 +25,37 @@ _LOCAL = frozenset({"params", _STEP, "is_expert_parallel"})
 """What of a parameter group is no option: the step is a state, and who has which experts is the layout."""
 
 
-class MegatronOptimizers:
-    """DistributedOptimizer, Float16OptimizerWithFloat16Params, FP32Optimizer, and chains of them."""
+def read(value: Any, place: Place, walk: Walk) -> Slots:
+    """Return the parameters of an optimizer of Megatron, or of a chain of some, by name.
 
-    def matches(self, value: Any) -> bool:
-        """Tell whether this is one of them."""
-        return private.is_optimizer(value)
-
-    def read(self, value: Any, place: Place, walk: Walk) -> Slots:
-        """Return the parameters by name.  Raises `StateError` where a name cannot be known."""
-        reading = _Reading(place, walk, _Writer())
-        for optimizer in private.chained(value, place):
-            reading.add(optimizer)
-        reading.prefer_masters()
-        return Slots(
-            reading.state, list(reading.writer.groups.values()), tuple(reading.slots), reading.deliver
-        )
-
-
-@dataclass
-class _Writer:
-    """The way back into the optimizers: copies of their groups, and what each flat state is a view of."""
-
-    groups: dict[int, dict[str, Any]] = field(default_factory=dict)
-    real: dict[int, dict[str, Any]] = field(default_factory=dict)
-    whole: dict[int, tuple[torch.Tensor, torch.Tensor]] = field(default_factory=dict)
-    steps: dict[int, tuple[float, str]] = field(default_factory=dict)
-
-    def group(self, real: dict[str, Any]) -> dict[str, Any]:
-        """Return the options of a group, to be read and changed."""
-        self.real[id(real)] = real
-        options = {key: value for key, value in real.items() if key not in _LOCAL}
-        return self.groups.setdefault(id(real), options)
-
-    def flat(self, state: Any, parameter: Any, place: Place) -> Any:
-        """Return a state as a row of elements, in the order of memory."""
-        if not isinstance(state, torch.Tensor) or state.ndim < 1:
-            return state
-        row = _row(state, parameter, place)
-        self.whole[id(row)] = (row, state)  # the row too, so that no other tensor gets its id
-        return row
-
-    def count(self, work: Working, states: dict[Any, Any], name: str, place: Place) -> None:
-        """Note how many steps a group has taken by the states of one parameter.
-
-        Raises `StateError` where another one of the same group has taken others.
-        """
-        if _STEP not in states or not private.counts_in_group(work.inner):
-            return
-        steps = float(states[_STEP])
-        known, first = self.steps.setdefault(id(work.group), (steps, name))
-        if known != steps:
-            raise StateError(
-                f"{place}: {first} has taken {known:.0f} steps in the checkpoint and {name} has taken "
-                f"{steps:.0f}, and here the two are in one group, which counts them",
-                remedy="give the parameters groups of their own",
-            )
-
-    def put(self, work: Working, states: dict[Any, Any]) -> None:
-        """Make `states` those of a parameter, in the form that the optimizer gives them."""
-        fresh = {}
-        for name, state in states.items():
-            if name == _STEP and private.counts_in_group(work.inner):
-                continue
-            if id(state) in self.whole:
-                fresh[name] = self.whole[id(state)][1]
-            elif isinstance(state, torch.Tensor) and state.numel() == work.main.numel() and state.ndim:
-                fresh[name] = state.as_strided(work.main.shape, work.main.stride(), state.storage_offset())
-            else:
-                fresh[name] = state
-        if fresh:
-            work.inner.state[work.main] = fresh
-        else:
-            work.inner.state.pop(work.main, None)
-
-    def finish(self) -> None:
-        """Put options and steps back into the groups."""
-        for key, real in self.real.items():
-            real.update(self.groups[key])
-            if key in self.steps:
-                steps, present = self.steps[key][0], real.get(_STEP)
-                if isinstance(present, torch.Tensor):
-                    present.fill_(steps)
-                else:
-                    real[_STEP] = int(steps)
+    Raises `StateError` where a name cannot be known.
+    """
+    reading = _Reading(place, walk)
+    for optimizer in private.chained(value, place):
+        reading.add(optimizer)
+    groups = [options for _, options in reading.groups.values()]
+    elsewhere = reading.elsewhere() if walk.fills else ()
+    return Slots(reading.state, groups, tuple(reading.slots), reading.deliver, elsewhere=elsewhere)
 
 
 @dataclass
 class _Reading:
-    """An optimizer, while it is read."""
+    """An optimizer, while it is read, and the way back into it.
+
+    `groups` are its groups by their ids, each with a copy of its options, which may be changed.  `rows` are
+    the flat states by their ids, each with the state on whose memory it is.
+    """
 
     place: Place
     walk: Walk
-    writer: _Writer
     state: dict[Any, Any] = field(default_factory=dict)
     slots: list[ParamSlot] = field(default_factory=list)
     works: list[tuple[Working, str]] = field(default_factory=list)
+    groups: dict[int, tuple[dict[str, Any], dict[str, Any]]] = field(default_factory=dict)
+    rows: dict[int, tuple[torch.Tensor, torch.Tensor]] = field(default_factory=dict)
     scalers: list[Any] = field(default_factory=list)
     several: bool = False
     kind: tuple[str, ...] = ()
-    _taken: set[str] = field(default_factory=set)
 
     def add(self, optimizer: Any) -> None:
         """Read one optimizer of a chain."""
@@ -148,41 +78,43 @@ class _Reading:
                 "Megatron model in the state, so its name is unknown",
                 remedy="put all chunks of the model into the state too",
             )
-        home, parts = known
-        mine = [(one, flat) for one in parts if (flat := _cut(one, work)) is not None]
-        joint = len(parts) > 1
-        states = self._states(work, omit_step=not joint and not self._counts(work))
-        if states:
+        mine = [(one, flat) for one in known.parts if (flat := _cut(one, work)) is not None]
+        joint = len(known.parts) > 1
+        # Of the copies of a counter, the one beside the first element is saved.
+        counts = joint or self.walk.fills or work.start == 0
+        if states := self._states(work, counts=counts):
             self.state[work.main] = states
         self.works.append((work, mine[0][0].name if mine else ""))
-        for one, flat in mine:
-            self._taken.add(one.name)
-            self.slots.append(self._slot(work, one, flat, home, joint))
+        self.slots += [self._slot(work, one, flat, known.home, joint) for one, flat in mine]
 
-    def _states(self, work: Working, *, omit_step: bool) -> dict[Any, Any]:
+    def _states(self, work: Working, *, counts: bool) -> dict[Any, Any]:
         """Return the present states of a parameter, and the step that its group counts among them."""
         present = work.inner.state.get(work.main) or {}
-        states = {
-            name: self.writer.flat(state, work.parameter, self.place) for name, state in present.items()
-        }
+        states = {name: self._flat(state, work.parameter) for name, state in present.items()}
         if states and _STEP not in states and _STEP in work.group:
             states[_STEP] = torch.tensor(float(work.group[_STEP]))
-        if omit_step:
+        if not counts:
             states.pop(_STEP, None)
         return states
 
-    def _counts(self, work: Working) -> bool:
-        """Tell whether this rank's copy of the counter is one of those that are saved."""
-        return self.walk.fills or work.start == 0
+    def _flat(self, state: Any, parameter: Any) -> Any:
+        """Return a state as a row of elements, in the order of memory."""
+        if not isinstance(state, torch.Tensor) or state.ndim < 1:
+            return state
+        row = _row(state, parameter, self.place)
+        self.rows[id(row)] = (row, state)  # the row too, so that no other tensor gets its id
+        return row
 
     def _slot(self, work: Working, one: HeldPart, flat: FlatPart, home: Place, joint: bool) -> ParamSlot:
         replicas, counter = self._replicas(work, one)
         main = _row(work.main, work.parameter, self.place)
+        options = {key: value for key, value in work.group.items() if key not in _LOCAL}
+        _, group = self.groups.setdefault(id(work.group), (work.group, options))
         return ParamSlot(
             one.name,
             work.main,
             main,
-            self.writer.group(work.group),
+            group,
             replicas,
             (home.child(one.name),),
             flat,
@@ -196,37 +128,74 @@ class _Reading:
 
     def _replicas(self, work: Working, one: HeldPart) -> tuple[Replicas, Replicas]:
         """Return who has the same part of the states, and who the same counter."""
-        ours, numbers = groups(self.walk), self.walk.world.numbers
-        if not work.distributed:
-            same = ours.copies(expert=one.expert, whole=one.whole)
-            return numbers(same), numbers(ours.copies(expert=one.expert, whole=True))
-        if self.several:
-            return self.walk.world.alone, self.walk.world.alone
-        expert = private.is_synced_with_experts(work.parameter)
-        return (
-            numbers(ours.peers(expert=expert, whole=one.whole)),
-            numbers(ours.peers(expert=expert, whole=True)),
-        )
+        ours, world = groups(self.walk), self.walk.world
+        who, expert = ours.copies, one.expert
+        if work.distributed:
+            if self.several:
+                return world.alone, world.alone
+            who, expert = ours.peers, private.is_synced_with_experts(work.parameter)
+        part, counter = (who(expert=expert, whole=whole) for whole in (one.whole, True))
+        return world.numbers(part), world.numbers(counter)
 
-    def prefer_masters(self) -> None:
-        """Let parameters of which other ranks have the states come from saved masters here too."""
-        if not isinstance(self.walk, Loading):
-            return
-        for home, parts in tensors(self.walk).values():
-            for one in parts:
-                better = self.place.child("state", one.name, MASTER)
-                if one.name not in self._taken and self.walk.saved.spec(better) is not None:
-                    self.walk.prefer(better, (home.child(one.name),))
+    def elsewhere(self) -> list[tuple[str, tuple[Place, ...]]]:
+        """Return names and places of parameters in full precision of which other ranks have the states."""
+        taken = {slot.name for slot in self.slots}
+        return [
+            (one.name, (known.home.child(one.name),))
+            for known in tensors(self.walk).values()
+            for one in known.parts
+            if known.local.dtype == torch.float32 and one.name not in taken
+        ]
 
     def deliver(self) -> None:
         """Put what has arrived into the optimizers."""
-        for work, name in self.works:
-            self.writer.count(work, self.state.get(work.main, {}), name, self.place)
+        steps = self._steps()
         for work, _ in self.works:
-            self.writer.put(work, self.state.get(work.main, {}))
-        self.writer.finish()
+            self._put(work, self.state.get(work.main, {}))
+        for key, (group, options) in self.groups.items():
+            group.update(options)
+            if key in steps and isinstance(group.get(_STEP), torch.Tensor):
+                group[_STEP].fill_(steps[key])
+            elif key in steps:
+                group[_STEP] = int(steps[key])
         for scaler in self.scalers:
             scaler.load_state_dict(self.state[_GRAD_SCALER])
+
+    def _steps(self) -> dict[int, float]:
+        """Return how many steps each group that counts them has taken, by its id.
+
+        Raises `StateError` where the parameters of one group have taken different numbers of them.
+        """
+        steps: dict[int, tuple[float, str]] = {}
+        for work, name in self.works:
+            step = self.state.get(work.main, {}).get(_STEP)
+            if step is None or not private.counts_in_group(work.inner):
+                continue
+            known, first = steps.setdefault(id(work.group), (float(step), name))
+            if known != float(step):
+                raise StateError(
+                    f"{self.place}: {first} has taken {known:.0f} steps in the checkpoint and {name} has "
+                    f"taken {float(step):.0f}, and here the two are in one group, which counts them",
+                    remedy="give the parameters groups of their own",
+                )
+        return {key: number for key, (number, _) in steps.items()}
+
+    def _put(self, work: Working, states: dict[Any, Any]) -> None:
+        """Make `states` those of a parameter, in the form that the optimizer gives them."""
+        main, fresh = work.main, {}
+        for name, state in states.items():
+            if name == _STEP and private.counts_in_group(work.inner):
+                continue
+            if id(state) in self.rows:
+                fresh[name] = self.rows[id(state)][1]
+            elif isinstance(state, torch.Tensor) and state.numel() == main.numel() and state.ndim:
+                fresh[name] = state.as_strided(main.shape, main.stride(), state.storage_offset())
+            else:
+                fresh[name] = state
+        if fresh:
+            work.inner.state[main] = fresh
+        else:
+            work.inner.state.pop(main, None)
 
 
 def _row(tensor: torch.Tensor, parameter: Any, place: Place) -> torch.Tensor:

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 
 from reknit.errors import StateError
+from reknit.frameworks.imported import imported
 from reknit.frameworks.megatron import sharded
 
 if TYPE_CHECKING:
@@ -21,14 +22,9 @@ _METADATA = {"non_homogeneous_layers": True}
 """Asks Megatron for a key of its own for each layer, whatever the layers are like."""
 
 
-def _loaded(module: str, name: str) -> Any:
-    """Return a class of Megatron, or nothing that has instances where its module is not imported."""
-    return getattr(sys.modules.get(module), name, ())
-
-
 def module_type() -> Any:
     """Return the type of Megatron's modules."""
-    return _loaded("megatron.core.transformer.module", "MegatronModule")
+    return imported("megatron.core.transformer.module", "MegatronModule")
 
 
 def is_module(value: Any) -> bool:
@@ -38,12 +34,12 @@ def is_module(value: Any) -> bool:
 
 def is_optimizer(value: Any) -> bool:
     """Tell whether this is an optimizer of Megatron's, also one that chains others."""
-    return isinstance(value, _loaded("megatron.core.optimizer.optimizer", "MegatronOptimizer"))
+    return isinstance(value, imported("megatron.core.optimizer.optimizer", "MegatronOptimizer"))
 
 
 def is_rng_tracker(value: Any) -> bool:
     """Tell whether this holds the states of the random generators of tensor and expert parallelism."""
-    return isinstance(value, _loaded("megatron.core.tensor_parallel.random", "CudaRNGStatesTracker"))
+    return isinstance(value, imported("megatron.core.tensor_parallel.random", "CudaRNGStatesTracker"))
 
 
 def bare(module: Any, place: Place) -> Any:
@@ -83,7 +79,7 @@ def described(module: Any, place: Place) -> list[tuple[str, Any]]:
             remedy="call parallel_state.initialize_model_parallel first",
         )
     found = bare(module, place).sharded_state_dict(metadata=dict(_METADATA))
-    return [(key, one) for key, one in found.items() if sharded.is_tensor(one) or sharded.is_object(one)]
+    return [(key, one) for key, one in found.items() if sharded.is_sharded(one)]
 
 
 def _state() -> Any:
@@ -154,8 +150,7 @@ class Working(NamedTuple):
     """A parameter as an optimizer works on it.
 
     `main` is what the inner optimizer steps: as large as the parameter, or flat and `numel` of its elements
-    from `start` on.  `exact` tells whether it is a copy in higher precision, and `distributed` whether each
-    rank of the data parallel group has another range.
+    from `start` on.  `distributed` tells whether each rank of the data parallel group has another range.
     """
 
     parameter: Any
@@ -164,8 +159,12 @@ class Working(NamedTuple):
     numel: int
     group: dict[str, Any]
     inner: Any
-    exact: bool
     distributed: bool
+
+    @property
+    def exact(self) -> bool:
+        """Whether `main` is a copy in higher precision."""
+        return bool(self.main.dtype != self.parameter.dtype)
 
 
 def chained(optimizer: Any, place: Place) -> list[Any]:
@@ -198,7 +197,7 @@ def working(optimizer: Any, place: Place) -> Iterator[Working]:
     elif type(optimizer).__name__ == "FP32Optimizer":
         for group in inner.param_groups:
             for parameter in group["params"]:
-                yield Working(parameter, parameter, 0, parameter.numel(), group, inner, False, False)
+                yield Working(parameter, parameter, 0, parameter.numel(), group, inner, False)
     else:
         raise _unknown(optimizer, place)
 
@@ -213,9 +212,7 @@ def _distributed(optimizer: Any) -> Iterator[Working]:
                     number, place = optimizer.model_param_group_index_map[parameter]
                     group = inner.param_groups[number]
                     main = group["params"][place]
-                    exact = main.dtype != parameter.dtype
-                    numel = held.end - held.start
-                    yield Working(parameter, main, held.start, numel, group, inner, exact, True)
+                    yield Working(parameter, main, held.start, held.end - held.start, group, inner, True)
 
 
 def _float16(optimizer: Any) -> Iterator[Working]:
@@ -229,9 +226,9 @@ def _float16(optimizer: Any) -> Iterator[Working]:
     )
     for group, low, high, plain in pairs:
         for parameter, main in zip(low, high, strict=True):
-            yield Working(parameter, main, 0, main.numel(), group, inner, True, False)
+            yield Working(parameter, main, 0, main.numel(), group, inner, False)
         for parameter in plain:
-            yield Working(parameter, parameter, 0, parameter.numel(), group, inner, False, False)
+            yield Working(parameter, parameter, 0, parameter.numel(), group, inner, False)
 
 
 def is_instance_of_several(optimizer: Any) -> bool:
@@ -255,7 +252,4 @@ def counts_in_group(inner: Any) -> bool:
 
 def is_leaf(value: Any) -> bool:
     """Tell whether this is saved by its own adapter inside a state dict: a sharded part, or a live object."""
-    return any(
-        is_one(value)
-        for is_one in (sharded.is_tensor, sharded.is_object, is_module, is_optimizer, is_rng_tracker)
-    )
+    return any(is_one(value) for is_one in (sharded.is_sharded, is_module, is_optimizer, is_rng_tracker))

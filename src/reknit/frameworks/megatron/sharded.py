@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import io
-import sys
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
 from reknit.errors import StateError
+from reknit.frameworks.imported import imported
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -16,14 +16,12 @@ if TYPE_CHECKING:
     from reknit.frameworks.walk.walk import Place
 
 
-def _loaded(name: str) -> Any:
-    """Return a class of Megatron, or nothing that has instances where its module is not imported."""
-    return getattr(sys.modules.get("megatron.core.dist_checkpointing.mapping"), name, ())
+_MAPPING = "megatron.core.dist_checkpointing.mapping"
 
 
 def tensor_types() -> Any:
     """Return the types that say where a tensor lies: ShardedTensor, and the factory of several."""
-    return _loaded("ShardedTensor"), _loaded("ShardedTensorFactory")
+    return imported(_MAPPING, "ShardedTensor"), imported(_MAPPING, "ShardedTensorFactory")
 
 
 def is_tensor(value: Any) -> bool:
@@ -33,12 +31,17 @@ def is_tensor(value: Any) -> bool:
 
 def is_object(value: Any) -> bool:
     """Tell whether this is a ShardedObject: a value with a place in a grid of them."""
-    return isinstance(value, _loaded("ShardedObject"))
+    return isinstance(value, imported(_MAPPING, "ShardedObject"))
+
+
+def is_sharded(value: Any) -> bool:
+    """Tell whether this is a tensor or an object with a place in what all ranks have together."""
+    return is_tensor(value) or is_object(value)
 
 
 def is_local(value: Any) -> bool:
     """Tell whether Megatron marked this as not to be saved."""
-    return isinstance(value, _loaded("LocalNonpersistentObject"))
+    return isinstance(value, imported(_MAPPING, "LocalNonpersistentObject"))
 
 
 class Entry(NamedTuple):
@@ -73,7 +76,7 @@ def entries(sharded: Any, place: Place) -> list[Entry]:
         return [_entry(sharded, 0, tuple(local.stride()))]
     if not local.is_contiguous():
         raise StateError(f"{place} is not contiguous, and Megatron saves it in parts")
-    built = list(_tensors(sharded.build_fn(sharded.key, local.detach(), sharded.replica_id, None)))
+    built = _tensors(sharded, local.detach())
     if not (_is_megatrons(sharded.build_fn) and _is_megatrons(sharded.merge_fn)):
         _require_parts(sharded, built, place)
     memory = local.untyped_storage().data_ptr()
@@ -81,7 +84,7 @@ def entries(sharded: Any, place: Place) -> list[Entry]:
         first = local.storage_offset()
         return [_entry(part, part.data.storage_offset() - first, tuple(part.data.stride())) for part in built]
     # The factory copies: what it makes of the numbers of the elements tells where each element goes.
-    copies = _tensors(sharded.build_fn(sharded.key, _numbers(local), sharded.replica_id, None))
+    copies = _tensors(sharded, _numbers(local))
     return [
         _entry(part, *_affine(copy.data, place), dtype=part.data.dtype)
         for part, copy in zip(built, copies, strict=True)
@@ -91,6 +94,12 @@ def entries(sharded: Any, place: Place) -> list[Entry]:
 def _numbers(local: torch.Tensor) -> torch.Tensor:
     """Return a tensor of the same shape whose elements are their numbers in memory."""
     return torch.arange(local.numel(), device=local.device).reshape(local.shape)
+
+
+def _tensors(factory: Any, local: torch.Tensor) -> list[Any]:
+    """Return the ShardedTensors that a factory makes of a local tensor."""
+    made = factory.build_fn(factory.key, local, factory.replica_id, None)
+    return list(filter(is_tensor, nested(made)))
 
 
 def _is_megatrons(function: Any) -> bool:
@@ -108,8 +117,8 @@ def _require_parts(factory: Any, built: list[Any], place: Place) -> None:
     numbers = _numbers(local)
     try:
         made = factory.build_fn(factory.key, numbers, factory.replica_id, None)
-        copies = list(_tensors(made))
-        whole = factory.merge_fn(_parts(made))
+        copies = list(filter(is_tensor, nested(made)))
+        whole = factory.merge_fn(unwrapped(made))
         same = len(copies) == len(built) and torch.equal(whole, numbers)
         same = same and all(
             _bytes(local.reshape(-1)[copy.data]).equal(_bytes(part.data))
@@ -132,25 +141,13 @@ def _bytes(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.detach().contiguous().reshape(-1).view(torch.uint8)
 
 
-def _parts(made: Any) -> Any:
-    """Return what a factory built, with tensors in the place of the ShardedTensors."""
-    if isinstance(made, dict):
-        return {key: _parts(inner) for key, inner in made.items()}
-    if isinstance(made, (list, tuple)):
-        return [_parts(inner) for inner in made]
-    return made.data if is_tensor(made) else made
-
-
-def _tensors(built: Any) -> Iterator[Any]:
-    """Yield the ShardedTensors in what a factory built."""
-    if is_tensor(built):
-        yield built
-    elif isinstance(built, dict):
-        for inner in built.values():
-            yield from _tensors(inner)
-    elif isinstance(built, (list, tuple)):
-        for inner in built:
-            yield from _tensors(inner)
+def nested(value: Any) -> Iterator[Any]:
+    """Yield what is in nested dicts, lists and tuples."""
+    if not isinstance(value, (dict, list, tuple)):
+        yield value
+        return
+    for inner in value.values() if isinstance(value, dict) else value:
+        yield from nested(inner)
 
 
 def _affine(numbers: torch.Tensor, place: Place) -> tuple[int, tuple[int, ...]]:
@@ -186,19 +183,10 @@ def _entry(part: Any, start: int, strides: tuple[int, ...], *, dtype: torch.dtyp
     )
 
 
-class Object(NamedTuple):
-    """A value of Megatron's: its key, its place in a grid, whether this copy is the one that is saved."""
-
-    key: str
-    shape: tuple[int, ...]
-    offsets: tuple[int, ...]
-    main: bool
-
-
-def described(value: Any) -> Object:
-    """Return what a ShardedObject says about itself."""
+def described(value: Any) -> tuple[str, tuple[int, ...], tuple[int, ...], bool]:
+    """Return a ShardedObject's key, the form of its grid, its place there, and whether this copy is saved."""
     replica = value.replica_id if isinstance(value.replica_id, tuple) else (value.replica_id,)
-    return Object(value.key, tuple(value.global_shape), tuple(value.global_offset), not any(replica))
+    return value.key, tuple(value.global_shape), tuple(value.global_offset), not any(replica)
 
 
 def holds_something(extra: Any) -> bool:
@@ -229,11 +217,11 @@ def unwrapped(state: Any) -> Any:
     """Return a state dict with what sharded parts and local objects hold in their place."""
     if isinstance(state, dict):
         return {key: unwrapped(inner) for key, inner in state.items()}
-    if isinstance(state, list):
+    if isinstance(state, (list, tuple)):
         return [unwrapped(inner) for inner in state]
     if is_local(state):
         return state.unwrap()
-    return state.data if is_tensor(state) or is_object(state) else state
+    return state.data if is_sharded(state) else state
 
 
 def local_object(value: Any) -> Any:

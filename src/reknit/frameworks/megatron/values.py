@@ -10,11 +10,12 @@ from reknit.frameworks.megatron import names, private
 from reknit.frameworks.megatron import sharded as leaves
 from reknit.frameworks.neutral import to_neutral
 from reknit.frameworks.per_rank import PerRank, PerRankAdapter
+from reknit.frameworks.stateful import Accessors
 from reknit.frameworks.walk.adapter import Adapter
 from reknit.frameworks.walk.walk import Place
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Callable, Mapping, Sequence
 
     from reknit.frameworks.walk.loading import Loading
     from reknit.frameworks.walk.saving import Saving
@@ -83,16 +84,7 @@ class ObjectAdapter(Adapter):
 
     def wanted(self, value: Any, place: Place, loading: Loading, assign: Assign) -> None:
         """Ask for the value, which becomes the object's data."""
-        known = _known(value)
-        at = Place(place.item).child(known.name)
-        keyed = known.keyed
-        if keyed is not None:
-            PerRankAdapter().wanted(keyed, at, loading, None)
-            loading.later(lambda: setattr(value, "data", keyed.value))
-        elif not known.extra or _worth_asking(value.data, at, loading):
-            found = loading.value(at)
-            if found.why is None:
-                loading.later(lambda: setattr(value, "data", _like(found.value, value.data)))
+        want_object(value, Place(place.item), loading, lambda new: setattr(value, "data", new))
 
 
 def collect_object(value: Any, place: Place, saving: Saving) -> None:
@@ -109,20 +101,21 @@ def collect_object(value: Any, place: Place, saving: Saving) -> None:
         PerRankAdapter().collect(known.keyed, at, saving)
 
 
-def want_extra(value: Any, key: str, model: Any, place: Place, loading: Loading) -> None:
-    """Ask for the extra state of a module in a model, by its name there, and give it to the module."""
-    at = place.child(_known(value).name)
-    if not _worth_asking(value.data, at, loading):
+def want_object(value: Any, place: Place, loading: Loading, put: Callable[[Any], None]) -> None:
+    """Ask for the value of a ShardedObject below a place, to `put` it where it belongs."""
+    known = _known(value)
+    at, keyed = place.child(known.name), known.keyed
+    if keyed is not None:
+        PerRankAdapter().wanted(keyed, at, loading, None)
+        loading.later(lambda: put(keyed.value))
+        return
+    # Extra state is expected where the module has some, or the checkpoint does.
+    nothing = known.extra and not leaves.holds_something(value.data)
+    if nothing and at.fqn not in loading.saved.value_names(at.item):
         return
     found = loading.value(at)
     if found.why is None:
-        owner = model.get_submodule(key.rpartition(".")[0])
-        loading.later(lambda: owner.set_extra_state(_like(found.value, value.data)))
-
-
-def _worth_asking(present: Any, at: Place, loading: Loading) -> bool:
-    """Tell whether extra state is expected: the module has some, or the checkpoint does."""
-    return leaves.holds_something(present) or at.fqn in loading.saved.value_names(at.item)
+        loading.later(lambda: put(_like(found.value, value.data)))
 
 
 def _plain(extra: Any) -> Any:
@@ -151,19 +144,4 @@ class RngAdapter(Adapter):
     @staticmethod
     def _keyed(tracker: Any) -> _Keyed:
         here, sizes = private.coordinate()
-        return _Keyed(_Tracker(tracker), here, tuple(sizes.values()))
-
-
-class _Tracker:
-    """A tracker as an object that gives and takes its state."""
-
-    def __init__(self, tracker: Any) -> None:
-        self._tracker = tracker
-
-    def state_dict(self) -> dict[str, Any]:
-        """Return the states by name."""
-        return dict(self._tracker.get_states())
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Set the states by name."""
-        self._tracker.set_states(dict(state))
+        return _Keyed(Accessors(tracker.get_states, tracker.set_states), here, tuple(sizes.values()))

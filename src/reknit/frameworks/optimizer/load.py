@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from reknit.errors import StateError
 from reknit.frameworks import tree
-from reknit.frameworks.optimizer import flat_states as optimizer_flat
 from reknit.frameworks.optimizer import memory as optimizer_memory
 from reknit.frameworks.optimizer import param_options as optimizer_options
 from reknit.frameworks.optimizer.slots import MASTER, ParamSlot, Slots, element
@@ -16,10 +16,13 @@ from reknit.frameworks.stateful import rebuild, tensors_of
 from reknit.frameworks.walk.walk import Place
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Mapping, Sequence
 
     from reknit.frameworks.walk.loading import Loading
     from reknit.types.shard import TensorSpec
+
+Asked = dict[str, "TensorSpec | None"]
+"""States that are asked for, by their path elements: the spec that each has here, None for a value."""
 
 
 @dataclass
@@ -36,23 +39,17 @@ class OptimizerLoad:
 
     def want(self) -> None:
         """Ask for all states, and for what belongs to no parameter."""
-        slots, saved, told, loading = self.slots, self.saved, self.told, self.loading
-        joints: dict[Any, list[ParamSlot]] = {}
+        slots, saved, loading = self.slots, self.saved, self.loading
+        joined: dict[Any, list[ParamSlot]] = {}
         for slot in slots.each:
             self._want_master(slot)
-            if slot.is_elsewhere:
-                continue
-            if slot.joint:
-                joints.setdefault(slot.key, []).append(slot)
-            elif saved.knows(slot.name):
-                self._want_states(slot)
-        for members in joints.values():
-            states = {slot.name: saved.states(slot.name) for slot in members}
-            if any(slot.name in told.foreign for slot in members):
-                for slot in members:
-                    self._refuse(slot, states[slot.name], told.foreign.get(slot.name))
-            elif any(saved.knows(slot.name) for slot in members):
-                optimizer_flat.FlatParameterStates(slots, members, self.place, loading).want(states)
+            if not slot.is_elsewhere:
+                joined.setdefault(slot.key if slot.joint else slot.name, []).append(slot)
+        for name, places in slots.elsewhere:
+            self._prefer_master(name, places)
+        for members in joined.values():
+            if any(saved.knows(slot.name) for slot in members):
+                self._want_states(members)
         for name in dict.fromkeys([*slots.shared(), *saved.shared]):
             self._want_shared(name)
         if slots.deliver is not None:
@@ -60,68 +57,85 @@ class OptimizerLoad:
         if slots.load is not None and saved.is_taken:
             self._want_more()
 
+    def _states_of(self, slot: ParamSlot) -> Place:
+        return self.place.child("state", slot.name)
+
     def _want_master(self, slot: ParamSlot) -> None:
         """Ask for master weights.
 
         Where none were saved the parameter is the truth, and where none are kept they are.
-
-        What was saved in the precision that the parameter has here is taken as it is.
         """
-        loading, at = self.loading, self.place.child("state", slot.name, MASTER)
-        if slot.master is not None:
-            if loading.takes(at) and not slot.is_elsewhere:
-                view = optimizer_memory.view(slot.master, slot, at, loading, fill=True)
-                loading.view(view, at, slot.master, resize=slot.resizable, instead=slot.places)
-        elif loading.saved.spec(at) is not None:
-            loading.prefer(at, slot.places)
+        loading, at = self.loading, self._states_of(slot).below(MASTER)
+        if slot.master is None:
+            self._prefer_master(slot.name, slot.places)
+        elif loading.takes(at) and not slot.is_elsewhere:
+            view = optimizer_memory.view(slot.master, slot, at, loading)
+            loading.view(view, at, slot.master, resize=slot.resizable, instead=slot.places)
 
-    def _refuse(self, slot: ParamSlot, elements: list[str], why: str | None) -> None:
-        """Report that saved states of a parameter cannot be taken."""
-        loading, below = self.loading, self.place.child("state", slot.name)
-        for one in elements:
-            if loading.takes(below.below(one)):
-                why = (
-                    why
-                    or "other parameters have it for another optimizer, and here they have one flat tensor"
-                )
-                loading.report_mismatched(below.below(one), why)
+    def _prefer_master(self, name: str, places: Sequence[Place]) -> None:
+        """Take a parameter from saved master weights, unless it was saved in its precision here."""
+        at = self.place.child("state", name, MASTER)
+        if self.loading.saved.spec(at) is not None:
+            self.loading.prefer(at, places)
 
-    def _want_states(self, slot: ParamSlot) -> None:
-        """Ask for all saved states of a parameter; they become its state, and what was not saved is dropped.
+    def _want_states(self, members: list[ParamSlot]) -> None:
+        """Ask for all saved states of a parameter, or of several that have theirs together in a flat one.
 
-        States that are not to be loaded stay as they are.
+        They become its states, and what was not saved is dropped.  States that are not to be loaded stay as
+        they are.
         """
-        loading, slots, below = self.loading, self.slots, self.place.child("state", slot.name)
+        loading, slots, current = self.loading, self.slots, self.slots.state_of(members[0])
+        asked = {slot.name: specs for slot in members if (specs := self._asked(slot, members)) is not None}
+        if not asked:
+            return
+        fresh = self._left(current, members)
+        given: dict[Any, Any] = {}
+        counters: dict[Any, list[tuple[Place, torch.Tensor]]] = {}
+        for slot in members:
+            for one, spec in asked.get(slot.name, {}).items():
+                name, at = tree.unescape(one), self._states_of(slot).below(one)
+                if spec is None and name in given:
+                    self._require_same_value(given[name], at)
+                    continue
+                present = given.get(name, current.get(name))
+                if counts := len(members) > 1 and optimizer_memory.is_counter(spec, slot, at):
+                    present = None  # each member has its own, to be compared with the others
+                whole, state = self._want_state(present, slot, at, spec)
+                if whole:
+                    given[name] = state
+                elif name in current:
+                    fresh[name] = current[name]
+                if whole and counts:
+                    counters.setdefault(name, []).append((at, state))
+        self._report_lacking(members, asked, current)
+        fresh |= given
+        if any(asked.values()) or len(fresh) < len(current):
+            loading.check(lambda: _require_equal(counters))
+            loading.later(lambda: slots.put(members[0], fresh))
+
+    def _asked(self, slot: ParamSlot, members: list[ParamSlot]) -> Asked | None:
+        """Return which states of a parameter are to be loaded, None where they cannot be taken."""
+        loading, below, foreign = self.loading, self._states_of(slot), self.told.foreign
         elements = [one for one in self.saved.states(slot.name) if loading.takes(below.below(one))]
         resize = optimizer_memory.may_resize(slot, elements, below, loading)
-        why = self.told.foreign.get(slot.name)
+        why = foreign.get(slot.name)
+        if not why and any(member.name in foreign for member in members):
+            why = "other parameters have it for another optimizer, and here they have one flat tensor"
         if not why and not resize:
             why = optimizer_memory.misfit(slot, elements, below, loading)
         if why:
-            self._refuse(slot, elements, why)
-            return
-        current = slots.state_of(slot)
-        fresh = self._left(current, below)
+            for one in elements:
+                loading.report_mismatched(below.below(one), why)
+            return None
+        current, specs = self.slots.state_of(slot), Asked()
         for one in elements:
-            name, at = tree.unescape(one), below.below(one)
-            spec = loading.saved.spec(at)
+            spec = loading.saved.spec(below.below(one))
             if spec is not None and resize:
-                spec = optimizer_memory.resized(spec, current.get(name), slot, at, loading)
-            if spec is not None and slots.load is not None:
-                memory = optimizer_memory.memory_for(spec, current.get(name), slot, at, loading, self.told)
-                if why := optimizer_memory.converted(name, memory, slot):
-                    loading.report_mismatched(at, why)
-                    fresh |= {name: current[name]} if name in current else {}
-                    continue
-            whole, state = self._want_state(current.get(name), slot, at, spec)
-            if whole:
-                fresh[name] = state
-            elif name in current:
-                fresh[name] = current[name]
-        if elements or len(fresh) < len(current):
-            loading.later(lambda: slots.put(slot, fresh))
+                spec = optimizer_memory.resized(spec, current.get(tree.unescape(one)), slot, loading)
+            specs[one] = spec
+        return specs
 
-    def _left(self, current: Mapping[Any, Any], below: Place) -> dict[Any, Any]:
+    def _left(self, current: Mapping[Any, Any], members: list[ParamSlot]) -> dict[Any, Any]:
         """Return the present states that are to be left as they are."""
         loading = self.loading
         if not loading.catalog.terms.only:
@@ -129,8 +143,31 @@ class OptimizerLoad:
         return {
             name: state
             for name, state in current.items()
-            if not loading.takes(below.below(element(name, below)))
+            if not all(loading.takes(at.below(element(name, at))) for at in map(self._states_of, members))
         }
+
+    def _require_same_value(self, given: Any, at: Place) -> None:
+        """Ask for a value that must be the one that another parameter of the same flat one has given."""
+        found = self.loading.value(at)
+        differs = isinstance(given, torch.Tensor) or not tree.same_value(given, found.value)
+        if found.why is None and differs:
+            self.loading.report_mismatched(
+                at, f"its value {found.value!r} is not that of the other parameters in its flat parameter"
+            )
+
+    def _report_lacking(
+        self, members: list[ParamSlot], asked: Mapping[str, Asked], current: Mapping[Any, Any]
+    ) -> None:
+        """Report the states that only some of the parameters of a flat one have in the checkpoint."""
+        every = dict.fromkeys(one for specs in asked.values() for one in specs)
+        for slot in members:
+            for one in every:
+                at = self._states_of(slot).below(one)
+                stays = tree.unescape(one) in current and not self.loading.takes(at)
+                if slot.name in asked and one not in asked[slot.name] and not stays:
+                    self.loading.report_missing(
+                        at, "other parameters have it, and here they have one flat tensor together"
+                    )
 
     def _want_state(
         self, current: Any, slot: ParamSlot | None, at: Place, spec: TensorSpec | None
@@ -139,10 +176,13 @@ class OptimizerLoad:
         loading, told = self.loading, self.told
         if spec is not None:
             state = optimizer_memory.memory_for(spec, current, slot, at, loading, told)
+            if self.slots.load is not None and (why := optimizer_memory.converted(state, slot, at)):
+                loading.report_mismatched(at, why)
+                return False, None
             resize = spec != loading.saved.spec(at)
             if resize and state is not current:
                 state.zero_()  # as optimizers begin
-            loading.view(optimizer_memory.view(state, slot, at, loading, fill=True), at, state, resize=resize)
+            loading.view(optimizer_memory.view(state, slot, at, loading), at, state, resize=resize)
             return True, state
         found = loading.value(at)
         if found.why is not None:
@@ -154,7 +194,7 @@ class OptimizerLoad:
             elif optimizer_memory.fits(like, slot, spec):
                 like = torch.empty_like(like, requires_grad=False)
             tensor = optimizer_memory.memory_for(spec, like, slot, inside, loading, told)
-            loading.view(optimizer_memory.view(tensor, slot, inside, loading, fill=True), inside, tensor)
+            loading.view(optimizer_memory.view(tensor, slot, inside, loading), inside, tensor)
             return tensor
 
         asks = ask if slot is not None and slot.parameter is not None else None
@@ -204,26 +244,23 @@ class SavedStates:
         self.shared: list[str | int] = []
         self.more: list[str | int] = []
         self.is_taken = False
-        parts = ("state", "param_groups", "shared", "more")
-        states, groups, shared, more = (f"{place.child(part).fqn}/" for part in parts)
-        names = [*loading.catalog.tensors.get(place.item, {}), *loading.saved.value_names(place.item)]
-        for fqn in names:
-            if fqn.startswith(groups):
-                self._known.add(fqn.removeprefix(groups))
-            if fqn.startswith(shared) and "/" not in fqn.removeprefix(shared):
-                self.shared.append(tree.unescape(fqn.removeprefix(shared)))
-            if fqn.startswith(more) and "/" not in fqn.removeprefix(more):
-                self.more.append(tree.unescape(fqn.removeprefix(more)))
-            if (
-                slots.load is not None
-                and not self.is_taken
-                and fqn.startswith((states, groups, shared, more))
-            ):
+        below = f"{place.fqn}/" if place.fqn else ""
+        for fqn in (*loading.catalog.tensors.get(place.item, {}), *loading.saved.value_names(place.item)):
+            part, _, rest = fqn.removeprefix(below).partition("/")
+            if not fqn.startswith(below) or part not in ("state", "param_groups", "shared", "more"):
+                continue
+            if slots.load is not None and not self.is_taken:
                 self.is_taken = loading.takes(Place(place.item, fqn))
-            parameter, _, name = fqn.removeprefix(states).partition("/")
+            first, _, name = rest.partition("/")
             # A deeper name is a tensor inside a nested state, which that state's own value asks for.
-            if fqn.startswith(states) and name and "/" not in name and name != MASTER:
-                self._states.setdefault(parameter, []).append(name)
+            if part == "state" and name and "/" not in name and name != MASTER:
+                self._states.setdefault(first, []).append(name)
+            elif part == "param_groups":
+                self._known.add(rest)
+            elif part == "shared" and not name:
+                self.shared.append(tree.unescape(first))
+            elif part == "more" and not name:
+                self.more.append(tree.unescape(first))
 
     def knows(self, name: str) -> bool:
         """Tell whether the saved optimizer had a parameter of this name; one of arrays has states alone."""
@@ -232,3 +269,15 @@ class SavedStates:
     def states(self, name: str) -> list[str]:
         """Return the names (path elements) of a parameter's saved states."""
         return self._states.get(tree.escape(name, str(self._place)), [])
+
+
+def _require_equal(counters: Mapping[Any, list[tuple[Place, torch.Tensor]]]) -> None:
+    """Refuse counters that differ in the checkpoint, where the parameters have one together here."""
+    for (first, counter), *others in counters.values():
+        for at, other in others:
+            if not torch.equal(other, counter):
+                raise StateError(
+                    f"{at} is {other.item()} in the checkpoint and {first} is {counter.item()}, and here "
+                    "the two parameters have one counter together",
+                    remedy="wrap the model with use_orig_params=True",
+                )

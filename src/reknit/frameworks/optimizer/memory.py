@@ -11,6 +11,7 @@ from reknit.frameworks import tree
 from reknit.frameworks.optimizer import flat_states as optimizer_flat
 from reknit.frameworks.torch import dtensor
 from reknit.frameworks.torch.tensor import torch_dtype
+from reknit.types.dtype import converts
 
 if TYPE_CHECKING:
     from reknit.frameworks.optimizer.param_options import Told
@@ -46,7 +47,7 @@ def _saved_spec(slot: ParamSlot, loading: Loading) -> TensorSpec | None:
     return next((spec for place in slot.places if (spec := loading.saved.spec(place)) is not None), None)
 
 
-def resized(spec: TensorSpec, current: Any, slot: ParamSlot, at: Place, loading: Loading) -> TensorSpec:
+def resized(spec: TensorSpec, current: Any, slot: ParamSlot, loading: Loading) -> TensorSpec:
     """Return the spec that a saved state has here, where its parameter has another shape.
 
     A state is as long as its parameter, or 1, along each dimension; of others only a present one tells.
@@ -98,10 +99,10 @@ def _too_large(slot: ParamSlot, elements: list[str], below: Place, loading: Load
     return None
 
 
-def converted(name: Any, state: Any, slot: ParamSlot) -> str | None:
+def converted(state: torch.Tensor, slot: ParamSlot | None, at: Place) -> str | None:
     """Say that torch's `load_state_dict`, which an optimizer's own one ends in, would round a state."""
-    parameter: Any = slot.parameter
-    if parameter is None or not isinstance(state, torch.Tensor) or name == "step":
+    parameter: Any = slot.parameter if slot else None
+    if parameter is None or at.fqn.endswith("/step"):
         return None
     if not parameter.is_floating_point() or state.dtype == parameter.dtype:
         return None
@@ -117,23 +118,45 @@ def memory_for(
     """Return the tensor for a saved state: the present one, or one such as the optimizer would make."""
     if isinstance(current, torch.Tensor) and fits(current, slot, spec):
         return current
-    dtype = torch_dtype(spec.dtype)
     parameter: Any = slot.parameter if slot else None
     if slot is None or parameter is None:
-        return torch.empty(spec.shape, dtype=dtype)
+        return torch.empty(spec.shape, dtype=torch_dtype(spec.dtype))
     with torch.no_grad():
         if dtensor.is_dtensor(parameter) and path_of(at, slot) in told.plain:
             parameter = parameter.to_local()
             if spec.shape != slot.shape:
+                dtype = torch_dtype(spec.dtype)
                 return torch.empty(spec.shape, dtype=dtype, device=parameter.device)
-        if spec.shape == slot.shape and not at.fqn.endswith("/step"):
-            dtype = optimizer_flat.dtype_for(spec, slot, loading)
+        if is_counter(spec, slot, at):
+            # Where optimizers of torch have their counters.
+            on_device = slot.group.get("capturable") or slot.group.get("fused")
+            device = parameter.device if on_device else "cpu"
+            return torch.empty((), dtype=torch_dtype(spec.dtype), device=device)
+        dtype = _dtype_for(spec, slot, loading)
+        if slot.joint:
+            # The padding is zero, and so is what the checkpoint lacks, as optimizers begin.
+            return torch.zeros_like(parameter, dtype=dtype, requires_grad=False)
+        if spec.shape == slot.shape:
             return torch.empty_like(parameter, dtype=dtype, requires_grad=False)
-        if spec.shape == ():
-            return optimizer_flat.new_counter(spec, slot)
-        dtype = optimizer_flat.dtype_for(spec, slot, loading)
         fresh: torch.Tensor = parameter.new_empty(spec.shape, dtype=dtype, requires_grad=False)
         return fresh
+
+
+def is_counter(spec: TensorSpec | None, slot: ParamSlot, at: Place) -> bool:
+    """Tell whether a saved state is a number that counts, and not one as large as its parameter."""
+    return spec is not None and spec.shape == () and (slot.shape != () or at.fqn.endswith("/step"))
+
+
+def _dtype_for(spec: TensorSpec, slot: ParamSlot, loading: Loading) -> torch.dtype:
+    """Return the dtype of a state that is not there yet, for what was saved as `spec`.
+
+    One that had its parameter's precision has that of the parameter here, where a load may convert.
+    """
+    assert slot.parameter is not None
+    home = _saved_spec(slot, loading)
+    mine = str(slot.parameter.dtype).removeprefix("torch.")
+    follows = home is not None and home.dtype == spec.dtype and loading.catalog.terms.cast
+    return slot.parameter.dtype if follows and converts(spec.dtype, mine) else torch_dtype(spec.dtype)
 
 
 def fits(current: torch.Tensor, slot: ParamSlot | None, spec: TensorSpec) -> bool:
@@ -150,11 +173,11 @@ def fits(current: torch.Tensor, slot: ParamSlot | None, spec: TensorSpec) -> boo
     return tuple(parameter.shape) == spec.shape and bool(current.shape == local.shape)
 
 
-def view(state: Any, slot: ParamSlot | None, place: Place, walk: Walk, *, fill: bool) -> View:
+def view(state: Any, slot: ParamSlot | None, place: Place, walk: Walk) -> View:
     """Look at a state of a parameter, with what its parameter tells about it."""
     if slot is not None and slot.flat is not None and not dtensor.is_dtensor(state):
         return optimizer_flat.view(state, slot, place, walk)
-    view = walk.look(state, place, fill=fill)
+    view = walk.look(state, place, fill=walk.fills)
     if slot is None or dtensor.is_dtensor(state):
         return view
     parameter: Any = slot.parameter

@@ -11,7 +11,6 @@ import torch
 from reknit.frameworks import tree
 from reknit.frameworks.neutral import to_neutral
 from reknit.frameworks.optimizer import protocol as optimizer_protocol
-from reknit.frameworks.optimizer.slots import HOW
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -27,7 +26,10 @@ KIND = "~optimizer"
 PLAIN = "~plain"
 """Among the options: the states that are plain tensors, by their paths, of parameters that are DTensors."""
 
-_NOT_OPTIONS = HOW | {KIND, PLAIN}
+_HOW = frozenset({"foreach", "fused", "capturable", "differentiable"})
+"""Options that say how an optimizer computes, not what: they go with the job's devices and layout."""
+
+_NOT_OPTIONS = _HOW | {"params", "param_names", KIND, PLAIN}
 
 
 def collect(slots: Slots, plain: Iterable[str], place: Place, saving: Saving) -> None:
@@ -39,8 +41,13 @@ def collect(slots: Slots, plain: Iterable[str], place: Place, saving: Saving) ->
         at = groups.child(slot.name)
         if id(slot.group) not in options:
             kind = {KIND: list(slot.kind)} if slot.kind else {}
-            options[id(slot.group)] = to_neutral({**slot.options(), **kind, **beside}, str(at))
+            options[id(slot.group)] = to_neutral({**_options(slot.group), **kind, **beside}, str(at))
         saving.blob(options[id(slot.group)], at)
+
+
+def _options(group: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the options of a group that mean something elsewhere."""
+    return {key: value for key, value in group.items() if key not in _NOT_OPTIONS}
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,8 +97,7 @@ def _want_group(
             loading.report_mismatched(at, why)
             told.foreign[slot.name] = why
         else:
-            options = {key: value for key, value in found.value.items() if key not in _NOT_OPTIONS}
-            known.append((at, options))
+            known.append((at, _options(found.value)))
     if not known:
         return
     first, options = known[0]

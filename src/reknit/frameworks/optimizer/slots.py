@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 import torch
@@ -18,16 +18,11 @@ from reknit.frameworks.torch.modules.members import parameters
 from reknit.frameworks.torch.modules.names import without_wrappers
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Hashable, Iterator, Mapping, MutableMapping
+    from collections.abc import Callable, Hashable, Iterator, Mapping, MutableMapping, Sequence
 
     from reknit.frameworks.torch.flat import FlatPart
     from reknit.frameworks.torch.modules.members import NamedParameter
     from reknit.frameworks.walk.walk import Place, Replicas, Walk
-
-HOW = frozenset({"foreach", "fused", "capturable", "differentiable"})
-"""Options that say how an optimizer computes, not what: they go with the job's devices and layout."""
-
-_NOT_OPTIONS = HOW | {"params", "param_names"}
 
 MASTER = "master"
 """Name of the master weights of a parameter, among its states."""
@@ -78,10 +73,6 @@ class ParamSlot(msgspec.Struct, frozen=True, eq=False):
         """Whether other ranks have the states; what is kept for no element counts as none."""
         return not self.kept or (self.flat is not None and not self.flat.numel and not self.joint)
 
-    def options(self) -> dict[str, Any]:
-        """Return the options of the parameter's group that mean something elsewhere."""
-        return {key: value for key, value in self.group.items() if key not in _NOT_OPTIONS}
-
 
 @dataclass(frozen=True, slots=True)
 class Slots:
@@ -89,7 +80,8 @@ class Slots:
 
     `deliver` runs when `state` and `groups` are filled, where the optimizer keeps them in another form.
     `more` is what its own `state_dict` has beside them, None where it has no protocol of its own: `load`
-    then lets it load all this in its own way.
+    then lets it load all this in its own way.  `elsewhere` are names and places of the parameters of which
+    other ranks have the states, and no rank has master weights.
     """
 
     state: MutableMapping[Any, Any]
@@ -98,6 +90,7 @@ class Slots:
     deliver: Callable[[], None] | None = None
     more: Mapping[Any, Any] | None = None
     load: Callable[[Mapping[Any, Any]], None] | None = None
+    elsewhere: Sequence[tuple[str, tuple[Place, ...]]] = ()
 
     def state_of(self, slot: ParamSlot) -> Mapping[Any, Any]:
         """Return the states of a parameter by name; empty where it has none.  Adds no entry."""
@@ -121,30 +114,12 @@ class Slots:
         return {key: value for key, value in others if key not in taken}
 
 
-class SlotReader(Protocol):
-    """One kind of optimizers."""
-
-    def matches(self, value: Any) -> bool:
-        """Tell whether this is an optimizer of this kind."""
-
-    def read(self, value: Any, place: Place, walk: Walk) -> Slots:
-        """Return its parameters by name, without a message; raises `StateError` where there is no name."""
+def is_optimizer(value: Any) -> bool:
+    """Tell whether this is an optimizer of torch, or its own raw state dict."""
+    return isinstance(value, torch.optim.Optimizer) or _is_state_dict(value)
 
 
-class TorchOptimizers:
-    """torch optimizers, and their own raw state dicts where those tell the parameters' names."""
-
-    def matches(self, value: Any) -> bool:
-        """Tell whether this is one of them."""
-        return isinstance(value, torch.optim.Optimizer) or is_state_dict(value)
-
-    def read(self, value: Any, place: Place, walk: Walk) -> Slots:
-        """Return the parameters by name.  Raises `StateError` where a name cannot be known."""
-        return read(value, place, walk)
-
-
-def is_state_dict(value: Any) -> bool:
-    """Tell whether a value is what the `state_dict` of an optimizer returns."""
+def _is_state_dict(value: Any) -> bool:
     if not isinstance(value, dict) or value.keys() != {"state", "param_groups"}:
         return False
     groups = value["param_groups"]
@@ -157,18 +132,35 @@ def is_state_dict(value: Any) -> bool:
 
 
 def read(value: Any, place: Place, walk: Walk) -> Slots:
-    """Return an optimizer's parameters by name.  Raises `StateError` where a name cannot be known."""
+    """Return the parameters of an optimizer of torch, or those that its raw state dict names.
+
+    Raises `StateError` where a name cannot be known.
+    """
     if isinstance(value, dict):
-        slots = Slots(
-            value["state"], value["param_groups"], tuple(_raw_slots(value["param_groups"], place, walk))
-        )
-    elif (mine := zero_redundancy.share(value, place, walk.world)) is not None:
+        groups = value["param_groups"]
+        return Slots(value["state"], groups, tuple(_raw_slots(groups, place, walk)))
+    if (mine := zero_redundancy.share(value, place, walk.world)) is not None:
         kind = optimizer_protocol.kind(value.optim)
-        each = tuple(_share(slot, mine) for slot in _slots(value.param_groups, kind, place, walk))
-        slots = Slots(mine.state, value.param_groups, each)
-    else:
-        slots = _plain(optimizer_protocol.unwrapped(value), place, walk)
-    return slots
+        shared = [
+            msgspec.structs.replace(slot, replicas=mine.replicas, kept=id(slot.parameter) in mine.mine)
+            for slot in _slots(value.param_groups, kind, place, walk)
+        ]
+        return Slots(mine.state, value.param_groups, tuple(shared))
+    optimizer = optimizer_protocol.unwrapped(value)
+    more = optimizer_protocol.entries(optimizer, place)
+    each = tuple(_slots(optimizer.param_groups, optimizer_protocol.kind(optimizer), place, walk))
+    load = None if more is None else partial(optimizer_protocol.load, optimizer)
+    return Slots(optimizer.state, optimizer.param_groups, each, more=more, load=load)
+
+
+def named(parameter: Any, own: Mapping[int, str], walk: Walk) -> tuple[str, tuple[Place, ...]]:
+    """Return a parameter's name and places in the modules of the state.
+
+    One of no module there has the name of its id in `own`, and no place.
+    """
+    if known := parameters(walk).get(id(parameter)):
+        return known[0].name, known[0].places
+    return without_wrappers(own[id(parameter)]), ()
 
 
 def require_distinct(slots: Slots, place: Place) -> Slots:
@@ -183,20 +175,6 @@ def require_distinct(slots: Slots, place: Place) -> Slots:
             )
         names.add(slot.name)
     return slots
-
-
-def _plain(optimizer: Any, place: Place, walk: Walk) -> Slots:
-    """Read an optimizer that has all its states itself; its own protocol, if any, is asked first."""
-    more = optimizer_protocol.entries(optimizer, place)
-    kind = optimizer_protocol.kind(optimizer)
-    each = tuple(_slots(optimizer.param_groups, kind, place, walk))
-    load = None if more is None else partial(optimizer_protocol.load, optimizer)
-    return Slots(optimizer.state, optimizer.param_groups, each, more=more, load=load)
-
-
-def _share(slot: ParamSlot, mine: zero_redundancy.ZeroShare) -> ParamSlot:
-    """Return a slot as a rank has it that keeps states of its own share of the parameters only."""
-    return msgspec.structs.replace(slot, replicas=mine.replicas, kept=id(slot.parameter) in mine.mine)
 
 
 def _slots(

@@ -10,31 +10,28 @@ from reknit.frameworks.optimizer import flat_states as optimizer_flat
 from reknit.frameworks.optimizer import memory as optimizer_memory
 from reknit.frameworks.optimizer import param_options as optimizer_options
 from reknit.frameworks.optimizer.load import OptimizerLoad
-from reknit.frameworks.optimizer.slots import (
-    MASTER,
-    ParamSlot,
-    SlotReader,
-    TorchOptimizers,
-    element,
-    require_distinct,
-)
+from reknit.frameworks.optimizer.slots import MASTER, element, is_optimizer, read, require_distinct
 from reknit.frameworks.stateful import skeleton
 from reknit.frameworks.walk.adapter import Adapter
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from reknit.frameworks.optimizer.slots import ParamSlot, Slots
     from reknit.frameworks.walk.loading import Loading
     from reknit.frameworks.walk.saving import Saving
-    from reknit.frameworks.walk.walk import Assign, Place
+    from reknit.frameworks.walk.walk import Assign, Place, Walk
 
 
 def adapters() -> tuple[Adapter, ...]:
     """Return what knows torch's optimizers."""
-    return (OptimizerAdapter(TorchOptimizers()),)
+    return (OptimizerAdapter(is_optimizer, read),)
 
 
 class OptimizerAdapter(Adapter):
-    """Optimizers of the kind that `reader` knows.
+    """Optimizers of one kind: `known` tells which these are, and `read` returns their parameters by name.
 
+    `read` sends no message, and raises `StateError` where there is no name.
     `state/<parameter>/<name>` is a state of a parameter, `state/<parameter>/master` its master weights where
     the optimizer keeps some, `param_groups/<parameter>` the options of its group, and `shared/<name>` what
     belongs to no parameter.  `more/<name>` is what its own `state_dict` has beside all that.
@@ -42,16 +39,16 @@ class OptimizerAdapter(Adapter):
 
     unites = True
 
-    def __init__(self, reader: SlotReader) -> None:
-        self._reader = reader
+    def __init__(self, known: Callable[[Any], bool], read: Callable[[Any, Place, Walk], Slots]) -> None:
+        self._known, self._read = known, read
 
     def matches(self, value: Any) -> bool:
         """Tell whether this is such an optimizer."""
-        return self._reader.matches(value)
+        return self._known(value)
 
     def collect(self, value: Any, place: Place, saving: Saving) -> None:
         """Collect states and options.  Takes no step, and leaves the optimizer as it is."""
-        slots = require_distinct(self._reader.read(value, place, saving), place)
+        slots = require_distinct(self._read(value, place, saving), place)
         states = place.child("state")
         plain: set[str] = set()
         for slot in slots.each:
@@ -73,7 +70,7 @@ class OptimizerAdapter(Adapter):
 
     def wanted(self, value: Any, place: Place, loading: Loading, assign: Assign) -> None:
         """Fill states where there are some, make those that are not there yet, and take over the options."""
-        slots = require_distinct(self._reader.read(value, place, loading), place)
+        slots = require_distinct(self._read(value, place, loading), place)
         OptimizerLoad(slots, place, loading).want()
 
 
@@ -97,4 +94,4 @@ def _collect_tensor(
 ) -> None:
     if slot is not None and optimizer_memory.is_local(tensor, slot):
         plain.add(optimizer_memory.path_of(place, slot))
-    saving.view(optimizer_memory.view(tensor, slot, place, saving, fill=False), place, tensor)
+    saving.view(optimizer_memory.view(tensor, slot, place, saving), place, tensor)

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import sys
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from reknit.errors import StateError
+from reknit.frameworks.imported import imported
 from reknit.frameworks.optimizer import protocol as optimizer_protocol
 from reknit.frameworks.torch import private as torch_private
 
@@ -23,19 +23,13 @@ class ZeroShare(NamedTuple):
     replicas: Replicas
 
 
-def is_sharded(optimizer: Any) -> bool:
-    """Tell whether this is a ZeroRedundancyOptimizer, without importing what defines them."""
-    zero = sys.modules.get("torch.distributed.optim")
-    return zero is not None and isinstance(optimizer, getattr(zero, "ZeroRedundancyOptimizer", ()))
-
-
 def share(optimizer: Any, place: Place, world: World) -> ZeroShare | None:
     """Return this rank's share of a ZeroRedundancyOptimizer, or None for any other optimizer.
 
     Sends nothing.  Raises `StateError` for one that DistributedDataParallel steps during the backward: it has
     no optimizer of its own before the first ones; and for one with hooks, whose `state_dict` gathers.
     """
-    if not is_sharded(optimizer):
+    if not isinstance(optimizer, imported("torch.distributed.optim", "ZeroRedundancyOptimizer")):
         return None
     if torch_private.steps_in_backward(optimizer):
         raise StateError(

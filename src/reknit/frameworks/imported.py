@@ -1,0 +1,11 @@
+"""Classes of libraries that may not be imported."""
+
+from __future__ import annotations
+
+import sys
+from typing import Any
+
+
+def imported(module: str, name: str) -> Any:
+    """Return a class, without importing what defines it; without that, ``()``, which has no instances."""
+    return getattr(sys.modules.get(module), name, ())
