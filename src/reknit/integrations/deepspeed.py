@@ -7,12 +7,13 @@ has no trace of the stage and the number of ranks, and loads into engines with o
 from __future__ import annotations
 
 import os
-from dataclasses import dataclass, field
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from reknit import api
 from reknit.errors import UsageError
 from reknit.frameworks.deepspeed import private as deepspeed_private
+from reknit.frameworks.stateful import Accessors, Kept
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -44,7 +45,7 @@ def save(
     of the weights) is filled in place by it.  All else is as for `reknit.save`, and so are the errors.
     """
     state = _state(engine, items)
-    state["client_state"] = _KeptEngine(dict(client_state or {}))
+    state["client_state"] = Kept(dict(client_state or {}))
     return api.save(
         path,
         state,
@@ -76,7 +77,7 @@ def load(
     takes any checkpoint that has an item ``model``.  All else is as for `reknit.load`, and so are the errors.
     """
     state = _state(engine, items)
-    kept = state["client_state"] = _KeptEngine()
+    kept = state["client_state"] = Kept()
     if load_module_only:
         state = {"model": state["model"]}
     if not load_optimizer_states:
@@ -96,35 +97,12 @@ def _state(engine: Any, items: Mapping[str, Any] | None) -> dict[str, Any]:
     taken = sorted(set(items or ()) & set(_OWN))
     if taken:
         raise UsageError(f"the items {taken} are the engine's own", remedy="give yours other names")
-    state: dict[str, Any] = {"model": engine, "engine": _Progress(engine), **(items or {})}
+    progress = Accessors(
+        partial(deepspeed_private.progress, engine), partial(deepspeed_private.set_progress, engine)
+    )
+    state: dict[str, Any] = {"model": engine, "engine": progress, **(items or {})}
     if (optimizer := deepspeed_private.stepped_by(engine)) is not None:
         state["optimizer"] = optimizer
     if engine.lr_scheduler is not None:
         state["lr_scheduler"] = engine.lr_scheduler
     return state
-
-
-@dataclass
-class _Progress:
-    """An engine's counters and loss scaler, as something that has a state."""
-
-    engine: Any
-
-    def state_dict(self) -> dict[str, Any]:
-        return deepspeed_private.progress(self.engine)
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        deepspeed_private.set_progress(self.engine, state)
-
-
-@dataclass
-class _KeptEngine:
-    """A user's values, whose form is known to nobody before they are loaded."""
-
-    values: dict[str, Any] = field(default_factory=dict)
-
-    def state_dict(self) -> dict[str, Any]:
-        return self.values
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        self.values = state

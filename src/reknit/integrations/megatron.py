@@ -11,7 +11,6 @@ import logging
 import re
 import sys
 import time
-from dataclasses import dataclass, field
 from enum import Enum
 from typing import TYPE_CHECKING, Any
 
@@ -21,15 +20,17 @@ from reknit.frameworks import tree
 from reknit.frameworks.megatron import private
 from reknit.frameworks.megatron import sharded as parts
 from reknit.frameworks.megatron.leaves import names_of
+from reknit.frameworks.stateful import Kept
 from reknit.monitor.phase import Deadline
-from reknit.options import LoadOptions, SaveOptions
+from reknit.options import SaveOptions
 from reknit.storage.registry import open_storage
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Mapping
+    from collections.abc import Callable, Mapping
     from os import PathLike
 
     from reknit.engine.report import LoadReport
+    from reknit.options import LoadOptions
 
 logger = logging.getLogger("reknit")
 
@@ -73,13 +74,13 @@ def save(
     Raises `UsageError` for a strategy: reknit has one of its own.  All else is as for `reknit.save`.
     """
     _require_no_strategy(sharded_strategy, common_strategy)
-    leaves, common = _parted(sharded_state_dict)
+    leaves, _, common = _parted(sharded_state_dict)
     if content_metadata is not None:
         common["content_metadata"] = content_metadata
     state = _items(leaves)
     if _COMMON in state:
         raise UsageError(f"the state dict has sharded parts under {_COMMON!r}", remedy="use another key")
-    state[_COMMON] = _Kept(common) if _rank() == 0 else parts.local_object(None)
+    state[_COMMON] = Kept(common) if _rank() == 0 else parts.local_object(None)
     number = _step(sharded_state_dict, checkpoint_dir) if step is None else step
     options = options or SaveOptions()
     pending = api.save(
@@ -90,11 +91,7 @@ def save(
         return None
     # The queue is done when it is on all ranks, and one that looks is enough for the storage.
     patience_s = options.timeout_s if _rank() == 0 else 0.0
-    return parts.async_request(_wait_for, (str(checkpoint_dir), patience_s), lambda: _finish(pending))
-
-
-def _finish(pending: Any) -> None:
-    pending.result()
+    return parts.async_request(_wait_for, (str(checkpoint_dir), patience_s), pending.result)
 
 
 def _wait_for(path: str, timeout_s: float) -> None:
@@ -131,9 +128,9 @@ def load(
     """
     _require_no_strategy(sharded_strategy, common_strategy)
     how = _strictness(strict)
-    leaves, local = _parted(sharded_state_dict, parts.is_local)
-    kept = _Kept()
-    report = _load(checkpoint_dir, _items(leaves), kept, how in _STRICT, options or LoadOptions())
+    leaves, local, _ = _parted(sharded_state_dict)
+    kept = Kept()
+    report = _load(checkpoint_dir, _items(leaves), kept, how in _STRICT, options)
     answer = parts.merged(kept.values, parts.unwrapped(leaves))
     answer = parts.merged(answer, parts.unwrapped(local))
     if how not in _STRICT | _QUIET:
@@ -145,7 +142,7 @@ def load(
 
 
 def _load(
-    path: str | PathLike[str], items: dict[str, Any], kept: _Kept, strict: bool, options: LoadOptions
+    path: str | PathLike[str], items: dict[str, Any], kept: Kept, strict: bool, options: LoadOptions | None
 ) -> LoadReport:
     """Load items, as they are if they fit, else as the checkpoint has their keys.
 
@@ -165,11 +162,11 @@ def _by_key(items: dict[str, Any], path: str | PathLike[str]) -> dict[str, Any]:
     """
     with stored.open(path) as checkpoint:
         saved = {item: {*checkpoint.tensors[item], *checkpoint.values[item]} for item in checkpoint.items}
-    live = {item for item, value in items.items() if not all(map(_is_sharded, _leaves(value)))}
+    live = {item for item, value in items.items() if not all(map(parts.is_sharded, parts.nested(value)))}
     moved: dict[str, list[Any]] = {}
     gone: set[int] = set()
     for item in items.keys() - live:
-        for part in _leaves(items[item]):
+        for part in parts.nested(items[item]):
             homes = [home for home, known in saved.items() if known.issuperset(names_of(part))]
             if item not in homes and len(homes) == 1 and homes[0] not in live:
                 moved.setdefault(homes[0], []).append(part)
@@ -180,19 +177,6 @@ def _by_key(items: dict[str, Any], path: str | PathLike[str]) -> dict[str, Any]:
     return found
 
 
-def _is_sharded(leaf: Any) -> bool:
-    return parts.is_tensor(leaf) or parts.is_object(leaf)
-
-
-def _leaves(state: Any) -> Iterator[Any]:
-    """Yield what is in nested dicts and lists."""
-    if not isinstance(state, (dict, list)):
-        yield state
-        return
-    for inner in state.values() if isinstance(state, dict) else state:
-        yield from _leaves(inner)
-
-
 def load_common_state_dict(
     checkpoint_dir: str | PathLike[str], *, options: LoadOptions | None = None
 ) -> dict[str, Any]:
@@ -200,8 +184,8 @@ def load_common_state_dict(
 
     Every rank calls it.
     """
-    kept = _Kept()
-    api.load(checkpoint_dir, {_COMMON: kept}, options=options or LoadOptions())
+    kept = Kept()
+    api.load(checkpoint_dir, {_COMMON: kept}, options=options)
     values: dict[str, Any] = kept.values
     return values
 
@@ -220,27 +204,12 @@ def mark_latest(root: str | PathLike[str], iteration: int) -> None:
         storage.close()
 
 
-@dataclass
-class _Kept:
-    """Values whose form is known to nobody before they are loaded."""
-
-    values: Any = field(default_factory=dict)
-
-    def state_dict(self) -> Any:
-        return self.values
-
-    def load_state_dict(self, state: Any) -> None:
-        self.values = state
-
-
-def _parted(state: dict[str, Any], which: Callable[[Any], bool] | None = None) -> tuple[Any, Any]:
-    """Return what is sharded or live in a state dict, and of the rest what `which` says, by default all."""
+def _parted(state: dict[str, Any]) -> tuple[Any, Any, Any]:
+    """Return what is sharded or live in a state dict, what is marked as local, and the rest."""
     if tree.any_leaf(state, lambda _: False):
         raise tree.too_deep("the state dict")
-    leaves, rest = parts.parted(state, private.is_leaf)
-    if which is None:
-        return leaves, parts.parted(rest, parts.is_local)[1]
-    return leaves, parts.parted(rest, which)[0]
+    leaves, others = parts.parted(state, private.is_leaf)
+    return leaves, *parts.parted(others, parts.is_local)
 
 
 def _items(leaves: Mapping[str, Any]) -> dict[str, Any]:
