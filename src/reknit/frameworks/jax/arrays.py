@@ -10,11 +10,10 @@ import numpy as np
 
 from reknit.errors import StateError
 from reknit.frameworks.jax import private as jax_private
-from reknit.frameworks.jax.filling import Filling, box_of, spec_of
+from reknit.frameworks.jax.filling import Filling, box_of, spec_of, with_data
 from reknit.frameworks.jax.tree import Into, JaxNodeAdapter, leaves
 from reknit.frameworks.walk.adapter import Adapter
 from reknit.frameworks.walk.walk import Place, View
-from reknit.types.box import Box
 from reknit.types.dtype import numpy_dtype
 
 if TYPE_CHECKING:
@@ -23,6 +22,7 @@ if TYPE_CHECKING:
     from reknit.frameworks.walk.loading import Loading
     from reknit.frameworks.walk.saving import Saving
     from reknit.frameworks.walk.walk import Arrays, Assign, Replicas, World
+    from reknit.types.box import Box
     from reknit.types.shard import TensorSpec
 
 IMPLEMENTATION: Final = "~prng"
@@ -62,12 +62,9 @@ class JaxArrays:
         _require_values(tensor, place)
         spec = spec_of(tensor, place)
         shape = tuple(tensor.shape)
-        inside = spec.shape[len(shape) :]
         held = local_boxes(tensor, world)
-        parts = tuple(
-            (Box((*box.offsets, *(0,) * len(inside)), (*box.lengths, *inside)), _on_host(data))
-            for box, data in held.items()
-        )
+        # On a CPU that is an array's own memory, elsewhere a copy.
+        parts = tuple((with_data(box, spec), np.asarray(data)) for box, data in held.items())
         replicas = _replicas(tensor.sharding, shape, world)
         holders = None if replicas is None else tuple(replicas[box] for box in held)
         return View(spec, parts, world.alone, ("jax", id(tensor)), holders=holders)
@@ -77,13 +74,13 @@ class JaxArrays:
 
     def fresh(self, spec: TensorSpec, like: Any = None) -> Any:
         """Return memory that will become an array: cut and placed as `like` where that has its shape."""
-        place = Place("a new array")
+        place, sharding = Place("a new array"), None
         if like is not None and spec_of(like, place).shape == spec.shape:
             filling = Filling.like(like, place)
             if filling.spec == spec:
                 return filling
-            return Filling(spec.shape, numpy_dtype(spec.dtype), like.sharding, False, place)
-        return Filling(spec.shape, numpy_dtype(spec.dtype), None, False, place)
+            sharding = like.sharding
+        return Filling(spec.shape, numpy_dtype(spec.dtype), sharding, False, place)
 
 
 def _require_values(array: Any, place: Place) -> None:
@@ -120,11 +117,6 @@ def without_host_copy(data: Any) -> Any:
     if jax_private.is_key_dtype(data.dtype):
         data = jax.random.key_data(data)
     return jax.make_array_from_single_device_arrays(data.shape, data.sharding, [data])
-
-
-def _on_host(data: Any) -> Any:
-    """Return the values of an array of one device: its own memory on a CPU, else a copy."""
-    return np.asarray(data)
 
 
 def _replicas(sharding: Any, shape: tuple[int, ...], world: World) -> dict[Box, Replicas] | None:
@@ -172,9 +164,7 @@ class JaxArrayAdapter(Adapter):
                 f"{place} is a jax.ShapeDtypeStruct, which has no values",
                 remedy="save arrays; abstract ones are for loading",
             )
-        if saving.memo.setdefault("jax copies", saving) is saving:
-            saving.memo["jax copies"] = None
-            start_copies(saving.state, saving.world)
+        saving.world.once("jax copies", lambda: start_copies(saving.state, saving.world))
         saving.tensor(value, place)
         if jax_private.is_key_dtype(value.dtype):
             saving.blob(jax_private.implementation(value.dtype), place.below(IMPLEMENTATION))
@@ -191,20 +181,21 @@ class JaxArrayAdapter(Adapter):
         if not _fits_implementation(value, place, loading):
             return
         _leave_out_options(place, loading)
-        tie = ("jax variable", id(assign.variable)) if isinstance(assign, Into) else None
-        if tie is not None and tie in loading.memo:
-            view, filling = loading.memo[tie]
-            loading.view(view, place, filling)
-            return
-        filling = Filling.like(value, place)
-        holds = isinstance(value, jax.Array) and not value.is_deleted() and loading.may_resize(place)
-        if holds:
-            filling.start_from(value)
-        view = filling.view(loading.world, fresh=not holds)
-        if tie is not None:
-            loading.memo[tie] = view, filling
+
+        def fill() -> tuple[View, Filling]:
+            filling = Filling.like(value, place)
+            holds = isinstance(value, jax.Array) and not value.is_deleted() and loading.may_resize(place)
+            if holds:
+                filling.start_from(value)
+            loading.later(lambda: assign(filling.filled()) if filling.arrived else None)
+            return filling.view(loading.world, fresh=not holds), filling
+
+        if isinstance(assign, Into):
+            tie = ("jax variable", id(assign.variable))
+            view, filling = loading.world.once(tie, fill, assign.variable)
+        else:
+            view, filling = fill()
         loading.view(view, place, filling)
-        loading.later(lambda: assign(filling.filled()) if filling.arrived else None)
 
 
 def _leave_out_options(place: Place, loading: Loading) -> None:

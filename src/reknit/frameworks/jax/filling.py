@@ -29,6 +29,12 @@ def box_of(index: Sequence[slice], shape: tuple[int, ...]) -> Box:
     return Box(tuple(start for start, _, _ in ranges), tuple(end - start for start, end, _ in ranges))
 
 
+def with_data(box: Box, spec: TensorSpec) -> Box:
+    """Return a box with the dimensions that the data of keys has beside theirs, whole."""
+    inside = spec.shape[box.ndim :]
+    return Box((*box.offsets, *(0,) * len(inside)), (*box.lengths, *inside))
+
+
 def spec_of(array: Any, place: Place) -> TensorSpec:
     """Return shape and dtype of an array, or of the data of keys.
 
@@ -89,11 +95,7 @@ class Filling(Unfilled):
 
     def view(self, world: World, *, fresh: bool = True) -> View:
         """Look at the memory to fill."""
-        tail = self.spec.shape[len(self._shape) :]
-        parts = tuple(
-            (Box((*box.offsets, *(0,) * len(tail)), (*box.lengths, *tail)), data)
-            for box, data in self._memory.items()
-        )
+        parts = tuple((with_data(box, self.spec), data) for box, data in self._memory.items())
         return View(self.spec, parts, world.alone, ("jax", id(self)), self._arrive, fresh)
 
     def start_from(self, array: Any) -> None:

@@ -92,7 +92,8 @@ def coordination_store(prefix: str) -> JaxStore:
 class _Meeting:
     """Stands for the group of all processes, as long as they are connected to one service."""
 
-    client: Any = None
+    def __init__(self, client: Any) -> None:
+        self.client = client
 
 
 _meetings: list[_Meeting] = []
@@ -110,9 +111,7 @@ def current_job() -> Job | None:
         _meetings.clear()
         return None
     if not _meetings or _meetings[0].client is not state.client:
-        meeting = _Meeting()
-        meeting.client = state.client
-        _meetings[:] = [meeting]
+        _meetings[:] = [_Meeting(state.client)]
     store = coordination_store("reknit/all")
     return Job(state.process_id, state.num_processes, tuple(range(state.num_processes)), store, _meetings[0])
 

@@ -93,12 +93,11 @@ class JaxNodeAdapter(Adapter):
     def wanted(self, value: Any, place: Place, loading: Loading, assign: Assign) -> None:
         """Ask for what is inside; if anything in it has to be replaced, so has the node."""
         node = _opened(value, place)
-        if _is_variable(value):
-            self._want_variable(value, node, place, loading)
-            return
         fresh: dict[str | int, Any] = {}
 
         def put(key: str | int) -> Assign:
+            if _is_variable(value):
+                return Into(value)  # it keeps its place in the model
             return None if assign is None else lambda new: fresh.__setitem__(key, new)
 
         for key, inner in node.children.items():
@@ -110,11 +109,6 @@ class JaxNodeAdapter(Adapter):
                 assign(tree_util.tree_unflatten(node.build, children))
 
         loading.later(replace)
-
-    def _want_variable(self, value: Any, node: _Node, place: Place, loading: Loading) -> None:
-        """Ask for the value of a variable, which keeps its place in the model."""
-        for inner in node.children.values():
-            loading.visit(inner, place, Into(value))
 
 
 def leaves(value: Any, seen: set[int], depth: int = 0) -> Iterator[Any]:
