@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import socket
 import threading
 import time
@@ -14,11 +15,18 @@ import msgspec
 import psutil
 import pytest
 
-from reknit.comm import tls
+from reknit.comm import serving, tls
 from reknit.comm.meeting import address_server, address_store
 from reknit.comm.meeting.address_server import ServedStore
-from reknit.comm.meeting.address_store import MOST_VALUE_NBYTES, Point, RemoteStore, checked_token
+from reknit.comm.meeting.address_store import (
+    MOST_VALUE_NBYTES,
+    Point,
+    RemoteStore,
+    StoreRequest,
+    checked_token,
+)
 from reknit.comm.meeting.hosts import gather_shape
+from reknit.comm.messages import Reply, decode, encode
 from reknit.errors import CommError, DeadlineError, ProtocolError, UsageError
 from reknit.options import CommOptions
 from tests.ports import free_port
@@ -155,7 +163,7 @@ def test_nothing_is_read_of_a_call_without_the_token(
     served: ServedStore, point: Point, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     read: list[bytes] = []
-    monkeypatch.setattr(address_server, "decoded_call", lambda data, kind: read.append(data))
+    monkeypatch.setattr(serving, "decode", lambda data, *_: read.append(data))
     for metadata in (None, (("reknit-token", ""),), (("reknit-token-bin", b"\xff"),)):
         assert call(point, "/reknit.Store/set", b"data", metadata) is grpc.StatusCode.UNAUTHENTICATED
     assert not read
@@ -167,17 +175,18 @@ def test_bytes_that_are_no_call_are_refused(
 ) -> None:
     known = (("reknit-token", address_store.hashed(SECRET)),)
     with tls.channel(str(point), PLAIN, []) as channel:
-        for data in (b"", b"\xc1", msgspec.msgpack.encode(["key", b"", 0.0, "more"]), b"\x81" * 2000):
+        more = b"\0" + msgspec.msgpack.encode(["key", b"", 0.0, "more"])
+        for data in (b"", b"\xc1", b"\0\xc1", more, b"\0" + b"\x81" * 2000):
             for method in ("set", "get"):
                 answer = channel.unary_unary(f"/reknit.Store/{method}", None, None)(
                     data, timeout=10, metadata=known
                 )
-                reply = msgspec.msgpack.decode(answer, type=address_store.StoreReply)
+                reply = decode(answer, Reply, MOST_VALUE_NBYTES)
                 assert reply.error is not None
                 assert reply.error["type"] == ProtocolError.__name__
     monkeypatch.setattr(address_server, "LONGEST_WAIT_S", 0.1)
     for wait_s in (float("nan"), float("inf"), -1.0):
-        data = msgspec.msgpack.encode(["key", b"", wait_s])
+        data = encode(StoreRequest("key", wait_s=wait_s))
         assert call(point, "/reknit.Store/get", data, known) is grpc.StatusCode.OK
 
 
@@ -192,6 +201,8 @@ def test_sizes_and_numbers_are_bounded(
         with pytest.raises(CommError, match="takes no value of"):
             store.set("k" * 1025, b"")
     with pytest.raises(CommError, match="RESOURCE_EXHAUSTED"):
+        remote.set("large", os.urandom(4 * MOST_VALUE_NBYTES))
+    with pytest.raises(ProtocolError, match="larger than"):
         remote.set("large", bytes(4 * MOST_VALUE_NBYTES))
     monkeypatch.setattr(address_server, "_MOST_NBYTES", MOST_VALUE_NBYTES + 10)
     remote.set("small", bytes(10))

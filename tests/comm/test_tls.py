@@ -142,18 +142,21 @@ def test_a_rank_that_shows_no_certificate_is_turned_away(ours: Authority, last: 
         assert caught.value.code() in (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.DEADLINE_EXCEEDED)
 
 
-def test_without_tls_there_are_no_credentials() -> None:
-    assert tls.server_credentials(CommOptions()) is None
-    assert tls.channel_credentials(CommOptions()) is None
+def opened(settings: CommOptions) -> None:
+    tls.open_port(grpc.server(None), "127.0.0.1:0", settings)  # type: ignore[arg-type]
+
+
+def connected(settings: CommOptions) -> None:
+    tls.channel("127.0.0.1:1", settings, [])
 
 
 @pytest.mark.parametrize("name", ["ca", "certificate", "key"])
 def test_a_file_that_is_not_there_is_named(name: str, ours: Authority, tmp_path: Path) -> None:
     paths = dataclasses.asdict(ours.issue("a.example")) | {name: tmp_path / "absent"}
     settings = Tls(**paths)
-    for credentials in (tls.server_credentials, tls.channel_credentials):
+    for use in (opened, connected):
         with pytest.raises(UsageError, match=rf"tls\.{name} cannot be read: No such file") as caught:
-            credentials(options(settings))
+            use(options(settings))
         assert caught.value.path == str(tmp_path / "absent")
 
 
@@ -161,17 +164,17 @@ def test_files_that_hold_something_else_are_refused(ours: Authority, tmp_path: P
     (tmp_path / "text").write_text("no certificate\n")
     good = ours.issue("a.example")
     with pytest.raises(UsageError, match=r"tls\.ca holds no certificate"):
-        tls.channel_credentials(options(dataclasses.replace(good, ca=tmp_path / "text")))
+        connected(options(dataclasses.replace(good, ca=tmp_path / "text")))
     wrong = tmp_path / "text"
     for bad in (dataclasses.replace(good, certificate=wrong), dataclasses.replace(good, key=wrong)):
         with pytest.raises(UsageError, match=r"tls\.certificate and tls\.key are no pair"):
-            tls.server_credentials(options(bad))
+            opened(options(bad))
 
 
 def test_a_key_of_another_certificate_is_refused(ours: Authority) -> None:
     good, other = ours.issue("a.example"), ours.issue("b.example")
     with pytest.raises(UsageError, match="are no pair"):
-        tls.server_credentials(options(dataclasses.replace(good, key=other.key)))
+        opened(options(dataclasses.replace(good, key=other.key)))
 
 
 ENCRYPT = """
@@ -188,7 +191,7 @@ def test_a_key_with_a_password_is_refused_and_nobody_is_asked_for_it(ours: Autho
     settings = ours.issue("a.example")
     subprocess.run([sys.executable, "-c", ENCRYPT, str(settings.key)], check=True, timeout=60)
     with pytest.raises(UsageError, match="are no pair") as caught:
-        tls.server_credentials(options(settings))
+        opened(options(settings))
     assert "without a password" in str(caught.value)
 
 

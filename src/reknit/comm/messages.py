@@ -141,15 +141,16 @@ class News(msgspec.Struct, array_like=True, frozen=True, forbid_unknown_fields=T
 
 
 class Reply(msgspec.Struct, array_like=True, frozen=True, forbid_unknown_fields=True):
-    """The answer to anything but a report: that it was heard, or why not."""
+    """The answer to anything but a report: that it was heard, or why not; and a value that was asked for."""
 
     error: dict[str, Any] | None = None
+    value: bytes | None = None
 
 
-_Message = TypeVar("_Message", Hello, Report, Outcome, News, Reply)
+Message = TypeVar("Message", bound=msgspec.Struct)
 
 
-def encode(message: Hello | Report | Outcome | News | Reply) -> bytes:
+def encode(message: msgspec.Struct) -> bytes:
     """Return the bytes of a message, compressed when it is large and that helps."""
     plain = msgspec.msgpack.encode(message)
     if len(plain) > COMPRESS_NBYTES:
@@ -160,7 +161,7 @@ def encode(message: Hello | Report | Outcome | News | Reply) -> bytes:
     return _PLAIN + plain
 
 
-def decode(data: bytes, kind: type[_Message], max_nbytes: int) -> _Message:
+def decode(data: bytes, kind: type[Message], max_nbytes: int) -> Message:
     """Return the message in `data`; raises `ProtocolError` when there is none, or one above `max_nbytes`."""
     marker, body = data[:1], memoryview(data)[1:]
     try:

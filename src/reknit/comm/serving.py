@@ -9,10 +9,14 @@ from typing import TYPE_CHECKING, cast
 import grpc
 
 from reknit.comm.chunks import CHUNK_NBYTES
+from reknit.comm.messages import Reply, decode, encode
+from reknit.errors import ReknitError
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Callable, Mapping
     from concurrent.futures import Executor, ThreadPoolExecutor
+
+    from reknit.comm.messages import Message
 
     _Handler = grpc.GenericRpcHandler[bytes, bytes]
     Method = grpc.RpcMethodHandler[bytes, bytes]
@@ -65,6 +69,20 @@ def server_settings(num_callers: int) -> list[tuple[str, int]]:
         # A rank that has joined is never idle: its watch call stays open.
         ("grpc.max_connection_idle_ms", IDLE_MS),
     ]
+
+
+def replying(
+    kind: type[Message], hear: Callable[[Message, grpc.ServicerContext], Reply], max_nbytes: int
+) -> Method:
+    """Return what answers calls with what `hear` returns to a message, or with the error that it raises."""
+
+    def answer(data: bytes, context: grpc.ServicerContext) -> bytes:
+        try:
+            return encode(hear(decode(data, kind, max_nbytes), context))
+        except ReknitError as error:
+            return encode(Reply(error.to_wire()))
+
+    return grpc.unary_unary_rpc_method_handler(answer)
 
 
 def token_server(

@@ -22,13 +22,14 @@ def channel(address: str, options: CommOptions, settings: Sequence[tuple[str, in
 
     Raises `UsageError` for files of certificates that cannot be used.
     """
-    credentials = channel_credentials(options)
     arguments: list[tuple[str, int | str]] = list(settings)
-    if credentials is None or options.tls is None:
+    if options.tls is None:
         return grpc.insecure_channel(address, options=arguments)
+    ca, certificate, key = _files(options.tls)
     if options.tls.server_name is not None:
         # Ranks are reached by IP address, which certificates seldom name.  What matters is who signed them.
         arguments.append(("grpc.ssl_target_name_override", options.tls.server_name))
+    credentials = grpc.ssl_channel_credentials(ca, key, certificate)
     return grpc.secure_channel(address, credentials, options=arguments)
 
 
@@ -37,33 +38,21 @@ def open_port(server: grpc.Server, address: str, options: CommOptions) -> int:
 
     Raises `CommError` when it cannot, `UsageError` for files of certificates that cannot be used.
     """
-    credentials = server_credentials(options)
     try:
-        if credentials is None:
+        if options.tls is None:
             port = server.add_insecure_port(address)
         else:
+            ca, certificate, key = _files(options.tls)
+            # Without a certificate of the same CA nobody gets in.
+            credentials = grpc.ssl_server_credentials(
+                [(key, certificate)], root_certificates=ca, require_client_auth=True
+            )
             port = server.add_secure_port(address, credentials)
     except RuntimeError as error:
         raise _deaf(address, str(error)) from error
     if port == 0:
         raise _deaf(address, "the port could not be opened")
     return port
-
-
-def server_credentials(options: CommOptions) -> grpc.ServerCredentials | None:
-    """Return the certificate that a server shows, and whose it takes: none without one of the same CA."""
-    if options.tls is None:
-        return None
-    ca, certificate, key = _files(options.tls)
-    return grpc.ssl_server_credentials([(key, certificate)], root_certificates=ca, require_client_auth=True)
-
-
-def channel_credentials(options: CommOptions) -> grpc.ChannelCredentials | None:
-    """Return the certificate that a client shows, and whose it takes."""
-    if options.tls is None:
-        return None
-    ca, certificate, key = _files(options.tls)
-    return grpc.ssl_channel_credentials(ca, key, certificate)
 
 
 def _files(tls: Tls) -> tuple[bytes, bytes, bytes]:

@@ -3,38 +3,36 @@
 from __future__ import annotations
 
 import errno
-import functools
 import socket
 import threading
 import time
 from typing import TYPE_CHECKING
-
-import grpc
-import msgspec
 
 from reknit.comm import tls
 from reknit.comm.executor import DaemonExecutor
 from reknit.comm.meeting.address_store import (
     LONGEST_WAIT_S,
     MOST_KEY_LETTERS,
+    MOST_MESSAGE_NBYTES,
     MOST_VALUE_NBYTES,
     PAUSES_S,
     SERVICE,
     Point,
-    StoreReply,
     StoreRequest,
-    decoded_call,
     hashed,
     no_value,
     store_settings,
 )
 from reknit.comm.meeting.addresses import addresses, bracketed, is_loopback, own_addresses
-from reknit.comm.serving import server_settings, token_server
+from reknit.comm.messages import Reply
+from reknit.comm.serving import replying, server_settings, token_server
 from reknit.errors import CommError, DeadlineError, ReknitError, from_wire, typed_shortage
 from reknit.monitor.phase import Deadline
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Sequence
+
+    import grpc
 
     from reknit.errors import ShortageError
     from reknit.options import CommOptions
@@ -71,8 +69,8 @@ class ServedStore:
         self._shortage: ShortageError | None = None
         self._executor = DaemonExecutor(_MOST_WAITING + 8, ready=1, on_shortage=self._fall_short)
         methods = {
-            SERVICE + "set": grpc.unary_unary_rpc_method_handler(functools.partial(self._reply, self._set)),
-            SERVICE + "get": grpc.unary_unary_rpc_method_handler(functools.partial(self._reply, self._get)),
+            SERVICE + "set": replying(StoreRequest, self._set, MOST_MESSAGE_NBYTES),
+            SERVICE + "get": replying(StoreRequest, self._get, MOST_MESSAGE_NBYTES),
         }
         settings = [*store_settings(), *server_settings(size)]
         self._server = token_server("rank 0", hashed(token), methods, self._executor, settings)
@@ -137,27 +135,18 @@ class ServedStore:
             self._shortage = error
             self._changed.notify_all()
 
-    def _reply(
-        self, answer: Callable[[StoreRequest], StoreReply], data: bytes, _: grpc.ServicerContext
-    ) -> bytes:
-        try:
-            reply = answer(decoded_call(data, StoreRequest))
-        except ReknitError as error:
-            reply = StoreReply(error=error.to_wire())
-        return msgspec.msgpack.encode(reply)
-
-    def _set(self, request: StoreRequest) -> StoreReply:
+    def _set(self, request: StoreRequest, _: object) -> Reply:
         self.set(request.key, request.value)
-        return StoreReply()
+        return Reply()
 
-    def _get(self, request: StoreRequest) -> StoreReply:
+    def _get(self, request: StoreRequest, _: object) -> Reply:
         wait_s = min(request.wait_s, LONGEST_WAIT_S) if request.wait_s > 0 else 0.0
         if wait_s and not self._waiting.acquire(blocking=False):
             wait_s = 0.0
         try:
-            return StoreReply(self.get(request.key, wait_s))
+            return Reply(value=self.get(request.key, wait_s))
         except DeadlineError:
-            return StoreReply()
+            return Reply()
         finally:
             if wait_s:
                 self._waiting.release()

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import hmac
 import time
-from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar, cast
+from typing import TYPE_CHECKING, NamedTuple, cast
 from urllib.parse import urlsplit
 
 import grpc
@@ -17,8 +17,9 @@ import msgspec
 from reknit.comm import tls
 from reknit.comm.backoff import doubling
 from reknit.comm.meeting.addresses import bracketed
+from reknit.comm.messages import Reply, decode, encode
 from reknit.comm.serving import TOKEN, channel_settings
-from reknit.errors import CommError, DeadlineError, ProtocolError, UsageError, from_wire
+from reknit.errors import CommError, DeadlineError, UsageError, from_wire
 from reknit.monitor.phase import Deadline
 
 if TYPE_CHECKING:
@@ -29,6 +30,7 @@ SERVICE = "/reknit.Store/"
 
 MOST_VALUE_NBYTES = 1 << 20
 MOST_KEY_LETTERS = 1024
+MOST_MESSAGE_NBYTES = 2 * MOST_VALUE_NBYTES
 
 LONGEST_WAIT_S = 5.0
 """The longest that a call waits in the server for a value."""
@@ -67,21 +69,14 @@ class Point(NamedTuple):
 
 
 class StoreRequest(msgspec.Struct, array_like=True, frozen=True, forbid_unknown_fields=True):
-    """A call of the store: set `key` to `value`, or get it, waiting up to `wait_s` for it."""
+    """A call of the store: set `key` to `value`, or get it, waiting up to `wait_s` for it.
+
+    The value comes in the `Reply`, or None where there is none yet.
+    """
 
     key: str
     value: bytes = b""
     wait_s: float = 0.0
-
-
-class StoreReply(msgspec.Struct, array_like=True, frozen=True, forbid_unknown_fields=True):
-    """What the store answers: the value of a key, None where there is none yet, or an error."""
-
-    value: bytes | None = None
-    error: dict[str, Any] | None = None
-
-
-_Message = TypeVar("_Message", StoreRequest, StoreReply)
 
 
 class RemoteStore:
@@ -118,9 +113,9 @@ class RemoteStore:
         """End the connection."""
         self._channel.close()
 
-    def _call(self, method: str, request: StoreRequest, patience: Deadline) -> StoreReply:
+    def _call(self, method: str, request: StoreRequest, patience: Deadline) -> Reply:
         """Return the reply to a call, repeated while the server is out of reach and `patience` lasts."""
-        stub, data = self._channel.unary_unary(SERVICE + method, None, None), msgspec.msgpack.encode(request)
+        stub, data = self._channel.unary_unary(SERVICE + method, None, None), encode(request)
         pauses = doubling(*PAUSES_S)
         while True:
             try:
@@ -130,7 +125,7 @@ class RemoteStore:
                 if failure is not None:
                     raise failure from error
             else:
-                reply = decoded_call(answer, StoreReply)
+                reply = decode(answer, Reply, MOST_MESSAGE_NBYTES)
                 if reply.error is not None:
                     raise from_wire(reply.error)
                 return reply
@@ -180,14 +175,6 @@ def store_settings() -> list[tuple[str, int]]:
         ("grpc.min_reconnect_backoff_ms", 1000),
         ("grpc.max_reconnect_backoff_ms", 1000),
     ]
-
-
-def decoded_call(data: bytes, kind: type[_Message]) -> _Message:
-    """Return the message in `data`; raises `ProtocolError` when there is none."""
-    try:
-        return msgspec.msgpack.decode(data, type=kind)
-    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
-        raise ProtocolError(f"a call of the store cannot be read: {error}") from error
 
 
 def no_value(key: str, point: Point, timeout_s: float) -> DeadlineError:

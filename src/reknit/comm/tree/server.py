@@ -15,7 +15,7 @@ from reknit.comm.chunks import divided, joined
 from reknit.comm.executor import DaemonExecutor
 from reknit.comm.meeting.addresses import PrivateSocket, addresses
 from reknit.comm.messages import OVERHEAD_NBYTES, Heading, Hello, News, Reply, Report, decode, encode
-from reknit.comm.serving import server_settings, token_server
+from reknit.comm.serving import replying, server_settings, token_server
 from reknit.comm.tls import open_port
 from reknit.errors import ReknitError, UsageError, from_wire
 from reknit.options import UNIX
@@ -61,13 +61,12 @@ class Server:
         self._socket = _named_socket(topology) if options.bind == UNIX else None
         self._rounds, self._hello = rounds, hello
         self._limit = options.max_message_nbytes
-        unary, stream = grpc.unary_unary_rpc_method_handler, grpc.stream_stream_rpc_method_handler
         methods = {
-            SERVICE + "hello": unary(functools.partial(self._reply, self._greet)),
-            SERVICE + "watch": unary(functools.partial(self._reply, self._watch)),
-            SERVICE + "tell": unary(functools.partial(self._reply, self._hear)),
-            SERVICE + "stay": unary(functools.partial(self._reply, self._stay)),
-            SERVICE + "round": stream(self._round),
+            SERVICE + "hello": replying(Hello, self._greet, self._limit),
+            SERVICE + "watch": replying(Hello, self._watch, self._limit),
+            SERVICE + "tell": replying(News, self._hear, self._limit),
+            SERVICE + "stay": replying(Hello, self._stay, self._limit),
+            SERVICE + "round": grpc.stream_stream_rpc_method_handler(self._round),
         }
         self._children = frozenset(topology.children(hello.rank))
         self._ended = threading.Condition()
@@ -130,18 +129,12 @@ class Server:
         if not context.add_callback(end):
             end()
 
-    def _reply(self, hear: Callable[..., Reply], data: bytes, context: grpc.ServicerContext) -> bytes:
-        try:
-            return encode(hear(data, context))
-        except ReknitError as error:
-            return encode(Reply(error.to_wire()))
-
-    def _greet(self, data: bytes, _: object) -> Reply:
-        self._rounds.greet(self._known(data))
+    def _greet(self, hello: Hello, _: object) -> Reply:
+        self._rounds.greet(self._known(hello))
         return Reply()
 
-    def _watch(self, data: bytes, context: grpc.ServicerContext) -> Reply:
-        child = self._known(data)
+    def _watch(self, hello: Hello, context: grpc.ServicerContext) -> Reply:
+        child = self._known(hello)
         self._rounds.attach(child)
         self._unattached.discard(child)
         if not self._unattached:  # a killed job would leave the name behind
@@ -153,15 +146,14 @@ class Server:
             context.send_initial_metadata(((WATCHING, ""),))
         return Reply(self._rounds.until_broken().to_wire())
 
-    def _hear(self, data: bytes, _: object) -> Reply:
-        news = decode(data, News, self._limit)
+    def _hear(self, news: News, _: object) -> Reply:
         self._check_job(news.sender, news)
         self._rounds.break_off(from_wire(news.error), news.sender)
         return Reply()
 
-    def _stay(self, data: bytes, context: grpc.ServicerContext) -> Reply:
+    def _stay(self, hello: Hello, context: grpc.ServicerContext) -> Reply:
         """Wait until a child has heard that the group is over and all that it is owed, or is gone."""
-        child = self._known(data)
+        child = self._known(hello)
         with self._ended:
             if child not in self._children or child in self._staying:
                 raise round_errors.duplicate_rank(child)
@@ -186,9 +178,8 @@ class Server:
         # A child that hung up hears nothing of this.
         return outcome or report.outcome(error=round_errors.gave_up(report, visit.child))
 
-    def _known(self, data: bytes) -> int:
+    def _known(self, theirs: Hello) -> int:
         """Return the rank that says hello; raises `ProtocolError` unless it belongs to this group."""
-        theirs = decode(data, Hello, self._limit)
         self._check_job(theirs.rank, theirs)
         if theirs.topology != self._hello.topology:
             raise round_errors.wrong_topology(theirs.rank, self._hello.rank)
