@@ -9,16 +9,16 @@ from typing import TYPE_CHECKING, Any
 from reknit.dataloader.place import ReaderPlace
 from reknit.dataloader.process import ProcessWorker
 from reknit.dataloader.reader import Reader
-from reknit.dataloader.reshard import Readers, dealt, shards_of_rank
+from reknit.dataloader.reshard import Readers, shards_of_rank, unread
 from reknit.dataloader.token_sets import Corpus, Recipe, TokenSet
 from reknit.dataloader.versioned_reader import LocalWorker
 from reknit.errors import StateError, UsageError
-from reknit.types.shard import LoaderShard
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
     from reknit.dataloader.reader import Batch
+    from reknit.types.shard import LoaderShard
 
     Worker = LocalWorker | ProcessWorker
 
@@ -73,14 +73,13 @@ class TokenLoader:
         _check(0 <= rank < size and replica >= 0, f"there is no place {rank} of {size}, replica {replica}")
         buffered = 4 * token_budget if buffer_tokens is None else buffer_tokens
         _check(buffered >= 1, "buffer_tokens is at least 1")
-        self._sets = tuple(token_sets)
         self._recipe = Recipe(token_budget, buffered, seed, shuffle, epochs, dtype, padding)
         self._readers = Readers(size, max(num_workers, 1))
         self._processes = num_workers > 0 and not in_process
         self._depth = prefetch if num_workers else 0
         self._timeout_s = timeout_s
         self._save_every = save_every
-        self._corpus = Corpus.of(self._sets)
+        self._corpus = Corpus(token_sets)
         filled = sum(source.length > 0 for source in self._corpus.sources)
         _check(
             epochs is not None or filled >= size,
@@ -149,26 +148,24 @@ class TokenLoader:
     def _started(self) -> list[Worker]:
         """Return the workers; where there are none yet, they begin at the beginning."""
         if not self._workers:
-            fresh = [LoaderShard(s.number, 0, 0, s.length, 0) for s in self._corpus.sources]
-            self._start(dealt(fresh, self._kinds, self._readers, self.place.rank), same=False)
+            lengths = [source.length for source in self._corpus.sources]
+            self._start(unread(lengths, self._kinds, self._readers, self.place.rank), same=False)
         return self._workers
 
     def _start(self, shards: Sequence[LoaderShard], *, same: bool) -> None:
         """Start workers in the place of those that there are, with the shards of this rank."""
         self.close()
-        self._ended = set()
+        self._ended, corpus = set(), self._corpus
         states: list[dict[int, Any]] = [{} for _ in range(self._readers.num_workers)]
         for shard in shards:
             states[shard.worker][shard.source] = shard.value
         for mine in states:
             if self._processes:
                 worker: Worker = ProcessWorker(
-                    self._sets, self._recipe, mine, same=same, depth=self._depth, timeout_s=self._timeout_s
+                    corpus.sets, self._recipe, mine, same=same, depth=self._depth, timeout_s=self._timeout_s
                 )
             else:
-                reader = Reader(self._corpus, self._recipe, list(mine))
-                known = {source: state for source, state in mine.items() if state is not None}
-                worker = LocalWorker(reader, known, same=same, depth=self._depth)
+                worker = LocalWorker(Reader(corpus, self._recipe, mine, same=same), self._depth)
             self._workers.append(worker)
         self._plan_next()
 
@@ -187,9 +184,9 @@ class TokenLoader:
     def _fixed(self) -> dict[str, Any]:
         """Return what has to be the same whenever a run goes on."""
         corpus = self._corpus
-        sets = zip(corpus.names, corpus.lengths, corpus.partitions, strict=True)
+        sets = zip(corpus.sets, corpus.lengths, strict=True)
         return {
-            "token_sets": [{"name": name, "length": n, "partitions": parts} for name, n, parts in sets],
+            "token_sets": [{"name": s.name, "length": n, "partitions": s.num_partitions} for s, n in sets],
             "seed": self._recipe.seed,
             "shuffle": self._recipe.shuffle,
             "dtype": self._recipe.dtype,

@@ -2,23 +2,17 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import msgspec
 
 from reknit.processes.channel import Message
 
 
 class Open(Message):
-    """To the worker, with memory that holds the encoded states of sources: what to read, and from where.
+    """To the worker, with memory that holds what to read, and how: token sets, recipe, states of sources.
 
-    `sets` are name, opener, encoded arguments, ratio and partitions.  `sources` without a state are read from
-    the beginning.  `same`: the states are those of this very reader.
+    A state of None is the beginning.  `same`: the states are those of this very reader.
     """
 
-    sets: list[tuple[str, str, bytes, float, int]]
-    recipe: dict[str, Any]
-    sources: list[int]
     same: bool
     depth: int
     nbytes: int

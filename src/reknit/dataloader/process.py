@@ -49,18 +49,15 @@ class ProcessWorker:
         self._prepared: dict[int, list[LoaderShard]] = {}
         self._asked: set[int] = set()
         self._given: int | None = None
-        openers = [
-            (one.name, one.opener, encode_value(dict(one.arguments)), one.ratio, one.num_partitions)
-            for one in sets
-        ]
-        data = encode_value({source: state for source, state in states.items() if state is not None})
+        told = [{**vars(one), "open": one.opener, "arguments": dict(one.arguments)} for one in sets]
+        data = encode_value({"sets": told, "recipe": asdict(recipe), "states": dict(states)})
         ours, theirs = socket_pair()
         self._channel = Channel(ours, say.decode)
         fd = nameless_file("reknit-loader-states")
         try:
             write_at(fd, 0, data)
             self._process = self._spawn(theirs)
-            self._send(say.Open(openers, asdict(recipe), sorted(states), same, depth, len(data)), fd)
+            self._send(say.Open(same, depth, len(data)), fd)
         except BaseException:
             ours.close()
             raise

@@ -75,14 +75,28 @@ class Version(NamedTuple):
 class Reader:
     """Reads the given sources, in turns that keep the ratios of token sets and the sources' progress even."""
 
-    def __init__(self, corpus: Corpus, recipe: Recipe, sources: Sequence[int]) -> None:
-        self.sources = tuple(corpus.sources[number] for number in sorted(sources))
+    def __init__(self, corpus: Corpus, recipe: Recipe, states: Mapping[int, Any], *, same: bool) -> None:
+        """Go on from the states of sources, by number: of this very reader, if `same`, or of any.
+
+        A state of None is the beginning.  Items of several readers are merged as they arrived, and by source
+        where they arrived alike.
+        """
+        self.sources = tuple(corpus.sources[number] for number in sorted(states))
         self._corpus, self._recipe = corpus, recipe
-        self._place = {source.number: n for n, source in enumerate(self.sources)}
-        self._given = self._arrivals = self._buffered = 0
-        self._cursors = [(0, 0)] * len(self.sources)
-        self._buffer: list[Item] = []
-        self._drawn = [0] * len(corpus.names)
+        known = {number: state for number, state in states.items() if state is not None}
+        reached = (known.get(source.number, _BEGINNING) for source in self.sources)
+        self._cursors = [(int(state["epoch"]), int(state["position"])) for state in reached]
+        self._buffer = sorted(
+            (item for number, state in known.items() for item in _items(number, state, recipe)),
+            key=lambda item: (item.arrival, item.source),
+        )
+        self._buffered = sum(item.weight for item in self._buffer)
+        self._given, self._drawn = 0, [0] * len(corpus.sets)
+        self._arrivals = max((item.arrival + 1 for item in self._buffer), default=0)
+        if same and known:
+            reader = next(iter(known.values()))["reader"]
+            self._given, self._arrivals = int(reader["given"]), int(reader["arrivals"])
+            self._drawn = [int(tokens) for tokens in reader["drawn"]]
         self._queue()
 
     def next(self) -> Batch | None:
@@ -102,7 +116,8 @@ class Reader:
 
     def _turn(self) -> int | None:
         """Return which source is to be read next: of the set that lags behind its ratio, the least read."""
-        live = [(self._drawn[s] / self._corpus.ratios[s], s) for s, queue in self._queues.items() if queue]
+        sets = self._corpus.sets
+        live = [(self._drawn[s] / sets[s].ratio, s) for s, queue in self._queues.items() if queue]
         return self._queues[min(live)[1]][0][1] if live else None
 
     def _queue(self) -> None:
@@ -150,7 +165,7 @@ class Reader:
         tokens = given.astype(self._recipe.dtype)
         if not np.can_cast(given.dtype, tokens.dtype) and not np.array_equal(tokens, given):
             raise StateError(
-                f"sample {sample} of {self._corpus.names[source.token_set]!r} has tokens that are no "
+                f"sample {sample} of {self._corpus.sets[source.token_set].name!r} has tokens that are no "
                 f"{self._recipe.dtype}",
                 remedy="give the loader a larger dtype",
             )
@@ -206,26 +221,8 @@ class Reader:
             return source.length
         return max((self._recipe.epochs - cursor[0]) * source.length - cursor[1], 0)
 
-    def restore(self, states: Mapping[int, Any], *, same: bool) -> None:
-        """Go on from saved states, by source: of this very reader, if `same`, or of any.
 
-        Items of several readers are merged as they arrived, and by source where they arrived alike.
-        """
-        for number, state in states.items():
-            self._cursors[self._place[number]] = int(state["epoch"]), int(state["position"])
-        self._buffer = sorted(
-            (item for number, state in states.items() for item in _items(number, state, self._recipe)),
-            key=lambda item: (item.arrival, item.source),
-        )
-        self._buffered = sum(item.weight for item in self._buffer)
-        self._arrivals = max((item.arrival + 1 for item in self._buffer), default=0)
-        if same and states:
-            reader = next(iter(states.values()))["reader"]
-            self._given, self._arrivals = int(reader["given"]), int(reader["arrivals"])
-            self._drawn = [int(tokens) for tokens in reader["drawn"]]
-        self._queue()
-
-
+_BEGINNING = {"epoch": 0, "position": 0}
 _NUMBERS = ("epoch", "position", "sample", "part", "arrival")
 
 

@@ -14,11 +14,10 @@ from itertools import pairwise
 from typing import TYPE_CHECKING, NamedTuple
 
 from reknit.errors import StateError
+from reknit.types.shard import LoaderShard
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
-
-    from reknit.types.shard import LoaderShard
 
 
 class Readers(NamedTuple):
@@ -71,6 +70,12 @@ def dealt(shards: Sequence[LoaderShard], kinds: Sequence[int], now: Readers, ran
     mine = [shard for shard, to in zip(shards, ranks, strict=True) if to == rank]
     workers = spread([s.left for s in mine], [kinds[s.source] for s in mine], now.num_workers)
     return [shard._replace(rank=rank, worker=to) for shard, to in zip(mine, workers, strict=True)]
+
+
+def unread(sizes: Sequence[int], kinds: Sequence[int], now: Readers, rank: int) -> list[LoaderShard]:
+    """Return the shards of a rank where nothing was read yet of sources of these sizes."""
+    shards = [LoaderShard(source, 0, 0, size, 0) for source, size in enumerate(sizes)]
+    return dealt(shards, kinds, now, rank)
 
 
 def _checked(saved: Sequence[LoaderShard], num_sources: int, before: Readers) -> list[LoaderShard]:

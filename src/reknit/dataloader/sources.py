@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from reknit.dataloader.place import ReaderPlace
-from reknit.dataloader.reshard import Readers, dealt, shards_of_rank
+from reknit.dataloader.reshard import Readers, shards_of_rank, unread
 from reknit.errors import StateError, UsageError
 from reknit.types.shard import LoaderShard
 
@@ -15,11 +15,13 @@ if TYPE_CHECKING:
 _METHODS = (("state_dict", "load_state_dict"), ("get_state", "set_state"))
 """How sources give and take their state: most of them, and Grain's iterators."""
 
+_BEGINNING: dict[str, Any] = {"state": None, "given": 0, "ended": False}
+
 
 class Turns:
     """Reads some sources in turns: next is always the one that has given least.
 
-    It has no state beside those of the sources.
+    It has no state beside those of the sources; a state of None is the beginning.
     """
 
     def __init__(
@@ -27,11 +29,10 @@ class Turns:
     ) -> None:
         self._open, self._sizes = open_source, sizes
         self._opened: dict[int, tuple[Any, Iterator[Any]]] = {}
-        self._given = {
-            source: 0 if state is None else int(state["given"]) for source, state in states.items()
-        }
-        self._ended = {source for source, state in states.items() if state is not None and state["ended"]}
-        self._saved = {source: None if state is None else state["state"] for source, state in states.items()}
+        known = {source: state or _BEGINNING for source, state in states.items()}
+        self._given = {source: int(state["given"]) for source, state in known.items()}
+        self._ended = {source for source, state in known.items() if state["ended"]}
+        self._saved = {source: state["state"] for source, state in known.items()}
 
     def __iter__(self) -> Iterator[Any]:
         return self
@@ -134,7 +135,7 @@ class SourceLoader:
 
     def _started(self) -> Turns:
         if self._turns is None:
-            mine = dealt(unread(self._sizes), [0] * len(self._sizes), self._readers, self.place.rank)
+            mine = unread(self._sizes, [0] * len(self._sizes), self._readers, self.place.rank)
             self._turns = Turns(self._open, self._sizes, {shard.source: None for shard in mine})
         return self._turns
 
@@ -157,11 +158,6 @@ class SourceLoader:
     def load_shards(self, replicated: Any, shards: Sequence[LoaderShard]) -> None:
         """Go on with these shards."""
         self._turns = Turns(self._open, self._sizes, {shard.source: shard.value for shard in shards})
-
-
-def unread(sizes: Sequence[int]) -> list[LoaderShard]:
-    """Return the shards of sources of which nothing was read, for `dealt`."""
-    return [LoaderShard(source, 0, 0, size, 0) for source, size in enumerate(sizes)]
 
 
 def check_sources(replicated: Any, num_sources: int) -> None:

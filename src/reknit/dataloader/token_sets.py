@@ -55,10 +55,9 @@ class TokenSet:
         return f"{module}:{name}"
 
 
-def opened_by(module: str, name: str) -> Callable[..., Any] | None:
-    """Return the function at the top of a module."""
-    found: Callable[..., Any] | None = getattr(import_module(module), name, None)
-    return found
+def opened_by(module: str, name: str) -> Any:
+    """Return the function at the top of a module, None if there is none."""
+    return getattr(import_module(module), name, None)
 
 
 class Source(NamedTuple):
@@ -95,36 +94,27 @@ class Recipe:
 class Corpus:
     """All token sets of a loader, opened, and the sources that they are cut into."""
 
-    def __init__(self, names: Sequence[str], ratios: Sequence[float], opened: Sequence[Any]) -> None:
-        self.names, self.ratios, self.opened = tuple(names), tuple(ratios), tuple(opened)
-        self.lengths = tuple(len(samples) for samples in opened)
-        self.partitions: tuple[int, ...] = ()
-        self.sources: tuple[Source, ...] = ()
-
-    @classmethod
-    def of(cls, sets: Sequence[TokenSet]) -> Corpus:
-        """Open all sets here."""
+    def __init__(self, sets: Sequence[TokenSet]) -> None:
+        """Open all sets here.  Raises `UsageError` where there are none, or two of one name."""
         names = [one.name for one in sets]
         if not names or len(set(names)) < len(names):
             raise UsageError(f"a loader has token sets with different names, not {names}")
-        opened = [one.open(**one.arguments) for one in sets]
-        return cls(names, [one.ratio for one in sets], opened).cut([one.num_partitions for one in sets])
-
-    def cut(self, partitions: Sequence[int]) -> Corpus:
-        """Cut the sets into sources, in the order of the sets."""
-        sources: list[Source] = []
-        for number, (length, parts) in enumerate(zip(self.lengths, partitions, strict=True)):
+        self.sets = tuple(sets)
+        self.opened = tuple(one.open(**one.arguments) for one in sets)
+        self.lengths = tuple(len(samples) for samples in self.opened)
+        self.sources: list[Source] = []
+        for number, (one, length) in enumerate(zip(sets, self.lengths, strict=True)):
+            parts = one.num_partitions
             for part in range(parts):
                 bounds = length * part // parts, length * (part + 1) // parts
-                sources.append(Source(len(sources), number, part, *bounds))
-        self.partitions, self.sources = tuple(partitions), tuple(sources)
-        return self
+                self.sources.append(Source(len(self.sources), number, part, *bounds))
 
     def sample(self, source: Source, recipe: Recipe, epoch: int, position: int) -> int:
         """Return the number, in its set, of the sample that a source has at a position of an epoch."""
         if not recipe.shuffle:
             return source.start + position
-        order = order_of(recipe.seed, epoch, self.names[source.token_set], source.partition, source.length)
+        name = self.sets[source.token_set].name
+        order = order_of(recipe.seed, epoch, name, source.partition, source.length)
         return source.start + int(order[position])
 
 

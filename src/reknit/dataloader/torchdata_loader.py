@@ -8,8 +8,8 @@ import torch
 from torch.utils.data import IterableDataset, get_worker_info
 
 from reknit.dataloader.place import ReaderPlace
-from reknit.dataloader.reshard import Readers, dealt, shards_of_rank
-from reknit.dataloader.sources import Turns, check_sources, unread
+from reknit.dataloader.reshard import Readers, shards_of_rank, unread
+from reknit.dataloader.sources import Turns, check_sources
 from reknit.errors import StateError, UsageError
 from reknit.types.shard import LoaderShard
 
@@ -48,7 +48,7 @@ class SourceDataset(IterableDataset[Any]):
             worker = get_worker_info()
             number, count = (0, 1) if worker is None else (worker.id, worker.num_workers)
             readers = Readers(self.place.size, count)
-            mine = dealt(unread(self.sizes), [0] * len(self.sizes), readers, self.place.rank)
+            mine = unread(self.sizes, [0] * len(self.sizes), readers, self.place.rank)
             states = {shard.source: None for shard in mine if shard.worker == number}
             self._turns = Turns(self._open, self.sizes, states)
         return self._turns

@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 from collections import deque
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
-
     from reknit.dataloader.reader import Batch, Reader, Version
     from reknit.types.shard import LoaderShard
 
@@ -26,7 +24,7 @@ class VersionedReader:
 
     @property
     def made(self) -> int:
-        """How many batches the reader has given, before it was restored or since."""
+        """How many batches the reader has given, before it was saved or since."""
         return self._versions[-1].given
 
     @property
@@ -59,8 +57,7 @@ class VersionedReader:
 class LocalWorker:
     """A reader in this process, `depth` batches ahead of who takes them."""
 
-    def __init__(self, reader: Reader, states: Mapping[int, Any], *, same: bool, depth: int) -> None:
-        reader.restore(states, same=same)
+    def __init__(self, reader: Reader, depth: int) -> None:
         self._versioned = VersionedReader(reader)
         self._depth = depth
         self._made: deque[Batch | None] = deque()

@@ -14,7 +14,7 @@ import numpy as np
 
 from reknit.dataloader import messages as say
 from reknit.dataloader.reader import Reader
-from reknit.dataloader.token_sets import Corpus, Recipe, opened_by
+from reknit.dataloader.token_sets import Corpus, Recipe, TokenSet, opened_by
 from reknit.dataloader.versioned_reader import VersionedReader
 from reknit.format.values.blob_codec import decode_blobs, encode_value, name_of_value
 from reknit.processes.channel import Channel
@@ -102,16 +102,9 @@ def _opened(channel: Channel) -> _Worker | None:
     with map_file(fd, wanted.nbytes) as memory:
         data = memory[:]
     os.close(fd)
-    states = decode_blobs(name_of_value("") + data)[""]
-    opened = []
-    for _, opener, arguments, _, _ in wanted.sets:
-        module, _, name = opener.partition(":")
-        make = opened_by(module, name)
-        assert make is not None  # the loader found it there
-        opened.append(make(**decode_blobs(name_of_value("") + arguments)[""]))
-    corpus = Corpus([one[0] for one in wanted.sets], [one[3] for one in wanted.sets], opened)
-    reader = Reader(corpus.cut([one[4] for one in wanted.sets]), Recipe(**wanted.recipe), wanted.sources)
-    reader.restore(states, same=wanted.same)
+    what = decode_blobs(name_of_value("") + data)[""]
+    sets = [TokenSet(**one | {"open": opened_by(*one["open"].split(":"))}) for one in what["sets"]]
+    reader = Reader(Corpus(sets), Recipe(**what["recipe"]), what["states"], same=wanted.same)
     versioned = VersionedReader(reader)
     channel.send(say.WorkerReady(versioned.made))
     return _Worker(channel, versioned, wanted.depth)
