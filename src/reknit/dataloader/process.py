@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import os
 import subprocess
-import sys
 from collections import deque
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
@@ -14,16 +13,15 @@ import numpy as np
 
 from reknit.dataloader import messages as say
 from reknit.dataloader.reader import COLUMNS, Batch
-from reknit.environment import agent_environment
 from reknit.errors import DeadlineError, ReknitError, shortage
 from reknit.format.values.blob_codec import encode_value
 from reknit.processes.channel import Channel, Message
+from reknit.processes.child import start_child
 from reknit.processes.shared_memory import map_file, nameless_file, write_at
 from reknit.system import output_of_child, socket_pair
 from reknit.types.shard import Encoded, LoaderShard, SharedFile
 
 if TYPE_CHECKING:
-    import socket
     from collections.abc import Mapping, Sequence
 
     from reknit.dataloader.token_sets import Recipe, TokenSet
@@ -56,7 +54,9 @@ class ProcessWorker:
         fd = nameless_file("reknit-loader-states")
         try:
             write_at(fd, 0, data)
-            self._process = self._spawn(theirs)
+            self._process = start_child(
+                "reknit.dataloader.worker", theirs.fileno(), stdout=output_of_child(1)
+            )
             self._send(say.Open(same, depth, len(data)), fd)
         except BaseException:
             ours.close()
@@ -115,17 +115,6 @@ class ProcessWorker:
         except subprocess.TimeoutExpired:  # stuck in the data's own code, perhaps
             self._process.kill()
             self._process.wait()
-
-    def _spawn(self, sock: socket.socket) -> subprocess.Popen[bytes]:
-        command = [sys.executable, "-m", "reknit.dataloader.worker", str(sock.fileno())]
-        return subprocess.Popen(
-            command,
-            stdin=subprocess.DEVNULL,
-            stdout=output_of_child(1),
-            stderr=output_of_child(2),
-            pass_fds=[sock.fileno()],
-            env=agent_environment(sys.path),
-        )
 
     def _send(self, message: Message, fd: int | None = None) -> None:
         with contextlib.suppress(OSError):  # a worker that is gone has sent why, or `_hear` will notice

@@ -12,11 +12,12 @@ from typing import TYPE_CHECKING, Any
 
 from reknit.engine.background import messages as say
 from reknit.engine.stored.running_agents import MODULE
-from reknit.environment import agent_environment, store_variables
-from reknit.errors import AgentError, DeadlineError, ReknitError, ShortageError, from_wire, shortage, typed
+from reknit.environment import store_variables
+from reknit.errors import AgentError, DeadlineError, ReknitError, ShortageError, from_wire, typed
 from reknit.monitor.phase import Deadline
 from reknit.processes.channel import Channel, Message
-from reknit.system import output_of_child, socket_pair, start_thread
+from reknit.processes.child import start_child
+from reknit.system import socket_pair, start_thread
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -132,19 +133,12 @@ class AgentLink:
                 "there is no Python executable to start an agent with",
                 remedy="save with wait=True, or set sys.executable",
             )
-        command = [sys.executable, "-m", MODULE, str(fd), str(os.getpid())]
         try:
-            self._process = subprocess.Popen(
-                command,
-                stdin=subprocess.DEVNULL,
-                stdout=subprocess.DEVNULL,
-                stderr=output_of_child(2),
-                pass_fds=[fd],
-                start_new_session=True,
-                env=agent_environment(sys.path),
+            self._process = start_child(
+                MODULE, fd, str(os.getpid()), stdout=subprocess.DEVNULL, new_session=True
             )
-        except (OSError, MemoryError) as error:
-            raise shortage(error) or AgentError(
+        except OSError as error:
+            raise AgentError(
                 f"the agent of rank {self.rank} could not be started: {error}", rank=self.rank
             ) from error
 

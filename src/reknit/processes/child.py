@@ -1,0 +1,30 @@
+"""Processes of reknit's own modules, which this one starts."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+from reknit.environment import agent_environment
+from reknit.errors import typed_shortage
+from reknit.system import output_of_child
+
+
+def start_child(
+    module: str, fd: int, *arguments: str, stdout: int | None, new_session: bool = False
+) -> subprocess.Popen[bytes]:
+    """Run a module in a new process, with the number of a descriptor that it gets, and more, as arguments.
+
+    It finds modules where this process does, and its errors go where those of this process go.  Raises
+    `ShortageError` where there may be no more processes, `OSError`.
+    """
+    with typed_shortage():
+        return subprocess.Popen(
+            [sys.executable, "-m", module, str(fd), *arguments],
+            stdin=subprocess.DEVNULL,
+            stdout=stdout,
+            stderr=output_of_child(2),
+            pass_fds=[fd],
+            start_new_session=new_session,
+            env=agent_environment(sys.path),
+        )
