@@ -16,7 +16,7 @@ import pytest
 import reknit
 from reknit.dataloader import TokenSet
 from reknit.dataloader.messages import Prepare
-from reknit.errors import ReknitError, UsageError
+from reknit.errors import ReknitError, ShortageError, UsageError
 from reknit.processes.channel import Channel, Message
 from reknit.types.shard import Encoded
 from tests import ranks
@@ -134,6 +134,26 @@ def test_a_worker_that_is_killed_is_told_and_not_waited_for(started: list[TokenL
     os.kill(pids(one)[1], signal.SIGKILL)
     with pytest.raises(ReknitError, match="ended with status -9"):
         list(one)
+
+
+def test_a_loader_whose_second_worker_cannot_start_has_none_and_loses_no_sample(
+    started: list[TokenLoader], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    one, popen = real(started), subprocess.Popen
+    begun: list[Any] = []
+
+    def scarce(*args: Any, **more: Any) -> Any:
+        if begun:
+            raise BlockingIOError(11, os.strerror(11))
+        begun.append(popen(*args, **more))
+        return begun[0]
+
+    with monkeypatch.context() as patch:
+        patch.setattr(subprocess, "Popen", scarce)
+        with pytest.raises(ShortageError):
+            next(one)
+    assert begun[0].poll() is not None
+    assert equal(list(one), list(loader(SETS, num_workers=2)))
 
 
 def test_workers_end_with_their_loader() -> None:

@@ -155,19 +155,23 @@ class TokenLoader:
     def _start(self, shards: Sequence[LoaderShard], *, same: bool) -> None:
         """Start workers in the place of those that there are, with the shards of this rank."""
         self.close()
-        self._ended, corpus = set(), self._corpus
+        self._ended = set()
         states: list[dict[int, Any]] = [{} for _ in range(self._readers.num_workers)]
         for shard in shards:
             states[shard.worker][shard.source] = shard.value
-        for mine in states:
-            if self._processes:
-                worker: Worker = ProcessWorker(
-                    corpus.sets, self._recipe, mine, same=same, depth=self._depth, timeout_s=self._timeout_s
-                )
-            else:
-                worker = LocalWorker(Reader(corpus, self._recipe, mine, same=same), self._depth)
-            self._workers.append(worker)
+        try:
+            for mine in states:
+                self._workers.append(self._worker(mine, same=same))
+        except BaseException:
+            self.close()  # some of the workers would read only a part of the sources
+            raise
         self._plan_next()
+
+    def _worker(self, states: dict[int, Any], *, same: bool) -> Worker:
+        sets, recipe, depth = self._corpus.sets, self._recipe, self._depth
+        if self._processes:
+            return ProcessWorker(sets, recipe, states, same=same, depth=depth, timeout_s=self._timeout_s)
+        return LocalWorker(Reader(self._corpus, recipe, states, same=same), depth)
 
     # What a checkpoint holds of it (`protocols.ShardOwned`).
 
