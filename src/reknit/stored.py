@@ -16,10 +16,12 @@ from reknit.arguments import (
 )
 from reknit.calls import sinks
 from reknit.engine.loading.browse import Checkpoint
+from reknit.engine.stored.delete import delete as delete_story
 from reknit.engine.stored.newest import newest
 from reknit.engine.stored.pending import fence_off, wait_for_saves
 from reknit.engine.stored.promote import promote_alone
 from reknit.engine.stored.promotion_job import Promotion
+from reknit.engine.stored.steps import steps_below
 from reknit.engine.stored.verify import verify as verify_story
 from reknit.errors import UsageError, typed_shortage
 from reknit.frameworks import arrays
@@ -32,6 +34,7 @@ if TYPE_CHECKING:
     from os import PathLike
 
     from reknit.engine.report import PromotionReport, VerifyReport
+    from reknit.types.saved_step import SavedStep
 
 
 @typed_shortage()
@@ -105,6 +108,35 @@ def latest(
         elif pending == "fence":
             fence_off(storage)
         return newest(storage)
+    finally:
+        storage.close()
+
+
+@typed_shortage()
+def steps(root: str | PathLike[str]) -> list[SavedStep]:
+    """Return the committed checkpoints directly below `root`, by step, with time, size, items and metrics.
+
+    A checkpoint whose manifest cannot be read is listed with its `problem`.  Raises `UsageError` where `root`
+    is a checkpoint itself or a folder of another program, `StorageError`.
+    """
+    storage = open_storage(root)
+    try:
+        return steps_below(storage)
+    finally:
+        storage.close()
+
+
+@typed_shortage()
+def delete(path: str | PathLike[str]) -> int:
+    """Remove the checkpoint at `path`, and return the bytes that this freed.
+
+    Its manifest goes first: from then on it does not exist, whatever happens to this process.  Files that are
+    not of reknit's making stay.  Raises `CheckpointNotFoundError`, `StorageError`, and `UsageError` where a
+    save to `path` or a promotion is under way.
+    """
+    storage = open_storage(path)
+    try:
+        return delete_story(storage)
     finally:
         storage.close()
 

@@ -53,13 +53,13 @@ def newest(root: Storage) -> str | None:
         )
     if ages:
         return max(ages).url
-    _refuse_other(root)
+    refuse_other(root)
     if (other := foreign_inside(root)) is not None:
         logger.warning("there is no checkpoint of reknit in %s: %s", root.url, other)
     return None
 
 
-def _refuse_other(root: Storage) -> None:
+def refuse_other(root: Storage) -> None:
     """Raise `UsageError` where a path leads to something that is no folder of checkpoints.
 
     With None the job would start from the beginning, which a user who named a checkpoint does not want.

@@ -1,0 +1,110 @@
+"""The steps of a run: checkpoints directly below a folder, found by name, described by their manifests."""
+
+from __future__ import annotations
+
+import logging
+import re
+from typing import TYPE_CHECKING
+
+from reknit.engine.memory.workers import run_jobs
+from reknit.engine.saving.commit import manifest_exists
+from reknit.engine.stored.newest import refuse_other
+from reknit.engine.stored.opening import read_manifest
+from reknit.errors import CheckpointNotFoundError, FormatError, StorageError, StoragePermissionError
+from reknit.format.manifest_file import decode_manifest
+from reknit.types.saved_step import SavedStep
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from reknit.storage.base import Storage
+
+logger = logging.getLogger("reknit")
+
+METRICS = "metrics"
+"""Key of the metrics of a step in the metadata of its manifest."""
+
+_NAME = re.compile(r"step_([0-9]{1,18})")
+_READERS = 16
+
+
+def step_name(step: int) -> str:
+    """Return the name of the folder of a step."""
+    return f"step_{step:08d}"
+
+
+def numbered(root: Storage) -> list[tuple[int, str]]:
+    """Return the numbers and names of the folders that may hold steps, the newest first.
+
+    A folder that `step_name` named is not looked into, so a run of ten thousand steps costs one listing.  Of
+    any other name the manifest tells the step.
+    """
+    found, others = [], []
+    for name in root.folders():
+        if match := _NAME.fullmatch(name):
+            found.append((int(match[1]), name))
+        else:
+            others.append(name)
+    found += [
+        (step.step, name)
+        for name, step in zip(others, described(root, others), strict=True)
+        if step is not None and step.step is not None and step.problem is None
+    ]
+    return sorted(found, reverse=True)
+
+
+def steps_below(root: Storage) -> list[SavedStep]:
+    """Return the committed checkpoints directly below a folder, by step; those without one come first.
+
+    Raises `UsageError` where the folder is a checkpoint itself, or another program's.
+    """
+    found = [step for step in described(root, root.folders()) if step is not None]
+    if not found:
+        refuse_other(root)
+    return sorted(found, key=lambda step: (-1 if step.step is None else step.step, step.created, step.path))
+
+
+def described(root: Storage, names: Sequence[str]) -> list[SavedStep | None]:
+    """Return what the manifests of some folders say, several read at once; None where there is none."""
+    found: list[SavedStep | None] = [None] * len(names)
+
+    def work(number: int, _: object) -> None:
+        found[number] = _described(root, names[number])
+
+    run_jobs(range(len(names)), work, threads=_READERS, arena_nbytes=4096, budget_nbytes=_READERS * 4096)
+    return found
+
+
+def _described(root: Storage, name: str) -> SavedStep | None:
+    try:
+        folder = root.sub(name)
+    except StorageError as error:  # a name that no store takes
+        logger.warning("passed over %r in %s: %s", name, root.url, error.message)
+        return None
+    match = _NAME.fullmatch(name)
+    number = int(match[1]) if match else None
+    try:
+        if not manifest_exists(folder):
+            return None
+        manifest = decode_manifest(read_manifest(folder))
+    except CheckpointNotFoundError:
+        return None  # deleted at this moment
+    except (FormatError, StoragePermissionError) as error:
+        return SavedStep(number, folder.url, problem=error.message)
+    metrics = manifest.metadata.get(METRICS)
+    return SavedStep(
+        manifest.step,
+        folder.url,
+        manifest.created,
+        sum(file.nbytes for file in manifest.files),
+        manifest.items,
+        _numbers(metrics) if isinstance(metrics, dict) else {},
+    )
+
+
+def _numbers(metrics: dict[object, object]) -> dict[str, float | None]:
+    """Return what of the metrics is a number; the metadata may be a user's own."""
+    return {
+        str(name): float(value) if isinstance(value, (int, float)) and not isinstance(value, bool) else None
+        for name, value in metrics.items()
+    }
