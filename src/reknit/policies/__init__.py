@@ -1,0 +1,27 @@
+"""When a run saves, and which steps it keeps: values for `Checkpointer`, combined by ``|``, ``&``, ``~``.
+
+Save policies: `every`, `at`, `first`, `last`, `continuous`, `auto`, `on_preemption`.
+Keep policies: `latest`, `best`, `every`, `at`, `younger`.
+A plain function does too: of a `Moment` for saving, of a list of steps for keeping (it returns step numbers).
+"""
+
+from reknit.policies.base import Facts, Moment, Policy
+from reknit.policies.keeping import best, latest, younger
+from reknit.policies.saving import auto, continuous, first, on_preemption
+from reknit.policies.stretches import at, every, last
+
+__all__ = [
+    "Facts",
+    "Moment",
+    "Policy",
+    "at",
+    "auto",
+    "best",
+    "continuous",
+    "every",
+    "first",
+    "last",
+    "latest",
+    "on_preemption",
+    "younger",
+]

@@ -1,0 +1,193 @@
+"""What a policy is, and how several are combined."""
+
+from __future__ import annotations
+
+import operator
+from dataclasses import dataclass
+from math import isfinite
+from typing import TYPE_CHECKING, Any
+
+from reknit.errors import UsageError, shown
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable, Sequence
+    from collections.abc import Set as AbstractSet
+
+    from reknit.types.saved_step import SavedStep
+
+MINUTE_S, HOUR_S, DAY_S = 60.0, 3600.0, 86400.0
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Facts:
+    """What only one rank can say for all: `seconds` since the last save, or since the run began, and more.
+
+    `busy`: an earlier save is still being written.  `preempted`: some rank was told that it will end soon.
+    `stall_s` is how long the last save held up training, and `write_s` how long it took in all; None before.
+    """
+
+    seconds: float
+    busy: bool = False
+    preempted: bool = False
+    stall_s: float | None = None
+    write_s: float | None = None
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Moment:
+    """A point at which a run may save: after `step`; `saved` is the last step that was saved or loaded.
+
+    `facts` is None where a decision must follow from the step alone.
+    """
+
+    step: int
+    saved: int | None = None
+    facts: Facts | None = None
+
+
+class Policy:
+    """Decides when to save, which steps to keep, or both."""
+
+    roles: frozenset[str] = frozenset({"save", "keep"})
+
+    def due(self, moment: Moment) -> bool | None:
+        """Tell whether to save now; None where that depends on facts that `moment` does not have."""
+        raise NotImplementedError
+
+    def kept(self, steps: Sequence[SavedStep], now: float) -> AbstractSet[int]:
+        """Return the numbers of the steps to keep; `steps` have numbers, and ascend."""
+        raise NotImplementedError
+
+    def leaves(self) -> Iterable[Policy]:
+        """Yield the policies of which this one is made."""
+        yield self
+
+    def __or__(self, other: object) -> Policy:
+        return _Either((self, policy_of(other)))
+
+    def __ror__(self, other: object) -> Policy:
+        return _Either((policy_of(other), self))
+
+    def __and__(self, other: object) -> Policy:
+        return _Both((self, policy_of(other)))
+
+    def __rand__(self, other: object) -> Policy:
+        return _Both((policy_of(other), self))
+
+    def __invert__(self) -> Policy:
+        return _Not(self)
+
+
+@dataclass(frozen=True, slots=True)
+class _Either(Policy):
+    parts: tuple[Policy, Policy]
+
+    @property
+    def roles(self) -> frozenset[str]:  # type: ignore[override]
+        return self.parts[0].roles & self.parts[1].roles
+
+    def due(self, moment: Moment) -> bool | None:
+        answers = [part.due(moment) for part in self.parts]
+        return True if True in answers else None if None in answers else False
+
+    def kept(self, steps: Sequence[SavedStep], now: float) -> AbstractSet[int]:
+        return self.parts[0].kept(steps, now) | self.parts[1].kept(steps, now)
+
+    def leaves(self) -> Iterable[Policy]:
+        return (leaf for part in self.parts for leaf in part.leaves())
+
+
+class _Both(_Either):
+    def due(self, moment: Moment) -> bool | None:
+        answers = [part.due(moment) for part in self.parts]
+        return False if False in answers else None if None in answers else True
+
+    def kept(self, steps: Sequence[SavedStep], now: float) -> AbstractSet[int]:
+        return self.parts[0].kept(steps, now) & self.parts[1].kept(steps, now)
+
+
+@dataclass(frozen=True, slots=True)
+class _Not(Policy):
+    part: Policy
+
+    @property
+    def roles(self) -> frozenset[str]:  # type: ignore[override]
+        return self.part.roles
+
+    def due(self, moment: Moment) -> bool | None:
+        answer = self.part.due(moment)
+        return None if answer is None else not answer
+
+    def kept(self, steps: Sequence[SavedStep], now: float) -> AbstractSet[int]:
+        return {number for each in steps if (number := each.step) is not None} - self.part.kept(steps, now)
+
+    def leaves(self) -> Iterable[Policy]:
+        return self.part.leaves()
+
+
+@dataclass(frozen=True, slots=True)
+class _Function(Policy):
+    call: Callable[[Any], Any]
+
+    def due(self, moment: Moment) -> bool | None:
+        return None if moment.facts is None else bool(self.call(moment))
+
+    def kept(self, steps: Sequence[SavedStep], now: float) -> AbstractSet[int]:
+        return {operator.index(number) for number in self.call(steps)}
+
+
+class SavePolicy(Policy):
+    """A policy that says only when to save."""
+
+    roles = frozenset({"save"})
+
+
+class KeepPolicy(Policy):
+    """A policy that says only which steps to keep."""
+
+    roles = frozenset({"keep"})
+
+
+def policy_of(value: object) -> Policy:
+    """Return a policy, made of a plain function where it is one.  Raises `UsageError`."""
+    if isinstance(value, Policy):
+        return value
+    if callable(value) and not isinstance(value, type):
+        return _Function(value)
+    raise UsageError(
+        f"a policy is one of reknit.policies, or a function, not {shown(value)}",
+        remedy="for instance save=reknit.policies.every(steps=500), keep=reknit.policies.latest(3)",
+    )
+
+
+def stretch_s(call: str, **given: float | None) -> float:
+    """Return the one stretch of time that was given, in seconds, or of steps.  Raises `UsageError`."""
+    units = {"seconds": 1.0, "minutes": MINUTE_S, "hours": HOUR_S, "days": DAY_S, "steps": 1.0}
+    named = {name: value for name, value in given.items() if value is not None}
+    if len(named) != 1:
+        raise UsageError(f"{call} takes one of {', '.join(given)}")
+    ((name, value),) = named.items()
+    if not positive(value):
+        raise UsageError(f"{name} is a number above 0, not {shown(value)}")
+    return value * units[name]
+
+
+def positive(value: object) -> bool:
+    """Tell whether a value is a finite number above 0."""
+    return isinstance(value, (int, float)) and not isinstance(value, bool) and isfinite(value) and value > 0
+
+
+def whole(what: str, value: Any, *, least: int) -> int:
+    """Return a whole number from `least` on.  Raises `UsageError`."""
+    try:
+        number = operator.index(value)
+    except TypeError:
+        number = -1
+    if isinstance(value, bool) or number < least:
+        raise UsageError(f"{what} is a whole number from {least} on, not {shown(value)}")
+    return number
+
+
+def at_least_1(what: str, value: Any) -> int:
+    """Return a whole number from 1 on.  Raises `UsageError`."""
+    return whole(what, value, least=1)

@@ -1,0 +1,93 @@
+"""Policies that say which steps stay."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Literal
+
+from reknit.errors import UsageError, shown
+from reknit.policies.base import KeepPolicy, Policy, at_least_1, stretch_s
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+    from collections.abc import Set as AbstractSet
+
+    from reknit.types.saved_step import SavedStep
+
+
+@dataclass(frozen=True, slots=True)
+class _Latest(KeepPolicy):
+    count: int
+
+    def kept(self, steps: Sequence[SavedStep], now: float) -> AbstractSet[int]:
+        return {number for each in steps[-self.count :] if (number := each.step) is not None}
+
+
+@dataclass(frozen=True, slots=True)
+class _Best(KeepPolicy):
+    count: int
+    metric: str
+    mode: Literal["min", "max"]
+
+    def kept(self, steps: Sequence[SavedStep], now: float) -> AbstractSet[int]:
+        return {each.step for each in self.ranked(steps)[: self.count] if each.step is not None}
+
+    def ranked(self, steps: Sequence[SavedStep]) -> list[SavedStep]:
+        """Return the steps that have the metric, the best first; of equals the later."""
+        sign = 1.0 if self.mode == "min" else -1.0
+        scored = [
+            (sign * value, -(each.step or 0), each)
+            for each in steps
+            if (value := (each.metrics or {}).get(self.metric)) is not None
+        ]
+        return [each for _, _, each in sorted(scored, key=lambda entry: entry[:2])]
+
+
+@dataclass(frozen=True, slots=True)
+class _Younger(KeepPolicy):
+    seconds: float
+
+    def kept(self, steps: Sequence[SavedStep], now: float) -> AbstractSet[int]:
+        return {
+            number
+            for each in steps
+            if (number := each.step) is not None and now - each.created < self.seconds
+        }
+
+
+def latest(count: int) -> Policy:
+    """Keep the newest `count` steps."""
+    return _Latest(at_least_1("count", count))
+
+
+def best(count: int, metric: str, *, mode: Literal["min", "max"] = "min") -> Policy:
+    """Keep the `count` steps with the lowest (or with ``mode="max"`` the highest) `metric`."""
+    if mode not in ("min", "max"):
+        raise UsageError(f"mode is 'min' or 'max', not {shown(mode)}")
+    if not isinstance(metric, str) or not metric:
+        raise UsageError(
+            f"metric is a name, as in save(step, state, metrics={{name: ...}}), not {shown(metric)}"
+        )
+    return _Best(at_least_1("count", count), metric, mode)
+
+
+def younger(
+    *,
+    seconds: float | None = None,
+    minutes: float | None = None,
+    hours: float | None = None,
+    days: float | None = None,
+) -> Policy:
+    """Keep what was saved less than so long ago."""
+    return _Younger(stretch_s("younger", seconds=seconds, minutes=minutes, hours=hours, days=days))
+
+
+def ranked(policy: Policy | None, steps: Sequence[SavedStep]) -> list[SavedStep]:
+    """Return the steps that the first `best` of a policy ranks, the best first.  Raises `UsageError`."""
+    for leaf in policy.leaves() if policy is not None else ():
+        if isinstance(leaf, _Best):
+            return leaf.ranked(steps)
+    raise UsageError(
+        "nothing says which step is the best",
+        remedy='keep the best: keep=latest(3) | best(1, "loss")',
+    )

@@ -1,0 +1,100 @@
+"""Policies that say when to save."""
+
+from __future__ import annotations
+
+import signal
+from dataclasses import dataclass
+from math import sqrt
+from typing import TYPE_CHECKING
+
+from reknit.errors import UsageError, shown
+from reknit.policies.base import HOUR_S, Moment, Policy, SavePolicy, positive
+
+if TYPE_CHECKING:
+    from os import PathLike
+
+
+@dataclass(frozen=True, slots=True)
+class _First(SavePolicy):
+    def due(self, moment: Moment) -> bool | None:
+        return moment.saved is None
+
+
+@dataclass(frozen=True, slots=True)
+class _Continuous(SavePolicy):
+    gap_s: float
+
+    def due(self, moment: Moment) -> bool | None:
+        facts = moment.facts
+        return None if facts is None else not facts.busy and facts.seconds >= self.gap_s
+
+
+@dataclass(frozen=True, slots=True)
+class _Auto(SavePolicy):
+    overhead: float
+    mttf_s: float | None
+
+    def due(self, moment: Moment) -> bool | None:
+        facts = moment.facts
+        if facts is None:
+            return None
+        if facts.stall_s is None:
+            return not facts.busy  # the first save is what is measured
+        return not facts.busy and facts.seconds >= self.interval_s(facts.stall_s, facts.write_s or 0.0)
+
+    def interval_s(self, stall_s: float, write_s: float) -> float:
+        """Return the time between saves that hold up training for `stall_s` and take `write_s` in all."""
+        best = 0.0 if self.mttf_s is None else sqrt(2 * stall_s * self.mttf_s)  # Young 1974
+        return max(best, stall_s / self.overhead, write_s)
+
+
+@dataclass(frozen=True, slots=True)
+class OnPreemption(SavePolicy):
+    """See `on_preemption`."""
+
+    signals: tuple[signal.Signals, ...]
+    file: str | PathLike[str] | None
+
+    def due(self, moment: Moment) -> bool | None:
+        """Tell whether a rank was told that it will end."""
+        return None if moment.facts is None else moment.facts.preempted
+
+
+def first() -> Policy:
+    """Save at the first step of a run that starts from nothing."""
+    return _First()
+
+
+def continuous(*, least_gap_s: float = 0.0) -> Policy:
+    """Save whenever the last save is written, but not more often than `least_gap_s` seconds apart."""
+    if not positive(least_gap_s) and least_gap_s != 0:
+        raise UsageError(f"least_gap_s is a number of seconds, not {shown(least_gap_s)}")
+    return _Continuous(float(least_gap_s))
+
+
+def auto(*, overhead: float = 0.01, mttf_hours: float | None = None) -> Policy:
+    """Save as often as it costs training at most the share `overhead` of its time.
+
+    The first save is measured.  With `mttf_hours`, the mean time to a failure of the whole job, the interval
+    is at least the one that loses least: ``sqrt(2 * stall * mttf)`` (Young).
+    """
+    if not positive(overhead) or overhead >= 1:
+        raise UsageError(f"overhead is a share of the time between 0 and 1, not {shown(overhead)}")
+    if mttf_hours is not None and not positive(mttf_hours):
+        raise UsageError(f"mttf_hours is a number of hours, not {shown(mttf_hours)}")
+    return _Auto(float(overhead), None if mttf_hours is None else mttf_hours * HOUR_S)
+
+
+def on_preemption(*signals: signal.Signals | int, file: str | PathLike[str] | None = None) -> Policy:
+    """Save at the next step once any rank is told that it will end soon.
+
+    That is by one of `signals` (SIGTERM where nothing is given; ``SIGUSR1`` for Slurm's
+    ``--signal=USR1@120``), or by a `file` that comes into being.  The handler only takes note, and calls the
+    handler that was there before.  Leave the loop when `Checkpointer.preempted` is true, and close the
+    checkpointer: that waits for the save.
+    """
+    try:
+        numbers = tuple(signal.Signals(number) for number in signals)
+    except ValueError as error:
+        raise UsageError(f"on_preemption takes signals, such as signal.SIGUSR1: {error}") from error
+    return OnPreemption(numbers if numbers or file is not None else (signal.SIGTERM,), file)

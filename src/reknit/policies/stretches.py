@@ -1,0 +1,84 @@
+"""Policies for both purposes: stretches of steps or of time, and listed steps."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from reknit.policies.base import Moment, Policy, at_least_1, stretch_s, whole
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+    from collections.abc import Set as AbstractSet
+
+    from reknit.types.saved_step import SavedStep
+
+
+@dataclass(frozen=True, slots=True)
+class _EverySteps(Policy):
+    steps: int
+
+    def due(self, moment: Moment) -> bool | None:
+        # Not only exact multiples: a loop may ask after every tenth step, or begin anywhere.
+        return moment.step // self.steps > (moment.saved or 0) // self.steps
+
+    def kept(self, steps: Sequence[SavedStep], now: float) -> AbstractSet[int]:
+        later = [each for each in steps if each.step is not None and each.step >= self.steps]
+        return _first_of_each(later, lambda each: (each.step or 0) // self.steps)
+
+
+@dataclass(frozen=True, slots=True)
+class _EverySeconds(Policy):
+    seconds: float
+
+    def due(self, moment: Moment) -> bool | None:
+        return None if moment.facts is None else moment.facts.seconds >= self.seconds
+
+    def kept(self, steps: Sequence[SavedStep], now: float) -> AbstractSet[int]:
+        return _first_of_each(steps, lambda each: int(each.created // self.seconds))
+
+
+@dataclass(frozen=True, slots=True)
+class _At(Policy):
+    steps: frozenset[int]
+
+    def due(self, moment: Moment) -> bool | None:
+        return moment.step in self.steps
+
+    def kept(self, steps: Sequence[SavedStep], now: float) -> AbstractSet[int]:
+        return self.steps
+
+
+def every(
+    steps: int | None = None,
+    *,
+    seconds: float | None = None,
+    minutes: float | None = None,
+    hours: float | None = None,
+) -> Policy:
+    """Save every so many steps, or once so much time is over; or keep one step of each such stretch.
+
+    ``every(steps=500)`` saves at the first step from each multiple of 500 on.  To keep, it is the first step
+    of each stretch that stays; the steps before the first multiple are not kept by it.
+    """
+    stretch = stretch_s("every", steps=steps, seconds=seconds, minutes=minutes, hours=hours)
+    return _EverySteps(at_least_1("steps", steps)) if steps is not None else _EverySeconds(stretch)
+
+
+def at(*steps: int) -> Policy:
+    """Save at these steps; or keep them, whatever the other policies say."""
+    return _At(frozenset(whole("a step", step, least=0) for step in steps))
+
+
+def last(total: int) -> Policy:
+    """Save at the last step of `total`, which is ``total - 1``."""
+    return _At(frozenset({at_least_1("total", total) - 1}))
+
+
+def _first_of_each(steps: Sequence[SavedStep], stretch: Callable[[SavedStep], int]) -> AbstractSet[int]:
+    """Return the first step of each stretch."""
+    first: dict[int, int] = {}
+    for each in steps:
+        if each.step is not None:
+            first.setdefault(stretch(each), each.step)
+    return set(first.values())

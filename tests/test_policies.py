@@ -1,0 +1,172 @@
+"""When to save and what to keep, as values that are combined."""
+
+from __future__ import annotations
+
+import signal
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from reknit.errors import UsageError
+from reknit.policies import (
+    Facts,
+    Moment,
+    Policy,
+    at,
+    auto,
+    best,
+    continuous,
+    every,
+    first,
+    last,
+    latest,
+    on_preemption,
+    younger,
+)
+from reknit.policies.base import policy_of
+from reknit.types.saved_step import SavedStep
+
+
+def run_of(numbers: list[int], losses: dict[int, float | None] | None = None) -> list[SavedStep]:
+    """Return steps that were saved ten seconds apart for each step of training."""
+    losses = losses or {}
+    return [
+        SavedStep(n, f"/run/{n}", created=10.0 * n, metrics={"loss": losses[n]} if n in losses else {})
+        for n in numbers
+    ]
+
+
+def saves(policy: Policy, steps: range, *, stride: int = 1, saved: int | None = None) -> list[int]:
+    """Return the steps after which a loop saves that asks at every `stride`-th step."""
+    found = []
+    for step in steps[::stride]:
+        if policy.due(Moment(step=step, saved=saved)):
+            saved = step
+            found.append(step)
+    return found
+
+
+def with_facts(**facts: Any) -> Moment:
+    return Moment(step=7, saved=3, facts=Facts(**facts))
+
+
+def test_every_so_many_steps_is_on_their_multiples_wherever_a_loop_begins() -> None:
+    assert saves(every(steps=500), range(1700)) == [500, 1000, 1500]
+    assert saves(every(500), range(731, 1700), saved=730) == [1000, 1500]
+    assert saves(every(500), range(1700), stride=7) == [504, 1001, 1505]
+    assert saves(every(500) | at(737), range(731, 1100), saved=730) == [737, 1000]
+
+
+def test_first_last_and_listed_steps() -> None:
+    assert saves(first() | last(10) | at(3, 5), range(10)) == [0, 3, 5, 9]
+    assert saves(first(), range(4, 10), saved=3) == []
+
+
+def test_what_the_clock_says_is_open_without_one() -> None:
+    step_alone = Moment(step=10)
+    timed = every(minutes=10)
+    assert timed.due(step_alone) is None
+    assert (timed | at(10)).due(step_alone) is True
+    assert (timed | at(11)).due(step_alone) is None
+    assert (timed & at(11)).due(step_alone) is False
+    assert (timed & at(10)).due(step_alone) is None
+    assert (~timed).due(step_alone) is None
+    assert (~at(10)).due(step_alone) is False
+    assert (at(11) | (lambda _: True)).due(step_alone) is None
+
+
+@pytest.mark.parametrize(
+    ("policy", "yes", "no"),
+    [
+        (every(minutes=10), {"seconds": 600.0}, {"seconds": 599.0}),
+        (every(hours=1), {"seconds": 3600.0}, {"seconds": 3599.0}),
+        (on_preemption(), {"seconds": 0.0, "preempted": True}, {"seconds": 1e9}),
+        (continuous(least_gap_s=5), {"seconds": 5.0}, {"seconds": 4.0}),
+        (continuous(), {"seconds": 0.0}, {"seconds": 100.0, "busy": True}),
+        (auto(), {"seconds": 0.0}, {"seconds": 0.0, "busy": True}),
+        (auto(overhead=0.01), {"seconds": 10.0, "stall_s": 0.1}, {"seconds": 9.9, "stall_s": 0.1}),
+        # sqrt(2 * 0.5 s * 3600 s) = 60 s, more than 0.5 s / 0.5
+        (
+            auto(overhead=0.5, mttf_hours=1),
+            {"seconds": 60.0, "stall_s": 0.5},
+            {"seconds": 59.0, "stall_s": 0.5},
+        ),
+        # never faster than a save is written
+        (
+            auto(overhead=0.5),
+            {"seconds": 30.0, "stall_s": 0.1, "write_s": 30.0},
+            {"seconds": 29.0, "stall_s": 0.1, "write_s": 30.0},
+        ),
+        (policy_of(lambda moment: moment.facts.seconds > 1), {"seconds": 2.0}, {"seconds": 1.0}),
+    ],
+)
+def test_what_the_clock_decides(policy: Policy, yes: dict[str, Any], no: dict[str, Any]) -> None:
+    assert policy.due(with_facts(**yes)) is True
+    assert policy.due(with_facts(**no)) is False
+
+
+def test_what_is_kept() -> None:
+    steps = run_of([5, 10, 15, 20, 25, 30], {5: 0.5, 10: 0.1, 15: None, 20: 0.1, 30: 0.9})
+    now = 301.0
+    assert latest(2).kept(steps, now) == {25, 30}
+    assert every(10).kept(steps, now) == {10, 20, 30}
+    assert every(7).kept(steps, now) == {10, 15, 25, 30}  # the first from 7, 14, 21 and 28 on
+    assert every(steps=1000).kept(steps, now) == set()
+    assert every(seconds=100).kept(steps, now) == {5, 10, 20, 30}
+    assert best(2, "loss").kept(steps, now) == {20, 10}
+    assert best(1, "loss").kept(steps, now) == {20}  # of equals the later
+    assert best(1, "loss", mode="max").kept(steps, now) == {30}
+    assert best(9, "accuracy").kept(steps, now) == set()
+    assert younger(minutes=1).kept(steps, now) == {25, 30}
+    assert (latest(1) | at(5)).kept(steps, now) == {5, 30}
+    assert (every(10) & younger(seconds=150)).kept(steps, now) == {20, 30}
+    assert (~latest(2)).kept(steps, now) == {5, 10, 15, 20}
+    assert (latest(1) | (lambda all_steps: [all_steps[0].step])).kept(steps, now) == {5, 30}
+
+
+@given(st.lists(st.integers(0, 300), unique=True), st.integers(1, 50), st.integers(0, 400))
+def test_what_every_keeps_does_not_depend_on_what_else_is_still_there(
+    numbers: list[int], stretch: int, seed: int
+) -> None:
+    """Or a step that was kept once would go later, or one that is gone would be missed."""
+    steps = run_of(sorted(numbers))
+    for policy in (every(stretch), every(seconds=10.0 * stretch)):
+        kept = policy.kept(steps, 0.0)
+        others = [each for at, each in enumerate(steps) if (at * seed) % 3 or each.step in kept]
+        assert policy.kept(others, 0.0) == kept
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        lambda: every(),
+        lambda: every(5, minutes=1),
+        lambda: every(0),
+        lambda: every(2.5),  # type: ignore[arg-type]
+        lambda: every(minutes=-1),
+        lambda: every(minutes=float("nan")),
+        lambda: latest(0),
+        lambda: latest(True),
+        lambda: best(1, ""),
+        lambda: best(1, "loss", mode="least"),  # type: ignore[arg-type]
+        lambda: last(0),
+        lambda: at(-1),
+        lambda: younger(),
+        lambda: auto(overhead=0),
+        lambda: auto(mttf_hours=-1),
+        lambda: continuous(least_gap_s=-1),
+        lambda: on_preemption(12345),
+        lambda: policy_of("500"),
+        lambda: policy_of(500),
+        lambda: latest(1) | 5,
+    ],
+)
+def test_a_wrong_policy_says_what_it_takes(wrong: Any) -> None:
+    with pytest.raises(UsageError):
+        wrong()
+
+
+def test_signals_are_numbers_or_names_of_them() -> None:
+    assert on_preemption(signal.SIGUSR1) == on_preemption(int(signal.SIGUSR1))
