@@ -1,6 +1,6 @@
 """Checkpoints for large-model training: save on any layout, load on any other, and trust the bytes."""
 
-from reknit import errors, transforms
+from reknit import errors, policies, transforms
 from reknit.api import close, fence, load, prepare, save
 from reknit.engine.loading.browse import Checkpoint
 from reknit.engine.outcome import PendingSave
@@ -20,12 +20,15 @@ from reknit.frameworks.custom import register_framework
 from reknit.frameworks.per_rank import PerRank, RngState
 from reknit.options import CommOptions, LoadOptions, SaveOptions, Tls
 from reknit.ranks import connect
-from reknit.stored import latest, open, promote, verify
+from reknit.runs.checkpointer import Checkpointer
+from reknit.stored import delete, latest, open, promote, steps, verify
+from reknit.types.saved_step import SavedStep
 
 __all__ = [
     "Checkpoint",
     "CheckpointExistsError",
     "CheckpointNotFoundError",
+    "Checkpointer",
     "CommError",
     "CommOptions",
     "CorruptError",
@@ -40,21 +43,25 @@ __all__ = [
     "RngState",
     "SaveOptions",
     "SaveReport",
+    "SavedStep",
     "StorageError",
     "Tls",
     "UsageError",
     "VerifyReport",
     "close",
     "connect",
+    "delete",
     "errors",
     "fence",
     "latest",
     "load",
     "open",
+    "policies",
     "prepare",
     "promote",
     "register_framework",
     "save",
+    "steps",
     "transforms",
     "verify",
 ]

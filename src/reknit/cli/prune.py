@@ -1,0 +1,94 @@
+"""`reknit prune`: remove the steps of a run that are no longer wanted."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from reknit import policies
+from reknit.cli.output import nbytes_text, print_json, printable
+from reknit.engine.stored.newest import refuse_other
+from reknit.engine.stored.steps import numbered
+from reknit.errors import CheckpointNotFoundError, UsageError
+from reknit.runs.retention import Retention
+from reknit.storage.registry import open_storage
+
+if TYPE_CHECKING:
+    import argparse
+
+    from reknit.policies import Policy
+    from reknit.storage.base import Storage
+
+
+def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    """Add the command to those of the program."""
+    parser = commands.add_parser(
+        "prune",
+        help="remove the steps of a run that are no longer wanted",
+        description="Remove the checkpoints directly below a folder that none of the --keep options keeps.  "
+        "The newest whose files are all there stays in any case, and so do those without a step, those that "
+        "cannot be read, and those to which a save is under way.",
+    )
+    parser.add_argument("root", metavar="ROOT", help="a folder or URL that holds checkpoints")
+    parser.add_argument("--keep-last", type=int, metavar="N", help="keep the newest N steps")
+    parser.add_argument("--keep-every", type=int, metavar="N", help="keep one step of each N")
+    parser.add_argument("--keep-best", metavar="N:METRIC[:max]", help="keep the N with the lowest metric")
+    parser.add_argument("--keep-days", type=float, metavar="D", help="keep what is younger than D days")
+    parser.add_argument("--dry-run", action="store_true", help="only say what would be removed")
+    parser.add_argument("--json", action="store_true", help="print JSON")
+    parser.set_defaults(run=run)
+
+
+def run(args: argparse.Namespace) -> int:
+    """Prune, and return the exit code."""
+    keep = _keep(args)
+    storage = open_storage(args.root)
+    try:
+        if not numbered(storage):
+            raise _no_steps(storage)
+        retention = Retention(storage, keep)
+        gone = retention.surplus() if args.dry_run else retention.prune()
+    finally:
+        storage.close()
+    if args.json:
+        print_json([{"step": step.step, "path": step.path, "nbytes": step.nbytes} for step in gone])
+        return 0
+    did = "would remove" if args.dry_run else "removed"
+    for step in gone:
+        print(f"{did} {printable(step.path)} (step {step.step}): {nbytes_text(step.nbytes)}")
+    if not gone:
+        print("there is nothing to remove")
+    return 0
+
+
+def _keep(args: argparse.Namespace) -> Policy:
+    """Return what the options keep together.  Raises `UsageError` where none is given."""
+    found = []
+    if args.keep_last is not None:
+        found.append(policies.latest(args.keep_last))
+    if args.keep_every is not None:
+        found.append(policies.every(args.keep_every))
+    if args.keep_days is not None:
+        found.append(policies.younger(days=args.keep_days))
+    if args.keep_best is not None:
+        found.append(_best(args.keep_best))
+    if not found:
+        raise UsageError("nothing says what to keep", remedy="for instance --keep-last 3")
+    keep = found[0]
+    for each in found[1:]:
+        keep = keep | each
+    return keep
+
+
+def _best(text: str) -> Policy:
+    number, _, rest = text.partition(":")
+    metric, _, mode = rest.partition(":")
+    if not number.isdecimal() or not metric or mode not in ("", "min", "max"):
+        raise UsageError(f"--keep-best is N:METRIC, or N:METRIC:max, not {text!r}")
+    return policies.best(int(number), metric, mode="max" if mode == "max" else "min")
+
+
+def _no_steps(storage: Storage) -> CheckpointNotFoundError:
+    refuse_other(storage)
+    return CheckpointNotFoundError(
+        f"there are no steps in {storage.url}", path=storage.url, remedy="check the path"
+    )

@@ -1,0 +1,36 @@
+"""`reknit rm`: remove checkpoints."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from reknit import stored
+from reknit.cli.output import nbytes_text, print_json, printable
+
+if TYPE_CHECKING:
+    import argparse
+
+
+def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    """Add the command to those of the program."""
+    parser = commands.add_parser(
+        "rm",
+        help="remove checkpoints",
+        description="Remove checkpoints, each manifest first, so that none is ever there in part.  Files "
+        "that are not of reknit's making stay.  A checkpoint to which a save is under way is not removed.",
+    )
+    parser.add_argument("paths", metavar="PATH", nargs="+", help="a checkpoint: a folder or URL")
+    parser.add_argument("--json", action="store_true", help="print JSON")
+    parser.set_defaults(run=run)
+
+
+def run(args: argparse.Namespace) -> int:
+    """Remove, and return the exit code."""
+    freed = {}
+    for path in args.paths:
+        freed[path] = stored.delete(path)
+        if not args.json:
+            print(f"removed {printable(path)}: {nbytes_text(freed[path])}")
+    if args.json:
+        print_json([{"path": path, "nbytes": nbytes} for path, nbytes in freed.items()])
+    return 0

@@ -1,0 +1,73 @@
+"""All ranks save at the same step, also where the time or a notice to one of them decides."""
+
+from __future__ import annotations
+
+import json
+from typing import TYPE_CHECKING
+
+from reknit.comm import base as comm
+from reknit.monitor.phase import monotonic
+from reknit.policies.base import Moment
+from reknit.policies.saving import OnPreemption
+from reknit.runs.preemption import Notices
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    from reknit.comm.base import Group
+    from reknit.policies.base import Facts, Policy
+
+_ROUND_EVERY_S = 2.0
+_MOST_STEPS = 100
+"""Between two rounds: steps may become slower at once, and a notice must not wait for long then."""
+
+
+class Agreement:
+    """Decides for every step whether all ranks save.
+
+    What follows from the step alone, each rank decides by itself.  For the rest rank 0 decides in a round
+    between the ranks, every two seconds or so: each round also says at which step the next one is held.
+    """
+
+    def __init__(self, group: Group, policy: Policy, timeout_s: float) -> None:
+        self._group, self._policy, self._timeout_s = group, policy, timeout_s
+        self._notices = Notices(leaf for leaf in policy.leaves() if isinstance(leaf, OnPreemption))
+        self._next = 0
+        self._last: tuple[int, float] | None = None
+        self.preempted: str | None = None
+        """What told a rank that it will end soon; the same on all ranks."""
+
+    def due(self, step: int, saved: int | None, facts: Callable[[bool], Facts]) -> bool:
+        """Tell whether to save after a step; rank 0 asks for `facts`, and says whether a rank will end."""
+        answer = self._policy.due(Moment(step=step, saved=saved))
+        if answer is not None or step < self._next:
+            return bool(answer)
+
+        def any_of(notices: Sequence[bytes]) -> bytes:
+            return next(filter(None, notices), b"")
+
+        def decide(requests: list[bytes]) -> list[bytes]:
+            notice = any_of(requests).decode()
+            moment = Moment(step=step, saved=saved, facts=facts(bool(notice)))
+            decision = [bool(self._policy.due(moment)), notice, self._next_round(step)]
+            return [json.dumps(decision).encode()] * self._group.size
+
+        notice = (self.preempted or self._notices.seen() or "").encode()
+        with comm.turn(self._group, "steps", self._timeout_s, merge=any_of, subject=f"step {step}") as turn:
+            due, told, self._next = json.loads(turn.exchange(notice, decide))
+        self.preempted = told or None
+        return bool(due)
+
+    def _next_round(self, step: int) -> int:
+        """Return the step of the next round, in about two seconds at the pace of training."""
+        if self._group.size == 1:
+            return step + 1
+        before, self._last = self._last, (step, monotonic())
+        if before is None or step <= before[0]:
+            return step + 1
+        step_s = (self._last[1] - before[1]) / (step - before[0])
+        return step + max(1, min(_MOST_STEPS, int(_ROUND_EVERY_S / max(step_s, 1e-9))))
+
+    def close(self) -> None:
+        """Watch for notices no longer."""
+        self._notices.close()

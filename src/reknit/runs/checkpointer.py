@@ -1,0 +1,340 @@
+"""The checkpoints of a run: saved when a policy says so, found after a restart, kept as long as wanted."""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+from functools import partial
+from math import isfinite
+from typing import TYPE_CHECKING, Any, Literal
+
+from reknit import api
+from reknit.arguments import checked_step
+from reknit.comm import base as comm
+from reknit.engine.saving.commit import manifest_exists
+from reknit.engine.stored.newest import refuse_other
+from reknit.engine.stored.steps import METRICS, numbered, step_name, steps_below
+from reknit.errors import (
+    CheckpointNotFoundError,
+    CorruptError,
+    FormatError,
+    UsageError,
+    VersionError,
+    shown,
+)
+from reknit.monitor.phase import monotonic
+from reknit.options import LoadOptions, SaveOptions
+from reknit.policies.base import Facts, policy_of
+from reknit.policies.keeping import ranked
+from reknit.ranks import acting
+from reknit.runs.agreement import Agreement
+from reknit.runs.retention import Retention
+from reknit.runs.settle import settle
+from reknit.runs.under_way import UnderWay
+from reknit.storage.registry import open_storage
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping
+    from os import PathLike
+
+    from reknit.engine.outcome import PendingSave
+    from reknit.engine.report import LoadReport
+    from reknit.policies.base import Policy
+    from reknit.types.saved_step import SavedStep
+
+logger = logging.getLogger("reknit")
+
+_SETTLE_S = 300.0
+
+
+class Checkpointer:
+    """Saves the steps of a run below one folder, resumes from the newest, and keeps those that are wanted.
+
+    All ranks make one and make the same calls, as for `reknit.save`.  `save` says when (default: at each
+    call of `save`), `keep` which committed steps stay (default: all); see `reknit.policies`.  Whatever
+    `keep` says, the newest step whose files are all there is never removed.  With `wait=False` (the default)
+    saves go on in the background.  Step 500 is the checkpoint ``ROOT/step_00000500``, which all other calls
+    take as well.
+
+    Use it as a context manager, or call `close` at the end.
+    """
+
+    def __init__(
+        self,
+        root: str | PathLike[str],
+        *,
+        save: object = None,
+        keep: object = None,
+        wait: bool = False,
+        options: SaveOptions | None = None,
+        load_options: LoadOptions | None = None,
+        group: object = None,
+    ) -> None:
+        self._wait, self._options, self._load_options, self._given = wait, options, load_options, group
+        self._when = None if save is None else _of("save", save)
+        self._keep = None if keep is None else _of("keep", keep)
+        options = options if isinstance(options, SaveOptions) else SaveOptions()
+        self._timeout_s = options.timeout_s
+        self._group = acting(group, options.comm).group
+        self._storage = open_storage(root, durability=options.durability)
+        self._root = os.fspath(root)
+        self._agreement = None if self._when is None else Agreement(self._group, self._when, self._timeout_s)
+        self._retention = None
+        if self._keep is not None and self._group.rank == 0:
+            self._retention = Retention(self._storage, self._keep)
+        self._resumed = False
+        self._saved: int | None = None
+        self._saved_at = monotonic()
+        self._decided: tuple[int, bool] | None = None
+        self._stall_s: float | None = None
+        self._under_way = UnderWay(self._retention)
+
+    def __enter__(self) -> Checkpointer:
+        return self
+
+    def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
+        if error is None:
+            self.close()
+        else:  # the other ranks may not come; agents finish what is staged
+            self._leave()
+
+    @property
+    def preempted(self) -> str | None:
+        """What told a rank that it will end soon, see `on_preemption`; the same on all ranks."""
+        return None if self._agreement is None else self._agreement.preempted
+
+    def should_save(self, step: int) -> bool:
+        """Tell whether the policy wants `step` saved; all ranks ask, and get the same answer."""
+        step = _number(step)
+        self._under_way.tend()
+        if self._agreement is None:
+            return True
+        if self._decided is None or self._decided[0] != step:
+            self._decided = step, self._agreement.due(step, self._saved, self._facts)
+        return self._decided[1]
+
+    def save(
+        self,
+        step: int,
+        state: Mapping[str, Any],
+        metrics: Mapping[str, float] | None = None,
+        *,
+        force: bool = False,
+    ) -> PendingSave | None:
+        """Save `state` as it is after `step`, if the policy wants that or with `force`; else return None.
+
+        `metrics` are numbers that are stored with the step, for `best` and for people.  The last step can be
+        saved again with `force` at no cost: it is there, or under way.
+
+        Raises what `reknit.save` does.  A step that is there already is replaced where this run has resumed
+        from an earlier one; otherwise that is `CheckpointExistsError`.
+        """
+        step = _number(step)
+        numbers = _checked_metrics(metrics)
+        if not (force or self.should_save(step)):
+            return None
+        if (last := self._under_way.last(step)) is not None:
+            return last
+        begin = monotonic()
+        pending = api.save(
+            _below(self._root, step_name(step)),
+            state,
+            step=step,
+            wait=self._wait,
+            overwrite=self._resumed,
+            metadata={METRICS: numbers},
+            options=self._options,
+            group=self._given,
+        )
+        self._saved, self._saved_at = step, monotonic()
+        self._stall_s = self._saved_at - begin
+        self._under_way.add(step, pending, begin)
+        return pending
+
+    def resume(self, state: Mapping[str, Any]) -> int:
+        """Fill `state` from the newest step that is whole, and return the step to go on with.
+
+        That is the one after the step that was loaded, or 0 where nothing was saved yet; the log says which.
+        A step that is damaged is passed over, and the log says why.  Where all are, it is `CorruptError`: to
+        start from nothing is never the answer to damage.  Other errors, such as `MismatchError`, are raised.
+
+        Agents of an earlier run that are at work on the host of rank 0 are waited for, up to five
+        minutes.  What that run has begun and nobody finished can never commit afterwards.
+        """
+        self._ask("settle", partial(settle, self._storage, _SETTLE_S))
+        bad: list[str] = []
+        below: int | None = None
+        while (found := self._ask("newest", partial(self._newest, below))) is not None:
+            below, path = found
+            try:
+                self._load(path, state)
+            except VersionError:
+                raise
+            except (FormatError, CheckpointNotFoundError) as error:
+                bad.append(path)
+                self._say(logging.WARNING, "passed over step %d: %s", below, error.message)
+            else:
+                self._resumed, self._saved, self._saved_at = True, below, monotonic()
+                self._say(logging.INFO, "resumed from %s: the next step is %d", path, below + 1)
+                return below + 1
+        if bad:
+            raise CorruptError(
+                f"none of the {len(bad)} steps below {self._root} can be loaded; the newest is {bad[0]}",
+                path=self._root,
+                remedy="reknit verify says what is damaged; to start from nothing, use another folder",
+            )
+        self._say(logging.WARNING, "there is no checkpoint below %s yet: starting with step 0", self._root)
+        return 0
+
+    def load(self, state: Mapping[str, Any], step: int | Literal["latest", "best"] = "latest") -> LoadReport:
+        """Fill `state` from one step: a number, the newest, or the best by the metric that `keep` names.
+
+        Raises `CheckpointNotFoundError` where there is none, and what `reknit.load` does.
+        """
+        if step not in ("latest", "best"):
+            step = _number(step)
+
+        def find() -> Any:
+            if step == "latest":
+                return self._newest(None)
+            if step == "best":
+                found = self.best()
+                return (
+                    None if found is None else [found.step, _below(self._root, found.path.rpartition("/")[2])]
+                )
+            return next(
+                (
+                    [number, _below(self._root, name)]
+                    for number, name in numbered(self._storage)
+                    if number == step
+                ),
+                None,
+            )
+
+        found = self._ask("find", find)
+        if found is None:
+            what = f"step {step}" if isinstance(step, int) else f"{step} step"
+            raise CheckpointNotFoundError(
+                f"there is no {what} below {self._root}",
+                path=self._root,
+                remedy=f"look there: reknit ls {self._root}",
+            )
+        number, path = found
+        report = self._load(path, state)
+        self._resumed, self._saved, self._saved_at = True, number, monotonic()
+        return report
+
+    def steps(self) -> list[SavedStep]:
+        """Return the committed steps, ascending, as `reknit.steps` does."""
+        return steps_below(self._storage)
+
+    def latest(self) -> int | None:
+        """Return the number of the newest committed step, or None.  One rank may ask alone."""
+        found = self._newest(None)
+        return None if found is None else found[0]
+
+    def best(self) -> SavedStep | None:
+        """Return the best step by the metric that `keep` names, or None.  Raises `UsageError` without one."""
+        return next(iter(ranked(self._keep, self.steps())), None)
+
+    def prune(self, *, dry_run: bool = False) -> list[SavedStep]:
+        """Remove the steps that `keep` does not keep, and return them; with `dry_run` only return them.
+
+        That happens by itself after each save.  One rank does it; the others return an empty list.
+        """
+        if self._retention is None:
+            return []
+        self._under_way.end_pruning()
+        return (self._retention.surplus if dry_run else self._retention.prune)(self._under_way.steps())
+
+    def wait(self, timeout_s: float | None = None) -> None:
+        """Wait until all saves are committed, and what they made surplus is removed.
+
+        Raises what made a save fail, and `DeadlineError` after `timeout_s` seconds.
+        """
+        self._under_way.wait(timeout_s)
+
+    def close(self) -> None:
+        """Wait for all saves, and watch for signals no longer.  Every rank calls it, or none."""
+        try:
+            self.wait()
+        finally:
+            self._leave()
+
+    def _leave(self) -> None:
+        if self._agreement is not None:
+            self._agreement.close()
+        self._under_way.end_pruning()
+        self._storage.close()
+
+    def _facts(self, preempted: bool) -> Facts:
+        return Facts(
+            seconds=monotonic() - self._saved_at,
+            busy=self._under_way.busy(),
+            preempted=preempted,
+            stall_s=self._stall_s,
+            write_s=self._under_way.write_s,
+        )
+
+    def _newest(self, below: int | None) -> list[Any] | None:
+        """Return number and path of the newest committed step with a number lower than `below`."""
+        folders = numbered(self._storage)
+        for number, name in folders:
+            if (below is None or number < below) and manifest_exists(self._storage.sub(name)):
+                return [number, _below(self._root, name)]
+        if not folders:
+            refuse_other(self._storage)
+        return None
+
+    def _ask(self, name: str, question: Callable[[], Any]) -> Any:
+        """Return what rank 0 finds; its errors are raised on all ranks."""
+        with comm.turn(self._group, name, self._timeout_s, merge=b"".join) as turn:
+            return json.loads(
+                turn.exchange(b"", lambda _: [json.dumps(question()).encode()] * self._group.size)
+            )
+
+    def _load(self, path: str, state: Mapping[str, Any]) -> LoadReport:
+        return api.load(path, state, options=self._load_options, group=self._given)
+
+    def _say(self, level: int, message: str, *arguments: object) -> None:
+        if self._group.rank == 0:
+            logger.log(level, message, *arguments)
+
+
+def _of(role: str, value: object) -> Policy:
+    """Return a policy for saving or keeping.  Raises `UsageError` where it is for the other."""
+    policy = policy_of(value)
+    if role not in policy.roles:
+        other = "which steps to keep" if role == "save" else "when to save"
+        raise UsageError(
+            f"{role}={shown(value)} says {other}", remedy="see reknit.policies for what says which"
+        )
+    return policy
+
+
+def _number(step: Any) -> int:
+    number = checked_step(step)
+    if number is None:
+        raise UsageError("a step of a run has a number", remedy="pass the step: save(step, state)")
+    return number
+
+
+def _checked_metrics(metrics: Any) -> dict[str, float | None]:
+    """Return metrics as numbers of JSON; one that is not finite is None.  Raises `UsageError`."""
+    numbers: dict[str, float | None] = {}
+    try:
+        for name, value in dict(metrics or {}).items():
+            number = float(value)
+            numbers[name] = number if isfinite(number) else None
+    except (TypeError, ValueError) as error:
+        raise UsageError(f"metrics are numbers by name, not {shown(metrics)}") from error
+    if wrong := [name for name in numbers if not isinstance(name, str)]:
+        raise UsageError(f"metrics have names, and {shown(wrong[0])} is none")
+    return numbers
+
+
+def _below(root: str, name: str) -> str:
+    """Return the place of a folder below a path or a URL, which may have options."""
+    place, mark, options = root.partition("?") if "://" in root else (root, "", "")
+    return f"{place.rstrip('/')}/{name}{mark}{options}"

@@ -1,0 +1,81 @@
+"""`reknit latest`, `rm` and `prune`."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import numpy as np
+import pytest
+
+import reknit
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from tests.cli.command import Command
+
+
+@pytest.fixture
+def root(tmp_path: Path) -> Path:
+    with reknit.Checkpointer(tmp_path / "run", wait=True) as run:
+        for step in (10, 20, 30, 40):
+            run.save(step, {"model": {"w": np.arange(1000)}}, {"loss": abs(step - 21)})
+    return tmp_path / "run"
+
+
+def steps(root: Path) -> list[int | None]:
+    return [each.step for each in reknit.steps(root)]
+
+
+def test_latest_prints_a_path(command: Command, root: Path) -> None:
+    ran = command("latest", root)
+    assert (ran.code, ran.out) == (0, f"{root}/step_00000040\n")
+    assert command("latest", root, "--json").json == {"path": f"{root}/step_00000040"}
+    ran = command("latest", root / "typo")
+    assert (ran.code, ran.out) == (3, "")
+    assert "check the path" in ran.err
+
+
+def test_rm_removes_what_is_named_and_no_more(command: Command, root: Path) -> None:
+    ran = command("rm", root / "step_00000010", root / "step_00000030")
+    assert ran.code == 0
+    assert ran.out.count("removed ") == 2
+    assert steps(root) == [20, 40]
+    assert command("rm", root / "step_00000010").code == 3
+    assert command("rm", root).code == 3
+    assert command("rm", root / "step_00000020", "--json").json[0]["nbytes"] > 8000
+    assert steps(root) == [40]
+
+
+def test_prune_removes_what_no_option_keeps(command: Command, root: Path) -> None:
+    dry = command("prune", root, "--keep-last", "1", "--keep-best", "1:loss", "--dry-run")
+    assert dry.code == 0
+    assert [line.split(" (")[0] for line in dry.out.splitlines()] == [
+        f"would remove {root}/step_00000010",
+        f"would remove {root}/step_00000030",
+    ]
+    assert steps(root) == [10, 20, 30, 40]
+    ran = command("prune", root, "--keep-last", "1", "--keep-best", "1:loss", "--json")
+    assert [each["step"] for each in ran.json] == [10, 30]
+    assert steps(root) == [20, 40]
+    assert (
+        command("prune", root, "--keep-every", "20", "--keep-days", "1").out == "there is nothing to remove\n"
+    )
+
+
+@pytest.mark.parametrize(
+    ("options", "code"),
+    [([], 2), (["--keep-last", "0"], 2), (["--keep-best", "loss"], 2), (["--keep-best", "1:loss:up"], 2)],
+)
+def test_prune_without_a_sensible_wish_removes_nothing(
+    command: Command, root: Path, options: list[str], code: int
+) -> None:
+    assert command("prune", root, *options).code == code
+    assert steps(root) == [10, 20, 30, 40]
+
+
+def test_prune_of_a_wrong_path_says_so(command: Command, root: Path) -> None:
+    assert command("prune", root / "typo", "--keep-last", "1").code == 3
+    ran = command("prune", root / "step_00000010", "--keep-last", "1")
+    assert ran.code == 2
+    assert "is a checkpoint" in ran.err

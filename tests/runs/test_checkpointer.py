@@ -1,0 +1,384 @@
+"""The steps of a run: saved, found again, kept and removed, by one process and by several ranks."""
+
+from __future__ import annotations
+
+import logging
+import os
+import signal
+import subprocess
+import sys
+import threading
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import pytest
+
+import reknit
+from reknit import Checkpointer
+from reknit.errors import (
+    CheckpointExistsError,
+    CheckpointNotFoundError,
+    CorruptError,
+    MismatchError,
+    ReknitError,
+    UsageError,
+)
+from reknit.policies import at, best, every, latest, on_preemption
+from reknit.testing.world import run_ranks
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from reknit.comm.base import Group
+
+
+def state(value: float = 0.0) -> dict[str, Any]:
+    return {"model": {"w": np.full(1000, value), "count": 0}}
+
+
+def train(run: Checkpointer, held: dict[str, Any], total: int) -> list[int]:
+    """Train up to `total` steps, each of which adds one, and return the steps that were saved."""
+    saved = []
+    for step in range(run.resume(held), total):
+        held["model"]["w"] += 1
+        held["model"]["count"] += 1
+        pending = run.save(step, held, {"loss": abs(step - 11)})
+        if pending is not None:
+            pending.result()
+            saved.append(step)
+    return saved
+
+
+def numbers(root: Path) -> list[int | None]:
+    return [each.step for each in reknit.steps(root)]
+
+
+def damage(path: Path) -> None:
+    (file,) = path.glob("model/*.safetensors")
+    data = bytearray(file.read_bytes())
+    data[-1] ^= 1
+    file.write_bytes(data)
+
+
+def test_a_run_goes_on_where_it_was_and_keeps_what_it_was_told_to(tmp_path: Path) -> None:
+    how: dict[str, Any] = {"save": every(steps=5), "keep": latest(2) | best(1, "loss"), "wait": True}
+    held = state()
+    with Checkpointer(tmp_path, **how) as run:
+        assert train(run, held, 23) == [5, 10, 15, 20]
+        run.wait()
+        assert numbers(tmp_path) == [10, 15, 20]
+    assert sorted(path.name for path in tmp_path.iterdir()) == [f"step_{n:08d}" for n in (10, 15, 20)]
+    fresh = state()
+    with Checkpointer(tmp_path, **how) as run:
+        assert train(run, fresh, 32) == [25, 30]
+        run.wait()
+        # Each step was trained once: the result is that of a run without a break.
+        assert fresh["model"]["count"] == 32
+        assert set(fresh["model"]["w"]) == {32.0}
+        assert numbers(tmp_path) == [10, 25, 30]
+        assert run.latest() == 30
+        assert (found := run.best()) is not None
+        assert (found.step, found.metrics) == (10, {"loss": 1.0})
+        old = state()
+        assert run.load(old, "best").step == 10
+        assert old["model"]["count"] == 11
+
+
+def test_saves_in_the_background_are_committed_at_the_end_and_pruned(tmp_path: Path) -> None:
+    held = state()
+    with Checkpointer(tmp_path, save=every(2), keep=latest(1)) as run:
+        for step in range(run.resume(held), 9):
+            held["model"]["w"] += 1
+            pending = run.save(step, held)
+            assert (pending is not None) == (step in (2, 4, 6, 8))
+    assert numbers(tmp_path) == [8]
+
+
+def test_without_a_policy_each_call_saves_and_all_is_kept(tmp_path: Path) -> None:
+    with Checkpointer(tmp_path, wait=True) as run:
+        for step in (3, 7):
+            assert run.save(step, state()) is not None
+    assert numbers(tmp_path) == [3, 7]
+
+
+def test_force_saves_whatever_the_policy_says_and_a_step_only_once(tmp_path: Path) -> None:
+    with Checkpointer(tmp_path, save=at(1), wait=True) as run:
+        assert run.save(0, state()) is None
+        one = run.save(1, state())
+        assert run.save(1, state(), force=True) is one
+        assert run.save(2, state(), force=True) is not None
+    assert numbers(tmp_path) == [1, 2]
+
+
+def test_damaged_steps_are_passed_over_with_a_reason_and_replaced_when_they_come_again(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    held = state()
+    with Checkpointer(tmp_path, save=every(5), wait=True) as run:
+        train(run, held, 17)
+    damage(tmp_path / "step_00000015")
+    (tmp_path / "step_00000010" / "manifest.json").write_bytes(b"{}")
+    with Checkpointer(tmp_path, save=every(5), wait=True) as run:
+        again = state()
+        assert run.resume(again) == 6
+        assert again["model"]["count"] == 6
+        told = [record.getMessage() for record in caplog.records if record.levelno == logging.WARNING]
+        assert any("passed over step 15" in line for line in told)
+        assert any("passed over step 10" in line for line in told)
+        train(run, again, 17)
+    assert numbers(tmp_path) == [5, 10, 15]
+    assert reknit.verify(tmp_path / "step_00000015", "data").ok
+
+
+def test_a_run_whose_steps_are_all_damaged_does_not_start_from_nothing(tmp_path: Path) -> None:
+    with Checkpointer(tmp_path, wait=True) as run:
+        run.save(3, state())
+    damage(tmp_path / "step_00000003")
+    with Checkpointer(tmp_path) as run, pytest.raises(CorruptError, match="none of the 1 steps"):
+        run.resume(state())
+
+
+def test_a_state_that_does_not_fit_is_an_error_and_no_reason_to_take_an_older_step(tmp_path: Path) -> None:
+    with Checkpointer(tmp_path, wait=True) as run:
+        run.save(3, state())
+        with pytest.raises(MismatchError):
+            run.resume({"model": {"w": np.zeros(7), "count": 0}})
+
+
+def test_starting_from_nothing_is_said(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    with Checkpointer(tmp_path / "typo") as run:
+        assert run.resume(state()) == 0
+        with pytest.raises(CheckpointNotFoundError):
+            run.load(state())
+        assert run.latest() is None
+    assert "there is no checkpoint below" in caplog.text
+
+
+def test_a_folder_that_is_no_folder_of_a_run_is_refused(tmp_path: Path) -> None:
+    reknit.save(tmp_path / "one", state())
+    with Checkpointer(tmp_path / "one") as run, pytest.raises(UsageError, match="is a checkpoint"):
+        run.resume(state())
+
+
+def test_a_run_that_did_not_resume_replaces_nothing(tmp_path: Path) -> None:
+    with Checkpointer(tmp_path, wait=True) as run:
+        run.save(1, state(1.0))
+    with Checkpointer(tmp_path, wait=True) as run:
+        with pytest.raises(CheckpointExistsError):
+            run.save(1, state(2.0))
+        held = state()
+        run.resume(held)
+        assert held["model"]["w"][0] == 1.0
+
+
+def test_steps_that_others_named_are_taken_too(tmp_path: Path) -> None:
+    reknit.save(tmp_path / "my-100", state(1.0), step=100)
+    with Checkpointer(tmp_path, keep=latest(1), wait=True) as run:
+        assert run.resume(state()) == 101
+        run.save(101, state())
+        run.wait()
+    assert [path.name for path in tmp_path.iterdir()] == ["step_00000101"]
+
+
+def test_what_an_earlier_run_has_begun_cannot_commit_behind_a_new_one(tmp_path: Path) -> None:
+    with Checkpointer(tmp_path, wait=True) as run:
+        run.save(5, state(5.0))
+    begun = [tmp_path / f"step_{step:08d}" / f"pending.{7:016x}.{'a' * 8}" for step in (3, 9)]
+    for marker in begun:
+        marker.parent.mkdir()
+        marker.touch()
+    with Checkpointer(tmp_path, wait=True) as run:
+        assert run.resume(state()) == 6
+        assert [marker.exists() for marker in begun] == [True, False]  # step 3 is nobody's newest
+        run.save(9, state(9.0))
+    assert numbers(tmp_path) == [5, 9]
+
+
+def test_agents_of_an_earlier_run_are_waited_for(tmp_path: Path) -> None:
+    """A trainer dies as soon as its state is copied; the new run resumes from that step."""
+    script = tmp_path / "train.py"
+    script.write_text(STAGED)
+    process = subprocess.run(
+        [sys.executable, str(script), str(tmp_path / "run")],
+        env=os.environ | {"PYTHONPATH": str(Path(reknit.__file__).parents[1])},
+        timeout=120,
+        check=False,
+    )
+    assert process.returncode == -signal.SIGKILL
+    held = {"model": {"w": np.zeros(8 << 20)}}
+    with Checkpointer(tmp_path / "run") as run:
+        assert run.resume(held) == 8
+    assert held["model"]["w"][-1] == 7.0
+
+
+@pytest.mark.parametrize("metrics", [{"loss": "low"}, {"loss": None}, 5, {3: 1.0}, ["loss"]])
+def test_metrics_are_numbers_by_name(tmp_path: Path, metrics: Any) -> None:
+    with Checkpointer(tmp_path) as run, pytest.raises(UsageError, match="metrics"):
+        run.save(1, state(), metrics)
+
+
+def test_a_metric_that_is_not_finite_is_stored_as_unknown(tmp_path: Path) -> None:
+    with Checkpointer(tmp_path, keep=latest(5) | best(1, "loss"), wait=True) as run:
+        run.save(1, state(), {"loss": float("nan")})
+        run.save(2, state(), {"loss": np.float32(0.5)})
+        assert [each.metrics for each in run.steps()] == [{"loss": None}, {"loss": 0.5}]
+        assert (found := run.best()) is not None
+        assert found.step == 2
+
+
+@pytest.mark.parametrize("wrong", [{"save": latest(3)}, {"keep": on_preemption()}, {"save": 500}])
+def test_a_policy_for_the_other_purpose_is_refused(tmp_path: Path, wrong: dict[str, Any]) -> None:
+    with pytest.raises(UsageError):
+        Checkpointer(tmp_path, **wrong)
+
+
+def test_ranks_save_together_also_where_the_clock_of_one_and_a_notice_to_another_decide(
+    tmp_path: Path,
+) -> None:
+    notice = tmp_path / "notice"
+
+    def work(group: Group) -> tuple[list[int], str | None]:
+        saved = []
+        how = every(steps=7) | on_preemption(file=notice if group.rank == 2 else tmp_path / "other")
+        with Checkpointer(tmp_path / "run", save=how, keep=latest(2), wait=True, group=group) as run:
+            held = {"model": {"w": np.arange(10.0)}}
+            for step in range(run.resume(held), 1000):
+                if step == 16 and group.rank == 2:
+                    notice.touch()
+                if run.save(step, held) is not None:
+                    saved.append(step)
+                if run.preempted:
+                    break
+            return saved, run.preempted
+
+    (saved, why), *others = run_ranks(3, work)
+    assert others == [(saved, why)] * 2
+    assert saved[:2] == [7, 14]
+    assert len(saved) == saved.index(saved[-1]) + 1
+    assert why is not None
+    assert "notice" in why
+    assert numbers(tmp_path / "run")[-1] == saved[-1]
+
+
+def test_errors_of_rank_0_are_those_of_all(tmp_path: Path) -> None:
+    reknit.save(tmp_path / "one", state())
+
+    def work(group: Group) -> str:
+        with Checkpointer(tmp_path / "one", group=group) as run:
+            try:
+                run.resume(state())
+            except ReknitError as error:
+                return error.message
+        return ""
+
+    first, second = run_ranks(2, work)
+    assert first == second
+    assert "is a checkpoint" in first
+
+
+SCRIPT = """
+import sys, time
+import numpy as np
+import reknit
+from reknit.policies import every, latest, on_preemption
+if __name__ == "__main__":
+    held = {"model": {"w": np.zeros(1000)}}
+    with reknit.Checkpointer(sys.argv[1], save=every(10_000) | on_preemption(), keep=latest(1)) as run:
+        step = run.resume(held)
+        print("begun", flush=True)
+        for step in range(step, 1_000_000):
+            held["model"]["w"] += 1
+            time.sleep(0.001)
+            run.save(step, held)
+            if run.preempted:
+                break
+    print(step, run.preempted, flush=True)
+"""
+
+
+STAGED = """
+import os, signal, sys
+import numpy as np
+import reknit
+if __name__ == "__main__":
+    run = reknit.Checkpointer(sys.argv[1])
+    run.save(7, {"model": {"w": np.full(8 << 20, 7.0)}}).staged()
+    os.kill(os.getpid(), signal.SIGKILL)
+"""
+
+
+def test_a_process_that_gets_sigterm_saves_its_step_and_a_new_one_goes_on(tmp_path: Path) -> None:
+    (tmp_path / "train.py").write_text(SCRIPT)
+    process = subprocess.Popen(
+        [sys.executable, str(tmp_path / "train.py"), str(tmp_path / "run")],
+        env=os.environ | {"PYTHONPATH": str(Path(reknit.__file__).parents[1])},
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+    try:
+        assert process.stdout is not None
+        assert process.stdout.readline() == "begun\n"
+        process.send_signal(signal.SIGTERM)
+        step, why = process.stdout.readline().split()
+        assert process.wait(60) == 0
+    finally:
+        process.kill()
+        process.communicate()
+    assert why == "SIGTERM"
+    held = {"model": {"w": np.zeros(1000)}}
+    with Checkpointer(tmp_path / "run") as run:
+        assert run.resume(held) == int(step) + 1
+    assert set(held["model"]["w"]) == {float(int(step) + 1)}
+
+
+def test_a_handler_that_was_there_is_called_and_comes_back(tmp_path: Path) -> None:
+    heard: list[int] = []
+    before = signal.signal(signal.SIGUSR1, lambda number, _: heard.append(number))
+    try:
+        mine = signal.getsignal(signal.SIGUSR1)
+        with Checkpointer(tmp_path, save=on_preemption(signal.SIGUSR1), wait=True) as run:
+            assert not run.should_save(0)
+            os.kill(os.getpid(), signal.SIGUSR1)
+            assert heard == [signal.SIGUSR1]
+            assert run.save(1, state()) is not None
+            assert run.preempted == "SIGUSR1"
+        assert signal.getsignal(signal.SIGUSR1) is mine
+    finally:
+        signal.signal(signal.SIGUSR1, before)
+
+
+def test_signals_are_for_the_main_thread(tmp_path: Path) -> None:
+    found: list[BaseException] = []
+
+    def work() -> None:
+        try:
+            Checkpointer(tmp_path, save=on_preemption())
+        except BaseException as error:  # looked at below
+            found.append(error)
+
+    thread = threading.Thread(target=work)
+    thread.start()
+    thread.join()
+    assert isinstance(found[0], UsageError)
+
+
+def test_a_dry_run_removes_nothing(tmp_path: Path) -> None:
+    for step in range(4):
+        reknit.save(tmp_path / f"step_{step:08d}", state(), step=step)
+    with Checkpointer(tmp_path, keep=latest(1)) as run:
+        assert [each.step for each in run.prune(dry_run=True)] == [0, 1, 2]
+        assert numbers(tmp_path) == [0, 1, 2, 3]
+        assert [each.step for each in run.prune()] == [0, 1, 2]
+    assert numbers(tmp_path) == [3]
+
+
+def metadata(path: Path) -> Mapping[str, Any]:
+    with reknit.open(path) as checkpoint:
+        return checkpoint.metadata
+
+
+def test_metrics_are_metadata_of_the_checkpoint(tmp_path: Path) -> None:
+    with Checkpointer(tmp_path, wait=True) as run:
+        run.save(1, state(), {"loss": 0.5})
+    assert metadata(tmp_path / "step_00000001") == {"metrics": {"loss": 0.5}}

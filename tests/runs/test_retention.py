@@ -1,0 +1,90 @@
+"""What is removed of a run's steps, and what never is."""
+
+from __future__ import annotations
+
+import shutil
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import pytest
+
+import reknit
+from reknit.policies import at, latest
+from reknit.runs.retention import Retention
+from reknit.storage.registry import open_storage
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from reknit.policies import Policy
+
+STATE: dict[str, Any] = {"model": {"w": np.arange(10.0)}}
+
+
+@pytest.fixture
+def root(tmp_path: Path) -> Path:
+    for step in (1, 2, 3, 4):
+        reknit.save(tmp_path / f"step_{step:08d}", STATE, step=step)
+    return tmp_path
+
+
+def pruned(root: Path, keep: Policy, *needed: int) -> list[int | None]:
+    return [each.step for each in Retention(open_storage(root), keep).prune(needed)]
+
+
+def left(root: Path) -> list[str]:
+    return sorted(path.name for path in root.iterdir())
+
+
+def test_the_newest_whole_step_stays_whatever_the_policy_keeps(root: Path) -> None:
+    shutil.rmtree(root / "step_00000004" / "model")  # the newest is no longer whole
+    assert pruned(root, latest(1)) == [1, 2]
+    assert left(root) == ["step_00000003", "step_00000004"]
+    assert pruned(root, at(99)) == []
+
+
+def test_a_policy_that_keeps_nothing_keeps_the_newest(root: Path) -> None:
+    assert pruned(root, at(99)) == [1, 2, 3]
+
+
+def test_needed_steps_stay(root: Path) -> None:
+    assert pruned(root, latest(1), 2) == [1, 3]
+
+
+def test_a_step_that_cannot_be_read_is_not_counted_and_stays(root: Path) -> None:
+    (root / "step_00000004" / "manifest.json").write_bytes(b"not JSON")
+    assert pruned(root, latest(2)) == [1]
+    assert left(root) == [f"step_{n:08d}" for n in (2, 3, 4)]
+
+
+def test_foreign_files_stay(root: Path) -> None:
+    (root / "step_00000001" / "notes.txt").write_text("mine")
+    (root / "notes").mkdir()
+    assert pruned(root, latest(3)) == [1]
+    assert [path.name for path in (root / "step_00000001").iterdir()] == ["notes.txt"]
+    assert (root / "notes").is_dir()
+
+
+def test_a_removal_that_was_cut_short_is_finished_later(root: Path) -> None:
+    (root / "step_00000001" / "manifest.json").unlink()  # and there its process died
+    assert pruned(root, latest(9)) == []
+    assert left(root) == [f"step_{n:08d}" for n in (2, 3, 4)]
+
+
+def test_what_a_save_under_way_has_written_stays(root: Path) -> None:
+    folder = root / "step_00000002"
+    (folder / "manifest.json").unlink()
+    marker = folder / f"pending.{7:016x}.{'a' * 8}"
+    marker.touch()
+    assert pruned(root, latest(1)) == [1, 3]
+    assert marker.exists()
+    assert (folder / "model").is_dir()
+
+
+def test_a_step_with_a_save_to_it_under_way_stays_and_that_is_logged(
+    root: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    (root / "step_00000001" / f"pending.{7:016x}.{'a' * 8}").touch()
+    assert pruned(root, latest(1)) == [2, 3]
+    assert "is under way" in caplog.text
+    assert reknit.verify(root / "step_00000001", "data").ok
