@@ -276,6 +276,8 @@ def a_bare_module_whose_optimizer_is_not_in_the_state_is_not_loaded_into() -> No
         with pytest.raises(StateError, match="has a copy in the optimizer") as caught:
             load({"m": made.module}, saved)
         assert "engine.optimizer" in str(caught.value.remedy)
+        beside = {"m": made.module, "all": {"the": [made.optimizer]}}
+        load(beside, gather(beside))
     made = engine(3, steps=0)
     other = engine(3, steps=0)
     load({"m": other.module}, gather({"m": made.module}))

@@ -595,6 +595,27 @@ def states_that_a_flattened_parameter_has_no_place_for_do_not_match() -> None:
 
 
 @case
+def states_of_a_flat_parameter_stay_where_none_that_was_saved_fits() -> None:
+    trained: list[dict[str, Any]] = []
+    modules: list[Any] = [nn.Linear(3, 4), wrap(nn.Linear(3, 5), flat=True)]
+    for module in modules:
+        optimizer = adamw(module)
+        module(torch.ones(1, 3)).sum().backward()
+        optimizer.step()
+        trained.append({"m": module, "o": optimizer})
+    saved, target = trained
+    (states,) = target["o"].state.values()
+    before = {name: state.clone() for name, state in states.items()}
+    checkpoint = gather(saved)
+    with Silence():
+        want = wanted(target, checkpoint.catalog(), dist.get_rank(), WORLD)
+    assert {"state/weight/exp_avg", "state/bias/exp_avg"} < {fqn for _, fqn, _ in want.mismatched}
+    fill(want, checkpoint)
+    (states,) = target["o"].state.values()
+    assert_equal(states, before)
+
+
+@case
 def modules_beside_and_around_fsdp() -> None:
     net = nn.ModuleDict({"a": wrap(nn.Linear(3, 5)), "b": nn.Linear(2, 2), "c": nn.BatchNorm1d(3)})
     expected = {"b.weight", "b.bias", "c.weight", "c.running_mean"}
