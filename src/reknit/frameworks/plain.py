@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, MutableMapping, MutableSequence
 from copy import copy
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -140,26 +141,31 @@ class ContainerAdapter(Adapter):
             for inner in value:
                 loading.visit(inner, place, None)
         elif isinstance(value, tuple) or not _is_first(value, loading):
-            self._want_copy(value, place, loading, assign)
+            children = [(key, inner, place.child(key)) for key, inner in tree.children(value)]
+            want_successor(children, partial(_with, value), loading, assign)
         else:
             for key, inner in tree.children(value):
                 loading.visit(inner, place.child(key), _setter(value, key))
 
-    def _want_copy(self, value: Any, place: Place, loading: Loading, assign: Assign) -> None:
-        """Ask for what is in a container that stays as it is; if anything in it is replaced, so is it."""
-        fresh: dict[Any, Any] = {}
 
-        def put(key: Any) -> Assign:
-            return None if assign is None else lambda new: fresh.__setitem__(key, new)
+def want_successor(
+    children: Iterable[tuple[Any, Any, Place]],
+    make: Callable[[dict[Any, Any]], Any],
+    loading: Loading,
+    assign: Assign,
+) -> None:
+    """Ask for what is in a container that stays as it is: key, child and place of each.
 
-        for key, inner in tree.children(value):
-            loading.visit(inner, place.child(key), put(key))
+    If any of them is replaced, so is the container, by what `make` makes of the new children by their keys.
+    """
+    fresh: dict[Any, Any] = {}
 
-        def replace() -> None:
-            if assign is not None and fresh:
-                assign(_with(value, fresh))
+    def put(key: Any) -> Assign:
+        return None if assign is None else lambda new: fresh.__setitem__(key, new)
 
-        loading.later(replace)
+    for key, inner, place in children:
+        loading.visit(inner, place, put(key))
+    loading.later(lambda: assign(make(fresh)) if assign is not None and fresh else None)
 
 
 def _enter(container: Any, place: Place, walk: Walk) -> None:

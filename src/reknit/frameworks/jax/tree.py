@@ -10,6 +10,7 @@ import jax
 from jax import tree_util
 
 from reknit.errors import StateError
+from reknit.frameworks.plain import want_successor
 from reknit.frameworks.tree import too_deep
 from reknit.frameworks.walk.adapter import Adapter
 from reknit.types.shard import MAX_DEPTH
@@ -93,22 +94,16 @@ class JaxNodeAdapter(Adapter):
     def wanted(self, value: Any, place: Place, loading: Loading, assign: Assign) -> None:
         """Ask for what is inside; if anything in it has to be replaced, so has the node."""
         node = _opened(value, place)
-        fresh: dict[str | int, Any] = {}
+        if _is_variable(value):
+            for inner in node.children.values():
+                loading.visit(inner, place, Into(value))  # it keeps its place in the model
+            return
 
-        def put(key: str | int) -> Assign:
-            if _is_variable(value):
-                return Into(value)  # it keeps its place in the model
-            return None if assign is None else lambda new: fresh.__setitem__(key, new)
+        def rebuilt(fresh: dict[str | int, Any]) -> Any:
+            return tree_util.tree_unflatten(node.build, list((node.children | fresh).values()))
 
-        for key, inner in node.children.items():
-            loading.visit(inner, place if node.box else place.child(key), put(key))
-
-        def replace() -> None:
-            if assign is not None and fresh:
-                children = [fresh.get(key, inner) for key, inner in node.children.items()]
-                assign(tree_util.tree_unflatten(node.build, children))
-
-        loading.later(replace)
+        children = [(k, inner, place if node.box else place.child(k)) for k, inner in node.children.items()]
+        want_successor(children, rebuilt, loading, assign)
 
 
 def leaves(value: Any, seen: set[int], depth: int = 0) -> Iterator[Any]:
