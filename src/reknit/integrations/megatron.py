@@ -9,10 +9,11 @@ from __future__ import annotations
 
 import logging
 import re
-import sys
 import time
 from enum import Enum
 from typing import TYPE_CHECKING, Any
+
+import torch.distributed as dist
 
 from reknit import api, stored
 from reknit.errors import CheckpointNotFoundError, MismatchError, UsageError
@@ -264,5 +265,4 @@ def _step(state: Mapping[str, Any], checkpoint_dir: str | PathLike[str]) -> int 
 
 
 def _rank() -> int:
-    distributed = sys.modules["torch"].distributed
-    return int(distributed.get_rank()) if distributed.is_initialized() else 0
+    return dist.get_rank() if dist.is_initialized() else 0

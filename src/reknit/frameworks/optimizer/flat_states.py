@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-import torch
-
 from reknit.errors import StateError
 from reknit.frameworks.optimizer.slots import element
 from reknit.frameworks.torch.tensor import dtype_name, local_memory, plain_dtype
@@ -15,6 +13,8 @@ from reknit.types.shard import Shard, Strided, TensorSpec
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
+
+    import torch
 
     from reknit.frameworks.optimizer.slots import ParamSlot
     from reknit.frameworks.walk.saving import Saving
@@ -82,23 +82,3 @@ def _identity(state: torch.Tensor, slot: ParamSlot) -> tuple[str, int, str]:
 def _counts(slot: ParamSlot, place: Place, walk: Walk) -> Replicas:
     """Return who has a state that is a single number."""
     return slot.counter if place.fqn.endswith("/step") else walk.world.alone
-
-
-def fits(current: Any, slot: ParamSlot, spec: TensorSpec) -> bool:
-    """Tell whether a present state can take what was saved as `spec`."""
-    assert slot.flat is not None
-    if not isinstance(current, torch.Tensor):
-        return False
-    if current.ndim == 0 or not spec.shape:
-        return tuple(current.shape) == spec.shape
-    return spec.shape == slot.flat.shape and slot.flat.fits(current)
-
-
-def misfit(slot: ParamSlot, spec: TensorSpec | None) -> str | None:
-    """Say why a saved state of this shape cannot be a state of a flattened parameter, if it cannot."""
-    if slot.flat is None or spec is None or spec.shape in ((), slot.flat.shape):
-        return None
-    return (
-        f"a state of shape {list(spec.shape)} of a parameter of shape {list(slot.flat.shape)} has no place "
-        "in a parameter that is flattened here"
-    )

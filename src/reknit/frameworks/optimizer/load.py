@@ -50,7 +50,7 @@ class OptimizerLoad:
         for members in joined.values():
             if any(saved.knows(slot.name) for slot in members):
                 self._want_states(members)
-        for name in dict.fromkeys([*slots.shared(), *saved.shared]):
+        for name in dict.fromkeys([*slots.shared(), *saved.others["shared"]]):
             self._want_shared(name)
         if slots.deliver is not None:
             loading.later(slots.deliver)
@@ -92,8 +92,9 @@ class OptimizerLoad:
         given: dict[Any, Any] = {}
         counters: dict[Any, list[tuple[Place, torch.Tensor]]] = {}
         for slot in members:
+            below = self._states_of(slot)
             for one, spec in asked.get(slot.name, {}).items():
-                name, at = tree.unescape(one), self._states_of(slot).below(one)
+                name, at = tree.unescape(one), below.below(one)
                 if spec is None and name in given:
                     self._require_same_value(given[name], at)
                     continue
@@ -107,10 +108,11 @@ class OptimizerLoad:
                     fresh[name] = current[name]
                 if whole and counts:
                     counters.setdefault(name, []).append((at, state))
-        self._report_lacking(members, asked, current)
+        if len(members) > 1:
+            self._report_lacking(members, asked, current)
+            loading.check(lambda: _require_equal(counters))
         fresh |= given
         if any(asked.values()) or len(fresh) < len(current):
-            loading.check(lambda: _require_equal(counters))
             loading.later(lambda: slots.put(members[0], fresh))
 
     def _asked(self, slot: ParamSlot, members: list[ParamSlot]) -> Asked | None:
@@ -217,12 +219,12 @@ class OptimizerLoad:
         What is not to be loaded stays as it is.  An optimizer that had entries, but not all of these, loads
         what it had, as torch would: some come with the first step.
         """
-        loading, slots, saved = self.loading, self.slots, self.saved
+        loading, slots, saved = self.loading, self.slots, self.saved.others["more"]
         present = slots.more or {}
         fresh = dict(present)
-        for name in dict.fromkeys([*present, *saved.more]):
+        for name in dict.fromkeys([*present, *saved]):
             at = self.place.child("more", name)
-            if saved.more and name not in saved.more and loading.takes(at):
+            if saved and name not in saved and loading.takes(at):
                 loading.note(at, "the optimizer that was saved had none: it loads without")
                 del fresh[name]
             elif loading.takes(at):
@@ -241,8 +243,7 @@ class SavedStates:
         self._place = place
         self._states: dict[str, list[str]] = {}
         self._known: set[str] = set()
-        self.shared: list[str | int] = []
-        self.more: list[str | int] = []
+        self.others: dict[str, list[str | int]] = {"shared": [], "more": []}
         self.is_taken = False
         below = f"{place.fqn}/" if place.fqn else ""
         for fqn in (*loading.catalog.tensors.get(place.item, {}), *loading.saved.value_names(place.item)):
@@ -257,10 +258,8 @@ class SavedStates:
                 self._states.setdefault(first, []).append(name)
             elif part == "param_groups":
                 self._known.add(rest)
-            elif part == "shared" and not name:
-                self.shared.append(tree.unescape(first))
-            elif part == "more" and not name:
-                self.more.append(tree.unescape(first))
+            elif part in self.others and not name:
+                self.others[part].append(tree.unescape(first))
 
     def knows(self, name: str) -> bool:
         """Tell whether the saved optimizer had a parameter of this name; one of arrays has states alone."""

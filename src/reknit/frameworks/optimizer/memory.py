@@ -83,17 +83,21 @@ def _too_large(slot: ParamSlot, elements: list[str], below: Place, loading: Load
 
     States are as large as their parameter, or 1 along some dimensions (factored second moments).
     """
-    if slot.flat is not None:
-        specs = (loading.saved.spec(below.below(element)) for element in elements)
-        return next((why for spec in specs if (why := optimizer_flat.misfit(slot, spec))), None)
     shape = slot.shape
-    if slot.places or shape is None:
+    if shape is None or (slot.places and slot.flat is None):
         return None
     for one in elements:
         spec = loading.saved.spec(below.below(one))
-        if spec is None or len(spec.shape) != len(shape):
+        if spec is None:
             continue
-        if any(length not in (1, here) for length, here in zip(spec.shape, shape, strict=True)):
+        if slot.flat is not None and spec.shape not in ((), shape):
+            return (
+                f"a state of shape {list(spec.shape)} of a parameter of shape {list(shape)} has no place "
+                "in a parameter that is flattened here"
+            )
+        if len(spec.shape) == len(shape) and any(
+            n not in (1, m) for n, m in zip(spec.shape, shape, strict=True)
+        ):
             why = f"a state of shape {list(spec.shape)} is not for a parameter of shape {list(shape)}"
             return f"{why}; where it is right all the same, put the model into the state too"
     return None
@@ -161,8 +165,8 @@ def _dtype_for(spec: TensorSpec, slot: ParamSlot, loading: Loading) -> torch.dty
 
 def fits(current: torch.Tensor, slot: ParamSlot | None, spec: TensorSpec) -> bool:
     """Tell whether a present state can take what was saved as `spec`."""
-    if slot is not None and slot.flat is not None:
-        return optimizer_flat.fits(current, slot, spec)
+    if slot is not None and slot.flat is not None and current.ndim and spec.shape:
+        return spec.shape == slot.shape and slot.flat.fits(current)
     if tuple(current.shape) == spec.shape:
         return True
     parameter: Any = slot.parameter if slot else None
