@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import os
 import random
@@ -750,3 +751,31 @@ def test_a_process_may_save_over_what_another_one_saved_after_its_own_last_save(
     state = {"x": 0}
     reknit.load(path, state)
     assert state == {"x": 3}
+
+
+@pytest.mark.parametrize("wait", [True, False])
+def test_no_garbage_is_collected_while_a_call_lasts(tmp_path: Path, wait: bool) -> None:
+    """Each collection looks through all objects of a job, and thousands of tensors would cause many."""
+    state = {"model": {f"w{number}": np.full(4, number) for number in range(3000)}}
+    collections: list[int] = []
+
+    def note(phase: str, info: dict[str, int]) -> None:
+        if phase == "start":
+            collections.append(info["generation"])
+
+    gc.callbacks.append(note)
+    try:
+        gc.collect()
+        collections.clear()
+        pending = reknit.save(tmp_path / "x", state, wait=wait)
+        during_save = len(collections)
+        pending.result()
+        gc.collect()
+        collections.clear()
+        reknit.load(tmp_path / "x", state)
+        # One is due as soon as the collector runs again, for what was made meanwhile.
+        assert during_save <= 1
+        assert len(collections) <= 1
+    finally:
+        gc.callbacks.remove(note)
+    assert gc.isenabled()

@@ -2,14 +2,21 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import subprocess
+from contextlib import ExitStack
+from typing import TYPE_CHECKING
 
 import pytest
 
 from reknit import system
 from reknit.errors import ShortageError
+from reknit.system import without_collections
 from tests import ranks
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
 
 MIB = 1 << 20
 
@@ -41,3 +48,31 @@ def without_streams() -> None:
 
 def test_no_descriptor_has_the_number_of_a_standard_stream() -> None:
     ranks.run(1, without_streams, joined=False)
+
+
+@pytest.fixture
+def collector() -> Iterator[None]:
+    yield
+    gc.enable()
+
+
+@pytest.mark.usefixtures("collector")
+def test_collections_pause_until_the_last_block_ends_also_by_an_error() -> None:
+    first, second = ExitStack(), ExitStack()
+    first.enter_context(without_collections())
+    second.enter_context(without_collections())
+    first.close()
+    assert not gc.isenabled()  # blocks of two threads may overlap
+    second.close()
+    assert gc.isenabled()
+    with pytest.raises(ValueError, match="in between"), without_collections(), without_collections():
+        raise ValueError("in between")
+    assert gc.isenabled()
+
+
+@pytest.mark.usefixtures("collector")
+def test_a_collector_that_did_not_run_does_not_run_afterwards() -> None:
+    gc.disable()
+    with without_collections():
+        pass
+    assert not gc.isenabled()

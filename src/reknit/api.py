@@ -35,6 +35,7 @@ from reknit.monitor.phase import Recorder, Stopwatch
 from reknit.options import LoadOptions, SaveOptions
 from reknit.ranks import acting
 from reknit.storage.registry import open_storage
+from reknit.system import without_collections
 from reknit.transforms.names import parted
 
 if TYPE_CHECKING:
@@ -48,6 +49,7 @@ logger = logging.getLogger("reknit")
 
 
 @typed_shortage()
+@without_collections()
 def save(
     path: str | PathLike[str],
     state: Mapping[str, Any],
@@ -133,6 +135,7 @@ def save(
 
 
 @typed_shortage()
+@without_collections()
 def prepare(
     path: str | PathLike[str],
     state: Mapping[str, Any] | None = None,
@@ -217,6 +220,7 @@ def close(timeout_s: float | None = None) -> bool:
 
 
 @typed_shortage()
+@without_collections()
 def load(
     path: str | PathLike[str],
     state: Mapping[str, Any],

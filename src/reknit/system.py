@@ -3,22 +3,54 @@
 from __future__ import annotations
 
 import fcntl
+import gc
 import mmap
 import os
 import socket
 import subprocess
 import threading
+from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
 from reknit.errors import ShortageError, shortage, typed_shortage
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Iterator
 
 _STANDARD = 3  # input, output and error have the numbers below this
 
 _THREAD_NBYTES = 16 << 20
 """What a thread may take before its first line: a stack, and what allocators set apart for it."""
+
+
+class _Collector:
+    """The garbage collector of this process: who keeps it from running, and whether it ran before."""
+
+    lock = threading.Lock()
+    pauses = 0
+    ran = False
+
+
+@contextmanager
+def without_collections() -> Iterator[None]:
+    """Keep the garbage collector of this process from running meanwhile; blocks may overlap and nest.
+
+    A job has millions of objects, and a save or a load makes many more, all of which it needs: to look
+    through them again and again takes longer than all the rest.  What nobody refers to goes as always; only
+    objects that refer to each other in a circle stay until the end.
+    """
+    with _Collector.lock:
+        if not _Collector.pauses:
+            _Collector.ran = gc.isenabled()
+            gc.disable()
+        _Collector.pauses += 1
+    try:
+        yield
+    finally:
+        with _Collector.lock:
+            _Collector.pauses -= 1
+            if not _Collector.pauses and _Collector.ran:
+                gc.enable()
 
 
 def require_memory(nbytes: int) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import sys
 from collections.abc import Mapping, MutableMapping
 from contextlib import contextmanager
@@ -53,12 +52,7 @@ def collect(
     `rank` and `size` count the ranks that save; `ranks` are their numbers in the whole job (None: the same).
     Raises `StateError` for what cannot be saved, with the key path to it.
     """
-    with _without_collections():
-        # In a call of its own: what the walk needed on its way is gone when collections go on.
-        return _walked(Saving(_checked(state), _world(rank, size, ranks), *_known()))
-
-
-def _walked(saving: Saving) -> Holdings:
+    saving = Saving(_checked(state), _world(rank, size, ranks), *_known())
     for item, value in saving.state.items():
         saving.visit(value, Place(item))
     return saving.holdings()
@@ -99,21 +93,6 @@ def _lasting_tensors() -> Iterator[None]:
         return
     with torch.inference_mode(False), torch.no_grad():
         yield
-
-
-@contextmanager
-def _without_collections() -> Iterator[None]:
-    """Keep the garbage collector from running: all that is made here is needed.
-
-    A job has millions of objects, and looking through them all takes longer than all the rest.
-    """
-    was = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if was:
-            gc.enable()
 
 
 def _setter(state: Mapping[str, Any], item: str) -> Assign:
