@@ -424,7 +424,7 @@ def test_a_promotion_that_waits_for_its_turn_keeps_nothing_of_the_state() -> Non
     for one in pending:
         one.result(LIMIT_S)
     waiting = saves_of("turn")
-    kept = [blob for save in waiting for blob in save.begin.blobs]
+    kept = [blob for save in waiting for blob in save.begin.claims.blobs]
     images = [save.image for save in waiting]
     turn.set()
     assert (len(waiting), kept, images) == (3, [], [None] * 3)

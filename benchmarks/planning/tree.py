@@ -77,7 +77,7 @@ def rank_of(job: Job, rank: int, *, silent: bool) -> Rank:
     told = receipt(where, holdings.items, written, digest, plan.columns, own, EQUAL)
     tell_s = time.process_time() - telling
     again = receipt(where, holdings.items, written, digest, None, own, EQUAL) if silent else b""
-    claimed = claims(rank, WRITE_ID, 1, digest, _NO_SHARDS, _SHARED)
+    claimed = claims(rank, messages.RankClaims(WRITE_ID, 1, digest, _NO_SHARDS, _SHARED))
     return Rank(claimed, told, again, planned - begin, tell_s, len(plan.columns.tensor) // 8)
 
 
@@ -97,7 +97,7 @@ def _ranks(job: Job, silent: bool, workers: int) -> Iterator[Rank]:
             yield from ranks
 
 
-_NO_SHARDS = EncodedHoldings(Holdings((), (), ()), (), ()).shard_claims()
+_NO_SHARDS = EncodedHoldings(Holdings((), (), ()), (), []).shard_claims()
 _SHARED = [messages.EncodedBlob("extra", 7919 * n, None, b"x" * 50) for n in range(SHARED_VALUES)]
 
 

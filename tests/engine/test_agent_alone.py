@@ -17,6 +17,7 @@ from reknit.engine.background import agent_link
 from reknit.engine.background import messages as say
 from reknit.engine.background.agent import Agent
 from reknit.engine.background.agent_save import AgentSave
+from reknit.engine.messages import RankClaims
 from reknit.engine.saving.job import SaveJob
 from reknit.engine.saving.tuning import Tuner
 from reknit.errors import AgentError, ShortageError
@@ -96,7 +97,8 @@ def test_an_agent_that_is_given_up_is_gone_before_its_arena_is_filled_anew(
 def begun(number: int) -> tuple[say.Begin, SaveJob]:
     """Return what an agent is told of a save that begins, and the job that it makes of it."""
     url, extra = "process://alone", b'{"origin": {}, "metadata": {}}'
-    begin = say.Begin(number, "0" * 32, url, None, None, False, {}, extra, b"", None, [])
+    claims = RankClaims("0" * 32, None, b"", None, [])
+    begin = say.Begin(number, url, None, False, {}, extra, claims)
     job = SaveJob(nothing_held, SoloGroup(), ProcessMemory("alone"), SaveOptions(), Recorder("save"))
     return begin, job
 

@@ -69,7 +69,7 @@ class Rank:
         self.plan = layout_digest(self.encoded.holdings, 1 << 40)
         self.known = self.silent and self.plan in self.plans
         told = None if self.known else self.encoded.shard_claims()
-        return claims(self.rank, write_id, step, self.plan, told, ())
+        return claims(self.rank, messages.RankClaims(write_id, step, self.plan, told, []))
 
     def receipt(self, write_id: str, answer: bytes) -> bytes:
         owners = messages.unpacked(messages.decode(answer, messages.Assignment).shard_owners, "i8")
@@ -250,17 +250,8 @@ def test_all_ranks_are_told_which_copies_differ_and_who_holds_them() -> None:
     for rank in range(SIZE):
         digests = messages.packed([7, rank == 3], "u8")
         copies = messages.Copies(messages.packed([1, 1 << 63], "u8"), digests, b"", b"")
-        told.append(
-            claims(
-                rank,
-                write_id,
-                1,
-                b"",
-                encode_holdings(Holdings((), (), ()), SaveOptions()).shard_claims(),
-                (),
-                copies,
-            )
-        )
+        none = encode_holdings(Holdings((), (), ()), SaveOptions()).shard_claims()
+        told.append(claims(rank, messages.RankClaims(write_id, 1, b"", none, [], copies)))
     answers = world.coordinator.assign(world.job, world.up(told, merge_claims))
     for answer in answers:
         assert messages.decode(answer, messages.Assignment).differing == [(-1 << 63, [0, 1, 2, 3, 4])]

@@ -67,18 +67,6 @@ class Witnesses(msgspec.Struct, frozen=True, array_like=True):
 NO_WITNESSES = Witnesses([], b"")
 
 
-class Assignment(msgspec.Struct, array_like=True):
-    """The root's answer to `claims`: who writes each of those shards and blobs, and the id of this save.
-
-    `differing` are keys of shards of which ranks hold different values, each with the lowest of these ranks.
-    """
-
-    write_id: str
-    shard_owners: bytes
-    blob_owners: bytes
-    differing: list[tuple[int, list[int]]]
-
-
 class EncodedBlob(msgspec.Struct, array_like=True):
     """A value of a rank, already encoded: a file of blobs that holds just this one.
 
@@ -89,6 +77,34 @@ class EncodedBlob(msgspec.Struct, array_like=True):
     key: int
     coordinate: dict[str, int] | None
     data: bytes
+
+
+class RankClaims(msgspec.Struct, array_like=True):
+    """What a rank says before all ranks' work is assigned: what only all together can say who writes.
+
+    `write_id` is empty where the root has to choose one.  `plan` stands for the layout of all that the rank
+    holds; `shards` is None where it is what the rank last claimed under this plan.
+    """
+
+    write_id: str
+    step: int | None
+    plan: bytes
+    shards: ShardClaims | None
+    blobs: list[EncodedBlob]
+    copies: Copies = NO_COPIES
+    witnesses: Witnesses = NO_WITNESSES
+
+
+class Assignment(msgspec.Struct, array_like=True):
+    """The root's answer to `claims`: who writes each of those shards and blobs, and the id of this save.
+
+    `differing` are keys of shards of which ranks hold different values, each with the lowest of these ranks.
+    """
+
+    write_id: str
+    shard_owners: bytes
+    blob_owners: bytes
+    differing: list[tuple[int, list[int]]]
 
 
 class ArrayColumns(msgspec.Struct, array_like=True):

@@ -62,10 +62,8 @@ class Agent:
         self._rank = 0
         self._port: Any = None
         self._group: Group = SoloGroup()
-        self._promoters: Group | None = None
-        """The same agents once more, for rounds that take as long as a slow store does."""
-        self._no_promoters: BaseException | None = None
-        """What kept this agent from forming that group."""
+        self._promoters: Group | BaseException | None = None
+        """The same agents once more, for rounds that take as long as a slow store; or why there is none."""
         self._comm = CommOptions()
         self._arenas: dict[int, SharedMemory] = {}
         self.saves: dict[int, AgentSave] = {}
@@ -112,7 +110,7 @@ class Agent:
                     workers[name].join()
                 if jobs is self._to_commit:
                     self._group.close()  # at once: another rank's next save must not wait for promotions
-            if self._promoters is not None:
+            if self._promoters is not None and not isinstance(self._promoters, BaseException):
                 self._promoters.close()
             for arena in self._arenas.values():
                 arena.close()
@@ -221,7 +219,7 @@ class Agent:
 
     def _begin(self, begin: say.Begin) -> None:
         for number, view in self._lent.pop(begin.number, {}).items():
-            begin.blobs[number].data = cast("bytes", view)  # as good as bytes for everyone who gets it
+            begin.claims.blobs[number].data = cast("bytes", view)  # as good as bytes for everyone who gets it
         options = SaveOptions(**begin.options)
         try:
             job = agent_job(begin, options, self._group)
@@ -292,14 +290,13 @@ class Agent:
 
         Raises `CommError`, and then for ever: none of them would come to another round of the first group.
         """
-        if self._no_promoters is not None:
-            raise self._no_promoters
         if self._promoters is None:
             try:
                 self._promoters = side_group(group, "promoters", self._comm, timeout_s)
             except BaseException as error:
-                self._no_promoters = error
-                raise
+                self._promoters = error
+        if isinstance(self._promoters, BaseException):
+            raise self._promoters
         return self._promoters
 
     def _plan(self, planned: say.Planned) -> None:

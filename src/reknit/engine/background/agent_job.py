@@ -35,9 +35,9 @@ def agent_job(begin: say.Begin, options: SaveOptions, group: Group) -> SaveJob:
             rank=group.rank,
             remedy="let the module of this store be importable by itself, or save with wait=True",
         ) from error
-    recorder = Recorder("save", group.rank, begin.step, storage.url, _sinks(options))
-    extra = json.loads(begin.extra)
-    return SaveJob(_collect_nothing, group, storage, options, recorder, begin.step, begin.overwrite, **extra)
+    step, extra = begin.claims.step, json.loads(begin.extra)
+    recorder = Recorder("save", group.rank, step, storage.url, _sinks(options))
+    return SaveJob(_collect_nothing, group, storage, options, recorder, step, begin.overwrite, **extra)
 
 
 def open_store(url: str, factory: str | None, options: SaveOptions) -> Storage:

@@ -124,7 +124,7 @@ class AgentSave:
         The round to commit tells what goes wrong.
         """
         written: list[Written] = []
-        job = self.job
+        job, write_id = self.job, self.begin.claims.write_id
         try:
             if before is not None:
                 before._over.wait()
@@ -137,7 +137,7 @@ class AgentSave:
                 written = write_files(
                     job.storage,
                     [
-                        Outgoing(paths.data_path(item, job.group.rank, self.begin.write_id, part), nbytes)
+                        Outgoing(paths.data_path(item, job.group.rank, write_id, part), nbytes)
                         for item, part, nbytes in image.planned.files
                     ],
                     self._fetch,
@@ -223,10 +223,10 @@ class AgentSave:
         with commit_turn(self.job, coordinator, assigned.write_id) as commit:
             self._wait_written(commit)
             assert self.image is not None
-            begin, planned = self.begin, self.image.planned
-            blobs = blob_files([*begin.blobs, *self._copies.blobs], assigned.blob_owners, group.rank)
-            places = write_blobs(self.job, blobs, begin.write_id, commit.written)
-            commit.commit(planned.items, begin.plan, planned.columns, places, self._copies)
+            said, planned = self.begin.claims, self.image.planned
+            blobs = blob_files([*said.blobs, *self._copies.blobs], assigned.blob_owners, group.rank)
+            places = write_blobs(self.job, blobs, said.write_id, commit.written)
+            commit.commit(planned.items, said.plan, planned.columns, places, self._copies)
         return commit.written, commit.outcome
 
     def _keep_for_promotion(self, written: list[Written]) -> None:
@@ -234,30 +234,20 @@ class AgentSave:
         with self._changed:
             self._to_promote = written
             self.image = None
-        begin = self.begin
-        begin.claims, begin.blobs, begin.copies = None, [], messages.NO_COPIES
-        begin.witnesses = messages.NO_WITNESSES
+        said = self.begin.claims
+        self.begin.claims = messages.RankClaims(said.write_id, said.step, said.plan, None, [])
 
     def _assign(self, group: comm.Group, coordinator: Coordinator, timeout_s: float) -> messages.Assignment:
         """Hold the round in which all ranks' work is assigned, and tell the trainer of its part."""
-        begin, job = self.begin, self.job
+        begin, said, job = self.begin, self.begin.claims, self.job
         # Not the write id: a rank whose trainer never came to begin this save does not know it.
         with assign_turn(group, timeout_s, subject=f"save {self.number}") as turn:
             if self.error is not None:
                 raise self.error
-            mine = claims(
-                group.rank,
-                begin.write_id,
-                begin.step,
-                begin.plan,
-                begin.claims,
-                begin.blobs,
-                begin.copies,
-                begin.witnesses,
-            )
+            mine = claims(group.rank, said)
             assigned = assign(turn, coordinator, None if begin.warm_up else job, mine)
         try:
-            self._copies = split(begin.copies, assigned.differing, group.rank, job.options.check_replicas)
+            self._copies = split(said.copies, assigned.differing, group.rank, job.options.check_replicas)
         except ReknitError as error:  # all ranks hear of it in the round to commit
             self.fail(error)
         self._channel.tell(say.Assigned(self.number, assigned.shard_owners))
@@ -291,13 +281,12 @@ class AgentSave:
 
     def promote(self, group: comm.Group) -> None:
         """Copy what this rank wrote to the store that lasts, with all ranks, and tell the trainer."""
-        begin, job = self.begin, self.job
         assert self._to_promote is not None
-        assert begin.promote_to is not None
-        url, factory = begin.promote_to
+        assert self.begin.promote_to is not None
+        job, write_id, (url, factory) = self.job, self.begin.claims.write_id, self.begin.promote_to
         try:
             report = promote_saved(
-                job, begin.write_id, self._to_promote, group, lambda: open_store(url, factory, job.options)
+                job, write_id, self._to_promote, group, lambda: open_store(url, factory, job.options)
             )
         except BaseException as error:  # whatever it is, the trainer must hear of it
             self.not_promoted(error)

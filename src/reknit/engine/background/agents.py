@@ -13,6 +13,7 @@ from reknit.engine.background.agent_link import AgentLink
 from reknit.engine.background.side_group import places, where_of
 from reknit.engine.background.trainer_save import TrainerSave
 from reknit.engine.saving.coordinator import PLANS_KEPT
+from reknit.engine.saving.plan_cache import keep_latest
 from reknit.format import paths
 
 if TYPE_CHECKING:
@@ -98,16 +99,12 @@ class Agents:
     def plan(self, save: TrainerSave, key: bytes) -> Plan | None:
         """Return the plan for the layout `key` of a save, if there is one, as the one used last."""
         save.layout = key
-        plan = self._plans.pop(key, None)
-        if plan is not None:
-            self._plans[key] = plan
-        return plan
+        plan = self._plans.get(key)
+        return plan and keep_latest(self._plans, key, plan, PLANS_KEPT)
 
     def keep(self, key: bytes, plan: Plan) -> None:
         """Keep a new plan; the one that was not used for longest makes room."""
-        self._plans[key] = plan
-        while len(self._plans) > PLANS_KEPT:
-            del self._plans[next(iter(self._plans))]
+        keep_latest(self._plans, key, plan, PLANS_KEPT)
 
     def _hear(self, message: Any) -> None:
         save = self.saves[message.number]

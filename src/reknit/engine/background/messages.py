@@ -8,15 +8,7 @@ from typing import Any
 
 import msgspec
 
-from reknit.engine.messages import (
-    NO_COPIES,
-    NO_WITNESSES,
-    ArrayColumns,
-    Copies,
-    EncodedBlob,
-    ShardClaims,
-    Witnesses,
-)
+from reknit.engine.messages import ArrayColumns, RankClaims  # noqa: TC001 (msgspec looks them up)
 from reknit.processes.channel import Message
 
 
@@ -85,27 +77,21 @@ class Variables(AgentMessage):
 class Begin(AgentMessage):
     """To the agent: a save begins.
 
-    `factory` is ``module:function`` of a store that only the trainer's program registered.  `claims` is None
-    where the root knows those of this plan.  `extra` is what only the root's manifest needs, as JSON.
-    A `warm_up` is no save: it ends with `Ready` instead of `Planned`, and nothing is written.  `promote_to`
-    are URL and factory of the store that is to have the checkpoint too.
+    `factory` is ``module:function`` of a store that only the trainer's program registered.  `extra` is what
+    only the root's manifest needs, as JSON.  A `warm_up` is no save: it ends with `Ready` instead of
+    `Planned`, and nothing is written.  `promote_to` are URL and factory of the store that is to have the
+    checkpoint too.
     """
 
     number: int
-    write_id: str
     url: str
     factory: str | None
-    step: int | None
     overwrite: bool
     options: dict[str, Any]
     extra: bytes
-    plan: bytes
-    claims: ShardClaims | None
-    blobs: list[EncodedBlob]
+    claims: RankClaims
     warm_up: bool = False
     promote_to: tuple[str, str | None] | None = None
-    copies: Copies = NO_COPIES
-    witnesses: Witnesses = NO_WITNESSES
 
 
 class Planned(AgentMessage):

@@ -96,7 +96,7 @@ def warm_up(job: SaveJob, agents: Agents, save: TrainerSave, arenas: Arenas) -> 
     """
     encoded, key = _encoded(job)
     begin = _begin(job, agents, save, key, encoded, None, messages.NO_COPIES)
-    begin.blobs, begin.witnesses = [], messages.NO_WITNESSES  # values are assigned with each save
+    begin.claims.blobs, begin.claims.witnesses = [], messages.NO_WITNESSES  # assigned with each save
     begin.warm_up = True
     begin.promote_to = None
     save.begin(begin, job.recorder)
@@ -129,25 +129,28 @@ def _begin(
 ) -> say.Begin:
     """Return what the agent is told first; only the root's needs what goes to the manifest alone."""
     root = agents.link.rank == 0
+    blobs = [
+        messages.EncodedBlob(blob.item, blob.key, blob.coordinate, b"") if _lent(saved, blob) else blob
+        for saved, blob in zip(encoded.holdings.blobs, encoded.blobs, strict=True)
+    ]
     extra = {"origin": job.origin if root else {}, "metadata": job.metadata if root else {}}
     return say.Begin(
         number=save.number,
-        write_id=save.write_id,
         url=job.url,
         factory=job.factory,
-        step=job.step,
         overwrite=job.overwrite,
         options={name: getattr(job.options, name) for name in _FOR_AGENT},
         extra=json.dumps(extra, default=dict).encode(),
-        plan=key,
-        claims=encoded.shard_claims() if known is None else None,
-        blobs=[
-            messages.EncodedBlob(blob.item, blob.key, blob.coordinate, b"") if _lent(saved, blob) else blob
-            for saved, blob in zip(encoded.holdings.blobs, encoded.blobs, strict=True)
-        ],
+        claims=messages.RankClaims(
+            save.write_id,
+            job.step,
+            key,
+            encoded.shard_claims() if known is None else None,
+            blobs,
+            copies,
+            encoded.witnesses,
+        ),
         promote_to=job.promote_to,
-        copies=copies,
-        witnesses=encoded.witnesses,
     )
 
 

@@ -34,7 +34,7 @@ class EncodedHoldings:
 
     holdings: Holdings
     guessed: tuple[int, ...]
-    blobs: tuple[messages.EncodedBlob, ...]
+    blobs: list[messages.EncodedBlob]
     witnesses: messages.Witnesses = messages.NO_WITNESSES
 
     @cached_property
@@ -71,7 +71,7 @@ def encode_holdings(holdings: Holdings, options: SaveOptions) -> EncodedHoldings
         for entry in entries:
             paths.checked_name(entry.fqn, "name")
     guessed = tuple(n for n, shard in enumerate(holdings.shards) if shard.replicas is None)
-    blobs = tuple(
+    blobs = [
         messages.EncodedBlob(
             blob.item,
             blob_key(blob),
@@ -79,7 +79,7 @@ def encode_holdings(holdings: Holdings, options: SaveOptions) -> EncodedHoldings
             _encoded(blob, options),
         )
         for blob in holdings.blobs
-    )
+    ]
     witnesses = messages.NO_WITNESSES
     if holdings.witnesses:
         by_key = {blob_key(witness): _told(witness) for witness in holdings.witnesses}
@@ -111,21 +111,9 @@ def _encoded(blob: Blob, options: SaveOptions) -> bytes:
     return cast("bytes", memory[start - len(name) :])  # as good as bytes for everyone who gets them
 
 
-def claims(
-    rank: int,
-    write_id: str,
-    step: int | None,
-    plan: bytes,
-    shards: messages.ShardClaims | None,
-    blobs: Sequence[messages.EncodedBlob],
-    copies: messages.Copies = messages.NO_COPIES,
-    witnesses: messages.Witnesses = messages.NO_WITNESSES,
-) -> bytes:
-    """Return what a rank says before all ranks' work is assigned: what only all together can say who writes.
-
-    `write_id` is empty where the root has to choose one.  `plan` stands for the layout of all that the rank
-    holds; `shards` is None where it is what the rank last claimed under this plan.
-    """
+def claims(rank: int, told: messages.RankClaims) -> bytes:
+    """Return what a rank says, as columns, which merge with those of other ranks."""
+    blobs, copies, witnesses = told.blobs, told.copies, told.witnesses
     shared = [blob for blob in blobs if blob.coordinate is None]
     keys = np.array([blob.key for blob in shared], np.uint64)
     digests = np.array([digest(blob.data) for blob in shared], np.uint64)
@@ -134,10 +122,10 @@ def claims(
     seen = messages.unpacked(copies.digests, "u8")
     own = said(
         rank,
-        {"write_ids": [write_id], "witnesses": witnesses.names},
+        {"write_ids": [told.write_id], "witnesses": witnesses.names},
         {
-            "step": ([] if step is None else [step], ""),
-            "plan": (messages.unpacked(plan, "i8"), ""),
+            "step": ([] if told.step is None else [told.step], ""),
+            "plan": (messages.unpacked(told.plan, "i8"), ""),
             "blob_keys": (keys, ""),
             "blob_digests": (digests, ""),
             "placed_keys": (np.array(placed, np.uint64), ""),
@@ -147,9 +135,9 @@ def claims(
             "high": (seen, ""),
         },
     )
-    if shards is None:
+    if told.shards is None:
         return pack(own, NOTHING)
-    keys, nbytes = messages.unpacked(shards.keys, "u8"), messages.unpacked(shards.nbytes, "i8")
+    keys, nbytes = messages.unpacked(told.shards.keys, "u8"), messages.unpacked(told.shards.nbytes, "i8")
     return pack(own, said(rank, {}, {"keys": (keys, ""), "nbytes": (nbytes, "")}))
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import TYPE_CHECKING, NamedTuple, TypeVar
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
@@ -12,7 +12,7 @@ from reknit.engine.saving.commit import begin, commit
 from reknit.engine.saving.manifest_content import receipts_to_manifest
 from reknit.engine.saving.marker import take_down
 from reknit.engine.saving.packing import merge_claims, merge_receipts, merged_chunks, unpack
-from reknit.engine.saving.plan_cache import PlanCache
+from reknit.engine.saving.plan_cache import PlanCache, keep_latest
 from reknit.errors import CommitError, ProtocolError, StateError
 from reknit.format import paths
 from reknit.planner.assemble import assemble, chunk_files
@@ -38,8 +38,6 @@ PLANS_KEPT = 4
 """How many plans a rank keeps."""
 INDEXES_KEPT = 2
 """How many assembled indexes the root keeps: a job may save two things in turn."""
-
-_Kept = TypeVar("_Kept")
 
 
 class Assembled(NamedTuple):
@@ -124,7 +122,7 @@ class Coordinator:
         slots = _slots(self.chunks, ranks[silent], plans[silent])
         version = self.chunks.version(ranks, slots) if silent.all() else b""
         if version in self.indexes:
-            return _keep(self.indexes, version, self.indexes[version], INDEXES_KEPT)
+            return keep_latest(self.indexes, version, self.indexes[version], INDEXES_KEPT)
         chunks = merged_chunks([fresh, self.chunks.said(ranks[silent], slots)])
         if (new := planned & ~silent).any():
             self.chunks.keep(plans[new], fresh.select(np.flatnonzero(planned[~silent])))
@@ -132,7 +130,7 @@ class Coordinator:
         assembled = Assembled(index, chunk_files(chunks), warnings)
         if planned.all():
             version = self.chunks.version(ranks, self.chunks.find(ranks, plans))
-            _keep(self.indexes, version, assembled, INDEXES_KEPT)
+            keep_latest(self.indexes, version, assembled, INDEXES_KEPT)
         return assembled
 
     def _shard_owners(self, claims: RankColumns, fresh: RankColumns) -> Blocks:
@@ -142,13 +140,13 @@ class Coordinator:
         slots = _slots(self._claims, ranks[silent], plans[silent])
         version = self._claims.version(ranks, slots) if silent.all() else b""
         if version in self._owners:
-            return _keep(self._owners, version, self._owners[version], PLANS_KEPT)
+            return keep_latest(self._owners, version, self._owners[version], PLANS_KEPT)
         before = self._claims.said(ranks[silent], slots)
         both = merged([fresh, before.without("owners")])
         owners = shard_owners(both.lists["keys"], both.lists["nbytes"])
         _refuse_stale(before, owners.select(np.flatnonzero(silent)), fresh.ranks)
         if version:
-            _keep(self._owners, version, owners, PLANS_KEPT)
+            keep_latest(self._owners, version, owners, PLANS_KEPT)
         if (new := planned & ~silent).any():
             said = fresh.with_list("owners", owners.select(np.flatnonzero(~silent)))
             self._claims.keep(plans[new], said.select(np.flatnonzero(planned[~silent])))
@@ -229,15 +227,6 @@ def _refuse_stale(before: RankColumns, owners: Blocks, changed: Ints) -> None:
         rank=cause,
         remedy="save again: each rank then makes a new plan",
     )
-
-
-def _keep(kept: dict[bytes, _Kept], version: bytes, value: _Kept, most: int) -> _Kept:
-    """Keep a value as the latest, forget the oldest where there are too many, and return it."""
-    kept.pop(version, None)
-    kept[version] = value
-    while len(kept) > most:
-        del kept[next(iter(kept))]
-    return value
 
 
 def _paths(files: ChunkFiles, write_id: str) -> tuple[str, ...]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeVar
 
 import numpy as np
 
@@ -16,6 +16,8 @@ if TYPE_CHECKING:
     from reknit.planner.columns import RankColumns
 
     Ints = NDArray[np.int64]
+
+_Kept = TypeVar("_Kept")
 
 
 class PlanCache:
@@ -86,3 +88,12 @@ def _only(said: RankColumns, which: NDArray[np.bool_]) -> RankColumns:
     if which.all():
         return said
     return said.select(np.flatnonzero(which)) if which.any() else NOTHING
+
+
+def keep_latest(kept: dict[bytes, _Kept], key: bytes, value: _Kept, most: int) -> _Kept:
+    """Keep a value as the latest, forget the oldest where there are too many, and return it."""
+    kept.pop(key, None)
+    kept[key] = value
+    while len(kept) > most:
+        del kept[next(iter(kept))]
+    return value

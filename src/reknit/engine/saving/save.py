@@ -43,9 +43,10 @@ def save(job: SaveJob) -> tuple[SaveReport, list[Written]]:
                     compared = choose(encoded, options.check_replicas, rank, job.group.size)
                     copies = compared.copies(sources)
                 # 2 who writes what no framework can know alone (one round)
-                shards = encoded.shard_claims()
-                mine = claims(rank, "", job.step, b"", shards, encoded.blobs, copies, encoded.witnesses)
-                assigned = assign(turn, coordinator, job, mine)
+                mine = messages.RankClaims(
+                    "", job.step, b"", encoded.shard_claims(), encoded.blobs, copies, encoded.witnesses
+                )
+                assigned = assign(turn, coordinator, job, claims(rank, mine))
             with commit_turn(job, coordinator, assigned.write_id) as commit:
                 # 3 plan (local)
                 with recorder.phase("plan"):
