@@ -28,9 +28,8 @@ if TYPE_CHECKING:
     from reknit.comm.meeting.rendezvous import Store
     from reknit.frameworks.job import Job
 
-ALONE = SoloGroup()
-_alone_in_run = cache(SoloGroup)
-"""The group of a process that is alone and was given a generation, the same one each time."""
+alone = cache(SoloGroup)
+"""The group of a process that is alone, the same one each time for a generation that was given, or None."""
 
 _trees: weakref.WeakKeyDictionary[Any, Group] = weakref.WeakKeyDictionary()
 
@@ -55,8 +54,7 @@ def acting(group: Any, options: CommOptions) -> Ranks:
     of_jax = jax_job.current_job() if group is None else None
     job = _of_all(current_job(), of_jax) if group is None else subgroup_job(group)
     if job is None or job.size == 1:
-        alone = ALONE if options.generation is None else _alone_in_run(options.generation)
-        return Ranks(alone, None if job is None else job.ranks, None)
+        return Ranks(alone(options.generation), None if job is None else job.ranks, None)
     carrier = None if job is of_jax else partial(TorchCarrier, weakref.ref(job.identity))
     return Ranks(_joined(job, options), job.ranks, carrier)
 
@@ -81,13 +79,17 @@ def _joined(job: Job, options: CommOptions) -> Group:
     """Return the tree of a job's ranks, joined once for as long as torch's group lives."""
     group = _trees.get(job.identity)
     if group is None:
-        quiet_grpc()
-        from reknit.comm.tree.group import TreeGroup  # gRPC is loaded only when there is someone to talk to
-
-        group = TreeGroup.join(job.store, job.rank, job.size, job="reknit", options=options)
+        group = _tree(job.store, job.rank, job.size, "reknit", options)
         _trees[job.identity] = group
         weakref.finalize(job.identity, group.close)
     return group
+
+
+def _tree(store: Store, rank: int, size: int, job: str, options: CommOptions) -> Group:
+    quiet_grpc()
+    from reknit.comm.tree.group import TreeGroup  # gRPC is loaded only when there is someone to talk to
+
+    return TreeGroup.join(store, rank, size, job=job, options=options)
 
 
 def connect(
@@ -127,10 +129,7 @@ def connect(
         store = _meeting_store(at, rank, size, token, options, meeting)
         if size == 1:
             return SoloGroup(options.generation)
-        quiet_grpc()
-        from reknit.comm.tree.group import TreeGroup  # gRPC is loaded only when there is someone to talk to
-
-        group = TreeGroup.join(store, rank, size, job=job, options=options)
+        group = _tree(store, rank, size, job, options)
         try:
             # When all have come out of this round, none needs the store any more.
             barrier(group, "connect", options.connect_timeout_s)

@@ -607,7 +607,7 @@ def test_saves_that_fail_and_only_warn_are_not_kept() -> None:
     options = reknit.SaveOptions(on_error="warn")
     for k in range(5):
         background(f"gated://kept/{k}", {"model": weights(k)}, options=options).wait(LIMIT_S)
-    assert len(calls.backgrounds[ranks.ALONE][False].pending) == 1
+    assert len(calls.backgrounds[ranks.alone(None)][False].pending) == 1
 
 
 def test_a_message_that_is_interrupted_closes_the_channel() -> None:

@@ -103,7 +103,9 @@ class TokenLoader:
             number = min(live)[1]
             batch = workers[number].take()
             if batch is not None:
-                self._count()
+                self._until_save -= 1
+                if self._until_save <= 0:
+                    self._plan_next()
                 return batch
             self._ended.add(number)
         raise StopIteration
@@ -132,13 +134,6 @@ class TokenLoader:
     def _live(self) -> list[tuple[int, int]]:
         """Return what each worker has given, and its number, of those that may have more."""
         return [(w.given, n) for n, w in enumerate(self._workers) if n not in self._ended]
-
-    def _count(self) -> None:
-        """Count down to the next planned save, and past it."""
-        if self._save_every is not None:
-            self._until_save -= 1
-            if self._until_save <= 0:
-                self._plan_next()
 
     def _plan_next(self) -> None:
         if self._save_every is not None:
