@@ -42,7 +42,9 @@ class ConsumedSamples(Generic[Batch]):
         if batch_size < 1 or size < 1:
             raise UsageError(f"there are no {size} ranks that take {batch_size} samples each")
         self.position = 0
-        self._make, self._batch_size, self._size, self._any_size = make, batch_size, size, any_size
+        self._make, self._per_step = make, batch_size * size
+        self._layout = None if any_size else [batch_size, size]
+        """What must not change, as it stands in the state."""
         self._iterator: Iterator[Batch] | None = None
 
     def __iter__(self) -> Iterator[Batch]:
@@ -52,23 +54,19 @@ class ConsumedSamples(Generic[Batch]):
         if self._iterator is None:
             self._iterator = iter(self._make(self.position))
         batch = next(self._iterator)
-        self.position += self._batch_size * self._size
+        self.position += self._per_step
         return batch
 
     def stream_state(self) -> dict[str, Any]:
         """Return how many samples all ranks have consumed."""
-        return {
-            "consumed_samples": self.position,
-            "per_step": None if self._any_size else [self._batch_size, self._size],
-        }
+        return {"consumed_samples": self.position, "per_step": self._layout}
 
     def check_stream(self, state: Mapping[str, Any]) -> None:
         """Raise `StateError` where a loader cannot go on from a state."""
-        here = None if self._any_size else [self._batch_size, self._size]
-        if state["per_step"] != here:
+        if state["per_step"] != self._layout:
             raise StateError(
                 "the order of the samples depends on batch size and number of ranks: they were "
-                f"{state['per_step']}, and are {here}",
+                f"{state['per_step']}, and are {self._layout}",
                 remedy="keep both, or read in an order that all ranks share, such as a GlobalSampler's",
             )
 

@@ -86,10 +86,7 @@ class Uplink:
             call.cancel()  # type: ignore[no-untyped-call]
         if WATCHING not in (name for name, _ in starting.result() or ()):
             raise from_wire(self._reply(call, "ended").error or {})
-        with self._lock:
-            self._check()
-            stay = self.channel.unary_unary(SERVICE + "stay", None, None)
-            self._staying = stay.future(encode(self._hello), metadata=self._metadata)
+        self._staying = self._unary("stay", encode(self._hello), None)
         self._lost = lost
         call.add_done_callback(ended)
 
@@ -153,7 +150,7 @@ class Uplink:
         if self._closed:
             raise CommError("the connection is closed")
 
-    def _unary(self, method: str, message: bytes, timeout_s: float) -> Any:
+    def _unary(self, method: str, message: bytes, timeout_s: float | None) -> Any:
         with self._lock:
             self._check()
             stub = self.channel.unary_unary(SERVICE + method, None, None)

@@ -18,7 +18,6 @@ from reknit.comm.backoff import doubling
 from reknit.comm.meeting.addresses import check_owner, deserted, is_unix
 from reknit.comm.meeting.entries import address_of, publish_address, publish_leaving
 from reknit.comm.meeting.hosts import gather_shape
-from reknit.comm.messages import Hello
 from reknit.comm.tree.client import Uplink
 from reknit.comm.tree.effects import Call
 from reknit.comm.tree.machine import RoundMachine
@@ -89,12 +88,11 @@ class TreeGroup:
         self.rank, self.size, self.topology, self.generation = rank, topology.size, topology, generation
         self.above = topology.parent(rank)
         self._options = options
-        self._hello = Hello(job, generation, rank, topology.digest)
         machine = RoundMachine(
             rank, topology, job=job, generation=generation, max_nbytes=options.max_message_nbytes
         )
         children = topology.children(rank)
-        self.rounds = Rounds(machine, children, processes or {})
+        self.rounds, self._hello = Rounds(machine, children, processes or {}), machine.hello
         self._closing = round_errors.closed(rank)
         self._listeners: list[Callable[[ReknitError], object]] = []
         self._announcing = threading.RLock()  # a listener may close the group, or listen again

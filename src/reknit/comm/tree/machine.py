@@ -48,11 +48,13 @@ class _Round:
 class RoundMachine:
     """The rounds of one rank; `number` is that of its next round, or of the one it is in.
 
+    `hello` is what the rank says first to the one above it.
+
     `now`, in every input, is the time in seconds by any clock that never goes back, the same in all inputs.
     """
 
     def __init__(self, rank: int, topology: Topology, *, job: str, generation: int, max_nbytes: int) -> None:
-        self.rank, self._hello = rank, Hello(job, generation, rank, topology.digest)
+        self.rank, self.hello = rank, Hello(job, generation, rank, topology.digest)
         self.number = 0
         self.broken: ReknitError | None = None
         self._subtree = Subtree(rank, topology)
@@ -79,7 +81,7 @@ class RoundMachine:
         if self._round is not None:
             raise round_errors.concurrent_rounds(self.rank)
         timeout_s = min(call.timeout_s, round_errors.FOREVER_S)
-        heading = Heading(self._hello.job, self._hello.generation, self.number, call.name, call.subject)
+        heading = Heading(self.hello.job, self.hello.generation, self.number, call.name, call.subject)
         self._round = _Round(
             heading,
             call,
@@ -154,7 +156,7 @@ class RoundMachine:
         held = self._round
         if held is None or held.state != "wait" or outcome.number != held.heading.number:
             return []
-        if round_errors.wrong_job(self.rank, outcome, self._hello) is not None:
+        if round_errors.wrong_job(self.rank, outcome, self.hello) is not None:
             return []
         if outcome.error is not None:
             return self._finish(held, from_wire(outcome.error))
@@ -294,7 +296,7 @@ class RoundMachine:
     def _misfit(self, report: Report) -> ReknitError | None:
         """Return why a report does not belong here, None when it does."""
         child = report.sender
-        refusal = round_errors.wrong_job(child, report, self._hello)
+        refusal = round_errors.wrong_job(child, report, self.hello)
         if refusal is not None:
             return refusal
         if child not in self._subtree.below:

@@ -65,7 +65,6 @@ class Rounds:
         self._turn = threading.Lock()
         self.changed = threading.Condition()  # guards all from here on
         self._visits: dict[int, Visit] = {}
-        self._known: set[int] = set()
         self._attached: set[int] = set()
         self._due: deque[SendReport | Decide | RoundDone] = deque()
 
@@ -173,16 +172,14 @@ class Rounds:
         with self.changed:
             if child not in self._children:
                 raise ProtocolError(f"rank {child} does not report to rank {self.rank}")
-            if child in self._known:
+            if child in self._attached:
                 raise round_errors.duplicate_rank(child)
 
     def attach(self, child: int) -> None:
         """Note that `child` is there, so that its end is the end of the group; raises `ProtocolError`."""
         with self.changed:
-            if child not in self._children or child in self._attached:
-                raise round_errors.duplicate_rank(child)
+            self.greet(child)
             self._attached.add(child)
-            self._known.add(child)
 
     def attend(self, report: Report) -> Visit:
         """Take a child's report; raises `ReknitError`, changing nothing, when it does not belong here."""
@@ -198,7 +195,6 @@ class Rounds:
             else:
                 self._hang_up(before)
                 self._visits[visit.child] = visit
-                self._known.add(visit.child)
             self._take(effects)
         return visit
 
