@@ -60,7 +60,7 @@ def test_padding_of_what_a_lenient_load_leaves_is_left_too(tmp_path: Path) -> No
 
 def test_a_replacement_that_is_none_is_a_wrong_call() -> None:
     for replacement in (r"\2", r"\g<name>"):
-        with pytest.raises(UsageError, match="no replacement"):
+        with pytest.raises(UsageError, match="with its replacement"):
             t.rewrite("(a)b", replacement)
 
 

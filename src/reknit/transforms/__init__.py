@@ -58,12 +58,12 @@ def names(
 
 def rename(source: str, target: str, *, optional: bool = False) -> Rule:
     """Give another name."""
-    return rules.Rename(Pattern(source), Pattern(target), optional)
+    return rules.Rename((Pattern(source),), (Pattern(target),), optional=optional)
 
 
 def copy(source: str, target: str, *, optional: bool = False) -> Rule:
     """Give a second name, for weights that are tied in the checkpoint and not in the state."""
-    return rules.Rename(Pattern(source), Pattern(target), optional, keeps=True)
+    return rules.Rename((Pattern(source),), (Pattern(target),), optional=optional, keeps=True)
 
 
 def rewrite(expression: str, replacement: str, *, optional: bool = False) -> Rule:
@@ -73,7 +73,7 @@ def rewrite(expression: str, replacement: str, *, optional: bool = False) -> Rul
 
 def drop(source: str, *, optional: bool = False) -> Rule:
     """Leave out what the state has no use for, which is an error otherwise."""
-    return rules.Drop(Pattern(source), optional)
+    return rules.Drop((Pattern(source),), (), optional=optional)
 
 
 def split(
@@ -91,9 +91,8 @@ def split(
     None for equal ones.  The query, key and value weights of grouped attention, fused group by group, are
     ``parts=(query heads per group, 1, 1), repeat=groups``.
     """
-    return cuts.Split(
-        Pattern(source), tuple(map(Pattern, targets)), _cuts(targets, dim, parts, repeat), optional
-    )
+    numbers = _cuts(targets, dim, parts, repeat)
+    return cuts.Split((Pattern(source),), tuple(map(Pattern, targets)), numbers, optional=optional)
 
 
 def fuse(
@@ -106,9 +105,8 @@ def fuse(
     optional: bool = False,
 ) -> Rule:
     """Join several tensors to one along `dim`: what `split` with the same numbers takes apart."""
-    return cuts.Fuse(
-        tuple(map(Pattern, sources)), Pattern(target), _cuts(sources, dim, parts, repeat), optional
-    )
+    numbers = _cuts(sources, dim, parts, repeat)
+    return cuts.Fuse(tuple(map(Pattern, sources)), (Pattern(target),), numbers, optional=optional)
 
 
 def _cuts(names: Sequence[str], dim: int, parts: Sequence[int] | None, repeat: int) -> cuts.Cuts:
@@ -126,7 +124,7 @@ def transpose(
     source: str, target: str | None = None, *, order: Sequence[int] = (1, 0), optional: bool = False
 ) -> Rule:
     """Put the dimensions into another order: dimension `d` of the target is `order[d]` of the source."""
-    return rules.Transpose(Pattern(source), Pattern(target or source), tuple(order), optional)
+    return rules.Transpose((Pattern(source),), (Pattern(target or source),), tuple(order), optional=optional)
 
 
 def stack(source: str, target: str, *, over: str, dim: int = 0, optional: bool = False) -> Rule:
@@ -141,12 +139,17 @@ def unstack(source: str, target: str, *, over: str, dim: int = 0, optional: bool
 
 def pad(source: str, size: int, *, dim: int = 0, was: int | None = None, optional: bool = False) -> Rule:
     """Make a tensor longer, with zeros.  `was` is its length, which only `inverted` needs."""
-    return rules.Resize(Pattern(source), size, dim, True, was, optional)
+    return _resize(source, size, dim, True, was, optional)
 
 
 def trim(source: str, size: int, *, dim: int = 0, was: int | None = None, optional: bool = False) -> Rule:
     """Leave out the end of a tensor, which is padding.  `was` is its length, which only `inverted` needs."""
-    return rules.Resize(Pattern(source), size, dim, False, was, optional)
+    return _resize(source, size, dim, False, was, optional)
+
+
+def _resize(source: str, size: int, dim: int, grows: bool, was: int | None, optional: bool) -> Rule:
+    both = (Pattern(source),)
+    return rules.Resize(both, both, size, dim, grows, was, optional=optional)
 
 
 def inverted(steps: Iterable[Rule]) -> list[Rule]:

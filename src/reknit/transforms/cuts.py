@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from reknit.errors import MismatchError, UsageError
 from reknit.transforms.base import Binding, Made, Piece
-from reknit.transforms.geometry import require_fields, resized, run
+from reknit.transforms.geometry import Templates, aligned, require_fields, resized, run
 from reknit.types.box import Box
 
 if TYPE_CHECKING:
@@ -15,6 +15,9 @@ if TYPE_CHECKING:
 
     from reknit.transforms.base import Rule, Shape
     from reknit.transforms.pattern import Pattern
+
+
+_HEADS = "the numbers of heads or groups given to the transform are probably not the model's"
 
 
 @dataclass(frozen=True)
@@ -42,26 +45,10 @@ class Cuts:
 
 
 @dataclass(frozen=True)
-class Split:
+class Split(Templates):
     """One tensor becomes several, along a dimension."""
 
-    source: Pattern
-    targets: tuple[Pattern, ...]
     cuts: Cuts
-    optional: bool = False
-    keeps: bool = False
-
-    def __post_init__(self) -> None:
-        require_fields([self.source], self.targets)
-
-    def bind(self, names: Mapping[str, Shape | None]) -> list[Binding]:
-        """See `Rule`."""
-        found = ((name, self.source.match(name)) for name in names)
-        return [
-            Binding((name,), tuple(target.fill(fields) for target in self.targets))
-            for name, fields in found
-            if fields is not None
-        ]
 
     def make(self, shapes: Sequence[Shape], binding: Binding) -> list[Made]:
         """See `Rule`."""
@@ -71,51 +58,26 @@ class Split:
             raise MismatchError(
                 f"{binding.sources[0]} has the shape {list(shape)}, which cannot be cut along dimension "
                 f"{cuts.dim} into {cuts.repeat} times {list(cuts.parts)}",
-                remedy="the numbers of heads or groups given to the transform are probably not the model's",
+                remedy=_HEADS,
             )
-        axes, made = tuple(range(len(shape))), []
+        made = []
         for part in range(len(cuts.parts)):
             runs = cuts.runs(shape[cuts.dim] // share, part)
             whole = resized(shape, cuts.dim, sum(length for *_, length in runs))
-            pieces = (
-                Piece(0, run(shape, cuts.dim, a, n), run(whole, cuts.dim, b, n), axes) for a, b, n in runs
-            )
+            pieces = (aligned(0, run(shape, cuts.dim, a, n), run(whole, cuts.dim, b, n)) for a, b, n in runs)
             made.append(Made(whole, tuple(pieces)))
         return made
 
     def inverse(self) -> Rule:
         """See `Rule`."""
-        return Fuse(self.targets, self.source, self.cuts, self.optional)
+        return Fuse(self.targets, self.sources, self.cuts, optional=self.optional)
 
 
 @dataclass(frozen=True)
-class Fuse:
+class Fuse(Templates):
     """Several tensors become one, along a dimension."""
 
-    sources: tuple[Pattern, ...]
-    target: Pattern
     cuts: Cuts
-    optional: bool = False
-    keeps: bool = False
-
-    def __post_init__(self) -> None:
-        require_fields(self.sources, [self.target])
-
-    def bind(self, names: Mapping[str, Shape | None]) -> list[Binding]:
-        """See `Rule`."""
-        found: dict[tuple[str, ...], None] = {}
-        for source in self.sources:
-            for name in names:
-                if (fields := source.match(name)) is not None:
-                    found[tuple(one.fill(fields) for one in self.sources)] = None
-        for together in found:
-            if missing := [name for name in together if name not in names]:
-                here = next(name for name in together if name in names)
-                raise MismatchError(
-                    f"{here} is to be fused with {missing[0]}, which the checkpoint does not have"
-                )
-        first = self.sources[0]
-        return [Binding(names, (self.target.fill(first.match(names[0]) or {}),)) for names in found]
 
     def make(self, shapes: Sequence[Shape], binding: Binding) -> list[Made]:
         """See `Rule`."""
@@ -123,31 +85,27 @@ class Fuse:
         unit = first[cuts.dim] // (cuts.parts[0] * cuts.repeat) if len(first) > cuts.dim else 0
         for name, shape, part in zip(binding.sources, shapes, cuts.parts, strict=True):
             if not unit or shape != resized(first, cuts.dim, unit * part * cuts.repeat):
-                raise self._misfit(name, shape, binding.sources[0], first)
+                raise MismatchError(
+                    f"{name} has the shape {list(shape)} and {binding.sources[0]} {list(first)}, which "
+                    f"cannot be fused along dimension {cuts.dim} as {cuts.repeat} times {list(cuts.parts)}",
+                    remedy=_HEADS,
+                )
         whole = resized(first, cuts.dim, unit * sum(cuts.parts) * cuts.repeat)
-        axes = tuple(range(len(first)))
         pieces = (
-            Piece(part, run(shape, cuts.dim, b, n), run(whole, cuts.dim, a, n), axes)
+            aligned(part, run(shape, cuts.dim, b, n), run(whole, cuts.dim, a, n))
             for part, shape in enumerate(shapes)
             for a, b, n in cuts.runs(unit, part)
         )
         return [Made(whole, tuple(pieces))]
 
-    def _misfit(self, name: str, shape: Shape, first: str, other: Shape) -> MismatchError:
-        return MismatchError(
-            f"{name} has the shape {list(shape)} and {first} {list(other)}, which cannot be fused along "
-            f"dimension {self.cuts.dim} as {self.cuts.repeat} times {list(self.cuts.parts)}",
-            remedy="the numbers of heads or groups given to the transform are probably not the model's",
-        )
-
     def inverse(self) -> Rule:
         """See `Rule`."""
-        return Split(self.target, self.sources, self.cuts, self.optional)
+        return Split(self.targets, self.sources, self.cuts, optional=self.optional)
 
 
 @dataclass(frozen=True)
-class Stack:
-    """Tensors numbered by the field `over` become one, in which `dim` is the number."""
+class _Numbered:
+    """A tensor, and those of which it is made along `dim`, numbered by the field `over`."""
 
     source: Pattern
     target: Pattern
@@ -156,13 +114,21 @@ class Stack:
     optional: bool = False
     keeps: bool = False
 
-    def __post_init__(self) -> None:
-        if self.over not in self.source.fields or self.over in self.target.fields:
+    def _check(self, many: Pattern, one: Pattern) -> None:
+        if self.over not in many.fields or self.over in one.fields:
             raise UsageError(
-                f"the field {self.over!r} has to stand in {self.source} and not in {self.target}",
-                remedy="it is what numbers the tensors that are stacked",
+                f"the field {self.over!r} has to stand in {many} and not in {one}",
+                remedy="it is what numbers the tensors of which there are several",
             )
-        require_fields([self.source], [self.target], self.over)
+        require_fields([many], [one], self.over)
+
+
+@dataclass(frozen=True)
+class Stack(_Numbered):
+    """Tensors numbered by the field `over` become one, in which `dim` is the number."""
+
+    def __post_init__(self) -> None:
+        self._check(self.source, self.target)
 
     def bind(self, names: Mapping[str, Shape | None]) -> list[Binding]:
         """See `Rule`."""
@@ -204,23 +170,11 @@ class Stack:
 
 
 @dataclass(frozen=True)
-class Unstack:
+class Unstack(_Numbered):
     """A tensor becomes several, numbered by the field `over`, one for each place along `dim`."""
 
-    source: Pattern
-    target: Pattern
-    over: str
-    dim: int = 0
-    optional: bool = False
-    keeps: bool = False
-
     def __post_init__(self) -> None:
-        if self.over not in self.target.fields or self.over in self.source.fields:
-            raise UsageError(
-                f"the field {self.over!r} has to stand in {self.target} and not in {self.source}",
-                remedy="it is what numbers the tensors that come of one",
-            )
-        require_fields([self.source], [self.target], self.over)
+        self._check(self.target, self.source)
 
     def bind(self, names: Mapping[str, Shape | None]) -> list[Binding]:
         """See `Rule`."""

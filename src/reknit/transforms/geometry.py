@@ -1,11 +1,12 @@
-"""What several rules share: names of one template for names of another, and boxes along a dimension."""
+"""What several rules share: names of some templates for names of others, and boxes along a dimension."""
 
 from __future__ import annotations
 
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from reknit.errors import UsageError
-from reknit.transforms.base import Binding
+from reknit.errors import MismatchError, UsageError
+from reknit.transforms.base import Binding, Piece
 from reknit.types.box import Box
 
 if TYPE_CHECKING:
@@ -15,10 +16,34 @@ if TYPE_CHECKING:
     from reknit.transforms.pattern import Pattern
 
 
-def one_to_one(source: Pattern, target: Pattern, names: Mapping[str, Shape | None]) -> list[Binding]:
-    """Return the bindings of each name that a pattern means to one other."""
-    found = ((name, source.match(name)) for name in names)
-    return [Binding((name,), (target.fill(fields),)) for name, fields in found if fields is not None]
+@dataclass(frozen=True)
+class Templates:
+    """A rule whose sources and targets are templates with the same fields."""
+
+    sources: tuple[Pattern, ...]
+    targets: tuple[Pattern, ...]
+    optional: bool = field(default=False, kw_only=True)
+    keeps: bool = field(default=False, kw_only=True)
+
+    def __post_init__(self) -> None:
+        require_fields(self.sources, self.targets)
+
+    def bind(self, names: Mapping[str, Shape | None]) -> list[Binding]:
+        """See `Rule`."""
+        matches = (source.match(name) for source in self.sources for name in names)
+        found = dict.fromkeys(_filled(self.sources, fields) for fields in matches if fields is not None)
+        for together in found:
+            if missing := [name for name in together if name not in names]:
+                here = next(name for name in together if name in names)
+                raise MismatchError(
+                    f"{here} is to be fused with {missing[0]}, which the checkpoint does not have"
+                )
+        first = self.sources[0]
+        return [Binding(old, _filled(self.targets, first.match(old[0]) or {})) for old in found]
+
+
+def _filled(templates: Sequence[Pattern], fields: dict[str, str]) -> tuple[str, ...]:
+    return tuple(template.fill(fields) for template in templates)
 
 
 def require_fields(sources: Sequence[Pattern], targets: Sequence[Pattern], extra: str = "") -> None:
@@ -40,3 +65,8 @@ def resized(shape: Shape, dim: int, length: int) -> Shape:
 def run(shape: Shape, dim: int, offset: int, length: int) -> Box:
     """Return the box of all of a tensor but along one dimension, where it is a run."""
     return Box(resized((0,) * len(shape), dim, offset), resized(shape, dim, length))
+
+
+def aligned(source: int, source_box: Box, target_box: Box) -> Piece:
+    """Return a piece of a source that has the same dimensions as the target."""
+    return Piece(source, source_box, target_box, tuple(range(source_box.ndim)))

@@ -50,8 +50,8 @@ def megatron_to_hugging_face(
     ]
 
 
-def _rename(source: str, target: str, *, optional: bool = True) -> Rule:
-    return Rename(Pattern(source), Pattern(target), optional)
+def _rename(source: str, target: str) -> Rule:
+    return Rename((Pattern(source),), (Pattern(target),), optional=True)
 
 
 def _vocabulary(size: int | None, padded: int | None) -> list[Rule]:
@@ -61,7 +61,8 @@ def _vocabulary(size: int | None, padded: int | None) -> list[Rule]:
     }
     rules = [_rename(source, target) for source, target in names.items()]
     if size is not None:
-        rules += [Resize(Pattern(name), size, 0, False, padded, True) for name in names.values()]
+        both = [(Pattern(name),) for name in names.values()]
+        rules += [Resize(name, name, size, 0, False, padded, optional=True) for name in both]
     return rules
 
 
@@ -71,7 +72,7 @@ def _attention(per_group: int, groups: int) -> list[Rule]:
     cuts = Cuts(0, (per_group, 1, 1), groups)
     fused: list[Rule] = [
         Split(
-            Pattern(f"{here}.linear_qkv.{kind}"),
+            (Pattern(f"{here}.linear_qkv.{kind}"),),
             tuple(Pattern(f"{there}.{letter}_proj.{kind}") for letter in "qkv"),
             cuts,
             optional=kind == "bias",
@@ -107,7 +108,7 @@ def _mlp() -> list[Rule]:
     for here, there in (("mlp", "mlp"), ("mlp.shared_experts", "mlp.shared_expert")):
         halves = tuple(Pattern(f"{_THERE}.{there}.{name}_proj.weight") for name in ("gate", "up"))
         first = Pattern(f"{_LAYER}.{here}.linear_fc1.weight")
-        rules.append(Split(first, halves, Cuts(0, (1, 1), 1), optional=True))
+        rules.append(Split((first,), halves, Cuts(0, (1, 1), 1), optional=True))
         rules.append(_rename(f"{_LAYER}.{here}.linear_fc2.weight", f"{_THERE}.{there}.down_proj.weight"))
     return rules
 

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, cast
 
 from reknit.errors import UsageError
+from reknit.transforms.pattern import check_expression
 
 if TYPE_CHECKING:
     from reknit.transforms.base import Rule
@@ -48,10 +48,9 @@ def parted(rules: Sequence[Any]) -> tuple[Names | None, list[Rule]]:
     return names[0], cast("list[Rule]", others[1:])
 
 
-def _check_rename(rename: object) -> None:
+def _check_rename(rename: Any) -> None:
     """Raise `UsageError` unless names go to names, and prefixes to prefixes."""
     _require(isinstance(rename, Mapping), f"rename maps names to names, and is no {type(rename).__name__}")
-    assert isinstance(rename, Mapping)
     for old, new in rename.items():
         _require(
             isinstance(old, str) and isinstance(new, str) and old != "",
@@ -65,7 +64,7 @@ def _check_rename(rename: object) -> None:
         _require(below or new != "", f"rename leaves {old!r} without a name")
 
 
-def _check_rewrite(rewrite: object) -> None:
+def _check_rewrite(rewrite: Any) -> None:
     """Raise `UsageError` for what is no list of expressions and replacements."""
     _require(
         isinstance(rewrite, (tuple, list))
@@ -75,16 +74,8 @@ def _check_rewrite(rewrite: object) -> None:
         ),
         f"rewrite is a tuple of pairs (expression, replacement), not {rewrite!r}",
     )
-    assert isinstance(rewrite, (tuple, list))
     for expression, replacement in rewrite:
-        try:
-            re.sub(expression, replacement, "")
-        except (re.error, IndexError) as error:
-            raise UsageError(
-                f"rewrite has the rule {expression!r}, {replacement!r}, which is no regular expression with "
-                f"its replacement: {error}",
-                remedy="write both as for re.sub, as raw strings",
-            ) from error
+        check_expression(expression, replacement)
 
 
 def _require(ok: bool, message: str) -> None:

@@ -60,3 +60,14 @@ class Pattern:
 
     def __str__(self) -> str:
         return self.template
+
+
+def check_expression(expression: str, replacement: str) -> None:
+    """Raise `UsageError` for what is no regular expression with its replacement."""
+    try:
+        re.sub(expression, replacement, "")
+    except (re.error, IndexError) as error:
+        raise UsageError(
+            f"{expression!r}, {replacement!r} is no regular expression with its replacement: {error}",
+            remedy="write both as for re.sub, as raw strings",
+        ) from error

@@ -3,42 +3,29 @@
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import prod
 from typing import TYPE_CHECKING
 
 from reknit.errors import MismatchError, UsageError
 from reknit.transforms.base import Binding, Made, Piece
-from reknit.transforms.geometry import one_to_one, require_fields, resized, run
+from reknit.transforms.geometry import Templates, aligned, resized, run
+from reknit.transforms.pattern import check_expression
 from reknit.types.box import Box
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
     from reknit.transforms.base import Rule, Shape
-    from reknit.transforms.pattern import Pattern
 
 
-def _same(shape: Shape, source: int = 0) -> Made:
+def _same(shape: Shape) -> Made:
     box = Box.whole(shape)
-    return Made(shape, (Piece(source, box, box, tuple(range(len(shape)))),))
+    return Made(shape, (aligned(0, box, box),))
 
 
-@dataclass(frozen=True)
-class Rename:
+class Rename(Templates):
     """Another name.  With `keeps` the tensor has both."""
-
-    source: Pattern
-    target: Pattern
-    optional: bool = False
-    keeps: bool = False
-
-    def __post_init__(self) -> None:
-        require_fields([self.source], [self.target])
-
-    def bind(self, names: Mapping[str, Shape | None]) -> list[Binding]:
-        """See `Rule`."""
-        return one_to_one(self.source, self.target, names)
 
     def make(self, shapes: Sequence[Shape], binding: Binding) -> list[Made]:
         """See `Rule`."""
@@ -47,8 +34,8 @@ class Rename:
     def inverse(self) -> Rule:
         """See `Rule`."""
         if self.keeps:
-            return Drop(self.target, self.optional)
-        return Rename(self.target, self.source, self.optional)
+            return Drop(self.targets, (), optional=self.optional)
+        return Rename(self.targets, self.sources, optional=self.optional)
 
 
 @dataclass(frozen=True)
@@ -61,19 +48,7 @@ class Rewrite:
     keeps: bool = False
 
     def __post_init__(self) -> None:
-        try:
-            re.compile(self.expression)
-        except re.error as error:
-            raise UsageError(
-                f"{self.expression!r} is no regular expression: {error}", remedy="see Python's module re"
-            ) from error
-        try:
-            re.sub(self.expression, self.replacement, "")
-        except (re.error, IndexError) as error:
-            raise UsageError(
-                f"{self.replacement!r} is no replacement for {self.expression!r}: {error}",
-                remedy="see Python's module re",
-            ) from error
+        check_expression(self.expression, self.replacement)
 
     def bind(self, names: Mapping[str, Shape | None]) -> list[Binding]:
         """See `Rule`."""
@@ -92,17 +67,8 @@ class Rewrite:
         )
 
 
-@dataclass(frozen=True)
-class Drop:
+class Drop(Templates):
     """Tensors and values that nobody asks for."""
-
-    source: Pattern
-    optional: bool = False
-    keeps: bool = False
-
-    def bind(self, names: Mapping[str, Shape | None]) -> list[Binding]:
-        """See `Rule`."""
-        return [Binding((name,), ()) for name in names if self.source.match(name) is not None]
 
     def make(self, shapes: Sequence[Shape], binding: Binding) -> list[Made]:
         """See `Rule`."""
@@ -110,25 +76,14 @@ class Drop:
 
     def inverse(self) -> Rule:
         """See `Rule`."""
-        raise UsageError(f"nothing brings back what was dropped as {self.source}")
+        raise UsageError(f"nothing brings back what was dropped as {self.sources[0]}")
 
 
 @dataclass(frozen=True)
-class Transpose:
+class Transpose(Templates):
     """Dimensions in another order: dimension `d` of the target is dimension `order[d]` of the source."""
 
-    source: Pattern
-    target: Pattern
     order: tuple[int, ...]
-    optional: bool = False
-    keeps: bool = False
-
-    def __post_init__(self) -> None:
-        require_fields([self.source], [self.target])
-
-    def bind(self, names: Mapping[str, Shape | None]) -> list[Binding]:
-        """See `Rule`."""
-        return one_to_one(self.source, self.target, names)
 
     def make(self, shapes: Sequence[Shape], binding: Binding) -> list[Made]:
         """See `Rule`."""
@@ -145,27 +100,20 @@ class Transpose:
     def inverse(self) -> Rule:
         """See `Rule`."""
         back = tuple(self.order.index(d) for d in range(len(self.order)))
-        return Transpose(self.target, self.source, back, self.optional)
+        return Transpose(self.targets, self.sources, back, optional=self.optional)
 
 
 @dataclass(frozen=True)
-class Resize:
+class Resize(Templates):
     """Another length along a dimension: what is beyond the shorter one is padding.
 
     `grows` tells which of the two the target is.  `back` is the length before, where it is known.
     """
 
-    source: Pattern
     size: int
     dim: int
     grows: bool
     back: int | None = None
-    optional: bool = False
-    keeps: bool = False
-
-    def bind(self, names: Mapping[str, Shape | None]) -> list[Binding]:
-        """See `Rule`."""
-        return [Binding((name,), (name,)) for name in names if self.source.match(name) is not None]
 
     def make(self, shapes: Sequence[Shape], binding: Binding) -> list[Made]:
         """See `Rule`."""
@@ -179,13 +127,12 @@ class Resize:
         new = resized(shape, dim, self.size)
         common = run(shape, dim, 0, min(shape[dim], self.size))
         rest = run(new, dim, shape[dim], max(self.size - shape[dim], 0))
-        piece = Piece(0, common, common, tuple(range(len(shape))))
-        return [Made(new, (piece,), (rest,) if prod(rest.lengths) else ())]
+        return [Made(new, (aligned(0, common, common),), (rest,) if prod(rest.lengths) else ())]
 
     def inverse(self) -> Rule:
         """See `Rule`."""
         if self.back is None:
             raise UsageError(
-                f"which length {self.source} had before is not known", remedy="give was= to pad or trim"
+                f"which length {self.sources[0]} had before is not known", remedy="give was= to pad or trim"
             )
-        return Resize(self.source, self.back, self.dim, not self.grows, self.size, self.optional)
+        return replace(self, size=self.back, grows=not self.grows, back=self.size)
