@@ -83,7 +83,7 @@ def test_tensors_in_file_order_lie_without_holes_and_aligned(
 
 
 def test_a_header_that_readers_refuse_is_refused_before(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(safetensors_file, "HEADER_LIMIT", 200)
+    monkeypatch.setattr(safetensors_file, "MAX_HEADER_NBYTES", 200)
     tensors = [Stored(f"name{k}", TensorSpec((1,), "int8")) for k in range(10)]
     with pytest.raises(MismatchError, match="10 tensors"):
         encode_header(tensors, {})

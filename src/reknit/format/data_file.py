@@ -124,8 +124,8 @@ def encode_header(entries: Sequence[HeaderEntry], metadata: Mapping[str, str]) -
         document[entry.key] = {"dtype": native, "shape": shape, "data_offsets": [entry.start, end]}
     texts = dict(metadata) | ({DTYPES_KEY: _json(foreign).decode()} if foreign else {})
     document[METADATA_KEY] = texts
-    header = _json(document)
-    nbytes = -(-(8 + len(header)) // ALIGNMENT) * ALIGNMENT - 8
+    data = framed_header(document, ALIGNMENT)
+    nbytes = len(data) - 8
     num_values = sum(8 + len(entry.lengths) for entry in entries) + 8 + len(texts)
     if nbytes > MAX_HEADER_NBYTES or num_values > MAX_HEADER_VALUES:
         raise StateError(
@@ -133,7 +133,14 @@ def encode_header(entries: Sequence[HeaderEntry], metadata: Mapping[str, str]) -
             f"{MAX_HEADER_NBYTES} and {MAX_HEADER_VALUES} are the limits",
             remedy="set SaveOptions.max_file_nbytes lower, so that a rank writes more and smaller files",
         )
-    return struct.pack("<Q", nbytes) + header.ljust(nbytes)
+    return data
+
+
+def framed_header(document: Mapping[str, object], alignment: int) -> bytes:
+    """Return a header of safetensors with its length before it; the whole is a multiple of `alignment`."""
+    text = _json(document)
+    nbytes = len(text) + -(8 + len(text)) % alignment
+    return struct.pack("<Q", nbytes) + text.ljust(nbytes)
 
 
 def data_start(prefix: bytes, file_nbytes: int) -> int:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections import Counter
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal, get_args
 
 import numpy as np
@@ -84,22 +84,28 @@ def export_hf(
         raise UsageError(f"max_shard_nbytes must be at least 1, not {max_shard_nbytes}")
     folder = ExportFolder(out, overwrite=overwrite)
     with tensors_of(path) as checkpoint:
-        export = _Export(checkpoint, item, dtype, keep_tied)
-        files = name_files(cut_files(export.tensors, max_shard_nbytes))
+        names = _plain_names(checkpoint, item)
+        owners = {} if keep_tied else tied_names(checkpoint, list(names))
+        numbers = {name: number for number, name in names.items() if number not in owners}
+        saved = {name: checkpoint.index.tensors[number].spec for name, number in numbers.items()}
+        stored = [_stored(name, spec, dtype) for name, spec in saved.items()]
+        files = name_files(cut_files(stored, max_shard_nbytes))
+        overflowed: Counter[str] = Counter()
         with folder.filling() as storage:
             for name, tensors in files.items():
-                export.write(storage, name, in_file_order(tensors))
+                parts = {numbers[tensor.name]: tensor for tensor in in_file_order(tensors)}
+                overflowed += _write(checkpoint, parts, storage, name)
             if len(files) > 1:
                 storage.put(INDEX, encode_index(files), if_absent=True)
     return ExportReport(
         path=folder.path,
         item=item,
         files=tuple(files),
-        num_tensors=len(export.tensors),
-        nbytes=sum(tensor.spec.nbytes for tensor in export.tensors),
-        tied=export.tied,
-        cast=tuple(export.cast),
-        overflowed=dict(export.overflowed),
+        num_tensors=len(stored),
+        nbytes=sum(tensor.spec.nbytes for tensor in stored),
+        tied={names[number]: names[owner] for number, owner in owners.items()},
+        cast=tuple(tensor.name for tensor in stored if tensor.spec != saved[tensor.name]),
+        overflowed=dict(overflowed),
     )
 
 
@@ -136,87 +142,65 @@ def plain_name(fqn: str) -> str:
     return ".".join(str(unescape(element)) for element in fqn.split("/"))
 
 
-@dataclass
-class _Export:
-    """An item of a checkpoint on its way out."""
+def _plain_names(checkpoint: OpenCheckpoint, item: str) -> dict[int, str]:
+    """Return the tensors of an item, by their numbers in the index, and the name that each has outside.
 
-    checkpoint: OpenCheckpoint
-    item: str
-    dtype: str | None
-    keep_tied: bool
-    tensors: list[Stored] = field(init=False, default_factory=list)
-    tied: dict[str, str] = field(init=False, default_factory=dict)
-    cast: list[str] = field(init=False, default_factory=list)
-    overflowed: Counter[str] = field(init=False, default_factory=Counter)
-    _numbers: dict[str, int] = field(init=False, default_factory=dict)
-
-    def __post_init__(self) -> None:
-        entries = self.checkpoint.index.tensors
-        numbers = [number for number, entry in enumerate(entries) if entry.item == self.item]
-        if not numbers:
-            have = ", ".join(repr(name) for name in dict.fromkeys(entry.item for entry in entries))
-            raise UsageError(
-                f"the checkpoint has no item {self.item!r} with tensors",
-                path=self.checkpoint.storage.url,
-                remedy=f"choose one of {have}" if have else "it holds no tensors at all",
-            )
-        names = {number: plain_name(entries[number].fqn) for number in numbers}
-        _check_distinct(names, self.checkpoint)
-        owners = {} if self.keep_tied else tied_names(self.checkpoint, numbers)
-        self.tied.update({names[number]: names[owner] for number, owner in owners.items()})
-        for number in numbers:
-            if number not in owners:
-                self._add(names[number], number)
-
-    def _add(self, name: str, number: int) -> None:
-        spec = self.checkpoint.index.tensors[number].spec
-        if self.dtype not in (None, spec.dtype) and spec.dtype in _CAST_FROM:
-            spec = TensorSpec(spec.shape, str(self.dtype))
-            self.cast.append(name)
-        tensor = Stored(name, spec)
-        check_storable(tensor)
-        self.tensors.append(tensor)
-        self._numbers[name] = number
-
-    def write(self, storage: Storage, path: str, tensors: Sequence[Stored]) -> None:
-        """Write one file, reading its tensors piece by piece."""
-        header = encode_header(tensors, {"format": "pt"})
-        names = {self._numbers[tensor.name]: tensor.name for tensor in tensors}
-        dtypes = {self._numbers[tensor.name]: tensor.spec.dtype for tensor in tensors}
-        writer = storage.create(path, len(header) + sum(tensor.spec.nbytes for tensor in tensors))
-        try:
-            writer.write(0, memoryview(header))
-            position = len(header)
-            for number, data in stream(self.checkpoint, list(names)):
-                out = self._converted(names[number], data, dtypes[number])
-                writer.write(position, out.view(np.uint8).data)
-                position += out.nbytes
-            writer.finish()
-        except BaseException:
-            writer.abort()
-            raise
-
-    def _converted(self, name: str, data: NDArray[Any], dtype: str) -> NDArray[Any]:
-        """Return elements in the dtype of the file."""
-        target = numpy_dtype(dtype)
-        if data.dtype == target:
-            return data
-        # Overflow is counted below, and the cast of a NaN is no news.
-        with np.errstate(all="ignore"):
-            out = data.astype(target)
-        if lost := int(np.isinf(out).sum()) - int(np.isinf(data).sum()):
-            self.overflowed[name] += lost
-        return out
-
-
-def _check_distinct(names: Mapping[int, str], checkpoint: OpenCheckpoint) -> None:
-    """Raise `MismatchError` when two tensors would have one name."""
+    Raises `UsageError` when there are none, and `MismatchError` when two would have one name.
+    """
+    entries = checkpoint.index.tensors
+    names = {number: plain_name(entry.fqn) for number, entry in enumerate(entries) if entry.item == item}
+    if not names:
+        have = ", ".join(repr(name) for name in dict.fromkeys(entry.item for entry in entries))
+        raise UsageError(
+            f"the checkpoint has no item {item!r} with tensors",
+            path=checkpoint.storage.url,
+            remedy=f"choose one of {have}" if have else "it holds no tensors at all",
+        )
     seen: dict[str, int] = {}
     for number, name in names.items():
         if (other := seen.setdefault(name, number)) != number:
-            fqns = [checkpoint.index.tensors[n].fqn for n in (other, number)]
             raise MismatchError(
-                f"{fqns[0]!r} and {fqns[1]!r} are different tensors, and both would be named {name!r}",
+                f"{entries[other].fqn!r} and {entries[number].fqn!r} are different tensors, and both would "
+                f"be named {name!r}",
                 path=checkpoint.storage.url,
                 remedy="export reads an item that was saved from one module or flat mapping",
             )
+    return names
+
+
+def _stored(name: str, spec: TensorSpec, dtype: str | None) -> Stored:
+    """Return a tensor as a file will hold it, cast to `dtype` if that is given and casts it."""
+    if dtype is not None and spec.dtype in _CAST_FROM:
+        spec = TensorSpec(spec.shape, dtype)
+    tensor = Stored(name, spec)
+    check_storable(tensor)
+    return tensor
+
+
+def _write(
+    checkpoint: OpenCheckpoint, tensors: Mapping[int, Stored], storage: Storage, path: str
+) -> Counter[str]:
+    """Write one file, reading its tensors piece by piece; return the finite numbers that became infinite."""
+    header = encode_header(list(tensors.values()), {"format": "pt"})
+    overflowed: Counter[str] = Counter()
+    writer = storage.create(path, len(header) + sum(tensor.spec.nbytes for tensor in tensors.values()))
+    try:
+        writer.write(0, memoryview(header))
+        position = len(header)
+        for number, data in stream(checkpoint, list(tensors)):
+            out = _converted(data, numpy_dtype(tensors[number].spec.dtype))
+            if out is not data and (lost := int(np.isinf(out).sum()) - int(np.isinf(data).sum())):
+                overflowed[tensors[number].name] += lost
+            writer.write(position, out.view(np.uint8).data)
+            position += out.nbytes
+        writer.finish()
+    except BaseException:
+        writer.abort()
+        raise
+    return overflowed
+
+
+def _converted(data: NDArray[Any], dtype: np.dtype[Any]) -> NDArray[Any]:
+    # Overflow is counted by the caller, and the cast of a NaN is no news.
+    with np.errstate(all="ignore"):
+        return data.astype(dtype, copy=False)

@@ -2,44 +2,25 @@
 
 from __future__ import annotations
 
-import json
 from typing import TYPE_CHECKING, NamedTuple
 
 from reknit.errors import MismatchError
+from reknit.format.data_file import MAX_HEADER_NBYTES, METADATA_KEY, NATIVE, framed_header
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
     from reknit.types.shard import TensorSpec
 
-CODES: dict[str, str] = {
-    "bool": "BOOL",
-    "uint8": "U8",
-    "int8": "I8",
-    "float8_e4m3fn": "F8_E4M3",
-    "float8_e5m2": "F8_E5M2",
+CODES: dict[str, str] = NATIVE | {
     "float8_e4m3fnuz": "F8_E4M3FNUZ",
     "float8_e5m2fnuz": "F8_E5M2FNUZ",
     "float8_e8m0fnu": "F8_E8M0",
     "float4_e2m1fn_x2": "F4",
-    "uint16": "U16",
-    "int16": "I16",
-    "float16": "F16",
-    "bfloat16": "BF16",
-    "uint32": "U32",
-    "int32": "I32",
-    "float32": "F32",
-    "uint64": "U64",
-    "int64": "I64",
-    "float64": "F64",
     "complex64": "C64",
 }
 """How safetensors names a dtype; complex32 and complex128 it has no name for."""
 
-HEADER_LIMIT = 100_000_000
-"""Bytes of header above which readers refuse a file."""
-
-_METADATA = "__metadata__"
 _ALIGN = 8
 
 
@@ -58,7 +39,7 @@ def check_storable(tensor: Stored) -> None:
             f"safetensors has no dtype for the tensor {name!r}, a {spec}",
             remedy="leave it out of the item that you export, or save it in a dtype that safetensors knows",
         )
-    if name == _METADATA:
+    if name == METADATA_KEY:
         raise MismatchError(f"a safetensors file cannot hold a tensor named {name!r}", remedy="rename it")
 
 
@@ -76,20 +57,20 @@ def encode_header(tensors: Sequence[Stored], metadata: Mapping[str, str]) -> byt
 
     Raises `MismatchError` when there are too many for one file.
     """
-    header: dict[str, object] = {_METADATA: dict(metadata)}
+    header: dict[str, object] = {METADATA_KEY: dict(metadata)}
     position = 0
     for name, spec in tensors:
         stop = position + spec.nbytes
         header[name] = {"dtype": CODES[spec.dtype], "shape": _shape(spec), "data_offsets": [position, stop]}
         position = stop
-    text = json.dumps(header, ensure_ascii=False, separators=(",", ":")).encode()
-    text += b" " * (-len(text) % _ALIGN)
-    if len(text) > HEADER_LIMIT:
+    data = framed_header(header, _ALIGN)
+    if len(data) - 8 > MAX_HEADER_NBYTES:
         raise MismatchError(
-            f"{len(tensors)} tensors need a header of {len(text)} bytes, and readers take {HEADER_LIMIT}",
+            f"{len(tensors)} tensors need a header of {len(data) - 8} bytes, and readers take "
+            f"{MAX_HEADER_NBYTES}",
             remedy="choose a smaller shard size",
         )
-    return len(text).to_bytes(8, "little") + text
+    return data
 
 
 def _shape(spec: TensorSpec) -> list[int]:

@@ -10,7 +10,6 @@ import numpy as np
 
 from reknit.engine.loading.read import RangeReader
 from reknit.engine.stored.opening import opened, read_opened
-from reknit.errors import CorruptError
 from reknit.monitor.phase import Recorder
 from reknit.options import MIB, LoadOptions
 from reknit.storage.registry import open_storage
@@ -67,27 +66,18 @@ def stream(
     Where the pieces end depends on the specs only.  Raises `CorruptError`, `StorageError`.
     """
     recorder = Recorder("read", path=checkpoint.storage.url)
-    _require_files(checkpoint)
     specs = [checkpoint.index.tensors[number].spec for number in numbers]
     for batch in _batches(numbers, specs, nbytes):
         dtypes = [numpy_dtype(checkpoint.index.tensors[number].spec.dtype) for number, _ in batch]
-        arrays = [np.empty(box.lengths, dtype) for (_, box), dtype in zip(batch, dtypes, strict=True)]
-        fills = [(number, box, array) for (number, box), array in zip(batch, arrays, strict=True)]
+        fills = [
+            (number, box, np.empty(box.lengths, dtype))
+            for (number, box), dtype in zip(batch, dtypes, strict=True)
+        ]
         RangeReader(checkpoint, fills, options).run(recorder)
-        for (number, _), array in zip(batch, arrays, strict=True):
+        for number, _, array in fills:
             yield StreamPiece(number, array.reshape(-1))
         # The next batch must not be allocated while this one is still held.
-        del arrays, array, fills
-
-
-def _require_files(checkpoint: OpenCheckpoint) -> None:
-    """Raise `CorruptError` where the index names a data file that the manifest does not have."""
-    if lost := [path for path in checkpoint.index.files if path not in checkpoint.files]:
-        raise CorruptError(
-            f"the index names {lost[0]}, which is not in the manifest",
-            path=checkpoint.storage.url,
-            remedy="the checkpoint is damaged: load another one",
-        )
+        del array, fills
 
 
 def _batches(
