@@ -380,3 +380,11 @@ def test_of_a_tensor_in_another_length_and_of_another_dtype_nothing_is_told_as_t
     assert "saved dtype int32, wanted float32" in report.mismatched["model/weight"]
     assert "took" not in report.mismatched["model/weight"]
     assert (target["weight"] == -1).all()
+
+
+def test_a_field_of_one_part_is_filled_with_what_another_template_found_in_several(tmp_path: Path) -> None:
+    reknit.save(tmp_path, {"m": {"p.a.c": torch.arange(2.0), "a.c.b": torch.arange(2.0, 4.0)}})
+    state = {"m": {"t.a.c": torch.zeros(4)}}
+    rules = [t.fuse(["p.{x}", "{x*}.b"], "t.{x}")]
+    reknit.load(tmp_path, state, options=reknit.LoadOptions(transforms=rules))
+    assert state["m"]["t.a.c"].tolist() == [0, 1, 2, 3]

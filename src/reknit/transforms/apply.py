@@ -69,8 +69,8 @@ class Transformed:
         specs = dict(tensors)
         steps = [apply_rule(rule, tensors, values) for rule in rules]
         offered: dict[str, dict[str, TensorSpec]] = {item: {} for item in catalog.tensors}
-        for (item, fqn), spec in sorted(tensors.items(), key=lambda entry: entry[0]):
-            offered[item][fqn] = spec
+        for item, fqn in sorted(tensors):
+            offered[item][fqn] = tensors[item, fqn]
         blobs: dict[str, dict[str, Any]] = {item: {} for item in catalog.blobs}
         for (item, fqn), value in values.items():
             blobs[item][fqn] = value

@@ -57,7 +57,7 @@ class Rule(Protocol):
     def bind(self, names: Mapping[str, Shape | None]) -> list[Binding]:
         """Return which names become which; the shape is None where no tensor has the name.
 
-        Raises `MismatchError` where some of what belongs together is missing.
+        Sources need not all be among the names.  Raises `MismatchError` for names that the rule is not for.
         """
 
     def make(self, shapes: Sequence[Shape], binding: Binding) -> list[Made]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from reknit.errors import MismatchError, UsageError
+from reknit.errors import UsageError
 from reknit.transforms.base import Binding, Piece
 from reknit.types.box import Box
 
@@ -30,16 +30,12 @@ class Templates:
 
     def bind(self, names: Mapping[str, Shape | None]) -> list[Binding]:
         """See `Rule`."""
-        matches = (source.match(name) for source in self.sources for name in names)
-        found = dict.fromkeys(_filled(self.sources, fields) for fields in matches if fields is not None)
-        for together in found:
-            if missing := [name for name in together if name not in names]:
-                here = next(name for name in together if name in names)
-                raise MismatchError(
-                    f"{here} is to be fused with {missing[0]}, which the checkpoint does not have"
-                )
-        first = self.sources[0]
-        return [Binding(old, _filled(self.targets, first.match(old[0]) or {})) for old in found]
+        found: dict[tuple[str, ...], dict[str, str]] = {}
+        for source in self.sources:
+            for name in names:
+                if (fields := source.match(name)) is not None:
+                    found.setdefault(_filled(self.sources, fields), fields)
+        return [Binding(old, _filled(self.targets, fields)) for old, fields in found.items()]
 
 
 def _filled(templates: Sequence[Pattern], fields: dict[str, str]) -> tuple[str, ...]:
