@@ -38,12 +38,9 @@ def num_blocks(nbytes: int, block_nbytes: int = BLOCK_NBYTES) -> int:
 
 def block_digests(data: Bytes, block_nbytes: int = BLOCK_NBYTES) -> list[int]:
     """Return the digests of all blocks of a whole file (contiguous, of any element type)."""
-    view = _as_bytes(data)
-    return [digest(view[start : start + block_nbytes]) for start in range(0, view.nbytes, block_nbytes)]
-
-
-def _as_bytes(data: Bytes) -> memoryview:
     buffer: Any = data
     view = memoryview(buffer)
-    # memoryview.cast refuses shapes with a zero in them
-    return view.cast("B") if view.nbytes else memoryview(b"")
+    if not view.nbytes:
+        return []  # memoryview.cast refuses shapes with a zero in them
+    view = view.cast("B")
+    return [digest(view[start : start + block_nbytes]) for start in range(0, view.nbytes, block_nbytes)]

@@ -11,7 +11,7 @@ import numpy as np
 
 from reknit.errors import CorruptError, FormatError, ReknitError, StateError, shown
 from reknit.format.checksum import digest, num_blocks
-from reknit.format.paths import MANIFEST_PATH, checked_name, checked_relative
+from reknit.format.paths import MANIFEST_PATH, checked_relative, encodable, read_name
 from reknit.format.strict_json import count_values, decode_member, refuse_duplicates
 from reknit.format.versions import check_version
 from reknit.types.manifest import BlobFile, FileEntry, Manifest
@@ -246,10 +246,7 @@ def _check_manifest(manifest: Manifest) -> None:
     if len(items) != len(manifest.items):
         _refuse("an item is listed twice")
     for item in manifest.items:
-        try:
-            checked_name(item, "item name")
-        except StateError as error:
-            raise FormatError(f"bad manifest: {error.message}") from error
+        read_name(item, "item name", "manifest")
     used = {manifest.index_path}
     for blob in manifest.blobs:
         if blob.item not in items:
@@ -331,7 +328,5 @@ def _check_json_object(value: Mapping[Any, Any], where: str, depth: int) -> None
 
 
 def _check_text(text: str, where: str) -> None:
-    try:
-        text.encode()
-    except UnicodeEncodeError as error:
-        raise StateError(f"{where} has a text that is not valid Unicode: {text[:100]!r}") from error
+    if not encodable(text):
+        raise StateError(f"{where} has a text that is not valid Unicode: {text[:100]!r}")

@@ -130,7 +130,7 @@ def checked_relative(path: str) -> str:
         why = "it has a control character, a backslash or a colon"
     elif any(part in ("", ".", "..") for part in parts):
         why = "it is absolute, or has a part that is empty, '.' or '..'"
-    elif not _encodable(path):
+    elif not encodable(path):
         why = "it is not valid Unicode"
     elif len(path.encode()) > MAX_PATH_NBYTES or any(len(p.encode()) > MAX_COMPONENT_NBYTES for p in parts):
         why = "it is too long"
@@ -206,13 +206,21 @@ def parse_entry_key(key: str) -> tuple[str, Box | None]:
 
 def checked_name(name: str, what: str) -> str:
     """Return an item name or FQN that every file can hold, else raise `StateError`."""
-    if not _encodable(name):
+    if not encodable(name):
         raise StateError(f"the {what} {name[:200]!r} is not valid Unicode", remedy="rename the entry")
     if len(name.encode()) > MAX_NAME_NBYTES:
         raise StateError(
             f"the {what} {name[:40]!r}... is longer than {MAX_NAME_NBYTES} bytes", remedy="rename the entry"
         )
     return name
+
+
+def read_name(name: str, what: str, document: str) -> None:
+    """Raise `FormatError` for an item name or FQN in a document that `checked_name` would not let through."""
+    try:
+        checked_name(name, what)
+    except StateError as error:
+        raise FormatError(f"bad {document}: {error.message}") from error
 
 
 def _escape_fqn(fqn: str) -> str:
@@ -229,7 +237,10 @@ def _unescaped(text: str) -> str | None:
         return None
 
 
-def _encodable(text: str) -> bool:
+def encodable(text: str) -> bool:
+    """Tell whether a text is valid Unicode: UTF-8 has no bytes for a lone surrogate."""
+    if text.isascii():
+        return True
     try:
         text.encode()
     except UnicodeEncodeError:

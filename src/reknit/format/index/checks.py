@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from itertools import pairwise
-from typing import TYPE_CHECKING, NoReturn
+from typing import TYPE_CHECKING
 
 import numpy as np
 
-from reknit.errors import CorruptError, FormatError, StateError
-from reknit.format.paths import checked_name, checked_relative
+from reknit.errors import CorruptError
+from reknit.format.paths import checked_relative, read_name
 from reknit.types.dtype import ITEMSIZE
 from reknit.types.shard import MAX_NDIM
 
@@ -73,8 +73,8 @@ def _check_tensors(index: Index) -> None:
             why = "twice" if before == after else "out of order"
             raise CorruptError(f"the index has {'/'.join(after)[:200]!r} {why}, or its rows are not together")
     for entry in index.tensors:
-        _check_name(entry.item, "item name")
-        _check_name(entry.fqn, "name")
+        read_name(entry.item, "item name", "index")
+        read_name(entry.fqn, "name", "index")
         if entry.spec.dtype not in ITEMSIZE:
             raise CorruptError(f"{entry.fqn[:200]!r} has the unknown dtype {entry.spec.dtype[:40]!r}")
         if len(entry.spec.shape) > MAX_NDIM:
@@ -87,13 +87,6 @@ def _check_tensors(index: Index) -> None:
             nbytes *= length or 1
             if not 0 <= length <= MAX_NBYTES or nbytes > MAX_NBYTES:
                 raise CorruptError(f"{entry.fqn[:200]!r} has the impossible shape {list(entry.spec.shape)}")
-
-
-def _check_name(name: str, what: str) -> None:
-    try:
-        checked_name(name, what)
-    except StateError as error:
-        raise FormatError(f"bad index: {error.message}") from error
 
 
 def _check_rows(index: Index) -> None:
@@ -131,8 +124,7 @@ def _check_boxes(index: Index, rows: slice, shapes: NDArray[np.int64], itemsizes
     itemsize, numel = itemsizes[tensor], np.ones(len(tensor), dtype=np.int64)
 
     def refuse_where(bad: NDArray[np.bool_], why: str) -> None:
-        if bad.any():
-            _refuse(index, rows.start + int(bad.argmax()), why)
+        _refuse_where(index, bad, why, rows.start)
 
     for axis in range(shapes.shape[1]):
         offset, length = index.offsets[rows, axis], index.lengths[rows, axis]
@@ -165,11 +157,8 @@ def _check_order(index: Index) -> None:
     _refuse_where(index, bad, "has chunks out of order, or one twice")
 
 
-def _refuse_where(index: Index, bad: NDArray[np.bool_], why: str) -> None:
+def _refuse_where(index: Index, bad: NDArray[np.bool_], why: str, first_row: int = 0) -> None:
     if bad.any():
-        _refuse(index, int(bad.argmax()), why)
-
-
-def _refuse(index: Index, row: int, why: str) -> NoReturn:
-    entry = index.tensors[index.tensor[row]]
-    raise CorruptError(f"bad index: {entry.fqn[:200]!r} of item {entry.item[:80]!r} {why} (row {row})")
+        row = first_row + int(bad.argmax())
+        entry = index.tensors[index.tensor[row]]
+        raise CorruptError(f"bad index: {entry.fqn[:200]!r} of item {entry.item[:80]!r} {why} (row {row})")

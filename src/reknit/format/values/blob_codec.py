@@ -12,7 +12,7 @@ import numpy as np
 from msgspec.msgpack import Ext
 
 from reknit.errors import CorruptError, FormatError, StateError, shortage
-from reknit.format.paths import checked_name
+from reknit.format.paths import checked_name, encodable
 from reknit.format.values.blob_types import (
     ATTRIBUTED,
     BIG_INT,
@@ -26,7 +26,6 @@ from reknit.format.values.blob_types import (
     WITH_ATTRIBUTES,
     Kind,
 )
-from reknit.format.values.enum_values import build_enum, take_enum
 from reknit.format.values.msgpack_reader import check_structure, read_msgpack
 from reknit.format.values.refused import RefusedError
 from reknit.types.shard import MAX_DEPTH
@@ -38,7 +37,6 @@ MAX_BLOBS_NBYTES = (1 << 32) - 1
 """Largest file of blobs, which is also the longest single value that msgpack holds."""
 
 _PLAIN = frozenset({type(None), bool, float, bytes})
-_ENUM = Kind(ENUM, take_enum, build_enum)
 _REMEDY = (
     "save a plain value (numbers, text, bytes, lists, dicts, arrays, ...) made from it, give its class "
     "state_dict() and load_state_dict(), or pass SaveOptions(allow_pickle=True)"
@@ -69,13 +67,7 @@ def encode_blobs(values: Mapping[str, Any], *, allow_pickle: bool = False, item:
         data = msgspec.msgpack.encode(members)
     except (OverflowError, ValueError) as error:
         raise StateError(f"a value of {item or 'the state'} is too large for msgpack: {error}") from error
-    if len(data) > MAX_BLOBS_NBYTES:
-        raise StateError(
-            f"the values of {item or 'the state'} that are no tensors take {len(data)} bytes; "
-            f"{MAX_BLOBS_NBYTES} is the limit",
-            remedy="save large arrays as tensors: entries of the state by themselves",
-        )
-    return data
+    return _fitting(data, item or "the state")
 
 
 def encode_value(value: Any) -> bytes:
@@ -90,30 +82,33 @@ def name_of_value(fqn: str) -> bytes:
 
 def join_blobs(parts: Sequence[bytes]) -> bytes:
     """Return the file of blobs that holds what `parts` hold, each of them a file with a single value."""
-    if len(parts) == 1 and len(parts[0]) <= MAX_BLOBS_NBYTES:
+    if len(parts) == 1:
         return _readable(parts[0])
     if len(parts) < 16:
         head = bytes([0x80 | len(parts)])
+    elif len(parts) < 1 << 16:
+        head = b"\xde" + len(parts).to_bytes(2, "big")
     else:
-        head = (
-            b"\xdf" + len(parts).to_bytes(4, "big")
-            if len(parts) >> 16
-            else b"\xde" + len(parts).to_bytes(2, "big")
-        )
+        head = b"\xdf" + len(parts).to_bytes(4, "big")
     # A map of one begins with one byte that says so, and then key and value follow.
     data = b"".join([head, *(part[1:] for part in parts)])
-    if len(data) > MAX_BLOBS_NBYTES:
-        raise StateError(
-            f"values that are no tensors take {len(data)} bytes; {MAX_BLOBS_NBYTES} is the limit",
-            remedy="save large arrays as tensors: entries of the state by themselves",
-        )
     return _readable(data)
 
 
+def _fitting(data: bytes, where: str) -> bytes:
+    if len(data) > MAX_BLOBS_NBYTES:
+        raise StateError(
+            f"the values of {where} that are no tensors take {len(data)} bytes; {MAX_BLOBS_NBYTES} is the "
+            "limit",
+            remedy="save large arrays as tensors: entries of the state by themselves",
+        )
+    return data
+
+
 def _readable(data: bytes) -> bytes:
-    """Return a file of blobs.  Raises `StateError` when a reader would refuse it for its many small parts."""
+    """Return a file of blobs.  Raises `StateError` when a reader would refuse it, for its size or parts."""
     try:
-        check_structure(data)
+        check_structure(_fitting(data, "the state"))
     except FormatError as error:
         raise StateError(error.message, remedy=error.remedy) from error
     return data
@@ -216,20 +211,15 @@ class _Encoder:
 def _kind_by_base(value: Any) -> Kind | None:
     """Return the kind of a value whose exact type is not in the table, but which a whole family is."""
     if isinstance(value, enum.Enum):
-        return _ENUM
+        return ENUM
     if isinstance(value, np.generic):
         return SCALAR
     return DTYPE if isinstance(value, np.dtype) else None
 
 
 def _checked_text(value: Any) -> Any:
-    if type(value) is str and not value.isascii():
-        try:
-            value.encode()
-        except UnicodeEncodeError as error:
-            raise RefusedError(
-                f"text that is not valid Unicode: {value[:40]!r}", "save it as bytes"
-            ) from error
+    if type(value) is str and not encodable(value):
+        raise RefusedError(f"text that is not valid Unicode: {value[:40]!r}", "save it as bytes")
     return value
 
 

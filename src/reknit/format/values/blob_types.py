@@ -11,12 +11,13 @@ import datetime
 import pathlib
 import types
 from collections import Counter, OrderedDict, defaultdict, deque
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from reknit.errors import CorruptError, shown
 from reknit.format.values import numpy_values
-from reknit.format.values.enum_values import build_enum
+from reknit.format.values.enum_values import build_enum, take_enum
 from reknit.format.values.refused import RefusedError, fields
 from reknit.types.shard import Tagged
 
@@ -26,7 +27,6 @@ if TYPE_CHECKING:
 MAX_BIG_INT_NBYTES = 1 << 20
 MAX_EQUAL_HASHES = 64
 
-ENUM = 15
 PICKLE = 127
 
 _FACTORIES: dict[str, type] = {
@@ -81,13 +81,6 @@ def _pairs(payload: Any) -> list[tuple[Any, Any]]:
     return list(zip(checked_keys(payload[::2]), payload[1::2], strict=True))
 
 
-def _attributes(payload: Any) -> dict[str, Any]:
-    members = dict(_pairs(payload))
-    if any(type(name) is not str for name in members):
-        raise CorruptError("an attribute has a name that is no text")
-    return members
-
-
 def _members(payload: Any) -> list[Any]:
     if type(payload) is not list:
         raise CorruptError("a container is no list")
@@ -112,11 +105,6 @@ def _build_int(payload: Any) -> int:
     return value
 
 
-def _build_complex(payload: Any) -> complex:
-    real, imag = fields(payload, float, float)
-    return complex(real, imag)
-
-
 def _take_zone(zone: datetime.tzinfo | None) -> list[Any] | None:
     if zone is None:
         return None
@@ -138,24 +126,13 @@ def _build_zone(payload: Any) -> datetime.timezone | None:
     return datetime.timezone(offset) if name is None else datetime.timezone(offset, name)
 
 
-def _take_datetime(value: datetime.datetime) -> list[Any]:
-    return [value.year, value.month, value.day, *_take_time(value)]
-
-
-def _build_datetime(payload: Any) -> datetime.datetime:
-    numbers = fields(payload, *[int] * 8, (list, types.NoneType))
-    zone = _build_zone(numbers.pop())
-    return datetime.datetime(*numbers[:7]).replace(tzinfo=zone, fold=numbers[7])
-
-
 def _take_time(value: datetime.datetime | datetime.time) -> list[Any]:
     return [value.hour, value.minute, value.second, value.microsecond, value.fold, _take_zone(value.tzinfo)]
 
 
-def _build_time(payload: Any) -> datetime.time:
-    numbers = fields(payload, *[int] * 5, (list, types.NoneType))
-    zone = _build_zone(numbers.pop())
-    return datetime.time(*numbers[:4]).replace(tzinfo=zone, fold=numbers[4])
+def _build_moment(kind: Any, num_parts: int, payload: Any) -> Any:
+    *numbers, fold, zone = fields(payload, *[int] * (num_parts + 1), (list, types.NoneType))
+    return kind(*numbers, fold=fold, tzinfo=_build_zone(zone))
 
 
 def _take_path(value: pathlib.PurePath) -> list[Any]:
@@ -218,17 +195,27 @@ def _build_deque(payload: Any) -> deque[Any]:
     return deque(members, maxlen)
 
 
-def _build_namespace(payload: Any) -> argparse.Namespace:
-    value = argparse.Namespace()
-    # not setattr, which could be made to call something
-    vars(value).update(_attributes(payload))
-    return value
+def _namespace(code: int, kind: type) -> Kind:
+    """Return how values are stored that are no more than their attributes."""
+
+    def build(payload: Any) -> Any:
+        members, value = dict(_pairs(payload)), kind()
+        if any(type(name) is not str for name in members):
+            raise CorruptError("an attribute has a name that is no text")
+        # not setattr, which could be made to call something
+        vars(value).update(members)
+        return value
+
+    return Kind(code, lambda value: _flat(vars(value)), build, pairs=True)
 
 
-def _build_simple_namespace(payload: Any) -> types.SimpleNamespace:
-    value = types.SimpleNamespace()
-    vars(value).update(_attributes(payload))
-    return value
+def _record(code: int, kind: type, **attributes: type) -> Kind:
+    """Return how values are stored that are built from these attributes, each of that type."""
+
+    def build(payload: Any) -> Any:
+        return kind(*fields(payload, *attributes.values()))
+
+    return Kind(code, lambda value: [getattr(value, name) for name in attributes], build)
 
 
 def _build_bytearray(payload: Any) -> bytearray:
@@ -237,11 +224,8 @@ def _build_bytearray(payload: Any) -> bytearray:
     return bytearray(payload)
 
 
-def _build_tagged(payload: Any) -> Tagged:
-    tag, value = fields(payload, str, object)
-    return Tagged(tag, value)
-
-
+ENUM = Kind(15, take_enum, build_enum)
+"""A member of an enumeration, whichever that is."""
 _PATHS = Kind(14, _take_path, _build_path)
 DICT = Kind(4, _flat, lambda payload: dict(_pairs(payload)), pairs=True)
 """A dict whose keys are not all text."""
@@ -257,18 +241,14 @@ KINDS: dict[type, Kind] = {
     tuple: Kind(1, list, lambda payload: tuple(_members(payload))),
     set: Kind(2, list, lambda payload: set(checked_keys(_members(payload))), unordered=True),
     frozenset: Kind(3, list, lambda payload: frozenset(checked_keys(_members(payload))), unordered=True),
-    complex: Kind(6, lambda value: [value.real, value.imag], _build_complex),
+    complex: _record(6, complex, real=float, imag=float),
     numpy_values.ARRAY: Kind(7, numpy_values.take_array, numpy_values.build_array),
-    datetime.datetime: Kind(10, _take_datetime, _build_datetime),
-    datetime.date: Kind(
-        11, lambda v: [v.year, v.month, v.day], lambda p: datetime.date(*fields(p, int, int, int))
+    datetime.datetime: Kind(
+        10, lambda v: [v.year, v.month, v.day, *_take_time(v)], partial(_build_moment, datetime.datetime, 7)
     ),
-    datetime.time: Kind(12, _take_time, _build_time),
-    datetime.timedelta: Kind(
-        13,
-        lambda v: [v.days, v.seconds, v.microseconds],
-        lambda p: datetime.timedelta(*fields(p, int, int, int)),
-    ),
+    datetime.date: _record(11, datetime.date, year=int, month=int, day=int),
+    datetime.time: Kind(12, _take_time, partial(_build_moment, datetime.time, 4)),
+    datetime.timedelta: _record(13, datetime.timedelta, days=int, seconds=int, microseconds=int),
     pathlib.PurePosixPath: _PATHS,
     pathlib.PosixPath: _PATHS,
     pathlib.PureWindowsPath: _PATHS,
@@ -277,17 +257,16 @@ KINDS: dict[type, Kind] = {
     defaultdict: Kind(17, _take_defaultdict, _build_defaultdict, first=1, pairs=True),
     Counter: Kind(18, _flat, _build_counter, pairs=True),
     deque: Kind(19, lambda value: [value.maxlen, *value], _build_deque, first=1),
-    argparse.Namespace: Kind(20, lambda value: _flat(vars(value)), _build_namespace, pairs=True),
-    types.SimpleNamespace: Kind(21, lambda value: _flat(vars(value)), _build_simple_namespace, pairs=True),
-    range: Kind(22, lambda v: [v.start, v.stop, v.step], lambda p: range(*fields(p, int, int, int))),
-    slice: Kind(23, lambda v: [v.start, v.stop, v.step], lambda p: slice(*fields(p, object, object, object))),
+    argparse.Namespace: _namespace(20, argparse.Namespace),
+    types.SimpleNamespace: _namespace(21, types.SimpleNamespace),
+    range: _record(22, range, start=int, stop=int, step=int),
+    slice: _record(23, slice, start=object, stop=object, step=object),
     bytearray: Kind(24, bytes, _build_bytearray),
-    Tagged: Kind(25, lambda value: [value.tag, value.value], _build_tagged, first=1),
+    Tagged: replace(_record(25, Tagged, tag=str, value=object), first=1),
 }
 """What is stored, by exact type."""
 
 BUILDERS: dict[int, Callable[[Any], Any]] = {
-    ENUM: build_enum,
-    **{kind.code: kind.build for kind in (DICT, BIG_INT, WITH_ATTRIBUTES, SCALAR, DTYPE, *KINDS.values())},
+    kind.code: kind.build for kind in (DICT, BIG_INT, ENUM, WITH_ATTRIBUTES, SCALAR, DTYPE, *KINDS.values())
 }
 """What is built, by extension code."""

@@ -23,18 +23,8 @@ _STRUCTURE_PER_BYTE = 24
 _LIST, _SLOT, _MAP_BASE, _PAIR, _TEXT, _EXTENSION = 64, 8, 64, 96, 56, 128
 _DEQUE, _DEQUE_EXTRA = 19, 640
 
-_FIXED: dict[int, struct.Struct] = {
-    0xCA: struct.Struct(">f"),
-    0xCB: struct.Struct(">d"),
-    0xCC: struct.Struct(">B"),
-    0xCD: struct.Struct(">H"),
-    0xCE: struct.Struct(">I"),
-    0xCF: struct.Struct(">Q"),
-    0xD0: struct.Struct(">b"),
-    0xD1: struct.Struct(">h"),
-    0xD2: struct.Struct(">i"),
-    0xD3: struct.Struct(">q"),
-}
+# numbers: one tag after another, from 0xCA on
+_FIXED = {0xCA + place: struct.Struct(f">{kind}") for place, kind in enumerate("fdBHIQbhiq")}
 _SINGLE: dict[int, Any] = {0xC0: None, 0xC2: False, 0xC3: True}
 # tag -> bytes of the length that follows it
 _BIN = {0xC4: 1, 0xC5: 2, 0xC6: 4}
