@@ -248,7 +248,7 @@ class SavedStates:
         below = f"{place.fqn}/" if place.fqn else ""
         for fqn in (*loading.catalog.tensors.get(place.item, {}), *loading.saved.value_names(place.item)):
             part, _, rest = fqn.removeprefix(below).partition("/")
-            if not fqn.startswith(below) or part not in ("state", "param_groups", "shared", "more"):
+            if not (fqn.startswith(below) and rest and part in ("state", "param_groups", "shared", "more")):
                 continue
             if slots.load is not None and not self.is_taken:
                 self.is_taken = loading.takes(Place(place.item, fqn))

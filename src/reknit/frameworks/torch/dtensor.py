@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import sys
 from functools import lru_cache
 from itertools import accumulate, product
 from math import prod
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from reknit.errors import StateError
+from reknit.frameworks.imported import imported
 from reknit.frameworks.torch import private as torch_private
 from reknit.frameworks.torch import ragged
 from reknit.types.box import Box
@@ -46,11 +46,8 @@ def is_dtensor(value: Any) -> bool:
 @lru_cache(maxsize=256)
 def _is_dtensor(kind: type) -> bool:
     """Tell it of a type: what a type inherits was imported before it, and stays what it is."""
-    known = (
-        getattr(sys.modules.get(name), "DTensor", None)
-        for name in ("torch.distributed.tensor", "vescale.dtensor.dtensor")
-    )
-    return any(one is not None and issubclass(kind, one) for one in known)
+    known = (imported(name, "DTensor") for name in ("torch.distributed.tensor", "vescale.dtensor.dtensor"))
+    return issubclass(kind, tuple(known))
 
 
 def chunk(runs: Sequence[Run], size: int, position: int) -> list[Run]:

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-import sys
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from torch.nn.parallel import DataParallel, DistributedDataParallel
+
+from reknit.frameworks.imported import imported
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
@@ -23,9 +24,7 @@ class Claim(NamedTuple):
 
 def is_wrapper(module: Any, extensions: Iterable[ModuleExtension]) -> bool:
     """Tell whether a module puts ``module.`` before the names of the one that it wraps."""
-    other: Any = getattr(
-        sys.modules.get("vescale.ddp.distributed_data_parallel"), "DistributedDataParallel", ()
-    )
+    other = imported("vescale.ddp.distributed_data_parallel", "DistributedDataParallel")
     known = (DistributedDataParallel, DataParallel, other)
     return isinstance(module, known) or any(one.is_wrapper(module) for one in extensions)
 
