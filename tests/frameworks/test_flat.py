@@ -100,7 +100,7 @@ def test_memory_fits_flat_or_as_a_whole_local_tensor() -> None:
     assert whole.fits(torch.zeros(16))
     assert whole.fits(torch.zeros(2, 3))
     assert not whole.fits(torch.zeros(6))
-    assert whole.alone().fits(torch.zeros(6))
+    assert whole.alone.fits(torch.zeros(6))
     assert some.fits(torch.zeros(5))
     assert not some.fits(torch.zeros(10)[::2])
     assert not some.fits(torch.zeros(2, 3))
@@ -108,8 +108,8 @@ def test_memory_fits_flat_or_as_a_whole_local_tensor() -> None:
     held = ((Box.whole((5,)), Box.whole((5,))),)
     row = FlatPart((5,), (5,), held, None, 0, 5, 4, 16)
     assert not row.fits(torch.zeros(5)), "it would be looked for behind what is before it in the flat memory"
-    assert row.alone().fits(torch.zeros(5))
-    assert row.alone() is row.alone()
+    assert row.alone.fits(torch.zeros(5))
+    assert row.alone is row.alone
 
 
 def test_a_tensor_without_elements_is_one_empty_box_and_a_rank_without_elements_has_none() -> None:

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from functools import cache
 from importlib.metadata import entry_points
 from math import prod
-from typing import TYPE_CHECKING, Any, Protocol, cast
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, cast
 
 import numpy as np
 
@@ -202,13 +202,13 @@ class CustomAdapter(Adapter):
                 values.append((at, one))
                 continue
             spec, box = self._spec(one, at), Box(tuple(one.offsets), tuple(one.lengths))
-            tensor = tensors.setdefault(one.name, _Tensor(at, spec, [], ()))
+            tensor = tensors.setdefault(one.name, _Tensor(at, spec, [], []))
             if tensor.spec != spec:
                 raise self._wrong(
                     at, f"gave it as {tensor.spec} and as {spec}", "a name has one shape and one dtype"
                 )
-            data = self._memory(one, at, fill=walk.fills)
-            tensors[one.name] = _Tensor(at, spec, [*tensor.held, one], (*tensor.parts, (box, data)))
+            tensor.held.append(one)
+            tensor.parts.append((box, self._memory(one, at, fill=walk.fills)))
         return list(tensors.values()), values
 
     def _at(self, place: Place, name: str) -> Place:
@@ -260,19 +260,19 @@ class CustomAdapter(Adapter):
         return StateError(f"the framework {type(self._framework).__name__} {what} for {at}", remedy=remedy)
 
 
-@dataclass(frozen=True)
-class _Tensor:
+class _Tensor(NamedTuple):
     """All boxes of one tensor, as they were given, and each with its memory."""
 
     place: Place
     spec: TensorSpec
     held: list[Held]
-    parts: tuple[tuple[Box, Any], ...]
+    parts: list[tuple[Box, Any]]
 
     def view(self, value: Any) -> View:
         """Return the look at it."""
         key = ("custom", id(value), self.place.fqn)
-        return View(self.spec, self.parts, None, key, holders=tuple(held.replicas for held in self.held))
+        holders = tuple(held.replicas for held in self.held)
+        return View(self.spec, tuple(self.parts), None, key, holders=holders)
 
 
 def _comes(tensor: _Tensor, loading: Loading) -> bool:

@@ -115,10 +115,6 @@ def _where(memory: Any) -> _Where:
     """Return where an array lies, in whatever memory that is."""
     if isinstance(memory, np.ndarray):
         return _Where(memory.__array_interface__["data"][0], memory.shape, memory.strides, memory.itemsize)
-    if isinstance(memory, Strided):
-        size = memory.memory.element_size()
-        steps = tuple(step * size for step in memory.strides)
-        return _Where(memory.memory.data_ptr() + memory.first * size, memory.lengths, steps, size)
     size = memory.element_size()
     steps = tuple(step * size for step in memory.stride())
     return _Where(memory.data_ptr(), tuple(memory.shape), steps, size)
@@ -131,7 +127,7 @@ def _require_apart(group: Sequence[Shard]) -> None:
     """
     if len({(shard.item, shard.fqn) for shard in group}) == 1:
         return
-    found = [_where(shard.memory) for shard in group]
+    found = [_where(shard.data) for shard in group]
     ends = [_reach(*where, 1) for where in found]
     start = min(low for low, _ in ends)
     unit = gcd(*(n for at in found for n in (at.itemsize, at.address - start, *at.strides)))

@@ -145,7 +145,7 @@ class ContainerAdapter(Adapter):
             want_successor(children, partial(_with, value), loading, assign)
         else:
             for key, inner in tree.children(value):
-                loading.visit(inner, place.child(key), _setter(value, key))
+                loading.visit(inner, place.child(key), setter(value, key))
 
 
 def want_successor(
@@ -199,7 +199,8 @@ def _with(container: Any, fresh: dict[Any, Any]) -> Any:
     return changed
 
 
-def _setter(container: Any, key: Any) -> Assign:
+def setter(container: Any, key: Any) -> Assign:
+    """Return what puts another value into a container, where that can be."""
     if isinstance(container, (MutableMapping, MutableSequence)):
         return lambda new: container.__setitem__(key, new)
     return None

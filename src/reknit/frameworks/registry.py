@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Mapping, MutableMapping
+from collections.abc import Mapping
 from contextlib import contextmanager
 from dataclasses import replace
 from importlib import import_module
@@ -13,7 +13,7 @@ from reknit.errors import StateError
 from reknit.frameworks import custom
 from reknit.frameworks.loader import LoaderAdapter
 from reknit.frameworks.per_rank import PerRankAdapter
-from reknit.frameworks.plain import ContainerAdapter, NumpyArrays, TensorAdapter, ValueAdapter
+from reknit.frameworks.plain import ContainerAdapter, NumpyArrays, TensorAdapter, ValueAdapter, setter
 from reknit.frameworks.stateful import StatefulAdapter
 from reknit.frameworks.walk.loading import Loading
 from reknit.frameworks.walk.saving import Saving
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from types import ModuleType
 
     from reknit.frameworks.walk.adapter import Adapter
-    from reknit.frameworks.walk.walk import Arrays, Assign
+    from reknit.frameworks.walk.walk import Arrays
     from reknit.types.manifest import Catalog
     from reknit.types.shard import Holdings
     from reknit.types.wanted import Wanted
@@ -74,14 +74,10 @@ def wanted(
     loading = Loading(_checked(state), _world(rank, size, ranks), *_known(), catalog=catalog)
     with _lasting_tensors():
         for item, value in state.items():
-            loading.visit(value, Place(item), _setter(state, item))
+            loading.visit(value, Place(item), setter(state, item))
         found = loading.wanted()
 
-    def deliver() -> None:
-        with _lasting_tensors():
-            found.deliver()
-
-    return replace(found, deliver=deliver)
+    return replace(found, deliver=_lasting_tensors()(found.deliver))
 
 
 @contextmanager
@@ -93,12 +89,6 @@ def _lasting_tensors() -> Iterator[None]:
         return
     with torch.inference_mode(False), torch.no_grad():
         yield
-
-
-def _setter(state: Mapping[str, Any], item: str) -> Assign:
-    if isinstance(state, MutableMapping):
-        return lambda value: state.__setitem__(item, value)
-    return None
 
 
 def _checked(state: Mapping[str, Any]) -> Mapping[str, Any]:

@@ -45,31 +45,9 @@ def numpy_dtype(name: str) -> np.dtype[Any]:
     return np.dtype(getattr(ml_dtypes, name, name))
 
 
-_INTEGERS = {
-    "uint8": (0, 8),
-    "int8": (1, 7),
-    "uint16": (0, 16),
-    "int16": (1, 15),
-    "uint32": (0, 32),
-    "int32": (1, 31),
-    "uint64": (0, 64),
-    "int64": (1, 63),
-}
-"""Whether an integer type has a sign, and its bits for the number."""
-
-_FLOATS = frozenset(
-    {
-        "float8_e4m3fn",
-        "float8_e5m2",
-        "float8_e4m3fnuz",
-        "float8_e5m2fnuz",
-        "float16",
-        "bfloat16",
-        "float32",
-        "float64",
-    }
-)
+_INTEGERS = frozenset(name for name in ITEMSIZE if "int" in name)
 _COMPLEX = frozenset({"complex64", "complex128"})
+_FLOATS = frozenset(name for name in ITEMSIZE if "float" in name) - {"float8_e8m0fnu", "float4_e2m1fn_x2"}
 
 
 def converts(saved: str, wanted: str) -> bool:
@@ -86,8 +64,7 @@ def converts(saved: str, wanted: str) -> bool:
     if saved == "bool":
         return number
     if saved in _INTEGERS and wanted in _INTEGERS:
-        (has_sign, bits), (may_have_sign, room) = _INTEGERS[saved], _INTEGERS[wanted]
-        return has_sign <= may_have_sign and bits <= room
+        return np.can_cast(saved, wanted)
     if saved in _INTEGERS:
         return wanted in _FLOATS
     if saved in _FLOATS:

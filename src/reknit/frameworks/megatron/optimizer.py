@@ -228,5 +228,4 @@ def _cut(one: HeldPart, work: Working) -> FlatPart | None:
         numel=max(0, high - low),
         offset=low - work.start,
         total=work.numel,
-        _known=None,
     )

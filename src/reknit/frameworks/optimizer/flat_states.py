@@ -54,7 +54,7 @@ def collect(slot: ParamSlot, states: Mapping[Any, Any], below: Place, saving: Sa
     assert flat is not None
     others: dict[Any, Any] = {}
     item, add = below.item, saving.shards.append
-    shape, form, pieces, replicas = flat.shape, flat.form, flat.pieces, slot.replicas
+    shape, form, pieces, replicas = flat.shape, (flat.total,), flat.pieces, slot.replicas
     for name, state in states.items():
         dtype = plain_dtype(state)
         is_flat = dtype is not None and state.shape == form and state.is_contiguous()

@@ -216,7 +216,7 @@ def _slot(named: NamedParameter, group: dict[str, Any], kind: tuple[str, ...]) -
     if named.flat is None:
         return ParamSlot(named.name, parameter, parameter, group, replicas, at, kind=kind)
     joint = named.flat.original is None
-    part = named.flat.part if joint else named.flat.part.alone()
+    part = named.flat.part if joint else named.flat.part.alone
     return ParamSlot(
         named.name, parameter, parameter, group, replicas, at, part, named.flat.counter, joint, kind=kind
     )

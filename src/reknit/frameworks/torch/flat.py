@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
-from functools import lru_cache
+from dataclasses import dataclass, field, replace
+from functools import cached_property, lru_cache
 from math import prod
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -26,7 +26,7 @@ class FlatPiece(NamedTuple):
     first: int
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class FlatPart:
     """What a rank holds of a tensor: `numel` consecutive elements of the local tensor, from `start` on.
 
@@ -34,7 +34,7 @@ class FlatPart:
     one that is all of it, or what tensor parallelism left.  Its elements are flattened in storage order:
     row-major, or with `order` the dimensions from the slowest to the fastest.  In flat memory of `total`
     elements, which may have other tensors and padding too, the range begins at `offset`.  `pieces` are the
-    boxes of the range in that memory, and `form` is its shape.
+    boxes of the range in that memory.
     """
 
     shape: tuple[int, ...]
@@ -45,22 +45,13 @@ class FlatPart:
     numel: int
     offset: int
     total: int
-    _known: tuple[FlatPiece, ...] | None = field(default=None, compare=False, repr=False)
     pieces: tuple[FlatPiece, ...] = field(init=False, compare=False, repr=False)
-    form: tuple[int] = field(init=False, compare=False, repr=False)
-    _alone: FlatPart | None = field(init=False, compare=False, repr=False)
 
     def __post_init__(self) -> None:
-        known = self._known
-        if known is None:
-            known = _pieces(self.local, self.held, self.order, self.start, self.numel)
-            object.__setattr__(self, "_known", known)
-        pieces = known
+        pieces = _pieces(self.local, self.held, self.order, self.start, self.numel)
         if self.offset:
-            pieces = tuple(piece._replace(first=self.offset + piece.first) for piece in known)
+            pieces = tuple(piece._replace(first=self.offset + piece.first) for piece in pieces)
         object.__setattr__(self, "pieces", pieces)
-        object.__setattr__(self, "form", (self.total,))
-        object.__setattr__(self, "_alone", None)
 
     @classmethod
     def nothing(cls, shape: tuple[int, ...], total: int) -> FlatPart:
@@ -85,16 +76,10 @@ class FlatPart:
         whole = Box.whole(shape)
         return cls(shape, local or shape, held or ((whole, whole),), order, start, numel, offset, total)
 
+    @cached_property
     def alone(self) -> FlatPart:
-        """Return the same part in memory that has nothing else."""
-        if self._alone is None:
-            numel = self.numel
-            alone = FlatPart(
-                self.shape, self.local, self.held, self.order, self.start, numel, 0, numel, self._known
-            )
-            object.__setattr__(self, "_alone", alone)
-            return alone
-        return self._alone
+        """The same part in memory that has nothing else."""
+        return replace(self, offset=0, total=self.numel)
 
     def fits(self, memory: Any) -> bool:
         """Tell whether a tensor has the form of the flat memory, or of a local tensor that is held whole."""
@@ -105,7 +90,7 @@ class FlatPart:
 
     def is_flat(self, memory: Any) -> bool:
         """Tell whether a tensor has the form of the flat memory."""
-        flat: bool = memory.shape == self.form and memory.is_contiguous()
+        flat: bool = memory.shape == (self.total,) and memory.is_contiguous()
         return flat
 
     def parts(self, memory: Any) -> tuple[tuple[Box, Any], ...]:

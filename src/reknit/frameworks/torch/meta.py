@@ -25,7 +25,14 @@ def view(tensor: Any, arrays: Arrays, place: Place, world: World) -> View:
 
     def look() -> View:
         memory = _memory(tensor)
-        return _settled(arrays.view(memory, place, world, fill=True), tensor, memory)
+        looked = arrays.view(memory, place, world, fill=True)
+
+        def settle() -> None:
+            if looked.settle is not None:
+                looked.settle()
+            _become(tensor, memory)
+
+        return structs.replace(looked, settle=settle, fresh=True)
 
     return world.once(("meta", id(tensor)), look, tensor)
 
@@ -45,18 +52,6 @@ def _memory(tensor: Any) -> torch.Tensor:
         device = "cpu"
     with torch.no_grad():
         return torch.empty_like(tensor.detach(), device=device)
-
-
-def _settled(looked: View, tensor: Any, memory: torch.Tensor) -> View:
-    """Return the look at new memory with the step that makes the memory the tensor's own."""
-    inner = looked.settle
-
-    def settle() -> None:
-        if inner is not None:
-            inner()
-        _become(tensor, memory)
-
-    return structs.replace(looked, settle=settle, fresh=True)
 
 
 def _become(tensor: Any, memory: torch.Tensor) -> None:

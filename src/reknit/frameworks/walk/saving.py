@@ -7,6 +7,8 @@ from dataclasses import dataclass, field
 from types import EllipsisType
 from typing import TYPE_CHECKING, Any, Protocol
 
+from msgspec import structs
+
 from reknit.errors import StateError
 from reknit.frameworks.walk.walk import Matcher, Walk, first_match
 from reknit.types.box import Box
@@ -43,9 +45,12 @@ class Saving(Walk):
 
     def tensor(self, tensor: Any, place: Place, replicas: Replicas | EllipsisType = ...) -> None:
         """Collect a tensor; `replicas` says more than the tensor itself can know."""
-        self.view(self.look(tensor, place, fill=False), place, tensor, replicas)
+        view = self.look(tensor, place, fill=False)
+        if not isinstance(replicas, EllipsisType):
+            view = structs.replace(view, replicas=replicas, holders=None)
+        self.view(view, place, tensor)
 
-    def view(self, view: View, place: Place, tensor: Any, replicas: Replicas | EllipsisType = ...) -> None:
+    def view(self, view: View, place: Place, tensor: Any) -> None:
         """Collect a tensor that was looked at already."""
         if not self.claim(view.memory, place, tensor):
             return
@@ -55,11 +60,9 @@ class Saving(Walk):
                 f"{place} has {len(view.spec.shape)} dimensions; {MAX_NDIM} is the limit",
                 remedy="save it in a shape with fewer, for example .flatten()",
             )
-        holders = view.replicas if isinstance(replicas, EllipsisType) else replicas
-        for number, (box, memory) in enumerate(view.parts):
-            if view.holders is not None and isinstance(replicas, EllipsisType):
-                holders = view.holders[number]
-            self.shards.append(Shard(item, fqn, view.spec, box, holders, memory))
+        holders = view.holders or (view.replicas,) * len(view.parts)
+        for (box, memory), replicas in zip(view.parts, holders, strict=True):
+            self.shards.append(Shard(item, fqn, view.spec, box, replicas, memory))
 
     def witness(self, spec: TensorSpec, place: Place, empty: Any) -> None:
         """Say that there is a tensor of which other ranks hold what is saved; the save fails if none does.

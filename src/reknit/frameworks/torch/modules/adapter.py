@@ -9,7 +9,6 @@ from torch import nn
 from reknit.errors import StateError
 from reknit.frameworks.neutral import to_neutral
 from reknit.frameworks.torch.modules import own_load
-from reknit.frameworks.torch.modules.extension import extensions
 from reknit.frameworks.torch.modules.members import read
 from reknit.frameworks.walk.adapter import Adapter
 
@@ -64,7 +63,7 @@ class ModuleAdapter(Adapter):
         for back in returns.values():
             if back.asked:
                 loading.later(lambda back=back: back.give(held, place))  # type: ignore[misc]
-        for extension in extensions(loading):
+        for extension in loading.extensions:
             extension.follow(list(_taken(held, place, loading)), place, loading)
 
 

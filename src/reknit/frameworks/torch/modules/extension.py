@@ -9,7 +9,7 @@ if TYPE_CHECKING:
 
     from reknit.frameworks.torch.modules.flat_parameter import FlatParameter
     from reknit.frameworks.walk.loading import Loading
-    from reknit.frameworks.walk.walk import Place, Walk, World
+    from reknit.frameworks.walk.walk import Place, World
 
 
 class ModuleExtension(Protocol):
@@ -34,9 +34,3 @@ class ModuleExtension(Protocol):
 
     def follow(self, parameters: list[tuple[Any, Place]], place: Place, loading: Loading) -> None:
         """Let copies that the library keeps follow what is loaded into these parameters of a module."""
-
-
-def extensions(walk: Walk) -> tuple[ModuleExtension, ...]:
-    """Return the libraries on top of torch that may have objects in the state."""
-    found: tuple[ModuleExtension, ...] = walk.extensions
-    return found

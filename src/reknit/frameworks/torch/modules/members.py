@@ -13,7 +13,6 @@ from reknit.errors import StateError
 from reknit.frameworks.torch import private as torch_private
 from reknit.frameworks.torch.dtensor import is_dtensor
 from reknit.frameworks.torch.modules import ddp, fsdp
-from reknit.frameworks.torch.modules.extension import extensions
 from reknit.frameworks.torch.modules.names import ModuleNames
 from reknit.frameworks.torch.modules.states import EXTRA, SplitStates, module_state
 
@@ -77,8 +76,8 @@ def read(module: nn.Module, place: Place, walk: Walk) -> ModuleHoldings:
 
 
 def _read(module: nn.Module, place: Place, walk: Walk) -> ModuleHoldings:
-    names = ModuleNames(module, extensions(walk))
-    for extension in extensions(walk):
+    names = ModuleNames(module, walk.extensions)
+    for extension in walk.extensions:
         extension.require_readable(module, place)
     flats = tuple(_flats(names, place, walk))
     split = tuple(SplitStates(module, names, flats, place).states()) if names.flattened else None
@@ -118,7 +117,7 @@ def _partitioned(
 
 
 def _partitioned_by(value: Any, walk: Walk) -> ModuleExtension | None:
-    return next((one for one in extensions(walk) if one.is_partitioned(value)), None)
+    return next((one for one in walk.extensions if one.is_partitioned(value)), None)
 
 
 def _whole_ones(members: tuple[Member, ...], place: Place, walk: Walk) -> Iterator[Member]:
