@@ -24,7 +24,7 @@ from reknit.frameworks.neutral import to_neutral
 from reknit.frameworks.walk.adapter import Adapter
 from reknit.frameworks.walk.walk import View
 from reknit.types.box import Box
-from reknit.types.dtype import ITEMSIZE, converts, numpy_dtype
+from reknit.types.dtype import ITEMSIZE, numpy_dtype
 from reknit.types.shard import TensorSpec
 
 if TYPE_CHECKING:
@@ -179,7 +179,7 @@ class CustomAdapter(Adapter):
         for tensor in tensors:
             if loading.takes(tensor.place):
                 loading.view(tensor.view(value), tensor.place, value)
-                if _comes(tensor, loading):
+                if loading.comes(tensor.place, tensor.spec):
                     held += tensor.held
         for at, one in values:
             if loading.takes(at):
@@ -273,19 +273,6 @@ class _Tensor(NamedTuple):
         key = ("custom", id(value), self.place.fqn)
         holders = tuple(held.replicas for held in self.held)
         return View(self.spec, tuple(self.parts), None, key, holders=holders)
-
-
-def _comes(tensor: _Tensor, loading: Loading) -> bool:
-    """Tell whether a tensor will be filled, in whole or, where its shape may differ, in part."""
-    saved = loading.saved.spec(tensor.place)
-    return (
-        saved is not None
-        and (saved.shape == tensor.spec.shape or loading.may_resize(tensor.place))
-        and (
-            saved.dtype == tensor.spec.dtype
-            or (loading.catalog.terms.cast and converts(saved.dtype, tensor.spec.dtype))
-        )
-    )
 
 
 def _names(dtype: str) -> tuple[str, ...]:

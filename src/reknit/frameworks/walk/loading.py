@@ -62,6 +62,8 @@ class Loading(Walk):
     _checks: list[Callable[[], None]] = field(default_factory=list)
     _actions: list[Callable[[], None]] = field(default_factory=list)
     _requests: dict[Hashable, _Request] = field(default_factory=dict)
+    _shards: list[Shard] = field(default_factory=list)
+    _aliases: list[tuple[str, str, str, str]] = field(default_factory=list)
     _resizable: list[Entry] = field(default_factory=list)
     _better: dict[Place, Place] = field(default_factory=dict)
     _superseded: list[Entry] = field(default_factory=list)
@@ -97,6 +99,19 @@ class Loading(Walk):
     def may_resize(self, place: Place) -> bool:
         """Tell whether a tensor of this name may have another shape in the checkpoint."""
         return matches(full_name(place.item, place.fqn), self.catalog.terms.resizable)
+
+    def comes(self, place: Place, spec: TensorSpec) -> bool:
+        """Tell whether a tensor of this name is filled, in whole or, where its shape may differ, in part."""
+        saved = self.saved.spec(place)
+        if saved is None or self._is_kept(place):
+            return saved == spec
+        alike = len(saved.shape) == len(spec.shape) and self.may_resize(place)
+        return (alike or saved.shape == spec.shape) and self._converts(saved, spec)
+
+    def _converts(self, saved: TensorSpec, wanted: TensorSpec) -> bool:
+        return saved.dtype == wanted.dtype or (
+            self.catalog.terms.cast and converts(saved.dtype, wanted.dtype)
+        )
 
     def tensor(self, tensor: Any, place: Place) -> None:
         """Ask for a tensor, to be filled in place."""
@@ -169,15 +184,13 @@ class Loading(Walk):
         for item, fqn in self._needless.keys() - set(self.blobs):
             self._superseded.append((item, fqn))
             self.notes.append((item, fqn, self._needless[item, fqn]))
-        shards: list[Shard] = []
-        aliases: list[tuple[str, str, str, str]] = []
         for request in self._requests.values():
-            self._settle(request, shards, aliases)
-        require_apart(shards)
+            self._settle(request)
+        require_apart(self._shards)
         return Wanted(
             tuple(self.state),
-            tuple(shards),
-            tuple(aliases),
+            tuple(self._shards),
+            tuple(self._aliases),
             tuple(self.blobs),
             tuple(self.missing),
             tuple(self.mismatched),
@@ -189,9 +202,7 @@ class Loading(Walk):
             deliver=self._deliver,
         )
 
-    def _settle(
-        self, request: _Request, shards: list[Shard], aliases: list[tuple[str, str, str, str]]
-    ) -> None:
+    def _settle(self, request: _Request) -> None:
         """Take a tied tensor under the first of its names that the checkpoint has."""
         saved = [place for place in request.places if self.saved.spec(place) is not None]
         saved = saved or [place for place in request.instead if self.saved.spec(place) is not None][:1]
@@ -233,15 +244,13 @@ class Loading(Walk):
                     alias, f"each rank has its own in the checkpoint, and {place} is the same tensor here"
                 )
             else:
-                aliases.append((alias.item, alias.fqn, place.item, place.fqn))
+                self._aliases.append((alias.item, alias.fqn, place.item, place.fqn))
         if self._is_kept(place):
             self._take_back(place, spec, wanted, view)
             return
-        shards += wanted
+        self._shards += wanted
         self._filled += [request.tensor, *(getattr(memory, "memory", memory) for _, memory in view.parts)]
-        same = spec.dtype == view.spec.dtype
-        comes = same or (self.catalog.terms.cast and converts(spec.dtype, view.spec.dtype))
-        if view.settle is not None and comes:
+        if view.settle is not None and self._converts(spec, view.spec):
             self._actions.insert(0, view.settle)
 
     def _is_kept(self, place: Place) -> bool:
