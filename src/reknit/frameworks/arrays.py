@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -15,9 +15,6 @@ from reknit.types.box import Box
 from reknit.types.dtype import numpy_dtype
 from reknit.types.shard import Tagged, TensorSpec, full_name
 
-if TYPE_CHECKING:
-    from collections.abc import Sequence
-
 
 class Fresh(NamedTuple):
     """A new tensor, and the boxes of it that this rank holds, each with its memory."""
@@ -26,14 +23,10 @@ class Fresh(NamedTuple):
     parts: tuple[tuple[Box, Any], ...]
 
 
-def empty(lengths: Sequence[int], dtype: str, framework: str) -> Any:
-    """Return an uninitialised array on the CPU; `framework` is ``"numpy"`` or ``"torch"``."""
-    return fresh("", "", TensorSpec(tuple(lengths), dtype), framework, None, None).tensor
-
-
 def fresh(item: str, fqn: str, spec: TensorSpec, framework: str, device: Any, sharding: Any) -> Fresh:
     """Return an uninitialised tensor on a device, or this rank's part of one that is cut by `sharding`.
 
+    `framework` is ``"numpy"`` or ``"torch"``, and without a device the tensor is on the CPU.
     `sharding` is as for `reknit.Checkpoint.read_all`.  Raises `UsageError` for what a framework cannot do.
     """
     if framework == "numpy":

@@ -130,7 +130,7 @@ def _live_leaf(path: tree.Path, leaf: Any) -> Any:
             remedy=f"install reknit[{needs}]",
         ) from error
     try:
-        return _live_of_jax(library, leaf) if needs == "jax" else _live(library, leaf)
+        return _live(library, leaf)
     except (KeyError, TypeError, ValueError, AttributeError, RuntimeError) as error:
         # Whatever they make of a damaged or hostile value, the reader is told that the value is at fault.
         told = FormatError(f"the saved value {tree.dotted(path)} is no {leaf.tag}: {error}")
@@ -147,21 +147,18 @@ def _no_member(value: Any, where: str) -> FormatError:
     )
 
 
-def _live_of_jax(jax_values: ModuleType, tagged: Tagged) -> Any:
-    if tagged.tag != jax_values.TAG:
-        raise ValueError("this version of reknit does not know the type")
-    return jax_values.from_value(tagged.value)
-
-
-def _live(torch: ModuleType, tagged: Tagged) -> Any:
+def _live(library: ModuleType, tagged: Tagged) -> Any:
+    """Return what torch, or the module here that knows JAX's arrays, makes of a value."""
+    if tagged.tag == "jax.array":
+        return library.from_value(tagged.value)
     if tagged.tag == "torch.tensor":
-        return _live_tensor(torch, tagged.value)
+        return _live_tensor(library, tagged.value)
     if tagged.tag == "torch.dtype":
-        return _dtype(torch, tagged.value)
+        return _dtype(library, tagged.value)
     if tagged.tag == "torch.device":
-        return torch.device(str(tagged.value))
+        return library.device(str(tagged.value))
     if tagged.tag == "torch.Size":
-        return torch.Size([int(length) for length in tagged.value])
+        return library.Size([int(length) for length in tagged.value])
     raise ValueError("this version of reknit does not know the type")
 
 

@@ -170,11 +170,9 @@ def _was_saved(place: Place, loading: Loading) -> bool:
 
 
 def _left(value: PerRank, num_saved: int, loading: Loading) -> str:
-    what = "random state" if isinstance(value, RngState) else "values"
-    verb = "is" if isinstance(value, RngState) else "are"
+    what, left = ("random state", "it is") if isinstance(value, RngState) else ("values", "they are")
     ranks = f"{num_saved} ranks" if num_saved else "ranks with other coordinates"
-    left = f"left as {'it is' if verb == 'is' else 'they are'}"
-    return f"{what} of {ranks} not restored onto {loading.world.size}: {left}"
+    return f"{what} of {ranks} not restored onto {loading.world.size}: left as {left}"
 
 
 def _lost_gpu(state: Any) -> bool:
@@ -182,28 +180,24 @@ def _lost_gpu(state: Any) -> bool:
     return isinstance(state, Mapping) and "cuda" in state and not (torch and torch.cuda.is_available())
 
 
-def _is_tensor_like(present: Any, array: Any) -> bool:
-    torch = sys.modules.get("torch")
-    if torch is None or not isinstance(present, torch.Tensor):
-        return False
-    return tuple(present.shape) == array.shape and str(present.dtype) == f"torch.{array.dtype.name}"
-
-
-_FORM = ("shape", "dtype")
-"""What arrays have in common when one can hold what the other holds."""
-
-
 def _refill(value: PerRank, state: Any) -> None:
     """Put a saved value into the one that the user gave where that can hold it, else in its place."""
     present = value.value
-    # A cast on the way could lose what was saved.
-    if isinstance(state, np.ndarray) and _is_tensor_like(present, state):
-        put_array(state, present)  # a tensor that ranks kept before it was declared
-        return
-    alike = all(hasattr(present, key) and getattr(present, key) == getattr(state, key, None) for key in _FORM)
-    if alike and isinstance(present, np.ndarray) and isinstance(state, np.ndarray):
-        np.copyto(present, state)
-    elif alike and hasattr(present, "copy_") and hasattr(state, "copy_"):
-        sys.modules["torch"].Tensor.copy_(present.detach(), state)
-    else:
+    if not _holds(present, state):
         value.value = tree.refill(present, state)
+    elif isinstance(state, np.ndarray):
+        put_array(state, present)  # also to a tensor that ranks kept before it was declared
+    else:
+        sys.modules["torch"].Tensor.copy_(present.detach(), state)
+
+
+def _holds(present: Any, state: Any) -> bool:
+    """Tell whether an array or a tensor can hold what was saved; a cast on the way could lose some of it."""
+    torch = sys.modules.get("torch")
+    tensor: Any = () if torch is None else torch.Tensor
+    fills = isinstance(present, tensor) or (isinstance(present, np.ndarray) and isinstance(state, np.ndarray))
+    return fills and isinstance(state, (np.ndarray, tensor)) and _form(present) == _form(state)
+
+
+def _form(array: Any) -> tuple[tuple[int, ...], str]:
+    return tuple(array.shape), str(array.dtype).removeprefix("torch.")

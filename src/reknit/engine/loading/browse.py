@@ -17,7 +17,7 @@ from reknit.engine.stored.renaming import Naming
 from reknit.errors import MismatchError, UsageError
 from reknit.monitor.progress_text import amount
 from reknit.types.box import Box
-from reknit.types.shard import full_name
+from reknit.types.shard import TensorSpec, full_name
 from reknit.types.wanted import matches
 
 if TYPE_CHECKING:
@@ -27,7 +27,6 @@ if TYPE_CHECKING:
     from reknit.options import LoadOptions
     from reknit.storage.base import Storage
     from reknit.types.manifest import Manifest
-    from reknit.types.shard import TensorSpec
 
 Index = int | slice | EllipsisType
 """Selects along one dimension, or along all that are not named."""
@@ -38,9 +37,6 @@ _COMPARED = 10_000
 
 class NewArrays(Protocol):
     """Makes new arrays of a framework, and values as they were before they were saved."""
-
-    def empty(self, lengths: Sequence[int], dtype: str, framework: str) -> Any:
-        """Return an array without values in host memory."""
 
     def fresh(self, item: str, fqn: str, spec: TensorSpec, framework: str, device: Any, sharding: Any) -> Any:
         """Return a new tensor, as `tensor`, and `parts`: boxes of it and the memory that each is in."""
@@ -138,7 +134,8 @@ class Checkpoint(Shown):
             raise self._unknown(item, fqn)
         spec = self.tensors[item][fqn]
         box, kept = selected(spec.shape, index)
-        array = self._arrays.empty(box.lengths, spec.dtype, framework)
+        part = TensorSpec(box.lengths, spec.dtype)
+        array = self._arrays.fresh(item, fqn, part, framework, None, None).tensor
         self._fill([(number, box, array)])
         return array.reshape(kept)
 

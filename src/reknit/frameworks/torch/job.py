@@ -43,11 +43,7 @@ class TorchStore:
 
         Raises `DeadlineError` when none came, `CommError` when the store is gone.
         """
-        self._wait([key], timeout_s)
-        try:
-            return bytes(self._store.get(key))
-        except RuntimeError as error:
-            raise _lost(key, error) from error
+        return self.get_many([key], timeout_s)[0]
 
     def get_many(self, keys: Sequence[str], timeout_s: float) -> list[bytes]:
         """Return the values of `keys`, many in a call where the store can; waits and raises as `get` does."""

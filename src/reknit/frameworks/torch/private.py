@@ -49,8 +49,9 @@ class FlatMember(NamedTuple):
 
     `names` are those below the unit's wrapped module, more than one where it is tied; `owner` is the module
     that has it under the last element of the first.  `shape` and `stride` are of the tensor that was
-    flattened, which is the local one of `spec` where the parameter was a DTensor.  `start`, `numel` and
-    `offset` say which elements this rank has and where in its shard; they are None where it has none.
+    flattened, which is the local one of `spec` where the parameter was a DTensor.  `part` is the
+    first element that this rank has, how many it has from there on, and where they begin in its shard; None
+    where it has none.
     """
 
     names: tuple[str, ...]
@@ -59,9 +60,7 @@ class FlatMember(NamedTuple):
     shape: tuple[int, ...]
     stride: tuple[int, ...] | None
     spec: Any
-    start: int | None
-    numel: int | None
-    offset: int | None
+    part: tuple[int, int, int] | None
 
 
 class FlatUnit(NamedTuple):
@@ -125,6 +124,7 @@ def _flat_members(flat: Any) -> Iterator[FlatMember]:
         strict=True,
     )
     for fqn, (name, owner, _), parameter, shape, stride, contiguous, spec, here in columns:
+        part = (here.intra_param_start_idx, here.numel_in_shard, here.offset_in_shard)
         yield FlatMember(
             (fqn, *tied.get((id(owner), name), ())),
             owner,
@@ -132,9 +132,7 @@ def _flat_members(flat: Any) -> Iterator[FlatMember]:
             tuple(shape),
             None if contiguous else tuple(stride),
             spec,
-            here.intra_param_start_idx,
-            here.numel_in_shard,
-            here.offset_in_shard,
+            part if here.numel_in_shard else None,
         )
 
 

@@ -34,19 +34,27 @@ def is_wrapper(module: Any) -> bool:
     return fsdp is not None and isinstance(module, fsdp.FullyShardedDataParallel)
 
 
-def parameters(
-    key: str, wrapper: Any, place: Place, world: World, *, fill: bool
-) -> tuple[FlatParameter, ...]:
-    """Return the parameters of the unit of a wrapper at `key` in the module tree; none if it has no unit.
+def parameters(key: str, wrapper: Any, place: Place, world: World, *, fill: bool) -> Iterator[FlatParameter]:
+    """Yield the parameters of the unit of a wrapper at `key` in the module tree; none if it has no unit.
 
     Raises `StateError` while FSDP shows the gathered parameters, which the caller may be changing, and where
     to `fill` them is to be in the middle of a forward or backward.
     """
     unit = torch_private.flat_unit(wrapper)
     if unit is None:
-        return ()
+        return
     _require_readable(unit, key, place, fill=fill)
-    return tuple(_parameters(key, unit, place, world))
+    below = f"{key}.{_WRAPPED}" if key else _WRAPPED
+    group = ("fsdp", id(unit.group), id(unit.replicas))
+    ranks = world.once(group, lambda: _Ranks(unit, world), unit.group, unit.replicas)
+    numel, settled = unit.live.numel(), partial(settle, unit)
+    for number, member in enumerate(unit.members):
+        names = tuple([f"{below}.{name}" for name in member.names])
+        part = _part(member, numel, place.child(names[0]) if member.spec is not None else place)
+        replicas, counter = ranks.of(member, unit, numel)
+        yield FlatParameter(
+            names, member.parameter, unit.flat, number, unit.live, part, replicas, counter, settled
+        )
 
 
 def _require_readable(unit: FlatUnit, key: str, place: Place, *, fill: bool) -> None:
@@ -67,7 +75,7 @@ def _require_readable(unit: FlatUnit, key: str, place: Place, *, fill: bool) -> 
             remedy="give FSDP a param_init_fn that gives its modules memory, or wrap a module that has some",
         )
     shard = unit.shard
-    if shard is not None and _form(shard) != _form(unit.live):
+    if shard is not None and _told(shard) != _told(unit.live):
         raise StateError(
             f"{_named(key, place)} was moved or converted after its first forward: FSDP has {_told(shard)} "
             f"and its parameters are {_told(unit.live)}",
@@ -81,10 +89,6 @@ def _named(key: str, place: Place) -> str:
     return f"the FSDP unit {key or 'at the root'} of {place}"
 
 
-def _form(tensor: Any) -> tuple[Any, ...]:
-    return tensor.shape, tensor.dtype, tensor.device
-
-
 def _told(tensor: Any) -> str:
     return f"{tensor.dtype}{list(tensor.shape)} on {tensor.device}"
 
@@ -96,14 +100,14 @@ def _require_in_place(unit: FlatUnit, key: str, place: Place) -> None:
     """
     first, itemsize = unit.live.data_ptr(), unit.live.element_size()
     for member in unit.members:
-        if not member.numel:
+        if member.part is None:
             continue
         name = member.names[0]
         current = member.owner._parameters.get(name.rpartition(".")[2])
         replaced = isinstance(current, torch.nn.Parameter) and current is not member.parameter
         if member.spec is not None and not unit.sharded:
             replaced = False  # FSDP makes these anew, over the same memory, whenever it shows them
-        moved = member.parameter.data_ptr() != first + member.offset * itemsize
+        moved = member.parameter.data_ptr() != first + member.part[2] * itemsize
         if (moved and member.spec is None) or replaced:
             raise StateError(
                 f"the parameter {name} of {_named(key, place)} was given other memory than FSDP has for it",
@@ -112,29 +116,15 @@ def _require_in_place(unit: FlatUnit, key: str, place: Place) -> None:
             )
 
 
-def _parameters(key: str, unit: FlatUnit, place: Place, world: World) -> Iterator[FlatParameter]:
-    below = f"{key}.{_WRAPPED}" if key else _WRAPPED
-    group = ("fsdp", id(unit.group), id(unit.replicas))
-    ranks = world.once(group, lambda: _Ranks(unit, world), unit.group, unit.replicas)
-    numel, settled = unit.live.numel(), partial(settle, unit)
-    for number, member in enumerate(unit.members):
-        names = tuple([f"{below}.{name}" for name in member.names])
-        part = _part(member, numel, place.child(names[0]) if member.spec is not None else place)
-        replicas, counter = ranks.of(member, unit, numel)
-        yield FlatParameter(
-            names, member.parameter, unit.flat, number, unit.live, part, replicas, counter, settled
-        )
-
-
 def _part(member: FlatMember, total: int, place: Place) -> FlatPart:
     """Return what a rank has of a parameter in its shard of `total` elements."""
     shape = member.shape if member.spec is None else tuple(member.spec.shape)
-    if member.numel is None or member.start is None or member.offset is None:
+    if member.part is None:
         return FlatPart.nothing(shape, total)
     held = None if member.spec is None else dtensor.held(member.spec, member.shape, place)
     try:
         order = None if member.stride is None else _order(member.shape, member.stride)
-        return _range(shape, member.start, member.numel, member.offset, total, member.shape, held, order)
+        return _range(shape, *member.part, total, member.shape, held, order)
     except ValueError as error:
         raise StateError(
             f"the parameter {member.names[0]} of an FSDP unit of {place} shares memory between elements or "
@@ -186,9 +176,10 @@ class _Ranks:
             return self._alone  # on the ranks of other groups too, which this one does not know
         if not (unit.sharded and unit.originals):
             return self._together
-        if member.numel is None or member.start is None or member.offset is None:
+        if member.part is None:
             return None
-        begin = self._place * numel + member.offset - member.start
+        start, _, offset = member.part
+        begin = self._place * numel + offset - start
         holders = (begin // numel, (begin + prod(member.shape) - 1) // numel)
         if holders not in self._counters:
             self._counters[holders] = self._world.numbers(self._shards[holders[0] : holders[1] + 1])
