@@ -47,11 +47,11 @@ class LoaderAdapter(Adapter):
 
     def collect(self, value: Any, place: Place, saving: Saving) -> None:
         """Collect what all ranks share, and the shards that this rank has to save."""
-        record = place.below(_REPLICATED)
-        if not _has(value, _SHARDED):
-            saving.blob(to_neutral(value.stream_state(), str(place)), record)
+        is_sharded = _has(value, _SHARDED)
+        shared = value.replicated_state() if is_sharded else value.stream_state()
+        saving.blob(to_neutral(shared, str(place)), place.below(_REPLICATED))
+        if not is_sharded:
             return
-        saving.blob(to_neutral(value.replicated_state(), str(place)), record)
         number = _number(place)
         _claim(saving, number, place)
         part = place.below(_SHARD)

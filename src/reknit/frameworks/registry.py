@@ -30,11 +30,11 @@ if TYPE_CHECKING:
     from reknit.types.wanted import Wanted
 
 _FRAMEWORKS = (
-    # one line for each
     ("deepspeed", "deepspeed.optimizers"),
     ("vescale", "vescale"),
     ("megatron.core", "megatron.objects"),
-    ("torch", "torch.objects"),
+    ("torch", "torch.tensor"),
+    ("torch", "torch.modules.adapter"),
     ("torch", "optimizer.states"),
     ("jax", "jax.arrays"),
 )

@@ -67,8 +67,8 @@ def collect(slot: ParamSlot, states: Mapping[Any, Any], below: Place, saving: Sa
         fqn = place.fqn
         if is_flat:
             spec = TensorSpec(shape, dtype)
-            for box, lengths, strides, first in pieces:
-                add(Shard(item, fqn, spec, box, replicas, Strided(state, lengths, strides, first)))
+            for box, strides, first in pieces:
+                add(Shard(item, fqn, spec, box, replicas, Strided(state, box.lengths, strides, first)))
         else:
             add(Shard(item, fqn, TensorSpec((), dtype), _NUMBER, _counts(slot, place, saving), state))
     return others

@@ -21,7 +21,6 @@ class FlatPiece(NamedTuple):
     """A box, and where its elements lie in flat memory: the first of them, and the steps between them."""
 
     box: Box
-    lengths: tuple[int, ...]
     strides: tuple[int, ...]
     first: int
 
@@ -109,7 +108,7 @@ class FlatPart:
         if memory.ndim != 1:
             return tuple((box, memory[inside.slices()]) for box, inside in self.held)
         return tuple(
-            [(box, Strided(memory, lengths, strides, first)) for box, lengths, strides, first in self.pieces]
+            [(box, Strided(memory, box.lengths, strides, first)) for box, strides, first in self.pieces]
         )
 
 
@@ -148,7 +147,7 @@ def _pieces(
                 skipped = common.relative_to(here.offsets).offsets
                 at = position + sum(n * step for n, step in zip(skipped, steps, strict=True))
                 placed = common.relative_to(inside.offsets).shifted(box.offsets)
-                found.append(FlatPiece(placed, placed.lengths, steps, at))
+                found.append(FlatPiece(placed, steps, at))
         position += stored.numel
     return tuple(found)
 

@@ -19,12 +19,17 @@ from reknit.types.shard import TensorSpec
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
 
-    from reknit.frameworks.walk.walk import Place, World
+    from reknit.frameworks.walk.walk import Arrays, Place, World
 
 
 _NAMES: dict[torch.dtype, str] = {getattr(torch, name): name for name in ITEMSIZE if hasattr(torch, name)}
 _REAL = {dtype: name for dtype, name in _NAMES.items() if not dtype.is_complex}
 _STRIDED, _TENSOR = torch.strided, torch.Tensor
+
+
+def libraries() -> tuple[Arrays, ...]:
+    """Return what knows torch's tensors."""
+    return (TorchArrays(),)
 
 
 class TorchArrays:

@@ -23,6 +23,11 @@ if TYPE_CHECKING:
     from reknit.frameworks.walk.walk import Assign, Place
 
 
+def adapters() -> tuple[Adapter, ...]:
+    """Return what knows torch's modules."""
+    return (ModuleAdapter(),)
+
+
 class ModuleAdapter(Adapter):
     """torch modules: plain, compiled, checkpointed, under DDP, FSDP1 or DeepSpeed, with DTensors."""
 

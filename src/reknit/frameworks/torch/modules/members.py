@@ -155,9 +155,7 @@ def _members(
             else:
                 identity = _identity(value)
                 kind: Kind = "buffer" if identity in is_buffer else "parameter"
-                claim = None
-                if not is_dtensor(value):
-                    claim = names.claim(whole_key, is_buffer=kind == "buffer", world=world)
+                claim = names.claim(whole_key, value, is_buffer=kind == "buffer", world=world)
                 yield Member(state, key, name, value, kind, identity in own, claim)
 
 
@@ -200,9 +198,7 @@ def _all_parameters(walk: Walk) -> dict[int, tuple[NamedParameter, ...]]:
                 continue
             name = held.names.name(key)
             if id(parameter) not in whole:
-                claim = None
-                if not is_dtensor(parameter):
-                    claim = held.names.claim(key, is_buffer=False, world=walk.world)
+                claim = held.names.claim(key, parameter, is_buffer=False, world=walk.world)
                 replicas = walk.world.alone if claim is None else claim.replicas
                 whole[id(parameter)] = name, parameter, replicas, []
             whole[id(parameter)][3].append(place.child(name))

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from functools import lru_cache
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
+from reknit.frameworks.torch.dtensor import is_dtensor
 from reknit.frameworks.torch.modules import ddp, fsdp
 
 if TYPE_CHECKING:
@@ -52,8 +53,13 @@ class ModuleNames:
         """Return a state-dict key or parameter name without wrappers."""
         return ".".join(self._cut(_stripped(key))) if self._wrapped else without_wrappers(key)
 
-    def claim(self, key: str, *, is_buffer: bool, world: World) -> ddp.Claim | None:
-        """Return what the innermost data-parallel wrapper around a tensor says about it, if there is one."""
+    def claim(self, key: str, tensor: Any, *, is_buffer: bool, world: World) -> ddp.Claim | None:
+        """Return what the innermost data-parallel wrapper around a tensor says about it, if there is one.
+
+        DTensors know themselves who has the same.
+        """
+        if is_dtensor(tensor):
+            return None
         elements = _stripped(key)
         for path, wrapper in self._wrapped:
             if elements[: len(path) + 1] == (*path, "module"):
