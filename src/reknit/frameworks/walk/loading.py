@@ -60,6 +60,7 @@ class Loading(Walk):
     mismatched: list[Remark] = field(default_factory=list)
     notes: list[Remark] = field(default_factory=list)
     _checks: list[Callable[[], None]] = field(default_factory=list)
+    _settles: list[Callable[[], None]] = field(default_factory=list)
     _actions: list[Callable[[], None]] = field(default_factory=list)
     _requests: dict[Hashable, _Request] = field(default_factory=dict)
     _shards: list[Shard] = field(default_factory=list)
@@ -157,13 +158,12 @@ class Loading(Walk):
 
     def report_missing(self, place: Place, why: str) -> None:
         """Record that the target needs what the checkpoint does not have."""
-        kind = None
         if self.saved.spec(place) is not None:
-            kind = "a tensor was saved under this name, and the target has a plain value"
+            what = "a tensor was saved under this name, and the target has a plain value"
+            self.report_mismatched(place, what)
         elif place.fqn in self.catalog.blobs.get(place.item, {}):
-            kind = "a plain value was saved under this name, and the target has a tensor"
-        if kind:
-            self.report_mismatched(place, kind)
+            what = "a plain value was saved under this name, and the target has a tensor"
+            self.report_mismatched(place, what)
         else:
             self.missing.append((place.item, place.fqn, self.saved.differed(place) or why))
 
@@ -181,7 +181,7 @@ class Loading(Walk):
 
     def wanted(self) -> Wanted:
         """Return all that was asked for."""
-        for item, fqn in self._needless.keys() - set(self.blobs):
+        for item, fqn in sorted(self._needless.keys() - set(self.blobs)):
             self._superseded.append((item, fqn))
             self.notes.append((item, fqn, self._needless[item, fqn]))
         for request in self._requests.values():
@@ -251,7 +251,7 @@ class Loading(Walk):
         self._shards += wanted
         self._filled += [request.tensor, *(getattr(memory, "memory", memory) for _, memory in view.parts)]
         if view.settle is not None and self._converts(spec, view.spec):
-            self._actions.insert(0, view.settle)
+            self._settles.append(view.settle)
 
     def _is_kept(self, place: Place) -> bool:
         """Tell whether each rank has its own of a tensor, and none is stored for all."""
@@ -267,14 +267,14 @@ class Loading(Walk):
         kept = self.saved.kept(place)
         assert kept is not None
         self.taken_back.append((place.item, place.fqn))
-        if view.settle is not None:
-            self._actions.insert(0, view.settle)
 
         def fill() -> None:
             for shard in wanted:
                 put_array(kept[shard.box.slices()], shard.data)
 
-        self._actions.insert(0, fill)
+        self._settles.append(fill)
+        if view.settle is not None:
+            self._settles.append(view.settle)
 
     def _more_exact(self, saved: Place, request: _Request) -> Place | None:
         """Return what is to be taken in place of a saved tensor of another precision, where there is that."""
@@ -289,5 +289,5 @@ class Loading(Walk):
     def _deliver(self) -> None:
         for library in self.libraries:
             library.changed(self._filled)
-        for action in (*self._checks, *self._actions):
+        for action in (*self._checks, *self._settles, *self._actions):
             action()
