@@ -149,6 +149,15 @@ def test_a_tied_weight_is_written_once_under_the_name_that_came_first(tmp_path: 
     assert set(exported(tmp_path / "out")) == {"embed.weight", "body.weight", "body.bias"}
 
 
+def test_a_tensor_without_elements_does_not_hide_the_name_that_came_first(tmp_path: Path) -> None:
+    model = torch.nn.Module()
+    model.z = torch.nn.Parameter(torch.arange(4.0))
+    model.a = model.z
+    model.register_buffer("b", torch.zeros(0))
+    reknit.save(tmp_path / "c", {"model": model})
+    assert export_hf(tmp_path / "c", tmp_path / "out").tied == {"a": "z"}
+
+
 def test_tied_weights_are_written_twice_on_request(tmp_path: Path) -> None:
     net = Tied()
     reknit.save(tmp_path / "c", {"model": net})

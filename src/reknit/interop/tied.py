@@ -52,9 +52,6 @@ def _same_extents(checkpoint: OpenCheckpoint, number: int, other: int) -> bool:
 
 def _owner(checkpoint: OpenCheckpoint, header: Header, start: int, tied: Sequence[int]) -> int:
     """Return which of the tied tensors has its name at byte `start` of a data file."""
-    for entry in header.entries:
-        if header.data_start + entry.start == start:
-            fqn = parse_entry_key(entry.key)[0]
-            named = [number for number in tied if checkpoint.index.tensors[number].fqn == fqn]
-            return named[0] if named else tied[0]
-    return tied[0]
+    # a tensor without elements has its entry at the start of the next one
+    fqns = {parse_entry_key(e.key)[0] for e in header.entries if header.data_start + e.start == start}
+    return next((number for number in tied if checkpoint.index.tensors[number].fqn in fqns), tied[0])
