@@ -10,9 +10,10 @@ from __future__ import annotations
 
 import os
 import threading
+from concurrent import futures
 from functools import partial
 from queue import SimpleQueue
-from typing import TYPE_CHECKING, Generic, TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
 from reknit.system import start_thread
 
@@ -30,94 +31,81 @@ class OverdueError(Exception):
     """A call did not come back in time."""
 
 
-class PendingCall(Generic[_Result]):
-    """A call under way in another thread."""
-
-    def __init__(self, work: Callable[[], _Result], threads: _CallThreads) -> None:
-        self._work, self._threads = work, threads
-        self._lock = threading.Lock()
-        self._done = threading.Event()
-        self._late = False
-        self._result: list[_Result] = []
-        self._error: BaseException | None = None
-
-    def run(self) -> None:
-        """Do the work; called by the thread."""
-        try:
-            self._result.append(self._work())
-        except BaseException as error:  # it is raised again by those who wait
-            self._error = error
-        with self._lock:
-            self._done.set()
-            if self._late:
-                self._threads.count_late(-1)
-
-    def wait(self, seconds: float) -> _Result:
-        """Return what the work returns, or raise what it raises.  Raises `OverdueError`."""
-        if not self._done.wait(seconds):
-            with self._lock:
-                if not self._done.is_set():
-                    self._late = True
-                    self._threads.count_late(1)
-                    raise OverdueError(f"there was no answer within {seconds:g} s")
-        if self._error is not None:
-            raise self._error
-        return self._result[0]
-
-
 class _CallThreads:
-    """Threads that wait for calls; there are as many as there have been calls at once."""
+    """Threads that wait for calls; there are as many as there have been calls at once.
+
+    `concurrent.futures.ThreadPoolExecutor` will not do: it waits for its threads when the process ends.
+    """
 
     def __init__(self) -> None:
         self.pid = os.getpid()
-        self.late = 0
-        self._lock = threading.Lock()
-        self._idle: list[SimpleQueue[PendingCall[Any]]] = []
+        self._late: set[futures.Future[Any]] = set()
+        self._idle: list[SimpleQueue[Callable[[], None]]] = []
 
-    def count_late(self, number: int) -> None:
-        with self._lock:
-            self.late += number
-
-    def begin(self, work: Callable[[], _Result]) -> PendingCall[_Result]:
-        if self.late >= _MOST_LATE:
-            raise OverdueError(f"{self.late} earlier calls have not come back")
-        call = PendingCall(work, self)
+    def begin(self, work: Callable[[], _Result]) -> futures.Future[_Result]:
+        if len(self._late) >= _MOST_LATE:
+            raise OverdueError(f"{len(self._late)} earlier calls have not come back")
+        call = futures.Future[_Result]()
         try:
             inbox = self._idle.pop()
         except IndexError:
             inbox = SimpleQueue()
             start_thread("reknit-hdfs", partial(self._serve, inbox))
-        inbox.put(call)
+        inbox.put(partial(_run, call, work))
         return call
 
-    def _serve(self, inbox: SimpleQueue[PendingCall[Any]]) -> None:
+    def wait(self, call: futures.Future[_Result], seconds: float) -> _Result:
+        try:
+            return call.result(seconds)
+        except futures.TimeoutError:
+            if call.done():  # at the last moment; or the work itself has raised this
+                return call.result()
+            self._late.add(call)
+            call.add_done_callback(self._late.discard)
+            raise OverdueError(f"there was no answer within {seconds:g} s") from None
+
+    def _serve(self, inbox: SimpleQueue[Callable[[], None]]) -> None:
         while True:
-            inbox.get().run()
+            inbox.get()()
             self._idle.append(inbox)
+
+
+def _run(call: futures.Future[_Result], work: Callable[[], _Result]) -> None:
+    try:
+        call.set_result(work())
+    except BaseException as error:  # it is raised again by those who wait
+        call.set_exception(error)
 
 
 _threads: _CallThreads | None = None
 _lock = threading.Lock()
 
 
-def begin(work: Callable[[], _Result]) -> PendingCall[_Result]:
-    """Have work done by a thread of this process; a child that was forked has threads of its own."""
+def _threads_here() -> _CallThreads:
+    """Return the threads of this process: a child that was forked has threads of its own."""
     global _threads
     with _lock:
         if _threads is None or _threads.pid != os.getpid():
             _threads = _CallThreads()
-        return _threads.begin(work)
+        return _threads
+
+
+def begin(work: Callable[[], object]) -> None:
+    """Have work done by another thread.  Raises `OverdueError` where too many calls have not come back."""
+    _threads_here().begin(work)
 
 
 def within(seconds: float, work: Callable[[], _Result]) -> _Result:
     """Return what the work returns, in time.  Raises `OverdueError`, and then it may go on."""
-    return begin(work).wait(seconds)
+    threads = _threads_here()
+    return threads.wait(threads.begin(work), seconds)
 
 
 def together(seconds: float, work: Sequence[Callable[[], _Result]], at_once: int) -> list[_Result]:
     """Return the results of all work, in its order, with at most `at_once` of it under way."""
-    calls, results = list[PendingCall[_Result]](), list[_Result]()
+    threads, results = _threads_here(), list[_Result]()
+    calls = list[futures.Future[_Result]]()
     for number in range(len(work)):
-        calls += [begin(one) for one in work[len(calls) : number + at_once]]
-        results.append(calls[number].wait(seconds))
+        calls += [threads.begin(one) for one in work[len(calls) : number + at_once]]
+        results.append(threads.wait(calls[number], seconds))
     return results
