@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import threading
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import TYPE_CHECKING, TypeVar
 
 from hdfs_native import Client, WriteOptions
 
-from reknit.errors import UsageError
+from reknit.errors import StorageError, StorageNotFoundError, UsageError
 from reknit.storage.hdfs.config import cluster
 from reknit.storage.hdfs.errors import as_ours, plain
 from reknit.storage.hdfs.threads import OverdueError, together, within
@@ -46,6 +46,13 @@ class HdfsClient:
         """Return what the NameNode knows of a file or folder."""
         return self.ask("find", path, lambda client: client.get_file_info(path))
 
+    def find(self, path: str) -> FileStatus | None:
+        """Return what the NameNode knows of a file or folder; None where there is none."""
+        try:
+            return self.stat(path)
+        except StorageNotFoundError:
+            return None
+
     def make_folder(self, path: str) -> None:
         """Make a folder with all above it."""
         self.ask("make", path, lambda client: client.mkdirs(path, 0o755, True))
@@ -58,10 +65,18 @@ class HdfsClient:
         """Remove a file, or a folder that is empty; tell whether it was there."""
         return self.ask("delete", path, lambda client: client.delete(path, False))
 
-    def entries(self, folder: str) -> list[FileStatus]:
-        """Return what is directly in a folder."""
+    def discard(self, path: str) -> None:
+        """Remove a temporary file; one that stays is never seen, and swept up later."""
+        with suppress(StorageError):
+            self.delete(path)
 
-        return self.ask("list", folder, lambda client: list(client.list_status(folder, False)))
+    def entries(self, folder: str) -> list[FileStatus]:
+        """Return what is directly in a folder; nothing where there is none."""
+        folder = folder or "/"
+        try:
+            return self.ask("list", folder, lambda client: list(client.list_status(folder, False)))
+        except StorageNotFoundError:
+            return []
 
     def begin(self, path: str) -> RawFileWriter:
         """Start a new file, with the folders above it."""

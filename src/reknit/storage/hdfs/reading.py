@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 from collections import OrderedDict
 from functools import partial
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -30,17 +30,12 @@ _KEPT_S = 5.0
 """How long it is remembered where the blocks of a file are."""
 
 
-class _Open(NamedTuple):
-    reader: RawFileReader
-    until: Deadline
-
-
 class BlockReaders:
     """Reads files of a cluster; where their blocks are is remembered for a short while."""
 
     def __init__(self, client: HdfsClient) -> None:
         self._client = client
-        self._kept: OrderedDict[str, _Open] = OrderedDict()
+        self._kept: OrderedDict[str, tuple[RawFileReader, Deadline]] = OrderedDict()
         self._drops = 0
         self._lock = threading.Lock()
 
@@ -56,7 +51,18 @@ class BlockReaders:
     def whole(self, path: str, limit: int) -> bytes:
         """Return a whole small file, as it is now."""
         self.drop(path)
-        return self._whole(path, limit)
+        for attempt in range(2):
+            reader = self._client.open(path)
+            nbytes = reader.file_length()
+            if nbytes > limit:
+                raise too_large(self._client.url(path), nbytes, limit)
+            try:
+                ranges = [(a, min(PIECE_NBYTES, nbytes - a)) for a in range(0, nbytes, PIECE_NBYTES)]
+                return b"".join(self._read_from(reader, path, ranges, 0, nbytes))
+            except StorageError:
+                if attempt:
+                    raise  # the first time it may have been replaced between the two requests
+        raise AssertionError("the second attempt returns or raises")
 
     def fill(self, path: str, start: int, buffers: Sequence[memoryview]) -> None:
         """Fill the buffers, one after another, from byte `start` on."""
@@ -108,7 +114,6 @@ class BlockReaders:
     ) -> list[bytes]:
         if reader.file_length() < end:  # asked for more, the client panics
             raise shorter(self._client.url(path), start, end, reader.file_length())
-
         found = self._client.ask_together(
             "read", path, [partial(reader.read_range, *each) for each in ranges]
         )
@@ -117,30 +122,16 @@ class BlockReaders:
                 raise shorter(self._client.url(path), begin, begin + nbytes, begin + len(data))
         return found
 
-    def _whole(self, path: str, limit: int) -> bytes:
-        for attempt in range(2):
-            reader = self._client.open(path)
-            nbytes = reader.file_length()
-            if nbytes > limit:
-                raise too_large(self._client.url(path), nbytes, limit)
-            try:
-                ranges = [(a, min(PIECE_NBYTES, nbytes - a)) for a in range(0, nbytes, PIECE_NBYTES)]
-                return b"".join(self._read_from(reader, path, ranges, 0, nbytes))
-            except StorageError:
-                if attempt:
-                    raise  # the first time it may have been replaced between the two requests
-        raise AssertionError("the second attempt returns or raises")
-
     def _kept_reader(self, path: str) -> RawFileReader | None:
         with self._lock:
-            kept = self._kept.get(path)
-            return None if kept is None or kept.until.passed() else kept.reader
+            reader, until = self._kept.get(path, (None, None))
+            return None if until is None or until.passed() else reader
 
     def _keep(self, path: str, reader: RawFileReader, drops: int) -> None:
         with self._lock:
             if drops != self._drops:  # it may be what was dropped since
                 return
-            self._kept[path] = _Open(reader, Deadline(_KEPT_S))
+            self._kept[path] = (reader, Deadline(_KEPT_S))
             self._kept.move_to_end(path)
             if len(self._kept) > _MOST_OPEN:
                 self._kept.popitem(last=False)

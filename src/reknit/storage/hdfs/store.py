@@ -23,10 +23,9 @@ from reknit.storage.paths import check_path, is_temporary, kind_of
 from reknit.storage.runs import checked_runs
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Iterator
 
     import numpy as np
-    from hdfs_native import FileStatus
     from numpy.typing import NDArray
 
     from reknit.options import Durability
@@ -81,7 +80,7 @@ class HdfsStorage:
         self._readers.drop(full)
         try:
             self._look_up(full.rpartition("/")[0])
-            if self._names.taken(full) and self._find(full) is not None:
+            if self._names.taken(full) and self.client.find(full) is not None:
                 raise existing(self.client.url(full))
         except BaseException:
             self._names.free(full, writer)
@@ -98,10 +97,10 @@ class HdfsStorage:
             self.placement.write(temporary, [bytes(data)] if data else [])
             self.client.rename(temporary, full, overwrite=not if_absent)
         except ExistingError:
-            self._discard(temporary)
+            self.client.discard(temporary)
             return False
         except StorageError:
-            self._discard(temporary)
+            self.client.discard(temporary)
             raise
         self._taken(full)
         return True
@@ -157,7 +156,7 @@ class HdfsStorage:
 
     def folders(self) -> list[str]:
         """Return the names of the folders directly below the root, sorted."""
-        found = self._entries(self.place.folder)
+        found = self.client.entries(self.place.folder)
         return sorted(decoded(entry.path.rpartition("/")[2]) for entry in found if entry.isdir)
 
     def list(self, prefix: str = "") -> Iterator[Listed]:
@@ -221,6 +220,16 @@ class HdfsStorage:
             )
         self.requests.set_policy(full, policy, self.client.url(full))
 
+    def _prune(self, folder: str) -> None:
+        """Remove a folder and those above it as far as they are empty, but never the root."""
+        while folder.startswith(f"{self.place.folder}/"):
+            try:
+                self.client.delete(folder)
+            except StorageError:  # it is not empty, or it is nothing that this user may remove
+                return
+            self._names.drop(folder)
+            folder = folder.rpartition("/")[0]
+
     def _full(self, path: str) -> str:
         """Return the absolute path of a file in HDFS."""
         return f"{self.place.folder}/{encoded(check_path(path, self.url))}"
@@ -231,12 +240,6 @@ class HdfsStorage:
         self._names.add(full)
         self._readers.drop(full)
 
-    def _find(self, full: str) -> FileStatus | None:
-        try:
-            return self.client.stat(full)
-        except StorageNotFoundError:
-            return None
-
     def _look_up(self, folder: str) -> None:
         """Make a folder and learn what is in it, once; sweep up what dead writers have left there."""
         if self._names.knows(folder):
@@ -244,12 +247,12 @@ class HdfsStorage:
         if folder:
             self.client.make_folder(folder)
         names = set()
-        for entry in self._entries(folder):
+        for entry in self.client.entries(folder):
             name = entry.path.rpartition("/")[2]
             if not is_temporary(name):
                 names.add(name)
             elif not entry.isdir and now() - entry.modification_time / 1000 > _STALE_S:
-                self._discard(f"{folder}/{name}")
+                self.client.discard(f"{folder}/{name}")
         self._names.learn(folder, names)
 
     def _fill(self, marker: str, data: bytes) -> None:
@@ -274,29 +277,8 @@ class HdfsStorage:
                 path=url,
             ) from error
 
-    def _discard(self, full: str) -> None:
-        """Remove a temporary file; one that stays is never seen, and swept up later."""
-        with suppress(StorageError):
-            self.client.delete(full)
-
-    def _prune(self, folder: str) -> None:
-        """Remove a folder and those above it as far as they are empty, but never the root."""
-        while folder.startswith(f"{self.place.folder}/"):
-            try:
-                self.client.delete(folder)
-            except StorageError:  # it is not empty, or it is nothing that this user may remove
-                return
-            self._names.drop(folder)
-            folder = folder.rpartition("/")[0]
-
-    def _entries(self, folder: str) -> Sequence[FileStatus]:
-        try:
-            return self.client.entries(folder or "/")
-        except StorageNotFoundError:
-            return []
-
     def _walk(self, folder: str) -> Iterator[Dated]:
-        for entry in self._entries(folder):
+        for entry in self.client.entries(folder):
             path = decoded(entry.path[len(self.place.folder) + 1 :])
             if not entry.path.startswith(f"{folder}/"):
                 continue  # a file in the place of the folder

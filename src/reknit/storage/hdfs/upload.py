@@ -60,8 +60,7 @@ class SubFiles:
     ) -> None:
         self._client, self._placing, self._folder, self._split = client, placing, folder, split
         self._mark = uuid.uuid4().hex
-        size = client.options.part_nbytes
-        self._size = size
+        self._size = size = client.options.part_nbytes
         self.parts = [SubFile(min(size, nbytes - start)) for start in range(0, max(nbytes, 1), size)]
         self._changed = threading.Condition()
         self._waiting: list[int] = []
@@ -154,9 +153,7 @@ class SubFiles:
         most = self._client.options.concurrency if self._split else 1
         while self._waiting and len(self._sending) < most and not self._failed and not self._given_up:
             number = min(self._waiting)
-            if not self._split and any(part.missing for part in self.parts[:number]):
-                break
-            if not self._split and any(part.pieces for part in self.parts[:number]):
+            if not self._split and any(part.missing or part.pieces for part in self.parts[:number]):
                 break
             self._waiting.remove(number)
             self._sending.add(number)
@@ -197,7 +194,7 @@ class SubFiles:
                 self._placing.write(path, content)
                 return path
             except (StorageUnavailableError, StorageNotFoundError):  # not found: the NameNode gave it up
-                self._remove(path)
+                self._client.discard(path)
                 if attempt + 1 == self._client.options.tries:
                     raise
             with self._changed:
@@ -215,12 +212,6 @@ class SubFiles:
             self._client.feed(self._stream_name, self._stream, piece)
         if number + 1 == len(self.parts):
             self._client.end(self._stream_name, self._stream, empty=not content)
-
-    def _remove(self, path: str) -> None:
-        try:
-            self._client.delete(path)
-        except StorageError:  # it is removed at the end, if it can be
-            return
 
     def _new_path(self, number: int) -> str:
         # Such names are never listed; sub-files have to be in one folder to become one file.

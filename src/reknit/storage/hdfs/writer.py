@@ -97,13 +97,8 @@ class HdfsWriter:
             self._client.rename(first, self._path, overwrite=False)
         except (StorageNotFoundError, ExistingError):
             self._names.add(self._path)
-            if not self._is_there(first, None) and self._is_there(self._path, self._nbytes):
-                return
+            if self._client.find(first) is None:
+                found = self._client.find(self._path)
+                if found is not None and not found.isdir and found.length == self._nbytes:
+                    return
             raise
-
-    def _is_there(self, path: str, nbytes: int | None) -> bool:
-        try:
-            found = self._client.stat(path)
-        except StorageNotFoundError:
-            return False
-        return not found.isdir and nbytes in (None, found.length)
