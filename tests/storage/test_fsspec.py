@@ -71,7 +71,7 @@ def test_the_first_error_of_an_upload_is_told(monkeypatch: pytest.MonkeyPatch) -
         return call
 
     monkeypatch.setattr(storage.system, "open", fails("the first"))
-    monkeypatch.setattr(storage, "_discard", fails("the second"))
+    monkeypatch.setattr(storage.system, "exists", fails("the second"))
     with pytest.raises(StorageError, match="the first"):
         writer.finish()
 

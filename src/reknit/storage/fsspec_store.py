@@ -54,7 +54,7 @@ class FsspecStorage:
     def __init__(self, url: str, system: Any, root: str) -> None:
         """Use `open_fsspec`; `root` is what `system` calls the folder that `url` means."""
         self._url, self.system, self._root = url.rstrip("/"), system, root.rstrip("/")
-        self._names, self._lock = TakenNames(), threading.RLock()
+        self.names, self._lock = TakenNames(), threading.RLock()
 
     @property
     def url(self) -> str:
@@ -73,10 +73,10 @@ class FsspecStorage:
         full = self._full(path)
         with self._lock, self._translated("create", path):
             self._check_place(path)
-            if full in self._names or self._exists(full):
+            if full in self.names or self._exists(full):
                 raise existing(self._told(path))
             writer = FsspecWriter(self, path, full, nbytes)
-            self._names.take(full, writer)
+            self.names.take(full, writer)
         return writer
 
     def put(self, path: str, data: bytes, *, if_absent: bool) -> bool:
@@ -84,9 +84,9 @@ class FsspecStorage:
         full = self._full(path)
         with self._lock, self._translated("write", path):
             self._check_place(path)
-            if if_absent and (full in self._names or self._exists(full)):
+            if if_absent and (full in self.names or self._exists(full)):
                 return False
-            self._names.free(full)
+            self.names.free(full)
             self._make_folder(full)
             self.system.pipe_file(full, bytes(data))
         return True
@@ -123,12 +123,11 @@ class FsspecStorage:
         if start < 0:
             raise UsageError(f"a read cannot start at byte {start}")
         wanted = sum(buffer.nbytes for buffer in buffers)
+        if not wanted:
+            self.size(path)
+            return
         with self._translated("read", path):
-            if wanted:
-                data = self.system.cat_file(self._full(path), start=start, end=start + wanted)
-            else:
-                self.size(path)
-                return
+            data = self.system.cat_file(self._full(path), start=start, end=start + wanted)
         if len(data) < wanted:
             raise shorter(self._told(path), start, start + wanted, start + len(data))
         spread(np.frombuffer(data, np.uint8), [np.frombuffer(one, np.uint8) for one in buffers if one.nbytes])
@@ -154,7 +153,7 @@ class FsspecStorage:
         entries = ((name.lstrip("/"), info) for name, info in found.items())
         named = ((name.removeprefix(base), info) for name, info in entries if name.startswith(base))
         hidden = any(map(is_temporary, prefix.split("/")))
-        return iter(
+        return (
             Listed(name, int(info["size"]))
             for name, info in named
             if not hidden and not any(map(is_temporary, name.split("/"))) and name != prefix
@@ -164,7 +163,7 @@ class FsspecStorage:
         """Remove a file."""
         full = self._full(path)
         with self._lock, self._translated("delete", path):
-            self._names.free(full)
+            self.names.free(full)
             self.system.invalidate_cache()
             if not self.system.exists(full):
                 return
@@ -192,23 +191,16 @@ class FsspecStorage:
                         target.write(piece)
                 with self._lock:
                     self._require_own(writer, path, full)
-                    self._names.free(full)
+                    self.names.free(full)
             except BaseException:
                 with suppress(Exception):  # the first error is the one to be told
-                    self._discard(full)
+                    if self.system.exists(full):
+                        self.system.rm_file(full)
                 raise
 
     def _require_own(self, writer: FsspecWriter, path: str, full: str) -> None:
-        if not self._names.has(full, writer):
+        if not self.names.has(full, writer):
             raise removed(self._told(path))
-
-    def forget(self, writer: FsspecWriter, full: str) -> None:
-        """Give a name free."""
-        self._names.free(full, writer)
-
-    def _discard(self, full: str) -> None:
-        if self.system.exists(full):
-            self.system.rm_file(full)
 
     def _make_folder(self, full: str) -> None:
         self.system.makedirs(full.rpartition("/")[0], exist_ok=True)
@@ -222,10 +214,10 @@ class FsspecStorage:
         parts = path.split("/")
         for end in range(1, len(parts)):
             above = self._full("/".join(parts[:end]))
-            if above in self._names or self.system.isfile(above):
+            if above in self.names or self.system.isfile(above):
                 raise StorageError(f"{self._told(path)} lies below a file", path=self._told(path))
         full = self._full(path)
-        if self._names.below(full) or (self.system.isdir(full) and self.system.find(full)):
+        if self.names.below(full) or (self.system.isdir(full) and self.system.find(full)):
             raise StorageError(f"{self._told(path)} is a folder", path=self._told(path))
 
     def _full(self, path: str) -> str:
@@ -298,14 +290,14 @@ class FsspecWriter:
                 self._storage.place(self, self._path, self._full, self._file)
             finally:
                 self._file.close()
-                self._storage.forget(self, self._full)
+                self._storage.names.free(self._full, self)
 
     def abort(self) -> None:
         """Give up, unless the file is finished."""
         with self._lock:
             self._progress.end()
             self._file.close()
-        self._storage.forget(self, self._full)
+        self._storage.names.free(self._full, self)
 
 
 def open_fsspec(url: str, durability: Durability = "power") -> Storage:

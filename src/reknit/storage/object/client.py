@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 Fallback = Literal["refuse", "lock"]
 Client = S3Store | GCSStore | AzureStore
 
-SCHEMES = ("s3", "gs", "az")
+_KINDS: dict[str, type[Client]] = {"s3": S3Store, "gs": GCSStore, "az": AzureStore}
 _SLOWEST = 128 << 10
 """Bytes per second: a part that goes slower than this is taken for stuck."""
 _SMALLEST_PART = 5 * MIB
@@ -112,7 +112,7 @@ def parse_url(url: str) -> tuple[Bucket, ObjectOptions]:
     scheme, _, rest = head.partition("://")
     bucket, _, prefix = rest.strip("/").partition("/")
     scheme = scheme.lower()
-    if scheme not in SCHEMES or not bucket:
+    if scheme not in _KINDS or not bucket:
         raise UsageError(f"{url!r} names no bucket", remedy=f"write {scheme}://bucket/folder")
     if prefix:
         check_path(prefix, f"{scheme}://{bucket}")
@@ -137,7 +137,7 @@ def connect(place: Bucket, options: ObjectOptions, *, uploading: bool = False) -
         "allow_http": True,  # whoever writes http:// into the endpoint means it
         "timeout": timedelta(seconds=options.request_s),
     }
-    shared: dict[str, Any] = {
+    given: dict[str, Any] = {
         "client_options": client_options,
         "retry_config": {
             "max_retries": options.retries if uploading else min(options.retries, _FEW),
@@ -145,23 +145,18 @@ def connect(place: Bucket, options: ObjectOptions, *, uploading: bool = False) -
             "backoff": _BACKOFF,
         },
     }
+    if place.scheme == "s3":
+        # Objects are deleted one by one here, and not every endpoint knows how to delete many.
+        given |= {"unsigned_payload": options.unsigned, "disable_bulk_delete": True}
+    elif options.region is not None:
+        raise UsageError(f"region is an option of s3:// alone, not of {place.url}")
+    if options.region is not None:
+        given["region"] = options.region
+    if options.endpoint is not None:
+        given["base_url" if place.scheme == "gs" else "endpoint"] = options.endpoint
     try:
-        if place.scheme == "s3":
-            told = {"endpoint": options.endpoint, "region": options.region}
-            given: dict[str, Any] = {key: value for key, value in told.items() if value is not None}
-            # Objects are deleted one by one here, and not every endpoint knows how to delete many.
-            given |= {"unsigned_payload": options.unsigned, "disable_bulk_delete": True}
-            return S3Store(place.bucket, **given, **shared)
-        if options.region is not None:
-            raise UsageError(f"region is an option of s3:// alone, not of {place.url}")
-        if place.scheme == "gs":
-            given = {} if options.endpoint is None else {"base_url": options.endpoint}
-            return GCSStore(place.bucket, **given, **shared)
-        given = {} if options.endpoint is None else {"endpoint": options.endpoint}
-        return AzureStore(place.bucket, **given, **shared)
+        return _KINDS[place.scheme](place.bucket, **given)
     except (exceptions.BaseError, ValueError, OSError) as error:
-        if isinstance(error, UsageError):
-            raise
         raise UsageError(
             f"there is no way to {place.url}: {plain(error)}",
             remedy="set the environment variables that the page about this kind of store names",

@@ -30,6 +30,7 @@ _NONCE = "reknitput"
 """Name of the metadata by which a writer knows its own: letters alone, as Azure demands."""
 _REFUSED = (exceptions.AlreadyExistsError, exceptions.PreconditionError, FileNotFoundError)
 _LOST = (exceptions.GenericError, exceptions.JoinError)
+"""What the client says where no answer came, so that the request may have been carried out."""
 _LOCK_WAIT_S = 120.0
 _LOCK_STALE_S = 60.0
 
@@ -67,12 +68,9 @@ class Conditions:
         except _REFUSED:
             # The client repeats a request whose answer is lost; then it is its own first try that refuses it.
             return self._is_own(key, url, data, nonce)
-        except _LOST as error:
-            if self._is_own(key, url, data, nonce):
-                return True
-            raise as_ours("write", url, error) from None
         except exceptions.BaseError as error:
-            raise as_ours("write", url, error) from None
+            if not (isinstance(error, _LOST) and self._is_own(key, url, data, nonce)):
+                raise as_ours("write", url, error) from None
         return True
 
     def _is_own(self, key: str, url: str, data: bytes, nonce: dict[str, str]) -> bool:
@@ -142,9 +140,7 @@ class Conditions:
                 self.unknown = True
                 return f"the endpoint does not know {what} ({plain(error)})"
             raise told from None
-        except exceptions.BaseError as error:
-            raise as_ours("write to", self._url, error) from None
-        except FileNotFoundError as error:
+        except (exceptions.BaseError, FileNotFoundError) as error:
             raise as_ours("write to", self._url, error) from None
         finally:
             with suppress(exceptions.BaseError, FileNotFoundError):  # it is never listed, and in nobody's way
