@@ -21,6 +21,10 @@ TINY_NBYTES = 64 << 10
 """Replicas do not divide less than this per rank (counting at most 16 ranks): one of them writes it all."""
 
 
+SMALL_NBYTES = 64 << 10
+"""Shards up to this size lie together: one block is read for many of them, and none for each."""
+
+
 class Owned(NamedTuple):
     """`numel` elements from element `first` (row-major) of shard number `shard`."""
 
@@ -58,7 +62,7 @@ def owned_parts(shards: Sequence[Shard], rank: int) -> list[Owned]:
 
 def _share(shards: Sequence[Shard], numbers: list[int], replicas: tuple[int, ...], place: int) -> list[Owned]:
     """Return the part of one replica set's line that belongs to the replica at `place`."""
-    numbers = sorted(numbers, key=lambda n: (shards[n].item, shards[n].fqn, shards[n].box.offsets))
+    numbers = sorted(numbers, key=lambda n: _canonical(shards[n]))
     bounds = np.concatenate(([0], np.cumsum([shards[n].nbytes for n in numbers])))
     parts = len(replicas)
     if bounds[-1] < TINY_NBYTES * min(parts, 16):
@@ -74,6 +78,11 @@ def _share(shards: Sequence[Shard], numbers: list[int], replicas: tuple[int, ...
             itemsize = shards[number].spec.itemsize
             owned.append(Owned(number, start // itemsize, (end - start) // itemsize))
     return owned
+
+
+def _canonical(shard: Shard) -> tuple[str, bool, str, tuple[int, ...]]:
+    """Return what orders the shards of a replica set, the same on all ranks: small ones lie together."""
+    return shard.item, shard.nbytes > SMALL_NBYTES, shard.fqn, shard.box.offsets
 
 
 def _cut(shards: Sequence[Shard], numbers: list[int], bounds: NDArray[np.int64], k: int, parts: int) -> int:
