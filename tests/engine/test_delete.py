@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pytest
 
 import reknit
-from reknit.engine.stored.delete import delete, sweep
+from reknit.engine.stored.delete import delete
 from reknit.errors import CheckpointNotFoundError, StorageError, UsageError
+from reknit.format import paths
+from reknit.format.checksum import digest
+from reknit.format.manifest_file import decode_manifest, encode_manifest
 from reknit.storage.registry import open_storage
 from reknit.testing.faulty_storage import Fault, FaultyStorage
+from reknit.types.manifest import FileEntry
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -50,10 +55,39 @@ def test_after_a_fault_it_is_whole_or_gone_and_the_rest_can_be_swept(tmp_path: P
         else:
             with pytest.raises(CheckpointNotFoundError):
                 reknit.open(path)
-            sweep(storage)
-            assert not path.exists()
+            assert all(paths.parse_path(str(file.relative_to(path))) for file in path.rglob("*.*"))
     else:
         assert not path.exists()
+
+
+def test_a_damaged_checkpoint_can_be_removed_and_other_files_stay(tmp_path: Path) -> None:
+    path = tmp_path / "one"
+    reknit.save(path, STATE)
+    (path / "manifest.json").write_bytes(b"{}")
+    (path / "notes.txt").write_text("mine")
+    assert reknit.delete(path) > 0
+    assert [file.name for file in path.rglob("*") if file.is_file()] == ["notes.txt"]
+
+
+def test_what_a_manifest_names_is_removed_only_where_reknit_could_have_written_it(tmp_path: Path) -> None:
+    """A manifest from elsewhere may name any file of its folder."""
+    path = tmp_path / "one"
+    reknit.save(path, STATE)
+    manifest = decode_manifest((path / "manifest.json").read_bytes())
+    other = FileEntry("notes.txt", 4, (digest(b"mine"),))
+    hostile = replace(manifest, files=(*manifest.files, other))
+    (path / "manifest.json").write_bytes(encode_manifest(hostile))
+    (path / "notes.txt").write_text("mine")
+    reknit.delete(path)
+    assert [file.name for file in path.rglob("*")] == ["notes.txt"]
+
+
+def test_a_link_is_not_followed(tmp_path: Path) -> None:
+    reknit.save(tmp_path / "kept", STATE)
+    (tmp_path / "link").symlink_to(tmp_path / "kept")
+    with pytest.raises(UsageError, match="is a link"):
+        reknit.delete(tmp_path / "link")
+    assert reknit.verify(tmp_path / "kept", "data").ok
 
 
 def test_a_save_under_way_keeps_its_folder(tmp_path: Path) -> None:

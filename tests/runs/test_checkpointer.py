@@ -181,6 +181,52 @@ def test_steps_that_others_named_are_taken_too(tmp_path: Path) -> None:
     assert [path.name for path in tmp_path.iterdir()] == ["step_00000101"]
 
 
+def test_each_step_is_promoted_to_its_own_folder_and_read_from_there_if_damaged(
+    tmp_path: Path,
+) -> None:
+    hot, cold = tmp_path / "hot", tmp_path / "cold"
+    options = reknit.SaveOptions(promote_to=cold)
+    with Checkpointer(hot, wait=True, options=options, keep=latest(1)) as run:
+        for step in (1, 2):
+            run.save(step, state(float(step)))
+    assert (numbers(hot), numbers(cold)) == ([2], [1, 2])
+    damage(hot / "step_00000002")
+    held = state()
+    with Checkpointer(hot, load_options=reknit.LoadOptions(replicas=(cold,))) as run:
+        assert run.resume(held) == 3
+    assert held["model"]["w"][0] == 2.0
+
+
+def test_a_step_is_what_its_manifest_says(tmp_path: Path) -> None:
+    reknit.save(tmp_path / "step_00000010", state(), step=7)
+    with Checkpointer(tmp_path) as run:
+        assert run.resume(state()) == 8
+
+
+def test_a_process_may_go_to_another_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "elsewhere").mkdir()
+    with Checkpointer("run/", wait=True) as run:
+        monkeypatch.chdir(tmp_path / "elsewhere")
+        run.save(1, state())
+    assert numbers(tmp_path / "run") == [1]
+
+
+def test_a_step_whose_save_failed_can_be_saved_again(tmp_path: Path) -> None:
+    options = reknit.SaveOptions(on_error="warn")
+    blocker = tmp_path / "step_00000001"
+    blocker.write_text("a file where a folder should be")
+    with Checkpointer(tmp_path, wait=True, options=options) as run:
+        first = run.save(1, state())
+        assert first is not None
+        assert first.error is not None
+        blocker.unlink()
+        again = run.save(1, state())
+        assert again is not None
+        assert again.result().step == 1
+    assert numbers(tmp_path) == [1]
+
+
 def test_what_an_earlier_run_has_begun_cannot_commit_behind_a_new_one(tmp_path: Path) -> None:
     with Checkpointer(tmp_path, wait=True) as run:
         run.save(5, state(5.0))

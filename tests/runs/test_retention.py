@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import shutil
 from typing import TYPE_CHECKING, Any
 
@@ -68,6 +69,10 @@ def test_foreign_files_stay(root: Path) -> None:
 def test_a_removal_that_was_cut_short_is_finished_later(root: Path) -> None:
     (root / "step_00000001" / "manifest.json").unlink()  # and there its process died
     assert pruned(root, latest(9)) == []
+    assert (root / "step_00000001" / "model").exists()  # for all that can be seen it is a save
+    for file in (root / "step_00000001").rglob("*.*"):
+        os.utime(file, (0, 0))
+    assert pruned(root, latest(9)) == []
     assert left(root) == [f"step_{n:08d}" for n in (2, 3, 4)]
 
 
@@ -79,6 +84,14 @@ def test_what_a_save_under_way_has_written_stays(root: Path) -> None:
     assert pruned(root, latest(1)) == [1, 3]
     assert marker.exists()
     assert (folder / "model").is_dir()
+
+
+def test_a_step_that_lies_elsewhere_stays_there(root: Path, tmp_path_factory: pytest.TempPathFactory) -> None:
+    archive = tmp_path_factory.mktemp("archive")
+    (root / "step_00000001").rename(archive / "1")
+    (root / "step_00000001").symlink_to(archive / "1")
+    assert pruned(root, latest(1)) == [2, 3]
+    assert reknit.verify(archive / "1", "data").ok
 
 
 def test_a_step_with_a_save_to_it_under_way_stays_and_that_is_logged(

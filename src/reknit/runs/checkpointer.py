@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import logging
 import os
+from dataclasses import replace
 from functools import partial
 from math import isfinite
 from typing import TYPE_CHECKING, Any, Literal
@@ -32,7 +33,7 @@ from reknit.runs.agreement import Agreement
 from reknit.runs.retention import Retention
 from reknit.runs.settle import settle
 from reknit.runs.under_way import UnderWay
-from reknit.storage.registry import open_storage
+from reknit.storage.registry import open_storage, recipe
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
@@ -57,7 +58,8 @@ class Checkpointer:
     saves go on in the background.  Step 500 is the checkpoint ``ROOT/step_00000500``, which all other calls
     take as well.
 
-    Use it as a context manager, or call `close` at the end.
+    `options.promote_to` and `load_options.replicas` are roots here too: each step is promoted to, and read
+    from, the folder of its name there.  Use it as a context manager, or call `close` at the end.
     """
 
     def __init__(
@@ -78,7 +80,7 @@ class Checkpointer:
         self._timeout_s = options.timeout_s
         self._group = acting(group, options.comm).group
         self._storage = open_storage(root, durability=options.durability)
-        self._root = os.fspath(root)
+        self._root = recipe(root).url  # absolute: the process may go to another folder
         self._agreement = None if self._when is None else Agreement(self._group, self._when, self._timeout_s)
         self._retention = None
         if self._keep is not None and self._group.rank == 0:
@@ -124,8 +126,8 @@ class Checkpointer:
     ) -> PendingSave | None:
         """Save `state` as it is after `step`, if the policy wants that or with `force`; else return None.
 
-        `metrics` are numbers that are stored with the step, for `best` and for people.  The last step can be
-        saved again with `force` at no cost: it is there, or under way.
+        `metrics` are numbers that are stored with the step, for `best` and for people; those of rank 0 count.
+        The last step can be saved again with `force` at no cost: it is there, or under way.
 
         Raises what `reknit.save` does.  A step that is there already is replaced where this run has resumed
         from an earlier one; otherwise that is `CheckpointExistsError`.
@@ -144,7 +146,7 @@ class Checkpointer:
             wait=self._wait,
             overwrite=self._resumed,
             metadata={METRICS: numbers},
-            options=self._options,
+            options=self._save_options(step_name(step)),
             group=self._given,
         )
         self._saved, self._saved_at = step, monotonic()
@@ -166,18 +168,17 @@ class Checkpointer:
         bad: list[str] = []
         below: int | None = None
         while (found := self._ask("newest", partial(self._newest, below))) is not None:
-            below, path = found
+            below, name = found
             try:
-                self._load(path, state)
+                report, step = self._load(below, name, state)
             except VersionError:
                 raise
             except (FormatError, CheckpointNotFoundError) as error:
-                bad.append(path)
+                bad.append(_below(self._root, name))
                 self._say(logging.WARNING, "passed over step %d: %s", below, error.message)
             else:
-                self._resumed, self._saved, self._saved_at = True, below, monotonic()
-                self._say(logging.INFO, "resumed from %s: the next step is %d", path, below + 1)
-                return below + 1
+                self._say(logging.INFO, "resumed from %s: the next step is %d", report.path, step + 1)
+                return step + 1
         if bad:
             raise CorruptError(
                 f"none of the {len(bad)} steps below {self._root} can be loaded; the newest is {bad[0]}",
@@ -195,24 +196,7 @@ class Checkpointer:
         if step not in ("latest", "best"):
             step = _number(step)
 
-        def find() -> Any:
-            if step == "latest":
-                return self._newest(None)
-            if step == "best":
-                found = self.best()
-                return (
-                    None if found is None else [found.step, _below(self._root, found.path.rpartition("/")[2])]
-                )
-            return next(
-                (
-                    [number, _below(self._root, name)]
-                    for number, name in numbered(self._storage)
-                    if number == step
-                ),
-                None,
-            )
-
-        found = self._ask("find", find)
+        found = self._ask("find", partial(self._find, step))
         if found is None:
             what = f"step {step}" if isinstance(step, int) else f"{step} step"
             raise CheckpointNotFoundError(
@@ -220,10 +204,8 @@ class Checkpointer:
                 path=self._root,
                 remedy=f"look there: reknit ls {self._root}",
             )
-        number, path = found
-        report = self._load(path, state)
-        self._resumed, self._saved, self._saved_at = True, number, monotonic()
-        return report
+        number, name = found
+        return self._load(number, name, state)[0]
 
     def steps(self) -> list[SavedStep]:
         """Return the committed steps, ascending, as `reknit.steps` does."""
@@ -277,12 +259,21 @@ class Checkpointer:
             write_s=self._under_way.write_s,
         )
 
+    def _find(self, step: int | str) -> list[Any] | None:
+        """Return number and folder of the step that `load` is asked for."""
+        if step == "latest":
+            return self._newest(None)
+        if step == "best":
+            best = self.best()
+            return None if best is None else [best.step, best.path.rpartition("/")[2]]
+        return next(([number, name] for number, name in numbered(self._storage) if number == step), None)
+
     def _newest(self, below: int | None) -> list[Any] | None:
-        """Return number and path of the newest committed step with a number lower than `below`."""
+        """Return number and folder of the newest committed step with a number lower than `below`."""
         folders = numbered(self._storage)
         for number, name in folders:
             if (below is None or number < below) and manifest_exists(self._storage.sub(name)):
-                return [number, _below(self._root, name)]
+                return [number, name]
         if not folders:
             refuse_other(self._storage)
         return None
@@ -294,8 +285,23 @@ class Checkpointer:
                 turn.exchange(b"", lambda _: [json.dumps(question()).encode()] * self._group.size)
             )
 
-    def _load(self, path: str, state: Mapping[str, Any]) -> LoadReport:
-        return api.load(path, state, options=self._load_options, group=self._given)
+    def _load(self, number: int, name: str, state: Mapping[str, Any]) -> tuple[LoadReport, int]:
+        """Load the step in a folder; return the report, and the step that the checkpoint says it is."""
+        options = self._load_options
+        if isinstance(options, LoadOptions) and options.replicas:
+            places = (_below(os.fspath(replica), name) for replica in options.replicas)
+            options = replace(options, replicas=tuple(places))
+        report = api.load(_below(self._root, name), state, options=options, group=self._given)
+        step = number if report.step is None else report.step
+        self._resumed, self._saved, self._saved_at = True, step, monotonic()
+        return report, step
+
+    def _save_options(self, name: str) -> SaveOptions | None:
+        """Return the options of a save to a folder, which is promoted to a folder of the same name."""
+        options = self._options
+        if not isinstance(options, SaveOptions) or options.promote_to is None:
+            return options
+        return replace(options, promote_to=_below(os.fspath(options.promote_to), name))
 
     def _say(self, level: int, message: str, *arguments: object) -> None:
         if self._group.rank == 0:

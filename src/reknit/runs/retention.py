@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import logging
+import os
 from typing import TYPE_CHECKING
 
-from reknit.engine.stored.delete import delete, sweep
+from reknit.engine.stored.delete import delete
+from reknit.engine.stored.leftovers import leftovers, remove
 from reknit.engine.stored.steps import described, numbered
 from reknit.engine.stored.verify import verify
 from reknit.errors import ReknitError
 from reknit.monitor.phase import now
 from reknit.options import LoadOptions
+from reknit.storage.local.sweep import sweepable
 
 if TYPE_CHECKING:
     from collections.abc import Container
@@ -20,6 +23,8 @@ if TYPE_CHECKING:
     from reknit.types.saved_step import SavedStep
 
 logger = logging.getLogger("reknit")
+
+_LEFT_S = 3600.0
 
 
 class Retention:
@@ -62,12 +67,21 @@ class Retention:
         return removed
 
     def _sweep(self) -> None:
-        """Finish the removals of steps that a process began which then died."""
+        """Finish the removals that a process began which then died, of steps older than the newest.
+
+        What was changed within the last hour is left alone, as `reknit gc` does: it may be a save.
+        """
         newest = max((step.step or 0 for step in self._steps.values()), default=0)
         for number, name in numbered(self._root):
             folder = self._root.sub(name)
-            if number < newest and folder.url not in self._steps:
-                sweep(folder)
+            if number >= newest or folder.url in self._steps or os.path.islink(folder.url):
+                continue
+            here, all_over = sweepable(folder), sweepable(self._root)
+            if here is not None and all_over is not None:
+                held = [each._replace(path=f"{name}/{each.path}") for each in here.dated()]
+                for left in leftovers(self._root, held, now() - _LEFT_S):
+                    if left.kept is None:
+                        remove(self._root, all_over, left)
 
     def _look(self) -> list[SavedStep]:
         """Return the steps that have numbers, ascending."""

@@ -46,8 +46,9 @@ class UnderWay:
         self.tend()
 
     def last(self, step: int) -> PendingSave | None:
-        """Return the last save if it was that of `step`."""
-        return self._saves[-1].pending if self._saves and self._saves[-1].step == step else None
+        """Return the last save if it was that of `step`, and did not fail."""
+        last = self._saves[-1] if self._saves else None
+        return last.pending if last is not None and last.step == step and last.pending.error is None else None
 
     def steps(self) -> set[int]:
         """Return the steps whose saves are not known to have ended."""

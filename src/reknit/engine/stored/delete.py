@@ -1,9 +1,8 @@
 """Remove a committed checkpoint: its manifest first, so that it exists no more, and then its files.
 
-Whoever opens the checkpoint after that is told that there is none.  What is removed after the manifest are
-files with names that reknit gives, that were listed while there was neither a manifest nor a marker: no save
-that can still commit has written them, since a save puts up its marker before its first file, and its marker
-turns into the manifest.  Files of other names stay, and so does a folder that holds some.
+Whoever opens the checkpoint after that is told that there is none.  The files are those that the manifest
+named: all carry its write id, so a save that begins meanwhile has none of them.  Files of other names stay,
+and so does a folder that holds some.  `reknit gc` finds what a process leaves that dies in between.
 """
 
 from __future__ import annotations
@@ -14,10 +13,13 @@ from typing import TYPE_CHECKING
 
 from reknit.engine.saving.commit import manifest_exists
 from reknit.engine.stored.newest import refuse_other
+from reknit.engine.stored.opening import read_manifest
 from reknit.engine.stored.pending import begun_in, named
 from reknit.engine.stored.running_agents import at_work
-from reknit.errors import CheckpointNotFoundError, UsageError
+from reknit.errors import CheckpointNotFoundError, FormatError, UsageError
 from reknit.format import paths
+from reknit.format.manifest_file import decode_manifest
+from reknit.storage.base import Listed
 
 if TYPE_CHECKING:
     from reknit.storage.base import Storage
@@ -26,12 +28,31 @@ if TYPE_CHECKING:
 def delete(storage: Storage) -> int:
     """Remove the checkpoint at a place, and return the bytes that this freed.
 
-    Raises `CheckpointNotFoundError`, and `UsageError` where a save or a promotion of it is under way.
+    Raises `CheckpointNotFoundError`, and `UsageError` for a link and where somebody writes to it.
     """
     if not manifest_exists(storage):
         refuse_other(storage)
         raise CheckpointNotFoundError(
             f"there is no checkpoint at {storage.url}", path=storage.url, remedy="check the path"
+        )
+    _refuse(storage)
+    files = _files(storage)
+    storage.delete(paths.MANIFEST_PATH)
+    for file in files:
+        storage.delete(file.path)
+    if _is_local(storage):
+        with suppress(OSError):  # it holds something else
+            os.rmdir(storage.url)
+    return sum(file.nbytes for file in files)
+
+
+def _refuse(storage: Storage) -> None:
+    """Raise `UsageError` for a checkpoint that somebody works at, or that is elsewhere."""
+    if _is_local(storage) and os.path.islink(storage.url):
+        raise UsageError(
+            f"{storage.url} is a link to {os.path.realpath(storage.url)}",
+            path=storage.url,
+            remedy="remove the link, or the checkpoint where it is",
         )
     if begun := begun_in(storage):
         raise UsageError(
@@ -39,28 +60,25 @@ def delete(storage: Storage) -> int:
             path=storage.url,
             remedy="wait until it is over; `reknit gc` clears what killed saves have left",
         )
-    if working := [each.pid for each in at_work(storage.url) if each.path is not None]:
+    if working := sorted({each.pid for each in at_work(storage.url) if each.path is not None}):
         raise UsageError(
-            f"agents of this host are at work for {storage.url}: processes {sorted(set(working))}",
+            f"agents of this host are at work for {storage.url}: processes {working}",
             path=storage.url,
             remedy="wait until they are done: reknit agents --wait",
         )
-    storage.delete(paths.MANIFEST_PATH)
-    return sweep(storage)
 
 
-def sweep(storage: Storage) -> int:
-    """Remove the files of a checkpoint that has no manifest any more, and return how many bytes they had.
+def _files(storage: Storage) -> list[Listed]:
+    """Return the files of a checkpoint; where its manifest is damaged, all that reknit has written there."""
+    try:
+        manifest = decode_manifest(read_manifest(storage))
+    except FormatError:
+        found = list(storage.list())
+    else:
+        found = [Listed(file.path, file.nbytes) for file in manifest.files]
+    names = [(file, paths.parse_path(file.path)) for file in found]
+    return [file for file, name in names if name is not None and name.kind != "manifest"]
 
-    Nothing is removed while there is a manifest or a marker.  A sweep that was cut short can be repeated.
-    """
-    found = [(listed, paths.parse_path(listed.path)) for listed in storage.list()]
-    ours = [(listed, name) for listed, name in found if name is not None]
-    if any(name.kind in ("manifest", "marker") for _, name in ours) or manifest_exists(storage):
-        return 0
-    for listed, _ in ours:
-        storage.delete(listed.path)
-    if ours and "://" not in storage.url:
-        with suppress(OSError):  # it holds something else
-            os.rmdir(storage.url)
-    return sum(listed.nbytes for listed, _ in ours)
+
+def _is_local(storage: Storage) -> bool:
+    return "://" not in storage.url
