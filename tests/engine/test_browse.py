@@ -204,6 +204,20 @@ def test_damage_is_found(tmp_path: Path) -> None:
         reknit.open(tmp_path / "x").read_all()
 
 
+def test_a_checkpoint_that_was_deleted_or_replaced_since_it_was_opened_is_not_called_damaged(
+    tmp_path: Path,
+) -> None:
+    reknit.save(tmp_path / "x", {"m": {"w": np.ones(100)}})
+    with reknit.open(tmp_path / "x") as checkpoint:
+        reknit.save(tmp_path / "x", {"m": {"w": np.ones(100)}}, overwrite=True)
+        with pytest.raises(reknit.CorruptError, match="open it again"):
+            checkpoint.read("m", "w")
+    with reknit.open(tmp_path / "x") as checkpoint:
+        reknit.delete(tmp_path / "x")
+        with pytest.raises(reknit.CheckpointNotFoundError, match="was deleted while it was read"):
+            checkpoint.read("m", "w")
+
+
 def cut(path: str) -> dict[str, Any]:
     """Read in several layouts on every rank, and return what is wrong."""
     from torch.distributed.device_mesh import init_device_mesh

@@ -1,4 +1,7 @@
-"""A checkpoint that is replaced while it is read: whoever loads it gets the old one whole, or the new one."""
+"""A checkpoint that is replaced while it is read: whoever loads it gets the old one whole, or the new one.
+
+So does whoever loads one that is deleted: all of it, or the error that it is gone.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +14,10 @@ import pytest
 from reknit.comm.base import SoloGroup
 from reknit.engine.loading.job import LoadJob
 from reknit.engine.loading.load import load
-from reknit.errors import CorruptError, ReknitError
+from reknit.engine.stored.delete import delete
+from reknit.engine.stored.opening import is_replaced
+from reknit.errors import CheckpointNotFoundError, CorruptError, ReknitError
+from reknit.format.manifest_file import decode_manifest
 from reknit.format.paths import MANIFEST_PATH
 from reknit.monitor.phase import Recorder
 from reknit.options import LoadOptions
@@ -117,6 +123,59 @@ def test_a_file_that_is_really_missing_is_told_at_once() -> None:
     with pytest.raises(ReknitError, match="missing"):
         loaded(watched)
     assert sum(operation.path.endswith(MANIFEST_PATH) for operation in watched.operations) == 2
+
+
+def test_one_process_is_told_of_a_checkpoint_that_was_deleted_whatever_it_was_doing() -> None:
+    outcomes, deleted = [""], [0]
+    while deleted:
+        deleted = []
+        place = emptied("deleted")
+        assert save_as(place, 1, 1) is None
+
+        def remove(place: Storage = place, deleted: list[int] = deleted) -> None:
+            deleted.append(delete(place))
+
+        try:
+            loaded(pausing(place, [len(outcomes)], remove))
+            outcomes.append("whole")
+        except CheckpointNotFoundError as error:
+            outcomes.append(error.message)
+    assert any("was deleted while it was read" in outcome for outcome in outcomes)
+    assert any("partly written" in outcome for outcome in outcomes)
+    assert outcomes[-1] == "whole"  # nothing was left to be done when it would have been deleted
+    assert len(outcomes) > 5
+
+
+def test_all_ranks_are_told_where_one_of_them_finds_the_checkpoint_deleted() -> None:
+    place = emptied("deleted-ranks")
+    assert save_as(place, 1, 1) is None
+    turn = threading.Lock()
+
+    def remove() -> None:
+        with turn:
+            if place.list():
+                delete(place)
+
+    def run(group: Group) -> str:
+        with pytest.raises(CheckpointNotFoundError, match="was deleted while it was read") as caught:
+            loaded(pausing(place, [1], remove) if group.rank == RANKS - 1 else FaultyStorage(place), group)
+        return caught.value.message
+
+    assert len(set(run_ranks(RANKS, run))) == 1
+
+
+def test_a_copy_that_is_still_there_is_no_deleted_checkpoint() -> None:
+    place, replica = emptied("deleted-here"), emptied("kept-there")
+    for each in (place, replica):
+        assert save_as(each, 1, 1) is None
+    manifest = replica.get(MANIFEST_PATH, limit=1 << 20)
+    write_id = decode_manifest(manifest).write_id
+    delete(place)
+    error = CorruptError("a block is damaged")
+    assert not is_replaced(place, write_id, error, [replica])
+    delete(replica)
+    with pytest.raises(CheckpointNotFoundError, match="a block is damaged"):
+        is_replaced(place, write_id, error, [replica])
 
 
 def emptied(name: str) -> ProcessMemory:

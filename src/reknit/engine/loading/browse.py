@@ -12,7 +12,14 @@ from reknit.engine.display import Shown
 from reknit.engine.loading.read import RangeReader
 from reknit.engine.memory.workers import within
 from reknit.engine.stored.file_checks import check_size
-from reknit.engine.stored.opening import OpenCheckpoint, opened, read_opened, unknown_items
+from reknit.engine.stored.opening import (
+    REPLACED,
+    OpenCheckpoint,
+    is_replaced,
+    opened,
+    read_opened,
+    unknown_items,
+)
 from reknit.engine.stored.renaming import Naming
 from reknit.errors import MismatchError, UsageError
 from reknit.monitor.progress_text import amount
@@ -232,11 +239,16 @@ class Checkpoint(Shown):
 
     def _fill(self, fills: Sequence[tuple[int, Box, Any]]) -> None:
         """Read boxes of tensors, given by number, into their memory."""
-        reader = RangeReader(self._open, fills, self._options, replicas=self._replicas)
-        for file in reader.plan.files:
-            path = self._open.index.files[file]
-            check_size(self._open.storage, self._open.files[path], self._replicas)
-        reader.run(self._recorder, self._options.timeout_s)
+        storage, replicas = self._open.storage, self._replicas
+        reader = RangeReader(self._open, fills, self._options, replicas=replicas)
+        try:
+            for file in reader.plan.files:
+                check_size(storage, self._open.files[self._open.index.files[file]], replicas)
+            reader.run(self._recorder, self._options.timeout_s)
+        except REPLACED as error:
+            if is_replaced(storage, self.manifest.write_id, error, replicas):
+                error.remedy = "another checkpoint has replaced it meanwhile: open it again"
+            raise
 
 
 class _Chosen(NamedTuple):

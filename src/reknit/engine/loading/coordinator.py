@@ -18,6 +18,7 @@ if TYPE_CHECKING:
 
     from reknit.engine.loading.collect import Collected
     from reknit.engine.loading.job import LoadJob
+    from reknit.errors import ReknitError
 
 
 class LoadCoordinator:
@@ -67,8 +68,13 @@ class LoadCoordinator:
             )
         return [b""] * len(requests)
 
-    def look_again(self, requests: Sequence[bytes]) -> list[bytes]:
-        """Tell all ranks whether another checkpoint has replaced the one that was opened."""
-        metadata, storage = self.metadata, self._job.storage
-        found = metadata is not None and is_replaced(storage, metadata.checkpoint.manifest.write_id)
+    def look_again(self, error: ReknitError, requests: Sequence[bytes]) -> list[bytes]:
+        """Tell all ranks, which met this error, whether another checkpoint has replaced the one opened.
+
+        Raises `CheckpointNotFoundError` where it was deleted.
+        """
+        metadata, job = self.metadata, self._job
+        found = metadata is not None and is_replaced(
+            job.storage, metadata.checkpoint.manifest.write_id, error, job.replicas
+        )
         return [b"replaced" if found else b""] * len(requests)

@@ -47,6 +47,7 @@ def load(job: LoadJob) -> LoadReport:
     """Load into the live objects.  Every rank returns, or every rank raises the same error.
 
     When another checkpoint replaces the one that is read, and its files vanish, all ranks load the new one.
+    Raises `CheckpointNotFoundError` when it is deleted meanwhile.
     """
     for _ in range(REPLACED_TRIES - 1):
         root = LoadCoordinator(job)
@@ -54,7 +55,7 @@ def load(job: LoadJob) -> LoadReport:
             return _load(job, root)
         except REPLACED as error:
             with comm.turn(job.group, "look_again", job.options.timeout_s) as turn:
-                if not turn.exchange(b"", root.look_again):
+                if not turn.exchange(b"", partial(root.look_again, error)):
                     raise
             logger.info("%s was replaced while it was read; loading anew: %s", job.storage.url, error)
     return _load(job, LoadCoordinator(job))

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections import Counter
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 from reknit.engine import messages
 from reknit.engine.memory.workers import run_jobs
+from reknit.engine.saving.commit import manifest_exists
 from reknit.engine.stored.file_checks import first_sound, read_checked
 from reknit.engine.stored.other_formats import foreign, suggestion
 from reknit.engine.stored.renaming import Naming, Renamed, names_in, renamed
@@ -16,6 +18,7 @@ from reknit.errors import (
     CorruptError,
     FormatError,
     MismatchError,
+    ReknitError,
     StorageError,
     StorageNotFoundError,
 )
@@ -180,8 +183,8 @@ def read_opened(
         manifest = manifest_here()
         try:
             return _contents(storage, manifest, items, own, replicas)
-        except REPLACED:
-            if not is_replaced(storage, manifest.write_id):
+        except REPLACED as error:
+            if not is_replaced(storage, manifest.write_id, error, replicas):
                 raise
     return _contents(storage, manifest_here(), items, own, replicas)
 
@@ -195,12 +198,27 @@ def unknown_items(absent: Sequence[str], items: Sequence[str], url: str, remedy:
     )
 
 
-def is_replaced(storage: Storage, write_id: str) -> bool:
-    """Tell whether another checkpoint has replaced that of `write_id`; False when the store fails."""
+def is_replaced(
+    storage: Storage, write_id: str, error: ReknitError, replicas: Sequence[Storage] = ()
+) -> bool:
+    """Tell whether another checkpoint has replaced that of `write_id`; False when the store fails.
+
+    `error` is what a reader met.  Raises `CheckpointNotFoundError` in its place where the checkpoint was
+    deleted: neither the store nor one of `replicas` has a manifest.
+    """
     try:
         return decode_manifest(read_manifest(storage)).write_id != write_id
-    except (CheckpointNotFoundError, FormatError, StorageError):
-        return False
+    except CheckpointNotFoundError:
+        with suppress(StorageError):  # a copy that is out of reach may be whole
+            if not any(manifest_exists(replica) for replica in replicas):
+                raise CheckpointNotFoundError(
+                    f"the checkpoint was deleted while it was read; what was noticed first: {error.message}",
+                    path=storage.url,
+                    remedy="load another checkpoint, or keep those that are still to be read",
+                ) from error
+    except (FormatError, StorageError):
+        pass
+    return False
 
 
 def _contents(
