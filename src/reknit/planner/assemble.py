@@ -8,7 +8,7 @@ import numpy as np
 
 from reknit.errors import CommitError
 from reknit.planner.columns import Blocks, spread
-from reknit.planner.tiling import untiled
+from reknit.planner.tiling import row_major_strides, untiled
 from reknit.types.manifest import Index, TensorEntry
 from reknit.types.shard import TensorSpec, full_name
 
@@ -157,8 +157,7 @@ def _order(tensor: Blocks, offsets: Sequence[Blocks], shapes: Ints) -> Ints:
     One number says both: where the box begins when all tensors are laid end to end, row-major.  What ranks
     wrote is made of long ascending runs, which a stable sort only merges.
     """
-    strides = np.ones_like(shapes)
-    strides[:, :-1] = np.cumprod(shapes[:, :0:-1], axis=1)[:, ::-1]
+    strides = row_major_strides(shapes)
     numel = strides[:, 0] * shapes[:, 0]
     if float(shapes.prod(axis=1, dtype=np.float64).sum()) >= _EXACT:
         order: Ints = np.lexsort((*[column.flat() for column in offsets[::-1]], tensor.flat()))
@@ -205,15 +204,15 @@ def _check_tiling(
     gaps = untiled([entry.spec.shape for entry in entries], tensor, offsets, lengths)
     if not gaps:
         return
-    told = []
+    found = []
     for gap in gaps:
         entry = entries[gap.tensor]
         kind = "a hole" if gap.held < gap.numel else "an overlap"
-        told.append(
+        found.append(
             f"{full_name(*entry[:2])} {entry.spec}: {kind}, {gap.held} of {gap.numel} elements written"
         )
     raise CommitError(
-        f"{len(gaps)} tensors are not covered exactly: {_some(told)}",
+        f"{len(gaps)} tensors are not covered exactly: {_some(found)}",
         remedy="a framework's claim about who holds what was wrong, or ranks saved different states; "
         "nothing was committed",
     )
@@ -227,31 +226,16 @@ def _with_aliases(index: Index, aliases: Sequence[tuple[str, str, str]]) -> Inde
     if lost := [f"{full_name(item, fqn)} = {of}" for item, fqn, of in fresh if (item, of) not in index.ids]:
         raise CommitError(f"tied names point to tensors that nobody wrote: {_some(lost)}")
     sources = [index.ids[item, of] for item, _, of in fresh]
-    entries = list(index.tensors) + [
+    entries = [
         TensorEntry(item, fqn, index.tensors[source].spec)
         for (item, fqn, _), source in zip(fresh, sources, strict=True)
     ]
-    rows = [np.arange(len(index.tensor))] + [np.arange(index.first[s], index.first[s + 1]) for s in sources]
-    numbers = [0, *range(len(index.tensors), len(entries))]
-    owner = np.concatenate([np.full(len(r), n) for n, r in zip(numbers, rows, strict=True)])
-    owner[: len(index.tensor)] = index.tensor
-    row = np.concatenate(rows)
-    order_of = {
-        number: place
-        for place, number in enumerate(sorted(range(len(entries)), key=lambda n: entries[n][:2]))
-    }
-    tensor = np.array([order_of[n] for n in range(len(entries))], np.int64)[owner]
-    order = np.argsort(tensor, kind="stable")
-    row = row[order]
-    return Index(
-        tuple(sorted(entries, key=lambda e: e[:2])),
-        index.files,
-        tensor[order],
-        index.offsets[row],
-        index.lengths[row],
-        index.file[row],
-        index.start[row],
-        index.nbytes[row],
+    counts = np.diff(index.first)[sources]
+    numbers = np.arange(len(entries)) + len(index.tensors)
+    return index.with_tensors(
+        (*index.tensors, *entries),
+        np.concatenate((index.tensor, np.repeat(numbers, counts))),
+        np.concatenate((np.arange(len(index.tensor)), spread(index.first[sources], counts))),
     )
 
 

@@ -7,6 +7,8 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
+from reknit.planner.pieces import reach_before
+
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
@@ -54,15 +56,13 @@ def merged(
 
     Rank `r` is on host `host[r]`.  Reads that only touch stay apart.
     """
-    # Files are laid end to end, so that one sort, and one running maximum of ends, serves them all.
+    # Files are laid end to end, so that one sort serves them all.
     wide = int((start + nbytes).max(initial=0)) + 1
     order = np.argsort(file * wide + start, kind="stable")
     file, start, nbytes, rank = file[order], start[order], nbytes[order], rank[order]
-    shift = file * wide
-    furthest = np.maximum.accumulate(shift + start + nbytes)
-    fresh = np.concatenate(([True], (shift + start)[1:] >= furthest[:-1]))[: len(file)]
+    stop = start + nbytes
+    fresh = start >= reach_before(file, stop)
     first = np.flatnonzero(fresh)
-    last = np.append(first[1:], len(file))[: len(first)] - 1
     # Ranks of one host side by side, since what follows goes by host.
     place = np.argsort(np.argsort(host, kind="stable"))
     fetch = np.cumsum(fresh) - 1
@@ -73,10 +73,10 @@ def merged(
     everything = Fetches(
         file[first],
         start[first],
-        (furthest - shift)[last] - start[first],
+        np.maximum.reduceat(stop, first) - start[first],
         bounds_of(counts),
         rank[wants],
-        np.add.reduceat(nbytes, wants) if len(wants) else nbytes,
+        np.add.reduceat(nbytes, wants),
     )
     return everything.only(counts > 1)
 

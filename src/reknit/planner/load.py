@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
-from reknit.planner.pieces import Pieces, concatenated, counted, runs_of
+from reknit.planner.pieces import Pieces, box_columns, concatenated, counted, reach_before, runs_of
 from reknit.planner.strided_reads import cut_blocks, cut_exactly
 from reknit.types.plan import LoadPlan
 
@@ -89,10 +89,7 @@ def _intersections(index: Index, wanted: Sequence[tuple[int, Box]]) -> Pieces:
     """Return the common part of every wanted box and every chunk of its tensor."""
     ndim = index.offsets.shape[1]
     number = np.array([t for t, _ in wanted], np.int64)
-    offsets, lengths = np.zeros((len(wanted), ndim), np.int64), np.ones((len(wanted), ndim), np.int64)
-    for row, (_, box) in enumerate(wanted):
-        offsets[row, : box.ndim] = box.offsets
-        lengths[row, : box.ndim] = box.lengths
+    offsets, lengths = box_columns([box for _, box in wanted], ndim)
     counts = index.first[number + 1] - index.first[number] if len(wanted) else np.zeros(0, np.int64)
     batches = [_batch(index, number, offsets, lengths, counts, *span) for span in _spans(counts)]
     if not batches:
@@ -147,14 +144,8 @@ def _aligned(ranges: _Ranges, align: int, file_nbytes: NDArray[np.int64]) -> _Ra
 
 def _merged(ranges: _Ranges) -> _Ranges:
     """Merge ranges that overlap or touch."""
-    if not len(ranges.file):
-        return ranges
-    # A running maximum of ends within each file: a shift larger than any file keeps them apart.
-    shift = ranges.file * (int(ranges.stop.max()) + 1)
-    reach = np.maximum.accumulate(ranges.stop + shift)
-    first = np.flatnonzero(np.concatenate(([True], ranges.start[1:] + shift[1:] > reach[:-1])))
-    last = np.append(first[1:], len(shift)) - 1
-    return _Ranges(ranges.file[first], ranges.start[first], (reach - shift)[last])
+    first = np.flatnonzero(ranges.start > reach_before(ranges.file, ranges.stop))
+    return _Ranges(ranges.file[first], ranges.start[first], np.maximum.reduceat(ranges.stop, first))
 
 
 def _bridged(segments: _Ranges, taken: _Ranges, granularity: Granularity, budget: float) -> _Ranges:

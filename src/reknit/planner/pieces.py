@@ -6,9 +6,14 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
+from reknit.planner.tiling import row_major_strides
+
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from numpy.typing import NDArray
 
+    from reknit.types.box import Box
     from reknit.types.manifest import Index
 
 
@@ -94,6 +99,26 @@ class Runs(NamedTuple):
         return count
 
 
+def reach_before(file: NDArray[np.int64], stop: NDArray[np.int64]) -> NDArray[np.int64]:
+    """Return how far the byte ranges before each one reach in its file, below 0 where there are none.
+
+    Ranges ascend by file and start; `stop` is where each ends.
+    """
+    # One running maximum serves all files: a shift larger than any file keeps them apart.
+    shift = file * (int(stop.max(initial=0)) + 1)
+    furthest = np.maximum.accumulate(stop + shift)
+    return np.concatenate(([-1], furthest[:-1]))[: len(file)] - shift
+
+
+def box_columns(boxes: Sequence[Box], ndim: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+    """Return offsets and lengths of boxes, padded with 0 and 1 to `ndim` dimensions."""
+    offsets, lengths = np.zeros((len(boxes), ndim), np.int64), np.ones((len(boxes), ndim), np.int64)
+    for row, box in enumerate(boxes):
+        offsets[row, : box.ndim] = box.offsets
+        lengths[row, : box.ndim] = box.lengths
+    return offsets, lengths
+
+
 def runs_of(pieces: Pieces, index: Index, gap: int, waste: float) -> Runs:
     """Cut pieces at every hole but those of up to `gap` bytes that a run can afford to read over.
 
@@ -118,10 +143,8 @@ def runs_of(pieces: Pieces, index: Index, gap: int, waste: float) -> Runs:
 def byte_strides(index: Index, chunk: NDArray[np.int64]) -> NDArray[np.int64]:
     """Return the row-major byte strides of chunks."""
     lengths = index.lengths[chunk]
-    strides = np.ones_like(lengths)
-    strides[:, :-1] = np.cumprod(lengths[:, :0:-1], axis=1)[:, ::-1]
     itemsize = index.nbytes[chunk] // np.maximum(lengths.prod(axis=1), 1)
-    in_bytes: NDArray[np.int64] = strides * itemsize[:, None]
+    in_bytes: NDArray[np.int64] = row_major_strides(lengths) * itemsize[:, None]
     return in_bytes
 
 

@@ -6,7 +6,15 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
-from reknit.planner.pieces import Pieces, Runs, concatenated, counted, runs_of, single_runs
+from reknit.planner.pieces import (
+    Pieces,
+    Runs,
+    concatenated,
+    counted,
+    reach_before,
+    runs_of,
+    single_runs,
+)
 from reknit.types.plan import StridedReads
 
 if TYPE_CHECKING:
@@ -93,10 +101,7 @@ def _shared_ranges(file: NDArray[np.int64], exact: Runs, gap: int, waste: float)
     row, start = row[order], start[order]
     of = group[row]
     stop = start + exact.nbytes[row]
-    # How far all runs before reach, within each file: a shift larger than any file keeps them apart.
-    shift = file[row] * (int(stop.max()) + 1)
-    reach = np.concatenate(([0], np.maximum.accumulate(stop + shift)[:-1])) - shift
-    reach = np.maximum(reach, low[of])
+    reach = np.maximum(reach_before(file[row], stop), low[of])
     used = np.bincount(of, np.maximum(stop - np.maximum(start, reach), 0), len(low)).astype(np.int64)
     widest = np.zeros(len(low), np.int64)
     np.maximum.at(widest, of, start - reach)
@@ -111,14 +116,12 @@ def _overlapping(
 ) -> tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.int64]]:
     """Group byte ranges that overlap: each one's group, and where each group begins and ends."""
     order = np.lexsort((low, file))
-    shift = file[order] * (int(high.max()) + 1)
-    reach = np.maximum.accumulate(high[order] + shift)
-    fresh = np.concatenate(([True], low[order][1:] + shift[1:] >= reach[:-1]))
+    file, low, high = file[order], low[order], high[order]
+    fresh = low >= reach_before(file, high)
     group = np.empty(len(order), np.int64)
     group[order] = np.cumsum(fresh) - 1
     begin = np.flatnonzero(fresh)
-    last = np.append(begin[1:], len(order)) - 1
-    return group, low[order][begin], (reach - shift)[last]
+    return group, low[begin], np.maximum.reduceat(high, begin)
 
 
 def _cells(

@@ -69,7 +69,7 @@ def _products(lengths: Ints) -> Ints:
     return size
 
 
-def _strides(full: Ints) -> Ints:
+def row_major_strides(full: Ints) -> Ints:
     """Return by how many elements of its tensor's row-major line a step in each dimension goes on."""
     strides = np.ones_like(full)
     strides[:, :-1] = np.cumprod(full[:, :0:-1], axis=1)[:, ::-1]
@@ -79,7 +79,7 @@ def _strides(full: Ints) -> Ints:
 def _starts(full: Ints, tensor: Ints, offsets: Ints) -> Ints:
     """Return where each chunk begins on the row-major line of its tensor."""
     counts = np.bincount(tensor, minlength=len(full))
-    strides = _strides(full)
+    strides = row_major_strides(full)
     start = np.zeros(len(tensor), np.int64)
     for d in np.flatnonzero((full > 1).any(axis=0)).tolist():
         start += offsets[:, d] * np.repeat(strides[:, d], counts)
@@ -93,7 +93,7 @@ def _no_line(full: Ints, tensor: Ints, start: Ints, lengths: Ints, size: Ints) -
     last element are as far apart as it has elements.
     """
     counts = np.bincount(tensor, minlength=len(full))
-    strides = _strides(full)
+    strides = row_major_strides(full)
     reach = np.ones(len(tensor), np.int64)
     odd = np.zeros(len(tensor), np.bool_)
     scratch = np.empty(len(tensor), np.int64)  # one for all: pages that are new cost more than the sums
@@ -182,7 +182,7 @@ def _sums(corners: Ints, signs: Ints, shape: Ints) -> tuple[Ints, Ints]:
     room = (shape + 1).prod(axis=1, dtype=np.float64).sum()
     if room < _EXACT:
         # One number for a corner and its sign: numbers alone are sorted ten times as fast as rows.
-        steps = _strides(shape + 1)
+        steps = row_major_strides(shape + 1)
         base = np.cumsum((shape + 1).prod(axis=1))
         key = (base - (shape + 1).prod(axis=1))[corners[0]]
         for d in range(shape.shape[1]):

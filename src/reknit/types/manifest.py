@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -87,24 +87,46 @@ class Index:
         """Return the index but for tensors of these names, given by item and FQN."""
         return self._of(np.array([entry[:2] not in names for entry in self.tensors], dtype=np.bool_))
 
+    def with_tensors(
+        self, tensors: Sequence[TensorEntry], tensor: NDArray[np.int64], rows: NDArray[np.int64]
+    ) -> Index:
+        """Return the index of these tensors, sorted; chunk `rows[k]` then belongs to `tensors[tensor[k]]`."""
+        order = sorted(range(len(tensors)), key=lambda number: tensors[number][:2])
+        place = np.empty(len(tensors), np.int64)
+        place[order] = np.arange(len(tensors))
+        tensor = place[tensor]
+        by_tensor = np.argsort(tensor, kind="stable")
+        chunks = self._rows(rows[by_tensor])
+        return replace(chunks, tensors=tuple(tensors[n] for n in order), tensor=tensor[by_tensor])
+
+    def _rows(self, rows: NDArray[np.int64]) -> Index:
+        """Return the index with some of its chunks."""
+        return replace(
+            self,
+            tensor=self.tensor[rows],
+            offsets=self.offsets[rows],
+            lengths=self.lengths[rows],
+            file=self.file[rows],
+            start=self.start[rows],
+            nbytes=self.nbytes[rows],
+        )
+
     def _of(self, kept: NDArray[np.bool_]) -> Index:
         """Return the index of some of its tensors."""
         if kept.all():
             return self
         tensors = tuple(entry for entry, keep in zip(self.tensors, kept.tolist(), strict=True) if keep)
         width = max((len(entry.spec.shape) for entry in tensors), default=1) or 1
-        rows = np.flatnonzero(kept[self.tensor])
-        used = np.zeros(len(self.files), dtype=np.bool_)
-        used[self.file[rows]] = True
-        return Index(
+        part = self._rows(np.flatnonzero(kept[self.tensor]))
+        used = np.bincount(part.file, minlength=len(self.files)) > 0
+        return replace(
+            part,
             tensors=tensors,
             files=tuple(path for path, use in zip(self.files, used.tolist(), strict=True) if use),
-            tensor=(np.cumsum(kept) - 1)[self.tensor[rows]],
-            offsets=self.offsets[rows, :width],
-            lengths=self.lengths[rows, :width],
-            file=(np.cumsum(used) - 1)[self.file[rows]],
-            start=self.start[rows],
-            nbytes=self.nbytes[rows],
+            tensor=(np.cumsum(kept) - 1)[part.tensor],
+            offsets=part.offsets[:, :width],
+            lengths=part.lengths[:, :width],
+            file=(np.cumsum(used) - 1)[part.file],
         )
 
 

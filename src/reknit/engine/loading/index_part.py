@@ -16,7 +16,8 @@ import msgspec
 import numpy as np
 import pyarrow as pa
 
-from reknit.planner.pieces import counted
+from reknit.planner.columns import spread
+from reknit.planner.pieces import box_columns
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -48,10 +49,7 @@ class Reach(NamedTuple):
     def of(cls, index: Index, fills: Sequence[Fill], wanted: Wanted) -> Reach:
         """Return what these fills reach; what is tied to a wanted tensor is looked at in the same place."""
         width = index.offsets.shape[1]
-        begin, size = np.zeros((len(fills), width), np.int64), np.ones((len(fills), width), np.int64)
-        for number, fill in enumerate(fills):
-            begin[number, : fill.box.ndim] = fill.box.offsets
-            size[number, : fill.box.ndim] = fill.box.lengths
+        begin, size = box_columns([fill.box for fill in fills], width)
         tensor = np.array([fill.tensor for fill in fills], np.int64)
         low = np.full((len(index.tensors), width), _FAR, np.int64)
         high = np.zeros((len(index.tensors), width), np.int64)
@@ -138,8 +136,7 @@ def first_numbers(index: Index) -> dict[str, int]:
 def encode_block(index: Index, files: Ints, first: dict[str, int], tensors: Ints) -> bytes:
     """Return the block of some tensors of one item."""
     counts = index.first[tensors + 1] - index.first[tensors]
-    tensor, within = counted(counts)
-    rows = index.first[tensors][tensor] + within
+    rows = spread(index.first[tensors], counts)
     item, width = index.tensors[tensors[0]].item, max(1, *(len(index.tensors[t].spec.shape) for t in tensors))
     columns = [_steps(tensors - first[item]), _steps(counts)]
     columns += [
@@ -206,10 +203,8 @@ def kept(index: Index, reach: Reach) -> Index:
     rows = np.flatnonzero(reach.touched(index.tensor, index.offsets, index.lengths))
     if len(rows) == len(index.tensor):
         return index
-    columns = Rows(
-        index.tensor[rows], index.offsets[rows], index.lengths[rows], index.file[rows], index.start[rows]
-    )
-    return with_rows(index, columns, index.files)
+    columns = (index.tensor, index.offsets, index.lengths, index.file, index.start)
+    return with_rows(index, Rows(*(column[rows] for column in columns)), index.files)
 
 
 def with_rows(index: Index, rows: Rows, paths: Sequence[str] | Mapping[int, str]) -> Index:

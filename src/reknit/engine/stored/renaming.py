@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -12,6 +12,7 @@ import numpy as np
 from reknit.errors import CorruptError, MismatchError
 from reknit.format.values.msgpack_reader import read_msgpack
 from reknit.transforms.names import parted
+from reknit.types.manifest import TensorEntry
 from reknit.types.shard import Tagged, full_name
 
 if TYPE_CHECKING:
@@ -155,8 +156,9 @@ def renamed(
             sources.setdefault(to, {})[item] = None
     full = {item for item, _ in new}
     empty = [item for item in items if item not in full]
+    entries = [TensorEntry(*new[entry[:2]], entry.spec) for entry in index.tensors]
     return Renamed(
-        index=_sorted(index, [new[name] for name in tensors]),
+        index=index.with_tensors(entries, index.tensor, np.arange(len(index.tensor))),
         blobs=offered,
         items=tuple(dict.fromkeys([*(to for to, _ in new.values()), *sources, *empty])),
         stored={full_name(*name): full_name(*old) for old, name in new.items() if old != name},
@@ -184,25 +186,6 @@ def _require_distinct(new: Mapping[Name, Name]) -> None:
                 f"{full_name(*old)!r}",
                 remedy="names must stay different: mend the rules",
             )
-
-
-def _sorted(index: Index, names: Sequence[Name]) -> Index:
-    """Return the index with new names for its tensors, sorted by them."""
-    order = sorted(range(len(names)), key=lambda number: names[number])
-    place = np.empty(len(names), np.int64)
-    place[order] = np.arange(len(names))
-    tensor = place[index.tensor]
-    rows = np.argsort(tensor, kind="stable")
-    return replace(
-        index,
-        tensors=tuple(index.tensors[n]._replace(item=names[n][0], fqn=names[n][1]) for n in order),
-        tensor=tensor[rows],
-        offsets=index.offsets[rows],
-        lengths=index.lengths[rows],
-        file=index.file[rows],
-        start=index.start[rows],
-        nbytes=index.nbytes[rows],
-    )
 
 
 def _repointed(value: Any, at: Name, new: Mapping[Name, Name]) -> Any:
