@@ -583,7 +583,7 @@ def test_ranks_divide_a_full_check_by_bytes_and_leave_no_block_out(tmp_path: Pat
         tmp_path / "x", {"a": {"w": large}, "b": {f"v{n}": np.ones(n) for n in range(9)}, "c": {"n": 1}}
     )
     storage = LocalStorage(tmp_path / "x")
-    checkpoint = opened(storage, read_opened(storage, None), None, allow_pickle=False)
+    checkpoint = opened(storage, read_opened(storage, None), None, reknit.LoadOptions())
     read: list[tuple[int, str, int, int]] = []
 
     class Watched(LocalStorage):
@@ -612,7 +612,7 @@ def test_ranks_divide_a_full_check_by_bytes_and_leave_no_block_out(tmp_path: Pat
 def test_a_file_without_bytes_is_in_the_share_of_one_rank(tmp_path: Path) -> None:
     reknit.save(tmp_path / "x", {"a": {"w": np.ones(100)}})
     storage = LocalStorage(tmp_path / "x")
-    checkpoint = opened(storage, read_opened(storage, None), None, allow_pickle=False)
+    checkpoint = opened(storage, read_opened(storage, None), None, reknit.LoadOptions())
     empty = [FileEntry(name, 0, ()) for name in ("a/first", "a/last")]
     files = (empty[0], *checkpoint.manifest.files, empty[1])
     checkpoint.manifest = replace(checkpoint.manifest, files=files)

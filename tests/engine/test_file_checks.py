@@ -7,7 +7,7 @@ import logging
 import numpy as np
 import pytest
 
-from reknit.engine.stored.file_checks import check_blocks, read_checked
+from reknit.engine.stored.file_checks import read_blocks, read_checked
 from reknit.errors import CorruptError, ReknitError, StorageError
 from reknit.format.checksum import block_digests
 from reknit.testing.faulty_storage import Fault, FaultyStorage
@@ -55,10 +55,15 @@ def test_blocks_from_any_one_on_are_compared_with_their_own_digests() -> None:
     data = np.arange(5000, dtype=np.int32).tobytes()
     file = FileEntry("extra/y", len(data), tuple(block_digests(data, BLOCK)))
     assert len(set(file.digests)) == len(file.digests) > 3
+    storage = place("blocks", None)
     for start in range(0, len(data), BLOCK):
-        check_blocks(file, start, memoryview(data)[start:], BLOCK)
+        read = memoryview(bytearray(len(data) - start))
+        storage.put(file.path, data, if_absent=False)
+        read_blocks(storage, file, start, read, BLOCK)
+        assert read == data[start:]
+        storage.put(file.path, data[:start] + bytes([data[start] ^ 1]) + data[start + 1 :], if_absent=False)
         with pytest.raises(CorruptError, match=rf"bytes {start}:\d+ of extra/y"):
-            check_blocks(file, start, memoryview(bytes([data[start] ^ 1]) + data[start + 1 :]), BLOCK)
+            read_blocks(storage, file, start, read, BLOCK)
 
 
 def test_a_store_that_refuses_is_replaced_too() -> None:

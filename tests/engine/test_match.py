@@ -170,7 +170,7 @@ def test_a_tensor_that_the_index_does_not_cover_is_told() -> None:
     assert uncovered(index, ()) == []
 
 
-def wish(
+def asked(
     rank: int,
     *,
     missing: Sequence[str] = (),
@@ -189,9 +189,13 @@ def wish(
 
 
 def test_one_error_lists_the_problems_of_all_ranks_and_says_whose_they_are() -> None:
-    wishes = [wish(0, missing=["a", "b"]), wish(1, missing=["a"], mismatched=["c"]), wish(2, missing=["a"])]
+    requests = [
+        asked(0, missing=["a", "b"]),
+        asked(1, missing=["a"], mismatched=["c"]),
+        asked(2, missing=["a"]),
+    ]
     with pytest.raises(MismatchError) as caught:
-        require_fit(wishes, ["d"], (), (), "here")
+        require_fit(requests, ["d"], (), (), "here")
     assert caught.value.message == (
         "the checkpoint does not fit the target in 4 places; nothing was changed:\n"
         "  missing: a: gone\n"
@@ -199,13 +203,13 @@ def test_one_error_lists_the_problems_of_all_ranks_and_says_whose_they_are() -> 
         "  mismatched: c: odd (rank 1)\n"
         "  unexpected: d: saved, but no rank wants it"
     )
-    require_fit([wish(0)], ["d"], (), ("d",), "here")
+    require_fit([asked(0)], ["d"], (), ("d",), "here")
 
 
 def test_damage_comes_first_and_makes_it_another_error() -> None:
     many = [f"n{number}" for number in range(30)]
     with pytest.raises(CorruptError) as caught:
-        require_fit([wish(0, missing=many), wish(1, damaged=["f is missing"])], [], (), (), "here")
+        require_fit([asked(0, missing=many), asked(1, damaged=["f is missing"])], [], (), (), "here")
     lines = caught.value.message.splitlines()
     assert lines[0].endswith("in 31 places; nothing was changed:")
     assert lines[1] == "  damaged: f is missing (rank 1)"
@@ -215,10 +219,10 @@ def test_damage_comes_first_and_makes_it_another_error() -> None:
 
 def test_a_pattern_is_idle_when_it_is_on_all_ranks() -> None:
     only = ("a*", "b*")
-    require_fit([wish(0, idle=["a*"]), wish(1, idle=["b*"])], [], only, (), "here")
+    require_fit([asked(0, idle=["a*"]), asked(1, idle=["b*"])], [], only, (), "here")
     with pytest.raises(MismatchError, match=r"only: the pattern 'b\*' matches nothing"):
-        require_fit([wish(0, idle=["a*", "b*"]), wish(1, idle=["b*"])], [], only, (), "here")
-    require_fit([wish(0, idle=["b*"])], [], ("b*",), ("*",), "here")
+        require_fit([asked(0, idle=["a*", "b*"]), asked(1, idle=["b*"])], [], only, (), "here")
+    require_fit([asked(0, idle=["b*"])], [], ("b*",), ("*",), "here")
 
 
 def test_a_pattern_means_names_as_they_are_spelled() -> None:

@@ -158,7 +158,7 @@ def read_all(stored: ProcessMemory, wanted: Sequence[messages.Items], **options:
 
 def test_an_answer_holds_just_the_names_the_files_and_the_values_of_the_items_asked_for() -> None:
     stored = save_on_ranks("answers")
-    whole = opened(stored, read_opened(stored, None), None, allow_pickle=False)
+    whole = opened(stored, read_opened(stored, None), None, LoadOptions())
     asked = [asking(), asking("model"), asking("extra", "optimizer"), asking("mine"), asking(*ITEMS)]
     metadata = read_all(stored, asked)
     for rank, answer in zip(asked[1:], metadata.answers[1:], strict=True):

@@ -11,7 +11,7 @@ from reknit.cli.output import nbytes_text, print_json, printable
 from reknit.engine.stored.opening import opened, read_opened
 from reknit.format.values.blob_codec import decode_blobs, encode_blobs
 from reknit.interop.tensor_stream import stream, tensors_of
-from reknit.options import MIB
+from reknit.options import MIB, LoadOptions
 from reknit.types.shard import full_name
 
 if TYPE_CHECKING:
@@ -213,7 +213,7 @@ def _cut(text: str, start: int) -> str:
 def _values(checkpoint: OpenCheckpoint, items: list[str]) -> dict[str, bytes]:
     """Return the shared values by name, encoded: that is how they can be compared whatever they are."""
     storage = checkpoint.storage
-    whole = opened(storage, read_opened(storage, items), None, allow_pickle=False)
+    whole = opened(storage, read_opened(storage, items), None, LoadOptions())
     return {
         full_name(item, fqn): encode_blobs({fqn: value}, allow_pickle=False)
         for item in items

@@ -49,7 +49,7 @@ def tensors_of(path: str | PathLike[str]) -> Iterator[OpenCheckpoint]:
     """
     storage = open_storage(path)
     try:
-        yield opened(storage, read_opened(storage, ()), None, allow_pickle=False)
+        yield opened(storage, read_opened(storage, ()), None, _OPTIONS)
     finally:
         storage.close()
 

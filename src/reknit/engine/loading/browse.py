@@ -67,20 +67,14 @@ class Checkpoint(Shown):
         arrays: NewArrays,
         replicas: Sequence[Storage] = (),
     ) -> None:
+        own = Naming.of(options) is not None
         with recorder.phase("open"):
             contents = within(
                 options.timeout_s,
                 lambda: f"reading manifest and index of {storage.url}",
-                lambda: read_opened(storage, None, replicas=replicas),
+                lambda: read_opened(storage, None, own=own, replicas=replicas),
             )
-            self._open: OpenCheckpoint = opened(
-                storage,
-                contents,
-                None,
-                allow_pickle=options.allow_pickle,
-                naming=Naming.of(options),
-                replicas=replicas,
-            )
+            self._open: OpenCheckpoint = opened(storage, contents, None, options, replicas)
         self._options = options
         self._recorder = recorder
         self._arrays = arrays

@@ -57,7 +57,8 @@ class ReceivedMetadata:
         contents = Contents(
             decode_manifest(message.manifest), names_only(tensors), message.blobs, message.own
         )
-        return cls(_opened(job, contents, job.items), message.files)
+        checkpoint = opened(job.storage, contents, job.items, job.options, job.replicas)
+        return cls(checkpoint, message.files)
 
     def with_rows(self, checkpoint: OpenCheckpoint, reach: Reach, answer: messages.Answer) -> OpenCheckpoint:
         """Return a part of the checkpoint with the rows that it needs, and the files in which these lie."""
@@ -80,7 +81,7 @@ def read_for_all(job: LoadJob, wanted: Sequence[messages.Items]) -> RootMetadata
     optional = {item for rank in wanted for item in rank.optional}
     renaming = Naming.of(job.options) is not None
     contents = read_opened(job.storage, None if renaming else items, own=renaming, replicas=job.replicas)
-    whole = _opened(job, contents, items)
+    whole = opened(job.storage, contents, items, job.options, job.replicas)
     known = whole.offered
     if absent := [item for item in items if item not in known and item not in optional]:
         remedy = "leave the others out of `state`, or name those to load in `items`"
@@ -94,17 +95,6 @@ def read_for_all(job: LoadJob, wanted: Sequence[messages.Items]) -> RootMetadata
             parts[asked] = messages.encode(part)
     answers = [b"", *(parts[frozenset(rank.names)] for rank in wanted[1:])]
     return RootMetadata(whole.of_items(items), answers)
-
-
-def _opened(job: LoadJob, contents: Contents, items: Sequence[str]) -> OpenCheckpoint:
-    return opened(
-        job.storage,
-        contents,
-        items,
-        allow_pickle=job.options.allow_pickle,
-        naming=Naming.of(job.options),
-        replicas=job.replicas,
-    )
 
 
 def _part(contents: Contents, items: AbstractSet[str], whole_manifest: bool) -> messages.ItemContents:

@@ -94,11 +94,6 @@ class RangeReader:
         """Bytes that have left storage so far, replicas included."""
         return self._nbytes_read + self._repairer.nbytes
 
-    @property
-    def repaired(self) -> list[tuple[str, int]]:
-        """Return (path, number) of each block so far that a replica replaced."""
-        return self._repairer.repaired
-
     def run(self, recorder: Recorder, timeout_s: float | None = None) -> None:
         """Carry out all reads of the plan, and `record` them.
 
@@ -251,9 +246,8 @@ class RangeReader:
     def _reread(self, path: str, start: int, spans: Sequence[ReadSpan], error: ReknitError) -> None:
         """Fill spans block by block, from replicas where necessary, since reading them at once failed."""
         self._gate.check()
-        block_nbytes = self._checkpoint.manifest.block_nbytes
         stop = spans[-1].start + len(spans[-1].buffer)
-        for block in range(start // block_nbytes, -(-stop // block_nbytes)):
+        for block in range(start // self.block_nbytes, -(-stop // self.block_nbytes)):
             self._put(path, block, self._repairer.reread(path, block, error), spans)
 
     def _reread_strided(self, number: int, path: str, error: ReknitError) -> None:
@@ -267,12 +261,12 @@ class RangeReader:
     def _put(self, path: str, block: int, data: NDArray[np.uint8], spans: Sequence[ReadSpan]) -> None:
         """Copy what spans have of a block into them."""
         with self._gate.passing():
-            put(data, block * self._checkpoint.manifest.block_nbytes, spans)
+            put(data, block * self.block_nbytes, spans)
 
     def _damaged(self, path: str, start: int, spans: Sequence[ReadSpan]) -> list[int]:
         """Return every block whose digest is wrong; the spans begin and end with blocks (or the file)."""
         file = self._checkpoint.files[path]
-        block_nbytes = self._checkpoint.manifest.block_nbytes
+        block_nbytes = self.block_nbytes
         stop = spans[-1].start + len(spans[-1].buffer) if spans else start
         if start % block_nbytes or (stop % block_nbytes and stop != file.nbytes):
             raise UsageError(f"bytes {start}:{stop} of {path} are no whole blocks, and cannot be verified")
@@ -293,7 +287,7 @@ class RangeReader:
 
     def _corrupt(self, path: str, block: int) -> CorruptError:
         """Return the error of a block whose digest is wrong."""
-        block_nbytes, files = self._checkpoint.manifest.block_nbytes, self._checkpoint.index.files
+        block_nbytes, files = self.block_nbytes, self._checkpoint.index.files
         low = block * block_nbytes
         names = self._deliverer.names(files.index(path), low, low + block_nbytes) if path in files else []
         names = [self._checkpoint.shown(name) for name in names]

@@ -109,11 +109,7 @@ def commit(
 
 def manifest_exists(storage: Storage) -> bool:
     """Tell whether a checkpoint is committed here."""
-    try:
-        storage.size(paths.MANIFEST_PATH)
-    except StorageNotFoundError:
-        return False
-    return True
+    return size_of(storage, paths.MANIFEST_PATH) is not None
 
 
 def is_committed(storage: Storage, write_id: str) -> bool | None:
@@ -159,11 +155,11 @@ def _check_files(storage: Storage, told: ManifestContent, mine: Marker) -> None:
     """
     listed = {file.path: file.nbytes for file in storage.list()}
     for number, file in enumerate(told.files):
-        if listed.get(file.path) == file.nbytes or _size(storage, file.path) == file.nbytes:
+        if listed.get(file.path) == file.nbytes or size_of(storage, file.path) == file.nbytes:
             continue
-        if _size(storage, mine.path) is None:  # whoever took that away may have cleared away the files
+        if size_of(storage, mine.path) is None:  # whoever took that away may have cleared away the files
             raise fenced_off(storage, mine)
-        if isinstance(storage, PerHost) and _size(storage, file.path) is None:
+        if isinstance(storage, PerHost) and size_of(storage, file.path) is None:
             continue
         rank = told.ranks[number]
         raise CommitError(
@@ -181,13 +177,16 @@ def _write_index(storage: Storage, mine: Marker, data: bytes) -> Written:
     try:
         return write_bytes(storage, paths.index_path(mine.write_id), data)
     except StorageError as error:
-        if _size(storage, mine.path) is None:
+        if size_of(storage, mine.path) is None:
             raise fenced_off(storage, mine) from error
         raise
 
 
-def _size(storage: Storage, path: str) -> int | None:
-    """Return the size of a file by its name: a network file system may list a folder as it was before."""
+def size_of(storage: Storage, path: str) -> int | None:
+    """Return the size of a file, None where there is none.
+
+    It is looked for by its name: a network file system may list a folder as it was before.
+    """
     try:
         return storage.size(path)
     except StorageNotFoundError:

@@ -7,9 +7,9 @@ from typing import TYPE_CHECKING
 from reknit.engine.memory.workers import run_jobs
 from reknit.engine.saving.tuning import PIECES, Tuner
 from reknit.engine.saving.write import PIECE_NBYTES, Outgoing, write_bytes, write_files
-from reknit.engine.stored.file_checks import check_blocks, check_size, read_checked
+from reknit.engine.stored.file_checks import check_size, read_blocks, read_checked
 from reknit.environment import num_threads
-from reknit.errors import CorruptError, FormatError, StorageError, StorageNotFoundError
+from reknit.errors import CorruptError, FormatError, StorageError
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -50,19 +50,10 @@ def is_sound(storage: Storage, file: FileEntry, block_nbytes: int) -> bool:
         check_size(storage, file)
         for start in range(0, file.nbytes, piece_nbytes):
             data = memoryview(bytearray(min(piece_nbytes, file.nbytes - start)))
-            storage.read_into(file.path, start, [data])
-            check_blocks(file, start, data, block_nbytes)
+            read_blocks(storage, file, start, data, block_nbytes)
     except (CorruptError, StorageError):
         return False
     return True
-
-
-def size_of(storage: Storage, path: str) -> int | None:
-    """Return the size of a file, None where there is none."""
-    try:
-        return storage.size(path)
-    except StorageNotFoundError:
-        return None
 
 
 def copy_files(
@@ -84,12 +75,7 @@ def copy_files(
 
     def fetch(number: int, start: int, nbytes: int, arena: Arena) -> NDArray[np.uint8]:
         piece, file = arena.view(nbytes), large[number]
-        source.read_into(file.path, start, [piece.data])
-        try:
-            check_blocks(file, start, piece.data, block_nbytes)
-        except CorruptError as error:
-            error.sign(path=f"{source.url}/{file.path}")
-            raise
+        read_blocks(source, file, start, piece.data, block_nbytes)
         return piece
 
     for file in large:

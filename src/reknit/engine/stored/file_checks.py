@@ -55,12 +55,7 @@ def first_sound(places: Sequence[Storage], read: Callable[[Storage], Found]) -> 
 def _read_checked(storage: Storage, file: FileEntry, block_nbytes: int) -> bytes:
     check_size(storage, file)
     buffer = bytearray(file.nbytes)
-    storage.read_into(file.path, 0, [memoryview(buffer)])
-    try:
-        check_blocks(file, 0, memoryview(buffer), block_nbytes)
-    except CorruptError as error:
-        error.sign(path=f"{storage.url}/{file.path}")
-        raise
+    read_blocks(storage, file, 0, memoryview(buffer), block_nbytes)
     return bytes(buffer)
 
 
@@ -100,12 +95,15 @@ def _check_own_size(storage: Storage, file: FileEntry) -> None:
         )
 
 
-def check_blocks(file: FileEntry, start: int, data: memoryview, block_nbytes: int) -> None:
-    """Raise `CorruptError` when a block of `data`, whole blocks from byte `start` on, is damaged."""
+def read_blocks(storage: Storage, file: FileEntry, start: int, data: memoryview, block_nbytes: int) -> None:
+    """Read whole blocks, from byte `start` on, into `data`.  Raises `CorruptError` when one is damaged."""
+    storage.read_into(file.path, start, [data])
     for k in range(0, len(data), block_nbytes):
         number = (start + k) // block_nbytes
         if digest(data[k : k + block_nbytes]) != file.digests[number]:
-            raise corrupt_block(file, number, block_nbytes)
+            error = corrupt_block(file, number, block_nbytes)
+            error.sign(path=f"{storage.url}/{file.path}")
+            raise error
 
 
 def corrupt_block(

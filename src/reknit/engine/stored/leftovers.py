@@ -26,9 +26,9 @@ from collections import Counter, defaultdict
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from reknit.errors import FormatError, StorageNotFoundError
+from reknit.engine.stored.opening import manifest_in
+from reknit.errors import FormatError
 from reknit.format import paths
-from reknit.format.manifest_file import MAX_MANIFEST_NBYTES, decode_manifest
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -153,12 +153,12 @@ def _in_folder(storage: Storage, name: str, folder: _Folder, before: float) -> l
     saves, kept = dict(folder.saves), None
     if folder.has_manifest:
         try:
-            manifest = _manifest(storage.sub(name) if name else storage)
-        except StorageNotFoundError:
-            return []  # the checkpoint is being removed
+            manifest = manifest_in(storage.sub(name) if name else storage)
         except FormatError as error:
             kept = f"the manifest there cannot be read: {error.message}"
         else:
+            if manifest is None:
+                return []  # the checkpoint is being removed
             saves = _not_of(manifest, name, saves)
     if not any(saves.values()):
         return []
@@ -169,10 +169,6 @@ def _in_folder(storage: Storage, name: str, folder: _Folder, before: float) -> l
         for write_id8, save in sorted(saves.items(), key=lambda item: item[0] or "")
         if save
     ]
-
-
-def _manifest(folder: Storage) -> Manifest:
-    return decode_manifest(folder.get(paths.MANIFEST_PATH, limit=MAX_MANIFEST_NBYTES))
 
 
 def _not_of(
@@ -198,8 +194,7 @@ def _may_commit(folder: Storage, write_id8: str) -> bool:
     if any(name is not None and name.kind == "marker" and name.write_id8 == write_id8 for name in names):
         return True
     try:
-        return paths.short_id(_manifest(folder).write_id) == write_id8
-    except StorageNotFoundError:
-        return False
+        manifest = manifest_in(folder)
+        return manifest is not None and paths.short_id(manifest.write_id) == write_id8
     except FormatError:  # whose files these are is not known
         return True

@@ -6,17 +6,10 @@ import logging
 from typing import TYPE_CHECKING, NamedTuple
 
 from reknit.engine.saving.commit import manifest_exists
-from reknit.engine.stored.opening import read_manifest
+from reknit.engine.stored.opening import manifest_in
 from reknit.engine.stored.other_formats import foreign, foreign_inside
 from reknit.engine.stored.pending import begun_in, named
-from reknit.errors import (
-    CheckpointNotFoundError,
-    FormatError,
-    StorageError,
-    StoragePermissionError,
-    UsageError,
-)
-from reknit.format.manifest_file import decode_manifest
+from reknit.errors import FormatError, StorageError, StoragePermissionError, UsageError
 
 if TYPE_CHECKING:
     from reknit.engine.stored.pending import Begun
@@ -59,6 +52,15 @@ def newest(root: Storage) -> str | None:
     return None
 
 
+def folder_in(root: Storage, name: str) -> Storage | None:
+    """Return a folder that a store has listed; None, with a warning, for a name that it does not take."""
+    try:
+        return root.sub(name)
+    except StorageError as error:
+        logger.warning("passed over %r in %s: %s", name, root.url, error.message)
+        return None
+
+
 def refuse_other(root: Storage) -> None:
     """Raise `UsageError` where a path leads to something that is no folder of checkpoints.
 
@@ -81,18 +83,12 @@ def _age(root: Storage, name: str, begun: list[Begun]) -> _Age | None:
 
     Where there is none, the saves under way there are added to `begun`.
     """
-    try:
-        folder = root.sub(name)
-    except StorageError as error:  # a name that no store takes
-        logger.warning("passed over %r in %s: %s", name, root.url, error.message)
+    if (folder := folder_in(root, name)) is None:
         return None
     try:
-        if not manifest_exists(folder):
+        if (manifest := manifest_in(folder)) is None:
             begun += begun_in(folder)
             return None
-        manifest = decode_manifest(read_manifest(folder))
-    except CheckpointNotFoundError:
-        return None  # deleted at this moment
     except (FormatError, StoragePermissionError) as error:
         logger.warning("passed over %s: %s", folder.url, error.message)
         return None

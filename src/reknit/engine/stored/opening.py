@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections import Counter
-from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
@@ -33,6 +32,7 @@ from reknit.types.wanted import Terms
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
+    from reknit.options import LoadOptions
     from reknit.storage.base import Storage
     from reknit.types.manifest import BlobFile, FileEntry, Index, Manifest
     from reknit.types.shard import TensorSpec
@@ -207,18 +207,17 @@ def is_replaced(
     deleted: neither the store nor one of `replicas` has a manifest.
     """
     try:
-        return decode_manifest(read_manifest(storage)).write_id != write_id
-    except CheckpointNotFoundError:
-        with suppress(StorageError):  # a copy that is out of reach may be whole
-            if not any(manifest_exists(replica) for replica in replicas):
-                raise CheckpointNotFoundError(
-                    f"the checkpoint was deleted while it was read; what was noticed first: {error.message}",
-                    path=storage.url,
-                    remedy="load another checkpoint, or keep those that are still to be read",
-                ) from error
+        if (manifest := manifest_in(storage)) is not None:
+            return manifest.write_id != write_id
+        if any(manifest_exists(replica) for replica in replicas):
+            return False
     except (FormatError, StorageError):
-        pass
-    return False
+        return False
+    raise CheckpointNotFoundError(
+        f"the checkpoint was deleted while it was read; what was noticed first: {error.message}",
+        path=storage.url,
+        remedy="load another checkpoint, or keep those that are still to be read",
+    ) from error
 
 
 def _contents(
@@ -270,27 +269,28 @@ def opened(
     storage: Storage,
     contents: Contents,
     items: Sequence[str] | None,
-    *,
-    allow_pickle: bool,
-    naming: Naming | None = None,
+    options: LoadOptions,
     replicas: Sequence[Storage] = (),
 ) -> OpenCheckpoint:
     """Offer `items` (None: all) of what `read_opened` read, or of the root's part of it.
 
-    With `naming`, for which everything must have been read, the state's names are given here, once.
+    The state's names are given here, once, if the options have others than the checkpoint; then everything
+    must have been read.
     """
     manifest = contents.manifest
     wanted = manifest.items if items is None else tuple(items)
     blobs: dict[str, dict[str, Any]] = {item: {} for item in (*manifest.items, *wanted)}
     for file in manifest.blobs:
         if file.path in contents.blobs:
-            blobs[file.item].update(decode_blobs(contents.blobs[file.path], allow_pickle=allow_pickle))
+            values = decode_blobs(contents.blobs[file.path], allow_pickle=options.allow_pickle)
+            blobs[file.item].update(values)
     whole = OpenCheckpoint(
-        storage, manifest, contents.index, blobs, wanted, allow_pickle, replicas=tuple(replicas)
+        storage, manifest, contents.index, blobs, wanted, options.allow_pickle, replicas=tuple(replicas)
     )
-    if naming is None:
+    if (naming := Naming.of(options)) is None:
         return whole
-    return _renamed(whole, naming, items, contents.own or own_names(storage, manifest, replicas))
+    assert contents.own is not None  # it is read where names are to be changed
+    return _renamed(whole, naming, items, contents.own)
 
 
 def _renamed(
@@ -311,6 +311,14 @@ def _decoded(data: bytes, storage: Storage) -> Manifest:
         error.path = f"{storage.url}/{paths.MANIFEST_PATH}"
         error.remedy = error.remedy or "restore the file, or load another checkpoint"
         raise
+
+
+def manifest_in(storage: Storage) -> Manifest | None:
+    """Return the manifest of the checkpoint at a place, None where there is none."""
+    try:
+        return decode_manifest(storage.get(paths.MANIFEST_PATH, limit=MAX_MANIFEST_NBYTES))
+    except StorageNotFoundError:
+        return None
 
 
 def read_manifest(storage: Storage) -> bytes:

@@ -12,8 +12,9 @@ import time
 from contextlib import suppress
 from typing import TYPE_CHECKING, NamedTuple
 
+from reknit.engine.saving.commit import size_of
 from reknit.engine.stored.running_agents import at_work
-from reknit.errors import DeadlineError, StorageError, StorageNotFoundError, StoragePermissionError
+from reknit.errors import DeadlineError, StorageError, StoragePermissionError
 from reknit.format import paths
 from reknit.monitor.phase import Deadline
 
@@ -76,7 +77,7 @@ def wait_for_saves(root: Storage, timeout_s: float) -> None:
         if working and not (working := at_work(root.url)):
             waited_for = _begun_below(root)
         else:
-            waited_for = [begun for begun in waited_for if _is_there(begun)]
+            waited_for = [each for each in waited_for if size_of(each.folder, each.path) is not None]
 
 
 def fence_off(root: Storage) -> None:
@@ -117,11 +118,3 @@ def _begun_below(root: Storage) -> list[Begun]:
         with suppress(StoragePermissionError):  # `newest` passes such a folder over
             found += begun_in(folder)
     return found
-
-
-def _is_there(begun: Begun) -> bool:
-    try:
-        begun.folder.size(begun.path)
-    except StorageNotFoundError:
-        return False
-    return True

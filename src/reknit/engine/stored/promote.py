@@ -12,10 +12,11 @@ from reknit.engine.saving.commit import (
     is_committed,
     manifest_exists,
     put_manifest,
+    size_of,
 )
 from reknit.engine.saving.marker import Marker, fenced_off, take_down
 from reknit.engine.saving.write import discard
-from reknit.engine.stored.copy_files import copy_files, size_of, unsound_files
+from reknit.engine.stored.copy_files import copy_files, unsound_files
 from reknit.engine.stored.opening import read_manifest
 from reknit.engine.stored.promotion_job import Promotion
 from reknit.errors import (

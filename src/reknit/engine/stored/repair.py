@@ -29,14 +29,15 @@ UNREADABLE = (StorageError, DeadlineError)
 class Repairer:
     """Finds good copies of blocks in `replicas`, in this order; thread-safe.
 
-    `repaired` lists (path, block) of those that were found there, and `nbytes` counts what was read for it.
+    `nbytes` counts what was read for it.
     """
 
     def __init__(self, checkpoint: OpenCheckpoint, replicas: Sequence[Storage]) -> None:
         self._checkpoint = checkpoint
         self._replicas = tuple(replicas)
         self._lock = threading.Lock()
-        self.repaired: list[tuple[str, int]] = []
+        self._repaired: set[str] = set()
+        """Files of which a block was found there."""
         self.nbytes = 0
         self._unsound: dict[str, str] = {}
         """By path, what is wrong with a file's size, empty where nothing is."""
@@ -83,7 +84,7 @@ class Repairer:
         for replica in self._replicas:
             data, fault = self._read(replica, path, block)
             if not fault:
-                self._note(path, block, replica, error)
+                self._note(path, replica, error)
                 return data
             tried.append(f"{replica.url} ({fault})")
         error.message += f"; no replica has them: {', '.join(tried)}"
@@ -102,10 +103,11 @@ class Repairer:
             self.nbytes += len(data)
         return data, "" if digest(data) == file.digests[block] else "damaged as well"
 
-    def _note(self, path: str, block: int, replica: Storage, error: ReknitError) -> None:
+    def _note(self, path: str, replica: Storage, error: ReknitError) -> None:
+        """Log a file's first block that comes from a replica."""
         with self._lock:
-            first = path not in {known for known, _ in self.repaired}
-            self.repaired.append((path, block))
+            first = path not in self._repaired
+            self._repaired.add(path)
         if first:
             logger.warning(
                 "%s: taken from the replica %s, as may be more of this file", error.message, replica.url

@@ -2,24 +2,19 @@
 
 from __future__ import annotations
 
-import logging
 import re
 from typing import TYPE_CHECKING
 
 from reknit.engine.memory.workers import run_jobs
-from reknit.engine.saving.commit import manifest_exists
-from reknit.engine.stored.newest import refuse_other
-from reknit.engine.stored.opening import read_manifest
-from reknit.errors import CheckpointNotFoundError, FormatError, StorageError, StoragePermissionError
-from reknit.format.manifest_file import decode_manifest
+from reknit.engine.stored.newest import folder_in, refuse_other
+from reknit.engine.stored.opening import manifest_in
+from reknit.errors import FormatError, StoragePermissionError
 from reknit.types.saved_step import SavedStep
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from reknit.storage.base import Storage
-
-logger = logging.getLogger("reknit")
 
 METRICS = "metrics"
 """Key of the metrics of a step in the metadata of its manifest."""
@@ -76,21 +71,16 @@ def described(root: Storage, names: Sequence[str]) -> list[SavedStep | None]:
 
 
 def _described(root: Storage, name: str) -> SavedStep | None:
-    try:
-        folder = root.sub(name)
-    except StorageError as error:  # a name that no store takes
-        logger.warning("passed over %r in %s: %s", name, root.url, error.message)
+    if (folder := folder_in(root, name)) is None:
         return None
     match = _NAME.fullmatch(name)
     number = int(match[1]) if match else None
     try:
-        if not manifest_exists(folder):
-            return None
-        manifest = decode_manifest(read_manifest(folder))
-    except CheckpointNotFoundError:
-        return None  # deleted at this moment
+        manifest = manifest_in(folder)
     except (FormatError, StoragePermissionError) as error:
         return SavedStep(number, folder.url, problem=error.message)
+    if manifest is None:
+        return None
     metrics = manifest.metadata.get(METRICS)
     return SavedStep(
         manifest.step,

@@ -9,7 +9,7 @@ import numpy as np
 
 from reknit.engine.memory.workers import run_jobs
 from reknit.engine.report import VerifyReport
-from reknit.engine.stored.file_checks import check_blocks, check_size, read_checked
+from reknit.engine.stored.file_checks import check_size, read_blocks, read_checked
 from reknit.engine.stored.opening import read_manifest
 from reknit.environment import num_threads
 from reknit.errors import CorruptError, FormatError, ReknitError, StorageError
@@ -120,12 +120,7 @@ def _check_data(
     storage: Storage, manifest: Manifest, sound: list[FileEntry], options: LoadOptions, problems: list[str]
 ) -> int:
     """Compare the digest of every block of every file; return the bytes read."""
-    size = _piece_nbytes(manifest.block_nbytes)
-    pieces = [
-        _Piece(file, start, min(size, file.nbytes - start))
-        for file in sound
-        for start in range(0, file.nbytes, size)
-    ]
+    pieces = _share(sound, 0, 1, manifest.block_nbytes)
     found = _check_pieces(storage, manifest.block_nbytes, pieces, options, (FormatError, StorageError))
     problems += [_problem(path, error) for path, error in found]
     return sum(file.nbytes for file in sound)
@@ -155,7 +150,7 @@ def check_all(checkpoint: OpenCheckpoint, rank: int, size: int, options: LoadOpt
     for file in {piece.file.path: piece.file for piece in pieces}.values():
         if wrong := check_sizes(checkpoint.storage, [file]):
             damage[file.path] = wrong
-    readable = [piece for piece in pieces if piece.nbytes and piece.file.path not in damage]
+    readable = [piece for piece in pieces if piece.file.path not in damage]
     found = _check_pieces(checkpoint.storage, manifest.block_nbytes, readable, options, FormatError)
     for path, error in found:
         damage.setdefault(path, []).append(error.message)
@@ -205,6 +200,7 @@ def _check_pieces(
     kinds: type[ReknitError] | tuple[type[ReknitError], ...],
 ) -> list[tuple[str, ReknitError]]:
     """Compare digests of blocks; return the path and the error of each piece that has one of these kinds."""
+    pieces = [piece for piece in pieces if piece.nbytes]
     found: list[tuple[int, str, ReknitError]] = []
     lock = threading.Lock()
 
@@ -212,8 +208,7 @@ def _check_pieces(
         file, start, nbytes = pieces[number]
         data = arena.view(nbytes).data
         try:
-            storage.read_into(file.path, start, [data])
-            check_blocks(file, start, data, block_nbytes)
+            read_blocks(storage, file, start, data, block_nbytes)
         except kinds as error:
             with lock:
                 found.append((number, file.path, error))
