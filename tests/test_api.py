@@ -777,6 +777,7 @@ def test_no_garbage_is_collected_while_a_call_lasts(tmp_path: Path, wait: bool) 
         # One is due as soon as the collector runs again, for what was made meanwhile.
         assert during_save <= 1
         assert len(collections) <= 1
+        assert reknit.close(60)
     finally:
         gc.callbacks.remove(note)
     assert gc.isenabled()

@@ -20,6 +20,7 @@ from reknit.comm import base as comm
 from reknit.comm.meeting.rendezvous import FolderStore
 from reknit.engine.memory.arena_pool import Arenas
 from reknit.environment import quiet_grpc
+from reknit.monitor.phase import Deadline
 from reknit.options import CommOptions
 from reknit.testing.faulty_storage import Fault
 from reknit.testing.killpoint import faulty_url, register_faulty
@@ -250,6 +251,7 @@ def save_often(log: str, root: str, rank: int, size: int, count: int, early: int
     """Save many times, and tell what this process and its agent hold after the `early`-th and the last."""
     me = Trainer(log, root, rank, size, 1 << 16)
     options = dataclasses.replace(OPTIONS, comm=LEAKS_COMM)
+    before: dict[str, Held] = {}
     for number in range(1, count + 1):
         me.update(number)
         path = f"{root}/steps/{number % 3}"
@@ -259,8 +261,9 @@ def save_often(log: str, root: str, rank: int, size: int, count: int, early: int
         if number in (early, count):
             gc.collect()
             (agent,) = agents_of(os.getpid())
-            me.say("trainer", *at_rest(os.getpid()))
-            me.say("agent", *at_rest(agent))
+            for who, process in (("trainer", os.getpid()), ("agent", agent)):
+                before[who] = at_rest(process, before.get(who))
+                me.say(who, *before[who])
             # Only when all have counted: a rank that is done closes its group and ends its agent, and the
             # connections and threads that the others have for these go, too.
             me.meet()
@@ -366,18 +369,21 @@ class Held(NamedTuple):
     memory_files: int
 
 
-def at_rest(pid: int) -> Held:
+def at_rest(pid: int, before: Held | None) -> Held:
     """Return what a process holds when that, but for its memory, was the same in twenty looks in a row.
 
     After the end of a save its agent has yet to close the store, and a thread that was joined may still be on
-    its way out of the kernel.
+    its way out of the kernel.  Threads that are more than `before` have some seconds to end: what stays
+    longer stays for good.
     """
     looks: list[Held] = []
+    going = Deadline(5.0)
 
     def same() -> bool:
         looks.append(held(pid))
         time.sleep(0.005)
-        return len(looks) >= 20 and len({look[1:] for look in looks[-20:]}) == 1
+        more = before is not None and looks[-1].threads > before.threads and not going.passed()
+        return not more and len(looks) >= 20 and len({look[1:] for look in looks[-20:]}) == 1
 
     wait_until(same, PATIENCE_S, lambda: f"process {pid} does not come to rest: {looks[-20:]}")
     return looks[-1]
