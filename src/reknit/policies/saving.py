@@ -90,8 +90,8 @@ def on_preemption(*signals: signal.Signals | int, file: str | PathLike[str] | No
 
     That is by one of `signals` (SIGTERM where nothing is given; ``SIGUSR1`` for Slurm's
     ``--signal=USR1@120``), or by a `file` that comes into being.  The handler only takes note, and calls the
-    handler that was there before.  Leave the loop when `Checkpointer.preempted` is true, and close the
-    checkpointer: that waits for the save.
+    handler that was there before (but for Python's own of Ctrl-C).  Leave the loop when
+    `Checkpointer.preempted` is true, and close the checkpointer: that waits for the save.
     """
     try:
         numbers = tuple(signal.Signals(number) for number in signals)

@@ -25,11 +25,16 @@ class Notices:
         self._what: str | None = None
         self._before: dict[signal.Signals, Any] = {}
         self._files: list[str] = []
-        for policy in policies:
-            if policy.file is not None:
-                self._files.append(os.fspath(policy.file))
-            for number in policy.signals:
-                self._watch(number)
+        self._process: int | None = os.getpid()
+        try:
+            for policy in policies:
+                if policy.file is not None:
+                    self._files.append(os.fspath(policy.file))
+                for number in policy.signals:
+                    self._watch(number)
+        except BaseException:
+            self.close()
+            raise
 
     def _watch(self, number: signal.Signals) -> None:
         if number in self._before:
@@ -39,13 +44,23 @@ class Notices:
                 f"only the main thread can watch for {number.name}",
                 remedy="make the Checkpointer there, or watch a file: on_preemption(file=...)",
             )
-        self._before[number] = signal.signal(number, self._note)
+        try:
+            self._before[number] = signal.signal(number, self._note)
+        except OSError as error:
+            raise UsageError(f"nobody can watch for {number.name}: {error.strerror}") from error
 
     def _note(self, number: int, frame: Any) -> None:
-        self._what = signal.Signals(number).name
-        before = self._before.get(signal.Signals(number))
-        if callable(before):
+        before = self._before[signal.Signals(number)]
+        # A process that was forked has this handler too, and so has one whose checkpointer is closed, where a
+        # later handler calls this one.  Both do what they would do without.
+        watching = self._process == os.getpid()
+        if watching:
+            self._what = signal.Signals(number).name
+        if callable(before) and not (watching and before is signal.default_int_handler):
             before(number, frame)
+        elif not watching and before != signal.SIG_IGN:
+            signal.signal(number, signal.SIG_DFL)
+            os.kill(os.getpid(), number)
 
     def seen(self) -> str | None:
         """Say what was noticed, None for nothing yet."""
@@ -55,7 +70,7 @@ class Notices:
 
     def close(self) -> None:
         """Give the signals back to the handlers that were there before."""
+        self._process = None
         for number, before in self._before.items():
             if signal.getsignal(number) == self._note:
                 signal.signal(number, signal.SIG_DFL if before is None else before)
-        self._before.clear()
