@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 import reknit
-from reknit.policies import at, latest
+from reknit.policies import at, best, latest
 from reknit.runs.retention import Retention
 from reknit.storage.registry import open_storage
 
@@ -46,6 +46,72 @@ def test_the_newest_whole_step_stays_whatever_the_policy_keeps(root: Path) -> No
 
 def test_a_policy_that_keeps_nothing_keeps_the_newest(root: Path) -> None:
     assert pruned(root, at(99)) == [1, 2, 3]
+
+
+def test_the_newest_stays_also_where_the_policy_keeps_another_that_is_whole(root: Path) -> None:
+    assert pruned(root, at(2)) == [1, 3]
+    assert left(root) == ["step_00000002", "step_00000004"]
+
+
+def test_what_is_damaged_and_later_than_the_newest_whole_step_stays(root: Path) -> None:
+    shutil.rmtree(root / "step_00000004" / "model")
+    assert pruned(root, at(1)) == [2]
+    assert left(root) == [f"step_{n:08d}" for n in (1, 3, 4)]
+
+
+def test_steps_later_than_where_the_run_is_are_neither_counted_nor_removed(root: Path) -> None:
+    retention = Retention(open_storage(root), latest(1))
+    assert [each.step for each in retention.prune(reached=2)] == [1]
+    assert left(root) == [f"step_{n:08d}" for n in (2, 3, 4)]
+
+
+def test_a_step_that_was_saved_anew_is_looked_at_anew(root: Path) -> None:
+    def save(step: int, loss: float) -> None:
+        path = root / f"step_{step:08d}"
+        reknit.save(path, STATE, step=step, overwrite=True, metadata={"metrics": {"loss": loss}})
+
+    save(2, 0.1)
+    save(3, 0.2)
+    retention = Retention(open_storage(root), best(1, "loss"))
+    assert [each.step for each in retention.surplus()] == [1, 3]
+    save(2, 0.9)
+    retention.note_saved(2)
+    assert [each.step for each in retention.surplus()] == [1, 2]
+
+
+def test_a_step_that_could_not_be_loaded_is_not_counted_until_it_is_saved_anew(root: Path) -> None:
+    retention = Retention(open_storage(root), latest(2))
+    retention.note_damaged(4, "step_00000004")
+    assert [each.step for each in retention.surplus()] == [1]
+    retention.note_saved(4)
+    assert [each.step for each in retention.surplus()] == [1, 2]
+
+
+def test_a_step_that_a_link_leads_to_is_not_counted_and_stays(root: Path, tmp_path: Path) -> None:
+    other = tmp_path / "other" / "step_00000003"
+    other.parent.mkdir()
+    (root / "step_00000003").rename(other)
+    (root / "base").symlink_to(other)
+    (root / "latest").symlink_to(root / "step_00000004")
+    assert pruned(root, latest(2)) == [1]
+    assert pruned(root, latest(1)) == [2]
+    assert reknit.verify(other, "data").ok
+
+
+def test_leftovers_behind_a_link_stay(root: Path, tmp_path: Path) -> None:
+    other = tmp_path / "other"
+    (root / "step_00000003").rename(other)
+    (other / "manifest.json").unlink()
+    for file in other.rglob("*.*"):
+        os.utime(file, (0, 0))
+    (root / "step_00000003").symlink_to(other)
+    assert pruned(root, latest(9)) == []
+    assert (other / "model").is_dir()
+
+
+def test_two_folders_with_one_step_count_as_one(root: Path) -> None:
+    shutil.copytree(root / "step_00000004", root / "copy")
+    assert pruned(root, latest(2)) == [1, 2]
 
 
 def test_needed_steps_stay(root: Path) -> None:

@@ -20,7 +20,8 @@ class _Latest(KeepPolicy):
     count: int
 
     def kept(self, steps: Sequence[SavedStep], now: float) -> AbstractSet[int]:
-        return {number for each in steps[-self.count :] if (number := each.step) is not None}
+        # Two folders may hold the same step.
+        return set(sorted({number for each in steps if (number := each.step) is not None})[-self.count :])
 
 
 @dataclass(frozen=True, slots=True)
