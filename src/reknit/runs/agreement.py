@@ -32,13 +32,16 @@ class Agreement:
     def __init__(self, group: Group, policy: Policy, timeout_s: float) -> None:
         self._group, self._policy, self._timeout_s = group, policy, timeout_s
         self._notices = Notices(leaf for leaf in policy.leaves() if isinstance(leaf, OnPreemption))
-        self._next = 0
+        self._next = self._asked = 0
         self._last: tuple[int, float] | None = None
         self.preempted: str | None = None
         """What told a rank that it will end soon; the same on all ranks."""
 
     def due(self, step: int, saved: int | None, facts: Callable[[bool], Facts]) -> bool:
         """Tell whether to save after a step; rank 0 asks for `facts`, and says whether a rank will end."""
+        if step < self._asked:  # an earlier step was loaded: the next round was for where the run is no more
+            self._next, self._last = 0, None
+        self._asked = step
         answer = self._policy.due(Moment(step=step, saved=saved))
         if answer is not None or step < self._next:
             return bool(answer)
