@@ -26,15 +26,12 @@ from reknit.errors import (
 )
 from reknit.policies import at, best, every, latest, on_preemption
 from reknit.testing.world import run_ranks
+from tests.runs.pieces import damage, numbers, state
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
     from reknit.comm.base import Group
-
-
-def state(value: float = 0.0) -> dict[str, Any]:
-    return {"model": {"w": np.full(1000, value), "count": 0}}
 
 
 def train(run: Checkpointer, held: dict[str, Any], total: int) -> list[int]:
@@ -48,17 +45,6 @@ def train(run: Checkpointer, held: dict[str, Any], total: int) -> list[int]:
             pending.result()
             saved.append(step)
     return saved
-
-
-def numbers(root: Path) -> list[int | None]:
-    return [each.step for each in reknit.steps(root)]
-
-
-def damage(path: Path) -> None:
-    (file,) = path.glob("model/*.safetensors")
-    data = bytearray(file.read_bytes())
-    data[-1] ^= 1
-    file.write_bytes(data)
 
 
 def test_a_run_goes_on_where_it_was_and_keeps_what_it_was_told_to(tmp_path: Path) -> None:
@@ -258,7 +244,9 @@ def test_agents_of_an_earlier_run_are_waited_for(tmp_path: Path) -> None:
     assert held["model"]["w"][-1] == 7.0
 
 
-@pytest.mark.parametrize("metrics", [{"loss": "low"}, {"loss": None}, 5, {3: 1.0}, ["loss"]])
+@pytest.mark.parametrize(
+    "metrics", [{"loss": "low"}, {"loss": None}, {"loss": 10**400}, 5, {3: 1.0}, ["loss"]]
+)
 def test_metrics_are_numbers_by_name(tmp_path: Path, metrics: Any) -> None:
     with Checkpointer(tmp_path) as run, pytest.raises(UsageError, match="metrics"):
         run.save(1, state(), metrics)

@@ -7,29 +7,21 @@ import logging
 import os
 from dataclasses import replace
 from functools import partial
-from math import isfinite
 from typing import TYPE_CHECKING, Any, Literal
 
 from reknit import api
-from reknit.arguments import checked_step
 from reknit.comm import base as comm
 from reknit.engine.saving.commit import manifest_exists
 from reknit.engine.stored.newest import refuse_other
 from reknit.engine.stored.steps import METRICS, numbered, step_name, steps_below
-from reknit.errors import (
-    CheckpointNotFoundError,
-    CorruptError,
-    FormatError,
-    UsageError,
-    VersionError,
-    shown,
-)
+from reknit.errors import CheckpointNotFoundError, CorruptError, FormatError, VersionError
 from reknit.monitor.phase import monotonic
 from reknit.options import LoadOptions, SaveOptions
-from reknit.policies.base import Facts, policy_of
+from reknit.policies.base import Facts
 from reknit.policies.keeping import ranked
 from reknit.ranks import acting
 from reknit.runs.agreement import Agreement
+from reknit.runs.arguments import checked_metrics, policy_for, step_number
 from reknit.runs.retention import Retention
 from reknit.runs.settle import settle
 from reknit.runs.under_way import UnderWay
@@ -41,8 +33,10 @@ if TYPE_CHECKING:
 
     from reknit.engine.outcome import PendingSave
     from reknit.engine.report import LoadReport
-    from reknit.policies.base import Policy
     from reknit.types.saved_step import SavedStep
+
+    Folder = tuple[int, str]
+    """Number and name of the folder of a step."""
 
 logger = logging.getLogger("reknit")
 
@@ -74,13 +68,13 @@ class Checkpointer:
         group: object = None,
     ) -> None:
         self._wait, self._options, self._load_options, self._given = wait, options, load_options, group
-        self._when = None if save is None else _of("save", save)
-        self._keep = None if keep is None else _of("keep", keep)
+        self._when = None if save is None else policy_for("save", save)
+        self._keep = None if keep is None else policy_for("keep", keep)
         options = options if isinstance(options, SaveOptions) else SaveOptions()
         self._timeout_s = options.timeout_s
         self._group = acting(group, options.comm).group
         self._storage = open_storage(root, durability=options.durability)
-        self._root = recipe(root).url  # absolute: the process may go to another folder
+        self._root = recipe(root).url  # also for who changes the folder he works in
         self._agreement = None if self._when is None else Agreement(self._group, self._when, self._timeout_s)
         self._retention = None
         if self._keep is not None and self._group.rank == 0:
@@ -108,7 +102,7 @@ class Checkpointer:
 
     def should_save(self, step: int) -> bool:
         """Tell whether the policy wants `step` saved; all ranks ask, and get the same answer."""
-        step = _number(step)
+        step = step_number(step)
         self._under_way.tend()
         if self._agreement is None:
             return True
@@ -127,16 +121,17 @@ class Checkpointer:
         """Save `state` as it is after `step`, if the policy wants that or with `force`; else return None.
 
         `metrics` are numbers that are stored with the step, for `best` and for people; those of rank 0 count.
-        The last step can be saved again with `force` at no cost: it is there, or under way.
+        The last step can be saved again with `force`, which waits until it is there; if its save failed, that
+        is one more try.
 
         Raises what `reknit.save` does.  A step that is there already is replaced where this run has resumed
         from an earlier one; otherwise that is `CheckpointExistsError`.
         """
-        step = _number(step)
-        numbers = _checked_metrics(metrics)
+        step = step_number(step)
         if not (force or self.should_save(step)):
             return None
-        if (last := self._under_way.last(step)) is not None:
+        numbers = checked_metrics(metrics)
+        if (last := self._under_way.last(step, sure=force or self._wait)) is not None:
             return last
         begin = monotonic()
         pending = api.save(
@@ -161,24 +156,29 @@ class Checkpointer:
         A step that is damaged is passed over, and the log says why.  Where all are, it is `CorruptError`: to
         start from nothing is never the answer to damage.  Other errors, such as `MismatchError`, are raised.
 
-        Agents of an earlier run that are at work on the host of rank 0 are waited for, up to five
-        minutes.  What that run has begun and nobody finished can never commit afterwards.
+        The saves of this run are waited for.  So are agents of an earlier run that are at work on the host of
+        rank 0, up to five minutes; what that run has begun and nobody finished can never commit afterwards.
         """
-        self._ask("settle", partial(settle, self._storage, _SETTLE_S))
+        self._under_way.settle()
+        self._ask("settle", partial(settle, self._storage, min(_SETTLE_S, self._timeout_s / 2)))
         bad: list[str] = []
-        below: int | None = None
+        below: Folder | None = None
         while (found := self._ask("newest", partial(self._newest, below))) is not None:
-            below, name = found
+            below = number, name = found[0], found[1]
+            path = _below(self._root, name)
             try:
-                report, step = self._load(below, name, state)
+                reached = self._load(number, name, state)[1]
             except VersionError:
                 raise
             except (FormatError, CheckpointNotFoundError) as error:
-                bad.append(_below(self._root, name))
-                self._say(logging.WARNING, "passed over step %d: %s", below, error.message)
+                bad.append(path)
+                if self._retention is not None:
+                    self._retention.note_damaged(number, name)
+                self._say(logging.WARNING, "passed over step %d: %s", number, error.message)
             else:
-                self._say(logging.INFO, "resumed from %s: the next step is %d", report.path, step + 1)
-                return step + 1
+                self._under_way.tend(surplus=True)  # the run before may have ended before it removed that
+                self._say(logging.INFO, "resumed from %s: the next step is %d", path, reached + 1)
+                return reached + 1
         if bad:
             raise CorruptError(
                 f"none of the {len(bad)} steps below {self._root} can be loaded; the newest is {bad[0]}",
@@ -194,9 +194,17 @@ class Checkpointer:
         Raises `CheckpointNotFoundError` where there is none, and what `reknit.load` does.
         """
         if step not in ("latest", "best"):
-            step = _number(step)
+            step = step_number(step)
 
-        found = self._ask("find", partial(self._find, step))
+        def find() -> Folder | None:
+            if step == "latest":
+                return self._newest()
+            if step == "best":
+                best = self.best()
+                return None if best is None else (best.step or 0, best.path.rpartition("/")[2])
+            return self._newest(number=step)
+
+        found = self._ask("find", find, f"step {step}")
         if found is None:
             what = f"step {step}" if isinstance(step, int) else f"{step} step"
             raise CheckpointNotFoundError(
@@ -204,8 +212,7 @@ class Checkpointer:
                 path=self._root,
                 remedy=f"look there: reknit ls {self._root}",
             )
-        number, name = found
-        return self._load(number, name, state)[0]
+        return self._load(found[0], found[1], state)[0]
 
     def steps(self) -> list[SavedStep]:
         """Return the committed steps, ascending, as `reknit.steps` does."""
@@ -213,7 +220,7 @@ class Checkpointer:
 
     def latest(self) -> int | None:
         """Return the number of the newest committed step, or None.  One rank may ask alone."""
-        found = self._newest(None)
+        found = self._newest()
         return None if found is None else found[0]
 
     def best(self) -> SavedStep | None:
@@ -223,12 +230,10 @@ class Checkpointer:
     def prune(self, *, dry_run: bool = False) -> list[SavedStep]:
         """Remove the steps that `keep` does not keep, and return them; with `dry_run` only return them.
 
-        That happens by itself after each save.  One rank does it; the others return an empty list.
+        That happens by itself after each save and after `resume`.  One rank does it; the others return an
+        empty list.
         """
-        if self._retention is None:
-            return []
-        self._under_way.end_pruning()
-        return (self._retention.surplus if dry_run else self._retention.prune)(self._under_way.steps())
+        return self._under_way.prune(dry_run=dry_run)
 
     def wait(self, timeout_s: float | None = None) -> None:
         """Wait until all saves are committed, and what they made surplus is removed.
@@ -259,42 +264,37 @@ class Checkpointer:
             write_s=self._under_way.write_s,
         )
 
-    def _find(self, step: int | str) -> list[Any] | None:
-        """Return number and folder of the step that `load` is asked for."""
-        if step == "latest":
-            return self._newest(None)
-        if step == "best":
-            best = self.best()
-            return None if best is None else [best.step, best.path.rpartition("/")[2]]
-        return next(([number, name] for number, name in numbered(self._storage) if number == step), None)
-
-    def _newest(self, below: int | None) -> list[Any] | None:
-        """Return number and folder of the newest committed step with a number lower than `below`."""
+    def _newest(self, below: Folder | None = None, number: int | None = None) -> Folder | None:
+        """Return the newest committed step that comes before a folder, or one with this number."""
         folders = numbered(self._storage)
-        for number, name in folders:
-            if (below is None or number < below) and manifest_exists(self._storage.sub(name)):
-                return [number, name]
+        for folder in folders:
+            wanted = (below is None or folder < below) and number in (None, folder[0])
+            if wanted and manifest_exists(self._storage.sub(folder[1])):
+                return folder
         if not folders:
             refuse_other(self._storage)
         return None
 
-    def _ask(self, name: str, question: Callable[[], Any]) -> Any:
+    def _ask(self, name: str, question: Callable[[], Any], subject: str = "") -> Any:
         """Return what rank 0 finds; its errors are raised on all ranks."""
-        with comm.turn(self._group, name, self._timeout_s, merge=b"".join) as turn:
+        with comm.turn(self._group, name, self._timeout_s, merge=b"".join, subject=subject) as turn:
             return json.loads(
                 turn.exchange(b"", lambda _: [json.dumps(question()).encode()] * self._group.size)
             )
 
     def _load(self, number: int, name: str, state: Mapping[str, Any]) -> tuple[LoadReport, int]:
-        """Load the step in a folder; return the report, and the step that the checkpoint says it is."""
-        options = self._load_options
+        """Load a step, and go on from it; also return its number, of which its manifest is sure."""
+        options, path = self._load_options, _below(self._root, name)
         if isinstance(options, LoadOptions) and options.replicas:
             places = (_below(os.fspath(replica), name) for replica in options.replicas)
             options = replace(options, replicas=tuple(places))
-        report = api.load(_below(self._root, name), state, options=options, group=self._given)
-        step = number if report.step is None else report.step
-        self._resumed, self._saved, self._saved_at = True, step, monotonic()
-        return report, step
+        report = api.load(path, state, options=options, group=self._given)
+        if report.step not in (None, number):
+            self._say(logging.WARNING, "%s holds step %d", path, report.step)
+        reached = number if report.step is None else report.step
+        self._resumed, self._saved, self._saved_at, self._decided = True, reached, monotonic(), None
+        self._under_way.loaded(reached)
+        return report, reached
 
     def _save_options(self, name: str) -> SaveOptions | None:
         """Return the options of a save to a folder, which is promoted to a folder of the same name."""
@@ -306,38 +306,6 @@ class Checkpointer:
     def _say(self, level: int, message: str, *arguments: object) -> None:
         if self._group.rank == 0:
             logger.log(level, message, *arguments)
-
-
-def _of(role: str, value: object) -> Policy:
-    """Return a policy for saving or keeping.  Raises `UsageError` where it is for the other."""
-    policy = policy_of(value)
-    if role not in policy.roles:
-        other = "which steps to keep" if role == "save" else "when to save"
-        raise UsageError(
-            f"{role}={shown(value)} says {other}", remedy="see reknit.policies for what says which"
-        )
-    return policy
-
-
-def _number(step: Any) -> int:
-    number = checked_step(step)
-    if number is None:
-        raise UsageError("a step of a run has a number", remedy="pass the step: save(step, state)")
-    return number
-
-
-def _checked_metrics(metrics: Any) -> dict[str, float | None]:
-    """Return metrics as numbers of JSON; one that is not finite is None.  Raises `UsageError`."""
-    numbers: dict[str, float | None] = {}
-    try:
-        for name, value in dict(metrics or {}).items():
-            number = float(value)
-            numbers[name] = number if isfinite(number) else None
-    except (TypeError, ValueError) as error:
-        raise UsageError(f"metrics are numbers by name, not {shown(metrics)}") from error
-    if wrong := [name for name in numbers if not isinstance(name, str)]:
-        raise UsageError(f"metrics have names, and {shown(wrong[0])} is none")
-    return numbers
 
 
 def _below(root: str, name: str) -> str:

@@ -1,0 +1,46 @@
+"""Checks of what users pass to a `Checkpointer`."""
+
+from __future__ import annotations
+
+from math import isfinite
+from typing import TYPE_CHECKING, Any
+
+from reknit.arguments import checked_step
+from reknit.errors import UsageError, shown
+from reknit.policies.base import policy_of
+
+if TYPE_CHECKING:
+    from reknit.policies.base import Policy
+
+
+def policy_for(role: str, value: object) -> Policy:
+    """Return a policy for saving or keeping.  Raises `UsageError` where it is for the other."""
+    policy = policy_of(value)
+    if role not in policy.roles:
+        other = "which steps to keep" if role == "save" else "when to save"
+        raise UsageError(
+            f"{role}={shown(value)} says {other}", remedy="see reknit.policies for what says which"
+        )
+    return policy
+
+
+def step_number(step: Any) -> int:
+    """Return a step as a number.  Raises `UsageError`."""
+    number = checked_step(step)
+    if number is None:
+        raise UsageError("a step of a run has a number", remedy="pass the step: save(step, state)")
+    return number
+
+
+def checked_metrics(metrics: Any) -> dict[str, float | None]:
+    """Return metrics as numbers of JSON; one that is not finite is None.  Raises `UsageError`."""
+    numbers: dict[str, float | None] = {}
+    try:
+        for name, value in dict(metrics or {}).items():
+            number = float(value)
+            numbers[name] = number if isfinite(number) else None
+    except (TypeError, ValueError, OverflowError) as error:
+        raise UsageError(f"metrics are numbers by name, not {shown(metrics)}") from error
+    if wrong := [name for name in numbers if not isinstance(name, str)]:
+        raise UsageError(f"metrics have names, and {shown(wrong[0])} is none")
+    return numbers

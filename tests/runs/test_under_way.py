@@ -1,0 +1,117 @@
+"""What a run knows of its saves, whose outcomes come from elsewhere."""
+
+from __future__ import annotations
+
+import threading
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+import reknit
+from reknit.engine.outcome import PendingSave, SaveOutcome
+from reknit.engine.report import SaveReport
+from reknit.errors import DeadlineError, ShortageError, SkippedError, StorageFullError
+from reknit.policies.base import policy_of
+from reknit.runs import under_way
+from reknit.runs.retention import Retention
+from reknit.runs.under_way import UnderWay
+from reknit.storage.registry import open_storage
+from tests.runs.pieces import numbers, state
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+    from pathlib import Path
+
+WELL = SaveReport("", None, "a" * 32, 1, 1, 1, (), (), 0.0)
+
+
+@pytest.fixture
+def root(tmp_path: Path) -> Path:
+    for step in (1, 2, 3):
+        reknit.save(tmp_path / f"step_{step:08d}", state(), step=step)
+    return tmp_path
+
+
+def saves(root: Path, keep: Callable[[Any], Any]) -> UnderWay:
+    return UnderWay(Retention(open_storage(root), policy_of(keep)))
+
+
+def only_newest(steps: Any) -> set[int]:
+    return {steps[-1].step}
+
+
+def test_a_save_that_was_skipped_as_asked_for_is_no_failure_at_the_end() -> None:
+    mine, outcome = UnderWay(None), SaveOutcome("/run/1", 1)
+    mine.add(1, PendingSave(outcome), 0.0)
+    outcome.end(SkippedError("busy"))
+    mine.wait(1.0)
+
+
+def test_a_save_that_failed_is_one_at_the_end() -> None:
+    mine, outcome = UnderWay(None), SaveOutcome("/run/1", 1)
+    mine.add(1, PendingSave(outcome), 0.0)
+    outcome.end(StorageFullError("full"))
+    with pytest.raises(StorageFullError):
+        mine.wait(1.0)
+
+
+def test_the_last_save_is_taken_for_its_step_unless_it_has_failed_and_that_matters() -> None:
+    mine, outcome = UnderWay(None), SaveOutcome("/run/1", 1)
+    pending = PendingSave(outcome)
+    mine.add(1, pending, 0.0)
+    assert mine.last(1, sure=False) is pending
+    assert mine.last(2, sure=True) is None
+    outcome.end(StorageFullError("full"))
+    assert mine.last(1, sure=False) is pending
+    assert mine.last(1, sure=True) is None
+
+
+def test_a_step_that_is_being_promoted_stays(root: Path) -> None:
+    mine = saves(root, only_newest)
+    outcomes = [SaveOutcome(f"/run/{step}", step, promote_to="/there") for step in (2, 3)]
+    for step, outcome in zip((2, 3), outcomes, strict=True):
+        outcome.end(WELL)
+        mine.add(step, PendingSave(outcome), 0.0)
+    mine.wait(10.0)
+    assert numbers(root) == [2, 3]
+    for outcome in outcomes:
+        assert outcome.promotion is not None
+        outcome.promotion.end(StorageFullError("full"))
+    assert [each.step for each in mine.prune(dry_run=False)] == [2]
+
+
+def test_a_policy_that_fails_ends_no_training_and_is_logged(
+    root: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    mine = saves(root, lambda steps: steps[99])
+    mine.tend(surplus=True)
+    mine.wait(10.0)
+    assert numbers(root) == [1, 2, 3]
+    assert "stay for now" in caplog.text
+
+
+def test_no_memory_for_a_thread_ends_no_training(
+    root: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def short(name: str, work: object) -> None:
+        raise ShortageError("no memory")
+
+    monkeypatch.setattr(under_way, "start_thread", short)
+    saves(root, only_newest).tend(surplus=True)
+    assert "no memory" in caplog.text
+
+
+def test_to_wait_so_long_is_meant_for_removals_too(root: Path) -> None:
+    go_on = threading.Event()
+
+    def slowly(steps: Any) -> set[int]:
+        go_on.wait(60)
+        return only_newest(steps)
+
+    mine = saves(root, slowly)
+    mine.tend(surplus=True)
+    with pytest.raises(DeadlineError, match="removed"):
+        mine.wait(0.05)
+    go_on.set()
+    mine.wait(60.0)
+    assert numbers(root) == [3]
