@@ -6,7 +6,11 @@ import numpy as np
 import pytest
 
 import reknit
+from reknit.cli.ls import rows_of
+from reknit.engine.stored.delete import delete
+from reknit.testing.process_memory import ProcessMemory
 from tests.cli.command import Command, damage
+from tests.engine.runs import pausing, save_as
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -74,6 +78,22 @@ def test_a_folder_that_cannot_be_read_hides_no_other(command: Command, root: Pat
     assert ran.code == 0
     assert [line.split()[0] for line in ran.out.splitlines()[1:4]] == ["final", "step_9", "step_10"]
     assert "unreadable: " in ran.out.splitlines()[4]
+
+
+def test_a_folder_with_a_name_that_no_store_takes_hides_no_other(command: Command, root: Path) -> None:
+    (root / "a\\b").mkdir()
+    ran = command("ls", root)
+    assert ran.code == 0
+    assert [line.split()[0] for line in ran.out.splitlines()[1:]] == ["final", "step_9", "step_10"]
+
+
+@pytest.mark.parametrize("at", [1, 2, 3])
+def test_a_checkpoint_that_is_deleted_meanwhile_is_listed_or_not(at: int) -> None:
+    ProcessMemory.clear("listed")
+    place = ProcessMemory("listed")
+    assert save_as(place, 1, 1) is None
+    rows = rows_of(pausing(place, [at], lambda: delete(place)))
+    assert [row.state for row in rows] in ([], ["committed"])
 
 
 def test_a_checkpoint_itself_is_listed_too(command: Command, root: Path) -> None:

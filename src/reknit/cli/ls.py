@@ -6,11 +6,10 @@ from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING
 
 from reknit.cli.output import nbytes_text, print_json, print_table, time_text
-from reknit.engine.saving.commit import manifest_exists
-from reknit.engine.stored.opening import read_manifest
+from reknit.engine.stored.newest import folder_in
+from reknit.engine.stored.opening import manifest_in
 from reknit.engine.stored.other_formats import foreign, foreign_inside
 from reknit.errors import CheckpointNotFoundError, FormatError, StorageError
-from reknit.format.manifest_file import decode_manifest
 from reknit.format.paths import parse_path
 from reknit.storage.registry import open_storage
 
@@ -83,9 +82,10 @@ def _nothing(storage: Storage) -> CheckpointNotFoundError:
 
 def rows_of(storage: Storage) -> list[Row]:
     """Return a row for every checkpoint directly below a folder, or for the folder itself when it is one."""
-    if manifest_exists(storage):
-        return [_committed(".", storage)]
-    rows = [row for name in storage.folders() if (row := _row(name, storage.sub(name))) is not None]
+    if (itself := _committed(".", storage)) is not None:
+        return [itself]
+    found = [(name, folder_in(storage, name)) for name in storage.folders()]
+    rows = [row for name, folder in found if folder is not None and (row := _row(name, folder)) is not None]
     return sorted(rows, key=lambda row: (row.state != "committed", _age(row), row.name))
 
 
@@ -96,19 +96,22 @@ def _age(row: Row) -> tuple[int, float]:
 def _row(name: str, storage: Storage) -> Row | None:
     """Return the row of a folder, or None when nothing in it is reknit's."""
     try:
-        if manifest_exists(storage):
-            return _committed(name, storage)
+        if (row := _committed(name, storage)) is not None:
+            return row
         sizes = [listed.nbytes for listed in storage.list() if parse_path(listed.path) is not None]
     except StorageError as error:  # one closed folder must not hide the others
         return Row(name, storage.url, "unreadable", problem=error.message)
     return Row(name, storage.url, "uncommitted", nbytes=sum(sizes)) if sizes else None
 
 
-def _committed(name: str, storage: Storage) -> Row:
+def _committed(name: str, storage: Storage) -> Row | None:
+    """Return the row of a checkpoint, or None when there is none."""
     try:
-        manifest = decode_manifest(read_manifest(storage))
+        manifest = manifest_in(storage)
     except FormatError as error:
         return Row(name, storage.url, "damaged", problem=error.message)
+    if manifest is None:
+        return None
     world_size = manifest.origin.get("world_size")
     return Row(
         name,
