@@ -79,7 +79,7 @@ class Transformed:
     def back(self, wanted: Wanted) -> Wanted:
         """Return what is wanted in terms of the checkpoint itself."""
         shards: list[Shard] = []
-        told: list[str] = []
+        labels: list[str] = []
         taken: dict[Name, None] = {}
         resized: dict[str, str] = {}
         after = _Afterwards()
@@ -89,7 +89,7 @@ class Transformed:
                 resized[name] = _resized(shard.spec.shape, whole.spec.shape)
             for part in self._back(shard, len(self._steps), after):
                 shards.append(part)
-                told.append(name)
+                labels.append(name)
                 taken[part.item, part.fqn] = None
         for entry in (*(alias[:2] for alias in wanted.aliases), *wanted.superseded):
             taken.update(dict.fromkeys(self.origins(entry)))
@@ -109,7 +109,7 @@ class Transformed:
         return replace(
             wanted,
             shards=tuple(shards),
-            told=tuple(told),
+            labels=tuple(labels),
             aliases=tuple(alias for alias in wanted.aliases if not self._is_made(alias)),
             mismatched=wanted.mismatched + tuple(self._untied(wanted.aliases)),
             resized=tuple(resized.items()),

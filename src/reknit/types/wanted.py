@@ -61,7 +61,7 @@ class Wanted:
     shape.
     `resized`: (name, what) of wanted tensors whose shards say no more that the saved one has another shape.
     `superseded`: (item, fqn) of what was saved and is not needed: another tensor says more, or it is dropped.
-    `told`: the name of each shard in messages to users, where that is not its own.
+    `labels`: the name of each shard in messages to users, where that is not its own.
     `idle`: patterns of `Terms.only` that match no name of this rank's target.
     `deliver`: called with nothing once every byte has arrived; puts values into the live objects.  Until then
     nothing live has changed but the memory behind `shards`.
@@ -78,6 +78,6 @@ class Wanted:
     resizable: tuple[tuple[str, str], ...] = ()
     resized: tuple[tuple[str, str], ...] = ()
     superseded: tuple[tuple[str, str], ...] = ()
-    told: tuple[str, ...] = ()
+    labels: tuple[str, ...] = ()
     idle: tuple[str, ...] = ()
     deliver: Callable[[], None] = field(default=lambda: None)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from contextlib import ExitStack, contextmanager
 from functools import partial
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -33,7 +33,6 @@ if TYPE_CHECKING:
     from reknit.engine.loading.job import LoadJob
     from reknit.engine.loading.metadata import RootMetadata
     from reknit.engine.report import LoadReport
-    from reknit.engine.stored.opening import OpenCheckpoint
 
 logger = logging.getLogger("reknit")
 
@@ -78,18 +77,16 @@ def _load(job: LoadJob, root: LoadCoordinator) -> LoadReport:
         # 3 Plan the reads.  4 Agree: what does not fit on any rank is an error on all, before a byte of any
         # target changes.  Ranks that want the same bytes divide the reading.
         with recorder.phase("agree"), comm.turn(group, "agree", timeout_s) as turn:
-            planned = _plan(job, metadata, collected, messages.decode(answer, messages.Answer))
+            reader = _plan(job, metadata, collected, messages.decode(answer, messages.Answer))
             shared = None
             if group.size > 1 and options.share != "never":
-                shared = SharedRead.begin(
-                    group, job.carrier, planned.reader, planned.checkpoint.index.files, options
-                )
+                shared = SharedRead.begin(group, job.carrier, reader, reader.checkpoint.index.files, options)
                 last.callback(shared.close)
-            request = _request(job, collected, planned, shared)
+            request = _request(job, collected, shared)
             decision = messages.decode(turn.exchange(request, root.agree), messages.LoadDecision)
 
         # 5 Read, verify, deliver tensors.  6 Deliver values.
-        recorder.expect(planned.reader.plan.nbytes)
+        recorder.expect(reader.plan.nbytes)
         received, stopped = 0, b""
         with comm.turn(group, "load", timeout_s) as turn:
             try:
@@ -97,26 +94,22 @@ def _load(job: LoadJob, root: LoadCoordinator) -> LoadReport:
                     if shared is not None and decision.share is not None:
                         received = shared.run(decision.share, recorder, timeout_s)
                     else:
-                        planned.reader.run(recorder, timeout_s)
+                        reader.run(recorder, timeout_s)
                     with recorder.phase("deliver"):
                         collected.wanted.deliver()
             except StoppedError as error:  # the rank that failed says why; unless none does
                 stopped = messages.encode(messages.Stopped(group.rank, error.message))
             turn.exchange(stopped, root.finish)
-    return load_report(job, collected, planned.checkpoint, planned.reader, decision, received)
-
-
-class _Planned(NamedTuple):
-    """The reads of one rank, and the checkpoint with the rows of the index for them."""
-
-    checkpoint: OpenCheckpoint
-    reader: RangeReader
+    return load_report(job, collected, reader, decision, received)
 
 
 def _plan(
     job: LoadJob, metadata: RootMetadata | ReceivedMetadata, collected: Collected, answer: messages.Answer
-) -> _Planned:
-    """Plan what this rank reads, and add to its problems what is wrong with the files."""
+) -> RangeReader:
+    """Plan what this rank reads, and add to its problems what is wrong with the files.
+
+    The checkpoint of the reader has the rows of the index that it needs.
+    """
     _, wanted, fills, problems, *_ = collected
     with job.recorder.phase("plan"):
         checkpoint = metadata.with_rows(collected.checkpoint, collected.reach, answer)
@@ -130,17 +123,18 @@ def _plan(
         )
     kinds = messages.unpacked(answer.alike, "i4")
     alike = np.flatnonzero(kinds == kinds[job.group.rank]).tolist()
-    problems.damaged.extend(_damaged(job, checkpoint, reader, alike))
+    problems.damaged.extend(_damaged(job, reader, alike))
     if wanted.aliases and not problems.damaged:
         problems.mismatched.extend(unequal(job, checkpoint, wanted, fills))
-    return _Planned(checkpoint, reader)
+    return reader
 
 
-def _damaged(job: LoadJob, checkpoint: OpenCheckpoint, reader: RangeReader, alike: list[int]) -> list[str]:
+def _damaged(job: LoadJob, reader: RangeReader, alike: list[int]) -> list[str]:
     """Say what is wrong with the files that this rank reads; with ``verify="full"``, with its share of all.
 
     The ranks `alike` read the same files: each looks at some of them.
     """
+    checkpoint = reader.checkpoint
     if job.options.verify == "full":
         with job.recorder.phase("verify"):
             check = partial(check_all, checkpoint, job.group.rank, job.group.size, job.options)
@@ -151,7 +145,7 @@ def _damaged(job: LoadJob, checkpoint: OpenCheckpoint, reader: RangeReader, alik
     return job.within_deadline("looking for files of", check)
 
 
-def _request(job: LoadJob, collected: Collected, planned: _Planned, shared: SharedRead | None) -> bytes:
+def _request(job: LoadJob, collected: Collected, shared: SharedRead | None) -> bytes:
     """Return what does not fit, less what a lenient load accepts, and what this rank would read."""
     problems, lenient = collected.problems, job.lenient
     return messages.encode(

@@ -12,20 +12,18 @@ if TYPE_CHECKING:
     from reknit.engine.loading.job import LoadJob
     from reknit.engine.loading.read import RangeReader
     from reknit.engine.messages import LoadDecision
-    from reknit.engine.stored.opening import OpenCheckpoint
 
 
 def load_report(
     job: LoadJob,
     collected: Collected,
-    checkpoint: OpenCheckpoint,
     reader: RangeReader,
     decision: LoadDecision,
     nbytes_received: int,
 ) -> LoadReport:
     """Return the report of a load that ended well."""
     _, wanted, fills, problems, *_ = collected
-    index, plan, manifest = checkpoint.index, reader.plan, checkpoint.manifest
+    index, plan, manifest = reader.checkpoint.index, reader.plan, reader.checkpoint.manifest
     rows = zip(plan.wanted.tolist(), index.lengths[plan.chunk].prod(axis=1).tolist(), strict=True)
     whole = {number for number, numel in rows if fills[number].box.numel == numel}
     full = [(number, fill) for number, fill in enumerate(fills) if fill.name not in problems.resized]

@@ -65,8 +65,8 @@ def match(
     )
     resizable = frozenset(wanted.resizable)
     fills: list[Fill] = []
-    names_shown = wanted.told or [full_name(shard.item, shard.fqn) for shard in wanted.shards]
-    for name, shard in zip(names_shown, wanted.shards, strict=True):
+    labels = wanted.labels or [full_name(shard.item, shard.fqn) for shard in wanted.shards]
+    for name, shard in zip(labels, wanted.shards, strict=True):
         tensor = index.ids.get((shard.item, shard.fqn))
         if tensor is None:
             problems.missing.append((name, "not in the checkpoint"))

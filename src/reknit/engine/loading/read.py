@@ -72,7 +72,7 @@ class RangeReader:
         """No read of the plan crosses a multiple of this, or has more bytes."""
         sizes = [checkpoint.files[path].nbytes for path in index.files]
         self.plan = plan_load(index, [(tensor, box) for tensor, box, _ in boxes], sizes, cut)
-        self._checkpoint, self._options, self._moved = checkpoint, options, moved
+        self.checkpoint, self._options, self._moved = checkpoint, options, moved
         self._deliverer = Deliverer(index, self.plan, boxes, cast)
         self._repairer = Repairer(checkpoint, replicas)
         self._clocks = {name: Stopwatch() for name in ("read", "verify", "deliver")}
@@ -164,7 +164,7 @@ class RangeReader:
         """Say what is being read at this moment, for an error."""
         with self._lock:
             files = sorted(set(self._under_way.values()))
-        return f"reading {', '.join(files) or 'files'} of {self._checkpoint.storage.url}"
+        return f"reading {', '.join(files) or 'files'} of {self.checkpoint.storage.url}"
 
     def record(self, recorder: Recorder) -> None:
         """Record the phases read, verify and deliver, each with its time in all threads and its bytes."""
@@ -174,19 +174,19 @@ class RangeReader:
     def _place(self, number: int) -> tuple[str, int, int]:
         """Return path, start and size of a read."""
         plan = self.plan
-        path = self._checkpoint.index.files[plan.read_file[number]]
+        path = self.checkpoint.index.files[plan.read_file[number]]
         return path, int(plan.read_start[number]), int(plan.read_nbytes[number])
 
     def _read_strided(self, number: int, arena: Arena) -> None:
         """Read the runs of a strided read into the target, or into scratch memory to deliver them."""
-        strided, files = self.plan.strided, self._checkpoint.index.files
+        strided, files = self.plan.strided, self.checkpoint.index.files
         path, run = files[strided.file[number]], int(strided.run_nbytes[number])
         starts, direct = self._deliverer.run_starts(number), self._deliverer.direct_runs(number)
         buffer = arena.view(len(starts) * run) if direct is None else direct
         try:
             self._repairer.require_sound(path)
             with self._reading(path, len(buffer)):
-                self._checkpoint.storage.read_runs(path, starts, run, buffer.data)
+                self.checkpoint.storage.read_runs(path, starts, run, buffer.data)
         except UNREADABLE as error:
             if not self._repairer.able:
                 raise
@@ -203,7 +203,7 @@ class RangeReader:
         try:
             self._repairer.require_sound(path)
             with self._reading(path, nbytes):
-                self._checkpoint.storage.read_into(path, start, [span.buffer.data for span in spans])
+                self.checkpoint.storage.read_into(path, start, [span.buffer.data for span in spans])
         except UNREADABLE as error:
             if not self._repairer.able:
                 raise
@@ -240,7 +240,7 @@ class RangeReader:
         try:
             yield
         except ReknitError as error:
-            error.sign(phase=phase, path=f"{self._checkpoint.storage.url}/{path}")
+            error.sign(phase=phase, path=f"{self.checkpoint.storage.url}/{path}")
             raise
 
     def _reread(self, path: str, start: int, spans: Sequence[ReadSpan], error: ReknitError) -> None:
@@ -265,7 +265,7 @@ class RangeReader:
 
     def _damaged(self, path: str, start: int, spans: Sequence[ReadSpan]) -> list[int]:
         """Return every block whose digest is wrong; the spans begin and end with blocks (or the file)."""
-        file = self._checkpoint.files[path]
+        file = self.checkpoint.files[path]
         block_nbytes = self.block_nbytes
         stop = spans[-1].start + len(spans[-1].buffer) if spans else start
         if start % block_nbytes or (stop % block_nbytes and stop != file.nbytes):
@@ -287,8 +287,8 @@ class RangeReader:
 
     def _corrupt(self, path: str, block: int) -> CorruptError:
         """Return the error of a block whose digest is wrong."""
-        block_nbytes, files = self.block_nbytes, self._checkpoint.index.files
+        block_nbytes, files = self.block_nbytes, self.checkpoint.index.files
         low = block * block_nbytes
         names = self._deliverer.names(files.index(path), low, low + block_nbytes) if path in files else []
-        names = [self._checkpoint.shown(name) for name in names]
-        return corrupt_block(self._checkpoint.files[path], block, block_nbytes, names)
+        names = [self.checkpoint.shown(name) for name in names]
+        return corrupt_block(self.checkpoint.files[path], block, block_nbytes, names)
