@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from reknit.engine.saving.packing import MAX_NUMBERS, merge_claims, merge_receipts, pack, unpack
 from reknit.errors import ProtocolError
-from reknit.planner.columns import NOTHING, said
+from reknit.planner.columns import NOTHING, columns_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -25,8 +25,8 @@ def claims(rank: int) -> bytes:
     """Return claims, of shards too for every other rank."""
     digests = ([rank % 2, 1], "")
     lists = {"copy": ([3, 4], ""), "low": digests, "high": digests, "blob_keys": ([rank % 2, 7], "")}
-    own = said(rank, {"write_ids": ["w"]}, {"plan": ([1, 2], ""), **lists})
-    shards = said(rank, {}, {"keys": ([rank % 3, 5], ""), "nbytes": ([1, 2], "")})
+    own = columns_of(rank, {"write_ids": ["w"]}, {"plan": ([1, 2], ""), **lists})
+    shards = columns_of(rank, {}, {"keys": ([rank % 3, 5], ""), "nbytes": ([1, 2], "")})
     return pack(own, shards if rank % 2 else NOTHING)
 
 
@@ -34,14 +34,14 @@ def receipts(rank: int) -> bytes:
     """Return a receipt, with chunks for every other rank, of one to three dimensions."""
     tables: dict[str, list[Any]] = {"urls": ["process://x"], "items": [f"i{rank % 2}", "j"], "folders": ["j"]}
     tables["kept"] = [("j", "a", "0, 1")] * (rank % 4 == 1)
-    own = said(rank, tables, {"digests": ([-1], "")}).with_names("places", [("dp",)], [0])
+    own = columns_of(rank, tables, {"digests": ([-1], "")}).with_names("places", [("dp",)], [0])
     if rank % 2:
         return pack(own, NOTHING)
     shape = (4,) * (1 + rank % 3)
     chunks = {"tensor": ([0], "tensors"), "nbytes": ([1], ""), "part": ([0], "")}
     chunks |= {f"{name}.{d}": ([rank], "") for name in ("offset", "length") for d in range(len(shape))}
     tables = {"tensors": [("j", f"t{len(shape)}", "uint8", shape)], "aliases": [("j", "b", "a")]}
-    return pack(own, said(rank, tables, chunks))
+    return pack(own, columns_of(rank, tables, chunks))
 
 
 @pytest.mark.parametrize(("say", "merge"), [(claims, merge_claims), (receipts, merge_receipts)])
@@ -70,7 +70,7 @@ def form(said: RankColumns) -> list[Any]:
 @example([1 << 62] * 3)
 def test_what_is_packed_is_unpacked(numbers: list[int]) -> None:
     tensors = [("i", "f", "uint8", (3, 0)), ("i", "g", "uint8", ())]
-    told = said(7, {"tensors": tensors, "places": [("a", "b")], "urls": ["ü"]}, {"n": (numbers, "")})
+    told = columns_of(7, {"tensors": tensors, "places": [("a", "b")], "urls": ["ü"]}, {"n": (numbers, "")})
     assert [form(section) for section in unpack(pack(told, NOTHING))] == [form(told), form(NOTHING)]
 
 

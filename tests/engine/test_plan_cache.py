@@ -5,7 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from reknit.engine.saving.plan_cache import PlanCache
-from reknit.planner.columns import merged, said
+from reknit.planner.columns import columns_of, merged
 
 RANKS, SLOTS = 3, 2
 
@@ -48,7 +48,7 @@ def test_each_rank_s_latest_plans_are_known_with_what_it_said_last(
             assert values.flat().tolist() == [value for value in expected if value is not None]
         telling = [rank for rank, (_, tells) in enumerate(save) if tells]
         if telling:
-            told = [said(rank, {}, {"value": ([10 * number + rank], "")}) for rank in telling]
+            told = [columns_of(rank, {}, {"value": ([10 * number + rank], "")}) for rank in telling]
             known.keep(plans[telling], merged(told))
             for rank in telling:
                 model.keep(rank, save[rank][0], 10 * number + rank)
@@ -58,7 +58,7 @@ def test_the_version_changes_when_a_rank_says_something_again() -> None:
     known, ranks, plans = PlanCache(SLOTS), np.arange(2), np.array([[1, 1], [1, 1]])
 
     def tell(*which: int) -> bytes:
-        told = merged([said(rank, {}, {"value": ([rank], "")}) for rank in which])
+        told = merged([columns_of(rank, {}, {"value": ([rank], "")}) for rank in which])
         known.keep(plans[list(which)], told)
         return known.version(ranks, known.find(ranks, plans))
 
@@ -69,6 +69,6 @@ def test_the_version_changes_when_a_rank_says_something_again() -> None:
 
 def test_what_all_ranks_said_at_once_is_one_object_without_a_copy() -> None:
     known, ranks, plans = PlanCache(SLOTS), np.arange(3), np.full((3, 2), 5)
-    told = merged([said(rank, {}, {"value": ([rank], "")}) for rank in range(3)])
+    told = merged([columns_of(rank, {}, {"value": ([rank], "")}) for rank in range(3)])
     known.keep(plans, told)
     assert known.said(ranks, known.find(ranks, plans)) is told

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from reknit.errors import CommitError
 from reknit.planner import assemble as module
 from reknit.planner.assemble import assemble, chunk_files, widened
-from reknit.planner.columns import merged, said
+from reknit.planner.columns import columns_of, merged
 from reknit.types.box import Box, flat_range_boxes
 
 if TYPE_CHECKING:
@@ -47,7 +47,7 @@ def chunks(
         lists[f"offset.{d}"] = ([(*box.offsets, *[0] * ndim)[d] for _, box, _ in rows], "")
         lists[f"length.{d}"] = ([(*box.lengths, *[1] * ndim)[d] for _, box, _ in rows], "")
     tables = {"tensors": tensors, "folders": ["m"], "aliases": list(aliases)}
-    return widened(said(rank, tables, lists), 3)
+    return widened(columns_of(rank, tables, lists), 3)
 
 
 def rows_of(index: Index) -> list[tuple[str, Box, int, int]]:

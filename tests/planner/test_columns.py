@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from reknit.planner import columns
-from reknit.planner.columns import NOTHING, Blocks, RankColumns, merged, said
+from reknit.planner.columns import NOTHING, Blocks, RankColumns, columns_of, merged
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -24,9 +24,11 @@ class Rank:
     def __init__(self, rank: int, names: list[str], used: list[str], plain: list[int]) -> None:
         self.rank, self.names, self.used, self.plain = rank, names, used, plain
 
-    def said(self) -> RankColumns:
+    def columns(self) -> RankColumns:
         used = [self.names.index(name) for name in self.used]
-        return said(self.rank, {"names": self.names}, {"used": (used, "names"), "plain": (self.plain, "")})
+        return columns_of(
+            self.rank, {"names": self.names}, {"used": (used, "names"), "plain": (self.plain, "")}
+        )
 
 
 @st.composite
@@ -63,7 +65,7 @@ def form(said: RankColumns) -> list[object]:
 @given(worlds(), st.integers(0, 1 << 30))
 def test_merging_in_any_order_and_in_any_number_of_steps_gives_one_form(ranks: list[Rank], seed: int) -> None:
     rng = random.Random(seed)
-    parts = [rank.said() for rank in ranks]
+    parts = [rank.columns() for rank in ranks]
     whole = merged(parts)
     check(whole, ranks)
     while len(parts) > 1:
@@ -78,9 +80,9 @@ def test_what_some_ranks_say_is_what_is_left_without_the_others(ranks: list[Rank
     rng = random.Random(seed)
     ranks.sort(key=lambda r: r.rank)
     some = sorted(rng.sample(range(len(ranks)), rng.randrange(1, len(ranks) + 1)))
-    got = merged([rank.said() for rank in ranks]).select(np.array(some))
+    got = merged([rank.columns() for rank in ranks]).select(np.array(some))
     check(got, [ranks[k] for k in some])
-    assert form(got) == form(merged([ranks[k].said() for k in some]))
+    assert form(got) == form(merged([ranks[k].columns() for k in some]))
 
 
 @given(lists)
@@ -106,7 +108,7 @@ def test_lists_with_one_digest_are_told_apart(lists: list[list[int]]) -> None:
 
 
 def test_a_saying_of_many_equal_ranks_is_as_large_as_that_of_one() -> None:
-    parts = [said(r, {"names": ["a", "b"]}, {"used": ([1, 0, 1], "names")}) for r in range(100)]
+    parts = [columns_of(r, {"names": ["a", "b"]}, {"used": ([1, 0, 1], "names")}) for r in range(100)]
     column = merged(parts).lists["used"]
     assert column.values.tolist() == [1, 0, 1]
     assert column.number.tolist() == [0] * 100

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 from hypothesis import given
 from hypothesis import strategies as st
 
-from reknit.planner.columns import merged, said
+from reknit.planner.columns import columns_of, merged
 from reknit.planner.copies import HOLDERS, differing, thinned
 
 if TYPE_CHECKING:
@@ -20,7 +20,7 @@ Copies = dict[int, int]
 
 def told(rank: int, copies: Copies) -> RankColumns:
     digests = list(copies.values())
-    return said(rank, {}, {"copy": (list(copies), ""), "low": (digests, ""), "high": (digests, "")})
+    return columns_of(rank, {}, {"copy": (list(copies), ""), "low": (digests, ""), "high": (digests, "")})
 
 
 def thinly_merged(parts: Sequence[RankColumns], rng: random.Random) -> RankColumns:

@@ -143,7 +143,7 @@ NOTHING = RankColumns(np.zeros(0, np.int64), {}, {})
 """What no rank says."""
 
 
-def said(
+def columns_of(
     rank: int, tables: Mapping[str, Sequence[Any]], lists: Mapping[str, tuple[ArrayLike, str]]
 ) -> RankColumns:
     """Return what one rank says: its own tables, without repetitions, and lists with the table they count."""

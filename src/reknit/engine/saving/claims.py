@@ -15,7 +15,7 @@ from reknit.engine.saving.packing import pack
 from reknit.format import paths
 from reknit.format.checksum import digest
 from reknit.format.values.blob_codec import encode_blobs, join_blobs, name_of_value
-from reknit.planner.columns import NOTHING, said
+from reknit.planner.columns import NOTHING, columns_of
 from reknit.planner.resolve import OWN, shard_key
 from reknit.types.shard import Encoded, full_name
 
@@ -120,7 +120,7 @@ def claims(rank: int, told: messages.RankClaims) -> bytes:
     # What is a rank's alone has no copies elsewhere, and nobody asks who has it.
     placed = [blob.key for blob in blobs if (blob.coordinate or {"rank": rank}).keys() != {"rank"}]
     seen = messages.unpacked(copies.digests, "u8")
-    own = said(
+    own = columns_of(
         rank,
         {"write_ids": [told.write_id], "witnesses": witnesses.names},
         {
@@ -138,7 +138,7 @@ def claims(rank: int, told: messages.RankClaims) -> bytes:
     if told.shards is None:
         return pack(own, NOTHING)
     keys, nbytes = messages.unpacked(told.shards.keys, "u8"), messages.unpacked(told.shards.nbytes, "i8")
-    return pack(own, said(rank, {}, {"keys": (keys, ""), "nbytes": (nbytes, "")}))
+    return pack(own, columns_of(rank, {}, {"keys": (keys, ""), "nbytes": (nbytes, "")}))
 
 
 def blob_files(blobs: Sequence[messages.EncodedBlob], owners: bytes, rank: int) -> list[EncodedFile]:

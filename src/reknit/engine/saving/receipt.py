@@ -11,7 +11,7 @@ from reknit.engine.saving.manifest_content import KINDS
 from reknit.engine.saving.packing import pack
 from reknit.engine.saving.write import write_small
 from reknit.format import paths
-from reknit.planner.columns import NOTHING, said
+from reknit.planner.columns import NOTHING, columns_of
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -70,7 +70,7 @@ def receipt(
     names = [parsed for parsed in (paths.parse_path(file.path) for file in written) if parsed is not None]
     folder, folders = _numbered([name.item or "" for name in names])
     place, kinds = _numbered([tuple(sorted(place)) for place in places])
-    own = said(
+    own = columns_of(
         rank,
         {
             "urls": [job.storage.url],
@@ -102,7 +102,7 @@ def chunks_said(rank: int, columns: messages.ArrayColumns) -> RankColumns:
     folder, folders = _numbered([item for item, _ in columns.files])
     boxes = {f"offset.{d}": (offsets[:, d], "") for d in range(columns.ndim)}
     boxes |= {f"length.{d}": (lengths[:, d], "") for d in range(columns.ndim)}
-    return said(
+    return columns_of(
         rank,
         {"tensors": columns.tensors, "folders": folders, "aliases": list(dict.fromkeys(columns.aliases))},
         {
