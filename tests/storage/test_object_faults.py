@@ -23,13 +23,13 @@ from reknit.options import MIB
 from reknit.storage.object.client import ObjectOptions, parse_url
 from reknit.storage.object.store import ObjectStorage
 from reknit.storage.registry import open_storage
-from reknit.testing.fault_proxy import FAULTS, FaultProxy
 from tests.servers import environment, new_url, raw_get, server, uploads_left
+from tests.storage.fault_proxy import FAULTS, FaultProxy
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from reknit.testing.fault_proxy import Fault
+    from tests.storage.fault_proxy import Fault
 
 QUICK = "?retries=2&timeout_s=0.5"
 
