@@ -38,7 +38,7 @@ BUDGETS: dict[str, Budget] = {
     "planner": Budget(15),
     "processes": Budget(20, 8),
     "running": Budget(20),
-    "runs": Budget(10, 2),
+    "runs": Budget(20, 4),
     "simulation": Budget(60, 4),
     "storage": Budget(250, 45, ("s3", "gcs", "azure", "hdfs", "rclone")),
     "testing": Budget(30, 12),

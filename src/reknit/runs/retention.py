@@ -62,7 +62,8 @@ class Retention:
             return []
         # What is later than the newest whole step is damaged, and stays as well for who looks into that.
         before = next((at for at in reversed(range(len(steps))) if self._is_sound(steps[at])), 0)
-        return [step for step in doomed if step in steps[:before]]
+        older = {step.path for step in steps[:before]}
+        return [step for step in doomed if step.path in older]
 
     def prune(self, needed: Container[int] = (), reached: int | None = None) -> list[SavedStep]:
         """Remove what is surplus, and return it; what cannot be removed is logged."""
