@@ -145,15 +145,15 @@ def test_a_closed_folder_is_passed_over_and_a_failing_store_is_an_error(
     path: Path, monkeypatch: pytest.MonkeyPatch, fault: str, found: bool
 ) -> None:
     (path.parent / "two").mkdir()
-    size = LocalStorage.size
+    get = LocalStorage.get
 
-    def failing(storage: LocalStorage, name: str) -> int:
+    def failing(storage: LocalStorage, name: str, *, limit: int) -> bytes:
         if storage.url.endswith("two"):
             kind = reknit.errors.StoragePermissionError if fault == "permission" else reknit.StorageError
             raise kind("no way in")
-        return size(storage, name)
+        return get(storage, name, limit=limit)
 
-    monkeypatch.setattr(LocalStorage, "size", failing)
+    monkeypatch.setattr(LocalStorage, "get", failing)
     if found:
         assert reknit.latest(path.parent) == str(path)
     else:

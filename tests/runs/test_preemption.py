@@ -17,6 +17,7 @@ from reknit.runs.preemption import Notices
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
+    from multiprocessing.synchronize import Event
 
 
 def watch(*signals: signal.Signals) -> Notices:
@@ -45,11 +46,19 @@ def test_runs_that_end_in_the_order_in_which_they_began_leave_no_handler_that_sw
     assert first.seen() is second.seen() is None
 
 
+def wait_to_be_ended(ready: Event) -> None:
+    ready.set()
+    time.sleep(60)
+
+
 def test_a_forked_process_ends_at_sigterm_as_it_would_without() -> None:
     notices = watch(signal.SIGTERM)
     try:
-        child = multiprocessing.get_context("fork").Process(target=time.sleep, args=(60,))
+        context = multiprocessing.get_context("fork")
+        ready = context.Event()
+        child = context.Process(target=wait_to_be_ended, args=(ready,))
         child.start()
+        assert ready.wait(20)  # Python forgets signals that come while it forks
         child.terminate()
         child.join(20)
         ended = child.exitcode

@@ -68,6 +68,6 @@ def check_expression(expression: str, replacement: str) -> None:
         re.sub(expression, replacement, "")
     except (re.error, IndexError) as error:
         raise UsageError(
-            f"{expression!r} and {replacement!r} do not make a rewrite by a regular expression: {error}",
+            f"{expression!r} with its replacement {replacement!r} makes no rewrite: {error}",
             remedy="write both as for re.sub, as raw strings",
         ) from error
