@@ -227,10 +227,10 @@ def test_an_error_in_work_of_its_own_ends_the_others_too(hosts: list[int]) -> No
             super().abandon()
             given_up.set()
 
-    # The other has all its reading before it when it hears of it.
+    # The other has all its reading before it when it hears of it, and most of the exchanges between hosts.
     works = [Failing(8 * CELL), Work(8 * CELL, lambda _: given_up.wait(WAIT_S))]
     outcomes = run_ranks(
-        2, errors_of(exchanges(works, hosts, [cells(8)] * 2, num_slots=1, private={0: [fail]}))
+        2, errors_of(exchanges(works, hosts, [cells(8)] * 2, bucket=CELL, num_slots=1, private={0: [fail]}))
     )
     assert [type(outcome) for outcome in outcomes] == [StorageError, StoppedError]
 
