@@ -848,3 +848,20 @@ def test_a_store_that_nobody_closed_leaves_no_file_open(tmp_path: Path) -> None:
     read()
     gc.collect()
     assert not open_files(str(tmp_path))
+
+
+def test_a_name_that_is_given_up_while_it_is_looked_at_was_taken(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Two hosts put the same marker, and one commits with it between the other's try and its look."""
+    marker, link = tmp_path / "marker", os.link
+    marker.touch()
+
+    def taken(source: str, target: str, **how: Any) -> None:
+        try:
+            link(source, target, **how)
+        finally:
+            marker.unlink(missing_ok=True)
+
+    monkeypatch.setattr(os, "link", taken)
+    assert not LocalStorage(str(tmp_path)).put("marker", b"", if_absent=True)

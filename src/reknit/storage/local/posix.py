@@ -227,7 +227,10 @@ def move_new(source: str, full: str) -> bool:
 
 def _taken(full: str) -> bool:
     """Return False for a name that a file has.  Raises `OSError` for that of a folder, a link, a pipe."""
-    mode = os.stat(full, follow_symlinks=False).st_mode
+    try:
+        mode = os.stat(full, follow_symlinks=False).st_mode
+    except FileNotFoundError:
+        return False  # a file had it when that was tried, and its owner has taken it away since
     if stat.S_ISDIR(mode):
         raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), full)
     if not stat.S_ISREG(mode):
