@@ -13,7 +13,7 @@ import tempfile
 from hypothesis import settings
 
 from reknit.storage.registry import register
-from reknit.testing.process_memory import open_process_memory
+from tests.storage.process_memory import open_process_memory
 
 pytest_plugins = ["tests.running.budget", "tests.running.lanes"]
 

@@ -20,12 +20,12 @@ from reknit.engine.stored.opening import opened, read_opened
 from reknit.engine.stored.verify import check_all
 from reknit.storage.local.store import LocalStorage
 from reknit.storage.registry import register
-from reknit.testing.process_memory import ProcessMemory
 from reknit.testing.world import run_ranks
 from reknit.types.dtype import ITEMSIZE, converts, numpy_dtype
 from reknit.types.manifest import FileEntry
 from tests.ranks import run
 from tests.running.examples import examples
+from tests.storage.process_memory import ProcessMemory
 from tests.torchrun import pieces
 
 if TYPE_CHECKING:

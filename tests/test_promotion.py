@@ -20,10 +20,10 @@ from reknit.engine.background.agent_save import AgentSave
 from reknit.engine.background.agents import Agents
 from reknit.storage.registry import register
 from reknit.testing.faulty_storage import Fault, FaultKind
-from reknit.testing.killpoint import faulty_url, register_faulty
-from reknit.testing.process_memory import ProcessMemory
 from reknit.testing.world import run_ranks
 from tests.faults.nursery import agents_of, wait_until
+from tests.storage.killpoint import faulty_url, register_faulty
+from tests.storage.process_memory import ProcessMemory
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -500,7 +500,7 @@ import gc, sys, threading
 import numpy as np
 import reknit
 from reknit.comm.base import SoloGroup
-from reknit.testing.killpoint import register_faulty
+from tests.storage.killpoint import register_faulty
 
 register_faulty()
 a, b, exit_wait_s, gate = sys.argv[1:]

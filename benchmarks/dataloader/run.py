@@ -18,6 +18,8 @@ import time
 from pathlib import Path
 from typing import Any
 
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+
 import numpy as np
 from corpus import Repeated
 from slow_store import SlowStore
@@ -25,7 +27,7 @@ from slow_store import SlowStore
 import reknit
 from reknit.dataloader import TokenLoader, TokenSet
 from reknit.storage.registry import register
-from reknit.testing.process_memory import ProcessMemory
+from tests.storage.process_memory import ProcessMemory
 
 _SAMPLE = 65_536
 _SETTLE_S = 30.0

@@ -8,9 +8,9 @@ import pytest
 import reknit
 from reknit.cli.ls import rows_of
 from reknit.engine.stored.delete import delete
-from reknit.testing.process_memory import ProcessMemory
 from tests.cli.command import Command, damage
 from tests.engine.runs import pausing, save_as
+from tests.storage.process_memory import ProcessMemory
 
 if TYPE_CHECKING:
     from pathlib import Path

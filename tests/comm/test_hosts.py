@@ -22,7 +22,7 @@ from reknit.comm.meeting.hosts import gather_shape
 from reknit.comm.meeting.rendezvous import FolderStore, Store
 from reknit.errors import CommError, DeadlineError, ProtocolError, ReknitError, UsageError
 from reknit.options import CommOptions
-from reknit.testing.world import MemoryStore
+from tests.comm.memory_store import MemoryStore
 from tests.running.examples import examples
 
 if TYPE_CHECKING:

@@ -25,8 +25,9 @@ from reknit.comm.tree.threads import thread_groups
 from reknit.engine.background.side_group import side_group
 from reknit.errors import CommError, DeadlineError, UsageError
 from reknit.options import CommOptions
-from reknit.testing.world import MemoryStore, run_ranks
+from reknit.testing.world import run_ranks
 from tests.as_nobody import NOBODY, as_nobody, needs_another_user
+from tests.comm.memory_store import MemoryStore
 from tests.comm.test_strangers import PREFACE
 from tests.comm.worlds import ask, connect_rank, endings, listen_all, settled, tree_world
 

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from reknit.comm.meeting.rendezvous import FolderStore, Store
 from reknit.errors import CommError, DeadlineError, UsageError
-from reknit.testing.world import MemoryStore
+from tests.comm.memory_store import MemoryStore
 from tests.running.examples import examples
 
 if TYPE_CHECKING:
@@ -134,3 +134,11 @@ def test_what_cannot_be_forgotten_is_left(tmp_path: Path) -> None:
     (tmp_path / "store" / "key-a%2F1").rmdir()
     (tmp_path / "store").rmdir()
     store.forget("a/")
+
+
+def test_a_memory_store_hands_values_between_threads() -> None:
+    store = MemoryStore()
+    threading.Timer(0.02, store.set, ("key", b"value")).start()
+    assert store.get("key", 30) == b"value"
+    with pytest.raises(DeadlineError, match="'other'"):
+        store.get("other", 0.01)

@@ -17,8 +17,9 @@ from reknit.comm.tree.group import TreeGroup
 from reknit.comm.tree.threads import thread_groups
 from reknit.errors import CommError, DeadlineError, ProtocolError, UsageError
 from reknit.options import CommOptions
-from reknit.testing.world import MemoryStore, run_ranks
+from reknit.testing.world import run_ranks
 from tests.comm.collectives import broadcast, gather
+from tests.comm.memory_store import MemoryStore
 from tests.comm.worlds import (
     GENERATION,
     Resources,

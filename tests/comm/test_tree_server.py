@@ -16,7 +16,7 @@ from reknit.comm.tree.group import TreeGroup
 from reknit.comm.tree.threads import thread_groups
 from reknit.errors import CommError, from_wire
 from reknit.options import CommOptions
-from reknit.testing.world import MemoryStore
+from tests.comm.memory_store import MemoryStore
 from tests.comm.worlds import ask, endings, listen_all, tree_world
 
 if TYPE_CHECKING:

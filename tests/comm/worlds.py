@@ -13,7 +13,8 @@ from reknit.comm.topology import Topology
 from reknit.comm.tree.group import TreeGroup
 from reknit.errors import ReknitError
 from reknit.options import CommOptions
-from reknit.testing.world import MemoryStore, run_ranks
+from reknit.testing.world import run_ranks
+from tests.comm.memory_store import MemoryStore
 from tests.resources import open_files, threads
 
 if TYPE_CHECKING:

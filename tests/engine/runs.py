@@ -19,10 +19,10 @@ from reknit.format.paths import MANIFEST_PATH, parse_path
 from reknit.monitor.phase import Recorder
 from reknit.options import LoadOptions, SaveOptions
 from reknit.testing.faulty_storage import Fault, FaultyStorage
-from reknit.testing.process_memory import ProcessMemory
 from reknit.types.box import Box
 from reknit.types.shard import Blob, Holdings, Shard, TensorSpec
 from reknit.types.wanted import Wanted
+from tests.storage.process_memory import ProcessMemory
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable

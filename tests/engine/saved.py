@@ -9,11 +9,11 @@ import numpy as np
 
 from reknit.engine.stored.opening import OpenCheckpoint
 from reknit.format.checksum import block_digests
-from reknit.testing.process_memory import ProcessMemory
 from reknit.testing.storage_suite import write
 from reknit.types.manifest import FileEntry, Index, Manifest, TensorEntry
 from reknit.types.shard import TensorSpec
 from tests.planner.test_tiling import cut
+from tests.storage.process_memory import ProcessMemory
 
 if TYPE_CHECKING:
     import random

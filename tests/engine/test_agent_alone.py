@@ -25,9 +25,9 @@ from reknit.monitor.phase import Recorder
 from reknit.options import SaveOptions
 from reknit.processes.channel import Channel
 from reknit.system import socket_pair, start_thread
-from reknit.testing.process_memory import ProcessMemory
 from tests.engine.runs import nothing_held
 from tests.faults.nursery import wait_until
+from tests.storage.process_memory import ProcessMemory
 
 if TYPE_CHECKING:
     from collections.abc import Callable

@@ -25,10 +25,10 @@ from reknit.engine.outcome import SaveOutcome
 from reknit.engine.saving.coordinator import Coordinator
 from reknit.processes.channel import Channel
 from reknit.storage.registry import recipe, register
-from reknit.testing.process_memory import ProcessMemory
 from reknit.testing.world import run_ranks
 from tests.engine.watched import Watched
 from tests.faults.nursery import wait_until
+from tests.storage.process_memory import ProcessMemory
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence

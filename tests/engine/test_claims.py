@@ -20,9 +20,9 @@ from reknit.format.values.blob_codec import decode_blobs, encode_value
 from reknit.monitor.phase import Recorder
 from reknit.options import SaveOptions
 from reknit.planner.resolve import OWN
-from reknit.testing.process_memory import ProcessMemory
 from reknit.types.shard import Blob, Encoded, Holdings
 from tests.engine.runs import nothing_held
+from tests.storage.process_memory import ProcessMemory
 
 WRITE_ID = "0123456789abcdef" * 2
 VALUE = {"tokens": np.arange(1000), "position": 7}

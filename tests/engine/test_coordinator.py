@@ -25,10 +25,10 @@ from reknit.format.manifest_file import decode_manifest
 from reknit.monitor.phase import Recorder
 from reknit.options import SaveOptions
 from reknit.planner.assemble import assemble
-from reknit.testing.process_memory import ProcessMemory
 from reknit.types.box import Box
 from reknit.types.shard import Holdings, Shard, TensorSpec
 from tests.engine.runs import nothing_held
+from tests.storage.process_memory import ProcessMemory
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence

@@ -11,8 +11,8 @@ import reknit
 from reknit.engine.display import logged, some
 from reknit.engine.outcome import PendingSave, SaveOutcome
 from reknit.storage.registry import register
-from reknit.testing.process_memory import ProcessMemory
 from reknit.testing.world import run_ranks
+from tests.storage.process_memory import ProcessMemory
 
 if TYPE_CHECKING:
     from pathlib import Path

@@ -11,9 +11,9 @@ import reknit
 from reknit.errors import ReknitError
 from reknit.storage.local.store import LocalStorage
 from reknit.testing.faulty_storage import Fault, FaultyStorage
-from reknit.testing.killpoint import faulty_url, register_faulty
 from reknit.testing.world import run_ranks
 from tests.engine.runs import save_as
+from tests.storage.killpoint import faulty_url, register_faulty
 
 if TYPE_CHECKING:
     from pathlib import Path

@@ -18,7 +18,8 @@ from reknit.errors import CommError, DeadlineError, ShortageError, StorageError
 from reknit.planner.sharing import Reads, divide
 from reknit.processes.shared_memory import SharedMemory
 from reknit.system import start_thread
-from reknit.testing.world import MemoryStore, run_ranks
+from reknit.testing.world import run_ranks
+from tests.comm.memory_store import MemoryStore
 from tests.world.sharing import Hub, ThreadCarrier
 
 if TYPE_CHECKING:

@@ -14,7 +14,7 @@ from reknit.format.manifest_file import decode_generation
 from reknit.format.paths import parse_path
 from reknit.storage.registry import register
 from reknit.storage.wrappers.forwarding import ForwardingStorage
-from reknit.testing.process_memory import ProcessMemory
+from tests.storage.process_memory import ProcessMemory
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

@@ -11,8 +11,8 @@ from reknit.engine.stored.file_checks import read_blocks, read_checked
 from reknit.errors import CorruptError, ReknitError, StorageError
 from reknit.format.checksum import block_digests
 from reknit.testing.faulty_storage import Fault, FaultyStorage
-from reknit.testing.process_memory import ProcessMemory
 from reknit.types.manifest import FileEntry
+from tests.storage.process_memory import ProcessMemory
 
 BLOCK = 4096
 DATA = bytes(range(256)) * 40

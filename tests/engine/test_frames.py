@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 import reknit
-from reknit.testing.process_memory import ProcessMemory
 from tests.engine.test_frames_load import frames_of, settled
+from tests.storage.process_memory import ProcessMemory
 
 if TYPE_CHECKING:
     import pytest

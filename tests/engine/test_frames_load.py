@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 import reknit
-from reknit.testing.process_memory import ProcessMemory
+from tests.storage.process_memory import ProcessMemory
 
 if TYPE_CHECKING:
     from types import FrameType

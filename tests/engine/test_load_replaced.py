@@ -22,12 +22,12 @@ from reknit.format.paths import MANIFEST_PATH
 from reknit.monitor.phase import Recorder
 from reknit.options import LoadOptions
 from reknit.testing.faulty_storage import FaultyStorage
-from reknit.testing.process_memory import ProcessMemory
 from reknit.testing.world import run_ranks
 from reknit.types.box import Box
 from reknit.types.shard import Shard
 from reknit.types.wanted import Wanted
 from tests.engine.runs import SPEC, pausing, save_as, whole
+from tests.storage.process_memory import ProcessMemory
 
 if TYPE_CHECKING:
     from reknit.comm.base import Group

@@ -22,12 +22,12 @@ from reknit.frameworks import registry
 from reknit.monitor.phase import Recorder
 from reknit.options import LoadOptions
 from reknit.testing.faulty_storage import FaultyStorage
-from reknit.testing.process_memory import ProcessMemory
 from reknit.testing.world import run_ranks
 from reknit.transforms import names
 from reknit.types.box import Box
 from reknit.types.wanted import Wanted
 from tests.format.samples import same_index
+from tests.storage.process_memory import ProcessMemory
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

@@ -19,11 +19,11 @@ from reknit.engine.memory.arena_pool import Arenas
 from reknit.engine.outcome import SaveOutcome
 from reknit.processes.shared_memory import SharedMemory
 from reknit.storage.registry import register
-from reknit.testing.process_memory import ProcessMemory
 from reknit.testing.world import run_ranks
 from tests.engine.watched import Watched
 from tests.faults.nursery import agents_of, wait_until
 from tests.resources import mapped, open_files, threads
+from tests.storage.process_memory import ProcessMemory
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator

@@ -14,11 +14,11 @@ import reknit
 from reknit.engine.stored import renaming
 from reknit.engine.stored.renaming import Naming, renamed
 from reknit.frameworks.tree import SKELETON
-from reknit.testing.process_memory import ProcessMemory
 from reknit.testing.world import run_ranks
 from reknit.transforms import names
 from reknit.types.manifest import Index, TensorEntry
 from reknit.types.shard import TensorSpec
+from tests.storage.process_memory import ProcessMemory
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence

@@ -12,12 +12,12 @@ from reknit.errors import FormatError
 from reknit.format.data_file import HeaderEntry, encode_header
 from reknit.monitor.phase import Recorder
 from reknit.options import LoadOptions, SaveOptions
-from reknit.testing.process_memory import ProcessMemory
 from reknit.testing.world import run_ranks
 from reknit.types.box import Box
 from reknit.types.manifest import FileEntry
 from reknit.types.shard import Holdings, Shard, TensorSpec
 from tests.format.samples import index_of
+from tests.storage.process_memory import ProcessMemory
 
 if TYPE_CHECKING:
     from reknit.comm.base import Group

@@ -23,10 +23,10 @@ from reknit.errors import ReknitError, StorageError, StorageFullError, UsageErro
 from reknit.format.checksum import BLOCK_NBYTES, block_digests
 from reknit.monitor.phase import Recorder
 from reknit.testing.faulty_storage import Fault, FaultyStorage
-from reknit.testing.process_memory import ProcessMemory
 from reknit.types.box import Box
 from reknit.types.plan import WriteEntry
 from tests.running.examples import examples
+from tests.storage.process_memory import ProcessMemory
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence

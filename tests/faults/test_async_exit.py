@@ -30,7 +30,7 @@ import os, sys, time, threading
 import numpy as np
 import reknit
 from reknit.testing.faulty_storage import Fault
-from reknit.testing.killpoint import faulty_url, register_faulty
+from tests.storage.killpoint import faulty_url, register_faulty
 
 register_faulty()
 root = sys.argv[1]

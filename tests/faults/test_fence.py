@@ -14,8 +14,8 @@ import pytest
 import reknit
 from reknit.comm.base import SoloGroup
 from reknit.testing.faulty_storage import Fault
-from reknit.testing.killpoint import faulty_url, register_faulty
 from tests.faults.nursery import agents_of, is_running, send, wait_until
+from tests.storage.killpoint import faulty_url, register_faulty
 
 if TYPE_CHECKING:
     from pathlib import Path

@@ -33,7 +33,7 @@ import os, signal, sys
 import numpy as np
 import reknit
 from reknit.testing.faulty_storage import Fault
-from reknit.testing.killpoint import faulty_url, register_faulty
+from tests.storage.killpoint import faulty_url, register_faulty
 
 register_faulty()
 root = sys.argv[1]

@@ -23,8 +23,8 @@ from reknit.environment import quiet_grpc
 from reknit.monitor.phase import Deadline
 from reknit.options import CommOptions
 from reknit.testing.faulty_storage import Fault
-from reknit.testing.killpoint import faulty_url, register_faulty
 from tests.faults.nursery import agents_of, wait_until
+from tests.storage.killpoint import faulty_url, register_faulty
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

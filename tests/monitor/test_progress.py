@@ -19,8 +19,8 @@ from reknit.monitor.progress import Intervals, progress
 from reknit.storage.registry import register
 from reknit.system import start_thread
 from reknit.testing.faulty_storage import Fault, FaultyStorage
-from reknit.testing.process_memory import ProcessMemory
 from reknit.testing.world import run_ranks
+from tests.storage.process_memory import ProcessMemory
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator

@@ -23,7 +23,7 @@ import sys
 import numpy as np
 import reknit
 from reknit.monitor import progress
-from reknit.testing.process_memory import ProcessMemory
+from tests.storage.process_memory import ProcessMemory
 from reknit.storage.registry import register
 from reknit.testing.faulty_storage import Fault, FaultyStorage
 

@@ -10,9 +10,9 @@ from reknit import Checkpointer
 from reknit.errors import ReknitError
 from reknit.policies import at, best, every, latest, on_preemption
 from reknit.testing.faulty_storage import Fault
-from reknit.testing.killpoint import faulty_url, register_faulty
 from reknit.testing.world import run_ranks
 from tests.runs.pieces import damage, numbers, state
+from tests.storage.killpoint import faulty_url, register_faulty
 
 if TYPE_CHECKING:
     from pathlib import Path

@@ -10,8 +10,8 @@ from reknit.storage.local.memory import MemoryStorage
 from reknit.storage.local.store import LocalStorage
 from reknit.storage.runs import read_runs
 from reknit.testing.faulty_storage import FaultyStorage
-from reknit.testing.process_memory import ProcessMemory
 from reknit.testing.storage_suite import StorageSuite
+from tests.storage.process_memory import ProcessMemory
 
 if TYPE_CHECKING:
     import numpy as np

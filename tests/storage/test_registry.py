@@ -13,8 +13,8 @@ from reknit.storage import registry
 from reknit.storage.local.memory import MemoryStorage
 from reknit.storage.local.store import LocalStorage
 from reknit.storage.registry import open_storage, register
-from reknit.testing.process_memory import ProcessMemory
 from reknit.testing.storage_suite import write
+from tests.storage.process_memory import ProcessMemory
 
 if TYPE_CHECKING:
     from reknit.options import Durability
@@ -173,7 +173,7 @@ def install(folder: Path, scheme: str, target: str) -> None:
 def test_an_installed_package_serves_its_scheme(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     install(tmp_path / "site", "tape", "reknit_tape_for_tests:open_tape")
     (tmp_path / "site" / "reknit_tape_for_tests.py").write_text(
-        "from reknit.testing.process_memory import ProcessMemory\n"
+        "from tests.storage.process_memory import ProcessMemory\n"
         "def open_tape(url, durability):\n"
         "    return ProcessMemory('tape').sub(durability)\n"
     )

@@ -19,10 +19,10 @@ from reknit.storage.local.store import LocalStorage
 from reknit.storage.registry import open_storage, recipe, register
 from reknit.storage.wrappers.retrying import RetryingStorage, RetryPolicy, with_retries
 from reknit.testing.faulty_storage import Fault, FaultyStorage
-from reknit.testing.process_memory import ProcessMemory
 from reknit.testing.storage_suite import listed, pattern, read, write
 from tests.faults.nursery import wait_until
 from tests.servers import environment, new_url, server
+from tests.storage.process_memory import ProcessMemory
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

@@ -17,9 +17,9 @@ from reknit.storage.local.store import LocalStorage
 from reknit.storage.wrappers.retrying import RetryingStorage, RetryPolicy
 from reknit.testing.faulty_storage import Fault, FaultyStorage
 from reknit.testing.metered import MeteredStorage
-from reknit.testing.process_memory import ProcessMemory
 from reknit.testing.storage_suite import StorageSuite, pattern, read, write
 from reknit.testing.throttled import Pace, ThrottledStorage
+from tests.storage.process_memory import ProcessMemory
 
 if TYPE_CHECKING:
     from reknit.storage.base import Storage

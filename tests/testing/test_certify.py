@@ -12,8 +12,8 @@ from reknit.storage.registry import register
 from reknit.storage.wrappers.forwarding import ForwardingStorage
 from reknit.testing import certified
 from reknit.testing.certify import certify, table
-from reknit.testing.process_memory import ProcessMemory
 from tests.cli.command import Command
+from tests.storage.process_memory import ProcessMemory
 
 if TYPE_CHECKING:
     from pathlib import Path

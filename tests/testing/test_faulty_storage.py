@@ -13,8 +13,8 @@ import pytest
 from reknit.errors import DeadlineError, ReknitError, StorageError, StorageFullError, UsageError
 from reknit.storage.local.store import LocalStorage
 from reknit.testing.faulty_storage import Fault, FaultKind, FaultyStorage, Operation
-from reknit.testing.process_memory import ProcessMemory
 from reknit.testing.storage_suite import listed, pattern, read, write
+from tests.storage.process_memory import ProcessMemory
 
 if TYPE_CHECKING:
     from collections.abc import Callable

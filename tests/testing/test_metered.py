@@ -8,7 +8,7 @@ import pytest
 
 from reknit.errors import StorageNotFoundError
 from reknit.testing.metered import Meter, MeteredStorage
-from reknit.testing.process_memory import ProcessMemory
+from tests.storage.process_memory import ProcessMemory
 
 
 def test_a_meter_tells_what_was_asked() -> None:

@@ -8,8 +8,8 @@ import pytest
 
 from reknit.errors import UsageError
 from reknit.monitor.phase import monotonic
-from reknit.testing.process_memory import ProcessMemory
 from reknit.testing.throttled import Pace, ThrottledStorage
+from tests.storage.process_memory import ProcessMemory
 
 
 def test_an_impossible_pace_is_refused() -> None:

@@ -8,7 +8,7 @@ import pytest
 from reknit.comm.base import barrier
 from reknit.comm.tree.threads import thread_groups
 from reknit.errors import CommError, DeadlineError, MismatchError
-from reknit.testing.world import MemoryStore, run_ranks
+from reknit.testing.world import run_ranks
 from tests.comm.collectives import agree, gather
 
 if TYPE_CHECKING:
@@ -88,11 +88,3 @@ def test_groups_that_were_given_stay_open_and_can_be_used_again() -> None:
 def test_groups_that_are_too_few_are_refused() -> None:
     with pytest.raises(ValueError, match="1 groups were given for 2 ranks"):
         run_ranks(2, lambda group: None, groups=thread_groups(1))
-
-
-def test_a_memory_store_hands_values_between_threads() -> None:
-    store = MemoryStore()
-    threading.Timer(0.02, store.set, ("key", b"value")).start()
-    assert store.get("key", 30) == b"value"
-    with pytest.raises(DeadlineError, match="'other'"):
-        store.get("other", 0.01)

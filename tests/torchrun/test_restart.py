@@ -22,7 +22,7 @@ import torch
 import torch.distributed as dist
 import reknit
 from reknit.testing.faulty_storage import Fault
-from reknit.testing.killpoint import faulty_url, register_faulty
+from tests.storage.killpoint import faulty_url, register_faulty
 
 register_faulty()
 root = sys.argv[1]

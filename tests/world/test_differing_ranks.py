@@ -12,8 +12,8 @@ import reknit
 from reknit.cli.main import main
 from reknit.engine.saving.copies import KEPT_NBYTES
 from reknit.storage.registry import open_storage
-from reknit.testing.process_memory import ProcessMemory
 from reknit.testing.world import run_ranks
+from tests.storage.process_memory import ProcessMemory
 
 if TYPE_CHECKING:
     from collections.abc import Callable

@@ -16,9 +16,9 @@ from reknit.monitor.phase import Recorder
 from reknit.options import LoadOptions
 from reknit.planner.load import plan_load
 from reknit.testing.faulty_storage import FaultyStorage
-from reknit.testing.process_memory import ProcessMemory
 from reknit.testing.world import run_ranks
 from reknit.types.box import Box
+from tests.storage.process_memory import ProcessMemory
 from tests.world.layouts import Model, wants
 from tests.world.test_resharding import assert_equal, save_on
 

@@ -12,9 +12,9 @@ from reknit.engine.saving.save import save
 from reknit.errors import StateError
 from reknit.monitor.phase import Recorder
 from reknit.options import SaveOptions
-from reknit.testing.process_memory import ProcessMemory
 from reknit.testing.world import run_ranks
 from reknit.types.shard import Blob, Holdings, Witness
+from tests.storage.process_memory import ProcessMemory
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence

@@ -10,8 +10,8 @@ import pytest
 import reknit
 from reknit.storage.local.store import LocalStorage
 from reknit.storage.registry import register
-from reknit.testing.process_memory import ProcessMemory
 from reknit.testing.world import run_ranks
+from tests.storage.process_memory import ProcessMemory
 
 if TYPE_CHECKING:
     from pathlib import Path

@@ -19,10 +19,10 @@ from reknit.errors import StateError
 from reknit.monitor.phase import Recorder
 from reknit.options import LoadOptions, SaveOptions
 from reknit.planner.ownership import TINY_NBYTES
-from reknit.testing.process_memory import ProcessMemory
 from reknit.testing.world import run_ranks
 from reknit.types.box import Box
 from tests.running.examples import examples
+from tests.storage.process_memory import ProcessMemory
 from tests.world.layouts import Model, held, wants
 
 if TYPE_CHECKING:

@@ -15,11 +15,11 @@ from reknit.engine.saving.job import SaveJob
 from reknit.engine.saving.save import save
 from reknit.monitor.phase import Recorder
 from reknit.options import LoadOptions, SaveOptions
-from reknit.testing.process_memory import ProcessMemory
 from reknit.testing.world import run_ranks
 from reknit.types.box import Box
 from reknit.types.shard import Holdings, Shard, TensorSpec
 from tests.running.examples import examples
+from tests.storage.process_memory import ProcessMemory
 from tests.world.layouts import Model
 from tests.world.sharing import BLOCK_NBYTES, World, random_hosts, reblock, unique_nbytes
 from tests.world.test_resharding import assert_equal, save_on

@@ -15,8 +15,8 @@ from reknit.errors import CommError, DeadlineError
 from reknit.monitor.phase import Recorder
 from reknit.options import LoadOptions
 from reknit.testing.faulty_storage import Fault, FaultyStorage
-from reknit.testing.process_memory import ProcessMemory
 from reknit.testing.world import run_ranks
+from tests.storage.process_memory import ProcessMemory
 from tests.world.layouts import Model, wants
 from tests.world.test_resharding import save_on
 

@@ -19,27 +19,6 @@ if TYPE_CHECKING:
 _Result = TypeVar("_Result")
 
 
-class MemoryStore:
-    """A rendezvous store for ranks that are threads of one process."""
-
-    def __init__(self) -> None:
-        self._values: dict[str, bytes] = {}
-        self._changed = threading.Condition()
-
-    def set(self, key: str, value: bytes) -> None:
-        """Put `value` under `key`, over what was there."""
-        with self._changed:
-            self._values[key] = value
-            self._changed.notify_all()
-
-    def get(self, key: str, timeout_s: float) -> bytes:
-        """Return the value of `key`, waiting up to `timeout_s` for it; raises `DeadlineError`."""
-        with self._changed:
-            if not self._changed.wait_for(lambda: key in self._values, timeout_s):
-                raise DeadlineError(f"no rank put {key!r} into the store within {timeout_s:g} s")
-            return self._values[key]
-
-
 class _World(Generic[_Result]):
     """Results and errors of the threads of one run."""
 

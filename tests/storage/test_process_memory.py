@@ -3,8 +3,8 @@ from __future__ import annotations
 import pytest
 
 from reknit.errors import StorageError, StorageFullError, UsageError
-from reknit.testing.process_memory import ProcessMemory
 from reknit.testing.storage_suite import listed, read, write
+from tests.storage.process_memory import ProcessMemory
 
 
 def test_the_name_is_the_identity() -> None:

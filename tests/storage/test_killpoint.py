@@ -13,7 +13,7 @@ import pytest
 from reknit.errors import StorageFullError, UsageError
 from reknit.storage.registry import recipe
 from reknit.testing.faulty_storage import Fault
-from reknit.testing.killpoint import faulty_url, open_faulty, register_faulty
+from tests.storage.killpoint import faulty_url, open_faulty, register_faulty
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -49,7 +49,7 @@ def test_a_stall_lasts_until_the_gate_is_there(tmp_path: Path) -> None:
 
 
 def test_a_kill_ends_the_process_that_opened_the_url(tmp_path: Path) -> None:
-    opened = "from reknit.testing.killpoint import open_faulty; store = open_faulty(sys.argv[1], 'process')"
+    opened = "from tests.storage.killpoint import open_faulty; store = open_faulty(sys.argv[1], 'process')"
     code = f"import sys; {opened}; store.put('x', b'', if_absent=True)"
     url = faulty_url(tmp_path, Fault("kill", 1))
     assert subprocess.run([sys.executable, "-c", code, url], check=False).returncode == -9
@@ -57,7 +57,7 @@ def test_a_kill_ends_the_process_that_opened_the_url(tmp_path: Path) -> None:
 
 def test_an_agent_knows_how_to_open_it(tmp_path: Path) -> None:
     register_faulty()
-    assert recipe(faulty_url(tmp_path)).factory == "reknit.testing.killpoint:open_faulty"
+    assert recipe(faulty_url(tmp_path)).factory == "tests.storage.killpoint:open_faulty"
 
 
 @pytest.mark.parametrize(
