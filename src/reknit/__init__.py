@@ -21,7 +21,8 @@ from reknit.frameworks.per_rank import PerRank, RngState
 from reknit.options import CommOptions, LoadOptions, SaveOptions, Tls
 from reknit.ranks import connect
 from reknit.runs.checkpointer import Checkpointer
-from reknit.stored import delete, latest, open, promote, steps, verify
+from reknit.runs.watch import watch
+from reknit.stored import delete, latest, note, open, pin, promote, steps, unpin, verify
 from reknit.types.saved_step import SavedStep
 
 __all__ = [
@@ -55,7 +56,9 @@ __all__ = [
     "fence",
     "latest",
     "load",
+    "note",
     "open",
+    "pin",
     "policies",
     "prepare",
     "promote",
@@ -63,5 +66,7 @@ __all__ = [
     "save",
     "steps",
     "transforms",
+    "unpin",
     "verify",
+    "watch",
 ]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import operator
 from collections.abc import Iterable, Mapping
 from dataclasses import MISSING, fields
+from math import isfinite
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
@@ -93,6 +94,20 @@ def check_state(state: Mapping[str, Any]) -> None:
         )
     if wrong := [name for name in state if not isinstance(name, str) or not name]:
         raise UsageError(f"item names are non-empty strings, not {wrong[0]!r}")
+
+
+def checked_metrics(metrics: Any) -> dict[str, float | None]:
+    """Return metrics as numbers of JSON; one that is not finite is None.  Raises `UsageError`."""
+    numbers: dict[str, float | None] = {}
+    try:
+        for name, value in dict(metrics or {}).items():
+            number = float(value)
+            numbers[name] = number if isfinite(number) else None
+    except (TypeError, ValueError, OverflowError) as error:
+        raise UsageError(f"metrics are numbers by name, not {shown(metrics)}") from error
+    if wrong := [name for name in numbers if not isinstance(name, str)]:
+        raise UsageError(f"metrics have names, and {shown(wrong[0])} is none")
+    return numbers
 
 
 def checked_step(step: Any) -> int | None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from contextlib import ExitStack
+from contextlib import ExitStack, closing
 from typing import TYPE_CHECKING, Literal
 
 from reknit.arguments import (
@@ -11,11 +11,13 @@ from reknit.arguments import (
     NOT_FOR_VERIFY,
     check_flag,
     check_places,
+    checked_metrics,
     open_places,
     options_of,
 )
 from reknit.calls import sinks
 from reknit.engine.loading.browse import Checkpoint
+from reknit.engine.stored import notes
 from reknit.engine.stored.delete import delete as delete_story
 from reknit.engine.stored.newest import newest
 from reknit.engine.stored.pending import fence_off, wait_for_saves
@@ -23,7 +25,7 @@ from reknit.engine.stored.promote import promote_alone
 from reknit.engine.stored.promotion_job import Promotion
 from reknit.engine.stored.steps import steps_below
 from reknit.engine.stored.verify import verify as verify_story
-from reknit.errors import UsageError, typed_shortage
+from reknit.errors import UsageError, shown, typed_shortage
 from reknit.frameworks import arrays
 from reknit.monitor.phase import Recorder
 from reknit.options import LoadOptions, SaveOptions
@@ -31,10 +33,13 @@ from reknit.storage.registry import open_storage
 from reknit.transforms.names import parted
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping
     from os import PathLike
 
     from reknit.engine.report import PromotionReport, VerifyReport
     from reknit.types.saved_step import SavedStep
+
+_MOST_OF_A_REASON = 4096
 
 
 @typed_shortage()
@@ -139,6 +144,40 @@ def delete(path: str | PathLike[str]) -> int:
         return delete_story(storage)
     finally:
         storage.close()
+
+
+@typed_shortage()
+def pin(path: str | PathLike[str], reason: str = "") -> None:
+    """Keep the checkpoint at `path` from being removed, by a run's `keep` and by `reknit.delete`.
+
+    A save with ``overwrite=True`` still replaces it.  Raises `CheckpointNotFoundError`, `StorageError`.
+    """
+    if not isinstance(reason, str) or len(reason) > _MOST_OF_A_REASON:
+        raise UsageError(f"reason is a text of at most {_MOST_OF_A_REASON} characters, not {shown(reason)}")
+    with closing(open_storage(path)) as storage:
+        notes.pin(storage, reason)
+
+
+@typed_shortage()
+def unpin(path: str | PathLike[str]) -> bool:
+    """Let the checkpoint at `path` be removed again, and tell whether it was pinned.
+
+    Raises `CheckpointNotFoundError`, `StorageError`.
+    """
+    with closing(open_storage(path)) as storage:
+        return notes.unpin(storage)
+
+
+@typed_shortage()
+def note(path: str | PathLike[str], metrics: Mapping[str, float]) -> None:
+    """Add metrics to the committed checkpoint at `path`, such as a score that an evaluation has found.
+
+    `reknit.steps`, ``keep=best(...)`` and `Checkpointer.best` know them from then on; of one name the last
+    counts.  Raises `CheckpointNotFoundError`, `StorageError`, `UsageError` for what is no number.
+    """
+    numbers = checked_metrics(metrics)
+    with closing(open_storage(path)) as storage:
+        notes.add_metrics(storage, numbers)
 
 
 @typed_shortage()

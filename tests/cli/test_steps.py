@@ -79,3 +79,18 @@ def test_prune_of_a_wrong_path_says_so(command: Command, root: Path) -> None:
     ran = command("prune", root / "step_00000010", "--keep-last", "1")
     assert ran.code == 2
     assert "is a checkpoint" in ran.err
+
+
+def test_a_pinned_step_stays_and_says_why(command: Command, root: Path) -> None:
+    pinned = root / "step_00000010"
+    assert command("pin", pinned, "--reason", "figure 3").out == f"pinned {pinned}\n"
+    ran = command("rm", pinned)
+    assert ran.code == 2
+    assert "it is pinned: figure 3" in ran.err
+    assert "reknit unpin" in ran.err
+    assert command("prune", root, "--keep-last", "1").code == 0
+    assert steps(root) == [10, 40]
+    assert command("unpin", pinned).out == f"unpinned {pinned}\n"
+    assert command("unpin", pinned).out == f"was not pinned: {pinned}\n"
+    assert command("rm", pinned).code == 0
+    assert command("pin", root / "typo").code == 3

@@ -10,7 +10,7 @@ import hashlib
 import re
 import uuid
 from functools import lru_cache
-from typing import TYPE_CHECKING, Literal, NamedTuple
+from typing import TYPE_CHECKING, Literal, NamedTuple, cast
 
 from reknit.errors import CorruptError, FormatError, StateError, UsageError
 from reknit.types.box import Box
@@ -19,6 +19,8 @@ if TYPE_CHECKING:
     from reknit.types.shard import TensorSpec
 
 MANIFEST_PATH = "manifest.json"
+NOTES_FOLDER = ".notes"
+"""Holds what is said of a checkpoint and is no part of it; no item has a folder of this name."""
 MAX_NAME_NBYTES = 4096
 """Longest item name or FQN, in UTF-8."""
 MAX_COMPONENT_NBYTES = 200
@@ -40,15 +42,19 @@ _NUMBER = r"(?:0|[1-9][0-9]{0,18})"
 _KEY = re.compile(rf"([^\[\]]*)(?:\[({_NUMBER}:{_NUMBER}(?:,{_NUMBER}:{_NUMBER})*)\])?")
 _RANK = r"([0-9]{5}|[1-9][0-9]{5,9})"
 _MARKER_PATH = re.compile(r"pending\.([0-9a-f]{16})\.([0-9a-f]{8})")
+_NOTE_PATH = re.compile(r"\.notes/(pin|lease|metrics)\.([0-9a-f]{8})\.([0-9a-f]{24})\.json")
 _INDEX_PATH = re.compile(r"index\.([0-9a-f]{8})\.parquet")
 _DATA_NAME = re.compile(rf"{_RANK}(?:\.([1-9][0-9]{{0,8}}))?\.([0-9a-f]{{8}})\.safetensors")
 _BLOB_NAME = re.compile(rf"{_RANK}(?:(\.own)(?:\.([1-9][0-9]{{0,8}}))?)?\.([0-9a-f]{{8}})\.msgpack")
 
 
+NoteKind = Literal["pin", "lease", "metrics"]
+
+
 class FileName(NamedTuple):
     """What the path of a file says about it; `write_id8` is None for the manifest, `item` for a root file."""
 
-    kind: Literal["manifest", "marker", "index", "data", "blobs", "own"]
+    kind: Literal["manifest", "marker", "index", "data", "blobs", "own"] | NoteKind
     write_id8: str | None
     item: str | None = None
     rank: int | None = None
@@ -99,6 +105,11 @@ def marker_path(generation: int, write_id: str) -> str:
     return f"pending.{generation:016x}.{short_id(write_id)}"
 
 
+def note_path(kind: NoteKind, write_id: str, identity: str) -> str:
+    """Return the path of something said of the checkpoint of a write; `identity` is 24 hex digits."""
+    return f"{NOTES_FOLDER}/{kind}.{short_id(write_id)}.{identity}.json"
+
+
 def parse_path(path: str) -> FileName | None:
     """Return what the path of a file says, or None when no reknit gave it that name."""
     if path == MANIFEST_PATH:
@@ -107,6 +118,8 @@ def parse_path(path: str) -> FileName | None:
         return FileName("index", match[1])
     if match := _MARKER_PATH.fullmatch(path):
         return FileName("marker", match[2], generation=int(match[1], 16))
+    if match := _NOTE_PATH.fullmatch(path):
+        return FileName(cast("NoteKind", match[1]), match[2])
     folder, slash, name = path.partition("/")
     try:
         item = unescape_item(folder) if slash else None

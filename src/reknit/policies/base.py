@@ -49,6 +49,8 @@ class Policy:
     """Decides when to save, which steps to keep, or both."""
 
     roles: frozenset[str] = frozenset({"save", "keep"})
+    reads_metrics = False
+    """Whether `kept` depends on metrics, which may be added to a step at any time."""
 
     def due(self, moment: Moment) -> bool | None:
         """Tell whether to save now; None where that depends on facts that `moment` does not have."""
@@ -128,6 +130,8 @@ class _Not(Policy):
 @dataclass(frozen=True, slots=True)
 class _Function(Policy):
     call: Callable[[Any], Any]
+
+    reads_metrics = True
 
     def due(self, moment: Moment) -> bool | None:
         return None if moment.facts is None else bool(self.call(moment))

@@ -30,6 +30,8 @@ class _Best(KeepPolicy):
     metric: str
     mode: Literal["min", "max"]
 
+    reads_metrics = True
+
     def kept(self, steps: Sequence[SavedStep], now: float) -> AbstractSet[int]:
         return {each.step for each in self.ranked(steps)[: self.count] if each.step is not None}
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from reknit.comm import base as comm
 from reknit.monitor.phase import monotonic
@@ -20,6 +20,12 @@ if TYPE_CHECKING:
 _ROUND_EVERY_S = 2.0
 _MOST_STEPS = 100
 """Between two rounds: steps may become slower at once, and a notice must not wait for long then."""
+
+
+def asked(group: Group, name: str, timeout_s: float, question: Callable[[], Any], subject: str = "") -> Any:
+    """Return what rank 0 finds, as JSON can tell it; its errors are raised on all ranks."""
+    with comm.turn(group, name, timeout_s, merge=b"".join, subject=subject) as turn:
+        return json.loads(turn.exchange(b"", lambda _: [json.dumps(question()).encode()] * group.size))
 
 
 class Agreement:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from math import isfinite
 from typing import TYPE_CHECKING, Any
 
 from reknit.arguments import checked_step
@@ -30,17 +29,3 @@ def step_number(step: Any) -> int:
     if number is None:
         raise UsageError("a step of a run has a number", remedy="pass the step: save(step, state)")
     return number
-
-
-def checked_metrics(metrics: Any) -> dict[str, float | None]:
-    """Return metrics as numbers of JSON; one that is not finite is None.  Raises `UsageError`."""
-    numbers: dict[str, float | None] = {}
-    try:
-        for name, value in dict(metrics or {}).items():
-            number = float(value)
-            numbers[name] = number if isfinite(number) else None
-    except (TypeError, ValueError, OverflowError) as error:
-        raise UsageError(f"metrics are numbers by name, not {shown(metrics)}") from error
-    if wrong := [name for name in numbers if not isinstance(name, str)]:
-        raise UsageError(f"metrics have names, and {shown(wrong[0])} is none")
-    return numbers

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import logging
 import os
 from dataclasses import replace
@@ -10,9 +9,10 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, Literal
 
 from reknit import api
-from reknit.comm import base as comm
+from reknit.arguments import checked_metrics
 from reknit.engine.saving.commit import manifest_exists
 from reknit.engine.stored.newest import refuse_other
+from reknit.engine.stored.notes import add_metrics
 from reknit.engine.stored.steps import METRICS, numbered, step_name, steps_below
 from reknit.errors import CheckpointNotFoundError, CorruptError, FormatError, VersionError
 from reknit.monitor.phase import monotonic
@@ -20,8 +20,8 @@ from reknit.options import LoadOptions, SaveOptions
 from reknit.policies.base import Facts
 from reknit.policies.keeping import ranked
 from reknit.ranks import acting
-from reknit.runs.agreement import Agreement
-from reknit.runs.arguments import checked_metrics, policy_for, step_number
+from reknit.runs.agreement import Agreement, asked
+from reknit.runs.arguments import policy_for, step_number
 from reknit.runs.retention import Retention
 from reknit.runs.settle import settle
 from reknit.runs.under_way import UnderWay
@@ -33,6 +33,7 @@ if TYPE_CHECKING:
 
     from reknit.engine.outcome import PendingSave
     from reknit.engine.report import LoadReport
+    from reknit.storage.base import Storage
     from reknit.types.saved_step import SavedStep
 
     Folder = tuple[int, str]
@@ -188,6 +189,14 @@ class Checkpointer:
         self._say(logging.WARNING, "there is no checkpoint below %s yet: starting with step 0", self._root)
         return 0
 
+    def note(self, step: int, metrics: Mapping[str, float]) -> None:
+        """Add metrics to a step that is committed, such as a score; `best` knows them from then on.
+
+        Those of rank 0 count.  Raises `CheckpointNotFoundError`; see `reknit.note`.
+        """
+        numbers, number = checked_metrics(metrics), step_number(step)
+        self._ask("note", lambda: add_metrics(self._folder_of(number), numbers), f"step {number}")
+
     def load(self, state: Mapping[str, Any], step: int | Literal["latest", "best"] = "latest") -> LoadReport:
         """Fill `state` from one step: a number, the newest, or the best by the metric that `keep` names.
 
@@ -206,12 +215,7 @@ class Checkpointer:
 
         found = self._ask("find", find, f"step {step}")
         if found is None:
-            what = f"step {step}" if isinstance(step, int) else f"{step} step"
-            raise CheckpointNotFoundError(
-                f"there is no {what} below {self._root}",
-                path=self._root,
-                remedy=f"look there: reknit ls {self._root}",
-            )
+            raise self._missing(f"step {step}" if isinstance(step, int) else f"{step} step")
         return self._load(found[0], found[1], state)[0]
 
     def steps(self) -> list[SavedStep]:
@@ -275,12 +279,22 @@ class Checkpointer:
             refuse_other(self._storage)
         return None
 
+    def _folder_of(self, number: int) -> Storage:
+        """Return the folder of a committed step.  Raises `CheckpointNotFoundError`."""
+        if (found := self._newest(number=number)) is None:
+            raise self._missing(f"step {number}")
+        return self._storage.sub(found[1])
+
+    def _missing(self, what: str) -> CheckpointNotFoundError:
+        return CheckpointNotFoundError(
+            f"there is no {what} below {self._root}",
+            path=self._root,
+            remedy=f"look there: reknit ls {self._root}",
+        )
+
     def _ask(self, name: str, question: Callable[[], Any], subject: str = "") -> Any:
         """Return what rank 0 finds; its errors are raised on all ranks."""
-        with comm.turn(self._group, name, self._timeout_s, merge=b"".join, subject=subject) as turn:
-            return json.loads(
-                turn.exchange(b"", lambda _: [json.dumps(question()).encode()] * self._group.size)
-            )
+        return asked(self._group, name, self._timeout_s, question, subject)
 
     def _load(self, number: int, name: str, state: Mapping[str, Any]) -> tuple[LoadReport, int]:
         """Load a step, and go on from it; also return its number, of which its manifest is sure."""

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 from reknit.engine.stored.delete import delete
 from reknit.engine.stored.leftovers import leftovers, remove
+from reknit.engine.stored.notes import held_by
 from reknit.engine.stored.steps import described, numbered
 from reknit.engine.stored.verify import verify
 from reknit.errors import ReknitError
@@ -30,8 +31,8 @@ _LEFT_S = 3600.0
 class Retention:
     """Keeps of the steps below a folder what a policy says, and always the newest that is whole.
 
-    A manifest is read once, and a step that was found whole is not verified again, but for those that a run
-    says it has saved anew.
+    A manifest is read once, unless the policy depends on metrics, and a step that was found whole is not
+    verified again, but for those that a run says it has saved anew.
     """
 
     def __init__(self, root: Storage, keep: Policy) -> None:
@@ -57,7 +58,13 @@ class Retention:
         """
         steps = [step for step in self._look() if reached is None or (step.step or 0) <= reached]
         kept = self._keep.kept(steps, now())
-        doomed = [step for step in steps if step.step not in kept and step.step not in needed]
+        doomed = [
+            step
+            for step in steps
+            if step.step not in kept
+            and step.step not in needed
+            and held_by(self._folder(step), step.write_id) is None
+        ]
         if not doomed:
             return []
         # What is later than the newest whole step is damaged, and stays as well for who looks into that.
@@ -100,6 +107,8 @@ class Retention:
     def _look(self) -> list[SavedStep]:
         """Return the steps that have numbers, ascending."""
         self._forget_renewed()
+        if any(leaf.reads_metrics for leaf in self._keep.leaves()):
+            self._steps.clear()
         urls = {self._root.sub(name).url: name for _, name in self._folders()}
         urls = {url: name for url, name in urls.items() if url not in self._damaged}
         self._steps = {url: step for url, step in self._steps.items() if url in urls}

@@ -14,9 +14,10 @@ class SavedStep:
     """A committed checkpoint directly below the folder of a run.
 
     `step` is None where none was given at the save.  `created` is seconds since the epoch, `nbytes` the size
-    of all its files.  `metrics` are the numbers given to `Checkpointer.save`; one that was not finite is
-    None.  `problem` says why the manifest cannot be read, and is None for a checkpoint that can be opened;
-    it does not say whether every file is whole, as `reknit.verify` does.
+    of all its files.  `metrics` are the numbers given to `Checkpointer.save` and `reknit.note`; one that was
+    not finite is None.  `write_id` differs for each save, also of the same step.  `problem` says why the
+    manifest cannot be read, and is None for a checkpoint that can be opened; it does not say whether every
+    file is whole, as `reknit.verify` does.
     """
 
     step: int | None
@@ -25,4 +26,5 @@ class SavedStep:
     nbytes: int = 0
     items: tuple[str, ...] = ()
     metrics: Mapping[str, float | None] | None = None
+    write_id: str | None = None
     problem: str | None = None

@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from reknit.engine.loading.deliver import Deliverer, ReadSpan, put, spans_of
+from reknit.engine.loading.repair import UNREADABLE, Repairer
 from reknit.engine.memory.workers import Gate, run_jobs
 from reknit.engine.stored.file_checks import corrupt_block
-from reknit.engine.stored.repair import UNREADABLE, Repairer
 from reknit.environment import num_threads
 from reknit.errors import ReknitError, UsageError
 from reknit.format.checksum import digest

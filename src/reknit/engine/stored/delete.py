@@ -1,8 +1,9 @@
 """Remove a committed checkpoint: its manifest first, so that it exists no more, and then its files.
 
 Whoever opens the checkpoint after that is told that there is none.  The files are those that the manifest
-named: all carry its write id, so a save that begins meanwhile has none of them.  Files of other names stay,
-and so does a folder that holds some.  `reknit gc` finds what a process leaves that dies in between.
+named and the notes about it: all carry its write id, so a save that begins meanwhile has none of them.  Files
+of other names stay, and so does a folder that holds some.  `reknit gc` finds what a process leaves that dies
+in between.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ from typing import TYPE_CHECKING
 
 from reknit.engine.saving.commit import manifest_exists
 from reknit.engine.stored.newest import refuse_other
+from reknit.engine.stored.notes import held_by
 from reknit.engine.stored.opening import read_manifest
 from reknit.engine.stored.pending import begun_in, named
 from reknit.engine.stored.running_agents import at_work
@@ -23,6 +25,7 @@ from reknit.storage.base import Listed
 
 if TYPE_CHECKING:
     from reknit.storage.base import Storage
+    from reknit.types.manifest import Manifest
 
 
 def delete(storage: Storage) -> int:
@@ -35,8 +38,9 @@ def delete(storage: Storage) -> int:
         raise CheckpointNotFoundError(
             f"there is no checkpoint at {storage.url}", path=storage.url, remedy="check the path"
         )
-    _refuse(storage)
-    files = _files(storage)
+    manifest = _manifest(storage)
+    _refuse(storage, manifest)
+    files = _files(storage, manifest)
     storage.delete(paths.MANIFEST_PATH)
     for file in files:
         storage.delete(file.path)
@@ -46,8 +50,16 @@ def delete(storage: Storage) -> int:
     return sum(file.nbytes for file in files)
 
 
-def _refuse(storage: Storage) -> None:
-    """Raise `UsageError` for a checkpoint that somebody works at, or that is elsewhere."""
+def _manifest(storage: Storage) -> Manifest | None:
+    """Return the manifest, None where it is damaged."""
+    try:
+        return decode_manifest(read_manifest(storage))
+    except FormatError:
+        return None
+
+
+def _refuse(storage: Storage, manifest: Manifest | None) -> None:
+    """Raise `UsageError` for a checkpoint that somebody works at or needs, or that is elsewhere."""
     if _is_local(storage) and os.path.islink(storage.url):
         raise UsageError(
             f"{storage.url} is a link to {os.path.realpath(storage.url)}",
@@ -66,16 +78,21 @@ def _refuse(storage: Storage) -> None:
             path=storage.url,
             remedy="wait until they are done: reknit agents --wait",
         )
+    if (why := held_by(storage, None if manifest is None else manifest.write_id)) is not None:
+        raise UsageError(
+            f"the checkpoint at {storage.url} has to stay: {why}",
+            path=storage.url,
+            remedy="reknit unpin takes a pin away; what is being read can be removed once its reader is done",
+        )
 
 
-def _files(storage: Storage) -> list[Listed]:
+def _files(storage: Storage, manifest: Manifest | None) -> list[Listed]:
     """Return the files of a checkpoint; where its manifest is damaged, all that reknit has written there."""
-    try:
-        manifest = decode_manifest(read_manifest(storage))
-    except FormatError:
+    if manifest is None:
         found = list(storage.list())
     else:
         found = [Listed(file.path, file.nbytes) for file in manifest.files]
+        found += storage.list(paths.NOTES_FOLDER)
     names = [(file, paths.parse_path(file.path)) for file in found]
     return [file for file, name in names if name is not None and name.kind != "manifest"]
 

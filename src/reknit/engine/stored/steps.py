@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 from reknit.engine.memory.workers import run_jobs
 from reknit.engine.stored.newest import folder_in, refuse_other
+from reknit.engine.stored.notes import metrics_of
 from reknit.engine.stored.opening import manifest_in
 from reknit.errors import FormatError, StoragePermissionError
 from reknit.types.saved_step import SavedStep
@@ -88,7 +89,8 @@ def _described(root: Storage, name: str) -> SavedStep | None:
         manifest.created,
         sum(file.nbytes for file in manifest.files),
         manifest.items,
-        _numbers(metrics) if isinstance(metrics, dict) else {},
+        (_numbers(metrics) if isinstance(metrics, dict) else {}) | metrics_of(folder, manifest.write_id),
+        manifest.write_id,
     )
 
 

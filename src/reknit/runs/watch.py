@@ -1,0 +1,197 @@
+"""Follow a run: meet each step once it is committed, and hold it while it is read."""
+
+from __future__ import annotations
+
+import logging
+import re
+import threading
+import time
+from contextlib import suppress
+from dataclasses import asdict
+from typing import TYPE_CHECKING, Any
+
+from reknit.engine.stored.newest import refuse_other
+from reknit.engine.stored.notes import Hold
+from reknit.engine.stored.steps import described, numbered
+from reknit.errors import CheckpointNotFoundError, ReknitError, StorageNotFoundError, UsageError
+from reknit.format import paths
+from reknit.format.notes import MAX_FOLLOWER_NBYTES, Follower, decode_note, encode_note
+from reknit.monitor.phase import Deadline
+from reknit.options import CommOptions
+from reknit.policies.base import positive
+from reknit.ranks import acting
+from reknit.runs.agreement import asked
+from reknit.runs.arguments import step_number
+from reknit.storage.registry import open_storage
+from reknit.system import start_thread
+from reknit.types.saved_step import SavedStep
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+    from os import PathLike
+
+    from reknit.comm.base import Group
+    from reknit.storage.base import Storage
+
+logger = logging.getLogger("reknit")
+
+_NAME = re.compile(r"[A-Za-z0-9_-]{1,64}")
+_LOOKED_AT_AGAIN = 64
+"""Steps, the newest, of which it is looked at each poll whether they were replaced since they were met."""
+_ROUND_TIMEOUT_S = 1800.0
+
+
+def watch(
+    root: str | PathLike[str],
+    *,
+    name: str | None = None,
+    since: int = 0,
+    poll_s: float = 10.0,
+    idle_s: float | None = None,
+    lease_s: float = 300.0,
+    comm: CommOptions | None = None,
+    group: object = None,
+) -> Iterator[SavedStep]:
+    """Yield each committed step directly below `root` once, the oldest first, and wait for the next.
+
+    The steps that are there already come first, from number `since` on.  While a step is looked at, a lease
+    keeps it from being removed by `reknit.delete` and by a run's `keep`; it ends `lease_s` seconds after this
+    process does.  A step counts as met when the next one is asked for.  With a `name` that is noted in the
+    folder, so that a job of this name goes on where the last one stopped; without, each job meets all steps.
+    A step that is saved anew is met again.
+
+    `root` is looked at every `poll_s` seconds.  After `idle_s` seconds without a new step the iteration ends;
+    without, it never does.  Under torchrun or JAX all ranks iterate together, and rank 0 looks for all.
+
+    Raises `UsageError`, `StorageError`.
+    """
+    if name is not None and not (isinstance(name, str) and _NAME.fullmatch(name)):
+        raise UsageError(f"name is 1 to 64 letters, digits, - and _, not {name!r}")
+    for what, value in (("poll_s", poll_s), ("lease_s", lease_s), ("idle_s", idle_s or 1.0)):
+        if not positive(value):
+            raise UsageError(f"{what} is a number of seconds above 0, not {value!r}")
+    since = step_number(since)
+    ranks = acting(group, comm or CommOptions()).group
+    storage = open_storage(root)
+    return _met_by_all(ranks, _Follower(storage, name, since, lease_s), poll_s, idle_s)
+
+
+def _met_by_all(
+    group: Group, follower: _Follower, poll_s: float, idle_s: float | None
+) -> Iterator[SavedStep]:
+    """Yield what the follower of rank 0 meets."""
+    idle = None if idle_s is None else Deadline(idle_s)
+
+    def find() -> dict[str, Any]:
+        step = follower.next()
+        return {"step": None if step is None else asdict(step), "over": idle is not None and idle.passed()}
+
+    try:
+        while True:
+            answer = asked(group, "watch", _ROUND_TIMEOUT_S, find)
+            if answer["step"] is not None:
+                yield SavedStep(**answer["step"] | {"items": tuple(answer["step"]["items"])})
+                idle = None if idle_s is None else Deadline(idle_s)
+            elif answer["over"]:
+                return
+            else:
+                time.sleep(poll_s if idle is None else min(poll_s, idle.remaining() + 0.01))
+    finally:
+        follower.close()
+
+
+class _Follower:
+    """Which steps of a run were met, and the hold on the one that is looked at."""
+
+    def __init__(self, root: Storage, name: str | None, since: int, lease_s: float) -> None:
+        self._root, self._since, self._lease_s = root, since, lease_s
+        self._path = None if name is None else f"{paths.NOTES_FOLDER}/follower.{name}.json"
+        self._met: dict[str, str] | None = None
+        self._waiting: list[tuple[str, SavedStep]] = []
+        self._held: _HeldStep | None = None
+        self._told = False
+
+    def next(self) -> SavedStep | None:
+        """Return the next step, which is then held, or None; the one before has been met."""
+        met = self._met = self._noted() if self._met is None else self._met
+        if self._held is not None:
+            met[self._held.name] = self._held.write_id
+            self._note(met)
+            self._release()
+        self._waiting = self._waiting or self._look(met)
+        while self._waiting:
+            name, step = self._waiting.pop(0)
+            try:
+                self._held = _HeldStep(self._root.sub(name), name, step.write_id or "", self._lease_s)
+            except CheckpointNotFoundError:
+                continue  # it went since it was listed
+            return step
+        return None
+
+    def close(self) -> None:
+        """Let go what is held, which has not been met."""
+        self._release()
+        self._root.close()
+
+    def _look(self, met: dict[str, str]) -> list[tuple[str, SavedStep]]:
+        """Return the steps that have not been met, with the names of their folders, ascending."""
+        folders = numbered(self._root)
+        if not folders:
+            refuse_other(self._root)
+            if not self._told:
+                logger.warning("there is no checkpoint below %s yet: waiting for the first", self._root.url)
+                self._told = True
+        names = [name for _, name in folders]
+        for gone in met.keys() - set(names):
+            del met[gone]
+        again = [name for name in names if name in met][:_LOOKED_AT_AGAIN]
+        wanted = [name for number, name in folders if number >= self._since and name not in met] + again
+        found = zip(wanted, described(self._root, wanted), strict=True)
+        new = [
+            (name, step)
+            for name, step in found
+            if step is not None and step.problem is None and met.get(name) != step.write_id
+        ]
+        return sorted(new, key=lambda each: (each[1].step or 0, each[1].created))
+
+    def _noted(self) -> dict[str, str]:
+        """Return what a job of this name has met before."""
+        if self._path is not None:
+            with suppress(StorageNotFoundError):
+                return dict(decode_note(self._root.get(self._path, limit=MAX_FOLLOWER_NBYTES), Follower).met)
+        return {}
+
+    def _note(self, met: dict[str, str]) -> None:
+        if self._path is not None:
+            self._root.put(self._path, encode_note(Follower(met)), if_absent=False)
+
+    def _release(self) -> None:
+        held, self._held = self._held, None
+        if held is not None:
+            held.release()
+
+
+class _HeldStep:
+    """A step that is held, by a thread that renews the lease."""
+
+    def __init__(self, storage: Storage, name: str, write_id: str, lease_s: float) -> None:
+        self.name, self.write_id = name, write_id
+        self._hold, self._lease_s = Hold(storage, write_id, lease_s), lease_s
+        self._over = threading.Event()
+        self._thread = start_thread("reknit-lease", self._renew)
+
+    def _renew(self) -> None:
+        while not self._over.wait(self._lease_s / 3):
+            try:
+                self._hold.renew()
+            except ReknitError as error:
+                logger.warning("a step that is being read may be removed: %s", error)
+
+    def release(self) -> None:
+        """Hold it no longer; a lease that cannot be taken away ends by itself."""
+        self._over.set()
+        self._thread.join()
+        try:
+            self._hold.release()
+        except ReknitError as error:
+            logger.warning("a lease stays until it ends by itself: %s", error)

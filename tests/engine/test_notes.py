@@ -1,0 +1,180 @@
+"""What is said of a committed checkpoint: pins and leases keep it, metrics are added to it."""
+
+from __future__ import annotations
+
+import time
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import pytest
+
+import reknit
+from reknit.engine.stored import notes
+from reknit.errors import CheckpointNotFoundError, UsageError
+from reknit.monitor.phase import CLOCK
+from reknit.policies import best, latest
+from reknit.runs.retention import Retention
+from reknit.storage.registry import open_storage
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+
+class SteppedClock:
+    """The clocks of this process, as far ahead as they were stepped."""
+
+    ahead_s = 0.0
+
+    def __enter__(self) -> SteppedClock:
+        self._token = CLOCK.set(self)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        CLOCK.reset(self._token)
+
+    def time(self) -> float:
+        return time.time() + self.ahead_s
+
+    def monotonic(self) -> float:
+        return time.monotonic() + self.ahead_s
+
+    def step(self, seconds: float) -> None:
+        self.ahead_s += seconds
+
+
+STATE: dict[str, Any] = {"model": {"w": np.arange(10.0)}}
+
+
+@pytest.fixture
+def root(tmp_path: Path) -> Path:
+    for step in (1, 2, 3):
+        reknit.save(tmp_path / f"step_{step}", STATE, step=step)
+    return tmp_path
+
+
+def write_id(path: Path) -> str:
+    return notes.committed(open_storage(path)).write_id
+
+
+def hold(path: Path, lease_s: float = 60.0) -> notes.Hold:
+    return notes.Hold(open_storage(path), write_id(path), lease_s)
+
+
+def pruned(root: Path, keep: Any) -> list[int | None]:
+    return [each.step for each in Retention(open_storage(root), keep).prune()]
+
+
+def test_a_pinned_checkpoint_is_not_removed_until_it_is_unpinned(root: Path) -> None:
+    reknit.pin(root / "step_1", "the paper's figure 3")
+    with pytest.raises(UsageError, match="has to stay: it is pinned: the paper's figure 3"):
+        reknit.delete(root / "step_1")
+    assert pruned(root, latest(1)) == [2]
+    assert reknit.unpin(root / "step_1")
+    assert not reknit.unpin(root / "step_1")
+    assert pruned(root, latest(1)) == [1]
+    assert not (root / "step_1").exists()
+
+
+def test_a_checkpoint_that_is_being_read_is_not_removed(root: Path) -> None:
+    one, other = hold(root / "step_1"), hold(root / "step_1")
+    assert pruned(root, latest(1)) == [2]
+    one.release()
+    with pytest.raises(UsageError, match=r"process \d+ of \S+ reads it"):
+        reknit.delete(root / "step_1")
+    other.release()
+    reknit.delete(root / "step_1")
+
+
+def test_a_lease_ends_by_itself_and_lasts_as_long_as_it_is_renewed(root: Path) -> None:
+    with SteppedClock() as clock:
+        held = hold(root / "step_1", 100.0)
+        clock.step(90.0)
+        held.renew()
+        clock.step(150.0)  # the lease is over, but the clock of its holder may be behind
+        with pytest.raises(UsageError, match="reads it"):
+            reknit.delete(root / "step_1")
+        clock.step(20.0)
+        reknit.delete(root / "step_1")
+        with pytest.raises(CheckpointNotFoundError, match="was removed or replaced"):
+            held.renew()
+    assert not (root / "step_1").exists()
+
+
+def test_nobody_holds_what_is_gone_or_was_replaced(root: Path) -> None:
+    before = write_id(root / "step_1")
+    reknit.save(root / "step_1", STATE, step=1, overwrite=True)
+    with pytest.raises(CheckpointNotFoundError, match="was removed or replaced"):
+        notes.Hold(open_storage(root / "step_1"), before, 60.0)
+    reknit.delete(root / "step_1")
+    assert not (root / "step_1").exists()  # the lease was taken back
+
+
+def test_what_is_said_of_a_checkpoint_does_not_hold_for_the_next_at_its_place(root: Path) -> None:
+    reknit.pin(root / "step_1")
+    reknit.note(root / "step_1", {"score": 1.0})
+    hold(root / "step_1")
+    reknit.save(root / "step_1", STATE, step=1, overwrite=True)
+    assert not reknit.unpin(root / "step_1")
+    assert reknit.steps(root)[0].metrics == {}
+    reknit.delete(root / "step_1")
+    assert not (root / "step_1").exists()
+
+
+def test_metrics_are_added_and_the_last_of_a_name_counts(tmp_path: Path) -> None:
+    with reknit.Checkpointer(tmp_path, wait=True) as run:
+        for step, loss in ((1, 3.0), (2, 1.0), (3, 2.0)):
+            run.save(step, STATE, {"loss": loss})
+        run.note(1, {"score": 5})
+        run.note(1, {"score": 7, "bleu": float("nan")})
+        with pytest.raises(CheckpointNotFoundError, match="there is no step 9"):
+            run.note(9, {"score": 1})
+    assert reknit.steps(tmp_path)[0].metrics == {"loss": 3.0, "score": 7.0, "bleu": None}
+    with pytest.raises(UsageError, match="metrics are numbers by name"):
+        reknit.note(tmp_path / "step_00000001", {"score": "high"})  # type: ignore[dict-item]
+
+
+def test_best_knows_a_score_that_comes_after_the_step_was_seen(root: Path) -> None:
+    retention = Retention(open_storage(root), best(1, "score", mode="max"))
+    assert [each.step for each in retention.surplus()] == [1, 2]
+    reknit.note(root / "step_1", {"score": 0.5})
+    assert [each.step for each in retention.surplus()] == [2]
+
+
+def test_what_cannot_be_read_keeps_the_checkpoint_and_says_which_file_it_is(root: Path) -> None:
+    reknit.pin(root / "step_1")
+    (pin,) = (root / "step_1" / ".notes").iterdir()
+    pin.write_bytes(b'{"reason":')
+    with pytest.raises(UsageError, match=pin.name):
+        reknit.delete(root / "step_1")
+    reknit.unpin(root / "step_1")
+    reknit.note(root / "step_1", {"score": 1.0})
+    (note,) = (root / "step_1" / ".notes").iterdir()
+    note.write_bytes(b"[" * 100)
+    assert reknit.steps(root)[0].metrics == {}
+    reknit.delete(root / "step_1")
+
+
+def test_an_item_may_have_the_name_of_the_folder_of_notes(tmp_path: Path) -> None:
+    reknit.save(tmp_path / "one", {".notes": {"w": np.arange(4.0)}})
+    reknit.pin(tmp_path / "one")
+    state = {".notes": {"w": np.zeros(4)}}
+    reknit.load(tmp_path / "one", state)
+    assert state[".notes"]["w"].tolist() == [0.0, 1.0, 2.0, 3.0]
+    assert reknit.verify(tmp_path / "one", "data").ok
+
+
+def test_what_is_no_checkpoint_is_not_pinned(tmp_path: Path) -> None:
+    for call in (reknit.pin, reknit.unpin, lambda path: reknit.note(path, {"score": 1.0})):
+        with pytest.raises(CheckpointNotFoundError):
+            call(tmp_path / "typo")
+    assert list(tmp_path.iterdir()) == []
+    reknit.save(tmp_path / "one", STATE)
+    with pytest.raises(UsageError, match="reason is a text"):
+        reknit.pin(tmp_path / "one", 5)  # type: ignore[arg-type]
+
+
+def test_a_lease_says_how_long_it_lasts(root: Path) -> None:
+    hold(root / "step_1", 1000.0)
+    said = notes.held_by(open_storage(root / "step_1"), write_id(root / "step_1"))
+    assert said is not None
+    assert 1000 < float(said.split(" for ")[1].split(" s")[0]) < 1100

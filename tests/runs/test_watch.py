@@ -1,0 +1,127 @@
+"""A follower meets each committed step once, and holds it while it looks at it."""
+
+from __future__ import annotations
+
+import threading
+from itertools import islice
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import pytest
+
+import reknit
+from reknit.errors import CorruptError, UsageError
+from reknit.testing.world import run_ranks
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from reknit.comm.base import Group
+
+STATE: dict[str, Any] = {"model": {"w": np.arange(10.0)}}
+
+
+def save(root: Path, *steps: int) -> None:
+    for step in steps:
+        reknit.save(root / f"step_{step:08d}", STATE, step=step, overwrite=True)
+
+
+def met(root: Path, **options: Any) -> list[int | None]:
+    return [each.step for each in reknit.watch(root, poll_s=0.01, idle_s=0.02, **options)]
+
+
+def test_steps_come_ascending_once_and_those_that_are_committed_meanwhile(tmp_path: Path) -> None:
+    save(tmp_path, 2, 1)
+    seen = []
+    for each in reknit.watch(tmp_path, poll_s=0.01, idle_s=0.02):
+        seen.append(each.step)
+        if each.step == 2:
+            save(tmp_path, 4, 3)
+    assert seen == [1, 2, 3, 4]
+    assert met(tmp_path, since=3) == [3, 4]
+
+
+def test_it_waits_for_the_first_step_and_says_so(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    watching = reknit.watch(tmp_path / "run", poll_s=0.01)
+    later = threading.Timer(0.1, save, (tmp_path / "run", 7))
+    later.start()
+    assert next(watching).step == 7
+    later.join()
+    assert caplog.text.count(f"no checkpoint below {tmp_path / 'run'} yet: waiting") == 1
+
+
+def test_a_step_stays_while_it_is_looked_at_and_no_longer(tmp_path: Path) -> None:
+    save(tmp_path, 1, 2)
+    watching = reknit.watch(tmp_path, poll_s=0.01)
+    first = next(watching)
+    with pytest.raises(UsageError, match="reads it"):
+        reknit.delete(first.path)
+    second = next(watching)
+    reknit.delete(first.path)
+    watching.close()  # type: ignore[attr-defined]
+    reknit.delete(second.path)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_lease_is_renewed_while_the_step_is_looked_at(tmp_path: Path) -> None:
+    save(tmp_path, 1)
+    watching = reknit.watch(tmp_path, poll_s=0.01, lease_s=0.03)
+    path = next(watching).path
+    (lease,) = (tmp_path / "step_00000001" / ".notes").iterdir()
+    begun = lease.read_bytes()
+    while lease.read_bytes() == begun:
+        pass
+    with pytest.raises(UsageError, match="reads it"):
+        reknit.delete(path)
+
+
+def test_by_its_name_a_job_goes_on_where_the_last_one_stopped(tmp_path: Path) -> None:
+    save(tmp_path, 1, 2, 3)
+    assert [each.step for each in islice(reknit.watch(tmp_path, name="eval"), 2)] == [1, 2]
+    assert met(tmp_path, name="eval") == [2, 3]  # it stopped before it was done with 2
+    assert met(tmp_path, name="eval") == []
+    assert met(tmp_path, name="export") == [1, 2, 3]
+    save(tmp_path, 2)
+    assert met(tmp_path, name="eval") == [2]  # that is another one
+
+
+def test_steps_that_go_before_they_are_met_are_passed_over(tmp_path: Path) -> None:
+    save(tmp_path, 1, 2, 3)
+    watching = reknit.watch(tmp_path, poll_s=0.01, idle_s=0.02)
+    assert next(watching).step == 1
+    reknit.delete(tmp_path / "step_00000002")
+    (tmp_path / "step_00000004").mkdir()
+    (tmp_path / "step_00000004" / "manifest.json").write_text("{")
+    assert [each.step for each in watching] == [3]
+
+
+def test_all_ranks_meet_the_same_steps_and_hear_the_same_error(tmp_path: Path) -> None:
+    save(tmp_path, 1, 2)
+
+    def ranks(group: Group) -> list[int | None]:
+        return met(tmp_path, group=group, name="eval")
+
+    assert run_ranks(3, ranks) == [[1, 2]] * 3
+    (tmp_path / ".notes" / "follower.eval.json").write_text("nonsense")
+
+    def fails(group: Group) -> type[BaseException]:
+        with pytest.raises(CorruptError, match="note"):
+            met(tmp_path, group=group, name="eval")
+        return CorruptError
+
+    assert run_ranks(3, fails) == [CorruptError] * 3
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [{"name": "a/b"}, {"name": ""}, {"poll_s": 0}, {"idle_s": -1}, {"lease_s": float("inf")}, {"since": -1}],
+)
+def test_wrong_arguments_are_told_at_once(tmp_path: Path, wrong: dict[str, Any]) -> None:
+    with pytest.raises(UsageError):
+        reknit.watch(tmp_path, **wrong)
+
+
+def test_a_checkpoint_is_no_folder_of_steps(tmp_path: Path) -> None:
+    reknit.save(tmp_path / "one", STATE)
+    with pytest.raises(UsageError, match="is a checkpoint"):
+        next(reknit.watch(tmp_path / "one"))
