@@ -87,7 +87,7 @@ def test_what_the_clock_says_is_open_without_one() -> None:
         (continuous(), {"seconds": 0.0}, {"seconds": 100.0, "busy": True}),
         (auto(), {"seconds": 0.0}, {"seconds": 0.0, "busy": True}),
         (auto(overhead=0.01), {"seconds": 10.0, "stall_s": 0.1}, {"seconds": 9.9, "stall_s": 0.1}),
-        # sqrt(2 * 0.5 s * 3600 s) = 60 s, more than 0.5 s / 0.5
+        # about sqrt(2 * 0.5 s * 3600 s) = 60 s, more than 0.5 s / 0.5
         (
             auto(overhead=0.5, mttf_hours=1),
             {"seconds": 60.0, "stall_s": 0.5},

@@ -10,7 +10,7 @@ import sys
 from importlib.metadata import version
 from typing import TYPE_CHECKING
 
-from reknit.cli import agents, certify, diff, export, gc, latest, ls, pin, promote, prune, rm, show, verify
+from reknit.cli import advise, agents, certify, diff, export, gc, latest, ls, promote, prune, rm, show, verify
 from reknit.environment import completing
 from reknit.errors import (
     CheckpointExistsError,
@@ -56,7 +56,7 @@ def parser() -> argparse.ArgumentParser:
     )
     program.add_argument("--version", action="version", version=f"reknit {version('reknit')}")
     commands = program.add_subparsers(dest="command", metavar="COMMAND", required=True)
-    for command in (ls, latest, show, verify, diff, export, promote, rm, prune, pin, gc, agents, certify):
+    for command in (ls, latest, show, verify, diff, export, promote, rm, prune, gc, agents, advise, certify):
         command.add_parser(commands)
     return program
 

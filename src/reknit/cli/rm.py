@@ -1,4 +1,4 @@
-"""`reknit rm`: remove checkpoints."""
+"""`reknit rm`, `pin` and `unpin`: remove checkpoints, or keep them from being removed."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ if TYPE_CHECKING:
 
 
 def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
-    """Add the command to those of the program."""
+    """Add the commands to those of the program."""
     parser = commands.add_parser(
         "rm",
         help="remove checkpoints",
@@ -22,6 +22,21 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
     parser.add_argument("paths", metavar="PATH", nargs="+", help="a checkpoint: a folder or URL")
     parser.add_argument("--json", action="store_true", help="print JSON")
     parser.set_defaults(run=run)
+    pin = commands.add_parser(
+        "pin",
+        help="keep checkpoints from being removed",
+        description="Pin checkpoints: neither a run, nor `reknit prune`, nor `reknit rm` removes them then.",
+    )
+    pin.add_argument("paths", metavar="PATH", nargs="+", help="a checkpoint: a folder or URL")
+    pin.add_argument("--reason", default="", metavar="TEXT", help="why, for whoever wants to remove it")
+    pin.set_defaults(run=_pin)
+    unpin = commands.add_parser(
+        "unpin",
+        help="let pinned checkpoints be removed again",
+        description="Take the pins of checkpoints away.",
+    )
+    unpin.add_argument("paths", metavar="PATH", nargs="+", help="a checkpoint: a folder or URL")
+    unpin.set_defaults(run=_unpin)
 
 
 def run(args: argparse.Namespace) -> int:
@@ -33,4 +48,17 @@ def run(args: argparse.Namespace) -> int:
             print(f"removed {printable(path)}: {nbytes_text(freed[path])}")
     if args.json:
         print_json([{"path": path, "nbytes": nbytes} for path, nbytes in freed.items()])
+    return 0
+
+
+def _pin(args: argparse.Namespace) -> int:
+    for path in args.paths:
+        stored.pin(path, args.reason)
+        print(f"pinned {printable(path)}")
+    return 0
+
+
+def _unpin(args: argparse.Namespace) -> int:
+    for path in args.paths:
+        print(f"{'unpinned' if stored.unpin(path) else 'was not pinned:'} {printable(path)}")
     return 0

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import signal
 from dataclasses import dataclass
-from math import sqrt
 from typing import TYPE_CHECKING
 
 from reknit.errors import UsageError, shown
 from reknit.policies.base import HOUR_S, Moment, Policy, SavePolicy, positive
+from reknit.policies.interval import RunCosts
 
 if TYPE_CHECKING:
     from os import PathLike
@@ -31,7 +31,7 @@ class _Continuous(SavePolicy):
 
 @dataclass(frozen=True, slots=True)
 class _Auto(SavePolicy):
-    overhead: float
+    overhead: float | None
     mttf_s: float | None
 
     def due(self, moment: Moment) -> bool | None:
@@ -44,8 +44,11 @@ class _Auto(SavePolicy):
 
     def interval_s(self, stall_s: float, write_s: float) -> float:
         """Return the time between saves that hold up training for `stall_s` and take `write_s` in all."""
-        best = 0.0 if self.mttf_s is None else sqrt(2 * stall_s * self.mttf_s)  # Young 1974
-        return max(best, stall_s / self.overhead, write_s)
+        least = write_s if self.overhead is None else max(stall_s / self.overhead, write_s)
+        if self.mttf_s is None:
+            return least
+        costs = RunCosts(stall_s=stall_s, write_s=write_s, restart_s=0.0, mttf_s=self.mttf_s)
+        return max(least, costs.best_interval_s())
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,17 +75,20 @@ def continuous(*, least_gap_s: float = 0.0) -> Policy:
     return _Continuous(float(least_gap_s))
 
 
-def auto(*, overhead: float = 0.01, mttf_hours: float | None = None) -> Policy:
-    """Save as often as it costs training at most the share `overhead` of its time.
+def auto(*, overhead: float | None = None, mttf_hours: float | None = None) -> Policy:
+    """Save as often as failures and saves together cost least, by what the saves of this run take.
 
-    The first save is measured.  With `mttf_hours`, the mean time to a failure of the whole job, the interval
-    is at least the one that loses least: ``sqrt(2 * stall * mttf)`` (Young).
+    `mttf_hours` is the mean time to a failure of the whole job; `reknit advise` tells the interval beforehand
+    (Daly).  Saves take at most the share `overhead` of the time of training, if that is given; without
+    `mttf_hours` they take just that share, by default 0.01.
     """
-    if not positive(overhead) or overhead >= 1:
+    if overhead is None and mttf_hours is None:
+        overhead = 0.01
+    if overhead is not None and (not positive(overhead) or overhead >= 1):
         raise UsageError(f"overhead is a share of the time between 0 and 1, not {shown(overhead)}")
     if mttf_hours is not None and not positive(mttf_hours):
         raise UsageError(f"mttf_hours is a number of hours, not {shown(mttf_hours)}")
-    return _Auto(float(overhead), None if mttf_hours is None else mttf_hours * HOUR_S)
+    return _Auto(overhead, None if mttf_hours is None else mttf_hours * HOUR_S)
 
 
 def on_preemption(*signals: signal.Signals | int, file: str | PathLike[str] | None = None) -> Policy:

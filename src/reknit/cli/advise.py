@@ -1,0 +1,129 @@
+"""`reknit advise`: how often is it best to save, and what does that take?"""
+
+from __future__ import annotations
+
+import argparse
+from contextlib import closing
+from typing import Any
+
+from reknit.cli.output import nbytes_text, print_fields, print_json, print_table
+from reknit.engine.stored.newest import refuse_other
+from reknit.engine.stored.opening import manifest_in
+from reknit.engine.stored.steps import numbered
+from reknit.errors import CheckpointNotFoundError, UsageError
+from reknit.policies.base import DAY_S, HOUR_S, positive
+from reknit.policies.interval import RunCosts
+from reknit.storage.registry import open_storage
+
+_AROUND = (0.1, 0.3, 1.0, 3.0, 10.0)
+
+
+def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    """Add the command to those of the program."""
+    parser = commands.add_parser(
+        "advise",
+        help="tell how often it is best to save",
+        description="Tell the time between two saves at which failures and saves together cost least, and "
+        "what share of the time is then training that is kept: the effective training time ratio, ETTR.  "
+        "The times of a save stand in its report and in the log.",
+    )
+    parser.add_argument(
+        "root", metavar="ROOT", nargs="?", help="a folder of checkpoints, whose newest tells size and ranks"
+    )
+    seconds: dict[str, Any] = {"type": _positive, "metavar": "S"}
+    parser.add_argument("--stall", required=True, help="seconds that a save holds up training", **seconds)
+    parser.add_argument(
+        "--write", required=True, help="seconds from the beginning of a save to its commit", **seconds
+    )
+    parser.add_argument(
+        "--restart", required=True, help="seconds from a failure until training goes on", **seconds
+    )
+    often = parser.add_mutually_exclusive_group(required=True)
+    often.add_argument(
+        "--mttf", type=_positive, metavar="H", help="hours between failures of the job, on average"
+    )
+    often.add_argument("--rank-mttf", type=_positive, metavar="H", help="the same for one rank; see --ranks")
+    parser.add_argument("--ranks", type=_count, metavar="N", help="ranks of the job (default: as in ROOT)")
+    parser.add_argument("--step", type=_positive, metavar="S", help="seconds that a training step takes")
+    parser.add_argument(
+        "--interval", type=_positive, metavar="S", help="also tell what this time between saves costs"
+    )
+    parser.add_argument("--json", action="store_true", help="print JSON")
+    parser.set_defaults(run=run)
+
+
+def run(args: argparse.Namespace) -> int:
+    """Tell it, and return the exit code."""
+    nbytes, ranks = (None, None) if args.root is None else _newest(args.root)
+    ranks = args.ranks or ranks
+    if args.rank_mttf is not None and ranks is None:
+        raise UsageError("--rank-mttf needs --ranks, or a ROOT that tells them")
+    mttf_h = args.rank_mttf / ranks if args.mttf is None else args.mttf
+    costs = RunCosts(
+        stall_s=args.stall,
+        write_s=max(args.write, args.stall),
+        restart_s=args.restart,
+        mttf_s=mttf_h * HOUR_S,
+    )
+    best_s = costs.best_interval_s()
+    intervals = {max(best_s * factor, costs.write_s) for factor in _AROUND}
+    if args.interval is not None:
+        intervals.add(args.interval)
+    rows = [{"interval_s": each} | costs.shares(each) for each in sorted(intervals)]
+    if args.json:
+        sizes = {"nbytes": nbytes, "ranks": ranks, "mttf_h": mttf_h}
+        print_json({"interval_s": best_s, "ettr": costs.ettr(best_s)} | sizes | {"intervals": rows})
+        return 0
+    fields = {"save every": _time_text(best_s), "ETTR": f"{costs.ettr(best_s):.2%}"}
+    if args.step is not None:
+        fields["in steps"] = str(max(1, round(best_s / args.step)))
+    fields["a failure every"] = _time_text(costs.mttf_s)
+    if nbytes is not None:
+        fields["size of a checkpoint"] = nbytes_text(nbytes)
+        fields["bytes to store per second"] = nbytes_text(int(nbytes / best_s))
+        if ranks is not None:
+            fields["host memory per rank"] = f"{nbytes_text(nbytes // ranks)} for each copy that is written"
+    print_fields(fields)
+    print()
+    columns = ("SAVE EVERY", "KEPT (ETTR)", "STALLS", "DONE AGAIN", "RESTARTS", "LOST A DAY")
+    print_table(columns, [_cells(row) for row in rows], right=columns)
+    return 0
+
+
+def _newest(root: str) -> tuple[int, int | None]:
+    """Return size and ranks of the newest step below a folder.  Raises `CheckpointNotFoundError`."""
+    with closing(open_storage(root)) as storage:
+        for _, name in numbered(storage):
+            if (manifest := manifest_in(storage.sub(name))) is not None:
+                ranks = manifest.origin.get("world_size")
+                nbytes = sum(file.nbytes for file in manifest.files)
+                return nbytes, ranks if isinstance(ranks, int) and ranks > 0 else None
+        refuse_other(storage)
+    raise CheckpointNotFoundError(f"there is no step in {root}", path=root, remedy="check the path")
+
+
+def _cells(row: dict[str, float]) -> tuple[str, ...]:
+    lost_s = (1.0 - row["kept"]) * DAY_S
+    shares = (f"{row[name]:.2%}" for name in ("kept", "stalls", "again", "restarts"))
+    return _time_text(row["interval_s"]), *shares, _time_text(lost_s)
+
+
+def _time_text(seconds: float) -> str:
+    for unit, name in ((DAY_S, "d"), (HOUR_S, "h"), (60.0, "min")):
+        if seconds >= 2 * unit:
+            return f"{seconds / unit:.1f} {name}"
+    return f"{seconds:.1f} s"
+
+
+def _positive(text: str) -> float:
+    number = float(text)
+    if not positive(number):
+        raise argparse.ArgumentTypeError(f"{text} is no number above 0")
+    return number
+
+
+def _count(text: str) -> int:
+    number = int(text)
+    if number < 1:
+        raise argparse.ArgumentTypeError(f"{text} is no number from 1 on")
+    return number

@@ -1,0 +1,54 @@
+"""How often is it best to save?  What saves and failures cost, by the time between two saves."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from math import exp, expm1, sqrt
+
+_NEWTON_STEPS = 60
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RunCosts:
+    """What saves and failures cost a run, in seconds.
+
+    A save holds up training for `stall_s`, and is committed `write_s` after it began.  A failure comes every
+    `mttf_s` on average, at any moment alike, and training goes on `restart_s` after it.
+    """
+
+    stall_s: float
+    write_s: float
+    restart_s: float
+    mttf_s: float
+
+    def ettr(self, interval_s: float) -> float:
+        """Return the effective training time ratio where `interval_s` of training lie between two saves.
+
+        That is the training that is never lost, over all the time.  Until a failure comes, the k-th save is
+        committed after ``k * (interval + stall) - stall + write``; failures are exponentially distributed.
+        """
+        rate = 1.0 / self.mttf_s
+        # Beyond this the chance that even one save is committed is 0 as a float.
+        period = min(rate * (interval_s + self.stall_s), 700.0)
+        kept_s = interval_s * exp(-rate * max(self.write_s - self.stall_s, 0.0)) / expm1(period)
+        return kept_s / (self.mttf_s + self.restart_s)
+
+    def best_interval_s(self) -> float:
+        """Return the time between saves with the highest `ettr`, but no less than a save takes.
+
+        Daly (2006), where Young (1974) has ``sqrt(2 * stall * mttf)``; found by Newton's method.
+        """
+        interval = sqrt(2.0 * self.stall_s * self.mttf_s)
+        for _ in range(_NEWTON_STEPS):
+            lost = -expm1(-(interval + self.stall_s) / self.mttf_s)
+            if lost == 0.0:
+                break
+            interval -= (interval - self.mttf_s * lost) / lost
+        return max(interval, self.write_s)
+
+    def shares(self, interval_s: float) -> dict[str, float]:
+        """Return where the time goes, as shares of it: training kept, stalls, work done again, restarts."""
+        kept = self.ettr(interval_s)
+        restart = self.restart_s / (self.mttf_s + self.restart_s)
+        stalls = (1.0 - restart) * self.stall_s / (interval_s + self.stall_s)
+        return {"kept": kept, "stalls": stalls, "again": 1.0 - restart - stalls - kept, "restarts": restart}
