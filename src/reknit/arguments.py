@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Iterable, Mapping
+from contextlib import closing
 from dataclasses import MISSING, fields
 from math import isfinite
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -168,23 +169,16 @@ def place_of(path: str | PathLike[str]) -> StoreRecipe:
 
 def open_places(path: str | PathLike[str], options: LoadOptions, last: ExitStack) -> list[Storage]:
     """Open the place to load from, and then its replicas; `last` closes them."""
-    stores = []
-    for place in (path, *options.replicas):
-        stores.append(open_storage(place))
-        last.callback(stores[-1].close)
-    return stores
+    return [last.enter_context(closing(open_storage(place))) for place in (path, *options.replicas)]
 
 
 def check_promotion(storage: Storage, options: SaveOptions, rank: int, *, overwrite: bool) -> None:
     """Raise what is wrong with the place to promote to, before anything is written; rank 0 looks there."""
     assert options.promote_to is not None
-    target = open_storage(options.promote_to, durability=options.durability)
-    try:
+    with closing(open_storage(options.promote_to, durability=options.durability)) as target:
         check_places(storage, target)
         if rank == 0:
             check_absent(target, overwrite)
-    finally:
-        target.close()
 
 
 def check_places(source: Storage, target: Storage) -> None:

@@ -77,11 +77,8 @@ def verify(
     if level not in ("structure", "data"):
         raise UsageError(f"level is 'structure' or 'data', not {level!r}")
     options = options_of(options, LoadOptions, "reknit.verify", NOT_FOR_VERIFY)
-    storage = open_storage(path)
-    try:
+    with closing(open_storage(path)) as storage:
         return verify_story(storage, level, options)
-    finally:
-        storage.close()
 
 
 @typed_shortage()
@@ -106,15 +103,12 @@ def latest(
     """
     if pending not in ("tell", "wait", "fence"):
         raise UsageError(f"pending is 'tell', 'wait' or 'fence', not {pending!r}")
-    storage = open_storage(root)
-    try:
+    with closing(open_storage(root)) as storage:
         if pending == "wait":
             wait_for_saves(storage, timeout_s)
         elif pending == "fence":
             fence_off(storage)
         return newest(storage)
-    finally:
-        storage.close()
 
 
 @typed_shortage()
@@ -124,11 +118,8 @@ def steps(root: str | PathLike[str]) -> list[SavedStep]:
     A checkpoint whose manifest cannot be read is listed with its `problem`.  Raises `UsageError` where `root`
     is a checkpoint itself or a folder of another program, `StorageError`.
     """
-    storage = open_storage(root)
-    try:
+    with closing(open_storage(root)) as storage:
         return steps_below(storage)
-    finally:
-        storage.close()
 
 
 @typed_shortage()
@@ -139,11 +130,8 @@ def delete(path: str | PathLike[str]) -> int:
     not of reknit's making stay.  Raises `CheckpointNotFoundError`, `StorageError`, and `UsageError` where a
     save to `path` or a promotion is under way.
     """
-    storage = open_storage(path)
-    try:
+    with closing(open_storage(path)) as storage:
         return delete_story(storage)
-    finally:
-        storage.close()
 
 
 @typed_shortage()
@@ -199,11 +187,10 @@ def promote(
     """
     options = options_of(options, SaveOptions, "reknit.promote", NOT_FOR_PROMOTE)
     check_flag("overwrite", overwrite)
-    with ExitStack() as last:
-        source = open_storage(path)
-        last.callback(source.close)
-        target = open_storage(to, durability=options.durability)
-        last.callback(target.close)
+    with (
+        closing(open_storage(path)) as source,
+        closing(open_storage(to, durability=options.durability)) as target,
+    ):
         check_places(source, target)
         recorder = Recorder("promote", path=target.url, sinks=sinks(options.events))
         return promote_alone(Promotion(source, target, overwrite, options, recorder))

@@ -13,7 +13,7 @@ from reknit.errors import StorageError
 from reknit.policies import at, best, every, latest
 from reknit.storage.local.store import LocalStorage
 from reknit.storage.registry import register
-from reknit.testing.intercepted import InterceptedStorage
+from reknit.storage.wrappers.forwarding import ForwardingStorage
 from tests.runs.pieces import damage, numbers, state
 
 if TYPE_CHECKING:
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
     from reknit.options import Durability
     from reknit.storage.base import Storage
-    from reknit.testing.intercepted import Half
+    from reknit.storage.wrappers.forwarding import Half
 
 T = TypeVar("T")
 
@@ -46,7 +46,7 @@ class Life:
 life = Life()
 
 
-class Mortal(InterceptedStorage):
+class Mortal(ForwardingStorage):
     """A folder of a process that dies: from then on nothing happens to it, whatever clean-up is tried."""
 
     def around(self, inner: Storage, path: str) -> Mortal:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from contextlib import closing
 from importlib.util import find_spec
 from typing import TYPE_CHECKING
 
@@ -33,11 +34,8 @@ def run(args: argparse.Namespace) -> int:
             "certify-storage runs tests, and pytest is not installed", remedy="pip install 'reknit[testing]'"
         )
     # What is wrong with the URL, or with credentials, is told here.
-    storage = open_storage(args.url)
-    try:
+    with closing(open_storage(args.url)) as storage:
         storage.folders()
-    finally:
-        storage.close()
     # The suite is a program of its own: it belongs to the tests, which nothing else depends on.
     command = [sys.executable, "-m", "reknit.testing.certify", args.url]
     return subprocess.run(command, check=False).returncode

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import math
 import re
+from contextlib import closing
 from typing import TYPE_CHECKING, Any
 
 from reknit.cli.output import nbytes_text, print_json, print_table, printable, time_text
@@ -55,8 +56,7 @@ def age(text: str) -> float:
 
 def run(args: argparse.Namespace) -> int:
     """List, delete where that is asked for, and return the exit code."""
-    storage = open_storage(args.url)
-    try:
+    with closing(open_storage(args.url)) as storage:
         sweep = sweepable(storage)
         if sweep is None:
             raise UsageError(
@@ -72,8 +72,6 @@ def run(args: argparse.Namespace) -> int:
         rows = [_row(storage, each, moment) for each in found]
         if args.delete:
             _delete(storage, sweep, found, rows)
-    finally:
-        storage.close()
     if args.json:
         print_json({"url": storage.url, "leftovers": rows, "unseen": sweep.unseen})
     else:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import closing
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING
 
@@ -53,13 +54,10 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
 
 def run(args: argparse.Namespace) -> int:
     """List, and return the exit code."""
-    storage = open_storage(args.root)
-    try:
+    with closing(open_storage(args.root)) as storage:
         rows = rows_of(storage)
         if not rows:
             raise _nothing(storage)
-    finally:
-        storage.close()
     if args.json:
         print_json([asdict(row) for row in rows])
         return 0

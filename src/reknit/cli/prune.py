@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import closing
 from typing import TYPE_CHECKING
 
 from reknit import policies
@@ -41,14 +42,11 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
 def run(args: argparse.Namespace) -> int:
     """Prune, and return the exit code."""
     keep = _keep(args)
-    storage = open_storage(args.root)
-    try:
+    with closing(open_storage(args.root)) as storage:
         if not numbered(storage):
             raise _no_steps(storage)
         retention = Retention(storage, keep)
         gone = retention.surplus() if args.dry_run else retention.prune()
-    finally:
-        storage.close()
     if args.json:
         print_json([{"step": step.step, "path": step.path, "nbytes": step.nbytes} for step in gone])
         return 0

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from contextlib import closing
 from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
@@ -96,8 +97,7 @@ def run(args: argparse.Namespace) -> int:
 
 def _rebuild(path: str, output: str | None, told: _Told) -> None:
     """Rebuild the index, compare it, and tell what came of it."""
-    storage = open_storage(path)
-    try:
+    with closing(open_storage(path)) as storage:
         manifest = _manifest(storage)
         try:
             rebuilt = _rebuilt(storage, manifest)
@@ -108,8 +108,6 @@ def _rebuild(path: str, output: str | None, told: _Told) -> None:
             if output is not None:
                 _write(output, rebuilt.data)
                 told.note(f"wrote the rebuilt index to {output}")
-    finally:
-        storage.close()
 
 
 class _Rebuilt(NamedTuple):

@@ -10,6 +10,7 @@ from __future__ import annotations
 import logging
 import re
 import time
+from contextlib import closing
 from enum import Enum
 from typing import TYPE_CHECKING, Any
 
@@ -198,11 +199,8 @@ def iteration_folder(root: str | PathLike[str], iteration: int) -> str:
 
 def mark_latest(root: str | PathLike[str], iteration: int) -> None:
     """Write in a run's folder which iteration has its last checkpoint.  One rank does it, after the save."""
-    storage = open_storage(root)
-    try:
+    with closing(open_storage(root)) as storage:
         storage.put(TRACKER, str(iteration).encode(), if_absent=False)
-    finally:
-        storage.close()
 
 
 def _parted(state: dict[str, Any]) -> tuple[Any, Any, Any]:

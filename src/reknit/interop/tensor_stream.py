@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from math import prod
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -47,11 +47,8 @@ def tensors_of(path: str | PathLike[str]) -> Iterator[OpenCheckpoint]:
 
     Raises `CheckpointNotFoundError`, `CorruptError`, `VersionError`, `StorageError`.
     """
-    storage = open_storage(path)
-    try:
+    with closing(open_storage(path)) as storage:
         yield opened(storage, read_opened(storage, ()), None, _OPTIONS)
-    finally:
-        storage.close()
 
 
 def stream(

@@ -24,7 +24,7 @@ from reknit.storage.base import Listed, Reading
 from reknit.storage.errors import existing, missing, removed, shorter, too_large
 from reknit.storage.local.store import LocalStorage
 from reknit.storage.paths import check_path, is_temporary
-from reknit.storage.runs import read_runs, spread
+from reknit.storage.runs import filled, read_runs, spread
 from reknit.storage.writing import Progress, TakenNames
 
 if TYPE_CHECKING:
@@ -68,8 +68,6 @@ class FsspecStorage:
 
     def create(self, path: str, nbytes: int) -> FsspecWriter:
         """Start a new file."""
-        if nbytes < 0:
-            raise UsageError(f"a file of {nbytes} bytes cannot be")
         full = self._full(path)
         with self._lock, self._translated("create", path):
             self._check_place(path)
@@ -120,9 +118,8 @@ class FsspecStorage:
 
     def read_into(self, path: str, start: int, buffers: list[memoryview]) -> None:
         """Fill the buffers from one read of a range."""
-        if start < 0:
-            raise UsageError(f"a read cannot start at byte {start}")
-        wanted = sum(buffer.nbytes for buffer in buffers)
+        out = filled(start, buffers)
+        wanted = sum(map(len, out))
         if not wanted:
             self.size(path)
             return
@@ -130,7 +127,7 @@ class FsspecStorage:
             data = self.system.cat_file(self._full(path), start=start, end=start + wanted)
         if len(data) < wanted:
             raise shorter(self._told(path), start, start + wanted, start + len(data))
-        spread(np.frombuffer(data, np.uint8), [np.frombuffer(one, np.uint8) for one in buffers if one.nbytes])
+        spread(np.frombuffer(data, np.uint8), out)
 
     def read_runs(self, path: str, starts: NDArray[np.int64], nbytes: int, buffer: memoryview) -> None:
         """Fill the buffer with runs."""
@@ -252,31 +249,19 @@ class FsspecWriter:
     def __init__(self, storage: FsspecStorage, path: str, full: str, nbytes: int) -> None:
         self._storage, self._path, self._full = storage, path, full
         self._url = f"{storage.url}/{path}"
-        try:
-            self._file = tempfile.TemporaryFile(prefix="reknit-")  # noqa: SIM115 - closed by finish or abort
-        except OSError as error:
-            raise shortage(error) or StorageError(
-                f"cannot gather {self._url} in a temporary file: {error}",
-                remedy="point TMPDIR to a folder where files can be made",
-                path=self._url,
-            ) from error
         self._progress = Progress(self._url, nbytes)
         self._lock = threading.Lock()
+        with self._gathering(StorageError, "point TMPDIR to a folder where files can be made"):
+            self._file = tempfile.TemporaryFile(prefix="reknit-")  # noqa: SIM115 - closed by finish or abort
 
     def write(self, start: int, data: memoryview) -> None:
         """Put `data` into its place."""
         data = data.cast("B")
         with self._lock:
             self._progress.check(start, data.nbytes)
-            try:
+            with self._gathering(StorageFullError, "make room there, or point TMPDIR to another disk"):
                 self._file.seek(start)
                 self._file.write(data)
-            except OSError as error:
-                raise shortage(error) or StorageFullError(
-                    f"cannot gather {self._url} in a temporary file: {error}",
-                    remedy="make room there, or point TMPDIR to another disk",
-                    path=self._url,
-                ) from error
             self._progress.add(data.nbytes)
 
     def finish(self) -> None:
@@ -291,6 +276,15 @@ class FsspecWriter:
             finally:
                 self._file.close()
                 self._storage.names.free(self._full, self)
+
+    @contextmanager
+    def _gathering(self, kind: type[StorageError], remedy: str) -> Iterator[None]:
+        """Raise what the temporary file raises as such an error."""
+        try:
+            yield
+        except OSError as error:
+            told = f"cannot gather {self._url} in a temporary file: {error}"
+            raise shortage(error) or kind(told, remedy=remedy, path=self._url) from error
 
     def abort(self) -> None:
         """Give up, unless the file is finished."""

@@ -19,6 +19,24 @@ STRETCH_NBYTES = 1 << 20
 """Bytes that are read at once to take near runs out of: they stay in the processor's cache."""
 
 
+def check_size(nbytes: int) -> None:
+    """Raise `UsageError` for what cannot be the bytes of a file."""
+    if nbytes < 0:
+        raise UsageError(f"a file of {nbytes} bytes cannot be")
+
+
+def check_start(start: int) -> None:
+    """Raise `UsageError` for what cannot be the first byte of a read."""
+    if start < 0:
+        raise UsageError(f"a read cannot start at byte {start}")
+
+
+def filled(start: int, buffers: list[memoryview]) -> list[NDArray[np.uint8]]:
+    """Return the buffers that a read from byte `start` on fills, without empty ones.  Raises `UsageError`."""
+    check_start(start)
+    return [np.frombuffer(buffer, np.uint8) for buffer in buffers if buffer.nbytes]
+
+
 def check_inside(start: int, nbytes: int, whole_nbytes: int, url: str) -> None:
     """Raise `StorageError` unless bytes to be written lie inside the `whole_nbytes` of a file."""
     if not 0 <= start <= whole_nbytes - nbytes:
@@ -51,8 +69,8 @@ def checked_runs(starts: NDArray[np.int64], nbytes: int, buffer: memoryview) -> 
     """Return the buffer with a row for each run.  Raises `UsageError` unless it has just their size."""
     if nbytes < 0 or buffer.nbytes != len(starts) * nbytes:
         raise UsageError(f"{len(starts)} runs of {nbytes} bytes do not fill a buffer of {buffer.nbytes}")
-    if len(starts) and int(starts[0]) < 0:
-        raise UsageError(f"a read cannot start at byte {int(starts[0])}")
+    if len(starts):
+        check_start(int(starts[0]))
     return np.frombuffer(buffer, np.uint8).reshape(len(starts), nbytes)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import fields
 from typing import TYPE_CHECKING, Any
 from urllib.parse import parse_qsl
 
@@ -9,14 +10,27 @@ from reknit.errors import UsageError
 from reknit.options import MIB
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
+    from collections.abc import Callable
+
+_KINDS: dict[str, Callable[[str], Any]] = {
+    "int": int,
+    "float": float,
+    "bool": lambda text: {"true": True, "false": False}[text.lower()],
+}
+"""What makes a value of its text, by the type of its field; all others are texts."""
 
 
-def url_options(url: str, query: str, convert: Mapping[str, Callable[[str], Any]]) -> dict[str, Any]:
+def url_options(url: str, query: str, options: type[Any], **special: Callable[[str], Any]) -> dict[str, Any]:
     """Return the options that a query gives, by field; a key ``x_mib`` stands for the field ``x_nbytes``.
 
-    `convert` makes values of their text, by key.  Raises `UsageError`.
+    Their values are of the types of the fields, unless `special` makes them of their text, by key.  Raises
+    `UsageError`.
     """
+    convert: dict[str, Callable[[str], Any]] = {}
+    for field in fields(options):
+        key = field.name.replace("_nbytes", "_mib")
+        made = _KINDS.get(str(field.type).partition(" | ")[0], str)
+        convert[key] = special.get(key, made if key == field.name else mebibytes)
     remedy = f"keys of reknit are {', '.join(convert)}, retry_s"
     found: dict[str, Any] = {}
     for key, text in parse_qsl(query, keep_blank_values=True):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 
 from reknit.errors import StorageError
-from reknit.storage.runs import check_inside
+from reknit.storage.runs import check_inside, check_size
 
 
 class TakenNames:
@@ -45,6 +45,8 @@ class Progress:
     """How much of a file of `nbytes` bytes is written, and whether it still may be; thread-safe."""
 
     def __init__(self, url: str, nbytes: int) -> None:
+        """Begin a file; raises `UsageError` for one that has less than no bytes."""
+        check_size(nbytes)
         self._url, self._nbytes = url, nbytes
         self._written = 0
         self._open = True

@@ -17,13 +17,13 @@ from reknit.errors import (
     StorageUnavailableError,
     UsageError,
 )
-from reknit.testing.intercepted import InterceptedStorage
+from reknit.storage.wrappers.forwarding import ForwardingStorage
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
 
     from reknit.storage.base import Storage
-    from reknit.testing.intercepted import Half
+    from reknit.storage.wrappers.forwarding import Half
 
 T = TypeVar("T")
 
@@ -117,7 +117,7 @@ def _error(fault: Fault, operation: Operation) -> ReknitError:
     return StorageError(f"injected: {what[fault.kind]} {place}", path=operation.path)
 
 
-class FaultyStorage(InterceptedStorage):
+class FaultyStorage(ForwardingStorage):
     """Passes everything on to `inner`, counts the operations, and fails as planned.
 
     Counted are create, write, finish, put, commit, get, size, read_into, read_runs, list, folders and delete.

@@ -12,13 +12,13 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, TypeVar
 
 from reknit.monitor.phase import monotonic
-from reknit.testing.intercepted import InterceptedStorage
+from reknit.storage.wrappers.forwarding import KINDS, ForwardingStorage
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
     from reknit.storage.base import Storage
-    from reknit.testing.intercepted import Half
+    from reknit.storage.wrappers.forwarding import Half
 
 T = TypeVar("T")
 
@@ -76,10 +76,7 @@ class Meter:
             self.figures.setdefault(name, Figures()).nbytes += nbytes
 
 
-_NAMES = {"read_into": "read", "read_runs": "read", "folders": "list"}
-
-
-class MeteredStorage(InterceptedStorage):
+class MeteredStorage(ForwardingStorage):
     """Measures every operation; the stores below share the meter.
 
     Reads of all kinds are counted as ``read``, and both ways to list as ``list``.
@@ -95,7 +92,7 @@ class MeteredStorage(InterceptedStorage):
 
     def intercept(self, name: str, path: str, nbytes: int, whole: Callable[[], T], half: Half = None) -> T:
         """Carry out an operation, counted and timed."""
-        with self.meter.measuring(_NAMES.get(name, name), nbytes):
+        with self.meter.measuring(KINDS.get(name, name), nbytes):
             result = whole()
         if isinstance(result, bytes):
             self.meter.add_bytes(name, len(result))

@@ -8,13 +8,13 @@ from typing import TYPE_CHECKING, TypeVar
 
 from reknit.errors import UsageError
 from reknit.monitor.phase import monotonic
-from reknit.testing.intercepted import InterceptedStorage
+from reknit.storage.wrappers.forwarding import ForwardingStorage
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
     from reknit.storage.base import Storage
-    from reknit.testing.intercepted import Half
+    from reknit.storage.wrappers.forwarding import Half
 
 T = TypeVar("T")
 
@@ -47,7 +47,7 @@ class Pace:
         time.sleep(max(0.0, end - monotonic()) + self._latency_s)
 
 
-class ThrottledStorage(InterceptedStorage):
+class ThrottledStorage(ForwardingStorage):
     """Lets operations through at a pace; the stores below share it."""
 
     def __init__(self, inner: Storage, pace: Pace) -> None:

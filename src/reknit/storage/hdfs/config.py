@@ -6,17 +6,14 @@ import os
 import re
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, get_args
+from typing import Literal, get_args
 from xml.etree import ElementTree
 
 from reknit.environment import hadoop_conf_dir, hadoop_user
 from reknit.errors import UsageError
 from reknit.options import MIB, Durability
 from reknit.storage.paths import check_path
-from reknit.storage.url_options import mebibytes, require, url_options
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
+from reknit.storage.url_options import require, url_options
 
 Concat = Literal["auto", "rpc", "webhdfs", "none"]
 
@@ -70,20 +67,6 @@ class HdfsOptions:
         )
 
 
-_CONVERT: dict[str, Callable[[str], Any]] = {
-    "part_mib": mebibytes,
-    "block_mib": mebibytes,
-    "concurrency": int,
-    "replication": int,
-    "timeout_s": float,
-    "tries": int,
-    "concat": str,
-    "webhdfs": str,
-    "principal": str,
-    "keytab": os.path.expanduser,
-}
-
-
 @dataclass(frozen=True, slots=True)
 class HdfsPath:
     """What a URL names: a cluster (``host:port``, or a nameservice), and an absolute folder."""
@@ -129,7 +112,7 @@ def parse_url(url: str, durability: Durability = "power") -> HdfsPath:
     folder = folder.strip("/")
     if folder:
         check_path(folder, f"hdfs://{authority}")
-    found = url_options(url, query, _CONVERT)
+    found = url_options(url, query, HdfsOptions, keytab=os.path.expanduser)
     if "part_nbytes" in found:
         found.setdefault("block_nbytes", max(HdfsOptions().block_nbytes, found["part_nbytes"]))
     return HdfsPath(authority, f"/{folder}" if folder else "", HdfsOptions(**found), durability)

@@ -16,7 +16,7 @@ from reknit.storage.hdfs.client import PIECE_NBYTES
 from reknit.storage.runs import spread, take_runs
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Iterator
 
     from hdfs_native._internal import RawFileReader
     from numpy.typing import NDArray
@@ -64,9 +64,8 @@ class BlockReaders:
                     raise  # the first time it may have been replaced between the two requests
         raise AssertionError("the second attempt returns or raises")
 
-    def fill(self, path: str, start: int, buffers: Sequence[memoryview]) -> None:
+    def fill(self, path: str, start: int, out: list[NDArray[np.uint8]]) -> None:
         """Fill the buffers, one after another, from byte `start` on."""
-        out = [np.frombuffer(buffer, np.uint8) for buffer in buffers if buffer.nbytes]
         end = start + sum(map(len, out))
         most = PIECE_NBYTES * self._client.options.concurrency
         for first in range(start, end, most):

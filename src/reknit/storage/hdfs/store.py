@@ -8,7 +8,7 @@ from copy import copy
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from reknit.errors import StorageError, StorageNotFoundError, StorageUnavailableError, UsageError
+from reknit.errors import StorageError, StorageNotFoundError, StorageUnavailableError
 from reknit.monitor.phase import now
 from reknit.storage.base import Dated, Listed, Reading
 from reknit.storage.errors import ExistingError, existing, missing
@@ -20,7 +20,7 @@ from reknit.storage.hdfs.reading import GAP_NBYTES, BlockReaders
 from reknit.storage.hdfs.web import requests_of
 from reknit.storage.hdfs.writer import HdfsWriter
 from reknit.storage.paths import check_path, is_temporary, kind_of
-from reknit.storage.runs import checked_runs
+from reknit.storage.runs import checked_runs, filled
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -69,8 +69,6 @@ class HdfsStorage:
 
     def create(self, path: str, nbytes: int) -> HdfsWriter:
         """Start a new file; no other thread of this process gets its name meanwhile."""
-        if nbytes < 0:
-            raise UsageError(f"a file of {nbytes} bytes cannot be")
         full = self._full(path)
         writer = HdfsWriter(
             self.client, self.requests, self.placement, self._names, full, nbytes, self._prune
@@ -139,12 +137,10 @@ class HdfsStorage:
 
     def read_into(self, path: str, start: int, buffers: list[memoryview]) -> None:
         """Read ranges, several at once, and copy what comes into the buffers."""
-        if start < 0:
-            raise UsageError(f"a read cannot start at byte {start}")
-        if not any(buffer.nbytes for buffer in buffers):
+        if out := filled(start, buffers):
+            self._readers.fill(self._full(path), start, out)
+        else:
             self.size(path)
-            return
-        self._readers.fill(self._full(path), start, buffers)
 
     def read_runs(self, path: str, starts: NDArray[np.int64], nbytes: int, buffer: memoryview) -> None:
         """Read runs that are near each other together, and several ranges at once."""

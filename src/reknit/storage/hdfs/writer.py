@@ -37,11 +37,11 @@ class HdfsWriter:
         self._client, self._requests, self._names = client, requests, names
         self._path, self._nbytes, self._prune = path, nbytes, prune
         self._url = client.url(path)
+        self._progress = Progress(self._url, nbytes)
         self.upload = SubFiles(client, placing, path.rpartition("/")[0], nbytes, split=requests is not None)
         self._joined = 1
         """Sub-files that have become the first one, with which it begins."""
         self._lengths = [part.missing for part in self.upload.parts]
-        self._progress = Progress(self._url, nbytes)
 
     def write(self, start: int, data: memoryview) -> None:
         """Copy `data`, and send what is complete on its way; waits while too much is."""

@@ -33,7 +33,7 @@ from reknit.storage.local.posix import (
 from reknit.storage.local.space import reserve
 from reknit.storage.local.writer import LocalWriter
 from reknit.storage.paths import check_path
-from reknit.storage.runs import checked_runs, near, read_runs
+from reknit.storage.runs import check_size, check_start, checked_runs, near, read_runs
 from reknit.system import aside
 
 if TYPE_CHECKING:
@@ -81,8 +81,7 @@ class LocalStorage:
         No temporary name is needed: a data file means nothing to anybody until a manifest names it.
         Raises `StorageFullError` before a byte is written when the file cannot fit.
         """
-        if nbytes < 0:
-            raise UsageError(f"a file of {nbytes} bytes cannot be")
+        check_size(nbytes)
         full = self._full(path)
         with translated("create", full):
             fd = aside(self._open_new(path))
@@ -165,8 +164,7 @@ class LocalStorage:
 
     def read_into(self, path: str, start: int, buffers: list[memoryview]) -> None:
         """Fill the buffers with as few calls as the kernel allows."""
-        if start < 0:
-            raise UsageError(f"a read cannot start at byte {start}")
+        check_start(start)
         full = self._full(path)
         wanted = sum(buffer.nbytes for buffer in buffers)
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import TYPE_CHECKING, Any, Literal, get_args
+from typing import Any, Literal, get_args
 
 from obstore import exceptions
 from obstore.store import AzureStore, GCSStore, S3Store
@@ -14,9 +14,6 @@ from reknit.options import MIB
 from reknit.storage.object.errors import plain
 from reknit.storage.paths import check_path
 from reknit.storage.url_options import mebibytes, require, url_options
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
 
 Fallback = Literal["refuse", "lock"]
 Client = S3Store | GCSStore | AzureStore
@@ -80,18 +77,6 @@ class ObjectOptions:
         return 30.0 + self.part_nbytes / _SLOWEST if self.timeout_s is None else self.timeout_s
 
 
-_CONVERT: dict[str, Callable[[str], Any]] = {
-    "conditional": str,
-    "part_mib": lambda text: max(mebibytes(text), _SMALLEST_PART),
-    "concurrency": int,
-    "timeout_s": float,
-    "retries": int,
-    "endpoint": str,
-    "region": str,
-    "unsigned": lambda text: {"true": True, "false": False}[text.lower()],
-}
-
-
 @dataclass(frozen=True, slots=True)
 class Bucket:
     """What a URL names: a bucket (a container in Azure), and a prefix that ends in a slash, or nothing."""
@@ -116,9 +101,8 @@ def parse_url(url: str) -> tuple[Bucket, ObjectOptions]:
         raise UsageError(f"{url!r} names no bucket", remedy=f"write {scheme}://bucket/folder")
     if prefix:
         check_path(prefix, f"{scheme}://{bucket}")
-    return Bucket(scheme, bucket, f"{prefix}/" if prefix else ""), ObjectOptions(
-        **url_options(url, query, _CONVERT)
-    )
+    found = url_options(url, query, ObjectOptions, part_mib=lambda text: max(mebibytes(text), _SMALLEST_PART))
+    return Bucket(scheme, bucket, f"{prefix}/" if prefix else ""), ObjectOptions(**found)
 
 
 def connect(place: Bucket, options: ObjectOptions, *, uploading: bool = False) -> Client:

@@ -11,7 +11,7 @@ import numpy as np
 import obstore
 from obstore import exceptions
 
-from reknit.errors import StorageError, StorageNotFoundError, UsageError
+from reknit.errors import StorageError, StorageNotFoundError
 from reknit.storage.base import Listed, Reading
 from reknit.storage.errors import existing, missing, shorter, too_large
 from reknit.storage.object import incomplete_uploads
@@ -20,7 +20,7 @@ from reknit.storage.object.conditions import Conditions, look
 from reknit.storage.object.errors import as_ours, translated
 from reknit.storage.object.writer import ObjectWriter
 from reknit.storage.paths import check_path
-from reknit.storage.runs import checked_runs, near, read_runs, spread
+from reknit.storage.runs import checked_runs, filled, near, read_runs, spread
 from reknit.storage.writing import TakenNames
 
 if TYPE_CHECKING:
@@ -86,8 +86,6 @@ class ObjectStorage:
 
     def create(self, path: str, nbytes: int) -> ObjectWriter:
         """Start a new file; no other thread of this process gets its name meanwhile."""
-        if nbytes < 0:
-            raise UsageError(f"a file of {nbytes} bytes cannot be")
         key, url = self._full(path)
         names, conditions = self.bucket.names, self.bucket.conditions
         writer = ObjectWriter(self._uploading, key, url, nbytes, self.options, names, conditions)
@@ -164,10 +162,8 @@ class ObjectStorage:
 
     def read_into(self, path: str, start: int, buffers: list[memoryview]) -> None:
         """Ask for the range in parts, several at once, and copy what comes into the buffers."""
-        if start < 0:
-            raise UsageError(f"a read cannot start at byte {start}")
         key, url = self._full(path)
-        out = [np.frombuffer(buffer, np.uint8) for buffer in buffers if buffer.nbytes]
+        out = filled(start, buffers)
         end = start + sum(len(buffer) for buffer in out)
         if start == end:
             self._size(key, url)

@@ -1,21 +1,32 @@
-"""A store that forwards every call to another one; subclasses override what they change."""
+"""A store that passes every operation on to another one; subclasses change some, or all in one method."""
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeVar
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Callable, Iterator
 
     import numpy as np
     from numpy.typing import NDArray
 
     from reknit.storage.base import Listed, Reading, Storage, Writer
 
+    Half = Callable[[], object] | None
+
+T = TypeVar("T")
+
+KINDS = {"read_into": "read", "read_runs": "read", "folders": "list"}
+"""What operations of one kind are called together."""
+
 
 class ForwardingStorage(ABC):
-    """Passes everything on to `inner`; the stores below are wrapped by `around`."""
+    """Passes everything on to `inner`; the stores below are wrapped by `around`.
+
+    Create, write, finish, put, commit, get, size, read_into, read_runs, delete, folders and list go through
+    `intercept`, under these names.
+    """
 
     def __init__(self, inner: Storage) -> None:
         self.inner = inner
@@ -23,6 +34,14 @@ class ForwardingStorage(ABC):
     @abstractmethod
     def around(self, inner: Storage, path: str) -> Storage:
         """Return a wrapper like this one of the inner store's folder `path`."""
+
+    def intercept(self, name: str, path: str, nbytes: int, whole: Callable[[], T], half: Half = None) -> T:
+        """Carry out an operation, `whole`; a subclass may do something else in its place.
+
+        `half` is its first half, where it has halves.  `nbytes` are the bytes that it moves, 0 where that is
+        not known before.
+        """
+        return whole()
 
     @property
     def url(self) -> str:
@@ -35,36 +54,59 @@ class ForwardingStorage(ABC):
         return self.inner.reading
 
     def create(self, path: str, nbytes: int) -> Writer:
-        """Start a new file."""
-        return self.inner.create(path, nbytes)
+        """Start a new file, whose write and finish are operations as well."""
+        writer = self.intercept("create", path, 0, lambda: self.inner.create(path, nbytes))
+        return ForwardingWriter(writer, path, self)
 
     def put(self, path: str, data: bytes, *, if_absent: bool) -> bool:
-        """Write a small file in one step."""
-        return self.inner.put(path, data, if_absent=if_absent)
+        """Write a small file in one atomic step."""
+        return self.intercept("put", path, len(data), lambda: self.inner.put(path, data, if_absent=if_absent))
 
     def commit(self, path: str, data: bytes, *, pending: str, if_absent: bool) -> bool:
-        """Write a small file in one step, while another is there."""
-        return self.inner.commit(path, data, pending=pending, if_absent=if_absent)
+        """Write a small file in one atomic step, while another is there."""
+        return self.intercept(
+            "commit",
+            path,
+            len(data),
+            lambda: self.inner.commit(path, data, pending=pending, if_absent=if_absent),
+        )
 
     def get(self, path: str, *, limit: int) -> bytes:
         """Return a whole small file."""
-        return self.inner.get(path, limit=limit)
+        return self.intercept("get", path, 0, lambda: self.inner.get(path, limit=limit))
 
     def size(self, path: str) -> int:
         """Return the size of a file in bytes."""
-        return self.inner.size(path)
+        return self.intercept("size", path, 0, lambda: self.inner.size(path))
 
     def read_into(self, path: str, start: int, buffers: list[memoryview]) -> None:
         """Fill the buffers."""
-        self.inner.read_into(path, start, buffers)
+        self.intercept(
+            "read_into",
+            path,
+            sum(buffer.nbytes for buffer in buffers),
+            lambda: self.inner.read_into(path, start, buffers),
+            lambda: self.inner.read_into(path, start, _first_half(buffers)),
+        )
 
     def read_runs(self, path: str, starts: NDArray[np.int64], nbytes: int, buffer: memoryview) -> None:
-        """Fill the buffer with runs."""
-        self.inner.read_runs(path, starts, nbytes, buffer)
+        """Fill the buffer with runs; half of them is half of the runs."""
+        half = len(starts) // 2
+        self.intercept(
+            "read_runs",
+            path,
+            buffer.nbytes,
+            lambda: self.inner.read_runs(path, starts, nbytes, buffer),
+            lambda: self.inner.read_runs(path, starts[:half], nbytes, buffer[: half * nbytes]),
+        )
 
     def delete(self, path: str) -> None:
         """Remove a file."""
-        self.inner.delete(path)
+        self.intercept("delete", path, 0, lambda: self.inner.delete(path))
+
+    def folders(self) -> list[str]:
+        """Return the names of the folders directly below the root, sorted."""
+        return self.intercept("folders", "", 0, self.inner.folders)
 
     def sub(self, path: str) -> Storage:
         """Return the store below, wrapped."""
@@ -74,10 +116,42 @@ class ForwardingStorage(ABC):
         """Close the inner store."""
         self.inner.close()
 
-    def folders(self) -> list[str]:
-        """Return the names of the folders directly below the root, sorted."""
-        return self.inner.folders()
-
     def list(self, prefix: str = "") -> Iterator[Listed]:
-        """Yield every file below a folder."""
-        return self.inner.list(prefix)
+        """Yield every file below a folder, which are all found at the call."""
+        return self.intercept("list", prefix, 0, lambda: iter([*self.inner.list(prefix)]))
+
+
+class ForwardingWriter:
+    """A file that is being written, through `intercept` of its store."""
+
+    def __init__(self, inner: Writer, path: str, store: ForwardingStorage) -> None:
+        self._inner = inner
+        self._path = path
+        self._store = store
+
+    def write(self, start: int, data: memoryview) -> None:
+        """Write all of `data` at byte `start`."""
+        self._store.intercept(
+            "write",
+            self._path,
+            data.nbytes,
+            lambda: self._inner.write(start, data),
+            lambda: self._inner.write(start, data[: len(data) // 2]),
+        )
+
+    def finish(self) -> None:
+        """Make the file whole and durable."""
+        self._store.intercept("finish", self._path, 0, self._inner.finish)
+
+    def abort(self) -> None:
+        """Give up; not intercepted, because it cannot fail."""
+        self._inner.abort()
+
+
+def _first_half(buffers: list[memoryview]) -> list[memoryview]:
+    left = sum(buffer.nbytes for buffer in buffers) // 2
+    half = []
+    for buffer in buffers:
+        half.append(buffer[:left])
+        left -= half[-1].nbytes
+    return half

@@ -14,23 +14,21 @@ from typing import TYPE_CHECKING, TypeVar
 
 from reknit.errors import StorageError, StorageNotFoundError, StorageUnavailableError, UsageError
 from reknit.monitor.phase import monotonic
-from reknit.storage.wrappers.forwarding import ForwardingStorage
+from reknit.storage.wrappers.forwarding import KINDS, ForwardingStorage, ForwardingWriter
 from reknit.storage.writing import Progress
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
-
-    import numpy as np
-    from numpy.typing import NDArray
+    from collections.abc import Callable
 
     from reknit.options import Durability
-    from reknit.storage.base import Listed, Storage, Writer
+    from reknit.storage.base import Storage, Writer
+    from reknit.storage.wrappers.forwarding import Half
 
     Factory = Callable[[str, Durability], Storage]
 
 logger = logging.getLogger("reknit")
 
-_Result = TypeVar("_Result")
+T = TypeVar("T")
 
 _OPTION = "retry_s"
 _KEPT_NBYTES = 16 << 20
@@ -156,7 +154,7 @@ class RetryingStorage(ForwardingStorage):
         below._record = self._record
         return below
 
-    def again(self, name: str, work: Callable[[int], _Result]) -> _Result:
+    def again(self, name: str, work: Callable[[int], T]) -> T:
         """Do `work`, given how often it failed before, until it succeeds or the time is over."""
         began, tries, last = monotonic(), 0, None
         while True:
@@ -181,6 +179,10 @@ class RetryingStorage(ForwardingStorage):
                 return result
             time.sleep(min(self.policy.pause_s(tries), left_s))
 
+    def intercept(self, name: str, path: str, nbytes: int, whole: Callable[[], T], half: Half = None) -> T:
+        """Do an operation until it succeeds; a read begins anew where a part of the buffers was filled."""
+        return self.again(KINDS.get(name, name), lambda _: whole())
+
     def create(self, path: str, nbytes: int) -> Writer:
         """Start a new file, whose pieces are written again where that failed."""
 
@@ -194,7 +196,7 @@ class RetryingStorage(ForwardingStorage):
 
         writer = self.again("create", work)
         if self._resumes:
-            return RetryingWriter(self, writer)
+            return ForwardingWriter(writer, path, self)
         return KeptWriter(self, writer, path, nbytes) if nbytes <= _KEPT_NBYTES else writer
 
     def put(self, path: str, data: bytes, *, if_absent: bool) -> bool:
@@ -228,54 +230,6 @@ class RetryingStorage(ForwardingStorage):
             return self.inner.size(path) >= 0
         except StorageError:
             return False  # it only explains another error
-
-    def get(self, path: str, *, limit: int) -> bytes:
-        """Return a whole small file."""
-        return self.again("get", lambda _: self.inner.get(path, limit=limit))
-
-    def size(self, path: str) -> int:
-        """Return the size of a file in bytes."""
-        return self.again("size", lambda _: self.inner.size(path))
-
-    def read_into(self, path: str, start: int, buffers: list[memoryview]) -> None:
-        """Fill the buffers, from the first byte on where a part of them was filled."""
-        self.again("read", lambda _: self.inner.read_into(path, start, buffers))
-
-    def read_runs(self, path: str, starts: NDArray[np.int64], nbytes: int, buffer: memoryview) -> None:
-        """Fill the buffer with runs."""
-        self.again("read", lambda _: self.inner.read_runs(path, starts, nbytes, buffer))
-
-    def delete(self, path: str) -> None:
-        """Remove a file."""
-        self.again("delete", lambda _: self.inner.delete(path))
-
-    def folders(self) -> list[str]:
-        """Return the names of the folders directly below the root, sorted."""
-        return self.again("list", lambda _: self.inner.folders())
-
-    def list(self, prefix: str = "") -> Iterator[Listed]:
-        """Yield every file below a folder; the listing is whole before the first of it is there."""
-        return iter(self.again("list", lambda _: list(self.inner.list(prefix))))
-
-
-class RetryingWriter:
-    """A file of a store whose writers go on where they failed."""
-
-    def __init__(self, storage: RetryingStorage, inner: Writer) -> None:
-        self._storage = storage
-        self._inner = inner
-
-    def write(self, start: int, data: memoryview) -> None:
-        """Write a piece, again where that failed."""
-        self._storage.again("write", lambda _: self._inner.write(start, data))
-
-    def finish(self) -> None:
-        """Make the file whole, going on where that failed."""
-        self._storage.again("finish", lambda _: self._inner.finish())
-
-    def abort(self) -> None:
-        """Give up."""
-        self._inner.abort()
 
 
 class KeptWriter:
