@@ -184,6 +184,8 @@ def test_an_agent_that_has_too_little_says_so(monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setattr(threading, "excepthook", lambda _: None)
     link = agent_link.AgentLink(3, in_process=True, send_timeout_s=5)
     error = lost_by(link)
+    # It raises what it has told its trainer, which is for the hook of this test.
+    wait_until(lambda: "reknit-agent-3" not in {thread.name for thread in threading.enumerate()}, LIMIT_S)
     assert type(error) is ShortageError
     assert "no further thread" in error.message
     assert error.rank == 3
