@@ -3,29 +3,15 @@ from __future__ import annotations
 import builtins
 import io
 import sys
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from reknit.cli.output import count_text, nbytes_text, print_table, printable, time_text
+from reknit.cli.output import count_text, print_table, printable, time_text
 
-
-@pytest.mark.parametrize(
-    ("nbytes", "text"),
-    [
-        (0, "0 B"),
-        (1023, "1023 B"),
-        (1024, "1.0 KiB"),
-        (1536, "1.5 KiB"),
-        ((1 << 20) - 1, "1.0 MiB"),
-        (5 << 30, "5.0 GiB"),
-        (1 << 70, "1048576.0 PiB"),
-    ],
-)
-def test_bytes_are_told_in_the_largest_unit_that_fits(nbytes: int, text: str) -> None:
-    assert nbytes_text(nbytes) == text
+if TYPE_CHECKING:
+    import pytest
 
 
 def test_counts_are_told_with_three_digits_or_so() -> None:

@@ -5,7 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from reknit.monitor.phase import Standing
-from reknit.monitor.progress_text import STALLED_S, describe
+from reknit.monitor.progress_text import STALLED_S, amount, describe
 
 GIB = 1 << 30
 
@@ -57,3 +57,19 @@ def test_a_line_fits_and_keeps_the_end_of_its_path(
     elif width >= len(whole) - len(path) + 3:
         assert told.startswith("load from ...")
         assert whole.endswith(told.removeprefix("load from ..."))
+
+
+@pytest.mark.parametrize(
+    ("nbytes", "text"),
+    [
+        (0, "0 B"),
+        (1023, "1023 B"),
+        (1024, "1.0 KiB"),
+        (1536, "1.5 KiB"),
+        ((1 << 20) - 1, "1.0 MiB"),
+        (5 << 30, "5.0 GiB"),
+        (1 << 70, "1048576.0 PiB"),
+    ],
+)
+def test_bytes_are_told_in_the_largest_unit_that_fits(nbytes: int, text: str) -> None:
+    assert amount(nbytes) == text

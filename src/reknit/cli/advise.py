@@ -6,11 +6,12 @@ import argparse
 from contextlib import closing
 from typing import Any
 
-from reknit.cli.output import nbytes_text, print_fields, print_json, print_table
-from reknit.engine.stored.newest import refuse_other
+from reknit.cli.output import print_fields, print_json, print_table
+from reknit.engine.stored.newest import absent
 from reknit.engine.stored.opening import manifest_in
 from reknit.engine.stored.steps import numbered
-from reknit.errors import CheckpointNotFoundError, UsageError
+from reknit.errors import UsageError
+from reknit.monitor.progress_text import amount
 from reknit.policies.base import DAY_S, HOUR_S, positive
 from reknit.policies.interval import RunCosts
 from reknit.storage.registry import open_storage
@@ -79,10 +80,10 @@ def run(args: argparse.Namespace) -> int:
         fields["in steps"] = str(max(1, round(best_s / args.step)))
     fields["a failure every"] = _time_text(costs.mttf_s)
     if nbytes is not None:
-        fields["size of a checkpoint"] = nbytes_text(nbytes)
-        fields["bytes to store per second"] = nbytes_text(int(nbytes / best_s))
+        fields["size of a checkpoint"] = amount(nbytes)
+        fields["bytes to store per second"] = amount(int(nbytes / best_s))
         if ranks is not None:
-            fields["host memory per rank"] = f"{nbytes_text(nbytes // ranks)} for each copy that is written"
+            fields["host memory per rank"] = f"{amount(nbytes // ranks)} for each copy that is written"
     print_fields(fields)
     print()
     columns = ("SAVE EVERY", "KEPT (ETTR)", "STALLS", "DONE AGAIN", "RESTARTS", "LOST A DAY")
@@ -98,8 +99,7 @@ def _newest(root: str) -> tuple[int, int | None]:
                 ranks = manifest.origin.get("world_size")
                 nbytes = sum(file.nbytes for file in manifest.files)
                 return nbytes, ranks if isinstance(ranks, int) and ranks > 0 else None
-        refuse_other(storage)
-    raise CheckpointNotFoundError(f"there is no step in {root}", path=root, remedy="check the path")
+        raise absent(storage, "is no step in")
 
 
 def _cells(row: dict[str, float]) -> tuple[str, ...]:

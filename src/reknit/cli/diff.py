@@ -7,10 +7,11 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from reknit.cli.output import nbytes_text, print_json, printable
+from reknit.cli.output import print_json, printable
 from reknit.engine.stored.opening import opened, read_opened
 from reknit.format.values.blob_codec import decode_blobs, encode_blobs
 from reknit.interop.tensor_stream import stream, tensors_of
+from reknit.monitor.progress_text import amount
 from reknit.options import MIB, LoadOptions
 from reknit.types.shard import full_name
 
@@ -193,7 +194,7 @@ def _unequal(a: NDArray[Any], b: NDArray[Any]) -> NDArray[np.bool_]:
 def both_shown(a: bytes, b: bytes) -> tuple[str, str]:
     """Return two values that differ, each encoded alone, as short texts that show where they begin to."""
     if max(len(a), len(b)) > _SHOWN_NBYTES:
-        return f"a value of {nbytes_text(len(a))}", f"one of {nbytes_text(len(b))}"
+        return f"a value of {amount(len(a))}", f"one of {amount(len(b))}"
     ((one,), (two,)) = ([repr(value) for value in decode_blobs(data).values()] for data in (a, b))
     same = next(
         (n for n, (x, y) in enumerate(zip(one, two, strict=False)) if x != y), min(len(one), len(two))

@@ -8,8 +8,9 @@ import sys
 from dataclasses import asdict
 from typing import get_args
 
-from reknit.cli.output import nbytes_text, print_fields, print_json, printable
+from reknit.cli.output import print_fields, print_json, printable
 from reknit.interop.safetensors_export import MAX_SHARD_NBYTES, Dtype, ExportReport, export_hf
+from reknit.monitor.progress_text import amount
 
 _SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*(?:([KMGT])(i?))?B?", re.IGNORECASE)
 _SHOWN = 10
@@ -88,7 +89,7 @@ def _print(report: ExportReport, dtype: str | None) -> None:
             "exported": report.path,
             "item": report.item,
             "tensors": report.num_tensors,
-            "size": nbytes_text(report.nbytes),
+            "size": amount(report.nbytes),
             "files": len(report.files),
         }
     )

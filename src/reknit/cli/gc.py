@@ -8,10 +8,11 @@ import re
 from contextlib import closing
 from typing import TYPE_CHECKING, Any
 
-from reknit.cli.output import nbytes_text, print_json, print_table, printable, time_text
+from reknit.cli.output import print_json, print_table, printable, time_text
 from reknit.engine.stored.leftovers import Leftover, leftovers, remove
 from reknit.errors import StorageNotFoundError, UsageError
 from reknit.monitor.phase import now
+from reknit.monitor.progress_text import amount
 from reknit.storage.local.sweep import sweepable
 from reknit.storage.registry import open_storage
 
@@ -124,7 +125,7 @@ def _show(url: str, rows: list[dict[str, Any]], args: argparse.Namespace, unseen
         dead = sum(row["nbytes"] for row in rows if row["kept"] is None)
         kept = sum(row["nbytes"] for row in rows if row["kept"] is not None)
         done = "deleted" if args.delete else "would be deleted with --delete"
-        print(f"{nbytes_text(dead)} {done}; {nbytes_text(kept)} kept")
+        print(f"{amount(dead)} {done}; {amount(kept)} kept")
     if unseen is not None:
         print(unseen)
 
@@ -135,4 +136,4 @@ def _told(row: dict[str, Any]) -> tuple[str, str, str, str]:
     counts = {name: kinds.count(kind) for kind, name in names.items()}
     left = ", ".join(f"{n} {name}{'s' * (n != 1)}" for name, n in counts.items() if n)
     state = f"kept: {row['kept']}" if row["kept"] else "deleted" if row["deleted"] else "dead"
-    return left, nbytes_text(row["nbytes"]), time_text(row["modified"]), state
+    return left, amount(row["nbytes"]), time_text(row["modified"]), state

@@ -6,12 +6,13 @@ from contextlib import closing
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING
 
-from reknit.cli.output import nbytes_text, print_json, print_table, time_text
+from reknit.cli.output import print_json, print_table, time_text
 from reknit.engine.stored.newest import folder_in
 from reknit.engine.stored.opening import manifest_in
 from reknit.engine.stored.other_formats import foreign, foreign_inside
 from reknit.errors import CheckpointNotFoundError, FormatError, StorageError
 from reknit.format.paths import parse_path
+from reknit.monitor.progress_text import amount
 from reknit.storage.registry import open_storage
 
 if TYPE_CHECKING:
@@ -124,7 +125,7 @@ def _committed(name: str, storage: Storage) -> Row | None:
 
 
 def _cells(row: Row) -> tuple[object, ...]:
-    size = "-" if row.nbytes is None else nbytes_text(row.nbytes)
+    size = "-" if row.nbytes is None else amount(row.nbytes)
     if row.state == "committed":
         step = "-" if row.step is None else row.step
         created = "-" if row.created is None else time_text(row.created)

@@ -10,17 +10,6 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
-_UNITS = ("B", "KiB", "MiB", "GiB", "TiB", "PiB")
-
-
-def nbytes_text(nbytes: int) -> str:
-    """Return a number of bytes for people."""
-    amount, unit = float(nbytes), 0
-    # What would round up to 1024 of a unit is 1.0 of the next.
-    while amount >= 1023.95 and unit < len(_UNITS) - 1:
-        amount, unit = amount / 1024, unit + 1
-    return f"{nbytes} B" if unit == 0 else f"{amount:.1f} {_UNITS[unit]}"
-
 
 def count_text(count: int) -> str:
     """Return a large count for people."""

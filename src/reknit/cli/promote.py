@@ -5,7 +5,8 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from reknit import stored
-from reknit.cli.output import nbytes_text, print_json, printable
+from reknit.cli.output import print_json, printable
+from reknit.monitor.progress_text import amount
 
 if TYPE_CHECKING:
     import argparse
@@ -35,7 +36,7 @@ def run(args: argparse.Namespace) -> int:
         print_json({name: getattr(report, name) for name in told})
         return 0
     step = "" if report.step is None else f" (step {report.step})"
-    what = f"{nbytes_text(report.nbytes)} in {report.num_files} files copied"
+    what = f"{amount(report.nbytes)} in {report.num_files} files copied"
     if not report.num_files:
         what = "all files were there already"
     print(f"{printable(report.path)}{step} is committed; {what}")

@@ -6,10 +6,11 @@ from contextlib import closing
 from typing import TYPE_CHECKING
 
 from reknit import policies
-from reknit.cli.output import nbytes_text, print_json, printable
-from reknit.engine.stored.newest import refuse_other
+from reknit.cli.output import print_json, printable
+from reknit.engine.stored.newest import absent
 from reknit.engine.stored.steps import numbered
-from reknit.errors import CheckpointNotFoundError, UsageError
+from reknit.errors import UsageError
+from reknit.monitor.progress_text import amount
 from reknit.runs.retention import Retention
 from reknit.storage.registry import open_storage
 
@@ -17,7 +18,6 @@ if TYPE_CHECKING:
     import argparse
 
     from reknit.policies import Policy
-    from reknit.storage.base import Storage
 
 
 def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
@@ -44,7 +44,7 @@ def run(args: argparse.Namespace) -> int:
     keep = _keep(args)
     with closing(open_storage(args.root)) as storage:
         if not numbered(storage):
-            raise _no_steps(storage)
+            raise absent(storage, "are no steps in")
         retention = Retention(storage, keep)
         gone = retention.surplus() if args.dry_run else retention.prune()
     if args.json:
@@ -52,7 +52,7 @@ def run(args: argparse.Namespace) -> int:
         return 0
     did = "would remove" if args.dry_run else "removed"
     for step in gone:
-        print(f"{did} {printable(step.path)} (step {step.step}): {nbytes_text(step.nbytes)}")
+        print(f"{did} {printable(step.path)} (step {step.step}): {amount(step.nbytes)}")
     if not gone:
         print("there is nothing to remove")
     return 0
@@ -83,10 +83,3 @@ def _best(text: str) -> Policy:
     if not number.isdecimal() or not metric or mode not in ("", "min", "max"):
         raise UsageError(f"--keep-best is N:METRIC, or N:METRIC:max, not {text!r}")
     return policies.best(int(number), metric, mode="max" if mode == "max" else "min")
-
-
-def _no_steps(storage: Storage) -> CheckpointNotFoundError:
-    refuse_other(storage)
-    return CheckpointNotFoundError(
-        f"there are no steps in {storage.url}", path=storage.url, remedy="check the path"
-    )

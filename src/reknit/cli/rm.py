@@ -5,7 +5,8 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from reknit import stored
-from reknit.cli.output import nbytes_text, print_json, printable
+from reknit.cli.output import print_json, printable
+from reknit.monitor.progress_text import amount
 
 if TYPE_CHECKING:
     import argparse
@@ -45,7 +46,7 @@ def run(args: argparse.Namespace) -> int:
     for path in args.paths:
         freed[path] = stored.delete(path)
         if not args.json:
-            print(f"removed {printable(path)}: {nbytes_text(freed[path])}")
+            print(f"removed {printable(path)}: {amount(freed[path])}")
     if args.json:
         print_json([{"path": path, "nbytes": nbytes} for path, nbytes in freed.items()])
     return 0

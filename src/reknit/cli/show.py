@@ -8,18 +8,11 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from reknit.cli.output import (
-    count_text,
-    nbytes_text,
-    print_fields,
-    print_json,
-    print_table,
-    printable,
-    time_text,
-)
+from reknit.cli.output import count_text, print_fields, print_json, print_table, printable, time_text
 from reknit.errors import UsageError
 from reknit.format.paths import parse_path
 from reknit.interop.tensor_stream import tensors_of
+from reknit.monitor.progress_text import amount
 from reknit.types.shard import full_name
 
 if TYPE_CHECKING:
@@ -150,7 +143,7 @@ def _show_tensors(rows: list[dict[str, Any]], args: argparse.Namespace) -> None:
                 f"{row['item']}/{row['fqn']}",
                 row["dtype"],
                 row["shape"],
-                nbytes_text(row["nbytes"]),
+                amount(row["nbytes"]),
                 row["chunks"],
                 _some(row["files"]),
             )
@@ -169,7 +162,7 @@ def _show_summary(facts: dict[str, Any]) -> None:
         "path": facts["path"],
         "step": "-" if facts["step"] is None else facts["step"],
         "created": f"{time_text(facts['created'])} UTC",
-        "size": nbytes_text(facts["nbytes"]),
+        "size": amount(facts["nbytes"]),
         "format": facts["format_version"],
         "write id": facts["write_id"],
         "pickle": "yes: load it only if you trust where it comes from" if facts["uses_pickle"] else "no",
@@ -180,13 +173,8 @@ def _show_summary(facts: dict[str, Any]) -> None:
     print()
     print_table(
         ("ITEM", "TENSORS", "ELEMENTS", "SIZE"),
-        [
-            (i["item"], i["tensors"], count_text(i["elements"]), nbytes_text(i["nbytes"]))
-            for i in facts["items"]
-        ],
+        [(i["item"], i["tensors"], count_text(i["elements"]), amount(i["nbytes"])) for i in facts["items"]],
         right=("TENSORS", "ELEMENTS", "SIZE"),
     )
     print()
-    print_table(
-        ("FILE", "SIZE"), [(f["path"], nbytes_text(f["nbytes"])) for f in facts["files"]], right=("SIZE",)
-    )
+    print_table(("FILE", "SIZE"), [(f["path"], amount(f["nbytes"])) for f in facts["files"]], right=("SIZE",))

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import numpy as np
 
 from reknit import stored
-from reknit.cli.output import nbytes_text, print_json, printable
+from reknit.cli.output import print_json, printable
 from reknit.engine.stored.file_checks import read_checked
 from reknit.engine.stored.opening import read_manifest
 from reknit.engine.stored.renaming import names_in
@@ -20,6 +20,7 @@ from reknit.format.index.rebuild import rebuild_index
 from reknit.format.manifest_file import decode_manifest
 from reknit.format.paths import parse_path
 from reknit.interop.data_headers import read_header
+from reknit.monitor.progress_text import amount
 from reknit.storage.local.store import LocalStorage
 from reknit.storage.registry import open_storage
 from reknit.types.shard import full_name
@@ -90,7 +91,7 @@ def run(args: argparse.Namespace) -> int:
         facts |= {"num_files": report.num_files, "nbytes_checked": report.nbytes_checked}
         print_json(facts | {"problems": told.problems, "notes": told.notes})
     elif not told.problems:
-        checked = nbytes_text(report.nbytes_checked) if args.data else "metadata"
+        checked = amount(report.nbytes_checked) if args.data else "metadata"
         print(f"no problems in {report.num_files} files ({checked} checked)")
     return 1 if told.problems else 0
 

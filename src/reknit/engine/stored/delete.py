@@ -13,12 +13,12 @@ from contextlib import suppress
 from typing import TYPE_CHECKING
 
 from reknit.engine.saving.commit import manifest_exists
-from reknit.engine.stored.newest import refuse_other
+from reknit.engine.stored.newest import absent
 from reknit.engine.stored.notes import held_by
 from reknit.engine.stored.opening import read_manifest
 from reknit.engine.stored.pending import begun_in, named
 from reknit.engine.stored.running_agents import at_work
-from reknit.errors import CheckpointNotFoundError, FormatError, UsageError
+from reknit.errors import FormatError, UsageError
 from reknit.format import paths
 from reknit.format.manifest_file import decode_manifest
 from reknit.storage.base import Listed
@@ -34,10 +34,7 @@ def delete(storage: Storage) -> int:
     Raises `CheckpointNotFoundError`, and `UsageError` for a link and where somebody writes to it.
     """
     if not manifest_exists(storage):
-        refuse_other(storage)
-        raise CheckpointNotFoundError(
-            f"there is no checkpoint at {storage.url}", path=storage.url, remedy="check the path"
-        )
+        raise absent(storage)
     manifest = _manifest(storage)
     _refuse(storage, manifest)
     files = _files(storage, manifest)

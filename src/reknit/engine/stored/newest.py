@@ -9,7 +9,13 @@ from reknit.engine.saving.commit import manifest_exists
 from reknit.engine.stored.opening import manifest_in
 from reknit.engine.stored.other_formats import foreign, foreign_inside
 from reknit.engine.stored.pending import begun_in, named
-from reknit.errors import FormatError, StorageError, StoragePermissionError, UsageError
+from reknit.errors import (
+    CheckpointNotFoundError,
+    FormatError,
+    StorageError,
+    StoragePermissionError,
+    UsageError,
+)
 
 if TYPE_CHECKING:
     from reknit.engine.stored.pending import Begun
@@ -59,6 +65,12 @@ def folder_in(root: Storage, name: str) -> Storage | None:
     except StorageError as error:
         logger.warning("passed over %r in %s: %s", name, root.url, error.message)
         return None
+
+
+def absent(root: Storage, what: str = "is no checkpoint at") -> CheckpointNotFoundError:
+    """Return the error of a place without what is looked for there.  Raises as `refuse_other`."""
+    refuse_other(root)
+    return CheckpointNotFoundError(f"there {what} {root.url}", path=root.url, remedy="check the path")
 
 
 def refuse_other(root: Storage) -> None:

@@ -14,7 +14,7 @@ import time
 from contextlib import suppress
 from typing import TYPE_CHECKING
 
-from reknit.engine.stored.newest import refuse_other
+from reknit.engine.stored.newest import absent
 from reknit.engine.stored.opening import manifest_in
 from reknit.errors import CheckpointNotFoundError, FormatError, StorageNotFoundError
 from reknit.format import paths
@@ -118,10 +118,7 @@ def held_by(storage: Storage, write_id: str | None) -> str | None:
 def committed(storage: Storage) -> Manifest:
     """Return the manifest of the checkpoint at a place.  Raises `CheckpointNotFoundError`, `UsageError`."""
     if (manifest := manifest_in(storage)) is None:
-        refuse_other(storage)
-        raise CheckpointNotFoundError(
-            f"there is no checkpoint at {storage.url}", path=storage.url, remedy="check the path"
-        )
+        raise absent(storage)
     return manifest
 
 

@@ -25,7 +25,8 @@ class Descriptor:
 
     def __init__(self, fd: int) -> None:
         self.fd = fd
-        self._users = 0
+        self.users = 0
+        """Number of users at this moment."""
         self._retired = False
         self._lock = threading.Lock()
 
@@ -34,29 +35,24 @@ class Descriptor:
         with self._lock:
             if self._retired:
                 return False
-            self._users += 1
+            self.users += 1
             return True
 
     def release(self) -> None:
         """Stop being a user."""
         with self._lock:
-            self._users -= 1
-            last = self._retired and self._users == 0
+            self.users -= 1
+            last = self._retired and self.users == 0
         if last:
             os.close(self.fd)
 
     def retire(self) -> None:
         """Close as soon as nobody uses it; harmless to repeat.  Raises `OSError` when closing fails."""
         with self._lock:
-            last = not self._retired and self._users == 0
+            last = not self._retired and self.users == 0
             self._retired = True
         if last:
             os.close(self.fd)
-
-    @property
-    def users(self) -> int:
-        """Number of users at this moment."""
-        return self._users
 
 
 class ReadCache:

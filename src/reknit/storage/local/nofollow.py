@@ -54,16 +54,16 @@ def _step(name: str, above: int, make: bool) -> int:
         return os.open(name, _NO_LINK, dir_fd=above)
 
 
-def open_below(root: str, path: str, flags: int, mode: int = 0o666) -> int:
+def open_below(root: str, path: str, flags: int) -> int:
     """Open the file `path` below a root; where it is to be created, with its folders."""
     folder, _, name = path.rpartition("/")
     flags |= os.O_NOFOLLOW
     full = os.path.join(root, path)
     try:
         if not folder:
-            return os.open(full, flags, mode) if flags & os.O_CREAT else os.open(full, flags)
+            return os.open(full, flags, 0o666)
         with inside(root, folder, make=bool(flags & os.O_CREAT)) as fd:
-            return os.open(name, flags, mode, dir_fd=fd)
+            return os.open(name, flags, 0o666, dir_fd=fd)
     except OSError as error:
         if error.errno == errno.ELOOP and error.filename in (name, full):
             raise _a_link(full) from error

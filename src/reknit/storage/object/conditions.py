@@ -42,11 +42,11 @@ class Conditions:
     all the same, and some know none.  `settle_s` is longer than a small write takes to be seen by everybody.
     """
 
-    def __init__(
-        self, client: Client, url: str, prefix: str, fallback: Fallback, *, settle_s: float = 1.0
-    ) -> None:
+    settle_s = 1.0
+
+    def __init__(self, client: Client, url: str, prefix: str, fallback: Fallback) -> None:
         self._client, self._url, self._prefix = client, url, prefix
-        self._fallback, self.settle_s = fallback, settle_s
+        self._fallback = fallback
         self._checking = threading.Lock()
         self._kept: bool | None = None
         self.unknown = False
