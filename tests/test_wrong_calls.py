@@ -223,8 +223,8 @@ class Config:
     ("value", "says"),
     [
         (DataLoader([1, 2]), "StatefulDataLoader"),  # type: ignore[arg-type]
-        ((n for n in range(3)), "save how far it has come, as a number"),
-        (iter([1, 2]), "save how far it has come, as a number"),
+        ((n for n in range(3)), "save its position as a number"),
+        (iter([1, 2]), "save its position as a number"),
         (Config(), r"dataclasses\.asdict\(\)"),
         (torch.nn.Linear, "put an object of this class into the state"),
         (torch.Generator(), r"save what its get_state\(\) returns"),

@@ -176,7 +176,7 @@ def test_an_interface_with_both_kinds_of_address_gives_that_of_ipv4(made_up: Any
 
 def test_an_interface_whose_addresses_count_on_its_link_only_is_refused(made_up: Any) -> None:
     made_up({"eth0": ["fe80::1%eth0", "169.254.1.2"]})
-    with pytest.raises(UsageError, match="only addresses of its link"):
+    with pytest.raises(UsageError, match="only link-local addresses"):
         addresses(CommOptions(interface="eth0"), one_host=False)
 
 

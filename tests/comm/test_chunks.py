@@ -35,7 +35,7 @@ def test_a_message_above_the_limit_is_refused_before_more_of_it_is_taken() -> No
             taken.append(len(chunk))
             yield chunk
 
-    with pytest.raises(CommError, match="larger than the") as caught:
+    with pytest.raises(CommError, match="larger than this rank") as caught:
         joined(stream(), LIMIT)
     assert len(taken) == 1
     assert "max_message_nbytes" in str(caught.value.remedy)

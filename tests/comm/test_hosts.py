@@ -182,7 +182,7 @@ def test_who_waits_for_a_new_run_in_vain_hears_what_became_of_the_last(store: St
     errors(gather(store, [0, 1], 3, timeout_s=0.3))
     (error,) = errors(gather(store, [2], 3, timeout_s=0.3))
     assert isinstance(error, DeadlineError)
-    assert "only what an earlier run left" in error.message
+    assert "only entries of an earlier run" in error.message
     assert "rank 2 did not come" in error.message
 
 

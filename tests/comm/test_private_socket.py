@@ -110,7 +110,7 @@ def test_another_user_who_knows_address_and_token_cannot_connect() -> None:
 def test_a_socket_that_another_user_has_put_in_the_place_of_a_rank_is_not_used(tmp_path: Path) -> None:
     os.chown(tmp_path, NOBODY, NOBODY)
     ports = unix_ports(2)
-    with pytest.raises(CommError, match="not of this user alone"):
+    with pytest.raises(CommError, match="not private to this user"):
         ports[1].connect_parent(f"unix:{tmp_path}/ranks token")
     for port in ports:
         port.close()
@@ -118,7 +118,7 @@ def test_a_socket_that_another_user_has_put_in_the_place_of_a_rank_is_not_used(t
 
 def test_a_socket_in_a_folder_that_others_enter_is_not_used(tmp_path: Path) -> None:
     tmp_path.chmod(0o755)
-    with pytest.raises(CommError, match="not of this user alone"):
+    with pytest.raises(CommError, match="not private to this user"):
         check_owner(f"unix:{tmp_path}/ranks")
     tmp_path.chmod(0o700)
     check_owner(f"unix:{tmp_path}/ranks")
@@ -244,7 +244,7 @@ def test_a_rank_whose_socket_nobody_serves_any_more_is_gone_at_once(how: str, tm
         address = f"unix:{tmp_path}/ranks token"
     ports[0].close()
     begun = time.monotonic()
-    with pytest.raises(CommError, match=r"rank 0 is gone: .*nobody listens") as caught:
+    with pytest.raises(CommError, match=r"rank 0 is gone: .*no process listens") as caught:
         ports[1].connect_parent(address)
     assert not isinstance(caught.value, DeadlineError)
     assert time.monotonic() - begun < OPTIONS.connect_timeout_s / 2
@@ -255,7 +255,7 @@ def test_a_rank_at_an_address_that_refuses_connections_is_gone_soon(monkeypatch:
     monkeypatch.setattr(tree, "_REFUSED_S", 0.3)
     ports = listen_all(2, connect_timeout_s=60)
     ports[0].close()
-    with pytest.raises(CommError, match=r"rank 0 is gone: .*nobody listens"):
+    with pytest.raises(CommError, match=r"rank 0 is gone: .*no process listens"):
         connect_rank(ports, 1)
     ports[1].close()
 

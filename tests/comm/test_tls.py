@@ -167,13 +167,13 @@ def test_files_that_hold_something_else_are_refused(ours: Authority, tmp_path: P
         connected(options(dataclasses.replace(good, ca=tmp_path / "text")))
     wrong = tmp_path / "text"
     for bad in (dataclasses.replace(good, certificate=wrong), dataclasses.replace(good, key=wrong)):
-        with pytest.raises(UsageError, match=r"tls\.certificate and tls\.key are no pair"):
+        with pytest.raises(UsageError, match=r"tls\.certificate and tls\.key do not match"):
             opened(options(bad))
 
 
 def test_a_key_of_another_certificate_is_refused(ours: Authority) -> None:
     good, other = ours.issue("a.example"), ours.issue("b.example")
-    with pytest.raises(UsageError, match="are no pair"):
+    with pytest.raises(UsageError, match="do not match"):
         opened(options(dataclasses.replace(good, key=other.key)))
 
 
@@ -190,7 +190,7 @@ open(path, "wb").write(data)
 def test_a_key_with_a_password_is_refused_and_nobody_is_asked_for_it(ours: Authority) -> None:
     settings = ours.issue("a.example")
     subprocess.run([sys.executable, "-c", ENCRYPT, str(settings.key)], check=True, timeout=60)
-    with pytest.raises(UsageError, match="are no pair") as caught:
+    with pytest.raises(UsageError, match="do not match") as caught:
         opened(options(settings))
     assert "without a password" in str(caught.value)
 

@@ -97,7 +97,7 @@ def test_a_report_larger_than_the_rank_above_takes_fails_on_both_with_a_remedy()
     wide.connect_parent(narrow.address)
     for error in endings(groups, lambda group: ask(group, request=os.urandom(50_000), timeout_s=600)):
         assert type(error) is CommError
-        assert "larger than the 3024 that this rank takes" in error.message
+        assert "larger than this rank's limit of 3024" in error.message
         assert "same CommOptions.max_message_nbytes" in str(error.remedy)
     assert endings(groups, ask) == [b"", b""]
     for group in groups:

@@ -220,7 +220,7 @@ def test_what_hears_of_the_end_may_close_the_group_and_sign_the_error(ports: lis
 def test_an_address_with_a_wrong_token_is_refused_at_once_and_not_told(ports: list[TreeGroup]) -> None:
     address = ports[0].address.split()[0]
     patient = stray_port(connect_timeout_s=20)
-    with pytest.raises(CommError, match=f"rank 0 at {address} does not know the token") as caught:
+    with pytest.raises(CommError, match=f"rank 0 at {address} does not accept the token") as caught:
         patient.connect_parent(f"{address} wrong")
     assert not isinstance(caught.value, DeadlineError)
     assert caught.value.remedy is not None

@@ -593,8 +593,8 @@ def test_a_store_that_cannot_be_closed_stops_neither_this_save_nor_the_next() ->
 def test_a_place_where_no_folder_can_be_made_is_named_whoever_writes(tmp_path: Path, wait: bool) -> None:
     (tmp_path / "file").touch()
     places = {
-        tmp_path / "file/below/it": f"the folder {tmp_path}/file cannot be made: a file is in the place",
-        Path("/proc/nope/x"): "/proc/nope cannot be made: /proc is there, but takes nothing new",
+        tmp_path / "file/below/it": f"the folder {tmp_path}/file cannot be created: a file is in the place",
+        Path("/proc/nope/x"): "/proc/nope cannot be created: /proc exists, but accepts no new entry",
     }
     for place, fault in places.items():
         with pytest.raises(reknit.StorageError, match=fault) as caught:

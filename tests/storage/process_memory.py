@@ -72,7 +72,7 @@ class ProcessMemory:
     def create(self, path: str, nbytes: int) -> MemoryWriter:
         """Start a new file; its name is taken from now on."""
         if nbytes < 0:
-            raise UsageError(f"a file of {nbytes} bytes cannot be")
+            raise UsageError(f"a file cannot have {nbytes} bytes")
         full, url = self._full(path)
         writer = MemoryWriter(self._tree, full, url, nbytes)
         with self._tree.lock:

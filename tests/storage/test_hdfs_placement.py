@@ -251,7 +251,7 @@ def test_what_fails_on_a_silent_node_is_written_elsewhere_at_the_second_try(
     assert read(storage, "x", 0, len(data)) == data
     assert ports(storage.placement.avoided) == [silent], "the others have done nothing"
     assert 24 < writer.upload.attempts <= 24 + 4, "those that were under way when it was found out"
-    assert f"no answer from 127.0.0.1:{silent}; for 600 s new files go elsewhere" in caplog.text
+    assert f"no answer from 127.0.0.1:{silent}; for 600 s new files use other DataNodes" in caplog.text
 
 
 def test_a_node_that_is_gone_is_avoided_by_the_next_file(

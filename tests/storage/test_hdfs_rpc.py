@@ -37,7 +37,7 @@ def test_a_file_without_a_block_has_no_datanodes(monkeypatch: pytest.MonkeyPatch
 
 @pytest.mark.parametrize("length", range(1, len(ANSWER)))
 def test_an_answer_that_is_cut_off_is_none(length: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    with pytest.raises(StorageUnavailableError, match="no message of Hadoop's RPC"):
+    with pytest.raises(StorageUnavailableError, match="not a message of Hadoop's RPC"):
         nodes(ANSWER[:length], monkeypatch)
 
 
@@ -45,5 +45,5 @@ def test_an_answer_that_is_cut_off_is_none(length: int, monkeypatch: pytest.Monk
     "node", [b"", bytes_field(1, b""), bytes_field(1, text_field(1, "10.0.0.3") + text_field(3, "uuid"))]
 )
 def test_a_datanode_without_an_address_is_none(node: bytes, monkeypatch: pytest.MonkeyPatch) -> None:
-    with pytest.raises(StorageUnavailableError, match="tells of no DataNode"):
+    with pytest.raises(StorageUnavailableError, match="names no DataNode"):
         nodes(bytes_field(1, bytes_field(4, bytes_field(3, node))), monkeypatch)

@@ -548,7 +548,7 @@ def test_a_folder_that_is_removed_again_and_again_is_an_error_and_no_endless_loo
 
     (tmp_path / "stays").touch()
     monkeypatch.setattr(os, "open", remove)
-    with pytest.raises(StorageError, match="is removed again and again") as caught:
+    with pytest.raises(StorageError, match="is removed repeatedly") as caught:
         LocalStorage(tmp_path).create("a/b/x", 1)
     assert f"{tmp_path}/a/b is removed" in str(caught.value)
     assert "only one job at a time" in str(caught.value.remedy)
@@ -577,16 +577,16 @@ def test_a_folder_above_that_is_removed_while_one_is_made_in_it_is_made_again(
 @pytest.mark.parametrize(
     ("root", "path", "fault"),
     [
-        ("/proc/nope/at/all", "a/x", "/proc/nope cannot be made: /proc is there"),
-        ("/proc", "a/x", "/proc/a cannot be made: /proc is there"),
-        ("/proc", "x", "/proc/x cannot be made: /proc is there"),
+        ("/proc/nope/at/all", "a/x", "/proc/nope cannot be created: /proc exists"),
+        ("/proc", "a/x", "/proc/a cannot be created: /proc exists"),
+        ("/proc", "x", "/proc/x cannot be created: /proc exists"),
     ],
 )
 def test_a_folder_that_takes_nothing_new_is_named(root: str, path: str, fault: str) -> None:
     with pytest.raises(StorageError, match=fault) as caught:
         LocalStorage(root).create(path, 1)
     assert not isinstance(caught.value, StorageNotFoundError)
-    assert "where new folders can be made" in str(caught.value.remedy)
+    assert "where folders can be created" in str(caught.value.remedy)
     with pytest.raises(StorageError, match="/proc is there"):
         LocalStorage(root).put(path, b"1", if_absent=True)
 
@@ -595,7 +595,7 @@ def test_a_root_that_is_a_file_is_a_clear_error(tmp_path: Path) -> None:
     (tmp_path / "root").write_bytes(b"")
     for root in (tmp_path / "root", tmp_path / "root/below/it"):
         storage = LocalStorage(root)
-        fault = f"the folder {tmp_path}/root cannot be made: a file is in the place of a folder"
+        fault = f"the folder {tmp_path}/root cannot be created: a file is in the place of a folder"
         with pytest.raises(StorageError, match=fault):
             storage.create("x", 1)
         with pytest.raises(StorageError, match=fault):
@@ -761,7 +761,9 @@ def test_a_read_only_file_system_is_a_permission_error(small_disk: Path) -> None
     for attempt in attempts:
         with pytest.raises(StoragePermissionError, match="EROFS"):
             attempt()
-    with pytest.raises(StoragePermissionError, match=f"the folder {small_disk}/a cannot be made: Read-only"):
+    with pytest.raises(
+        StoragePermissionError, match=f"the folder {small_disk}/a cannot be created: Read-only"
+    ):
         storage.create("a/y", 1)
     assert storage.get("x", limit=1) == b"1"
 
@@ -797,7 +799,7 @@ for number, call in enumerate(calls):
         assert str(os.geteuid()) in str(error.remedy), error
         print(number, type(error).__name__)
         if number in (1, 9):
-            assert f"the folder {sys.argv[1 + number // 9]}/a cannot be made" in str(error), error
+            assert f"the folder {sys.argv[1 + number // 9]}/a cannot be created" in str(error), error
 print(storage.get("there", limit=9))
 """
 

@@ -192,7 +192,7 @@ def test_a_save_that_does_not_fit_into_memory_says_so_and_leaves_nothing(small_m
     for wait in (True, False):
         with pytest.raises(StorageFullError, match="/shm/full/2") as caught:
             reknit.save("mem://full/2", state(9 * MIB), wait=wait).result(LIMIT_S)
-        assert "this is memory: remove old checkpoints from it" in str(caught.value.remedy)
+        assert "this is host memory: remove old checkpoints from it" in str(caught.value.remedy)
         assert files_below(small_memory) == before
     assert reknit.close(LIMIT_S)  # agents have the environment that was when they began
     assert reknit.verify("mem://full/1", "data").ok
@@ -205,7 +205,7 @@ def test_what_the_host_has_no_memory_for_is_refused_before_the_kernel_has_to_end
 ) -> None:
     monkeypatch.setattr(memory, "available_nbytes", lambda: MIB)
     storage = open_storage(new_url())
-    with pytest.raises(StorageFullError, match="1,048,576 are to be had") as caught:
+    with pytest.raises(StorageFullError, match="1,048,576 are available") as caught:
         storage.create("x", MIB + 1)
     assert caught.value.path == f"{MemoryStorage(storage.url.removeprefix('mem://')).folder}/x"
     assert listed(storage) == {}

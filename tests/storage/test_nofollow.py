@@ -89,7 +89,9 @@ def test_a_folder_that_is_a_link_is_not_entered(
     (elsewhere / "pending").touch()
     (elsewhere / "below" / "pending").touch()
     before = content(elsewhere)
-    with pytest.raises(StoragePermissionError, match="is a link, and inside a checkpoint none is followed"):
+    with pytest.raises(
+        StoragePermissionError, match="is a link, and reknit follows no links inside a checkpoint"
+    ):
         DEEDS[deed](storage, path)
     assert content(elsewhere) == before
     assert (root / "linked").is_symlink()

@@ -114,7 +114,7 @@ def test_a_save_with_default_options_is_refused_before_anything_is_written(url: 
 def test_the_lock_is_used_when_asked_for_and_said_to_be_weaker(url: str) -> None:
     with pytest.warns(RuntimeWarning) as told:
         reknit.save(f"{url}?retries=1&conditional=lock", {"x": np.arange(5)})
-    assert "saves are kept apart by a lock object" in str(told[0].message)
+    assert "saves use a lock object" in str(told[0].message)
     before = files_below(url)
     assert "manifest.json" in before
     assert not any("pending" in path for path in before)
@@ -185,7 +185,7 @@ def test_an_endpoint_without_ranges_gives_an_error_and_no_bytes(url: str) -> Non
     with pytest.warns(RuntimeWarning, match="cannot be loaded from here"):
         reknit.save(f"{url}?retries=1&conditional=lock&part_mib=5", state)
     target = {"x": np.full(3 << 18, -1)}
-    with pytest.raises(StorageError, match=r"(?s)non-partial.*copy it to a folder"):
+    with pytest.raises(StorageError, match=r"(?s)non-partial.*copy them to a folder"):
         reknit.load(url, target)
     assert (target["x"] == -1).all()
     problems = reknit.verify(url, "data").problems

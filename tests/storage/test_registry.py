@@ -100,7 +100,9 @@ def test_a_store_that_is_missing_is_named() -> None:
     with pytest.raises(UnknownSchemeError, match="'nosuch'") as caught:
         open_storage("nosuch://bucket/x")
     # Other tests of this process may have registered schemes of their own, which are named as well.
-    assert all(known in str(caught.value.remedy) for known in ("plain paths", "file://", "mem://", "hdfs://"))
+    assert all(
+        known in str(caught.value.remedy) for known in ("a plain path", "file://", "mem://", "hdfs://")
+    )
     assert "reknit.storage" in str(caught.value.remedy)
 
 

@@ -75,5 +75,5 @@ def test_what_helps_a_full_memory_is_another_thing_than_what_helps_a_full_disk(
         monkeypatch.setattr(space, "_MOUNTS", str(mounts))
         missing = str(tmp_path / "not" / "there")
         assert in_memory(missing) == memory
-        assert making_room(missing).startswith("this is memory") == memory
+        assert making_room(missing).startswith("this is host memory") == memory
         assert "bytes are free there" in making_room(missing)

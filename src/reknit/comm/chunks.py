@@ -37,11 +37,11 @@ def joined(chunks: Iterable[bytes], max_nbytes: int) -> bytes:
     stream = iter(chunks)
     first = next(stream, b"")
     if len(first) < _TOTAL.size:
-        raise ProtocolError("a message was cut off before it began")
+        raise ProtocolError("a message is empty")
     (total,) = _TOTAL.unpack_from(first)
     if total > max_nbytes:
         raise CommError(
-            f"a message of {total} bytes is larger than the {max_nbytes} that this rank takes",
+            f"a message of {total} bytes is larger than this rank's limit of {max_nbytes}",
             remedy="give every rank the same CommOptions.max_message_nbytes",
         )
     found, nbytes = [memoryview(first)[_TOTAL.size :]], len(first) - _TOTAL.size
@@ -52,6 +52,6 @@ def joined(chunks: Iterable[bytes], max_nbytes: int) -> bytes:
         found.append(memoryview(chunk))
     if nbytes != total:
         raise ProtocolError(
-            f"a message of {total} bytes came with {nbytes}: cut off, or mixed up with another"
+            f"a message of {total} bytes came with {nbytes}: truncated, or mixed up with another"
         )
     return b"".join(found)

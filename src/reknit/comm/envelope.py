@@ -46,7 +46,7 @@ def decode(data: bytes) -> Envelope:
     try:
         return _decoder.decode(data)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
-        raise ProtocolError(f"a rank sent bytes that are no part of a round: {error}") from error
+        raise ProtocolError(f"a rank sent bytes that are not a message of a round: {error}") from error
 
 
 def failed(error: BaseException, rank: int, name: str) -> Envelope:

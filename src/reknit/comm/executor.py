@@ -76,7 +76,7 @@ class DaemonExecutor(Executor):
             try:
                 self._threads.append(start_thread("reknit-comm", self._work))
             except RuntimeError as error:  # an interpreter that ends starts none, and gRPC must not hear that
-                _log.warning("calls of other ranks wait for a free thread: %s", error)
+                _log.warning("calls of other ranks are waiting for a free thread: %s", error)
                 return
             self._num_idle += 1
 

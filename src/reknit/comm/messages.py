@@ -177,14 +177,14 @@ def decode(data: bytes, kind: type[Message], max_nbytes: int) -> Message:
 def _plain(body: memoryview, max_nbytes: int) -> bytes:
     """Return what was compressed.  It says how large that is, which is checked before any of it is made."""
     if len(body) < _SIZE.size:
-        raise ProtocolError("a message is cut off")
+        raise ProtocolError("a message is truncated")
     (nbytes,) = _SIZE.unpack_from(body)
     if nbytes > max_nbytes:
         raise ProtocolError(f"a message is larger than {max_nbytes} bytes when decompressed: {nbytes} bytes")
     try:
         return pa.Codec("zstd").decompress(body[_SIZE.size :], decompressed_size=nbytes, asbytes=True)
     except OSError as error:
-        told = ProtocolError(f"a message is cut off, or not as large as it says: {error}")
+        told = ProtocolError(f"a message is truncated, or has another size than it declares: {error}")
         raise shortage(error) or told from error
 
 

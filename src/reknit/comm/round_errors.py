@@ -28,8 +28,8 @@ _MOST_PLACES = 8
 _ORDER = "every rank must make the same calls in the same order"
 
 ALL_CALL = (
-    "every rank has to make this call with its own part, not rank 0 alone as with torch.save: if it stands "
-    "below `if rank == 0`, take it out; if not, see that all ranks were started, and look at their logs"
+    "every rank has to make this call with its own part, not rank 0 alone as with torch.save: if it is "
+    "inside `if rank == 0`, move it out; if not, check that all ranks were started, and look at their logs"
 )
 
 _LOOK_FOR_A_KILL = (
@@ -135,7 +135,7 @@ def wrong_job(rank: int, message: Hello | Heading | News, here: Hello) -> Protoc
     age = "an older" if message.generation < here.generation else "a newer"
     return ProtocolError(
         f"{spelled([rank])} belongs to {age} run of job {here.job!r} than {spelled([here.rank])}: "
-        f"generation {message.generation}, and ours is {here.generation}",
+        f"generation {message.generation}, and this rank's is {here.generation}",
         remedy="let every process of the older run end before a newer one begins",
     )
 
@@ -151,7 +151,7 @@ def disconnected(rank: int, detail: str = "") -> CommError:
 def process_ended(rank: int) -> CommError:
     """Return the error of a group in which the process of a rank of this host ended before it connected."""
     return CommError(
-        f"{spelled([rank])} is gone: its process ended before it had connected", remedy=_LOOK_FOR_A_KILL
+        f"{spelled([rank])} is gone: its process ended before it connected", remedy=_LOOK_FOR_A_KILL
     )
 
 
@@ -159,15 +159,15 @@ def unreachable(rank: int, address: str, timeout_s: float, detail: str) -> Deadl
     """Return the error of a rank that cannot join, since the one above it does not answer."""
     return DeadlineError(
         f"{spelled([rank])} at {address} could not be reached within {timeout_s:g} s: {detail}",
-        remedy="look at its log, or set CommOptions.bind there to an address that we reach",
+        remedy="look at its log, or set CommOptions.bind there to an address that this host can reach",
     )
 
 
 def wrong_token(rank: int, address: str) -> CommError:
     """Return the error of a rank that came to the one above it with the token of another port."""
     return CommError(
-        f"{spelled([rank])} at {address} does not know the token that came with this address",
-        remedy="give each rank the address of the rank above it in this run, and in full",
+        f"{spelled([rank])} at {address} does not accept the token that was published with its address",
+        remedy="give each rank the complete address of its parent rank in this run",
     )
 
 

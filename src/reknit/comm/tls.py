@@ -74,7 +74,7 @@ def _files(tls: Tls) -> tuple[bytes, bytes, bytes]:
         context.load_cert_chain(tls.certificate, tls.key, password=_no_password)
     except ssl.SSLError as error:
         raise UsageError(
-            f"tls.certificate and tls.key are no pair: {error}",
+            f"tls.certificate and tls.key do not match: {error}",
             path=os.fspath(tls.certificate),
             remedy=f"give a certificate in PEM format, and its key without a password ({tls.key})",
         ) from error

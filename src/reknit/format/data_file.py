@@ -149,14 +149,14 @@ def data_start(prefix: bytes, file_nbytes: int) -> int:
     The header is all bytes before that place.  Raises `CorruptError` or `FormatError`.
     """
     if len(prefix) < 8 or file_nbytes < 8:
-        raise CorruptError(f"the data file is cut short: it has {min(len(prefix), file_nbytes)} bytes")
+        raise CorruptError(f"the data file is truncated: it has {min(len(prefix), file_nbytes)} bytes")
     (nbytes,) = struct.unpack("<Q", prefix[:8])
     if nbytes > MAX_HEADER_NBYTES:
         raise FormatError(
             f"the data file claims a header of {nbytes} bytes; {MAX_HEADER_NBYTES} is the limit"
         )
     if 8 + nbytes > file_nbytes:
-        raise CorruptError(f"the data file is cut short: header of {nbytes} bytes, file of {file_nbytes}")
+        raise CorruptError(f"the data file is truncated: header of {nbytes} bytes, file of {file_nbytes}")
     return 8 + int(nbytes)
 
 
@@ -168,7 +168,7 @@ def decode_header(data: bytes, file_nbytes: int) -> Header:
     """
     begin = data_start(data, file_nbytes)
     if len(data) < begin:
-        raise CorruptError(f"the header of the data file is cut short: {len(data)} of {begin} bytes")
+        raise CorruptError(f"the header of the data file is truncated: {len(data)} of {begin} bytes")
     members = decode_strict(
         data[8:begin],
         dict[str, msgspec.Raw],

@@ -224,11 +224,11 @@ def _check_own_digest(data: bytes) -> None:
     body, tail = data[:-_TAIL_NBYTES], data[-_TAIL_NBYTES:]
     expected = _DIGEST_KEY + f'{digest(body):016x}"}}'.encode()
     if tail[: len(_DIGEST_KEY)] != _DIGEST_KEY:
-        raise CorruptError("the manifest does not end with its digest: it is cut short, or was edited")
+        raise CorruptError("the manifest does not end with its digest: it is truncated, or was edited")
     if tail != expected:
         raise CorruptError(
             "the manifest is damaged: its digest does not match its bytes",
-            remedy="load another checkpoint; a manifest is never edited by hand",
+            remedy="load another checkpoint; do not edit a manifest by hand",
         )
 
 

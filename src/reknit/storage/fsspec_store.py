@@ -251,7 +251,7 @@ class FsspecWriter:
         self._url = f"{storage.url}/{path}"
         self._progress = Progress(self._url, nbytes)
         self._lock = threading.Lock()
-        with self._gathering(StorageError, "point TMPDIR to a folder where files can be made"):
+        with self._gathering(StorageError, "set TMPDIR to a writable folder"):
             self._file = tempfile.TemporaryFile(prefix="reknit-")  # noqa: SIM115 - closed by finish or abort
 
     def write(self, start: int, data: memoryview) -> None:
@@ -259,7 +259,7 @@ class FsspecWriter:
         data = data.cast("B")
         with self._lock:
             self._progress.check(start, data.nbytes)
-            with self._gathering(StorageFullError, "make room there, or point TMPDIR to another disk"):
+            with self._gathering(StorageFullError, "free space there, or set TMPDIR to another disk"):
                 self._file.seek(start)
                 self._file.write(data)
             self._progress.add(data.nbytes)
@@ -283,7 +283,7 @@ class FsspecWriter:
         try:
             yield
         except OSError as error:
-            told = f"cannot gather {self._url} in a temporary file: {error}"
+            told = f"cannot write {self._url} to a temporary file: {error}"
             raise shortage(error) or kind(told, remedy=remedy, path=self._url) from error
 
     def abort(self) -> None:
@@ -309,8 +309,8 @@ def open_fsspec(url: str, durability: Durability = "power") -> Storage:
     if scheme not in warned:
         warned.add(scheme)
         logger.warning(
-            "%s:// is served by fsspec, which has no conditional writes: let no two jobs save to one path at "
-            "once, and expect more memory and processor time than with a store of reknit's own",
+            "%s:// is served by fsspec, which has no conditional writes: do not let two jobs save to one "
+            "path at once; it also needs more memory and processor time than reknit's own stores",
             scheme,
         )
     return FsspecStorage(url, system, root)

@@ -83,7 +83,7 @@ def _text(url: object) -> str:
     if isinstance(text, bytes):
         remedy = "give a path or a URL as text: os.fsdecode makes it of bytes"
     elif text is None:
-        remedy += "; reknit.latest returns None where there is no checkpoint yet: ask before you load"
+        remedy += "; reknit.latest returns None where there is no checkpoint yet: check before you load"
     raise UsageError(f"a place to store is needed, not {url!r}", remedy=remedy)
 
 
@@ -121,7 +121,7 @@ def _installed(scheme: str) -> Factory | None:
         except ImportError as error:
             raise MissingExtraError(
                 f"the package that serves {scheme}:// cannot be imported: {error}",
-                remedy=f"mend or remove what provides the entry point {entry.value!r}",
+                remedy=f"fix or uninstall the package with the entry point {entry.value!r}",
             ) from error
         return factory
     return None
@@ -139,7 +139,7 @@ def _of_fsspec(scheme: str) -> Factory | None:
         get_filesystem_class(scheme)
     except ImportError as error:
         raise MissingExtraError(
-            f"fsspec cannot serve {scheme}://: {error}", remedy="install what it asks for"
+            f"fsspec cannot serve {scheme}://: {error}", remedy="install the missing package"
         ) from error
     from reknit.storage.fsspec_store import open_fsspec
 
@@ -151,8 +151,8 @@ def _unknown(scheme: str, text: str) -> UnknownSchemeError:
     known = ", ".join(f"{name}://" for name in sorted(factories))
     return UnknownSchemeError(
         message,
-        remedy=f"known are plain paths, {known}, and what packages register in the entry-point group "
-        f"{ENTRY_POINTS!r}; a folder of that name is given by its absolute path",
+        remedy=f"use a plain path, {known}, or a scheme that a package registers in the entry-point group "
+        f"{ENTRY_POINTS!r}; for a folder of that name, give its absolute path",
     )
 
 

@@ -22,7 +22,7 @@ STRETCH_NBYTES = 1 << 20
 def check_size(nbytes: int) -> None:
     """Raise `UsageError` for what cannot be the bytes of a file."""
     if nbytes < 0:
-        raise UsageError(f"a file of {nbytes} bytes cannot be")
+        raise UsageError(f"a file cannot have {nbytes} bytes")
 
 
 def check_start(start: int) -> None:

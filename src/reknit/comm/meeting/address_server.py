@@ -88,10 +88,10 @@ class ServedStore:
             nbytes = self._nbytes + len(value) - len(self._values.get(key, b""))
             if len(value) > MOST_VALUE_NBYTES or nbytes > _MOST_NBYTES or len(key) > MOST_KEY_LETTERS:
                 raise CommError(
-                    f"the store at {self._point} takes no value of {len(value)} bytes for {key[:80]!r}"
+                    f"the store at {self._point} accepts no value of {len(value)} bytes for {key[:80]!r}"
                 )
             if key not in self._values and len(self._values) >= self._most_keys:
-                raise CommError(f"the store at {self._point} takes no more than {self._most_keys} keys")
+                raise CommError(f"the store at {self._point} accepts at most {self._most_keys} keys")
             self._values[key], self._nbytes = value, nbytes
             self._changed.notify_all()
 
@@ -159,7 +159,7 @@ def _listen(server: grpc.Server, point: Point, options: CommOptions) -> None:
         if deadline.passed() or problem.errno != errno.EADDRINUSE:
             raise CommError(
                 f"rank 0 cannot listen on {bracketed(host)}:{point.port}: {problem.strerror or problem}",
-                remedy="name a free port of rank 0's host, the same on all ranks",
+                remedy="give a free port of rank 0's host, the same on all ranks",
             ) from problem
         time.sleep(min(PAUSES_S[1], deadline.remaining()))
     tls.open_port(server, f"{bracketed(host)}:{point.port}", options)

@@ -137,7 +137,7 @@ class RemoteStore:
         if code is grpc.StatusCode.UNAUTHENTICATED:
             return CommError(
                 f"the store at {self._point} refuses our token",
-                remedy="give every rank the same token, and see that no other job uses this address",
+                remedy="give every rank the same token, and check that no other job uses this address",
             )
         if code not in (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.DEADLINE_EXCEEDED):
             return CommError(f"the store at {self._point} failed: {code.name}: {details}")

@@ -93,8 +93,8 @@ def _private_folder() -> str:
         except OSError as error:  # read-only, or full
             failure = error
     raise CommError(
-        f"no folder can be made for the socket of this rank: {failure}",
-        remedy='set TMPDIR to a folder that can be written, or CommOptions.bind to "127.0.0.1"',
+        f"cannot create a folder for the socket of this rank: {failure}",
+        remedy='set TMPDIR to a writable folder, or CommOptions.bind to "127.0.0.1"',
     )
 
 
@@ -113,8 +113,8 @@ def check_owner(address: str) -> None:
         return  # whoever connects finds out
     if folder.st_uid != os.geteuid() or stat.S_IMODE(folder.st_mode) & 0o077:
         raise CommError(
-            f"the socket {address} is not of this user alone: somebody else has put it where the ranks meet",
-            remedy="let the ranks meet where no other user can write, or set CommOptions.tls",
+            f"the socket {address} is not private to this user: another user has put it at the meeting place",
+            remedy="use a meeting place where no other user can write, or set CommOptions.tls",
         )
 
 
@@ -206,7 +206,7 @@ def _of_interface(name: str) -> str:
     usable = [address for address in found[name] if not _parsed(address).is_link_local]
     if not usable:
         raise UsageError(
-            f"the network interface {name!r} has only addresses of its link: {', '.join(found[name])}",
+            f"the network interface {name!r} has only link-local addresses: {', '.join(found[name])}",
             remedy=_REMEDY,
         )
     return min(usable, key=lambda address: ":" in address)

@@ -128,6 +128,6 @@ def decoded(value: bytes, kind: type[_Message]) -> _Message:
 def garbled() -> ProtocolError:
     """Return the error of an entry that cannot be read."""
     return ProtocolError(
-        "the store holds something else where ranks tell each other who they are",
+        "the store has a wrong value where ranks publish their addresses",
         remedy="run the same version of reknit on all ranks",
     )

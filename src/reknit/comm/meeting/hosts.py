@@ -153,7 +153,11 @@ class _Gathering:
             seen += 1
             if self._found(key) is None:
                 missing.append(rank)
-        rest = f" (of ranks 0-{seen}; there was no time to look for the others)" if seen < len(keys) else ""
+        rest = (
+            f" (of ranks 0-{seen}; the deadline passed before the others were checked)"
+            if seen < len(keys)
+            else ""
+        )
         remedy = ALL_CALL if len(missing) == self._size - 1 else _STARTED
         return DeadlineError(
             f"{spelled(missing) if missing else 'some ranks'} did not come to the rendezvous of job "
@@ -164,7 +168,7 @@ class _Gathering:
     def _replaced(self) -> CommError:
         return CommError(
             f"another process has taken the place of rank 0 in the rendezvous of job {self._job!r}",
-            remedy="let a job end before it is started again, and give jobs that run at once different names",
+            remedy="let a job end before you restart it, and give concurrent jobs different names",
         )
 
     # All others.
@@ -204,7 +208,7 @@ class _Gathering:
         if table.error is not None:
             return f", which ended with: {from_wire(table.error).message}"
         if table.size != self._size:
-            return f"; that has {table.size} ranks, and this one comes as rank {rank} of {self._size}"
+            return f"; it has {table.size} ranks, and this one joins as rank {rank} of {self._size}"
         return ""
 
     def _newer_run(self, old: str | None, why_old: str) -> str:
@@ -218,7 +222,7 @@ class _Gathering:
             if run != old:
                 return run
             if self._deadline.passed():
-                left = f": there is only what an earlier run left{why_old}"
+                left = f": it has only entries of an earlier run{why_old}"
                 raise self._late("rank 0 did not come to", left)
             time.sleep(min(next(pauses), self._deadline.remaining()))
 
@@ -231,7 +235,7 @@ class _Gathering:
             if self._current_run() != run:
                 return None
             if patience.passed():
-                raise self._late("rank 0 did not tell who has come to")
+                raise self._late("rank 0 did not publish the members of")
         raise AssertionError("the pauses have no end")
 
     def _shape(self, table: HostTable, run: str, rank: int, options: CommOptions) -> Shape:

@@ -60,11 +60,11 @@ class FolderStore:
             raise self._failure("made", error) from error
         if mode & stat.S_IWOTH:  # with a sticky bit, too: who is first makes the file
             raise UsageError(
-                f"every user of this host can write to the rendezvous folder {self._folder}, and so take the "
-                "place of a rank",
+                f"every user of this host can write to the rendezvous folder {self._folder}, and so "
+                "impersonate a rank",
                 path=str(self._folder),
-                remedy=f"chmod o-w {self._folder}, or let the ranks meet in a folder below it, which is made "
-                "for this user alone",
+                remedy=f"chmod o-w {self._folder}, or pass a folder below it, which reknit creates for this "
+                "user only",
             )
 
     def set(self, key: str, value: bytes) -> None:

@@ -49,9 +49,9 @@ _REFUSED_S = 5.0
 def warn_of_plain(num_hosts: int) -> None:
     """Warn, once for each number of hosts, that others could disturb the job."""
     _log.warning(
-        "ranks on %d host%s connect without certificates, and the tokens of their connections are in a store "
-        "that whoever reaches it can read: another user of these hosts and networks could make saves fail; "
-        "set CommOptions.tls where that matters",
+        "ranks on %d host%s connect without certificates, and anyone who can connect to the store can read "
+        "their tokens: another user of these hosts and networks could make saves fail; set CommOptions.tls "
+        "to prevent that",
         num_hosts,
         "" if num_hosts == 1 else "s",
     )
@@ -256,7 +256,7 @@ class TreeGroup:
                 if not deserted(address):
                     refused = None
                 elif (refused := refused or Deadline(0 if is_unix(address) else _REFUSED_S)).passed():
-                    detail = f"nobody listens at {address} any more"
+                    detail = f"no process listens at {address} any more"
                     raise round_errors.disconnected(above, detail) from error
             self._closed.wait(min(next(pauses), deadline.remaining()))
 

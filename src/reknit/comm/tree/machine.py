@@ -162,7 +162,7 @@ class RoundMachine:
             return self._finish(held, from_wire(outcome.error))
         try:
             if outcome.place != held.heading.place:
-                raise ProtocolError(f"an outcome of {outcome.label} came to {held.heading.label}")
+                raise ProtocolError(f"an outcome of {outcome.label} arrived in {held.heading.label}")
             answers = outcome.answers.payloads(len(self._subtree.ranks))
         except ProtocolError as error:
             return self._finish(held, error)

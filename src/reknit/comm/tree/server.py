@@ -43,7 +43,7 @@ def _named_socket(topology: Topology) -> PrivateSocket:
     if topology.num_hosts > 1:
         raise UsageError(
             f"CommOptions.bind='unix' connects ranks of one host, and these are on {topology.num_hosts}",
-            remedy="leave it out, or give an address that the other hosts reach",
+            remedy="leave it out, or give an address that the other hosts can reach",
         )
     return PrivateSocket()
 

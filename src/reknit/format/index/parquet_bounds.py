@@ -220,7 +220,7 @@ class _Thrift:
 
     def _byte(self) -> int:
         if self.position >= self._end:
-            _refuse("a structure is cut short")
+            _refuse("a structure is truncated")
         self.position += 1
         return self._data[self.position - 1]
 
@@ -241,5 +241,5 @@ class _Thrift:
 
     def _skip(self, nbytes: int) -> None:
         if nbytes > self._end - self.position:
-            _refuse("a structure is cut short")
+            _refuse("a structure is truncated")
         self.position += nbytes

@@ -98,7 +98,7 @@ def join_blobs(parts: Sequence[bytes]) -> bytes:
 def _fitting(data: bytes, where: str) -> bytes:
     if len(data) > MAX_BLOBS_NBYTES:
         raise StateError(
-            f"the values of {where} that are no tensors take {len(data)} bytes; {MAX_BLOBS_NBYTES} is the "
+            f"the values of {where} that are not tensors take {len(data)} bytes; {MAX_BLOBS_NBYTES} is the "
             "limit",
             remedy="save large arrays as tensors: entries of the state by themselves",
         )
@@ -239,12 +239,12 @@ def _remedy(value: Any) -> str:
         return "save what its get_state() returns, and pass that to its set_state() after a load"
     if "DataLoader" in type(value).__name__:
         return (
-            "it does not say where it is: put torchdata's StatefulDataLoader in its place, or a loader of "
-            "reknit.dataloader; or save the number of batches that were taken, and skip them after a load"
+            "it has no resumable position: use torchdata's StatefulDataLoader or a loader of "
+            "reknit.dataloader instead; or save the number of batches taken, and skip them after a load"
         )
     if isinstance(value, Iterator):
         return (
-            "it does not say where it is: save how far it has come, as a number, and go there after a load; "
+            "it has no resumable position: save its position as a number, and skip to it after a load; "
             "or put it into a class with state_dict() and load_state_dict()"
         )
     if dataclasses.is_dataclass(value):

@@ -202,4 +202,4 @@ class _Weigher(_Reader):
 
 
 def _cut(position: int) -> CorruptError:
-    return CorruptError(f"the msgpack value is cut short at byte {position}")
+    return CorruptError(f"the msgpack value is truncated at byte {position}")

@@ -165,7 +165,7 @@ class HdfsClient:
             ).inner
         except (RuntimeError, ValueError, OSError) as error:
             raise UsageError(
-                f"there is no way to {self.place.url}: {plain(error)}",
-                remedy="name the NameNode as host:port, or a nameservice of Hadoop's configuration, which is "
-                "found by HADOOP_CONF_DIR",
+                f"cannot connect to {self.place.url}: {plain(error)}",
+                remedy="give host:port of the NameNode, or a nameservice of the configuration in "
+                "HADOOP_CONF_DIR",
             ) from error

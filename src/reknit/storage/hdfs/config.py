@@ -106,7 +106,7 @@ def parse_url(url: str, durability: Durability = "power") -> HdfsPath:
         authority = told.partition("://")[2].partition("/")[0] if told.startswith("hdfs://") else ""
     if not authority:
         raise UsageError(
-            f"{url!r} names no cluster, and fs.defaultFS of Hadoop's configuration is none",
+            f"{url!r} names no cluster, and Hadoop's configuration has no fs.defaultFS",
             remedy="write hdfs://namenode:8020/folder, or set HADOOP_CONF_DIR",
         )
     folder = folder.strip("/")
@@ -127,7 +127,7 @@ def cluster(place: HdfsPath) -> Cluster:
     addresses = addresses or [authority]
     if not all(addresses):
         raise UsageError(
-            f"Hadoop's configuration tells no address of some NameNode of {authority}: {', '.join(nodes)}",
+            f"Hadoop's configuration lacks the address of a NameNode of {authority}: {', '.join(nodes)}",
             remedy=f"set dfs.namenode.rpc-address.{authority}.<node> in hdfs-site.xml",
         )
     secure = known.get("hadoop.security.authentication", "simple").lower() != "simple"
@@ -168,5 +168,5 @@ def _address(text: str) -> tuple[str, int]:
     if not colon or text.endswith("]"):
         return text.strip("[]"), DEFAULT_PORT
     if not port.isdecimal() or not 0 < int(port) < 1 << 16:
-        raise UsageError(f"{text!r} is no address of a NameNode", remedy="write host:port")
+        raise UsageError(f"{text!r} is not the address of a NameNode", remedy="write host:port")
     return host.strip("[]"), int(port)

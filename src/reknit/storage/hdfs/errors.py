@@ -29,8 +29,8 @@ _PASSING = re.compile(
     r"|could only be (?:replicated|written)|RecoveryInProgress|LeaseExpired|ObserverRetry"
 )
 _BUSY = (
-    "see that the NameNode is out of safe mode, that enough DataNodes are up, and that they have room; "
-    "another try helps where it passes"
+    "check that the NameNode is not in safe mode, and that enough DataNodes are up and have space; if the "
+    "problem is temporary, try again"
 )
 
 
@@ -61,8 +61,8 @@ def unreached(action: str, url: str, why: object) -> ReknitError:
         return short
     return StorageUnavailableError(
         f"cannot {action} {url}: {why}",
-        remedy="check the address, the network and that the NameNode is up; it may be passing, so that "
-        "another try helps, or more time with ?timeout_s= in the URL",
+        remedy="check the address, the network and that the NameNode is up; if the problem is temporary, try "
+        "again, or allow more time with ?timeout_s= in the URL",
         path=url,
     )
 
@@ -82,13 +82,13 @@ def _kind(error: BaseException, text: str, *, from_namenode: bool) -> tuple[type
     if isinstance(error, FileExistsError) or _EXISTS.search(text):
         return ExistingError, ""
     if _FULL.search(text):
-        return StorageFullError, "make room: delete old checkpoints, or raise the quota"
+        return StorageFullError, "free space: delete old checkpoints, or raise the quota"
     if isinstance(error, PermissionError) or _DENIED.search(text):
         return StoragePermissionError, (
-            "check as whom the process asks (HADOOP_USER_NAME, or its Kerberos ticket: kinit, or ?principal= "
-            "and ?keytab= in the URL), and what that user may do in this folder"
+            "check which user the process acts as (HADOOP_USER_NAME, or its Kerberos ticket: kinit, or "
+            "?principal= and ?keytab= in the URL), and that user's permissions on this folder"
         )
     if _PASSING.search(text) or isinstance(error, OverdueError) or not from_namenode:
         # What is no answer of the NameNode comes from a connection: to it, or to a DataNode.
         return StorageUnavailableError, _BUSY
-    return StorageError, "see what the NameNode says"
+    return StorageError, "see the NameNode's message"

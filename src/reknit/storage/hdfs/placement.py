@@ -76,7 +76,7 @@ class BlockPlacement:
         try:
             self._requests.place(path, avoided, url)
         except StorageError as error:  # no others are left, say: then those will have to do
-            logger.debug("writing %s: its block may go to DataNodes that were silent: %s", url, error)
+            logger.debug("writing %s: its block may go to DataNodes that did not answer: %s", url, error)
 
     def find_silent(self, path: str) -> None:
         """Avoid those DataNodes of a file that do not answer: whatever failed, it was for them, likely."""
@@ -97,7 +97,7 @@ class BlockPlacement:
         if new := [node for node in silent if node not in known]:
             named = ", ".join("{}:{}".format(*node.address) for node in new)
             logger.warning(
-                "writing %s: no answer from %s; for %g s new files go elsewhere, if they can",
+                "writing %s: no answer from %s; for %g s new files use other DataNodes if possible",
                 url,
                 named,
                 _AVOIDED_S,

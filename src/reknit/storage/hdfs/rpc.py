@@ -201,7 +201,7 @@ class _Connection:
         self._socket.sendall(struct.pack(">I", len(body)) + body)
         (nbytes,) = struct.unpack(">I", self._receive(4, deadline))
         if nbytes > _MOST_NBYTES:
-            raise OSError(f"{nbytes} bytes are no answer of a NameNode")
+            raise OSError(f"{nbytes} bytes are not an answer of a NameNode")
         answer = self._receive(nbytes, deadline)
         length, start = _varint(answer, 0)
         header = dict(_fields(_cut(answer, start, length)))
@@ -293,13 +293,13 @@ def _varint(data: bytes, start: int) -> tuple[int, int]:
         value |= (byte & 0x7F) << 7 * place
         if not byte & 0x80:
             return value, start + place + 1
-    raise OSError("the answer is no message of Hadoop's RPC")
+    raise OSError("the answer is not a message of Hadoop's RPC")
 
 
 def _cut(data: bytes, start: int, nbytes: int) -> bytes:
     """Return a part of a message.  Raises `OSError` when it is not all there."""
     if start + nbytes > len(data):
-        raise OSError("the answer is no message of Hadoop's RPC")
+        raise OSError("the answer is not a message of Hadoop's RPC")
     return data[start : start + nbytes]
 
 
@@ -318,7 +318,7 @@ def _fields(data: bytes) -> Iterator[tuple[int, int | bytes]]:
         elif kind in (1, 5):
             nbytes = 8 if kind == 1 else 4
         else:
-            raise OSError("the answer is no message of Hadoop's RPC")
+            raise OSError("the answer is not a message of Hadoop's RPC")
         yield tag >> 3, _cut(data, position, nbytes)
         position += nbytes
 
@@ -343,5 +343,5 @@ def _node(told: bytes, by_name: bool) -> DataNode:
     ident = dict(_fields(_inner(told, 1) or b""))
     host, key, port = ident.get(2 if by_name else 1), ident.get(3), ident.get(4)
     if not (isinstance(host, bytes) and isinstance(key, bytes) and isinstance(port, int)):
-        raise OSError("the answer tells of no DataNode")
+        raise OSError("the answer names no DataNode")
     return DataNode(key.decode(errors="replace"), (host.decode(errors="replace"), port), told)

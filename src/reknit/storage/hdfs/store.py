@@ -210,7 +210,7 @@ class HdfsStorage:
         full = self._full(folder)
         if self.requests is None:
             raise StorageError(
-                f"nobody can be asked to give a policy to {self.client.url(full)}",
+                f"there is no WebHDFS address to set a storage policy on {self.client.url(full)}",
                 remedy="give the address of WebHDFS, as ?webhdfs=http://namenode:9870 in the URL",
                 path=self.client.url(full),
             )
@@ -257,8 +257,8 @@ class HdfsStorage:
         there = self.client.stat(marker).length
         if there and self._readers.whole(marker, len(data)) != data[:there]:
             raise StorageError(
-                f"{url} holds other content than is to be committed",
-                remedy="a marker is for one commit alone: begin with a new one",
+                f"{url} has other content than this commit",
+                remedy="use a new marker for each commit",
                 path=url,
             )
         if there == len(data):
@@ -268,7 +268,7 @@ class HdfsStorage:
         except ExistingError as error:
             self.client.recover(marker)
             raise StorageUnavailableError(
-                f"{url} is still held open by an attempt that failed",
+                f"{url} is still open from a failed attempt",
                 remedy="the NameNode closes it within seconds: try again",
                 path=url,
             ) from error

@@ -44,7 +44,7 @@ class _CallThreads:
 
     def begin(self, work: Callable[[], _Result]) -> futures.Future[_Result]:
         if len(self._late) >= _MOST_LATE:
-            raise OverdueError(f"{len(self._late)} earlier calls have not come back")
+            raise OverdueError(f"{len(self._late)} earlier calls have not returned")
         call = futures.Future[_Result]()
         try:
             inbox = self._idle.pop()

@@ -39,7 +39,7 @@ class WebRequests:
         parts = urlsplit(address)
         if parts.scheme not in ("http", "https") or not parts.hostname:
             raise UsageError(
-                f"{address!r} is no address of a web server", remedy="write webhdfs=http://namenode:9870"
+                f"{address!r} is not the address of a web server", remedy="write webhdfs=http://namenode:9870"
             )
         self._parts, self._timeout_s = parts, timeout_s
         self._root = parts.path.rstrip("/") or "/webhdfs/v1"

@@ -41,7 +41,7 @@ class Folders:
                     continue
                 if not os.path.lexists(name):  # a clean-up elsewhere has just removed it
                     raise FileNotFoundError(errno.ENOENT, "it is gone again", name) from None
-                what = "a link that leads nowhere" if os.path.islink(name) else "a file"
+                what = "a broken link" if os.path.islink(name) else "a file"
                 raise NotADirectoryError(errno.ENOTDIR, f"{what} is in the place of a folder", name) from None
             else:
                 self._note(name)

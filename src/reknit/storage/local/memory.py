@@ -60,7 +60,7 @@ class MemoryStorage(LocalStorage):
         available = available_nbytes()
         if nbytes > available:
             raise StorageFullError(
-                f"cannot create {full}: it takes {nbytes:,} bytes of memory, and {available:,} are to be had",
+                f"cannot create {full}: it needs {nbytes:,} bytes of memory, and {available:,} are available",
                 remedy=making_room(full),
                 path=full,
             )
@@ -109,6 +109,6 @@ def _make_own(folder: str) -> None:
         return
     raise StoragePermissionError(
         f"mem:// cannot use {folder}: it {fault}",
-        remedy=f"remove it or mend it (chmod 700 {folder}), or set REKNIT_MEMORY to a folder of your own",
+        remedy=f"remove it or fix it (chmod 700 {folder}), or set REKNIT_MEMORY to a folder of your own",
         path=folder,
     )

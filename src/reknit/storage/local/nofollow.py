@@ -101,7 +101,7 @@ def open_regular(root: str, path: str) -> int:
         if stat.S_ISREG(os.fstat(fd).st_mode):
             return fd
         os.close(fd)
-    raise FileNotFoundError(errno.ENOENT, "what is there is not a regular file", os.path.join(root, path))
+    raise FileNotFoundError(errno.ENOENT, "it is not a regular file", os.path.join(root, path))
 
 
 def _in_the_way(name: str, folder: int, full: str) -> OSError:
@@ -112,4 +112,4 @@ def _in_the_way(name: str, folder: int, full: str) -> OSError:
 
 
 def _a_link(full: str) -> OSError:
-    return OSError(errno.ELOOP, f"{full} is a link, and inside a checkpoint none is followed", full)
+    return OSError(errno.ELOOP, f"{full} is a link, and reknit follows no links inside a checkpoint", full)

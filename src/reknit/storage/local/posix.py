@@ -112,7 +112,7 @@ def pwrite_all(fd: int, start: int, data: memoryview) -> None:
     while data:
         done = os.pwrite(fd, data, start)
         if done == 0:
-            raise OSError(errno.EIO, "the file system takes no more bytes and does not say why")
+            raise OSError(errno.EIO, "the file system accepts no more bytes and gives no reason")
         start += done
         data = data[done:]
 
@@ -234,7 +234,7 @@ def _taken(full: str) -> bool:
     if stat.S_ISDIR(mode):
         raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), full)
     if not stat.S_ISREG(mode):
-        raise FileExistsError(errno.EEXIST, "what has this name is not a regular file", full)
+        raise FileExistsError(errno.EEXIST, "this is not a regular file", full)
     return False
 
 
@@ -268,10 +268,10 @@ def _typed(error: OSError, action: str, full: str) -> ReknitError:
     if error.errno in (errno.ENOSPC, errno.EDQUOT):
         return StorageFullError(message, remedy=making_room(full), path=full)
     if error.errno in (errno.EACCES, errno.EPERM, errno.EROFS):
-        remedy = f"let user {os.geteuid()} do that there, or choose another place"
+        remedy = f"let user {os.geteuid()} do this, or choose another path"
         return StoragePermissionError(message, remedy=remedy, path=full)
     if error.errno == errno.ELOOP:
-        remedy = "put what it leads to in its place, and then verify the checkpoint"
+        remedy = "replace the link with its target, then verify the checkpoint"
         return StoragePermissionError(message, remedy=remedy, path=full)
     if error.errno in (errno.ENOENT, errno.ENOTDIR):
         return StorageNotFoundError(message, remedy="check the path", path=full)

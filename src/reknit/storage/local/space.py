@@ -48,9 +48,9 @@ def making_room(path: str) -> str:
     free = free_nbytes(path)
     room = "" if free is None else f" ({free:,} bytes are free there)"
     if not in_memory(path):
-        return f"remove old checkpoints, or save where there is more room{room}"
+        return f"remove old checkpoints, or save where there is more space{room}"
     return (
-        f"this is memory: remove old checkpoints from it, or let it be larger (mount -o remount,size=...; in "
+        f"this is host memory: remove old checkpoints from it, or enlarge it (mount -o remount,size=...; in "
         f"Docker --shm-size), or save to a disk{room}"
     )
 

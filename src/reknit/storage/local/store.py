@@ -267,13 +267,13 @@ class LocalStorage:
                 self._folders.prune(self._root, path)
                 if error.filename in (None, full) or error.errno == errno.ELOOP:
                     raise
-                reason = f"the folder {error.filename} cannot be made: {error.strerror}"
+                reason = f"the folder {error.filename} cannot be created: {error.strerror}"
                 raise OSError(error.errno, reason, full) from error
         above = os.path.dirname(missing)
         if os.path.isdir(above):  # nobody removed it: this is how the kernel's own folders say no
-            fault = f"{missing} cannot be made: {above} is there, but takes nothing new (ENOENT)"
-            raise StorageError(fault, remedy="choose a place where new folders can be made", path=missing)
-        fault = f"{missing} cannot be made: {above} is removed again and again"
+            fault = f"{missing} cannot be created: {above} exists, but accepts no new entry (ENOENT)"
+            raise StorageError(fault, remedy="choose a path where folders can be created", path=missing)
+        fault = f"{missing} cannot be created: {above} is removed repeatedly"
         remedy = "let only one job at a time write or clean up a checkpoint"
         raise StorageError(fault, remedy=remedy, path=missing)
 

@@ -142,6 +142,6 @@ def connect(place: Bucket, options: ObjectOptions, *, uploading: bool = False) -
         return _KINDS[place.scheme](place.bucket, **given)
     except (exceptions.BaseError, ValueError, OSError) as error:
         raise UsageError(
-            f"there is no way to {place.url}: {plain(error)}",
-            remedy="set the environment variables that the page about this kind of store names",
+            f"cannot connect to {place.url}: {plain(error)}",
+            remedy="set the environment variables that the documentation of this store lists",
         ) from error

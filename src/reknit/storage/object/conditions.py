@@ -93,24 +93,24 @@ class Conditions:
                 fault = self._try_out()
                 if fault is not None and self._fallback == "refuse":
                     raise StorageError(
-                        f"checkpoints cannot be committed to {self._url}: {fault}, so that two saves could "
-                        "both believe that they are the one",
+                        f"checkpoints cannot be committed to {self._url}: {fault}, so two saves could both "
+                        "report success",
                         remedy="use an endpoint that supports conditional writes (If-None-Match, If-Match); "
-                        "or add ?conditional=lock to the URL, which locks with an object instead, and holds "
-                        "as long as no write takes longer than a second to be seen",
+                        "or add ?conditional=lock to the URL, which uses a lock object, and works only if "
+                        "every write becomes visible within a second",
                         path=self._url,
                     )
                 if fault is not None:
                     warnings.warn(
-                        f"{self._url}: {fault}; saves are kept apart by a lock object, which is weaker: it "
-                        "holds only as long as no write takes longer than a second to be seen",
+                        f"{self._url}: {fault}; saves use a lock object, which is weaker: it works only if "
+                        "every write becomes visible within a second",
                         RuntimeWarning,
                         stacklevel=2,
                     )
                 if self._whole_only:
                     warnings.warn(
-                        f"{self._url}: the endpoint gives whole objects where a part is asked for: what is "
-                        "saved here cannot be loaded from here, only from where it is copied to",
+                        f"{self._url}: the endpoint returns whole objects for ranged reads: checkpoints that "
+                        "are saved here cannot be loaded from here, only from a copy elsewhere",
                         RuntimeWarning,
                         stacklevel=2,
                     )
@@ -126,14 +126,14 @@ class Conditions:
             self._whole_only = self._gives_whole(key)
             what = "a second conditional create of one object"
             if self._gets_through(key, "create"):
-                return f"the endpoint let through {what}"
+                return f"the endpoint accepted {what}"
             what = "a write over what was read before"
             mine = version(first)
             if not self._gets_through(key, mine):
                 return f"the endpoint refused {what} (If-Match)"
             what = "a write over what is not there any more"
             if self._gets_through(key, mine):
-                return f"the endpoint let through {what} (If-Match)"
+                return f"the endpoint accepted {what} (If-Match)"
         except (exceptions.GenericError, exceptions.NotSupportedError) as error:
             told = as_ours(f"try out {what} in", self._url, error)
             if unsupported(error):
@@ -181,15 +181,15 @@ class Conditions:
                     there = None
             if there is None:
                 raise StorageError(
-                    f"{url} was written, and is not there: somebody deleted it at once, or the store does "
-                    "not show what was written last",
-                    remedy="let nobody clean up here while a save is under way, and save again",
+                    f"{url} was written, but is missing: it was deleted at once, or the store does not "
+                    "return the latest write",
+                    remedy="do not clean up here during a save, and save again",
                     path=url,
                 )
             if there != data:
                 raise StorageError(
-                    f"{url} was written by somebody else in spite of its lock",
-                    remedy="let all who save here use ?conditional=lock, or only one save at a time",
+                    f"{url} was written by another process despite its lock",
+                    remedy="use ?conditional=lock for all saves to this path, or run one save at a time",
                     path=url,
                 )
         return True
@@ -212,8 +212,8 @@ class Conditions:
                     break
             if deadline.remaining() <= 0:
                 raise DeadlineError(
-                    f"somebody else has held the lock of {url} for {_LOCK_WAIT_S:g} s",
-                    remedy="let only one save at a time go to a path",
+                    f"another process has held the lock of {url} for {_LOCK_WAIT_S:g} s",
+                    remedy="run only one save to a path at a time",
                     path=url,
                 )
             time.sleep(random.uniform(0.2, 1.0) * self.settle_s)

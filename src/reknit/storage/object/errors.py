@@ -61,8 +61,8 @@ def as_ours(action: str, url: str, error: BaseException) -> ReknitError:
     if _BUCKET.search(text):
         return StorageError(
             f"cannot {action} {url}: there is no such bucket",
-            remedy="make the bucket, or correct the URL; the endpoint and the account come from the "
-            "environment, see the page about this kind of store",
+            remedy="create the bucket, or correct the URL; the endpoint and the account come from the "
+            "environment, see the documentation of this store",
             path=url,
         )
     if isinstance(error, FileNotFoundError):
@@ -101,25 +101,25 @@ def plain(error: BaseException) -> str:
 def _kind(error: BaseException, text: str) -> tuple[type[StorageError], str]:
     denied = (exceptions.PermissionDeniedError, exceptions.UnauthenticatedError)
     if _FULL.search(text):
-        return StorageFullError, "make room: delete old checkpoints, or raise the quota"
+        return StorageFullError, "free space: delete old checkpoints, or raise the quota"
     if isinstance(error, denied) or _DENIED.search(text):
         return StoragePermissionError, (
-            "check which credentials the process has (environment, role of the machine), and that they may "
+            "check the credentials of the process (environment, role of the machine), and that they may "
             "list the bucket and read, write and delete below this prefix"
         )
     if _BUSY.search(text):
         return (
             StorageUnavailableError,
-            "the store asks for fewer requests: save less often, with fewer threads, or retry",
+            "the store limits requests: save less often, with fewer threads, or retry",
         )
     if gave_whole(error):
         return StorageError, (
-            "the endpoint gives whole objects where a part is asked for, so nothing can be loaded from it; "
-            "what was saved there is whole: copy it to a folder or to another store, and load it from there"
+            "the endpoint returns whole objects for ranged reads, so nothing can be loaded from it; the "
+            "saved files are intact: copy them to a folder or another store, and load from there"
         )
     if _UNREACHED.search(text):
         return StorageUnavailableError, (
-            "check the endpoint and the network; where requests only take long, give smaller parts or more "
-            "time with ?part_mib= and ?timeout_s= in the URL"
+            "check the endpoint and the network; if requests are slow, use smaller parts or more time with "
+            "?part_mib= and ?timeout_s= in the URL"
         )
-    return StorageError, "see what the store says; it may be passing, so that another try helps"
+    return StorageError, "see the store's message; if the problem is temporary, try again"

@@ -125,7 +125,7 @@ class Uploads:
             if error.response.get("Error", {}).get("Code") in ("NotImplemented", "501"):
                 raise StorageError(
                     f"{url}: the endpoint does not list uploads in parts",
-                    remedy="let it remove those by itself that nobody finishes, see its manual",
+                    remedy="configure it to remove abandoned uploads, see its manual",
                     path=url,
                 ) from error
             status = error.response.get("ResponseMetadata", {}).get("HTTPStatusCode")
@@ -146,7 +146,7 @@ def _connect(place: Bucket, options: ObjectOptions) -> Any:
         from botocore.session import Session  # type: ignore[import-untyped]
     except ImportError as error:
         raise MissingExtraError(
-            f"what killed saves have left of uploads to {place.url} is listed with the package botocore",
+            f"listing the unfinished uploads of killed saves to {place.url} needs the package botocore",
             remedy="pip install 'reknit[gc]'",
         ) from error
     session = Session(session_vars=_ENVIRONMENT)

@@ -137,8 +137,8 @@ class ObjectStorage:
                 # have taken away.  With `if_absent` that is the end of it.
                 if look(self._client, key, url) == seen:
                     raise StorageError(
-                        f"{url} is as it was, and yet the endpoint says that it is not",
-                        remedy="try again; if it stays so, add ?conditional=lock to the URL",
+                        f"{url} is unchanged, but the endpoint reports that it was changed",
+                        remedy="try again; if it happens again, add ?conditional=lock to the URL",
                         path=url,
                     )
 
@@ -283,7 +283,7 @@ class ObjectStorage:
             above, above_url = self._full("/".join(names[:depth]))
             if above not in self._folders:
                 if look(self._client, above, above_url) is not None:
-                    raise StorageError(f"{above_url} is a file, so {url} cannot be", path=url)
+                    raise StorageError(f"{above_url} is a file, so {url} cannot exist", path=url)
                 self._folders.add(above)
         if self._is_folder(key, url):
             raise StorageError(f"{url} is a folder, so it cannot be a file", path=url)
