@@ -47,9 +47,9 @@ def test_a_stream_that_lacks_its_end_is_refused(nbytes: int, data: st.DataObject
     chunks = list(divided(bytes(nbytes)))
     keep = data.draw(st.integers(0, len(chunks) - 1))
     cut = chunks[keep][: data.draw(st.integers(0, len(chunks[keep]) - 1))]
-    with pytest.raises(ProtocolError, match="cut off"):
+    with pytest.raises(ProtocolError, match=r"truncated|empty"):
         joined([*chunks[:keep], cut], LIMIT)
-    with pytest.raises(ProtocolError, match="cut off"):
+    with pytest.raises(ProtocolError, match=r"truncated|empty"):
         joined([*chunks[:keep], cut, *chunks[keep + 1 :]], LIMIT)
 
 
@@ -73,7 +73,7 @@ def test_empty_chunks_are_no_way_to_keep_a_rank_busy() -> None:
         while True:
             yield b""
 
-    with pytest.raises(ProtocolError, match="cut off"):
+    with pytest.raises(ProtocolError, match=r"truncated|empty"):
         joined(stream(), LIMIT)
 
 

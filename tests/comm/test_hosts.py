@@ -360,7 +360,7 @@ class MeddlingStore(MemoryStore):
 def test_anything_else_in_the_place_of_the_shape_is_refused(told: bytes) -> None:
     found = gather(MeddlingStore(told), range(2), 2)
     assert isinstance(found[1], ProtocolError)
-    assert "something else" in found[1].message
+    assert "a wrong value" in found[1].message
 
 
 def test_anything_else_in_the_place_of_a_rank_is_refused_on_all() -> None:
@@ -401,7 +401,7 @@ def test_a_rank_beyond_the_size_that_comes_late_hears_of_both_sizes(store: Store
     shapes(gather(store, range(2), 2))
     (error,) = errors(gather(store, [2], 3, timeout_s=0.3))
     assert isinstance(error, DeadlineError)
-    assert "that has 2 ranks, and this one comes as rank 2 of 3" in error.message
+    assert "it has 2 ranks, and this one joins as rank 2 of 3" in error.message
     assert "with the same size" in str(error.remedy)
 
 

@@ -587,7 +587,7 @@ def test_a_folder_that_takes_nothing_new_is_named(root: str, path: str, fault: s
         LocalStorage(root).create(path, 1)
     assert not isinstance(caught.value, StorageNotFoundError)
     assert "where folders can be created" in str(caught.value.remedy)
-    with pytest.raises(StorageError, match="/proc is there"):
+    with pytest.raises(StorageError, match="/proc exists"):
         LocalStorage(root).put(path, b"1", if_absent=True)
 
 
