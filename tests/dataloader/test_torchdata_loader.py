@@ -175,5 +175,5 @@ def test_sources_without_a_loader_are_dealt_out_anew_as_well() -> None:
 def test_sources_that_do_not_know_their_state_are_refused() -> None:
     one = SourceLoader(lambda n: [1, 2], 1)
     next(one)
-    with pytest.raises(UsageError, match="does not know its state"):
+    with pytest.raises(UsageError, match="has no resumable state"):
         one.sharded_state()

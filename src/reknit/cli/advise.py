@@ -23,21 +23,21 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
     """Add the command to those of the program."""
     parser = commands.add_parser(
         "advise",
-        help="tell how often it is best to save",
-        description="Tell the time between two saves at which failures and saves together cost least, and "
-        "what share of the time is then training that is kept: the effective training time ratio, ETTR.  "
-        "The times of a save stand in its report and in the log.",
+        help="compute the best time between saves",
+        description="Compute the time between two saves at which failures and saves together cost least, and "
+        "the effective training time ratio (ETTR): the share of the time spent on training that no failure "
+        "undoes.  The report of a save and the log have its times.",
     )
     parser.add_argument(
-        "root", metavar="ROOT", nargs="?", help="a folder of checkpoints, whose newest tells size and ranks"
+        "root", metavar="ROOT", nargs="?", help="a folder of checkpoints; the newest one gives size and ranks"
     )
     seconds: dict[str, Any] = {"type": _positive, "metavar": "S"}
-    parser.add_argument("--stall", required=True, help="seconds that a save holds up training", **seconds)
+    parser.add_argument("--stall", required=True, help="seconds that a save blocks training", **seconds)
     parser.add_argument(
         "--write", required=True, help="seconds from the beginning of a save to its commit", **seconds
     )
     parser.add_argument(
-        "--restart", required=True, help="seconds from a failure until training goes on", **seconds
+        "--restart", required=True, help="seconds from a failure until training continues", **seconds
     )
     often = parser.add_mutually_exclusive_group(required=True)
     often.add_argument(
@@ -47,7 +47,7 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
     parser.add_argument("--ranks", type=_count, metavar="N", help="ranks of the job (default: as in ROOT)")
     parser.add_argument("--step", type=_positive, metavar="S", help="seconds that a training step takes")
     parser.add_argument(
-        "--interval", type=_positive, metavar="S", help="also tell what this time between saves costs"
+        "--interval", type=_positive, metavar="S", help="also show the cost of this time between saves"
     )
     parser.add_argument("--json", action="store_true", help="print JSON")
     parser.set_defaults(run=run)
@@ -118,7 +118,7 @@ def _time_text(seconds: float) -> str:
 def _positive(text: str) -> float:
     number = float(text)
     if not positive(number):
-        raise argparse.ArgumentTypeError(f"{text} is no number above 0")
+        raise argparse.ArgumentTypeError(f"{text} is not a number above 0")
     return number
 
 

@@ -21,9 +21,9 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
     parser = commands.add_parser(
         "agents",
         help="list the processes that still write checkpoints, or wait for them",
-        description="List the agents on this host that are at work for checkpoints at or below a folder: the "
-        "processes that write and commit saves in the background, also when their trainer is gone.  Those of "
-        "other users are seen by root only.",
+        description="List the agents on this host that write checkpoints at or below a folder: processes "
+        "that write and commit saves in the background, also when their trainer has ended.  Only root sees "
+        "those of other users.",
     )
     parser.add_argument("root", metavar="ROOT", help="a checkpoint, or a folder that holds some: path or URL")
     parser.add_argument("--wait", action="store_true", help="return when none is left")

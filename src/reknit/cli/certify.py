@@ -19,9 +19,9 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
     """Add the command to those of the program."""
     parser = commands.add_parser(
         "certify-storage",
-        help="check that a store does what checkpoints need",
+        help="check that a store supports what checkpoints need",
         description="Run the suite that every store of reknit passes, and saves that fail at every "
-        "operation, in a scratch folder of a store, and tell what holds.",
+        "operation, in a scratch folder of a store, and print the results.",
     )
     parser.add_argument("url", metavar="URL", help="a folder or URL below which a scratch folder is made")
     parser.set_defaults(run=run)

@@ -158,8 +158,7 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
         "diff",
         help="compare two checkpoints",
         description="Compare the items, the tensors' names, shapes and dtypes, and the shared values of two "
-        "checkpoints.  How they are sharded, their steps and their metadata play no part, nor do the values "
-        "that each rank saved for itself.",
+        "checkpoints.  Their sharding, steps, metadata and per-rank values are not compared.",
     )
     parser.add_argument("a", metavar="A", help="a checkpoint: a folder or URL")
     parser.add_argument("b", metavar="B", help="another one")

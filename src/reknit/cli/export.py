@@ -53,7 +53,7 @@ def parse_size(text: str) -> int:
     """Return the bytes that a text such as ``5GB`` (powers of 1000) or ``4GiB`` (of 1024) means."""
     match = _SIZE.fullmatch(text.strip())
     if match is None:
-        raise argparse.ArgumentTypeError(f"{text!r} is no size: write 5GB, 500MB or 4GiB")
+        raise argparse.ArgumentTypeError(f"{text!r} is not a size: write 5GB, 500MB or 4GiB")
     base = 1024 if match[3] else 1000
     power = "KMGT".index(match[2].upper()) + 1 if match[2] else 0
     nbytes = int(float(match[1]) * base**power)

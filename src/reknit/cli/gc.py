@@ -29,10 +29,10 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
     """Add the command to those of the program."""
     parser = commands.add_parser(
         "gc",
-        help="list and delete what killed saves left behind",
-        description="List what killed saves have left below a folder, and what it costs: files that belong "
-        "to no checkpoint, temporary files, and uploads that nobody finished.  Nothing is deleted without "
-        "--delete, and never anything of a committed checkpoint, or of a save that may be under way.",
+        help="list and delete the leftovers of killed saves",
+        description="List the leftovers of killed saves below a folder, with their sizes: files that belong "
+        "to no checkpoint, temporary files, and unfinished uploads.  Nothing is deleted without --delete.  "
+        "Committed checkpoints, and saves that may be running, are never deleted.",
     )
     parser.add_argument("url", metavar="URL", help="a checkpoint, or a folder that holds some: a path or URL")
     parser.add_argument(
@@ -40,9 +40,10 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
         metavar="AGE",
         type=age,
         default="24h",
-        help="take a save for dead that did nothing for so long: a number with s, m, h or d (default: 24h)",
+        help="treat a save as dead if nothing changed for this time: a number with s, m, h or d (default: "
+        "24h)",
     )
-    parser.add_argument("--delete", action="store_true", help="delete what is older than that")
+    parser.add_argument("--delete", action="store_true", help="delete leftovers older than that")
     parser.add_argument("--json", action="store_true", help="print JSON")
     parser.set_defaults(run=run)
 
@@ -51,7 +52,7 @@ def age(text: str) -> float:
     """Return the seconds that an age such as ``24h`` stands for."""
     found = _AGE.fullmatch(text.strip())
     if found is None:
-        raise argparse.ArgumentTypeError(f"{text!r} is no age: write 24h, 90m or 7d")
+        raise argparse.ArgumentTypeError(f"{text!r} is not an age: write 24h, 90m or 7d")
     return float(found[1]) * _UNITS[found[2]]
 
 

@@ -45,8 +45,7 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
     parser = commands.add_parser(
         "ls",
         help="list the checkpoints in a folder",
-        description="List the checkpoints directly below a folder, oldest step first, and what failed saves "
-        "left behind.",
+        description="List the checkpoints directly below a folder, oldest step first, and uncommitted saves.",
     )
     parser.add_argument("root", metavar="ROOT", help="a folder or URL that holds checkpoints")
     parser.add_argument("--json", action="store_true", help="print JSON")

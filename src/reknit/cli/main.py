@@ -36,12 +36,12 @@ PIPE_CLOSED = 141
 
 _EXIT_CODES = """\
 exit codes:
-  0    all is well
+  0    success
   1    verify found problems, diff found differences
-  2    the command line is wrong, or asks for what cannot be, such as a place that is taken
+  2    the command line is wrong or cannot be carried out: the destination exists, for example
   3    there is no checkpoint at the path
   4    a checkpoint is damaged, or a storage failed
-  5    too little memory, threads or open files; the checkpoint may be sound
+  5    too little memory, threads or open files; the checkpoint may be intact
   130  interrupted
 """
 
@@ -50,7 +50,7 @@ def parser() -> argparse.ArgumentParser:
     """Return the parser of the command line."""
     program = argparse.ArgumentParser(
         prog="reknit",
-        description="Look at, check, compare and export checkpoints, and clear away what is left of saves.",
+        description="Look at, check, compare and export checkpoints, and clean up after saves.",
         epilog=_EXIT_CODES,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )

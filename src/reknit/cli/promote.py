@@ -16,13 +16,13 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
     """Add the command to those of the program."""
     parser = commands.add_parser(
         "promote",
-        help="copy a checkpoint to a store that lasts",
+        help="copy a checkpoint to a durable store",
         description="Copy a committed checkpoint to another store and commit it there as well, every block "
-        "compared with its digest on the way.  DST is seen by nobody before all of it is there.  What an "
-        "earlier try has brought there is checked and kept, so this can be repeated after any failure.",
+        "compared with its digest on the way.  The copy becomes visible only when it is complete.  Files of "
+        "an earlier attempt are checked and kept, so you can repeat this after any failure.",
     )
     parser.add_argument("path", metavar="SRC", help="a checkpoint: a folder or URL")
-    parser.add_argument("to", metavar="DST", help="where it is to be as well: a folder or URL")
+    parser.add_argument("to", metavar="DST", help="the destination: a folder or URL")
     parser.add_argument("--overwrite", action="store_true", help="replace another checkpoint at DST")
     parser.add_argument("--json", action="store_true", help="print JSON")
     parser.set_defaults(run=run)

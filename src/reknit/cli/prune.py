@@ -1,4 +1,4 @@
-"""`reknit prune`: remove the steps of a run that are no longer wanted."""
+"""`reknit prune`: remove old steps of a run."""
 
 from __future__ import annotations
 
@@ -24,17 +24,17 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
     """Add the command to those of the program."""
     parser = commands.add_parser(
         "prune",
-        help="remove the steps of a run that are no longer wanted",
+        help="remove old steps of a run",
         description="Remove the checkpoints directly below a folder that none of the --keep options keeps.  "
-        "The newest whose files are all there stays in any case, and so do those without a step, those that "
-        "cannot be read, and those to which a save is under way.",
+        "The newest one whose files all exist always stays, and so do those without a step, those that "
+        "cannot be read, and those that are being saved.",
     )
     parser.add_argument("root", metavar="ROOT", help="a folder or URL that holds checkpoints")
     parser.add_argument("--keep-last", type=int, metavar="N", help="keep the newest N steps")
     parser.add_argument("--keep-every", type=int, metavar="N", help="keep one step of each N")
     parser.add_argument("--keep-best", metavar="N:METRIC[:max]", help="keep the N with the lowest metric")
-    parser.add_argument("--keep-days", type=float, metavar="D", help="keep what is younger than D days")
-    parser.add_argument("--dry-run", action="store_true", help="only say what would be removed")
+    parser.add_argument("--keep-days", type=float, metavar="D", help="keep steps younger than D days")
+    parser.add_argument("--dry-run", action="store_true", help="only list what would be removed")
     parser.add_argument("--json", action="store_true", help="print JSON")
     parser.set_defaults(run=run)
 

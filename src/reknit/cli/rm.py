@@ -17,8 +17,8 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
     parser = commands.add_parser(
         "rm",
         help="remove checkpoints",
-        description="Remove checkpoints, each manifest first, so that none is ever there in part.  Files "
-        "that are not of reknit's making stay.  A checkpoint to which a save is under way is not removed.",
+        description="Remove checkpoints, manifests first, so that no partial checkpoint is ever visible.  "
+        "Files that reknit did not write stay.  A checkpoint that is being saved is not removed.",
     )
     parser.add_argument("paths", metavar="PATH", nargs="+", help="a checkpoint: a folder or URL")
     parser.add_argument("--json", action="store_true", help="print JSON")
@@ -26,15 +26,17 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
     pin = commands.add_parser(
         "pin",
         help="keep checkpoints from being removed",
-        description="Pin checkpoints: neither a run, nor `reknit prune`, nor `reknit rm` removes them then.",
+        description="Pin checkpoints: runs, `reknit prune` and `reknit rm` do not remove them.",
     )
     pin.add_argument("paths", metavar="PATH", nargs="+", help="a checkpoint: a folder or URL")
-    pin.add_argument("--reason", default="", metavar="TEXT", help="why, for whoever wants to remove it")
+    pin.add_argument(
+        "--reason", default="", metavar="TEXT", help="the reason, shown to anyone who tries to remove it"
+    )
     pin.set_defaults(run=_pin)
     unpin = commands.add_parser(
         "unpin",
         help="let pinned checkpoints be removed again",
-        description="Take the pins of checkpoints away.",
+        description="Remove the pins of checkpoints.",
     )
     unpin.add_argument("paths", metavar="PATH", nargs="+", help="a checkpoint: a folder or URL")
     unpin.set_defaults(run=_unpin)

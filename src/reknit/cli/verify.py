@@ -45,7 +45,7 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
     parser.add_argument(
         "--rebuild-index",
         action="store_true",
-        help="rebuild the index from the headers of the data files alone, and say whether the two agree",
+        help="rebuild the index from the headers of the data files alone, and report whether the two agree",
     )
     parser.add_argument(
         "--output", metavar="FILE", help="with --rebuild-index: write the rebuilt index to this new file"

@@ -83,7 +83,7 @@ class TokenLoader:
         filled = sum(source.length > 0 for source in self._corpus.sources)
         _check(
             epochs is not None or filled >= size,
-            f"{size} ranks cannot read {filled} sources for ever: cut the token sets into more partitions",
+            f"{size} ranks cannot read {filled} sources for ever: split the token sets into more partitions",
         )
         self._kinds = [source.token_set for source in self._corpus.sources]
         self._workers: list[Worker] = []
@@ -218,7 +218,9 @@ class TokenLoader:
     def _checked(self, replicated: Any) -> Readers:
         """Return the readers of the loader that was saved, if this one can go on in its place."""
         if not isinstance(replicated, Mapping) or replicated.get("form") != _FORM:
-            raise StateError("what was saved here is no state of a token loader that this reknit knows")
+            raise StateError(
+                "the saved value is not a state of a token loader that this version of reknit supports"
+            )
         for name, here in self._fixed().items():
             if replicated.get(name) != here:
                 raise StateError(

@@ -125,17 +125,17 @@ class ProcessWorker:
         if not self._channel.wait(self._timeout_s):
             raise DeadlineError(
                 f"a worker of the data loader gave nothing for {self._timeout_s:g} s",
-                remedy="see why reading the data takes so long, or allow more with timeout_s",
+                remedy="find out why reading the data takes so long, or raise timeout_s",
             )
         try:
             received = self._channel.receive()
         except OSError as error:
-            told = ReknitError(f"a message of a worker of the data loader got lost: {error}")
+            told = ReknitError(f"a message of a data-loader worker was lost: {error}")
             raise shortage(error) or told from error
         if received is None:
             raise ReknitError(
                 f"a worker of the data loader ended with status {self._process.wait()}",
-                remedy="see what it printed; a negative status is the signal that killed it",
+                remedy="see its output; a negative status is the signal that killed it",
             )
         message, fd = received
         if isinstance(message, say.WorkerReady):

@@ -95,7 +95,7 @@ def _call(source: Any, which: int, *state: Any) -> Any:
     names = _methods(source)
     if names is None:
         raise UsageError(
-            f"a source is a {type(source).__name__}, which does not know its state",
+            f"a source is a {type(source).__name__}, which has no resumable state",
             remedy="give it, or its iterator, state_dict and load_state_dict",
         )
     return getattr(source, names[which])(*state)
@@ -166,5 +166,5 @@ def check_sources(replicated: Any, num_sources: int) -> None:
     if found != num_sources:
         raise StateError(
             f"a loader of {found} sources was saved, and this one has {num_sources}",
-            remedy="cut the data into the same sources: their number is independent of that of the ranks",
+            remedy="split the data into the same sources: their number is independent of that of the ranks",
         )

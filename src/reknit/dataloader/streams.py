@@ -108,7 +108,7 @@ class GlobalSampler:
 
     def __len__(self) -> int:
         if self._epochs is None:
-            raise TypeError("a sampler that goes on for ever has no length")
+            raise TypeError("an endless sampler has no length")
         return max(self._length * self._epochs - self._start, 0) // self._place.size
 
     def _order(self, epoch: int) -> Any:

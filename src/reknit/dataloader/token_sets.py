@@ -48,9 +48,10 @@ class TokenSet:
         module, name = getattr(self.open, "__module__", None), getattr(self.open, "__qualname__", "")
         if not module or module == "__main__" or not name.isidentifier() or opened_by(module, name) is None:
             raise UsageError(
-                f"a worker process cannot import what opens the token set {self.name!r}: {self.open!r}",
-                remedy="give a function at the top of a module that can be imported (not of the script), "
-                "with what it needs in `arguments`; or use num_workers=0",
+                f"a worker process cannot import the function that opens the token set {self.name!r}: "
+                f"{self.open!r}",
+                remedy="give a top-level function of an importable module (not of the script), and its "
+                "arguments in `arguments`; or use num_workers=0",
             )
         return f"{module}:{name}"
 

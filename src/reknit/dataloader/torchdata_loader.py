@@ -185,6 +185,6 @@ def _parts(state: dict[str, Any]) -> tuple[list[dict[str, Any]], dict[str, int]]
         return datasets, turn
     except (KeyError, TypeError) as error:
         raise StateError(
-            "the state of the StatefulDataLoader is not of the form that this reknit knows",
+            "the state of the StatefulDataLoader has a form that this version of reknit does not support",
             remedy="use torchdata 0.11, and a dataset whose state_dict returns its shards",
         ) from error

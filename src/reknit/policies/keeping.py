@@ -91,6 +91,6 @@ def ranked(policy: Policy | None, steps: Sequence[SavedStep]) -> list[SavedStep]
         if isinstance(leaf, _Best):
             return leaf.ranked(steps)
     raise UsageError(
-        "nothing says which step is the best",
+        "no metric is given for the best step",
         remedy='keep the best: keep=latest(3) | best(1, "loss")',
     )

@@ -17,9 +17,7 @@ def policy_for(role: str, value: object) -> Policy:
     policy = policy_of(value)
     if role not in policy.roles:
         other = "which steps to keep" if role == "save" else "when to save"
-        raise UsageError(
-            f"{role}={shown(value)} says {other}", remedy="see reknit.policies for what says which"
-        )
+        raise UsageError(f"{role}={shown(value)} says {other}", remedy="use a policy of reknit.policies")
     return policy
 
 
@@ -27,5 +25,5 @@ def step_number(step: Any) -> int:
     """Return a step as a number.  Raises `UsageError`."""
     number = checked_step(step)
     if number is None:
-        raise UsageError("a step of a run has a number", remedy="pass the step: save(step, state)")
+        raise UsageError("a step of a run needs a number", remedy="pass the step: save(step, state)")
     return number

@@ -184,7 +184,7 @@ class Checkpointer:
             raise CorruptError(
                 f"none of the {len(bad)} steps below {self._root} can be loaded; the newest is {bad[0]}",
                 path=self._root,
-                remedy="reknit verify says what is damaged; to start from nothing, use another folder",
+                remedy="reknit verify shows the damage; to start from step 0, use another folder",
             )
         self._say(logging.WARNING, "there is no checkpoint below %s yet: starting with step 0", self._root)
         return 0

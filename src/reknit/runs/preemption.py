@@ -42,12 +42,12 @@ class Notices:
         if threading.current_thread() is not threading.main_thread():
             raise UsageError(
                 f"only the main thread can watch for {number.name}",
-                remedy="make the Checkpointer there, or watch a file: on_preemption(file=...)",
+                remedy="create the Checkpointer there, or watch a file: on_preemption(file=...)",
             )
         try:
             self._before[number] = signal.signal(number, self._note)
         except OSError as error:
-            raise UsageError(f"nobody can watch for {number.name}: {error.strerror}") from error
+            raise UsageError(f"cannot handle {number.name}: {error.strerror}") from error
 
     def _note(self, number: int, frame: Any) -> None:
         before = self._before[signal.Signals(number)]

@@ -31,7 +31,7 @@ def settle(root: Storage, timeout_s: float) -> None:
     while (working := _agents(root)) and not deadline.passed():
         time.sleep(_PAUSE_S)
     if working:
-        logger.warning("agents are still at work below %s: processes %s", root.url, working)
+        logger.warning("agents are still writing below %s: processes %s", root.url, working)
     for number, name in numbered(root):
         folder = root.sub(name)
         if manifest_exists(folder):

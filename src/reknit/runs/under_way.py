@@ -87,7 +87,7 @@ class UnderWay:
                 try:
                     self._pruning = start_thread("reknit-prune", self._prune)
                 except ReknitError as error:  # one rank alone must not stop
-                    logger.warning("steps that are no longer wanted stay for now: %s", error)
+                    logger.warning("old steps could not be removed and stay for now: %s", error)
 
     def _note_ended(self) -> None:
         for save in self._saves:
@@ -121,7 +121,7 @@ class UnderWay:
         if self._pruning is not None:
             self._pruning.join(None if deadline is None else deadline.remaining())
             if self._pruning.is_alive():
-                raise DeadlineError("all steps are saved, but those that go are not removed yet")
+                raise DeadlineError("all steps are saved, but old steps are not removed yet")
 
     def prune(self, *, dry_run: bool) -> list[SavedStep]:
         """Remove what is surplus now, and return it; with `dry_run` only return it."""
@@ -138,4 +138,4 @@ class UnderWay:
         try:
             self._retention.prune(self.needed(), self._reached)
         except Exception as error:  # a policy may be a user's own
-            logger.warning("steps that are no longer wanted stay for now: %s", error, exc_info=error)
+            logger.warning("old steps could not be removed and stay for now: %s", error, exc_info=error)

@@ -194,4 +194,4 @@ class _HeldStep:
         try:
             self._hold.release()
         except ReknitError as error:
-            logger.warning("a lease stays until it ends by itself: %s", error)
+            logger.warning("a lease could not be removed and stays until it expires: %s", error)

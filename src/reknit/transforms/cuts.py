@@ -118,7 +118,7 @@ class _Numbered:
         if self.over not in many.fields or self.over in one.fields:
             raise UsageError(
                 f"the field {self.over!r} has to stand in {many} and not in {one}",
-                remedy="it is what numbers the tensors of which there are several",
+                remedy="this field numbers the tensors",
             )
         require_fields([many], [one], self.over)
 
@@ -142,7 +142,7 @@ class Stack(_Numbered):
         for target, members in found.items():
             if lost := [n for n in range(max(members) + 1) if n not in members]:
                 raise MismatchError(
-                    f"number {lost[0]} of what is stacked to {target} is not in the checkpoint"
+                    f"number {lost[0]} of the tensors stacked to {target} is not in the checkpoint"
                 )
         return [
             Binding(tuple(members[n] for n in range(len(members))), (target,))

@@ -29,7 +29,7 @@ class Names:
 
     def inverse(self) -> Names:
         """Raise `UsageError`: names may have come from any others."""
-        raise UsageError("nothing leads back from transforms.names", remedy="write the rule for the way back")
+        raise UsageError("transforms.names has no inverse", remedy="write the inverse rule yourself")
 
 
 def parted(rules: Sequence[Any]) -> tuple[Names | None, list[Rule]]:
@@ -59,7 +59,8 @@ def _check_rename(rename: Any) -> None:
         below = old.endswith(("/", "."))
         _require(
             not below or new == "" or new.endswith(("/", ".")),
-            f"rename takes all below the prefix {old!r} to {new!r}, which is no prefix: end it in / or .",
+            f"rename maps everything below the prefix {old!r} to {new!r}, which is no prefix: "
+            "end it in / or .",
         )
         _require(below or new != "", f"rename leaves {old!r} without a name")
 

@@ -24,12 +24,12 @@ class Pattern:
         rest = _FIELD.sub("", self.template)
         if not self.template or "{" in rest or "}" in rest:
             raise UsageError(
-                f"{self.template!r} is no template of names",
+                f"{self.template!r} is not a template of names",
                 remedy="fields are written {i}, or {path*} for several parts",
             )
         if len(set(self.fields)) < len(self.fields):
             raise UsageError(
-                f"{self.template!r} has a field twice", remedy="give every field a name of its own"
+                f"{self.template!r} has a field twice", remedy="give every field a different name"
             )
 
     @cached_property
@@ -68,6 +68,6 @@ def check_expression(expression: str, replacement: str) -> None:
         re.sub(expression, replacement, "")
     except (re.error, IndexError) as error:
         raise UsageError(
-            f"{expression!r} with its replacement {replacement!r} makes no rewrite: {error}",
+            f"{expression!r} with its replacement {replacement!r} is not a valid rewrite: {error}",
             remedy="write both as for re.sub, as raw strings",
         ) from error

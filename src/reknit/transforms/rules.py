@@ -62,7 +62,7 @@ class Rewrite:
     def inverse(self) -> Rule:
         """See `Rule`."""
         raise UsageError(
-            f"nothing leads back from the regular expression {self.expression!r}",
+            f"there is no inverse of the regular expression {self.expression!r}",
             remedy="use rename with templates instead",
         )
 
@@ -76,7 +76,7 @@ class Drop(Templates):
 
     def inverse(self) -> Rule:
         """See `Rule`."""
-        raise UsageError(f"nothing brings back what was dropped as {self.sources[0]}")
+        raise UsageError(f"there is no inverse of the rule that drops {self.sources[0]}")
 
 
 @dataclass(frozen=True)

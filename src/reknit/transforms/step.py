@@ -66,7 +66,7 @@ def apply_rule(rule: Rule, tensors: dict[Name, TensorSpec], values: dict[Name, A
     if not bindings and not rule.optional:
         raise MismatchError(
             f"the transform {rule} matches no name in the checkpoint",
-            remedy="templates are for names as `reknit show` lists them, without the item",
+            remedy="templates match names as in `reknit show`, without the item",
         )
     step = Step({}, {}, set())
     specs: dict[Name, TensorSpec] = {}
@@ -90,7 +90,7 @@ def apply_rule(rule: Rule, tensors: dict[Name, TensorSpec], values: dict[Name, A
     if taken := next((name for name in (*specs, *fresh) if name in tensors or name in values), None):
         raise MismatchError(
             f"{rule} makes {full_name(*taken)}, which the checkpoint has already",
-            remedy="drop or rename that one before",
+            remedy="drop or rename that one first",
         )
     tensors |= specs
     values |= fresh
@@ -141,7 +141,7 @@ def _require_whole(rule: Rule, family: _Family, binding: Binding, members: Mappi
         if source not in members:
             here = next(full_name(*family.name(one)) for one in binding.sources if one in members)
             raise MismatchError(
-                f"{here} is to be joined with {full_name(*family.name(source))}, which the checkpoint does "
+                f"{here} should be joined with {full_name(*family.name(source))}, which the checkpoint does "
                 f"not have, by {rule}"
             )
 
