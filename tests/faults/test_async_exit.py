@@ -66,8 +66,10 @@ class Script:
         file.write_text(HEAD + body)
         command = [sys.executable, "-W", "ignore", str(file), str(self.root)]
         pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
+        # It imports what breaks a store from the tests.
+        env = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)}
         # A group of its own, as a shell gives one to what it starts.
-        self.process = subprocess.Popen(command, text=True, start_new_session=True, **pipes)  # type: ignore[call-overload]
+        self.process = subprocess.Popen(command, text=True, start_new_session=True, env=env, **pipes)  # type: ignore[call-overload]
 
     def says(self, word: str) -> None:
         """Wait for a line."""
