@@ -10,11 +10,12 @@ from typing import Any
 
 from reknit.errors import FormatError
 from reknit.format.data_file import decode_header
+from reknit.format.file_table import with_table
 from reknit.format.index.checks import check_extents
 from reknit.format.index.file import decode_index, encode_index
-from reknit.format.manifest_file import decode_manifest
+from reknit.format.manifest_file import decode_record
 from reknit.format.values.blob_codec import decode_blobs
-from tests.attacks import hostile_documents, hostile_index
+from tests.attacks import hostile_documents, hostile_index, hostile_table
 from tests.format.samples import sample_index
 
 ALL: list[tuple[str, str, Any]] = [
@@ -22,6 +23,7 @@ ALL: list[tuple[str, str, Any]] = [
     *(("indexes", name, data) for name, data in hostile_index.attacks()),
     *(("headers", name, data) for name, data in hostile_documents.headers()),
     *(("blobs", name, data) for name, data in hostile_documents.blobs()),
+    *(("tables", name, payload) for name, payload in hostile_table.attacks()),
     *(("extents", name, sizes) for name, sizes in hostile_documents.extents()),
 ]
 
@@ -29,13 +31,15 @@ ALL: list[tuple[str, str, Any]] = [
 def refuse(kind: str, payload: Any) -> None:
     """Feed a payload to the reader of its kind."""
     if kind == "manifests":
-        decode_manifest(payload)
+        decode_record(payload)
     elif kind == "indexes":
         decode_index(payload)
     elif kind == "headers":
         decode_header(*payload)
     elif kind == "blobs":
         decode_blobs(payload)
+    elif kind == "tables":
+        with_table(hostile_table.manifest_of(*payload), payload[0])
     else:
         check_extents(sample_index(), payload)
 
@@ -57,7 +61,7 @@ def _report_memory() -> None:
         except FormatError:
             refused = True
         seconds, growth = time.perf_counter() - begin, _memory("VmHWM") - before
-        size = len(payload) if isinstance(payload, bytes) else len(payload[0]) if kind == "headers" else 0
+        size = len(payload) if isinstance(payload, bytes) else 0 if kind == "extents" else len(payload[0])
         report = {"refused": refused, "seconds": seconds, "size": size, "nbytes": growth}
         print(json.dumps({"kind": kind, "name": name, **report}))
 

@@ -19,7 +19,8 @@ from reknit.engine.saving.packing import merge_claims, merge_receipts, unpack
 from reknit.engine.saving.receipt import receipt
 from reknit.engine.saving.write import write_bytes
 from reknit.errors import CommitError, ProtocolError
-from reknit.format import paths
+from reknit.format import file_table, paths
+from reknit.format.checksum import BLOCK_NBYTES
 from reknit.format.index.file import decode_index
 from reknit.format.manifest_file import decode_manifest
 from reknit.monitor.phase import Recorder
@@ -356,8 +357,10 @@ def test_the_tally_has_every_file_with_its_digests_and_coordinates() -> None:
         blobs += [(names[1], None), (names[2], place), (names[3], {"rank": rank.rank})]
     got = receipts_to_manifest(unpack(merge_receipts(told))[0], write_id)
     assert got.items == ("m/ü", "x", "y")
-    assert files == [(*file, rank) for file, rank in zip(map(entry, got.files), got.ranks, strict=True)]
-    assert [(blob.path, blob.coordinate) for blob in got.blobs] == blobs
+    listed = map(entry, file_table.entries(got.files, BLOCK_NBYTES))
+    assert files == [(*file, rank) for file, rank in zip(listed, got.ranks.tolist(), strict=True)]
+    values = file_table.blobs(got.files, got.items)
+    assert [(blob.path, blob.coordinate) for blob in values] == blobs
     assert got.urls == ["process://tally"] * SIZE
     assert len(got.warnings) == 2
     assert all("of x under one coordinate" in warning for warning in got.warnings)

@@ -9,6 +9,7 @@ import pathlib
 import struct
 import types
 from collections import Counter, OrderedDict, defaultdict, deque
+from dataclasses import replace
 from itertools import pairwise
 from math import prod
 from typing import Any
@@ -19,9 +20,19 @@ from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
 from reknit.format.checksum import block_digests, num_blocks
+from reknit.format.file_table import encode_table
+from reknit.format.index.file import encode_index, with_section
 from reknit.types.box import Box
 from reknit.types.dtype import ITEMSIZE
-from reknit.types.manifest import BlobFile, FileEntry, Index, Manifest, TensorEntry
+from reknit.types.manifest import (
+    BlobFile,
+    FileEntry,
+    FileTable,
+    Index,
+    Manifest,
+    TablePlace,
+    TensorEntry,
+)
 from reknit.types.shard import Tagged, TensorSpec
 
 WRITE_ID = "0123456789abcdef0123456789abcdef"
@@ -152,6 +163,38 @@ def sample_manifest() -> Manifest:
         metadata={"loss": 1.5, "tags": ["a", None, True, {"x": -0.0}]},
         generation=1789000000123,
     )
+
+
+def in_the_index(manifest: Manifest) -> tuple[bytes, Manifest]:
+    """Return an index that lists the files of a manifest, and the manifest that leaves that to it."""
+    files = [file for file in manifest.files if file.path != manifest.index_path]
+    values = {blob.path: blob for blob in manifest.blobs}
+    places: list[tuple[str, ...]] = []
+    columns: list[tuple[int, int]] = []
+    coordinates: list[int] = []
+    for file in files:
+        blob = values.get(file.path)
+        item = -1 if blob is None else manifest.items.index(blob.item)
+        if blob is None or blob.coordinate is None:
+            columns.append((item, -1))
+            continue
+        places.append(tuple(blob.coordinate))
+        columns.append((item, len(places) - 1))
+        coordinates += blob.coordinate.values()
+    table = FileTable(
+        [file.path for file in files],
+        np.array([file.nbytes for file in files], np.int64),
+        np.array([digest for file in files for digest in file.digests], np.uint64),
+        np.array([item for item, _ in columns], np.int32),
+        np.array([place for _, place in columns], np.int32),
+        tuple(places),
+        np.array(coordinates, np.int64),
+    )
+    data = encode_table(table, manifest)
+    index, start = with_section(encode_index(sample_index()), data)
+    own = FileEntry(manifest.index_path, len(index), tuple(block_digests(index, manifest.block_nbytes)))
+    place = TablePlace(start, len(data), len(files), sum(file.nbytes for file in files))
+    return index, replace(manifest, files=(own,), blobs=(), table=place)
 
 
 json_values = st.recursive(

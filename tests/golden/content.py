@@ -1,6 +1,7 @@
 """What the golden checkpoints hold: made by rule, so that no copy of it has to be kept beside them.
 
-`python -m tests.golden.content FOLDER` writes one with the reknit of today.  A golden checkpoint that is in
+`python -m tests.golden.content FOLDER` writes one with the reknit of today, with `--file-table` one whose
+index lists the files, as that of a job of many ranks does.  A golden checkpoint that is in
 the repository is never written again: it stands for all that users have on their disks.
 """
 
@@ -8,11 +9,13 @@ from __future__ import annotations
 
 import sys
 from typing import TYPE_CHECKING, Any
+from unittest import mock
 
 import ml_dtypes
 import numpy as np
 
 import reknit
+from reknit.engine.saving import manifest_content
 from reknit.engine.saving.job import SaveJob
 from reknit.engine.saving.save import save
 from reknit.monitor.phase import Recorder
@@ -71,8 +74,8 @@ def holdings(rank: int) -> Holdings:
     return Holdings(("model", "extra", "rng"), tuple(shards), tuple(blobs), aliases)
 
 
-def write(folder: str) -> None:
-    """Write a golden checkpoint with two ranks."""
+def write(folder: str, *, file_table: bool = False) -> None:
+    """Write a golden checkpoint with two ranks, small as it is with a table of files if so wanted."""
 
     def rank(group: Group) -> None:
         recorder = Recorder("save", group.rank)
@@ -89,9 +92,11 @@ def write(folder: str) -> None:
             )
         )
 
-    run_ranks(RANKS, rank)
+    most = -1 if file_table else manifest_content.MAX_LISTED_FILES
+    with mock.patch.object(manifest_content, "MAX_LISTED_FILES", most):
+        run_ranks(RANKS, rank)
     assert reknit.verify(folder, "data").ok
 
 
 if __name__ == "__main__":
-    write(sys.argv[1])
+    write(sys.argv[1], file_table="--file-table" in sys.argv)

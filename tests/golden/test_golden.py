@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -18,16 +19,19 @@ HERE = Path(__file__).parent
 VERSIONS = sorted(path.name for path in HERE.glob("format_*"))
 
 
-@pytest.fixture(params=[*VERSIONS, "today"])
+@pytest.fixture(params=[*VERSIONS, "today", "today_file_table"])
 def golden(request: pytest.FixtureRequest, tmp_path: Path) -> Path:
-    if request.param != "today":
+    if request.param in VERSIONS:
         return HERE / str(request.param)
-    write(str(tmp_path / "today"))
+    write(str(tmp_path / "today"), file_table=request.param == "today_file_table")
     return tmp_path / "today"
 
 
 def test_there_is_a_golden_checkpoint_of_every_version() -> None:
-    assert VERSIONS == ["format_1"]
+    assert VERSIONS == ["format_1", "format_1_file_table"]
+    for version in VERSIONS:
+        features = json.loads((HERE / version / "manifest.json").read_bytes())["requires"]
+        assert "_".join(["format_1", *features]) == version
 
 
 def test_every_tensor_and_value_is_as_it_was_saved(golden: Path) -> None:

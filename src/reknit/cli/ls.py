@@ -117,7 +117,7 @@ def _committed(name: str, storage: Storage) -> Row | None:
         "committed",
         manifest.step,
         manifest.created,
-        sum(file.nbytes for file in manifest.files),
+        manifest.nbytes,
         world_size if isinstance(world_size, int) else None,
         manifest.items,
     )

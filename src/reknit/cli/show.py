@@ -77,7 +77,7 @@ def summary(checkpoint: OpenCheckpoint) -> dict[str, Any]:
         "created": manifest.created,
         "write_id": manifest.write_id,
         "uses_pickle": manifest.uses_pickle,
-        "nbytes": sum(file.nbytes for file in manifest.files),
+        "nbytes": manifest.nbytes,
         "origin": dict(manifest.origin),
         "metadata": dict(manifest.metadata),
         "items": [

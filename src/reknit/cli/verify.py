@@ -10,14 +10,14 @@ import numpy as np
 
 from reknit import stored
 from reknit.cli.output import print_json, printable
-from reknit.engine.stored.file_checks import read_checked
+from reknit.engine.stored.file_checks import read_checked, whole_manifest
 from reknit.engine.stored.opening import read_manifest
 from reknit.engine.stored.renaming import names_in
 from reknit.errors import FormatError, StorageError, UsageError
 from reknit.format.checksum import block_digests
 from reknit.format.index.file import decode_index, encode_index
 from reknit.format.index.rebuild import rebuild_index
-from reknit.format.manifest_file import decode_manifest
+from reknit.format.manifest_file import decode_record
 from reknit.format.paths import parse_path
 from reknit.interop.data_headers import read_header
 from reknit.monitor.progress_text import amount
@@ -120,9 +120,9 @@ class _Rebuilt(NamedTuple):
 
 
 def _manifest(storage: Storage) -> Manifest | None:
-    """Return the manifest, or None when it is damaged; `stored.verify` has said so."""
+    """Return the manifest, or None where what lists the files is damaged; `stored.verify` has said so."""
     try:
-        return decode_manifest(read_manifest(storage))
+        return whole_manifest(storage, decode_record(read_manifest(storage)))
     except FormatError:
         return None
 
@@ -139,7 +139,7 @@ def _compare(storage: Storage, manifest: Manifest | None, rebuilt: _Rebuilt, tol
     """Compare the rebuilt index with the checkpoint's own, and tell how they agree, or how not."""
     if manifest is None:
         return
-    (entry,) = [file for file in manifest.files if file.path == manifest.index_path]
+    entry = manifest.index
     is_same_file = entry.nbytes == len(rebuilt.data) and list(entry.digests) == block_digests(
         rebuilt.data, manifest.block_nbytes
     )

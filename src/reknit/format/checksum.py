@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import xxhash
 
 if TYPE_CHECKING:
+    import numpy as np
     from numpy.typing import NDArray
     from typing_extensions import Buffer
 
@@ -31,7 +32,10 @@ def digest(*buffers: Bytes) -> int:
     return state.intdigest()
 
 
-def num_blocks(nbytes: int, block_nbytes: int = BLOCK_NBYTES) -> int:
+Nbytes = TypeVar("Nbytes", int, "NDArray[np.int64]")
+
+
+def num_blocks(nbytes: Nbytes, block_nbytes: int = BLOCK_NBYTES) -> Nbytes:
     """Return how many blocks a file of `nbytes` bytes has; the last may be shorter, an empty file has 0."""
     return -(-nbytes // block_nbytes)
 

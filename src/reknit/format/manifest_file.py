@@ -4,20 +4,17 @@ from __future__ import annotations
 
 import base64
 import math
-from typing import TYPE_CHECKING, Annotated, Any, NoReturn
+from typing import Annotated, Any, NoReturn, TypeVar
 
 import msgspec
 import numpy as np
 
-from reknit.errors import CorruptError, FormatError, ReknitError, StateError, shown
+from reknit.errors import CorruptError, FormatError, ReknitError
 from reknit.format.checksum import digest, num_blocks
-from reknit.format.paths import MANIFEST_PATH, checked_relative, encodable, read_name
-from reknit.format.strict_json import count_values, decode_member, refuse_duplicates
-from reknit.format.versions import check_version
-from reknit.types.manifest import BlobFile, FileEntry, Manifest
-
-if TYPE_CHECKING:
-    from collections.abc import Mapping
+from reknit.format.paths import MANIFEST_PATH, checked_relative, read_name
+from reknit.format.strict_json import check_object, count_values, decode_member, refuse_duplicates
+from reknit.format.versions import FILE_TABLE, check_version
+from reknit.types.manifest import BlobFile, FileEntry, Manifest, TablePlace
 
 MAX_MANIFEST_NBYTES = 256 << 20
 MAX_DEPTH = 32
@@ -34,6 +31,7 @@ _TAIL_NBYTES = len(_DIGEST_KEY) + 16 + len(b'"}')
 
 _Count = Annotated[int, msgspec.Meta(ge=0, le=(1 << 63) - 1)]
 _Int64 = Annotated[int, msgspec.Meta(ge=-(1 << 63), le=(1 << 63) - 1)]
+_Member = TypeVar("_Member")
 _WriteId = Annotated[str, msgspec.Meta(pattern="^[0-9a-f]{32}$", max_length=32)]
 
 
@@ -76,6 +74,7 @@ class _Document(msgspec.Struct, kw_only=True):
     index: str
     files: list[_File]
     blobs: list[_Blobs]
+    table: TablePlace | msgspec.UnsetType = msgspec.UNSET
     uses_pickle: bool
     origin: msgspec.Raw
     metadata: msgspec.Raw
@@ -95,14 +94,14 @@ def encode_manifest(manifest: Manifest) -> bytes:
     breaks a rule that a reader checks.
     """
     for name in ("metadata", "origin"):
-        _check_json_object(getattr(manifest, name), name, depth=2)
+        check_object(getattr(manifest, name), name, depth=2, max_depth=MAX_DEPTH)
     _check_manifest(manifest)
     try:
         body = msgspec.json.encode(_document(manifest))[:-1]
     except (TypeError, UnicodeEncodeError) as error:
         raise FormatError(f"the manifest has a value that JSON cannot hold: {error}") from error
     data = body + _DIGEST_KEY + f'{digest(body):016x}"}}'.encode()
-    if decode_manifest(data) != manifest:
+    if decode_record(data) != manifest:
         raise FormatError("the manifest has a value that its file cannot hold", path=MANIFEST_PATH)
     return data
 
@@ -111,7 +110,7 @@ def _document(manifest: Manifest) -> _Document:
     return _Document(
         format=_NAME,
         format_version=manifest.format_version,
-        requires=[],
+        requires=[] if manifest.table is None else [FILE_TABLE],
         write_id=manifest.write_id,
         generation=msgspec.UNSET if manifest.generation is None else manifest.generation,
         step=manifest.step,
@@ -124,6 +123,7 @@ def _document(manifest: Manifest) -> _Document:
             _Blobs(b.item, b.path, _raw(None if b.coordinate is None else dict(b.coordinate)))
             for b in manifest.blobs
         ],
+        table=msgspec.UNSET if manifest.table is None else manifest.table,
         uses_pickle=manifest.uses_pickle,
         origin=_raw(dict(manifest.origin)),
         metadata=_raw(dict(manifest.metadata)),
@@ -135,7 +135,15 @@ def _raw(value: Any) -> msgspec.Raw:
 
 
 def decode_manifest(data: bytes) -> Manifest:
-    """Return the manifest that the bytes of ``manifest.json`` hold.
+    """Return a manifest that lists all files of its checkpoint; raises as `decode_record` does."""
+    manifest = decode_record(data)
+    if manifest.table is not None:
+        raise FormatError("the files are listed in the index, not in the manifest", path=MANIFEST_PATH)
+    return manifest
+
+
+def decode_record(data: bytes) -> Manifest:
+    """Return what the bytes of ``manifest.json`` hold; where they have a `table`, most files are not in it.
 
     Raises `VersionError` for a newer format, `CorruptError` for damage, `FormatError` for what no writer
     writes.
@@ -159,8 +167,8 @@ def decode_generation(data: bytes) -> int | None:
         raise
 
 
-def _known(generation: int | msgspec.UnsetType) -> int | None:
-    return None if isinstance(generation, msgspec.UnsetType) else generation
+def _known(member: _Member | msgspec.UnsetType) -> _Member | None:
+    return None if isinstance(member, msgspec.UnsetType) else member
 
 
 def _decode_head(data: bytes) -> tuple[_Head, int]:
@@ -180,6 +188,9 @@ def _decode(data: bytes) -> Manifest:
     head, num_values = _decode_head(data)
     check_version(head.format_version, head.requires)
     document = decode_member(_DECODE_DOCUMENT, data, what)
+    table = _known(document.table)
+    if (FILE_TABLE in document.requires) != (table is not None):
+        _refuse(f"it has a table of files without saying {FILE_TABLE!r}, or says so without one")
     _check_spare(document, num_values)
     refuse_duplicates(data, what)
     manifest = Manifest(
@@ -199,6 +210,7 @@ def _decode(data: bytes) -> Manifest:
         origin=decode_member(_DECODE_OBJECT, document.origin, what),
         metadata=decode_member(_DECODE_OBJECT, document.metadata, what),
         generation=_known(document.generation),
+        table=table,
     )
     _check_manifest(manifest)
     return manifest
@@ -242,6 +254,8 @@ def _check_manifest(manifest: Manifest) -> None:
     paths = _check_files(manifest)
     if manifest.index_path not in paths:
         _refuse(f"the index {manifest.index_path!r} is not among the files")
+    if manifest.table is not None:
+        _check_table(manifest, manifest.table)
     items = set(manifest.items)
     if len(items) != len(manifest.items):
         _refuse("an item is listed twice")
@@ -256,6 +270,15 @@ def _check_manifest(manifest: Manifest) -> None:
         if blob.path in used:
             _refuse(f"{blob.path!r} is listed for two purposes")
         used.add(blob.path)
+
+
+def _check_table(manifest: Manifest, table: TablePlace) -> None:
+    if len(manifest.files) > 1 or manifest.blobs:
+        _refuse("it lists files beside the index, though this has a table of them")
+    if min(table.start, table.files_nbytes) < 0 or min(table.nbytes, table.num_files) < 1:
+        _refuse("its table of files is empty, or before the index")
+    if table.start + table.nbytes > manifest.index.nbytes:
+        _refuse("its table of files is not inside the index")
 
 
 def _check_files(manifest: Manifest) -> set[str]:
@@ -291,42 +314,3 @@ def _decode_digests(file: _File) -> tuple[int, ...]:
 
 def _refuse(why: str) -> NoReturn:
     raise FormatError(f"bad manifest: {why}", path=MANIFEST_PATH)
-
-
-def _check_json(value: Any, where: str, depth: int) -> None:
-    """Raise `StateError` for what would not come back from JSON as it is."""
-    kind = type(value)
-    if kind in (list, dict) and depth > MAX_DEPTH:
-        raise StateError(f"{where} is nested deeper than {MAX_DEPTH} levels, or contains itself")
-    if value is None or kind is bool:
-        return
-    if kind is int and -(1 << 63) <= value < 1 << 64:
-        return
-    if kind is float and math.isfinite(value):
-        return
-    if kind is str:
-        _check_text(value, where)
-    elif kind is list:
-        for number, member in enumerate(value):
-            _check_json(member, f"{where}[{number}]", depth + 1)
-    elif kind is dict:
-        _check_json_object(value, where, depth)
-    else:
-        raise StateError(
-            f"{where} is {shown(value)} ({kind.__name__}), which JSON cannot hold exactly",
-            remedy="use None, bool, int, finite float, str, list and dict with str keys, "
-            "or save the value as an entry of the state",
-        )
-
-
-def _check_json_object(value: Mapping[Any, Any], where: str, depth: int) -> None:
-    for key, member in value.items():
-        if type(key) is not str:
-            raise StateError(f"{where} has the key {shown(key)}", remedy="JSON keys are str")
-        _check_text(key, where)
-        _check_json(member, f"{where}[{key!r}]", depth + 1)
-
-
-def _check_text(text: str, where: str) -> None:
-    if not encodable(text):
-        raise StateError(f"{where} has a text that is not valid Unicode: {text[:100]!r}")

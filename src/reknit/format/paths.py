@@ -12,10 +12,16 @@ import uuid
 from functools import lru_cache
 from typing import TYPE_CHECKING, Literal, NamedTuple, cast
 
+import numpy as np
+
 from reknit.errors import CorruptError, FormatError, StateError, UsageError
 from reknit.types.box import Box
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from numpy.typing import NDArray
+
     from reknit.types.shard import TensorSpec
 
 MANIFEST_PATH = "manifest.json"
@@ -37,6 +43,9 @@ _ROOT_NAME = re.compile(
 )
 _UNSAFE_IN_FQN = re.compile(r"[\[\]%\x00-\x1f\x7f-\x9f]")
 _UNSAFE_IN_PATH = re.compile(r"[\x00-\x1f\x7f\\:]")
+_NEWLINE, _DOT = b"\n."
+_IS_END = np.isin(np.arange(256), list(b"\n/"))
+_IS_ODD = ~np.isin(np.arange(256), list(b"\n" + bytes(range(0x20, 0x7F)).translate(None, b"\\:")))
 _ESCAPED_BYTES = re.compile(r"(?:%[0-9A-F]{2})+")
 _NUMBER = r"(?:0|[1-9][0-9]{0,18})"
 _KEY = re.compile(rf"([^\[\]]*)(?:\[({_NUMBER}:{_NUMBER}(?:,{_NUMBER}:{_NUMBER})*)\])?")
@@ -83,14 +92,34 @@ def short_id(write_id: str) -> str:
 
 def data_path(item: str, rank: int, write_id: str, part: int = 0) -> str:
     """Return the path of a data file; `part` counts the files of one rank and item that rolled over."""
-    number = f".{part}" if part else ""
-    return f"{escape_item(item)}/{rank:05d}{number}.{short_id(write_id)}.safetensors"
+    return f"{escape_item(item)}/{rank:05d}{data_tail(write_id, part)}"
 
 
 def blob_path(item: str, rank: int, write_id: str, *, own: int | None = None) -> str:
     """Return the path of a rank's file of shared blobs, or of the values of its `own`-th coordinate."""
-    kind = "" if own is None else ".own" if own == 0 else f".own.{own}"
-    return f"{escape_item(item)}/{rank:05d}{kind}.{short_id(write_id)}.msgpack"
+    return f"{escape_item(item)}/{rank:05d}{blob_tail(write_id, own)}"
+
+
+def rank_paths(
+    items: Sequence[str], item: NDArray[np.int64], ranks: NDArray[np.int64], tails: Sequence[str]
+) -> list[str]:
+    """Return the paths of many files, each of one of these items, with the tail that follows its rank."""
+    folders = [f"{escape_item(name)}/" for name in items]
+    return [
+        f"{folders[number]}{rank:05d}{tail}"
+        for number, rank, tail in zip(item.tolist(), ranks.tolist(), tails, strict=True)
+    ]
+
+
+def data_tail(write_id: str, part: int = 0) -> str:
+    """Return what follows the rank in the path of a data file."""
+    return f"{f'.{part}' if part else ''}.{short_id(write_id)}.safetensors"
+
+
+def blob_tail(write_id: str, own: int | None = None) -> str:
+    """Return what follows the rank in the path of a file of blobs."""
+    kind = "" if own is None else f".own.{own}" if own else ".own"
+    return f"{kind}.{short_id(write_id)}.msgpack"
 
 
 def index_path(write_id: str) -> str:
@@ -150,6 +179,29 @@ def checked_relative(path: str) -> str:
     if why is not None:
         raise FormatError(f"unsafe path {path[:200]!r}: {why}")
     return path
+
+
+def check_all_relative(paths: Sequence[str]) -> None:
+    """Raise `FormatError` for the first path that `checked_relative` refuses; quick where it refuses none."""
+    if not _all_plain(paths):
+        for path in paths:
+            checked_relative(path)
+
+
+def _all_plain(paths: Sequence[str]) -> bool:
+    """Tell whether all paths are safe; some safe ones, not of ASCII, are not known to be."""
+    joined = "\n".join(["", *paths, ""])
+    if not joined.isascii() or not paths:
+        return not paths
+    text = np.frombuffer(joined.encode(), np.uint8)
+    ends = np.flatnonzero(_IS_END[text])
+    lines = np.diff(np.flatnonzero(text == _NEWLINE)) - 1
+    parts = np.diff(ends) - 1
+    dots = (text[ends[:-1] + 1] == _DOT) & (parts <= 2)
+    wrong = dots | (parts == 0) | (parts > MAX_COMPONENT_NBYTES)
+    # a newline inside a path makes one line more
+    too_long = len(lines) != len(paths) or bool((lines > MAX_PATH_NBYTES).any())
+    return not (too_long or wrong.any() or _IS_ODD[text].any())
 
 
 @lru_cache(maxsize=1024)  # tens of thousands of ranks have files of the same few items

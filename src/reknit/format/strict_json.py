@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import json
+import math
 from collections import Counter
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import msgspec
 import numpy as np
 
-from reknit.errors import CorruptError, FormatError
+from reknit.errors import CorruptError, FormatError, StateError, shown
+from reknit.format.paths import encodable
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Mapping
 
 T = TypeVar("T")
 
@@ -87,3 +89,42 @@ def refuse_duplicates(data: bytes, what: str) -> None:
         json.loads(data.decode(), object_pairs_hook=check, parse_int=len, parse_float=len)
     except ValueError as error:
         raise CorruptError(f"{what} is damaged: {error}") from error
+
+
+def check_object(value: Mapping[Any, Any], where: str, *, depth: int, max_depth: int) -> None:
+    """Raise `StateError` for what would not come back from JSON as it is."""
+    for key, member in value.items():
+        if type(key) is not str:
+            raise StateError(f"{where} has the key {shown(key)}", remedy="JSON keys are str")
+        _check_text(key, where)
+        _check_value(member, f"{where}[{key!r}]", depth + 1, max_depth)
+
+
+def _check_value(value: Any, where: str, depth: int, max_depth: int) -> None:
+    kind = type(value)
+    if kind in (list, dict) and depth > max_depth:
+        raise StateError(f"{where} is nested deeper than {max_depth} levels, or contains itself")
+    if value is None or kind is bool:
+        return
+    if kind is int and -(1 << 63) <= value < 1 << 64:
+        return
+    if kind is float and math.isfinite(value):
+        return
+    if kind is str:
+        _check_text(value, where)
+    elif kind is list:
+        for number, member in enumerate(value):
+            _check_value(member, f"{where}[{number}]", depth + 1, max_depth)
+    elif kind is dict:
+        check_object(value, where, depth=depth, max_depth=max_depth)
+    else:
+        raise StateError(
+            f"{where} is {shown(value)} ({kind.__name__}), which JSON cannot hold exactly",
+            remedy="use None, bool, int, finite float, str, list and dict with str keys, "
+            "or save the value as an entry of the state",
+        )
+
+
+def _check_text(text: str, where: str) -> None:
+    if not encodable(text):
+        raise StateError(f"{where} has a text that is not valid Unicode: {text[:100]!r}")

@@ -15,7 +15,10 @@ FORMAT_VERSION = 1
 OLDEST_READABLE = 1
 """Versions from this one up to `FORMAT_VERSION` are read, for ever."""
 
-FEATURES: frozenset[str] = frozenset()
+FILE_TABLE = "file_table"
+"""The manifest lists the index only, and that all other files."""
+
+FEATURES = frozenset({FILE_TABLE})
 """Names that a manifest may list in ``requires``: what a reader must know to read the checkpoint rightly."""
 
 

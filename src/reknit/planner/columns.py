@@ -14,6 +14,10 @@ if TYPE_CHECKING:
     Ints = NDArray[np.int64]
 
 
+_SPREAD = np.uint64(0x9E3779B97F4A7C15), np.uint64(0xBF58476D1CE4E5B9)
+"""Odd numbers without a pattern: what they multiply is spread over 64 bits."""
+
+
 class Blocks(NamedTuple):
     """A list of numbers for each of several ranks; equal lists are kept once, as one block.
 
@@ -77,6 +81,8 @@ class Blocks(NamedTuple):
         """Return the same lists with equal blocks as one."""
         if len(self.sizes) < 2:
             return self
+        if len(np.unique(_marks(self.values, self.sizes))) == len(self.sizes):
+            return self._ordered()
         digest = _digests(self.values, self.sizes)
         _, first, group = np.unique(digest, return_index=True, return_inverse=True)
         if len(first) == len(digest):
@@ -241,16 +247,25 @@ def _by_appearance(numbers: Ints, size: int) -> Ints:
     return order[: int((firsts < len(numbers)).sum())]
 
 
+def _marks(values: Ints, sizes: Ints) -> NDArray[np.uint64]:
+    """Return a number for every block, the same for equal blocks: made of its size and its ends."""
+    marks, numbers = sizes.astype(np.uint64), values.view(np.uint64)
+    full = sizes > 0
+    ends = np.cumsum(sizes)[full]
+    marks[full] ^= numbers[ends - sizes[full]] * _SPREAD[0] ^ numbers[ends - 1] * _SPREAD[1]
+    return marks
+
+
 def _digests(values: Ints, sizes: Ints) -> NDArray[np.uint64]:
     """Return 64 bits for every block that depend on its numbers and their places."""
     starts = np.cumsum(sizes) - sizes
     place = np.arange(len(values), dtype=np.uint64) - np.repeat(starts.astype(np.uint64), sizes)
-    weight = (place + np.uint64(1)) * np.uint64(0x9E3779B97F4A7C15)
+    weight = (place + np.uint64(1)) * _SPREAD[0]
     weight ^= weight >> np.uint64(32)
     mixed = values.astype(np.uint64)
     mixed ^= mixed >> np.uint64(29)
     mixed += weight
-    mixed *= np.uint64(0xBF58476D1CE4E5B9)
+    mixed *= _SPREAD[1]
     mixed ^= mixed >> np.uint64(32)
     mixed *= weight | np.uint64(1)
     sums = np.concatenate((np.zeros(1, np.uint64), np.cumsum(mixed, dtype=np.uint64)))

@@ -149,10 +149,40 @@ class BlobFile:
 
 
 @dataclass(frozen=True, slots=True)
+class FileTable:
+    """Files as columns: many ranks write hundreds of thousands, and each has digests of its own.
+
+    `digests` are those of the blocks of all files, one file after another.  File `k` holds values of item
+    number `item[k]` of the manifest, or is a data file where that is -1.  Where the values are those of one
+    coordinate, its names are `places[place[k]]` (elsewhere `place[k]` is -1), and its numbers lie in
+    `coordinates`, again one file after another.
+    """
+
+    paths: list[str]
+    nbytes: NDArray[np.int64]
+    digests: NDArray[np.uint64]
+    item: NDArray[np.int32]
+    place: NDArray[np.int32]
+    places: tuple[tuple[str, ...], ...]
+    coordinates: NDArray[np.int64]
+
+
+@dataclass(frozen=True, slots=True)
+class TablePlace:
+    """The bytes of the index that are its table of files, how many these are, and their size in all."""
+
+    start: int
+    nbytes: int
+    num_files: int
+    files_nbytes: int
+
+
+@dataclass(frozen=True, slots=True)
 class Manifest:
     """The commit record: a checkpoint exists when, and only when, this does.
 
-    `files` lists every file but the manifest itself, the index included (`index_path`).  `created` is seconds
+    `files` lists every file but the manifest itself, the index included (`index_path`).  Where there is a
+    `table`, it lists the index only, and that has all others, and all `blobs`.  `created` is seconds
     since the epoch.  `origin` (world size, versions) is information only; `metadata` is the user's.
     `generation` is higher in each run of a job; it is None where the writer knew of none.
     """
@@ -170,6 +200,22 @@ class Manifest:
     origin: Mapping[str, Any] = field(default_factory=dict)
     metadata: Mapping[str, Any] = field(default_factory=dict)
     generation: int | None = None
+    table: TablePlace | None = None
+
+    @property
+    def index(self) -> FileEntry:
+        """The file of the index."""
+        return next(file for file in self.files if file.path == self.index_path)
+
+    @property
+    def num_files(self) -> int:
+        """How many files the checkpoint has, but for the manifest."""
+        return len(self.files) + (self.table.num_files if self.table else 0)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all these files."""
+        return sum(file.nbytes for file in self.files) + (self.table.files_nbytes if self.table else 0)
 
 
 @dataclass(frozen=True, slots=True)

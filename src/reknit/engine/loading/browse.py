@@ -88,7 +88,7 @@ class Checkpoint(Shown):
         return {
             "path": self._open.storage.url,
             "step": self.step,
-            "size": amount(sum(file.nbytes for file in self.manifest.files)),
+            "size": amount(self.manifest.nbytes),
             "items": ", ".join(
                 f"{item} ({len(self.tensors[item])} tensors, {len(self.values[item])} values)"
                 for item in self.items

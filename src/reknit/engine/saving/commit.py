@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import numpy as np
 
 from reknit.comm.base import SoloGroup
 from reknit.engine import messages
+from reknit.engine.saving.manifest_content import list_files
 from reknit.engine.saving.marker import Marker, fenced_off, is_last, put_up, take_down
 from reknit.engine.saving.write import discard, write_bytes
 from reknit.errors import (
@@ -21,7 +23,7 @@ from reknit.errors import (
 from reknit.format import paths
 from reknit.format.checksum import BLOCK_NBYTES
 from reknit.format.index.file import encode_index
-from reknit.format.manifest_file import MAX_MANIFEST_NBYTES, decode_manifest, encode_manifest
+from reknit.format.manifest_file import MAX_MANIFEST_NBYTES, decode_record, encode_manifest
 from reknit.format.versions import FORMAT_VERSION
 from reknit.monitor.phase import now
 from reknit.storage.base import PerHost
@@ -35,7 +37,7 @@ if TYPE_CHECKING:
     from reknit.engine.saving.manifest_content import ManifestContent
     from reknit.engine.saving.write import Written
     from reknit.storage.base import Storage
-    from reknit.types.manifest import BlobFile, Index
+    from reknit.types.manifest import Index
 
 
 def begin(job: SaveJob, write_id: str) -> Marker:
@@ -79,7 +81,8 @@ def check_absent(storage: Storage, overwrite: bool) -> None:
 def check_manifest(job: SaveJob) -> None:
     """Raise `StateError` for metadata that no manifest can hold."""
     some = Marker(0, paths.new_write_id())
-    encode_manifest(_manifest(job, some, (), [FileEntry(paths.index_path(some.write_id), 0, ())], ()))
+    index = FileEntry(paths.index_path(some.write_id), 0, ())
+    encode_manifest(replace(_manifest(job, some, ()), files=(index,)))
 
 
 def commit(
@@ -96,15 +99,17 @@ def commit(
             "the state is empty on every rank, and would be a checkpoint of nothing",
             remedy='pass what is to be saved: {"model": model}',
         )
-    storage, files = job.storage, told.files
+    storage = job.storage
     _check_files(storage, told, mine)
-    written = _write_index(storage, mine, encode_index(index))
-    files = [*files, FileEntry(written.path, written.nbytes, tuple(written.digests.tolist()))]
-    data = encode_manifest(_manifest(job, mine, told.items, files, tuple(told.blobs)))
+    content, manifest = list_files(_manifest(job, mine, told.items), encode_index(index), told.files)
+    written = _write_index(storage, mine, content)
+    own = FileEntry(written.path, written.nbytes, tuple(written.digests.tolist()))
+    manifest = replace(manifest, files=(*manifest.files, own))
+    data = encode_manifest(manifest)
     # The commit: before this write there is no checkpoint, after it there is.
     put_manifest(storage, mine, data, overwrite=job.overwrite)
     all_warnings = [*warnings, *told.warnings, *clear_out(storage, mine, data)]
-    return messages.CommitOutcome(sum(file.nbytes for file in files), all_warnings)
+    return messages.CommitOutcome(manifest.nbytes, all_warnings)
 
 
 def manifest_exists(storage: Storage) -> bool:
@@ -116,21 +121,15 @@ def is_committed(storage: Storage, write_id: str) -> bool | None:
     """Tell whether the manifest here is that of this save; None when that cannot be told."""
     try:
         data = storage.get(paths.MANIFEST_PATH, limit=MAX_MANIFEST_NBYTES)
-        return decode_manifest(data).write_id == write_id
+        return decode_record(data).write_id == write_id
     except StorageNotFoundError:
         return False
     except ReknitError:
         return None
 
 
-def _manifest(
-    job: SaveJob,
-    mine: Marker,
-    items: tuple[str, ...],
-    files: Sequence[FileEntry],
-    blobs: tuple[BlobFile, ...],
-) -> Manifest:
-    """Return the commit record."""
+def _manifest(job: SaveJob, mine: Marker, items: tuple[str, ...]) -> Manifest:
+    """Return the commit record, without files."""
     return Manifest(
         format_version=FORMAT_VERSION,
         write_id=mine.write_id,
@@ -138,8 +137,8 @@ def _manifest(
         created=now(),
         items=items,
         index_path=paths.index_path(mine.write_id),
-        files=tuple(files),
-        blobs=blobs,
+        files=(),
+        blobs=(),
         block_nbytes=BLOCK_NBYTES,
         uses_pickle=job.options.allow_pickle,
         origin=job.origin,
@@ -154,19 +153,21 @@ def _check_files(storage: Storage, told: ManifestContent, mine: Marker) -> None:
     Of a store that each host has for itself it sees its own host's; for the others the receipts vouch.
     """
     listed = {file.path: file.nbytes for file in storage.list()}
-    for number, file in enumerate(told.files):
-        if listed.get(file.path) == file.nbytes or size_of(storage, file.path) == file.nbytes:
+    told_of = zip(told.files.paths, told.files.nbytes.tolist(), strict=True)
+    unseen = [(k, path, nbytes) for k, (path, nbytes) in enumerate(told_of) if listed.get(path) != nbytes]
+    for number, path, nbytes in unseen:
+        if size_of(storage, path) == nbytes:
             continue
         if size_of(storage, mine.path) is None:  # whoever took that away may have cleared away the files
             raise fenced_off(storage, mine)
-        if isinstance(storage, PerHost) and size_of(storage, file.path) is None:
+        if isinstance(storage, PerHost) and size_of(storage, path) is None:
             continue
-        rank = told.ranks[number]
+        rank = int(told.ranks[number])
         raise CommitError(
-            f"rank {rank} wrote {file.path} to {told.urls[rank]}, and rank 0 does not find it in "
+            f"rank {rank} wrote {path} to {told.urls[rank]}, and rank 0 does not find it in "
             f"{storage.url}; nothing was committed",
             rank=rank,
-            path=f"{storage.url}/{file.path}",
+            path=f"{storage.url}/{path}",
             remedy="give every rank the same path, in a folder that all hosts share, and let only one "
             "save at a time write to it",
         )

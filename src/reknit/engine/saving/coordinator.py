@@ -231,8 +231,6 @@ def _refuse_stale(before: RankColumns, owners: Blocks, changed: Ints) -> None:
 
 def _paths(files: ChunkFiles, write_id: str) -> tuple[str, ...]:
     """Return the paths of data files."""
-    columns = (files.item.tolist(), files.rank.tolist(), files.part.tolist())
-    return tuple(
-        paths.data_path(files.items[item], rank, write_id, part)
-        for item, rank, part in zip(*columns, strict=True)
-    )
+    tails = [paths.data_tail(write_id, part) for part in range(int(files.part.max(initial=0)) + 1)]
+    own = [tails[part] for part in files.part.tolist()]
+    return tuple(paths.rank_paths(files.items, files.item, files.rank, own))

@@ -2,23 +2,36 @@
 
 from __future__ import annotations
 
-from itertools import pairwise
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
+from reknit.errors import ProtocolError
 from reknit.format import paths
+from reknit.format.checksum import num_blocks
+from reknit.format.file_table import blobs, encode_table, entries
+from reknit.format.index.file import with_section
 from reknit.planner.assemble import SHOWN
-from reknit.types.manifest import BlobFile, FileEntry
+from reknit.types.manifest import FileTable, TablePlace
 from reknit.types.shard import full_name
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
-    from reknit.planner.columns import Blocks, RankColumns
+    from numpy.typing import NDArray
+
+    from reknit.planner.columns import RankColumns
+    from reknit.types.manifest import Manifest
+
+    Ints = NDArray[np.int64]
 
 KINDS = ("data", "blobs", "own")
 """What `kind` in a receipt counts: the kinds of `format.paths.FileName` that a rank writes."""
+
+
+MAX_LISTED_FILES, MAX_LISTED_BLOCKS = 128, 2048
+"""A manifest with so many files, and digests of so many blocks, has some 64 KiB; more go into the index."""
 
 
 class ManifestContent(NamedTuple):
@@ -28,9 +41,8 @@ class ManifestContent(NamedTuple):
     """
 
     items: tuple[str, ...]
-    files: list[FileEntry]
-    blobs: list[BlobFile]
-    ranks: list[int]
+    files: FileTable
+    ranks: Ints
     urls: list[str]
     warnings: list[str]
     kept: frozenset[tuple[str, str]]
@@ -47,56 +59,52 @@ def receipts_to_manifest(receipts: RankColumns, write_id: str) -> ManifestConten
     `places` has the names of its coordinate (a table), `coordinates` what follows them.
     """
     lists, tables = receipts.lists, receipts.tables
-    ranks = np.repeat(receipts.ranks, lists["folder"].counts).tolist()
-    items = [tables["folders"][folder] for folder in lists["folder"].flat().tolist()]
-    kinds, numbers, nbytes = (lists[name].flat().tolist() for name in ("kind", "number", "nbytes"))
-    names = [
-        _path(item, rank, write_id, kind, number)
-        for item, rank, kind, number in zip(items, ranks, kinds, numbers, strict=True)
-    ]
-    digests = _parts(lists["digests"], lists["num_blocks"])
-    files = [
-        FileEntry(path, size, tuple(own)) for path, size, own in zip(names, nbytes, digests, strict=True)
-    ]
-    coordinates = iter(_coordinates(receipts))
-    blobs, own = [], []
-    for k, kind in enumerate(kinds):
-        if KINDS[kind] != "data":
-            place = next(coordinates) if KINDS[kind] == "own" else None
-            blobs.append(BlobFile(items[k], names[k], None if place is None else dict(place)))
-            if place is not None:
-                own.append((items[k], place, files[k].digests, ranks[k]))
+    ranks = np.repeat(receipts.ranks, lists["folder"].counts)
+    folder, kind, nbytes = (lists[name].flat() for name in ("folder", "kind", "nbytes"))
+    if len(wrong := np.flatnonzero(num_blocks(nbytes) != lists["num_blocks"].flat())):
+        rank = int(ranks[wrong[0]])
+        raise ProtocolError(f"rank {rank} reports a file with more or fewer digests than blocks", rank=rank)
+    items = tuple(tables["items"])
+    numbers = {item: number for number, item in enumerate(items)}
+    item = np.array([numbers.get(name, len(items)) for name in tables["folders"]], np.int32)[folder]
+    place = np.full(len(kind), -1, np.int32)
+    place[kind == KINDS.index("own")] = lists["places"].flat()
+    files = FileTable(
+        paths.rank_paths(tables["folders"], folder, ranks, _tails(kind, lists["number"].flat(), write_id)),
+        nbytes,
+        lists["digests"].flat().view(np.uint64),
+        np.where(kind == KINDS.index("data"), np.int32(-1), item),
+        place,
+        tuple(tables["places"]),
+        lists["coordinates"].flat(),
+    )
     urls = [tables["urls"][url] for url in lists["urls"].flat().tolist()]
     unequal = frozenset((item, fqn) for item, fqn, _ in tables["unequal"])
     kept = frozenset((item, fqn) for item, fqn, _ in tables["kept"]) - unequal
-    warnings = _differing_copies(tables) + _shared_places(own)
-    return ManifestContent(tuple(tables["items"]), files, blobs, ranks, urls, warnings, kept)
+    warnings = _differing_copies(tables) + _shared_places(files, items, ranks)
+    return ManifestContent(items, files, ranks, urls, warnings, kept)
 
 
-def _path(item: str, rank: int, write_id: str, kind: int, number: int) -> str:
-    """Return the path of a file."""
-    if KINDS[kind] == "data":
-        return paths.data_path(item, rank, write_id, number)
-    return paths.blob_path(item, rank, write_id, own=number if KINDS[kind] == "own" else None)
+def list_files(manifest: Manifest, index: bytes, files: FileTable) -> tuple[bytes, Manifest]:
+    """Return the bytes of the index, and a manifest that lacks only what there is to say of these."""
+    if len(files.paths) <= MAX_LISTED_FILES and len(files.digests) <= MAX_LISTED_BLOCKS:
+        own, values = entries(files, manifest.block_nbytes), blobs(files, manifest.items)
+        return index, replace(manifest, files=own, blobs=values)
+    table = encode_table(files, manifest)
+    data, start = with_section(index, table)
+    place = TablePlace(start, len(table), len(files.paths), sum(files.nbytes.tolist()))
+    return data, replace(manifest, table=place)
 
 
-def _parts(column: Blocks, sizes: Blocks) -> list[list[int]]:
-    """Return the digests of all ranks in parts of the sizes that another column gives."""
-    values = column.flat().view(np.uint64).tolist()
-    bounds = np.concatenate(([0], np.cumsum(sizes.flat()))).tolist()
-    return [values[begin:end] for begin, end in pairwise(bounds)]
-
-
-_Place = tuple[tuple[str, int], ...]
-"""The names and numbers of a coordinate, sorted."""
-
-
-def _coordinates(receipts: RankColumns) -> list[_Place]:
-    """Return the coordinate of every file of own values."""
-    names = receipts.tables["places"]
-    kinds = receipts.lists["places"].flat().tolist()
-    numbers = iter(receipts.lists["coordinates"].flat().tolist())
-    return [tuple((name, next(numbers)) for name in names[kind]) for kind in kinds]
+def _tails(kinds: Ints, numbers: Ints, write_id: str) -> list[str]:
+    """Return what follows the rank in the path of each file."""
+    tails = {}
+    both = list(zip(kinds.tolist(), numbers.tolist(), strict=True))
+    for kind, number in set(both):
+        own = number if KINDS[kind] == "own" else None
+        data = KINDS[kind] == "data"
+        tails[kind, number] = paths.data_tail(write_id, number) if data else paths.blob_tail(write_id, own)
+    return [tails[each] for each in both]
 
 
 def _differing_copies(tables: Mapping[str, list[Any]]) -> list[str]:
@@ -118,17 +126,32 @@ def _differing_copies(tables: Mapping[str, list[Any]]) -> list[str]:
     return told
 
 
-def _shared_places(own: Sequence[tuple[str, _Place, tuple[int, ...], int]]) -> list[str]:
+def _shared_places(files: FileTable, items: Sequence[str], ranks: Ints) -> list[str]:
     """Return a warning for every coordinate under which several ranks saved different values."""
-    holders: dict[tuple[str, _Place], dict[tuple[int, ...], list[int]]] = {}
-    for item, place, digests, rank in own:
-        holders.setdefault((item, place), {}).setdefault(digests, []).append(rank)
+    sizes = np.array([len(names) for names in files.places], np.int64)
+    own = np.flatnonzero(files.place >= 0)
+    counts = sizes[files.place[own]]
+    begins = np.cumsum(counts) - counts
+    blocks = num_blocks(files.nbytes)
+    first = np.cumsum(blocks) - blocks
     told = []
-    for (item, place), values in holders.items():
-        if len(values) > 1:
-            ranks = ", ".join(str(rank) for group in values.values() for rank in group[:4])
-            told.append(
-                f"ranks {ranks} saved different values of {item} under one coordinate {dict(place)}; "
-                "a load gives all of them the first. Give each rank a coordinate of its own."
-            )
+    for number, names in enumerate(files.places):
+        here = np.flatnonzero(files.place[own] == number)
+        numbers = files.coordinates[begins[here, None] + np.arange(len(names))]
+        keys = np.column_stack((files.item[own[here]], numbers))
+        order = np.lexsort(keys.T[::-1])
+        changes = (keys[order[1:]] != keys[order[:-1]]).any(axis=1)
+        for group in np.split(order, np.flatnonzero(changes) + 1) if not changes.all() else []:
+            holders: dict[bytes, list[int]] = {}
+            for file in own[here[group]].tolist():
+                digests = files.digests[first[file] : first[file] + blocks[file]]
+                holders.setdefault(digests.tobytes(), []).append(int(ranks[file]))
+            if len(holders) > 1:
+                shown = ", ".join(str(rank) for group in holders.values() for rank in group[:4])
+                place = dict(zip(names, numbers[group[0]].tolist(), strict=True))
+                item = items[keys[group[0], 0]]
+                told.append(
+                    f"ranks {shown} saved different values of {item} under one coordinate {place}; "
+                    "a load gives all of them the first. Give each rank a coordinate of its own."
+                )
     return told

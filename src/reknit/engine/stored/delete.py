@@ -13,6 +13,7 @@ from contextlib import suppress
 from typing import TYPE_CHECKING
 
 from reknit.engine.saving.commit import manifest_exists
+from reknit.engine.stored.file_checks import whole_manifest
 from reknit.engine.stored.newest import absent
 from reknit.engine.stored.notes import held_by
 from reknit.engine.stored.opening import read_manifest
@@ -20,7 +21,7 @@ from reknit.engine.stored.pending import begun_in, named
 from reknit.engine.stored.running_agents import at_work
 from reknit.errors import FormatError, UsageError
 from reknit.format import paths
-from reknit.format.manifest_file import decode_manifest
+from reknit.format.manifest_file import decode_record
 from reknit.storage.base import Listed
 
 if TYPE_CHECKING:
@@ -48,9 +49,9 @@ def delete(storage: Storage) -> int:
 
 
 def _manifest(storage: Storage) -> Manifest | None:
-    """Return the manifest, None where it is damaged."""
+    """Return the manifest, maybe without its table; None where it is damaged."""
     try:
-        return decode_manifest(read_manifest(storage))
+        return decode_record(read_manifest(storage))
     except FormatError:
         return None
 
@@ -84,11 +85,15 @@ def _refuse(storage: Storage, manifest: Manifest | None) -> None:
 
 
 def _files(storage: Storage, manifest: Manifest | None) -> list[Listed]:
-    """Return the files of a checkpoint; where its manifest is damaged, all that reknit has written there."""
-    if manifest is None:
+    """Return the files of a checkpoint; where they cannot be told, all that reknit has written there."""
+    try:
+        whole = manifest and whole_manifest(storage, manifest)
+    except FormatError:
+        whole = None
+    if whole is None:
         found = list(storage.list())
     else:
-        found = [Listed(file.path, file.nbytes) for file in manifest.files]
+        found = [Listed(file.path, file.nbytes) for file in whole.files]
         found += storage.list(paths.NOTES_FOLDER)
     names = [(file, paths.parse_path(file.path)) for file in found]
     return [file for file, name in names if name is not None and name.kind != "manifest"]

@@ -14,12 +14,13 @@ from reknit.errors import (
     StorageNotFoundError,
 )
 from reknit.format.checksum import digest
+from reknit.format.file_table import with_table
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
     from reknit.storage.base import Storage
-    from reknit.types.manifest import FileEntry
+    from reknit.types.manifest import FileEntry, Manifest
 
 logger = logging.getLogger("reknit")
 
@@ -37,6 +38,13 @@ def read_checked(
     If it cannot be read here, it is taken from the first of `replicas` that has it.  Raises `CorruptError`.
     """
     return first_sound([storage, *replicas], lambda place: _read_checked(place, file, block_nbytes))
+
+
+def whole_manifest(storage: Storage, manifest: Manifest, replicas: Sequence[Storage] = ()) -> Manifest:
+    """Return a manifest with all files: those too that its index lists, which is then read and checked."""
+    if manifest.table is None:
+        return manifest
+    return with_table(manifest, read_checked(storage, manifest.index, manifest.block_nbytes, replicas))
 
 
 def first_sound(places: Sequence[Storage], read: Callable[[Storage], Found]) -> Found:

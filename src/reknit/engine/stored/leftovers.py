@@ -26,6 +26,7 @@ from collections import Counter, defaultdict
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
+from reknit.engine.stored.file_checks import whole_manifest
 from reknit.engine.stored.opening import manifest_in
 from reknit.errors import FormatError
 from reknit.format import paths
@@ -153,7 +154,10 @@ def _in_folder(storage: Storage, name: str, folder: _Folder, before: float) -> l
     saves, kept = dict(folder.saves), None
     if folder.has_manifest:
         try:
-            manifest = manifest_in(storage.sub(name) if name else storage)
+            here = storage.sub(name) if name else storage
+            manifest = manifest_in(here)
+            if manifest is not None:
+                manifest = whole_manifest(here, manifest)
         except FormatError as error:
             kept = f"the manifest there cannot be read: {error.message}"
         else:

@@ -22,9 +22,10 @@ from reknit.errors import (
     StorageNotFoundError,
 )
 from reknit.format import paths
+from reknit.format.file_table import with_table
 from reknit.format.index.checks import check_extents
 from reknit.format.index.file import decode_index
-from reknit.format.manifest_file import MAX_MANIFEST_NBYTES, decode_manifest
+from reknit.format.manifest_file import MAX_MANIFEST_NBYTES, decode_record
 from reknit.format.values.blob_codec import decode_blobs
 from reknit.types.manifest import Catalog
 from reknit.types.wanted import Terms
@@ -228,13 +229,15 @@ def _contents(
     replicas: Sequence[Storage],
 ) -> Contents:
     """Read what the manifest leads to."""
+    data = read_checked(storage, manifest.index, manifest.block_nbytes, replicas)
+    manifest = with_table(manifest, data)
     files = {file.path: file for file in manifest.files}
     blobs = {
         blob.path: read_checked(storage, files[blob.path], manifest.block_nbytes, replicas)
         for blob in manifest.blobs
         if blob.coordinate is None and (items is None or blob.item in items)
     }
-    index = decode_index(read_checked(storage, files[manifest.index_path], manifest.block_nbytes, replicas))
+    index = decode_index(data)
     check_extents(index, {file.path: file.nbytes for file in manifest.files})
     return Contents(manifest, index, blobs, own_names(storage, manifest, replicas) if own else None)
 
@@ -306,7 +309,7 @@ def _renamed(
 def _decoded(data: bytes, storage: Storage) -> Manifest:
     """Return the manifest; errors say of which checkpoint."""
     try:
-        return decode_manifest(data)
+        return decode_record(data)
     except FormatError as error:
         error.path = f"{storage.url}/{paths.MANIFEST_PATH}"
         error.remedy = error.remedy or "restore the file, or load another checkpoint"
@@ -314,9 +317,9 @@ def _decoded(data: bytes, storage: Storage) -> Manifest:
 
 
 def manifest_in(storage: Storage) -> Manifest | None:
-    """Return the manifest of the checkpoint at a place, None where there is none."""
+    """Return the manifest of the checkpoint at a place, maybe without a table; None where there is none."""
     try:
-        return decode_manifest(storage.get(paths.MANIFEST_PATH, limit=MAX_MANIFEST_NBYTES))
+        return decode_record(storage.get(paths.MANIFEST_PATH, limit=MAX_MANIFEST_NBYTES))
     except StorageNotFoundError:
         return None
 

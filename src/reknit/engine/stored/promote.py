@@ -17,6 +17,7 @@ from reknit.engine.saving.commit import (
 from reknit.engine.saving.marker import Marker, fenced_off, take_down
 from reknit.engine.saving.write import discard
 from reknit.engine.stored.copy_files import copy_files, unsound_files
+from reknit.engine.stored.file_checks import whole_manifest
 from reknit.engine.stored.opening import read_manifest
 from reknit.engine.stored.promotion_job import Promotion
 from reknit.errors import (
@@ -27,7 +28,7 @@ from reknit.errors import (
     ReknitError,
 )
 from reknit.format.checksum import BLOCK_NBYTES
-from reknit.format.manifest_file import decode_manifest
+from reknit.format.manifest_file import decode_record
 from reknit.monitor.phase import Recorder
 from reknit.types.manifest import FileEntry
 
@@ -53,7 +54,7 @@ class _Commit:
     def __init__(self, job: Promotion) -> None:
         self._job = job
         self._data = read_manifest(job.source)
-        self.manifest: Manifest = decode_manifest(self._data)
+        self.manifest: Manifest = whole_manifest(job.source, decode_record(self._data), [job.target])
         self._mine = Marker(self.manifest.generation or 0, self.manifest.write_id)
 
     def claim(self) -> None:
@@ -102,8 +103,7 @@ class _Root:
     @property
     def index(self) -> list[FileEntry]:
         """The index: the root of the save wrote it, and only the manifest lists it."""
-        manifest = self._commit and self._commit.manifest
-        return [file for file in manifest.files if file.path == manifest.index_path] if manifest else []
+        return [self._commit.manifest.index] if self._commit else []
 
     def begin(self, requests: list[bytes]) -> list[bytes]:
         """Put up the marker, if the checkpoint is still the one that was saved."""

@@ -87,7 +87,7 @@ def _described(root: Storage, name: str) -> SavedStep | None:
         manifest.step,
         folder.url,
         manifest.created,
-        sum(file.nbytes for file in manifest.files),
+        manifest.nbytes,
         manifest.items,
         (_numbers(metrics) if isinstance(metrics, dict) else {}) | metrics_of(folder, manifest.write_id),
         manifest.write_id,

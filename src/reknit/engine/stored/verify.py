@@ -9,7 +9,7 @@ import numpy as np
 
 from reknit.engine.memory.workers import run_jobs
 from reknit.engine.report import VerifyReport
-from reknit.engine.stored.file_checks import check_size, read_blocks, read_checked
+from reknit.engine.stored.file_checks import check_size, read_blocks, read_checked, whole_manifest
 from reknit.engine.stored.opening import read_manifest
 from reknit.environment import num_threads
 from reknit.errors import CorruptError, FormatError, ReknitError, StorageError
@@ -17,7 +17,7 @@ from reknit.format.checksum import BLOCK_NBYTES
 from reknit.format.data_file import data_start, decode_header
 from reknit.format.index.checks import check_extents
 from reknit.format.index.file import decode_index
-from reknit.format.manifest_file import decode_manifest
+from reknit.format.manifest_file import decode_record
 from reknit.format.values.blob_codec import decode_blobs
 from reknit.planner.tiling import untiled
 from reknit.types.shard import full_name
@@ -44,9 +44,13 @@ def verify(storage: Storage, level: str, options: LoadOptions) -> VerifyReport:
     problems: list[str] = []
     data = read_manifest(storage)
     try:
-        manifest = decode_manifest(data)
+        manifest = decode_record(data)
     except FormatError as error:
         return VerifyReport(storage.url, level, 1, len(data), (f"manifest.json: {error.message}",))
+    try:
+        manifest = whole_manifest(storage, manifest)
+    except (FormatError, StorageError) as error:
+        return VerifyReport(storage.url, level, 2, len(data), (_problem(manifest.index_path, error),))
     sound = [file for file in manifest.files if _tried(problems, file.path, check_size, storage, file)]
     found = {file.path: file for file in sound}
     if manifest.index_path in found:

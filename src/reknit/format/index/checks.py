@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from reknit.errors import CorruptError
-from reknit.format.paths import checked_relative, read_name
+from reknit.format.paths import check_all_relative, read_name
 from reknit.types.dtype import ITEMSIZE
 from reknit.types.shard import MAX_NDIM
 
@@ -33,8 +33,7 @@ def check_index(index: Index) -> None:
     _check_tensors(index)
     if len(set(index.files)) != len(index.files):
         raise CorruptError("the index names a file twice")
-    for path in index.files:
-        checked_relative(path)
+    check_all_relative(index.files)
     num_chunks = len(index.tensor)
     columns = (index.file, index.start, index.nbytes, index.offsets, index.lengths)
     if any(len(column) != num_chunks for column in columns):

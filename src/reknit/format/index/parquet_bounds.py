@@ -64,8 +64,8 @@ def check_parquet(data: bytes, *, num_columns: int, num_nodes: int) -> int:
     `num_columns` and `num_nodes` are the leaf columns and the schema elements that it must have.  Raises
     `CorruptError` for a file that contradicts itself, `FormatError` for one above a limit.
     """
-    footer_start = _footer_start(data)
-    footer = _Thrift(data, footer_start, len(data) - 8).struct(_FOOTER)
+    columns_end = footer_start(data)
+    footer = _Thrift(data, columns_end, len(data) - 8).struct(_FOOTER)
     groups = _structs(footer.get(4))
     if 8 in footer or len(_structs(footer.get(2))) != num_nodes:
         _refuse("it is encrypted, or has other columns than an index has")
@@ -78,7 +78,7 @@ def check_parquet(data: bytes, *, num_columns: int, num_nodes: int) -> int:
             _refuse("a row group has other columns than an index has")
         counted += _limit("rows of a row group", group.get(3), MAX_GROUP_ROWS)
         for chunk in chunks:
-            position, work = _check_chunk(data, chunk, position, footer_start)
+            position, work = _check_chunk(data, chunk, position, columns_end)
             values, nbytes = values + work.values, nbytes + work.nbytes
             _limit("values", values, min(MAX_VALUES, FREE_VALUES + VALUES_PER_BYTE * len(data)))
             _limit("bytes after decompression", nbytes, FREE_NBYTES + NBYTES_PER_BYTE * len(data))
@@ -87,7 +87,8 @@ def check_parquet(data: bytes, *, num_columns: int, num_nodes: int) -> int:
     return counted
 
 
-def _footer_start(data: bytes) -> int:
+def footer_start(data: bytes) -> int:
+    """Return where the footer of a Parquet file begins."""
     if len(data) < 12 or data[:4] != _MAGIC or data[-4:] != _MAGIC:
         _refuse("it does not begin and end like a Parquet file")
     nbytes = int.from_bytes(data[-8:-4], "little")
