@@ -17,7 +17,7 @@ from reknit.engine.saving.job import SaveJob
 from reknit.engine.saving.manifest_content import receipts_to_manifest
 from reknit.engine.saving.packing import merge_claims, merge_receipts, unpack
 from reknit.engine.saving.receipt import receipt
-from reknit.engine.saving.write import write_bytes
+from reknit.engine.saving.write import Written, write_bytes
 from reknit.errors import CommitError, ProtocolError
 from reknit.format import file_table, paths
 from reknit.format.checksum import BLOCK_NBYTES
@@ -35,7 +35,6 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
     from reknit.engine.saving.file_layout import Outline
-    from reknit.engine.saving.write import Written
     from reknit.planner.columns import RankColumns
     from reknit.storage.base import Storage
     from reknit.types.manifest import FileEntry, Index, Manifest
@@ -364,3 +363,13 @@ def test_the_tally_has_every_file_with_its_digests_and_coordinates() -> None:
     assert got.urls == ["process://tally"] * SIZE
     assert len(got.warnings) == 2
     assert all("of x under one coordinate" in warning for warning in got.warnings)
+
+
+@pytest.mark.parametrize("num_digests", [0, 2])
+def test_a_rank_that_reports_more_or_fewer_digests_than_blocks_is_named(num_digests: int) -> None:
+    rank, write_id = World("digests").ranks[2], paths.new_write_id()
+    digests = np.zeros(num_digests, np.uint64)
+    written = [Written(paths.data_path("m", 2, write_id), 5, digests)]
+    told = receipt(rank.job, ["m"], written, b"", None, (), EQUAL)
+    with pytest.raises(ProtocolError, match="rank 2 reports a file with more or fewer digests"):
+        receipts_to_manifest(unpack(told)[0], write_id)

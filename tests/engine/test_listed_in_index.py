@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 import pytest
@@ -88,7 +88,7 @@ def test_whoever_knows_only_the_manifest_of_a_checkpoint_of_many_ranks_knows_all
 
 
 @pytest.mark.parametrize("level", ["structure", "data"])
-def test_damage_to_the_table_is_found(saved: Path, level: str) -> None:
+def test_damage_to_the_table_is_found(saved: Path, level: Literal["structure", "data"]) -> None:
     damage_table(saved)
     report = reknit.verify(saved, level)
     assert not report.ok
