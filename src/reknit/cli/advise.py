@@ -97,8 +97,7 @@ def _newest(root: str) -> tuple[int, int | None]:
         for _, name in numbered(storage):
             if (manifest := manifest_in(storage.sub(name))) is not None:
                 ranks = manifest.origin.get("world_size")
-                nbytes = manifest.nbytes
-                return nbytes, ranks if isinstance(ranks, int) and ranks > 0 else None
+                return manifest.nbytes, ranks if isinstance(ranks, int) and ranks > 0 else None
         raise absent(storage, "is no step in")
 
 
