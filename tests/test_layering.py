@@ -121,6 +121,7 @@ ROOMS = {
         (
             "frameworks/",
             "engine/memory/elements.py",
+            "engine/memory/sample.py",
             "engine/memory/staging.py",
             "engine/sharing/exchange.py",
             "integrations/",

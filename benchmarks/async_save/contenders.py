@@ -62,6 +62,32 @@ def prepared_contender(state: dict[str, Any], folder: str) -> Contender:
     return Contender("reknit, prepared", lambda path: ReknitSave(path, state))
 
 
+class LazySave(ReknitSave):
+    """A save by reknit that copies while training goes on; the next step of the optimizer waits for it."""
+
+    def __init__(self, url: str, state: dict[str, Any]) -> None:
+        self._pending = reknit.save(url, state, wait=False, options=reknit.SaveOptions(stage="lazy"))
+        self._step = state["optimizer"].step
+
+    def result(self) -> Any:
+        """Return when the checkpoint exists, and take a step, without which no later save would be lazy."""
+        report = super().result()
+        self._step()
+        return report
+
+
+def lazy_contender(state: dict[str, Any]) -> Contender:
+    """Return reknit that stages lazily, with the same tensors as parameters and states of an optimizer."""
+    import torch
+
+    model = {name: torch.nn.Parameter(tensor) for name, tensor in state["model"].items()}
+    optimizer = torch.optim.AdamW(list(model.items()))  # without gradients its steps change nothing
+    for name, parameter in model.items():
+        optimizer.state[parameter] = state["optimizer"]["state"][name]
+    owned = {"model": model, "optimizer": optimizer}
+    return Contender("reknit, lazy", lambda path: LazySave(path, owned))
+
+
 def slow_contender(state: dict[str, Any], sleep_s: float) -> Contender:
     """Return reknit on a storage that sleeps `sleep_s` per file."""
     from benchmarks.async_save.slow_storage import open_slow

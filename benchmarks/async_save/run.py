@@ -36,7 +36,7 @@ if TYPE_CHECKING:
 
     from benchmarks.aims import Row
 
-PARTS = ("baselines", "reknit", "prepared", "slow", "dcp", "torch_checkpointing", "ddp")
+PARTS = ("baselines", "reknit", "lazy", "prepared", "slow", "dcp", "torch_checkpointing", "ddp")
 
 
 def sharded_part(args: argparse.Namespace) -> dict[str, Any]:
@@ -72,6 +72,8 @@ def sharded_part(args: argparse.Namespace) -> dict[str, Any]:
         once = partial(bench.best, 1, copy, lambda: None)
         compete("reknit", lambda: contenders.reknit_contender(state), own, once)
         del copy, once
+    if "lazy" in args.parts:
+        compete("reknit, lazy", lambda: contenders.lazy_contender(state), own)
     if "prepared" in args.parts:
         compete("reknit, prepared", lambda: contenders.prepared_contender(state, bench.folder), prepared)
         found = result["contenders"]["reknit, prepared"]
@@ -177,7 +179,7 @@ def aims(result: dict[str, Any]) -> list[dict[str, Any]]:
     found: dict[str, Any] = {k: v for k, v in result.get("contenders", {}).items() if "error" not in v}
     base = result.get("baselines", {})
     ours, slow = found.get("reknit", {}), found.get("reknit, slow storage", {})
-    prepared = found.get("reknit, prepared", {})
+    prepared, lazy = found.get("reknit, prepared", {}), found.get("reknit, lazy", {})
     dcp = [v for k, v in found.items() if k.startswith("DCP")]
 
     def best(key: str) -> float | None:
@@ -195,6 +197,7 @@ def aims(result: dict[str, Any]) -> list[dict[str, Any]]:
         ("blocking / memcpy between the saves", ratio(blocking, between), "<=", 1.3),
         ("blocking / best memcpy in a hot loop", ratio(blocking, base.get("memcpy_s")), "<=", 1.3),
         ("DCP's best blocking / blocking", ratio(best("blocking_s"), blocking), ">=", 2.0),
+        ("DCP's best blocking / lazy blocking", ratio(best("blocking_s"), lazy.get("blocking_s")), ">=", 5.0),
         ("blocking on slow storage / blocking", ratio(slow.get("blocking_s"), blocking), "<=", spread),
         (
             "first save after prepare / later ones, blocking",

@@ -1,7 +1,7 @@
 """Checkpoints for large-model training: save on any layout, load on any other, and trust the bytes."""
 
 from reknit import errors, policies, transforms
-from reknit.api import close, fence, load, prepare, save
+from reknit.api import close, load, prepare, save
 from reknit.engine.loading.browse import Checkpoint
 from reknit.engine.outcome import PendingSave
 from reknit.engine.report import LoadReport, PromotionReport, SaveReport, VerifyReport
@@ -53,7 +53,6 @@ __all__ = [
     "connect",
     "delete",
     "errors",
-    "fence",
     "latest",
     "load",
     "note",

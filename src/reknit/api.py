@@ -30,7 +30,6 @@ from reknit.engine.outcome import PendingSave, SaveOutcome
 from reknit.engine.saving.job import SaveJob
 from reknit.errors import ReknitError, UsageError, typed_shortage
 from reknit.frameworks import registry
-from reknit.frameworks.optimizer.step_hook import before_steps
 from reknit.monitor.phase import Recorder, Stopwatch
 from reknit.options import LoadOptions, SaveOptions
 from reknit.ranks import acting
@@ -43,7 +42,6 @@ if TYPE_CHECKING:
     from os import PathLike
 
     from reknit.engine.report import LoadReport
-    from reknit.frameworks.optimizer.step_hook import StepHook
 
 logger = logging.getLogger("reknit")
 
@@ -70,7 +68,9 @@ def save(
 
     With `wait=False` the call returns once the state is copied to host memory and may be changed.  The agent,
     a separate process for each rank, writes and commits, even if the trainer dies meanwhile.  A failure is
-    logged, and raised by `result()`, or by the next `save` if nobody called that.
+    logged, and raised by `result()`, or by the next `save` if nobody called that.  With
+    ``SaveOptions(stage="lazy")`` what only the steps of an optimizer change is copied after the call, and
+    these steps wait for it.
 
     `step` and `metadata` (JSON-like) are stored in the manifest.  `overwrite=True` replaces a checkpoint at
     `path` by a safe switch.  `group`: a torch process group or a `reknit` group, default all ranks of the
@@ -186,18 +186,7 @@ def prepare(
         logger.warning("could not prepare for saves to %s: %s", path, error)
 
 
-def fence(optimizer: object = None) -> StepHook:
-    """Let the steps of an optimizer wait for the copies of saves that are staged lazily.
-
-    For ``SaveOptions(stage="lazy")``: copying then goes on during the next forward and backward pass, and the
-    first change of a parameter waits until it is over.  Without an argument every torch optimizer of this
-    process waits.  Call it once; the answer has a method `remove`.  Whatever else changes the state in place
-    (an average of the weights, a buffer larger than 64 KiB) has to wait for `PendingSave.staged`.
-    """
-    return before_steps(optimizer, _wait_for_copies)
-
-
-def _wait_for_copies(*_: Any) -> None:
+def _wait_for_copies() -> None:
     """Wait until the copies of all saves under way are made, and their states may be changed."""
     for kinds in list(backgrounds.values()):
         for background in list(kinds.values()):

@@ -142,7 +142,7 @@ class SaveOptions:
 
     # Saves with wait=False only
     stage: Literal["eager", "lazy"] = "eager"
-    """Whether the state may change once `save` returns, or only after `PendingSave.staged`."""
+    """``"lazy"`` copies what only steps of optimizers change after `save` has returned; these steps wait."""
     when_busy: Literal["wait", "skip"] = "wait"
     """What to do while two earlier saves still fill the host memory."""
     host_nbytes: int | None = None

@@ -359,56 +359,6 @@ def test_streaming_ends_with_the_error_when_the_store_is_full() -> None:
     background("gated://full", {"model": weights(1)}, options=options).result(LIMIT_S)
 
 
-def test_a_lazily_staged_save_lets_the_step_of_the_optimizer_wait() -> None:
-    model = torch.nn.Linear(300, 300)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
-    for p in model.parameters():
-        p.grad = torch.ones_like(p)
-    before = model.weight.detach().clone()
-    handle = reknit.fence(optimizer)
-    options = reknit.SaveOptions(stage="lazy")
-    for k in range(10):
-        expected = model.weight.detach().clone()
-        save = background(f"gated://lazy/{k}", {"model": model}, options=options)
-        optimizer.step()
-        save.result(LIMIT_S)
-        with reknit.open(f"gated://lazy/{k}") as checkpoint:
-            assert np.array_equal(checkpoint.read("model", "weight"), expected.numpy())
-    assert not torch.equal(before, model.weight)
-    handle.remove()
-    everywhere = reknit.fence()
-    everywhere.remove()
-    with pytest.raises(reknit.UsageError, match="register_step_pre_hook"):
-        reknit.fence(object())
-
-
-def test_a_change_that_races_with_lazy_staging_fails_the_save_where_torch_notices(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    from reknit.engine.background import snapshot
-
-    copying, changed = threading.Event(), threading.Event()
-    settle = snapshot.Snapshot.copy_on_host
-
-    def slow(self: Any) -> None:
-        copying.set()
-        assert changed.wait(LIMIT_S)
-        settle(self)
-
-    monkeypatch.setattr(snapshot.Snapshot, "copy_on_host", slow)
-    weight, buffer = torch.ones(50_000), torch.ones(3)
-    save = background(
-        "gated://race", {"m": {"weight": weight, "buffer": buffer}}, options=reknit.SaveOptions(stage="lazy")
-    )
-    assert copying.wait(LIMIT_S)
-    buffer.add_(1)  # small, so it was copied at once
-    weight.add_(1)
-    changed.set()
-    with pytest.raises(reknit.errors.StateError, match=r"m/weight was changed while it was staged"):
-        save.result(LIMIT_S)
-    assert reknit.latest("gated://") is None
-
-
 def test_saves_to_one_path_may_overlap_and_the_last_one_stays() -> None:
     for k in range(6):
         background("gated://one", {"model": weights(k)}, overwrite=True, step=k)

@@ -3,8 +3,6 @@ from __future__ import annotations
 import logging
 import subprocess
 import sys
-from collections import deque
-from contextlib import contextmanager
 from math import prod
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
@@ -24,11 +22,14 @@ from reknit.types.box import Box
 from reknit.types.dtype import ITEMSIZE, numpy_dtype
 from reknit.types.shard import Shard as Held
 from reknit.types.shard import Strided, TensorSpec
+from tests.engine.queued_device import Away, install
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Iterator
 
     from numpy.typing import NDArray
+
+    from tests.engine.queued_device import Queues
 
 TORCH_DTYPES = [name for name in ITEMSIZE if hasattr(torch, name)]
 
@@ -177,113 +178,9 @@ def test_nothing_is_staged_of_an_empty_tensor_that_is_no_host_array() -> None:
 # A CUDA device in a queue: what is sent to it runs when something waits for it, and not before.
 
 
-class Queue:
-    """A stream: work in order, run only as far as somebody waits for."""
-
-    def __init__(self, device: Any = None, **kwargs: Any) -> None:
-        self.work: deque[Callable[[], Any]] = deque()
-
-    def wait_stream(self, other: Queue) -> None:
-        end = Mark()
-        end.record(other)
-        self.wait_event(end)
-
-    def wait_event(self, event: Mark) -> None:
-        self.work.append(event.reach())
-
-    def drain(self) -> None:
-        while self.work:
-            self.work.popleft()()
-
-
-class Mark:
-    """An event: a place in a stream."""
-
-    def __init__(self, blocking: bool = False) -> None:
-        self.blocking = blocking
-        self.passed = [True]
-        self.stream: Queue | None = None
-
-    def record(self, stream: Queue) -> None:
-        self.passed, self.stream = (passed := [False]), stream
-        stream.work.append(lambda: passed.__setitem__(0, True))
-
-    def reach(self) -> Callable[[], None]:
-        passed, stream = self.passed, self.stream
-
-        def run() -> None:
-            while not passed[0]:
-                assert stream is not None
-                stream.work.popleft()()
-
-        return run
-
-    def synchronize(self) -> None:
-        assert self.blocking, "the waiting thread takes a core instead of sleeping"
-        self.reach()()
-
-
-class Away(torch.Tensor):
-    """A tensor on the queued device: copies from it to the host, and into new memory there, are queued."""
-
-    queues: Queues
-
-    @property
-    def device(self) -> Any:  # type: ignore[override]
-        return torch.device("cuda", 0)
-
-    def record_stream(self, stream: Any) -> None:
-        self.queues.kept.append((self.untyped_storage().data_ptr(), stream))
-
-    @classmethod
-    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        with torch._C.DisableTorchFunctionSubclass():
-            if func is torch.Tensor.copy_ and isinstance(args[1], Away):
-                assert kwargs == {"non_blocking": True}
-                return cls.queues.send(lambda: args[0].copy_(args[1].as_subclass(torch.Tensor)))
-            if func is torch.Tensor.contiguous and not args[0].is_contiguous():
-                fresh = torch.empty(args[0].shape, dtype=args[0].dtype)
-                cls.queues.taken.append((fresh.nbytes, cls.queues.current))
-                cls.queues.send(lambda: fresh.copy_(args[0].as_subclass(torch.Tensor)))
-                return fresh.as_subclass(cls)
-        return super().__torch_function__(func, types, args, kwargs or {})  # type: ignore[no-untyped-call]
-
-
-class Queues:
-    """One device: a stream of the training, those that staging makes, and what was done with memory."""
-
-    def __init__(self) -> None:
-        self.compute = self.current = Queue()
-        self.kept: list[tuple[int, Any]] = []
-        self.taken: list[tuple[int, Queue]] = []
-
-    def send(self, work: Callable[[], Any]) -> None:
-        self.current.work.append(work)
-
-    @contextmanager
-    def stream(self, stream: Queue) -> Iterator[None]:
-        before, self.current = self.current, stream
-        try:
-            yield
-        finally:
-            self.current = before
-
-    def away(self, tensor: torch.Tensor) -> Any:
-        """Return what the engine has of a tensor on the device: its bits."""
-        return bits(tensor.as_subclass(Away))
-
-
 @pytest.fixture
 def device(monkeypatch: pytest.MonkeyPatch) -> Iterator[Queues]:
-    queues = Queues()
-    monkeypatch.setattr(Away, "queues", queues, raising=False)
-    monkeypatch.setattr(torch.cuda, "Stream", Queue)
-    monkeypatch.setattr(torch.cuda, "Event", Mark)
-    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: queues.current)
-    monkeypatch.setattr(torch.cuda, "stream", queues.stream)
-    staging.side_stream.cache_clear()
-    yield queues
-    staging.side_stream.cache_clear()
+    yield from install(monkeypatch)
 
 
 def nbytes_of(tensor: torch.Tensor) -> NDArray[np.uint8]:

@@ -141,17 +141,21 @@ def test_states_that_are_cast_follow_their_parameter_and_the_next_step_succeeds(
 def test_a_load_changes_nothing_before_a_lazily_staged_save_has_its_copy(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    copy = snapshot.Snapshot.copy_on_host
+    settle = snapshot.Snapshot.settle
 
-    def slow(self: Any) -> None:
+    def slow(self: Any, *deferred: Any) -> None:
         time.sleep(0.3)
-        copy(self)
+        settle(self, *deferred)
 
-    monkeypatch.setattr(snapshot.Snapshot, "copy_on_host", slow)
-    state = {"m": {"w": torch.zeros(1 << 16)}}
+    monkeypatch.setattr(snapshot.Snapshot, "settle", slow)
+    state: dict[str, Any] = {"m": {"w": torch.nn.Parameter(torch.zeros(1 << 16))}}
+    state["o"] = torch.optim.SGD([("w", state["m"]["w"])])
+    lazy = reknit.SaveOptions(stage="lazy")
+    reknit.prepare(tmp_path, state, options=lazy)
+    state["o"].step()  # now it is known to wait
     reknit.save(tmp_path / "old", state)
-    state["m"]["w"].fill_(1)
-    pending = reknit.save(tmp_path / "new", state, wait=False, options=reknit.SaveOptions(stage="lazy"))
+    state["m"]["w"].data.fill_(1)
+    pending = reknit.save(tmp_path / "new", state, wait=False, options=lazy)
     reknit.load(tmp_path / "old", state)
     pending.result(60)
     assert reknit.close(60)

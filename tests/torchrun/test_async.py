@@ -27,7 +27,6 @@ def train_on(layout: str, root: str, stage: Any) -> None:
     """Save after each of three steps, and go on training at once; keep what was true at each save."""
     trained = models.build(layout, steps=1)
     options = reknit.SaveOptions(durability="process", timeout_s=60, stage=stage)
-    fence = reknit.fence()
     pending = []
     for step in range(3):
         truth = models.truth(trained)
@@ -41,7 +40,6 @@ def train_on(layout: str, root: str, stage: Any) -> None:
     assert all(report.warnings == () for report in reports)
     phases = [{record.phase for record in report.phases} for report in reports]
     assert ["assign" in names for names in phases] == [True, False, False]
-    fence.remove()
     assert reknit.close(LIMIT_S)
 
 

@@ -15,6 +15,7 @@ from reknit.types.dtype import ITEMSIZE
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
+    from reknit.types.barrier import Barrier
     from reknit.types.box import Box
 
 
@@ -188,7 +189,8 @@ class Alias(msgspec.Struct, frozen=True, gc=False):
 class Holdings:
     """All shards, blobs and aliases of one rank.  `items` are the top-level names, also of empty items.
 
-    A save fails where no rank has the blob of which another is a witness.
+    A save fails where no rank has the blob of which another is a witness.  `barriers` keep back changes of
+    some of the memory of the shards.
     """
 
     items: tuple[str, ...]
@@ -196,6 +198,7 @@ class Holdings:
     blobs: tuple[Blob, ...]
     aliases: tuple[Alias, ...] = ()
     witnesses: tuple[Witness, ...] = ()
+    barriers: tuple[Barrier, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

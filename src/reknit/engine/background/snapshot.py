@@ -2,110 +2,83 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 
 from reknit.engine.memory.arena import lay_out
-from reknit.engine.memory.staging import Staging, changes
+from reknit.engine.memory.elements import stage
+from reknit.engine.memory.staging import Staging
 from reknit.engine.memory.workers import run_jobs
 from reknit.environment import num_threads
 from reknit.errors import StateError
-from reknit.types.shard import full_name
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
+    from reknit.engine.background.deferred import Deferred
     from reknit.engine.background.trainer_save import TrainerSave
     from reknit.engine.memory.arena import Arena, Span
     from reknit.engine.memory.arena_pool import Lease
-    from reknit.engine.memory.file_image import Image
+    from reknit.engine.memory.file_image import Copy, Image
     from reknit.options import SaveOptions
-    from reknit.types.shard import Shard
-
-SMALL_NBYTES = 64 << 10
-"""Shards up to this size are copied at once, also lazily: what a forward pass changes is among them."""
 
 _SCRATCH_NBYTES = 4096
 
 
 class Snapshot:
-    """The files of one save on their way from live memory to an arena.
-
-    `sources` are the `bits` of the `shards`, from which the `images` are filled.
-    """
+    """The files of one save on their way from live memory to an arena."""
 
     def __init__(
-        self,
-        shards: Sequence[Shard],
-        sources: list[Any],
-        images: Sequence[Image],
-        lease: Lease,
-        save: TrainerSave,
-        options: SaveOptions,
+        self, images: Sequence[Image], lease: Lease, save: TrainerSave, options: SaveOptions
     ) -> None:
         self._memory = lease.arena.bytes
         self._save = save
         self._options = options
+        self._images = images
         self.spans = lay_out([image.nbytes for image in images], lease.nbytes)
         self.streamed = any(span.after >= 0 for span in self.spans)
-        self._images, self._sources = images, sources
-        self._staging = Staging(self._sources)
-        self._on_host = all(isinstance(source, np.ndarray) for source in self._sources)
-        self._shards = shards
-        self._watched: list[tuple[Shard, Any, int]] = []
 
     def take(self) -> None:
         """Copy everything; when this returns the live memory may be changed."""
-        if not self._on_host:
-            self._queue()
-        self.settle()
+        if self.spans:  # a replica that owns nothing has none
+            self._copy_all(self._images, Staging(self._images[0].sources), tell=True)
+            self._complete()
 
-    def prepare(self) -> None:
-        """Copy what is small, and begin to copy the rest; `settle` finishes that.
+    def begin(self, deferred: Deferred) -> Staging:
+        """Copy what may change at any time, and begin to copy what is deferred; `settle` finishes that."""
+        deferred.hold(self._save.pending.wait_staged)
+        staging = Staging(deferred.queued[0].sources)
+        self._copy_all(deferred.now, staging, tell=False)
+        self._queue(deferred.queued, staging)
+        return staging
 
-        Where torch counts the changes of a tensor they are watched.  That is an alarm and no proof: fused
-        optimizers and changes through a DTensor are not counted.
-        """
-        for number, shard in enumerate(self._shards):
-            if shard.nbytes <= SMALL_NBYTES:
-                source = self._sources[number]
-                self._sources[number] = source.copy() if isinstance(source, np.ndarray) else source.clone()
-            elif (version := changes(data := shard.data)) is not None:
-                self._watched.append((shard, data, version))
-        if not self._on_host:
-            self._queue()
-
-    def settle(self) -> None:
+    def settle(self, deferred: Deferred, staging: Staging) -> None:
         """Finish what was begun, in whatever thread.
 
-        Raises `StateError` when a tensor was changed before its copy was made.
+        Raises `StateError` when memory was changed before its copy was made.
         """
-        if not self.spans:
-            return  # a replica that owns nothing
-        if self._on_host:
-            self.copy_on_host()
-        else:
-            self._staging.wait()
-            for number in () if self.streamed else range(len(self.spans) - 1):
-                self._save.tell_filled(number)
-        changed = [full_name(s.item, s.fqn) for s, data, version in self._watched if changes(data) != version]
-        if changed:
+        staging.wait()
+        self.copy_on_host(deferred.later, tell=True)
+        if changed := deferred.changed():
             more = f" and {len(changed) - 1} more" if len(changed) > 1 else ""
             raise StateError(
-                f"{changed[0]}{more} was changed while it was staged lazily; nothing was committed",
+                f"{changed[0]}{more} was changed while it was staged lazily, and not by a step of its "
+                "optimizer; nothing was committed",
                 phase="stage",
-                remedy="call reknit.fence(optimizer) once, or pending.staged() before the state is changed",
+                remedy="call pending.staged() before such a change, or save with stage='eager'; from now on "
+                "what this optimizer has is copied before save returns",
             )
-        self._save.tell_filled(len(self.spans) - 1)
+        self._complete()
 
-    def copy_on_host(self) -> None:
-        """Copy everything, and tell the agent of all but the last span, which completes the save."""
+    def copy_on_host(self, images: Sequence[Image], *, tell: bool) -> None:
+        """Copy images whose memory is on the host; `tell` the agent of all spans but the last."""
         last = len(self.spans) - 1
 
         def work(number: int, _: Arena) -> None:
-            self._copy(number)
-            self._save.tell_filled(number)
+            self._copy(number, images)
+            if tell:
+                self._save.tell_filled(number)
 
         run_jobs(
             range(last),
@@ -114,24 +87,37 @@ class Snapshot:
             arena_nbytes=_SCRATCH_NBYTES,
             budget_nbytes=self._options.inflight_nbytes,
         )
-        self._copy(last)
+        self._copy(last, images)
 
-    def _queue(self) -> None:
+    def _copy_all(self, images: Sequence[Image], staging: Staging, *, tell: bool) -> None:
+        """Copy images, and wait until that is done."""
+        if all(isinstance(image.sources[e.shard], np.ndarray) for image in images for e in image.entries):
+            self.copy_on_host(images, tell=tell)
+            return
+        self._queue(images, staging)
+        staging.wait()
+        for number in range(len(self.spans) - 1) if tell and not self.streamed else ():
+            self._save.tell_filled(number)
+
+    def _queue(self, images: Sequence[Image], staging: Staging) -> None:
         """Queue all copies from devices, to go on beside what the devices do; a ring waits for each."""
         try:
             for number in range(len(self.spans)):
-                self._copy(number)
+                self._copy(number, images, staging.add)
                 if self.streamed and number < len(self.spans) - 1:
-                    self._staging.wait()
+                    staging.wait()
                     self._save.tell_filled(number)
         except BaseException:
-            self._staging.wait()  # the arena is somebody else's next
+            staging.wait()  # the arena is somebody else's next
             raise
 
-    def _copy(self, number: int) -> None:
-        """Copy one span, as soon as its place is free."""
+    def _copy(self, number: int, images: Sequence[Image], copy: Copy = stage) -> None:
+        """Copy what images have of one span, as soon as its place is free."""
         span: Span = self.spans[number]
         if span.after >= 0:
             self._save.wait_freed(span.after, self._options.timeout_s)
-        out = self._memory[span.at : span.at + span.nbytes]
-        self._images[span.file].fill(span.start, out, self._staging.add)
+        images[span.file].fill(span.start, self._memory[span.at : span.at + span.nbytes], copy)
+
+    def _complete(self) -> None:
+        """Tell the agent of the last span: all is staged as it was."""
+        self._save.tell_filled(len(self.spans) - 1)

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 from reknit.engine import messages
 from reknit.engine.background import messages as say
 from reknit.engine.background.agents import Plan
+from reknit.engine.background.deferred import Deferred
 from reknit.engine.background.snapshot import Snapshot
 from reknit.engine.memory.arena import image_nbytes
 from reknit.engine.memory.arena_pool import MAX_ARENAS
@@ -24,6 +25,8 @@ from reknit.system import start_thread
 from reknit.types.shard import Encoded
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from reknit.engine.background.agents import Agents
     from reknit.engine.background.trainer_save import TrainerSave
     from reknit.engine.memory.arena_pool import Arenas, Lease
@@ -44,7 +47,7 @@ _FOR_AGENT = (
 
 
 def stage_for_agent(job: SaveJob, agents: Agents, save: TrainerSave, arenas: Arenas) -> None:
-    """Return when the state may be changed or, with ``stage="lazy"``, when copying it has begun."""
+    """Return when the state may be changed, with ``stage="lazy"`` but for what barriers stand before."""
     clock, recorder = Stopwatch(), job.recorder
     with clock.lap():
         # 1 what does this rank hold (local)
@@ -74,17 +77,18 @@ def stage_for_agent(job: SaveJob, agents: Agents, save: TrainerSave, arenas: Are
         columns = None if plan.committed else plan.outline.columns
         items = list(encoded.holdings.items)
         agents.link.send(say.Planned(save.number, items, files, columns, lease.number, lease.nbytes))
-        snapshot = Snapshot(encoded.holdings.shards, sources, images, lease, save, job.options)
+        snapshot = Snapshot(images, lease, save, job.options)
         save.streamed = snapshot.streamed
         lazy = job.options.stage == "lazy" and not snapshot.streamed
         with recorder.phase("stage", nbytes=sum(image.nbytes for image in images)):
-            if lazy:
-                snapshot.prepare()
+            deferred = Deferred(encoded.holdings, images) if lazy else None
+            if deferred:
+                staging = snapshot.begin(deferred)
             else:
                 snapshot.take()
     save.blocked_s = clock.seconds
-    if lazy:
-        start_thread("reknit-stages", lambda: _settle(job, save, snapshot))
+    if deferred:
+        start_thread("reknit-stages", lambda: _settle(job, save, lambda: snapshot.settle(deferred, staging)))
     else:
         save.staged()
 
@@ -95,6 +99,9 @@ def warm_up(job: SaveJob, agents: Agents, save: TrainerSave, arenas: Arenas) -> 
     Every rank makes its plan anew, so that all ranks' plans fit each other whatever was saved before.
     """
     encoded, key = _encoded(job)
+    if job.options.stage == "lazy":
+        for barrier in encoded.holdings.barriers:
+            barrier.stands()  # so that the steps until the first save come by
     begin = _begin(job, agents, save, key, encoded, None, messages.NO_COPIES)
     begin.claims.blobs, begin.claims.witnesses = [], messages.NO_WITNESSES  # assigned with each save
     begin.warm_up = True
@@ -231,10 +238,10 @@ def _share(agents: Agents, lease: Lease) -> None:
         agents.arenas.add(lease.number)
 
 
-def _settle(job: SaveJob, save: TrainerSave, snapshot: Snapshot) -> None:
+def _settle(job: SaveJob, save: TrainerSave, settle: Callable[[], None]) -> None:
     """Finish the copying of a lazily staged save."""
     try:
-        snapshot.settle()
+        settle()
     except BaseException as error:  # whatever it is, all ranks must hear of it
         save.abandon(error, job.options.timeout_s)
     else:

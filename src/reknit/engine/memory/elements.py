@@ -80,6 +80,13 @@ def itemsize(source: Any) -> int:
     return int(source.itemsize if isinstance(source, np.ndarray) else source.element_size())
 
 
+def address(source: Any) -> int:
+    """Return where the first element of a `bits` array lies."""
+    if isinstance(source, np.ndarray):
+        return int(source.__array_interface__["data"][0])
+    return int(source.data_ptr())
+
+
 def stage(source: Any, first: int, numel: int, out: NDArray[np.uint8]) -> None:
     """Copy `numel` elements from element `first` (row-major) of a `bits` array to the bytes `out`."""
     if not numel:

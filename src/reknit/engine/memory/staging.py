@@ -56,7 +56,7 @@ class Staging:
     def __init__(self, sources: Iterable[Any] = ()) -> None:
         self._lanes: dict[Any, _Lane] = {}
         for source in sources:
-            if _on_cuda(source):
+            if on_cuda(source):
                 self._lane(source.device)
 
     def add(self, source: Any, first: int, numel: int, out: NDArray[np.uint8]) -> None:
@@ -65,7 +65,7 @@ class Staging:
         From a CUDA device the bytes are there when `wait` has returned, from anywhere else at once.  Where
         `out` is not pinned the copy is made all the same, and this call lasts as long as it does.
         """
-        if numel and _on_cuda(source):
+        if numel and on_cuda(source):
             self._lane(source.device).copy(source, first, numel, out)
         else:
             stage(source, first, numel, out)
@@ -84,7 +84,15 @@ class Staging:
         return self._lanes[device]
 
 
-def _on_cuda(source: Any) -> bool:
+def copied_later(source: Any) -> bool:
+    """Tell whether a `bits` array is one run of memory that can be copied beside what else goes on."""
+    if isinstance(source, np.ndarray):
+        return bool(source.flags.c_contiguous)
+    return on_cuda(source) and bool(source.is_contiguous())
+
+
+def on_cuda(source: Any) -> bool:
+    """Tell whether a `bits` array lies on a CUDA device."""
     return not isinstance(source, np.ndarray) and source.device.type == "cuda"
 
 

@@ -17,7 +17,7 @@ from reknit.frameworks.walk.walk import Place, View
 from reknit.types.dtype import numpy_dtype
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
+    from collections.abc import Callable, Iterable
 
     from reknit.frameworks.walk.loading import Loading
     from reknit.frameworks.walk.saving import Saving
@@ -150,6 +150,27 @@ def is_on_host(data: Any) -> bool:
     return all(device.platform == "cpu" for device in data.sharding.device_set)
 
 
+class Unchanging:
+    """The barrier of memory that nobody writes to: JAX uses none of it again that somebody still looks at."""
+
+    def __init__(self) -> None:
+        self.arrays: list[Any] = []
+
+    def stands(self) -> bool:
+        """Tell that there is nothing to wait for."""
+        return True
+
+    def memory(self) -> Iterable[tuple[int, int]]:
+        """Return address and size of each array."""
+        return [(array.__array_interface__["data"][0], array.nbytes) for array in self.arrays]
+
+    def hold(self, wait: Callable[[], object]) -> None:
+        """Let nobody wait."""
+
+    def distrust(self) -> None:
+        """Stand for this save only, anyway."""
+
+
 class JaxArrayAdapter(Adapter):
     """JAX's arrays, and abstract ones (`jax.ShapeDtypeStruct`) as targets."""
 
@@ -165,7 +186,11 @@ class JaxArrayAdapter(Adapter):
                 remedy="save arrays; abstract ones are for loading",
             )
         saving.world.once("jax copies", lambda: start_copies(saving.state, saving.world))
+        first = len(saving.shards)
         saving.tensor(value, place)
+        unchanging = saving.world.once("jax arrays", Unchanging)
+        unchanging.arrays += [shard.memory for shard in saving.shards[first:]]
+        saving.barriers.append(unchanging)
         if jax_private.is_key_dtype(value.dtype):
             saving.blob(jax_private.implementation(value.dtype), place.below(IMPLEMENTATION))
 

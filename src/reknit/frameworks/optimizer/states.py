@@ -11,6 +11,7 @@ from reknit.frameworks.optimizer import memory as optimizer_memory
 from reknit.frameworks.optimizer import param_options as optimizer_options
 from reknit.frameworks.optimizer.load import OptimizerLoad
 from reknit.frameworks.optimizer.slots import MASTER, element, is_optimizer, read, require_distinct
+from reknit.frameworks.optimizer.step_barrier import barriers
 from reknit.frameworks.stateful import skeleton
 from reknit.frameworks.walk.adapter import Adapter
 
@@ -67,6 +68,7 @@ class OptimizerAdapter(Adapter):
             _collect_state(state, place.child("shared", name), None, saving, plain)
         for name, state in (slots.more or {}).items():
             _collect_state(state, place.child("more", name), None, saving, plain)
+        saving.barriers.extend(barriers(value))
 
     def wanted(self, value: Any, place: Place, loading: Loading, assign: Assign) -> None:
         """Fill states where there are some, make those that are not there yet, and take over the options."""

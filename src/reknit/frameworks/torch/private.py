@@ -32,6 +32,11 @@ def chunk_list(tensor: Any) -> list[tuple[tuple[int, ...], tuple[int, ...]]] | N
     return [(tuple(chunk.offsets), tuple(chunk.sizes)) for chunk in hook()]
 
 
+def local_of(tensor: Any) -> Any:
+    """Return the memory of a DTensor on this rank; unlike `to_local`, without a view that autograd knows."""
+    return tensor._local_tensor
+
+
 def hides_data(kind: type) -> bool:
     """Tell whether a type of tensor handles operations itself, so that its memory is not its values."""
     import torch
@@ -190,6 +195,11 @@ def has_state_dict_hooks(module: Any) -> bool:
 
 
 _STATE_HOOKS = ("state_dict_pre", "state_dict_post", "load_state_dict_pre", "load_state_dict_post")
+
+
+def has_step_hooks(optimizer: Any) -> bool:
+    """Tell whether an optimizer of torch has hooks; a wrapper that only derives from one has none."""
+    return "_optimizer_step_pre_hooks" in vars(optimizer)
 
 
 def state_hooks(optimizer: Any) -> list[Any]:

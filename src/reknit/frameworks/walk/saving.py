@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from collections.abc import Hashable, Mapping
 
     from reknit.frameworks.walk.walk import Place, Replicas, View
+    from reknit.types.barrier import Barrier
     from reknit.types.shard import TensorSpec
 
 
@@ -37,6 +38,7 @@ class Saving(Walk):
     blobs: list[Blob] = field(default_factory=list)
     aliases: list[Alias] = field(default_factory=list)
     witnesses: list[Witness] = field(default_factory=list)
+    barriers: list[Barrier] = field(default_factory=list)
     _first: dict[str, dict[Hashable, str]] = field(default_factory=lambda: defaultdict(dict))
 
     def visit(self, value: Any, place: Place) -> None:
@@ -99,4 +101,5 @@ class Saving(Walk):
             tuple(self.blobs),
             tuple(self.aliases),
             tuple(self.witnesses),
+            tuple(dict.fromkeys(self.barriers)),
         )

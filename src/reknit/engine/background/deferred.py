@@ -1,0 +1,97 @@
+"""What of a save may be copied while training goes on, and was it left as it was?"""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from operator import itemgetter
+from typing import TYPE_CHECKING, Any
+
+from reknit.engine.memory.elements import address, itemsize
+from reknit.engine.memory.sample import Range, Sample
+from reknit.engine.memory.staging import changes, copied_later, on_cuda
+from reknit.types.shard import full_name
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable, Sequence
+
+    from reknit.engine.memory.file_image import Image
+    from reknit.types.barrier import Barrier
+    from reknit.types.plan import WriteEntry
+    from reknit.types.shard import Holdings, Shard
+
+SMALL_NBYTES = 64 << 10
+"""Up to this size entries are copied at once: to watch them would take as long."""
+
+
+class Deferred:
+    """The part of a save whose memory changes only when somebody has come to a barrier.
+
+    The images are parted: `now` have the entries that may change at any time, `queued` those that devices can
+    copy on their own, and `later` those that the host can copy in another thread.  Whether nobody changes
+    them is looked at all the same: at what torch counts, and at a sample of the bytes.
+    """
+
+    def __init__(self, holdings: Holdings, images: Sequence[Image]) -> None:
+        guard = _Guard(barrier for barrier in holdings.barriers if barrier.stands())
+        self._watched: list[tuple[Shard, Barrier, int | None]] = []
+        ranges: list[Range] = []
+        sources = list(images[0].sources) if images else []
+
+        def part(entry: WriteEntry) -> str:
+            source = sources[entry.shard]
+            barrier = guard.before(source, entry)
+            if barrier is None:
+                if on_cuda(source) and source.nbytes <= SMALL_NBYTES:
+                    sources[entry.shard] = source.clone()  # quicker than to wait for what the device does
+                    return "queued"
+                return "now"
+            shard = holdings.shards[entry.shard]
+            self._watched.append((shard, barrier, changes(shard.data)))
+            ranges.append(Range(source, entry.first, entry.numel))
+            return "queued" if on_cuda(source) else "later"
+
+        parts = [[(part(entry), entry) for entry in image.entries] for image in images]
+        self.now, self.queued, self.later = (
+            [
+                image._replace(sources=sources, entries=tuple(entry for at, entry in parted if at == name))
+                for image, parted in zip(images, parts, strict=True)
+            ]
+            for name in ("now", "queued", "later")
+        )
+        self._sample = Sample(ranges)
+
+    def __len__(self) -> int:
+        return len(self._watched)
+
+    def hold(self, wait: Callable[[], object]) -> None:
+        """Let those who come to the barriers wait until `wait` returns."""
+        for barrier in {barrier for _, barrier, _ in self._watched}:
+            barrier.hold(wait)
+
+    def changed(self) -> list[str]:
+        """Return the names of what was changed since, and let its barriers be trusted no more."""
+        counted = {n for n, (shard, _, count) in enumerate(self._watched) if changes(shard.data) != count}
+        found = [self._watched[n] for n in sorted(counted.union(self._sample.changed()))]
+        for _, barrier, _ in found:
+            barrier.distrust()
+        return list(dict.fromkeys(full_name(shard.item, shard.fqn) for shard, _, _ in found))
+
+
+class _Guard:
+    """Which barrier is before some memory?"""
+
+    def __init__(self, barriers: Iterable[Barrier]) -> None:
+        found = [(start, nbytes, barrier) for barrier in barriers for start, nbytes in barrier.memory()]
+        self._ranges = sorted(found, key=itemgetter(0, 1))
+        self._starts = [start for start, _, _ in self._ranges]
+
+    def before(self, source: Any, entry: WriteEntry) -> Barrier | None:
+        """Return the barrier that is before all that an entry has of a source, if it can be copied later."""
+        if not self._ranges or entry.nbytes <= SMALL_NBYTES or not copied_later(source):
+            return None
+        start = address(source) + entry.first * itemsize(source)
+        number = bisect_right(self._starts, start) - 1
+        if number < 0:
+            return None
+        first, nbytes, barrier = self._ranges[number]
+        return barrier if start + entry.nbytes <= first + nbytes else None
