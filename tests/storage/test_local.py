@@ -373,9 +373,9 @@ def test_ranged_reads_open_a_file_once(tmp_path: Path, monkeypatch: pytest.Monke
     opened: list[str] = []
     real = os.open
 
-    def count(path: str, flags: int) -> int:
+    def count(path: str, flags: int, *mode: int) -> int:
         opened.append(path)
-        return real(path, flags)
+        return real(path, flags, *mode)
 
     monkeypatch.setattr(os, "open", count)
     for start in range(0, 1000, 10):
