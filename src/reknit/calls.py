@@ -7,8 +7,9 @@ import os
 import platform
 import sys
 import weakref
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import ExitStack, contextmanager
 from dataclasses import replace
+from functools import cache
 from importlib import metadata as distributions
 from typing import TYPE_CHECKING, Any
 
@@ -118,9 +119,14 @@ def sinks(events: str | None) -> tuple[Sink, ...]:
 def origin_of(group: Group) -> dict[str, Any]:
     """Return what the manifest says about the job that wrote it; information only."""
     names = [name for name in ("reknit", "numpy", "torch", "jax") if name == "reknit" or name in sys.modules]
-    versions = {}
-    for name in names:
-        # What runs from a source tree has no version to tell, and that is no reason to fail.
-        with suppress(distributions.PackageNotFoundError):
-            versions[name] = distributions.version(name)
+    versions = {name: version for name in names if (version := _version(name)) is not None}
     return {"world_size": group.size, "python": platform.python_version(), "versions": versions}
+
+
+@cache
+def _version(name: str) -> str | None:
+    """Return the version of a package, None for what runs from a source tree; it is parsed from a file."""
+    try:
+        return distributions.version(name)
+    except distributions.PackageNotFoundError:
+        return None

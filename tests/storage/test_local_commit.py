@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import errno
 import os
+import re
 import signal
 import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import pytest
 
+import reknit
 from reknit.errors import StorageError, StorageFullError, StorageNotFoundError
 from reknit.storage.local.store import LocalStorage
 from reknit.testing.storage_suite import listed
@@ -279,3 +282,23 @@ def test_errors_leave_no_file_open(storage: LocalStorage, tmp_path: Path) -> Non
     with ThreadPoolExecutor(1) as pool:
         pool.submit(storage.commit, "x", b"1", pending="pending", if_absent=True).result(60)
     assert open_files() <= before
+
+
+def test_a_save_syncs_what_the_manifest_names_the_way_there_and_the_manifest_and_nothing_else(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """docs/decisions/0014 says why it needs each."""
+    synced = []
+    real = os.fsync
+
+    def fsync(fd: int) -> None:
+        path = os.path.relpath(os.readlink(f"/proc/self/fd/{fd}"), tmp_path)
+        synced.append(re.sub(r"[0-9a-f]{8,}", "*", path))
+        real(fd)
+
+    monkeypatch.setattr(os, "fsync", fsync)
+    reknit.save(tmp_path / "runs" / "s", {"model": {"w": np.arange(1000.0)}})
+    data = ["runs/s/model/00000.*.safetensors", "runs/s/model", "runs/s", ".", "runs"]
+    assert sorted(synced[:5]) == sorted(data)
+    assert synced[0] == data[0]
+    assert synced[5:] == ["runs/s/index.*.parquet", "runs/s", "runs/s/pending.*.*", "runs/s"]

@@ -74,7 +74,7 @@ class Storage(Protocol):
         """Write a small file durably in one step: a reader sees the old content or the new, no mixture.
 
         With `if_absent` an existing file is left as it is and the answer is False; otherwise the answer is
-        True.
+        True.  An empty file need not outlive a power cut: it is a mark for processes that are alive.
         """
 
     def commit(self, path: str, data: bytes, *, pending: str, if_absent: bool) -> bool:

@@ -113,7 +113,7 @@ class LocalStorage:
                     os.unlink(temporary)
                 if not placed:
                     self._folders.prune(self._root, path)
-            if placed:
+            if placed and data:  # an empty file marks what living processes do, and they end with the power
                 self._folders.sync(folder)
         sweep(folder)
         return placed
@@ -292,7 +292,7 @@ class LocalStorage:
             pwrite_all(fd, 0, memoryview(data))
             if os.fstat(fd).st_size > len(data):
                 os.ftruncate(fd, len(data))
-            if self._durability == "power":
+            if data and self._durability == "power":
                 os.fsync(fd)
         finally:
             os.close(fd)
