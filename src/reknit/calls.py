@@ -119,12 +119,12 @@ def sinks(events: str | None) -> tuple[Sink, ...]:
 def origin_of(group: Group) -> dict[str, Any]:
     """Return what the manifest says about the job that wrote it; information only."""
     names = [name for name in ("reknit", "numpy", "torch", "jax") if name == "reknit" or name in sys.modules]
-    versions = {name: version for name in names if (version := _version(name)) is not None}
+    versions = {name: version for name in names if (version := _version_of(name)) is not None}
     return {"world_size": group.size, "python": platform.python_version(), "versions": versions}
 
 
 @cache
-def _version(name: str) -> str | None:
+def _version_of(name: str) -> str | None:
     """Return the version of a package, None for what runs from a source tree; it is parsed from a file."""
     try:
         return distributions.version(name)
