@@ -33,7 +33,6 @@ if TYPE_CHECKING:
     from collections.abc import Callable
     from pathlib import Path
 
-    from reknit.comm.base import Group
     from reknit.engine.saving.coordinator import Coordinator
     from reknit.errors import ReknitError
 
@@ -138,9 +137,9 @@ def test_a_save_that_ends_while_the_next_is_taken_up_disturbs_nobody() -> None:
             wait_until(lambda: self.number not in agent.saves, LIMIT_S)
             return "here"
 
-        def commit(self, group: Group, coordinator: Coordinator, timeout_s: float) -> None:
+        def commit(self, coordinator: Coordinator) -> None:
             assert looked_at.wait(LIMIT_S)
-            super().commit(group, coordinator, timeout_s)
+            super().commit(coordinator)
 
     worker = start_thread("reknit-agent-test", agent.run)
     try:

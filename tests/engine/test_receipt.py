@@ -8,6 +8,7 @@ import pytest
 
 from reknit.comm.base import Group, SoloGroup
 from reknit.comm.tree.threads import thread_groups
+from reknit.engine.messages import Assignment, RankClaims
 from reknit.engine.saving.coordinator import Coordinator
 from reknit.engine.saving.copies import EQUAL
 from reknit.engine.saving.job import SaveJob
@@ -90,7 +91,8 @@ def test_after_an_error_the_root_gives_up_and_no_file_is_left() -> None:
     def run() -> None:
         with commit_turn(job_of(storage, SoloGroup()), cast("Any", root), OTHER) as commit:
             commit.written.append(write_bytes(storage, "m/00000.01234567.safetensors", b"x"))
-            commit.commit(["m"], b"", None, (), EQUAL)
+            said = RankClaims("", None, b"", None, [])
+            commit.commit(said, Assignment(OTHER, b"", b"", []), EQUAL, ["m"], None)
 
     with pytest.raises(CommitError, match="do not make a whole"):
         run()

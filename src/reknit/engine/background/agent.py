@@ -244,7 +244,7 @@ class Agent:
 
         def commit() -> None:
             try:
-                save.commit(group, self._coordinator, timeout_s)
+                save.commit(self._coordinator)
                 promoters = self._joined_once_more(group, timeout_s) if save.promotes else None
             except BaseException as error:  # of the second group, and later saves need this thread
                 save.not_promoted(error)

@@ -11,9 +11,8 @@ from reknit.engine import messages
 from reknit.engine.background import messages as say
 from reknit.engine.background.agent_job import open_store
 from reknit.engine.background.arena_image import ArenaImage
-from reknit.engine.saving.claims import blob_files, claims
+from reknit.engine.saving.claims import claims
 from reknit.engine.saving.copies import EQUAL, split
-from reknit.engine.saving.receipt import write_blobs
 from reknit.engine.saving.rounds import assign, assign_turn, commit_turn
 from reknit.engine.saving.write import Outgoing, discard, write_files
 from reknit.engine.stored.promote import close_quietly, promote_saved
@@ -183,10 +182,10 @@ class AgentSave:
 
     # Called by the thread that commits.
 
-    def commit(self, group: comm.Group, coordinator: Coordinator, timeout_s: float) -> None:
+    def commit(self, coordinator: Coordinator) -> None:
         """Go with all ranks through the rounds of this save, and tell the trainer how it ended."""
         try:
-            written, outcome = self._hold_rounds(group, coordinator, timeout_s)
+            written, outcome = self._hold_rounds(coordinator)
         except BaseException as error:  # Ctrl-C cannot come here, and a bug must reach the trainer too
             self.fail(typed(error))
             coordinator.give_up()
@@ -212,21 +211,17 @@ class AgentSave:
         if not self.promotes:
             self._end()
 
-    def _hold_rounds(
-        self, group: comm.Group, coordinator: Coordinator, timeout_s: float
-    ) -> tuple[list[Written], messages.CommitOutcome]:
+    def _hold_rounds(self, coordinator: Coordinator) -> tuple[list[Written], messages.CommitOutcome]:
         """Assign, and commit what was written; return that and the outcome."""
-        assigned = self._assign(group, coordinator, timeout_s)
+        assigned = self._assign(coordinator)
         with self._changed:
             self._may_write = True
             self._changed.notify_all()
         with commit_turn(self.job, coordinator, assigned.write_id) as commit:
             self._wait_written(commit)
             assert self.image is not None
-            said, planned = self.begin.claims, self.image.planned
-            blobs = blob_files([*said.blobs, *self._copies.blobs], assigned.blob_owners, group.rank)
-            places = write_blobs(self.job, blobs, said.write_id, commit.written)
-            commit.commit(planned.items, said.plan, planned.columns, places, self._copies)
+            planned = self.image.planned
+            commit.commit(self.begin.claims, assigned, self._copies, planned.items, planned.columns)
         return commit.written, commit.outcome
 
     def _keep_for_promotion(self, written: list[Written]) -> None:
@@ -237,17 +232,17 @@ class AgentSave:
         said = self.begin.claims
         self.begin.claims = messages.RankClaims(said.write_id, said.step, said.plan, None, [])
 
-    def _assign(self, group: comm.Group, coordinator: Coordinator, timeout_s: float) -> messages.Assignment:
+    def _assign(self, coordinator: Coordinator) -> messages.Assignment:
         """Hold the round in which all ranks' work is assigned, and tell the trainer of its part."""
-        begin, said, job = self.begin, self.begin.claims, self.job
+        said, job = self.begin.claims, self.job
         # Not the write id: a rank whose trainer never came to begin this save does not know it.
-        with assign_turn(group, timeout_s, subject=f"save {self.number}") as turn:
+        with assign_turn(job, subject=f"save {self.number}") as turn:
             if self.error is not None:
                 raise self.error
-            mine = claims(group.rank, said)
-            assigned = assign(turn, coordinator, None if begin.warm_up else job, mine)
+            mine = claims(job.group.rank, said)
+            assigned = assign(turn, coordinator, None if self.begin.warm_up else job, mine)
         try:
-            self._copies = split(said.copies, assigned.differing, group.rank, job.options.check_replicas)
+            self._copies = split(said.copies, assigned.differing, job.group.rank, job.options.check_replicas)
         except ReknitError as error:  # all ranks hear of it in the round to commit
             self.fail(error)
         self._channel.tell(say.Assigned(self.number, assigned.shard_owners))

@@ -49,11 +49,10 @@ class WarmUp(AgentSave):
             self._written = []
             self._changed.notify_all()
 
-    def _hold_rounds(
-        self, group: comm.Group, coordinator: Coordinator, timeout_s: float
-    ) -> tuple[list[Written], messages.CommitOutcome]:
+    def _hold_rounds(self, coordinator: Coordinator) -> tuple[list[Written], messages.CommitOutcome]:
         """Assign the work as a save would, and return when all ranks are ready."""
-        self._assign(group, coordinator, timeout_s)
+        self._assign(coordinator)
+        group, timeout_s = self.job.group, self.job.options.timeout_s
         with comm.turn(group, ROUND, timeout_s, merge=b"".join, subject=f"save {self.number}") as turn:
             self.wait_ready()
             turn.arrive()

@@ -7,15 +7,16 @@ from typing import TYPE_CHECKING
 
 from reknit.comm import base as comm
 from reknit.engine import messages
+from reknit.engine.saving.claims import blob_files
 from reknit.engine.saving.commit import clear_own_host, is_committed
 from reknit.engine.saving.packing import merge_claims, merge_receipts
-from reknit.engine.saving.receipt import receipt
+from reknit.engine.saving.receipt import receipt, write_blobs
 from reknit.engine.saving.write import Written, discard
 from reknit.errors import CommError, ReknitError
 from reknit.format import paths
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping, Sequence
+    from collections.abc import Iterator, Sequence
 
     from reknit.engine.saving.coordinator import Coordinator
     from reknit.engine.saving.copies import CopySplit
@@ -28,9 +29,9 @@ _BEFORE_RECEIPT = frozenset({"plan", "stage", "digest", "write"})
 """Phases of a rank's own writing; an error signed with one of them is no lost answer."""
 
 
-def assign_turn(group: comm.Group, timeout_s: float, *, subject: str = "") -> comm.Turn:
+def assign_turn(job: SaveJob, *, subject: str = "") -> comm.Turn:
     """Return the `with` block in which a rank makes its `claims` and passes them to `assign`."""
-    return comm.turn(group, ASSIGN, timeout_s, merge=merge_claims, subject=subject)
+    return comm.turn(job.group, ASSIGN, job.options.timeout_s, merge=merge_claims, subject=subject)
 
 
 def assign(
@@ -44,7 +45,7 @@ def assign(
 class CommitTurn:
     """The files that this rank wrote, and its part in the round to commit; see `commit_turn`.
 
-    Whoever writes adds each file to `written` as soon as storage has it.
+    Whoever writes data files adds each to `written` as soon as storage has it; values are written last.
     """
 
     def __init__(self, job: SaveJob, coordinator: Coordinator, write_id: str) -> None:
@@ -60,14 +61,16 @@ class CommitTurn:
 
     def commit(
         self,
-        items: Sequence[str],
-        plan: bytes,
-        columns: messages.ArrayColumns | None,
-        places: Sequence[Mapping[str, int]],
+        said: messages.RankClaims,
+        assigned: messages.Assignment,
         copies: CopySplit,
+        items: Sequence[str],
+        columns: messages.ArrayColumns | None,
     ) -> None:
-        """Send the `receipt` for all that is `written`, and keep the outcome."""
-        mine = receipt(self.job, items, self.written, plan, columns, places, copies)
+        """Write the values of this rank, send the `receipt` for all `written`, and keep the outcome."""
+        blobs = blob_files([*said.blobs, *copies.blobs], assigned.blob_owners, self.job.group.rank)
+        places = write_blobs(self.job, blobs, self.write_id, self.written)
+        mine = receipt(self.job, items, self.written, said.plan, columns, places, copies)
         self.sent = True
         answer = self.turn.exchange(mine, lambda requests: self._coordinator.commit(self.job, requests))
         self.outcome = messages.decode(answer, messages.CommitOutcome)

@@ -7,11 +7,10 @@ from typing import TYPE_CHECKING
 from reknit.engine import messages
 from reknit.engine.memory.elements import all_bits
 from reknit.engine.report import SaveReport
-from reknit.engine.saving.claims import blob_files, claims, encode_holdings
+from reknit.engine.saving.claims import claims, encode_holdings
 from reknit.engine.saving.coordinator import Coordinator
 from reknit.engine.saving.copies import choose, split
 from reknit.engine.saving.file_layout import outline
-from reknit.engine.saving.receipt import write_blobs
 from reknit.engine.saving.rounds import assign, assign_turn, commit_turn
 from reknit.engine.saving.tuning import Tuner
 from reknit.engine.saving.write import PIECE_NBYTES, Outgoing, staged, write_files
@@ -34,7 +33,7 @@ def save(job: SaveJob) -> tuple[SaveReport, list[Written]]:
     coordinator, clock = Coordinator(), Stopwatch()
     with clock.lap(), progress(recorder, start_thread, wanted=options.progress):
         try:
-            with recorder.phase("assign"), assign_turn(job.group, options.timeout_s) as turn:
+            with recorder.phase("assign"), assign_turn(job) as turn:
                 # 1 what does this rank hold (local)
                 with recorder.phase("collect"):
                     encoded = encode_holdings(job.collect(), options)
@@ -55,8 +54,6 @@ def save(job: SaveJob) -> tuple[SaveReport, list[Written]]:
                     outlined = outline(holdings, rank, options.max_file_nbytes)
                     images = outlined.images(assigned.write_id, sources)
                 # 4 stage, digest and write
-                blobs = blob_files([*encoded.blobs, *differing.blobs], assigned.blob_owners, rank)
-                places = write_blobs(job, blobs, assigned.write_id, commit.written)
                 commit.written += write_files(
                     job.storage,
                     [Outgoing(image.path, image.nbytes) for image in images],
@@ -66,8 +63,8 @@ def save(job: SaveJob) -> tuple[SaveReport, list[Written]]:
                     phase="stage",
                     budget_nbytes=options.inflight_nbytes,
                 )
-                # 5 receipts up; the root commits; the outcome comes down (one round)
-                commit.commit(holdings.items, b"", outlined.columns, places, differing)
+                # 5 write values; receipts up; the root commits; the outcome comes down (one round)
+                commit.commit(mine, assigned, differing, holdings.items, outlined.columns)
         except BaseException:
             coordinator.give_up()  # or the root's marker would be there until the next save
             raise
