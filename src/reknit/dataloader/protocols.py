@@ -43,10 +43,10 @@ class ShardOwned(Protocol):
         """Return the shards that this rank saves, as of the last item that was consumed."""
 
     def choose_shards(self, replicated: Any, saved: Sequence[LoaderShard]) -> Sequence[LoaderShard]:
-        """Return those of the saved shards (all of them, without values) that this rank goes on with.
+        """Return those of the saved shards (all of them, without values) with which this rank continues.
 
         Every rank computes this alone, and together they take every shard (`dataloader.reshard`).  Changes
-        nothing.  Raises `StateError` for what cannot be taken up.
+        nothing.  Raises `StateError` for shards that it cannot continue.
         """
 
     def load_shards(self, replicated: Any, shards: Sequence[LoaderShard]) -> None:

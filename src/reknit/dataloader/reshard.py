@@ -1,4 +1,4 @@
-"""Which reader goes on with which source?  Pure: every rank computes the same from the same table.
+"""Which reader continues which source?  Pure: every rank computes the same from the same table.
 
 A source is never split, so the order of its items is kept whatever happens to the layout.  Where the number
 of ranks and of workers is what it was, every shard goes back to the reader that it came from.  Otherwise all

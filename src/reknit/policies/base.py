@@ -20,10 +20,10 @@ MINUTE_S, HOUR_S, DAY_S = 60.0, 3600.0, 86400.0
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Facts:
-    """What only one rank can say for all: `seconds` since the last save, or since the run began, and more.
+    """Facts that rank 0 measures for all: `seconds` since the last save, or since the run began, and more.
 
-    `busy`: an earlier save is still being written.  `preempted`: some rank was told that it will end soon.
-    `stall_s` is how long the last save held up training, and `write_s` how long it took in all; None before.
+    `busy`: an earlier save is still being written.  `preempted`: some rank will end soon.
+    `stall_s`: how long the last save blocked training.  `write_s`: how long it took in all; None before.
     """
 
     seconds: float

@@ -59,7 +59,7 @@ class OnPreemption(SavePolicy):
     file: str | PathLike[str] | None
 
     def due(self, moment: Moment) -> bool | None:
-        """Tell whether a rank was told that it will end."""
+        """Return whether a rank was preempted."""
         return None if moment.facts is None else moment.facts.preempted
 
 
@@ -92,11 +92,11 @@ def auto(*, overhead: float | None = None, mttf_hours: float | None = None) -> P
 
 
 def on_preemption(*signals: signal.Signals | int, file: str | PathLike[str] | None = None) -> Policy:
-    """Save at the next step once any rank is told that it will end soon.
+    """Save at the next step after any rank was preempted.
 
     That is by one of `signals` (SIGTERM where nothing is given; ``SIGUSR1`` for Slurm's
-    ``--signal=USR1@120``), or by a `file` that comes into being.  The handler only takes note, and calls the
-    handler that was there before (but for Python's own of Ctrl-C).  Leave the loop when
+    ``--signal=USR1@120``), or by a `file` that appears.  The handler only sets a flag, and calls the previous
+    handler (except Python's own for Ctrl-C).  Leave the loop when
     `Checkpointer.preempted` is true, and close the checkpointer: that waits for the save.
     """
     try:

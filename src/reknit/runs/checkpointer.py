@@ -98,7 +98,7 @@ class Checkpointer:
 
     @property
     def preempted(self) -> str | None:
-        """What told a rank that it will end soon, see `on_preemption`; the same on all ranks."""
+        """Why a rank will end soon, see `on_preemption`; None if none will.  The same on all ranks."""
         return None if self._agreement is None else self._agreement.preempted
 
     def should_save(self, step: int) -> bool:
@@ -151,11 +151,11 @@ class Checkpointer:
         return pending
 
     def resume(self, state: Mapping[str, Any]) -> int:
-        """Fill `state` from the newest step that is whole, and return the step to go on with.
+        """Load the newest complete step into `state`, and return the next step.
 
-        That is the one after the step that was loaded, or 0 where nothing was saved yet; the log says which.
-        A step that is damaged is passed over, and the log says why.  Where all are, it is `CorruptError`: to
-        start from nothing is never the answer to damage.  Other errors, such as `MismatchError`, are raised.
+        That is the loaded step plus one, or 0 if nothing has been saved yet; the log says which.  Damaged
+        steps are skipped, and the log says why.  If all steps are damaged, this raises `CorruptError` rather
+        than start from step 0.  Other errors, such as `MismatchError`, are raised.
 
         The saves of this run are waited for.  So are agents of an earlier run that are at work on the host of
         rank 0, up to five minutes; what that run has begun and nobody finished can never commit afterwards.

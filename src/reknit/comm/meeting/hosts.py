@@ -113,7 +113,7 @@ class _Gathering:
         return -1
 
     def _entries(self, run: str) -> list[RankEntry]:
-        """Return what all ranks have told, once they have.  Raises `ProtocolError` where sizes differ."""
+        """Return what all ranks have published, when all have.  Raises `ProtocolError` where sizes differ."""
         keys = [host_key(self._job, run, rank) for rank in range(1, self._size)]
         here = [decoded(value, RankEntry) for value in (self._here, *self._gathered(keys, run))]
         wrong = [rank for rank, theirs in enumerate(here) if theirs.size != self._size]

@@ -179,7 +179,7 @@ class RoundMachine:
     # Inputs from anywhere.
 
     def break_off(self, error: ReknitError, now: float, origin: int | None = None) -> list[Effect]:
-        """Fail every round from now on, since a rank is gone or closed; `origin` told so, and is not told."""
+        """Fail every round from now on, since a rank is gone or closed; `origin` reported it."""
         if self.broken is not None:
             return []
         self.broken = error

@@ -23,19 +23,18 @@ _VARIABLE = re.compile(r"\$\{([^${}]+)\}")
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class HdfsOptions:
-    """How an HDFS is used; each may stand in the URL, after a question mark.
+    """Options of an HDFS; each can be set in the URL, after a question mark.
 
-    `part_nbytes` (in a URL ``part_mib``): bytes of one sub-file; files of at most one part are written as
-    they are.  `block_nbytes` (``block_mib``): HDFS block size of new files, no smaller than a part.
-    `concurrency`: sub-files of one file that are on their way at once, and ranges of one read.
-    `replication`: copies of each block, None for what the cluster does by itself.  `timeout_s`: the longest
-    that one request, or one piece of 4 MiB, may take.  `tries`: how often a sub-file is written, under a new
-    name each time, until it is given up.
+    `part_nbytes` (in a URL ``part_mib``): size of one sub-file; files of at most one part are written
+    directly.  `block_nbytes` (``block_mib``): HDFS block size of new files, at least a part.  `concurrency`:
+    sub-files of one file in flight at once, and ranges of one read.  `replication`: copies of each block,
+    None for the cluster's default.  `timeout_s`: longest time for one request, or for one piece of 4 MiB.
+    `tries`: how often a sub-file is written before the write fails, each time under a new name.
 
-    `concat`: how sub-files become one file: ``"rpc"`` asks the NameNode, ``"webhdfs"`` a web server, at the
-    address `webhdfs`; ``"none"`` does without and writes each file in one stream, so that nothing can be
-    repeated.  ``"auto"``: over the web where `webhdfs` is given, else by RPC where the cluster authenticates
-    nobody, else not at all.  `principal`, `keytab`: for Kerberos, where there is no ticket cache.
+    `concat`: how sub-files are joined: ``"rpc"`` asks the NameNode, ``"webhdfs"`` a web server at the address
+    `webhdfs`; ``"none"`` writes each file as one stream, of which nothing can be repeated.  ``"auto"``:
+    ``"webhdfs"`` if `webhdfs` is set, else ``"rpc"`` if the cluster has no authentication, else ``"none"``.
+    `principal`, `keytab`: for Kerberos without a ticket cache.
     """
 
     part_nbytes: int = 32 * MIB

@@ -51,7 +51,7 @@ class Requests(Protocol):
         """Say on what kind of disks the blocks of a file or folder belong, such as ``"COLD"``."""
 
     def nodes_of(self, path: str, url: str) -> list[DataNode]:
-        """Return the DataNodes of a file's last block, also of one being written; none if it is not told."""
+        """Return the DataNodes of a file's last block, also of one being written; empty if none is named."""
 
     def place(self, path: str, avoided: Sequence[DataNode], url: str) -> None:
         """Have the first block of a file, of which nothing is written yet, given to other DataNodes."""
@@ -62,7 +62,7 @@ class Requests(Protocol):
 
 @dataclass(frozen=True)
 class DataNode:
-    """A DataNode; `told` is all that the NameNode says of it."""
+    """A DataNode; `told` is its whole description by the NameNode."""
 
     key: str
     address: tuple[str, int]

@@ -38,18 +38,17 @@ _BACKOFF: Any = {
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ObjectOptions:
-    """How an object store is used; each may stand in the URL, after a question mark.
+    """Options of an object store; each can be set in the URL, after a question mark.
 
-    `conditional`: what to do with an endpoint that lets a second conditional create through, or knows none:
-    ``"refuse"`` to commit there, or ``"lock"`` it with an object.  `part_nbytes` (in a URL ``part_mib``):
-    bytes of one part of a multipart upload, and of one request to read; files of at most one part go up in
-    one request.  Larger where a file would have more than 10,000 parts.  `concurrency`: parts of one file
-    that are on their way at once.  `timeout_s`: the longest that one request may take, None for what a part
-    needs at 128 KiB/s, and 30 seconds.  `retries`: how often the client repeats a request of an upload that
-    failed, within three minutes; others at most four times, and then it is up to `retry_s`.  `endpoint`,
-    `region`: as in the environment variables of the same meaning, which they go before.  `unsigned`: S3
-    requests are signed without their bodies, which halves the work; what is stored is checked against digests
-    in any case.
+    `conditional`: what to do with an endpoint without conditional writes: ``"refuse"`` to commit there, or
+    ``"lock"`` with an object.  `part_nbytes` (in a URL ``part_mib``): size of one part of a multipart upload
+    and of one read request.  Files of at most one part are uploaded in one request; parts are larger where a
+    file would have more than 10,000.  `concurrency`: parts of one file in flight at once.  `timeout_s`:
+    longest time for one request; None for 30 seconds plus the time of a part at 128 KiB/s.  `retries`: how
+    often the client repeats a failed request of an upload, within three minutes.  It repeats other requests
+    at most four times; after that, `retry_s` applies.  `endpoint`, `region`: override the environment
+    variables of the same meaning.  `unsigned`: sign S3 requests without their bodies, which halves the
+    processor time; digests check the stored bytes in any case.
     """
 
     conditional: Fallback = "refuse"
@@ -108,8 +107,8 @@ def parse_url(url: str) -> tuple[Bucket, ObjectOptions]:
 def connect(place: Bucket, options: ObjectOptions, *, uploading: bool = False) -> Client:
     """Return the client of a bucket.  Nothing is sent yet.
 
-    One for `uploading` repeats a request as often as the options say, since nobody else can repeat a part of
-    an upload.  Another leaves most of that to those who use it, and can tell that they wait.
+    A client for `uploading` repeats requests as often as the options say, because its callers cannot repeat a
+    part of an upload.  Other clients leave most retries to their callers, which can log that they wait.
 
     Endpoint, account and credentials are what the client finds in the environment (AWS_*, GOOGLE_*,
     AZURE_*), or gets from the machine it runs on.  Raises `UsageError` for what it cannot make sense of.

@@ -60,10 +60,10 @@ class RetryPolicy:
 
 
 def with_retries(*, resumes: bool) -> Callable[[Factory], Factory]:
-    """Decorate the factory of a remote store, so that what it opens is a `RetryingStorage`.
+    """Decorate the factory of a remote store, so that it returns a `RetryingStorage`.
 
-    Its URLs get the option `retry_s`, the `RetryPolicy.deadline_s`, which the factory does not see; 0 leaves
-    the store as it is.
+    Its URLs accept the option `retry_s`, the `RetryPolicy.deadline_s`, which the factory does not see; 0
+    turns retries off.
     """
 
     def decorate(factory: Factory) -> Factory:
