@@ -224,79 +224,16 @@ def test_a_lease_that_is_released_twice_does_not_free_the_next_one() -> None:
         assert arenas.acquire(40 * MIB, 0) is None
 
 
-def test_warm_makes_the_second_arena_once_and_the_next_save_takes_it() -> None:
-    with arenas_of(64 * MIB) as arenas:
-        before = Held()
-        arenas.warm()
-        assert before.new_nbytes() == 0, "before the first save nobody knows how large"
-        first = acquire(arenas, 8 * MIB)
-        arenas.warm()
-        arenas.warm()
-        assert before.new_nbytes() == 16 * MIB
-        second = acquire(arenas, 8 * MIB)
-        assert before.new_nbytes() == 16 * MIB
-        assert (second.number, second.fresh) == (2, True)
-        arenas.release(first)
-        arenas.release(second)
-        arenas.warm()
-        assert before.new_nbytes() == 16 * MIB
-
-
-def test_warm_makes_nothing_where_only_one_arena_fits() -> None:
-    with arenas_of(64 * MIB) as arenas:
-        before = Held()
-        arenas.release(acquire(arenas, 40 * MIB))
-        arenas.warm()
-        assert before.new_nbytes() == 40 * MIB
-
-
-def test_warm_replaces_a_free_arena_that_saves_have_outgrown() -> None:
-    with arenas_of(64 * MIB) as arenas:
-        small, other = acquire(arenas, 2 * MIB), acquire(arenas, 2 * MIB)
-        arenas.release(small)
-        large = acquire(arenas, 8 * MIB)
-        arenas.release(other)
-        arenas.warm()
-        second = acquire(arenas, 8 * MIB)
-        assert (large.dropped, second.dropped, second.fresh) == ((1,), (2,), True)
-        assert second.nbytes == 8 * MIB
-
-
-def test_a_number_that_was_never_lent_is_not_told_as_dropped() -> None:
-    with arenas_of(64 * MIB) as arenas:
-        arenas.release(acquire(arenas, 2 * MIB))
-        arenas.warm()
-        assert acquire(arenas, 8 * MIB).dropped == (1,)
-
-
-def test_a_save_waits_for_an_arena_in_the_making_even_if_it_will_not_wait_for_a_lent_one(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    with arenas_of(64 * MIB) as arenas:
-        acquire(arenas, 8 * MIB)
-        gate = Gate(monkeypatch)
-        warming = in_thread(arenas.warm)
-        assert gate.reached.wait(60)
-        found: list[Lease | None] = []
-        waiter = in_thread(lambda: found.append(arenas.acquire(8 * MIB, 0)))
-        waiter.join(0.1)
-        assert not found
-        gate.opened.set()
-        waiter.join(60)
-        warming.join(60)
-        assert [lease.number for lease in found if lease] == [2]
-
-
 def test_an_arena_is_released_while_another_is_in_the_making(monkeypatch: pytest.MonkeyPatch) -> None:
     with arenas_of(64 * MIB) as arenas:
         first = acquire(arenas, 8 * MIB)
         gate = Gate(monkeypatch)
-        warming = in_thread(arenas.warm)
+        making = in_thread(lambda: acquire(arenas, 8 * MIB))
         assert gate.reached.wait(60)
         arenas.release(first)
         assert acquire(arenas, 8 * MIB).arena is first.arena
         gate.opened.set()
-        warming.join(60)
+        making.join(60)
 
 
 def test_close_frees_what_is_free_at_once_and_the_rest_when_it_is_released() -> None:
@@ -310,7 +247,6 @@ def test_close_frees_what_is_free_at_once_and_the_rest_when_it_is_released() -> 
     assert (kept.arena.bytes == 6).all()
     with pytest.raises(UsageError, match="closed"):
         arenas.acquire(1, 0)
-    arenas.warm()
     arenas.release(kept)
     arenas.close()
     assert before.nothing_is_left()
@@ -339,13 +275,19 @@ def test_close_ends_a_wait() -> None:
 def test_an_arena_that_was_in_the_making_at_close_is_closed(monkeypatch: pytest.MonkeyPatch) -> None:
     before = Held()
     arenas = Arenas(64 * MIB)
-    arenas.release(acquire(arenas, 8 * MIB))
-    gate = Gate(monkeypatch)
-    warming = in_thread(arenas.warm)
+    gate, refused = Gate(monkeypatch), threading.Event()
+
+    def make() -> None:
+        with pytest.raises(UsageError, match="closed"):
+            arenas.acquire(8 * MIB, 0)
+        refused.set()
+
+    making = in_thread(make)
     assert gate.reached.wait(60)
     arenas.close()
     gate.opened.set()
-    warming.join(60)
+    making.join(60)
+    assert refused.is_set()
     assert before.nothing_is_left()
 
 
@@ -371,7 +313,6 @@ def test_two_hundred_saves_leave_descriptors_memory_and_names_as_they_were() -> 
         for k in range(200):
             arenas.release(lent.pop(0))
             lent.append(acquire(arenas, (k % 4 + 1) * MIB))
-            arenas.warm()
         assert before.nothing_is_left()
         assert shared_memory() <= names
 
@@ -387,8 +328,6 @@ def test_saves_of_changing_sizes_from_several_threads_all_get_memory_of_their_ow
                     failures.append(lease)
                     return
                 lease.arena.bytes[:4096] = mark
-                if k % 8 == 0:
-                    arenas.warm()
                 if (lease.arena.bytes[:4096] != mark).any():
                     failures.append(lease)
                 arenas.release(lease)
@@ -433,10 +372,6 @@ class Machine(RuleBasedStateMachine):
     def release(self, last: bool) -> None:
         self.arenas.release(self.lent.pop(-1 if last else 0))
 
-    @rule()
-    def warm(self) -> None:
-        self.arenas.warm()
-
     @invariant()
     def within_the_budget(self) -> None:
         assert self.before.new_nbytes() <= self.BUDGET
@@ -465,7 +400,6 @@ def test_memory_that_cannot_be_had_halves_the_arena_and_is_told_once(
         again = acquire(arenas, 13 * SPAN_NBYTES)
         assert again.arena is lease.arena, "the same size is not tried again"
         arenas.release(again)
-        arenas.warm()
     assert [record.getMessage() for record in caplog.records] == [
         f"only {3 * SPAN_NBYTES} of {13 * SPAN_NBYTES} bytes of host memory could be had: saves are streamed "
         "through it, or wait for one another, and block longer"
@@ -484,15 +418,12 @@ def test_less_than_two_spans_is_not_settled_for(monkeypatch: pytest.MonkeyPatch)
     assert len(open_files() - fds) == 2, "the lease is the only arena"
 
 
-@pytest.mark.parametrize("warm", [True, False])
 def test_where_memory_is_too_short_for_a_second_arena_saves_wait_for_the_first(
-    warm: bool, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     with arenas_of(1 << 40) as arenas, caplog.at_level(logging.WARNING, "reknit"):
         first = acquire(arenas, 8 * MIB)
         limit_memory(monkeypatch, lambda: 0)
-        if warm:
-            arenas.warm()
         assert arenas.acquire(8 * MIB, 0) is None
         arenas.release(first)
         again = acquire(arenas, 8 * MIB)
@@ -500,16 +431,6 @@ def test_where_memory_is_too_short_for_a_second_arena_saves_wait_for_the_first(
         arenas.release(again)
     assert len(caplog.records) == 1
     assert caplog.records[0].getMessage().startswith(f"only {8 * MIB} of {16 * MIB} bytes")
-
-
-def test_warm_without_any_memory_leaves_the_error_to_the_next_save(monkeypatch: pytest.MonkeyPatch) -> None:
-    with arenas_of(1 << 40) as arenas:
-        limit_memory(monkeypatch, lambda: 0)
-        with pytest.raises(MemoryError):
-            arenas.acquire(8 * MIB, 0)
-        arenas.warm()
-        with pytest.raises(MemoryError):
-            arenas.acquire(8 * MIB, 0)
 
 
 def test_a_limit_of_the_system_makes_arenas_smaller() -> None:

@@ -136,7 +136,7 @@ def test_a_save_is_not_visible_before_it_is_committed_and_tells_when_it_is() -> 
     assert (report.step, report.num_files, report.streamed) == (4, 1, False)
     assert report.total_nbytes > report.nbytes > 320_000
     assert report.blocked_s > 0
-    assert {"collect", "assign", "plan", "stage", "digest", "write", "commit"} <= {
+    assert {"collect", "plan", "stage", "digest", "write", "commit"} <= {
         record.phase for record in report.phases
     }
     assert reknit.verify("gated://slow", "data").ok

@@ -122,7 +122,7 @@ def test_the_first_save_after_it_plans_nothing_makes_no_memory_and_waits_for_no_
             pending = reknit.save("process://prepared/1", state, wait=False, group=group)
         others_may.set()
         assert "assign" not in phases(pending)
-        assert len(made) == sizes == 6
+        assert len(made) == sizes == 3
         told[group.rank] = seen
 
     run_ranks(3, rank)
@@ -151,14 +151,14 @@ def test_it_writes_nothing_and_keeps_nothing_of_the_state(tmp_path: Path) -> Non
 
 
 @pytest.mark.parametrize(
-    ("nbytes", "sizes"), [(10 * MIB, [12 * MIB] * 2), (40 * MIB, [42 * MIB]), (160 * MIB, [64 * MIB])]
+    ("nbytes", "sizes"), [(10 * MIB, [12 * MIB]), (40 * MIB, [42 * MIB]), (160 * MIB, [64 * MIB])]
 )
 def test_as_much_memory_is_made_as_the_budget_allows(made: list[int], nbytes: int, sizes: list[int]) -> None:
     options = reknit.SaveOptions(host_nbytes=64 * MIB)
     state = {"model": {"w": np.arange(nbytes, dtype=np.uint8)}}
     reknit.prepare("process://prepared", state, options=options)
     assert made == sizes
-    assert crew_of().arenas == set(range(1, len(sizes) + 1)), "the agent maps them already"
+    assert crew_of().arenas == {1}, "the agent maps it already"
     for k in range(2):
         report = reknit.save(f"process://prepared/{k}", state, wait=False, options=options).result(LIMIT_S)
         assert report.streamed is (nbytes > 64 * MIB)
@@ -172,11 +172,10 @@ def test_the_memory_is_there_before_the_save_writes_to_it() -> None:
     reknit.prepare("process://prepared", {"model": {"w": np.zeros(nbytes, np.uint8)}})
     arenas = background_of().arenas
     assert arenas is not None
-    for _ in range(2):
-        lease = arenas.acquire(nbytes, 0.0)
-        assert lease is not None
-        assert not lease.fresh
-        assert os.fstat(lease.arena.fd).st_blocks * 512 >= nbytes
+    lease = arenas.acquire(nbytes, 0.0)
+    assert lease is not None
+    assert not lease.fresh
+    assert os.fstat(lease.arena.fd).st_blocks * 512 >= nbytes
 
 
 def test_a_state_that_has_another_layout_at_the_save_is_planned_anew_in_larger_memory(
@@ -193,8 +192,7 @@ def test_a_state_that_has_another_layout_at_the_save_is_planned_anew_in_larger_m
         return [[phase for phase in names if phase == "assign"] for names in told]
 
     assert run_ranks(2, rank) == [[["assign"], [], [], [], []]] * 2
-    wait_until(lambda: len(made) == 8, LIMIT_S)
-    assert sorted(made) == [2 * MIB] * 4 + [10 * MIB] * 4
+    assert sorted(made) == [2 * MIB] * 2 + [10 * MIB] * 2
     with reknit.open("process://prepared/3") as checkpoint:
         assert checkpoint.read("model", "own.1")[-1] == 3
     assert reknit.verify("process://prepared/small", "data").ok
@@ -210,7 +208,7 @@ def test_an_optimizer_before_its_first_step_gets_its_plan_with_the_first_save() 
     model(torch.ones(1, 30)).sum().backward()
     optimizer.step()
     saves = [reknit.save(f"process://prepared/{k}", state, wait=False) for k in range(2)]
-    assert ["assign" in phases(save) for save in saves] == [True, False]
+    assert [phases(save).count("plan") for save in saves] == [2, 1]
     assert crew_of() is agents
 
 
@@ -225,7 +223,7 @@ def test_twice_is_as_good_as_once_before_and_after_saves(made: list[int]) -> Non
             )
 
     run_ranks(2, rank)
-    assert len(made) == 4
+    assert len(made) == 2
     assert reknit.verify("process://prepared/2", "data").ok
 
 
@@ -275,7 +273,7 @@ def test_options_that_change_the_layout_of_files_change_the_plan_and_others_do_n
     other = reknit.SaveOptions(threads=2, check_replicas="all", allow_pickle=True)
     for options, planned, files in ((other, False, 1), (many, True, 2), (many, False, 2)):
         save = reknit.save(f"process://prepared/{files}{planned}", state, wait=False, options=options)
-        assert ("assign" in phases(save)) is planned
+        assert phases(save).count("plan") == 1 + planned
         assert save.result().num_files == files
 
 
@@ -445,6 +443,7 @@ def test_agents_that_are_lost_while_it_goes_on_are_replaced(tmp_path: Path) -> N
     def rank(group: Group) -> list[str]:
         state = state_of(group.rank)
         odd = {**state, "odd": KillsItsAgent(group)} if group.rank == 1 else state
+        reknit.prepare(tmp_path, state, group=group)
         told = [outcome(lambda: reknit.prepare(tmp_path, odd, group=group))[0]]
         for k in range(4):
             save = reknit.save(tmp_path / str(k), state, step=k, wait=False, group=group)

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import ctypes
 import errno
 import mmap
 import os
+import sys
 import tempfile
 from contextlib import contextmanager, suppress
 from typing import TYPE_CHECKING
@@ -23,6 +25,12 @@ SHARED_FOLDER = "/dev/shm"
 
 # The longest that one call may keep other threads off the interpreter, or off this process's memory map.
 _CHUNK_NBYTES = 16 << 20
+
+_POPULATE_WRITE = 23  # MADV_POPULATE_WRITE of Linux, which `mmap` has no name for
+_madvise: Callable[[int, int, int], int] | None = None
+if sys.platform == "linux":
+    _madvise = ctypes.CDLL(None).madvise
+    _madvise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
 
 # What the kernel says when less memory might do.
 _TOO_LARGE = {errno.ENOMEM, errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EOVERFLOW}
@@ -113,19 +121,18 @@ class SharedMemory:
     def populate(self, start: int, nbytes: int) -> None:
         """Make the pages of a range exist, and map them in this process, so that writing to it never waits.
 
-        Contents stay as they are.  Other threads go on meanwhile: pages are allocated with `fallocate`, which
-        also turns exhausted memory into an error (a page fault would answer with a signal), and are then
-        mapped by reading one byte of each, for a shared page that was read can be written without a further
-        fault.  `madvise(MADV_POPULATE_WRITE)` is no faster, needs Linux 5.14, and keeps the interpreter's
-        lock when called through `mmap`.  Raises `MemoryError` when memory ends.
+        Contents stay as they are.  Other threads go on meanwhile: `ctypes` lets go of the interpreter's lock,
+        which `mmap.madvise` keeps.  Pages are allocated with `fallocate`, which turns exhausted memory into
+        an error (a page fault would answer with a signal).  Raises `MemoryError` when memory ends.
         """
-        end = min(start + nbytes, self.nbytes)
-        for at in range(start, end, _CHUNK_NBYTES):
+        end, address = min(start + nbytes, self.nbytes), self.bytes.ctypes.data
+        for at in range(start // mmap.PAGESIZE * mmap.PAGESIZE, end, _CHUNK_NBYTES):
             size = min(_CHUNK_NBYTES, end - at)
             with _memory_errors(self.nbytes):
                 _allocate(self.fd, at, size)
-            first = at // mmap.PAGESIZE * mmap.PAGESIZE
-            self.bytes[first : at + size : mmap.PAGESIZE].max()
+            if _madvise is None or _madvise(address + at, size, _POPULATE_WRITE):
+                # Linux before 5.14, or a sandbox: a shared page that was read is written without a fault.
+                self.bytes[at : at + size : mmap.PAGESIZE].max()
 
     def hold(self, release: Callable[[], None] | None) -> None:
         """Call `release` before the pages are given up: someone else, such as a driver, uses them, too."""

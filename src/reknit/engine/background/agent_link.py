@@ -96,6 +96,10 @@ class AgentLink:
     def ask(self, message: Message, timeout_s: float) -> say.Listening | say.Joined:
         """Send a message and return the answer.  Raises what kept the agent from giving one."""
         self.send(message)
+        return self.answer(timeout_s)
+
+    def answer(self, timeout_s: float) -> say.Listening | say.Joined:
+        """Return the answer to a message.  Raises what kept the agent from giving one."""
         deadline = Deadline(timeout_s)
         with self._answered:
             self._answered.wait_for(lambda: self._answers or self.gone, deadline.remaining())

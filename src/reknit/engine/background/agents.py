@@ -31,14 +31,48 @@ FORM_ROUND = "agents"
 
 @dataclass(slots=True)
 class Plan:
-    """An outline for holdings of one layout; `committed` once the root knows its chunks.
+    """An outline for holdings of one layout.
 
+    `assigned` once the root knows what this rank claims under it, `committed` once it knows the chunks.
     `chosen` is what is compared of the layout, by `SaveOptions.check_replicas`.
     """
 
     outline: Outline
+    assigned: bool = False
     committed: bool = False
     chosen: dict[str, Chosen] = field(default_factory=dict)
+
+
+class Starting:
+    """An agent that is being started: its process makes itself ready while this one goes on.
+
+    What keeps it from starting is raised by `link`, where the other ranks hear of it.
+    """
+
+    def __init__(self, group: comm.Group, options: SaveOptions, *, in_process: bool) -> None:
+        """Start an agent for this rank."""
+        self._link: AgentLink | None = None
+        self._error: BaseException | None = None
+        settings, low = dataclasses.asdict(where_of(group, options.comm)), options.priority == "low"
+        hosts, fan_out = group.topology.hosts.tolist(), group.topology.fan_out
+        generation = group.given if isinstance(group, comm.SoloGroup) else group.generation
+        try:
+            self._link = AgentLink(group.rank, in_process=in_process, send_timeout_s=options.timeout_s)
+            self._link.send(say.Join(FORM_ROUND, group.rank, hosts, fan_out, generation, settings, low))
+        except BaseException as error:  # Ctrl-C too: the other ranks would wait for this one
+            self._error = error
+
+    def link(self) -> AgentLink:
+        """Return the link to the agent.  Raises what kept it from starting."""
+        if self._error is not None:
+            raise self._error
+        assert self._link is not None
+        return self._link
+
+    def give_up(self) -> None:
+        """Let an agent that nobody will use end."""
+        if self._link is not None:
+            self._link.quit()
 
 
 class Agents:
@@ -59,24 +93,19 @@ class Agents:
 
     @classmethod
     def form(
-        cls, group: comm.Group, options: SaveOptions, number: Callable[[], int], *, in_process: bool
+        cls, group: comm.Group, options: SaveOptions, number: Callable[[], int], starting: Starting
     ) -> Agents:
-        """Start this rank's agent, and let it join those of all other ranks; every rank does so at once.
+        """Let this rank's agent join those of all other ranks; every rank does so at once.
 
         The agents' addresses go through a group of the trainers; after that trainers and agents are two
         groups that know nothing of each other.  `number` is that of the next save which this rank has not
         begun.  Raises `AgentError`, `CommError`.
         """
         connect_s = options.comm.connect_timeout_s
-        link: AgentLink | None = None
         try:
             with comm.turn(group, FORM_ROUND, options.timeout_s) as turn:
-                link = AgentLink(group.rank, in_process=in_process, send_timeout_s=options.timeout_s)
-                settings, low = dataclasses.asdict(where_of(group, options.comm)), options.priority == "low"
-                hosts, fan_out = group.topology.hosts.tolist(), group.topology.fan_out
-                generation = group.given if isinstance(group, comm.SoloGroup) else group.generation
-                join = say.Join(FORM_ROUND, group.rank, hosts, fan_out, generation, settings, low)
-                here = link.ask(join, connect_s)
+                link = starting.link()
+                here = link.answer(connect_s)
                 assert isinstance(here, say.Listening)
                 address = messages.ListenAddress(here.address, here.above, number())
                 place = messages.decode(turn.exchange(messages.encode(address), places), messages.TreeAddress)
@@ -84,8 +113,7 @@ class Agents:
                 link.ask(say.ConnectParent(place.above), 2 * connect_s)
                 turn.arrive()
         except BaseException:  # Ctrl-C too: an agent that nobody will use must not stay
-            if link is not None:
-                link.quit()
+            starting.give_up()
             raise
         return cls(link, group.size, place)
 
@@ -102,14 +130,17 @@ class Agents:
         plan = self._plans.get(key)
         return plan and keep_latest(self._plans, key, plan, PLANS_KEPT)
 
-    def keep(self, key: bytes, plan: Plan) -> None:
-        """Keep a new plan; the one that was not used for longest makes room."""
-        keep_latest(self._plans, key, plan, PLANS_KEPT)
+    def keep(self, key: bytes, plan: Plan) -> Plan:
+        """Keep a new plan, and return it; the one that was not used for longest makes room."""
+        return keep_latest(self._plans, key, plan, PLANS_KEPT)
 
     def _hear(self, message: Any) -> None:
         save = self.saves[message.number]
         if isinstance(message, say.Promoted):
             del self.saves[message.number]
+        elif isinstance(message, say.Assigned):
+            if (plan := self._plans.get(save.layout)) is not None:
+                plan.assigned = True
         elif isinstance(message, say.SaveDone):
             if message.error is not None or not save.promotes:
                 del self.saves[message.number]

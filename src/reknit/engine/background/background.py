@@ -9,7 +9,8 @@ import weakref
 from contextlib import suppress
 from typing import TYPE_CHECKING
 
-from reknit.engine.background.agents import Agents
+from reknit.engine.background.agents import Agents, Starting
+from reknit.engine.background.ahead import Ahead
 from reknit.engine.background.side_group import side_group
 from reknit.engine.background.stage_for_agent import stage_for_agent, warm_up
 from reknit.engine.memory.arena_pool import Arenas
@@ -27,7 +28,7 @@ if TYPE_CHECKING:
     from reknit.engine.background.trainer_save import TrainerSave
     from reknit.engine.saving.job import SaveJob
 
-    Story = Callable[[SaveJob, Agents, TrainerSave, Arenas], None]
+    Story = Callable[[Ahead, Agents, TrainerSave], None]
 
 logger = logging.getLogger("reknit")
 
@@ -110,24 +111,29 @@ class Background:
             self._waiting.add(number)
         self._exit_wait_s = max(self._exit_wait_s, options.exit_wait_s)
         self._options = options
+        if self.arenas is None:
+            self.arenas = Arenas(options.host_nbytes)
         save: TrainerSave | None = None
+        ahead = Ahead(self.arenas)
         try:
-            agents = self._formed(group, number)
+            starting = None if self.agents else Starting(group, options, in_process=self._in_process)
+            wrong = ahead.go(make, group.rank, in_full=starting is not None)
+            agents = self._formed(group, number, starting)
             save = agents.new_save(number, pending)
+            ahead.hand_over(save)
             with self._lock:
                 self._waiting.discard(number)
             self.wait_for(pending.path, options.timeout_s, but=agents)
             pending.place = pending.path, agents
-            job = make()
-            job.storage.close()  # the agent opens its own
-            if self.arenas is None:
-                self.arenas = Arenas(options.host_nbytes)
-            story(job, agents, save, self.arenas)
+            if wrong is not None:
+                raise wrong
+            story(ahead, agents, save)
         except BaseException as caught:  # whatever it is, the other ranks must hear of it
             error = shortage(caught) or caught
             if save is not None:
                 save.abandon(error, options.timeout_s)
             else:
+                ahead.release()
                 self._give_up(number)
             if pending.end(error) and pending.logged:
                 logger.error("save to %s failed: %s", pending.path, str(error) or type(error).__name__)
@@ -209,12 +215,16 @@ class Background:
                 "this process ends before its saves are committed, or promoted; its agent goes on with them"
             )
 
-    def _formed(self, group: Group, number: int) -> Agents:
-        """Return the agents that work on a save, started by all ranks together where there are none."""
-        if self.agents is None:
-            if self._side is None:
-                self._side = side_group(group, "trainers", self._options.comm, self._options.timeout_s)
-            self._install(Agents.form(group, self._options, lambda: number, in_process=self._in_process))
+    def _formed(self, group: Group, number: int, starting: Starting | None) -> Agents:
+        """Return the agents that work on a save; those that are `starting` join each other first."""
+        if starting is not None:
+            try:
+                if self._side is None:
+                    self._side = side_group(group, "trainers", self._options.comm, self._options.timeout_s)
+            except BaseException:
+                starting.give_up()
+                raise
+            self._install(Agents.form(group, self._options, lambda: number, starting))
         agents = self.agents
         assert agents is not None
         if agents.link.broken and not agents.link.ended_on_purpose:
@@ -251,7 +261,8 @@ class Background:
             assert self._side is not None
             lost.link.quit()
             try:
-                agents = Agents.form(self._side, self._options, self._next, in_process=self._in_process)
+                starting = Starting(self._side, self._options, in_process=self._in_process)
+                agents = Agents.form(self._side, self._options, self._next, starting)
             except Exception as error:  # whatever it is, saves wait for the outcome
                 logger.error("agents were lost, and new ones could not be started: %s", error)
                 with self._lock:

@@ -1,4 +1,4 @@
-"""The two alternating arenas of one rank: made once, pre-faulted, lent and reused."""
+"""The arenas of one rank: made when they are needed, pre-faulted, lent and reused."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ class Arenas:
 
     All arenas together never exceed the budget.  For a save of n bytes (rounded up to 2 MiB) there are
 
-    * two arenas of n bytes, where both fit in the budget;
+    * two arenas of n bytes, where both fit in the budget, the second from when a save finds the first lent;
     * else one of n bytes, and a save waits until the one before is written;
     * else one of the whole budget (rounded down to spans), which the save is streamed through as a ring.
 
@@ -83,7 +83,6 @@ class Arenas:
         self._changed = threading.Condition()
         self._slots: list[_Slot] = []
         self._last_number = 0
-        self._last_nbytes: int | None = None
         self._dropped: list[int] = []
         self._wanted: int | None = None  # what was planned when memory ended, until a warning has said so
         self._warned = False
@@ -92,8 +91,7 @@ class Arenas:
     def acquire(self, nbytes: int, timeout_s: float) -> Lease | None:
         """Borrow an arena for a save of `nbytes`, pre-faulted; None if none came free within `timeout_s`.
 
-        An arena that is being made, here or in `warm`, is waited for however long that takes; the timeout is
-        for those that are lent, and may be 0.  The lease's `nbytes` may be less than was asked for.  Raises
+        The timeout may be 0.  The lease's `nbytes` may be less than was asked for.  Raises
         `MemoryError` when not even the smallest arena can be had, `UsageError` after `close`.
         """
         deadline = Deadline(timeout_s)
@@ -116,19 +114,6 @@ class Arenas:
             slot.lease = None
             unwanted = self._take_unwanted()
         _dispose(unwanted)
-
-    def warm(self) -> None:
-        """Make and pre-fault the arena that the next save will need while the last one still has its own.
-
-        For a thread that has nothing better to do; returns at once if there is nothing to make.
-        """
-        with self._changed:
-            if self._closed or self._last_nbytes is None:
-                return
-            want = self._capacity(self._last_nbytes)
-            slot = self._reserve(want, [slot for slot in self._slots if slot.nbytes >= want])
-        if slot is not None:
-            self._make(slot)  # if there is no memory at all, the next `acquire` meets that again and raises
 
     def close(self) -> None:
         """Close the free arenas now, and the others as they are released; waiting calls raise."""
@@ -170,23 +155,19 @@ class Arenas:
         while True:
             if self._closed:
                 raise UsageError("these arenas are closed")
-            self._last_nbytes = nbytes
             want = self._capacity(nbytes)
             free = [slot for slot in self._slots if slot.arena is not None and slot.lease is None]
             if fitting := [slot for slot in free if slot.nbytes >= want]:
                 return min(fitting, key=lambda slot: slot.nbytes)  # the larger may be needed for another
-            if slot := self._reserve(want, []):
+            if slot := self._reserve(want):
                 return slot
-            making = any(slot.arena is None for slot in self._slots)
-            if not making and deadline.passed():
+            if deadline.passed():
                 return None
-            self._changed.wait(None if making else deadline.remaining())
+            self._changed.wait(deadline.remaining())
 
-    def _reserve(self, want: int, wanted: list[_Slot]) -> _Slot | None:
-        """Return a new slot in place of the free ones that are not `wanted`, if there is room for it."""
-        kept = [
-            slot for slot in self._slots if slot.arena is None or slot.lease is not None or slot in wanted
-        ]
+    def _reserve(self, want: int) -> _Slot | None:
+        """Return a new slot in place of the free ones, which are too small, if there is room for it."""
+        kept = [slot for slot in self._slots if slot.arena is None or slot.lease is not None]
         if len(kept) >= self._most or sum(slot.nbytes for slot in kept) + want > self._limit():
             return None
         gone = [slot for slot in self._slots if slot not in kept]

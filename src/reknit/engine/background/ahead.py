@@ -1,0 +1,98 @@
+"""What a rank makes ready for a background save on its own; beside the start of its agent, if that is new."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from reknit.engine.background.agents import Plan
+from reknit.engine.memory.arena import image_nbytes
+from reknit.engine.saving.claims import encode_holdings
+from reknit.engine.saving.file_layout import layout_digest, outline
+from reknit.errors import DeadlineError, SkippedError
+from reknit.monitor.phase import Stopwatch, monotonic
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from reknit.engine.background.trainer_save import TrainerSave
+    from reknit.engine.memory.arena_pool import Arenas, Lease
+    from reknit.engine.saving.claims import EncodedHoldings
+    from reknit.engine.saving.job import SaveJob
+
+
+class Ahead:
+    """The job of a save and what it holds; its plan and its memory, once they are there."""
+
+    job: SaveJob
+    encoded: EncodedHoldings
+    key: bytes
+    """The `layout_digest` of what is held."""
+
+    def __init__(self, arenas: Arenas) -> None:
+        """Use `go`."""
+        self.arenas = arenas
+        self.begun = monotonic()
+        self.plan: Plan | None = None
+        self.lease: Lease | None = None
+        self._waited_s = 0.0
+
+    def go(self, make: Callable[[], SaveJob], rank: int, *, in_full: bool) -> BaseException | None:
+        """Collect what the job of `make` holds; with `in_full` plan it and get its memory, too.
+
+        Both of these need no other rank, unless there are shards of which no framework knows who holds them.
+        What goes wrong is returned, for the other ranks hear of it by the agents, which may not be there yet.
+        """
+        try:
+            self.job = job = make()
+            job.storage.close()  # the agent opens its own
+            with job.recorder.phase("collect"):
+                self.encoded = encode_holdings(job.collect(), job.options)
+                self.key = layout_digest(self.encoded.holdings, job.options.max_file_nbytes)
+            if in_full and not self.encoded.guessed:
+                nbytes = plan_nbytes(self.plan_alone(rank))
+                if nbytes:
+                    self.acquire(nbytes)
+        except BaseException as error:  # Ctrl-C too
+            return error
+        return None
+
+    def plan_alone(self, rank: int) -> Plan:
+        """Return the plan of holdings that all have their replicas."""
+        if self.plan is None:
+            with self.job.recorder.phase("plan"):
+                self.plan = Plan(outline(self.encoded.holdings, rank, self.job.options.max_file_nbytes))
+        return self.plan
+
+    def acquire(self, nbytes: int) -> Lease:
+        """Return an arena of so many bytes, waiting for one as the options say."""
+        if self.lease is not None:
+            return self.lease
+        options, clock = self.job.options, Stopwatch()
+        skip = options.when_busy == "skip"
+        with self.job.recorder.phase("back_pressure"), clock.lap():
+            self.lease = self.arenas.acquire(nbytes, 0.0 if skip else options.timeout_s)
+            if self.lease is None and skip:
+                raise SkippedError(
+                    "earlier saves are still being written, and this one was skipped",
+                    remedy="save less often, or wait for them with when_busy='wait'",
+                )
+            if self.lease is None:
+                raise DeadlineError(f"earlier saves gave no host memory free within {options.timeout_s:g} s")
+        self._waited_s = clock.seconds
+        return self.lease
+
+    def hand_over(self, save: TrainerSave) -> None:
+        """Let a save have the arena, if there is one; the save gives it back."""
+        if self.lease is not None:
+            save.waited_s = self._waited_s
+            save.take(self.arenas, self.lease)
+
+    def release(self) -> None:
+        """Give the arena back, if there is one."""
+        if self.lease is not None:
+            self.arenas.release(self.lease)
+
+
+def plan_nbytes(plan: Plan) -> int:
+    """Return how many bytes of an arena hold the files of a plan."""
+    return image_nbytes([file.nbytes for file in plan.outline.files])
