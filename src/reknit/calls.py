@@ -17,6 +17,7 @@ from reknit.comm import base as comm
 from reknit.engine.background.background import Background
 from reknit.engine.outcome import SaveOutcome
 from reknit.engine.saving import save as save_story
+from reknit.engine.saving.reuse import Committed
 from reknit.engine.saving.rounds import ASSIGN
 from reknit.engine.stored.promote import promote_saved
 from reknit.errors import ReknitError
@@ -39,6 +40,9 @@ logger = logging.getLogger("reknit")
 backgrounds: weakref.WeakKeyDictionary[Group, dict[bool, Background]] = weakref.WeakKeyDictionary()
 """The background saves of each group: those to stores that other processes can open, and those to others."""
 
+_committed: weakref.WeakKeyDictionary[Group, Committed] = weakref.WeakKeyDictionary()
+"""What this process saved with each group, not in the background."""
+
 
 def save_now(
     joined: Group,
@@ -52,7 +56,7 @@ def save_now(
             last.callback(job.storage.close)
             for background in backgrounds.get(joined, {}).values():
                 background.wait_for(job.url, options.timeout_s)
-        report, written = save_story.save(job)
+        report, written = save_story.save(job, _committed.setdefault(joined, Committed()))
         if joined.rank == 0:
             for warning in report.warnings:
                 logger.warning("save to %s: %s", report.path, warning)

@@ -131,6 +131,9 @@ class SaveOptions:
     """Longest wait for other ranks."""
     on_error: Literal["raise", "warn"] = "raise"
     """``"warn"`` logs what goes wrong with storage or ranks instead of raising it from `save`."""
+    reuse: bool = True
+    """Take over unchanged files of frozen tensors from the save before in the same folder, as hard links or
+    copies that the store makes."""
     promote_to: str | os.PathLike[str] | None = None
     """Second path or URL, to which the checkpoint is copied, and committed, once it is committed here."""
 

@@ -17,9 +17,10 @@ from reknit.engine.background import agent_link
 from reknit.engine.background import messages as say
 from reknit.engine.background.agent import Agent
 from reknit.engine.background.agent_save import AgentSave
+from reknit.engine.memory.tuning import Tuner
 from reknit.engine.messages import RankClaims
 from reknit.engine.saving.job import SaveJob
-from reknit.engine.saving.tuning import Tuner
+from reknit.engine.saving.reuse import Committed
 from reknit.errors import AgentError, ShortageError
 from reknit.monitor.phase import Recorder
 from reknit.options import SaveOptions
@@ -105,7 +106,7 @@ def begun(number: int) -> tuple[say.Begin, SaveJob]:
 def test_a_save_tells_what_made_it_fail_first() -> None:
     ours, theirs = socket_pair()
     with ours, theirs:
-        agent_save = AgentSave(*begun(0), Channel(theirs, say.decode))
+        agent_save = AgentSave(*begun(0), Channel(theirs, say.decode), Committed())
         agent_save.fail(AgentError("the disk is full"))
         agent_save.fail(AgentError("the trainer is gone"))
     assert agent_save.error is not None
@@ -143,7 +144,10 @@ def test_a_save_that_ends_while_the_next_is_taken_up_disturbs_nobody() -> None:
 
     worker = start_thread("reknit-agent-test", agent.run)
     try:
-        for agent_save in (EndsWhenLookedAt(*begun(0), agents_end), AgentSave(*begun(1), agents_end)):
+        for agent_save in (
+            EndsWhenLookedAt(*begun(0), agents_end, Committed()),
+            AgentSave(*begun(1), agents_end, Committed()),
+        ):
             agent_save.fail(AgentError("it was given up"))
             agent.take_up(agent_save, Tuner(), LIMIT_S)
         wait_until(lambda: not agent.saves, LIMIT_S)

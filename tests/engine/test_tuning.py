@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from reknit.engine.memory.arena import SPAN_NBYTES
-from reknit.engine.saving.tuning import PIECES, THREADS, Settings, Tuner
+from reknit.engine.memory.tuning import PIECES, THREADS, Settings, Tuner
 from reknit.errors import UsageError
 from reknit.format.checksum import BLOCK_NBYTES
 

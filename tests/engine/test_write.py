@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from reknit.engine.memory.elements import bits
 from reknit.engine.memory.file_image import Image
-from reknit.engine.saving.tuning import PIECES, Settings, Tuner
+from reknit.engine.memory.tuning import PIECES, Settings, Tuner
 from reknit.engine.saving.write import (
     Outgoing,
     Written,

@@ -93,7 +93,7 @@ def test_no_files_make_an_empty_index() -> None:
 @pytest.mark.parametrize(
     "headers",
     [
-        {"x": header(WHOLE), "y": header(WHOLE, write_id="f" * 32)},
+        {"m/00000.01234567.safetensors": header(WHOLE), "m/00001.ffffffff.safetensors": header(WHOLE)},
         {"x": header(WHOLE), "y": header(HeaderEntry("a[0:2]", "int8", (2,), 0, 2))},
         {"x": header(WHOLE), "y": header(HeaderEntry("a", "uint8", (4,), 0, 4))},
         {"x": header(HeaderEntry("a[0:2]", "int8", (3,), 0, 3))},
@@ -108,6 +108,13 @@ def test_no_files_make_an_empty_index() -> None:
 def test_headers_that_contradict_each_other_are_refused(headers: dict[str, Header]) -> None:
     with pytest.raises(FormatError):
         rebuild_index(headers)
+
+
+def test_a_file_that_was_taken_over_from_an_earlier_write_is_part_of_the_index() -> None:
+    other = HeaderEntry("b", "int8", (4,), 0, 4)
+    names = "m/00000.01234567.safetensors", "m/00000.1.01234567.safetensors"
+    headers = dict(zip(names, (header(WHOLE), header(other, write_id="f" * 32)), strict=True))
+    assert [entry.fqn for entry in rebuild_index(headers).tensors] == ["a", "b"]
 
 
 def test_two_shapes_of_one_tensor_are_refused() -> None:

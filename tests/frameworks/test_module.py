@@ -349,3 +349,38 @@ def _ignored_inside_a_wrapper() -> list[tuple[str, Any]]:
 def test_ddp_does_not_vouch_for_an_ignored_parameter_inside_another_wrapper() -> None:
     for shards in run(2, _ignored_inside_a_wrapper):
         assert shards == [("0.weight", None), ("1.weight", (0, 1))]
+
+
+def frozen_names(state: dict[str, Any]) -> set[str]:
+    return {shard.fqn for shard in collect(state, 0, 1).shards if shard.frozen}
+
+
+@pytest.mark.parametrize("wrap", [lambda m: m, compiled, checkpoint_wrapper, DataParallel])
+def test_parameters_that_are_not_trained_are_known_as_frozen(wrap: Any) -> None:
+    module = wrap(Inner())
+    assert frozen_names({"m": module}) == set()
+    module.requires_grad_(False)
+    assert frozen_names({"m": module}) == {"module.weight", "module.bias"} | {
+        "orig_mod.a_orig_mod.weight",
+        "orig_mod.a_orig_mod.bias",
+    }, "buffers may change in every step"
+    module.requires_grad_(True)
+    assert frozen_names({"m": module, "o": torch.optim.SGD(module.parameters())}) == set()
+    assert frozen_names({"plain": {"w": torch.ones(3)}}) == set(), "a tensor by itself says nothing"
+
+
+def test_a_frozen_parameter_is_known_under_all_its_names_and_by_its_own_state_dict() -> None:
+    class Own(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.a, self.b = nn.Linear(3, 3, bias=False).requires_grad_(False), nn.Linear(3, 3)
+
+        def state_dict(self, *args: Any, **kwargs: Any) -> Any:  # detached, as without keep_vars
+            return {"a.weight": self.a.weight.detach(), "b.weight": self.b.weight.detach()}
+
+    assert frozen_names({"m": Own()}) == {"a.weight"}
+    tied = nn.ModuleDict({"x": nn.Linear(3, 3, bias=False), "y": nn.Linear(3, 3, bias=False)})
+    tied["y"].weight = tied["x"].weight
+    tied.requires_grad_(False)
+    assert frozen_names({"m": tied}) == {"x.weight"}
+    assert collect({"m": tied}, 0, 1).aliases == (Alias("m", "y.weight", "x.weight"),)

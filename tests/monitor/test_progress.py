@@ -185,7 +185,7 @@ def test_a_slow_save_tells_how_far_it_is_on_rank_0_alone(
 
 def test_a_save_counts_every_byte_of_its_data_files() -> None:
     from reknit.engine.memory.file_image import Image
-    from reknit.engine.saving.tuning import Tuner
+    from reknit.engine.memory.tuning import Tuner
     from reknit.engine.saving.write import Outgoing, staged, write_files
 
     ProcessMemory.clear("counted")

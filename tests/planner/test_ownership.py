@@ -7,14 +7,21 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from reknit.planner.ownership import TINY_NBYTES, owned_parts
-from reknit.planner.save import plan_save
+from reknit.planner.save import APART_NBYTES, FROZEN_FILE_NBYTES, plan_save
 from reknit.types.box import Box
 from reknit.types.shard import Shard, TensorSpec
 from tests.running.examples import examples
 
 
-def shard(fqn: str, shape: tuple[int, ...], replicas: tuple[int, ...], dtype: str = "float32") -> Shard:
-    return Shard("model", fqn, TensorSpec(shape, dtype), Box.whole(shape), replicas, None)
+def shard(
+    fqn: str,
+    shape: tuple[int, ...],
+    replicas: tuple[int, ...],
+    dtype: str = "float32",
+    *,
+    frozen: bool = False,
+) -> Shard:
+    return Shard("model", fqn, TensorSpec(shape, dtype), Box.whole(shape), replicas, None, frozen)
 
 
 shapes = st.lists(st.integers(0, 200), max_size=3).map(tuple)
@@ -124,3 +131,60 @@ def test_planned_entries_are_aligned_without_holes_and_within_the_size_limit(
                 position += entry.nbytes
             assert position == file.nbytes
             assert file.nbytes <= limit or len([e for e in file.entries if e.nbytes]) == 1
+
+
+def lying_in(shards: list[Shard], rank: int = 0) -> list[tuple[bool, list[str]]]:
+    """Return the files of a rank: whether they are frozen, and the names of what is in them."""
+    files = plan_save(shards, rank, 1 << 40).files
+    return [(file.frozen, [shards[entry.shard].fqn for entry in file.entries]) for file in files]
+
+
+def test_what_is_frozen_lies_in_files_of_its_own_before_the_others() -> None:
+    large = (1000, 1000)
+    shards = [
+        shard("a", large, (0,), frozen=True),
+        shard("b", large, (0,)),
+        shard("c", (3, 3), (0,), frozen=True),
+        shard("d", large, (0,), "float64", frozen=True),
+        shard("e", (3, 3), (0, 1), frozen=True),
+    ]
+    assert lying_in(shards)[:2] == [(True, ["d", "a", "c"]), (False, ["b"])]
+    wanted_by_many = [names for frozen, names in lying_in(shards) + lying_in(shards[4:], 1) if "e" in names]
+    assert wanted_by_many == [["e"]]
+
+
+def test_too_little_that_is_frozen_lies_with_the_rest() -> None:
+    numel = APART_NBYTES // 4
+    for less, apart in ((0, True), (1, False)):
+        shards = [shard("a", (numel - less,), (0,), frozen=True), shard("b", (numel,), (0,))]
+        assert any(frozen for frozen, _ in lying_in(shards)) == apart
+
+
+def test_frozen_files_are_small_and_others_as_large_as_they_may_be() -> None:
+    numel = FROZEN_FILE_NBYTES // 4
+    shards = [shard(f"{kind}{n}", (numel,), (0,), frozen=kind == "f") for kind in "ft" for n in range(3)]
+    assert lying_in(shards) == [
+        (True, ["f0"]),
+        (True, ["f1"]),
+        (True, ["f2"]),
+        (False, ["t0", "t1", "t2"]),
+    ]
+
+
+@given(worlds(), st.sets(st.integers(0, 11)), st.sets(st.integers(0, 11)))
+def test_ranks_that_disagree_about_what_is_frozen_still_write_every_element_once(
+    world: tuple[int, list[Shard]], one: set[int], other: set[int]
+) -> None:
+    size, shards = world
+    covered = {s.fqn: np.zeros(s.spec.shape, np.int64) for s in shards}
+    for rank in range(size):
+        said = other if rank % 2 else one
+        held = [
+            shard(s.fqn, s.spec.shape, s.replicas or (), s.spec.dtype, frozen=n in said)
+            for n, s in enumerate(shards)
+            if rank in (s.replicas or ())
+        ]
+        for file in plan_save(held, rank, 1 << 40).files:
+            for entry in file.entries:
+                covered[held[entry.shard].fqn][entry.box.slices()] += 1
+    assert all((count == 1).all() for count in covered.values())

@@ -18,8 +18,9 @@ if TYPE_CHECKING:
 class SaveReport(Shown):
     """A committed checkpoint.
 
-    `nbytes` and `num_files` are what this rank wrote, `total_nbytes` what all ranks did.  `warnings` say what
-    was stored but looks wrong, such as copies that differ between ranks.  `phases` are this rank's.
+    `nbytes` and `num_files` are what this rank wrote, `total_nbytes` what all ranks did.  Of `nbytes`,
+    `reused_nbytes` were taken over from the checkpoint before.  `warnings` say what was stored but looks
+    wrong, such as copies that differ between ranks.  `phases` are this rank's.
     """
 
     path: str
@@ -33,13 +34,15 @@ class SaveReport(Shown):
     blocked_s: float
     waited_s: float = 0.0
     streamed: bool = False
+    reused_nbytes: int = 0
 
     def _facts(self) -> dict[str, object]:
+        reused = f", {amount(self.reused_nbytes)} taken over" if self.reused_nbytes else ""
         return {
             "path": self.path,
             "step": self.step,
             "size": amount(self.total_nbytes),
-            "of this rank": f"{amount(self.nbytes)} in {self.num_files} files",
+            "of this rank": f"{amount(self.nbytes)} in {self.num_files} files{reused}",
             "blocked": f"{self.blocked_s:.3g} s",
             "warnings": some(self.warnings),
         }

@@ -8,6 +8,7 @@ from math import prod
 from typing import TYPE_CHECKING, Annotated, NamedTuple
 
 import msgspec
+import numpy as np
 
 from reknit.errors import CorruptError, FormatError, StateError
 from reknit.format.paths import checked_name
@@ -19,6 +20,10 @@ from reknit.types.shard import MAX_NDIM
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
+    from numpy.typing import NDArray
+
+_LABEL_NBYTES = 256
+"""The write id stands within the first bytes of a data file: nothing of unknown length comes before it."""
 ALIGNMENT = 4096
 """Tensor bytes begin at a multiple of this, so that a file can be written from an arena with direct I/O."""
 MAX_HEADER_NBYTES = 100_000_000
@@ -100,6 +105,14 @@ def file_metadata(
     if aliases:
         metadata[ALIASES_KEY] = _json(dict(aliases)).decode()
     return metadata
+
+
+def relabelled(data: NDArray[np.uint8], write_id: str, other: str) -> NDArray[np.uint8]:
+    """Return the first bytes of a data file of one write as those of another write of the same content."""
+    data = data.copy()
+    label = data[:_LABEL_NBYTES]
+    label[:] = np.frombuffer(label.tobytes().replace(write_id.encode(), other.encode(), 1), np.uint8)
+    return data
 
 
 def encode_header(entries: Sequence[HeaderEntry], metadata: Mapping[str, str]) -> bytes:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Literal, NamedTuple, get_args
 
 from reknit.planner.ownership import SMALL_NBYTES, owned_parts
 from reknit.types.box import flat_range_boxes
@@ -16,7 +16,10 @@ if TYPE_CHECKING:
 
 
 APART_NBYTES = 1 << 20
-"""Beside less than this, what many ranks read is no file of its own: reading both costs little more."""
+"""What is less than this, or lies beside less, is no file of its own: it costs more than it saves."""
+FROZEN_FILE_NBYTES = 256 << 20
+"""Files of frozen tensors are no larger, so that one that changed all the same has few written anew with it,
+and a store that copies files can copy several at once."""
 
 
 def plan_save(shards: Sequence[Shard], rank: int, max_file_nbytes: int) -> SavePlan:
@@ -42,6 +45,12 @@ def plan_save(shards: Sequence[Shard], rank: int, max_file_nbytes: int) -> SaveP
     return SavePlan(tuple(files))
 
 
+_Kind = Literal["frozen", "own", "common"]
+"""What lies together in an item; each has files of its own, in this order."""
+_APART: tuple[tuple[_Kind, _Kind], ...] = (("frozen", "own"), ("own", "common"))
+"""What lies with the second of two kinds where it is too little to lie apart."""
+
+
 class _Part(NamedTuple):
     """What is written of a shard: its number, the first element and how many, and the global box of these."""
 
@@ -54,36 +63,57 @@ class _Part(NamedTuple):
 def _files(item: str, parts: list[_Part], shards: Sequence[Shard], max_file_nbytes: int) -> list[FilePlan]:
     """Divide an item's parts into files.
 
+    Frozen tensors come first, in files of their own, which need not be written again (docs/decisions/0012).
     Small shards that other ranks hold too, such as the step counters of an optimizer, are wanted by many at
     a load.  Beside much else they lie in a file of their own: that is all that is read for them, where each
     would cost a block if it lay between large ones.
     """
     parts.sort(key=lambda p: (-shards[p.shard].spec.itemsize, shards[p.shard].fqn, p.box.offsets))
-    common: list[_Part] = []
-    own: list[_Part] = []
-    for part in parts:
-        shard = shards[part.shard]
-        (common if shard.nbytes <= SMALL_NBYTES and len(shard.replicas or ()) > 1 else own).append(part)
-    if sum(part.numel * shards[part.shard].spec.itemsize for part in own) < APART_NBYTES:
-        return _lay_out(item, 0, parts, shards, max_file_nbytes)
-    files = _lay_out(item, 0, own, shards, max_file_nbytes)
-    return files + _lay_out(item, len(files), common, shards, max_file_nbytes)
+    kinds = [_kind(shards[part.shard]) for part in parts]
+    for kind, beside in _APART:
+        nbytes = sum(
+            part.numel * shards[part.shard].spec.itemsize
+            for part, k in zip(parts, kinds, strict=True)
+            if k == kind
+        )
+        if nbytes < APART_NBYTES:
+            kinds = [beside if k == kind else k for k in kinds]
+    files: list[FilePlan] = []
+    for kind in get_args(_Kind):
+        some = [part for part, k in zip(parts, kinds, strict=True) if k == kind]
+        files += _lay_out(item, len(files), some, shards, max_file_nbytes, frozen=kind == "frozen")
+    return files
+
+
+def _kind(shard: Shard) -> _Kind:
+    """Return what a shard lies with."""
+    if shard.nbytes <= SMALL_NBYTES and len(shard.replicas or ()) > 1:
+        return "common"
+    return "frozen" if shard.frozen else "own"
 
 
 def _lay_out(
-    item: str, part: int, parts: Sequence[_Part], shards: Sequence[Shard], max_file_nbytes: int
+    item: str,
+    part: int,
+    parts: Sequence[_Part],
+    shards: Sequence[Shard],
+    max_file_nbytes: int,
+    *,
+    frozen: bool,
 ) -> list[FilePlan]:
     """Lay parts end to end, the largest elements first so that each is aligned, and cut them into files."""
     files: list[FilePlan] = []
+    if frozen:
+        max_file_nbytes = min(max_file_nbytes, FROZEN_FILE_NBYTES)
     entries: list[WriteEntry] = []
     start = 0
     for number, first, numel, box in parts:
         nbytes = numel * shards[number].spec.itemsize
         if entries and start + nbytes > max_file_nbytes:
-            files.append(FilePlan(item, part + len(files), tuple(entries), start))
+            files.append(FilePlan(item, part + len(files), tuple(entries), start, frozen))
             entries, start = [], 0
         entries.append(WriteEntry(number, first, numel, box, start, nbytes))
         start += nbytes
     if entries:
-        files.append(FilePlan(item, part + len(files), tuple(entries), start))
+        files.append(FilePlan(item, part + len(files), tuple(entries), start, frozen))
     return files

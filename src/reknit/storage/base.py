@@ -139,6 +139,21 @@ class PerHost(Protocol):
 
 
 @runtime_checkable
+class CopiesFiles(Protocol):
+    """A store that can make a file of another one without its bytes passing through this process."""
+
+    def copy_from(self, source: Storage, source_path: str, path: str, nbytes: int) -> bool:
+        """Make the new file `path` of a finished file of `source`; that has `nbytes` bytes, and stays.
+
+        The file is then whole and durable as after `Writer.finish`, and later deletions of either leave the
+        other as it is.  Damage done to one in place may be done to both.  `source` may be any store, also one
+        that is closed.  Returns False where this cannot be done, so that the file has to be written: the
+        source is gone, has another size, or is out of reach, or the store refuses.  Nothing is at `path`
+        then, and nothing will be, nor after an error; `StorageError` when the path already exists.
+        """
+
+
+@runtime_checkable
 class Cacheable(Protocol):
     """A store whose reads may come from a cache that can be dropped, for cold measurements."""
 

@@ -120,9 +120,9 @@ def _error(fault: Fault, operation: Operation) -> ReknitError:
 class FaultyStorage(ForwardingStorage):
     """Passes everything on to `inner`, counts the operations, and fails as planned.
 
-    Counted are create, write, finish, put, commit, get, size, read_into, read_runs, list, folders and delete.
-    To sweep an action, run it with one fault at k = 1, 2, ... until `fired` stays empty: k is then beyond the
-    last one.
+    Counted are create, write, finish, copy_from, put, commit, get, size, read_into, read_runs, list, folders
+    and delete.  To sweep an action, run it with one fault at k = 1, 2, ... until `fired` stays empty: k is
+    then beyond the last one.
     """
 
     def __init__(

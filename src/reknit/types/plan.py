@@ -28,12 +28,16 @@ class WriteEntry(NamedTuple):
 
 
 class FilePlan(NamedTuple):
-    """A data file that a rank writes: entries end to end, largest elements first, then by name and place."""
+    """A data file that a rank writes: entries end to end, largest elements first, then by name and place.
+
+    `frozen` tells that it holds nothing but what training does not change.
+    """
 
     item: str
     part: int
     entries: tuple[WriteEntry, ...]
     nbytes: int
+    frozen: bool = False
 
 
 @dataclass(frozen=True, slots=True)

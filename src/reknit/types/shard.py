@@ -81,7 +81,8 @@ class Shard(msgspec.Struct, frozen=True, eq=False, gc=False):
     or NumPy, on any device, with any strides) of shape `box.lengths` and dtype `spec.dtype`, or such a
     rectangle of flat memory: live memory, never a copy, and no part of what makes two shards equal.
     `replicas` is the sorted tuple of ranks that hold equal bytes for this box, as far as the framework knows
-    without asking; None means that it cannot know.
+    without asking; None means that it cannot know.  `frozen` is a hint, and no part of that either: training
+    does not change this tensor.
     """
 
     item: str
@@ -90,6 +91,7 @@ class Shard(msgspec.Struct, frozen=True, eq=False, gc=False):
     box: Box
     replicas: tuple[int, ...] | None
     memory: Any
+    frozen: bool = False
 
     @property
     def data(self) -> Any:

@@ -28,9 +28,10 @@ from reknit.engine.background.agent_job import agent_job
 from reknit.engine.background.agent_save import AgentSave
 from reknit.engine.background.side_group import side_group
 from reknit.engine.background.warm_up import WarmUp
+from reknit.engine.memory.tuning import Tuner
 from reknit.engine.saving.coordinator import Coordinator
+from reknit.engine.saving.reuse import Committed
 from reknit.engine.saving.rounds import ASSIGN
-from reknit.engine.saving.tuning import Tuner
 from reknit.engine.stored.running_agents import Note
 from reknit.environment import quiet_grpc, take_store_variables
 from reknit.errors import AgentError, GroupClosedError, ReknitError, from_wire, typed
@@ -71,6 +72,7 @@ class Agent:
         self._lent: dict[int, dict[int, memoryview]] = {}
         self._longest_s = 0.0
         self._coordinator = Coordinator()
+        self._committed = Committed()
         self._tuners: dict[tuple[str, int | None, int | None], Tuner] = {}
         self._to_write: _Jobs = queue.SimpleQueue()
         self._to_commit: _Jobs = queue.SimpleQueue()
@@ -226,7 +228,7 @@ class Agent:
         except ReknitError as error:
             self._refuse(begin.number, error, options.timeout_s)
             return
-        save = (WarmUp if begin.warm_up else AgentSave)(begin, job, self._channel)
+        save = (WarmUp if begin.warm_up else AgentSave)(begin, job, self._channel, self._committed)
         scheme, colon, _ = begin.url.partition("://")
         key = (scheme if colon else "", options.threads, options.piece_nbytes)
         if key not in self._tuners:

@@ -13,6 +13,7 @@ from reknit.engine.background.agent_job import open_store
 from reknit.engine.background.arena_image import ArenaImage
 from reknit.engine.saving.claims import claims
 from reknit.engine.saving.copies import EQUAL, split
+from reknit.engine.saving.reuse import Reuse
 from reknit.engine.saving.rounds import assign, assign_turn, commit_turn
 from reknit.engine.saving.write import Outgoing, discard, write_files
 from reknit.engine.stored.promote import close_quietly, promote_saved
@@ -29,10 +30,11 @@ if TYPE_CHECKING:
 
     from reknit.comm import base as comm
     from reknit.engine.memory.arena import Arena
+    from reknit.engine.memory.tuning import Tuner
     from reknit.engine.saving.coordinator import Coordinator
     from reknit.engine.saving.job import SaveJob
+    from reknit.engine.saving.reuse import Committed
     from reknit.engine.saving.rounds import CommitTurn
-    from reknit.engine.saving.tuning import Tuner
     from reknit.engine.saving.write import Written
     from reknit.monitor.phase import PhaseRecord
     from reknit.processes.channel import Channel
@@ -51,8 +53,10 @@ class AgentSave:
     it in the next round.
     """
 
-    def __init__(self, begin: say.Begin, job: SaveJob, channel: Channel) -> None:
+    def __init__(self, begin: say.Begin, job: SaveJob, channel: Channel, committed: Committed) -> None:
         self.begin, self.job = begin, job
+        self._committed = committed
+        self._reuse: Reuse | None = None
         self.number = begin.number
         self.since = now()
         self.error: ReknitError | None = None
@@ -133,13 +137,21 @@ class AgentSave:
                 )
                 image, error = self.image, self.error
             if error is None and image is not None:
-                written = write_files(
+                files = [
+                    Outgoing(paths.data_path(item, job.group.rank, write_id, part), nbytes)
+                    for item, part, nbytes in image.planned.files
+                ]
+                # What a ring holds is gone once it was compared.
+                frozen = () if image.is_ring else image.planned.frozen
+                self._reuse = Reuse(job, self._committed, write_id, files, frozen)
+                if frozen and not _CORES_FOR_BOTH:
+                    with self._changed:
+                        self._changed.wait_for(lambda: self.staged or self.error is not None)
+                left = self._reuse.take_over(self._fetch, "wait", written, stop=self._fail)
+                written += write_files(
                     job.storage,
-                    [
-                        Outgoing(paths.data_path(item, job.group.rank, write_id, part), nbytes)
-                        for item, part, nbytes in image.planned.files
-                    ],
-                    self._fetch,
+                    [files[n] for n in left],
+                    lambda file, start, nbytes, arena: self._fetch(left[file], start, nbytes, arena),
                     tuner=tuner,
                     recorder=job.recorder,
                     written=self._free if image.is_ring else None,
@@ -204,6 +216,7 @@ class AgentSave:
                 sum(file.nbytes for file in written),
                 len(written),
                 outcome.total_nbytes,
+                0 if self._reuse is None else self._reuse.nbytes,
                 outcome.warnings,
                 _told(self.job.recorder.records),
             )
@@ -222,6 +235,8 @@ class AgentSave:
             assert self.image is not None
             planned = self.image.planned
             commit.commit(self.begin.claims, assigned, self._copies, planned.items, planned.columns)
+        assert self._reuse is not None
+        self._reuse.remember(commit.written)
         return commit.written, commit.outcome
 
     def _keep_for_promotion(self, written: list[Written]) -> None:

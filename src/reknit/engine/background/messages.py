@@ -97,13 +97,14 @@ class Begin(AgentMessage):
 class Planned(AgentMessage):
     """To the agent: the files of a save, which the arena will hold.
 
-    `files` are item, part and size; `ring` is the capacity that the arena is used with.  `columns` is None
-    where the root knows those of this plan.
+    `files` are item, part and size, and those numbered `frozen` hold frozen tensors alone; `ring` is the
+    capacity that the arena is used with.  `columns` is None where the root knows those of this plan.
     """
 
     number: int
     items: list[str]
     files: list[tuple[str, int, int]]
+    frozen: list[int]
     columns: ArrayColumns | None
     arena: int
     ring: int
@@ -176,6 +177,7 @@ class SaveDone(AgentMessage):
     nbytes: int = 0
     num_files: int = 0
     total_nbytes: int = 0
+    reused_nbytes: int = 0
     warnings: list[str] = msgspec.field(default_factory=list)
     records: list[dict[str, Any]] = msgspec.field(default_factory=list)
 

@@ -37,6 +37,7 @@ _FOR_AGENT = (
     "durability",
     "events",
     "piece_nbytes",
+    "reuse",
     "threads",
     "timeout_s",
 )
@@ -72,7 +73,8 @@ def stage_for_agent(ahead: Ahead, agents: Agents, save: TrainerSave) -> None:
     files = [(file.plan.item, file.plan.part, file.nbytes) for file in plan.outline.files]
     columns = None if plan.committed else plan.outline.columns
     items = list(encoded.holdings.items)
-    agents.link.send(say.Planned(save.number, items, files, columns, lease.number, lease.nbytes))
+    frozen = plan.outline.frozen
+    agents.link.send(say.Planned(save.number, items, files, frozen, columns, lease.number, lease.nbytes))
     snapshot = Snapshot(images, lease, save, job.options)
     save.streamed = snapshot.streamed
     lazy = job.options.stage == "lazy" and not snapshot.streamed

@@ -152,6 +152,7 @@ class TrainerSave:
             nbytes=done.nbytes,
             num_files=done.num_files,
             total_nbytes=done.total_nbytes,
+            reused_nbytes=done.reused_nbytes,
             warnings=tuple(done.warnings),
             phases=(*self._recorder.records, *(PhaseRecord(**record) for record in done.records)),
             blocked_s=self.blocked_s,

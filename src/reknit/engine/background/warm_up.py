@@ -9,8 +9,8 @@ from reknit.engine import messages
 from reknit.engine.background.agent_save import AgentSave
 
 if TYPE_CHECKING:
+    from reknit.engine.memory.tuning import Tuner
     from reknit.engine.saving.coordinator import Coordinator
-    from reknit.engine.saving.tuning import Tuner
     from reknit.engine.saving.write import Written
 
 ROUND = "prepare"

@@ -40,6 +40,11 @@ class Outline(NamedTuple):
     files: tuple[OutlinedFile, ...]
     columns: messages.ArrayColumns
 
+    @property
+    def frozen(self) -> list[int]:
+        """The numbers of the files that hold frozen tensors alone."""
+        return [number for number, file in enumerate(self.files) if file.plan.frozen]
+
     def images(self, write_id: str, sources: Sequence[Any]) -> list[Image]:
         """Return the files of one save, to be filled from the `bits` of shards of this outline's layout."""
         return [
@@ -60,7 +65,7 @@ def layout_digest(holdings: Holdings, max_file_nbytes: int) -> bytes:
         max_file_nbytes,
         holdings.items,
         [
-            (s.item, s.fqn, s.spec.dtype, s.spec.shape, s.box.offsets, s.box.lengths, s.replicas)
+            (s.item, s.fqn, s.spec.dtype, s.spec.shape, s.box.offsets, s.box.lengths, s.replicas, s.frozen)
             for s in holdings.shards
         ],
         [(a.item, a.fqn, a.of) for a in holdings.aliases],

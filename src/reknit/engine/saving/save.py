@@ -6,13 +6,14 @@ from typing import TYPE_CHECKING
 
 from reknit.engine import messages
 from reknit.engine.memory.elements import all_bits
+from reknit.engine.memory.tuning import Tuner
 from reknit.engine.report import SaveReport
 from reknit.engine.saving.claims import claims, encode_holdings
 from reknit.engine.saving.coordinator import Coordinator
 from reknit.engine.saving.copies import choose, split
 from reknit.engine.saving.file_layout import outline
+from reknit.engine.saving.reuse import Committed, Reuse
 from reknit.engine.saving.rounds import assign, assign_turn, commit_turn
-from reknit.engine.saving.tuning import Tuner
 from reknit.engine.saving.write import PIECE_NBYTES, Outgoing, staged, write_files
 from reknit.environment import num_threads
 from reknit.monitor.phase import Stopwatch
@@ -24,10 +25,11 @@ if TYPE_CHECKING:
     from reknit.engine.saving.write import Written
 
 
-def save(job: SaveJob) -> tuple[SaveReport, list[Written]]:
+def save(job: SaveJob, committed: Committed | None = None) -> tuple[SaveReport, list[Written]]:
     """Save, and return once the checkpoint is committed; every rank does, or all raise the same error.
 
-    Returns the report, and the files that this rank wrote.
+    `committed` is what this rank saved before, of which files may be taken over.  Returns the report, and the
+    files that this rank wrote.
     """
     rank, options, recorder = job.group.rank, job.options, job.recorder
     coordinator, clock = Coordinator(), Stopwatch()
@@ -53,11 +55,14 @@ def save(job: SaveJob) -> tuple[SaveReport, list[Written]]:
                     holdings = encoded.resolved(messages.unpacked(assigned.shard_owners, "i8"))
                     outlined = outline(holdings, rank, options.max_file_nbytes)
                     images = outlined.images(assigned.write_id, sources)
-                # 4 stage, digest and write
+                # 4 stage, digest and write, but for what the last checkpoint has
+                files = [Outgoing(image.path, image.nbytes) for image in images]
+                reuse = Reuse(job, committed or Committed(), assigned.write_id, files, outlined.frozen)
+                left = reuse.take_over(staged(images), "stage", commit.written)
                 commit.written += write_files(
                     job.storage,
-                    [Outgoing(image.path, image.nbytes) for image in images],
-                    staged(images),
+                    [files[n] for n in left],
+                    staged([images[n] for n in left]),
                     tuner=Tuner(threads=num_threads(options.threads), piece_nbytes=PIECE_NBYTES),
                     recorder=recorder,
                     phase="stage",
@@ -68,12 +73,14 @@ def save(job: SaveJob) -> tuple[SaveReport, list[Written]]:
         except BaseException:
             coordinator.give_up()  # or the root's marker would be there until the next save
             raise
+    reuse.remember(commit.written)
     report = SaveReport(
         path=job.storage.url,
         step=job.step,
         write_id=assigned.write_id,
         nbytes=sum(file.nbytes for file in commit.written),
         num_files=len(commit.written),
+        reused_nbytes=reuse.nbytes,
         total_nbytes=commit.outcome.total_nbytes,
         warnings=tuple(commit.outcome.warnings),
         phases=tuple(recorder.records),

@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Protocol
 
 import numpy as np
 
+from reknit.engine.memory.tuning import PIECES, Tuner
 from reknit.engine.memory.workers import run_jobs
-from reknit.engine.saving.tuning import PIECES, Tuner
 from reknit.errors import ReknitError
 from reknit.format.checksum import BLOCK_NBYTES, block_digests, num_blocks
 from reknit.monitor.phase import Stopwatch
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
     from reknit.engine.memory.arena import Arena
     from reknit.engine.memory.file_image import Image
-    from reknit.engine.saving.tuning import Settings
+    from reknit.engine.memory.tuning import Settings
     from reknit.monitor.phase import Recorder
     from reknit.storage.base import Storage, Writer
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from reknit.engine.memory.tuning import PIECES, Tuner
 from reknit.engine.memory.workers import run_jobs
-from reknit.engine.saving.tuning import PIECES, Tuner
 from reknit.engine.saving.write import PIECE_NBYTES, Outgoing, write_bytes, write_files
 from reknit.engine.stored.file_checks import check_size, read_blocks, read_checked
 from reknit.environment import num_threads

@@ -7,9 +7,9 @@ from typing import TYPE_CHECKING, NamedTuple
 import numpy as np
 
 from reknit.errors import CorruptError, FormatError
-from reknit.format.data_file import ALIASES_KEY, ALIGNMENT, FORMAT_KEY, ITEM_KEY, WRITE_ID_KEY, decode_texts
+from reknit.format.data_file import ALIASES_KEY, ALIGNMENT, FORMAT_KEY, ITEM_KEY, decode_texts
 from reknit.format.index.checks import check_index
-from reknit.format.paths import parse_entry_key
+from reknit.format.paths import parse_entry_key, parse_path
 from reknit.format.versions import check_version
 from reknit.types.box import Box
 from reknit.types.manifest import Extent, Index, TensorEntry
@@ -36,9 +36,10 @@ def rebuild_index(headers: Mapping[str, Header]) -> Index:
 
     The shape of a tensor that is in parts is where its parts end, so that a missing last part goes unseen
     here; of equal boxes that several files hold, the first path's counts.  Raises `CorruptError` or
-    `FormatError`, also when the headers are of several writes.
+    `FormatError`, also when the files are of several writes by their names: what a header says of its write
+    may be older, since a save takes over files that did not change.
     """
-    if len({header.metadata.get(WRITE_ID_KEY) for header in headers.values()}) > 1:
+    if len({name.write_id8 for name in map(parse_path, headers) if name is not None}) > 1:
         raise FormatError("the data files are of several writes", remedy="choose the files of one write id")
     tensors: dict[tuple[str, str], _Parts] = {}
     for path in sorted(headers):

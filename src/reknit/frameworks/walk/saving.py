@@ -45,14 +45,16 @@ class Saving(Walk):
         """Collect a value, whatever it is."""
         first_match(self.adapters, value).collect(value, place, self)
 
-    def tensor(self, tensor: Any, place: Place, replicas: Replicas | EllipsisType = ...) -> None:
-        """Collect a tensor; `replicas` says more than the tensor itself can know."""
+    def tensor(
+        self, tensor: Any, place: Place, replicas: Replicas | EllipsisType = ..., *, frozen: bool = False
+    ) -> None:
+        """Collect a tensor; `replicas` and `frozen`, as in a `Shard`, say more than the tensor itself can."""
         view = self.look(tensor, place, fill=False)
         if not isinstance(replicas, EllipsisType):
             view = structs.replace(view, replicas=replicas, holders=None)
-        self.view(view, place, tensor)
+        self.view(view, place, tensor, frozen=frozen)
 
-    def view(self, view: View, place: Place, tensor: Any) -> None:
+    def view(self, view: View, place: Place, tensor: Any, *, frozen: bool = False) -> None:
         """Collect a tensor that was looked at already."""
         if not self.claim(view.memory, place, tensor):
             return
@@ -64,7 +66,7 @@ class Saving(Walk):
             )
         holders = view.holders or (view.replicas,) * len(view.parts)
         for (box, memory), replicas in zip(view.parts, holders, strict=True):
-            self.shards.append(Shard(item, fqn, view.spec, box, replicas, memory))
+            self.shards.append(Shard(item, fqn, view.spec, box, replicas, memory, frozen))
 
     def witness(self, spec: TensorSpec, place: Place, empty: Any) -> None:
         """Say that there is a tensor of which other ranks hold what is saved; the save fails if none does.

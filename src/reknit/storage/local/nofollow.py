@@ -92,6 +92,14 @@ def unlink_below(root: str, path: str) -> None:
         os.unlink(name, dir_fd=fd)
 
 
+def link_below(root: str, path: str, new_root: str, new_path: str) -> None:
+    """Give the file `path` below a root a second name below another, making folders as needed."""
+    folder, _, name = path.rpartition("/")
+    new_folder, _, new_name = new_path.rpartition("/")
+    with inside(root, folder) as fd, inside(new_root, new_folder, make=True) as new_fd:
+        os.link(name, new_name, src_dir_fd=fd, dst_dir_fd=new_fd, follow_symlinks=False)
+
+
 def open_regular(root: str, path: str) -> int:
     """Open a file for reading.  Raises `FileNotFoundError` also for what is no regular file."""
     # Looked at first: a device may do something when it is opened, and a socket cannot be.

@@ -16,6 +16,7 @@ from reknit.storage.base import Listed, Reading
 from reknit.storage.errors import shorter
 from reknit.storage.local.descriptors import ReadCache
 from reknit.storage.local.folders import Folders, sweep, sync_folder
+from reknit.storage.local.linking import linked
 from reknit.storage.local.nofollow import open_below, status_below, unlink_below
 from reknit.storage.local.posix import (
     NEW_FILE,
@@ -41,6 +42,8 @@ if TYPE_CHECKING:
 
     import numpy as np
     from numpy.typing import NDArray
+
+    from reknit.storage.base import Storage
 
 _PRUNED_TRIES = 16
 
@@ -92,6 +95,15 @@ class LocalStorage:
                 writer.abort()
                 raise
         return writer
+
+    def copy_from(self, source: Storage, source_path: str, path: str, nbytes: int) -> bool:
+        """Give a file of another folder a second name, a hard link."""
+        full = self._full(path)
+        if not isinstance(source, LocalStorage):
+            return False
+        check_path(source_path, source.url)
+        with translated("link", full):
+            return linked(source._root, source_path, self._root, path, nbytes, self._folders)
 
     def put(self, path: str, data: bytes, *, if_absent: bool) -> bool:
         """Write a temporary file and give it the name in one step, by `link` or `rename`."""

@@ -15,7 +15,7 @@ from reknit.storage.local.nofollow import unlink_below
 from reknit.storage.local.posix import translated
 from reknit.storage.local.store import LocalStorage
 from reknit.storage.paths import kind_of
-from reknit.storage.wrappers.forwarding import ForwardingStorage
+from reknit.storage.wrappers.forwarding import innermost
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -31,8 +31,7 @@ def sweepable(storage: Storage) -> Sweepable | None:
     For the memory of a host nothing does: files there may be part of a checkpoint whose manifest is in the
     memory of another.
     """
-    while isinstance(storage, ForwardingStorage):
-        storage = storage.inner
+    storage = innermost(storage)
     if isinstance(storage, MemoryStorage):
         return None
     if isinstance(storage, LocalStorage):

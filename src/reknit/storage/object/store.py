@@ -17,6 +17,7 @@ from reknit.storage.errors import existing, missing, shorter, too_large
 from reknit.storage.object import incomplete_uploads
 from reknit.storage.object.client import Bucket, ObjectOptions, connect, parse_url
 from reknit.storage.object.conditions import Conditions, look
+from reknit.storage.object.copying import copied
 from reknit.storage.object.errors import as_ours, translated
 from reknit.storage.object.writer import ObjectWriter
 from reknit.storage.paths import check_path
@@ -28,7 +29,7 @@ if TYPE_CHECKING:
 
     from numpy.typing import NDArray
 
-    from reknit.storage.base import Dated
+    from reknit.storage.base import Dated, Storage
 
 
 _NUM_LOCKS = 64
@@ -99,6 +100,21 @@ class ObjectStorage:
             writer.abort()
             raise
         return writer
+
+    def copy_from(self, source: Storage, source_path: str, path: str, nbytes: int) -> bool:
+        """Let the service copy an object of the same bucket.
+
+        Azure may go on with that after its answer, and the client does not tell: there a file is written.
+        """
+        key, url = self._full(path)
+        if not isinstance(source, ObjectStorage) or not self._shares_bucket(source):
+            return False
+        old = source._full(source_path)[0]
+        with self._lock(key):
+            if key in self.bucket.names or look(self._client, key, url) is not None:
+                raise existing(url)
+            self._check_place(path)
+            return copied(self._uploading, old, key, url, nbytes)
 
     def put(self, path: str, data: bytes, *, if_absent: bool) -> bool:
         """Write a small object in one request, with `if_absent` on the condition that there is none."""
@@ -243,6 +259,13 @@ class ObjectStorage:
         """Return the name of an object in the bucket, and its URL."""
         key = self.place.prefix + check_path(path, self.url)
         return key, f"{self.place.scheme}://{self.place.bucket}/{key}"
+
+    def _shares_bucket(self, other: ObjectStorage) -> bool:
+        """Tell whether another store's objects are in the same bucket, and can be copied within it."""
+        mine, its = (
+            (s.place.scheme, s.place.bucket, s.options.endpoint, s.options.region) for s in (self, other)
+        )
+        return mine == its and self.place.scheme != "az"
 
     def _lock(self, key: str) -> threading.RLock:
         return self.bucket.locks[hash(key) % _NUM_LOCKS]

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from functools import partial
 from typing import TYPE_CHECKING, TypeVar
+
+from reknit.storage.base import CopiesFiles
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -25,11 +28,15 @@ class ForwardingStorage(ABC):
     """Passes everything on to `inner`; the stores below are wrapped by `around`.
 
     Create, write, finish, put, commit, get, size, read_into, read_runs, delete, folders and list go through
-    `intercept`, under these names.
+    `intercept`, under these names.  So does copy_from, which there is only where `inner` has it.
     """
+
+    copy_from: Callable[[Storage, str, str, int], bool]
 
     def __init__(self, inner: Storage) -> None:
         self.inner = inner
+        if isinstance(inner, CopiesFiles):
+            self.copy_from = partial(self._copy_from, inner)
 
     @abstractmethod
     def around(self, inner: Storage, path: str) -> Storage:
@@ -57,6 +64,13 @@ class ForwardingStorage(ABC):
         """Start a new file, whose write and finish are operations as well."""
         writer = self.intercept("create", path, 0, lambda: self.inner.create(path, nbytes))
         return ForwardingWriter(writer, path, self)
+
+    def _copy_from(
+        self, inner: CopiesFiles, source: Storage, source_path: str, path: str, nbytes: int
+    ) -> bool:
+        """Make a file of another one, past what is around that."""
+        whole = partial(inner.copy_from, innermost(source), source_path, path, nbytes)
+        return self.intercept("copy_from", path, 0, whole)
 
     def put(self, path: str, data: bytes, *, if_absent: bool) -> bool:
         """Write a small file in one atomic step."""
@@ -146,6 +160,13 @@ class ForwardingWriter:
     def abort(self) -> None:
         """Give up; not intercepted, because it cannot fail."""
         self._inner.abort()
+
+
+def innermost(storage: Storage) -> Storage:
+    """Return a store without what is around it."""
+    while isinstance(storage, ForwardingStorage):
+        storage = storage.inner
+    return storage
 
 
 def _first_half(buffers: list[memoryview]) -> list[memoryview]:

@@ -14,14 +14,14 @@ from typing import TYPE_CHECKING, TypeVar
 
 from reknit.errors import StorageError, StorageNotFoundError, StorageUnavailableError, UsageError
 from reknit.monitor.phase import monotonic
-from reknit.storage.wrappers.forwarding import KINDS, ForwardingStorage, ForwardingWriter
+from reknit.storage.wrappers.forwarding import KINDS, ForwardingStorage, ForwardingWriter, innermost
 from reknit.storage.writing import Progress
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
     from reknit.options import Durability
-    from reknit.storage.base import Storage, Writer
+    from reknit.storage.base import CopiesFiles, Storage, Writer
     from reknit.storage.wrappers.forwarding import Half
 
     Factory = Callable[[str, Durability], Storage]
@@ -207,6 +207,18 @@ class RetryingStorage(ForwardingStorage):
             return placed or (tries > 0 and self.has(path, data))
 
         return self.again("put", work)
+
+    def _copy_from(
+        self, inner: CopiesFiles, source: Storage, source_path: str, path: str, nbytes: int
+    ) -> bool:
+        """Make a file of another one; an attempt of which no answer came may have made it."""
+
+        def work(tries: int) -> bool:
+            if tries and self._is_there(path):
+                return self.inner.size(path) == nbytes
+            return inner.copy_from(innermost(source), source_path, path, nbytes)
+
+        return self.again("copy_from", work)
 
     def commit(self, path: str, data: bytes, *, pending: str, if_absent: bool) -> bool:
         """Write a small file in one step, while another is there: done, if the bytes are there afterwards."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from reknit.testing.storage_suite.committing import CommittingSuite
+from reknit.testing.storage_suite.copying import CopyingSuite
 from reknit.testing.storage_suite.places import PlacesSuite
 from reknit.testing.storage_suite.probes import listed, pattern, read, read_runs, write
 from reknit.testing.storage_suite.putting import PuttingSuite
@@ -12,5 +13,5 @@ from reknit.testing.storage_suite.writing import WritingSuite
 __all__ = ["StorageSuite", "listed", "pattern", "read", "read_runs", "write"]
 
 
-class StorageSuite(WritingSuite, PuttingSuite, CommittingSuite, ReadingSuite, PlacesSuite):
+class StorageSuite(WritingSuite, PuttingSuite, CommittingSuite, CopyingSuite, ReadingSuite, PlacesSuite):
     """The contract of `reknit.storage.base.Storage`, all of it."""

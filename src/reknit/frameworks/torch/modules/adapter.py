@@ -45,13 +45,13 @@ class ModuleAdapter(Adapter):
             if member.kind in ("extra", "other"):
                 saving.blob(to_neutral(member.value, str(at)), at)
             elif member.claim is None:
-                saving.tensor(member.value, at)
+                saving.tensor(member.value, at, frozen=member.frozen)
             elif member.claim.save:
-                saving.tensor(member.value, at, member.claim.replicas)
+                saving.tensor(member.value, at, member.claim.replicas, frozen=member.frozen)
         for flat in held.flats:
             view = flat.view(place.child(flat.names[0]))
             for name in flat.names:
-                saving.view(view, place.child(name), flat.flat)
+                saving.view(view, place.child(name), flat.flat, frozen=flat.frozen)
 
     def wanted(self, value: Any, place: Place, loading: Loading, assign: Assign) -> None:
         """Fill the module's tensors where they are."""

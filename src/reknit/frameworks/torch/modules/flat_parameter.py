@@ -36,6 +36,11 @@ class FlatParameter(msgspec.Struct, frozen=True, eq=False):
     counter: Replicas
     settle: Callable[[], None]
 
+    @property
+    def frozen(self) -> bool:
+        """Whether it is not trained."""
+        return not (self.flat if self.original is None else self.original).requires_grad
+
     def view(self, place: Place) -> View:
         """Look at what this rank has of the parameter."""
         spec = TensorSpec(self.part.shape, dtype_name(self.memory, place))

@@ -31,7 +31,8 @@ Kind = Literal["parameter", "buffer", "extra", "other"]
 class Member:
     """One entry of a state dict: its key there, its name without wrappers, and what it is.
 
-    `live` tells whether the value is the module's own memory.
+    `live` tells whether the value is the module's own memory, and `frozen` whether it is a parameter that is
+    not trained.
     """
 
     state: ModuleState
@@ -41,6 +42,7 @@ class Member:
     kind: Kind
     live: bool
     claim: ddp.Claim | None
+    frozen: bool = False
 
 
 class NamedParameter(msgspec.Struct, frozen=True, eq=False):
@@ -141,7 +143,8 @@ def _members(
     names: ModuleNames,
     world: World,
 ) -> Iterator[Member]:
-    own = {_identity(parameter) for _, parameter in parameters}
+    trained = {_identity(parameter): parameter.requires_grad for _, parameter in parameters}
+    own = set(trained)
     is_buffer = {_identity(buffer) for _, buffer in module.named_buffers(remove_duplicate=False)} - own
     own |= is_buffer
     for state in states:
@@ -156,7 +159,8 @@ def _members(
                 identity = _identity(value)
                 kind: Kind = "buffer" if identity in is_buffer else "parameter"
                 claim = names.claim(whole_key, value, is_buffer=kind == "buffer", world=world)
-                yield Member(state, key, name, value, kind, identity in own, claim)
+                frozen = not trained.get(identity, True)
+                yield Member(state, key, name, value, kind, identity in own, claim, frozen)
 
 
 def _identity(tensor: torch.Tensor) -> Any:

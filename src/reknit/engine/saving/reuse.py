@@ -1,0 +1,219 @@
+"""Files of frozen tensors that did not change since the save before are taken over, not written again.
+
+What would be written is digested as ever and compared with what the last committed checkpoint of the same
+folder has.  Only where all digests are equal does the store link or copy the file (docs/decisions/0012).
+"""
+
+from __future__ import annotations
+
+import threading
+from typing import TYPE_CHECKING, NamedTuple
+
+import numpy as np
+
+from reknit.engine.memory.workers import run_jobs
+from reknit.engine.saving.write import PIECE_NBYTES, Written, discard
+from reknit.environment import num_threads
+from reknit.errors import ReknitError
+from reknit.format import paths
+from reknit.format.checksum import BLOCK_NBYTES, block_digests
+from reknit.format.data_file import relabelled
+from reknit.monitor.phase import Stopwatch
+from reknit.storage.base import CopiesFiles
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Collection, Iterator, Sequence
+
+    from reknit.engine.memory.arena import Arena
+    from reknit.engine.saving.job import SaveJob
+    from reknit.engine.saving.write import Fetch, FetchPhase, Outgoing
+    from reknit.storage.base import Storage
+
+_MOST_COPIES = 16
+"""Files that a store is asked to copy at once: it answers when it has."""
+
+
+class _KnownFile(NamedTuple):
+    """A file of a committed checkpoint, and the write id that its header says."""
+
+    file: Written
+    write_id: str
+
+
+class _KnownCheckpoint(NamedTuple):
+    """The files of frozen tensors that a rank has in a committed checkpoint, by item and part."""
+
+    storage: Storage
+    files: dict[tuple[str, int], _KnownFile]
+
+
+class Committed:
+    """The last checkpoint that a rank committed in each folder, as far as it is frozen; thread-safe.
+
+    This is known to one process only.  The files may have been deleted since.
+    """
+
+    def __init__(self) -> None:
+        self._last: dict[str, _KnownCheckpoint] = {}
+        self._lock = threading.Lock()
+
+    def beside(self, storage: Storage) -> _KnownCheckpoint | None:
+        """Return the last checkpoint in the folder that has `storage`."""
+        with self._lock:
+            return self._last.get(_folder(storage))
+
+    def keep(self, storage: Storage, files: dict[tuple[str, int], _KnownFile]) -> None:
+        """Remember a checkpoint that is committed."""
+        with self._lock:
+            self._last.pop(_folder(storage), None)
+            if files:
+                self._last[_folder(storage)] = _KnownCheckpoint(storage, files)
+
+
+class _FilePiece(NamedTuple):
+    """A range of a file."""
+
+    file: int
+    start: int
+    nbytes: int
+
+
+class Reuse:
+    """The files of one rank in one save, of which those numbered `frozen` may be taken over."""
+
+    def __init__(
+        self,
+        job: SaveJob,
+        committed: Committed,
+        write_id: str,
+        files: Sequence[Outgoing],
+        frozen: Collection[int],
+    ) -> None:
+        self._job, self._committed, self._write_id, self._files = job, committed, write_id, files
+        self._frozen = {n: _item_and_part(files[n].path) for n in frozen}
+        self._equal: dict[int, _KnownFile] = {}
+        self._taken: dict[int, _KnownFile] = {}
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the files that were taken over."""
+        return sum(known.file.nbytes for known in self._taken.values())
+
+    def take_over(
+        self,
+        fetch: Fetch,
+        phase: FetchPhase,
+        written: list[Written],
+        *,
+        stop: Callable[[BaseException], None] = lambda _: None,
+    ) -> list[int]:
+        """Take over what did not change, add it to `written`, and return the numbers of the other files.
+
+        `fetch`, `phase` and `stop` are as for `write_files` and `run_jobs`; everything that is fetched here
+        may be fetched again.
+        """
+        storage, last = self._job.storage, self._committed.beside(self._job.storage)
+        if self._job.options.reuse and isinstance(storage, CopiesFiles) and last is not None:
+            for number, place in self._frozen.items():
+                known = last.files.get(place)
+                if known is not None and known.file.nbytes == self._files[number].nbytes:
+                    self._equal[number] = known
+            self._compare(fetch, phase, stop)
+            self._copy(storage, last.storage, written, stop)
+        return [n for n in range(len(self._files)) if n not in self._taken]
+
+    def remember(self, written: Sequence[Written]) -> None:
+        """Remember what was written or taken over, now that it is committed, for saves to come."""
+        by_path = {file.path: file for file in written}
+        known = {
+            place: _KnownFile(
+                by_path[self._files[n].path], self._taken[n].write_id if n in self._taken else self._write_id
+            )
+            for n, place in self._frozen.items()
+        }
+        self._committed.keep(self._job.storage, known)
+
+    def _compare(self, fetch: Fetch, phase: FetchPhase, stop: Callable[[BaseException], None]) -> None:
+        """Leave in `_equal` only the files whose digests are those of the earlier ones."""
+        recorder, threads = self._job.recorder, num_threads(self._job.options.threads)
+        clocks = {name: Stopwatch() for name in (phase, "digest")}
+
+        def compare(piece: _FilePiece, arena: Arena) -> None:
+            known = self._equal.get(piece.file)
+            if known is None:
+                return
+            recorder.expect(piece.nbytes)
+            with clocks[phase].lap(piece.nbytes):
+                data = fetch(*piece, arena)
+            with clocks["digest"].lap(piece.nbytes):
+                if not piece.start:
+                    data = relabelled(data, self._write_id, known.write_id)
+                digests, first = block_digests(data), piece.start // BLOCK_NBYTES
+            if not np.array_equal(digests, known.file.digests[first : first + len(digests)]):
+                self._equal.pop(piece.file, None)
+            recorder.advance(piece.nbytes)
+
+        try:
+            if self._equal:
+                run_jobs(
+                    self._pieces(),
+                    compare,
+                    threads=threads,
+                    arena_nbytes=PIECE_NBYTES,
+                    budget_nbytes=self._job.options.inflight_nbytes,
+                    stop=stop,
+                )
+        finally:
+            for name, clock in clocks.items():
+                if clock.nbytes:
+                    recorder.add(name, clock.started, clock.seconds, clock.nbytes)
+
+    def _pieces(self) -> Iterator[_FilePiece]:
+        """Yield the files that may be equal in pieces, in their order."""
+        for number in list(self._equal):
+            nbytes = self._files[number].nbytes
+            for start in range(0, nbytes, PIECE_NBYTES):
+                if number in self._equal:
+                    yield _FilePiece(number, start, min(PIECE_NBYTES, nbytes - start))
+
+    def _copy(
+        self,
+        storage: CopiesFiles,
+        source: Storage,
+        written: list[Written],
+        stop: Callable[[BaseException], None],
+    ) -> None:
+        """Let the store make the files that are equal of the earlier ones; what it refuses is left."""
+        recorder = self._job.recorder
+
+        def copy(number: int, _: Arena) -> None:
+            known, path = self._equal[number], self._files[number].path
+            try:
+                if storage.copy_from(source, known.file.path, path, known.file.nbytes):
+                    self._taken[number] = known
+                    written.append(known.file._replace(path=path))
+            except BaseException as error:
+                discard(self._job.storage, path)  # it is there perhaps, and only the answer was lost
+                if isinstance(error, ReknitError):
+                    error.sign(rank=recorder.rank, phase="write", path=f"{self._job.storage.url}/{path}")
+                raise
+
+        if not self._equal:
+            return
+        with recorder.phase("reuse") as running:
+            threads = min(_MOST_COPIES, len(self._equal))
+            run_jobs(
+                list(self._equal), copy, threads=threads, arena_nbytes=1, budget_nbytes=threads, stop=stop
+            )
+            running.nbytes = self.nbytes
+
+
+def _folder(storage: Storage) -> str:
+    """Return where the folder lies that has the checkpoint of a store."""
+    return storage.url.rpartition("/")[0]
+
+
+def _item_and_part(path: str) -> tuple[str, int]:
+    name = paths.parse_path(path)
+    assert name is not None
+    return name.item or "", name.part

@@ -1,0 +1,56 @@
+"""Give a file that is whole already a second name, instead of writing its bytes again."""
+
+from __future__ import annotations
+
+import os
+import stat
+from typing import TYPE_CHECKING
+
+from reknit.storage.local.nofollow import link_below, open_regular, unlink_below
+from reknit.storage.local.posix import identity
+
+if TYPE_CHECKING:
+    from reknit.storage.local.folders import Folders
+
+
+def linked(root: str, path: str, new_root: str, new_path: str, nbytes: int, folders: Folders) -> bool:
+    """Link the file `path` below a root, of `nbytes` bytes, to a new name below `new_root`; tell whether.
+
+    `folders` are those of the new name.  Where it cannot be, nothing is left.
+    """
+    full = os.path.join(new_root, new_path)
+    try:
+        folders.make(new_root)
+        link_below(root, path, new_root, new_path)
+    except FileExistsError:
+        # NFS repeats a request whose answer was lost, and then finds the link that it has made.
+        if identity(full) != identity(os.path.join(root, path)):
+            raise
+    except OSError:  # whatever refuses it: who writes the file instead is told, or needs no link
+        folders.prune(new_root, new_path)
+        return False
+    try:
+        same = _is_whole(new_root, new_path, nbytes, folders)
+    except BaseException:
+        unlink_below(new_root, new_path)
+        raise
+    if not same:
+        unlink_below(new_root, new_path)
+        folders.prune(new_root, new_path)
+    return same
+
+
+def _is_whole(root: str, path: str, nbytes: int, folders: Folders) -> bool:
+    """Tell whether there is a regular file of this size, and make it durable if so."""
+    full = os.path.join(root, path)
+    found = os.stat(full, follow_symlinks=False)
+    if not stat.S_ISREG(found.st_mode) or found.st_size != nbytes:
+        return False
+    if folders.durable:
+        fd = open_regular(root, path)
+        try:
+            os.fsync(fd)  # whoever wrote it may have asked for less
+        finally:
+            os.close(fd)
+    folders.sync(os.path.dirname(full))
+    return True

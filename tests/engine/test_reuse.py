@@ -1,0 +1,329 @@
+"""Files of frozen tensors are taken over from the last checkpoint, if and only if they have its bytes."""
+
+from __future__ import annotations
+
+import errno
+import os
+import shutil
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import reknit
+from reknit.engine.loading.job import LoadJob
+from reknit.engine.loading.load import load
+from reknit.engine.saving.job import SaveJob
+from reknit.engine.saving.reuse import Committed
+from reknit.engine.saving.save import save
+from reknit.engine.stored.verify import verify
+from reknit.errors import ReknitError, StorageError
+from reknit.monitor.phase import Recorder
+from reknit.options import LoadOptions, SaveOptions
+from reknit.storage.local.store import LocalStorage
+from reknit.storage.registry import register
+from reknit.storage.wrappers.retrying import RetryingStorage, RetryPolicy
+from reknit.testing.faulty_storage import Fault, FaultyStorage
+from reknit.testing.metered import Meter, MeteredStorage
+from reknit.testing.world import run_ranks
+from reknit.types.box import Box
+from reknit.types.shard import Holdings, Shard, TensorSpec
+from reknit.types.wanted import Wanted
+from tests.running.examples import examples
+from tests.storage.process_memory import ProcessMemory
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    from reknit.comm.base import Group
+    from reknit.engine.report import SaveReport
+    from reknit.storage.base import Storage
+
+SIZE = 3
+ROWS = 1 << 8
+FROZEN, TRAINED = TensorSpec((SIZE * ROWS, 1024), "float32"), TensorSpec((300,), "float32")
+MIB = 1 << 20
+
+
+BASE = np.arange(FROZEN.numel, dtype=np.float32).reshape(FROZEN.shape)
+
+
+class Run:
+    """Three ranks that save step after step to one folder; each has rows of what is frozen."""
+
+    def __init__(self, store: Callable[[str], Storage], frozen: np.ndarray[Any, Any] = BASE) -> None:
+        self.store, self.frozen = store, frozen
+        self.committed = [Committed() for _ in range(SIZE)]
+
+    def shards(self, rank: int, frozen: Any, trained: Any) -> list[Shard]:
+        rows = Box((ROWS * rank, 0), (ROWS, 1024))
+        return [
+            Shard("model", "base", FROZEN, rows, (rank,), frozen[rows.slices()], frozen=True),
+            Shard("model", "lora", TRAINED, Box.whole(TRAINED.shape), (0, 1, 2), trained),
+        ]
+
+    def save(self, step: int, **options: Any) -> list[SaveReport]:
+        def rank(group: Group) -> SaveReport:
+            shards = self.shards(group.rank, self.frozen, np.full(300, step, np.float32))
+            job = SaveJob(
+                lambda: Holdings(("model",), tuple(shards), ()),
+                group,
+                self.store(f"step_{step}"),
+                SaveOptions(timeout_s=30, threads=2, **options),
+                Recorder("save", group.rank, step),
+                step,
+                overwrite=True,
+            )
+            return save(job, self.committed[group.rank])[0]
+
+        return run_ranks(SIZE, rank)
+
+    def check(self, step: int, frozen: np.ndarray[Any, Any] | None = None) -> None:
+        """Load a step, every byte of which is checked, and compare it."""
+        storage, into, trained = self.store(f"step_{step}"), np.zeros_like(BASE), np.zeros(300, np.float32)
+        report = verify(storage, "data", LoadOptions())
+        assert report.ok, report.problems
+
+        def rank(group: Group) -> None:
+            wanted = Wanted(("model",), tuple(self.shards(group.rank, into, trained)), ())
+            load(
+                LoadJob(
+                    lambda _: wanted,
+                    group,
+                    storage,
+                    ("model",),
+                    LoadOptions(timeout_s=30),
+                    Recorder("load", group.rank),
+                )
+            )
+
+        run_ranks(SIZE, rank)
+        np.testing.assert_array_equal(into, self.frozen if frozen is None else frozen)
+        assert (trained == step).all()
+
+
+def reused(reports: Sequence[SaveReport]) -> list[int]:
+    """Return how many MiB each rank took over."""
+    return [report.reused_nbytes // MIB for report in reports]
+
+
+def in_folder(tmp_path: Path) -> Callable[[str], Storage]:
+    return lambda step: LocalStorage(tmp_path / step, durability="process")
+
+
+def test_what_is_frozen_is_written_once_and_every_step_is_whole_by_itself(tmp_path: Path) -> None:
+    meter = Meter()
+    run = Run(lambda step: MeteredStorage(LocalStorage(tmp_path / step, durability="process"), meter))
+    assert reused(run.save(1)) == [0, 0, 0]
+    first = meter.figures["write"].nbytes
+    assert reused(run.save(2)) == [1, 1, 1]
+    assert meter.figures["write"].nbytes - first < 0.03 * first
+    assert meter.figures["copy_from"].count == SIZE
+    shutil.rmtree(tmp_path / "step_1")
+    assert reused(run.save(3)) == [1, 1, 1], "a file that was taken over is as good as one that was written"
+    run.check(2)
+    shutil.rmtree(tmp_path / "step_2")
+    run.check(3)
+
+
+@settings(max_examples=examples(12))
+@given(st.integers(0, FROZEN.numel - 1))
+def test_a_frozen_tensor_that_changed_all_the_same_is_written(place: int) -> None:
+    changed = BASE.copy()
+    changed.view(np.uint32).reshape(-1)[place] ^= 1
+    with TemporaryDirectory() as folder:
+        run = Run(in_folder(Path(folder)))
+        run.save(1)
+        run.frozen = changed
+        rank = place // (ROWS * 1024)
+        assert reused(run.save(2)) == [0 if number == rank else 1 for number in range(SIZE)]
+        run.check(2)
+
+
+def test_what_was_deleted_meanwhile_is_written(tmp_path: Path) -> None:
+    run = Run(in_folder(tmp_path))
+    run.save(1)
+    os.remove(next((tmp_path / "step_1" / "model").glob("00001.????????.safetensors")))
+    assert reused(run.save(2)) == [1, 0, 1]
+    shutil.rmtree(tmp_path / "step_1")
+    run.check(2)
+    shutil.rmtree(tmp_path / "step_2")
+    assert reused(run.save(3)) == [0, 0, 0]
+    run.check(3)
+
+
+def test_what_was_cut_short_meanwhile_is_written(tmp_path: Path) -> None:
+    run = Run(in_folder(tmp_path))
+    run.save(1)
+    os.truncate(next((tmp_path / "step_1" / "model").glob("00002.????????.safetensors")), 5000)
+    assert reused(run.save(2)) == [1, 1, 0]
+    run.check(2)
+
+
+@pytest.mark.parametrize("code", [errno.EXDEV, errno.EPERM, errno.EOPNOTSUPP, errno.EMLINK, errno.ENOSYS])
+def test_where_no_link_can_be_files_are_written(
+    code: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = Run(in_folder(tmp_path))
+    run.save(1)
+
+    link = os.link
+
+    def refuse(source: str, name: str, **more: Any) -> None:
+        if name.endswith(".safetensors"):
+            raise OSError(code, os.strerror(code))
+        link(source, name, **more)
+
+    with monkeypatch.context() as patched:
+        patched.setattr("os.link", refuse)
+        assert reused(run.save(2)) == [0, 0, 0]
+    run.check(2)
+    assert reused(run.save(3)) == [1, 1, 1]
+
+
+def test_a_store_that_copies_no_files_gets_all_bytes() -> None:
+    ProcessMemory.clear("no-copies")
+    run = Run(ProcessMemory("no-copies").sub)
+    assert reused(run.save(1)) == reused(run.save(2)) == [0, 0, 0]
+    run.check(2)
+
+
+def test_nothing_is_taken_over_where_that_is_not_wanted(tmp_path: Path) -> None:
+    run = Run(in_folder(tmp_path))
+    run.save(1)
+    assert reused(run.save(2, reuse=False)) == [0, 0, 0]
+    assert all(path.stat().st_nlink == 1 for path in tmp_path.rglob("*.safetensors"))
+    assert reused(run.save(3)) == [1, 1, 1]
+
+
+def test_other_folders_are_left_alone(tmp_path: Path) -> None:
+    run = Run(in_folder(tmp_path / "a"))
+    run.save(1)
+    run.store = in_folder(tmp_path / "b")
+    assert reused(run.save(1)) == [0, 0, 0]
+    run.store = in_folder(tmp_path / "a")
+    assert reused(run.save(2)) == [1, 1, 1]
+
+
+def test_an_overwritten_checkpoint_keeps_what_it_takes_over(tmp_path: Path) -> None:
+    run = Run(lambda _: LocalStorage(tmp_path / "last", durability="process"))
+    run.save(1)
+    assert reused(run.save(2)) == [1, 1, 1]
+    run.check(2)
+    assert len(list(tmp_path.rglob("*.safetensors"))) == 4
+
+
+def test_another_cut_of_what_is_frozen_is_written(tmp_path: Path) -> None:
+    run = Run(in_folder(tmp_path))
+    run.save(1)
+    run.shards = lambda rank, frozen, trained: [  # type: ignore[method-assign]
+        Shard("model", "base", FROZEN, Box.whole(FROZEN.shape), (0, 1, 2), frozen, frozen=True),
+        Shard("model", "lora", TRAINED, Box.whole(TRAINED.shape), (0, 1, 2), trained),
+    ]
+    run.save(2)
+    run.check(2)
+    assert sum(reused(run.save(3))) >= 2
+    run.check(3)
+
+
+FAULTS = [
+    ("error", "copy_from"),
+    ("lost", "copy_from"),
+    ("error", "create"),
+    ("error", "commit"),
+    ("full", "copy_from"),
+]
+
+
+@pytest.mark.parametrize(("kind", "operation"), FAULTS)
+def test_a_save_that_fails_leaves_neither_links_nor_damage(kind: Any, operation: str, tmp_path: Path) -> None:
+    run = Run(in_folder(tmp_path))
+    run.save(1)
+    before = {path: path.stat().st_nlink for path in tmp_path.rglob("*.*")}
+    sound = run.store
+    run.store = lambda step: FaultyStorage(sound(step), plan=[Fault(kind, 1, operation)])
+    with pytest.raises(ReknitError, match="injected"):
+        run.save(2)
+    assert {path: path.stat().st_nlink for path in tmp_path.rglob("*.*")} == before
+    run.store = sound
+    assert reused(run.save(3)) == [1, 1, 1], "what is remembered is the checkpoint that was committed"
+    run.check(3)
+
+
+@pytest.mark.parametrize("kind", ["away", "unheard"])
+def test_a_copy_of_which_no_answer_came_is_asked_for_again(kind: Any, tmp_path: Path) -> None:
+    policy = RetryPolicy(deadline_s=20, first_s=0.001, longest_s=0.002)
+    run = Run(
+        lambda step: RetryingStorage(
+            FaultyStorage(
+                LocalStorage(tmp_path / step, durability="process"), plan=[Fault(kind, 1, "copy_from")]
+            ),
+            policy,
+        )
+    )
+    run.save(1)
+    assert reused(run.save(2)) == [1, 1, 1]
+    run.check(2)
+
+
+def test_damage_in_a_shared_file_is_found_in_every_step(tmp_path: Path) -> None:
+    run = Run(in_folder(tmp_path))
+    run.save(1)
+    run.save(2)
+    with next((tmp_path / "step_1" / "model").glob("00000.????????.safetensors")).open("r+b") as file:
+        file.seek(MIB // 2)
+        file.write(b"damage")
+    for step in (1, 2):
+        assert not verify(LocalStorage(tmp_path / f"step_{step}"), "data", LoadOptions()).ok
+
+
+class Tuned(torch.nn.Module):
+    """A frozen layer, and one that is trained."""
+
+    def __init__(self, nbytes: int = 20 * MIB) -> None:
+        super().__init__()
+        self.base = torch.nn.Linear(1024, nbytes // 4096, bias=False).requires_grad_(False)
+        self.head = torch.nn.Linear(8, 8)
+
+
+@pytest.mark.parametrize("wait", [True, False])
+def test_a_frozen_module_is_taken_over_by_whoever_writes(wait: bool, tmp_path: Path) -> None:
+    model = Tuned()
+    options = SaveOptions(durability="process")
+    for step in range(3):
+        report = reknit.save(tmp_path / f"{step}", {"m": model}, wait=wait, options=options).result()
+        assert (report.reused_nbytes > 20 * MIB) == (step > 0)
+        assert reknit.verify(tmp_path / f"{step}", "data").ok
+    with torch.no_grad():
+        model.base.weight[-1, -1] += 1
+    report = reknit.save(tmp_path / "changed", {"m": model}, wait=wait, options=options).result()
+    assert report.reused_nbytes == 0
+    loaded = Tuned()
+    reknit.load(tmp_path / "changed", {"m": loaded})
+    assert torch.equal(loaded.base.weight, model.base.weight)
+    reknit.close()
+
+
+def test_what_is_staged_through_a_ring_is_written(tmp_path: Path) -> None:
+    register("ring", lambda url, _: in_folder(tmp_path)(url.removeprefix("ring://")))
+    model, options = Tuned(72 * MIB), SaveOptions(host_nbytes=64 * MIB, timeout_s=20)
+    for step in range(2):
+        report = reknit.save(f"ring://{step}", {"m": model}, wait=False, options=options).result()
+        assert (report.streamed, report.reused_nbytes) == (True, 0)
+    assert reknit.verify("ring://1", "data").ok
+    reknit.close()
+
+
+def test_an_error_of_the_store_names_file_and_phase(tmp_path: Path) -> None:
+    run = Run(in_folder(tmp_path))
+    run.save(1)
+    run.store = lambda step: FaultyStorage(in_folder(tmp_path)(step), plan=[Fault("error", 1, "copy_from")])
+    with pytest.raises(StorageError) as raised:
+        run.save(2)
+    assert raised.value.phase == "write"
+    assert "model/0000" in str(raised.value.path)
