@@ -8,6 +8,7 @@ from collections import Counter
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+import msgspec
 import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -132,12 +133,36 @@ class Oracle:
                 f"when incarnation {newest} was saving to {folder}, or had saved, already"
             )
         commit = Commit(folder, run, about["save"], document["write_id"])
+        if "table" in document:
+            _add_listed(document, self.disk.files[f"{folder}/{document['index']}"])
         self._needed[folder] = {f"{folder}/{file['path']}" for file in document["files"]}
         for file in document["files"]:
             _check_file(self.disk, folder, file, document["block_nbytes"])
         _check_tensors(self.disk, folder, document)
         if commit not in self.commits:
             self.commits.append(commit)
+
+
+def _add_listed(document: dict[str, Any], index: bytes) -> None:
+    """Add to a manifest the files that its index lists, in the manifest's own words."""
+    table = document["table"]
+    paths, sizes, digests, items, places, names, numbers = msgspec.msgpack.decode(
+        index[table["start"] : table["start"] + table["nbytes"]]
+    )
+    values = iter(np.frombuffer(numbers, "<i8").tolist())
+    columns = (
+        np.frombuffer(column, kind).tolist()
+        for column, kind in ((sizes, "<i8"), (items, "<i4"), (places, "<i4"))
+    )
+    for path, nbytes, item, place in zip(paths.split("\n"), *columns, strict=True):
+        size = 8 * -(-nbytes // document["block_nbytes"])
+        part, digests = digests[:size], digests[size:]
+        file = {"path": path, "nbytes": nbytes, "digests": base64.b64encode(part)}
+        document["files"].append(file)
+        if item >= 0:
+            coordinate = None if place < 0 else {name: next(values) for name in names[place]}
+            blob = {"item": document["items"][item], "path": path, "coordinate": coordinate}
+            document["blobs"].append(blob)
 
 
 def _check_file(disk: Disk, folder: str, file: dict[str, Any], block_nbytes: int) -> None:

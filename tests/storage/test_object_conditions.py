@@ -101,7 +101,7 @@ def test_under_the_lock_a_marker_may_vanish_at_once_and_a_manifest_may_not(
 
     monkeypatch.setattr(obstore, "get", removed)
     assert store.put("pending", b"", if_absent=True)
-    with pytest.raises(StorageError, match="manifest was written, and is not there"):
+    with pytest.raises(StorageError, match="manifest was written, but is missing"):
         store.put("manifest", b"{}", if_absent=True)
 
 

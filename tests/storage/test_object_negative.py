@@ -23,7 +23,7 @@ from tests.servers import environment, new_url, server
 EACH = pytest.mark.parametrize("url", ["rclone", "swift"], indirect=True)
 RCLONE = pytest.mark.parametrize("url", ["rclone"], indirect=True)
 SWIFT = pytest.mark.parametrize("url", ["swift"], indirect=True)
-LOCKED = pytest.mark.filterwarnings("ignore:.*(lock object|gives whole objects)")
+LOCKED = pytest.mark.filterwarnings("ignore:.*(lock object|returns whole objects)")
 
 SAVER = """
 import sys, warnings

@@ -63,7 +63,7 @@ class _Part(NamedTuple):
 def _files(item: str, parts: list[_Part], shards: Sequence[Shard], max_file_nbytes: int) -> list[FilePlan]:
     """Divide an item's parts into files.
 
-    Frozen tensors come first, in files of their own, which need not be written again (docs/decisions/0012).
+    Frozen tensors come first, in files of their own, which need not be written again (docs/decisions/0016).
     Small shards that other ranks hold too, such as the step counters of an optimizer, are wanted by many at
     a load.  Beside much else they lie in a file of their own: that is all that is read for them, where each
     would cost a block if it lay between large ones.

@@ -1,7 +1,7 @@
 """Files of frozen tensors that did not change since the save before are taken over, not written again.
 
 What would be written is digested as ever and compared with what the last committed checkpoint of the same
-folder has.  Only where all digests are equal does the store link or copy the file (docs/decisions/0012).
+folder has.  Only where all digests are equal does the store link or copy the file (docs/decisions/0016).
 """
 
 from __future__ import annotations
