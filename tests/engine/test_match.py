@@ -121,7 +121,7 @@ def test_another_number_of_dimensions_or_another_dtype_is_a_mismatch_all_the_sam
     fills, problems = match(index, wanted(*wants), LoadOptions(allow_shape_mismatch=("*",)))
     assert fills == []
     assert problems.resized == {}
-    assert "not how many there are" in problems.mismatched[0][1]
+    assert "the number of dimensions may not differ" in problems.mismatched[0][1]
     assert problems.mismatched[1][0] == "m/v"
 
 

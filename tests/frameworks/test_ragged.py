@@ -219,13 +219,13 @@ def test_the_ranges_of_all_ranks_are_the_box_in_storage_order(some: tuple[Any, R
 
 WRONG: dict[str, tuple[list[Any], str]] = {
     "two": ([RaggedShard((0,), (1, 1)), RaggedShard((0,), (1, 1))], "ragged along two dimensions"),
-    "cut before": ([Shard(0), RaggedShard((0,), (1, 1))], "cut before it is dealt out"),
+    "cut before": ([Shard(0), RaggedShard((0,), (1, 1))], "sharded before its ragged placement"),
     "strided": ([RaggedShard((0,), (1, 1)), _StridedShard(0, split_factor=2)], "ragged and strided"),
     "not leading": ([RaggedShard((1,), (1, 1))], "not the leading ones"),
     "gap": ([RaggedShard((0, 2), (1, 1))], "not the leading ones"),
     "no dimension": ([RaggedShard((), (1, 1))], "not the leading ones"),
     "too few units": ([RaggedShard((0,), (1,))], "units for 1 ranks"),
-    "negative": ([RaggedShard((0,), (3, -1))], "no whole numbers"),
+    "negative": ([RaggedShard((0,), (3, -1))], "not whole numbers"),
 }
 
 
@@ -241,10 +241,10 @@ def test_a_placement_that_cannot_be_placed_exactly_is_refused(placements: str) -
 @pytest.mark.parametrize(
     ("units", "dims", "numel", "message"),
     [
-        ((1, 2), (0,), 8, "cuts through what is to stay whole"),
-        ((1, 7), (0,), 2, "cuts through what is to stay whole"),
-        ((0, 0), (0,), 0, "cuts through what is to stay whole"),
-        ((1, 1), (0, 1, 2), 8, "cuts through what is to stay whole"),
+        ((1, 2), (0,), 8, "do not divide it into whole rows"),
+        ((1, 7), (0,), 2, "do not divide it into whole rows"),
+        ((0, 0), (0,), 0, "do not divide it into whole rows"),
+        ((1, 1), (0, 1, 2), 8, "do not divide it into whole rows"),
         ((1, 3), (0,), 5, "its local tensor has 5"),
     ],
 )

@@ -122,8 +122,8 @@ def test_what_the_checkpoint_lacks_is_missing_and_other_shapes_are_mismatched() 
     assert [fqn for _, fqn, _ in want.missing] == ["w", "u"]
     assert {fqn: why for _, fqn, why in want.mismatched} == {
         "shape": f"its shape is [2] in the checkpoint and [3] here{RESIZE}",
-        "kind": "a plain value was saved under this name, and the target has a tensor",
-        "dnik": "a tensor was saved under this name, and the target has a plain value",
+        "kind": "it is a plain value in the checkpoint and a tensor in the target",
+        "dnik": "it is a tensor in the checkpoint and a plain value in the target",
     }
     assert [shard.fqn for shard in want.shards] == ["t"]
 

@@ -416,7 +416,7 @@ def test_the_loss_scaler_comes_back_with_every_optimizer_of_a_chain(tmp_path: Pa
 
 
 def refusals(root: str) -> None:
-    """What is not known is refused, with what to do."""
+    """Unsupported optimizers are refused, with a remedy."""
     from megatron.core import parallel_state
     from megatron.core.dist_checkpointing.mapping import ShardedObject
     from megatron.core.optimizer.layer_wise_optimizer import LayerWiseDistributedOptimizer
@@ -429,7 +429,7 @@ def refusals(root: str) -> None:
         collect({"model": trained.chunks, "optimizer": chain}, 0, 1)
     (inner,) = trained.optimizer.chained_optimizers
     inner.config.use_precision_aware_optimizer = True
-    with pytest.raises(StateError, match="not known here"):
+    with pytest.raises(StateError, match="does not support"):
         collect(trained.state(), 0, 1)
     inner.config.use_precision_aware_optimizer = False
     groups = inner.optimizer.param_groups

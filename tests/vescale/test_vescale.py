@@ -238,7 +238,7 @@ def corners() -> dict[str, str]:
 
 def test_parameters_that_are_still_to_be_fetched_are_refused_until_the_next_forward() -> None:
     for found in run(2, corners):
-        assert "on their way" in found["stepped"]
+        assert "are outdated" in found["stepped"]
         assert "other parameters than veScale put into it" in found["groups"]
 
 

@@ -151,14 +151,14 @@ def _names(optimizer: Any, place: Place, walk: Walk) -> dict[int, tuple[Any, str
 
 
 def _require_gathered(optimizer: Any, place: Place) -> None:
-    """Refuse parameters of which this rank has old elements, that others have stepped."""
+    """Raise `StateError` if this rank's parameters lack the updates of other ranks' last step."""
     handles, copied = optimizer.all_gather_handles, optimizer.param_buffer_copied
     fetching = handles and not (len(copied) == optimizer.num_all_gather_handles and all(copied))
     if optimizer.overlap_param_gather and (optimizer.step_issued or fetching):
         raise StateError(
-            f"the parameters of the optimizer {place} are on their way: with overlap_param_gather, veScale "
-            "fetches what other ranks stepped in the next forward",
-            remedy="save and load after a forward, before the step; or set overlap_param_gather=False",
+            f"the parameters of the optimizer {place} are outdated: with overlap_param_gather, veScale "
+            "gathers other ranks' updates in the next forward pass",
+            remedy="save and load between a forward pass and the step, or set overlap_param_gather=False",
         )
 
 

@@ -188,7 +188,7 @@ class TrainerSave:
         if isinstance(outcome, SaveReport):
             if rank == 0:
                 told = self.pending.told(monotonic() - self._begun)
-                logger.info("%s; training stood still for %.3g s", told, outcome.blocked_s)
+                logger.info("%s; blocked training for %.3g s", told, outcome.blocked_s)
             for warning in outcome.warnings if rank == 0 else ():
                 logger.warning("save to %s: %s", outcome.path, warning)
         elif isinstance(outcome, SkippedError):

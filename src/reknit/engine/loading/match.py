@@ -91,7 +91,7 @@ def _mismatch(saved: TensorSpec, wanted: TensorSpec, *, cast: bool, resize: bool
     if saved.shape != wanted.shape and not (resize and len(saved.shape) == len(wanted.shape)):
         why = f"saved shape {list(saved.shape)}, wanted {list(wanted.shape)}"
         if resize:
-            return f"{why}; only the lengths may differ, not how many there are"
+            return f"{why}; the number of dimensions may not differ"
         return why + RESIZE if len(saved.shape) == len(wanted.shape) else why
     if saved.dtype == wanted.dtype:
         return None

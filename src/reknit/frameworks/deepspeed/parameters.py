@@ -1,4 +1,4 @@
-"""Parameters of DeepSpeed engines: whole or in partitions, and the copies that optimizers step."""
+"""Parameters of DeepSpeed engines, whole or partitioned, and the copies that optimizers update."""
 
 from __future__ import annotations
 
@@ -22,15 +22,15 @@ if TYPE_CHECKING:
     from reknit.frameworks.walk.walk import Place, Replicas, Walk, World
 
 _MASTERS = "masters of DeepSpeed"
-"""In a walk's memo: where the master weights of each parameter and the parameter itself are taken from."""
+"""Key of a walk's memo: the places from which each parameter's master weights are loaded."""
 
 
 Copies = dict[int, tuple[torch.Tensor, torch.Tensor]]
-"""By the ids of parameters: the elements that an optimizer steps, and the same of the parameter itself."""
+"""By parameter id: the elements that an optimizer updates, and those of the parameter itself."""
 
 
 class DeepSpeedModules:
-    """Engines of DeepSpeed, and modules whose parameters they have cut."""
+    """DeepSpeed engines, and modules whose parameters they have partitioned."""
 
     def is_wrapper(self, module: Any) -> bool:
         """Tell whether a module is an engine."""
@@ -41,33 +41,33 @@ class DeepSpeedModules:
         return deepspeed_private.engine_ranks(wrapper)
 
     def require_readable(self, module: nn.Module, place: Place) -> None:
-        """Refuse what DeepSpeed does to modules that reknit knows no names or layouts for."""
+        """Raise `StateError` for DeepSpeed features whose names or layouts reknit cannot determine."""
         for path, inner in module.named_modules():
             flaw = deepspeed_private.module_flaw(inner)
             if flaw is not None:
                 raise StateError(
                     f"the module {path or 'at the root'} of {place} {flaw}",
-                    remedy="use DeepSpeed's own save_checkpoint, or an engine without that",
+                    remedy="use DeepSpeed's own save_checkpoint, or turn that feature off",
                 )
         for name, parameter in module.named_parameters():
             flaw = deepspeed_private.parameter_flaw(parameter)
             if flaw is not None:
                 raise StateError(
-                    f"the parameter {name} of {place} {flaw}, and which part of it is here is not known",
-                    remedy="use DeepSpeed's own save_checkpoint, or an engine without that",
+                    f"the parameter {name} of {place} {flaw}; reknit cannot tell which part this rank holds",
+                    remedy="use DeepSpeed's own save_checkpoint, or turn that feature off",
                 )
 
     def is_partitioned(self, parameter: Any) -> bool:
-        """Tell whether a parameter is one of ZeRO-3."""
+        """Tell whether a parameter is partitioned by ZeRO-3."""
         return deepspeed_private.is_partitioned(parameter)
 
     def partitioned(
         self, parameter: Any, names: tuple[str, ...], place: Place, world: World
     ) -> FlatParameter:
-        """Return what a rank has of a parameter of ZeRO-3.
+        """Return this rank's part of a ZeRO-3 parameter.
 
-        Raises `StateError` where the gathered parameter, which the caller may be changing, is not what its
-        partitions are.
+        Raises `StateError` if the gathered parameter, which the caller may be changing, differs from its
+        partitions.
         """
         found = deepspeed_private.partition(parameter)
         here = found.memory[: found.numel]
@@ -75,9 +75,9 @@ class DeepSpeedModules:
             shown = found.whole.reshape(-1)[found.start : found.start + found.numel]
             if not _same(shown.to(here.device), here):
                 raise StateError(
-                    f"the gathered parameter {names[0]} of {place} was changed, and its partitions were not "
-                    "yet",
-                    remedy="save and load after leaving the GatheredParameters context; give it "
+                    f"the gathered parameter {names[0]} of {place} was changed, but its partitions were "
+                    "not updated yet",
+                    remedy="leave the GatheredParameters context before you save or load, and give it a "
                     "modifier_rank",
                 )
         part = FlatPart.range_of(found.shape, found.start, found.numel, 0, found.memory.numel())
@@ -88,8 +88,8 @@ class DeepSpeedModules:
         )
 
     def follow(self, parameters: list[tuple[Any, Place]], place: Place, loading: Loading) -> None:
-        """Let the copies that optimizers step follow what is loaded into these parameters of a module."""
-        # Of what the checkpoint lacks, copies say more than the parameters, which stay as they are.
+        """Refresh the optimizers' copies of these parameters once a load has filled the parameters."""
+        # A parameter that the checkpoint lacks stays as it is, and so must its copy, which may be more exact.
         arriving = [parameter for parameter, at in parameters if loading.saved.spec(at) is not None]
         if not arriving:
             return
@@ -103,20 +103,20 @@ class DeepSpeedModules:
         for parameter in copied:
             if id(parameter) not in copies and deepspeed_private.has_copies(parameter):
                 raise StateError(
-                    f"{places[id(parameter)]} has a copy in the optimizer of its DeepSpeed engine, which is "
-                    "not in the state, and the next step would make it again what it was",
+                    f"{places[id(parameter)]} has a copy in the optimizer of its DeepSpeed engine. That "
+                    "optimizer is not in the state, so its next step would undo the load",
                     remedy="put the engine itself into the state, or engine.optimizer beside its module",
                 )
         loading.later(lambda: _refresh(copied, copies, loading))
 
 
 def only_here(ranks: Iterable[int], world: World) -> Replicas:
-    """Return the holders of a part that each of these ranks has another of, where they are all there are."""
+    """Return this rank as the only holder of its part, if these ranks are all of the group."""
     return world.numbers([world.global_rank]) if world.inside(tuple(ranks)) else world.alone
 
 
 def _same(one: torch.Tensor, other: torch.Tensor) -> bool:
-    """Tell whether two tensors have the same bytes, whatever is no number in them."""
+    """Tell whether two tensors have the same bytes; equal NaNs count as equal."""
     return one.dtype == other.dtype and torch.equal(_bytes(one), _bytes(other))
 
 
@@ -125,7 +125,7 @@ def _bytes(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def groups(optimizer: Any, place: Place, walk: Walk) -> tuple[FlatGroup, ...]:
-    """Return the flat groups of an optimizer of DeepSpeed.  Raises `StateError` where they are not known."""
+    """Return the flat groups of a DeepSpeed optimizer.  Raises `StateError` if it is not supported."""
     return walk.world.once(("DeepSpeed", id(optimizer)), lambda: _groups(optimizer, place))
 
 
@@ -133,7 +133,7 @@ def _groups(optimizer: Any, place: Place) -> tuple[FlatGroup, ...]:
     flaw = deepspeed_private.optimizer_flaw(optimizer)
     if flaw is not None:
         raise StateError(
-            f"the optimizer {place} {flaw}, and what its states belong to is not known",
+            f"the optimizer {place} {flaw}; reknit cannot tell which parameters its states belong to",
             remedy="use ZeRO stage 1, 2 or 3 with its states in memory",
         )
     try:
@@ -147,7 +147,7 @@ def _groups(optimizer: Any, place: Place) -> tuple[FlatGroup, ...]:
 
 
 def _require_known_steps(arriving: list[Any], loading: Loading) -> None:
-    """Refuse parameters of engines whose optimizers may keep weights of their own, where nobody knows."""
+    """Raise `StateError` for parameters of engines whose unsupported optimizer may copy the weights."""
     for engine, at in _engines(loading):
         flaw = None
         if deepspeed_private.is_optimizer(engine.optimizer):
@@ -155,14 +155,14 @@ def _require_known_steps(arriving: list[Any], loading: Loading) -> None:
         inside = set(map(id, engine.parameters())) if flaw else ()
         if any(id(parameter) in inside for parameter in arriving):
             raise StateError(
-                f"the optimizer of the DeepSpeed engine {at} {flaw}: it may have a copy of the weights, and "
-                "the next step would make them again what they were",
-                remedy="use ZeRO stage 1, 2 or 3 with its states in memory, or load before there is one",
+                f"the optimizer of the DeepSpeed engine {at} {flaw}. It may have a copy of the "
+                "weights, and its next step would undo the load",
+                remedy="use ZeRO stage 1, 2 or 3 with its states in memory, or load before the engine exists",
             )
 
 
 def _engines(walk: Walk) -> Iterator[tuple[Any, Place]]:
-    """Yield all engines in a state, and where each is."""
+    """Yield all engines in a state with their places."""
     for module, place in walk.find(nn.Module):
         for path, inner in module.named_modules():
             if deepspeed_private.is_engine(inner):
@@ -170,7 +170,7 @@ def _engines(walk: Walk) -> Iterator[tuple[Any, Place]]:
 
 
 def _copies(place: Place, loading: Loading, parameters: list[Any]) -> Copies:
-    """Return the copies in all optimizers of DeepSpeed that are in the state, or that something in it has."""
+    """Return the copies in all DeepSpeed optimizers that the state contains or refers to."""
     found = [optimizer for optimizer, _ in loading.find(deepspeed_private.optimizer_type())]
     found += [engine.optimizer for engine, _ in _engines(loading)]
     found += [deepspeed_private.owner(parameter) for parameter in parameters]
@@ -193,24 +193,24 @@ def _refresh(parameters: list[Any], copies: Copies, loading: Loading) -> None:
 
 
 def _comes(master: torch.Tensor, sources: tuple[Place, ...], loading: Loading) -> bool:
-    """Tell whether master weights are filled: a lenient load leaves those of which the dtype does not fit."""
+    """Tell whether master weights are loaded: a lenient load leaves those whose dtype does not fit."""
     saved = next((spec.dtype for at in sources if (spec := loading.saved.spec(at)) is not None), None)
     mine = str(master.dtype).removeprefix("torch.")
     return saved == mine or (saved is not None and loading.catalog.terms.cast and converts(saved, mine))
 
 
 def note_master(parameter: Any, at: Place, places: tuple[Place, ...], loading: Loading) -> None:
-    """Note that the master weights of a parameter are loaded, from the first of these that there is."""
+    """Note that a parameter's master weights are loaded from the first of these places that exists."""
     loading.memo.setdefault(_MASTERS, {})[id(parameter)] = (at, *places)
 
 
 def require_equal(optimizer: Any, place: Place, walk: Walk) -> None:
-    """Refuse an optimizer whose copies of the parameters are not what the parameters are."""
+    """Raise `StateError` if an optimizer's copies of the parameters differ from the parameters."""
     for group in groups(optimizer, place, walk):
         copies = group.copies() if group.is_twin else ()
         if not all(_same(stepped.to(live.device), live) for _, stepped, live in copies):
             raise StateError(
-                f"the optimizer {place} has other weights than the model, which one of the two was given",
-                remedy="call engine.optimizer.refresh_fp32_params() where the model is right, and "
-                "engine.optimizer.update_lp_params() (ZeRO-1, ZeRO-2) where the optimizer is",
+                f"the optimizer {place} has other weights than the model: one of the two was changed alone",
+                remedy="if the model is right, call engine.optimizer.refresh_fp32_params(); if the optimizer "
+                "is, engine.optimizer.update_lp_params() (ZeRO-1, ZeRO-2)",
             )

@@ -1,4 +1,4 @@
-"""The parts of DeepSpeed that reknit uses though DeepSpeed promises none of them: these, and no others."""
+"""All of DeepSpeed's internals that reknit uses.  DeepSpeed may change any of them without notice."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ _ZERO_1_2 = "deepspeed.runtime.zero.stage_1_and_2", "DeepSpeedZeroOptimizer"
 _ZERO_3 = "deepspeed.runtime.zero.stage3", "DeepSpeedZeroOptimizer_Stage3"
 _BF16 = "deepspeed.runtime.bf16_optimizer", "BF16_Optimizer"
 _PIPELINE = "deepspeed.runtime.pipe.module", "PipelineModule"
-_MPU = "is given model parallelism (mpu, or stages of a pipeline), of which DeepSpeed knows no layout"
+_MPU = "uses model parallelism (mpu, or pipeline stages), whose layout DeepSpeed does not record"
 
 
 class ZeroMember(NamedTuple):
-    """A parameter in a flat group: this rank has `numel` of its elements from `start` on, at `offset`."""
+    """A parameter in a flat group: this rank has `numel` elements from `start` on, at `offset` of it."""
 
     parameter: Any
     shape: tuple[int, ...]
@@ -30,11 +30,11 @@ class ZeroMember(NamedTuple):
 
 
 class FlatGroup(NamedTuple):
-    """What a rank keeps of some parameters: `flat`, which the inner optimizer steps, and `live`.
+    """A rank's part of some parameters: `flat`, which the inner optimizer updates, and `live`.
 
-    Both are one-dimensional and alike; `live` is the memory of the model's parameters, and the same memory as
-    `flat` where there is no second one.  `options` is their group in the inner optimizer, `ranks` are those
-    that have a part each.
+    Both are one-dimensional and of equal length.  `live` is the memory of the model's parameters; without a
+    separate copy, it is the same memory as `flat`.  `options` is the parameter group of the inner optimizer,
+    and `ranks` are the ranks that hold a part each.
     """
 
     flat: Any
@@ -44,7 +44,7 @@ class FlatGroup(NamedTuple):
     members: tuple[ZeroMember, ...]
 
     def copies(self) -> Iterator[tuple[ZeroMember, Any, Any]]:
-        """Yield the members, each with its elements in `flat` and in `live`."""
+        """Yield each member with its elements in `flat` and in `live`."""
         flat = self.flat.detach()
         for member in self.members:
             inside = slice(member.offset, member.offset + member.numel)
@@ -52,19 +52,19 @@ class FlatGroup(NamedTuple):
 
     @property
     def is_master(self) -> bool:
-        """Tell whether `flat` says more than the parameters themselves."""
+        """Tell whether `flat` has another dtype than the parameters: it holds master weights."""
         return bool(self.flat.dtype != self.live.dtype)
 
     @property
     def is_twin(self) -> bool:
-        """Tell whether `flat` is a copy of the parameters in memory of its own."""
+        """Tell whether `flat` is a copy of the parameters in separate memory, with the same dtype."""
         return not self.is_master and bool(self.flat.data_ptr() != self.live.data_ptr())
 
 
 class Partition(NamedTuple):
-    """This rank's partition of a parameter of ZeRO-3: `numel` elements from `start` on, at the beginning.
+    """This rank's partition of a ZeRO-3 parameter: `numel` elements from `start` on, then padding.
 
-    `whole` is the gathered parameter while there is one.
+    `whole` is the gathered parameter, None while it is not gathered.
     """
 
     memory: Any
@@ -81,17 +81,17 @@ def is_engine(module: Any) -> bool:
 
 
 def optimizer_type() -> Any:
-    """Return the type of the optimizers that DeepSpeed makes around others."""
+    """Return the base type of the optimizers in which DeepSpeed wraps others."""
     return imported("deepspeed.runtime.base_optimizer", "DeepSpeedOptimizer")
 
 
 def is_optimizer(value: Any) -> bool:
-    """Tell whether this is an optimizer that DeepSpeed made around another one."""
+    """Tell whether this is an optimizer in which DeepSpeed wraps another one."""
     return isinstance(value, optimizer_type())
 
 
 def stepped_by(engine: Any) -> Any:
-    """Return an engine's optimizer, or None: ZeRO-3 without one keeps what cuts parameters in its place."""
+    """Return an engine's optimizer, or None: ZeRO-3 without one keeps its parameter offload there instead."""
     offload = imported("deepspeed.runtime.zero.parameter_offload", "DeepSpeedZeRoOffload")
     return None if isinstance(engine.optimizer, offload) else engine.optimizer
 
@@ -102,24 +102,24 @@ def engine_ranks(engine: Any) -> tuple[int, ...]:
 
 
 def module_flaw(module: Any) -> str | None:
-    """Return what a module of DeepSpeed does that makes names or layouts unknown, if it does."""
+    """Return the feature of a DeepSpeed module that hides names or layouts, None without one."""
     if isinstance(module, imported(*_PIPELINE)):
-        return "is a PipelineModule, of which each rank has some layers"
+        return "is a PipelineModule, which has only some layers on each rank"
     if not is_engine(module):
         return None
     if isinstance(module.module, imported(*_PIPELINE)):
-        return "is an engine of a PipelineModule, of which each rank has some layers"
+        return "is an engine of a PipelineModule, which has only some layers on each rank"
     if module.has_moe_layers:
         return "has mixture-of-experts layers, whose experts have the same names on every rank"
     return _MPU if module.mp_world_size > 1 else None
 
 
 def parameter_flaw(parameter: Any) -> str | None:
-    """Return what DeepSpeed does with a parameter that makes its layout unknown, if it does."""
+    """Return the DeepSpeed feature that hides a parameter's layout, None without one."""
     if getattr(parameter, "ds_is_replaced_module", False):
-        return "is cut by DeepSpeed's automatic tensor parallelism"
+        return "is sharded by DeepSpeed's automatic tensor parallelism"
     if hasattr(parameter, "group_name") and not getattr(parameter, "allreduce", True):
-        return "is an expert's of a mixture, whose experts have the same names on every rank"
+        return "belongs to a mixture-of-experts layer, whose experts have the same names on every rank"
     if (has_copies(parameter) or is_partitioned(parameter)) and _has_model_parallelism():
         return _MPU
     if not is_partitioned(parameter):
@@ -137,25 +137,25 @@ def parameter_flaw(parameter: Any) -> str | None:
 
 
 def optimizer_flaw(optimizer: Any) -> str | None:
-    """Return why the states of an optimizer of DeepSpeed cannot be read, if they cannot."""
+    """Return why the states of a DeepSpeed optimizer cannot be read, None if they can."""
     kind = type(optimizer)
     if not any(kind is imported(*place) for place in (_ZERO_1_2, _ZERO_3, _BF16)):
         return f"is a {kind.__name__}, not the optimizer of ZeRO stage 1, 2 or 3"
     if getattr(optimizer, "zenflow", False):
-        return "steps some columns apart from the others (ZenFlow)"
+        return "updates some columns separately (ZenFlow)"
     if _is_model_parallel(optimizer):
         return _MPU
     if getattr(optimizer, "swap_optimizer", False) or getattr(optimizer, "params_in_nvme_and_cpu", False):
         return "is offloaded to NVMe"
     if getattr(optimizer, "offloaded_states", None):
-        return "has its states offloaded (offload_states), until reload_states is called"
+        return "has offloaded its states (offload_states); call reload_states first"
     if getattr(optimizer, "has_moe_layers", False):
         return "has mixture-of-experts layers"
     return None
 
 
 def _has_model_parallelism() -> bool:
-    """Tell whether engines of this process were given an mpu that splits models: DeepSpeed keeps one."""
+    """Tell whether an engine of this process got an mpu that splits the model: it is global."""
     groups: Any = sys.modules["deepspeed.utils.groups"]
     return bool(groups._get_model_parallel_world_size() > 1)
 
@@ -164,35 +164,35 @@ def _is_model_parallel(optimizer: Any) -> bool:
     if hasattr(optimizer, "model_parallel_group"):
         group = optimizer.model_parallel_group
     else:
-        # What DeepSpeed takes for an mpu of sequence parallelism alone splits no model.
+        # An mpu that DeepSpeed recognizes as pure sequence parallelism does not split the model.
         splits = optimizer.mpu is not None and not hasattr(optimizer.mpu, "initialize_sequence_parallel")
         group = optimizer.mpu.get_model_parallel_group() if splits else None
     return group is not None and len(_ranks(group)) > 1
 
 
 def inner(optimizer: Any) -> Any:
-    """Return the torch optimizer that steps the flat groups."""
+    """Return the torch optimizer that updates the flat groups."""
     return optimizer.optimizer
 
 
 def names(optimizer: Any) -> dict[Any, str]:
-    """Return the names of parameters as the engine's module has them."""
+    """Return the parameters' names in the engine's module."""
     found: dict[Any, str] = optimizer.param_names
     return found
 
 
 def is_partitioned(parameter: Any) -> bool:
-    """Tell whether a parameter is one of ZeRO-3, which has but a partition of it."""
+    """Tell whether a parameter is partitioned by ZeRO-3."""
     return hasattr(parameter, "ds_id")
 
 
 def has_copies(parameter: Any) -> bool:
-    """Tell whether the optimizer of ZeRO-1 or ZeRO-2 keeps a copy of its share of a parameter."""
+    """Tell whether a ZeRO-1 or ZeRO-2 optimizer keeps a copy of its share of a parameter."""
     return hasattr(parameter, "_hp_mapping")
 
 
 def partition(parameter: Any) -> Partition:
-    """Return this rank's partition of a parameter of ZeRO-3."""
+    """Return this rank's partition of a ZeRO-3 parameter."""
     kept = parameter.ds_tensor
     ranks = _ranks(parameter.ds_process_group)
     length = kept.ds_numel
@@ -203,14 +203,14 @@ def partition(parameter: Any) -> Partition:
 
 
 def owner(parameter: Any) -> Any:
-    """Return the optimizer of a parameter of ZeRO-3, or None where there is none."""
+    """Return the optimizer of a ZeRO-3 parameter, or None."""
     return getattr(parameter, "_z3_optimizer", None)
 
 
 def flat_groups(optimizer: Any) -> tuple[FlatGroup, ...]:
-    """Return what this rank keeps of all parameters.
+    """Return this rank's part of all parameters.
 
-    Raises `ValueError` for a parameter that was given other memory than DeepSpeed has for it.
+    Raises `ValueError` for a parameter that no longer lies in the memory that DeepSpeed allocated for it.
     """
     if type(optimizer) is imported(*_ZERO_3):
         return tuple(_partitioned_groups(optimizer))
@@ -220,8 +220,8 @@ def flat_groups(optimizer: Any) -> tuple[FlatGroup, ...]:
 def _replicated_groups(optimizer: Any) -> Iterator[FlatGroup]:
     """Yield the groups of ZeRO-1 and ZeRO-2, whose whole parameters lie one after another in flat memory.
 
-    Where they do is told by the parameters' addresses: with round_robin_gradients they are in another order
-    than DeepSpeed's own mapping (`_hp_mapping`) has.
+    The parameters' addresses give their offsets: with round_robin_gradients, their order differs from
+    DeepSpeed's own mapping (`_hp_mapping`).
     """
     if type(optimizer) is imported(*_BF16):
         columns = (optimizer.bf16_groups, optimizer.bf16_groups_flat, optimizer.fp32_groups_flat_partition)
@@ -260,7 +260,7 @@ def _partitioned_groups(optimizer: Any) -> Iterator[FlatGroup]:
         for parameter in parameters:
             part = partition(parameter)
             if _offset(part.memory, live) != offset:
-                raise ValueError("is not where its sub-group has it")
+                raise ValueError("is not at its place in the flat memory of its sub-group")
             members.append(ZeroMember(parameter, part.shape, part.start, part.numel, offset))
             offset += part.memory.numel()
         ranks = partition(parameters[0]).ranks
@@ -268,12 +268,12 @@ def _partitioned_groups(optimizer: Any) -> Iterator[FlatGroup]:
 
 
 def _offset(tensor: Any, flat: Any) -> int:
-    """Return where a tensor begins in flat memory."""
+    """Return the element at which a tensor begins in flat memory."""
     nbytes = tensor.data_ptr() - flat.data_ptr()
     offset, rest = divmod(nbytes, flat.element_size())
     inside = 0 <= offset <= flat.numel() - tensor.numel()
     if rest or not inside or not tensor.is_contiguous() or tensor.dtype != flat.dtype:
-        raise ValueError("was given other memory than the flat one of its group")
+        raise ValueError("does not lie in the flat memory of its group any more")
     return int(offset)
 
 
@@ -282,7 +282,7 @@ def _ranks(group: Any) -> tuple[int, ...]:
 
 
 def release(parameters: list[Any]) -> None:
-    """Give up what is gathered of parameters of ZeRO-3, until they are needed again.  Sends nothing."""
+    """Free gathered ZeRO-3 parameters until they are needed again.  Sends nothing."""
     for parameter in parameters:
         if parameter.ds_status.name == "AVAILABLE":
             if (optimizer := owner(parameter)) is not None:
@@ -292,7 +292,7 @@ def release(parameters: list[Any]) -> None:
 
 
 def relink(optimizer: Any) -> None:
-    """Let DeepSpeed's own view of each parameter's states, where it has one, be of the present ones."""
+    """Point DeepSpeed's own per-parameter view of the states, if it has one, at the current states."""
     if type(optimizer) is imported(*_ZERO_3):
         return
     optimizer._hp_optimizer_states_linked = False
@@ -302,7 +302,7 @@ def relink(optimizer: Any) -> None:
 
 
 def steps_are_numbers(optimizer: Any) -> bool:
-    """Tell whether the inner optimizer, one of DeepSpeed's own, counts its steps in plain numbers."""
+    """Tell whether the inner optimizer is DeepSpeed's own, which counts steps in plain numbers."""
     return type(inner(optimizer)).__module__.startswith("deepspeed.ops")
 
 
@@ -311,7 +311,7 @@ _SCALER = ("cur_scale", "cur_iter", "last_overflow_iter", "cur_hysteresis")
 
 
 def progress(engine: Any) -> dict[str, dict[str, Any]]:
-    """Return an engine's counters, and the state of its loss scaler where it has one."""
+    """Return an engine's counters, and the state of its loss scaler if it has one."""
     scaler = getattr(engine.optimizer, "loss_scaler", None)
     return {
         "counters": {name: getattr(engine, name) for name in _COUNTERS},
@@ -320,7 +320,7 @@ def progress(engine: Any) -> dict[str, dict[str, Any]]:
 
 
 def set_progress(engine: Any, saved: dict[str, dict[str, Any]]) -> None:
-    """Make an engine go on where another one was; what its loss scaler does not have is left out."""
+    """Set an engine's counters and loss scaler; fields that its loss scaler lacks are left out."""
     for name, value in saved["counters"].items():
         setattr(engine, name, value)
     scaler = getattr(engine.optimizer, "loss_scaler", None)

@@ -1,4 +1,4 @@
-"""The parts of Megatron-Core that reknit uses though Megatron may change them: these, and no others."""
+"""All of Megatron-Core's internals that reknit uses.  Megatron may change any of them without notice."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from reknit.frameworks.walk.walk import Place, World
 
 _METADATA = {"non_homogeneous_layers": True}
-"""Asks Megatron for a key of its own for each layer, whatever the layers are like."""
+"""Makes Megatron give each layer its own key, even if all layers are alike."""
 
 
 def module_type() -> Any:
@@ -28,22 +28,22 @@ def module_type() -> Any:
 
 
 def is_module(value: Any) -> bool:
-    """Tell whether this is a model, or one of Megatron's wrappers around one."""
+    """Tell whether this is a Megatron model, or one of its wrappers around a model."""
     return isinstance(value, module_type())
 
 
 def is_optimizer(value: Any) -> bool:
-    """Tell whether this is an optimizer of Megatron's, also one that chains others."""
+    """Tell whether this is a Megatron optimizer, including one that chains others."""
     return isinstance(value, imported("megatron.core.optimizer.optimizer", "MegatronOptimizer"))
 
 
 def is_rng_tracker(value: Any) -> bool:
-    """Tell whether this holds the states of the random generators of tensor and expert parallelism."""
+    """Tell whether this tracks the random generators of tensor and expert parallelism."""
     return isinstance(value, imported("megatron.core.tensor_parallel.random", "CudaRNGStatesTracker"))
 
 
 def bare(module: Any, place: Place) -> Any:
-    """Return a model without Megatron's wrappers.  Raises `StateError` for wrappers that cut parameters."""
+    """Return a model without Megatron's wrappers.  Raises `StateError` for wrappers that shard parameters."""
     while is_module(module) and isinstance(getattr(module, "module", None), torch.nn.Module):
         if "FullyShardedDataParallel" in type(module).__name__:
             raise StateError(
@@ -55,12 +55,12 @@ def bare(module: Any, place: Place) -> Any:
 
 
 def require_gathered(module: Any, place: Place) -> None:
-    """Refuse parameters of which this rank may have old elements, that others have stepped since."""
+    """Raise `StateError` if this rank's parameters may lack the updates of other ranks' last step."""
     while is_module(module):
         if getattr(module, "remove_forward_pre_hook_handles", None):
             raise StateError(
-                f"the parameters of {place} may be on their way: with overlap_param_gather, Megatron fetches "
-                "what other ranks stepped in the next forward",
+                f"the parameters of {place} may be outdated: with overlap_param_gather, Megatron gathers "
+                "other ranks' updates in the next forward pass",
                 remedy="call disable_forward_pre_hook() of every chunk before the save, as Megatron's own "
                 "training loop does, and enable_forward_pre_hook() after it",
             )
@@ -68,14 +68,14 @@ def require_gathered(module: Any, place: Place) -> None:
 
 
 def described(module: Any, place: Place) -> list[tuple[str, Any]]:
-    """Return what Megatron says of everything that a model saves, with the name inside this process's model.
+    """Return the name in this process's model and Megatron's sharded description of all that a model saves.
 
     Sends nothing.
     """
     states = _state()
     if states is None or not states.model_parallel_is_initialized():
         raise StateError(
-            f"{place} is a Megatron model, and Megatron's groups are not there",
+            f"{place} is a Megatron model, but Megatron's process groups are not initialized",
             remedy="call parallel_state.initialize_model_parallel first",
         )
     found = bare(module, place).sharded_state_dict(metadata=dict(_METADATA))
@@ -88,7 +88,7 @@ def _state() -> Any:
 
 @dataclass(frozen=True, slots=True)
 class Groups:
-    """The ranks (of the whole job) of this rank's groups, for dense layers and for experts."""
+    """The global ranks of this rank's groups, for dense layers and for experts."""
 
     me: int
     tensor: tuple[int, ...]
@@ -97,18 +97,18 @@ class Groups:
     expert_data: tuple[int, ...]
 
     def copies(self, *, expert: bool, whole: bool) -> tuple[int, ...]:
-        """Return who has the same part of a parameter: a `whole` one is on all tensor parallel ranks."""
+        """Return the ranks with the same part; all tensor parallel ranks have a `whole` parameter."""
         data, tensor = (self.expert_data, self.expert_tensor) if expert else (self.data, self.tensor)
         return self._grid(data, tensor) if whole else data
 
     def peers(self, *, expert: bool, whole: bool) -> tuple[int, ...]:
-        """Return who has the same part of a parameter and the same place in its data parallel group."""
+        """Return the ranks with the same part of a parameter and the same data parallel rank."""
         if not whole:
             return (self.me,)
         return self.expert_tensor if expert else self.tensor
 
     def _grid(self, one: tuple[int, ...], other: tuple[int, ...]) -> tuple[int, ...]:
-        """Return the ranks of two groups that cross in this rank.  Megatron's ranks are a grid."""
+        """Return the ranks in the grid that two groups span, which share this rank."""
         return tuple(sorted(a + b - self.me for a, b in product(one, other)))
 
 
@@ -125,9 +125,9 @@ def groups(world: World) -> Groups:
 
 
 def coordinate() -> tuple[dict[str, int], dict[str, int]]:
-    """Return where this rank's random states belong, and how many places there are of each kind.
+    """Return the coordinate of this rank's random states, and the size of each of its dimensions.
 
-    As Megatron keys them: by pipeline stage and tensor rank, and with expert parallelism by data rank too.
+    Megatron keys them by pipeline stage and tensor rank and, with expert parallelism, by data rank too.
     """
     state = _state()
     here = {"pp": state.get_pipeline_model_parallel_rank(), "tp": state.get_tensor_model_parallel_rank()}
@@ -147,10 +147,10 @@ def is_synced_with_experts(parameter: Any) -> bool:
 
 
 class Working(NamedTuple):
-    """A parameter as an optimizer works on it.
+    """A parameter as an optimizer updates it.
 
-    `main` is what the inner optimizer steps: as large as the parameter, or flat and `numel` of its elements
-    from `start` on.  `distributed` tells whether each rank of the data parallel group has another range.
+    `main` is what the inner optimizer updates: the whole parameter, or a flat range of `numel` elements from
+    `start` on.  `distributed` tells whether each rank of the data parallel group has another range.
     """
 
     parameter: Any
@@ -168,7 +168,7 @@ class Working(NamedTuple):
 
 
 def chained(optimizer: Any, place: Place) -> list[Any]:
-    """Return the optimizers that a Megatron optimizer is made of.  Raises `StateError` for unknown kinds."""
+    """Return the optimizers in a chain.  Raises `StateError` for kinds that reknit does not support."""
     if type(optimizer).__name__ == "LayerWiseDistributedOptimizer":
         raise _unknown(optimizer, place)
     parts = getattr(optimizer, "chained_optimizers", None)
@@ -178,13 +178,13 @@ def chained(optimizer: Any, place: Place) -> list[Any]:
 
 def _unknown(optimizer: Any, place: Place) -> StateError:
     return StateError(
-        f"{place} has a {type(optimizer).__name__} that keeps its state in a way that is not known here",
+        f"{place} has a {type(optimizer).__name__}, which reknit does not support",
         remedy="save optimizer.sharded_state_dict(...) in its place",
     )
 
 
 def working(optimizer: Any, place: Place) -> Iterator[Working]:
-    """Yield the parameters of which an optimizer (no chain) has states on this rank."""
+    """Yield the parameters whose states an optimizer (not a chain) has on this rank."""
     config = optimizer.config
     inner = optimizer.optimizer
     scaled = getattr(config, "use_precision_aware_optimizer", False)
@@ -232,7 +232,7 @@ def _float16(optimizer: Any) -> Iterator[Working]:
 
 
 def is_instance_of_several(optimizer: Any) -> bool:
-    """Tell whether several groups of data parallel ranks have the whole optimizer each."""
+    """Tell whether several groups of data parallel ranks each hold the whole optimizer."""
     config = getattr(optimizer, "ddp_config", None)
     return getattr(config, "num_distributed_optimizer_instances", 1) > 1
 
@@ -243,13 +243,13 @@ def scaler(optimizer: Any) -> Any:
 
 
 def counts_in_group(inner: Any) -> bool:
-    """Tell whether an optimizer counts its steps in the group, as Apex and TransformerEngine do.
+    """Tell whether an optimizer counts its steps in the group, as those of Apex and TransformerEngine do.
 
-    Torch's own count in the states of each parameter, if at all.
+    Those of torch count, if at all, in the states of each parameter.
     """
     return not type(inner).__module__.startswith("torch.optim.")
 
 
 def is_leaf(value: Any) -> bool:
-    """Tell whether this is saved by its own adapter inside a state dict: a sharded part, or a live object."""
+    """Tell whether its own adapter saves this value inside a state dict: a sharded part, or a live object."""
     return any(is_one(value) for is_one in (sharded.is_sharded, is_module, is_optimizer, is_rng_tracker))

@@ -1,7 +1,7 @@
-"""Ragged placements: each rank has a flat range of the box that is cut.
+"""Ragged placements: each rank has a flat range of the box that is split.
 
-veScale's `RaggedShard(dims, local_units)` deals the elements of a tensor out in storage order, each rank of
-one mesh dimension getting as many units as `local_units` says.  It is known by these two attributes.
+veScale's `RaggedShard(dims, local_units)` splits the elements of a tensor in storage order: rank `i` of one
+mesh dimension gets `local_units[i]` units.  reknit recognizes it by these two attributes.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ _REMEDY = "redistribute it to Shard or Replicate placements first"
 
 
 class Ragged(NamedTuple):
-    """How dimension `number` of a mesh deals out the units into which leading dimensions are cut."""
+    """How many units of the leading dimensions `dims` each rank of mesh dimension `number` gets."""
 
     number: int
     dims: tuple[int, ...]
@@ -36,10 +36,10 @@ def is_ragged(placement: Any) -> bool:
 
 
 def find(placements: Sequence[Any], sizes: Sequence[int], place: Place) -> Ragged | None:
-    """Return the ragged one among the placements on a mesh of `sizes`, or None where there is none.
+    """Return the ragged one among the placements on a mesh of `sizes`, or None.
 
-    Raises `StateError` for one that reknit cannot place: a second one, one after another cut (what that would
-    mean is defined nowhere), a strided one, and units that do not fit the mesh.
+    Raises `StateError` for one that reknit does not support: a second one, one after another shard placement
+    (veScale does not define what that means), a strided one, and units that do not fit the mesh.
     """
     found = [number for number, placement in enumerate(placements) if is_ragged(placement)]
     if not found:
@@ -49,7 +49,7 @@ def find(placements: Sequence[Any], sizes: Sequence[int], place: Place) -> Ragge
     if len(found) > 1:
         problem = "is ragged along two dimensions of its mesh"
     elif not all(before.is_replicate() for before in placements[:number]):
-        problem = "is cut before it is dealt out ragged"
+        problem = "is sharded before its ragged placement"
     elif any(hasattr(each, "split_factor") for each in placements):
         problem = "is ragged and strided"
     if problem:
@@ -62,15 +62,15 @@ def find(placements: Sequence[Any], sizes: Sequence[int], place: Place) -> Ragge
 def _require_sound(ragged: Ragged, size: int, place: Place) -> None:
     numbers = (*ragged.dims, *ragged.units)
     if not all(type(number) is int and number >= 0 for number in numbers):
-        raise StateError(f"{place} is dealt out in units that are no whole numbers: {ragged}", remedy=_REMEDY)
+        raise StateError(f"{place} has ragged units that are not whole numbers: {ragged}", remedy=_REMEDY)
     if not ragged.dims or ragged.dims[0] != 0 or any(b != a + 1 for a, b in pairwise(ragged.dims)):
         raise StateError(
-            f"{place} is dealt out along the dimensions {list(ragged.dims)}, which are not the leading ones",
+            f"{place} is split raggedly along dimensions {list(ragged.dims)}, which are not the leading ones",
             remedy=_REMEDY,
         )
     if len(ragged.units) != size:
         raise StateError(
-            f"{place} is dealt out in units for {len(ragged.units)} ranks ({list(ragged.units)}) on a mesh "
+            f"{place} has ragged units for {len(ragged.units)} ranks ({list(ragged.units)}) on a mesh "
             f"dimension of {size}",
             remedy=_REMEDY,
         )
@@ -79,9 +79,10 @@ def _require_sound(ragged: Ragged, size: int, place: Place) -> None:
 def part(
     ragged: Ragged, position: int, shape: tuple[int, ...], box: Box, numel: int, place: Place
 ) -> FlatPart:
-    """Return what the rank at `position` has of the `box` that is dealt out, in local memory of `numel`.
+    """Return the part of `box` that the rank at `position` has, in local memory of `numel` elements.
 
-    Raises `StateError` where units are no whole number of elements, or the memory is not as long as they say.
+    Raises `StateError` if a unit is not a whole number of blocks of the inner dimensions, or the memory has
+    another length than the units give.
     """
     inner = prod(box.lengths[len(ragged.dims) :])
     outer = prod(box.lengths[: len(ragged.dims)])
@@ -91,15 +92,15 @@ def part(
     per_unit = outer * inner // total if whole else 0
     if not whole or any(units * per_unit % inner for units in ragged.units if inner):
         raise StateError(
-            f"{place} has {list(box.lengths)} elements to deal out along the dimensions {list(ragged.dims)} "
-            f"in {list(ragged.units)} units, which cuts through what is to stay whole",
+            f"{place} has a box of {list(box.lengths)} elements, and {list(ragged.units)} units along "
+            f"dimensions {list(ragged.dims)} do not divide it into whole rows",
             remedy=_REMEDY,
         )
     if mine * per_unit != numel:
         raise StateError(
-            f"{place} is to have {mine * per_unit} elements on this rank ({list(ragged.units)} units of a "
-            f"box {box}), and its local tensor has {numel}",
-            remedy="its placements are wrong: build it with the library that defines them",
+            f"{place} must have {mine * per_unit} elements on this rank ({list(ragged.units)} units of a "
+            f"box {box}), but its local tensor has {numel}",
+            remedy="its placements are wrong: create it with the library that defines them",
         )
     held = ((box, Box.whole(box.lengths)),)
     return FlatPart(shape, box.lengths, held, None, before * per_unit, numel, 0, numel)

@@ -27,9 +27,9 @@ Remark = tuple[str, str, str]
 
 @dataclass
 class _Request:
-    """Memory to fill, under all the names that the target has for it; `resize`: also from another shape.
+    """Memory to fill, with all its names in the target; with `resize`, also from another shape.
 
-    `instead` are names that are looked for where the checkpoint has none of these.
+    If the checkpoint has none of these names, the load looks for those in `instead`.
     """
 
     view: View
@@ -43,12 +43,12 @@ class LoadAdapter(Matcher, Protocol):
     """How one kind of object is filled from a checkpoint."""
 
     def wanted(self, value: Any, place: Place, loading: Loading, assign: Assign) -> None:
-        """Tell `loading` what the value needs; `assign` puts another value in its place."""
+        """Request from `loading` what the value needs; `assign` replaces the value in the target."""
 
 
 @dataclass
 class Loading(Walk):
-    """What a walk gathers to load."""
+    """A walk over the target that collects what to load."""
 
     adapters: tuple[LoadAdapter, ...]
     fills = True
@@ -76,19 +76,19 @@ class Loading(Walk):
         self.saved = RankCatalog(self.catalog, self.world)
 
     def visit(self, value: Any, place: Place, assign: Assign) -> None:
-        """Ask for what a value needs, whatever it is."""
+        """Request what a value of any kind needs."""
         first_match(self.adapters, value).wanted(value, place, self, assign)
 
     def later(self, action: Callable[[], None]) -> None:
-        """Run `action` once every byte has arrived, in the order of these calls."""
+        """Run `action` after all bytes have been read, in the order of these calls."""
         self._actions.append(action)
 
     def check(self, action: Callable[[], None]) -> None:
-        """Run `action`, which may refuse the values that have arrived, before all that is done later."""
+        """Run `action`, which may raise an error about the values read, before all actions of `later`."""
         self._checks.append(action)
 
     def takes(self, place: Place) -> bool:
-        """Tell whether what has this name is to be loaded; if not, it is to be left as it is."""
+        """Tell whether to load this name; if not, leave the target as it is."""
         terms = self.catalog.terms
         if not terms.only:
             return True
@@ -98,11 +98,11 @@ class Loading(Walk):
         return bool(used)
 
     def may_resize(self, place: Place) -> bool:
-        """Tell whether a tensor of this name may have another shape in the checkpoint."""
+        """Tell whether a tensor with this name may have another shape in the checkpoint."""
         return matches(full_name(place.item, place.fqn), self.catalog.terms.resizable)
 
     def comes(self, place: Place, spec: TensorSpec) -> bool:
-        """Tell whether a tensor of this name is filled, in whole or, where its shape may differ, in part."""
+        """Tell whether the load fills a tensor with this name, in whole or, if it may be resized, in part."""
         saved = self.saved.spec(place)
         if saved is None or self._is_kept(place):
             return saved == spec
@@ -115,7 +115,7 @@ class Loading(Walk):
         )
 
     def tensor(self, tensor: Any, place: Place) -> None:
-        """Ask for a tensor, to be filled in place."""
+        """Request a tensor, to fill it in place."""
         if self.takes(place):
             self.view(self.look(tensor, place, fill=True), place, tensor)
 
@@ -128,9 +128,9 @@ class Loading(Walk):
         resize: bool = False,
         instead: Sequence[Place] = (),
     ) -> None:
-        """Ask for a tensor that was looked at already; with `resize` whatever the saved shape.
+        """Request a tensor by its view; with `resize`, from any saved shape.
 
-        Where the checkpoint has no tensor of this name, the first is taken that it has of those in `instead`.
+        If the checkpoint has no tensor with this name, the first in `instead` that it has is loaded.
         """
         if self.claim_name(place, ("tensor", view.memory), tensor):
             request = self._requests.setdefault(view.memory, _Request(view, tensor))
@@ -139,13 +139,13 @@ class Loading(Walk):
             request.resize |= resize or self.may_resize(place)
 
     def prefer(self, better: Place, places: Sequence[Place]) -> None:
-        """Fill what is wanted under these names from `better`, where it was saved in another precision."""
+        """Load these names from `better` if they were saved in another precision."""
         self._better |= dict.fromkeys(places, better)
 
     def value(self, place: Place) -> Found:
-        """Ask for a saved value; its absence is recorded, except where it is not to be loaded."""
+        """Request a saved value.  If it is to be loaded and the checkpoint lacks it, record that."""
         if not self.takes(place):
-            return Found(None, "it is none of those that are loaded")
+            return Found(None, "it is not selected for this load")
         self.claim_name(place, ("value", object()), None)
         found = self.saved.look_up(place)
         if found.why is not None:
@@ -157,12 +157,12 @@ class Loading(Walk):
         return found
 
     def report_missing(self, place: Place, why: str) -> None:
-        """Record that the target needs what the checkpoint does not have."""
+        """Record that the checkpoint lacks what the target needs."""
         if self.saved.spec(place) is not None:
-            what = "a tensor was saved under this name, and the target has a plain value"
+            what = "it is a tensor in the checkpoint and a plain value in the target"
             self.report_mismatched(place, what)
         elif place.fqn in self.catalog.blobs.get(place.item, {}):
-            what = "a plain value was saved under this name, and the target has a tensor"
+            what = "it is a plain value in the checkpoint and a tensor in the target"
             self.report_mismatched(place, what)
         else:
             self.missing.append((place.item, place.fqn, self.saved.differed(place) or why))
@@ -172,15 +172,15 @@ class Loading(Walk):
         self.mismatched.append((place.item, place.fqn, why))
 
     def note(self, place: Place, what: str) -> None:
-        """Record what is left as it is by design."""
+        """Record what the load leaves unchanged by design."""
         self.notes.append((place.item, place.fqn, what))
 
     def leave_out(self, place: Place, why: str) -> None:
-        """Record that what was saved here has no place in the target by design, unless it is asked for."""
+        """Record that the target does not need this saved value, unless another call requests it."""
         self._needless[place.item, place.fqn] = why
 
     def wanted(self) -> Wanted:
-        """Return all that was asked for."""
+        """Return all requests."""
         for item, fqn in sorted(self._needless.keys() - set(self.blobs)):
             self._superseded.append((item, fqn))
             self.notes.append((item, fqn, self._needless[item, fqn]))
@@ -203,7 +203,7 @@ class Loading(Walk):
         )
 
     def _settle(self, request: _Request) -> None:
-        """Take a tied tensor under the first of its names that the checkpoint has."""
+        """Load a tied tensor from the first of its names that the checkpoint has."""
         saved = [place for place in request.places if self.saved.spec(place) is not None]
         saved = saved or [place for place in request.instead if self.saved.spec(place) is not None][:1]
         if saved and (better := self._more_exact(saved[0], request)) is not None:
@@ -222,7 +222,7 @@ class Loading(Walk):
         if other and not (request.resize and len(spec.shape) == len(view.spec.shape)):
             why = f"its shape is {list(spec.shape)} in the checkpoint and {list(view.spec.shape)} here"
             if request.resize:
-                why += ", and only the lengths may differ, not how many there are"
+                why += "; the number of dimensions may not differ"
             elif len(spec.shape) == len(view.spec.shape):
                 why += RESIZE
             self.report_mismatched(place, why)
@@ -232,7 +232,7 @@ class Loading(Walk):
             if view.fresh:
                 for shard in wanted:
                     shard.data[...] = 0
-                self.note(place, "the target was on the meta device: what the checkpoint lacks of it is zero")
+                self.note(place, "the target was on the meta device: elements not in the checkpoint are zero")
         for alias in saved[1:]:
             if (tied := self.saved.spec(alias)) != spec:
                 self.report_mismatched(
@@ -241,7 +241,7 @@ class Loading(Walk):
                 )
             elif self._is_kept(place) or self._is_kept(alias):
                 self.report_mismatched(
-                    alias, f"each rank has its own in the checkpoint, and {place} is the same tensor here"
+                    alias, f"each rank has its own in the checkpoint, but {place} is the same tensor here"
                 )
             else:
                 self._aliases.append((alias.item, alias.fqn, place.item, place.fqn))
@@ -254,14 +254,14 @@ class Loading(Walk):
             self._settles.append(view.settle)
 
     def _is_kept(self, place: Place) -> bool:
-        """Tell whether each rank has its own of a tensor, and none is stored for all."""
+        """Tell whether the checkpoint stores a tensor for each rank separately."""
         return place.fqn not in self.catalog.tensors.get(place.item, {})
 
     def _take_back(self, place: Place, spec: TensorSpec, wanted: Sequence[Shard], view: View) -> None:
-        """Fill a tensor from what this rank kept of it."""
+        """Fill a tensor with the value that this rank saved."""
         if spec != view.spec:
             self.report_mismatched(
-                place, f"it is {spec} of this rank's own in the checkpoint, and {view.spec} here"
+                place, f"it is {spec} for this rank in the checkpoint, and {view.spec} here"
             )
             return
         kept = self.saved.kept(place)
@@ -277,13 +277,13 @@ class Loading(Walk):
             self._settles.append(view.settle)
 
     def _more_exact(self, saved: Place, request: _Request) -> Place | None:
-        """Return what is to be taken in place of a saved tensor of another precision, where there is that."""
+        """Return the place to load instead of a saved tensor of another precision, or None."""
         spec = self.saved.spec(saved)
         if spec is None or spec.dtype == request.view.spec.dtype:
             return None
         better = next((self._better[place] for place in request.places if place in self._better), None)
         if better is not None:
-            self.note(saved, f"it has another precision in the checkpoint: taken from {better}")
+            self.note(saved, f"it has another precision in the checkpoint, so it is loaded from {better}")
         return better
 
     def _deliver(self) -> None:
