@@ -132,7 +132,7 @@ class TokenLoader:
         _close(self._workers)
 
     def _live(self) -> list[tuple[int, int]]:
-        """Return what each worker has given, and its number, of those that may have more."""
+        """Return how many batches each worker has given, and its number, for those that may have more."""
         return [(w.given, n) for n, w in enumerate(self._workers) if n not in self._ended]
 
     def _plan_next(self) -> None:
@@ -141,14 +141,14 @@ class TokenLoader:
             self.expect_save(self._save_every)
 
     def _started(self) -> list[Worker]:
-        """Return the workers; where there are none yet, they begin at the beginning."""
+        """Return the workers; start them from the beginning if there are none yet."""
         if not self._workers:
             lengths = [source.length for source in self._corpus.sources]
             self._start(unread(lengths, self._kinds, self._readers, self.place.rank), same=False)
         return self._workers
 
     def _start(self, shards: Sequence[LoaderShard], *, same: bool) -> None:
-        """Start workers in the place of those that there are, with the shards of this rank."""
+        """Replace the workers by new ones that read this rank's shards."""
         self.close()
         self._ended = set()
         states: list[dict[int, Any]] = [{} for _ in range(self._readers.num_workers)]
@@ -171,7 +171,7 @@ class TokenLoader:
     # What a checkpoint holds of it (`protocols.ShardOwned`).
 
     def replicated_state(self) -> dict[str, Any]:
-        """Return what all ranks share: what is read, and by how many."""
+        """Return what is equal on all ranks: what is read, and by how many readers."""
         return {
             "form": _FORM,
             "ranks": self._readers.num_ranks,
@@ -181,7 +181,7 @@ class TokenLoader:
         }
 
     def _fixed(self) -> dict[str, Any]:
-        """Return what has to be the same whenever a run goes on."""
+        """Return what must be equal when a run resumes."""
         corpus = self._corpus
         sets = zip(corpus.sets, corpus.lengths, strict=True)
         return {
@@ -207,16 +207,16 @@ class TokenLoader:
         return found
 
     def choose_shards(self, replicated: Any, saved: Sequence[LoaderShard]) -> list[LoaderShard]:
-        """Return the shards that this rank goes on with.  Raises `StateError` where the data are others."""
+        """Return the shards with which this rank continues.  Raises `StateError` for other data."""
         before = self._checked(replicated)
         return shards_of_rank(saved, self._kinds, before, self._readers, self.place.rank)
 
     def load_shards(self, replicated: Any, shards: Sequence[LoaderShard]) -> None:
-        """Go on with these shards; batches that workers have made ahead are dropped."""
+        """Continue with these shards; drop the batches that workers have made ahead."""
         self._start(shards, same=self._checked(replicated) == self._readers)
 
     def _checked(self, replicated: Any) -> Readers:
-        """Return the readers of the loader that was saved, if this one can go on in its place."""
+        """Return the readers of the saved loader.  Raises `StateError` if this one cannot continue."""
         if not isinstance(replicated, Mapping) or replicated.get("form") != _FORM:
             raise StateError(
                 "the saved value is not a state of a token loader that this version of reknit supports"
@@ -237,7 +237,7 @@ class TokenLoader:
 
 
 def _close(workers: list[Worker]) -> None:
-    """End workers, all at the same time, and forget them."""
+    """End all workers at the same time."""
     for worker in workers:
         worker.leave()
     for worker in workers:

@@ -1,4 +1,4 @@
-"""Everything that a loader and its worker processes say to each other."""
+"""All messages between a loader and its worker processes."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ class Open(Message):
 
 
 class Consumed(Message):
-    """To the worker: training has had so many batches of it."""
+    """To the worker: training has consumed so many of its batches."""
 
     given: int
 
 
 class Prepare(Message):
-    """To the worker: the state after so many batches will be asked for."""
+    """To the worker: prepare the state after so many batches."""
 
     given: int
 

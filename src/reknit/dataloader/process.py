@@ -78,7 +78,7 @@ class ProcessWorker:
         return self._process.pid
 
     def take(self) -> Batch | None:
-        """Return the next batch, or None when all is read."""
+        """Return the next batch, or None at the end of the data."""
         given = self.given
         while not self._made:
             self._hear()
@@ -121,7 +121,7 @@ class ProcessWorker:
             self._channel.send(message, fd)
 
     def _hear(self) -> None:
-        """Take the next message.  Raises what went wrong in the worker."""
+        """Take the next message.  Raises the worker's error."""
         if not self._channel.wait(self._timeout_s):
             raise DeadlineError(
                 f"a worker of the data loader gave nothing for {self._timeout_s:g} s",

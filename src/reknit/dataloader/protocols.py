@@ -24,7 +24,7 @@ class CanonicalStream(Protocol):
         """Return the global position, and whatever else all ranks share: equal on every rank."""
 
     def load_stream(self, state: Any) -> None:
-        """Go on from there, as the rank of the layout that this loader has now."""
+        """Continue from this state, as the rank that this loader has in its present layout."""
 
 
 @runtime_checkable
@@ -50,4 +50,4 @@ class ShardOwned(Protocol):
         """
 
     def load_shards(self, replicated: Any, shards: Sequence[LoaderShard]) -> None:
-        """Go on with the shards that were chosen, now with their values."""
+        """Continue with the chosen shards, which now have their values."""

@@ -100,7 +100,7 @@ class Reader:
         self._queue()
 
     def next(self) -> Batch | None:
-        """Return the next batch, or None when all is read."""
+        """Return the next batch, or None at the end of the data."""
         while self._buffered < self._recipe.buffer_tokens and (n := self._turn()) is not None:
             self._read(n)
         if not self._buffer:

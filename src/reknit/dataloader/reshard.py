@@ -54,7 +54,7 @@ def spread(left: Sequence[int], kinds: Sequence[int], num_bins: int) -> list[int
 def shards_of_rank(
     saved: Sequence[LoaderShard], kinds: Sequence[int], before: Readers, now: Readers, rank: int
 ) -> list[LoaderShard]:
-    """Return the shards that a rank goes on with, by source, each with the worker that reads it from now on.
+    """Return the shards with which a rank continues, by source, each with the worker that reads it.
 
     `kinds` has the dataset of every source of the loader; each has to have one shard.  Raises `StateError`.
     """
@@ -73,13 +73,13 @@ def dealt(shards: Sequence[LoaderShard], kinds: Sequence[int], now: Readers, ran
 
 
 def unread(sizes: Sequence[int], kinds: Sequence[int], now: Readers, rank: int) -> list[LoaderShard]:
-    """Return the shards of a rank where nothing was read yet of sources of these sizes."""
+    """Return a rank's shards of sources of these sizes, none of them read yet."""
     shards = [LoaderShard(source, 0, 0, size, 0) for source, size in enumerate(sizes)]
     return dealt(shards, kinds, now, rank)
 
 
 def _checked(saved: Sequence[LoaderShard], num_sources: int, before: Readers) -> list[LoaderShard]:
-    """Return the shards by source, if there is exactly one for each, from a reader that there was."""
+    """Return the shards by source.  Raises `StateError` unless each source has one, from a saved reader."""
     ordered = sorted(saved, key=lambda shard: shard.source)
     found = [shard.source for shard in ordered]
     if found != list(range(num_sources)):

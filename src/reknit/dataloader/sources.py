@@ -150,13 +150,13 @@ class SourceLoader:
         return [shard._replace(rank=self.place.rank) for shard in self._started().shards()]
 
     def choose_shards(self, replicated: Any, saved: Sequence[LoaderShard]) -> list[LoaderShard]:
-        """Return the shards that this rank goes on with.  Raises `StateError`."""
+        """Return the shards with which this rank continues.  Raises `StateError`."""
         check_sources(replicated, len(self._sizes))
         before = Readers(replicated["ranks"], 1)
         return shards_of_rank(saved, [0] * len(self._sizes), before, self._readers, self.place.rank)
 
     def load_shards(self, replicated: Any, shards: Sequence[LoaderShard]) -> None:
-        """Go on with these shards."""
+        """Continue with these shards."""
         self._turns = Turns(self._open, self._sizes, {shard.source: shard.value for shard in shards})
 
 

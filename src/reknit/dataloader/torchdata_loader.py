@@ -59,7 +59,7 @@ class SourceDataset(IterableDataset[Any]):
         return {"shards": [{name: getattr(shard, name) for name in _FIELDS} for shard in shards]}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on with these shards."""
+        """Continue with these shards."""
         states = {shard["source"]: shard["value"] for shard in state["shards"]}
         self._turns = Turns(self._open, self.sizes, states)
 
@@ -114,13 +114,13 @@ class ShardedDataLoader:
         ]
 
     def choose_shards(self, replicated: Any, saved: Sequence[LoaderShard]) -> list[LoaderShard]:
-        """Return the shards that this rank goes on with.  Raises `StateError`."""
+        """Return the shards with which this rank continues.  Raises `StateError`."""
         check_sources(replicated, len(self._sizes))
         before = Readers(replicated["ranks"], replicated["workers"])
         return shards_of_rank(saved, [0] * len(self._sizes), before, self._readers, self._place.rank)
 
     def load_shards(self, replicated: Any, shards: Sequence[LoaderShard]) -> None:
-        """Go on with these shards, in the workers that there are now."""
+        """Continue with these shards in the present workers."""
         self._iterator = None
         workers: list[dict[str, Any]] = [{"shards": []} for _ in range(self._readers.num_workers)]
         for shard in shards:

@@ -29,11 +29,11 @@ class VersionedReader:
 
     @property
     def ahead(self) -> int:
-        """How many batches are made that nobody has consumed."""
+        """Number of batches that are made and not yet consumed."""
         return len(self._versions) - 1
 
     def make(self) -> Batch | None:
-        """Return one more batch, or None when all is read."""
+        """Return one more batch, or None at the end of the data."""
         batch = None if self.ended else self._reader.next()
         self.ended = batch is None
         if batch is not None:
@@ -41,12 +41,12 @@ class VersionedReader:
         return batch
 
     def consumed(self, given: int) -> None:
-        """Note that training has had so many batches."""
+        """Note that training has consumed so many batches."""
         while self._versions[0].given < given:
             self._versions.popleft()
 
     def has(self, given: int) -> bool:
-        """Tell whether the state after so many batches is known."""
+        """Tell whether there is a version after so many batches."""
         return self._versions[0].given <= given <= self.made
 
     def shards(self, given: int) -> list[LoaderShard]:
@@ -64,7 +64,7 @@ class LocalWorker:
         self.given = self._versioned.made
 
     def take(self) -> Batch | None:
-        """Return the next batch, or None when all is read."""
+        """Return the next batch, or None at the end of the data."""
         while len(self._made) <= self._depth and not self._versioned.ended:
             self._made.append(self._versioned.make())
         batch = self._made.popleft() if self._made else None
@@ -81,7 +81,7 @@ class LocalWorker:
         return self._versioned.shards(self.given)
 
     def leave(self) -> None:
-        """Do nothing: nobody works beside this process."""
+        """Do nothing: there is no worker process."""
 
     def close(self) -> None:
         """Do nothing: there is no process to wait for."""

@@ -33,7 +33,7 @@ class _Worker:
         self._sent_end = False
 
     def run(self) -> None:
-        """Work until the loader is gone."""
+        """Work until the loader exits."""
         while True:
             while self._channel.wait(0.0 if self._has_work() else None):
                 received = self._channel.receive()
@@ -93,7 +93,7 @@ class _Worker:
 
 
 def _opened(channel: Channel) -> _Worker | None:
-    """Open what the loader wants to be read; None when the loader is gone already."""
+    """Open the data that the loader asks for; None if the loader has exited already."""
     received = channel.receive()
     if received is None:
         return None
@@ -111,7 +111,7 @@ def _opened(channel: Channel) -> _Worker | None:
 
 
 def main(fd: int) -> None:
-    """Serve the loader at the other end of a socket, until it is gone."""
+    """Serve the loader at the other end of a socket until it exits."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # meant for the trainer, with which this process ends
     channel = Channel(socket.socket(fileno=fd), say.decode)
     try:

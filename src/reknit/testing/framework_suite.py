@@ -76,7 +76,7 @@ class FrameworkSuite(ABC):
 
     @pytest.fixture(autouse=True)
     def known(self) -> Iterator[None]:
-        """Make the framework known for one test."""
+        """Register the framework for one test."""
         with registered(self.framework()):
             yield
 
@@ -259,7 +259,7 @@ def names_of(everyone: Sequence[Holdings]) -> list[str]:
 
 
 def summary(holdings: Holdings) -> tuple[Any, ...]:
-    """Return what a rank holds, with its bytes, in a form that can be compared."""
+    """Return a rank's holdings with their bytes, in a form that tests can compare."""
     shards: list[tuple[str, TensorSpec, Any, Any, bytes]] = [
         (s.fqn, s.spec, s.box, s.replicas, elements_of(s).tobytes()) for s in holdings.shards
     ]

@@ -25,7 +25,7 @@ T = TypeVar("T")
 
 @dataclass
 class Figures:
-    """What one kind of operation came to.
+    """The measurements of one kind of operation.
 
     `seconds` is the sum of all latencies and `slowest_s` the longest; `latencies` counts them by powers of
     two: entry `k` those of `2**(k-1)` to `2**k` microseconds.  `at_once` is the most that ran together.
@@ -71,7 +71,7 @@ class Meter:
                 mine.latencies[int(seconds * 1e6).bit_length()] += 1
 
     def add_bytes(self, name: str, nbytes: int) -> None:
-        """Count bytes whose number was not known before."""
+        """Count bytes whose number only the operation shows."""
         with self._lock:
             self.figures.setdefault(name, Figures()).nbytes += nbytes
 

@@ -32,7 +32,7 @@ _READERS = 2
 
 
 class Uplink:
-    """The calls of a rank to the one above it, `above`, at `address`; `hello` is what it says first."""
+    """A rank's calls to its parent, rank `above` at `address`; `hello` is its first message."""
 
     def __init__(self, address: str, above: int, token: str, hello: Hello, options: CommOptions) -> None:
         self.above, self._hello, self._limit = above, hello, options.max_message_nbytes
@@ -52,7 +52,7 @@ class Uplink:
         """Whether the rank above did not know the token."""
 
     def greet(self, timeout_s: float) -> None:
-        """Check that the rank above is there and of the same job and shape."""
+        """Check that the parent answers and belongs to the same job and tree."""
         call = self._unary("hello", encode(self._hello), timeout_s)
         error = self._reply(call, f"did not answer within {timeout_s:g} s").error
         if error is not None:
@@ -91,7 +91,7 @@ class Uplink:
         call.add_done_callback(ended)
 
     def ask(self, report: Report, timeout_s: float, heard: Heard) -> None:
-        """Send a report; `heard` is called once with its outcome, or with why there is none."""
+        """Send a report; `heard` is called once, with its outcome or the error that prevented one."""
         message = encode(report)
         with self._lock:
             call = None if self._closed else self._stream("round", message, timeout_s)
@@ -103,28 +103,28 @@ class Uplink:
             self._readers.submit(self._read, call, heard)
 
     def drop(self) -> None:
-        """End the call of `ask`, if it is not over: a rank that was interrupted must not look alive above."""
+        """Cancel the call of `ask` if it is open, so that the parent sees that this rank is interrupted."""
         with self._lock:
             call, self._asking = self._asking, None
         if call is not None:
             call.cancel()
 
     def send(self, report: Report) -> None:
-        """Send a report of failure whose outcome nobody here waits for."""
+        """Send a report of failure without waiting for its outcome."""
         message = encode(report)
         with self._lock:
             if not self._closed:  # a call that nothing refers to is cancelled
                 self._sending = self._stream("round", message, _TELL_S)
 
     def tell(self, error: ReknitError) -> None:
-        """Tell the rank above that the group is broken; `close` waits a moment until it heard."""
+        """Tell the parent that the group is broken; `close` waits up to 2 s for its answer."""
         hello = self._hello
         news = encode(News(hello.job, hello.generation, hello.rank, error.to_wire()))
         with contextlib.suppress(CommError):  # of a connection that is closed: its end tells as much
             self._telling = self._unary("tell", news, _TELL_S)
 
     def close(self) -> None:
-        """End every call and the connection."""
+        """Cancel all calls and close the connection."""
         with self._lock:
             closed, self._closed = self._closed, True
         if closed:
@@ -140,7 +140,7 @@ class Uplink:
             self._readers.shutdown()
 
     def _stay_no_longer(self) -> None:
-        """Let the rank above end, if the group is over and this rank is owed no outcome."""
+        """Let the parent exit if the group is closed and this rank waits for no outcome."""
         with self._lock:
             staying = None if self._num_read or not self._over else self._staying
         if staying is not None:
@@ -166,7 +166,7 @@ class Uplink:
         return stream(chunks, timeout=timeout_s, metadata=self._metadata)
 
     def _read(self, call: Any, heard: Heard) -> None:
-        """Wait for the end of a report's call."""
+        """Wait until the call of a report ends."""
         try:
             heard(self._end(call))
         finally:
@@ -175,7 +175,7 @@ class Uplink:
             self._stay_no_longer()
 
     def _end(self, call: Any) -> Outcome | ReknitError:
-        """Return the outcome that a report's call ends with, or why there is none."""
+        """Return the outcome of a report's call, or the error that prevented one."""
         end: Outcome | ReknitError
         try:
             end = decode(joined(call, self._limit + OVERHEAD_NBYTES), Outcome, self._limit)
@@ -190,7 +190,7 @@ class Uplink:
         return end
 
     def _reply(self, call: Any, overdue: str) -> Reply:
-        """Return the reply to a call, or raise what its failure means."""
+        """Return the reply to a call, or raise the error for its failure."""
         try:
             return decode(call.result(), Reply, self._limit)
         except grpc.FutureCancelledError as error:

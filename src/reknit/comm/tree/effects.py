@@ -11,7 +11,7 @@ if TYPE_CHECKING:
 
 
 class Call(NamedTuple):
-    """What a rank enters a round with.
+    """The input of a rank to a round.
 
     `subject` says what the round is about, to tell ranks apart that are in rounds of one name about different
     things.  `merge` makes one request of several, the rank's own first and then that of each child's subtree,
@@ -62,7 +62,7 @@ class RoundDone(NamedTuple):
 
 
 class Tell(NamedTuple):
-    """To do: let a rank next to this one know that the group is broken (its `RoundMachine.break_off`)."""
+    """To do: tell the parent or a child that the group is broken (its `RoundMachine.break_off`)."""
 
     rank: int
     error: ReknitError

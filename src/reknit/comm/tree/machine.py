@@ -71,7 +71,7 @@ class RoundMachine:
 
     @property
     def next_at(self) -> float:
-        """When `tick` is due, infinity if never."""
+        """The time at which `tick` is due, or infinity."""
         return math.inf if self._round is None else self._round.until
 
     # Inputs from the rank itself.
@@ -123,7 +123,7 @@ class RoundMachine:
     # Inputs from the ranks below.
 
     def hear_report(self, report: Report, now: float) -> list[Effect]:
-        """Take a child's report; one that does not belong here, or repeats, is refused."""
+        """Take a child's report; refuse one that is repeated or does not fit this round."""
         child, held = report.sender, self._round
         refusal = self._misfit(report)
         if refusal is not None:
@@ -146,7 +146,7 @@ class RoundMachine:
         return self._advance(now)
 
     def child_left(self, child: int, number: int, now: float) -> list[Effect]:
-        """Note that the call which brought a child's report ended before its outcome."""
+        """Note that the call with a child's report ended before its outcome was sent."""
         return self._advance(now) if self._visits.leave(child, number) else []
 
     # Inputs from the rank above.
@@ -195,7 +195,7 @@ class RoundMachine:
         return effects
 
     def tick(self, now: float) -> list[Effect]:
-        """Do what is due at this time."""
+        """Act on the deadlines that have passed."""
         return self._advance(now)
 
     # What follows from them.
@@ -286,7 +286,7 @@ class RoundMachine:
         return effects
 
     def _excess(self, heading: Heading, shares: dict[int, Parcel]) -> ReknitError | None:
-        """Return why answers cannot be sent, None when they can."""
+        """Return the error that prevents sending the answers, or None."""
         for child, share in shares.items():
             what = f"the answers of {heading.place} for rank {child} and the ranks below it are too large"
             if child != self.rank and (error := too_large(what, share.nbytes, self._max_nbytes)) is not None:
@@ -294,7 +294,7 @@ class RoundMachine:
         return None
 
     def _misfit(self, report: Report) -> ReknitError | None:
-        """Return why a report does not belong here, None when it does."""
+        """Return the error of a report that does not fit this round, or None."""
         child = report.sender
         refusal = round_errors.wrong_job(child, report, self.hello)
         if refusal is not None:

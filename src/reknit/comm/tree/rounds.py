@@ -25,19 +25,19 @@ if TYPE_CHECKING:
 
 
 class Above(Protocol):
-    """The parent rank, as rounds need it; no method blocks."""
+    """The interface of the parent rank that rounds use; no method blocks."""
 
     def ask(self, report: Report, timeout_s: float, heard: Heard) -> None:
-        """Send a report; `heard` is called once, in another thread, with its outcome or why there is none."""
+        """Send a report; `heard` is called once, in another thread, with its outcome or an error."""
 
     def send(self, report: Report) -> None:
-        """Send a report of failure whose outcome nobody here waits for."""
+        """Send a report of failure without waiting for its outcome."""
 
     def drop(self) -> None:
-        """End the call of `ask`, if it is not over: nobody waits for the outcome any more."""
+        """Cancel the call of `ask` if it is still open."""
 
     def tell(self, error: ReknitError) -> None:
-        """Tell that the group is broken."""
+        """Tell the parent that the group is broken."""
 
 
 @dataclass(eq=False, slots=True)
@@ -120,7 +120,7 @@ class Rounds:
                 self._above.drop()
 
     def _next(self) -> SendReport | Decide | RoundDone:
-        """Return what the rank's own thread has to do next, once there is something."""
+        """Wait for the next effect that the rank's own thread must carry out, and return it."""
         while True:
             with self.changed:
                 absent = [child for child in self._children - self._attached if child in self._processes]
@@ -138,7 +138,7 @@ class Rounds:
                     self.break_off(round_errors.process_ended(child), child)
 
     def _rest(self) -> list[SendReport | Decide | RoundDone]:
-        """Return what is still to be done for a round that is over."""
+        """Return the effects that remain after the round has ended."""
         with self.changed:
             rest = list(self._due)
             self._due.clear()
@@ -168,7 +168,7 @@ class Rounds:
     # Called for the children, each from a thread of its own.
 
     def greet(self, child: int) -> None:
-        """Raise `ProtocolError` when `child` is no child, or another process has been that rank."""
+        """Raise `ProtocolError` if `child` is not a child here, or another process had its rank before."""
         with self.changed:
             if child not in self._children:
                 raise ProtocolError(f"rank {child} does not report to rank {self.rank}")
@@ -176,13 +176,13 @@ class Rounds:
                 raise round_errors.duplicate_rank(child)
 
     def attach(self, child: int) -> None:
-        """Note that `child` is there, so that its end is the end of the group; raises `ProtocolError`."""
+        """Note that `child` is connected: from now on, its end breaks the group.  Raises `ProtocolError`."""
         with self.changed:
             self.greet(child)
             self._attached.add(child)
 
     def attend(self, report: Report) -> Visit:
-        """Take a child's report; raises `ReknitError`, changing nothing, when it does not belong here."""
+        """Take a child's report; raises `ReknitError` and changes nothing if it does not fit this round."""
         visit = Visit(report.sender, report.number)
         with self.changed:
             effects = self._machine.hear_report(report, monotonic())
@@ -228,7 +228,7 @@ class Rounds:
             above.tell(error)
 
     def until_broken(self) -> ReknitError:
-        """Wait until the group is broken, and return by what."""
+        """Wait until the group is broken, and return the error that broke it."""
         with self.changed:
             while self._machine.broken is None:
                 self.changed.wait()
@@ -236,7 +236,7 @@ class Rounds:
 
     @property
     def broken(self) -> ReknitError | None:
-        """What the group is broken by, None while it is whole."""
+        """The error that broke the group, or None."""
         with self.changed:
             return self._machine.broken
 

@@ -107,7 +107,7 @@ class Server:
         self._remove_socket()
 
     def _fall_short(self, error: ShortageError) -> None:
-        """Break the group: without a thread, a call of a rank below would wait until its deadline."""
+        """Break the group: no thread is free, so a child's call would wait until its deadline."""
         error.sign(rank=self._hello.rank)
         self._rounds.break_off(error)
 
@@ -152,7 +152,7 @@ class Server:
         return Reply()
 
     def _stay(self, hello: Hello, context: grpc.ServicerContext) -> Reply:
-        """Wait until a child has heard that the group is over and all that it is owed, or is gone."""
+        """Wait until a child has got all outcomes and the end of the group, or has exited."""
         child = self._known(hello)
         with self._ended:
             if child not in self._children or child in self._staying:
@@ -179,7 +179,7 @@ class Server:
         return outcome or report.outcome(error=round_errors.gave_up(report, visit.child))
 
     def _known(self, theirs: Hello) -> int:
-        """Return the rank that says hello; raises `ProtocolError` unless it belongs to this group."""
+        """Return the rank that sent a hello; raises `ProtocolError` unless it belongs to this group."""
         self._check_job(theirs.rank, theirs)
         if theirs.topology != self._hello.topology:
             raise round_errors.wrong_topology(theirs.rank, self._hello.rank)

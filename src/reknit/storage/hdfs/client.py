@@ -43,18 +43,18 @@ class HdfsClient:
         return f"hdfs://{self.place.authority}{path}"
 
     def stat(self, path: str) -> FileStatus:
-        """Return what the NameNode knows of a file or folder."""
+        """Return the status of a file or folder."""
         return self.ask("find", path, lambda client: client.get_file_info(path))
 
     def find(self, path: str) -> FileStatus | None:
-        """Return what the NameNode knows of a file or folder; None where there is none."""
+        """Return the status of a file or folder, or None if it does not exist."""
         try:
             return self.stat(path)
         except StorageNotFoundError:
             return None
 
     def make_folder(self, path: str) -> None:
-        """Make a folder with all above it."""
+        """Make a folder and its parents."""
         self.ask("make", path, lambda client: client.mkdirs(path, 0o755, True))
 
     def rename(self, source: str, target: str, *, overwrite: bool) -> None:
@@ -62,16 +62,16 @@ class HdfsClient:
         self.ask("write", target, lambda client: client.rename(source, target, overwrite))
 
     def delete(self, path: str) -> bool:
-        """Remove a file, or a folder that is empty; tell whether it was there."""
+        """Remove a file or an empty folder; tell whether it existed."""
         return self.ask("delete", path, lambda client: client.delete(path, False))
 
     def discard(self, path: str) -> None:
-        """Remove a temporary file; one that stays is never seen, and swept up later."""
+        """Remove a temporary file; if that fails, no reader sees it, and a later sweep removes it."""
         with suppress(StorageError):
             self.delete(path)
 
     def entries(self, folder: str) -> list[FileStatus]:
-        """Return what is directly in a folder; nothing where there is none."""
+        """Return the entries of a folder; none if it does not exist."""
         folder = folder or "/"
         try:
             return self.ask("list", folder, lambda client: list(client.list_status(folder, False)))
@@ -105,20 +105,20 @@ class HdfsClient:
         return self.ask("write", path, lambda client: client.append(path))
 
     def recover(self, path: str) -> bool:
-        """Have a file closed that somebody left open; tell whether it is."""
+        """Recover the lease of a file that a dead writer left open; tell whether it is closed."""
         return self.ask("recover", path, lambda client: client.recover_lease(path))
 
     def open(self, path: str) -> RawFileReader:
-        """Return what reads a file as it is now."""
+        """Open a file for reading as it is now."""
         return self.ask("read", path, lambda client: client.read(path))
 
     def ask(self, action: str, path: str, work: Callable[[RawClient], _Result]) -> _Result:
-        """Return what the client returns in time."""
+        """Make a call of the client with a deadline, and return its result."""
         with self._answering(action, path) as client:
             return within(self.options.timeout_s, lambda: work(client))
 
     def ask_together(self, action: str, path: str, work: Sequence[Callable[[], _Result]]) -> list[_Result]:
-        """Return what several calls of the client return, each in time."""
+        """Make several calls of the client, each with the deadline, and return their results."""
         with self._answering(action, path):
             return together(self.options.timeout_s, work, self.options.concurrency)
 
@@ -140,7 +140,7 @@ class HdfsClient:
             raise as_ours(action, self.url(path), error) from error
 
     def _renew(self, client: RawClient) -> None:
-        """Take a new client where this one may have connections on which nothing comes back any more.
+        """Replace the client if its connections may be dead.
 
         It asks another NameNode first: of one that is silent it would not get on to the next.
         """

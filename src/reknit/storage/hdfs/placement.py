@@ -39,7 +39,7 @@ class BlockPlacement:
 
     @property
     def avoided(self) -> list[DataNode]:
-        """The DataNodes that get nothing now."""
+        """The DataNodes that new files avoid at present."""
         with self._lock:
             self._avoided = {node: until for node, until in self._avoided.items() if not until.passed()}
             return list(self._avoided)
@@ -56,7 +56,7 @@ class BlockPlacement:
         self.fill(path, self._client.reopen(path), [data], new=new)
 
     def fill(self, path: str, writer: RawFileWriter, pieces: Sequence[bytes], *, new: bool) -> None:
-        """Write the bytes of a file that was begun, and close it."""
+        """Write the bytes of a file that has been created, and close it."""
         if pieces and new:  # a block that is given and not filled would keep the file from being closed
             self._place(path)
         try:
@@ -68,7 +68,7 @@ class BlockPlacement:
             raise
 
     def _place(self, path: str) -> None:
-        """Have the block of a file that was just begun given to others than those that are avoided."""
+        """Allocate the first block of a new file on DataNodes that are not avoided."""
         avoided = self.avoided
         if not avoided or self._requests is None:
             return
@@ -79,7 +79,7 @@ class BlockPlacement:
             logger.debug("writing %s: its block may go to DataNodes that did not answer: %s", url, error)
 
     def find_silent(self, path: str) -> None:
-        """Avoid those DataNodes of a file that do not answer: whatever failed, it was for them, likely."""
+        """Avoid those DataNodes of a file that do not answer: they probably caused its failure."""
         url = self._client.url(path)
         try:
             nodes = [] if self._requests is None else self._requests.nodes_of(path, url)
@@ -89,7 +89,7 @@ class BlockPlacement:
         self.avoid([node for node, answers in zip(nodes, there, strict=True) if not answers], url)
 
     def avoid(self, silent: Sequence[DataNode], url: str) -> None:
-        """Give new files to other DataNodes than these for a while."""
+        """Do not place new files on these DataNodes for a while."""
         known = set(self.avoided)
         with self._lock:
             for node in silent:

@@ -42,19 +42,19 @@ _QUICK_S = 2.0
 
 
 class Requests(Protocol):
-    """What the HDFS client lacks."""
+    """Requests to the NameNode that the HDFS client lacks."""
 
     def concat(self, target: str, sources: Sequence[str], url: str) -> None:
-        """Move all blocks of the sources behind those of the target, in one step; the sources vanish."""
+        """Append all blocks of the sources to the target in one step; this removes the sources."""
 
     def set_policy(self, path: str, policy: str, url: str) -> None:
-        """Say on what kind of disks the blocks of a file or folder belong, such as ``"COLD"``."""
+        """Set the storage policy of a file or folder, such as ``"COLD"``."""
 
     def nodes_of(self, path: str, url: str) -> list[DataNode]:
-        """Return the DataNodes of a file's last block, also of one being written; empty if none is named."""
+        """Return the DataNodes of a file's last block, even while it is being written; empty if unknown."""
 
     def place(self, path: str, avoided: Sequence[DataNode], url: str) -> None:
-        """Have the first block of a file, of which nothing is written yet, given to other DataNodes."""
+        """Allocate the first block of a file, which must still be empty, on other DataNodes."""
 
     def close(self) -> None:
         """Drop the connections; the next request makes new ones."""
@@ -62,7 +62,7 @@ class Requests(Protocol):
 
 @dataclass(frozen=True)
 class DataNode:
-    """A DataNode; `told` is its whole description by the NameNode."""
+    """A DataNode; `told` is the NameNode's encoded description of it."""
 
     key: str
     address: tuple[str, int]
@@ -70,7 +70,7 @@ class DataNode:
 
 
 class RpcRequests:
-    """Requests over connections that are kept; each carries one request at a time."""
+    """Requests over persistent connections; each carries one request at a time."""
 
     def __init__(self, cluster: Cluster, timeout_s: float) -> None:
         self._cluster, self._timeout_s = cluster, timeout_s
@@ -81,17 +81,17 @@ class RpcRequests:
         weakref.finalize(self, _close_all, self._idle)
 
     def concat(self, target: str, sources: Sequence[str], url: str) -> None:
-        """Ask for one file instead of many."""
+        """Join files into one."""
         request = text_field(1, target) + b"".join(text_field(2, source) for source in sources)
         self._call("concat", request, "join the parts of", url)
 
     def set_policy(self, path: str, policy: str, url: str) -> None:
-        """Ask for other disks."""
+        """Set a storage policy."""
         request = text_field(1, path) + text_field(2, policy)
         self._call("setStoragePolicy", request, f"give the policy {policy} to", url)
 
     def nodes_of(self, path: str, url: str) -> list[DataNode]:
-        """Ask where the last block is."""
+        """Return the DataNodes of the last block."""
         action = "find the DataNodes of"
         request = text_field(1, path) + number_field(2, 0) + number_field(3, 1)
         answer = self._call("getBlockLocations", request, action, url, _QUICK_S)
@@ -118,12 +118,12 @@ class RpcRequests:
         self._call("addBlock", text_field(1, path) + text_field(2, holder) + shunned, action, url, _QUICK_S)
 
     def close(self) -> None:
-        """Drop the connections that nobody uses."""
+        """Close the idle connections."""
         with self._lock:
             _close_all(self._idle)
 
     def _call(self, method: str, request: bytes, action: str, url: str, most_s: float = math.inf) -> bytes:
-        """Return the result of a request that is not refused."""
+        """Return the result of a request.  Raises `StorageError` if the NameNode refuses it."""
         answer = self._ask(method, request, action, url, most_s)
         if isinstance(answer, bytes):
             return answer
@@ -214,7 +214,7 @@ class _Connection:
         return told[0].decode(errors="replace"), told[1].decode(errors="replace")
 
     def alive(self) -> bool:
-        """Tell whether the other side has not closed it."""
+        """Tell whether the connection is still open at the other end."""
         try:
             self._socket.setblocking(False)
             self._socket.recv(1, socket.MSG_PEEK)  # nothing comes unasked, unless it is the end
@@ -225,7 +225,7 @@ class _Connection:
             return False
 
     def close(self) -> None:
-        """Close it; an error of a connection that is given up means nothing."""
+        """Close the connection; ignore errors of one that is no longer used."""
         with suppress(OSError):
             self._socket.close()
 
@@ -297,7 +297,7 @@ def _varint(data: bytes, start: int) -> tuple[int, int]:
 
 
 def _cut(data: bytes, start: int, nbytes: int) -> bytes:
-    """Return a part of a message.  Raises `OSError` when it is not all there."""
+    """Return a part of a message.  Raises `OSError` if the message is too short."""
     if start + nbytes > len(data):
         raise OSError("the answer is not a message of Hadoop's RPC")
     return data[start : start + nbytes]
@@ -339,7 +339,7 @@ def _inner(data: bytes, *path: int) -> bytes | None:
 
 
 def _node(told: bytes, by_name: bool) -> DataNode:
-    """Return a DataNode as the NameNode tells of it.  Raises `OSError`."""
+    """Decode the NameNode's description of a DataNode.  Raises `OSError`."""
     ident = dict(_fields(_inner(told, 1) or b""))
     host, key, port = ident.get(2 if by_name else 1), ident.get(3), ident.get(4)
     if not (isinstance(host, bytes) and isinstance(key, bytes) and isinstance(port, int)):

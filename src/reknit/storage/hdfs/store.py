@@ -106,8 +106,8 @@ class HdfsStorage:
     def commit(self, path: str, data: bytes, *, pending: str, if_absent: bool) -> bool:
         """Write into the file `pending`, and then give it the name `path`.
 
-        Look and write are thus one step of the NameNode: who was stopped in between finds the file gone, and
-        what he wrote was never to be seen.
+        The NameNode thus checks and writes in one step.  A writer that was stopped in between finds the file
+        gone, and no reader ever sees what it wrote.
         """
         full, marker = self._full(path), self._full(pending)
         if if_absent and full in self._names:

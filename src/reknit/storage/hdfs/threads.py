@@ -28,7 +28,7 @@ _MOST_LATE = 64
 
 
 class OverdueError(Exception):
-    """A call did not come back in time."""
+    """A call did not return before its deadline."""
 
 
 class _CallThreads:
@@ -91,12 +91,12 @@ def _threads_here() -> _CallThreads:
 
 
 def begin(work: Callable[[], object]) -> None:
-    """Have work done by another thread.  Raises `OverdueError` where too many calls have not come back."""
+    """Run work in another thread.  Raises `OverdueError` if too many earlier calls have not returned."""
     _threads_here().begin(work)
 
 
 def within(seconds: float, work: Callable[[], _Result]) -> _Result:
-    """Return what the work returns, in time.  Raises `OverdueError`, and then it may go on."""
+    """Return the result of the work.  Raises `OverdueError` at the deadline; the work may still run on."""
     threads = _threads_here()
     return threads.wait(threads.begin(work), seconds)
 

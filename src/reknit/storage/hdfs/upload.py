@@ -84,11 +84,11 @@ class SubFiles:
 
     @property
     def attempts(self) -> int:
-        """How many files were begun."""
+        """How many files were created."""
         return len(self._names)
 
     def write(self, start: int, data: memoryview) -> None:
-        """Copy bytes, as soon as there is room for them."""
+        """Copy bytes; waits until there is room for them."""
         at_most = self._client.options.concurrency
         with self._changed:
             self._again()
@@ -109,7 +109,7 @@ class SubFiles:
             position += nbytes
 
     def finish(self) -> None:
-        """Return when all sub-files are up.  After a `StorageUnavailableError` it may be called again."""
+        """Wait until all sub-files are up.  May be called again after a `StorageUnavailableError`."""
         with self._changed:
             self._again()
             self._start()
@@ -119,7 +119,7 @@ class SubFiles:
             self._check()
 
     def give_up(self) -> None:
-        """Stop, and remove what is there; what cannot be removed now is swept up later by others."""
+        """Stop, and remove the sub-files; a later sweep removes those that cannot be removed now."""
         with self._changed:
             self._given_up = True
             self._changed.notify_all()
@@ -142,14 +142,14 @@ class SubFiles:
                 self._start()
 
     def _again(self) -> None:
-        """Let what failed be tried anew, if the one who failed by it has been told."""
+        """Retry what failed, once its error has been raised to a caller."""
         if self._told and self._split:
             self._waiting = [*self._failed, *self._waiting]
             self._failed, self._told = {}, False
             self._start()
 
     def _start(self) -> None:
-        """Begin with parts that are complete: any of them, or the one that comes next in the stream."""
+        """Start to upload complete parts: any of them, or only the next one of the stream."""
         most = self._client.options.concurrency if self._split else 1
         while self._waiting and len(self._sending) < most and not self._failed and not self._given_up:
             number = min(self._waiting)
@@ -165,7 +165,7 @@ class SubFiles:
                 self._failed[number] = unreached("write into", url, error)
 
     def _send(self, number: int) -> None:
-        """Bring a part up, and tell those who wait for it."""
+        """Upload a part, and notify the threads that wait for it."""
         part, error = self.parts[number], None
         try:
             if self._split:
@@ -220,7 +220,7 @@ class SubFiles:
         return path
 
     def _check(self) -> None:
-        """Raise what went wrong."""
+        """Raise the first error, if there is one."""
         if self._failed:
             self._told = True
             raise next(iter(self._failed.values()))

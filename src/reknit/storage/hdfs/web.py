@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 
 def requests_of(cluster: Cluster, options: HdfsOptions) -> Requests | None:
-    """Return what joins sub-files, or None where nothing can."""
+    """Return a client that can join sub-files, or None."""
     if options.concat == "none":
         return None
     if options.webhdfs is not None and options.concat != "rpc":
@@ -46,11 +46,11 @@ class WebRequests:
         self._asking = dict(parse_qsl(parts.query)) or {"user.name": user}
 
     def concat(self, target: str, sources: Sequence[str], url: str) -> None:
-        """Ask for one file instead of many."""
+        """Join files into one."""
         self._call("POST", target, {"op": "CONCAT", "sources": ",".join(sources)}, "join the parts of", url)
 
     def set_policy(self, path: str, policy: str, url: str) -> None:
-        """Ask for other disks; from Hadoop 3 on."""
+        """Set a storage policy; needs Hadoop 3."""
         query = {"op": "SETSTORAGEPOLICY", "storagepolicy": policy}
         self._call("PUT", path, query, f"give the policy {policy} to", url)
 
@@ -59,7 +59,7 @@ class WebRequests:
         return []
 
     def place(self, path: str, avoided: Sequence[DataNode], url: str) -> None:
-        """Do nothing: where blocks go is for the NameNode to say."""
+        """Do nothing: WebHDFS leaves the placement of blocks to the NameNode."""
 
     def close(self) -> None:
         """Do nothing: each request has a connection of its own."""

@@ -68,7 +68,7 @@ class HdfsWriter:
         self._names.free(self._path, self)
 
     def abort(self) -> None:
-        """Remove the sub-files and give the name free; nothing where the file is finished."""
+        """Remove the sub-files and release the name; do nothing if the file is finished."""
         if self._progress.end():
             self.upload.give_up()
             self._prune(self._path.rpartition("/")[0])

@@ -82,7 +82,7 @@ class ObjectStorage:
 
     @property
     def reading(self) -> Reading:
-        """A request costs as much as a megabyte: larger holes are read over than on a disk."""
+        """A request costs as much as reading a megabyte, so a read skips only holes larger than on a disk."""
         return Reading(gap_nbytes=_GAP_NBYTES, waste=0.5, piece_nbytes=self.options.part_nbytes)
 
     def create(self, path: str, nbytes: int) -> ObjectWriter:
@@ -177,7 +177,7 @@ class ObjectStorage:
         return self._size(key, url)
 
     def read_into(self, path: str, start: int, buffers: list[memoryview]) -> None:
-        """Ask for the range in parts, several at once, and copy what comes into the buffers."""
+        """Request the range in several concurrent parts, and copy them into the buffers."""
         key, url = self._full(path)
         out = filled(start, buffers)
         end = start + sum(len(buffer) for buffer in out)
@@ -191,7 +191,7 @@ class ObjectStorage:
                 spread(data, out)
 
     def read_runs(self, path: str, starts: NDArray[np.int64], nbytes: int, buffer: memoryview) -> None:
-        """Ask for many runs at once, those that are near each other together."""
+        """Request many runs concurrently, nearby ones in one request."""
         out = checked_runs(starts, nbytes, buffer)
         if not out.size or near(starts):
             read_runs(self.read_into, path, starts, nbytes, buffer)
@@ -224,7 +224,7 @@ class ObjectStorage:
         return (Listed(one.path, one.nbytes) for one in found if one.kind == "file")
 
     def delete(self, path: str) -> None:
-        """Remove an object; of a file that is being written here, nothing will be seen."""
+        """Remove an object; a file that this process is writing will not appear."""
         key, url = self._full(path)
         with self._lock(key):
             if self._is_folder(key, url):
@@ -241,7 +241,7 @@ class ObjectStorage:
 
     @property
     def unseen(self) -> str | None:
-        """What the store does not list of uploads that nobody finished."""
+        """What the store does not list of unfinished uploads."""
         return incomplete_uploads.unseen(self.place)
 
     def dated(self) -> Iterator[Dated]:
@@ -275,7 +275,7 @@ class ObjectStorage:
             return obstore.head(self._client, key)["size"]
 
     def _check_reaches(self, key: str, url: str, start: int, end: int) -> None:
-        """Raise unless an object has bytes up to `end`."""
+        """Raise an error unless an object has at least `end` bytes."""
         nbytes = self._size(key, url)
         if nbytes < end:
             raise shorter(url, start, end, nbytes)

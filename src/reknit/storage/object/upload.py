@@ -43,12 +43,12 @@ class _GivenUpError(Exception):
 
 
 class _Lent(np.ndarray[Any, np.dtype[np.uint8]]):
-    """Memory that the client reads, until it has let go of the last reference."""
+    """Memory that the client reads until it drops its last reference."""
 
 
 @dataclass
 class _Gathered:
-    """A part of which some pieces are there."""
+    """A part that has received some of its pieces."""
 
     whole: Bytes
     missing: int
@@ -86,7 +86,7 @@ class MultipartUpload:
         self._thread: threading.Thread | None = None
 
     def write(self, start: int, data: Bytes) -> None:
-        """Give bytes, and return when their memory may be used for something else."""
+        """Write bytes, and return when the caller may reuse their memory."""
         mine, gave, size = set[int](), False, self._part_nbytes
         while len(data):
             part = start // size
@@ -103,7 +103,7 @@ class MultipartUpload:
         self._wait_for(mine, self._concurrency if gave else None)
 
     def finish(self) -> None:
-        """Return when the object is there.  All bytes have been written."""
+        """Wait until the object exists.  The caller has written all bytes."""
         self._start()
         with self._changed:
             self._finishing = True
@@ -113,7 +113,7 @@ class MultipartUpload:
         self._check()
 
     def give_up(self) -> None:
-        """Return when the client has removed what is up, and lets go of all memory."""
+        """Abort: wait until the client has removed the uploaded parts and released all memory."""
         with self._changed:
             self._given_up = True
             self._changed.notify_all()
@@ -131,7 +131,7 @@ class MultipartUpload:
         self._start()
 
     def _gather(self, part: int, start: int, data: Bytes, nbytes: int) -> bool:
-        """Copy a piece of a part, and give the part when that was the last one; tell whether it was."""
+        """Copy a piece into its part, and upload the part if it is complete; tell whether it is."""
         with self._changed:
             gathered = self._gathered.setdefault(part, _Gathered(np.empty(nbytes, np.uint8), nbytes))
         np.copyto(gathered.whole[start : start + len(data)], data)
@@ -144,7 +144,7 @@ class MultipartUpload:
         return True
 
     def _wait_for(self, mine: set[int], most_own: int | None) -> None:
-        """Return when the client has let go of these parts, and of enough of those that were gathered."""
+        """Wait until the client has released these parts, and enough of the gathered ones."""
         with self._changed:
             while self._error is None and not self._given_up:
                 if not mine & self._lent and (most_own is None or len(self._own) <= most_own):
@@ -182,7 +182,7 @@ class MultipartUpload:
                 self._changed.notify_all()
 
     def _parts(self) -> Iterator[_Lent]:
-        """Yield the parts in their order, each as soon as it is there."""
+        """Yield the parts in order, each as soon as it is complete."""
         for part in range(-(-self._nbytes // self._part_nbytes)):
             with self._changed:
                 self._changed.wait_for(lambda part=part: part in self._ready or self._given_up)  # type: ignore[misc]
@@ -199,14 +199,14 @@ class MultipartUpload:
                 raise _GivenUpError
 
     def _returned(self, part: int) -> None:
-        """Called from whatever thread of the client let go of a part last."""
+        """Note that a part is released.  A thread of the client calls this."""
         with self._changed:
             self._lent.discard(part)
             self._own.discard(part)
             self._changed.notify_all()
 
     def _let_go(self) -> None:
-        """Wait until the client reads no memory of others any more, now that its call has ended."""
+        """After the client's call, wait until it has released the memory of all callers."""
         deadline = Deadline(_LETTING_GO_S)
         with self._changed:
             self._lent -= self._ready.keys()

@@ -96,4 +96,4 @@ class CopyingSuite(Suite):
 
 
 class Elsewhere:
-    """A store of which nobody knows anything."""
+    """A store of a kind that no other store recognizes."""
