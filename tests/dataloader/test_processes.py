@@ -202,7 +202,7 @@ def test_a_worker_that_gives_nothing_is_waited_for_only_so_long(started: list[To
 def test_what_a_worker_cannot_import_is_refused_with_a_way_out() -> None:
     local = TokenSet(name="web", open=lambda: [[1, 2]], num_partitions=1)
     assert [b.num_tokens for b in loader([local], num_workers=2)] == [2]
-    with pytest.raises(UsageError, match="at the top of a module"):
+    with pytest.raises(UsageError, match="top-level function"):
         list(loader([local], num_workers=1, in_process=False))
 
 

@@ -119,6 +119,12 @@ class AgentLink:
         with contextlib.suppress(ReknitError):
             self.send(say.Quit())
 
+    def end(self) -> None:
+        """End an agent that was given nothing to do, also one that is still starting."""
+        self.quit()
+        if self._process is not None:
+            self._process.kill()
+
     def ended(self, timeout_s: float) -> bool:
         """Wait until the agent is gone; tell whether it is."""
         with self._answered:

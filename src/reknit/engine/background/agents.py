@@ -72,7 +72,7 @@ class Starting:
     def give_up(self) -> None:
         """Let an agent that nobody will use end."""
         if self._link is not None:
-            self._link.quit()
+            self._link.end()
 
 
 class Agents:

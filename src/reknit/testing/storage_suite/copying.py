@@ -8,7 +8,7 @@ import pytest
 
 from reknit.errors import StorageError
 from reknit.storage.base import CopiesFiles
-from reknit.testing.storage_suite.probes import listed, pattern, write
+from reknit.testing.storage_suite.probes import listed, pattern, read, write
 from reknit.testing.storage_suite.suite import Suite
 
 if TYPE_CHECKING:
@@ -49,11 +49,10 @@ class CopyingSuite(Suite):
         assert pair.copy()
         assert pair.copy("again", source=OLD)
         pair.later.delete("again")
-        for look in self.looks(pair.earlier, OLD, NBYTES):
-            assert look() == pattern(NBYTES)
+        assert read(pair.earlier, OLD, 0, NBYTES) == pattern(NBYTES)
+        write(pair.earlier, "stays", b"1")  # a folder that a store was opened in may stay when it is empty
         pair.earlier.delete(OLD)
-        for look in self.looks(pair.later, NEW, NBYTES):
-            assert look() == pattern(NBYTES)
+        assert read(pair.later, NEW, 0, NBYTES) == pattern(NBYTES)
         assert listed(pair.later) == {"probe": NBYTES, NEW: NBYTES}
 
     def test_a_copy_of_a_copy_is_as_good(self, pair: Pair) -> None:
