@@ -10,7 +10,8 @@ import numpy as np
 import pytest
 
 import reknit
-from reknit.errors import CorruptError, UsageError
+from reknit.errors import CorruptError, StoragePermissionError, UsageError
+from reknit.storage.local.store import LocalStorage
 from reknit.testing.world import run_ranks
 
 if TYPE_CHECKING:
@@ -110,6 +111,21 @@ def test_all_ranks_meet_the_same_steps_and_hear_the_same_error(tmp_path: Path) -
         return CorruptError
 
     assert run_ranks(3, fails) == [CorruptError] * 3
+
+
+def test_who_may_not_write_reads_without_a_lease(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    save(tmp_path, 1, 2)
+
+    def refuse(storage: LocalStorage, path: str, *_: object, **__: object) -> bool:
+        raise StoragePermissionError(f"may not write {path}", path=storage.url)
+
+    monkeypatch.setattr(LocalStorage, "put", refuse)
+    assert met(tmp_path) == [1, 2]
+    assert caplog.text.count("may be removed while it is read") == 2
+    with pytest.raises(StoragePermissionError):
+        met(tmp_path, name="eval")  # what it has met cannot be noted
 
 
 @pytest.mark.parametrize(

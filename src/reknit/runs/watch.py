@@ -8,12 +8,19 @@ import threading
 import time
 from contextlib import suppress
 from dataclasses import asdict
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from reknit.engine.stored.newest import refuse_other
 from reknit.engine.stored.notes import Hold
 from reknit.engine.stored.steps import described, numbered
-from reknit.errors import CheckpointNotFoundError, ReknitError, StorageNotFoundError, UsageError
+from reknit.errors import (
+    CheckpointNotFoundError,
+    ReknitError,
+    StorageNotFoundError,
+    StoragePermissionError,
+    UsageError,
+)
 from reknit.format import paths
 from reknit.format.notes import MAX_FOLLOWER_NBYTES, Follower, decode_note, encode_note
 from reknit.monitor.phase import Deadline
@@ -56,9 +63,10 @@ def watch(
 
     The steps that are there already come first, from number `since` on.  While a step is looked at, a lease
     keeps it from being removed by `reknit.delete` and by a run's `keep`; it ends `lease_s` seconds after this
-    process does.  A step counts as met when the next one is asked for.  With a `name` that is noted in the
-    folder, so that a job of this name goes on where the last one stopped; without, each job meets all steps.
-    A step that is saved anew is met again.
+    process does.  Who may not write to the folder reads without one, and a warning says so.  A step counts as
+    met when the next one is asked for.  With a `name` that is noted in the folder, so that a job of this name
+    goes on where the last one stopped; without, each job meets all steps.  A step that is saved anew is met
+    again.
 
     `root` is looked at every `poll_s` seconds.  After `idle_s` seconds without a new step the iteration ends;
     without, it never does.  Under torchrun or JAX all ranks iterate together, and rank 0 looks for all.
@@ -176,19 +184,26 @@ class _HeldStep:
 
     def __init__(self, storage: Storage, name: str, write_id: str, lease_s: float) -> None:
         self.name, self.write_id = name, write_id
-        self._hold, self._lease_s = Hold(storage, write_id, lease_s), lease_s
+        self._hold: Hold | None = None
+        try:
+            self._hold = Hold(storage, write_id, lease_s)
+        except StoragePermissionError as error:  # who may only read can still read it
+            logger.warning("%s may be removed while it is read: %s", storage.url, error)
+            return
         self._over = threading.Event()
-        self._thread = start_thread("reknit-lease", self._renew)
+        self._thread = start_thread("reknit-lease", partial(self._renew, self._hold, lease_s / 3))
 
-    def _renew(self) -> None:
-        while not self._over.wait(self._lease_s / 3):
+    def _renew(self, hold: Hold, every_s: float) -> None:
+        while not self._over.wait(every_s):
             try:
-                self._hold.renew()
+                hold.renew()
             except ReknitError as error:
                 logger.warning("a step that is being read may be removed: %s", error)
 
     def release(self) -> None:
         """Hold it no longer; a lease that cannot be taken away ends by itself."""
+        if self._hold is None:
+            return
         self._over.set()
         self._thread.join()
         try:
