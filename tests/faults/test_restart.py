@@ -166,6 +166,7 @@ def test_a_save_of_this_host_whose_marker_is_not_up_yet_is_waited_for_too(
 # Who is at work.
 
 
+@pytest.mark.alone  # agents of other tests that are about to end are listed everywhere
 def test_agents_of_a_dead_run_are_listed_by_the_folder_they_work_for_and_waited_for(
     dead: DeadRun, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -191,6 +192,7 @@ def test_agents_of_a_dead_run_are_listed_by_the_folder_they_work_for_and_waited_
     assert value(dead.root / "step_2") == 2, "what it worked on is committed when it is no longer waited for"
 
 
+@pytest.mark.alone  # agents of other tests that are about to end are listed everywhere
 def test_an_agent_with_nothing_to_do_is_not_listed_while_its_trainer_lives(tmp_path: Path) -> None:
     state = {"x": np.zeros(9)}
     reknit.save(tmp_path / "step_1", state, step=1, options=OPTIONS, wait=False).result(LIMIT_S)
