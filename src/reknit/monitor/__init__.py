@@ -1,1 +1,1 @@
-"""What happened: every phase of every save and load, with rank, seconds, bytes and outcome."""
+"""What happened: every phase of every save and load, and what it asked of its store."""

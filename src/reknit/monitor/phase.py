@@ -6,13 +6,19 @@ import threading
 import time
 from contextlib import contextmanager
 from contextvars import ContextVar
-from dataclasses import asdict, dataclass, field
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, NamedTuple, Protocol
+from weakref import WeakKeyDictionary
 
 from reknit.errors import DeadlineError, ReknitError, shortage
+from reknit.monitor.outlet import flush
+from reknit.monitor.records import HOST, PhaseRecord, StorageRecord
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Iterable, Iterator
+
+    from reknit.monitor.outlet import Outlet
+    from reknit.monitor.records import Record
 
 
 class Clock(Protocol):
@@ -28,35 +34,13 @@ class Clock(Protocol):
 CLOCK: ContextVar[Clock] = ContextVar("reknit.clock", default=time)
 """The clock of deadlines and dates in this context; every thread begins with that of the machine."""
 
+_behind: WeakKeyDictionary[Clock, float] = WeakKeyDictionary()
 
-@dataclass(frozen=True, slots=True)
-class PhaseRecord:
-    """One finished phase.
+MOVING = ("write", "read", "copy")
+"""The phases whose bytes go to storage, or come from it."""
 
-    `started` is wall-clock time in seconds since the epoch, `seconds` a monotonic duration; for a phase whose
-    work runs in several threads at once it is their sum.  `outcome` is ``"ok"`` or the name of an error type.
-    """
-
-    phase: str
-    rank: int
-    step: int | None
-    started: float
-    seconds: float
-    nbytes: int
-    outcome: str
-    action: str
-    path: str
-
-    def as_dict(self) -> dict[str, Any]:
-        """Return plain data, one key per field."""
-        return asdict(self)
-
-
-class Sink(Protocol):
-    """Whatever receives finished phases."""
-
-    def emit(self, record: PhaseRecord) -> None:
-        """Take one record; called from any thread."""
+retries: ContextVar[int] = ContextVar("reknit.retries", default=0)
+"""How often the operation of a store that is under way in this thread was repeated."""
 
 
 @dataclass(slots=True)
@@ -86,7 +70,9 @@ class Recorder:
     rank: int = 0
     step: int | None = None
     path: str = ""
-    sinks: tuple[Sink, ...] = ()
+    sinks: tuple[Outlet, ...] = ()
+    process: str = "trainer"
+    coordinate: dict[str, int] = field(default_factory=dict)
     records: list[PhaseRecord] = field(default_factory=list)
     _lock: threading.Lock = field(default_factory=threading.Lock, repr=False)
     _expected: int = field(default=0, init=False, repr=False)
@@ -114,9 +100,9 @@ class Recorder:
 
     @contextmanager
     def phase(self, name: str, *, path: str | None = None, nbytes: int = 0) -> Iterator[Running]:
-        """Time a phase, and sign errors that pass with rank, phase and path."""
+        """Time a phase, and sign errors that pass with rank, phase and `path`, that of a file."""
         running = Running(nbytes)
-        started, begin = time.time(), time.perf_counter()
+        started, begin = now(), time.perf_counter()
         outcome = "ok"
         with self._lock:
             self._doing.append(name)
@@ -133,7 +119,7 @@ class Recorder:
         finally:
             with self._lock:
                 self._doing.remove(name)
-            self.add(name, started, time.perf_counter() - begin, running.nbytes, outcome, path)
+            self.add(name, started, time.perf_counter() - begin, running.nbytes, outcome)
 
     def add(
         self,
@@ -142,16 +128,93 @@ class Recorder:
         seconds: float,
         nbytes: int,
         outcome: str = "ok",
-        path: str | None = None,
     ) -> None:
         """Record a phase that was timed elsewhere."""
-        record = PhaseRecord(
-            name, self.rank, self.step, started, seconds, nbytes, outcome, self.action, path or self.path
-        )
+        record = self._record(name, started, seconds, nbytes, outcome)
         with self._lock:
             self.records.append(record)
+        self._put(record)
+
+    def add_operation(
+        self,
+        operation: str,
+        store: str,
+        started: float,
+        seconds: float,
+        nbytes: int,
+        outcome: str,
+        retries: int,
+        at_once: int,
+    ) -> None:
+        """Tell the sinks of an operation of a store."""
+        self._put(
+            StorageRecord(
+                operation,
+                store,
+                self.rank,
+                self.step,
+                started,
+                seconds,
+                nbytes,
+                outcome,
+                retries,
+                at_once,
+                self.action,
+                self.path,
+                HOST,
+                self.process,
+            )
+        )
+
+    @contextmanager
+    def whole(self) -> Iterator[None]:
+        """Tell the sinks of the block as a phase that is called like the action."""
+        started, begin, outcome = now(), time.perf_counter(), "ok"
+        try:
+            yield
+        except BaseException as error:
+            outcome = type(error).__name__
+            raise
+        finally:
+            moved = sum(record.nbytes for record in self.records if record.phase in MOVING)
+            self.end(started, time.perf_counter() - begin, moved, outcome)
+
+    def end(self, started: float, seconds: float, nbytes: int, outcome: str) -> None:
+        """Tell the sinks how the action ended."""
+        self._put(self._record(self.action, started, seconds, nbytes, outcome))
+
+    def flush(self) -> None:
+        """Let the sinks catch up, for a moment: no training thread waits here."""
+        flush(self.sinks)
+
+    def pass_on(self, records: Iterable[Record]) -> None:
+        """Tell what another process has recorded to those sinks that are only here."""
+        for record in records:
+            for sink in self.sinks:
+                if not sink.everywhere:
+                    sink.put(record)
+
+    def _put(self, record: Record) -> None:
         for sink in self.sinks:
-            sink.emit(record)
+            sink.put(record)
+
+    def _record(self, name: str, started: float, seconds: float, nbytes: int, outcome: str) -> PhaseRecord:
+        return PhaseRecord(
+            name,
+            self.rank,
+            self.step,
+            started,
+            seconds,
+            nbytes,
+            outcome,
+            self.action,
+            self.path,
+            now(),
+            HOST,
+            self.process,
+            self.coordinate,
+            _behind.get(CLOCK.get()),
+        )
 
     def seconds(self) -> dict[str, float]:
         """Return the seconds spent in each phase, summed by name, in order of first appearance."""
@@ -165,7 +228,7 @@ class Stopwatch:
     """Sums the time that several threads spend on one kind of work."""
 
     def __init__(self) -> None:
-        self.started = time.time()
+        self.started = now()
         self.seconds = 0.0
         self.nbytes = 0
         self._lock = threading.Lock()
@@ -211,3 +274,11 @@ def monotonic() -> float:
 def now() -> float:
     """Return wall-clock seconds since the epoch."""
     return CLOCK.get().time()
+
+
+def root_decided(at: float) -> None:
+    """Note, when the answer of rank 0 comes, that it was given `at`, so that records tell how clocks differ.
+
+    The answer was under way for a moment, so this clock may be less far behind than it seems, never further.
+    """
+    _behind[CLOCK.get()] = at - now()

@@ -80,13 +80,16 @@ def progress(
     if not wanted or recorder.rank != 0:
         yield
         return
-    over, told = threading.Event(), threading.Event()
+    over, shown, telling = threading.Event(), threading.Event(), threading.Lock()
+    quiet_s, *_ = given = intervals or INTERVALS
 
     def tell() -> None:
+        if over.wait(quiet_s) or not telling.acquire(blocking=False):
+            return
         try:
-            _tell(recorder, over, intervals or INTERVALS)
+            _tell(recorder, over, given)
         finally:
-            told.set()
+            shown.set()
 
     try:
         start("reknit-progress", tell)
@@ -97,14 +100,13 @@ def progress(
         yield
     finally:
         over.set()
-        # Nothing should be written once the caller goes on, unless the terminal itself is held (Ctrl-S).
-        told.wait(_LAST_S)
+        if not telling.acquire(blocking=False):
+            # Nothing should be written once the caller goes on, unless the terminal itself is held (Ctrl-S).
+            shown.wait(_LAST_S)
 
 
 def _tell(recorder: Recorder, over: threading.Event, intervals: Intervals) -> None:
     """Show progress until `over` is set."""
-    if over.wait(intervals.quiet_s):
-        return
     line: Display | None = terminal_line(sys.stderr) or notebook_line()
     display: Display = line or _Log()
     if line is None and not _log.isEnabledFor(logging.INFO):

@@ -1,1 +1,1 @@
-"""Where records of phases go."""
+"""Where records go."""

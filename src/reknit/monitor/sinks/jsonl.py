@@ -1,55 +1,55 @@
-"""One line of JSON per phase, appended to a local file."""
+"""One line of JSON per record, appended to a file."""
 
 from __future__ import annotations
 
-import json
-import logging
 import os
 import threading
 from typing import TYPE_CHECKING
 
+import msgspec
+
 from reknit.errors import StorageError
+from reknit.monitor.sinks.files import file_of_process
 
 if TYPE_CHECKING:
-    from reknit.monitor.phase import PhaseRecord
+    from collections.abc import Sequence
 
-logger = logging.getLogger("reknit")
+    from reknit.monitor.records import Record
 
 
-class JsonLinesSink:
-    """Appends records to the file `path`, each with one call, so that ranks of a host may share the file.
+class JsonLines:
+    """Appends records to the file `path`, many with one call, so that ranks of a host may share the file.
 
-    A file that cannot be opened raises `StorageError` at once.  What fails later is logged once and never
-    harms the save or load that is being recorded.
+    In a folder (an existing one, or a path that ends in a slash) each process has a file of its own, so that
+    ranks of many hosts may share it.  A file that cannot be opened raises `StorageError` at once.
     """
 
-    def __init__(self, path: str) -> None:
-        self.path = path
+    def __init__(self, path: str | os.PathLike[str]) -> None:
         self._lock = threading.Lock()
-        self._failed = False
+        self._torn = False
         try:
+            self.path = file_of_process(path, "jsonl")
             self._append(b"")
         except OSError as error:
             raise StorageError(
                 f"cannot append to the event file {path}: {error.strerror}",
-                path=path,
+                path=os.fspath(path),
                 remedy="name a writable file in `events`, or leave it out",
             ) from error
 
-    def emit(self, record: PhaseRecord) -> None:
-        """Append one record."""
-        line = json.dumps(record.as_dict(), separators=(",", ":")).encode() + b"\n"
-        try:
-            self._append(line)
-        except OSError as error:
-            if not self._failed:
-                logger.warning("events are lost: cannot append to %s: %s", self.path, error.strerror)
-            self._failed = True
+    def take(self, records: Sequence[Record]) -> None:
+        """Append records."""
+        self._append(msgspec.json.Encoder().encode_lines(records))
 
-    def _append(self, line: bytes) -> None:
+    def _append(self, lines: bytes) -> None:
         with self._lock:
+            if self._torn:  # whatever was written of the last line must not spoil this one
+                lines = b"\n" + lines
             fd = os.open(self.path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o644)
             try:
-                os.write(fd, line)
+                while lines:  # a full disk takes a part
+                    self._torn = True
+                    lines = lines[os.write(fd, lines) :]
+                self._torn = False
             finally:
                 os.close(fd)

@@ -1,0 +1,158 @@
+"""How many events a second does a sink take, and what do all sinks together cost a save?  Prints JSON.
+
+Run: python benchmarks/events/run.py [--events 500000] [--mb 100] [--repeat 15]
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import shutil
+import statistics
+import tempfile
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from prometheus_client import CollectorRegistry
+
+import reknit
+from reknit import sinks
+from reknit.alerts import Alerts
+from reknit.monitor.outlet import Outlet
+from reknit.monitor.records import PhaseRecord, StorageRecord
+
+if TYPE_CHECKING:
+    from reknit.events import Sink
+    from reknit.monitor.records import Record
+
+
+def records(number: int) -> list[Record]:
+    """Return events of many ranks, half of them operations of stores."""
+    now, place = time.time(), {"dp": 3, "tp": 1}
+    found: list[Record] = []
+    for n in range(number // 2):
+        path = f"run/step_{n // 1000}"
+        found.append(
+            PhaseRecord(
+                "write",
+                n % 64,
+                n // 1000,
+                now,
+                1.5,
+                1 << 30,
+                "ok",
+                "save",
+                path,
+                now + 1,
+                "host",
+                "agent",
+                place,
+            )
+        )
+        found.append(
+            StorageRecord(
+                "write",
+                "s3://bucket",
+                n % 64,
+                n // 1000,
+                now,
+                0.1,
+                8 << 20,
+                "ok",
+                0,
+                4,
+                "save",
+                path,
+                "host",
+                "agent",
+            )
+        )
+    return found
+
+
+def rate(sink: Sink, told: list[Record]) -> dict[str, float]:
+    """Return how many events a second go through a ring into a sink, and what `put` costs the caller."""
+    outlet = Outlet(sink, "sink", capacity=len(told))
+    begin = time.perf_counter()
+    for record in told:
+        outlet.put(record)
+    put_s = time.perf_counter() - begin
+    while not outlet.flush(600):
+        time.sleep(0.01)
+    whole_s = time.perf_counter() - begin
+    return {"events_per_s": round(len(told) / whole_s), "put_us": round(put_s / len(told) * 1e6, 2)}
+
+
+def overhead(folder: Path, nbytes: int, repeat: int) -> dict[str, Any]:
+    """Return what saves take without and with everything on, one after the other by turns, in milliseconds.
+
+    ``whole``: until the checkpoint exists.  ``call``: until `save` returns.  ``thread`` and ``process``: CPU
+    time of the calling thread until then, and of its process until the checkpoint exists, with all sinks.
+    """
+    state = {"model": {"w": np.random.default_rng(0).random(nbytes // 8)}}
+    everything = [
+        f"{folder}/lines/",
+        sinks.DuckDB(f"{folder}/database/"),
+        sinks.Prometheus(CollectorRegistry()),
+        sinks.OpenTelemetry(),
+        Alerts(folder=f"{folder}/lines/"),
+    ]
+    found: dict[str, dict[str, list[dict[str, float]]]] = {}
+    for wait in (True, False):
+        turns = found[f"wait={wait}"] = {"without": [], "with": []}
+        for number in range(repeat + 2):
+            for kind in tuple(turns)[:: 1 if number % 2 else -1]:
+                options = reknit.SaveOptions(
+                    events=everything if kind == "with" else None, durability="process"
+                )
+                turns[kind].append(_times(folder / "checkpoint", state, wait, options))
+    reknit.close()
+    return {name: _compared(turns["without"][2:], turns["with"][2:]) for name, turns in found.items()}
+
+
+def _times(place: Path, state: dict[str, Any], wait: bool, options: reknit.SaveOptions) -> dict[str, float]:
+    """Save once, and return the times that it took in milliseconds."""
+    begin, process, thread = time.perf_counter(), time.process_time(), time.thread_time()
+    pending = reknit.save(place, state, wait=wait, options=options)
+    call, thread = time.perf_counter() - begin, time.thread_time() - thread
+    pending.result()
+    whole, process = time.perf_counter() - begin, time.process_time() - process
+    shutil.rmtree(place)
+    return {"whole": whole * 1e3, "call": call * 1e3, "thread": thread * 1e3, "process": process * 1e3}
+
+
+def _compared(without: list[dict[str, float]], others: list[dict[str, float]]) -> dict[str, Any]:
+    """Return medians, and how much more the median save takes with everything on."""
+    medians = {
+        name: [statistics.median(each[name] for each in times) for times in (without, others)]
+        for name in without[0]
+    }
+    return {
+        name: {"without": round(a, 3), "with": round(b, 3), "per cent more": round(100 * (b / a - 1), 2)}
+        for name, (a, b) in medians.items()
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--events", type=int, default=500_000)
+    parser.add_argument("--mb", type=int, default=100)
+    parser.add_argument("--repeat", type=int, default=15)
+    args = parser.parse_args()
+    told = records(args.events)
+    with tempfile.TemporaryDirectory() as folder:
+        answer: dict[str, Any] = {
+            "DuckDB": rate(sinks.DuckDB(f"{folder}/events.duckdb"), told),
+            "JsonLines": rate(sinks.JsonLines(f"{folder}/events.jsonl"), told),
+            "Prometheus": rate(sinks.Prometheus(CollectorRegistry()), told),
+            "OpenTelemetry, no SDK": rate(sinks.OpenTelemetry(), told),
+            "Alerts": rate(Alerts(), told),
+            f"save of {args.mb} MB": overhead(Path(folder), args.mb * 1_000_000, args.repeat),
+        }
+    print(json.dumps(answer, indent=2))
+
+
+if __name__ == "__main__":
+    main()

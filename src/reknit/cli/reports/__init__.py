@@ -1,0 +1,1 @@
+"""Commands that show what events tell."""

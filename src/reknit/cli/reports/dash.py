@@ -1,0 +1,50 @@
+"""``reknit dash``: what saves and loads do on all ranks, in a browser, while they do it."""
+
+from __future__ import annotations
+
+import secrets
+from typing import TYPE_CHECKING
+
+from reknit.cli.reports.costs import add_costs, cost_table
+from reknit.cli.reports.report import add_places
+from reknit.errors import UsageError
+
+if TYPE_CHECKING:
+    import argparse
+
+
+def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    """Add the command."""
+    parser = commands.add_parser(
+        "dash",
+        help="serve the report to a browser, and keep it up to date",
+        description="Serve the page of `reknit report` to browsers, with what is written meanwhile, until "
+        "Ctrl-C.  Other machines reach it only with --host, and by the printed address, which has a token.",
+    )
+    add_places(parser)
+    add_costs(parser)
+    parser.add_argument(
+        "--host", default="127.0.0.1", help="address to listen on (default: this machine only)"
+    )
+    parser.add_argument("--port", type=int, default=8787, help="(default: 8787; 0 takes any that is free)")
+    parser.set_defaults(run=run)
+
+
+def run(args: argparse.Namespace) -> int:
+    """Serve until interrupted."""
+    from reknit.monitor.dash.live import LiveEvents
+    from reknit.monitor.dash.server import is_loopback, listen, server
+
+    if not 0 <= args.port < 1 << 16:
+        raise UsageError(f"a port is a number from 0 to 65535, not {args.port}")
+    token = None if is_loopback(args.host) else secrets.token_urlsafe()
+    events = LiveEvents(args.events, lambda operations: cost_table(operations, args))
+    try:
+        with listen(args.host, args.port) as bound:
+            port = bound.getsockname()[1]
+            place = f"[{args.host}]" if ":" in args.host else args.host
+            print(f"serving http://{place}:{port}/" + (f"?token={token}" if token else ""), flush=True)
+            server(events, token).run(sockets=[bound])
+    finally:
+        events.close()
+    return 0

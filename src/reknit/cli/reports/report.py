@@ -1,0 +1,72 @@
+"""``reknit report``: what saves and loads did on all ranks, as text or as a page."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from reknit.cli.output import print_table, printable, write_text
+from reknit.cli.reports.costs import add_costs, cost_table
+from reknit.errors import UsageError
+
+if TYPE_CHECKING:
+    import argparse
+
+_MOST_LISTED = 20
+
+
+def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    """Add the command."""
+    parser = commands.add_parser(
+        "report",
+        help="show what took how long on which ranks, from events",
+        description="Show the phases of a save or load over all ranks, stragglers and failures, from the "
+        "events that SaveOptions(events=...) and LoadOptions(events=...) wrote.",
+    )
+    add_places(parser)
+    parser.add_argument("--step", type=int, help="show the last save of this step (default: what came last)")
+    parser.add_argument("-o", "--output", metavar="FILE", help="write a page: heat map, timeline, throughput")
+    add_costs(parser)
+    parser.set_defaults(run=run)
+
+
+def add_places(parser: argparse.ArgumentParser) -> None:
+    """Add the argument that names events."""
+    parser.add_argument("events", nargs="+", help="files of events, or folders of them")
+
+
+def run(args: argparse.Namespace) -> int:
+    """Print a report, or write a page."""
+    from reknit.monitor.reports.events import read_operations
+    from reknit.monitor.reports.page import page
+    from reknit.monitor.reports.storage import HEADS, error_texts, histogram_lines, storage_rows
+    from reknit.monitor.reports.text import headline, phase_rows, remarks
+
+    operations, num_foreign, num_dropped = read_operations(args.events)
+    if num_dropped:
+        print(f"{num_dropped} events were lost, as sinks failed or did not keep up")
+    if num_foreign:
+        print(f"{num_foreign} lines are no events; they are left out")
+    costs = cost_table(operations, args)
+    if args.output is not None:
+        write_text(args.output, page(operations, costs))
+        print(f"wrote {args.output}: {len(operations)} saves and loads")
+        return 0
+    of_step = [operation for operation in operations if args.step in (None, operation.step)]
+    if not of_step:
+        raise UsageError(f"no event is of step {args.step}")
+    for operation in operations[-_MOST_LISTED:]:
+        print(printable(headline(operation)))
+    shown = of_step[-1]
+    print(f"\n{printable(shown)}")
+    print_table(("phase", "ranks", "least s", "median s", "most s", "GiB"), phase_rows(shown))
+    for remark in remarks(shown):
+        print(printable(remark))
+    if shown.storage:
+        print()
+        print_table(HEADS, storage_rows(shown.storage, shown.elapsed_s))
+        for line in (*error_texts(shown.storage), "", *histogram_lines(shown.storage)):
+            print(printable(line))
+    if costs is not None:
+        print("\n".join(("", "what the interval costs (ETTR):", *costs.remarks, "")))
+        print_table(costs.heads, costs.rows, right=costs.heads)
+    return 0

@@ -1,0 +1,36 @@
+"""``reknit trace``: what saves and loads did on all ranks, as a trace for Perfetto or Chrome."""
+
+from __future__ import annotations
+
+import json
+from typing import TYPE_CHECKING
+
+from reknit.cli.output import write_text
+from reknit.cli.reports.report import add_places
+
+if TYPE_CHECKING:
+    import argparse
+
+
+def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    """Add the command."""
+    parser = commands.add_parser(
+        "trace",
+        help="write a trace of all ranks for Perfetto or Chrome, from events",
+        description="Write a trace that ui.perfetto.dev and chrome://tracing open: a process for each rank, "
+        "a row for each phase.",
+    )
+    add_places(parser)
+    parser.add_argument("-o", "--output", metavar="FILE", default="trace.json", help="(default: trace.json)")
+    parser.set_defaults(run=run)
+
+
+def run(args: argparse.Namespace) -> int:
+    """Write the trace."""
+    from reknit.monitor.reports.events import read_operations
+    from reknit.monitor.reports.trace import trace
+
+    operations = read_operations(args.events).operations
+    write_text(args.output, json.dumps(trace(operations)))
+    print(f"wrote {args.output}: {len(operations)} saves and loads")
+    return 0

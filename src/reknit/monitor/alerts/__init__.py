@@ -1,0 +1,1 @@
+"""What deserves attention, and how somebody hears of it."""

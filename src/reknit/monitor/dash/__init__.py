@@ -1,0 +1,1 @@
+"""The report of saves and loads while they run, for a browser."""

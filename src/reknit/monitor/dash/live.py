@@ -1,0 +1,74 @@
+"""What the page shows, as of now: events are read as they are written."""
+
+from __future__ import annotations
+
+import threading
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from reknit.monitor.phase import monotonic
+from reknit.monitor.reports.events import EventFiles
+from reknit.monitor.reports.page import content
+from reknit.system import start_thread
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    from reknit.monitor.reports.costs import CostTable
+    from reknit.monitor.reports.events import RecordedOperation
+
+_MOST_EVENTS = 1_000_000
+"""Events that are kept in memory, some 400 bytes each."""
+_LOOK_S = 1.0
+_IDLE_SHARE = 4
+"""So many times as long as a look took, there is none."""
+_COLUMNS = ("lane", "rank", "start", "busy", "length", "failed")
+
+
+class LiveView(NamedTuple):
+    """What the page shows; `version` counts, `shown` is without the columns of all but the last operation."""
+
+    version: int
+    shown: dict[str, Any]
+    columns: list[dict[str, str]]
+
+
+class LiveEvents:
+    """Reads events as they are written, in a thread; `view` is None as long as there are none.
+
+    `costs` tells what the time between saves costs.
+    """
+
+    def __init__(
+        self, places: Sequence[str], costs: Callable[[Sequence[RecordedOperation]], CostTable | None]
+    ) -> None:
+        self._costs = costs
+        self._files = EventFiles(places)
+        self._files.read()  # a wrong place is told at once
+        self._end = threading.Event()
+        self.view: LiveView | None = None
+        self._build()
+        self._thread = start_thread("reknit-dash", self._follow)
+
+    def close(self) -> None:
+        """Read no more."""
+        self._end.set()
+        self._thread.join()
+
+    def _follow(self) -> None:
+        pause_s = _LOOK_S
+        while not self._end.wait(pause_s):
+            begin = monotonic()
+            if self._files.read():
+                self._build()
+            pause_s = max(_LOOK_S, _IDLE_SHARE * (monotonic() - begin))
+
+    def _build(self) -> None:
+        self._files.forget(_MOST_EVENTS)
+        if operations := self._files.known().operations:
+            shown = content(operations, self._costs(operations))
+            columns = [{name: each[name] for name in _COLUMNS} for each in shown["operations"]]
+            for each in shown["operations"][:-1]:
+                for name in _COLUMNS:
+                    del each[name]
+            version = 1 if self.view is None else self.view.version + 1
+            self.view = LiveView(version, {"version": version, **shown}, columns)

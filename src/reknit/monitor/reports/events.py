@@ -1,0 +1,239 @@
+"""Read the events of saves and loads, by operation: one save or load of all its ranks."""
+
+from __future__ import annotations
+
+import os
+from collections import Counter
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import msgspec
+
+from reknit.errors import UsageError
+from reknit.monitor.phase import MOVING
+from reknit.monitor.reports.database import DATABASE, rows_of
+from reknit.monitor.reports.storage import StorageEvent, StorageFigures
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Iterator, Sequence
+
+_LEAST_BEHIND_S = 0.005
+"""What clocks of hosts in step may seem to differ, as answers take a moment."""
+
+
+class Event(msgspec.Struct, frozen=True, gc=False):
+    """A finished phase, with the fields of a `PhaseRecord`; events of older versions lack the last five."""
+
+    phase: str
+    rank: int
+    step: int | None
+    started: float
+    seconds: float
+    nbytes: int
+    outcome: str
+    action: str
+    path: str
+    ended: float = 0.0
+    host: str = ""
+    process: str = "trainer"
+    coordinate: dict[str, int] = msgspec.field(default_factory=dict)
+    behind_s: float | None = None
+
+    @property
+    def end(self) -> float:
+        """When it ended, in seconds since the epoch."""
+        return self.ended or self.started + self.seconds
+
+    @property
+    def elapsed_s(self) -> float:
+        """Seconds from start to end."""
+        return max(0.0, self.end - self.started)
+
+    @property
+    def busy_s(self) -> float:
+        """Seconds of work: fewer than from start to end where threads also did other work meanwhile."""
+        return min(self.seconds, self.elapsed_s)
+
+    @property
+    def lane(self) -> str:
+        """The phase, and whose it is: an agent has phases of the same names as its trainer."""
+        return self.phase if self.process == "trainer" else f"{self.phase} ({self.process})"
+
+
+@dataclass
+class RecordedOperation:
+    """One save, load, promotion or verification, or a step's own phases, and the events of all its ranks."""
+
+    action: str
+    path: str
+    step: int | None
+    events: list[Event] = field(default_factory=list)
+    storage: dict[tuple[str, str], StorageFigures] = field(default_factory=dict)
+    """What the operations of stores amount to, by operation and store."""
+
+    @property
+    def started(self) -> float:
+        """When its first phase began, in seconds since the epoch."""
+        return min(event.started for event in self.events)
+
+    @property
+    def elapsed_s(self) -> float:
+        """Seconds until the last phase of any rank ended."""
+        return max(event.end for event in self.events) - self.started
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes that all ranks wrote to storage or read from it."""
+        return sum(event.nbytes for event in self.events if event.phase in MOVING)
+
+    @property
+    def num_ranks(self) -> int:
+        """How many ranks took part."""
+        return len({event.rank for event in self.events})
+
+    @property
+    def failures(self) -> list[Event]:
+        """The phases that failed, the first of each rank, in the order of time."""
+        failed = sorted((e for e in self.events if e.outcome != "ok"), key=lambda event: event.end)
+        return list({event.rank: event for event in reversed(failed)}.values())[::-1]
+
+    def in_step(self) -> RecordedOperation:
+        """Return it with all times as by the clock of rank 0, as far as they are known to differ.
+
+        What is known best of a host is the highest of what its ranks say.
+        """
+        behind: dict[str, float] = {}
+        for event in self.events:
+            if event.behind_s is not None:
+                behind[event.host] = max(event.behind_s, behind.get(event.host, event.behind_s))
+        if all(abs(seconds) < _LEAST_BEHIND_S for seconds in behind.values()):
+            return self
+        events = [_later(event, behind.get(event.host, 0.0)) for event in self.events]
+        return replace(self, events=events)
+
+    def __str__(self) -> str:
+        step = "" if self.step is None else f" (step {self.step})"
+        return " ".join(filter(None, (self.action, self.path))) + step
+
+
+def _later(event: Event, seconds: float) -> Event:
+    started, ended = event.started + seconds, event.end + seconds
+    return msgspec.structs.replace(event, started=started, ended=ended)
+
+
+class ReadEvents(NamedTuple):
+    """Operations in the order of time, how many lines were no events, and how many events were lost."""
+
+    operations: list[RecordedOperation]
+    num_foreign: int
+    num_dropped: int
+
+
+class _Dropped(msgspec.Struct):
+    num_dropped: int
+
+
+class EventFiles:
+    """The operations in files of events, or in folders of them; `read` goes on where it stopped."""
+
+    def __init__(self, places: Sequence[str]) -> None:
+        self._places = places
+        self._found: dict[tuple[str, str, int | None], RecordedOperation] = {}
+        self._positions: dict[Path, int] = {}
+        self._rows: dict[Path, Counter[str]] = {}
+        self._unfinished: dict[Path, int] = {}
+        self._num_foreign = self._num_dropped = 0
+        self._of_phase = msgspec.json.Decoder(Event)
+        self._of_storage = msgspec.json.Decoder(StorageEvent)
+        self._of_loss = msgspec.json.Decoder(_Dropped)
+
+    def read(self) -> bool:
+        """Read what was written since the last time, and tell whether that is anything."""
+        before = sum(self._positions.values())
+        for path in _files(self._places):
+            if path.suffix == DATABASE:
+                for row in rows_of(path, self._rows.setdefault(path, Counter())):
+                    self._take_row(row)
+                self._positions[path] = self._rows[path].total()
+                continue
+            with path.open("rb") as lines:
+                position = lines.seek(self._positions.get(path, 0))
+                self._unfinished[path] = 0
+                for line in lines:
+                    if not line.endswith(b"\n"):
+                        self._unfinished[path] = 1  # somebody may be writing it
+                        break
+                    position += len(line)
+                    self._take(line)
+                self._positions[path] = position
+        return sum(self._positions.values()) > before
+
+    def known(self) -> ReadEvents:
+        """Return what has been read."""
+        found = (operation.in_step() for operation in self._found.values() if operation.events)
+        ordered = sorted(found, key=lambda operation: operation.started)
+        return ReadEvents(ordered, self._num_foreign + sum(self._unfinished.values()), self._num_dropped)
+
+    def forget(self, most_events: int) -> None:
+        """Keep only the last operations, with at most so many events, but for the very last one."""
+        num_events = 0
+        for number, operation in enumerate(reversed(self.known().operations)):
+            num_events += len(operation.events)
+            if number and num_events > most_events:
+                del self._found[operation.action, operation.path, operation.step]
+
+    def _take(self, line: bytes) -> None:
+        try:
+            if line.startswith(b'{"num_dropped"'):
+                self._num_dropped += self._of_loss.decode(line).num_dropped
+                return
+            stored = line.startswith(b'{"operation"')
+            event = self._of_storage.decode(line) if stored else self._of_phase.decode(line)
+        except (msgspec.DecodeError, UnicodeDecodeError):
+            self._num_foreign += 1
+            return
+        self._add(event)
+
+    def _take_row(self, row: dict[str, Any]) -> None:
+        if "num_dropped" in row:
+            self._num_dropped += row["num_dropped"]
+        else:
+            self._add(Event(**row) if "phase" in row else StorageEvent(**row))
+
+    def _add(self, event: Event | StorageEvent) -> None:
+        key = event.action, event.path, event.step
+        if (operation := self._found.get(key)) is None:
+            operation = self._found[key] = RecordedOperation(*key)
+        if isinstance(event, Event):
+            operation.events.append(event)
+        else:
+            figures = operation.storage.setdefault((event.operation, event.store), StorageFigures())
+            figures.add(event)
+
+
+def read_operations(places: Sequence[str]) -> ReadEvents:
+    """Return the operations in files of events, or in folders of them.
+
+    The last line of a process that was killed, for example, is no event.  Raises `UsageError` where there is
+    no event.
+    """
+    files = EventFiles(places)
+    files.read()
+    found = files.known()
+    if not found.operations:
+        raise UsageError(
+            f"there are no events in {', '.join(places)}",
+            remedy="let saves and loads write some: SaveOptions(events=...), LoadOptions(events=...)",
+        )
+    return found
+
+
+def _files(places: Iterable[str]) -> Iterator[Path]:
+    for place in map(Path, places):
+        if place.is_dir():
+            yield from sorted((*place.glob("*.jsonl"), *place.glob(f"*{DATABASE}")))
+        elif place.is_file():
+            yield place
+        else:
+            raise UsageError(f"there is no file or folder {os.fspath(place)}")

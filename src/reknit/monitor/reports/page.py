@@ -1,0 +1,100 @@
+"""A report as one HTML page, which needs no network."""
+
+from __future__ import annotations
+
+import base64
+import json
+from importlib import resources
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from reknit.monitor.reports.storage import HEADS, error_texts, histogram, storage_rows, time_text
+from reknit.monitor.reports.summary import summaries
+from reknit.monitor.reports.text import headline, remarks
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from reknit.monitor.reports.costs import CostTable
+    from reknit.monitor.reports.events import Event, RecordedOperation
+
+_DATA = "/*DATA*/null"
+"""What stands in the page where the data go."""
+
+
+def page(operations: Sequence[RecordedOperation], costs: CostTable | None = None) -> str:
+    """Return the page: heat map over the parallel grid, stragglers, timeline, storage, failures, costs."""
+    # Names come from events: none of them may end the script.
+    data = json.dumps(content(operations, costs), separators=(",", ":")).replace("<", "\\u003c")
+    return live_page().replace(_DATA, data)
+
+
+def live_page() -> str:
+    """Return the page without data: it asks the server that it came from, again whenever there are more."""
+    return resources.files(__package__).joinpath("page.html").read_text(encoding="utf-8")
+
+
+def content(operations: Sequence[RecordedOperation], costs: CostTable | None = None) -> dict[str, Any]:
+    """Return what the page shows, as plain data."""
+    events = [event for operation in operations for event in operation.events]
+    lanes = list(dict.fromkeys(event.lane for event in sorted(events, key=lambda event: event.started)))
+    coordinates = {event.rank: event.coordinate for event in events if event.coordinate}
+    axes = list(dict.fromkeys(axis for coordinate in coordinates.values() for axis in coordinate))
+    hosts = {event.rank: event.host for event in events}
+    ranks = sorted(hosts)
+    row_of = {rank: row for row, rank in enumerate(ranks)}
+    return {
+        "lanes": lanes,
+        "storage_heads": HEADS,
+        "costs": None if costs is None else costs._asdict(),
+        "axes": axes,
+        "ranks": ranks,
+        "hosts": [hosts[rank] for rank in ranks],
+        "coordinates": [[coordinates.get(rank, {}).get(axis, -1) for axis in axes] for rank in ranks],
+        "operations": [
+            {
+                "name": str(operation),
+                "action": operation.action,
+                "step": operation.step,
+                "headline": headline(operation),
+                "remarks": list(remarks(operation)),
+                "seconds": operation.elapsed_s,
+                "nbytes": operation.nbytes,
+                "phases": [each._asdict() | {"stragglers": []} for each in summaries(operation)],
+                "storage": _storage(operation),
+                **_columns(operation.events, operation.started, lanes, row_of),
+            }
+            for operation in operations
+        ],
+    }
+
+
+def _storage(operation: RecordedOperation) -> dict[str, Any]:
+    """Return what the operation asked of stores: a table, errors, and a histogram for each row."""
+    seconds = [figures.seconds for figures in operation.storage.values()]
+    return {
+        "busiest": seconds.index(max(seconds)) if seconds else -1,
+        "rows": storage_rows(operation.storage, operation.elapsed_s),
+        "errors": list(error_texts(operation.storage)),
+        "bars": [
+            [(time_text(bar.up_to_s), bar.num) for bar in histogram(figures)]
+            for figures in operation.storage.values()
+        ],
+    }
+
+
+def _columns(
+    events: Sequence[Event], begin: float, lanes: Sequence[str], row_of: dict[int, int]
+) -> dict[str, str]:
+    """Return the events of an operation as columns: lanes, ranks, starts and lengths in seconds."""
+    number = {lane: n for n, lane in enumerate(lanes)}
+    columns = {
+        "lane": np.array([number[event.lane] for event in events], "<u2"),
+        "rank": np.array([row_of[event.rank] for event in events], "<u4"),
+        "start": np.array([event.started - begin for event in events], "<f4"),
+        "busy": np.array([event.busy_s for event in events], "<f4"),
+        "length": np.array([event.elapsed_s for event in events], "<f4"),
+        "failed": np.array([event.outcome != "ok" for event in events], "u1"),
+    }
+    return {name: base64.b64encode(column.tobytes()).decode() for name, column in columns.items()}

@@ -1,0 +1,58 @@
+"""Which phases took how long, on which ranks?  The same numbers for text and for the page."""
+
+from __future__ import annotations
+
+from statistics import median
+from typing import TYPE_CHECKING, NamedTuple
+
+if TYPE_CHECKING:
+    from reknit.monitor.reports.events import RecordedOperation
+
+SLOW_RATIO = 1.5
+"""A rank is a straggler in a phase that takes it this much longer than the median rank ..."""
+
+SLOW_S = 0.05
+"""... and longer by so many seconds ..."""
+
+SLOW_SHARE = 0.02
+"""... and by this share of the whole save or load, below which it does not matter."""
+
+
+class PhaseSummary(NamedTuple):
+    """A phase over all ranks: seconds, bytes, and the stragglers as (rank, seconds), the slowest first."""
+
+    name: str
+    num_ranks: int
+    least_s: float
+    median_s: float
+    most_s: float
+    nbytes: int
+    stragglers: tuple[tuple[int, float], ...]
+
+
+def seconds_by_rank(operation: RecordedOperation) -> dict[str, dict[int, float]]:
+    """Return how long each rank was busy with each phase, summed where that occurs twice."""
+    found: dict[str, dict[int, float]] = {}
+    for event in operation.events:
+        ranks = found.setdefault(event.lane, {})
+        ranks[event.rank] = ranks.get(event.rank, 0.0) + event.busy_s
+    return found
+
+
+def summaries(operation: RecordedOperation) -> list[PhaseSummary]:
+    """Return what is to be said of each phase, in the order in which they first began."""
+    nbytes: dict[str, int] = {}
+    for event in sorted(operation.events, key=lambda event: event.started):
+        nbytes[event.lane] = nbytes.get(event.lane, 0) + event.nbytes
+    seconds = seconds_by_rank(operation)
+    least_excess_s = max(SLOW_S, SLOW_SHARE * operation.elapsed_s)
+    return [_summary(name, seconds[name], total, least_excess_s) for name, total in nbytes.items()]
+
+
+def _summary(name: str, ranks: dict[int, float], nbytes: int, least_excess_s: float) -> PhaseSummary:
+    middle = median(ranks.values())
+    slow = [(r, s) for r, s in ranks.items() if s > max(SLOW_RATIO * middle, middle + least_excess_s)]
+    slow.sort(key=lambda entry: -entry[1])
+    return PhaseSummary(
+        name, len(ranks), min(ranks.values()), middle, max(ranks.values()), nbytes, tuple(slow)
+    )

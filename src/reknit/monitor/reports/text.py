@@ -1,0 +1,69 @@
+"""A report as text for a terminal."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from reknit.monitor.reports.summary import summaries
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Mapping
+
+    from reknit.monitor.reports.events import RecordedOperation
+    from reknit.monitor.reports.summary import PhaseSummary
+
+_MOST_NAMED = 5
+
+
+def place_text(coordinate: Mapping[str, int]) -> str:
+    """Return a coordinate of the parallel grid, such as ``(pp 0, tp 1)``; nothing where it is not known."""
+    inside = ", ".join(f"{axis} {number}" for axis, number in coordinate.items())
+    return f" ({inside})" if inside else ""
+
+
+def speed_text(nbytes: float, seconds: float) -> str:
+    """Return a throughput, such as ``1.25 GiB/s``."""
+    return f"{nbytes / seconds / 2**30:.2f} GiB/s" if seconds > 0 else "-"
+
+
+def headline(operation: RecordedOperation) -> str:
+    """Say in one line what was done."""
+    size, seconds = operation.nbytes, operation.elapsed_s
+    return (
+        f"{operation}: {operation.num_ranks} ranks, {size / 2**30:.2f} GiB in {seconds:.3g} s, "
+        f"{speed_text(size, seconds)}" + (", FAILED" if operation.failures else "")
+    )
+
+
+def phase_rows(operation: RecordedOperation) -> list[tuple[str, ...]]:
+    """Return a row for each phase: its name, ranks, least, median and most seconds, and GiB."""
+    return [
+        (
+            each.name,
+            str(each.num_ranks),
+            f"{each.least_s:.3f}",
+            f"{each.median_s:.3f}",
+            f"{each.most_s:.3f}",
+            f"{each.nbytes / 2**30:.2f}" if each.nbytes else "-",
+        )
+        for each in summaries(operation)
+    ]
+
+
+def remarks(operation: RecordedOperation) -> Iterator[str]:
+    """Yield what deserves attention: failures, and stragglers with their place in the parallel grid."""
+    places = {event.rank: place_text(event.coordinate) for event in operation.events if event.coordinate}
+    for event in operation.failures:
+        where = f"rank {event.rank}{places.get(event.rank, '')}" + (f" on {event.host}" if event.host else "")
+        yield f"{where} failed in phase {event.lane}: {event.outcome}"
+    slow = [each for each in summaries(operation) if each.stragglers]
+    for each in sorted(slow, key=lambda each: each.median_s - each.most_s):
+        yield _stragglers(each, places)
+
+
+def _stragglers(each: PhaseSummary, places: Mapping[int, str]) -> str:
+    named = [f"rank {r}{places.get(r, '')} {s:.3f} s" for r, s in each.stragglers[:_MOST_NAMED]]
+    more = len(each.stragglers) - len(named)
+    return f"slow in {each.name} (median {each.median_s:.3f} s): {', '.join(named)}" + (
+        f" and {more} more" if more else ""
+    )

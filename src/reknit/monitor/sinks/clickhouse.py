@@ -1,0 +1,95 @@
+"""Records in a ClickHouse server, through its HTTP interface."""
+
+from __future__ import annotations
+
+import json
+import re
+from typing import TYPE_CHECKING
+from urllib.error import HTTPError
+from urllib.parse import unquote, urlencode, urlsplit
+from urllib.request import Request, urlopen
+
+from reknit.errors import StorageError, UsageError
+from reknit.monitor.sinks.columns import TABLES, by_table
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from reknit.monitor.records import Record
+
+_TYPES = {
+    "text": "String",
+    "number": "Int64",
+    "number or null": "Nullable(Int64)",
+    "float": "Float64",
+    "float or null": "Nullable(Float64)",
+    "time": "Float64",
+    "map": "String",
+}
+_WORD = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
+
+
+class ClickHouse:
+    """Writes events to tables of a server: ``reknit_phases``, ``reknit_operations`` and ``reknit_dropped``.
+
+    `url` is ``http://user:password@host:8123/database``, or ``https://``; user, password and database may be
+    left out.  The tables are made where they are missing.  ``started`` and ``ended`` are seconds since the
+    epoch, the column ``time`` is the same as a date, ``coordinate`` is JSON.  It needs no package.  Each
+    request is given `timeout_s`.  Raises `UsageError`.
+    """
+
+    def __init__(self, url: str, *, prefix: str = "reknit_", timeout_s: float = 30.0) -> None:
+        parts = urlsplit(url)
+        database = unquote(parts.path.strip("/"))
+        if parts.scheme not in ("http", "https") or not parts.hostname:
+            raise UsageError(
+                "the URL of a ClickHouse server is http://host:8123/database, or https://",
+                remedy="give the port of its HTTP interface",
+            )
+        for name in filter(None, (database, prefix)):
+            if not _WORD.fullmatch(name):
+                raise UsageError(f"{name!r} cannot be in the name of a table")
+        host = f"[{parts.hostname}]" if ":" in parts.hostname else parts.hostname
+        self._url = f"{parts.scheme}://{host}:{parts.port or (8443 if parts.scheme == 'https' else 8123)}/"
+        self._database, self._prefix, self._timeout_s = database or "default", prefix, timeout_s
+        self._headers = {}
+        if parts.username is not None:
+            self._headers["X-ClickHouse-User"] = unquote(parts.username)
+            self._headers["X-ClickHouse-Key"] = unquote(parts.password or "")
+        self._made = False
+
+    def __repr__(self) -> str:
+        return f"ClickHouse({self._url}{self._database})"  # without the password
+
+    def take(self, records: Sequence[Record]) -> None:
+        """Insert records, with one request for each table."""
+        if not self._made:
+            for table in TABLES:
+                kinds = ", ".join(f"{name} {_TYPES[kind]}" for name, kind in table.columns.items())
+                self._ask(
+                    f"CREATE TABLE IF NOT EXISTS {self._prefix}{table.name} "
+                    f"({kinds}, time DateTime MATERIALIZED toDateTime(toUInt32(started))) "
+                    "ENGINE = MergeTree ORDER BY started"
+                )
+            self._made = True
+        for table, columns in by_table(records):
+            if "coordinate" in columns:
+                columns["coordinate"] = [json.dumps(value) for value in columns["coordinate"]]
+            rows = "\n".join(
+                json.dumps(dict(zip(columns, row, strict=True)))
+                for row in zip(*columns.values(), strict=True)
+            )
+            names = ", ".join(columns)
+            self._ask(f"INSERT INTO {self._prefix}{table.name} ({names}) FORMAT JSONEachRow", rows.encode())
+
+    def _ask(self, query: str, data: bytes = b"") -> None:
+        """Let the server carry out a query.  Raises `StorageError`, `OSError`."""
+        address = f"{self._url}?{urlencode({'query': query, 'database': self._database})}"
+        request = Request(address, data, self._headers, method="POST")
+        try:
+            with urlopen(request, timeout=self._timeout_s) as answer:
+                answer.read()
+        except HTTPError as error:
+            with error:
+                said = error.read(300).decode(errors="replace")
+            raise StorageError(f"{self!r} refuses: {said}") from None

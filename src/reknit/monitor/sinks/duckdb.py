@@ -1,0 +1,99 @@
+"""Records in a database in a file: DuckDB."""
+
+from __future__ import annotations
+
+import os
+from typing import TYPE_CHECKING, Any
+
+import pyarrow as pa
+
+from reknit.errors import MissingExtraError
+from reknit.monitor.outlet import ending
+from reknit.monitor.phase import Deadline
+from reknit.monitor.sinks.columns import TABLES, by_table
+from reknit.monitor.sinks.files import absolute, file_of_process
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from reknit.monitor.records import Record
+
+_TYPES = {
+    "text": ("VARCHAR", pa.string()),
+    "number": ("BIGINT", pa.int64()),
+    "number or null": ("BIGINT", pa.int64()),
+    "float": ("DOUBLE", pa.float64()),
+    "float or null": ("DOUBLE", pa.float64()),
+    "time": ("TIMESTAMP", pa.timestamp("us")),  # that of UTC; with time zones its users would need pytz
+    "map": ("MAP(VARCHAR, BIGINT)", pa.map_(pa.string(), pa.int64())),
+}
+_BUSY_S = 10.0
+"""How long to wait for somebody who reads the file."""
+
+
+class DuckDB:
+    """Writes events to the tables ``phases``, ``operations`` and ``dropped`` of a DuckDB file.
+
+    DuckDB lets one process at a time open a file for writing.  So give a folder (an existing one, or a path
+    that ends in a slash): each process has a file of its own there.  It is open only while there are events
+    to write, and whoever reads it meanwhile is waited for.  Times are those of UTC.  Raises
+    `MissingExtraError`, `OSError`.
+    """
+
+    def __init__(self, path: str | os.PathLike[str]) -> None:
+        try:
+            import duckdb
+        except ImportError:
+            raise MissingExtraError(
+                "reknit.sinks.DuckDB needs the package duckdb", remedy="pip install 'reknit[monitor]'"
+            ) from None
+        self._duckdb = duckdb
+        self._connection: Any = None
+        self.path = file_of_process(absolute(os.fspath(path)), "duckdb")
+
+    def take(self, records: Sequence[Record]) -> None:
+        """Append records, all or none."""
+        if self._connection is None:
+            self._connection = self._opened()
+        try:
+            self._connection.begin()
+            for table, columns in by_table(records):
+                rows = pa.table(
+                    {name: _array(table.columns[name], values) for name, values in columns.items()}
+                )
+                self._connection.register("rows_to_add", rows)
+                self._connection.execute(f"INSERT INTO {table.name} SELECT * FROM rows_to_add")
+            self._connection.commit()
+        except BaseException:
+            self.rest()
+            raise
+
+    def rest(self) -> None:
+        """Close the file, so that others can open it."""
+        connection, self._connection = self._connection, None
+        if connection is not None:
+            connection.close()
+
+    def _opened(self) -> Any:
+        """Open the file, with its tables."""
+        deadline = Deadline(_BUSY_S)
+        while True:
+            try:
+                connection = self._duckdb.connect(self.path)
+                break
+            except self._duckdb.IOException as error:
+                somebody_reads_it = "lock" in str(error)
+                if not somebody_reads_it or deadline.passed() or ending.wait(0.1):
+                    raise
+        for table in TABLES:
+            columns = ", ".join(f"{name} {_TYPES[kind][0]}" for name, kind in table.columns.items())
+            connection.execute(f"CREATE TABLE IF NOT EXISTS {table.name} ({columns})")
+        return connection
+
+
+def _array(kind: str, values: list[Any]) -> pa.Array[Any]:
+    if kind == "time":
+        values = [round(value * 1e6) for value in values]
+    elif kind == "map":
+        values = [list(value.items()) for value in values]
+    return pa.array(values, _TYPES[kind][1])

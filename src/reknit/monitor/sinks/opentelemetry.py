@@ -1,0 +1,82 @@
+"""Spans of OpenTelemetry: one for each save or load, and below it one for each phase."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from reknit.errors import MissingExtraError
+from reknit.monitor.own_phase import ACTION
+from reknit.monitor.records import PhaseRecord
+from reknit.monitor.sinks.gathering import Gathering
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from reknit.monitor.records import Record
+
+
+class OpenTelemetry:
+    """Makes spans with a tracer provider, by default the one that the program has set.
+
+    A span for a save is made when the save has ended, with those of its phases below it, as they contained
+    each other.  Phases of your own, see `reknit.phase`, are spans by themselves.  Only the API of
+    OpenTelemetry is used: which SDK and exporter there are is yours to say.  Raises `MissingExtraError`.
+    """
+
+    def __init__(self, tracer_provider: Any = None) -> None:
+        try:
+            from opentelemetry import trace
+        except ImportError:
+            raise MissingExtraError(
+                "reknit.sinks.OpenTelemetry needs the package opentelemetry-api",
+                remedy="pip install 'reknit[monitor]'",
+            ) from None
+        self._trace = trace
+        self._tracer = trace.get_tracer("reknit", tracer_provider=tracer_provider)
+        self._gathering = Gathering()
+
+    def take(self, records: Sequence[Record]) -> None:
+        """Make the spans of what has ended."""
+        own = [record for record in records if isinstance(record, PhaseRecord) and record.action == ACTION]
+        for record in own:
+            self._span(record, None).end(_ns(record.ended))
+        for *phases, whole in self._gathering.ended([record for record in records if record not in own]):
+            root = self._span(whole, None)
+            for process in ("trainer", "agent"):
+                self._below(root, [record for record in phases if record.process == process])
+            root.end(_ns(whole.ended))
+
+    def _below(self, root: Any, phases: list[PhaseRecord]) -> None:
+        """Make the spans of phases of one process; one that lies within another one is below it."""
+        above: list[tuple[PhaseRecord, Any]] = []
+        for record in sorted(phases, key=lambda record: (record.started, -record.ended)):
+            while above and above[-1][0].ended < record.ended:
+                above.pop()
+            span = self._span(record, above[-1][1] if above else root)
+            span.end(_ns(record.ended))
+            above.append((record, span))
+
+    def _span(self, record: PhaseRecord, above: Any) -> Any:
+        """Start the span of a phase below another one."""
+        facts: dict[str, Any] = {
+            "reknit.action": record.action,
+            "reknit.path": record.path,
+            "reknit.rank": record.rank,
+            "reknit.nbytes": record.nbytes,
+            "reknit.seconds": record.seconds,
+            "reknit.process": record.process,
+            "host.name": record.host,
+            **({} if record.step is None else {"reknit.step": record.step}),
+            **{f"reknit.coordinate.{axis}": number for axis, number in record.coordinate.items()},
+        }
+        context = None if above is None else self._trace.set_span_in_context(above)
+        span = self._tracer.start_span(
+            record.phase, context, attributes=facts, start_time=_ns(record.started)
+        )
+        if record.outcome != "ok":
+            span.set_status(self._trace.Status(self._trace.StatusCode.ERROR, record.outcome))
+        return span
+
+
+def _ns(seconds: float) -> int:
+    return round(seconds * 1e6) * 1000  # a date in seconds is no more precise than that

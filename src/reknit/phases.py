@@ -1,0 +1,66 @@
+"""Which phases does the user's own code have?  They are recorded beside those of saves and loads."""
+
+from __future__ import annotations
+
+from contextlib import contextmanager
+from typing import TYPE_CHECKING
+
+from reknit.errors import UsageError, shown
+from reknit.events import check_events
+from reknit.monitor.own_phase import ACTION, around, own_phase
+from reknit.monitor.phase import Recorder
+from reknit.monitor.sinks.choosing import outlets_for
+from reknit.ranks import own_rank
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+    from contextlib import _GeneratorContextManager
+
+    from reknit.events import Events
+    from reknit.monitor.phase import Running
+
+
+def phase(
+    name: str,
+    *,
+    step: int | None = None,
+    nbytes: int = 0,
+    events: Events = None,
+    rank: int | None = None,
+) -> _GeneratorContextManager[Running]:
+    """Record a part of your own program: ``with reknit.phase("evaluate", ...):``, or as a decorator.
+
+    `events` says where to, as in `SaveOptions`.  A phase inside another one of the same thread goes where
+    that goes, with its step and rank; without `events` there and here, nothing is recorded.  The record has
+    the rank of torch.distributed or jax.distributed, unless `rank` says another, the host, and as outcome
+    ``"ok"`` or the type of the exception, which passes as it is.  ``with ... as running`` gives what has
+    `nbytes`, to which the block may add the bytes that it moves.
+
+    Raises `UsageError`, and `StorageError` where `events` cannot be written.
+    """
+    if not isinstance(name, str) or not name:
+        raise UsageError(f"a phase has a name, not {shown(name)}", remedy="give a text that is not empty")
+    for called, number in (("step", step), ("rank", rank), ("nbytes", nbytes)):
+        if number is not None and (type(number) is not int or number < 0):
+            raise UsageError(f"{called} is a whole number from 0 on, not {shown(number)}")
+    check_events(events)
+    return _phase(name, step, nbytes, events, rank)
+
+
+@contextmanager
+def _phase(name: str, step: int | None, nbytes: int, events: Events, rank: int | None) -> Iterator[Running]:
+    with own_phase(name, _recorder(step, events, rank), nbytes) as running:
+        yield running
+
+
+def _recorder(step: int | None, events: Events, rank: int | None) -> Recorder:
+    """Return the recorder of the phase around this one, but for what this one says itself."""
+    outer = around.get()
+    if outer is None:
+        return Recorder(ACTION, own_rank() if rank is None else rank, step, sinks=outlets_for(events))
+    return Recorder(
+        ACTION,
+        outer.rank if rank is None else rank,
+        outer.step if step is None else step,
+        sinks=outer.sinks if events is None else outlets_for(events),
+    )

@@ -1,0 +1,39 @@
+"""Where events can go: files, databases, and tools that watch.  For `SaveOptions(events=...)` and the like.
+
+An object here is made once, in the training process, and given to all saves and loads.  Anything with a
+method `take(records)` can take its place.
+"""
+
+from reknit.errors import UsageError, shown
+from reknit.events import Sink
+from reknit.monitor.outlet import flush_all
+from reknit.monitor.sinks.clickhouse import ClickHouse
+from reknit.monitor.sinks.duckdb import DuckDB
+from reknit.monitor.sinks.jsonl import JsonLines
+from reknit.monitor.sinks.opentelemetry import OpenTelemetry
+from reknit.monitor.sinks.prometheus import Prometheus
+from reknit.monitor.sinks.scalars import MLflow, TensorBoard, WandB
+
+__all__ = [
+    "ClickHouse",
+    "DuckDB",
+    "JsonLines",
+    "MLflow",
+    "OpenTelemetry",
+    "Prometheus",
+    "Sink",
+    "TensorBoard",
+    "WandB",
+    "flush",
+]
+
+
+def flush(timeout_s: float = 10.0) -> bool:
+    """Wait until all sinks of this process have had what was told so far; tell whether they have.
+
+    Saves and loads do not wait for sinks, files of `events` included: those have everything half a second
+    later.  The end of the process waits for up to three seconds.  Raises `UsageError`.
+    """
+    if isinstance(timeout_s, bool) or not isinstance(timeout_s, (int, float)) or not timeout_s >= 0:
+        raise UsageError(f"timeout_s is a number of seconds, not {shown(timeout_s)}")
+    return flush_all(timeout_s)

@@ -1,0 +1,83 @@
+"""A store whose every operation is recorded: how long it took, how many bytes, and how it ended."""
+
+from __future__ import annotations
+
+import threading
+import time
+from typing import TYPE_CHECKING, TypeVar
+
+from reknit.errors import StorageNotFoundError
+from reknit.monitor.phase import monotonic, retries
+from reknit.storage.base import PerHost
+from reknit.storage.wrappers.forwarding import KINDS, ForwardingStorage
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from reknit.monitor.phase import Recorder
+    from reknit.storage.base import Storage
+    from reknit.storage.wrappers.forwarding import Half
+
+T = TypeVar("T")
+
+
+class _UnderWay:
+    """How many operations of a store, and of those below it, are under way."""
+
+    def __init__(self) -> None:
+        self._number = 0
+        self._lock = threading.Lock()
+
+    def change(self, by: int) -> int:
+        with self._lock:
+            self._number += by
+            return self._number
+
+
+class RecordingStorage(ForwardingStorage):
+    """Tells a recorder of every operation, in whatever thread, with what was repeated inside it."""
+
+    def __init__(self, inner: Storage, recorder: Recorder, under_way: _UnderWay | None = None) -> None:
+        super().__init__(inner)
+        if isinstance(inner, PerHost):
+            self.folder = inner.folder
+        self._recorder = recorder
+        self._under_way = under_way or _UnderWay()
+        self._store = _service(inner.url)
+
+    def around(self, inner: Storage, path: str) -> Storage:
+        """Return the store below, recorded in the same way."""
+        return RecordingStorage(inner, self._recorder, self._under_way)
+
+    def intercept(self, name: str, path: str, nbytes: int, whole: Callable[[], T], half: Half = None) -> T:
+        """Carry out an operation, and record it."""
+        at_once, outcome = self._under_way.change(1), "ok"
+        before = retries.set(0)
+        started, begin = time.time(), monotonic()
+        try:
+            result = whole()
+            if isinstance(result, bytes):
+                nbytes = len(result)
+            return result
+        except StorageNotFoundError:  # an answer, as many ask whether there is something
+            nbytes = 0
+            raise
+        except BaseException as error:
+            outcome, nbytes = type(error).__name__, 0
+            raise
+        finally:
+            seconds = monotonic() - begin
+            repeated = retries.get()
+            retries.reset(before)
+            self._under_way.change(-1)
+            self._recorder.add_operation(
+                KINDS.get(name, name), self._store, started, seconds, nbytes, outcome, repeated, at_once
+            )
+
+
+def _service(url: str) -> str:
+    """Return the part of a URL that names a service; ``file`` for a path."""
+    scheme, colon, rest = url.partition("://")
+    if not colon:
+        return "file"
+    return scheme if scheme in ("file", "mem") else f"{scheme}://{rest.partition('/')[0].partition('?')[0]}"

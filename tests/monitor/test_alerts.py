@@ -1,0 +1,414 @@
+"""Alerts: what deserves one, that none comes in storms, and that whoever is told keeps nobody waiting."""
+
+from __future__ import annotations
+
+import json
+import logging
+import socket
+import socketserver
+import sys
+import threading
+from http.server import BaseHTTPRequestHandler, HTTPServer
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import pytest
+
+import reknit
+from reknit.alerts import (
+    Alert,
+    Alerts,
+    Command,
+    Email,
+    Failures,
+    Log,
+    LongSave,
+    NoCommit,
+    Retries,
+    SlowWrite,
+    StorageFull,
+    Stragglers,
+    Webhook,
+)
+from reknit.monitor.alerts.grouping import Grouping
+from reknit.monitor.sinks.jsonl import JsonLines
+from tests.faults.nursery import wait_until
+from tests.monitor.test_sinks import operation, phase
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+    from pathlib import Path
+
+    from reknit.monitor.alerts.grouping import Told
+    from reknit.monitor.alerts.rules import AlertRule
+    from reknit.monitor.records import Record
+
+WAIT_S = 60.0
+BEGIN = 1_790_000_000.0
+
+
+class Clock:
+    def __init__(self) -> None:
+        self.now = BEGIN
+
+    def __call__(self) -> float:
+        return self.now
+
+
+class Desk:
+    """Alerts with a clock that is set by hand, and what they told."""
+
+    def __init__(self, *rules: AlertRule, **more: Any) -> None:
+        self.clock = Clock()
+        self.told: list[Told] = []
+        known: dict[str, Any] = {"wait_s": 0, "cool_off_s": 1000, "every_s": 1e6, "clock": self.clock}
+        if rules:
+            known["rules"] = rules
+        self.alerts = Alerts([self.told.append], **(known | more))
+
+    def see(self, *records: Record) -> list[str]:
+        """Return what is told of records."""
+        before = len(self.told)
+        self.alerts.take(records)
+        self.alerts.look()
+        self.alerts.flush(WAIT_S)
+        return [str(one) for one in self.told[before:]]
+
+
+# What deserves an alert
+
+
+def test_a_failure_is_told_with_place_and_phase() -> None:
+    desk = Desk(Failures())
+    assert desk.see(phase("write", outcome="StorageFullError")) == [
+        "failures: save run/step_7 failed in write on rank 0, dp 1, tp 0 on host0: StorageFullError"
+    ]
+    assert desk.see(phase("write")) == []
+
+
+def test_retries_are_told_when_there_are_many_in_a_short_time() -> None:
+    desk = Desk(Retries(number=5, within_s=10))
+    assert desk.see(*(operation("write", retries=1, started=BEGIN + 20 * n) for n in range(10))) == []
+    told = desk.see(*(operation("write", retries=2, started=BEGIN + 1000 + n) for n in range(3)))
+    assert told == ["retries: s3://bucket: 6 retries within 10 s, the last by rank 0 on host0"]
+
+
+def test_a_slow_write_is_told_unless_it_was_short() -> None:
+    desk = Desk(SlowWrite(mib_per_s=100, least_s=5))
+    long = {"started": BEGIN, "ended": BEGIN + 10, "seconds": 40}
+    assert desk.see(phase("write", nbytes=2000 << 20, **long)) == []
+    assert desk.see(phase("write", nbytes=1 << 20, started=BEGIN, ended=BEGIN + 1)) == []
+    assert desk.see(phase("write", nbytes=500 << 20, **long)) == [
+        "slow write: rank 0, dp 1, tp 0 on host0 wrote to run/step_7 at 50 MiB/s"
+    ]
+
+
+def test_saves_that_take_longer_than_the_time_between_them_are_told() -> None:
+    desk = Desk(LongSave())
+    ends = [phase("save", started=BEGIN + 100 * n, ended=BEGIN + 100 * n + 90, seconds=90) for n in range(3)]
+    assert desk.see(*ends) == []
+    late = phase("save", started=BEGIN + 300, ended=BEGIN + 420, seconds=120)
+    assert desk.see(late) == ["long save: the save to run/step_7 took 120 s; saves begin every 100 s"]
+    desk = Desk(LongSave(longest_s=60))
+    assert desk.see(ends[0]) == ["long save: the save to run/step_7 took 90 s, more than 60 s"]
+
+
+def test_a_full_store_is_told_and_one_that_is_almost_full(tmp_path: Path) -> None:
+    desk = Desk(StorageFull())
+    assert desk.see(operation("write", outcome="StorageFullError")) == [
+        "storage full: s3://bucket is full, says rank 0 on host0: run/step_7"
+    ]
+    desk = Desk(StorageFull(free_share=0.999999999))
+    local = operation("write", store="file", path=str(tmp_path / "not" / "there"))
+    (told,) = desk.see(local)
+    assert told.startswith(f"storage full: {tmp_path} has ")
+    assert desk.see(local) == [], "as long as it stays so"
+    assert Desk(StorageFull(free_share=1e-12)).see(local) == []
+
+
+def test_no_commit_for_long_is_told_once_until_there_is_one() -> None:
+    desk = Desk(NoCommit(within_s=100), cool_off_s=0)
+    assert desk.see(phase("collect", started=BEGIN)) == []
+    desk.clock.now = BEGIN + 101
+    assert desk.see() == ["no commit: nothing was committed for 101 s; no save has ended well yet"]
+    assert desk.see() == []
+    assert desk.see(phase("save", ended=BEGIN + 102)) == []
+    assert desk.see(phase("save", ended=BEGIN + 103, outcome="CommitError")) == []
+    desk.clock.now = BEGIN + 203
+    assert desk.see() == ["no commit: nothing was committed for 101 s; the last was run/step_7"]
+
+
+def test_a_straggler_among_all_ranks_is_told_from_their_folder(tmp_path: Path) -> None:
+    folder = tmp_path / "events"
+    folder.mkdir()
+    old = JsonLines(folder / "old.jsonl")
+    old.take([phase("write", outcome="FromBefore")])
+    desk = Desk(Failures(), Stragglers(), folder=folder)
+    for rank in range(16):
+        seconds = 30.0 if rank == 13 else 10.0
+        sink = JsonLines(folder / f"{rank}.jsonl")
+        for name in ("stage", "write", "commit"):
+            took = 30.0 if name == "commit" else seconds if name == "write" else 1.0
+            sink.take([phase(name, rank=rank, seconds=took, started=BEGIN, ended=BEGIN + took, step=1)])
+    with (folder / "13.jsonl").open("ab") as file:
+        file.write(b'{"phase": "torn')
+    assert desk.see() == [
+        "stragglers: rank 13, dp 1, tp 0 on host0 took 30 s for write of save run/step_7, "
+        "the median rank 10 s"
+    ]
+    assert desk.see() == []
+    assert desk.see(phase("write", outcome="Own")) == [], "it comes through the folder"
+
+
+def test_a_torn_line_is_read_when_it_is_whole(tmp_path: Path) -> None:
+    desk = Desk(Failures(), folder=tmp_path)
+    JsonLines(tmp_path / "whole.jsonl").take([phase("write", outcome="KeyError")])
+    line = (tmp_path / "whole.jsonl").read_bytes()
+    (tmp_path / "whole.jsonl").unlink()
+    torn = tmp_path / "torn.jsonl"
+    torn.write_bytes(line[:20])
+    assert desk.see() == []
+    torn.write_bytes(line)
+    assert len(desk.see()) == 1
+
+
+# No storms
+
+
+def test_alerts_of_one_kind_are_one_and_then_wait() -> None:
+    desk = Desk(Failures(), wait_s=10, cool_off_s=100)
+    failure = phase("write", outcome="StorageError")
+    assert desk.see(*[failure] * 500) == []
+    desk.clock.now += 11
+    (told,) = desk.see(phase("commit", outcome="CommitError"))
+    assert told.endswith("StorageError (500 of the kind)")
+    desk.clock.now += 50
+    (told,) = desk.see(failure, failure)
+    assert "CommitError" in told, "another kind has its own time"
+    desk.clock.now += 51
+    assert desk.see() == [
+        "failures: save run/step_7 failed in write on rank 0, dp 1, tp 0 on host0: StorageError "
+        "(2 of the kind)"
+    ]
+    desk.clock.now += 500
+    assert desk.see() == []
+
+
+def test_many_kinds_stay_within_bounds() -> None:
+    grouping = Grouping(wait_s=0, cool_off_s=1000)
+    for number in range(5000):
+        grouping.add(Alert("failures", f"{number}", "text"), BEGIN)
+    told = grouping.due(BEGIN)
+    assert len(told) == 1001
+    assert sum(one.number for one in told) == 5000
+    assert grouping.due(BEGIN + 2000) == []
+
+
+def test_only_rank_0_tells() -> None:
+    desk = Desk(Failures())
+    assert desk.see(phase("write", rank=1, outcome="StorageError")) == []
+
+
+def test_the_usual_rules_find_nothing_in_a_save_that_goes_well(tmp_path: Path) -> None:
+    desk = Desk(rules=(Failures(), Retries(), SlowWrite(), Stragglers(), LongSave(), NoCommit(1e6)))
+    usual = Desk()
+    for step in range(3):
+        options = reknit.SaveOptions(events=[desk.alerts, usual.alerts])
+        reknit.save(tmp_path / f"{step}", {"x": np.ones(1000)}, step=step, options=options)
+    desk.alerts.look()
+    desk.alerts.flush(WAIT_S)
+    assert desk.told == []
+    assert [one for one in usual.told if one.alert.rule not in ("storage full", "long save")] == []
+
+
+# Ways
+
+
+class Hook(BaseHTTPRequestHandler):
+    """A server that keeps what is posted, or hangs."""
+
+    got: list[dict[str, Any]]
+    free: threading.Event
+
+    def do_POST(self) -> None:
+        body = self.rfile.read(int(self.headers["Content-Length"]))
+        if not self.free.wait(WAIT_S):
+            return
+        self.got.append({**json.loads(body), "token": self.headers["Authorization"]})
+        self.send_response(204)
+        self.end_headers()
+
+    def log_message(self, *_: object) -> None:
+        pass
+
+
+class ThreadedServer(socketserver.ThreadingMixIn, HTTPServer):
+    daemon_threads = True
+
+
+@pytest.fixture
+def hook() -> Iterator[tuple[str, type[Hook]]]:
+    handler: Any = type("OwnHook", (Hook,), {"got": [], "free": threading.Event()})
+    handler.free.set()
+    with ThreadedServer(("127.0.0.1", 0), handler) as served:
+        thread = threading.Thread(target=served.serve_forever, args=(0.01,), daemon=True)
+        thread.start()
+        yield f"http://127.0.0.1:{served.server_port}/hook", handler
+        handler.free.set()
+        served.shutdown()
+        thread.join()
+
+
+def test_a_webhook_gets_what_people_and_programs_read(hook: tuple[str, type[Hook]]) -> None:
+    url, handler = hook
+    desk = Desk(Failures())
+    alerts = Alerts([Webhook(url, {"Authorization": "token"})], rules=[Failures()], wait_s=0, every_s=1e6)
+    alerts.take([phase("write", outcome="StorageError")])
+    alerts.look()
+    alerts.flush(WAIT_S)
+    (got,) = handler.got
+    assert got["text"].startswith("failures: save run/step_7 failed")
+    assert got["token"] == "token"
+    assert (got["alerts"][0]["rank"], got["alerts"][0]["step"], got["alerts"][0]["number"]) == (0, 7, 1)
+    assert desk.told == []
+
+
+def test_a_webhook_that_hangs_delays_no_save_and_no_other_way(
+    hook: tuple[str, type[Hook]], tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    url, handler = hook
+    handler.free.clear()
+    told: list[Told] = []
+    alerts = Alerts(
+        [Webhook(url, timeout_s=WAIT_S), told.append],
+        rules=[Failures()],
+        wait_s=0,
+        cool_off_s=0,
+        every_s=0.01,
+    )
+    options = reknit.SaveOptions(events=alerts)
+    reknit.save(tmp_path / "x", {"x": np.ones(10)}, options=options)
+    for number in range(3):
+        with pytest.raises(reknit.CheckpointExistsError):
+            reknit.save(tmp_path / "x", {"x": np.ones(10)}, options=options)
+        wait_until(lambda least=number: len(told) > least, WAIT_S)  # type: ignore[misc]
+    assert handler.got == []
+    for n in range(500):
+        alerts.take([phase("write", outcome=f"Error{n}")])
+    wait_until(lambda: "alerts to Webhook(127.0.0.1): it does not keep up" in caplog.text, WAIT_S)
+    handler.free.set()
+    wait_until(lambda: bool(handler.got), WAIT_S)
+    alerts.flush(WAIT_S)  # else it tells in the midst of the next test what could not be told
+
+
+def test_a_server_that_is_gone_is_logged_once(caplog: pytest.LogCaptureFixture) -> None:
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        url = f"http://user:secret@localhost:{taken.getsockname()[1]}/secret"
+        alerts = Alerts([Webhook(url)], rules=[Failures()], wait_s=0, cool_off_s=0, every_s=1e6)
+        for _ in range(3):
+            alerts.take([phase("write", outcome="StorageError")])
+            alerts.look()
+            alerts.flush(WAIT_S)
+    assert caplog.text.count("alerts to Webhook(localhost)") == 1
+    assert "secret" not in caplog.text
+
+
+def test_a_command_reads_the_alerts(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    program = "import sys; open(sys.argv[1], 'w').write(sys.stdin.read())"
+    alerts = Alerts(
+        [
+            Command((sys.executable, "-c", program, str(tmp_path / "got"))),
+            Command(("false",)),
+            Command(("/no/such",)),
+        ],
+        rules=[Failures()],
+        wait_s=0,
+        every_s=1e6,
+    )
+    alerts.take([phase("write", outcome="StorageError"), phase("write", outcome="KeyError")])
+    alerts.look()
+    alerts.flush(WAIT_S)
+    assert [line[:9] for line in (tmp_path / "got").read_text().splitlines()] == ["failures:"] * 2
+    assert "false ended with status 1" in caplog.text
+    assert "/no/such" in caplog.text
+
+
+class Mail(socketserver.StreamRequestHandler):
+    """As much of a mail server as a letter needs."""
+
+    letters: list[str]
+
+    def handle(self) -> None:
+        self.wfile.write(b"220 here\r\n")
+        for line in iter(self.rfile.readline, b""):
+            word = line[:4].upper()
+            if word == b"DATA":
+                self.wfile.write(b"354 go on\r\n")
+                self.letters.append(b"".join(iter(self.rfile.readline, b".\r\n")).decode())
+            self.wfile.write(b"221 bye\r\n" if word == b"QUIT" else b"250 ok\r\n")
+            if word == b"QUIT":
+                return
+
+
+def test_an_email_is_sent() -> None:
+    handler: Any = type("OwnMail", (Mail,), {"letters": []})
+    with socketserver.ThreadingTCPServer(("127.0.0.1", 0), handler) as served:
+        thread = threading.Thread(target=served.serve_forever, args=(0.01,), daemon=True)
+        thread.start()
+        way = Email(
+            "job@here", ("me@here", "you@here"), "127.0.0.1", served.server_address[1], password="secret"
+        )
+        alerts = Alerts([way], rules=[Failures()], wait_s=0, every_s=1e6)
+        alerts.take([phase("write", outcome="StorageError"), phase("write", outcome="KeyError")])
+        alerts.look()
+        alerts.flush(WAIT_S)
+        served.shutdown()
+        thread.join()
+    (letter,) = handler.letters
+    assert "Subject: reknit: failures: save run/step_7 failed" in letter
+    assert "To: me@here, you@here" in letter
+    assert letter.count("failures: save") >= 2
+    assert "secret" not in repr(way)
+
+
+def test_the_log_is_where_alerts_go_unless_told_otherwise(caplog: pytest.LogCaptureFixture) -> None:
+    alerts = Alerts(rules=[Failures()], wait_s=0, every_s=1e6)
+    alerts.take([phase("write", outcome="StorageError")])
+    alerts.look()
+    alerts.flush(WAIT_S)
+    (record,) = (one for one in caplog.records if "failed in write" in one.getMessage())
+    assert (record.levelno, record.name) == (logging.WARNING, "reknit")
+
+
+def test_it_looks_by_itself_from_time_to_time() -> None:
+    told: list[Told] = []
+    alerts = Alerts([told.append], rules=[Failures()], wait_s=0, every_s=0.001)
+    alerts.take([phase("write", outcome="StorageError")])
+    wait_until(lambda: len(told) == 1, WAIT_S)
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: Alerts(rules=[3]),  # type: ignore[list-item]
+        lambda: Alerts([3]),
+        lambda: Alerts(every_s=0),
+        lambda: Webhook("file:///etc/passwd"),
+        lambda: Command("rm -r x"),  # type: ignore[arg-type]
+        lambda: Email("me", "you@here"),  # type: ignore[arg-type]
+        lambda: SlowWrite(mib_per_s=0),
+        lambda: Retries(number=-1),
+        lambda: StorageFull(free_share=2),
+        lambda: NoCommit(within_s=float("nan")),
+        lambda: LongSave(longest_s=True),
+        lambda: Stragglers(ratio="2"),  # type: ignore[arg-type]
+    ],
+)
+def test_what_makes_no_sense_is_refused(make: Any) -> None:
+    with pytest.raises(reknit.UsageError):
+        make()
+
+
+def test_log_is_a_way() -> None:
+    assert isinstance(Log(), reknit.sinks.Sink)

@@ -1,0 +1,197 @@
+"""The dashboard: what is written while it runs is shown, to those who may see it."""
+
+from __future__ import annotations
+
+import gzip
+import json
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import threading
+from typing import TYPE_CHECKING, Any
+from urllib.error import HTTPError
+from urllib.request import Request, urlopen
+
+import pytest
+
+pytest.importorskip("starlette", reason="the dashboard needs starlette")
+pytest.importorskip("uvicorn", reason="the dashboard needs uvicorn")
+
+from reknit.errors import UsageError
+from reknit.monitor.sinks.jsonl import JsonLines
+from tests.monitor.test_reports import record
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+    from pathlib import Path
+
+LIMIT_S = 60.0
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    write(tmp_path, 1)
+    return tmp_path
+
+
+def write(folder: Path, step: int, slow_s: float = 1.0) -> None:
+    """Let four ranks write the events of a save."""
+    for rank in range(4):
+        sink = JsonLines(str(folder / f"{rank}.jsonl"))
+        seconds = slow_s if rank == 3 else 1.0
+        sink.take([record("write", rank, step, seconds, step=step, path=f"run/{step}", nbytes=1 << 30)])
+
+
+class Dash:
+    """`reknit dash` in a process of its own."""
+
+    def __init__(self, folder: Path, *arguments: str) -> None:
+        command = [sys.executable, "-m", "reknit.cli.main", "dash", str(folder), "--port=0", *arguments]
+        self.process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+        assert self.process.stdout is not None
+        line = self.process.stdout.readline()
+        found = re.search(r"http://\S+", line)
+        assert found is not None, (line, self.end())
+        self.url, _, self.token = found[0].partition("?token=")
+
+    def get(self, path: str, **headers: str) -> Any:
+        with urlopen(Request(self.url + path, headers=headers), timeout=LIMIT_S) as answer:
+            return answer.read()
+
+    def status(self, path: str, **headers: str) -> int:
+        try:
+            self.get(path, **headers)
+        except HTTPError as error:
+            error.close()
+            return error.code
+        return 200
+
+    def end(self) -> str:
+        self.process.send_signal(signal.SIGINT)
+        return self.process.communicate(timeout=LIMIT_S)[1]
+
+
+@pytest.fixture
+def dash(folder: Path) -> Iterator[Dash]:
+    started = Dash(folder)
+    yield started
+    assert "Traceback" not in started.end()
+
+
+def test_a_save_that_is_written_meanwhile_is_told_and_shown(folder: Path, dash: Dash) -> None:
+    assert b"EventSource" in dash.get("")
+    with urlopen(dash.url + "changes", timeout=LIMIT_S) as changes:
+        assert changes.readline() == b"data: 1\n"
+        before = json.loads(dash.get("data"))
+        assert [each["step"] for each in before["operations"]] == [1]
+        write(folder, 2, slow_s=5.0)
+        assert changes.readline() == b"\n"
+        assert int(changes.readline().partition(b": ")[2]) > 1
+    while (
+        len((after := json.loads(dash.get("data")))["operations"]) < 2
+        or not after["operations"][1]["remarks"]
+    ):
+        threading.Event().wait(0.05)
+    assert "rank 3" in after["operations"][1]["remarks"][0]
+    assert "lane" in after["operations"][1]
+    assert "lane" not in after["operations"][0], "what is not looked at is sent when it is asked for"
+    columns = json.loads(dash.get(f"columns/{after['version']}/0"))
+    assert columns == {name: before["operations"][0][name] for name in columns}
+    assert set(columns) == {"lane", "rank", "start", "busy", "length", "failed"}
+    assert dash.status(f"columns/{after['version'] - 1}/0") == 409
+    assert dash.status(f"columns/{after['version']}/2") == 409
+
+
+def test_a_page_of_another_site_reads_nothing(dash: Dash) -> None:
+    assert dash.status("data") == 200
+    assert dash.status("data", Host="evil.example") == 400
+    packed = dash.get("data", **{"Accept-Encoding": "gzip"})
+    assert json.loads(gzip.decompress(packed)) == json.loads(dash.get("data"))
+
+
+def test_other_machines_need_the_token(folder: Path) -> None:
+    dash = Dash(folder, "--host=0.0.0.0")
+    try:
+        assert len(dash.token) > 20
+        for path in ("", "data", "changes", "columns/1/0"):
+            assert dash.status(path) == dash.status(f"{path}?token=wrong") == 401
+        assert dash.status(f"data?token={dash.token}") == 200
+        assert dash.status("data", Cookie=f"reknit_token={dash.token}") == 200
+        with urlopen(f"{dash.url}?token={dash.token}", timeout=LIMIT_S) as answer:
+            assert f"reknit_token={dash.token}; HttpOnly" in answer.headers["Set-Cookie"]
+    finally:
+        assert "Traceback" not in dash.end()
+
+
+def test_it_waits_for_the_first_event(tmp_path: Path) -> None:
+    dash = Dash(tmp_path)
+    try:
+        assert dash.status("data") == 404
+        write(tmp_path, 1)
+        while dash.status("data") != 200:
+            threading.Event().wait(0.05)
+    finally:
+        dash.end()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "text"),
+    [
+        (["nowhere"], "no file or folder nowhere"),
+        (["--port=70000"], "from 0 to 65535"),
+        (["--host=203.0.113.7"], "cannot listen on 203.0.113.7"),
+    ],
+)
+def test_wrong_arguments_say_what_is_wrong(arguments: list[str], text: str, folder: Path) -> None:
+    from reknit.cli.main import parser
+    from reknit.cli.reports import dash
+
+    with pytest.raises(UsageError, match=text):
+        dash.run(parser().parse_args(["dash", str(folder), *arguments]))
+
+
+@pytest.fixture(scope="module")
+def browser() -> Iterator[Any]:
+    program = shutil.which("chromium") or shutil.which("google-chrome")
+    if program is None:
+        pytest.skip("needs Chromium")
+    playwright = pytest.importorskip("playwright.sync_api", reason="needs playwright")
+    with playwright.sync_playwright() as drivers:
+        opened = drivers.chromium.launch(executable_path=program, args=["--no-sandbox"])
+        yield opened
+        opened.close()
+
+
+def test_a_browser_goes_on_to_the_newest_save_and_stays_at_a_chosen_one(
+    folder: Path, dash: Dash, browser: Any
+) -> None:
+    tab = browser.new_page()
+    tab.set_default_timeout(1000 * LIMIT_S)
+    errors: list[str] = []
+    tab.on("pageerror", lambda error: errors.append(str(error)))
+    tab.goto(dash.url)
+    tab.get_by_text("live").wait_for()
+    headline, remarks = tab.locator("#headline"), tab.locator("#remarks")
+    tab.get_by_text(re.compile("^save run/1 .step 1.: 4 ranks")).wait_for()
+    write(folder, 2, slow_s=5.0)
+    remarks.get_by_text("rank 3 (dp 0, tp 3) 5.000 s").wait_for()
+    tab.get_by_label("Save or load").select_option("0")
+    tab.get_by_text(re.compile("^save run/1 .step 1.: 4 ranks")).wait_for()
+    write(folder, 3)
+    tab.locator("#history").get_by_text("save run/3 (step 3)").wait_for()
+    assert "run/1" in headline.text_content()
+
+    # By keys alone: from the select box on to the heat map, and from rank to rank.
+    tab.get_by_label("Save or load").press("End")
+    tab.get_by_text(re.compile("^save run/3 .step 3.: 4 ranks")).wait_for()
+    for label in ("Phase", "Columns"):
+        tab.keyboard.press("Tab")
+        assert tab.evaluate("document.activeElement.labels[0].textContent").startswith(label)
+    tab.keyboard.press("Tab")
+    for key in ("ArrowRight", "ArrowRight", "ArrowRight", "ArrowLeft", "ArrowUp"):
+        tab.keyboard.press(key)
+    assert tab.locator("#tip").text_content() == "rank 1 (dp 0, tp 1) on host0: 1.000 s"
+    assert errors == []
+    tab.close()

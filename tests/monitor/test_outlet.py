@@ -1,0 +1,166 @@
+"""Records on their way to a sink: never waited for, never more than so many, and none lost in silence."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import threading
+from typing import TYPE_CHECKING
+
+from reknit.monitor.outlet import MOST_OUTLETS, CallingSink, Outlet, flush, outlet_of
+from reknit.monitor.records import DroppedRecord, PhaseRecord, Record
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+    from pathlib import Path
+
+    import pytest
+
+WAIT_S = 60.0
+
+
+def numbered(number: int) -> PhaseRecord:
+    return PhaseRecord("write", number, 1, 0.0, 1.0, 0, "ok", "save", "x", 1.0, "host", "trainer", {})
+
+
+class Kept:
+    """A sink that keeps what it gets, and may be told to fail or to hang."""
+
+    def __init__(self) -> None:
+        self.taken: list[Record] = []
+        self.fails = False
+        self.free = threading.Event()
+        self.free.set()
+        self.entered = threading.Event()
+
+    def take(self, records: Sequence[Record]) -> None:
+        self.entered.set()
+        assert self.free.wait(WAIT_S)
+        if self.fails:
+            raise OSError("no space left")
+        self.taken += records
+
+    def ranks(self) -> list[int]:
+        return [record.rank for record in self.taken if isinstance(record, PhaseRecord)]
+
+    def lost(self) -> int:
+        return sum(record.num_dropped for record in self.taken if isinstance(record, DroppedRecord))
+
+
+def test_records_arrive_in_order_from_any_thread() -> None:
+    kept = Kept()
+    outlet = Outlet(kept, "kept")
+
+    def put(first: int) -> None:
+        for number in range(first, first + 1000):
+            outlet.put(numbered(number))
+
+    threads = [threading.Thread(target=put, args=(first,)) for first in (0, 10_000)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert outlet.flush(WAIT_S)
+    for first in (0, 10_000):
+        assert [n for n in kept.ranks() if n - n % 10_000 == first] == list(range(first, first + 1000))
+
+
+def test_a_sink_that_hangs_is_not_waited_for_and_hears_later_how_much_it_missed(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    kept = Kept()
+    outlet = Outlet(kept, "the slow one", capacity=10)
+    kept.free.clear()
+    outlet.put(numbered(0))
+    assert kept.entered.wait(WAIT_S)
+    for number in range(1, 31):
+        outlet.put(numbered(number))
+    assert not outlet.flush(0.01), "it hangs"
+    for _ in range(100):
+        assert not outlet.flush(WAIT_S), "and is not waited for once more"
+    assert [record.getMessage() for record in caplog.records] == [
+        "events are lost: the slow one: it does not keep up"
+    ]
+    kept.free.set()
+    while not outlet.flush(WAIT_S):
+        pass
+    assert kept.ranks() == list(range(11))
+    assert kept.lost() == 20
+
+
+def test_a_sink_that_fails_is_told_of_once_in_an_outage(caplog: pytest.LogCaptureFixture) -> None:
+    kept = Kept()
+    outlet = Outlet(kept, "the full one")
+    for outage in (1, 2):
+        kept.fails = True
+        for number in range(3):
+            outlet.put(numbered(number))
+            assert outlet.flush(WAIT_S)
+        assert len(caplog.records) == outage
+        assert "the full one: OSError: no space left" in caplog.text
+        kept.fails = False
+        outlet.put(numbered(9))
+        assert outlet.flush(WAIT_S)
+        assert kept.lost() == 3 * outage
+    assert kept.ranks() == [9, 9]
+
+
+def test_a_thread_that_had_nothing_to_do_ends_and_another_one_follows() -> None:
+    kept = Kept()
+    outlet = Outlet(kept, "kept", idle_s=0.001)
+    for number in range(5):
+        outlet.put(numbered(number))
+        assert outlet.flush(WAIT_S)
+        while outlet.busy:
+            pass
+    assert kept.ranks() == list(range(5))
+
+
+def test_there_are_never_more_than_so_many_sinks(caplog: pytest.LogCaptureFixture) -> None:
+    hanging = Kept()
+    found = [outlet_of(("test", n), lambda: Outlet(hanging, "hanging")) for n in range(MOST_OUTLETS + 2)]
+    assert found[-1] is None
+    assert caplog.text.count("events are lost") == 1
+    first = found[0]
+    assert first is not None
+    assert outlet_of(("test", 0), lambda: Outlet(hanging, "another")) is first
+    del first, found
+    assert outlet_of(("test", -1), lambda: Outlet(hanging, "after them")) is not None
+
+
+def test_a_function_is_called_with_each_record() -> None:
+    told: list[Record] = []
+    outlet = Outlet(CallingSink(told.append), "a function")
+    for number in range(3):
+        outlet.put(numbered(number))
+    flush([outlet], WAIT_S)
+    assert [record.rank for record in told if isinstance(record, PhaseRecord)] == [0, 1, 2]
+
+
+PROGRAM = """
+import multiprocessing, os, sys, warnings
+warnings.simplefilter("ignore")
+from tests.monitor.test_outlet import numbered
+from reknit.monitor.outlet import Outlet
+from reknit.monitor.sinks.jsonl import JsonLines
+outlet = Outlet(JsonLines(sys.argv[1]), "file")
+outlet.put(numbered(1))
+assert outlet.flush(60)
+if pid := os.fork():
+    os.waitpid(pid, 0)
+outlet.put(numbered(2))
+if not pid:
+    assert outlet.flush(60)
+    os._exit(0)
+child = multiprocessing.get_context("fork").Process(target=outlet.put, args=(numbered(3),))
+child.start()
+child.join()
+"""
+
+
+def test_a_process_that_ends_or_was_forked_has_told_everything(tmp_path: Path) -> None:
+    events = tmp_path / "events.jsonl"
+    subprocess.run([sys.executable, "-c", PROGRAM, events], check=True, timeout=WAIT_S, cwd=os.getcwd())
+    told = [line.partition('"rank":')[2][:1] for line in events.read_text().splitlines()]
+    assert sorted(told) == ["1", "2", "2", "3"]

@@ -1,0 +1,182 @@
+"""Reports of events: what was slow or failed, on which rank, as text, as a page and as a trace."""
+
+from __future__ import annotations
+
+import base64
+import json
+import re
+import shutil
+import subprocess
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import pytest
+
+from reknit.errors import UsageError
+from reknit.monitor.records import PhaseRecord
+from reknit.monitor.reports.events import EventFiles, read_operations
+from reknit.monitor.reports.page import page
+from reknit.monitor.reports.summary import summaries
+from reknit.monitor.reports.text import headline, phase_rows, remarks
+from reknit.monitor.reports.trace import trace
+from reknit.monitor.sinks.jsonl import JsonLines
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from reknit.monitor.reports.events import RecordedOperation
+
+BEGIN = 1_790_000_000.0
+SLOW, FAILED = 13, 6
+
+
+def record(phase: str, rank: int, start: float, seconds: float, **more: Any) -> PhaseRecord:
+    known: dict[str, Any] = {
+        "phase": phase,
+        "rank": rank,
+        "step": 7,
+        "started": BEGIN + start,
+        "seconds": seconds,
+        "nbytes": 0,
+        "outcome": "ok",
+        "action": "save",
+        "path": "run/step_7",
+        "ended": BEGIN + start + seconds,
+        "host": f"host{rank // 8}",
+        "process": "trainer",
+        "coordinate": {"dp": rank // 4, "tp": rank % 4},
+    }
+    return PhaseRecord(**(known | more))
+
+
+def sixteen_ranks(folder: Path) -> RecordedOperation:
+    """Write the events of a save in which one rank is slow and one fails, and return what is read of them."""
+    for rank in range(16):
+        sink = JsonLines(str(folder / f"{rank // 8}.jsonl"))
+        sink.take([record("collect", rank, 0, 0.1)])
+        sink.take([record("write", rank, 0.1, 3 if rank == SLOW else 1, nbytes=1 << 30, process="agent")])
+        if rank == FAILED:
+            sink.take([record("commit", rank, 1.1, 0.1, outcome="StorageFullError")])
+            sink.take([record("assign", rank, 0, 1.2, outcome="StorageFullError")])
+    operations, num_foreign, _ = read_operations([str(folder)])
+    assert (len(operations), num_foreign) == (1, 0)
+    return operations[0]
+
+
+def test_a_slow_rank_and_a_failed_one_are_named_with_their_places(tmp_path: Path) -> None:
+    operation = sixteen_ranks(tmp_path)
+    assert headline(operation) == "save run/step_7 (step 7): 16 ranks, 16.00 GiB in 3.1 s, 5.16 GiB/s, FAILED"
+    assert list(remarks(operation)) == [
+        "rank 6 (dp 1, tp 2) on host0 failed in phase commit: StorageFullError",
+        "slow in write (agent) (median 1.000 s): rank 13 (dp 3, tp 1) 3.000 s",
+    ]
+    assert phase_rows(operation)[1:3] == [
+        ("assign", "1", "1.200", "1.200", "1.200", "-"),
+        ("write (agent)", "16", "1.000", "1.000", "3.000", "16.00"),
+    ]
+    slow = {each.name: each.stragglers for each in summaries(operation) if each.stragglers}
+    assert [(rank, round(seconds, 3)) for rank, seconds in slow["write (agent)"]] == [(SLOW, 3.0)]
+
+
+def test_what_is_no_event_is_left_out_and_counted(tmp_path: Path) -> None:
+    path = tmp_path / "events.jsonl"
+    JsonLines(str(path)).take([record("write", 0, 0, 1)])
+    old = '{"phase":"write","rank":1,"step":null,"started":1,"seconds":2,"nbytes":3,"outcome":"ok",'
+    with path.open("ab") as file:
+        file.write(f'{old}"action":"load","path":"x"}}\n'.encode())
+        file.write(b'\xff\n[]\n{"phase": 1}\n\n{"phase": "write", "ra')
+    operations, num_foreign, _ = read_operations([str(path)])
+    assert [str(operation) for operation in operations] == ["load x", "save run/step_7 (step 7)"]
+    assert operations[0].elapsed_s == 2
+    assert num_foreign == 5
+    with pytest.raises(UsageError, match="no file or folder"):
+        read_operations([str(tmp_path / "nothing")])
+    (tmp_path / "empty").mkdir()
+    with pytest.raises(UsageError, match="no events"):
+        read_operations([str(tmp_path / "empty")])
+
+
+def test_a_folder_has_a_file_of_each_process(tmp_path: Path) -> None:
+    sink = JsonLines(f"{tmp_path}/new/")
+    sink.take([record("write", 0, 0, 1)])
+    (file,) = (tmp_path / "new").iterdir()
+    assert re.fullmatch(r".+-\d+\.jsonl", file.name)
+    assert str(file) == JsonLines(f"{tmp_path}/new").path
+    assert json.loads(file.read_text())["coordinate"] == {"dp": 0, "tp": 0}
+
+
+def test_a_trace_has_a_slice_for_each_phase(tmp_path: Path) -> None:
+    events = trace([sixteen_ranks(tmp_path)])["traceEvents"]
+    names = {event["pid"]: event["args"]["name"] for event in events if event["name"] == "process_name"}
+    assert names[SLOW] == "rank 13, dp 3, tp 1 on host1"
+    slices = [event for event in events if event["ph"] == "X"]
+    assert len(slices) == 34
+    (slow,) = [event for event in slices if event["dur"] == pytest.approx(3e6)]
+    assert (slow["pid"], slow["ts"], slow["name"]) == (SLOW, pytest.approx(1e5, abs=1), "write")
+    rows = {(e["pid"], e["tid"]): e["args"]["name"] for e in events if e["name"] == "thread_name"}
+    assert rows[SLOW, slow["tid"]] == "write (agent)"
+
+
+def test_what_is_written_later_is_read_later_and_a_half_line_when_it_is_whole(tmp_path: Path) -> None:
+    for step in (1, 2):
+        sink = JsonLines(str(tmp_path / "e.jsonl"))
+        sink.take([record("write", rank, step, 1, step=step, path=f"run/{step}") for rank in range(3)])
+    path = tmp_path / "e.jsonl"
+    whole = path.read_bytes()
+    path.write_bytes(whole[:-200])
+    files = EventFiles([str(tmp_path)])
+    assert (files.read(), files.read()) == (True, False)
+    assert [len(each.events) for each in files.known().operations] == [3, 2]
+    assert files.known().num_foreign == 1
+    path.write_bytes(whole)
+    assert files.read()
+    assert [len(each.events) for each in files.known().operations] == [3, 3]
+    assert files.known().num_foreign == 0
+    files.forget(5)
+    assert [each.step for each in files.known().operations] == [2]
+    files.forget(1)
+    assert [each.step for each in files.known().operations] == [2]
+
+
+def data_of(text: str) -> dict[str, Any]:
+    """Return what a page shows."""
+    (line,) = [line for line in text.splitlines() if line.startswith("const given = ")]
+    found: dict[str, Any] = json.loads(line.removeprefix("const given = ").removesuffix(";"))
+    return found
+
+
+def test_a_page_has_all_events_and_asks_nobody(tmp_path: Path) -> None:
+    text = page([sixteen_ranks(tmp_path)])
+    assert re.search(r"(src|href)=|://", text) is None
+    data = data_of(text)
+    assert data["axes"] == ["dp", "tp"]
+    assert data["coordinates"][SLOW] == [3, 1]
+    (operation,) = data["operations"]
+    lengths = np.frombuffer(base64.b64decode(operation["length"]), "<f4")
+    ranks = np.frombuffer(base64.b64decode(operation["rank"]), "<u4")
+    assert ranks[lengths.argmax()] == SLOW
+    assert lengths.max() == pytest.approx(3)
+    assert len(operation["remarks"]) == 2
+
+
+def test_a_name_cannot_break_out_of_a_page(tmp_path: Path) -> None:
+    bad = "</script><script>alert(1)</script>"
+    JsonLines(str(tmp_path / "e.jsonl")).take([record("write", 0, 0, 1, path=bad, host=bad)])
+    operations, *_ = read_operations([str(tmp_path)])
+    text = page(operations)
+    assert text.count("</script>") == 1
+    assert bad in data_of(text)["operations"][0]["name"]
+
+
+def test_a_browser_draws_the_page(tmp_path: Path) -> None:
+    browser = shutil.which("chromium") or shutil.which("google-chrome")
+    if browser is None:
+        pytest.skip("needs Chromium")
+    shown = tmp_path / "report.html"
+    shown.write_text(page([sixteen_ranks(tmp_path)]))
+    command = [browser, "--headless", "--no-sandbox", "--disable-gpu", "--dump-dom", shown.as_uri()]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=100, check=True)
+    assert "rank 13 (dp 3, tp 1) 3.000 s</li>" in done.stdout
+    assert re.search(r"<td>write \(agent\)</td><td>16</td><td>1.000</td>", done.stdout)
+    assert "bright: 3.000 s" in done.stdout, "the heat map shows the phase that differs most"
+    assert "1 to 16 of 16" in done.stdout

@@ -1,0 +1,456 @@
+"""Each sink against the real thing: what a save and a load told is there afterwards."""
+
+from __future__ import annotations
+
+import http.client
+import json
+import subprocess
+import sys
+import uuid
+from contextlib import suppress
+from typing import TYPE_CHECKING, Any
+from urllib.parse import quote
+
+import numpy as np
+import pytest
+
+import reknit
+from reknit import sinks
+from reknit.cli.main import main
+from reknit.errors import MissingExtraError, StorageError
+from reknit.monitor.records import DroppedRecord, PhaseRecord, Record, StorageRecord
+from reknit.monitor.reports.events import read_operations
+from tests.servers import server
+from tests.storage.fault_proxy import FaultProxy
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+    from pathlib import Path
+
+STATE = {"model": {"w": np.arange(1 << 18, dtype=np.float32)}}
+
+
+def phase(name: str, **more: Any) -> PhaseRecord:
+    known: dict[str, Any] = {
+        "phase": name,
+        "rank": 0,
+        "step": 7,
+        "started": 1_790_000_000.25,
+        "seconds": 1.0,
+        "nbytes": 1 << 30,
+        "outcome": "ok",
+        "action": "save",
+        "path": "run/step_7",
+        "ended": 1_790_000_001.25,
+        "host": "host0",
+        "process": "trainer",
+        "coordinate": {"dp": 1, "tp": 0},
+    }
+    return PhaseRecord(**(known | more))
+
+
+def operation(name: str, **more: Any) -> StorageRecord:
+    known: dict[str, Any] = {
+        "operation": name,
+        "store": "s3://bucket",
+        "rank": 0,
+        "step": 7,
+        "started": 1_790_000_000.5,
+        "seconds": 0.5,
+        "nbytes": 100,
+        "outcome": "ok",
+        "retries": 0,
+        "at_once": 1,
+        "action": "save",
+        "path": "run/step_7",
+        "host": "host0",
+        "process": "agent",
+    }
+    return StorageRecord(**(known | more))
+
+
+LOST = DroppedRecord(5, "host0", 1_790_000_000.0)
+A_SAVE: list[Record] = [
+    phase("collect", ended=1_790_000_000.5, seconds=0.25),
+    phase("plan", started=1_790_000_000.6, ended=1_790_000_000.7, seconds=0.1, process="agent"),
+    operation("write"),
+    operation("write", outcome="DeadlineError", retries=3),
+    phase("write", started=1_790_000_000.7, ended=1_790_000_001.0, seconds=0.5, process="agent"),
+    phase("commit", started=1_790_000_000.5, ended=1_790_000_001.1, seconds=0.6, process="agent"),
+    phase("save"),
+    LOST,
+]
+
+
+# DuckDB
+
+
+def test_duckdb_has_all_that_a_save_told_and_reports_read_it(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    pytest.importorskip("duckdb")
+    import duckdb
+
+    sink = sinks.DuckDB(f"{tmp_path}/events/")
+    lines = f"{tmp_path}/lines/"
+    options = reknit.SaveOptions(events=[sink, lines])
+    for step, wait in ((1, True), (2, False)):
+        reknit.save(tmp_path / f"{step}", STATE, step=step, wait=wait, options=options).result(60)
+    assert reknit.close(60)
+    assert sinks.flush(60)
+    from_lines, from_database = (read_operations([place]) for place in (lines, f"{tmp_path}/events"))
+    assert [str(one) for one in from_database.operations] == [str(one) for one in from_lines.operations]
+    for ours, theirs in zip(from_database.operations, from_lines.operations, strict=True):
+        assert ours.storage == theirs.storage
+        for mine, other in zip(
+            sorted(ours.events, key=lambda e: (e.ended, e.phase)),
+            sorted(theirs.events, key=lambda e: (e.ended, e.phase)),
+            strict=True,
+        ):
+            assert mine.ended == pytest.approx(other.ended, abs=1e-5)
+            assert (mine.lane, mine.seconds, mine.nbytes, mine.step) == (
+                other.lane, other.seconds, other.nbytes, other.step
+            )  # fmt: skip
+    assert main(["report", f"{tmp_path}/events"]) == 0
+    assert "latencies of" in capsys.readouterr().out
+    with duckdb.connect(sink.path, read_only=True) as database:
+        found = database.execute(
+            "SELECT count(*) FROM phases WHERE phase = 'save' AND outcome = 'ok'"
+        ).fetchone()
+    assert found == (2,)
+
+
+def test_duckdb_keeps_every_kind_of_record(tmp_path: Path) -> None:
+    pytest.importorskip("duckdb")
+    sink = sinks.DuckDB(tmp_path / "events.duckdb")
+    sink.take(A_SAVE)
+    sink.rest()
+    operations, num_foreign, num_dropped = read_operations([str(tmp_path)])
+    assert (len(operations), num_foreign, num_dropped) == (1, 0, 5)
+    assert operations[0].events[0].coordinate == {"dp": 1, "tp": 0}
+    assert operations[0].events[0].started == 1_790_000_000.25
+    (figures,) = operations[0].storage.values()
+    assert (figures.count, figures.retries) == (2, 3)
+
+
+def test_duckdb_goes_on_after_a_batch_that_failed(tmp_path: Path) -> None:
+    pytest.importorskip("duckdb")
+    sink = sinks.DuckDB(tmp_path / "events.duckdb")
+    with pytest.raises((TypeError, ValueError, OverflowError)):
+        sink.take([*A_SAVE, phase("write", nbytes="many")])
+    sink.take(A_SAVE)
+    sink.rest()
+    assert len(read_operations([str(tmp_path)]).operations[0].events) == 5
+
+
+# A full disk
+
+
+@pytest.fixture
+def small_disk(tmp_path: Path) -> Iterator[Path]:
+    """Have a file system of one MiB."""
+    target = tmp_path / "disk"
+    target.mkdir()
+    mount = ["mount", "-t", "tmpfs", "-o", "size=1m", "reknit-test", str(target)]
+    try:
+        subprocess.run(mount, check=True, capture_output=True)
+    except (OSError, subprocess.CalledProcessError) as error:
+        pytest.skip(f"mounting a small file system takes root: {error}")
+    yield target
+    subprocess.run(["umount", str(target)], check=True)
+
+
+@pytest.mark.parametrize("kind", ["lines", "database"])
+def test_a_full_disk_for_events_disturbs_no_save_and_is_told(
+    kind: str, small_disk: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    pytest.importorskip("duckdb")
+    place = f"{small_disk}/events/"
+    options = reknit.SaveOptions(events=place if kind == "lines" else sinks.DuckDB(place))
+
+    def save(step: int) -> None:
+        reknit.save(tmp_path / f"{step}", STATE, step=step, options=options)
+        assert sinks.flush(60)
+
+    save(0)
+    with (small_disk / "rest").open("wb", buffering=0) as rest, suppress(OSError):
+        while rest.write(bytes(4096)):
+            pass
+    with (small_disk / "rest").open("ab", buffering=0) as rest, suppress(OSError):
+        while rest.write(b"x"):
+            pass
+    for step in (1, 2, 3):
+        save(step)
+    assert "No space left" in caplog.text
+    assert caplog.text.count("events are lost") <= 3, "once for each outage"
+    (small_disk / "rest").unlink()
+    save(4)
+    operations, _, num_dropped = read_operations([place])
+    assert {0, 4} <= {operation.step for operation in operations}
+    assert num_dropped > 0
+
+
+# ClickHouse
+
+
+def ask(endpoint: str, query: str) -> Any:
+    """Return what a server answers, as JSON."""
+    connection = http.client.HTTPConnection(endpoint.removeprefix("http://"), timeout=60)
+    try:
+        connection.request("POST", f"/?query={quote(query)}")
+        answer = connection.getresponse()
+        text = answer.read()
+        assert answer.status == 200, text
+        return json.loads(text)["data"] if text else None
+    finally:
+        connection.close()
+
+
+def test_clickhouse_has_all_that_was_told() -> None:
+    endpoint = server("clickhouse")["endpoint"]
+    prefix = f"t{uuid.uuid4().hex[:8]}_"
+    sink = sinks.ClickHouse(f"{endpoint}/default", prefix=prefix)
+    sink.take(A_SAVE)
+    sink.take([phase("wait 'quoted' \\ \n", step=None)])
+    try:
+        rows = ask(
+            endpoint, f"SELECT phase, step, started, nbytes, coordinate FROM {prefix}phases FORMAT JSON"
+        )
+        assert {row["phase"] for row in rows} == {
+            "collect",
+            "plan",
+            "write",
+            "commit",
+            "save",
+            "wait 'quoted' \\ \n",
+        }
+        (save,) = (row for row in rows if row["phase"] == "save")
+        assert (save["started"], int(save["nbytes"])) == (1_790_000_000.25, 1 << 30)
+        assert json.loads(save["coordinate"]) == {"dp": 1, "tp": 0}
+        assert {row["step"] for row in rows} == {"7", None}
+        (figures,) = ask(
+            endpoint,
+            "SELECT count() AS n, sum(retries) AS r, toString(min(time)) AS t "
+            f"FROM {prefix}operations FORMAT JSON",
+        )
+        assert (int(figures["n"]), int(figures["r"]), figures["t"]) == (2, 3, "2026-09-21 14:13:20")
+        assert (
+            int(ask(endpoint, f"SELECT num_dropped FROM {prefix}dropped FORMAT JSON")[0]["num_dropped"]) == 5
+        )
+    finally:
+        for table in ("phases", "operations", "dropped"):
+            ask(endpoint, f"DROP TABLE {prefix}{table}")
+
+
+def test_a_database_that_is_killed_disturbs_no_save_and_hears_later_how_much_it_missed(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    endpoint = server("clickhouse")["endpoint"]
+    prefix = f"t{uuid.uuid4().hex[:8]}_"
+    with FaultProxy(endpoint) as proxy:
+        options = reknit.SaveOptions(events=sinks.ClickHouse(proxy.endpoint + "/default", prefix=prefix))
+        try:
+            for step, alive in enumerate((True, False, False, True)):
+                proxy.spoil(None if alive else 0, "reset before", times=1000)
+                reknit.save(tmp_path / f"{step}", STATE, step=step, options=options)
+                assert sinks.flush(60)
+            query = f"SELECT DISTINCT step FROM {prefix}phases ORDER BY step FORMAT JSON"
+            assert [row["step"] for row in ask(endpoint, query)] == ["0", "3"]
+            counts = [
+                int(ask(endpoint, f"SELECT {what} AS n FROM {prefix}{table} FORMAT JSON")[0]["n"])
+                for what, table in (
+                    ("sum(num_dropped)", "dropped"),
+                    ("count()", "phases"),
+                    ("count()", "operations"),
+                )
+            ]
+        finally:
+            for table in ("phases", "operations", "dropped"):
+                ask(endpoint, f"DROP TABLE IF EXISTS {prefix}{table}")
+    assert counts[0] == counts[1] + counts[2], "of four saves that tell the same, two were missed"
+    assert caplog.text.count("events are lost") == 1
+
+
+def test_clickhouse_that_refuses_says_why_without_the_password() -> None:
+    endpoint = server("clickhouse")["endpoint"]
+    sink = sinks.ClickHouse(endpoint.replace("//", "//nobody:secret@") + "/default")
+    with pytest.raises(StorageError, match="refuses") as caught:
+        sink.take(A_SAVE)
+    assert "secret" not in str(caught.value)
+    assert "secret" not in repr(sink)
+
+
+@pytest.mark.parametrize("url", ["host:8123", "http://", "ftp://host/x", "http://host/a;b"])
+def test_what_is_no_clickhouse_server_is_refused(url: str) -> None:
+    with pytest.raises(reknit.UsageError):
+        sinks.ClickHouse(url)
+
+
+# Prometheus
+
+
+def test_prometheus_is_given_counts_latencies_and_the_last_success() -> None:
+    pytest.importorskip("prometheus_client")
+    from prometheus_client import CollectorRegistry, generate_latest
+
+    registry = CollectorRegistry()
+    sink = sinks.Prometheus(registry)
+    sink.take(
+        [*A_SAVE, phase("commit", outcome="CommitError"), phase("save", outcome="CommitError", ended=2e9)]
+    )
+
+    def value(name: str, **labels: str) -> float | None:
+        return registry.get_sample_value(name, labels)
+
+    assert value("reknit_phase_seconds_count", action="save", phase="write", process="agent") == 1
+    assert value("reknit_phase_bytes_total", action="save", phase="write", process="agent") == 1 << 30
+    assert value("reknit_storage_seconds_bucket", operation="write", store="s3://bucket", le="1.0") == 2
+    assert value("reknit_storage_bytes_total", operation="write", store="s3://bucket") == 200
+    assert value("reknit_storage_retries_total", operation="write", store="s3://bucket") == 3
+    assert (
+        value("reknit_storage_errors_total", operation="write", store="s3://bucket", outcome="DeadlineError")
+        == 1
+    )
+    assert value("reknit_last_success_timestamp_seconds", action="save") == 1_790_000_001.25
+    assert value("reknit_last_step", action="save") == 7
+    assert (
+        value(
+            "reknit_phase_failures_total",
+            action="save",
+            phase="commit",
+            process="trainer",
+            outcome="CommitError",
+        )
+        == 1
+    )
+    assert value("reknit_events_dropped_total") == 5
+    assert b"run/step_7" not in generate_latest(registry), "labels of which there are ever more"
+    with pytest.raises(reknit.UsageError, match="Prometheus sink already"):
+        sinks.Prometheus(registry)
+    sink.take(A_SAVE)
+    assert value("reknit_events_dropped_total") == 10, "the first one goes on"
+
+
+# OpenTelemetry
+
+
+def test_opentelemetry_gets_a_span_for_a_save_with_its_phases_below() -> None:
+    pytest.importorskip("opentelemetry.sdk")
+    from opentelemetry.sdk.trace import TracerProvider
+    from opentelemetry.sdk.trace.export import SimpleSpanProcessor
+    from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
+
+    provider, exporter = TracerProvider(), InMemorySpanExporter()
+    provider.add_span_processor(SimpleSpanProcessor(exporter))
+    sink = sinks.OpenTelemetry(provider)
+    sink.take(A_SAVE[:4])
+    assert exporter.get_finished_spans() == ()
+    sink.take([*A_SAVE[4:], phase("evaluate", action="training", outcome="KeyError")])
+    spans = {span.name: span for span in exporter.get_finished_spans()}
+    names = {span.context.span_id: name for name, span in spans.items() if span.context}
+    above = {name: names[span.parent.span_id] for name, span in spans.items() if span.parent}
+    assert above == {"collect": "save", "commit": "save", "plan": "commit", "write": "commit"}
+    save = spans["save"]
+    assert (save.start_time, save.end_time) == (1_790_000_000_250_000_000, 1_790_000_001_250_000_000)
+    assert dict(save.attributes or {})["reknit.coordinate.dp"] == 1
+    assert spans["evaluate"].status.description == "KeyError"
+
+
+# Trackers
+
+
+def test_tensorboard_shows_seconds_and_throughput_of_rank_0(tmp_path: Path) -> None:
+    pytest.importorskip("tensorboard")
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+    from torch.utils.tensorboard import SummaryWriter
+
+    writer = SummaryWriter(tmp_path)
+    sink = sinks.TensorBoard(writer)
+    sink.take([*A_SAVE, phase("save", rank=1, path="other")])
+    writer.close()
+    shown = EventAccumulator(str(tmp_path))
+    shown.Reload()
+    scalars = {
+        name: [(one.step, one.value) for one in shown.Scalars(name)] for name in shown.Tags()["scalars"]
+    }
+    assert scalars["reknit/save/seconds"] == [(7, 1.0)]
+    assert scalars["reknit/save/GiB_per_s"] == [(7, 1.0)]
+    assert scalars["reknit/save/write_s"] == [(7, 0.5)]
+    assert scalars["reknit/save/failed"] == [(7, 0.0)]
+
+
+def test_mlflow_has_the_figures_of_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    mlflow = pytest.importorskip("mlflow")
+    monkeypatch.setenv("MLFLOW_ALLOW_FILE_STORE", "true")
+    mlflow.set_tracking_uri(tmp_path.as_uri())
+    mlflow.set_experiment("saves")
+    with mlflow.start_run() as run:
+        sink = sinks.MLflow()
+    with pytest.raises(reknit.UsageError, match="no run of MLflow"):
+        sinks.MLflow()
+    sink.take(A_SAVE)
+    (figure,) = mlflow.MlflowClient().get_metric_history(run.info.run_id, "reknit/save/commit_s")
+    assert (figure.step, figure.value) == (7, 0.6)
+
+
+def test_wandb_has_the_figures_on_an_axis_of_their_own(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    wandb = pytest.importorskip("wandb")
+    monkeypatch.setenv("WANDB_SILENT", "true")
+    run = wandb.init(mode="offline", dir=tmp_path)
+    try:
+        sinks.WandB(run).take(A_SAVE)
+        assert run.summary["reknit/save/write_s"] == 0.5
+        assert run.summary["reknit/step"] == 7
+    finally:
+        run.finish()
+
+
+@pytest.mark.parametrize("make", [lambda: sinks.TensorBoard(None), lambda: sinks.WandB(3)])
+def test_what_is_no_tracker_is_refused(make: Callable[[], object]) -> None:
+    with pytest.raises(reknit.UsageError):
+        make()
+
+
+def test_an_own_phase_is_a_figure_of_its_own() -> None:
+    told: list[tuple[str, float, int]] = []
+
+    class Writer:
+        def add_scalar(self, name: str, value: float, step: int) -> None:
+            told.append((name, value, step))
+
+    sinks.TensorBoard(Writer()).take([phase("evaluate", action="training", step=3)])
+    assert told == [("reknit/training/evaluate_s", 1.0, 3)]
+
+
+@pytest.mark.parametrize(
+    ("package", "make"),
+    [
+        ("duckdb", lambda: sinks.DuckDB("x.duckdb")),
+        ("prometheus_client", sinks.Prometheus),
+        ("opentelemetry", sinks.OpenTelemetry),
+        ("mlflow", sinks.MLflow),
+    ],
+)
+def test_what_is_not_installed_is_named(
+    package: str, make: Callable[[], object], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, package, None)
+    with pytest.raises(MissingExtraError, match="needs the package"):
+        make()
+
+
+def test_many_saves_that_never_end_leave_little_behind() -> None:
+    from reknit.monitor.sinks.gathering import Gathering
+
+    gathering = Gathering()
+    for step in range(1000):
+        assert list(gathering.ended([phase("write", step=step)])) == []
+    assert len(list(gathering.ended([phase("save", step=step) for step in range(1000)]))) == 1000
+    kept = Gathering()
+    list(kept.ended([phase("write", step=step) for step in range(1000)]))
+    lengths = [len(phases) for phases in kept.ended([phase("save", step=step) for step in range(936, 1000)])]
+    assert lengths == [2] * 64
+    (long,) = kept.ended([*[phase("write")] * 5000, phase("save")])
+    assert len(long) == 1001

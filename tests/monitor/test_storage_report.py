@@ -1,0 +1,81 @@
+"""What was asked of stores, summed over ranks: requests, bytes, latencies, errors by host."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from reknit.monitor.reports.storage import (
+    Bar,
+    StorageEvent,
+    StorageFigures,
+    error_texts,
+    histogram,
+    histogram_lines,
+    storage_rows,
+    time_text,
+)
+
+
+def event(rank: int, seconds: float, **more: Any) -> StorageEvent:
+    known: dict[str, Any] = {
+        "operation": "write",
+        "store": "s3://bucket",
+        "rank": rank,
+        "step": 1,
+        "started": 0.0,
+        "seconds": seconds,
+        "nbytes": 1 << 30,
+        "outcome": "ok",
+        "retries": 0,
+        "at_once": rank,
+        "action": "save",
+        "path": "x",
+        "host": f"host{rank // 2}",
+    }
+    return StorageEvent(**(known | more))
+
+
+def figures() -> dict[tuple[str, str], StorageFigures]:
+    """Return what four ranks did, of which one waited long and two failed."""
+    found = {("write", "s3://bucket"): StorageFigures(), ("get", "s3://bucket"): StorageFigures()}
+    for rank, seconds in enumerate((0.001, 0.001, 0.003, 2.0)):
+        failed = {} if rank < 2 else {"outcome": "DeadlineError", "nbytes": 0, "retries": rank}
+        found["write", "s3://bucket"].add(event(rank, seconds, **failed))
+    found["get", "s3://bucket"].add(event(0, 5e-5, nbytes=0))
+    return found
+
+
+def test_a_table_adds_up_all_ranks() -> None:
+    rows = storage_rows(figures(), 4.0)
+    assert rows[0] == (
+        "write", "s3://bucket", "4", "1", "0.50", "1.02 ms", "2 s", "2 s", "3", "5", "2"
+    )  # fmt: skip
+    assert rows[1] == ("get", "s3://bucket", "1", "0.25", "-", "50 us", "50 us", "50 us", "0", "0", "0")
+    assert storage_rows(figures(), 0.0)[0][3:5] == ("-", "-")
+
+
+def test_errors_are_named_with_their_host_and_number() -> None:
+    assert list(error_texts(figures())) == ["2 times DeadlineError from write of s3://bucket on host1"]
+
+
+def test_a_histogram_has_a_bar_for_each_power_of_two() -> None:
+    bars = histogram(figures()["write", "s3://bucket"])
+    assert bars[0] == Bar(1024e-6, 2)
+    assert bars[2] == Bar(4096e-6, 1)
+    assert bars[-1] == Bar(2**21 / 1e6, 1)
+    assert len(bars) == 12
+    assert histogram(StorageFigures()) == []
+    lines = list(histogram_lines(figures(), width=10))
+    assert lines[0] == "latencies of write (s3://bucket):"
+    assert lines[1].split() == ["up", "to", "1.02", "ms", "2", "#" * 10]
+    assert lines[2].split() == ["up", "to", "2.05", "ms", "0"]
+    assert "latencies of get (s3://bucket):" in lines
+
+
+@pytest.mark.parametrize(
+    ("seconds", "shown"), [(0.0, "0 us"), (0.00005, "50 us"), (0.25, "250 ms"), (75.0, "75 s")]
+)
+def test_times_are_short(seconds: float, shown: str) -> None:
+    assert time_text(seconds) == shown

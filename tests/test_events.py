@@ -1,0 +1,203 @@
+"""What saves and loads tell to sinks, and that no sink is in their way."""
+
+from __future__ import annotations
+
+import json
+import threading
+import time
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import pytest
+
+import reknit
+from reknit.cli.main import main
+from reknit.monitor.phase import CLOCK
+from reknit.monitor.records import DroppedRecord, PhaseRecord, Record, StorageRecord
+from reknit.monitor.reports.events import read_operations
+from reknit.monitor.reports.page import page
+from reknit.monitor.sinks.jsonl import JsonLines
+from reknit.testing.world import run_ranks
+from tests.faults.nursery import wait_until
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+    from pathlib import Path
+
+LIMIT_S = 60.0
+STATE = {"model": {"w": np.arange(1 << 20, dtype=np.float32)}}
+
+
+class Collected:
+    """A sink that keeps everything."""
+
+    def __init__(self) -> None:
+        self.records: list[Record] = []
+
+    def take(self, records: Sequence[Record]) -> None:
+        self.records += records
+
+    def phases(self) -> list[tuple[str, str, str]]:
+        """Return phase, process and outcome of what was told."""
+        assert reknit.sinks.flush(LIMIT_S)
+        return [(r.phase, r.process, r.outcome) for r in self.records if isinstance(r, PhaseRecord)]
+
+    def operations(self) -> list[StorageRecord]:
+        assert reknit.sinks.flush(LIMIT_S)
+        return [record for record in self.records if isinstance(record, StorageRecord)]
+
+
+def test_a_sink_hears_of_phases_and_operations_and_of_the_end(tmp_path: Path) -> None:
+    collected, called = Collected(), list[Record]()
+    events: list[Any] = [collected, called.append, tmp_path / "events/", f"{tmp_path}/events.jsonl"]
+    reknit.save(tmp_path / "x", STATE, step=3, options=reknit.SaveOptions(events=events))
+    assert collected.phases()[-1] == ("save", "trainer", "ok")
+    assert ("write", "trainer", "ok") in collected.phases()
+    written = [record for record in collected.operations() if record.operation == "write"]
+    assert sum(record.nbytes for record in written) > 4 << 20
+    assert {(record.store, record.step, record.outcome) for record in written} == {("file", 3, "ok")}
+    assert called == collected.records
+    reknit.load(tmp_path / "x", dict(STATE), options=reknit.LoadOptions(events=events))
+    assert collected.phases()[-1] == ("load", "trainer", "ok")
+    read = [record for record in collected.operations() if record.operation == "read"]
+    assert sum(record.nbytes for record in read) >= 4 << 20
+
+
+@pytest.mark.parametrize("place", ["{}/x", "process://events-of-agents/x"])
+def test_a_sink_of_the_trainer_hears_what_its_agent_does_and_files_hear_it_once(
+    place: str, tmp_path: Path
+) -> None:
+    collected = Collected()
+    folder = f"{tmp_path}/events/"
+    options = reknit.SaveOptions(events=(collected, folder))
+    reknit.save(place.format(tmp_path), STATE, step=3, wait=False, options=options).result(LIMIT_S)
+    told = collected.phases()
+    assert {("write", "agent", "ok"), ("commit", "agent", "ok"), ("stage", "trainer", "ok")} <= set(told)
+    assert told[-1] == ("save", "trainer", "ok")
+    by_agent = [r for r in collected.operations() if r.process == "agent" and r.operation == "write"]
+    assert sum(record.nbytes for record in by_agent) > 4 << 20
+    (operation,), num_foreign, num_dropped = read_operations([folder])
+    assert (num_foreign, num_dropped) == (0, 0)
+    assert sorted(told) == sorted((e.phase, e.process, e.outcome) for e in operation.events)
+    assert operation.storage["write", by_agent[0].store].count == len(by_agent)
+    assert reknit.close(LIMIT_S)
+
+
+def test_a_save_that_fails_says_so_in_the_end(tmp_path: Path) -> None:
+    for wait in (True, False):
+        collected = Collected()
+        options = reknit.SaveOptions(events=collected)
+        place = tmp_path / f"{wait}"
+        reknit.save(place, STATE)
+        with pytest.raises(reknit.CheckpointExistsError):
+            reknit.save(place, STATE, wait=wait, options=options).result(LIMIT_S)
+        assert ("save", "trainer", "CheckpointExistsError") in collected.phases()
+    assert reknit.close(LIMIT_S)
+
+
+@pytest.mark.parametrize("wait", [True, False])
+def test_no_save_waits_for_a_sink_that_hangs_and_none_minds_one_that_fails(
+    wait: bool, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    free, told = threading.Event(), list[Record]()
+
+    def hangs(record: Record) -> None:
+        assert free.wait(LIMIT_S)
+        told.append(record)
+
+    def fails(record: Record) -> None:
+        raise OSError("no space left")
+
+    options = reknit.SaveOptions(events=(hangs, fails))
+    for number in range(3):
+        reknit.save(tmp_path / f"{number}", STATE, wait=wait, options=options).result(LIMIT_S)
+        target = {"model": {"w": np.zeros(1 << 20, np.float32)}}
+        reknit.load(tmp_path / f"{number}", target)
+        assert np.array_equal(target["model"]["w"], STATE["model"]["w"])
+    wait_until(lambda: caplog.text.count("no space left") == 1, LIMIT_S)
+    assert not told
+    assert not reknit.sinks.flush(0.01)
+    free.set()
+    wait_until(lambda: sum(isinstance(r, PhaseRecord) and r.phase == "save" for r in told) == 3, LIMIT_S)
+    assert not any(isinstance(record, DroppedRecord) for record in told)
+    assert reknit.close(LIMIT_S)
+
+
+def test_a_report_shows_what_was_asked_of_the_store(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = f"{tmp_path}/events/"
+    reknit.save(tmp_path / "x", STATE, step=3, options=reknit.SaveOptions(events=folder))
+    assert reknit.sinks.flush(LIMIT_S)
+    assert main(["report", folder]) == 0
+    shown = capsys.readouterr().out
+    assert "99 % <" in shown
+    assert any(line.split()[:3] == ["create", "file", "2"] for line in shown.splitlines())
+    assert "latencies of " in shown
+    assert "####" in shown
+    operations, *_ = read_operations([folder])
+    text = page(operations)
+    assert '"busiest":' in text
+    assert '"create","file","2"' in text
+
+
+class SkewedClock:
+    """A clock that is ahead of that of this machine."""
+
+    def __init__(self, ahead_s: float) -> None:
+        self._ahead_s = ahead_s
+
+    def time(self) -> float:
+        return time.time() + self._ahead_s
+
+    def monotonic(self) -> float:
+        return time.monotonic()
+
+
+def test_reports_put_the_clocks_of_hosts_in_step_with_that_of_rank_0(tmp_path: Path) -> None:
+    far_s = 1e6
+
+    def rank(group: Any) -> None:
+        CLOCK.set(SkewedClock(-far_s * group.rank))
+        lines = JsonLines(tmp_path / f"{group.rank}.jsonl")
+
+        def tell(record: Any) -> None:
+            lines.take([replace(record, host=f"host{group.rank}")])
+
+        options = reknit.SaveOptions(events=tell)
+        reknit.save(tmp_path / "x", {"r": reknit.PerRank(group.rank)}, group=group, options=options)
+        assert reknit.sinks.flush(LIMIT_S)
+
+    run_ranks(3, rank)
+    (operation,), *_ = read_operations([str(tmp_path)])
+    assert operation.num_ranks == 3
+    # Threads of the save beside the rank's own have the clock of the machine here.
+    starts = [event.started for event in operation.events if event.phase in ("collect", "assign", "commit")]
+    assert len(starts) == 9
+    assert max(starts) - min(starts) < far_s / 2
+    assert abs(max(starts) - time.time()) < far_s / 2, "it is rank 0's clock"
+    told = [json.loads(line) for line in (tmp_path / "2.jsonl").read_text().splitlines()]
+    behind = {event["phase"]: event["behind_s"] for event in told if "phase" in event}
+    assert behind["collect"] is None, "before the first round nobody knows"
+    assert abs(behind["save"] - 2 * far_s) < far_s / 2
+
+
+def test_flush_takes_seconds_only() -> None:
+    for wrong in (-1, None, "1", float("nan")):
+        with pytest.raises(reknit.UsageError, match="timeout_s"):
+            reknit.sinks.flush(wrong)  # type: ignore[arg-type]
+
+
+def test_nothing_is_recorded_of_stores_where_nobody_listens(tmp_path: Path) -> None:
+    report = reknit.save(tmp_path / "x", STATE).result()
+    assert all(isinstance(record, PhaseRecord) for record in report.phases)
+    assert "save" not in [record.phase for record in report.phases]
+
+
+@pytest.mark.parametrize("events", [3, "", [None], [str], {"a": 1}])
+def test_what_is_no_sink_is_refused(events: Any, tmp_path: Path) -> None:
+    with pytest.raises(reknit.UsageError, match="events is a path"):
+        reknit.SaveOptions(events=events)
+    with pytest.raises(reknit.UsageError, match="events is a path"):
+        reknit.phase("x", events=events)
