@@ -1,13 +1,15 @@
 """What the golden checkpoints hold: made by rule, so that no copy of it has to be kept beside them.
 
 `python -m tests.golden.content FOLDER` writes one with the reknit of today, with `--file-table` one whose
-index lists the files, as that of a job of many ranks does.  A golden checkpoint that is in
-the repository is never written again: it stands for all that users have on their disks.
+index lists the files, as that of a job of many ranks does, and with `--moved` one whose files have moved to
+`golden://NAME`, which is the folder `cold/NAME` here.  A golden checkpoint that is in the repository is never
+written again: it stands for all that users have on their disks.
 """
 
 from __future__ import annotations
 
 import sys
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 from unittest import mock
 
@@ -21,12 +23,14 @@ from reknit.engine.saving.save import save
 from reknit.monitor.phase import Recorder
 from reknit.options import SaveOptions
 from reknit.storage.local.store import LocalStorage
+from reknit.storage.registry import register
 from reknit.testing.world import run_ranks
 from reknit.types.box import Box
 from reknit.types.shard import Alias, Blob, Holdings, Shard, TensorSpec
 
 if TYPE_CHECKING:
     from reknit.comm.base import Group
+    from reknit.options import Durability
 
 RANKS = 2
 STEP = 1234
@@ -98,5 +102,19 @@ def write(folder: str, *, file_table: bool = False) -> None:
     assert reknit.verify(folder, "data").ok
 
 
+def open_golden(url: str, durability: Durability) -> LocalStorage:
+    """Open what has moved."""
+    return LocalStorage(Path(__file__).parent / "cold" / url.removeprefix("golden://"))
+
+
+def register_golden() -> None:
+    """Let this process open what has moved."""
+    register("golden", open_golden)
+
+
 if __name__ == "__main__":
-    write(sys.argv[1], file_table="--file-table" in sys.argv)
+    path = Path(sys.argv[1])
+    write(str(path), file_table="--file-table" in sys.argv)
+    if "--moved" in sys.argv:
+        register_golden()
+        reknit.cool(path, f"golden://{path.name}")

@@ -13,22 +13,32 @@ import pytest
 from safetensors import safe_open
 
 import reknit
-from tests.golden.content import METADATA, RANKS, STEP, VALUES, arrays, write
+from tests.golden.content import METADATA, RANKS, STEP, VALUES, arrays, register_golden, write
 
 HERE = Path(__file__).parent
 VERSIONS = sorted(path.name for path in HERE.glob("format_*"))
 
 
-@pytest.fixture(params=[*VERSIONS, "today", "today_file_table"])
+@pytest.fixture(params=[*VERSIONS, "today", "today_file_table", "today_moved"])
 def golden(request: pytest.FixtureRequest, tmp_path: Path) -> Path:
     if request.param in VERSIONS:
+        register_golden()
         return HERE / str(request.param)
     write(str(tmp_path / "today"), file_table=request.param == "today_file_table")
+    if request.param == "today_moved":
+        reknit.cool(tmp_path / "today", tmp_path / "cold")
     return tmp_path / "today"
 
 
+@pytest.fixture
+def folder(golden: Path) -> Path:
+    """Where the files of a checkpoint are."""
+    moved_to = json.loads((golden / "manifest.json").read_bytes()).get("moved_to", str(golden))
+    return Path(moved_to.replace("golden://", f"{HERE}/cold/"))
+
+
 def test_there_is_a_golden_checkpoint_of_every_version() -> None:
-    assert VERSIONS == ["format_1", "format_1_file_table"]
+    assert VERSIONS == ["format_1", "format_1_file_table", "format_1_moved"]
     for version in VERSIONS:
         features = json.loads((HERE / version / "manifest.json").read_bytes())["requires"]
         assert "_".join(["format_1", *features]) == version
@@ -61,19 +71,19 @@ def test_it_loads_into_a_state_of_one_process(golden: Path) -> None:
         assert state["model"][fqn].tobytes() == array.tobytes()
 
 
-def test_safetensors_opens_every_data_file_and_finds_what_the_index_says(golden: Path) -> None:
+def test_safetensors_opens_every_data_file_and_finds_what_the_index_says(folder: Path) -> None:
     names = {}
-    for file in golden.rglob("*.safetensors"):
+    for file in folder.rglob("*.safetensors"):
         with safe_open(file, "numpy") as opened:
-            names[str(file.relative_to(golden))] = set(opened.keys())
+            names[str(file.relative_to(folder))] = set(opened.keys())
     assert len(names) == RANKS
-    rows = pd.read_parquet(next(golden.glob("index.*.parquet")))
+    rows = pd.read_parquet(next(folder.glob("index.*.parquet")))
     assert set(rows["file"]) == set(names)
     assert sum(map(len, names.values())) == len(rows[rows["fqn"] != "tied"])
 
 
-def test_duckdb_answers_questions_about_the_index(golden: Path) -> None:
-    index = next(golden.glob("index.*.parquet"))
+def test_duckdb_answers_questions_about_the_index(folder: Path) -> None:
+    index = next(folder.glob("index.*.parquet"))
     with duckdb.connect() as database:
         answer = database.execute(
             "select sum(nbytes)::bigint, count(distinct fqn) from read_parquet(?) where fqn <> 'tied'",

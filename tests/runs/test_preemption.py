@@ -8,16 +8,22 @@ import signal
 import time
 from typing import TYPE_CHECKING
 
+import numpy as np
 import pytest
 
+from reknit import Checkpointer
 from reknit.errors import UsageError
-from reknit.policies import on_preemption
+from reknit.policies import at, on_preemption
 from reknit.policies.saving import OnPreemption
 from reknit.runs.preemption import Notices
+from reknit.testing.world import run_ranks
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
     from multiprocessing.synchronize import Event
+    from pathlib import Path
+
+    from reknit.comm.base import Group
 
 
 def watch(*signals: signal.Signals) -> Notices:
@@ -74,7 +80,7 @@ def test_ctrl_c_can_be_watched_for_and_is_pythons_again_afterwards() -> None:
     notices = watch(signal.SIGINT)
     try:
         os.kill(os.getpid(), signal.SIGINT)
-        assert notices.seen() == "SIGINT"
+        assert notices.seen() == ("SIGINT", None)
     finally:
         notices.close()
     assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
@@ -85,3 +91,36 @@ def test_a_signal_that_nobody_can_watch_for_is_a_wrong_call_and_leaves_no_handle
     with pytest.raises(UsageError, match="SIGKILL"):
         watch(signal.SIGUSR1, signal.SIGKILL)
     assert signal.getsignal(signal.SIGUSR1) is mine
+
+
+@pytest.mark.parametrize(("graces", "saves"), [((3600, None), True), ((3600, 0.001), False)])
+def test_ranks_that_end_before_a_save_can_be_committed_save_nothing_and_the_log_says_so(
+    graces: tuple[float, float | None], saves: bool, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    def work(group: Group) -> tuple[list[int], str | None]:
+        saved, grace_s = [], graces[group.rank != 1]
+        how = at(1) | on_preemption(file=tmp_path / "notice", grace_s=grace_s)
+        with Checkpointer(tmp_path / "run", save=how, wait=True, group=group) as run:
+            held = {"model": {"w": np.arange(10.0)}}
+            for step in range(1, 1000):
+                if step == 5 and group.rank:
+                    (tmp_path / "notice").touch()
+                if run.save(step, held) is not None:
+                    saved.append(step)
+                if run.preempted:
+                    break
+            return saved, run.preempted
+
+    answers = run_ranks(3, work)
+    assert len({(tuple(saved), why) for saved, why in answers}) == 1
+    assert (len(answers[0][0]) > 1) == saves
+    assert answers[0][1] is not None
+    warned = [record.getMessage() for record in caplog.records if "is not saved" in record.getMessage()]
+    assert len(warned) == (not saves)
+    assert all("the last save took" in text and "notice" in text for text in warned)
+
+
+def test_a_time_without_a_length_is_a_wrong_call() -> None:
+    for wrong in (0, -1, float("nan"), "60"):
+        with pytest.raises(UsageError, match="grace_s"):
+            on_preemption(grace_s=wrong)  # type: ignore[arg-type]

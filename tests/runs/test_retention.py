@@ -4,19 +4,21 @@ from __future__ import annotations
 
 import os
 import shutil
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pytest
 
 import reknit
-from reknit.policies import at, best, latest
+from reknit.engine.stored.notes import committed
+from reknit.errors import StoragePermissionError
+from reknit.policies import at, best, latest, without
 from reknit.runs.retention import Retention
+from reknit.storage.local.store import LocalStorage
 from reknit.storage.registry import open_storage
 
 if TYPE_CHECKING:
-    from pathlib import Path
-
     from reknit.policies import Policy
 
 STATE: dict[str, Any] = {"model": {"w": np.arange(10.0)}}
@@ -124,6 +126,83 @@ def test_a_step_that_cannot_be_read_is_not_counted_and_stays(root: Path) -> None
     assert left(root) == [f"step_{n:08d}" for n in (2, 3, 4)]
 
 
+def notes_in(root: Path, step: int) -> Path:
+    return root / f"step_{step:08d}" / ".notes"
+
+
+def a_note(root: Path, step: int, kind: str) -> Path:
+    """Return the path of a note about a step, whose folder is there."""
+    path = root / f"step_{step:08d}"
+    notes_in(root, step).mkdir(exist_ok=True)
+    return notes_in(root, step) / f"{kind}.{committed(open_storage(path)).write_id[:8]}.{0:024x}.json"
+
+
+@pytest.mark.parametrize("data", [b'{"values":{"x":NaN}}', b'{"values":' * 40, b" " * (2 << 20)])
+@pytest.mark.parametrize("kind", ["metrics", "lease", "pin"])
+def test_notes_that_nobody_can_have_written_keep_their_step_and_hold_no_other_up(
+    root: Path, kind: str, data: bytes
+) -> None:
+    a_note(root, 1, kind).write_bytes(data)
+    assert [step.step for step in reknit.steps(root)] == [1, 2, 3, 4]
+    assert pruned(root, best(1, "x")) == [2, 3]  # whose score cannot be read may be the best
+    assert reknit.verify(root / "step_00000001", "data").ok
+
+
+def test_a_folder_of_notes_that_leads_elsewhere_keeps_its_step_and_holds_no_other_up(root: Path) -> None:
+    notes_in(root, 1).symlink_to("/etc")
+    assert [step.step for step in reknit.steps(root)] == [1, 2, 3, 4]
+    assert pruned(root, latest(2)) == [2]
+    assert [step.step for step in reknit.watch(root, poll_s=0.01, idle_s=0.01)] == [1, 3, 4]
+
+
+def test_thousands_of_notes_are_read_and_no_flood(root: Path) -> None:
+    path = a_note(root, 1, "metrics")
+    for number in range(3000):
+        Path(str(path).replace(f"{0:024x}", f"{number:024x}")).write_text(f'{{"values":{{"x":{number}}}}}')
+    assert reknit.steps(root)[0].metrics == {"x": 2999.0}
+    for number in range(20):
+        with open(str(path).replace(f"{0:024x}", f"{number:024x}"), "wb") as file:
+            file.truncate(1 << 20)
+    assert reknit.steps(root)[0].metrics == {}
+
+
+def test_a_step_that_another_run_has_replaced_since_it_was_seen_stays(root: Path) -> None:
+    retention = Retention(open_storage(root), latest(1))
+    assert [each.step for each in retention.surplus()] == [1, 2, 3]
+    reknit.save(root / "step_00000002", STATE, step=2, overwrite=True)
+    assert [each.step for each in retention.prune()] == [1, 3]
+    assert reknit.verify(root / "step_00000002", "data").ok
+
+
+def test_a_newest_step_that_somebody_has_removed_since_it_was_seen_is_not_what_stays(root: Path) -> None:
+    retention = Retention(open_storage(root), latest(1))
+    assert [each.step for each in retention.surplus()] == [1, 2, 3]
+    (root / "step_00000004" / "notes.txt").write_text("mine")  # so that its folder stays
+    reknit.delete(root / "step_00000004")
+    retention.prune()
+    assert reknit.verify(root / "step_00000003", "data").ok
+
+
+def test_leftovers_that_cannot_be_removed_hold_nothing_else_up(
+    root: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    for step in (1, 2):
+        (root / f"step_{step:08d}" / "manifest.json").unlink()
+        for file in (root / f"step_{step:08d}").rglob("*.*"):
+            os.utime(file, (0, 0))
+    delete = LocalStorage.delete
+
+    def refuse(storage: LocalStorage, path: str) -> None:
+        if "step_00000002" in f"{storage.url}/{path}":
+            raise StoragePermissionError(f"may not delete {path}", path=storage.url)
+        delete(storage, path)
+
+    monkeypatch.setattr(LocalStorage, "delete", refuse)
+    assert pruned(root, latest(9)) == []
+    assert left(root) == [f"step_{n:08d}" for n in (2, 3, 4)]
+    assert "what is left of step 2 stays" in caplog.text
+
+
 def test_foreign_files_stay(root: Path) -> None:
     (root / "step_00000001" / "notes.txt").write_text("mine")
     (root / "notes").mkdir()
@@ -167,3 +246,79 @@ def test_a_step_with_a_save_to_it_under_way_stays_and_that_is_logged(
     assert pruned(root, latest(1)) == [2, 3]
     assert "is under way" in caplog.text
     assert reknit.verify(root / "step_00000001", "data").ok
+
+
+def two_items(root: Path, *steps: int) -> None:
+    for step in steps:
+        state = STATE | {"optimizer": {"m": np.arange(10.0) + step}}
+        reknit.save(root / f"step_{step:08d}", state, step=step)
+
+
+def dropped(root: Path) -> list[int | None]:
+    return [step.step for step in reknit.steps(root) if step.dropped]
+
+
+def test_items_age_but_the_newest_whole_step_stays_whole(tmp_path: Path) -> None:
+    two_items(tmp_path, 1, 2, 3, 4)
+    aging = without("optimizer", after_hours=1e-9)
+    retention = Retention(open_storage(tmp_path), latest(3) & aging)
+    assert [each.step for each in retention.surplus()] == [1]
+    assert [(each.step, items) for each, items in retention.aged()] == [
+        (2, ("optimizer",)),
+        (3, ("optimizer",)),
+    ]
+    assert dropped(tmp_path) == []
+    assert [each.step for each in retention.prune()] == [1]
+    assert dropped(tmp_path) == [2, 3]
+    assert all(reknit.verify(step.path, "data").ok for step in reknit.steps(tmp_path))
+    assert retention.prune() == []
+    shutil.rmtree(tmp_path / "step_00000004" / "model")
+    two_items(tmp_path, 5)
+    assert [each.step for each in retention.prune()] == [2]
+    assert dropped(tmp_path) == [3, 4]
+
+
+def test_where_only_steps_without_an_item_are_left_none_goes(tmp_path: Path) -> None:
+    two_items(tmp_path, 1, 2, 3)
+    for step in (2, 3):
+        reknit.delete(tmp_path / f"step_{step:08d}", items=["optimizer"])
+    assert pruned(tmp_path, latest(1)) == []
+    assert dropped(tmp_path) == [2, 3]
+
+
+def test_a_newest_step_of_which_somebody_dropped_items_since_is_not_what_stays(tmp_path: Path) -> None:
+    two_items(tmp_path, 1, 2, 3)
+    retention = Retention(open_storage(tmp_path), latest(1))
+    assert [each.step for each in retention.surplus()] == [1, 2]
+    reknit.delete(tmp_path / "step_00000003", items=["optimizer"])
+    retention.prune()
+    assert [step.step for step in reknit.steps(tmp_path)][-2:] == [2, 3]
+
+
+def test_a_held_step_keeps_its_items(tmp_path: Path) -> None:
+    two_items(tmp_path, 1, 2, 3)
+    reknit.pin(tmp_path / "step_00000001")
+    pruned(tmp_path, without("optimizer", after_hours=1e-9))
+    assert dropped(tmp_path) == [2]
+
+
+def test_a_run_goes_on_with_the_newest_step_that_has_all_items(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    two_items(tmp_path, 1, 2, 3)
+    reknit.delete(tmp_path / "step_00000003", items=["optimizer"])
+    state = {"model": {"w": np.zeros(10)}, "optimizer": {"m": np.zeros(10)}}
+    with reknit.Checkpointer(tmp_path) as run:
+        assert run.resume(state) == 3
+        assert state["optimizer"]["m"][0] == 2.0
+        assert "was dropped 'optimizer'" in caplog.text
+        assert run.resume({"model": {"w": np.zeros(10)}}) == 4
+
+
+def test_a_follower_does_not_meet_a_step_again_of_which_items_went(tmp_path: Path) -> None:
+    two_items(tmp_path, 1, 2)
+    assert [each.step for each in reknit.watch(tmp_path, name="eval", poll_s=0.01, idle_s=0.01)] == [1, 2]
+    reknit.delete(tmp_path / "step_00000001", items=["optimizer"])
+    assert list(reknit.watch(tmp_path, name="eval", poll_s=0.01, idle_s=0.01)) == []
+    (first,) = [each for each in reknit.watch(tmp_path, poll_s=0.01, idle_s=0.01) if each.step == 1]
+    assert (first.items, first.dropped) == (("model",), ("optimizer",))

@@ -11,8 +11,10 @@ import reknit
 from reknit.engine.outcome import PendingSave, SaveOutcome
 from reknit.engine.report import SaveReport
 from reknit.errors import DeadlineError, ShortageError, SkippedError, StorageFullError
+from reknit.options import PromotionTarget
 from reknit.policies.base import policy_of
 from reknit.runs import under_way
+from reknit.runs.cooling import Cool, Cooling
 from reknit.runs.retention import Retention
 from reknit.runs.under_way import UnderWay
 from reknit.storage.registry import open_storage
@@ -33,7 +35,7 @@ def root(tmp_path: Path) -> Path:
 
 
 def saves(root: Path, keep: Callable[[Any], Any]) -> UnderWay:
-    return UnderWay(Retention(open_storage(root), policy_of(keep)))
+    return UnderWay({0: Retention(open_storage(root), policy_of(keep))})
 
 
 def only_newest(steps: Any) -> set[int]:
@@ -41,14 +43,14 @@ def only_newest(steps: Any) -> set[int]:
 
 
 def test_a_save_that_was_skipped_as_asked_for_is_no_failure_at_the_end() -> None:
-    mine, outcome = UnderWay(None), SaveOutcome("/run/1", 1)
+    mine, outcome = UnderWay({}), SaveOutcome("/run/1", 1)
     mine.add(1, PendingSave(outcome), 0.0)
     outcome.end(SkippedError("busy"))
     mine.wait(1.0)
 
 
 def test_a_save_that_failed_is_one_at_the_end() -> None:
-    mine, outcome = UnderWay(None), SaveOutcome("/run/1", 1)
+    mine, outcome = UnderWay({}), SaveOutcome("/run/1", 1)
     mine.add(1, PendingSave(outcome), 0.0)
     outcome.end(StorageFullError("full"))
     with pytest.raises(StorageFullError):
@@ -56,7 +58,7 @@ def test_a_save_that_failed_is_one_at_the_end() -> None:
 
 
 def test_the_last_save_is_taken_for_its_step_unless_it_has_failed_and_that_matters() -> None:
-    mine, outcome = UnderWay(None), SaveOutcome("/run/1", 1)
+    mine, outcome = UnderWay({}), SaveOutcome("/run/1", 1)
     pending = PendingSave(outcome)
     mine.add(1, pending, 0.0)
     assert mine.last(1, sure=False) is pending
@@ -68,15 +70,14 @@ def test_the_last_save_is_taken_for_its_step_unless_it_has_failed_and_that_matte
 
 def test_a_step_that_is_being_promoted_stays(root: Path) -> None:
     mine = saves(root, only_newest)
-    outcomes = [SaveOutcome(f"/run/{step}", step, promote_to="/there") for step in (2, 3)]
+    outcomes = [SaveOutcome(f"/run/{step}", step, promote_to=[PromotionTarget("/there")]) for step in (2, 3)]
     for step, outcome in zip((2, 3), outcomes, strict=True):
         outcome.end(WELL)
         mine.add(step, PendingSave(outcome), 0.0)
     mine.wait(10.0)
     assert numbers(root) == [2, 3]
     for outcome in outcomes:
-        assert outcome.promotion is not None
-        outcome.promotion.end(StorageFullError("full"))
+        outcome.end_promotion(0, StorageFullError("full"))
     assert [each.step for each in mine.prune(dry_run=False)] == [2]
 
 
@@ -115,3 +116,34 @@ def test_to_wait_so_long_is_meant_for_removals_too(root: Path) -> None:
     go_on.set()
     mine.wait(60.0)
     assert numbers(root) == [3]
+
+
+def test_who_has_to_leave_soon_does_not_wait_for_removals(
+    root: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    goes_on = threading.Event()
+    monkeypatch.setattr(Retention, "prune", lambda *_: goes_on.wait(60))
+    mine = saves(root, only_newest)
+    mine.tend(surplus=True)
+    mine.wait(60.0, removals=False)
+    with pytest.raises(DeadlineError, match="not removed yet"):
+        mine.wait(0.01)
+    goes_on.set()
+    mine.wait(60.0)
+
+
+def test_nothing_moves_while_steps_are_removed(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    goes_on, asked = threading.Event(), threading.Event()
+    monkeypatch.setattr(Retention, "prune", lambda *_: goes_on.wait(60))
+    monkeypatch.setattr(Cooling, "run", lambda *_: asked.set())
+    storage = open_storage(root)
+    cooling = Cooling(storage, Cool(root.parent / "cold", after=policy_of(only_newest)))
+    mine = UnderWay({0: Retention(storage, policy_of(only_newest))}, {0: cooling})
+    mine.tend(surplus=True)
+    mine.tend()
+    mine.end_promotions(0.05)
+    assert not asked.is_set()
+    goes_on.set()
+    mine.wait(60.0)
+    assert mine.end_promotions(60.0)
+    assert asked.is_set()

@@ -10,8 +10,10 @@ import numpy as np
 import pytest
 
 import reknit
-from reknit.errors import CorruptError, StoragePermissionError, UsageError
+from reknit.engine.stored.notes import Removal, committed
+from reknit.errors import CheckpointNotFoundError, CorruptError, StoragePermissionError, UsageError
 from reknit.storage.local.store import LocalStorage
+from reknit.storage.registry import open_storage
 from reknit.testing.world import run_ranks
 
 if TYPE_CHECKING:
@@ -128,9 +130,49 @@ def test_who_may_not_write_reads_without_a_lease(
         met(tmp_path, name="eval")  # what it has met cannot be noted
 
 
+def test_a_step_whose_lease_cannot_be_put_is_met_all_the_same(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    save(tmp_path, 1, 2)
+    (tmp_path / "step_00000001" / ".notes").write_text("no folder")
+    assert met(tmp_path) == [1, 2]
+    assert caplog.text.count("may be removed while it is read") == 1
+
+
+def test_a_step_that_is_being_removed_comes_once_it_stays(tmp_path: Path) -> None:
+    save(tmp_path, 1, 2)
+    place = open_storage(tmp_path / "step_00000001")
+    removal = Removal(place, committed(place).write_id)
+    watching = reknit.watch(tmp_path, poll_s=0.01)
+    assert next(watching).step == 2
+    removal.give_up()
+    assert next(watching).step == 1
+
+
+def test_a_score_is_not_noted_at_a_step_that_has_replaced_the_one_it_is_of(tmp_path: Path) -> None:
+    save(tmp_path, 1)
+    before = next(reknit.watch(tmp_path))
+    save(tmp_path, 1)
+    with pytest.raises(CheckpointNotFoundError, match="was removed or replaced"):
+        reknit.note(before.path, {"score": 1.0}, write_id=before.write_id)
+    (step,) = reknit.steps(tmp_path)
+    assert step.metrics == {}
+    reknit.note(step.path, {"score": 1.0}, write_id=step.write_id)
+    assert reknit.steps(tmp_path)[0].metrics == {"score": 1.0}
+
+
 @pytest.mark.parametrize(
     "wrong",
-    [{"name": "a/b"}, {"name": ""}, {"poll_s": 0}, {"idle_s": -1}, {"lease_s": float("inf")}, {"since": -1}],
+    [
+        {"name": "a/b"},
+        {"name": ""},
+        {"poll_s": 0},
+        {"idle_s": -1},
+        {"lease_s": float("inf")},
+        {"lease_s": 1e300},
+        {"poll_s": 1e300},
+        {"since": -1},
+    ],
 )
 def test_wrong_arguments_are_told_at_once(tmp_path: Path, wrong: dict[str, Any]) -> None:
     with pytest.raises(UsageError):

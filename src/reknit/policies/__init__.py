@@ -1,12 +1,12 @@
 """When a run saves, and which steps it keeps: values for `Checkpointer`, combined by ``|``, ``&``, ``~``.
 
 Save policies: `every`, `at`, `first`, `last`, `continuous`, `auto`, `on_preemption`.
-Keep policies: `latest`, `best`, `every`, `at`, `younger`.
+Keep policies: `latest`, `best`, `every`, `at`, `younger`; `without` keeps steps without some items.
 A plain function does too: of a `Moment` for saving, of a list of steps for keeping (it returns step numbers).
 """
 
 from reknit.policies.base import Facts, Moment, Policy
-from reknit.policies.keeping import best, latest, younger
+from reknit.policies.keeping import best, latest, without, younger
 from reknit.policies.saving import auto, continuous, first, on_preemption
 from reknit.policies.stretches import at, every, last
 
@@ -23,5 +23,6 @@ __all__ = [
     "last",
     "latest",
     "on_preemption",
+    "without",
     "younger",
 ]

@@ -22,15 +22,24 @@ MINUTE_S, HOUR_S, DAY_S = 60.0, 3600.0, 86400.0
 class Facts:
     """Facts that rank 0 measures for all: `seconds` since the last save, or since the run began, and more.
 
-    `busy`: an earlier save is still being written.  `preempted`: some rank will end soon.
-    `stall_s`: how long the last save blocked training.  `write_s`: how long it took in all; None before.
+    `busy`: an earlier save is still being written.  `preempted`: some rank will end soon, in `left_s`
+    seconds, where that is known.  `stall_s`: how long the last save blocked training.  `write_s`: how long
+    it took in all; None before.
     """
 
     seconds: float
     busy: bool = False
     preempted: bool = False
+    left_s: float | None = None
     stall_s: float | None = None
     write_s: float | None = None
+
+    @property
+    def in_time(self) -> bool:
+        """Whether a save that takes as long as the last one ends before a rank does."""
+        if self.left_s is None or self.write_s is None:
+            return True
+        return self.write_s * (1 + self.busy) <= self.left_s
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -59,6 +68,11 @@ class Policy:
     def kept(self, steps: Sequence[SavedStep], now: float) -> AbstractSet[int]:
         """Return the numbers of the steps to keep; `steps` have numbers, and ascend."""
         raise NotImplementedError
+
+    def items(self, steps: Sequence[SavedStep], now: float) -> dict[int, AbstractSet[str]]:
+        """Return the items to keep of each step that stays, by its number: all, but for rules about items."""
+        everything = _all_items(steps)
+        return {number: everything[number] for number in self.kept(steps, now) if number in everything}
 
     def leaves(self) -> Iterable[Policy]:
         """Yield the policies of which this one is made."""
@@ -95,6 +109,10 @@ class _Either(Policy):
     def kept(self, steps: Sequence[SavedStep], now: float) -> AbstractSet[int]:
         return self.parts[0].kept(steps, now) | self.parts[1].kept(steps, now)
 
+    def items(self, steps: Sequence[SavedStep], now: float) -> dict[int, AbstractSet[str]]:
+        one, other = (part.items(steps, now) for part in self.parts)
+        return {number: one.get(number, set()) | other.get(number, set()) for number in one.keys() | other}
+
     def leaves(self) -> Iterable[Policy]:
         return (leaf for part in self.parts for leaf in part.leaves())
 
@@ -106,6 +124,11 @@ class _Both(_Either):
 
     def kept(self, steps: Sequence[SavedStep], now: float) -> AbstractSet[int]:
         return self.parts[0].kept(steps, now) & self.parts[1].kept(steps, now)
+
+    def items(self, steps: Sequence[SavedStep], now: float) -> dict[int, AbstractSet[str]]:
+        one, other = (part.items(steps, now) for part in self.parts)
+        both = {number: one[number] & other[number] for number in one.keys() & other}
+        return {number: items for number, items in both.items() if items}
 
 
 @dataclass(frozen=True, slots=True)
@@ -122,6 +145,11 @@ class _Not(Policy):
 
     def kept(self, steps: Sequence[SavedStep], now: float) -> AbstractSet[int]:
         return {number for each in steps if (number := each.step) is not None} - self.part.kept(steps, now)
+
+    def items(self, steps: Sequence[SavedStep], now: float) -> dict[int, AbstractSet[str]]:
+        kept = self.part.items(steps, now)
+        others = {number: items - kept.get(number, set()) for number, items in _all_items(steps).items()}
+        return {number: items for number, items in others.items() if items}
 
     def leaves(self) -> Iterable[Policy]:
         return self.part.leaves()
@@ -150,6 +178,15 @@ class KeepPolicy(Policy):
     """A policy that says only which steps to keep."""
 
     roles = frozenset({"keep"})
+
+
+def _all_items(steps: Sequence[SavedStep]) -> dict[int, AbstractSet[str]]:
+    """Return the items of each step; two folders may hold the same step."""
+    found: dict[int, AbstractSet[str]] = {}
+    for each in steps:
+        if each.step is not None:
+            found[each.step] = found.get(each.step, frozenset()) | frozenset(each.items)
+    return found
 
 
 def policy_of(value: object) -> Policy:

@@ -51,4 +51,5 @@ class RunCosts:
         kept = self.ettr(interval_s)
         restart = self.restart_s / (self.mttf_s + self.restart_s)
         stalls = (1.0 - restart) * self.stall_s / (interval_s + self.stall_s)
-        return {"kept": kept, "stalls": stalls, "again": 1.0 - restart - stalls - kept, "restarts": restart}
+        again = max(1.0 - restart - stalls - kept, 0.0)  # below by rounding only
+        return {"kept": kept, "stalls": stalls, "again": again, "restarts": restart}

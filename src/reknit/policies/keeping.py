@@ -58,6 +58,24 @@ class _Younger(KeepPolicy):
         }
 
 
+@dataclass(frozen=True, slots=True)
+class _Without(KeepPolicy):
+    names: frozenset[str]
+    seconds: float
+
+    def kept(self, steps: Sequence[SavedStep], now: float) -> AbstractSet[int]:
+        return self.items(steps, now).keys()
+
+    def items(self, steps: Sequence[SavedStep], now: float) -> dict[int, AbstractSet[str]]:
+        found: dict[int, AbstractSet[str]] = {}
+        for each in steps:
+            young = now - each.created < self.seconds
+            items = frozenset(each.items) - (frozenset() if young else self.names)
+            if each.step is not None and items:
+                found[each.step] = found.get(each.step, frozenset()) | items
+        return found
+
+
 def latest(count: int) -> Policy:
     """Keep the newest `count` steps."""
     return _Latest(at_least_1("count", count))
@@ -83,6 +101,17 @@ def younger(
 ) -> Policy:
     """Keep what was saved less than so long ago."""
     return _Younger(stretch_s("younger", seconds=seconds, minutes=minutes, hours=hours, days=days))
+
+
+def without(*items: str, after_hours: float) -> Policy:
+    """Keep all of every step, but for these items of steps that were saved longer ago than that.
+
+    It is combined by ``&`` with what says which steps stay at all, and by ``|`` with what says which stay
+    whole: ``(latest(3) | every(1000)) & (latest(3) | without("optimizer", after_hours=168))``.
+    """
+    if not items or not all(isinstance(item, str) for item in items):
+        raise UsageError(f'without takes names of items, such as "optimizer", not {shown(items)}')
+    return _Without(frozenset(items), stretch_s("without", hours=after_hours))
 
 
 def ranked(policy: Policy | None, steps: Sequence[SavedStep]) -> list[SavedStep]:

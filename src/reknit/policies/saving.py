@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import signal
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 
 from reknit.errors import UsageError, shown
 from reknit.policies.base import HOUR_S, Moment, Policy, SavePolicy, positive
@@ -12,6 +12,9 @@ from reknit.policies.interval import RunCosts
 
 if TYPE_CHECKING:
     from os import PathLike
+
+CLOUDS = ("aws", "gcp", "azure")
+"""Providers whose notices `on_preemption` knows."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,10 +60,12 @@ class OnPreemption(SavePolicy):
 
     signals: tuple[signal.Signals, ...]
     file: str | PathLike[str] | None
+    cloud: str | None
+    grace_s: float | None = None
 
     def due(self, moment: Moment) -> bool | None:
-        """Return whether a rank was preempted."""
-        return None if moment.facts is None else moment.facts.preempted
+        """Return whether a rank was preempted, and a save can still be committed."""
+        return None if moment.facts is None else moment.facts.preempted and moment.facts.in_time
 
 
 def first() -> Policy:
@@ -91,16 +96,31 @@ def auto(*, overhead: float | None = None, mttf_hours: float | None = None) -> P
     return _Auto(overhead, None if mttf_hours is None else mttf_hours * HOUR_S)
 
 
-def on_preemption(*signals: signal.Signals | int, file: str | PathLike[str] | None = None) -> Policy:
+def on_preemption(
+    *signals: signal.Signals | int,
+    file: str | PathLike[str] | None = None,
+    cloud: Literal["aws", "gcp", "azure"] | None = None,
+    grace_s: float | None = None,
+) -> Policy:
     """Save at the next step after any rank was preempted.
 
     That is by one of `signals` (SIGTERM where nothing is given; ``SIGUSR1`` for Slurm's
-    ``--signal=USR1@120``), or by a `file` that appears.  The handler only sets a flag, and calls the previous
-    handler (except Python's own for Ctrl-C).  Leave the loop when
+    ``--signal=USR1@120``), by a `file` that appears, or by a notice of the `cloud` provider that a host will
+    end: each rank asks the metadata service of its instance every five seconds.  The handler of a signal only
+    sets a flag, and calls the previous handler (except Python's own for Ctrl-C).  Leave the loop when
     `Checkpointer.preempted` is true, and close the checkpointer: that waits for the save.
+
+    `grace_s` is how many seconds pass between the notice and the end.  If the last save took longer than
+    what is left of them, nothing is saved, which the log says: a save that is under way has the storage for
+    itself then.
     """
     try:
         numbers = tuple(signal.Signals(number) for number in signals)
     except ValueError as error:
         raise UsageError(f"on_preemption takes signals, such as signal.SIGUSR1: {error}") from error
-    return OnPreemption(numbers if numbers or file is not None else (signal.SIGTERM,), file)
+    if cloud not in (None, *CLOUDS):
+        raise UsageError(f"cloud is one of {', '.join(CLOUDS)}, not {cloud!r}")
+    if grace_s is not None and not positive(grace_s):
+        raise UsageError(f"grace_s is a number of seconds above 0, not {shown(grace_s)}")
+    others = file is not None or cloud is not None
+    return OnPreemption(numbers if numbers or others else (signal.SIGTERM,), file, cloud, grace_s)

@@ -3,19 +3,24 @@
 from __future__ import annotations
 
 import json
+import logging
+from dataclasses import replace
+from math import inf
 from typing import TYPE_CHECKING, Any
 
 from reknit.comm import base as comm
 from reknit.monitor.phase import monotonic
 from reknit.policies.base import Moment
 from reknit.policies.saving import OnPreemption
-from reknit.runs.preemption import Notices
+from reknit.runs.preemption import Notice, Notices
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
     from reknit.comm.base import Group
     from reknit.policies.base import Facts, Policy
+
+logger = logging.getLogger("reknit")
 
 _ROUND_EVERY_S = 2.0
 _MOST_STEPS = 100
@@ -40,11 +45,15 @@ class Agreement:
         self._notices = Notices(leaf for leaf in policy.leaves() if isinstance(leaf, OnPreemption))
         self._next = self._asked = 0
         self._last: tuple[int, float] | None = None
-        self.preempted: str | None = None
-        """What told a rank that it will end soon; the same on all ranks."""
+        self._notice: Notice | None = None
 
-    def due(self, step: int, saved: int | None, facts: Callable[[bool], Facts]) -> bool:
-        """Tell whether to save after a step; rank 0 asks for `facts`, and says whether a rank will end."""
+    @property
+    def preempted(self) -> str | None:
+        """What told a rank that it will end soon; the same on all ranks."""
+        return None if self._notice is None else self._notice.what
+
+    def due(self, step: int, saved: int | None, facts: Callable[[], Facts]) -> bool:
+        """Tell whether to save after a step; rank 0 asks for `facts`, to which it adds what ranks noticed."""
         if step < self._asked:  # an earlier step was loaded: the next round was for where the run is no more
             self._next, self._last = 0, None
         self._asked = step
@@ -52,19 +61,22 @@ class Agreement:
         if answer is not None or step < self._next:
             return bool(answer)
 
-        def any_of(notices: Sequence[bytes]) -> bytes:
-            return next(filter(None, notices), b"")
-
         def decide(requests: list[bytes]) -> list[bytes]:
-            notice = any_of(requests).decode()
-            moment = Moment(step=step, saved=saved, facts=facts(bool(notice)))
-            decision = [bool(self._policy.due(moment)), notice, self._next_round(step)]
-            return [json.dumps(decision).encode()] * self._group.size
+            notice = _soonest(requests)
+            what, left_s = json.loads(notice) if notice else (None, None)
+            known = replace(facts(), preempted=what is not None, left_s=left_s)
+            due = bool(self._policy.due(Moment(step=step, saved=saved, facts=known)))
+            if not (due or known.in_time or self.preempted):
+                logger.warning(
+                    "step %d is not saved on %s: %.1f s are left, and the last save took %.1f s",
+                    *(step, what, left_s, known.write_s),
+                )
+            return [json.dumps([due, notice.decode(), self._next_round(step)]).encode()] * self._group.size
 
-        notice = (self.preempted or self._notices.seen() or "").encode()
-        with comm.turn(self._group, "steps", self._timeout_s, merge=any_of, subject=f"step {step}") as turn:
-            due, told, self._next = json.loads(turn.exchange(notice, decide))
-        self.preempted = told or None
+        mine = _encoded(self._notices.seen() or self._notice)
+        with comm.turn(self._group, "steps", self._timeout_s, merge=_soonest, subject=f"step {step}") as turn:
+            due, notice, self._next = json.loads(turn.exchange(mine, decide))
+        self._notice = _decoded(notice)
         return bool(due)
 
     def _next_round(self, step: int) -> int:
@@ -80,3 +92,28 @@ class Agreement:
     def close(self) -> None:
         """Watch for notices no longer."""
         self._notices.close()
+
+
+def _encoded(notice: Notice | None) -> bytes:
+    """Return a notice for others, whose clocks are their own; nothing if there is none."""
+    if notice is None:
+        return b""
+    left_s = None if notice.ends_at is None else notice.ends_at - monotonic()
+    return json.dumps([notice.what, left_s]).encode()
+
+
+def _decoded(notice: str) -> Notice | None:
+    if not notice:
+        return None
+    what, left_s = json.loads(notice)
+    return Notice(what, None if left_s is None else monotonic() + left_s)
+
+
+def _soonest(notices: Sequence[bytes]) -> bytes:
+    """Return the notice of the rank that ends first."""
+
+    def left_s(notice: bytes) -> float:
+        left = json.loads(notice)[1]
+        return inf if left is None else float(left)
+
+    return min(filter(None, notices), key=left_s, default=b"")

@@ -4,36 +4,38 @@ from __future__ import annotations
 
 import logging
 import os
-from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, Literal
 
 from reknit import api
 from reknit.arguments import checked_metrics
-from reknit.engine.saving.commit import manifest_exists
-from reknit.engine.stored.newest import refuse_other
 from reknit.engine.stored.notes import add_metrics
-from reknit.engine.stored.steps import METRICS, numbered, step_name, steps_below
-from reknit.errors import CheckpointNotFoundError, CorruptError, FormatError, VersionError
+from reknit.engine.stored.steps import METRICS, step_name
+from reknit.errors import (
+    CheckpointNotFoundError,
+    CorruptError,
+    DroppedError,
+    VersionError,
+)
 from reknit.monitor.phase import monotonic
 from reknit.options import LoadOptions, SaveOptions
 from reknit.policies.base import Facts
-from reknit.policies.keeping import ranked
 from reknit.ranks import acting
 from reknit.runs.agreement import Agreement, asked
-from reknit.runs.arguments import policy_for, step_number
-from reknit.runs.retention import Retention
-from reknit.runs.settle import settle
+from reknit.runs.arguments import check_one_root, policy_for, step_number
+from reknit.runs.cadence import Cadence, late, missing
+from reknit.runs.load_step import UNSOUND, load_step
+from reknit.runs.other_hosts import OtherHosts
+from reknit.runs.tiers import FoundStep, Tier, below, opened, promoting
 from reknit.runs.under_way import UnderWay
-from reknit.storage.registry import open_storage, recipe
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
+    from collections.abc import Callable, Mapping, Sequence
     from os import PathLike
 
     from reknit.engine.outcome import PendingSave
     from reknit.engine.report import LoadReport
-    from reknit.storage.base import Storage
+    from reknit.runs.cooling import Cool
     from reknit.types.saved_step import SavedStep
 
     Folder = tuple[int, str]
@@ -54,38 +56,45 @@ class Checkpointer:
     take as well.
 
     `options.promote_to` and `load_options.replicas` are roots here too: each step is promoted to, and read
-    from, the folder of its name there.  Use it as a context manager, or call `close` at the end.
+    from, the folder of its name there.  With `tiers`, a list of `Tier`, in the place of `root`, `save` and
+    `keep`, saves write to the first; agents promote the steps that the others want, and all of them are
+    looked at for steps.  Use it as a context manager, or call `close` at the end.
     """
 
     def __init__(
         self,
-        root: str | PathLike[str],
+        root: str | PathLike[str] | None = None,
         *,
+        tiers: Sequence[Tier] | None = None,
         save: object = None,
         keep: object = None,
+        cool: Cool | None = None,
         wait: bool = False,
         options: SaveOptions | None = None,
         load_options: LoadOptions | None = None,
         group: object = None,
     ) -> None:
         self._wait, self._options, self._load_options, self._given = wait, options, load_options, group
-        self._when = None if save is None else policy_for("save", save)
-        self._keep = None if keep is None else policy_for("keep", keep)
-        options = options if isinstance(options, SaveOptions) else SaveOptions()
+        check_one_root(root, tiers, {"save": save, "keep": keep, "cool": cool}, options, load_options)
+        options = self._used = options if isinstance(options, SaveOptions) else SaveOptions()
         self._timeout_s = options.timeout_s
         self._group = acting(group, options.comm).group
-        self._storage = open_storage(root, durability=options.durability)
-        self._root = recipe(root).url  # also for who changes the folder he works in
-        self._agreement = None if self._when is None else Agreement(self._group, self._when, self._timeout_s)
-        self._retention = None
-        if self._keep is not None and self._group.rank == 0:
-            self._retention = Retention(self._storage, self._keep)
+        if root is not None:
+            tiers = [Tier(root, None if save is None else policy_for("save", save), keep, cool=cool)]
+        self._tiers = opened(tiers, options.durability)
+        first = self._tiers.levels[0]
+        self._root = first.url
+        self._agreement = None if first.when is None else Agreement(self._group, first.when, self._timeout_s)
+        self._cadence = Cadence(self._group, self._tiers.levels, self._timeout_s)
+        self._other_hosts = OtherHosts(self._group, first, self._timeout_s)
+        decides = self._group.rank == 0
+        self._retentions = self._tiers.retentions(apart=self._other_hosts.apart) if decides else {}
         self._resumed = False
         self._saved: int | None = None
         self._saved_at = monotonic()
         self._decided: tuple[int, bool] | None = None
         self._stall_s: float | None = None
-        self._under_way = UnderWay(self._retention)
+        self._under_way = UnderWay(self._retentions, self._tiers.coolings() if decides else {})
 
     def __enter__(self) -> Checkpointer:
         return self
@@ -100,6 +109,11 @@ class Checkpointer:
     def preempted(self) -> str | None:
         """Why a rank will end soon, see `on_preemption`; None if none will.  The same on all ranks."""
         return None if self._agreement is None else self._agreement.preempted
+
+    @property
+    def exit_code(self) -> int:
+        """The exit code for the end of the script: 75 (``EX_TEMPFAIL``, try again) if `preempted`, else 0."""
+        return os.EX_TEMPFAIL if self.preempted else 0
 
     def should_save(self, step: int) -> bool:
         """Tell whether the policy wants `step` saved; all ranks ask, and get the same answer."""
@@ -135,58 +149,63 @@ class Checkpointer:
         if (last := self._under_way.last(step, sure=force or self._wait)) is not None:
             return last
         begin = monotonic()
+        tiers = self._cadence.due(step, self._under_way.busy_with, preempted=self.preempted is not None)
         pending = api.save(
-            _below(self._root, step_name(step)),
+            below(self._root, step_name(step)),
             state,
             step=step,
             wait=self._wait,
             overwrite=self._resumed,
             metadata={METRICS: numbers},
-            options=self._save_options(step_name(step)),
+            options=self._save_options(step_name(step), tiers),
             group=self._given,
         )
         self._saved, self._saved_at = step, monotonic()
         self._stall_s = self._saved_at - begin
-        self._under_way.add(step, pending, begin)
+        self._under_way.add(step, pending, begin, tiers)
+        self._under_way.clear(self._other_hosts)
         return pending
 
     def resume(self, state: Mapping[str, Any]) -> int:
-        """Load the newest complete step into `state`, and return the next step.
+        """Load the newest complete step of any tier into `state`, and return the next step.
 
-        That is the loaded step plus one, or 0 if nothing has been saved yet; the log says which.  Damaged
-        steps are skipped, and the log says why.  If all steps are damaged, this raises `CorruptError` rather
-        than start from step 0.  Other errors, such as `MismatchError`, are raised.
+        That is the loaded step plus one, or 0 if nothing has been saved yet; the log says which.  Skipped,
+        with the reason in the log, are steps that are damaged, and those of which items were dropped that
+        `state` has.  If all are, this raises `CorruptError` rather than start from step 0.  Other errors,
+        such as `MismatchError`, are raised.
 
         The saves of this run are waited for.  So are agents of an earlier run that are at work on the host of
         rank 0, up to five minutes; what that run has begun and nobody finished can never commit afterwards.
         """
         self._under_way.settle()
-        self._ask("settle", partial(settle, self._storage, min(_SETTLE_S, self._timeout_s / 2)))
+        self._ask("settle", partial(self._tiers.settle, min(_SETTLE_S, self._timeout_s / 2)))
         bad: list[str] = []
-        below: Folder | None = None
-        while (found := self._ask("newest", partial(self._newest, below))) is not None:
-            below = number, name = found[0], found[1]
-            path = _below(self._root, name)
+        before: Folder | None = None
+        while (found := self._find("newest", before=before)) is not None:
+            before = found.number, found.name
             try:
-                reached = self._load(number, name, state)[1]
+                report, reached = self._load(found, state)
             except VersionError:
                 raise
-            except (FormatError, CheckpointNotFoundError) as error:
-                bad.append(path)
-                if self._retention is not None:
-                    self._retention.note_damaged(number, name)
-                self._say(logging.WARNING, "passed over step %d: %s", number, error.message)
+            except UNSOUND as error:
+                bad.append(below(self._tiers.levels[found.tiers[0]].url, found.name))
+                if not isinstance(error, DroppedError):
+                    for tier in found.tiers:
+                        if tier in self._retentions:
+                            self._retentions[tier].note_damaged(*before)
+                self._say(logging.WARNING, "passed over step %d: %s", found.number, error.message)
             else:
                 self._under_way.tend(surplus=True)  # the run before may have ended before it removed that
-                self._say(logging.INFO, "resumed from %s: the next step is %d", path, reached + 1)
+                self._say(logging.INFO, "resumed from %s: the next step is %d", report.path, reached + 1)
                 return reached + 1
+        where = self._tiers.where
         if bad:
             raise CorruptError(
-                f"none of the {len(bad)} steps below {self._root} can be loaded; the newest is {bad[0]}",
+                f"none of the {len(bad)} steps below {where} can be loaded; the newest is {bad[0]}",
                 path=self._root,
                 remedy="reknit verify shows the damage; to start from step 0, use another folder",
             )
-        self._say(logging.WARNING, "there is no checkpoint below %s yet: starting with step 0", self._root)
+        self._say(logging.WARNING, "there is no checkpoint below %s yet: starting with step 0", where)
         return 0
 
     def note(self, step: int, metrics: Mapping[str, float]) -> None:
@@ -195,41 +214,37 @@ class Checkpointer:
         Those of rank 0 count.  Raises `CheckpointNotFoundError`; see `reknit.note`.
         """
         numbers, number = checked_metrics(metrics), step_number(step)
-        self._ask("note", lambda: add_metrics(self._folder_of(number), numbers), f"step {number}")
+
+        def add() -> None:
+            if (found := self._tiers.newest(number=number)) is None:
+                raise self._missing(f"step {number}")
+            for tier in found.tiers:
+                add_metrics(self._tiers.levels[tier].storage.sub(found.name), numbers)
+
+        self._ask("note", add, f"step {number}")
 
     def load(self, state: Mapping[str, Any], step: int | Literal["latest", "best"] = "latest") -> LoadReport:
         """Fill `state` from one step: a number, the newest, or the best by the metric that `keep` names.
 
         Raises `CheckpointNotFoundError` where there is none, and what `reknit.load` does.
         """
-        if step not in ("latest", "best"):
-            step = step_number(step)
-
-        def find() -> Folder | None:
-            if step == "latest":
-                return self._newest()
-            if step == "best":
-                best = self.best()
-                return None if best is None else (best.step or 0, best.path.rpartition("/")[2])
-            return self._newest(number=step)
-
-        found = self._ask("find", find, f"step {step}")
-        if found is None:
-            raise self._missing(f"step {step}" if isinstance(step, int) else f"{step} step")
-        return self._load(found[0], found[1], state)[0]
+        number = step if step in ("latest", "best") else step_number(step)
+        if (found := self._find("find", number)) is None:
+            raise self._missing(f"step {number}" if isinstance(number, int) else f"{number} step")
+        return self._load(found, state)[0]
 
     def steps(self) -> list[SavedStep]:
-        """Return the committed steps, ascending, as `reknit.steps` does."""
-        return steps_below(self._storage)
+        """Return the committed steps of all tiers, ascending, as `reknit.steps` does."""
+        return self._tiers.steps()
 
     def latest(self) -> int | None:
         """Return the number of the newest committed step, or None.  One rank may ask alone."""
-        found = self._newest()
-        return None if found is None else found[0]
+        found = self._tiers.newest()
+        return None if found is None else found.number
 
     def best(self) -> SavedStep | None:
         """Return the best step by the metric that `keep` names, or None.  Raises `UsageError` without one."""
-        return next(iter(ranked(self._keep, self.steps())), None)
+        return self._tiers.best()
 
     def prune(self, *, dry_run: bool = False) -> list[SavedStep]:
         """Remove the steps that `keep` does not keep, and return them; with `dry_run` only return them.
@@ -247,47 +262,53 @@ class Checkpointer:
         self._under_way.wait(timeout_s)
 
     def close(self) -> None:
-        """Wait for all saves, and watch for signals no longer.  Every rank calls it, or none."""
-        try:
-            self.wait()
-        finally:
-            self._leave()
+        """Wait for all saves, and watch for signals no longer.  Every rank calls it, or none.
 
-    def _leave(self) -> None:
+        It waits up to `exit_wait_s` for promotions to tiers, which agents finish, and for steps that move to
+        a cold store, which the next run does.  It waits for the removal of old steps too, but not where the
+        run is `preempted`: the next run does it.
+        """
+        promoted = True
+        try:
+            self._under_way.wait(None, removals=not self.preempted)
+            promoted = self._under_way.end_promotions(self._used.exit_wait_s, late=not self.preempted)
+            self._under_way.wait(None, removals=not self.preempted)
+            if not self.preempted:
+                self._under_way.clear(self._other_hosts)
+        finally:
+            self._leave(promoted)
+
+    def _leave(self, promoted: bool = True) -> None:
+        if not self.preempted:
+            self._under_way.end_pruning()
+            if promoted:
+                self._tiers.close()
         if self._agreement is not None:
             self._agreement.close()
-        self._under_way.end_pruning()
-        self._storage.close()
 
-    def _facts(self, preempted: bool) -> Facts:
+    def _facts(self) -> Facts:
         return Facts(
             seconds=monotonic() - self._saved_at,
             busy=self._under_way.busy(),
-            preempted=preempted,
             stall_s=self._stall_s,
             write_s=self._under_way.write_s,
         )
 
-    def _newest(self, below: Folder | None = None, number: int | None = None) -> Folder | None:
-        """Return the newest committed step that comes before a folder, or one with this number."""
-        folders = numbered(self._storage)
-        for folder in folders:
-            wanted = (below is None or folder < below) and number in (None, folder[0])
-            if wanted and manifest_exists(self._storage.sub(folder[1])):
-                return folder
-        if not folders:
-            refuse_other(self._storage)
-        return None
+    def _find(self, name: str, step: int | str = "latest", before: Folder | None = None) -> FoundStep | None:
+        """Return a step as rank 0 finds it."""
 
-    def _folder_of(self, number: int) -> Storage:
-        """Return the folder of a committed step.  Raises `CheckpointNotFoundError`."""
-        if (found := self._newest(number=number)) is None:
-            raise self._missing(f"step {number}")
-        return self._storage.sub(found[1])
+        def find() -> FoundStep | None:
+            if step != "best":
+                return self._tiers.newest(before, None if isinstance(step, str) else step)
+            best = self.best()
+            return None if best is None else self._tiers.newest(number=best.step)
+
+        found = self._ask(name, find, f"step {step}" if before is None else "")
+        return None if found is None else FoundStep(*found)
 
     def _missing(self, what: str) -> CheckpointNotFoundError:
         return CheckpointNotFoundError(
-            f"there is no {what} below {self._root}",
+            f"there is no {what} below {self._tiers.where}",
             path=self._root,
             remedy=f"look there: reknit ls {self._root}",
         )
@@ -296,33 +317,32 @@ class Checkpointer:
         """Return what rank 0 finds; its errors are raised on all ranks."""
         return asked(self._group, name, self._timeout_s, question, subject)
 
-    def _load(self, number: int, name: str, state: Mapping[str, Any]) -> tuple[LoadReport, int]:
+    def _load(self, found: FoundStep, state: Mapping[str, Any]) -> tuple[LoadReport, int]:
         """Load a step, and go on from it; also return its number, of which its manifest is sure."""
-        options, path = self._load_options, _below(self._root, name)
-        if isinstance(options, LoadOptions) and options.replicas:
-            places = (_below(os.fspath(replica), name) for replica in options.replicas)
-            options = replace(options, replicas=tuple(places))
-        report = api.load(path, state, options=options, group=self._given)
-        if report.step not in (None, number):
-            self._say(logging.WARNING, "%s holds step %d", path, report.step)
-        reached = number if report.step is None else report.step
+        report = load_step(self._tiers.levels, found, state, self._load_options, self._given, self._say)
+        if report.step not in (None, found.number):
+            self._say(logging.WARNING, "%s holds step %d", report.path, report.step)
+        reached = found.number if report.step is None else report.step
         self._resumed, self._saved, self._saved_at, self._decided = True, reached, monotonic(), None
         self._under_way.loaded(reached)
+        if len(self._tiers.levels) > 1:
+            self._cadence.go_on(self._ask("tiers", partial(self._promote_missing, reached)))
         return report, reached
 
-    def _save_options(self, name: str) -> SaveOptions | None:
-        """Return the options of a save to a folder, which is promoted to a folder of the same name."""
-        options = self._options
-        if not isinstance(options, SaveOptions) or options.promote_to is None:
-            return options
-        return replace(options, promote_to=_below(os.fspath(options.promote_to), name))
+    def _promote_missing(self, reached: int) -> list[int | None]:
+        """Let threads promote what an earlier run has left, and return the newest step of each tier then."""
+        steps, newest = missing(self._tiers.levels, reached)
+        steps = [step for step in steps if step.number not in self._under_way.needed()]
+        for tier, (numbers, work) in late(self._tiers.levels, steps, self._used).items():
+            self._under_way.promote_late(tier, numbers, work)
+        return newest
+
+    def _save_options(self, name: str, tiers: Sequence[int]) -> SaveOptions | None:
+        """Return the options of a save to a folder, which is promoted to folders of the same name."""
+        if self._options is not None and self._options is not self._used:  # which the save says
+            return self._options
+        return promoting(self._used, [self._tiers.levels[tier] for tier in tiers], name)
 
     def _say(self, level: int, message: str, *arguments: object) -> None:
         if self._group.rank == 0:
             logger.log(level, message, *arguments)
-
-
-def _below(root: str, name: str) -> str:
-    """Return the place of a folder below a path or a URL, which may have options."""
-    place, mark, options = root.partition("?") if "://" in root else (root, "", "")
-    return f"{place.rstrip('/')}/{name}{mark}{options}"

@@ -1,4 +1,4 @@
-"""Notices that a process will end soon: signals, and a file that comes into being."""
+"""Notices that a process will end soon: signals, a file that comes into being, the cloud provider."""
 
 from __future__ import annotations
 
@@ -6,9 +6,11 @@ import logging
 import os
 import signal
 import threading
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from reknit.errors import UsageError
+from reknit.monitor.phase import monotonic
+from reknit.runs.cloud_notices import CloudNotices
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -18,20 +20,32 @@ if TYPE_CHECKING:
 logger = logging.getLogger("reknit")
 
 
+class Notice(NamedTuple):
+    """What said that a process will end, and when, as `monotonic` counts; None where that is not known."""
+
+    what: str
+    ends_at: float | None
+
+
 class Notices:
     """Watches for what the policies name; a handler of a signal takes note, and calls the one before it."""
 
     def __init__(self, policies: Iterable[OnPreemption]) -> None:
-        self._what: str | None = None
+        self._notice: Notice | None = None
         self._before: dict[signal.Signals, Any] = {}
-        self._files: list[str] = []
+        self._graces: dict[signal.Signals, float | None] = {}
+        self._files: dict[str, float | None] = {}
+        self._clouds: dict[str, tuple[CloudNotices, float | None]] = {}
         self._process: int | None = os.getpid()
         try:
             for policy in policies:
                 if policy.file is not None:
-                    self._files.append(os.fspath(policy.file))
+                    self._files[os.fspath(policy.file)] = policy.grace_s
                 for number in policy.signals:
+                    self._graces[number] = policy.grace_s
                     self._watch(number)
+                if policy.cloud is not None and policy.cloud not in self._clouds:
+                    self._clouds[policy.cloud] = CloudNotices(policy.cloud), policy.grace_s
         except BaseException:
             self.close()
             raise
@@ -55,22 +69,32 @@ class Notices:
         # later handler calls this one.  Both do what they would do without.
         watching = self._process == os.getpid()
         if watching:
-            self._what = signal.Signals(number).name
+            self._take(signal.Signals(number).name, self._graces[signal.Signals(number)])
         if callable(before) and not (watching and before is signal.default_int_handler):
             before(number, frame)
         elif not watching and before != signal.SIG_IGN:
             signal.signal(number, signal.SIG_DFL)
             os.kill(os.getpid(), number)
 
-    def seen(self) -> str | None:
-        """Say what was noticed, None for nothing yet."""
-        if self._what is None:
-            self._what = next((f"the file {path}" for path in self._files if os.path.exists(path)), None)
-        return self._what
+    def _take(self, what: str, grace_s: float | None) -> None:
+        self._notice = Notice(what, None if grace_s is None else monotonic() + grace_s)
+
+    def seen(self) -> Notice | None:
+        """Return what was noticed, None for nothing yet."""
+        if self._notice is None:
+            for path, grace_s in self._files.items():
+                if os.path.exists(path):
+                    self._take(f"the file {path}", grace_s)
+            for cloud, grace_s in self._clouds.values():
+                if cloud.seen is not None:
+                    self._take(cloud.seen, grace_s)
+        return self._notice
 
     def close(self) -> None:
         """Give the signals back to the handlers that were there before."""
         self._process = None
+        for cloud, _ in self._clouds.values():
+            cloud.close()
         for number, before in self._before.items():
             if signal.getsignal(number) == self._note:
                 signal.signal(number, signal.SIG_DFL if before is None else before)

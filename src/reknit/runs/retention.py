@@ -6,15 +6,22 @@ import logging
 import os
 from typing import TYPE_CHECKING
 
-from reknit.engine.stored.delete import delete
+from reknit.arguments import following
+from reknit.engine.saving.commit import size_of
+from reknit.engine.stored.delete import drop
+from reknit.engine.stored.file_checks import whole_manifest
 from reknit.engine.stored.leftovers import leftovers, remove
-from reknit.engine.stored.notes import held_by
+from reknit.engine.stored.moving import delete_moved
+from reknit.engine.stored.notes import held_by, metrics_of
+from reknit.engine.stored.opening import manifest_in, read_manifest
 from reknit.engine.stored.steps import described, numbered
 from reknit.engine.stored.verify import verify
-from reknit.errors import ReknitError
+from reknit.errors import FormatError, ReknitError, StoragePermissionError
+from reknit.format.manifest_file import decode_record
 from reknit.monitor.phase import now
 from reknit.options import LoadOptions
 from reknit.storage.local.sweep import sweepable
+from reknit.storage.registry import open_storage
 
 if TYPE_CHECKING:
     from collections.abc import Container
@@ -22,6 +29,9 @@ if TYPE_CHECKING:
     from reknit.policies.base import Policy
     from reknit.storage.base import Storage
     from reknit.types.saved_step import SavedStep
+
+    Aged = tuple[SavedStep, tuple[str, ...]]
+    """A step, and the items of it that are no longer kept."""
 
 logger = logging.getLogger("reknit")
 
@@ -35,12 +45,15 @@ class Retention:
     verified again, but for those that a run says it has saved anew.
     """
 
-    def __init__(self, root: Storage, keep: Policy) -> None:
-        self._root, self._keep = root, keep
+    def __init__(self, root: Storage, keep: Policy, *, apart: bool = False) -> None:
+        """Keep steps below `root`; files that are missing may be on other hosts, where these are `apart`."""
+        self._root, self._keep, self._apart = root, keep, apart
+        self._reads_metrics = any(leaf.reads_metrics for leaf in keep.leaves())
         self._steps: dict[str, SavedStep] = {}
         self._sound: set[str] = set()
         self._damaged: dict[str, int] = {}
         self._renewed: set[int] = set()
+        self._to_sweep: set[str] = set()
 
     def note_saved(self, number: int) -> None:
         """Forget what was known of a step: it was saved, maybe over another.  Any thread may call this."""
@@ -56,36 +69,58 @@ class Retention:
         A checkpoint that cannot be read, or has no step, is not counted and never goes.  Neither does a step
         later than `reached`, where the run is now: an earlier run left it, and this one may replace it.
         """
+        return [step for step, items in self._plan(needed, reached) if items is None]
+
+    def aged(self, needed: Container[int] = (), reached: int | None = None) -> list[Aged]:
+        """Return the other steps of which the policy does not keep all items, and these items."""
+        return [(step, items) for step, items in self._plan(needed, reached) if items is not None]
+
+    def _plan(
+        self, needed: Container[int], reached: int | None
+    ) -> list[tuple[SavedStep, tuple[str, ...] | None]]:
+        """Return what goes: steps, the oldest first, with the items of each, None for a whole step."""
         steps = [step for step in self._look() if reached is None or (step.step or 0) <= reached]
-        kept = self._keep.kept(steps, now())
-        doomed = [
-            step
-            for step in steps
-            if step.step not in kept
-            and step.step not in needed
-            and held_by(self._folder(step), step.write_id) is None
-        ]
+        kept = self._keep.items(steps, now())
+        doomed: list[tuple[SavedStep, tuple[str, ...] | None]] = []
+        for step in steps:
+            items = kept.get(step.step or 0)
+            gone = None if items is None else tuple(item for item in step.items if item not in items)
+            if gone and step.moved_to is not None:
+                continue  # items are dropped before a step moves, or not at all
+            if gone != () and step.step not in needed and self._may_go(step):
+                doomed.append((step, gone))
         if not doomed:
             return []
         # What is later than the newest whole step is damaged, and stays as well for who looks into that.
-        before = next((at for at in reversed(range(len(steps))) if self._is_sound(steps[at])), 0)
+        before = next((at for at in reversed(range(len(steps))) if self._is_whole(steps[at])), 0)
         older = {step.path for step in steps[:before]}
-        return [step for step in doomed if step.path in older]
+        return [(step, items) for step, items in doomed if step.path in older]
 
     def prune(self, needed: Container[int] = (), reached: int | None = None) -> list[SavedStep]:
-        """Remove what is surplus, and return it; what cannot be removed is logged."""
-        removed = []
-        for step in self.surplus(needed, reached):
-            try:
-                delete(self._folder(step))
-            except ReknitError as error:
-                logger.warning("step %s stays at %s: %s", step.step, step.path, error)
-            else:
-                removed.append(step)
-                self._steps.pop(step.path, None)
-                logger.info("removed step %s: %s", step.step, step.path)
+        """Remove what is surplus, and return the steps that went; what cannot be removed is logged.
+
+        So are the items that went of steps which stay.
+        """
+        plan = self._plan(needed, reached)
+        removed = [step for step, items in plan if self._removed(step, items) and items is None]
         self._sweep()
         return removed
+
+    def _removed(self, step: SavedStep, items: tuple[str, ...] | None) -> bool:
+        """Remove a step, or items of it, and tell whether that could be done."""
+        folder, what = self._folder(step), "all" if items is None else ", ".join(map(repr, items))
+        try:
+            if items is None:
+                delete_moved(folder, open_storage, step.write_id)
+            else:
+                drop(folder, items, step.write_id)
+        except ReknitError as error:
+            logger.warning("step %s stays with %s at %s: %s", step.step, what, step.path, error)
+            self._to_sweep.add(step.path)  # a marker of a process that died may be in the way
+            return False
+        self._steps.pop(step.path, None)
+        logger.info("removed %s of step %s: %s", what, step.step, step.path)
+        return True
 
     def _sweep(self) -> None:
         """Finish the removals that a process began which then died, of steps older than the newest.
@@ -95,27 +130,37 @@ class Retention:
         newest = max((step.step or 0 for step in self._steps.values()), default=0)
         for number, name in self._folders():
             folder = self._root.sub(name)
-            if number >= newest or folder.url in self._steps:
+            if number >= newest or (folder.url in self._steps and folder.url not in self._to_sweep):
                 continue
-            here, all_over = sweepable(folder), sweepable(self._root)
-            if here is not None and all_over is not None:
-                held = [each._replace(path=f"{name}/{each.path}") for each in here.dated()]
-                for left in leftovers(self._root, held, now() - _LEFT_S):
-                    if left.kept is None:
-                        remove(self._root, all_over, left)
+            self._to_sweep.discard(folder.url)
+            try:
+                self._sweep_folder(name, folder)
+            except ReknitError as error:
+                logger.warning("what is left of step %s stays at %s: %s", number, folder.url, error)
+
+    def _sweep_folder(self, name: str, folder: Storage) -> None:
+        here, all_over = sweepable(folder), sweepable(self._root)
+        if here is not None and all_over is not None:
+            held = [each._replace(path=f"{name}/{each.path}") for each in here.dated()]
+            for left in leftovers(self._root, held, now() - _LEFT_S):
+                if left.kept is None:
+                    remove(self._root, all_over, left, open_storage)
 
     def _look(self) -> list[SavedStep]:
         """Return the steps that have numbers, ascending."""
         self._forget_renewed()
-        if any(leaf.reads_metrics for leaf in self._keep.leaves()):
+        if self._reads_metrics:
             self._steps.clear()
         urls = {self._root.sub(name).url: name for _, name in self._folders()}
         urls = {url: name for url, name in urls.items() if url not in self._damaged}
         self._steps = {url: step for url, step in self._steps.items() if url in urls}
         unread = [url for url in urls if url not in self._steps]
-        for url, step in zip(unread, described(self._root, [urls[url] for url in unread]), strict=True):
+        found = described(self._root, [urls[url] for url in unread], notes=self._reads_metrics)
+        for url, step in zip(unread, found, strict=True):
             if step is not None and step.step is not None and step.problem is None:
                 self._steps[url] = step
+                if step.dropped:
+                    self._to_sweep.add(url)
         return sorted(self._steps.values(), key=lambda step: (step.step or 0, step.created))
 
     def _forget_renewed(self) -> None:
@@ -132,11 +177,44 @@ class Retention:
     def _folder(self, step: SavedStep) -> Storage:
         return self._root.sub(step.path.rpartition("/")[2])
 
+    def _may_go(self, step: SavedStep) -> bool:
+        """Tell whether nobody needs a step, and the policy knew all of its metrics."""
+        folder = self._folder(step)
+        if step.write_id is None or held_by(folder, step.write_id) is not None:
+            return False
+        try:
+            if self._reads_metrics:
+                metrics_of(folder, step.write_id)
+        except (FormatError, StoragePermissionError):  # it may be the best
+            return False
+        return True
+
+    def _is_there(self, step: SavedStep) -> bool:
+        """Tell whether the checkpoint is the one that was found before; another process may remove it."""
+        try:
+            manifest = manifest_in(self._folder(step))
+        except FormatError:
+            manifest = None
+        if manifest is not None and (manifest.save_id, manifest.items) == (step.write_id, step.items):
+            return True
+        self._sound.discard(step.path)
+        self._steps.pop(step.path, None)
+        return False
+
+    def _is_whole(self, step: SavedStep) -> bool:
+        """Tell whether a run can go on from a step: all that was saved is there."""
+        return not step.dropped and self._is_sound(step)
+
+    def _problems(self, folder: Storage) -> tuple[str, ...]:
+        return _problems_here(folder) if self._apart else verify(folder, "structure", LoadOptions()).problems
+
     def _is_sound(self, step: SavedStep) -> bool:
-        """Tell whether all files of a checkpoint are there; one that was found so is not looked at again."""
+        """Tell whether all files of a checkpoint are there; one that was found so is not verified again."""
+        if not self._is_there(step):
+            return False
         if step.path not in self._sound:
             try:
-                problems = verify(self._folder(step), "structure", LoadOptions()).problems
+                problems = self._problems(following(self._folder(step)))
             except ReknitError as error:
                 problems = (error.message,)
             if problems:
@@ -144,6 +222,16 @@ class Retention:
                 return False
             self._sound.add(step.path)
         return True
+
+
+def _problems_here(folder: Storage) -> tuple[str, ...]:
+    """Return what is wrong with those files of a checkpoint that are on this host."""
+    manifest = whole_manifest(folder, decode_record(read_manifest(folder)))
+    return tuple(
+        f"{file.path} has another size"
+        for file in manifest.files
+        if size_of(folder, file.path) not in (None, file.nbytes)
+    )
 
 
 def _is_link(folder: Storage) -> bool:

@@ -1,9 +1,11 @@
-"""The saves of a run that are under way, and the removal of what they make surplus when committed."""
+"""The saves of a run that are under way, what they make surplus when committed, and what is promoted late."""
 
 from __future__ import annotations
 
 import logging
-from dataclasses import dataclass
+from contextlib import suppress
+from dataclasses import dataclass, field
+from functools import partial
 from typing import TYPE_CHECKING
 
 from reknit.errors import DeadlineError, ReknitError
@@ -12,8 +14,11 @@ from reknit.system import start_thread
 
 if TYPE_CHECKING:
     import threading
+    from collections.abc import Callable, Mapping, Sequence
 
     from reknit.engine.outcome import PendingSave
+    from reknit.runs.cooling import Cooling
+    from reknit.runs.other_hosts import OtherHosts
     from reknit.runs.retention import Retention
     from reknit.types.saved_step import SavedStep
 
@@ -22,34 +27,54 @@ logger = logging.getLogger("reknit")
 
 @dataclass
 class _Save:
-    """A save of this run; `write_s` is how long it took, None as long as that is not known."""
+    """A save of this run, and the numbers of the tiers to which it is promoted, in that order.
+
+    `write_s` is how long it took, None as long as that is not known.  `reached` are the tiers to which it is
+    known to be promoted, or not to be; `promoted` is whether that is known of all.
+    """
 
     step: int
     pending: PendingSave
     began: float
+    tiers: Sequence[int]
     write_s: float | None = None
+    reached: set[int] = field(default_factory=set)
+    promoted: bool = False
+
+    def on_its_way(self, tier: int) -> bool:
+        """Tell whether the step is still to come to a tier."""
+        return tier in self.tiers and not self.pending.promotion_done(self.tiers.index(tier))
 
     def over(self) -> bool:
         """Tell whether nobody needs the step for this save, nor for its promotion."""
-        return self.write_s is not None and self.pending.promotion_done()
+        return self.write_s is not None and self.promoted
 
 
 class UnderWay:
-    """Watches the saves of a run; `retention` is that of rank 0, None elsewhere and where all steps stay."""
+    """Watches the saves of a run; `retentions` are those of rank 0 by the numbers of tiers, none elsewhere.
 
-    def __init__(self, retention: Retention | None) -> None:
-        self._retention = retention
+    A tier of which all steps stay has none.
+    """
+
+    def __init__(
+        self, retentions: Mapping[int, Retention], coolings: Mapping[int, Cooling] | None = None
+    ) -> None:
+        self._retentions, self._coolings = retentions, coolings or {}
         self._saves: list[_Save] = []
         self._last: _Save | None = None
         self._reached: int | None = None
-        self._surplus = False
+        self._surplus: set[int] = set()
         self._pruning: threading.Thread | None = None
+        self._late: dict[int, tuple[set[int], threading.Thread]] = {}
+        self._to_cool = False
+        self._cooling: threading.Thread | None = None
+        self._clearing: threading.Thread | None = None
         self.write_s: float | None = None
         """How long the last save took until it was committed."""
 
-    def add(self, step: int, pending: PendingSave, began: float) -> None:
+    def add(self, step: int, pending: PendingSave, began: float, tiers: Sequence[int] = ()) -> None:
         """Watch a save."""
-        self._last = _Save(step, pending, began)
+        self._last = _Save(step, pending, began, tiers)
         self._saves = [*(save for save in self._saves if not save.over()), self._last]
         self.tend()
 
@@ -69,55 +94,132 @@ class UnderWay:
                 return None
         return self._last.pending
 
-    def needed(self) -> set[int]:
-        """Return the steps whose saves and promotions are not known to have ended."""
-        return {save.step for save in self._saves if not save.over()}
+    def needed(self, tier: int = 0) -> set[int]:
+        """Return the steps that have to stay in a tier: those under way to it and, in the first, from it."""
+        if tier:
+            return {save.step for save in self._saves if save.on_its_way(tier)} | self._promoted_late
+        return {save.step for save in self._saves if not save.over()} | self._promoted_late
 
     def busy(self) -> bool:
         """Tell whether a save is under way."""
         return any(not save.pending.done() for save in self._saves)
 
+    def busy_with(self, tier: int) -> bool:
+        """Tell whether a step is still on its way to a tier."""
+        return any(save.on_its_way(tier) for save in self._saves)
+
     def tend(self, *, surplus: bool = False) -> None:
         """Take note of saves that have ended, and begin to remove what they, or another, made surplus."""
         self._note_ended()
-        self._surplus |= surplus
+        if surplus:
+            self._surplus.update(self._retentions)
+            self._to_cool = True
         if self._surplus and (self._pruning is None or not self._pruning.is_alive()):
-            self._surplus = False
-            if self._retention is not None:
-                try:
-                    self._pruning = start_thread("reknit-prune", self._prune)
-                except ReknitError as error:  # one rank alone must not stop
-                    logger.warning("old steps could not be removed and stay for now: %s", error)
+            tiers, self._surplus = sorted(self._surplus), set()
+            try:
+                self._pruning = start_thread("reknit-prune", partial(self._prune, tiers))
+            except ReknitError as error:  # one rank alone must not stop
+                logger.warning("old steps could not be removed and stay for now: %s", error)
+        at_work = any(thread is not None and thread.is_alive() for thread in (self._pruning, self._cooling))
+        if self._to_cool and self._coolings and not at_work:  # what is surplus need not move
+            self._to_cool = False
+            try:
+                self._cooling = start_thread("reknit-cool", self._cool)
+            except ReknitError as error:
+                logger.warning("old steps could not be moved and stay for now: %s", error)
+
+    def promote_late(self, tier: int, steps: set[int], work: Callable[[], object]) -> None:
+        """Let a thread promote steps to a tier that an earlier run has left; they stay meanwhile."""
+        if tier not in self._late or not self._late[tier][1].is_alive():
+            try:
+                self._late[tier] = steps, start_thread("reknit-promote", work)
+            except ReknitError as error:
+                logger.warning("steps that an earlier run has left are not promoted: %s", error)
+
+    @property
+    def _promoted_late(self) -> set[int]:
+        return {step for steps, _ in list(self._late.values()) for step in steps}
 
     def _note_ended(self) -> None:
         for save in self._saves:
             if save.write_s is None and save.pending.done():
                 self.write_s = save.write_s = monotonic() - save.began
                 if save.pending.error is None:
-                    self._surplus, self._reached = True, save.step
-                    if self._retention is not None:
-                        self._retention.note_saved(save.step)
+                    self._reached = save.step
+                    self._note_new(0, save.step)
+            for tier in save.tiers:
+                if tier not in save.reached and not save.on_its_way(tier):
+                    save.reached.add(tier)
+                    self._note_new(tier, save.step)
+            save.promoted = save.promoted or save.pending.promotion_done()
+        if ended := [tier for tier, (_, thread) in self._late.items() if not thread.is_alive()]:
+            self._late = {tier: late for tier, late in self._late.items() if tier not in ended}
+            self._surplus.update(self._retentions)
 
-    def wait(self, timeout_s: float | None) -> None:
-        """Wait for all saves and removals.  Raises what made a save fail, and `DeadlineError`."""
+    def _note_new(self, tier: int, step: int) -> None:
+        if tier in self._coolings:
+            self._coolings[tier].note_saved(step)
+            self._to_cool = True
+        if tier in self._retentions:
+            self._retentions[tier].note_saved(step)
+            self._surplus.add(tier)
+
+    def wait(self, timeout_s: float | None, *, removals: bool = True) -> None:
+        """Wait for all saves, and for `removals`.  Raises what made a save fail, and `DeadlineError`."""
         deadline = None if timeout_s is None else Deadline(timeout_s)
         for save in self._saves:
             save.pending.wait(None if deadline is None else deadline.remaining())
             if not save.pending.skipped:
                 save.pending.result()
-        self.end_pruning(deadline)
-        self.tend()
-        self.end_pruning(deadline)
+        if removals:
+            self.end_pruning(deadline)
+            self.tend()
+            self.end_pruning(deadline)
 
     def settle(self) -> None:
         """Wait until all saves and removals have ended, well or not."""
         for save in self._saves:
             save.pending.wait()
+        for thread in self._at_work():
+            thread.join()
         self._note_ended()
         self.end_pruning()
 
+    def clear(self, others: OtherHosts) -> None:
+        """Let a thread remove what steps that are no more have left on this host; all ranks ask for it."""
+        if (names := others.surplus(self.needed)) and (
+            self._clearing is None or not self._clearing.is_alive()
+        ):
+            try:
+                self._clearing = start_thread("reknit-clear", partial(others.remove, names))
+            except ReknitError as error:
+                logger.warning("files of old steps stay in the memory of this host for now: %s", error)
+
+    def end_promotions(self, timeout_s: float, *, late: bool = True) -> bool:
+        """Wait for promotions to tiers, also for `late` ones and moves; tell whether they have ended."""
+        deadline = Deadline(timeout_s)
+        for save in self._saves:
+            if save.tiers:
+                with suppress(DeadlineError):
+                    save.pending.wait_promoted(deadline.remaining())
+        threads: list[threading.Thread] = []
+        for _ in range(2 if late else 0):  # what is promoted late may have to move then
+            self.tend()
+            threads = self._at_work()
+            for thread in threads:
+                thread.join(deadline.remaining())
+        ended = not any(thread.is_alive() for thread in threads)
+        return ended and all(save.pending.promotion_done() for save in self._saves if save.tiers)
+
+    def _at_work(self) -> list[threading.Thread]:
+        """Return the threads that copy."""
+        late = [thread for _, thread in self._late.values()]
+        return late if self._cooling is None else [*late, self._cooling]
+
     def end_pruning(self, deadline: Deadline | None = None) -> None:
         """Wait for the removal that goes on.  Raises `DeadlineError`."""
+        if self._clearing is not None:
+            self._clearing.join(None if deadline is None else deadline.remaining())
         if self._pruning is not None:
             self._pruning.join(None if deadline is None else deadline.remaining())
             if self._pruning.is_alive():
@@ -125,17 +227,26 @@ class UnderWay:
 
     def prune(self, *, dry_run: bool) -> list[SavedStep]:
         """Remove what is surplus now, and return it; with `dry_run` only return it."""
-        if self._retention is None:
-            return []
         self._note_ended()
         self.end_pruning()
-        act = self._retention.surplus if dry_run else self._retention.prune
-        return act(self.needed(), self._reached)
+        return [
+            step
+            for tier, retention in self._retentions.items()
+            for step in (retention.surplus if dry_run else retention.prune)(self.needed(tier), self._reached)
+        ]
 
-    def _prune(self) -> None:
+    def _cool(self) -> None:
+        """Move old steps; training goes on where that fails, and the next save tries again."""
+        for tier, cooling in self._coolings.items():
+            try:
+                cooling.run(self.needed(tier), self._reached)
+            except Exception as error:  # a policy may be a user's own
+                logger.warning("old steps could not be moved and stay for now: %s", error, exc_info=error)
+
+    def _prune(self, tiers: Sequence[int]) -> None:
         """Prune; training goes on where that fails, and the next save tries again."""
-        assert self._retention is not None
-        try:
-            self._retention.prune(self.needed(), self._reached)
-        except Exception as error:  # a policy may be a user's own
-            logger.warning("old steps could not be removed and stay for now: %s", error, exc_info=error)
+        for tier in tiers:
+            try:
+                self._retentions[tier].prune(self.needed(tier), self._reached)
+            except Exception as error:  # a policy may be a user's own
+                logger.warning("old steps could not be removed and stay for now: %s", error, exc_info=error)

@@ -4,21 +4,18 @@ from __future__ import annotations
 
 import logging
 import re
-import threading
 import time
 from contextlib import suppress
 from dataclasses import asdict
-from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from reknit.engine.stored.newest import refuse_other
-from reknit.engine.stored.notes import Hold
+from reknit.engine.stored.notes import RenewedHold
 from reknit.engine.stored.steps import described, numbered
 from reknit.errors import (
     CheckpointNotFoundError,
-    ReknitError,
+    FormatError,
     StorageNotFoundError,
-    StoragePermissionError,
     UsageError,
 )
 from reknit.format import paths
@@ -30,7 +27,6 @@ from reknit.ranks import acting
 from reknit.runs.agreement import asked
 from reknit.runs.arguments import step_number
 from reknit.storage.registry import open_storage
-from reknit.system import start_thread
 from reknit.types.saved_step import SavedStep
 
 if TYPE_CHECKING:
@@ -46,6 +42,7 @@ _NAME = re.compile(r"[A-Za-z0-9_-]{1,64}")
 _LOOKED_AT_AGAIN = 64
 """Steps, the newest, of which it is looked at each poll whether they were replaced since they were met."""
 _ROUND_TIMEOUT_S = 1800.0
+_MOST_S = 30 * 86400
 
 
 def watch(
@@ -76,8 +73,8 @@ def watch(
     if name is not None and not (isinstance(name, str) and _NAME.fullmatch(name)):
         raise UsageError(f"name is 1 to 64 letters, digits, - and _, not {name!r}")
     for what, value in (("poll_s", poll_s), ("lease_s", lease_s), ("idle_s", idle_s or 1.0)):
-        if not positive(value):
-            raise UsageError(f"{what} is a number of seconds above 0, not {value!r}")
+        if not positive(value) or value > _MOST_S:
+            raise UsageError(f"{what} is a number of seconds above 0, at most {_MOST_S}, not {value!r}")
     since = step_number(since)
     ranks = acting(group, comm or CommOptions()).group
     storage = open_storage(root)
@@ -98,7 +95,8 @@ def _met_by_all(
         while True:
             answer = asked(group, "watch", _ROUND_TIMEOUT_S, find)
             if answer["step"] is not None:
-                yield SavedStep(**answer["step"] | {"items": tuple(answer["step"]["items"])})
+                step = answer["step"]
+                yield SavedStep(**step | {name: tuple(step[name]) for name in ("items", "dropped")})
                 idle = None if idle_s is None else Deadline(idle_s)
             elif answer["over"]:
                 return
@@ -116,23 +114,24 @@ class _Follower:
         self._path = None if name is None else f"{paths.NOTES_FOLDER}/follower.{name}.json"
         self._met: dict[str, str] | None = None
         self._waiting: list[tuple[str, SavedStep]] = []
-        self._held: _HeldStep | None = None
-        self._told = False
+        self._held: tuple[str, str, RenewedHold] | None = None
+        self._warned = False
 
     def next(self) -> SavedStep | None:
         """Return the next step, which is then held, or None; the one before has been met."""
         met = self._met = self._noted() if self._met is None else self._met
         if self._held is not None:
-            met[self._held.name] = self._held.write_id
+            met[self._held[0]] = self._held[1]
             self._note(met)
             self._release()
         self._waiting = self._waiting or self._look(met)
         while self._waiting:
             name, step = self._waiting.pop(0)
             try:
-                self._held = _HeldStep(self._root.sub(name), name, step.write_id or "", self._lease_s)
-            except CheckpointNotFoundError:
-                continue  # it went since it was listed
+                written = step.write_id or ""
+                self._held = name, written, RenewedHold(self._root.sub(name), written, self._lease_s)
+            except (CheckpointNotFoundError, FormatError):
+                continue  # it went since it was listed; where it is still there, it comes again
             return step
         return None
 
@@ -146,9 +145,9 @@ class _Follower:
         folders = numbered(self._root)
         if not folders:
             refuse_other(self._root)
-            if not self._told:
+            if not self._warned:
                 logger.warning("there is no checkpoint below %s yet: waiting for the first", self._root.url)
-                self._told = True
+                self._warned = True
         names = [name for _, name in folders]
         for gone in met.keys() - set(names):
             del met[gone]
@@ -176,37 +175,4 @@ class _Follower:
     def _release(self) -> None:
         held, self._held = self._held, None
         if held is not None:
-            held.release()
-
-
-class _HeldStep:
-    """A step that is held, by a thread that renews the lease."""
-
-    def __init__(self, storage: Storage, name: str, write_id: str, lease_s: float) -> None:
-        self.name, self.write_id = name, write_id
-        self._hold: Hold | None = None
-        try:
-            self._hold = Hold(storage, write_id, lease_s)
-        except StoragePermissionError as error:  # who may only read can still read it
-            logger.warning("%s may be removed while it is read: %s", storage.url, error)
-            return
-        self._over = threading.Event()
-        self._thread = start_thread("reknit-lease", partial(self._renew, self._hold, lease_s / 3))
-
-    def _renew(self, hold: Hold, every_s: float) -> None:
-        while not self._over.wait(every_s):
-            try:
-                hold.renew()
-            except ReknitError as error:
-                logger.warning("a step that is being read may be removed: %s", error)
-
-    def release(self) -> None:
-        """Hold it no longer; a lease that cannot be taken away ends by itself."""
-        if self._hold is None:
-            return
-        self._over.set()
-        self._thread.join()
-        try:
-            self._hold.release()
-        except ReknitError as error:
-            logger.warning("a lease could not be removed and stays until it expires: %s", error)
+            held[2].release()

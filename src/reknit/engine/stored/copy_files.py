@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
+from reknit.engine.memory.pace import Pace
 from reknit.engine.memory.tuning import PIECES, Tuner
 from reknit.engine.memory.workers import run_jobs
+from reknit.engine.report import PromotionReport
 from reknit.engine.saving.write import PIECE_NBYTES, Outgoing, write_bytes, write_files
 from reknit.engine.stored.file_checks import check_size, read_blocks, read_checked
 from reknit.environment import num_threads
@@ -18,7 +21,8 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from reknit.engine.memory.arena import Arena
-    from reknit.engine.stored.promotion_job import Promotion
+    from reknit.monitor.phase import Recorder
+    from reknit.options import SaveOptions
     from reknit.storage.base import Storage
     from reknit.types.manifest import FileEntry
 
@@ -27,6 +31,33 @@ _SMALL_NBYTES = 256 << 10
 _MOST_SMALL = 64
 _MOST_CHECKED = 8
 """Files of which one process checks what is there already, each with a piece in memory."""
+
+
+@dataclass(frozen=True, slots=True)
+class Promotion:
+    """Where a checkpoint is, and where it is to be as well; `overwrite` replaces another one there.
+
+    `pace` is how fast this process copies.
+    """
+
+    source: Storage
+    target: Storage
+    overwrite: bool
+    options: SaveOptions
+    recorder: Recorder
+    pace: Pace = field(default_factory=Pace)
+
+    def report(self, step: int | None, write_id: str, copied: Sequence[FileEntry]) -> PromotionReport:
+        """Return what was done here."""
+        return PromotionReport(
+            path=self.target.url,
+            source=self.source.url,
+            step=step,
+            write_id=write_id,
+            nbytes=sum(file.nbytes for file in copied),
+            num_files=len(copied),
+            phases=tuple(self.recorder.records),
+        )
 
 
 def unsound_files(job: Promotion, files: Sequence[FileEntry], block_nbytes: int) -> list[FileEntry]:
@@ -71,10 +102,12 @@ def copy_files(
     copied += files
 
     def whole(file: FileEntry, _: Arena) -> None:
+        job.pace.take(file.nbytes)
         write_bytes(target, file.path, read_checked(source, file, block_nbytes), keep=keep)
 
     def fetch(number: int, start: int, nbytes: int, arena: Arena) -> NDArray[np.uint8]:
         piece, file = arena.view(nbytes), large[number]
+        job.pace.take(nbytes)
         read_blocks(source, file, start, piece.data, block_nbytes)
         return piece
 

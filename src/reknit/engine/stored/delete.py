@@ -1,51 +1,230 @@
-"""Remove a committed checkpoint: its manifest first, so that it exists no more, and then its files.
+"""Remove a committed checkpoint, or items of it.
+
+`delete` removes its manifest first, so that it exists no more, and then its files.
 
 Whoever opens the checkpoint after that is told that there is none.  The files are those that the manifest
-named and the notes about it: all carry its write id, so a save that begins meanwhile has none of them.  Files
-of other names stay, and so does a folder that holds some.  `reknit gc` finds what a process leaves that dies
-in between.
+named and the notes about it, so a save that begins meanwhile has none of them.  Files of other names stay,
+and so does a folder that holds some.  `reknit gc` finds what a process leaves that dies in between.
+
+Nobody can begin to hold the checkpoint once it was looked whether somebody does (`notes`).  A save to its
+place may: where it begins after the look at markers here, and commits between the last look at the manifest
+and its removal, one request later, what it has committed goes.
+
+`drop` removes items, such as an old optimizer, and keeps the others.  A new manifest takes the place of the
+old one in the same atomic step as that of a save: it has an index and a write id of its own, so that whoever
+reads the checkpoint at that moment finds it replaced and reads what is there now.  Then the files that the
+new one does not name go.  It says which items were dropped and when, and of which save the checkpoint is, so
+that notes about it go on to hold.  Killed before the commit, this leaves a marker and an index, and after it,
+files that nobody names.  A run that prunes removes them, and so does `reknit gc`.
 """
 
 from __future__ import annotations
 
+import logging
 import os
 from contextlib import suppress
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from reknit.engine.saving.commit import manifest_exists
-from reknit.engine.stored.file_checks import whole_manifest
+from reknit.engine.saving.manifest_content import list_files
+from reknit.engine.saving.marker import Marker, fenced_off, take_down
+from reknit.engine.saving.write import discard, write_bytes
+from reknit.engine.stored.file_checks import read_checked, whole_manifest
 from reknit.engine.stored.newest import absent
-from reknit.engine.stored.notes import held_by
-from reknit.engine.stored.opening import read_manifest
+from reknit.engine.stored.notes import Removal, check_same, committed, held_by, notes_of
+from reknit.engine.stored.opening import read_manifest, unknown_items
 from reknit.engine.stored.pending import begun_in, named
 from reknit.engine.stored.running_agents import at_work
-from reknit.errors import FormatError, UsageError
+from reknit.errors import FormatError, StorageNotFoundError, StoragePermissionError, UsageError
 from reknit.format import paths
-from reknit.format.manifest_file import decode_record
+from reknit.format.file_table import table_of
+from reknit.format.index.file import decode_index, encode_index
+from reknit.format.manifest_file import decode_record, encode_manifest
+from reknit.monitor.phase import now
 from reknit.storage.base import Listed
+from reknit.types.manifest import FileEntry
 
 if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
     from reknit.storage.base import Storage
-    from reknit.types.manifest import Manifest
+    from reknit.types.manifest import Index, Manifest
+
+logger = logging.getLogger("reknit")
 
 
-def delete(storage: Storage) -> int:
-    """Remove the checkpoint at a place, and return the bytes that this freed.
+def delete(
+    storage: Storage, write_id: str | None = None, *, dry_run: bool = False, but: str | None = None
+) -> int:
+    """Remove the checkpoint at a place, or only that of a save, and return the bytes that this freed.
+
+    With `dry_run`, only say what it would free.  Pins for the reason `but` do not keep it.  Notes about
+    copies elsewhere stay.
 
     Raises `CheckpointNotFoundError`, and `UsageError` for a link and where somebody writes to it.
     """
     if not manifest_exists(storage):
         raise absent(storage)
+    if write_id is not None:
+        check_same(storage, write_id)
     manifest = _manifest(storage)
-    _refuse(storage, manifest)
+    # Listed before it is looked whether a save is under way: what a later one writes is not among them.
     files = _files(storage, manifest)
-    storage.delete(paths.MANIFEST_PATH)
+    notes = notes_of(storage, None)
+    refuse_busy(storage)
+    if dry_run:
+        _refuse_held(storage, None if manifest is None else manifest.save_id, but)
+        return sum(file.nbytes for file in files)
+    if manifest is None:  # nobody can read it, nor hold it
+        _refuse_held(storage, None, but)
+        storage.delete(paths.MANIFEST_PATH)
+    else:
+        _remove_record(storage, manifest.save_id, but)
+        notes += notes_of(storage, manifest.save_id)
     for file in files:
         storage.delete(file.path)
-    if _is_local(storage):
-        with suppress(OSError):  # it holds something else
-            os.rmdir(storage.url)
+    _delete_notes(storage, notes)
+    remove_empty(storage)
     return sum(file.nbytes for file in files)
+
+
+def remove_empty(storage: Storage) -> None:
+    """Remove the folder of a checkpoint, unless it holds something."""
+    if _is_local(storage):
+        with suppress(OSError):
+            os.rmdir(storage.url)
+
+
+def drop(storage: Storage, items: Sequence[str], save_id: str | None = None, *, dry_run: bool = False) -> int:
+    """Remove items of the checkpoint at a place, or only of that of a save; return the bytes that this frees.
+
+    What was dropped before is passed over.  With `dry_run`, only say what it would free.  Raises
+    `CheckpointNotFoundError`, `MismatchError` for an item that it never had, and `UsageError` where none
+    would be left, for a link, and where somebody writes to it or holds it.
+    """
+    old = committed(storage)
+    if save_id is not None:
+        check_same(storage, save_id)
+    if absent := [item for item in items if item not in (*old.items, *old.dropped)]:
+        raise unknown_items(absent, old.items, old, storage.url)
+    kept = tuple(item for item in old.items if item not in items)
+    if kept == old.items:
+        return 0
+    if not kept:
+        raise UsageError(
+            f"{', '.join(map(repr, old.items))} is all that the checkpoint at {storage.url} has",
+            path=storage.url,
+            remedy="remove the whole checkpoint",
+        )
+    if old.moved_to is not None:
+        raise UsageError(
+            f"the files of {storage.url} have moved to {old.moved_to}, so none can be dropped",
+            path=storage.url,
+            remedy="drop items before a checkpoint moves, or remove all of it; it comes back by reknit "
+            f"promote {old.moved_to} {storage.url} --overwrite",
+        )
+    refuse_busy(storage)
+    whole = whole_manifest(storage, old)
+    index = decode_index(read_checked(storage, old.index, old.block_nbytes)).of_items(frozenset(kept))
+    new = _without(whole, kept, index)
+    gone = [file for file in whole.files if file.path not in {each.path for each in new.files}]
+    if dry_run:
+        _refuse_held(storage, old.save_id)
+    else:
+        _replace(storage, old, new, index)
+        for file in gone:
+            # A manifest from elsewhere may name any file of its folder.
+            if paths.parse_path(file.path) is not None:
+                storage.delete(file.path)
+    return sum(file.nbytes for file in gone if file.path != old.index_path)
+
+
+def _without(whole: Manifest, kept: tuple[str, ...], index: Index) -> Manifest:
+    """Return a manifest of the kept items, which still lacks its index."""
+    blobs = tuple(blob for blob in whole.blobs if blob.item in kept)
+    needed = {*index.files, *(blob.path for blob in blobs)}
+    write_id = paths.new_write_id()
+    return replace(
+        whole,
+        write_id=write_id,
+        items=kept,
+        index_path=paths.index_path(write_id),
+        files=tuple(file for file in whole.files if file.path in needed),
+        blobs=blobs,
+        saved_as=whole.save_id,
+        dropped={**whole.dropped, **{item: now() for item in whole.items if item not in kept}},
+    )
+
+
+def _replace(storage: Storage, old: Manifest, new: Manifest, index: Index) -> None:
+    """Put a manifest with an index of its own in the place of another."""
+    content, record = list_files(replace(new, files=(), blobs=()), encode_index(index), table_of(new))
+
+    def write() -> bytes:
+        written = write_bytes(storage, new.index_path, content)
+        own = FileEntry(written.path, written.nbytes, tuple(written.digests.tolist()))
+        return encode_manifest(replace(record, files=(*record.files, own)))
+
+    try:
+        replace_manifest(storage, old, Marker(new.generation or 0, new.write_id), write)
+    except BaseException:
+        if committed(storage).write_id != new.write_id:  # the answer may be all that was lost
+            discard(storage, new.index_path)
+        raise
+
+
+def replace_manifest(storage: Storage, old: Manifest, mine: Marker, write: Callable[[], bytes]) -> None:
+    """Put what `write` returns in the place of a manifest, under a marker of its own.
+
+    Raises `UsageError` where somebody holds the checkpoint, saves to its place, or has changed it.  A save
+    that begins meanwhile removes the marker, as it does that of an older save, and then this raises.
+    """
+    removal = Removal(storage, old.save_id)
+    try:
+        _refuse_held(storage, old.save_id)
+        data = write()
+        storage.put(mine.path, b"", if_absent=True)
+        if others := [each for each in begun_in(storage) if each.path != mine.path]:
+            raise UsageError(f"a save to {storage.url} has begun: {named(others)}", path=storage.url)
+        removal.check()
+        now_there = committed(storage)
+        if (now_there.write_id, now_there.moved_to) != (old.write_id, old.moved_to):
+            raise UsageError(f"{storage.url} was changed meanwhile", path=storage.url)
+        _commit(storage, mine, data)
+    except BaseException:
+        take_down(storage, mine)
+        raise
+    finally:
+        removal.give_up()
+
+
+def _commit(storage: Storage, mine: Marker, data: bytes) -> None:
+    try:
+        storage.commit(paths.MANIFEST_PATH, data, pending=mine.path, if_absent=False)
+    except StorageNotFoundError as error:
+        raise fenced_off(storage, mine) from error
+
+
+def _remove_record(storage: Storage, write_id: str, but: str | None) -> None:
+    """Remove the manifest of a write, unless somebody holds the checkpoint."""
+    removal = Removal(storage, write_id)
+    try:
+        _refuse_held(storage, write_id, but)
+        removal.check()
+    except BaseException:
+        removal.give_up()
+        raise
+    storage.delete(paths.MANIFEST_PATH)
+
+
+def _delete_notes(storage: Storage, notes: list[Listed]) -> None:
+    """Delete notes, pins last; those in a folder of another user may stay, and say nothing any more."""
+    try:
+        for note in sorted(notes, key=lambda note: note.path.startswith(f"{paths.NOTES_FOLDER}/pin.")):
+            storage.delete(note.path)
+    except StoragePermissionError as error:
+        logger.warning("the checkpoint is removed, but notes about it are left: %s", error.message)
 
 
 def _manifest(storage: Storage) -> Manifest | None:
@@ -56,8 +235,8 @@ def _manifest(storage: Storage) -> Manifest | None:
         return None
 
 
-def _refuse(storage: Storage, manifest: Manifest | None) -> None:
-    """Raise `UsageError` for a checkpoint that somebody works at or needs, or that is elsewhere."""
+def refuse_busy(storage: Storage) -> None:
+    """Raise `UsageError` for a checkpoint that somebody works at, or that is elsewhere."""
     if _is_local(storage) and os.path.islink(storage.url):
         raise UsageError(
             f"{storage.url} is a link to {os.path.realpath(storage.url)}",
@@ -76,27 +255,34 @@ def _refuse(storage: Storage, manifest: Manifest | None) -> None:
             path=storage.url,
             remedy="wait until they are done: reknit agents --wait",
         )
-    if (why := held_by(storage, None if manifest is None else manifest.write_id)) is not None:
+
+
+def _refuse_held(storage: Storage, write_id: str | None, but: str | None = None) -> None:
+    """Raise `UsageError` for a checkpoint that somebody needs."""
+    if (why := held_by(storage, write_id, but)) is not None:
         raise UsageError(
             f"the checkpoint at {storage.url} has to stay: {why}",
             path=storage.url,
-            remedy="reknit unpin takes a pin away; what is being read can be removed once its reader is done",
+            remedy="reknit unpin takes a pin away; what is being read can be removed once its reader is "
+            f"done, or its lease in {storage.url}/{paths.NOTES_FOLDER} has ended",
         )
 
 
 def _files(storage: Storage, manifest: Manifest | None) -> list[Listed]:
-    """Return the files of a checkpoint; where they cannot be told, all that reknit has written there."""
+    """Return the files of a checkpoint; where they cannot be told, or moved, all that reknit has written."""
     try:
-        whole = manifest and whole_manifest(storage, manifest)
+        moved = manifest is not None and manifest.moved_to is not None
+        whole = None if moved else manifest and whole_manifest(storage, manifest)
     except FormatError:
         whole = None
     if whole is None:
         found = list(storage.list())
     else:
         found = [Listed(file.path, file.nbytes) for file in whole.files]
-        found += storage.list(paths.NOTES_FOLDER)
     names = [(file, paths.parse_path(file.path)) for file in found]
-    return [file for file, name in names if name is not None and name.kind != "manifest"]
+    return [
+        file for file, name in names if name is not None and name.kind in ("index", "data", "blobs", "own")
+    ]
 
 
 def _is_local(storage: Storage) -> bool:

@@ -27,12 +27,13 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from reknit.engine.stored.file_checks import whole_manifest
+from reknit.engine.stored.moving import remove_noted
 from reknit.engine.stored.opening import manifest_in
 from reknit.errors import FormatError
 from reknit.format import paths
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
+    from collections.abc import Callable, Iterable
 
     from reknit.storage.base import Dated, Storage, Sweepable
     from reknit.types.manifest import Manifest
@@ -90,8 +91,11 @@ def leftovers(storage: Storage, held: Iterable[Dated], before: float) -> list[Le
     return found
 
 
-def remove(storage: Storage, sweep: Sweepable, leftover: Leftover) -> bool:
-    """Remove what a save has left; return False if it turned out to be needed."""
+def remove(storage: Storage, sweep: Sweepable, leftover: Leftover, open_at: Callable[[str], Storage]) -> bool:
+    """Remove what a save has left, with copies at other places; return False if it turned out to be needed.
+
+    Raises `UsageError` where somebody reads such a copy, `StorageError`.
+    """
     folder = storage.sub(leftover.folder) if leftover.folder else storage
     markers = [each for each in leftover.found if _is_marker(each)]
     others = [each for each in leftover.found if not _is_marker(each)]
@@ -101,6 +105,8 @@ def remove(storage: Storage, sweep: Sweepable, leftover: Leftover) -> bool:
     if leftover.write_id8 is not None and has_files and _may_commit(folder, leftover.write_id8):
         return False
     for each in others:
+        if (place := _place(each.path)) is not None and place[1].kind == "copy":
+            remove_noted(folder, each.path[len(leftover.folder) :].lstrip("/"), open_at)
         if each.kind == "file":
             storage.delete(each.path)
         else:
@@ -121,10 +127,11 @@ def _by_folder(held: Iterable[Dated]) -> dict[str, _Folder]:
                 folders[folder].has_manifest |= each.kind == "file"
             else:
                 folders[folder].saves[name.write_id8].append(each)
+    known = set(folders)  # by files with names that tell it, in whatever order the store lists the others
     for each in temporary:
         here = each.path.rpartition("/")[0]
         above = here.rpartition("/")[0]
-        folders[above if here not in folders and above in folders else here].saves[None].append(each)
+        folders[above if here not in known and above in known else here].saves[None].append(each)
     return folders
 
 
@@ -156,7 +163,7 @@ def _in_folder(storage: Storage, name: str, folder: _Folder, before: float) -> l
         try:
             here = storage.sub(name) if name else storage
             manifest = manifest_in(here)
-            if manifest is not None:
+            if manifest is not None and manifest.moved_to is None:
                 manifest = whole_manifest(here, manifest)
         except FormatError as error:
             kept = f"the manifest there cannot be read: {error.message}"
@@ -180,13 +187,18 @@ def _not_of(
 ) -> dict[str | None, list[Dated]]:
     """Return what is not part of a checkpoint: of its own save only markers, and what never became a file."""
     prefix = f"{name}/" if name else ""
-    named = {prefix + file.path for file in manifest.files}
-    own = paths.short_id(manifest.write_id)
+    moved = manifest.moved_to is not None  # then what is here of it was not removed yet
+    named = {prefix + file.path for file in manifest.files if not moved}
+    own, about = paths.short_id(manifest.write_id), paths.short_id(manifest.save_id)
+
+    def needed(each: Dated, write_id8: str | None) -> bool:
+        place = _place(each.path)
+        is_note = place is not None and place[1].kind in paths.NOTE_KINDS
+        return (write_id8 == own and not moved) or each.path in named or (is_note and write_id8 == about)
+
     return {
         write_id8: [
-            each
-            for each in save
-            if each.kind != "file" or _is_marker(each) or (write_id8 != own and each.path not in named)
+            each for each in save if each.kind != "file" or _is_marker(each) or not needed(each, write_id8)
         ]
         for write_id8, save in saves.items()
     }

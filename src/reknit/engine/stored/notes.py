@@ -2,6 +2,13 @@
 
 Their names carry the write id, so what is said of a checkpoint does not hold for one that replaces it.  A
 lease ends by itself, by the clocks of the hosts, which may be a minute apart.
+
+Nobody removes what somebody else has just begun to hold.  Whoever holds a checkpoint puts a lease or a pin
+there, *then* looks for the note of a removal, *then* for the manifest.  Whoever removes it puts the note of
+the removal there, *then* looks for leases and pins, and only then removes the manifest.  If the holder saw no
+removal, its note was there before that of the removal, which is before the remover looked: the remover finds
+it.  Both may find each other; then nobody holds the checkpoint, and it stays.  A removal whose process died
+counts for `REMOVAL_S` and no longer, and none goes on after that time.
 """
 
 from __future__ import annotations
@@ -10,108 +17,222 @@ import logging
 import os
 import secrets
 import socket
+import threading
 import time
 from contextlib import suppress
+from functools import partial
 from typing import TYPE_CHECKING
 
 from reknit.engine.stored.newest import absent
 from reknit.engine.stored.opening import manifest_in
-from reknit.errors import CheckpointNotFoundError, FormatError, StorageNotFoundError
+from reknit.errors import (
+    CheckpointNotFoundError,
+    FormatError,
+    ReknitError,
+    StorageError,
+    StorageFullError,
+    StorageNotFoundError,
+    StoragePermissionError,
+    UsageError,
+)
 from reknit.format import paths
-from reknit.format.notes import MAX_NOTE_NBYTES, Metrics, Pin, ReadLease, decode_note, encode_note
-from reknit.monitor.phase import now
+from reknit.format.notes import (
+    MAX_NOTE_NBYTES,
+    MAX_TEXT,
+    ColdCopy,
+    HolderLease,
+    Metrics,
+    Pin,
+    decode_note,
+    encode_note,
+)
+from reknit.monitor.phase import Deadline, now
+from reknit.system import start_thread
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping
+    from collections.abc import Iterable, Iterator, Mapping
     from typing import TypeVar
 
-    from reknit.storage.base import Storage
+    from reknit.storage.base import Listed, Storage
     from reknit.types.manifest import Manifest
 
-    Note = TypeVar("Note", Pin, ReadLease, Metrics)
+    Note = TypeVar("Note", Pin, HolderLease, Metrics, ColdCopy)
+    Notes = Mapping[paths.NoteKind, list[Listed]]
 
 logger = logging.getLogger("reknit")
 
+LEASE_S = 300.0
+"""Seconds that a lease lasts, where nobody says how many."""
+REMOVAL_S = 60.0
 _CLOCKS_APART_S = 60.0
+_MAX_NOTES = 1 << 14
+_MAX_NOTES_NBYTES = 16 << 20
 
 
 class Hold:
     """A lease on a checkpoint, which whoever holds it renews before it ends."""
 
     def __init__(self, storage: Storage, write_id: str, lease_s: float) -> None:
-        """Take the lease.  Raises `CheckpointNotFoundError` where the checkpoint is gone by then."""
+        """Take the lease.  Raises `CheckpointNotFoundError` where the checkpoint is gone, or about to go."""
         self._storage, self._write_id, self._lease_s = storage, write_id, lease_s
         self._path = paths.note_path("lease", write_id, _identity())
         self._put()
         try:
-            self._check()
+            _check_stays(storage, write_id)
         except BaseException:
             self.release()
             raise
 
     def renew(self) -> None:
         """Hold the checkpoint as long again from now on.  Raises `CheckpointNotFoundError`."""
-        self._check()
         self._put()
-
-    def _check(self) -> None:
-        manifest = manifest_in(self._storage)
-        if manifest is None or manifest.write_id != self._write_id:
-            raise CheckpointNotFoundError(
-                f"the checkpoint at {self._storage.url} was removed or replaced", path=self._storage.url
-            )
+        _check_stays(self._storage, self._write_id)
 
     def _put(self) -> None:
-        lease = ReadLease(f"process {os.getpid()} of {socket.gethostname()}", now() + self._lease_s)
-        self._storage.put(self._path, encode_note(lease), if_absent=False)
+        check_same(self._storage, self._write_id)  # or the lease would be all that is in its folder
+        self._storage.put(self._path, encode_note(_lease(self._lease_s)), if_absent=False)
 
     def release(self) -> None:
         """Hold it no longer."""
         self._storage.delete(self._path)
 
 
+class RenewedHold:
+    """A checkpoint that is held by a thread that renews the lease; it is only read where none can be put."""
+
+    def __init__(self, storage: Storage, write_id: str, lease_s: float) -> None:
+        """Begin to hold it.  Raises `CheckpointNotFoundError` where it is gone, or about to go."""
+        self._hold: Hold | None = None
+        try:
+            self._hold = Hold(storage, write_id, lease_s)
+        except StorageError as error:  # who may only read can still read it
+            check_same(storage, write_id)
+            logger.warning("%s may be removed while it is read: %s", storage.url, error)
+            return
+        self._over = threading.Event()
+        self._thread = start_thread("reknit-lease", partial(self._renew, self._hold, lease_s / 3))
+
+    def __enter__(self) -> RenewedHold:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.release()
+
+    def _renew(self, hold: Hold, every_s: float) -> None:
+        while not self._over.wait(every_s):
+            try:
+                hold.renew()
+            except ReknitError as error:
+                logger.warning("a checkpoint that is being read may be removed: %s", error)
+
+    def release(self) -> None:
+        """Hold it no longer; a lease that cannot be taken away ends by itself."""
+        if self._hold is None:
+            return
+        self._over.set()
+        self._thread.join()
+        try:
+            self._hold.release()
+        except ReknitError as error:
+            logger.warning("a lease could not be removed and stays until it expires: %s", error)
+
+
+class Removal:
+    """The note of a removal: from when it is there nobody begins to hold the checkpoint."""
+
+    def __init__(self, storage: Storage, write_id: str) -> None:
+        self._storage, self._write_id = storage, write_id
+        self._path = paths.note_path("removal", write_id, _identity())
+        self._deadline = Deadline(REMOVAL_S)
+        with suppress(StorageFullError):  # then nobody else can put a note there either
+            storage.put(self._path, encode_note(_lease(REMOVAL_S)), if_absent=False)
+
+    def check(self) -> None:
+        """Raise where it counts no longer, or another checkpoint is here by now."""
+        check_same(self._storage, self._write_id)
+        if self._deadline.passed():
+            raise UsageError(
+                f"the removal of {self._storage.url} took more than {REMOVAL_S:g} s before it began",
+                path=self._storage.url,
+                remedy="try again",
+            )
+
+    def give_up(self) -> None:
+        """Let others hold the checkpoint again."""
+        self._storage.delete(self._path)
+
+
 def pin(storage: Storage, reason: str) -> None:
-    """Keep a checkpoint from being removed.  Raises `CheckpointNotFoundError`."""
+    """Keep a checkpoint from being removed.  Raises `CheckpointNotFoundError`, `UsageError`."""
+    if len(reason) > MAX_TEXT:
+        raise UsageError(f"a reason has at most {MAX_TEXT} characters, and this one {len(reason)}")
     _add(storage, "pin", Pin(reason))
 
 
-def unpin(storage: Storage) -> bool:
-    """Take all pins of a checkpoint away; tell whether there was one.  Raises `CheckpointNotFoundError`."""
-    found = _paths(storage, "pin", committed(storage).write_id)
-    for path in found:
-        storage.delete(path)
+def unpin(storage: Storage, reason: str | None = None) -> bool:
+    """Take the pins of a checkpoint away that have this reason, or all; tell whether there was one.
+
+    Raises `CheckpointNotFoundError`.
+    """
+    listed = _listed(storage, committed(storage).save_id)
+    found = [
+        note
+        for note in listed.get("pin", [])
+        if reason is None or Pin(reason) in _notes(storage, {"pin": [note]}, "pin", Pin)
+    ]
+    for note in found:
+        storage.delete(note.path)
     return bool(found)
 
 
-def add_metrics(storage: Storage, values: Mapping[str, float | None]) -> None:
-    """Add metrics to a checkpoint; of one name the last counts.  Raises `CheckpointNotFoundError`."""
-    _add(storage, "metrics", Metrics(dict(values)))
+def add_metrics(storage: Storage, values: Mapping[str, float | None], write_id: str | None = None) -> None:
+    """Add metrics to a checkpoint; of one name the last counts.  Raises `CheckpointNotFoundError`, also where
+    `write_id` is given and the checkpoint is that of another write; `UsageError`.
+    """
+    _add(storage, "metrics", Metrics(dict(values)), write_id)
 
 
 def metrics_of(storage: Storage, write_id: str) -> dict[str, float | None]:
-    """Return all metrics that were added to the checkpoint of a write; what cannot be read is logged."""
+    """Return all metrics that were added to the checkpoint of a write.
+
+    Raises `FormatError`, `StorageError` where one of them cannot be read.
+    """
     values: dict[str, float | None] = {}
-    try:
-        for note in _notes(storage, "metrics", write_id, Metrics):
-            values |= note.values
-    except FormatError as error:
-        logger.warning("metrics are left out: %s", error)
+    for note in _notes(storage, _listed(storage, write_id), "metrics", Metrics):
+        values |= note.values
     return values
 
 
-def held_by(storage: Storage, write_id: str | None) -> str | None:
+def noted(
+    storage: Storage, kind: paths.NoteKind, as_type: type[Note], write_id: str | None = None
+) -> list[tuple[str, Note]]:
+    """Return paths and contents of the notes of a kind about a write, or any.  Raises `FormatError`."""
+    listed = _listed(storage, write_id).get(kind, [])
+    return [(each.path, note) for each in listed for note in _notes(storage, {kind: [each]}, kind, as_type)]
+
+
+def put_note(storage: Storage, kind: paths.NoteKind, note: Pin | ColdCopy, write_id: str) -> None:
+    """Put a note about a write, whether it is committed here or not."""
+    storage.put(paths.note_path(kind, write_id, _identity()), encode_note(note), if_absent=False)
+
+
+def held_by(storage: Storage, write_id: str | None, but: str | None = None) -> str | None:
     """Say who needs the checkpoint of a write to stay, or of any write; None where nobody does.
 
-    What cannot be read counts as a pin: somebody wanted it to stay.
+    What cannot be read counts as a pin: somebody wanted it to stay.  Pins for the reason `but` do not count.
     """
     try:
-        for pinned in _notes(storage, "pin", write_id, Pin):
-            return "it is pinned" + (f": {pinned.reason}" if pinned.reason else "")
-        for lease in _notes(storage, "lease", write_id, ReadLease):
-            if (left_s := lease.until + _CLOCKS_APART_S - now()) > 0:
-                return f"{lease.holder} reads it, for {left_s:.0f} s more unless it asks again"
+        listed = _listed(storage, write_id)
+        pins = (pin for pin in _notes(storage, listed, "pin", Pin) if but is None or pin.reason != but)
+        for pinned in pins:
+            return "it is pinned" + (f": {pinned.reason!r}" if pinned.reason else "")
+        for lease in _notes(storage, listed, "lease", HolderLease):
+            if (left_s := _left_s(lease)) > 0:
+                return f"{lease.holder!r} reads it, for {left_s:.4g} s more unless it asks again"
     except FormatError as error:
         return f"{error.message}: {error.path}"
+    except StoragePermissionError as error:
+        return error.message
     return None
 
 
@@ -122,16 +243,65 @@ def committed(storage: Storage) -> Manifest:
     return manifest
 
 
-def _add(storage: Storage, kind: paths.NoteKind, note: Pin | Metrics) -> None:
-    path = paths.note_path(kind, committed(storage).write_id, _identity())
-    storage.put(path, encode_note(note), if_absent=False)
+def check_same(storage: Storage, write_id: str) -> None:
+    """Raise `CheckpointNotFoundError` unless the checkpoint of a write is here."""
+    manifest = manifest_in(storage)
+    if manifest is None or manifest.save_id != write_id:
+        raise CheckpointNotFoundError(
+            f"the checkpoint at {storage.url} was removed or replaced", path=storage.url
+        )
 
 
-def _notes(
-    storage: Storage, kind: paths.NoteKind, write_id: str | None, as_type: type[Note]
-) -> Iterator[Note]:
-    """Yield the notes of a kind, in the order in which they were made."""
-    for path in _paths(storage, kind, write_id):
+def notes_of(storage: Storage, write_id: str | None) -> list[Listed]:
+    """Return all notes about the checkpoint of a write, or about any, but those about copies."""
+    return [note for kind, notes in _listed(storage, write_id).items() if kind != "copy" for note in notes]
+
+
+def _add(storage: Storage, kind: paths.NoteKind, note: Pin | Metrics, write_id: str | None = None) -> None:
+    try:
+        data = encode_note(note)
+    except FormatError as error:
+        raise UsageError(error.message, path=storage.url) from error
+    write_id = write_id or committed(storage).save_id
+    path = paths.note_path(kind, write_id, _identity())
+    storage.put(path, data, if_absent=False)
+    try:
+        if kind == "pin":
+            _check_stays(storage, write_id)
+        else:
+            check_same(storage, write_id)
+    except BaseException:
+        storage.delete(path)
+        raise
+
+
+def _check_stays(storage: Storage, write_id: str) -> None:
+    """Raise `CheckpointNotFoundError` where a checkpoint is gone, or about to go."""
+    # In this order: whoever removes it takes his own note away after the manifest.
+    for removal in _notes(storage, _listed(storage, write_id), "removal", HolderLease):
+        if _left_s(removal) > 0:
+            raise CheckpointNotFoundError(
+                f"the checkpoint at {storage.url} is being removed by {removal.holder!r}",
+                path=storage.url,
+                remedy="if it is still there in two minutes, try again",
+            )
+    check_same(storage, write_id)
+
+
+def _lease(seconds: float) -> HolderLease:
+    return HolderLease(f"process {os.getpid()} of {socket.gethostname()}", now() + seconds)
+
+
+def _left_s(lease: HolderLease) -> float:
+    """Return how long a lease may still count for its holder, whose clock may be behind."""
+    return lease.until + _CLOCKS_APART_S - now()
+
+
+def _notes(storage: Storage, listed: Notes, kind: paths.NoteKind, as_type: type[Note]) -> Iterator[Note]:
+    """Yield the notes of a kind, in the order in which they were made.  Raises `FormatError`."""
+    found = listed.get(kind, ())
+    _check_amount(storage, found)
+    for path, _ in found:
         with suppress(StorageNotFoundError):
             data = storage.get(path, limit=MAX_NOTE_NBYTES)
             try:
@@ -141,15 +311,27 @@ def _notes(
             yield note
 
 
-def _paths(storage: Storage, kind: paths.NoteKind, write_id: str | None) -> list[str]:
-    """Return the paths of the notes of a kind about a write, or about any, in the order of time."""
-    found = []
-    for listed in storage.list(paths.NOTES_FOLDER):
+def _check_amount(storage: Storage, notes: Iterable[Listed]) -> None:
+    """Raise `FormatError` before more is read than anybody means to say."""
+    sizes = [note.nbytes for note in notes]
+    if len(sizes) > _MAX_NOTES or sum(sizes) > _MAX_NOTES_NBYTES or max(sizes, default=0) > MAX_NOTE_NBYTES:
+        raise FormatError(
+            f"{len(sizes)} notes of one kind have {sum(sizes)} bytes, the largest {max(sizes)}; the limits "
+            f"are {_MAX_NOTES}, {_MAX_NOTES_NBYTES} and {MAX_NOTE_NBYTES}",
+            path=f"{storage.url}/{paths.NOTES_FOLDER}",
+        )
+
+
+def _listed(storage: Storage, write_id: str | None) -> Notes:
+    """Return the notes about a write, or about any, by kind, in the order of time."""
+    found: dict[paths.NoteKind, list[Listed]] = {}
+    for listed in sorted(storage.list(paths.NOTES_FOLDER)):
         name = paths.parse_path(listed.path)
-        about = None if name is None or name.kind != kind else name.write_id8
-        if about is not None and (write_id is None or about == paths.short_id(write_id)):
-            found.append(listed.path)
-    return sorted(found)
+        if name is None or (kind := next((k for k in paths.NOTE_KINDS if k == name.kind), None)) is None:
+            continue
+        if write_id is None or name.write_id8 == paths.short_id(write_id):
+            found.setdefault(kind, []).append(listed)
+    return found
 
 
 def _identity() -> str:

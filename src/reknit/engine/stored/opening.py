@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from dataclasses import dataclass, field, replace
+from datetime import datetime, timezone
 from typing import TYPE_CHECKING, Any
 
 from reknit.engine import messages
@@ -15,6 +16,7 @@ from reknit.engine.stored.renaming import Naming, Renamed, names_in, renamed
 from reknit.errors import (
     CheckpointNotFoundError,
     CorruptError,
+    DroppedError,
     FormatError,
     MismatchError,
     ReknitError,
@@ -190,8 +192,18 @@ def read_opened(
     return _contents(storage, manifest_here(), items, own, replicas)
 
 
-def unknown_items(absent: Sequence[str], items: Sequence[str], url: str, remedy: str = "") -> MismatchError:
-    """Return the error of items that a checkpoint does not have."""
+def unknown_items(
+    absent: Sequence[str], items: Sequence[str], manifest: Manifest, url: str, remedy: str = ""
+) -> MismatchError:
+    """Return the error of items that a checkpoint, which offers `items`, does not have."""
+    if gone := [(item, manifest.dropped[item]) for item in absent if item in manifest.dropped]:
+        days = [(item, datetime.fromtimestamp(at, timezone.utc)) for item, at in gone]
+        when = ", ".join(f"{item!r} on {day:%Y-%m-%d}" for item, day in days)
+        return DroppedError(
+            f"the checkpoint has no longer all items: to save space, it was dropped {when}",
+            path=url,
+            remedy=f"load another step, or only {', '.join(map(repr, items))}",
+        )
     return MismatchError(
         f"the checkpoint has no item {', '.join(map(repr, absent))}",
         path=url,

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import logging
-from typing import TYPE_CHECKING, NoReturn
+from dataclasses import replace
+from typing import TYPE_CHECKING, NamedTuple, NoReturn
 
 from reknit.comm import base as comm
+from reknit.engine.memory.pace import Pace
 from reknit.engine.saving.commit import (
     claim,
     clear_out,
@@ -16,10 +18,10 @@ from reknit.engine.saving.commit import (
 )
 from reknit.engine.saving.marker import Marker, fenced_off, take_down
 from reknit.engine.saving.write import discard
-from reknit.engine.stored.copy_files import copy_files, unsound_files
+from reknit.engine.stored.copy_files import Promotion, copy_files, unsound_files
 from reknit.engine.stored.file_checks import whole_manifest
+from reknit.engine.stored.notes import LEASE_S, RenewedHold
 from reknit.engine.stored.opening import read_manifest
-from reknit.engine.stored.promotion_job import Promotion
 from reknit.errors import (
     CheckpointExistsError,
     CommError,
@@ -28,7 +30,7 @@ from reknit.errors import (
     ReknitError,
 )
 from reknit.format.checksum import BLOCK_NBYTES
-from reknit.format.manifest_file import decode_record
+from reknit.format.manifest_file import decode_record, encode_manifest
 from reknit.monitor.phase import Recorder
 from reknit.types.manifest import FileEntry
 
@@ -48,12 +50,23 @@ _MOST_OPEN = 64
 """Files that one process alone copies before it goes on: it may find those of a thousand ranks."""
 
 
+class Target(NamedTuple):
+    """A store that is to have a checkpoint too: what opens it, and the rate of all ranks together.
+
+    `recorded` makes of it one that tells a recorder of its operations.
+    """
+
+    open: Callable[[], Storage]
+    bytes_per_s: float | None
+    recorded: Callable[[Storage, Recorder], Storage]
+
+
 class _Commit:
     """What makes a checkpoint exist at the target: its manifest, as it is at the source."""
 
     def __init__(self, job: Promotion) -> None:
         self._job = job
-        self._data = read_manifest(job.source)
+        self._data = _unmoved(read_manifest(job.source))
         self.manifest: Manifest = whole_manifest(job.source, decode_record(self._data), [job.target])
         self._mine = Marker(self.manifest.generation or 0, self.manifest.write_id)
 
@@ -75,7 +88,7 @@ class _Commit:
         if absent:
             raise self.incomplete(absent)
         put_manifest(target, self._mine, self._data, overwrite=self._job.overwrite)
-        clear_out(target, self._mine, self._data)
+        clear_out(target, self._mine, self._data, {file.path for file in self.manifest.files})
 
     def incomplete(self, absent: Sequence[FileEntry]) -> CommitError:
         """Return the error of a promotion that misses files."""
@@ -93,12 +106,19 @@ class _Commit:
         take_down(self._job.target, self._mine)
 
 
+def _unmoved(data: bytes) -> bytes:
+    """Return the manifest of the files themselves, wherever they have moved."""
+    manifest = decode_record(data)
+    return data if manifest.moved_to is None else encode_manifest(replace(manifest, moved_to=None))
+
+
 class _Root:
     """What rank 0 decides in a promotion for all ranks."""
 
     def __init__(self, job: Promotion, write_id: str) -> None:
         self._job, self._write_id = job, write_id
         self._commit: _Commit | None = None
+        self._hold: RenewedHold | None = None
 
     @property
     def index(self) -> list[FileEntry]:
@@ -106,7 +126,7 @@ class _Root:
         return [self._commit.manifest.index] if self._commit else []
 
     def begin(self, requests: list[bytes]) -> list[bytes]:
-        """Put up the marker, if the checkpoint is still the one that was saved."""
+        """Put up the marker, if the checkpoint is still the one that was saved, and hold that for all."""
         found = _Commit(self._job)
         if found.manifest.write_id != self._write_id:
             raise CommitError(
@@ -114,6 +134,7 @@ class _Root:
                 path=self._job.source.url,
                 remedy="give each save a path of its own, or promote fewer of them",
             )
+        self._hold = RenewedHold(self._job.source, found.manifest.save_id, LEASE_S)
         found.claim()
         self._commit = found
         return [b""] * len(requests)
@@ -129,25 +150,31 @@ class _Root:
         if self._commit is not None:
             self._commit.give_up()
 
+    def release(self) -> None:
+        """Let the source be removed."""
+        if self._hold is not None:
+            self._hold.release()
+
 
 def promote_saved(
-    job: SaveJob,
-    write_id: str,
-    written: Sequence[Written],
-    group: comm.Group,
-    open_target: Callable[[], Storage],
+    job: SaveJob, write_id: str, written: Sequence[Written], group: comm.Group, to: Target
 ) -> PromotionReport:
     """Promote what all ranks have just saved, with all of them; `group` holds the rounds.
 
     A rank that cannot open the target lets all ranks fail.
     """
     try:
-        target = open_target()
+        target = to.open()
     except BaseException as error:  # whoever made the store decides what it raises
         decline(group, error, write_id, job.options.timeout_s)
     try:
-        recorder = Recorder("promote", group.rank, job.step, target.url, job.recorder.sinks)
-        promotion = Promotion(job.storage, target, job.overwrite, job.options, recorder)
+        mine = job.recorder
+        recorder = Recorder(
+            "promote", group.rank, job.step, target.url, mine.sinks, mine.process, mine.coordinate
+        )
+        rate = None if to.bytes_per_s is None else to.bytes_per_s / group.size
+        told = to.recorded(target, recorder)
+        promotion = Promotion(job.storage, told, job.overwrite, job.options, recorder, Pace(rate))
         return promote(promotion, group, job.step, write_id, written)
     finally:
         close_quietly(target)
@@ -199,6 +226,8 @@ def promote(
             for file in copied:
                 discard(job.target, file.path)
         raise
+    finally:
+        root.release()
     return job.report(step, write_id, copied)
 
 
@@ -210,13 +239,19 @@ def decline(group: comm.Group, error: BaseException, write_id: str, timeout_s: f
 def promote_alone(job: Promotion) -> PromotionReport:
     """Copy all files of a checkpoint that are here and not yet there, and commit if none is missing then.
 
-    What an earlier try has copied is checked, and kept if it is sound.  Raises `CommitError` where files are
-    in neither store.
+    What an earlier try has copied is checked, and kept if it is sound.  A lease keeps the source from being
+    removed meanwhile.  Raises `CommitError` where files are in neither store.
     """
-    begun, copied, lacking = _Commit(job), list[FileEntry](), list[FileEntry]()
+    begun, copied = _Commit(job), list[FileEntry]()
     manifest = begun.manifest
-    if is_committed(job.target, manifest.write_id):
-        return job.report(manifest.step, manifest.write_id, copied)
+    if not is_committed(job.target, manifest.write_id):
+        with RenewedHold(job.source, manifest.save_id, LEASE_S):
+            _copy_and_commit(job, begun, copied)
+    return job.report(manifest.step, manifest.write_id, copied)
+
+
+def _copy_and_commit(job: Promotion, begun: _Commit, copied: list[FileEntry]) -> None:
+    manifest, lacking = begun.manifest, list[FileEntry]()
     if manifest_exists(job.target):
         begun.claim()  # whether this may replace what is there is better said now than after hours of copying
         begun.give_up()
@@ -237,7 +272,6 @@ def promote_alone(job: Promotion) -> PromotionReport:
         late = isinstance(error, (FencedError, CheckpointExistsError))
         if not late or not is_committed(job.target, manifest.write_id):
             raise
-    return job.report(manifest.step, manifest.write_id, copied)
 
 
 def _copy_lacking(

@@ -62,9 +62,9 @@ class Note:
             if self._fd == -1:
                 return
             noted = [[save.since, path] for save in list(saves.values()) for path in save.places]
-            said = json.dumps([rank, noted]).encode()
+            record = json.dumps([rank, noted]).encode()
             with suppress(OSError):  # no memory for it: the work itself goes on
-                os.pwrite(self._fd, _NBYTES.pack(len(said)) + said, 0)
+                os.pwrite(self._fd, _NBYTES.pack(len(record)) + record, 0)
 
     def close(self) -> None:
         """Say no more."""
@@ -118,8 +118,8 @@ def _read(path: str) -> tuple[int, list[tuple[float, str]]] | None:
             data = file.read()
         with suppress(ValueError, struct.error):
             (nbytes,) = _NBYTES.unpack_from(data)
-            said: Any = json.loads(data[_NBYTES.size :][:nbytes])
-            return said[0], said[1]
+            record: Any = json.loads(data[_NBYTES.size :][:nbytes])
+            return record[0], record[1]
     return None
 
 

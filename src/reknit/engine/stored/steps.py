@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import re
 from typing import TYPE_CHECKING
 
@@ -17,6 +18,8 @@ if TYPE_CHECKING:
 
     from reknit.storage.base import Storage
 
+logger = logging.getLogger("reknit")
+
 METRICS = "metrics"
 """Key of the metrics of a step in the metadata of its manifest."""
 
@@ -27,6 +30,11 @@ _READERS = 16
 def step_name(step: int) -> str:
     """Return the name of the folder of a step."""
     return f"step_{step:08d}"
+
+
+def is_step_name(name: str) -> bool:
+    """Tell whether `step_name` may have named a folder."""
+    return _NAME.fullmatch(name) is not None
 
 
 def numbered(root: Storage) -> list[tuple[int, str]]:
@@ -43,7 +51,7 @@ def numbered(root: Storage) -> list[tuple[int, str]]:
             others.append(name)
     found += [
         (step.step, name)
-        for name, step in zip(others, described(root, others), strict=True)
+        for name, step in zip(others, described(root, others, notes=False), strict=True)
         if step is not None and step.step is not None and step.problem is None
     ]
     return sorted(found, reverse=True)
@@ -60,18 +68,21 @@ def steps_below(root: Storage) -> list[SavedStep]:
     return sorted(found, key=lambda step: (-1 if step.step is None else step.step, step.created, step.path))
 
 
-def described(root: Storage, names: Sequence[str]) -> list[SavedStep | None]:
-    """Return what the manifests of some folders say, several read at once; None where there is none."""
+def described(root: Storage, names: Sequence[str], *, notes: bool = True) -> list[SavedStep | None]:
+    """Return what the manifests of some folders say, several read at once; None where there is none.
+
+    Without `notes`, the metrics are those of the saves, and a folder takes one request instead of two.
+    """
     found: list[SavedStep | None] = [None] * len(names)
 
     def work(number: int, _: object) -> None:
-        found[number] = _described(root, names[number])
+        found[number] = _described(root, names[number], notes)
 
     run_jobs(range(len(names)), work, threads=_READERS, arena_nbytes=4096, budget_nbytes=_READERS * 4096)
     return found
 
 
-def _described(root: Storage, name: str) -> SavedStep | None:
+def _described(root: Storage, name: str, notes: bool) -> SavedStep | None:
     if (folder := folder_in(root, name)) is None:
         return None
     match = _NAME.fullmatch(name)
@@ -89,9 +100,21 @@ def _described(root: Storage, name: str) -> SavedStep | None:
         manifest.created,
         manifest.nbytes,
         manifest.items,
-        (_numbers(metrics) if isinstance(metrics, dict) else {}) | metrics_of(folder, manifest.write_id),
-        manifest.write_id,
+        (_numbers(metrics) if isinstance(metrics, dict) else {})
+        | (_added(folder, manifest.save_id) if notes else {}),
+        manifest.save_id,
+        dropped=tuple(manifest.dropped),
+        moved_to=manifest.moved_to,
     )
+
+
+def _added(folder: Storage, write_id: str) -> dict[str, float | None]:
+    """Return the metrics that were added to a checkpoint; what is wrong with one hides no step."""
+    try:
+        return metrics_of(folder, write_id)
+    except (FormatError, StoragePermissionError) as error:
+        logger.warning("metrics that were added to %s are left out: %s", folder.url, error.message)
+        return {}
 
 
 def _numbers(metrics: dict[object, object]) -> dict[str, float | None]:

@@ -1,0 +1,212 @@
+"""Move a checkpoint to a cold place, while its path goes on working.
+
+`move` copies all files, compares every block of what it has copied with its digest, and only then puts a
+*redirect* in the place of the manifest: the same manifest, with the place to which the files have moved.  Who
+reads the checkpoint at its path finds the files there, also who began before (`MovedStorage`).  Then the
+files here go.  Killed before the redirect, this leaves the checkpoint as it was and a copy; killed after it,
+files that nobody needs any more.  The next `move` goes on from there.
+
+Before the first byte is copied, a note here says where the copy will be, and a pin there whose it is.  Both
+outlive the checkpoint, also where a save replaces it: the note goes once the copy has gone.
+"""
+
+from __future__ import annotations
+
+import logging
+from contextlib import ExitStack, closing
+from dataclasses import replace
+from functools import partial
+from typing import TYPE_CHECKING
+
+from reknit.engine.saving.commit import is_committed
+from reknit.engine.saving.marker import Marker
+from reknit.engine.stored.delete import delete, refuse_busy, remove_empty, replace_manifest
+from reknit.engine.stored.notes import (
+    LEASE_S,
+    RenewedHold,
+    committed,
+    noted,
+    pin,
+    put_note,
+)
+from reknit.engine.stored.opening import manifest_in
+from reknit.engine.stored.pending import begun_in
+from reknit.engine.stored.promote import promote_alone
+from reknit.engine.stored.verify import verify
+from reknit.errors import CheckpointNotFoundError, CorruptError, FormatError, StorageError, UsageError
+from reknit.format import paths
+from reknit.format.manifest_file import encode_manifest
+from reknit.format.notes import ColdCopy, Pin
+from reknit.options import LoadOptions
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from reknit.engine.stored.copy_files import Promotion
+    from reknit.storage.base import Storage
+    from reknit.types.manifest import Manifest
+
+logger = logging.getLogger("reknit")
+
+STAYS = (paths.MANIFEST_PATH, f"{paths.NOTES_FOLDER}/", "pending.")
+"""How the names of files begin that never move."""
+
+_FILES = ("index", "data", "blobs", "own")
+
+
+def moved_to(storage: Storage) -> str | None:
+    """Return where the files of the checkpoint at a place have moved to, None where they have not."""
+    try:
+        manifest = manifest_in(storage)
+    except (FormatError, StorageError):  # whoever reads it says so
+        return None
+    return None if manifest is None else manifest.moved_to
+
+
+def move(job: Promotion, place: str) -> int:
+    """Move the checkpoint at the source to the target, which is called `place`; return the bytes freed.
+
+    What an earlier try has done is not done again.  Raises `CheckpointNotFoundError`, `CheckpointExistsError`
+    (another checkpoint is there), `CorruptError` (the copy is not what was saved), `UsageError` where
+    somebody holds the checkpoint, saves to its path, or it has moved elsewhere, and `StorageError`.
+    """
+    hot, cold = job.source, job.target
+    manifest = committed(hot)
+    if manifest.moved_to is None:
+        if (why := paths.wrong_place(place)) is not None:
+            raise UsageError(f"a checkpoint cannot move to {place!r}, which {why}")
+        # No save has this marker: only an earlier try, which was killed.
+        mine = Marker(manifest.generation or 0, manifest.write_id)
+        hot.delete(mine.path)
+        refuse_busy(hot)
+        copy = _copy_of(hot, manifest, place)
+        for path, old in _copies(hot):
+            if old.place == place and old.write_id != copy.write_id:  # of a checkpoint that this one replaced
+                _remove_copy(cold, old)
+                hot.delete(path)
+        with RenewedHold(hot, manifest.save_id, LEASE_S):
+            if copy not in [old for _, old in _copies(hot)]:
+                put_note(hot, "copy", copy, copy.save_id)
+            _copy(job, copy)
+        redirect = replace(manifest, moved_to=place)
+        try:
+            replace_manifest(hot, manifest, mine, partial(encode_manifest, redirect))
+        except CheckpointNotFoundError:  # removed meanwhile, and so is the copy
+            _remove_copy(cold, copy)
+            raise
+        manifest = redirect
+    elif manifest.moved_to != place:
+        raise UsageError(f"{hot.url} has moved to {manifest.moved_to} already", path=hot.url)
+    return _clear(hot, manifest)
+
+
+def _copy(job: Promotion, copy: ColdCopy) -> None:
+    """Copy all files, and see that every block of the copy is what was saved."""
+    hot, cold = job.source, job.target
+    if not _pins(cold, copy):  # before there is something to remove
+        put_note(cold, "pin", Pin(copy.reason), copy.save_id)
+    promote_alone(job)
+    report = verify(cold, "data", LoadOptions())
+    if not report.ok or is_committed(cold, copy.write_id) is not True:
+        _unpin(cold, copy)
+        found = report.problems[0] if report.problems else "it is another checkpoint"
+        raise CorruptError(
+            f"the copy of {hot.url} is not what was saved, so that stays: {found}",
+            path=cold.url,
+            remedy=f"remove the copy and try again: reknit rm {cold.url}",
+        )
+    if not _pins(cold, copy):  # a commit clears away what is said of other writes
+        pin(cold, copy.reason)
+
+
+def _clear(hot: Storage, redirect: Manifest) -> int:
+    """Remove the files that were moved, unless a save to this place has begun; return their bytes."""
+    names = [(listed, paths.parse_path(listed.path)) for listed in hot.list()]
+    mine = [listed for listed, name in names if name is not None and name.kind in _FILES]
+    # What was listed may be a later save's only if its marker or its manifest is there now.
+    if not mine or begun_in(hot) or committed(hot) != redirect:
+        return 0
+    for listed in mine:
+        hot.delete(listed.path)
+    return sum(listed.nbytes for listed in mine)
+
+
+def delete_moved(
+    storage: Storage, open_at: Callable[[str], Storage], write_id: str | None = None, *, dry_run: bool = False
+) -> int:
+    """Remove the checkpoint at a place as `delete` does, and all copies of it that `move` has made.
+
+    If the place of a copy cannot be reached, nothing is removed.  What somebody else holds or has pinned
+    there stays there.  The note about a copy goes after it, so `reknit gc` and the next run find what a
+    process leaves that dies in between.
+    """
+    copies: list[tuple[str | None, ColdCopy]] = list(_copies(storage))
+    if (place := moved_to(storage)) not in (None, *(copy.place for _, copy in copies)):
+        copies.append((None, _copy_of(storage, committed(storage), place or "")))
+    with ExitStack() as opened:
+        places = [(path, copy, opened.enter_context(closing(open_at(copy.place)))) for path, copy in copies]
+        there = [(copy, manifest_in(cold)) for _, copy, cold in places]
+        freed = delete(storage, write_id, dry_run=dry_run)
+        if dry_run:
+            return freed + sum(m.nbytes for copy, m in there if m and m.write_id == copy.write_id)
+        for path, copy, cold in places:
+            try:
+                freed += _remove_copy(cold, copy)
+                if path is not None:
+                    storage.delete(path)
+            except (UsageError, StorageError) as error:
+                logger.warning("%s is removed, but not its copy at %s: %s", storage.url, copy.place, error)
+    remove_empty(storage)
+    return freed
+
+
+def remove_noted(hot: Storage, path: str, open_at: Callable[[str], Storage]) -> None:
+    """Remove the copy that a note is about, of a checkpoint that is no more.
+
+    Raises `UsageError` where somebody reads the copy, `StorageError`.
+    """
+    here = manifest_in(hot)
+    for copy in [copy for each, copy in _copies(hot) if each == path]:
+        if here is None or here.save_id != copy.save_id:
+            with closing(open_at(copy.place)) as cold:
+                _remove_copy(cold, copy)
+
+
+def _remove_copy(cold: Storage, copy: ColdCopy) -> int:
+    """Remove a copy, its pin last, and return the bytes that this freed.
+
+    What somebody else has pinned is his from now on.  What has no pin of the move is nothing that it made.
+    """
+    if not (mine := _pins(cold, copy)):
+        return 0
+    there = manifest_in(cold)
+    if there is None:  # the copy, or its removal, was cut short
+        own = {paths.short_id(copy.write_id), paths.short_id(copy.save_id)}
+        names = [(listed, paths.parse_path(listed.path)) for listed in cold.list()]
+        left = [each for each, name in names if name is not None and name.write_id8 in own]
+        for each in sorted(left, key=lambda each: each.path in mine):
+            cold.delete(each.path)
+        remove_empty(cold)
+        return sum(each.nbytes for each in left)
+    if there.write_id == copy.write_id and len(mine) == len(noted(cold, "pin", Pin, copy.save_id)):
+        return delete(cold, copy.save_id, but=copy.reason)
+    _unpin(cold, copy)
+    return 0
+
+
+def _copies(hot: Storage) -> list[tuple[str, ColdCopy]]:
+    return noted(hot, "copy", ColdCopy)
+
+
+def _copy_of(hot: Storage, manifest: Manifest, place: str) -> ColdCopy:
+    return ColdCopy(place, manifest.save_id, manifest.write_id, f"moved from {hot.url}")
+
+
+def _pins(cold: Storage, copy: ColdCopy) -> list[str]:
+    """Return the pins of a move at its copy."""
+    return [path for path, each in noted(cold, "pin", Pin, copy.save_id) if each == Pin(copy.reason)]
+
+
+def _unpin(cold: Storage, copy: ColdCopy) -> None:
+    for path in _pins(cold, copy):
+        cold.delete(path)

@@ -1,0 +1,177 @@
+"""Which steps of a run go to which tier, as they are saved, and those that an earlier run has left?"""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import replace
+from functools import partial
+from typing import TYPE_CHECKING, NamedTuple
+
+from reknit.arguments import following
+from reknit.engine.memory.pace import Pace
+from reknit.engine.stored.copy_files import Promotion
+from reknit.engine.stored.promote import promote_alone
+from reknit.engine.stored.steps import described, numbered, steps_below
+from reknit.errors import ReknitError
+from reknit.monitor.phase import Recorder, monotonic, now
+from reknit.options import LEAST_INFLIGHT_NBYTES
+from reknit.policies.base import Facts, Moment
+from reknit.runs.agreement import asked
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    from reknit.comm.base import Group
+    from reknit.options import SaveOptions
+    from reknit.policies.base import Policy
+    from reknit.runs.tiers import Level
+    from reknit.types.saved_step import SavedStep
+
+logger = logging.getLogger("reknit")
+
+
+class Cadence:
+    """Decides to which tiers beside the first a step goes; the same on all ranks.
+
+    A tier to which a step is still being copied gets no other one meanwhile, or a slow store would fill the
+    first tier with steps that wait for it; the next one that is saved goes there instead.
+    """
+
+    def __init__(self, group: Group, levels: Sequence[Level], timeout_s: float) -> None:
+        self._group, self._timeout_s = group, timeout_s
+        self._policies = dict(enumerate((level.when for level in levels[1:]), start=1))
+        self._last: dict[int, int | None] = dict.fromkeys(self._policies)
+        self._at = dict.fromkeys(self._policies, monotonic())
+
+    def due(self, step: int, busy: Callable[[int], bool], *, preempted: bool) -> list[int]:
+        """Return the numbers of the tiers; rank 0 decides what does not follow from the step alone."""
+        maybe = [tier for tier in self._policies if self._wants(tier, step, None) is not False]
+        if not maybe:
+            return []
+
+        def decide() -> list[int]:
+            chosen = []
+            for tier in maybe:
+                free = preempted or not busy(tier)
+                facts = Facts(seconds=monotonic() - self._at[tier], busy=not free, preempted=preempted)
+                if self._wants(tier, step, facts) and free:
+                    chosen.append(tier)
+            return chosen
+
+        chosen: list[int] = asked(self._group, "tiers", self._timeout_s, decide, f"step {step}")
+        for tier in chosen:
+            self._last[tier], self._at[tier] = step, monotonic()
+        return chosen
+
+    def go_on(self, newest: Sequence[int | None]) -> None:
+        """Go on from another step: `newest` is which step each tier has, or is about to get."""
+        self._last = dict(enumerate(newest, start=1))
+
+    def _wants(self, tier: int, step: int, facts: Facts | None) -> bool | None:
+        last, policy = self._last[tier], self._policies[tier]
+        if policy is None or last == step:  # a save that is tried again
+            return True
+        return policy.due(Moment(step=step, saved=last, facts=facts))
+
+
+class Missing(NamedTuple):
+    """A step that a tier should have, and the tiers from which it can be had, the fastest first."""
+
+    number: int
+    name: str
+    tier: int
+    sources: list[int]
+
+
+def missing(levels: Sequence[Level], reached: int) -> tuple[list[Missing], list[int | None]]:
+    """Return what has to be promoted where a run goes on after a step, and the newest step of each tier then.
+
+    Those are the steps that are newer than the newest of a tier, which its cadence wants and its `keep` would
+    not remove at once.
+    """
+    found: list[Missing] = []
+    newest: list[int | None] = []
+    for tier, level in enumerate(levels[1:], start=1):
+        last = level.newest(reached)
+        candidates = _candidates(levels[:tier], -1 if last is None else last, reached)
+        chosen = _due(level.when, candidates, last)
+        kept = {number for number, _, _ in chosen}
+        if level.keep is not None and chosen:
+            there = [step for step in steps_below(level.storage) if step.step is not None]
+            kept = kept & level.keep.kept([*there, *(step for _, step, _ in chosen)], now())
+        wanted = [each for each in chosen if each[0] in kept]
+        found += [Missing(number, _name(step), tier, sources) for number, step, sources in wanted]
+        newest.append(chosen[-1][0] if chosen else last)
+    return found, newest
+
+
+_Candidate = tuple[int, "SavedStep", list[int]]
+
+
+def _candidates(levels: Sequence[Level], above: int, reached: int) -> list[_Candidate]:
+    """Return the steps of some tiers in a range, ascending, each with the tiers that have it."""
+    found: dict[tuple[int, str], _Candidate] = {}
+    for tier, level in enumerate(levels):
+        folders = [folder for folder in numbered(level.storage) if above < folder[0] <= reached]
+        steps = described(level.storage, [name for _, name in folders], notes=False)
+        for (number, name), step in zip(folders, steps, strict=True):
+            if step is not None and step.problem is None:
+                found.setdefault((number, name), (number, replace(step, step=number), []))[2].append(tier)
+    return [found[folder] for folder in sorted(found)]
+
+
+def _due(policy: Policy | None, candidates: list[_Candidate], last: int | None) -> list[_Candidate]:
+    """Return the steps that the cadence of a tier wants, if they had been saved one after another."""
+    chosen: list[_Candidate] = []
+    since = None
+    for number, step, sources in candidates:
+        facts = Facts(seconds=0.0 if since is None else max(0.0, step.created - since))
+        since = step.created if since is None else since
+        if policy is None or policy.due(Moment(step=number, saved=last, facts=facts)):
+            chosen.append((number, step, sources))
+            last, since = number, step.created
+    return chosen
+
+
+def late(
+    levels: Sequence[Level], steps: Sequence[Missing], options: SaveOptions
+) -> dict[int, tuple[set[int], Callable[[], None]]]:
+    """Return which steps have to be promoted to each tier, and what does so; together they take the memory of
+    one save.
+    """
+    tiers = sorted({step.tier for step in steps})
+    share = options.inflight_nbytes // max(1, len(tiers))
+    options = replace(options, inflight_nbytes=max(share, LEAST_INFLIGHT_NBYTES))
+    of_tier = {tier: [step for step in steps if step.tier == tier] for tier in tiers}
+    return {
+        tier: ({step.number for step in mine}, partial(_promote_missing, levels, mine, options))
+        for tier, mine in of_tier.items()
+    }
+
+
+def _promote_missing(levels: Sequence[Level], steps: Sequence[Missing], options: SaveOptions) -> None:
+    """Promote steps alone, from the fastest tier from which that works; what cannot be is logged."""
+    for step in steps:
+        target = levels[step.tier]
+        for source in step.sources:
+            job = Promotion(
+                following(levels[source].storage.sub(step.name)),
+                target.storage.sub(step.name),
+                False,
+                options,
+                Recorder("promote", path=target.storage.sub(step.name).url),
+                Pace(target.bytes_per_s),
+            )
+            try:
+                promote_alone(job)
+            except ReknitError as error:
+                logger.warning("step %d cannot be promoted to %s: %s", step.number, job.target.url, error)
+            else:
+                logger.info(
+                    "promoted step %d, which an earlier run had left: %s", step.number, job.target.url
+                )
+                break
+
+
+def _name(step: SavedStep) -> str:
+    return step.path.rpartition("/")[2]

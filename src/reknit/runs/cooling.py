@@ -1,0 +1,92 @@
+"""Steps of a run that move to a cold store, while their paths go on working."""
+
+from __future__ import annotations
+
+import logging
+import os
+from contextlib import closing
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from reknit.engine.memory.pace import Pace
+from reknit.engine.stored.copy_files import Promotion
+from reknit.engine.stored.moving import move
+from reknit.errors import ReknitError, UsageError, shown
+from reknit.format.paths import wrong_place
+from reknit.monitor.phase import Recorder
+from reknit.options import SaveOptions, check_rate
+from reknit.runs.arguments import policy_for
+from reknit.runs.retention import Retention
+from reknit.storage.registry import open_storage, recipe
+
+if TYPE_CHECKING:
+    from collections.abc import Container
+
+    from reknit.storage.base import Storage
+
+logger = logging.getLogger("reknit")
+
+_MOST_LOOKED_INTO = 16
+"""Steps, the newest that have moved, of which a run looks whether the move was cut short."""
+
+
+@dataclass(frozen=True, slots=True)
+class Cool:
+    """Where old steps of a run move, for `Checkpointer` and `Tier`.
+
+    `after` is a policy that says which steps do not move, such as ``latest(5)``: all others do that `keep`
+    keeps.  Each step moves to the folder of its name below `root`, at `bytes_per_s` or slower.
+    """
+
+    root: str | os.PathLike[str]
+    after: object
+    bytes_per_s: float | None = None
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.root, (str, os.PathLike)) or self.root == "":
+            raise UsageError(f"the root of Cool is a path or a URL, not {shown(self.root)}")
+        policy_for("keep", self.after)
+        check_rate(self.bytes_per_s)
+        if (why := wrong_place(self.url)) is not None:
+            raise UsageError(
+                f"the root of Cool, {self.url!r}, {why}", remedy="set options by the environment"
+            )
+
+    @property
+    def url(self) -> str:
+        """The root, for who changes the folder he works in."""
+        return recipe(self.root).url.rstrip("/")
+
+
+class Cooling:
+    """Moves the steps below a folder that a policy does not select, and never the newest whole one."""
+
+    def __init__(self, root: Storage, cool: Cool) -> None:
+        self._root, self._cool = root, cool
+        self._warm = Retention(root, policy_for("keep", cool.after))
+        self._moved: set[str] = set()
+
+    def note_saved(self, number: int) -> None:
+        """Forget what was known of a step: it was saved, maybe over another.  Any thread may call this."""
+        self._warm.note_saved(number)
+
+    def run(self, needed: Container[int], reached: int | None) -> None:
+        """Move what has to, and finish what was begun; what cannot be moved is logged."""
+        steps = [step for step in self._warm.surplus(needed, reached) if step.write_id not in self._moved]
+        begun = [step for step in steps if step.moved_to is not None][-_MOST_LOOKED_INTO:]
+        for step in [*begun, *(step for step in steps if step.moved_to is None)]:
+            name = step.path.rpartition("/")[2]
+            place = f"{self._cool.url}/{name}"
+            try:
+                with closing(open_storage(place)) as cold:
+                    freed = self._move(self._root.sub(name), cold, step.moved_to or place)
+            except ReknitError as error:
+                logger.warning("step %s stays at %s for now: %s", step.step, step.path, error)
+            else:
+                self._moved.add(step.write_id or "")
+                if freed:
+                    logger.info("step %s has moved from %s to %s", step.step, step.path, place)
+
+    def _move(self, hot: Storage, cold: Storage, place: str) -> int:
+        recorder, pace = Recorder("promote", path=cold.url), Pace(self._cool.bytes_per_s)
+        return move(Promotion(hot, cold, False, SaveOptions(), recorder, pace), place)

@@ -1,0 +1,52 @@
+"""One step of a run, loaded from the fastest tier; what is damaged there comes from the others."""
+
+from __future__ import annotations
+
+import logging
+import os
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+from reknit import api
+from reknit.errors import CheckpointNotFoundError, DroppedError, FormatError, VersionError
+from reknit.options import LoadOptions
+from reknit.runs.tiers import below
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping, Sequence
+
+    from reknit.engine.report import LoadReport
+    from reknit.runs.tiers import FoundStep, Level
+
+UNSOUND = (FormatError, CheckpointNotFoundError, DroppedError)
+"""What a load raises of a step that another one may stand in for; of these `VersionError` is none."""
+
+
+def load_step(
+    levels: Sequence[Level],
+    found: FoundStep,
+    state: Mapping[str, Any],
+    options: LoadOptions | None,
+    group: object,
+    say: Callable[..., None],
+) -> LoadReport:
+    """Load a step from the fastest tier with the others as replicas; if that fails, from the next.
+
+    It may: the tiers may hold different saves of a step, and items may be dropped from one of them.
+    """
+    places = [below(levels[tier].url, found.name) for tier in found.tiers]
+    if isinstance(options, LoadOptions):
+        places += [below(os.fspath(replica), found.name) for replica in options.replicas]
+    elif options is not None:  # which the load says
+        return api.load(places[0], state, options=options, group=group)
+    for at in range(1, len(found.tiers) + 1):
+        here = replace(options or LoadOptions(), replicas=tuple(places[at:]))
+        try:
+            return api.load(places[at - 1], state, options=here, group=group)
+        except VersionError:
+            raise
+        except UNSOUND as error:
+            if at == len(found.tiers):
+                raise
+            say(logging.WARNING, "%s cannot be loaded: %s", places[at - 1], error.message)
+    raise AssertionError("a step is in some tier")

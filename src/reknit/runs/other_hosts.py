@@ -1,0 +1,68 @@
+"""A tier in memory, on hosts that rank 0 does not see: which of the files there are of no step any more?"""
+
+from __future__ import annotations
+
+import logging
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from reknit.engine.saving.commit import manifest_exists
+from reknit.engine.stored.steps import is_step_name, step_name
+from reknit.errors import ReknitError
+from reknit.format import paths
+from reknit.runs.agreement import asked
+from reknit.storage.base import PerHost
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable, Sequence
+
+    from reknit.comm.base import Group
+    from reknit.runs.tiers import Level
+
+logger = logging.getLogger("reknit")
+
+
+class OtherHosts:
+    """Removes what is left of steps that rank 0 has removed, in a store that each host has for itself.
+
+    Rank 0 alone has the manifests, so it says which steps there are; one rank of each other host removes the
+    files of all others.  Whatever is no folder of a step stays.
+    """
+
+    def __init__(self, group: Group, first: Level, timeout_s: float) -> None:
+        hosts = group.topology.hosts
+        self._group, self._storage, self._timeout_s = group, first.storage, timeout_s
+        self.apart = isinstance(first.storage, PerHost) and bool(np.any(hosts != hosts[0]))
+        """Whether there are hosts whose files of the first tier rank 0 does not see."""
+        self._asks = self.apart and first.keep is not None
+        lowest = int(np.argmax(hosts == hosts[group.rank]))
+        self._cleans = self._asks and lowest == group.rank and hosts[group.rank] != hosts[0]
+
+    def surplus(self, needed: Callable[[], Iterable[int]]) -> list[str]:
+        """Return the folders of steps that are no more, of which this rank is to remove the files.
+
+        All ranks ask; rank 0 says which steps are `needed` beside those that are committed.
+        """
+        if not self._asks:
+            return []
+
+        def stay() -> list[str]:
+            committed = [n for n in self._storage.folders() if manifest_exists(self._storage.sub(n))]
+            return [*committed, *map(step_name, needed())]
+
+        stays = set(asked(self._group, "hosts", self._timeout_s, stay))
+        if not self._cleans:
+            return []
+        return [name for name in self._storage.folders() if is_step_name(name) and name not in stays]
+
+    def remove(self, names: Sequence[str]) -> None:
+        """Remove the files of steps from this host; what cannot be removed is logged."""
+        for name in names:
+            folder = self._storage.sub(name)
+            try:
+                for listed in list(folder.list()):
+                    if paths.parse_path(listed.path) is not None:
+                        folder.delete(listed.path)
+            except ReknitError as error:
+                logger.warning("files of a step that is no more stay at %s: %s", folder.url, error)

@@ -1,0 +1,222 @@
+"""The stores of a run, the fastest first: where are its steps, and what brings them from one to another?"""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, NamedTuple
+
+from reknit.engine.saving.commit import manifest_exists
+from reknit.engine.stored.newest import refuse_other
+from reknit.engine.stored.steps import numbered, steps_below
+from reknit.errors import UsageError, shown
+from reknit.options import PromotionTarget, check_rate
+from reknit.policies.keeping import ranked
+from reknit.policies.saving import OnPreemption
+from reknit.policies.stretches import every
+from reknit.runs.arguments import policy_for
+from reknit.runs.cooling import Cool, Cooling
+from reknit.runs.retention import Retention
+from reknit.runs.settle import settle
+from reknit.storage.registry import open_storage, recipe
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from reknit.options import Durability, SaveOptions
+    from reknit.policies.base import Policy
+    from reknit.storage.base import Storage
+    from reknit.types.saved_step import SavedStep
+
+    Folder = tuple[int, str]
+    """Number and name of the folder of a step."""
+
+
+@dataclass(frozen=True, slots=True)
+class Tier:
+    """A store of a run, for `Checkpointer`.
+
+    `every` says which steps come here, as a number of steps or a policy; by default it is each step that is
+    saved.  `keep` says which of them stay, by default all.  What is promoted to this tier is copied at
+    `bytes_per_s` or slower, by all ranks together.  `cool` says where old steps of this tier move.
+    """
+
+    root: str | os.PathLike[str]
+    every: object = None
+    keep: object = None
+    bytes_per_s: float | None = None
+    cool: Cool | None = None
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.root, (str, os.PathLike)) or self.root == "":
+            raise UsageError(f"the root of a tier is a path or a URL, not {shown(self.root)}")
+        check_rate(self.bytes_per_s)
+        if not isinstance(self.cool, (Cool, type(None))):
+            raise UsageError(f"cool is a reknit.Cool, not {shown(self.cool)}")
+
+    def when(self) -> Policy | None:
+        """Return the policy of `every`.  Raises `UsageError`."""
+        if self.every is None:
+            return None
+        a_number = isinstance(self.every, (int, float))
+        return every(steps=self.every) if a_number else policy_for("save", self.every)  # type: ignore[arg-type]
+
+
+@dataclass(frozen=True, slots=True)
+class Level:
+    """A tier that is open; `url` stays the same for who changes the folder he works in."""
+
+    url: str
+    storage: Storage
+    when: Policy | None
+    keep: Policy | None
+    bytes_per_s: float | None = None
+    cool: Cool | None = None
+
+    @classmethod
+    def of(cls, tier: Tier, durability: Durability) -> Level:
+        """Open a tier.  Raises `UsageError`, `StorageError`."""
+        keep = None if tier.keep is None else policy_for("keep", tier.keep)
+        storage = open_storage(tier.root, durability=durability)
+        return cls(recipe(tier.root).url, storage, tier.when(), keep, tier.bytes_per_s, tier.cool)
+
+    def committed(self, folder: Folder) -> bool:
+        """Tell whether a folder holds a checkpoint."""
+        return manifest_exists(self.storage.sub(folder[1]))
+
+    def newest(self, reached: int) -> int | None:
+        """Return the newest committed step up to one."""
+        folders = (folder for folder in numbered(self.storage) if folder[0] <= reached)
+        return next((folder[0] for folder in folders if self.committed(folder)), None)
+
+
+class FoundStep(NamedTuple):
+    """A committed step: its number, the name of its folder, and the numbers of the tiers that have it."""
+
+    number: int
+    name: str
+    tiers: list[int]
+
+
+class Tiers:
+    """Looks for the steps of a run in all of its tiers."""
+
+    def __init__(self, levels: Sequence[Level]) -> None:
+        self.levels = tuple(levels)
+
+    @property
+    def where(self) -> str:
+        """All roots, for messages."""
+        return " and ".join(level.url for level in self.levels)
+
+    def newest(self, below: Folder | None = None, number: int | None = None) -> FoundStep | None:
+        """Return the newest step that comes before a folder, or the one with this number, from any tier."""
+        held = [set(numbered(level.storage)) for level in self.levels]
+        folders = set().union(*held)
+        wanted = [f for f in folders if (below is None or f < below) and number in (None, f[0])]
+        for folder in sorted(wanted, reverse=True):
+            tiers = [
+                at for at, level in enumerate(self.levels) if folder in held[at] and level.committed(folder)
+            ]
+            if tiers:
+                return FoundStep(*folder, tiers)
+        if not folders:
+            for level in self.levels:
+                refuse_other(level.storage)
+        return None
+
+    def steps(self) -> list[SavedStep]:
+        """Return the steps of all tiers, ascending, each as in the fastest tier that has it."""
+        found: dict[tuple[int | None, str], SavedStep] = {}
+        for level in self.levels:
+            for step in steps_below(level.storage):
+                key = step.step, step.path.rpartition("/")[2]
+                faster = found.get(key)
+                if faster is None or (faster.problem and not step.problem):
+                    found[key] = step
+                elif faster.write_id == step.write_id:
+                    metrics = {**(step.metrics or {}), **(faster.metrics or {})}
+                    found[key] = replace(faster, metrics=metrics)
+        return sorted(
+            found.values(), key=lambda step: (-1 if step.step is None else step.step, step.created, step.path)
+        )
+
+    def best(self) -> SavedStep | None:
+        """Return the best step by the metric that the first `best` in a tier's `keep` names."""
+        keeps = [level.keep for level in self.levels if level.keep is not None]
+        whole = keeps[0] if keeps else None
+        for keep in keeps[1:]:
+            assert whole is not None
+            whole = whole | keep
+        return next(iter(ranked(whole, self.steps())), None)
+
+    def settle(self, timeout_s: float) -> None:
+        """Let no save of an earlier run commit a newer step than those that each tier has then."""
+        for level in self.levels:
+            settle(level.storage, timeout_s)
+
+    def retentions(self, *, apart: bool) -> dict[int, Retention]:
+        """Return what keeps the steps of each tier, by its number; all steps of the others stay.
+
+        Of the first tier other hosts have files `apart`.
+        """
+        keeps = {tier: (level.storage, level.keep) for tier, level in enumerate(self.levels)}
+        return {
+            tier: Retention(storage, keep, apart=apart and tier == 0)
+            for tier, (storage, keep) in keeps.items()
+            if keep is not None
+        }
+
+    def coolings(self) -> dict[int, Cooling]:
+        """Return what moves the old steps of each tier, by its number."""
+        cools = {tier: (level.storage, level.cool) for tier, level in enumerate(self.levels)}
+        return {tier: Cooling(storage, cool) for tier, (storage, cool) in cools.items() if cool is not None}
+
+    def close(self) -> None:
+        """Close all stores."""
+        for level in self.levels:
+            level.storage.close()
+
+
+def opened(tiers: object, durability: Durability) -> Tiers:
+    """Open tiers.  Raises `UsageError` for what is no list of them, or where they do not fit each other."""
+    if not isinstance(tiers, (list, tuple)) or not tiers or not all(isinstance(t, Tier) for t in tiers):
+        raise UsageError(
+            f"tiers is a list of reknit.Tier, the fastest first, not {shown(tiers)}",
+            remedy='for instance tiers=[Tier("mem://run"), Tier("/nvme/run", every=10)]',
+        )
+    if tiers[0].bytes_per_s is not None:
+        raise UsageError("the first tier is what saves write to, at full rate: it has no bytes_per_s")
+    found = Tiers([Level.of(tier, durability) for tier in tiers])
+    urls = [level.storage.url for level in found.levels]
+    urls += [level.cool.url for level in found.levels if level.cool is not None]
+    if twice := [url for at, url in enumerate(urls) if url in urls[:at]]:
+        raise UsageError(f"two tiers have one root, {twice[0]}")
+    notices = [set(_notices(level.when)) for level in found.levels]
+    if unheard := [level for level, own in zip(found.levels, notices, strict=True) if own - notices[0]]:
+        raise UsageError(
+            f"the tier {unheard[0].url} waits for a notice that the first tier does not hear",
+            remedy="give the same on_preemption(...) to `every` of the first tier: it saves what is promoted",
+        )
+    return found
+
+
+def _notices(policy: Policy | None) -> list[OnPreemption]:
+    leaves = () if policy is None else policy.leaves()
+    return [leaf for leaf in leaves if isinstance(leaf, OnPreemption)]
+
+
+def promoting(options: SaveOptions, levels: Sequence[Level], name: str) -> SaveOptions:
+    """Return the options of a save to the folder of a step, promoted to folders of that name.
+
+    Without tiers, these are below the roots that `promote_to` names.
+    """
+    targets = [PromotionTarget(level.url, level.bytes_per_s) for level in levels] or options.promotions
+    places = tuple(replace(target, path=below(os.fspath(target.path), name)) for target in targets)
+    return replace(options, promote_to=places or None)
+
+
+def below(root: str, name: str) -> str:
+    """Return the place of a folder below a path or a URL, which may have options."""
+    place, mark, options = root.partition("?") if "://" in root else (root, "", "")
+    return f"{place.rstrip('/')}/{name}{mark}{options}"

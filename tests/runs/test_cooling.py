@@ -1,0 +1,139 @@
+"""Old steps of a run move to a cold store, and their paths go on working."""
+
+from __future__ import annotations
+
+import random
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+import reknit
+from reknit import Checkpointer, Cool, Tier
+from reknit.errors import StorageError, UsageError
+from reknit.policies import every, latest
+from reknit.storage.registry import register
+from tests.engine.test_moving import expire
+from tests.runs.pieces import damage, numbers, state
+from tests.runs.test_at_every_instant import QUICK, SCHEME, life, open_mortal, whole
+from tests.servers import environment, new_url
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+
+def moved(root: Path) -> list[int | None]:
+    return [step.step for step in reknit.steps(root) if step.moved_to is not None]
+
+
+def test_steps_that_are_kept_move_once_they_are_old(tmp_path: Path) -> None:
+    hot, cold = tmp_path / "hot", tmp_path / "cold"
+    keep, cool = latest(2) | every(4), Cool(cold, after=latest(2))
+    with Checkpointer(hot, keep=keep, cool=cool, wait=True, options=QUICK) as run:
+        for step in range(1, 12):
+            run.save(step, state(float(step)), {"loss": step})
+            run.wait()
+    assert (numbers(hot), moved(hot), numbers(cold)) == ([4, 8, 10, 11], [4, 8], [4, 8])
+    held = state()
+    with Checkpointer(hot, keep=latest(1), cool=cool, wait=True, options=QUICK) as run:
+        run.load(held, 4)
+        assert held["model"]["w"][0] == 4.0
+        assert run.resume(state()) == 12
+    assert (numbers(hot), numbers(cold)) == ([11], [])
+
+
+def test_a_run_goes_on_from_a_step_that_has_moved(tmp_path: Path) -> None:
+    hot, cool = tmp_path / "hot", Cool(tmp_path / "cold", after=latest(1))
+    with Checkpointer(hot, cool=cool, wait=True, options=QUICK) as run:
+        for step in (1, 2):
+            run.save(step, state(float(step)))
+    assert moved(hot) == [1]
+    damage(hot / "step_00000002")
+    held = state()
+    with Checkpointer(hot, cool=cool, wait=True, options=QUICK) as run:
+        assert run.resume(held) == 2
+        assert held["model"]["w"][0] == 1.0
+        run.save(3, state(3.0))
+    assert moved(hot) == [1]
+
+
+def test_the_newest_whole_step_never_moves(tmp_path: Path) -> None:
+    cool = Cool(tmp_path / "cold", after=lambda steps: set())
+    with Checkpointer(tmp_path / "hot", cool=cool, wait=True, options=QUICK) as run:
+        for step in (1, 2):
+            run.save(step, state())
+    assert moved(tmp_path / "hot") == [1]
+
+
+def test_a_tier_has_a_cold_store_on_s3(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, setting in environment("s3").items():
+        monkeypatch.setenv(name, setting)
+    cool = Cool(new_url("s3"), after=latest(1), bytes_per_s=1e6)
+    tiers = [Tier(tmp_path / "a", keep=latest(1)), Tier(tmp_path / "b", every=2, cool=cool)]
+    with Checkpointer(tiers=tiers, options=QUICK) as run:
+        for step in range(1, 7):
+            pending = run.save(step, state(float(step)))
+            assert pending is not None
+            pending.wait_promoted(60)
+    assert (numbers(tmp_path / "b"), moved(tmp_path / "b")) == ([2, 4, 6], [2, 4])
+    held = state()
+    with Checkpointer(tiers=tiers, options=QUICK) as run:
+        run.load(held, 4)
+    assert held["model"]["w"][0] == 4.0
+
+
+@pytest.mark.parametrize("seed", range(30, 33))
+def test_wherever_a_run_dies_its_steps_load_and_moves_go_on(tmp_path: Path, seed: int) -> None:
+    register(SCHEME, open_mortal)
+    rng, hot, cold = random.Random(seed), tmp_path / "hot", tmp_path / "cold"
+    cool = Cool(f"{SCHEME}://{cold}", after=latest(rng.choice((1, 2))))
+    step = 0
+    for _ in range(6):
+        life.left = rng.randrange(2, 90)
+        before = whole_of(hot)
+        try:
+            with Checkpointer(f"{SCHEME}://{hot}", cool=cool, wait=True, options=QUICK) as run:
+                step = run.resume(state())
+                for _ in range(rng.randrange(1, 5)):
+                    run.save(step, state(float(step)))
+                    step += 1
+        except StorageError as error:
+            if "dead" not in error.message:
+                raise
+        life.left = 1 << 30
+        assert before <= whole_of(hot)
+        for folder in hot.glob("step_*"):
+            expire(folder)
+    with Checkpointer(f"{SCHEME}://{hot}", cool=cool, wait=True, options=QUICK) as run:
+        run.resume(state())
+    stay = 1 if cool.after == latest(1) else 2
+    assert moved(hot) == numbers(hot)[:-stay]
+    for name in moved(hot):
+        assert [path.name for path in (hot / f"step_{name:08d}").iterdir() if path.name != ".notes"] == [
+            "manifest.json"
+        ]
+
+
+def whole_of(root: Path) -> set[int]:
+    life.left = 1 << 30
+    return whole(root) if root.exists() else set()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "match"),
+    [
+        ({"root": "", "after": latest(1)}, "path or a URL"),
+        ({"root": "s3://b/x?retry_s=1", "after": latest(1)}, "has options"),
+        ({"root": "x", "after": 5}, "policy"),
+        ({"root": "x", "after": latest(1), "bytes_per_s": -1}, "bytes_per_s"),
+    ],
+)
+def test_what_makes_no_sense_is_refused(arguments: dict[str, Any], match: str) -> None:
+    with pytest.raises(UsageError, match=match):
+        Cool(**arguments)
+
+
+def test_a_cold_store_is_another_one(tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match="one root"):
+        Checkpointer(tmp_path, cool=Cool(tmp_path, after=latest(1)))
+    with pytest.raises(UsageError, match=r"cool is a reknit\.Cool"):
+        Checkpointer(tmp_path, cool=5)  # type: ignore[arg-type]

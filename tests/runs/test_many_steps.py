@@ -1,0 +1,49 @@
+"""A run of thousands of steps on an object store: how many requests it takes to find them."""
+
+from __future__ import annotations
+
+from collections import Counter
+from concurrent.futures import ThreadPoolExecutor
+from typing import TYPE_CHECKING
+
+import pytest
+
+import reknit
+from reknit.engine.stored.steps import step_name
+from reknit.storage.registry import open_storage
+from tests.runs.pieces import state
+from tests.servers import environment, new_url, server
+from tests.storage.fault_proxy import FaultProxy
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+STEPS = 1500
+
+
+@pytest.fixture
+def proxy(monkeypatch: pytest.MonkeyPatch) -> Iterator[FaultProxy]:
+    """Lead all S3 requests of this process through a proxy that counts them."""
+    with FaultProxy(server("s3")["endpoint"]) as proxy:
+        for name, value in environment("s3", proxy.endpoint).items():
+            monkeypatch.setenv(name, value)
+        yield proxy
+
+
+def test_the_steps_are_found_with_one_request_for_a_thousand(proxy: FaultProxy) -> None:
+    url = new_url("s3")
+    reknit.save(f"{url}/{step_name(STEPS)}", state(7.0), step=STEPS)
+    root = open_storage(url)
+    with ThreadPoolExecutor(16) as threads:
+        for step in range(STEPS):
+            threads.submit(root.put, f"{step_name(step)}/manifest.json", b"{}", if_absent=False)
+    with reknit.Checkpointer(url) as run:
+        proxy.spoil(None)
+        assert run.latest() == STEPS
+        asked = Counter("list" if "list-type" in request else "other" for request in proxy.requests)
+        assert asked == {"list": -(-(STEPS + 1) // 1000), "other": 1}
+        proxy.spoil(None)
+        assert run.resume(state()) == STEPS + 1
+        lists = [request for request in proxy.requests if "list-type" in request]
+        assert len(lists) <= 2 * 2 + 2, "the folder is listed for what was begun, and for the newest"
+        assert len(proxy.requests) < 30

@@ -1,0 +1,162 @@
+"""A save that is promoted to several places, and how fast."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import pytest
+
+import reknit
+from reknit.engine.memory.pace import Pace
+from reknit.engine.stored import promote
+from reknit.engine.stored.running_agents import at_work
+from reknit.errors import StorageFullError, UsageError
+from reknit.options import PromotionTarget
+from reknit.storage.local.store import LocalStorage
+from reknit.storage.registry import register
+from reknit.testing.faulty_storage import Fault
+from reknit.testing.world import run_ranks
+from tests.at_operation import AtOperation
+from tests.faults.nursery import wait_until
+from tests.storage.killpoint import faulty_url, register_faulty
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+    from pathlib import Path
+
+    from reknit.comm.base import Group
+
+LIMIT_S = 60.0
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _closed() -> Iterator[None]:
+    register_faulty()
+    yield
+    assert reknit.close(LIMIT_S)
+
+
+def state() -> dict[str, Any]:
+    return {"model": {"w": np.arange(5000, dtype=np.float32)}}
+
+
+def save(path: Path, *to: object, wait: bool = False, **more: Any) -> reknit.PendingSave:
+    options = reknit.SaveOptions(promote_to=to, durability="process", timeout_s=LIMIT_S)  # type: ignore[arg-type]
+    return reknit.save(path, state(), wait=wait, options=options, **more)
+
+
+@pytest.mark.parametrize("wait", [True, False])
+def test_a_checkpoint_gets_to_each_place_and_the_report_is_of_the_last(tmp_path: Path, wait: bool) -> None:
+    places = [tmp_path / "b", PromotionTarget(tmp_path / "c", 1e9)]
+    pending = save(tmp_path / "a", *places, wait=wait)
+    report, told = pending.result(LIMIT_S), pending.promoted(LIMIT_S)
+    assert (told.path, told.nbytes) == (str(tmp_path / "c"), 2 * report.total_nbytes)
+    for name in "bc":
+        assert reknit.verify(tmp_path / name, "data").ok
+
+
+@pytest.mark.parametrize("wait", [True, False])
+def test_a_place_that_fails_does_not_keep_a_checkpoint_from_the_others(tmp_path: Path, wait: bool) -> None:
+    full = faulty_url(tmp_path / "b", Fault("full", 1, "create"))
+    if wait:
+        with pytest.raises(StorageFullError):
+            save(tmp_path / "a", full, tmp_path / "c", wait=True)
+    else:
+        pending = save(tmp_path / "a", full, tmp_path / "c")
+        with pytest.raises(StorageFullError):
+            pending.promoted(LIMIT_S)
+    assert reknit.verify(tmp_path / "c", "data").ok
+    with pytest.raises(reknit.CheckpointNotFoundError):
+        reknit.verify(tmp_path / "b")
+
+
+def test_a_slow_place_does_not_delay_another_and_each_gets_the_steps_in_order(tmp_path: Path) -> None:
+    gate, disk = tmp_path / "gate", tmp_path / "disk"
+    pending = []
+    for step in range(3):
+        slow = faulty_url(tmp_path / "slow" / str(step), Fault("stall", 1, "finish"), gate=gate)
+        pending.append(save(tmp_path / "a" / str(step), slow, disk / str(step), step=step))
+    wait_until(lambda: all(one.promotion_done(1) for one in pending), LIMIT_S)
+    assert [reknit.verify(disk / str(step), "data").ok for step in range(3)] == [True] * 3
+    assert not any(one.promotion_done(0) or one.promotion_done() for one in pending)
+    wait_until(lambda: not at_work(str(disk)), LIMIT_S)
+    gate.touch()
+    for one in pending:
+        assert one.promoted(LIMIT_S).path == str(disk / str(one.step))
+    for places in (disk, tmp_path / "slow"):
+        written = [(places / str(step) / "manifest.json").stat().st_mtime_ns for step in range(3)]
+        assert written == sorted(written)
+
+
+def test_the_source_stays_while_agents_of_any_host_copy_it(tmp_path: Path) -> None:
+    refused: list[str] = []
+
+    def remove() -> None:
+        with pytest.raises(UsageError, match="reads it"):
+            reknit.delete(tmp_path / "a")
+        refused.append("a")
+
+    register("leased", lambda url, durability: AtOperation(LocalStorage(url[len("leased://") :]), 5, remove))
+    save(tmp_path / "a", f"leased://{tmp_path}/b", wait=True)
+    assert refused == ["a"]
+    assert reknit.verify(tmp_path / "b", "data").ok
+    reknit.delete(tmp_path / "a")
+
+
+def test_the_rate_is_that_of_all_ranks_together(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    paces: list[tuple[float | None, list[int]]] = []
+
+    class Noted(Pace):
+        def __init__(self, bytes_per_s: float | None = None) -> None:
+            super().__init__(bytes_per_s)
+            self.taken: list[int] = []
+            paces.append((bytes_per_s, self.taken))
+
+        def take(self, nbytes: int) -> None:
+            self.taken.append(nbytes)
+
+    def work(group: Group) -> int:
+        target = PromotionTarget(tmp_path / "b", bytes_per_s=400_000)
+        options = reknit.SaveOptions(promote_to=target, durability="process")
+        mine = {"model": {f"w{group.rank}": np.zeros(100_000, np.float32)}}
+        return reknit.save(tmp_path / "a", mine, options=options, group=group).promoted(LIMIT_S).nbytes
+
+    monkeypatch.setattr(promote, "Pace", Noted)
+    copied = run_ranks(2, work)
+    assert [rate for rate, _ in paces] == [200_000, 200_000]
+    assert sorted(sum(taken) for _, taken in paces) == sorted(copied)
+    assert reknit.verify(tmp_path / "b", "data").ok
+
+
+def test_ranks_may_call_the_stores_by_names_of_their_own(tmp_path: Path) -> None:
+    def work(group: Group) -> None:
+        for step in range(3):
+            path = tmp_path / "b" / str(step)
+            if group.rank:
+                (tmp_path / f"link-{step}").symlink_to(path.parent)
+                path = tmp_path / f"link-{step}" / str(step)
+            options = reknit.SaveOptions(promote_to=path, durability="process")
+            saved = reknit.save(tmp_path / "a" / str(step), state(), options=options, wait=False, group=group)
+            saved.promoted(LIMIT_S)
+
+    (tmp_path / "b").mkdir()
+    run_ranks(2, work)
+    assert all(reknit.verify(tmp_path / "b" / str(step), "data").ok for step in range(3))
+
+
+def test_ranks_that_promote_to_different_numbers_of_places_are_told(tmp_path: Path) -> None:
+    def work(group: Group) -> None:
+        places = (tmp_path / "b", tmp_path / "c")[: 1 + group.rank]
+        options = reknit.SaveOptions(promote_to=places, durability="process")
+        save = reknit.save(tmp_path / "a", state(), options=options, wait=False, group=group)
+        with pytest.raises(UsageError, match="different numbers of places"):
+            save.promoted(LIMIT_S)
+
+    run_ranks(2, work)
+
+
+@pytest.mark.parametrize("wrong", ["", 7, ("a", ""), (), PromotionTarget])
+def test_what_is_no_place_is_refused(wrong: Any) -> None:
+    with pytest.raises(UsageError, match="promote_to"):
+        reknit.SaveOptions(promote_to=wrong)
