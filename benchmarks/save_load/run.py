@@ -57,7 +57,8 @@ def build(gib: float, world: int) -> dict[str, Any]:
     from torch.distributed.tensor import DTensor, Shard
 
     mesh = init_device_mesh("cpu", (world,), mesh_dim_names=("dp",))
-    hidden = 1024
+    hidden = 1024 if gib >= 0.05 else 64  # or a single layer would be larger than that
+    shapes: dict[str, tuple[int, ...]]
     shapes = {"wq": (hidden, hidden), "wk": (hidden, hidden), "wv": (hidden, hidden), "wo": (hidden, hidden)}
     shapes |= {"w1": (4 * hidden, hidden), "w2": (hidden, 4 * hidden), "norm1": (hidden,), "norm2": (hidden,)}
     per_layer = sum(torch.Size(s).numel() for s in shapes.values()) * 14

@@ -217,6 +217,33 @@ def test_placements_that_do_not_describe_the_tensor_are_refused() -> None:
         assert "model/w holds partial sums" in told["partial"]
 
 
+def reorder() -> tuple[list[str], list[str]]:
+    """Cut rows by the second dimension of the mesh first, evenly, so that the local shape tells nothing."""
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("a", "b"))
+    placements = [Shard(0), Shard(0)]
+    told: tuple[list[str], list[str]] = [], []
+    tensor = distribute_tensor(torch.arange(8.0), mesh, placements)
+    for mesh_dims, answers in zip([(0, 1), (1, 0)], told, strict=True):
+        if not hasattr(tensor._spec, "shard_order"):
+            return told
+        kind = type(tensor._spec.shard_order[0])
+        tensor._spec.shard_order = (kind(tensor_dim=0, mesh_dims=mesh_dims),)
+        for _ in range(2):
+            try:
+                answers.append(str(len(collect({"model": {"w": tensor}}, dist.get_rank(), 4).shards)))
+            except StateError as error:
+                answers.append(str(error))
+    return told
+
+
+def test_a_tensor_that_the_mesh_cuts_in_another_order_is_refused_by_name() -> None:
+    for plain, reordered in run(4, reorder):
+        if not plain:
+            pytest.skip("this torch knows one order only")
+        assert plain == ["1", "1"]
+        assert all("model/w is a DTensor whose mesh dimensions" in told for told in reordered)
+
+
 def believe() -> Any:
     mesh = init_device_mesh("cpu", (2,))
     rank = dist.get_rank()
@@ -257,7 +284,8 @@ def test_replicas_are_counted_inside_the_group_that_saves() -> None:
 
 
 def test_replicas_are_the_ranks_along_the_replicated_dimensions_of_a_mesh_of_all_ranks() -> None:
-    mesh = SimpleNamespace(get_coordinate=lambda: [0, 1], mesh=torch.arange(4).reshape(2, 2))
+    ranks = torch.arange(4).reshape(2, 2)
+    mesh = SimpleNamespace(get_coordinate=lambda: [0, 1], mesh=ranks, mesh_dim_names=("dp", "tp"))
     world = World(1, 4, (0, 1, 2, 3))  # one, so that what it remembers of one tensor is there for the next
     for placements, expected in (
         ((Replicate(), Shard(0)), (1, 3)),
@@ -268,3 +296,4 @@ def test_replicas_are_the_ranks_along_the_replicated_dimensions_of_a_mesh_of_all
         tensor = SimpleNamespace(device_mesh=mesh, shape=(4, 4), placements=placements)
         assert dtensor.replicas(tensor, world) == expected
         assert dtensor.replicas(tensor, World(1, 5, (0, 1, 2, 3, 4))) is None
+    assert world.coordinate == {"dp": 0, "tp": 1}

@@ -181,7 +181,7 @@ def test_a_tie_of_one_rank_is_an_error_on_all(tmp_path: Path) -> None:
 
     first, second = run_ranks(2, rank)
     assert first == second
-    assert "b: it differs from a in the checkpoint, and is the same tensor in the target (rank 1)" in first
+    assert "b: it differs from a in the checkpoint, and is one with it in the target (rank 1)" in first
 
 
 def test_tensors_that_rules_make_are_one_here_when_they_are_made_of_one(tmp_path: Path) -> None:
@@ -225,4 +225,4 @@ def _tied_dtensor(folder: str) -> str:
 def test_each_rank_compares_what_it_holds_of_tied_tensors(tmp_path: Path) -> None:
     first, second = run(2, _tied_dtensor, str(tmp_path / "x"))
     assert first == second
-    assert "b: it differs from a in the checkpoint, and is the same tensor in the target (rank 0)" in first
+    assert "b: it differs from a in the checkpoint, and is one with it in the target (rank 0)" in first

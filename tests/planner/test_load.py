@@ -55,7 +55,7 @@ def saved(shapes: list[tuple[int, ...]], rng: random.Random) -> tuple[Index, lis
 @st.composite
 def cases(draw: st.DrawFn) -> tuple[list[tuple[int, ...]], list[tuple[int, Box]], int]:
     shapes = draw(st.lists(st.lists(st.integers(0, 9), max_size=4).map(tuple), min_size=1, max_size=4))
-    wanted = []
+    wanted = [(t, Box.whole(shape)) for t, shape in enumerate(shapes) if draw(st.booleans())]
     for _ in range(draw(st.integers(0, 5))):
         t = draw(st.integers(0, len(shapes) - 1))
         offsets = tuple(draw(st.integers(0, n)) for n in shapes[t])

@@ -144,6 +144,11 @@ def test_boxes_whose_sizes_add_up_but_overlap_are_found() -> None:
     assert check([(3, 3)], [(0, b) for b in boxes]) == [0]
 
 
+def test_ranges_that_overlap_by_as_much_as_is_missing_elsewhere_are_found() -> None:
+    ranges = [Box((0,), (2,)), Box((0,), (2,)), Box((2,), (2,))]
+    assert check([(6,)], [(0, b) for b in ranges]) == [0]
+
+
 def test_boxes_that_begin_where_the_one_before_seems_to_end_are_no_ranges_of_the_line() -> None:
     boxes = [Box((0, 0), (2, 2)), Box((1, 0), (1, 4))]
     assert check([(2, 4)], [(0, b) for b in boxes]) == [0]

@@ -61,6 +61,21 @@ def _flat(
     return parts
 
 
+def cut_with_counters(size: int, rows: int) -> tuple[Model, dict[str, list[Part]]]:
+    """Return what trained models are like, and its layout: rows on each rank, and counters that all have.
+
+    Between every two large tensors stands a small one; `rows` of 1 KiB are what a rank has of each.
+    """
+    model, layout = Model(0, 0), dict[str, list[Part]]()
+    ranks = tuple(range(size))
+    for n in range(8):
+        weight = np.arange(size * rows * 256, dtype=np.float32).reshape(size * rows, 256) + n
+        model.arrays |= {f"{n}.weight": weight, f"{n}.step": np.float32(n) + np.zeros((), np.float32)}
+        layout[f"{n}.weight"] = [(Box((rank * rows, 0), (rows, 256)), (rank,)) for rank in ranks]
+        layout[f"{n}.step"] = [(Box.whole(()), ranks)]
+    return model, layout
+
+
 class Model:
     """Named arrays with random contents, and their spread over the ranks of a world."""
 

@@ -20,7 +20,7 @@ from reknit.types.box import Box
 from reknit.types.shard import Holdings, Shard, TensorSpec
 from tests.running.examples import examples
 from tests.storage.process_memory import ProcessMemory
-from tests.world.layouts import Model
+from tests.world.layouts import Model, cut_with_counters
 from tests.world.sharing import BLOCK_NBYTES, World, random_hosts, reblock, unique_nbytes
 from tests.world.test_resharding import assert_equal, save_on
 
@@ -168,6 +168,23 @@ def test_replicas_of_hosts_of_any_number_read_equal_shares() -> None:
     for report in world.load(shards, OFF):
         assert abs(report.nbytes_read - 2_000_000 / 7) <= 64 << 10
     assert world.nbytes == 2_000_000
+
+
+@pytest.mark.parametrize("hosts", [[0, 0], [0, 1], [0, 0, 1, 1]])
+def test_ranks_in_the_layout_of_the_save_pass_each_other_only_what_they_have_in_common(
+    hosts: list[int],
+) -> None:
+    size = len(hosts)
+    model, layout = cut_with_counters(size, rows=1 << 10)
+    saved(model, layout, size)
+    world = World(hosts, NAME)
+    shards = targets(model, layout, size)
+    reports = world.load(shards, TOUCHED)
+    for each in shards:
+        assert_equal(model, each)
+    small = 8 << 10  # the counters, and the header of their file
+    assert sum(report.nbytes_read for report in reports) <= unique_nbytes(shards) + size * small
+    assert 0 < sum(report.nbytes_received for report in reports) <= size * small
 
 
 # Ranks that want different things.

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import threading
+from dataclasses import replace
 from typing import TYPE_CHECKING, Generic, TypeVar
 
 from reknit.engine.display import Shown, logged, ranks
@@ -13,9 +14,10 @@ from reknit.monitor.phase import Deadline
 from reknit.monitor.progress_text import amount
 
 if TYPE_CHECKING:
-    from os import PathLike
+    from collections.abc import Sequence
 
-    from reknit.monitor.phase import PhaseRecord
+    from reknit.monitor.records import PhaseRecord
+    from reknit.options import PromotionTarget
 
 _Report = TypeVar("_Report", SaveReport, PromotionReport)
 
@@ -72,7 +74,7 @@ class SaveOutcome(Awaited[SaveReport]):
         step: int | None = None,
         *,
         logged: bool = True,
-        promote_to: str | PathLike[str] | None = None,
+        promote_to: Sequence[PromotionTarget] = (),
     ) -> None:
         super().__init__(f"save to {path}")
         self.path = path
@@ -83,9 +85,13 @@ class SaveOutcome(Awaited[SaveReport]):
         """URL and writer: saves of one writer to one URL keep their order."""
         self.ranks = 1
         """How many ranks save together."""
+        self.places = [os.fspath(target.path) for target in promote_to]
+        self.promotions = [Awaited[PromotionReport](f"promotion to {place}") for place in self.places]
+        """Those to each place."""
         self.promotion: Awaited[PromotionReport] | None = None
-        self.promote_to = None if promote_to is None else os.fspath(promote_to)
-        if self.promote_to is not None:
+        """All of them together."""
+        self.promote_to = ", ".join(self.places)
+        if promote_to:
             self.promotion = Awaited(f"promotion to {self.promote_to}")
         self._staged = threading.Event()
 
@@ -105,10 +111,32 @@ class SaveOutcome(Awaited[SaveReport]):
     def end(self, outcome: SaveReport | BaseException) -> bool:
         """Set the outcome, and tell whether there was none before; a save that failed is never promoted."""
         first = super().end(outcome)
-        if first and self.error is not None and self.promotion is not None:
-            self.promotion.end(self.error)
+        if first and self.error is not None:
+            for number in range(len(self.promotions)):
+                self.end_promotion(number, self.error)
         self._staged.set()
         return first
+
+    def end_promotion(self, number: int, outcome: PromotionReport | BaseException) -> None:
+        """Set the outcome of a promotion; the last one ends them all.
+
+        Their report is that of the last place, with all bytes, and their error the first that there is.
+        """
+        assert self.promotion is not None
+        self.promotions[number].end(outcome)
+        if not all(each.done() for each in self.promotions):
+            return
+        if error := next((each.error for each in self.promotions if each.error is not None), None):
+            self.promotion.end(error)
+            return
+        reports = [each.report for each in self.promotions if each.report is not None]
+        whole = replace(
+            reports[-1],
+            nbytes=sum(report.nbytes for report in reports),
+            num_files=sum(report.num_files for report in reports),
+            phases=tuple(phase for report in reports for phase in report.phases),
+        )
+        self.promotion.end(whole)
 
     def over(self) -> bool:
         """Tell whether the save has ended, and its promotion, if it has one."""
@@ -126,7 +154,7 @@ class SaveOutcome(Awaited[SaveReport]):
         """Whether the save was skipped, as `SaveOptions.when_busy` asks for."""
         return isinstance(self.error, SkippedError)
 
-    def told(self, seconds: float) -> str:
+    def summary(self, seconds: float) -> str:
         """Return the line that the log has of this save, which went well and took so long."""
         assert self.report is not None
         by = f"by {ranks(self.ranks)}"
@@ -179,12 +207,17 @@ class PendingSave(Shown):
         """
         self._outcome.wait_over(timeout)
 
-    def promotion_done(self) -> bool:
-        """Tell whether the save and its promotion, if it has one, have ended, well or not."""
-        return self._outcome.over()
+    def promotion_done(self, place: int | None = None) -> bool:
+        """Tell whether the save and its promotion, if it has one, have ended, well or not.
+
+        Of several places, `place` is the number of one, from 0 on; by default it is about all.
+        """
+        return self._outcome.over() if place is None else self._outcome.promotions[place].done()
 
     def promoted(self, timeout: float | None = None) -> PromotionReport:
         """Return the report once the checkpoint is at `SaveOptions.promote_to` too, or raise what went wrong.
+
+        Where that names several places, the report is that of the last, with the bytes of all.
 
         Raises `DeadlineError` if that has not ended after `timeout` seconds; it goes on.
         """

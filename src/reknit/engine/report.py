@@ -11,7 +11,7 @@ from reknit.monitor.progress_text import amount
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-    from reknit.monitor.phase import PhaseRecord
+    from reknit.monitor.records import PhaseRecord
 
 
 @dataclass(frozen=True, slots=True, repr=False)

@@ -144,6 +144,26 @@ def blobs(table: FileTable, items: tuple[str, ...]) -> tuple[BlobFile, ...]:
     )
 
 
+def table_of(manifest: Manifest) -> FileTable:
+    """Return the files that a manifest lists, but for the index, as a table; the reverse of `with_table`."""
+    files = [file for file in manifest.files if file.path != manifest.index_path]
+    values = {blob.path: blob for blob in manifest.blobs}
+    found = [values.get(file.path) for file in files]
+    own = [dict(blob.coordinate) if blob and blob.coordinate is not None else None for blob in found]
+    places = list(dict.fromkeys(tuple(each) for each in own if each is not None))
+    items = {item: number for number, item in enumerate(manifest.items)}
+    numbers = {names: number for number, names in enumerate(places)}
+    return FileTable(
+        [file.path for file in files],
+        np.array([file.nbytes for file in files], np.int64),
+        np.array([digest for file in files for digest in file.digests], np.uint64),
+        np.array([-1 if blob is None else items[blob.item] for blob in found], np.int32),
+        np.array([-1 if each is None else numbers[tuple(each)] for each in own], np.int32),
+        tuple(places),
+        np.array([number for each in own if each is not None for number in each.values()], np.int64),
+    )
+
+
 def _check(table: FileTable, manifest: Manifest) -> None:
     """Raise `FormatError` where a table breaks a rule of the format."""
     check_all_relative(table.paths)

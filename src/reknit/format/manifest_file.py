@@ -11,9 +11,9 @@ import numpy as np
 
 from reknit.errors import CorruptError, FormatError, ReknitError
 from reknit.format.checksum import digest, num_blocks
-from reknit.format.paths import MANIFEST_PATH, checked_relative, read_name
+from reknit.format.paths import MANIFEST_PATH, checked_relative, read_name, wrong_place
 from reknit.format.strict_json import check_object, count_values, decode_member, refuse_duplicates
-from reknit.format.versions import FILE_TABLE, check_version
+from reknit.format.versions import FILE_TABLE, MOVED, check_version
 from reknit.types.manifest import BlobFile, FileEntry, Manifest, TablePlace
 
 MAX_MANIFEST_NBYTES = 256 << 20
@@ -21,6 +21,8 @@ MAX_DEPTH = 32
 MAX_SPARE_VALUES = 1 << 18
 """Values that a manifest holds beside those that each of its files has: `items`, `metadata`, and so on."""
 MAX_COORDINATE_NBYTES = 1 << 10
+MAX_TIME_S = 1e11
+"""A time, in seconds since the epoch, that calendars still have."""
 MIN_BLOCK_NBYTES = 4 << 10
 MAX_BLOCK_NBYTES = 1 << 30
 
@@ -75,6 +77,9 @@ class _Document(msgspec.Struct, kw_only=True):
     files: list[_File]
     blobs: list[_Blobs]
     table: TablePlace | msgspec.UnsetType = msgspec.UNSET
+    saved_as: _WriteId | msgspec.UnsetType = msgspec.UNSET
+    dropped: msgspec.Raw | msgspec.UnsetType = msgspec.UNSET
+    moved_to: str | msgspec.UnsetType = msgspec.UNSET
     uses_pickle: bool
     origin: msgspec.Raw
     metadata: msgspec.Raw
@@ -82,6 +87,7 @@ class _Document(msgspec.Struct, kw_only=True):
 
 _DECODE_HEAD = msgspec.json.Decoder(_Head).decode
 _DECODE_DOCUMENT = msgspec.json.Decoder(_Document).decode
+_DECODE_DROPPED = msgspec.json.Decoder(dict[str, float]).decode
 _DECODE_ITEMS = msgspec.json.Decoder(tuple[str, ...]).decode
 _DECODE_OBJECT = msgspec.json.Decoder(dict[str, Any]).decode
 _DECODE_COORDINATE = msgspec.json.Decoder(dict[str, _Int64] | None).decode
@@ -110,7 +116,10 @@ def _document(manifest: Manifest) -> _Document:
     return _Document(
         format=_NAME,
         format_version=manifest.format_version,
-        requires=[] if manifest.table is None else [FILE_TABLE],
+        requires=[
+            *([] if manifest.table is None else [FILE_TABLE]),
+            *([] if manifest.moved_to is None else [MOVED]),
+        ],
         write_id=manifest.write_id,
         generation=msgspec.UNSET if manifest.generation is None else manifest.generation,
         step=manifest.step,
@@ -124,6 +133,9 @@ def _document(manifest: Manifest) -> _Document:
             for b in manifest.blobs
         ],
         table=msgspec.UNSET if manifest.table is None else manifest.table,
+        saved_as=msgspec.UNSET if manifest.saved_as is None else manifest.saved_as,
+        dropped=_raw(dict(manifest.dropped)) if manifest.dropped else msgspec.UNSET,
+        moved_to=msgspec.UNSET if manifest.moved_to is None else manifest.moved_to,
         uses_pickle=manifest.uses_pickle,
         origin=_raw(dict(manifest.origin)),
         metadata=_raw(dict(manifest.metadata)),
@@ -191,6 +203,9 @@ def _decode(data: bytes) -> Manifest:
     table = _known(document.table)
     if (FILE_TABLE in document.requires) != (table is not None):
         _refuse(f"it has a table of files without saying {FILE_TABLE!r}, or says so without one")
+    moved_to = _known(document.moved_to)
+    if (MOVED in document.requires) != (moved_to is not None):
+        _refuse(f"it names another place without saying {MOVED!r}, or says so without one")
     _check_spare(document, num_values)
     refuse_duplicates(data, what)
     manifest = Manifest(
@@ -211,6 +226,9 @@ def _decode(data: bytes) -> Manifest:
         metadata=decode_member(_DECODE_OBJECT, document.metadata, what),
         generation=_known(document.generation),
         table=table,
+        saved_as=_known(document.saved_as),
+        dropped=decode_member(_DECODE_DROPPED, _known(document.dropped) or b"{}", what),
+        moved_to=moved_to,
     )
     _check_manifest(manifest)
     return manifest
@@ -261,6 +279,14 @@ def _check_manifest(manifest: Manifest) -> None:
         _refuse("an item is listed twice")
     for item in manifest.items:
         read_name(item, "item name", "manifest")
+    if bool(manifest.dropped) != (manifest.saved_as is not None) or not items.isdisjoint(manifest.dropped):
+        _refuse("it names dropped items that it has, or does not say of which save they were")
+    for item, time in manifest.dropped.items():
+        read_name(item, "item name", "manifest")
+        if not 0 <= time <= MAX_TIME_S:
+            _refuse(f"{item[:200]!r} was dropped at {time}")
+    if manifest.moved_to is not None and (why := wrong_place(manifest.moved_to)) is not None:
+        _refuse(f"it has moved to {manifest.moved_to[:200]!r}, which {why}")
     used = {manifest.index_path}
     for blob in manifest.blobs:
         if blob.item not in items:

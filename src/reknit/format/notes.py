@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import msgspec
 
+from reknit.errors import FormatError
 from reknit.format.strict_json import decode_strict
 
 if TYPE_CHECKING:
@@ -18,8 +19,11 @@ if TYPE_CHECKING:
 
 MAX_NOTE_NBYTES = 1 << 20
 MAX_FOLLOWER_NBYTES = 16 << 20
+MAX_TEXT = 4096
+"""Characters of a reason."""
 
-_Text = Annotated[str, msgspec.Meta(max_length=4096)]
+_Text = Annotated[str, msgspec.Meta(max_length=MAX_TEXT)]
+_WriteId = Annotated[str, msgspec.Meta(pattern="^[0-9a-f]{32}$")]
 
 
 class Pin(msgspec.Struct, frozen=True):
@@ -28,8 +32,8 @@ class Pin(msgspec.Struct, frozen=True):
     reason: _Text
 
 
-class ReadLease(msgspec.Struct, frozen=True):
-    """`holder` reads the checkpoint, which stays until `until`, in seconds since the epoch."""
+class HolderLease(msgspec.Struct, frozen=True):
+    """`holder` reads the checkpoint, or is about to remove it, until `until`, in seconds since the epoch."""
 
     holder: _Text
     until: float
@@ -41,15 +45,34 @@ class Metrics(msgspec.Struct, frozen=True):
     values: dict[str, float | None]
 
 
+class ColdCopy(msgspec.Struct, frozen=True):
+    """A copy of the checkpoint of a save is at `place`, or is being made there.
+
+    `write_id` is that of its manifest.  It goes with the checkpoint, if it has a pin with this `reason`.
+    """
+
+    place: _Text
+    save_id: _WriteId
+    write_id: _WriteId
+    reason: _Text
+
+
 class Follower(msgspec.Struct, frozen=True):
     """The steps of a run that a follower has met: write ids by the names of their folders."""
 
     met: dict[str, str]
 
 
-def encode_note(note: Pin | ReadLease | Metrics | Follower) -> bytes:
-    """Return a note as bytes."""
-    return msgspec.json.encode(note)
+def encode_note(note: Pin | HolderLease | Metrics | ColdCopy | Follower) -> bytes:
+    """Return a note as bytes.  Raises `FormatError` for what no reader would take."""
+    try:
+        data = msgspec.json.encode(note)
+    except UnicodeEncodeError as error:
+        raise FormatError(f"a text is not valid Unicode: {error}") from error
+    most = MAX_FOLLOWER_NBYTES if isinstance(note, Follower) else MAX_NOTE_NBYTES
+    if len(data) > most:
+        raise FormatError(f"the note ({type(note).__name__}) has {len(data)} bytes; {most} is the limit")
+    return data
 
 
 def decode_note(data: bytes, kind: type[Note]) -> Note:

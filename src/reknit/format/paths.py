@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from reknit.types.shard import TensorSpec
 
 MANIFEST_PATH = "manifest.json"
+MAX_PLACE_NBYTES = 4096
 NOTES_FOLDER = ".notes"
 """Holds what is said of a checkpoint and is no part of it; no item has a folder of this name."""
 MAX_NAME_NBYTES = 4096
@@ -51,13 +52,14 @@ _NUMBER = r"(?:0|[1-9][0-9]{0,18})"
 _KEY = re.compile(rf"([^\[\]]*)(?:\[({_NUMBER}:{_NUMBER}(?:,{_NUMBER}:{_NUMBER})*)\])?")
 _RANK = r"([0-9]{5}|[1-9][0-9]{5,9})"
 _MARKER_PATH = re.compile(r"pending\.([0-9a-f]{16})\.([0-9a-f]{8})")
-_NOTE_PATH = re.compile(r"\.notes/(pin|lease|metrics)\.([0-9a-f]{8})\.([0-9a-f]{24})\.json")
+_NOTE_PATH = re.compile(r"\.notes/(pin|lease|removal|metrics|copy)\.([0-9a-f]{8})\.([0-9a-f]{24})\.json")
 _INDEX_PATH = re.compile(r"index\.([0-9a-f]{8})\.parquet")
 _DATA_NAME = re.compile(rf"{_RANK}(?:\.([1-9][0-9]{{0,8}}))?\.([0-9a-f]{{8}})\.safetensors")
 _BLOB_NAME = re.compile(rf"{_RANK}(?:(\.own)(?:\.([1-9][0-9]{{0,8}}))?)?\.([0-9a-f]{{8}})\.msgpack")
 
 
-NoteKind = Literal["pin", "lease", "metrics"]
+NoteKind = Literal["pin", "lease", "removal", "metrics", "copy"]
+NOTE_KINDS: tuple[NoteKind, ...] = ("pin", "lease", "removal", "metrics", "copy")
 
 
 class FileName(NamedTuple):
@@ -271,9 +273,13 @@ def parse_entry_key(key: str) -> tuple[str, Box | None]:
 
 def checked_name(name: str, what: str) -> str:
     """Return an item name or FQN that every file can hold, else raise `StateError`."""
-    if not encodable(name):
-        raise StateError(f"the {what} {name[:200]!r} is not valid Unicode", remedy="rename the entry")
-    if len(name.encode()) > MAX_NAME_NBYTES:
+    try:
+        nbytes = len(name.encode())
+    except UnicodeEncodeError:
+        raise StateError(
+            f"the {what} {name[:200]!r} is not valid Unicode", remedy="rename the entry"
+        ) from None
+    if nbytes > MAX_NAME_NBYTES:
         raise StateError(
             f"the {what} {name[:40]!r}... is longer than {MAX_NAME_NBYTES} bytes", remedy="rename the entry"
         )
@@ -311,3 +317,14 @@ def encodable(text: str) -> bool:
     except UnicodeEncodeError:
         return False
     return True
+
+
+def wrong_place(place: str) -> str | None:
+    """Say why a checkpoint cannot have moved to a place: it is an absolute path, or a URL without options."""
+    if not 0 < len(place.encode(errors="surrogatepass")) <= MAX_PLACE_NBYTES:
+        return f"is empty, or longer than {MAX_PLACE_NBYTES} bytes"
+    if any(ord(character) < 0x20 or ord(character) == 0x7F for character in place):
+        return "has a control character"
+    if not place.startswith("/") and "://" not in place:
+        return "is neither an absolute path nor a URL"
+    return "has options" if "?" in place and "://" in place else None

@@ -18,7 +18,10 @@ OLDEST_READABLE = 1
 FILE_TABLE = "file_table"
 """The manifest lists the index only, and that all other files."""
 
-FEATURES = frozenset({FILE_TABLE})
+MOVED = "moved"
+"""All files but the manifest are at another place, which this says."""
+
+FEATURES = frozenset({FILE_TABLE, MOVED})
 """Names that a manifest may list in ``requires``: what a reader must know to read the checkpoint rightly."""
 
 

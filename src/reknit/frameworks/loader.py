@@ -35,7 +35,12 @@ _NAMES = {"source": "source", "dp": "rank", "worker": "worker", "left": "left", 
 
 
 def _has(value: Any, names: tuple[str, ...]) -> bool:
-    return not isinstance(value, type) and all(callable(getattr(value, name, None)) for name in names)
+    # Every value in a state is asked, and nearly all lack the first name.
+    return (
+        callable(getattr(value, names[0], None))
+        and not isinstance(value, type)
+        and all(callable(getattr(value, name, None)) for name in names)
+    )
 
 
 class LoaderAdapter(Adapter):

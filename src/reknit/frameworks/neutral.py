@@ -85,14 +85,14 @@ def training(tensor: Any) -> dict[str, Any]:
     torch = sys.modules.get("torch")
     if torch is None or not isinstance(tensor, torch.Tensor):
         return {}
-    said = {"parameter": isinstance(tensor, torch.nn.Parameter), "requires_grad": tensor.requires_grad}
-    return said if any(said.values()) else {}
+    flags = {"parameter": isinstance(tensor, torch.nn.Parameter), "requires_grad": tensor.requires_grad}
+    return flags if any(flags.values()) else {}
 
 
-def trained(tensor: Any, said: Mapping[str, Any]) -> Any:
+def trained(tensor: Any, flags: Mapping[str, Any]) -> Any:
     """Return a new tensor as `training` said of the one that was saved, in the same memory."""
-    requires_grad = bool(said.get("requires_grad"))
-    if said.get("parameter"):
+    requires_grad = bool(flags.get("requires_grad"))
+    if flags.get("parameter"):
         return sys.modules["torch"].nn.Parameter(tensor, requires_grad)
     return tensor.requires_grad_() if requires_grad else tensor
 
@@ -133,8 +133,8 @@ def _live_leaf(path: tree.Path, leaf: Any) -> Any:
         return _live(library, leaf)
     except (KeyError, TypeError, ValueError, AttributeError, RuntimeError) as error:
         # Whatever they make of a damaged or hostile value, the reader is told that the value is at fault.
-        told = FormatError(f"the saved value {tree.dotted(path)} is no {leaf.tag}: {error}")
-        raise shortage(error) or told from error
+        failure = FormatError(f"the saved value {tree.dotted(path)} is no {leaf.tag}: {error}")
+        raise shortage(error) or failure from error
 
 
 def _no_member(value: Any, where: str) -> FormatError:

@@ -6,6 +6,7 @@ import sys
 from collections.abc import Mapping
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import partial
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
@@ -16,6 +17,7 @@ from reknit.frameworks.per_rank import PerRankAdapter
 from reknit.frameworks.plain import ContainerAdapter, NumpyArrays, TensorAdapter, ValueAdapter, setter
 from reknit.frameworks.stateful import StatefulAdapter
 from reknit.frameworks.walk.loading import Loading
+from reknit.frameworks.walk.repeat import Repeats
 from reknit.frameworks.walk.saving import Saving
 from reknit.frameworks.walk.walk import Place, World
 
@@ -34,6 +36,7 @@ _FRAMEWORKS = (
     ("vescale", "vescale"),
     ("megatron.core", "megatron.objects"),
     ("torch", "torch.tensor"),
+    ("torch", "torch.signed"),
     ("torch", "torch.modules.adapter"),
     ("torch", "optimizer.states"),
     ("jax", "jax.arrays"),
@@ -42,6 +45,8 @@ _FRAMEWORKS = (
 
 A framework that is not imported yet can have no object in any state.
 """
+
+_repeats = Repeats()
 
 
 def collect(
@@ -52,10 +57,17 @@ def collect(
     `rank` and `size` count the ranks that save; `ranks` are their numbers in the whole job (None: the same).
     Raises `StateError` for what cannot be saved, with the key path to it.
     """
-    saving = Saving(_checked(state), _world(rank, size, ranks), *_known())
-    for item, value in saving.state.items():
-        saving.visit(value, Place(item))
-    return saving.holdings()
+    looks = _all(_loaded(), "looks")
+    make = partial(saving, state, rank, size, ranks=ranks)
+    # Frameworks of users, and what knows more of torch's objects, may make something else of any of them.
+    if custom.adapters() or make().extensions or not looks:
+        return make().walk()
+    return _repeats.collect(make, looks[0])
+
+
+def saving(state: Mapping[str, Any], rank: int, size: int, *, ranks: Sequence[int] | None = None) -> Saving:
+    """Return what can walk through a state once, to save it."""
+    return Saving(_checked(state), _world(rank, size, ranks), *_known())
 
 
 def wanted(
@@ -110,11 +122,7 @@ def _world(rank: int, size: int, ranks: Sequence[int] | None) -> World:
 
 def _known() -> tuple[tuple[Adapter, ...], tuple[Arrays, ...], tuple[Any, ...]]:
     """Return the adapters in the order of asking, the libraries whose tensors are known, and extensions."""
-    found = [
-        import_module(f"reknit.frameworks.{module}")
-        for needs, module in _FRAMEWORKS
-        if sys.modules.get(needs) is not None  # None blocks the import of what is not to be there
-    ]
+    found = _loaded()
     libraries = (*_all(found, "libraries"), NumpyArrays())
     adapters: tuple[Adapter, ...] = (
         PerRankAdapter(),
@@ -127,6 +135,14 @@ def _known() -> tuple[tuple[Adapter, ...], tuple[Arrays, ...], tuple[Any, ...]]:
         ValueAdapter(),
     )
     return adapters, libraries, _all(found, "extensions")
+
+
+def _loaded() -> list[ModuleType]:
+    return [
+        import_module(f"reknit.frameworks.{module}")
+        for needs, module in _FRAMEWORKS
+        if sys.modules.get(needs) is not None  # None blocks the import of what is not to be there
+    ]
 
 
 def _all(modules: list[ModuleType], name: str) -> tuple[Any, ...]:

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import numpy as np
 
 from reknit.planner.tiling import row_major_strides
+from reknit.types.box import padded
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -112,11 +113,7 @@ def reach_before(file: NDArray[np.int64], stop: NDArray[np.int64]) -> NDArray[np
 
 def box_columns(boxes: Sequence[Box], ndim: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
     """Return offsets and lengths of boxes, padded with 0 and 1 to `ndim` dimensions."""
-    offsets, lengths = np.zeros((len(boxes), ndim), np.int64), np.ones((len(boxes), ndim), np.int64)
-    for row, box in enumerate(boxes):
-        offsets[row, : box.ndim] = box.offsets
-        lengths[row, : box.ndim] = box.lengths
-    return offsets, lengths
+    return padded([box.offsets for box in boxes], ndim, 0), padded([box.lengths for box in boxes], ndim, 1)
 
 
 def runs_of(pieces: Pieces, index: Index, gap: int, waste: float) -> Runs:

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+from itertools import chain
 from math import prod
 from typing import TYPE_CHECKING
 
 import msgspec
+import numpy as np
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
+
+    from numpy.typing import NDArray
 
 
 class Box(msgspec.Struct, frozen=True, gc=False):
@@ -67,6 +71,14 @@ class Box(msgspec.Struct, frozen=True, gc=False):
 
     def __str__(self) -> str:
         return "[" + ",".join(f"{o}:{o + n}" for o, n in zip(self.offsets, self.lengths, strict=True)) + "]"
+
+
+def padded(rows: Sequence[Sequence[int]], width: int, padding: int) -> NDArray[np.int64]:
+    """Return rows of numbers (shapes, offsets) as a matrix, those with fewer than `width` filled up."""
+    matrix = np.full((len(rows), width), padding, np.int64)
+    held = np.arange(width) < np.fromiter(map(len, rows), np.int64, len(rows))[:, None]
+    matrix[held] = np.fromiter(chain.from_iterable(rows), np.int64)
+    return matrix
 
 
 def flat_range_boxes(lengths: Sequence[int], start: int, numel: int) -> list[Box]:

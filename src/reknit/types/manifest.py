@@ -184,7 +184,10 @@ class Manifest:
     `files` lists every file but the manifest itself, the index included (`index_path`).  Where there is a
     `table`, it lists the index only, and that has all others, and all `blobs`.  `created` is seconds
     since the epoch.  `origin` (world size, versions) is information only; `metadata` is the user's.
-    `generation` is higher in each run of a job; it is None where the writer knew of none.
+    `generation` is higher in each run of a job; it is None where the writer knew of none.  `dropped` are the
+    items that were removed since, with the time; then `saved_as` is the write id of the save, and `write_id`
+    that of the manifest and its index.  `moved_to` is the place of the same checkpoint to which all files but
+    the manifest have moved.
     """
 
     format_version: int
@@ -201,6 +204,14 @@ class Manifest:
     metadata: Mapping[str, Any] = field(default_factory=dict)
     generation: int | None = None
     table: TablePlace | None = None
+    saved_as: str | None = None
+    dropped: Mapping[str, float] = field(default_factory=dict)
+    moved_to: str | None = None
+
+    @property
+    def save_id(self) -> str:
+        """The write id of the save that made the checkpoint, whatever was dropped of it since."""
+        return self.saved_as or self.write_id
 
     @property
     def index(self) -> FileEntry:

@@ -17,7 +17,8 @@ class SavedStep:
     of all its files.  `metrics` are the numbers given to `Checkpointer.save` and `reknit.note`; one that was
     not finite is None.  `write_id` differs for each save, also of the same step.  `problem` says why the
     manifest cannot be read, and is None for a checkpoint that can be opened; it does not say whether every
-    file is whole, as `reknit.verify` does.
+    file is whole, as `reknit.verify` does.  `dropped` are items that were removed since.
+    `moved_to` is where the files are, if not at `path`.
     """
 
     step: int | None
@@ -28,3 +29,5 @@ class SavedStep:
     metrics: Mapping[str, float | None] | None = None
     write_id: str | None = None
     problem: str | None = None
+    dropped: tuple[str, ...] = ()
+    moved_to: str | None = None

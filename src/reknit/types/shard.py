@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from math import prod
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -13,7 +13,7 @@ import msgspec
 from reknit.types.dtype import ITEMSIZE
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Hashable, Mapping
 
     from reknit.types.barrier import Barrier
     from reknit.types.box import Box
@@ -192,7 +192,9 @@ class Holdings:
     """All shards, blobs and aliases of one rank.  `items` are the top-level names, also of empty items.
 
     A save fails where no rank has the blob of which another is a witness.  `barriers` keep back changes of
-    some of the memory of the shards.
+    some of the memory of the shards.  `coordinate` is the rank's place in the parallel grid, by the names of
+    its axes, as far as it is known.  In `known` anyone may keep what follows from items, shards and aliases
+    alone, but not from the memory of the shards: holdings that differ in nothing else may share it.
     """
 
     items: tuple[str, ...]
@@ -201,6 +203,8 @@ class Holdings:
     aliases: tuple[Alias, ...] = ()
     witnesses: tuple[Witness, ...] = ()
     barriers: tuple[Barrier, ...] = ()
+    coordinate: Mapping[str, int] = field(default_factory=dict)
+    known: dict[Hashable, Any] = field(default_factory=dict, compare=False, repr=False)
 
 
 @dataclass(frozen=True, slots=True)

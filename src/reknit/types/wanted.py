@@ -7,7 +7,7 @@ from fnmatch import fnmatchcase
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Mapping, Sequence
 
     from reknit.types.shard import Shard
 
@@ -18,7 +18,7 @@ RESIZE = " (LoadOptions(allow_shape_mismatch=...) takes what both have)"
 
 def matches(name: str, patterns: Sequence[str]) -> bool:
     """Tell whether a name (`full_name`) is one that the patterns mean."""
-    return any(fnmatchcase(name, pattern) for pattern in patterns)
+    return bool(patterns) and any(fnmatchcase(name, pattern) for pattern in patterns)
 
 
 def selects(name: str, patterns: Sequence[str]) -> bool:
@@ -50,7 +50,7 @@ class Wanted:
 
     `shards`: as in `Holdings`, but `data` is the writable memory to fill; `replicas` plays no part yet.
     `aliases`: (item, fqn, item, fqn) of saved tensors, and of the wanted tensor that is the same in the
-    target: they have to be equal.
+    target, or stands there for both: they have to be equal.
     `blobs`: (item, fqn) of saved shared values that this rank takes.
     `own`: (item, fqn) of values that this rank saved for itself and takes back.
     `missing`: (item, fqn, why) of what the target needs and the catalog does not have.
@@ -63,6 +63,7 @@ class Wanted:
     `superseded`: (item, fqn) of what was saved and is not needed: another tensor says more, or it is dropped.
     `labels`: the name of each shard in messages to users, where that is not its own.
     `idle`: patterns of `Terms.only` that match no name of this rank's target.
+    `coordinate`: as in `Holdings`.
     `deliver`: called with nothing once every byte has arrived; puts values into the live objects.  Until then
     nothing live has changed but the memory behind `shards`.
     """
@@ -80,4 +81,5 @@ class Wanted:
     superseded: tuple[tuple[str, str], ...] = ()
     labels: tuple[str, ...] = ()
     idle: tuple[str, ...] = ()
+    coordinate: Mapping[str, int] = field(default_factory=dict)
     deliver: Callable[[], None] = field(default=lambda: None)

@@ -26,7 +26,7 @@ from reknit.comm.topology import Topology
 from reknit.engine.background import messages as say
 from reknit.engine.background.agent_job import agent_job
 from reknit.engine.background.agent_save import AgentSave
-from reknit.engine.background.side_group import side_group
+from reknit.engine.background.lanes import Lanes, work
 from reknit.engine.background.warm_up import WarmUp
 from reknit.engine.memory.tuning import Tuner
 from reknit.engine.saving.coordinator import Coordinator
@@ -41,9 +41,9 @@ from reknit.processes.shared_memory import SharedMemory, map_file
 from reknit.system import start_thread
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Iterable
 
-    _Jobs = queue.SimpleQueue[Callable[[], None] | None]
+    from reknit.engine.background.lanes import Jobs, Lane
 
 logger = logging.getLogger("reknit")
 
@@ -63,8 +63,7 @@ class Agent:
         self._rank = 0
         self._port: Any = None
         self._group: Group = SoloGroup()
-        self._promoters: Group | BaseException | None = None
-        """The same agents once more, for rounds that take as long as a slow store; or why there is none."""
+        self._lanes = Lanes()
         self._comm = CommOptions()
         self._arenas: dict[int, SharedMemory] = {}
         self.saves: dict[int, AgentSave] = {}
@@ -74,16 +73,15 @@ class Agent:
         self._coordinator = Coordinator()
         self._committed = Committed()
         self._tuners: dict[tuple[str, int | None, int | None], Tuner] = {}
-        self._to_write: _Jobs = queue.SimpleQueue()
-        self._to_commit: _Jobs = queue.SimpleQueue()
-        self._to_promote: _Jobs = queue.SimpleQueue()
+        self._to_write: Jobs = queue.SimpleQueue()
+        self._to_commit: Jobs = queue.SimpleQueue()
         self._hears: dict[type[Message], Callable[..., None]] = {
             say.Join: self._join,
             say.ConnectParent: self._connect_parent,
             say.GiveArena: self._take_arena,
             say.DropArenas: self._drop,
             say.Lend: self._borrow,
-            say.Variables: lambda said: take_store_variables(said.values),
+            say.Variables: lambda request: take_store_variables(request.values),
             say.Begin: self._begin,
             say.Planned: self._plan,
             say.Filled: self._fill,
@@ -93,27 +91,25 @@ class Agent:
 
     def run(self) -> None:
         """Serve until the trainer says quit or is gone, and then until all that was staged is written."""
-        # They end in this order: what is committed may have to be promoted.
-        queues = {"write": self._to_write, "commit": self._to_commit, "promote": self._to_promote}
+        # They end in this order, and then the lanes: what is committed may have to be promoted.
+        queues = {"write": self._to_write, "commit": self._to_commit}
         workers: dict[str, threading.Thread] = {}
-        told = True
+        announced = True
         try:
             for name, jobs in queues.items():
-                workers[name] = start_thread(f"reknit-agent-{name}", partial(_work, jobs))
-            told = self._serve()
+                workers[name] = start_thread(f"reknit-agent-{name}", partial(work, jobs))
+            announced = self._serve()
         except BaseException as error:  # the trainer may be told much more than an exit status
             self._channel.tell(say.Fell(typed(error).to_wire()))
             raise
         finally:
-            self.outlive(told)  # also after a bug: nobody may wait for what is not heard any more
+            self.outlive(announced)  # also after a bug: nobody may wait for what is not heard any more
             for name, jobs in queues.items():
                 jobs.put(None)
                 if name in workers:  # else it could not be started
                     workers[name].join()
-                if jobs is self._to_commit:
-                    self._group.close()  # at once: another rank's next save must not wait for promotions
-            if self._promoters is not None and not isinstance(self._promoters, BaseException):
-                self._promoters.close()
+            self._group.close()  # at once: another rank's next save must not wait for promotions
+            self._lanes.end()
             for arena in self._arenas.values():
                 arena.close()
             if self._note is not None:
@@ -137,7 +133,7 @@ class Agent:
             fds = () if received.fd is None else (received.fd,)
             self._hears[type(received.message)](received.message, *fds)
 
-    def outlive(self, told: bool) -> None:
+    def outlive(self, announced: bool) -> None:
         """Let what the trainer did not finish fail, and see to it that the rest ends, too."""
         left = list(self.saves.values())
         for save in left:
@@ -152,10 +148,10 @@ class Agent:
                 )
         if self._trainer is None:
             return
-        if not told and left:
+        if not announced and left:
             logger.warning("the process of rank %d ended; its agent finishes %d saves", self._rank, len(left))
         # Storage may hang for ever, and an agent must not.
-        times = 1 + sum(save.is_to_promote for save in left)
+        times = 1 + sum(len(save.to_promote) for save in left)
         limit_s = times * self._longest_s + _GRACE_S
         watchdog = threading.Timer(limit_s, os._exit, (1,))
         watchdog.daemon = True
@@ -224,7 +220,7 @@ class Agent:
             begin.claims.blobs[number].data = cast("bytes", view)  # as good as bytes for everyone who gets it
         options = SaveOptions(**begin.options)
         try:
-            job = agent_job(begin, options, self._group)
+            job = agent_job(begin, options, self._group, self._channel.tell)
         except ReknitError as error:
             self._refuse(begin.number, error, options.timeout_s)
             return
@@ -245,24 +241,40 @@ class Agent:
         self._longest_s = max(self._longest_s, timeout_s)
 
         def commit() -> None:
-            try:
-                save.commit(self._coordinator)
-                promoters = self._joined_once_more(group, timeout_s) if save.promotes else None
-            except BaseException as error:  # of the second group, and later saves need this thread
-                save.not_promoted(error)
-                promoters = None
-            if promoters is None:
-                self._over(save)
+            save.commit(self._coordinator)
+            if save.promotes and save.targets:
+                self._promote(save, group, timeout_s)
             else:
-                self._to_promote.put(lambda: promote(promoters))
-
-        def promote(promoters: Group) -> None:
-            save.promote(promoters)
-            self._over(save)
+                self._tell_end(save)
 
         before = earlier[-1] if earlier else None
         self._to_write.put(lambda: save.write(tuner, before))
         self._to_commit.put(commit)
+
+    def _promote(self, save: AgentSave, group: comm.Group, timeout_s: float) -> None:
+        """Let the lanes promote a save that is committed.  Raises nothing: later saves need this thread."""
+
+        def promote(target: int, lane: Lane) -> None:
+            save.promote(target, lane.group, len(self._lanes))
+            self._tell_end(save)
+
+        def give_up(targets: Iterable[int], error: BaseException) -> None:
+            for target in targets:
+                save.not_promoted(target, error)
+                self._tell_end(save)
+
+        try:
+            numbers = self._lanes.agree(save.targets, group, timeout_s)
+        except BaseException as error:
+            give_up(range(len(save.targets)), error)
+            return
+        for target, number in enumerate(numbers):
+            try:
+                lane = self._lanes.lane(number, group, self._comm, timeout_s)
+            except BaseException as error:
+                give_up([target], error)
+            else:
+                lane.jobs.put(partial(promote, target, lane))
 
     def _refuse(self, number: int, error: ReknitError, timeout_s: float) -> None:
         """Let all ranks hear, when they come to this save, why it does not begin here."""
@@ -272,8 +284,8 @@ class Agent:
         def tell_all() -> None:
             try:
                 comm.fail(group, ASSIGN, error, timeout_s, subject=f"save {number}")
-            except BaseException as told:  # that of another rank, perhaps
-                self._channel.tell(say.SaveDone(number, typed(told).to_wire()))
+            except BaseException as announced:  # that of another rank, perhaps
+                self._channel.tell(say.SaveDone(number, typed(announced).to_wire()))
 
         self._channel.tell(say.ArenaFree(number))
         self._to_commit.put(tell_all)
@@ -283,23 +295,11 @@ class Agent:
         if self._note is not None:
             self._note.tell(self._rank, self.saves)
 
-    def _over(self, save: AgentSave) -> None:
-        del self.saves[save.number]
+    def _tell_end(self, save: AgentSave) -> None:
+        """Let them know that a save, or one of its promotions, has ended."""
+        if save.is_over:
+            self.saves.pop(save.number, None)
         self._tell()
-
-    def _joined_once_more(self, group: Group, timeout_s: float) -> Group:
-        """Return a second group of the same agents; all of them come here after the first save to promote.
-
-        Raises `CommError`, and then for ever: none of them would come to another round of the first group.
-        """
-        if self._promoters is None:
-            try:
-                self._promoters = side_group(group, "promoters", self._comm, timeout_s)
-            except BaseException as error:
-                self._promoters = error
-        if isinstance(self._promoters, BaseException):
-            raise self._promoters
-        return self._promoters
 
     def _plan(self, planned: say.Planned) -> None:
         if (save := self.saves.get(planned.number)) is not None:
@@ -321,12 +321,6 @@ class Agent:
             save.fail(error)
         elif abandon.unbegun:
             self._refuse(abandon.number, error, abandon.timeout_s)
-
-
-def _work(jobs: _Jobs) -> None:
-    """Do jobs, one after another."""
-    while (job := jobs.get()) is not None:
-        job()
 
 
 def main(fd: int, trainer: int) -> None:

@@ -1,27 +1,41 @@
-"""Build an agent's save job from the trainer's message."""
+"""What an agent makes of the trainer's messages: its save job, and the image of the files in an arena."""
 
 from __future__ import annotations
 
 import importlib
 import json
+from functools import partial
 from typing import TYPE_CHECKING, NoReturn
 
+from reknit.engine.background import messages as say
+from reknit.engine.memory.arena import SPAN_NBYTES, lay_out
 from reknit.engine.saving.job import SaveJob
+from reknit.engine.stored.promote import Target
 from reknit.errors import AgentError, ReknitError, shortage
+from reknit.monitor.outlet import Outlet
 from reknit.monitor.phase import Recorder
-from reknit.monitor.sinks.jsonl import JsonLinesSink
-from reknit.storage.registry import open_storage, register
+from reknit.monitor.sinks.choosing import outlets_for
+from reknit.storage.registry import open_storage, recorded, register
 
 if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    import numpy as np
+    from numpy.typing import NDArray
+
     from reknit.comm.base import Group
-    from reknit.engine.background import messages as say
-    from reknit.monitor.phase import Sink
+    from reknit.monitor.records import Record
     from reknit.options import SaveOptions
+    from reknit.processes.shared_memory import SharedMemory
     from reknit.storage.base import Storage
 
 
-def agent_job(begin: say.Begin, options: SaveOptions, group: Group) -> SaveJob:
+def agent_job(
+    begin: say.Begin, options: SaveOptions, group: Group, tell: Callable[[say.AgentMessage], object]
+) -> SaveJob:
     """Return a save as the agent carries it out, in its own `group`, with the store opened again.
+
+    `tell` gives a message to the trainer, for those of its sinks that only it has.
 
     Raises `ReknitError`.
     """
@@ -36,8 +50,29 @@ def agent_job(begin: say.Begin, options: SaveOptions, group: Group) -> SaveJob:
             remedy="let the module of this store be importable by itself, or save with wait=True",
         ) from error
     step, extra = begin.claims.step, json.loads(begin.extra)
-    recorder = Recorder("save", group.rank, step, storage.url, _sinks(options))
+    sinks = outlets_for(options.events)
+    if begin.tell_events:
+        to_trainer = _ToTrainer(begin.number, tell)
+        sinks += (Outlet(to_trainer, "the trainer does not hear of them", idle_s=1.0),)
+    recorder = Recorder("save", group.rank, step, storage.url, sinks, "agent", begin.coordinate)
+    storage = recorded(storage, recorder)
     return SaveJob(_collect_nothing, group, storage, options, recorder, step, begin.overwrite, **extra)
+
+
+def target_of(url: str, factory: str | None, bytes_per_s: float | None, options: SaveOptions) -> Target:
+    """Return a store to promote to, which is opened when that begins."""
+    return Target(partial(open_store, url, factory, options), bytes_per_s, recorded)
+
+
+class _ToTrainer:
+    """A sink that passes on to the trainer what the agent records of one save."""
+
+    def __init__(self, number: int, tell: Callable[[say.AgentMessage], object]) -> None:
+        self._number, self._tell = number, tell
+
+    def take(self, records: Sequence[Record]) -> None:
+        """Tell the trainer; one that is gone needs to hear nothing."""
+        self._tell(say.Events(self._number, [record.as_dict() for record in records]))
 
 
 def open_store(url: str, factory: str | None, options: SaveOptions) -> Storage:
@@ -53,5 +88,23 @@ def _collect_nothing() -> NoReturn:
     raise AssertionError("an agent collects nothing")
 
 
-def _sinks(options: SaveOptions) -> tuple[Sink, ...]:
-    return () if options.events is None else (JsonLinesSink(options.events),)
+class ArenaImage:
+    """The files of a save in an arena, and what of them is still to be filled, and to be written."""
+
+    def __init__(self, planned: say.Planned, arena: SharedMemory) -> None:
+        self.planned = planned
+        self._arena = arena
+        self._spans = lay_out([nbytes for _, _, nbytes in planned.files], planned.ring)
+        self._number = {(span.file, span.start): k for k, span in enumerate(self._spans)}
+        self.is_ring = any(span.after >= 0 for span in self._spans)
+        self.to_fill = set(range(len(self._spans)))
+        self.to_write = [span.nbytes for span in self._spans]
+
+    def span(self, file: int, start: int) -> int:
+        """Return the number of the span that holds byte `start` of a file."""
+        return self._number[file, start // SPAN_NBYTES * SPAN_NBYTES]
+
+    def view(self, span: int, start: int, nbytes: int) -> NDArray[np.uint8]:
+        """Return bytes of the arena that are those from `start` on of the span's file."""
+        low = self._spans[span].at + start - self._spans[span].start
+        return self._arena.bytes[low : low + nbytes]

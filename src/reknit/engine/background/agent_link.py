@@ -120,10 +120,11 @@ class AgentLink:
             self.send(say.Quit())
 
     def end(self) -> None:
-        """End an agent that was given nothing to do, also one that is still starting."""
+        """End an agent that was given nothing to do, or is still starting; return when it is gone."""
         self.quit()
         if self._process is not None:
             self._process.kill()
+            self.ended(_REAP_S)
 
     def ended(self, timeout_s: float) -> bool:
         """Wait until the agent is gone; tell whether it is."""

@@ -5,12 +5,12 @@ from __future__ import annotations
 import logging
 import threading
 from contextlib import suppress
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from reknit.engine import messages
 from reknit.engine.background import messages as say
-from reknit.engine.background.agent_job import open_store
-from reknit.engine.background.arena_image import ArenaImage
+from reknit.engine.background.agent_job import ArenaImage, target_of
 from reknit.engine.saving.claims import claims
 from reknit.engine.saving.copies import EQUAL, split
 from reknit.engine.saving.reuse import Reuse
@@ -21,6 +21,7 @@ from reknit.environment import cores_per_rank
 from reknit.errors import ReknitError, typed
 from reknit.format import paths
 from reknit.monitor.phase import now
+from reknit.options import LEAST_INFLIGHT_NBYTES
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -36,7 +37,7 @@ if TYPE_CHECKING:
     from reknit.engine.saving.reuse import Committed
     from reknit.engine.saving.rounds import CommitTurn
     from reknit.engine.saving.write import Written
-    from reknit.monitor.phase import PhaseRecord
+    from reknit.monitor.records import PhaseRecord
     from reknit.processes.channel import Channel
     from reknit.processes.shared_memory import SharedMemory
 
@@ -68,18 +69,22 @@ class AgentSave:
         # A save that may not overwrite need not fear that: it fails anyway where somebody has committed.
         self._may_write = not begin.overwrite
         self._over = threading.Event()
-        self._to_promote: list[Written] | None = None
+        self._promotable: list[Written] | None = None
+        self.targets = [url for url, _, _ in begin.promote_to]
+        """Where the checkpoint is to be promoted to."""
+        self.to_promote = set(range(len(self.targets)))
+        """Numbers of the targets to which it still is."""
         self._copies = EQUAL
 
     @property
-    def is_to_promote(self) -> bool:
-        """Whether a promotion was asked for."""
-        return self.begin.promote_to is not None
+    def is_over(self) -> bool:
+        """Whether nothing of the save, nor of its promotions, is left to do."""
+        return self._over.is_set()
 
     @property
     def promotes(self) -> bool:
         """Whether the checkpoint is committed, and is to be promoted."""
-        return self._to_promote is not None
+        return self._promotable is not None
 
     @property
     def url(self) -> str:
@@ -88,9 +93,8 @@ class AgentSave:
 
     @property
     def places(self) -> list[str]:
-        """Where checkpoints may yet appear: the place of the save, and that to which it is promoted."""
-        to = self.begin.promote_to
-        return [self.url, *(() if to is None else (to[0],))]
+        """Where an agent is at work: the place of the save, and those to which it is still promoted."""
+        return [self.url, *(self.targets[number] for number in sorted(self.to_promote))]
 
     # Called by the thread that hears the trainer.
 
@@ -202,13 +206,15 @@ class AgentSave:
             self.fail(typed(error))
             coordinator.give_up()
             self._discard()
+            self.job.recorder.flush()
             self._channel.tell(
-                say.SaveDone(self.number, typed(error).to_wire(), records=_told(self.job.recorder.records))
+                say.SaveDone(self.number, typed(error).to_wire(), records=_plain(self.job.recorder.records))
             )
             self._end()
             return
-        if self.is_to_promote:
+        if self.targets:
             self._keep_for_promotion(written)
+        self.job.recorder.flush()
         self._channel.tell(
             say.SaveDone(
                 self.number,
@@ -218,7 +224,7 @@ class AgentSave:
                 outcome.total_nbytes,
                 0 if self._reuse is None else self._reuse.nbytes,
                 outcome.warnings,
-                _told(self.job.recorder.records),
+                _plain(self.job.recorder.records),
             )
         )
         if not self.promotes:
@@ -242,22 +248,24 @@ class AgentSave:
     def _keep_for_promotion(self, written: list[Written]) -> None:
         """Keep what a promotion needs, and nothing else: many may wait for a slow store."""
         with self._changed:
-            self._to_promote = written
+            self._promotable = written
             self.image = None
-        said = self.begin.claims
-        self.begin.claims = messages.RankClaims(said.write_id, said.step, said.plan, None, [])
+        claimed = self.begin.claims
+        self.begin.claims = messages.RankClaims(claimed.write_id, claimed.step, claimed.plan, None, [])
 
     def _assign(self, coordinator: Coordinator) -> messages.Assignment:
         """Hold the round in which all ranks' work is assigned, and tell the trainer of its part."""
-        said, job = self.begin.claims, self.job
+        claimed, job = self.begin.claims, self.job
         # Not the write id: a rank whose trainer never came to begin this save does not know it.
         with assign_turn(job, subject=f"save {self.number}") as turn:
             if self.error is not None:
                 raise self.error
-            mine = claims(job.group.rank, said)
+            mine = claims(job.group.rank, claimed)
             assigned = assign(turn, coordinator, None if self.begin.warm_up else job, mine)
         try:
-            self._copies = split(said.copies, assigned.differing, job.group.rank, job.options.check_replicas)
+            self._copies = split(
+                claimed.copies, assigned.differing, job.group.rank, job.options.check_replicas
+            )
         except ReknitError as error:  # all ranks hear of it in the round to commit
             self.fail(error)
         self._channel.tell(say.Assigned(self.number, assigned.shard_owners))
@@ -287,36 +295,46 @@ class AgentSave:
         self._over.set()
         close_quietly(self.job.storage)
 
-    # Called by the thread that promotes.
+    # Called by the threads that promote, and by the one that commits.
 
-    def promote(self, group: comm.Group) -> None:
-        """Copy what this rank wrote to the store that lasts, with all ranks, and tell the trainer."""
-        assert self._to_promote is not None
-        assert self.begin.promote_to is not None
-        job, write_id, (url, factory) = self.job, self.begin.claims.write_id, self.begin.promote_to
+    def promote(self, target: int, group: comm.Group, num_lanes: int) -> None:
+        """Copy what this rank wrote to a store that lasts, with all ranks, and tell the trainer.
+
+        Of the memory that a save may take the copy takes its part, as one of so many.
+        """
+        assert self._promotable is not None
+        share = max(self.job.options.inflight_nbytes // num_lanes, LEAST_INFLIGHT_NBYTES)
+        job = replace(self.job, options=replace(self.job.options, inflight_nbytes=share))
+        to = target_of(*self.begin.promote_to[target], job.options)
         try:
-            report = promote_saved(
-                job, write_id, self._to_promote, group, lambda: open_store(url, factory, job.options)
-            )
+            report = promote_saved(job, self.begin.claims.write_id, self._promotable, group, to)
         except BaseException as error:  # whatever it is, the trainer must hear of it
-            self.not_promoted(error)
-        else:
-            records = _told(report.phases)
-            self._channel.tell(
-                say.Promoted(self.number, None, report.path, report.nbytes, report.num_files, records)
-            )
-            self._end()
+            self.not_promoted(target, error)
+            return
+        records = _plain(report.phases)
+        job.recorder.flush()
+        self._channel.tell(
+            say.Promoted(self.number, target, None, report.path, report.nbytes, report.num_files, records)
+        )
+        self._promoted(target)
 
-    def not_promoted(self, error: BaseException) -> None:
+    def not_promoted(self, target: int, error: BaseException) -> None:
         """Tell the trainer, or the log where that is gone, what kept the checkpoint from where it lasts."""
         failure = typed(error)
         failure.sign(rank=self.job.group.rank)
-        told = self._channel.tell(say.Promoted(self.number, failure.to_wire()))
-        if not told and self.begin.promote_to is not None:
-            logger.error("promotion of %s to %s failed: %s", self.url, self.begin.promote_to[0], failure)
-        self._end()
+        if not self._channel.tell(say.Promoted(self.number, target, failure.to_wire())):
+            logger.error("promotion of %s to %s failed: %s", self.url, self.targets[target], failure)
+        self._promoted(target)
+
+    def _promoted(self, target: int) -> None:
+        """Note that one of the promotions has ended; the last ends the save."""
+        with self._changed:
+            self.to_promote.discard(target)
+            last = not self.to_promote
+        if last:
+            self._end()
 
 
-def _told(phases: Iterable[PhaseRecord]) -> list[dict[str, object]]:
+def _plain(phases: Iterable[PhaseRecord]) -> list[dict[str, object]]:
     """Return phases as a message has them."""
     return [record.as_dict() for record in phases]

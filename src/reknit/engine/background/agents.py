@@ -135,9 +135,14 @@ class Agents:
         return keep_latest(self._plans, key, plan, PLANS_KEPT)
 
     def _hear(self, message: Any) -> None:
+        if isinstance(message, say.Events):
+            if (told := self.saves.get(message.number)) is not None:  # else it is over
+                told.hear(message)
+            return
         save = self.saves[message.number]
         if isinstance(message, say.Promoted):
-            del self.saves[message.number]
+            if all(each.done() for at, each in enumerate(save.pending.promotions) if at != message.target):
+                del self.saves[message.number]
         elif isinstance(message, say.Assigned):
             if (plan := self._plans.get(save.layout)) is not None:
                 plan.assigned = True

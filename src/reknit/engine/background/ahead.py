@@ -46,7 +46,7 @@ class Ahead:
             self.job = job = make()
             job.storage.close()  # the agent opens its own
             with job.recorder.phase("collect"):
-                self.encoded = encode_holdings(job.collect(), job.options)
+                self.encoded = encode_holdings(job.holdings(), job.options)
                 self.key = layout_digest(self.encoded.holdings, job.options.max_file_nbytes)
             if in_full and not self.encoded.guessed:
                 nbytes = plan_nbytes(self.plan_alone(rank))

@@ -57,6 +57,8 @@ class Background:
         self.agents: Agents | None = None
         self._side: Group | None = None
         self._forming: Agents | None = None
+        self._settled = threading.Event()
+        self._settled.set()
         self.failure: Exception | None = None
         self.count = 0
         self._waiting: set[int] = set()
@@ -78,7 +80,7 @@ class Background:
 
         What goes wrong is told by the `SaveOutcome`, on every rank; only what is no `Exception` is raised.
         """
-        pending = SaveOutcome(url, promote_to=options.promote_to)
+        pending = SaveOutcome(url, promote_to=options.promotions)
         with self._saving:
             self._carry_out(stage_for_agent, pending, group, make, options)
         return pending
@@ -181,13 +183,14 @@ class Background:
         for save in pending:
             with suppress(DeadlineError):
                 save.wait_over(deadline.remaining())
+        if self._side is not None:
+            self._side.close()
+        self._settled.wait(deadline.remaining())  # agents in the place of lost ones must not come after this
         agents, self.agents = self.agents, None
         if agents is not None:
             agents.link.quit()
             if all(save.done() for save in pending):
                 agents.link.ended(deadline.remaining())
-        if self._side is not None:
-            self._side.close()
         if self.arenas is not None:
             self.arenas.close()
             self.arenas = None
@@ -203,8 +206,8 @@ class Background:
     def at_exit(self) -> None:
         """Wait for the saves under way when the interpreter ends, and log what becomes of them."""
         if unfinished := len(self._unfinished()):
-            told = "this process waits for %d saves under way, for up to %g s; Ctrl-C ends the wait"
-            logger.info(told, unfinished, self._exit_wait_s)
+            text = "this process waits for %d saves under way, for up to %g s; Ctrl-C ends the wait"
+            logger.info(text, unfinished, self._exit_wait_s)
         with suppress(KeyboardInterrupt):  # who does not want to wait is told what becomes of the saves
             if self.close():
                 return
@@ -271,16 +274,21 @@ class Background:
             else:
                 logger.warning("agents were lost; new ones take their place from save %d on", agents.first)
                 self._install(agents)
+            finally:
+                if self._forming is lost:  # else those are lost, too, and the next thread has begun
+                    self._settled.set()
 
         with self._lock:
             if self._forming is lost or self.agents is not lost:
                 return
             self._forming = lost
+            self._settled.clear()
         try:
             start_thread("reknit-forms-agents", form)
         except ShortageError as error:  # who hears the agent must go on: others wait for what it hears
             with self._lock:
                 self.failure = error
+                self._settled.set()
                 self._lock.notify_all()
 
     def _give_up(self, number: int) -> None:

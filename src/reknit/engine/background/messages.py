@@ -79,8 +79,8 @@ class Begin(AgentMessage):
 
     `factory` is ``module:function`` of a store that only the trainer's program registered.  `extra` is what
     only the root's manifest needs, as JSON.  A `warm_up` is no save: it ends with `Ready` instead of
-    `Planned`, and nothing is written.  `promote_to` are URL and factory of the store that is to have the
-    checkpoint too.
+    `Planned`, and nothing is written.  `promote_to` are URL, factory and rate of each store that is to
+    have the checkpoint too.
     """
 
     number: int
@@ -91,7 +91,10 @@ class Begin(AgentMessage):
     extra: bytes
     claims: RankClaims
     warm_up: bool = False
-    promote_to: tuple[str, str | None] | None = None
+    promote_to: list[tuple[str, str | None, float | None]] = msgspec.field(default_factory=list)
+    coordinate: dict[str, int] = msgspec.field(default_factory=dict)
+    tell_events: bool = False
+    """Whether the trainer has sinks that the agent cannot open."""
 
 
 class Planned(AgentMessage):
@@ -169,6 +172,13 @@ class ArenaFree(AgentMessage):
     number: int
 
 
+class Events(AgentMessage):
+    """To the trainer: what the agent has recorded of a save, for sinks that it cannot open itself."""
+
+    number: int
+    records: list[dict[str, Any]]
+
+
 class SaveDone(AgentMessage):
     """To the trainer: a save ended; `records` are the phases that the agent took part in."""
 
@@ -183,9 +193,10 @@ class SaveDone(AgentMessage):
 
 
 class Promoted(AgentMessage):
-    """To the trainer: the promotion of a save that ended well is over, too."""
+    """To the trainer: a promotion of a save that ended well is over, too; `target` is one of `promote_to`."""
 
     number: int
+    target: int
     error: dict[str, Any] | None
     path: str = ""
     nbytes: int = 0

@@ -17,6 +17,7 @@ from reknit.engine.saving.commit import check_manifest
 from reknit.engine.saving.copies import choose
 from reknit.engine.saving.file_layout import outline
 from reknit.monitor.phase import monotonic
+from reknit.monitor.sinks.choosing import everywhere
 from reknit.system import start_thread
 from reknit.types.shard import Encoded
 
@@ -35,7 +36,6 @@ _FOR_AGENT = (
     "allow_pickle",
     "check_replicas",
     "durability",
-    "events",
     "piece_nbytes",
     "reuse",
     "threads",
@@ -103,7 +103,7 @@ def warm_up(ahead: Ahead, agents: Agents, save: TrainerSave) -> None:
     begin = _begin(ahead, agents, save, messages.NO_COPIES, claimed=False)
     begin.claims.blobs, begin.claims.witnesses = [], messages.NO_WITNESSES  # assigned with each save
     begin.warm_up = True
-    begin.promote_to = None
+    begin.promote_to = []
     save.begin(begin, job.recorder)
     plan = (
         agents.keep(ahead.key, ahead.plan_alone(agents.link.rank)) if alone else _agreed(ahead, agents, save)
@@ -141,7 +141,8 @@ def _begin(
         url=job.url,
         factory=job.factory,
         overwrite=job.overwrite,
-        options={name: getattr(job.options, name) for name in _FOR_AGENT},
+        options={name: getattr(job.options, name) for name in _FOR_AGENT}
+        | {"events": everywhere(job.options.events)},
         extra=json.dumps(extra, default=dict).encode(),
         claims=messages.RankClaims(
             save.write_id,
@@ -152,7 +153,9 @@ def _begin(
             copies,
             encoded.witnesses,
         ),
-        promote_to=job.promote_to,
+        promote_to=list(job.promote_to),
+        coordinate=job.recorder.coordinate,
+        tell_events=not all(sink.everywhere for sink in job.recorder.sinks),
     )
 
 

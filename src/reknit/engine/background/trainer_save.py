@@ -10,7 +10,8 @@ from typing import TYPE_CHECKING, Any
 from reknit.engine.background import messages as say
 from reknit.engine.report import PromotionReport, SaveReport
 from reknit.errors import DeadlineError, ReknitError, SkippedError, from_wire, typed
-from reknit.monitor.phase import PhaseRecord, monotonic
+from reknit.monitor.phase import monotonic, now
+from reknit.monitor.records import PhaseRecord, record_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -44,6 +45,8 @@ class TrainerSave:
         self.promotes = False
         """Whether the checkpoint is promoted when it is committed."""
         self._recorder: Recorder | None = None
+        self._untold: Recorder | None = None
+        """What has not told yet how the save ended."""
         self._owners: bytes | None = None
         self._freed: set[int] = set()
         self._done: say.SaveDone | None = None
@@ -54,9 +57,9 @@ class TrainerSave:
     def begin(self, begin: say.Begin, recorder: Recorder) -> None:
         """Tell the agent that the save begins."""
         self.pending.step = recorder.step
-        self.promotes = begin.promote_to is not None
+        self.promotes = bool(begin.promote_to)
         self.link.send(begin)
-        self._recorder = recorder
+        self._recorder = self._untold = recorder
 
     def owners(self, timeout_s: float) -> bytes:
         """Return who writes the shards that this rank claimed, once all ranks' agents know."""
@@ -88,10 +91,10 @@ class TrainerSave:
 
     def abandon(self, error: BaseException, timeout_s: float) -> None:
         """Give the save up, and let all ranks hear why."""
-        told, unbegun = typed(error), self._recorder is None
-        told.sign(rank=self.link.rank, phase="assign" if unbegun else None)  # as the round does elsewhere
+        failure, unbegun = typed(error), self._recorder is None
+        failure.sign(rank=self.link.rank, phase="assign" if unbegun else None)  # as the round does elsewhere
         with suppress(ReknitError):  # whoever misses the agent says so
-            self.link.send(say.Abandon(self.number, unbegun, told.to_wire(), timeout_s))
+            self.link.send(say.Abandon(self.number, unbegun, failure.to_wire(), timeout_s))
         self._end(error)
         self.staged()
 
@@ -99,6 +102,10 @@ class TrainerSave:
         """Take what the agent says about this save."""
         if isinstance(message, say.Promoted):
             self._promoted(message)
+            return
+        if isinstance(message, say.Events):
+            if self._recorder is not None:
+                self._recorder.pass_on(map(record_of, message.records))
             return
         with self._changed:
             if isinstance(message, say.Assigned):
@@ -119,8 +126,10 @@ class TrainerSave:
             ended = self._done is not None
         if not ended:
             self.hear(say.SaveDone(self.number, error.to_wire()))
-        elif self.promotes:
-            self.hear(say.Promoted(self.number, error.to_wire()))
+        else:
+            for target, promotion in enumerate(self.pending.promotions):
+                if not promotion.done():
+                    self.hear(say.Promoted(self.number, target, error.to_wire()))
 
     def _wait(self, ready: Callable[[], bool], what: str, timeout_s: float) -> None:
         """Wait, with the condition held; raises what makes the save fail meanwhile."""
@@ -162,33 +171,38 @@ class TrainerSave:
 
     def _promoted(self, message: say.Promoted) -> None:
         """End the promotion; what goes wrong is logged too, as nobody may ask for it."""
-        promotion = self.pending.promotion
-        assert promotion is not None
+        pending, target = self.pending, message.target
         if message.error is None:
             records = tuple(PhaseRecord(**record) for record in message.records)
-            step, path = self.pending.step, message.path
-            promotion.end(
-                PromotionReport(
-                    path, self.pending.path, step, self.write_id, message.nbytes, message.num_files, records
-                )
-            )
+            done = message.path, pending.path, pending.step, self.write_id, message.nbytes, message.num_files
+            pending.end_promotion(target, PromotionReport(*done, records))
             return
         error = from_wire(message.error)
-        promotion.end(error)
+        pending.end_promotion(target, error)
         if self.link.rank in (0, error.rank):
-            logger.error(
-                "promotion of %s to %s failed: %s", self.pending.path, self.pending.promote_to, error
-            )
+            logger.error("promotion of %s to %s failed: %s", pending.path, pending.places[target], error)
+
+    def _tell_end(self, outcome: SaveReport | BaseException) -> None:
+        """Tell the sinks once how the save ended, before anybody else hears of it."""
+        with self._changed:
+            recorder, self._untold = self._untold, None
+        if recorder is not None:
+            seconds = monotonic() - self._begun
+            if isinstance(outcome, SaveReport):
+                recorder.end(now() - seconds, seconds, outcome.nbytes, "ok")
+            else:
+                recorder.end(now() - seconds, seconds, 0, type(outcome).__name__)
 
     def _end(self, outcome: SaveReport | BaseException) -> None:
         """End the save, and write once to the log what nobody may ask for."""
+        self._tell_end(outcome)
         if not self.pending.end(outcome) or not self.pending.logged:
             return
         rank = self.link.rank
         if isinstance(outcome, SaveReport):
             if rank == 0:
-                told = self.pending.told(monotonic() - self._begun)
-                logger.info("%s; blocked training for %.3g s", told, outcome.blocked_s)
+                summary = self.pending.summary(monotonic() - self._begun)
+                logger.info("%s; blocked training for %.3g s", summary, outcome.blocked_s)
             for warning in outcome.warnings if rank == 0 else ():
                 logger.warning("save to %s: %s", outcome.path, warning)
         elif isinstance(outcome, SkippedError):

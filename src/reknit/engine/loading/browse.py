@@ -144,7 +144,7 @@ class Checkpoint(Shown):
         """Return the error of a name that no tensor has."""
         url = self._open.storage.url
         if item not in self.items:
-            return unknown_items([item], self.items, url)
+            return unknown_items([item], self.items, self._open.manifest, url)
         remedy = "`tensors` lists what it has; `reknit show` does on a terminal"
         if fqn in self.values[item]:
             remedy = "it is a value and no tensor: look in `values`"
@@ -210,7 +210,7 @@ class Checkpoint(Shown):
         wanted = self.items if items is None else tuple(dict.fromkeys(items))
         url = self._open.storage.url
         if absent := [item for item in wanted if item not in self.items]:
-            raise unknown_items(absent, self.items, url)
+            raise unknown_items(absent, self.items, self._open.manifest, url)
         tensors = [(item, fqn) for item in wanted for fqn in self.tensors[item]]
         values = [(item, fqn) for item in wanted for fqn in self.values[item]]
         if only:

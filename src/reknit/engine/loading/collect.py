@@ -87,6 +87,7 @@ def collect(job: LoadJob, checkpoint: OpenCheckpoint) -> Collected:
             wanted = transformed.back(wanted)
         else:
             wanted, transformed, made = job.want(catalog), None, {}
+        job.recorder.coordinate = dict(wanted.coordinate)
         fills, problems = match(part.index, wanted, options, part.stored)
     return Collected(part, wanted, fills, problems, Reach.of(part.index, fills, wanted), transformed, made)
 

@@ -20,24 +20,34 @@ if TYPE_CHECKING:
     from reknit.types.plan import LoadPlan
 
 
-class ReadPart(NamedTuple):
-    """A row of `LoadPlan` in Python numbers.
+DIRECT_NBYTES = 32 << 10
+"""From here on a run is read straight to its target; to copy less costs less than a buffer of its own."""
 
-    `target` are the bytes of the target where they are one run in memory and take what is saved as it is;
-    `direct` is the same where the piece is one run in its file, too.
+
+class ReadPart(NamedTuple):
+    """A piece of the plan: its number there, and its bytes `low` up to `high` of a file.
+
+    `direct` are the bytes of the target where they are one run, in memory as in the file, and take what is
+    saved as it is.
     """
 
-    wanted: int
+    number: int
     low: int
     high: int
+    direct: NDArray[np.uint8] | None
+
+
+class Rectangle(NamedTuple):
+    """A row of `LoadPlan` in Python numbers, without padding; `start` is where the chunk begins."""
+
+    wanted: int
     itemsize: int
-    chunk_start: int
-    chunk_lengths: tuple[int, ...]
+    low: int
+    start: int
+    chunk: tuple[int, ...]
     in_chunk: tuple[int, ...]
     in_wanted: tuple[int, ...]
     lengths: tuple[int, ...]
-    target: NDArray[np.uint8] | None
-    direct: NDArray[np.uint8] | None
 
 
 class ReadSpan(NamedTuple):
@@ -63,7 +73,7 @@ class Deliverer:
         self._bits: list[Any] = [
             None if w in cast else bits(target) for w, target in enumerate(self._targets)
         ]
-        self._pieces = self._make_pieces()
+        self._pieces = self._make_pieces([box.numel for _, box, _ in boxes])
 
     def pieces(self, number: int) -> list[ReadPart]:
         """Return the pieces that a read touches, ordered by where they begin."""
@@ -75,66 +85,68 @@ class Deliverer:
         """Copy the part of a piece that lies in `data`, which begins at byte `start` of the file."""
         low, high = max(piece.low, start), min(piece.high, start + len(data))
         if piece.direct is not None:
-            np.copyto(piece.direct[low - piece.low : high - piece.low], data[low - start : high - start])
+            piece.direct[low - piece.low : high - piece.low] = data[low - start : high - start]
             return
-        strides = _strides(piece.chunk_lengths, piece.itemsize)
+        at = self._rectangle(piece.number)
+        strides = _strides(at.chunk, at.itemsize)
         if (low, high) == (piece.low, piece.high):
-            self._copy(piece, Box(piece.in_chunk, piece.lengths), data[low - start :], strides)
+            self._copy(at, Box(at.in_chunk, at.lengths), data[low - start :], strides)
             return
-        first = (low - piece.chunk_start) // piece.itemsize
-        wanted = Box(piece.in_chunk, piece.lengths)
-        for run in flat_range_boxes(piece.chunk_lengths, first, (high - low) // piece.itemsize):
+        first = (low - at.start) // at.itemsize
+        wanted = Box(at.in_chunk, at.lengths)
+        for run in flat_range_boxes(at.chunk, first, (high - low) // at.itemsize):
             if (box := run.intersect(wanted)) is not None:
-                at = piece.chunk_start + sum(o * s for o, s in zip(box.offsets, strides, strict=True))
-                self._copy(piece, box, data[at - start :], strides)
+                byte = at.start + sum(o * s for o, s in zip(box.offsets, strides, strict=True))
+                self._copy(at, box, data[byte - start :], strides)
 
     def run_starts(self, number: int) -> NDArray[np.int64]:
         """Return where each run of a strided read begins in its file."""
-        piece, depth, runs = self._strided(number)
-        strides = _strides(piece.chunk_lengths, piece.itemsize)
-        steps = np.unravel_index(np.arange(runs.start, runs.stop), piece.lengths[:depth])
-        starts = np.full(len(runs), piece.low, np.int64)
+        at, depth, runs = self._strided(number)
+        strides = _strides(at.chunk, at.itemsize)
+        steps = np.unravel_index(np.arange(runs.start, runs.stop), at.lengths[:depth])
+        starts = np.full(len(runs), at.low, np.int64)
         for step, stride in zip(steps, strides[:depth], strict=True):
             starts += step * stride
         return starts
 
     def direct_runs(self, number: int) -> NDArray[np.uint8] | None:
         """Return the bytes of the target that the runs of a strided read fill in order, if there are."""
-        piece, depth, runs = self._strided(number)
-        nbytes = prod(piece.lengths[depth:]) * piece.itemsize
-        if piece.target is None or nbytes != self._plan.strided.run_nbytes[number]:
+        at, depth, runs = self._strided(number)
+        nbytes = prod(at.lengths[depth:]) * at.itemsize
+        target = self._target(at)
+        if target is None or nbytes != self._plan.strided.run_nbytes[number]:
             return None
-        return piece.target[runs.start * nbytes : runs.stop * nbytes]
+        return target[runs.start * nbytes : runs.stop * nbytes]
 
     def deliver_runs(self, number: int, data: NDArray[np.uint8]) -> None:
         """Copy a strided read whose runs lie one after another in `data`."""
-        piece, depth, runs = self._strided(number)
+        at, depth, runs = self._strided(number)
         nbytes = int(self._plan.strided.run_nbytes[number])
-        strides = _strides(piece.lengths[:depth], nbytes)
-        inner = _strides(piece.chunk_lengths, piece.itemsize)[depth:]
-        for steps in flat_range_boxes(piece.lengths[:depth], runs.start, len(runs)):
-            at = sum(o * s for o, s in zip(steps.offsets, strides, strict=True)) - runs.start * nbytes
-            self._copy(piece, _inside(piece, steps), data[at:], strides + inner)
+        strides = _strides(at.lengths[:depth], nbytes)
+        inner = _strides(at.chunk, at.itemsize)[depth:]
+        for steps in flat_range_boxes(at.lengths[:depth], runs.start, len(runs)):
+            byte = sum(o * s for o, s in zip(steps.offsets, strides, strict=True)) - runs.start * nbytes
+            self._copy(at, _inside(at, steps), data[byte:], strides + inner)
 
     def deliver_strided(self, number: int, start: int, data: NDArray[np.uint8]) -> None:
         """Copy a strided read out of `data`, which has all bytes of its range, and begins at byte `start`."""
-        piece, depth, runs = self._strided(number)
-        strides = _strides(piece.chunk_lengths, piece.itemsize)
-        for steps in flat_range_boxes(piece.lengths[:depth], runs.start, len(runs)):
-            at = piece.low - start + sum(o * s for o, s in zip(steps.offsets, strides, strict=False))
-            self._copy(piece, _inside(piece, steps), data[at:], strides)
+        at, depth, runs = self._strided(number)
+        strides = _strides(at.chunk, at.itemsize)
+        for steps in flat_range_boxes(at.lengths[:depth], runs.start, len(runs)):
+            byte = at.low - start + sum(o * s for o, s in zip(steps.offsets, strides, strict=False))
+            self._copy(at, _inside(at, steps), data[byte:], strides)
 
-    def _strided(self, number: int) -> tuple[ReadPart, int, range]:
+    def _strided(self, number: int) -> tuple[Rectangle, int, range]:
         """Return the piece of a strided read, how many of its dimensions it steps through, and its runs."""
         strided = self._plan.strided
-        piece = self._pieces[strided.piece[number]]
-        strides = _strides(piece.chunk_lengths, piece.itemsize)
-        nbytes, depth = piece.itemsize, len(strides)
+        at = self._rectangle(int(strided.piece[number]))
+        strides = _strides(at.chunk, at.itemsize)
+        nbytes, depth = at.itemsize, len(strides)
         while nbytes < strided.run_nbytes[number]:
             depth -= 1
-            nbytes += (piece.lengths[depth] - 1) * strides[depth]
+            nbytes += (at.lengths[depth] - 1) * strides[depth]
         first = int(strided.first[number])
-        return piece, depth, range(first, first + int(strided.num[number]))
+        return at, depth, range(first, first + int(strided.num[number]))
 
     def names(self, file: int, low: int, high: int) -> list[str]:
         """Return the names of tensors in bytes `low` up to `high` of a file, of wanted ones if there are."""
@@ -146,44 +158,61 @@ class Deliverer:
             numbers = set(index.tensor[held].tolist())
         return sorted(full_name(index.tensors[t].item, index.tensors[t].fqn) for t in numbers)
 
-    def _make_pieces(self) -> list[ReadPart]:
+    def _make_pieces(self, numel: Sequence[int]) -> list[ReadPart]:
+        """Return all pieces of the plan; `numel` are the elements of each wanted box."""
         plan, index = self._plan, self._index
-        itemsize = [index.tensors[t].spec.itemsize for t in self._tensors]
-        ndim = [len(index.tensors[t].spec.shape) for t in self._tensors]
-        rows = zip(
-            plan.wanted.tolist(),
-            plan.low.tolist(),
-            plan.high.tolist(),
-            index.start[plan.chunk].tolist(),
-            index.lengths[plan.chunk].tolist(),
-            plan.in_chunk.tolist(),
-            plan.in_wanted.tolist(),
-            plan.lengths.tolist(),
-            strict=True,
-        )
+        itemsize = np.array([index.tensors[t].spec.itemsize for t in self._tensors], np.int64)
+        size = plan.lengths.prod(axis=1)
+        is_run = plan.high - plan.low == size * itemsize[plan.wanted]
+        is_whole = size == np.array(numel, np.int64)[plan.wanted]
+        columns = (plan.wanted, plan.low, plan.high, is_run, is_whole)
         pieces = []
-        for w, low, high, start, *columns in rows:
-            chunk, in_chunk, in_wanted, lengths = (tuple(column[: ndim[w]]) for column in columns)
-            # With the ellipsis, what has no dimensions stays an array.
-            place = (*Box(in_wanted, lengths).slices(), ...)
-            target = None if self._bits[w] is None else contiguous_bytes(self._bits[w][place])
-            direct = target if high - low == prod(lengths) * itemsize[w] else None
-            pieces.append(
-                ReadPart(
-                    w, low, high, itemsize[w], start, chunk, in_chunk, in_wanted, lengths, target, direct
-                )
-            )
+        for number, (wanted, low, high, run, whole) in enumerate(
+            zip(*(c.tolist() for c in columns), strict=True)
+        ):
+            target = self._bits[wanted]
+            if not run or target is None:
+                direct = None
+            elif whole:
+                direct = contiguous_bytes(target)
+            else:
+                direct = self._target(self._rectangle(number))
+            pieces.append(ReadPart(number, low, high, direct))
         return pieces
 
-    def _copy(self, piece: ReadPart, box: Box, source: NDArray[np.uint8], strides: Sequence[int]) -> None:
+    def _rectangle(self, number: int) -> Rectangle:
+        """Return the piece with this number as a rectangle."""
+        plan, index = self._plan, self._index
+        wanted, chunk = int(plan.wanted[number]), plan.chunk[number]
+        spec = index.tensors[self._tensors[wanted]].spec
+        sides = (index.lengths[chunk], plan.in_chunk[number], plan.in_wanted[number], plan.lengths[number])
+        return Rectangle(
+            wanted,
+            spec.itemsize,
+            int(plan.low[number]),
+            int(index.start[chunk]),
+            *(tuple(side[: len(spec.shape)].tolist()) for side in sides),
+        )
+
+    def _target(self, at: Rectangle) -> NDArray[np.uint8] | None:
+        """Return the bytes of the target that a piece fills, if they are one run and take it as it is."""
+        if (target := self._bits[at.wanted]) is None:
+            return None
+        return contiguous_bytes(target[_place(Box(at.in_wanted, at.lengths))])
+
+    def _copy(self, at: Rectangle, box: Box, source: NDArray[np.uint8], strides: Sequence[int]) -> None:
         """Copy a box (in the chunk's coordinates) that begins at `source` to its place in the target."""
-        # With the ellipsis, what has no dimensions stays an array.
-        place = (*box.relative_to(piece.in_chunk).shifted(piece.in_wanted).slices(), ...)
-        if piece.wanted in self._cast:
-            dtype = self._index.tensors[self._tensors[piece.wanted]].spec.dtype
-            convert(source, dtype, box.lengths, strides, self._targets[piece.wanted][place])
+        place = _place(box.relative_to(at.in_chunk).shifted(at.in_wanted))
+        if at.wanted in self._cast:
+            dtype = self._index.tensors[self._tensors[at.wanted]].spec.dtype
+            convert(source, dtype, box.lengths, strides, self._targets[at.wanted][place])
         else:
-            deliver(source, box.lengths, strides, self._bits[piece.wanted][place])
+            deliver(source, box.lengths, strides, self._bits[at.wanted][place])
+
+
+def _place(box: Box) -> tuple[Any, ...]:
+    """Return the index that selects a box from an array; what has no dimensions stays an array."""
+    return (*box.slices(), ...)
 
 
 def put(data: NDArray[np.uint8], start: int, spans: Sequence[ReadSpan]) -> None:
@@ -194,11 +223,11 @@ def put(data: NDArray[np.uint8], start: int, spans: Sequence[ReadSpan]) -> None:
             np.copyto(buffer[low - begin : high - begin], data[low - start : high - start])
 
 
-def _inside(piece: ReadPart, steps: Box) -> Box:
+def _inside(at: Rectangle, steps: Box) -> Box:
     """Return the part of a piece, in coordinates of its chunk, that some of its outer steps are."""
-    rest = len(piece.lengths) - steps.ndim
-    inner = Box(steps.offsets + (0,) * rest, steps.lengths + piece.lengths[steps.ndim :])
-    return inner.shifted(piece.in_chunk)
+    rest = len(at.lengths) - steps.ndim
+    inner = Box(steps.offsets + (0,) * rest, steps.lengths + at.lengths[steps.ndim :])
+    return inner.shifted(at.in_chunk)
 
 
 def spans_of(
@@ -206,7 +235,7 @@ def spans_of(
 ) -> tuple[list[ReadSpan], list[ReadPart]]:
     """Decide where each byte of a read goes, and which pieces `scratch` then has for delivery.
 
-    Bytes of a run go straight to their target.  Where two pieces want the same bytes, everything goes to
+    Bytes of a long run go straight to their target.  Where two pieces want the same bytes, everything goes to
     `scratch`.
     """
     stop = start + len(scratch)
@@ -216,9 +245,11 @@ def spans_of(
             return [ReadSpan(start, scratch)], list(uses)
         reach = min(piece.high, stop)
     spans: list[ReadSpan] = []
+    indirect: list[ReadPart] = []
     position = start
     for piece in uses:
-        if piece.direct is None:
+        if piece.direct is None or len(piece.direct) < DIRECT_NBYTES:
+            indirect.append(piece)
             continue
         low, high = max(piece.low, start), min(piece.high, stop)
         if low > position:
@@ -227,7 +258,7 @@ def spans_of(
         position = high
     if position < stop:
         spans.append(ReadSpan(position, scratch[position - start :]))
-    return spans, [piece for piece in uses if piece.direct is None]
+    return spans, indirect
 
 
 def _strides(lengths: Sequence[int], itemsize: int) -> tuple[int, ...]:

@@ -85,7 +85,7 @@ def read_for_all(job: LoadJob, wanted: Sequence[messages.Items]) -> RootMetadata
     known = whole.offered
     if absent := [item for item in items if item not in known and item not in optional]:
         remedy = "leave the others out of `state`, or name those to load in `items`"
-        raise unknown_items(absent, known, job.storage.url, remedy)
+        raise unknown_items(absent, known, contents.manifest, job.storage.url, remedy)
     everything = frozenset(contents.manifest.items)
     # The root keeps what it has read, so it gets no answer.
     parts: dict[frozenset[str], bytes] = {}

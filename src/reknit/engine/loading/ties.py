@@ -1,4 +1,4 @@
-"""Are tensors that are tied in the target equal in the checkpoint?  Compared before anything changes."""
+"""Are tensors that become one in the target equal in the checkpoint?  Compared before anything changes."""
 
 from __future__ import annotations
 
@@ -50,7 +50,10 @@ def unequal(
         for pair, alias, tied in zip(batch, arrays[::2], arrays[1::2], strict=True):
             if alias.tobytes() != tied.tobytes():
                 name, of = (full_name(*index.tensors[t][:2]) for t in (pair.alias, pair.tied))
-                found[name] = f"it differs from {of} in the checkpoint, and is the same tensor in the target"
+                values = f" ({alias.item()} and {tied.item()})" if alias.size == 1 else ""
+                found[name] = (
+                    f"it differs from {of} in the checkpoint{values}, and is one with it in the target"
+                )
     return list(found.items())
 
 

@@ -6,8 +6,9 @@ import logging
 import threading
 from dataclasses import dataclass, field
 
-from reknit.engine.memory.arena import SPAN_NBYTES
-from reknit.environment import local_ranks
+from reknit.engine.memory.arena import PAGE_NBYTES, SPAN_NBYTES
+from reknit.engine.memory.workers import run_jobs
+from reknit.environment import local_ranks, num_threads
 from reknit.errors import UsageError
 from reknit.monitor.host_memory import available_nbytes
 from reknit.monitor.phase import Deadline
@@ -228,8 +229,16 @@ class Arenas:
 
 def _prefaulted(nbytes: int) -> SharedMemory:
     arena = SharedMemory.create(nbytes)
+    threads = num_threads(None)
     try:
-        arena.populate(0, nbytes)
+        # The kernel reserves pages for one thread after the other, but clears and maps them side by side.
+        run_jobs(
+            range(0, nbytes, SPAN_NBYTES),
+            lambda start, _: arena.populate(start, SPAN_NBYTES),
+            threads=threads,
+            arena_nbytes=PAGE_NBYTES,
+            budget_nbytes=threads * PAGE_NBYTES,
+        )
     except BaseException:
         _dispose([arena])
         raise

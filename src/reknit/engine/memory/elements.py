@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from functools import lru_cache
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -21,6 +22,8 @@ if TYPE_CHECKING:
 BITS = {1: "uint8", 2: "int16", 4: "int32", 8: "int64", 16: "complex128"}
 """Name of the type in which elements of a size are moved without being looked at."""
 
+_KINDS = {nbytes: np.dtype(name) for nbytes, name in BITS.items()}
+
 ROUNDED = frozenset(
     ("float16", "bfloat16", "float8_e4m3fn", "float8_e5m2", "float8_e4m3fnuz", "float8_e5m2fnuz")
 )
@@ -37,11 +40,24 @@ def bits(data: Any) -> Any:
     """
     if isinstance(data, np.ndarray):
         return data.view(BITS[data.dtype.itemsize])
-    torch = sys.modules["torch"]
-    tensor = data.detach()
+    tensor = data.detach() if data.requires_grad else data
+    on_host = tensor.device.type == "cpu"
+    if on_host and _has_numpy(tensor.dtype):
+        array = tensor.numpy()
+        return array.view(_KINDS[array.itemsize])
     if tensor.element_size() < 16:
-        tensor = tensor.view(getattr(torch, BITS[tensor.element_size()]))
-    return tensor.numpy() if tensor.device.type == "cpu" else tensor
+        tensor = tensor.view(getattr(sys.modules["torch"], BITS[tensor.element_size()]))
+    return tensor.numpy() if on_host else tensor
+
+
+@lru_cache(maxsize=64)
+def _has_numpy(dtype: Any) -> bool:
+    """Tell whether NumPy has a dtype of torch, of which it makes an array quicker than of another view."""
+    try:
+        sys.modules["torch"].empty(0, dtype=dtype).numpy()
+    except TypeError:
+        return False
+    return True
 
 
 def all_bits(shards: Iterable[Shard]) -> list[Any]:

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
-from reknit.engine.memory.elements import stage
+from reknit.engine.memory.elements import contiguous_bytes, itemsize, stage
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -38,8 +38,7 @@ class Image(NamedTuple):
             part = self.header[start:stop]
             out[: len(part)] = np.frombuffer(part, np.uint8)
         base = len(self.header)
-        position = max(bisect_right(self.entries, start - base, key=lambda e: e.start) - 1, 0)
-        for entry in self.entries[position:]:
+        for entry in self.entries[self._entry_at(start) :]:
             low, high = max(base + entry.start, start), min(base + entry.start + entry.nbytes, stop)
             if base + entry.start >= stop:
                 break
@@ -52,3 +51,19 @@ class Image(NamedTuple):
                     (high - low) // itemsize,
                     out[low - start : high - start],
                 )
+
+    def in_place(self, start: int, nbytes: int) -> NDArray[np.uint8] | None:
+        """Return these bytes of the file where they lie; None if that is not one run in host memory."""
+        start -= len(self.header)
+        if start < 0 or not self.entries:
+            return None
+        entry = self.entries[self._entry_at(start + len(self.header))]
+        memory = contiguous_bytes(self.sources[entry.shard])
+        if memory is None or start + nbytes > entry.start + entry.nbytes:
+            return None
+        first = entry.first * itemsize(self.sources[entry.shard]) + start - entry.start
+        return memory[first : first + nbytes]
+
+    def _entry_at(self, start: int) -> int:
+        """Return the number of the entry in which a byte of the file lies; 0 for one of the header."""
+        return max(bisect_right(self.entries, start - len(self.header), key=lambda e: e.start) - 1, 0)

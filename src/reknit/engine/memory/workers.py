@@ -115,7 +115,7 @@ def run_jobs(
 
     Each worker owns one arena of `arena_nbytes`; there are at most `threads` workers, and no more than fit in
     `budget_nbytes`, or can be started.  So memory is bounded, and while one worker waits for storage the
-    others copy and digest.
+    others copy and digest.  Where there is to be one, and no `timeout_s`, the caller does the work himself.
     The first error stops the others after the job in their hands, and is raised; so does an interrupt of the
     caller.  `stop` is called with it, before the others are waited for: let it end jobs that would wait.
 
@@ -139,6 +139,11 @@ def run_jobs(
 
     deadline = None if timeout_s is None else Deadline(timeout_s)
     count = max(1, min(threads, budget_nbytes // max(arena_nbytes, 1)))
+    if count == 1 and deadline is None:
+        loop(threading.Event())
+        if source.error is not None:
+            raise source.error
+        return
     # Events, since a `Thread.join` that is interrupted takes a thread for ended that still runs.
     ends = [threading.Event() for _ in range(count)]
     workers = [

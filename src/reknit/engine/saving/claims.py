@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import TYPE_CHECKING, NamedTuple, cast
@@ -40,7 +41,10 @@ class EncodedHoldings:
     @cached_property
     def keys(self) -> list[int]:
         """The `shard_key` of each guessed shard."""
-        return [shard_key(self.holdings.shards[n]) for n in self.guessed]
+        keys: list[int] | None = self.holdings.known.get("keys")
+        if keys is None:
+            keys = self.holdings.known["keys"] = [shard_key(self.holdings.shards[n]) for n in self.guessed]
+        return keys
 
     def shard_claims(self) -> messages.ShardClaims:
         """Return what the root has to know of the guessed shards."""
@@ -49,10 +53,12 @@ class EncodedHoldings:
 
     def resolved(self, owners: NDArray[np.int64]) -> Holdings:
         """Return the holdings with one owner for each guessed shard."""
+        if not self.guessed:
+            return self.holdings
         shards = list(self.holdings.shards)
         for number, owner in zip(self.guessed, owners.tolist(), strict=True):
             shards[number] = structs.replace(shards[number], replicas=(owner,))
-        return replace(self.holdings, shards=tuple(shards))
+        return replace(self.holdings, shards=tuple(shards), known={})
 
 
 class EncodedFile(NamedTuple):
@@ -65,26 +71,38 @@ class EncodedFile(NamedTuple):
 
 def encode_holdings(holdings: Holdings, options: SaveOptions) -> EncodedHoldings:
     """Check names, and encode the values.  Raises `StateError` for what no file can hold."""
-    for item in holdings.items:
-        paths.escape_item(item)
-    for entries in (holdings.shards, holdings.blobs, holdings.aliases, holdings.witnesses):
+    guessed = holdings.known.get("guessed")
+    if guessed is None:
+        guessed = holdings.known["guessed"] = _guessed(holdings)
+    for entries in (holdings.blobs, holdings.witnesses):
         for entry in entries:
             paths.checked_name(entry.fqn, "name")
-    guessed = tuple(n for n, shard in enumerate(holdings.shards) if shard.replicas is None)
+    times = Counter(id(blob.value) for blob in holdings.blobs)
+    repeated: dict[int, bytes] = {}
     blobs = [
         messages.EncodedBlob(
             blob.item,
             blob_key(blob),
             None if blob.coordinate is None else dict(blob.coordinate),
-            _encoded(blob, options),
+            _encoded(blob, options) if times[id(blob.value)] == 1 else _again(blob, options, repeated),
         )
         for blob in holdings.blobs
     ]
     witnesses = messages.NO_WITNESSES
     if holdings.witnesses:
-        by_key = {blob_key(witness): _told(witness) for witness in holdings.witnesses}
+        by_key = {blob_key(witness): _label(witness) for witness in holdings.witnesses}
         witnesses = messages.Witnesses([*by_key.values()], messages.packed([*by_key], "u8"))
     return EncodedHoldings(holdings, guessed, blobs, witnesses)
+
+
+def _guessed(holdings: Holdings) -> tuple[int, ...]:
+    """Check the names of tensors, and return the shards of which no framework could say who else has them."""
+    for item in holdings.items:
+        paths.escape_item(item)
+    for entries in (holdings.shards, holdings.aliases):
+        for entry in entries:
+            paths.checked_name(entry.fqn, "name")
+    return tuple(n for n, shard in enumerate(holdings.shards) if shard.replicas is None)
 
 
 def blob_key(value: Blob | Witness) -> int:
@@ -93,7 +111,7 @@ def blob_key(value: Blob | Witness) -> int:
     return xxhash.xxh3_64_intdigest(f"{value.item}\0{value.fqn}{place}".encode())
 
 
-def _told(witness: Witness) -> str:
+def _label(witness: Witness) -> str:
     """Return what users are told of a value: its name, and its place where it has one."""
     place = ", ".join(f"{axis} {n}" for axis, n in (witness.coordinate or {}).items())
     return full_name(witness.item, witness.fqn) + (f" ({place})" if place else "")
@@ -111,9 +129,20 @@ def _encoded(blob: Blob, options: SaveOptions) -> bytes:
     return cast("bytes", memory[start - len(name) :])  # as good as bytes for everyone who gets them
 
 
-def claims(rank: int, told: messages.RankClaims) -> bytes:
+def _again(blob: Blob, options: SaveOptions, known: dict[int, bytes]) -> bytes:
+    """Return the same for a value that has several names, as the options of an optimizer's group do.
+
+    `known` are these values, encoded without a name.
+    """
+    name = name_of_value(blob.fqn)
+    if (body := known.get(id(blob.value))) is None:
+        body = known[id(blob.value)] = bytes(_encoded(blob, options)[len(name) :])
+    return name + body
+
+
+def claims(rank: int, claimed: messages.RankClaims) -> bytes:
     """Return what a rank says, as columns, which merge with those of other ranks."""
-    blobs, copies, witnesses = told.blobs, told.copies, told.witnesses
+    blobs, copies, witnesses = claimed.blobs, claimed.copies, claimed.witnesses
     shared = [blob for blob in blobs if blob.coordinate is None]
     keys = np.array([blob.key for blob in shared], np.uint64)
     digests = np.array([digest(blob.data) for blob in shared], np.uint64)
@@ -122,10 +151,10 @@ def claims(rank: int, told: messages.RankClaims) -> bytes:
     seen = messages.unpacked(copies.digests, "u8")
     own = columns_of(
         rank,
-        {"write_ids": [told.write_id], "witnesses": witnesses.names},
+        {"write_ids": [claimed.write_id], "witnesses": witnesses.names},
         {
-            "step": ([] if told.step is None else [told.step], ""),
-            "plan": (messages.unpacked(told.plan, "i8"), ""),
+            "step": ([] if claimed.step is None else [claimed.step], ""),
+            "plan": (messages.unpacked(claimed.plan, "i8"), ""),
             "blob_keys": (keys, ""),
             "blob_digests": (digests, ""),
             "placed_keys": (np.array(placed, np.uint64), ""),
@@ -135,9 +164,12 @@ def claims(rank: int, told: messages.RankClaims) -> bytes:
             "high": (seen, ""),
         },
     )
-    if told.shards is None:
+    if claimed.shards is None:
         return pack(own, NOTHING)
-    keys, nbytes = messages.unpacked(told.shards.keys, "u8"), messages.unpacked(told.shards.nbytes, "i8")
+    keys, nbytes = (
+        messages.unpacked(claimed.shards.keys, "u8"),
+        messages.unpacked(claimed.shards.nbytes, "i8"),
+    )
     return pack(own, columns_of(rank, {}, {"keys": (keys, ""), "nbytes": (nbytes, "")}))
 
 

@@ -30,7 +30,7 @@ from reknit.storage.base import PerHost
 from reknit.types.manifest import FileEntry, Manifest
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Container, Sequence
 
     from reknit.comm import base as comm
     from reknit.engine.saving.job import SaveJob
@@ -86,7 +86,7 @@ def check_manifest(job: SaveJob) -> None:
 
 
 def commit(
-    job: SaveJob, mine: Marker, index: Index, told: ManifestContent, warnings: Sequence[str]
+    job: SaveJob, mine: Marker, index: Index, merged: ManifestContent, warnings: Sequence[str]
 ) -> messages.CommitOutcome:
     """Write the index, and commit what all ranks told of.
 
@@ -94,21 +94,21 @@ def commit(
     marker of `begin` is gone; that is a `FencedError` where another save took it away.  Nothing exists before
     the manifest is put, everything after.
     """
-    if not told.items:
+    if not merged.items:
         raise StateError(
             "the state is empty on every rank, and would be a checkpoint of nothing",
             remedy='pass what is to be saved: {"model": model}',
         )
     storage = job.storage
-    _check_files(storage, told, mine)
-    content, manifest = list_files(_manifest(job, mine, told.items), encode_index(index), told.files)
+    _check_files(storage, merged, mine)
+    content, manifest = list_files(_manifest(job, mine, merged.items), encode_index(index), merged.files)
     written = _write_index(storage, mine, content)
     own = FileEntry(written.path, written.nbytes, tuple(written.digests.tolist()))
     manifest = replace(manifest, files=(*manifest.files, own))
     data = encode_manifest(manifest)
     # The commit: before this write there is no checkpoint, after it there is.
     put_manifest(storage, mine, data, overwrite=job.overwrite)
-    all_warnings = [*warnings, *told.warnings, *clear_out(storage, mine, data)]
+    all_warnings = [*warnings, *merged.warnings, *clear_out(storage, mine, data)]
     return messages.CommitOutcome(manifest.nbytes, all_warnings)
 
 
@@ -118,10 +118,10 @@ def manifest_exists(storage: Storage) -> bool:
 
 
 def is_committed(storage: Storage, write_id: str) -> bool | None:
-    """Tell whether the manifest here is that of this save; None when that cannot be told."""
+    """Tell whether the manifest here is that of this save, with its files; None when that cannot be told."""
     try:
-        data = storage.get(paths.MANIFEST_PATH, limit=MAX_MANIFEST_NBYTES)
-        return decode_record(data).write_id == write_id
+        manifest = decode_record(storage.get(paths.MANIFEST_PATH, limit=MAX_MANIFEST_NBYTES))
+        return manifest.write_id == write_id and manifest.moved_to is None
     except StorageNotFoundError:
         return False
     except ReknitError:
@@ -147,14 +147,14 @@ def _manifest(job: SaveJob, mine: Marker, items: tuple[str, ...]) -> Manifest:
     )
 
 
-def _check_files(storage: Storage, told: ManifestContent, mine: Marker) -> None:
+def _check_files(storage: Storage, merged: ManifestContent, mine: Marker) -> None:
     """Raise `CommitError` unless the root sees every file that some rank wrote.
 
     Of a store that each host has for itself it sees its own host's; for the others the receipts vouch.
     """
     listed = {file.path: file.nbytes for file in storage.list()}
-    told_of = zip(told.files.paths, told.files.nbytes.tolist(), strict=True)
-    unseen = [(k, path, nbytes) for k, (path, nbytes) in enumerate(told_of) if listed.get(path) != nbytes]
+    reported = zip(merged.files.paths, merged.files.nbytes.tolist(), strict=True)
+    unseen = [(k, path, nbytes) for k, (path, nbytes) in enumerate(reported) if listed.get(path) != nbytes]
     for number, path, nbytes in unseen:
         if size_of(storage, path) == nbytes:
             continue
@@ -162,9 +162,9 @@ def _check_files(storage: Storage, told: ManifestContent, mine: Marker) -> None:
             raise fenced_off(storage, mine)
         if isinstance(storage, PerHost) and size_of(storage, path) is None:
             continue
-        rank = int(told.ranks[number])
+        rank = int(merged.ranks[number])
         raise CommitError(
-            f"rank {rank} wrote {path} to {told.urls[rank]}, and rank 0 does not find it in "
+            f"rank {rank} wrote {path} to {merged.urls[rank]}, and rank 0 does not find it in "
             f"{storage.url}; nothing was committed",
             rank=rank,
             path=f"{storage.url}/{path}",
@@ -246,15 +246,23 @@ def clear_own_host(storage: Storage, group: comm.Group, write_id: str) -> None:
                 discard(storage, listed.path)
 
 
-def clear_out(storage: Storage, mine: Marker, manifest: bytes) -> list[str]:
+def clear_out(storage: Storage, mine: Marker, manifest: bytes, needed: Container[str] = ()) -> list[str]:
     """Delete the files of earlier saves to this path; what cannot be deleted is a warning, not a failure.
 
-    Of what is listed, some may belong to a later save.  Where one has begun, all is left to that.
+    Files of an earlier save stay that the manifest names: these are `needed`.  Of what is listed, some may
+    belong to a later save.  Where one has begun, all is left to that.
     """
     try:
         names = {listed.path: paths.parse_path(listed.path) for listed in storage.list()}
         own = (None, paths.short_id(mine.write_id))
-        old = [path for path, name in names.items() if name is not None and name.write_id8 not in own]
+        old = [
+            path
+            for path, name in names.items()
+            if name is not None
+            and name.write_id8 not in own
+            and path not in needed
+            and name.kind != "copy"  # that goes after what it leads to
+        ]
         if old and is_last(storage, mine, manifest):
             for path in old:
                 storage.delete(path)

@@ -109,9 +109,9 @@ class Coordinator:
         receipts, chunks = unpack(merge_receipts(requests) if len(requests) > 1 else requests[0])
         assert self._begun is not None
         mine = self._begun[1]
-        assembled, told = self.assembled(receipts, chunks), receipts_to_manifest(receipts, mine.write_id)
-        index = assembled.named(mine.write_id).without(told.kept)
-        outcome = commit(job, mine, index, told, assembled.warnings)
+        assembled, collected = self.assembled(receipts, chunks), receipts_to_manifest(receipts, mine.write_id)
+        index = assembled.named(mine.write_id).without(collected.kept)
+        outcome = commit(job, mine, index, collected, assembled.warnings)
         self._begun = None
         return [messages.encode(outcome)] * len(receipts.ranks)
 
@@ -123,7 +123,7 @@ class Coordinator:
         version = self.chunks.version(ranks, slots) if silent.all() else b""
         if version in self.indexes:
             return keep_latest(self.indexes, version, self.indexes[version], INDEXES_KEPT)
-        chunks = merged_chunks([fresh, self.chunks.said(ranks[silent], slots)])
+        chunks = merged_chunks([fresh, self.chunks.latest(ranks[silent], slots)])
         if (new := planned & ~silent).any():
             self.chunks.keep(plans[new], fresh.select(np.flatnonzero(planned[~silent])))
         index, warnings = assemble(chunks)
@@ -141,15 +141,15 @@ class Coordinator:
         version = self._claims.version(ranks, slots) if silent.all() else b""
         if version in self._owners:
             return keep_latest(self._owners, version, self._owners[version], PLANS_KEPT)
-        before = self._claims.said(ranks[silent], slots)
+        before = self._claims.latest(ranks[silent], slots)
         both = merged([fresh, before.without("owners")])
         owners = shard_owners(both.lists["keys"], both.lists["nbytes"])
         _refuse_stale(before, owners.select(np.flatnonzero(silent)), fresh.ranks)
         if version:
             keep_latest(self._owners, version, owners, PLANS_KEPT)
         if (new := planned & ~silent).any():
-            said = fresh.with_list("owners", owners.select(np.flatnonzero(~silent)))
-            self._claims.keep(plans[new], said.select(np.flatnonzero(planned[~silent])))
+            latest = fresh.with_list("owners", owners.select(np.flatnonzero(~silent)))
+            self._claims.keep(plans[new], latest.select(np.flatnonzero(planned[~silent])))
         return owners
 
 
@@ -189,13 +189,13 @@ def _refuse_lone_copies(claims: RankColumns) -> None:
     )
 
 
-def _plans(said: RankColumns) -> tuple[Ints, Ints, NDArray[np.bool_]]:
+def _plans(latest: RankColumns) -> tuple[Ints, Ints, NDArray[np.bool_]]:
     """Return all ranks, each one's plan as two numbers, and whether it has one."""
-    column = said.lists["plan"]
+    column = latest.lists["plan"]
     planned = column.counts == 2
-    plans = np.zeros((len(said.ranks), 2), np.int64)
+    plans = np.zeros((len(latest.ranks), 2), np.int64)
     plans[planned] = column.flat().reshape(-1, 2)
-    return said.ranks, plans, planned
+    return latest.ranks, plans, planned
 
 
 def _slots(known: PlanCache, ranks: Ints, plans: Ints) -> Ints:

@@ -39,7 +39,7 @@ _OF_NUMPY = frozenset(name for name in ITEMSIZE if numpy_dtype(name).name == nam
 _encode_names = msgspec.msgpack.Encoder().encode
 _decode_names = msgspec.msgpack.Decoder(list[tuple[str, str, str, tuple[int, ...]]]).decode
 
-Told = tuple[str, str, str]
+CopyNote = tuple[str, str, str]
 """Item and FQN of a tensor of which ranks hold different values, and these ranks."""
 
 
@@ -47,8 +47,8 @@ class CopySplit(NamedTuple):
     """What a rank does about copies that differ: values that it keeps as its own, and what it cannot keep."""
 
     blobs: list[messages.EncodedBlob]
-    kept: list[Told]
-    unequal: list[Told]
+    kept: list[CopyNote]
+    unequal: list[CopyNote]
 
 
 EQUAL = CopySplit([], [], [])
@@ -137,15 +137,15 @@ def split(
         if (number := place.get(key)) is None:
             continue  # a shard of others
         item, fqn, dtype, shape = names[number]
-        told = item, fqn, ", ".join(map(str, holders))
+        note = item, fqn, ", ".join(map(str, holders))
         if ends[number] > len(copies.data):
-            done.unequal.append(told)
+            done.unequal.append(note)
             continue
         data = copies.data[ends[number] - sizes[number] : ends[number]]
         value = np.frombuffer(data, numpy_dtype(dtype)).reshape(shape)
         blob = encode_blobs({fqn: value}, item=item)
         done.blobs.append(messages.EncodedBlob(item, 0, {"rank": rank}, blob))
-        done.kept.append(told)
+        done.kept.append(note)
     if done.unequal and check != "warn":
         item, fqn, ranks = done.unequal[0]
         more = f", and of {len(done.unequal) - 1} more" if len(done.unequal) > 1 else ""

@@ -61,6 +61,14 @@ class Outline(NamedTuple):
 
 def layout_digest(holdings: Holdings, max_file_nbytes: int) -> bytes:
     """Return 16 bytes that stand for all that an outline depends on: holdings without their values."""
+    key = "layout", max_file_nbytes
+    known: bytes | None = holdings.known.get(key)
+    if known is None:
+        known = holdings.known[key] = _layout_digest(holdings, max_file_nbytes)
+    return known
+
+
+def _layout_digest(holdings: Holdings, max_file_nbytes: int) -> bytes:
     layout = (
         max_file_nbytes,
         holdings.items,
@@ -74,7 +82,15 @@ def layout_digest(holdings: Holdings, max_file_nbytes: int) -> bytes:
 
 
 def outline(holdings: Holdings, rank: int, max_file_nbytes: int) -> Outline:
-    """Plan the files of a rank, whose shards all have their replicas."""
+    """Return the files of a rank, whose shards all have their replicas; planned once for a layout."""
+    key = "outline", rank, max_file_nbytes
+    known: Outline | None = holdings.known.get(key)
+    if known is None:
+        known = holdings.known[key] = _outline(holdings, rank, max_file_nbytes)
+    return known
+
+
+def _outline(holdings: Holdings, rank: int, max_file_nbytes: int) -> Outline:
     plan = plan_save(holdings.shards, rank, max_file_nbytes)
     write_id = paths.new_write_id()
     files = tuple(

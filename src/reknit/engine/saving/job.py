@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
+    from collections.abc import Callable, Mapping, Sequence
 
     from reknit.comm.base import Group
     from reknit.monitor.phase import Recorder
@@ -21,8 +21,8 @@ class SaveJob:
 
     `step`, `origin` and `metadata` go into the manifest.  An agent opens storage again by its `url`, with the
     `factory` that only the trainer's program knows, if there is one (`storage.registry.recipe`).
-    `promote_to` are URL and factory of the store that is to have the checkpoint too.  An agent does not
-    `collect`: it gets what its trainer staged.
+    `promote_to` are URL, factory and rate of each store that is to have the checkpoint too.  An agent does
+    not `collect`: it gets what its trainer staged.
     """
 
     collect: Callable[[], Holdings]
@@ -36,4 +36,10 @@ class SaveJob:
     metadata: Mapping[str, Any] = field(default_factory=dict)
     url: str = ""
     factory: str | None = None
-    promote_to: tuple[str, str | None] | None = None
+    promote_to: Sequence[tuple[str, str | None, float | None]] = ()
+
+    def holdings(self) -> Holdings:
+        """Collect what this rank holds; the recorder learns its place in the parallel grid."""
+        found = self.collect()
+        self.recorder.coordinate = dict(found.coordinate)
+        return found

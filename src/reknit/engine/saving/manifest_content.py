@@ -109,7 +109,7 @@ def _tails(kinds: Ints, numbers: Ints, write_id: str) -> list[str]:
 
 def _differing_copies(tables: Mapping[str, list[Any]]) -> list[str]:
     """Return warnings for tensors whose copies differ: those that ranks keep, and those that they do not."""
-    told = []
+    lines = []
     for table, what in (
         (
             "kept",
@@ -122,8 +122,8 @@ def _differing_copies(tables: Mapping[str, list[Any]]) -> list[str]:
     ):
         if names := [f"{full_name(item, fqn)} (ranks {ranks})" for item, fqn, ranks in tables[table]]:
             more = f" and {len(names) - SHOWN} more" if len(names) > SHOWN else ""
-            told.append(f"ranks hold different values of {', '.join(names[:SHOWN])}{more}; {what}.")
-    return told
+            lines.append(f"ranks hold different values of {', '.join(names[:SHOWN])}{more}; {what}.")
+    return lines
 
 
 def _shared_places(files: FileTable, items: Sequence[str], ranks: Ints) -> list[str]:
@@ -134,7 +134,7 @@ def _shared_places(files: FileTable, items: Sequence[str], ranks: Ints) -> list[
     begins = np.cumsum(counts) - counts
     blocks = num_blocks(files.nbytes)
     first = np.cumsum(blocks) - blocks
-    told = []
+    lines = []
     for number, names in enumerate(files.places):
         here = np.flatnonzero(files.place[own] == number)
         numbers = files.coordinates[begins[here, None] + np.arange(len(names))]
@@ -150,8 +150,8 @@ def _shared_places(files: FileTable, items: Sequence[str], ranks: Ints) -> list[
                 shown = ", ".join(str(rank) for group in holders.values() for rank in group[:4])
                 place = dict(zip(names, numbers[group[0]].tolist(), strict=True))
                 item = items[keys[group[0], 0]]
-                told.append(
+                lines.append(
                     f"ranks {shown} saved different values of {item} under one coordinate {place}; "
                     "a load gives all of them the first. Give each rank a coordinate of its own."
                 )
-    return told
+    return lines

@@ -33,7 +33,7 @@ class PlanCache:
         self._merge = merge
         self.slots: list[RankColumns] = [NOTHING] * num_slots
         self._plans = np.zeros((0, num_slots, 2), np.int64)
-        self._told = np.zeros((0, num_slots), np.int64)
+        self._kept_at = np.zeros((0, num_slots), np.int64)
         """When what is in a slot was told, as a number that grows; 0 where there is nothing."""
         self._used = np.zeros((0, num_slots), np.int64)
         self._clock = 0
@@ -42,26 +42,26 @@ class PlanCache:
         """Return the slot of each rank's plan (two numbers), -1 for one that is not known."""
         self._grow(ranks)
         self._clock += 1
-        fits = (self._plans[ranks] == plans[:, None]).all(axis=2) & (self._told[ranks] > 0)
+        fits = (self._plans[ranks] == plans[:, None]).all(axis=2) & (self._kept_at[ranks] > 0)
         slots = np.where(fits.any(axis=1), fits.argmax(axis=1), -1)
         self._used[ranks[slots >= 0], slots[slots >= 0]] = self._clock
         return slots
 
-    def keep(self, plans: Ints, said: RankColumns) -> None:
+    def keep(self, plans: Ints, latest: RankColumns) -> None:
         """Keep what ranks said under their plans; what a rank used least lately makes room."""
-        ranks = said.ranks
+        ranks = latest.ranks
         slots = self.find(ranks, plans)
         slots = np.where(slots >= 0, slots, self._used[ranks].argmin(axis=1))
         self._clock += 1
         self._plans[ranks, slots] = plans
-        self._told[ranks, slots] = self._used[ranks, slots] = self._clock
+        self._kept_at[ranks, slots] = self._used[ranks, slots] = self._clock
         for slot in np.unique(slots).tolist():
-            fresh = _only(said, slots == slot)
+            fresh = _only(latest, slots == slot)
             before = self.slots[slot]
             rest = _only(before, ~np.isin(before.ranks, fresh.ranks))
             self.slots[slot] = self._merge([rest, fresh])
 
-    def said(self, ranks: Ints, slots: Ints) -> RankColumns:
+    def latest(self, ranks: Ints, slots: Ints) -> RankColumns:
         """Return what ranks said that is in these slots."""
         parts = []
         for slot in np.unique(slots).tolist():
@@ -71,23 +71,23 @@ class PlanCache:
 
     def version(self, ranks: Ints, slots: Ints) -> bytes:
         """Return bytes that are the same only while the ranks' slots hold the same."""
-        return np.stack((slots, self._told[ranks, slots])).tobytes()
+        return np.stack((slots, self._kept_at[ranks, slots])).tobytes()
 
     def _grow(self, ranks: Ints) -> None:
         """Make room for ranks that were not heard of before."""
         more = int(ranks.max(initial=-1)) + 1 - len(self._plans)
         if more > 0:
-            self._plans, self._told, self._used = (
+            self._plans, self._kept_at, self._used = (
                 np.concatenate((column, np.zeros((more, *column.shape[1:]), np.int64)))
-                for column in (self._plans, self._told, self._used)
+                for column in (self._plans, self._kept_at, self._used)
             )
 
 
-def _only(said: RankColumns, which: NDArray[np.bool_]) -> RankColumns:
+def _only(latest: RankColumns, which: NDArray[np.bool_]) -> RankColumns:
     """Return what some of the ranks said, the same object where that is all of them."""
     if which.all():
-        return said
-    return said.select(np.flatnonzero(which)) if which.any() else NOTHING
+        return latest
+    return latest.select(np.flatnonzero(which)) if which.any() else NOTHING
 
 
 def keep_latest(kept: dict[bytes, _Kept], key: bytes, value: _Kept, most: int) -> _Kept:

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import numpy as np
 
 from reknit.engine.memory.workers import run_jobs
-from reknit.engine.saving.write import PIECE_NBYTES, Written, discard
+from reknit.engine.saving.write import Written, discard
 from reknit.environment import num_threads
 from reknit.errors import ReknitError
 from reknit.format import paths
@@ -159,7 +159,7 @@ class Reuse:
                     self._pieces(),
                     compare,
                     threads=threads,
-                    arena_nbytes=PIECE_NBYTES,
+                    arena_nbytes=BLOCK_NBYTES,
                     budget_nbytes=self._job.options.inflight_nbytes,
                     stop=stop,
                 )
@@ -172,9 +172,9 @@ class Reuse:
         """Yield the files that may be equal in pieces, in their order."""
         for number in list(self._equal):
             nbytes = self._files[number].nbytes
-            for start in range(0, nbytes, PIECE_NBYTES):
+            for start in range(0, nbytes, BLOCK_NBYTES):
                 if number in self._equal:
-                    yield _FilePiece(number, start, min(PIECE_NBYTES, nbytes - start))
+                    yield _FilePiece(number, start, min(BLOCK_NBYTES, nbytes - start))
 
     def _copy(
         self,

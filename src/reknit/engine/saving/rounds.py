@@ -61,16 +61,16 @@ class CommitTurn:
 
     def commit(
         self,
-        said: messages.RankClaims,
+        claimed: messages.RankClaims,
         assigned: messages.Assignment,
         copies: CopySplit,
         items: Sequence[str],
         columns: messages.ArrayColumns | None,
     ) -> None:
         """Write the values of this rank, send the `receipt` for all `written`, and keep the outcome."""
-        blobs = blob_files([*said.blobs, *copies.blobs], assigned.blob_owners, self.job.group.rank)
+        blobs = blob_files([*claimed.blobs, *copies.blobs], assigned.blob_owners, self.job.group.rank)
         places = write_blobs(self.job, blobs, self.write_id, self.written)
-        mine = receipt(self.job, items, self.written, said.plan, columns, places, copies)
+        mine = receipt(self.job, items, self.written, claimed.plan, columns, places, copies)
         self.sent = True
         answer = self.turn.exchange(mine, lambda requests: self._coordinator.commit(self.job, requests))
         self.outcome = messages.decode(answer, messages.CommitOutcome)

@@ -14,7 +14,7 @@ from reknit.engine.saving.copies import choose, split
 from reknit.engine.saving.file_layout import outline
 from reknit.engine.saving.reuse import Committed, Reuse
 from reknit.engine.saving.rounds import assign, assign_turn, commit_turn
-from reknit.engine.saving.write import PIECE_NBYTES, Outgoing, staged, write_files
+from reknit.engine.saving.write import PIECE_NBYTES, Outgoing, live, staged, write_files
 from reknit.environment import num_threads
 from reknit.monitor.phase import Stopwatch
 from reknit.monitor.progress import progress
@@ -38,7 +38,7 @@ def save(job: SaveJob, committed: Committed | None = None) -> tuple[SaveReport, 
             with recorder.phase("assign"), assign_turn(job) as turn:
                 # 1 what does this rank hold (local)
                 with recorder.phase("collect"):
-                    encoded = encode_holdings(job.collect(), options)
+                    encoded = encode_holdings(job.holdings(), options)
                     sources = all_bits(encoded.holdings.shards)
                 with recorder.phase("digest"):
                     compared = choose(encoded, options.check_replicas, rank, job.group.size)
@@ -58,7 +58,7 @@ def save(job: SaveJob, committed: Committed | None = None) -> tuple[SaveReport, 
                 # 4 stage, digest and write, but for what the last checkpoint has
                 files = [Outgoing(image.path, image.nbytes) for image in images]
                 reuse = Reuse(job, committed or Committed(), assigned.write_id, files, outlined.frozen)
-                left = reuse.take_over(staged(images), "stage", commit.written)
+                left = reuse.take_over(live(images), "stage", commit.written)
                 commit.written += write_files(
                     job.storage,
                     [files[n] for n in left],

@@ -31,6 +31,8 @@ if TYPE_CHECKING:
 
 PIECE_NBYTES = 2 * BLOCK_NBYTES
 """Bytes that a worker stages, digests and writes at once in a synchronous save."""
+_FEW_BLOCKS = 4
+"""What has no more blocks of which digests are taken is written sooner than another thread has begun."""
 _IDLE = 0.2
 """Part of the workers' time that may go by waiting for bytes in a window that counts as a measurement."""
 
@@ -120,7 +122,7 @@ class _Writing:
     def open(self, files: Sequence[Outgoing]) -> None:
         """Start all files: what does not fit is known before anything is written."""
         for number, file in enumerate(files):
-            with self._signed(file.path):
+            with self._clocks["write"].lap(), self._signed(file.path):
                 self.files.append(_OpenFile(number, file, self.storage.create(file.path, file.nbytes)))
                 if not file.nbytes:  # it has no last piece
                     self.files[-1].writer.finish()
@@ -132,6 +134,9 @@ class _Writing:
         """
         # Windows end between spans, so that pieces of any size begin where the next one's can.
         spans = deque(span for file in self.files for span in _Range(file, 0, file.nbytes).cut(PIECES[-1]))
+        if sum(num_blocks(span.nbytes) for span in spans) <= _FEW_BLOCKS:
+            yield spans, tuner.best._replace(threads=1)
+            return
         left = sum(span.nbytes for span in spans)
         while tuner.measuring and left >= tuner.window_nbytes:
             settings, window, nbytes = tuner.settings, list[_Range](), 0
@@ -267,6 +272,20 @@ def staged(images: Sequence[Image]) -> Fetch:
         piece = arena.view(nbytes)
         images[file].fill(start, piece)
         return piece
+
+    return fetch
+
+
+def live(images: Sequence[Image]) -> Fetch:
+    """Return what finds a piece of these files in live memory, and copies it where it lies in several places.
+
+    This is for looking at bytes, not for writing them: they may lie at any address, and may change.
+    """
+    copied = staged(images)
+
+    def fetch(file: int, start: int, nbytes: int, arena: Arena) -> NDArray[np.uint8]:
+        data = images[file].in_place(start, nbytes)
+        return copied(file, start, nbytes, arena) if data is None else data
 
     return fetch
 

@@ -9,6 +9,7 @@ import numpy as np
 
 from reknit.errors import CorruptError
 from reknit.format.paths import check_all_relative, read_name
+from reknit.types.box import padded
 from reknit.types.dtype import ITEMSIZE
 from reknit.types.shard import MAX_NDIM
 
@@ -18,6 +19,7 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from reknit.types.manifest import Index
+    from reknit.types.shard import TensorSpec
 
 MAX_NBYTES = (1 << 63) - 1
 
@@ -71,9 +73,13 @@ def _check_tensors(index: Index) -> None:
         if before >= after:
             why = "twice" if before == after else "out of order"
             raise CorruptError(f"the index has {'/'.join(after)[:200]!r} {why}, or its rows are not together")
+    for item in dict.fromkeys(entry.item for entry in index.tensors):
+        read_name(item, "item name", "index")
+    sound: set[TensorSpec] = set()
     for entry in index.tensors:
-        read_name(entry.item, "item name", "index")
         read_name(entry.fqn, "name", "index")
+        if entry.spec in sound:
+            continue
         if entry.spec.dtype not in ITEMSIZE:
             raise CorruptError(f"{entry.fqn[:200]!r} has the unknown dtype {entry.spec.dtype[:40]!r}")
         if len(entry.spec.shape) > MAX_NDIM:
@@ -86,6 +92,7 @@ def _check_tensors(index: Index) -> None:
             nbytes *= length or 1
             if not 0 <= length <= MAX_NBYTES or nbytes > MAX_NBYTES:
                 raise CorruptError(f"{entry.fqn[:200]!r} has the impossible shape {list(entry.spec.shape)}")
+        sound.add(entry.spec)
 
 
 def _check_rows(index: Index) -> None:
@@ -107,11 +114,10 @@ def _check_geometry(index: Index) -> None:
     width = index.offsets.shape[1]
     if index.lengths.shape != index.offsets.shape or width > MAX_NDIM:
         raise CorruptError("the boxes of the index differ in their number of dimensions")
-    shapes = np.ones((len(index.tensors), width), dtype=np.int64)
-    for number, entry in enumerate(index.tensors):
+    for entry in index.tensors:
         if len(entry.spec.shape) > width:
             raise CorruptError(f"the boxes of {entry.fqn[:200]!r} have fewer dimensions than its shape")
-        shapes[number, : len(entry.spec.shape)] = entry.spec.shape
+    shapes = padded([entry.spec.shape for entry in index.tensors], width, 1)
     itemsizes = np.array([entry.spec.itemsize for entry in index.tensors], dtype=np.int64)
     for begin in range(0, len(index.tensor), _BLOCK_ROWS):
         _check_boxes(index, slice(begin, begin + _BLOCK_ROWS), shapes, itemsizes)

@@ -7,6 +7,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 import pyarrow as pa
 
+from reknit.types.box import padded
+
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
@@ -47,9 +49,7 @@ class IndexColumns:
     def __init__(self, index: Index) -> None:
         self._index = index
         self._ndim = np.array([len(entry.spec.shape) for entry in index.tensors], dtype=np.int64)
-        self._shapes = np.zeros((len(index.tensors), index.offsets.shape[1]), dtype=np.int64)
-        for number, entry in enumerate(index.tensors):
-            self._shapes[number, : len(entry.spec.shape)] = entry.spec.shape
+        self._shapes = padded([entry.spec.shape for entry in index.tensors], index.offsets.shape[1], 0)
         self._item = _names([entry.item for entry in index.tensors])
         self._fqn = _names([entry.fqn for entry in index.tensors])
         self._dtype = _names([entry.spec.dtype for entry in index.tensors])

@@ -115,6 +115,11 @@ class Groups:
 def groups(world: World) -> Groups:
     """Return this rank's groups."""
     state = _state()
+    world.coordinate.update(
+        pp=state.get_pipeline_model_parallel_rank(),
+        dp=state.get_data_parallel_rank(with_context_parallel=True),
+        tp=state.get_tensor_model_parallel_rank(),
+    )
     ranks = torch.distributed.get_process_group_ranks
     tensor = tuple(ranks(state.get_tensor_model_parallel_group()))
     data = tuple(ranks(state.get_data_parallel_group(with_context_parallel=True)))

@@ -35,7 +35,7 @@ class OptimizerLoad:
 
     def __post_init__(self) -> None:
         self.saved = SavedStates(self.place, self.loading, self.slots)
-        self.told = optimizer_options.want(self.slots, self.place, self.loading)
+        self.noted = optimizer_options.want(self.slots, self.place, self.loading)
 
     def want(self) -> None:
         """Ask for all states, and for what belongs to no parameter."""
@@ -117,7 +117,7 @@ class OptimizerLoad:
 
     def _asked(self, slot: ParamSlot, members: list[ParamSlot]) -> Asked | None:
         """Return which states of a parameter are to be loaded, None where they cannot be taken."""
-        loading, below, foreign = self.loading, self._states_of(slot), self.told.foreign
+        loading, below, foreign = self.loading, self._states_of(slot), self.noted.foreign
         elements = [one for one in self.saved.states(slot.name) if loading.takes(below.below(one))]
         resize = optimizer_memory.may_resize(slot, elements, below, loading)
         why = foreign.get(slot.name)
@@ -175,9 +175,9 @@ class OptimizerLoad:
         self, current: Any, slot: ParamSlot | None, at: Place, spec: TensorSpec | None
     ) -> tuple[bool, Any]:
         """Ask for a state, a tensor of the shape `spec` here or a value; return whether it comes, and it."""
-        loading, told = self.loading, self.told
+        loading, noted = self.loading, self.noted
         if spec is not None:
-            state = optimizer_memory.memory_for(spec, current, slot, at, loading, told)
+            state = optimizer_memory.memory_for(spec, current, slot, at, loading, noted)
             if self.slots.load is not None and (why := optimizer_memory.converted(state, slot, at)):
                 loading.report_mismatched(at, why)
                 return False, None
@@ -195,7 +195,7 @@ class OptimizerLoad:
                 like = None
             elif optimizer_memory.fits(like, slot, spec):
                 like = torch.empty_like(like, requires_grad=False)
-            tensor = optimizer_memory.memory_for(spec, like, slot, inside, loading, told)
+            tensor = optimizer_memory.memory_for(spec, like, slot, inside, loading, noted)
             loading.view(optimizer_memory.view(tensor, slot, inside, loading), inside, tensor)
             return tensor
 
@@ -206,8 +206,8 @@ class OptimizerLoad:
         loading, slots, at = self.loading, self.slots, self.place.child("shared", name)
         if not loading.takes(at):
             return
-        if self.told.foreign:
-            loading.report_mismatched(at, next(iter(self.told.foreign.values())))
+        if self.noted.foreign:
+            loading.report_mismatched(at, next(iter(self.noted.foreign.values())))
             return
         whole, state = self._want_state(slots.shared().get(name), None, at, loading.saved.spec(at))
         if whole:

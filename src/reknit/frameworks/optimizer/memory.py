@@ -10,11 +10,12 @@ from msgspec import structs
 from reknit.frameworks import tree
 from reknit.frameworks.optimizer import flat_states as optimizer_flat
 from reknit.frameworks.torch import dtensor
+from reknit.frameworks.torch import private as torch_private
 from reknit.frameworks.torch.tensor import torch_dtype
 from reknit.types.dtype import converts
 
 if TYPE_CHECKING:
-    from reknit.frameworks.optimizer.param_options import Told
+    from reknit.frameworks.optimizer.param_options import OptionNotes
     from reknit.frameworks.optimizer.slots import ParamSlot
     from reknit.frameworks.walk.loading import Loading
     from reknit.frameworks.walk.walk import Place, View, Walk
@@ -117,7 +118,7 @@ def converted(state: torch.Tensor, slot: ParamSlot | None, at: Place) -> str | N
 
 
 def memory_for(
-    spec: TensorSpec, current: Any, slot: ParamSlot | None, at: Place, loading: Loading, told: Told
+    spec: TensorSpec, current: Any, slot: ParamSlot | None, at: Place, loading: Loading, noted: OptionNotes
 ) -> torch.Tensor:
     """Return the tensor for a saved state: the present one, or one such as the optimizer would make."""
     if isinstance(current, torch.Tensor) and fits(current, slot, spec):
@@ -126,7 +127,7 @@ def memory_for(
     if slot is None or parameter is None:
         return torch.empty(spec.shape, dtype=torch_dtype(spec.dtype))
     with torch.no_grad():
-        if dtensor.is_dtensor(parameter) and path_of(at, slot) in told.plain:
+        if dtensor.is_dtensor(parameter) and path_of(at, slot) in noted.plain:
             parameter = parameter.to_local()
             if spec.shape != slot.shape:
                 dtype = torch_dtype(spec.dtype)
@@ -172,8 +173,7 @@ def fits(current: torch.Tensor, slot: ParamSlot | None, spec: TensorSpec) -> boo
     parameter: Any = slot.parameter if slot else None
     if not dtensor.is_dtensor(parameter) or dtensor.is_dtensor(current):
         return False
-    with torch.no_grad():
-        local = parameter.to_local()
+    local = torch_private.local_of(parameter)
     return tuple(parameter.shape) == spec.shape and bool(current.shape == local.shape)
 
 
@@ -187,9 +187,7 @@ def view(state: Any, slot: ParamSlot | None, place: Place, walk: Walk) -> View:
     parameter: Any = slot.parameter
     if parameter is None or not dtensor.is_dtensor(parameter):
         return structs.replace(view, replicas=slot.replicas)
-    with torch.no_grad():
-        local = parameter.to_local()
-    if state.ndim and state.shape == local.shape:
+    if state.ndim and state.shape == torch_private.local_of(parameter).shape:
         # An optimizer that works on local tensors: the state lies where the parameter's part does.
         spec = type(view.spec)(tuple(parameter.shape), view.spec.dtype)
         parts = dtensor.parts(parameter, view.parts[0][1], place)

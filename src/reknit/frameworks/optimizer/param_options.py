@@ -13,7 +13,7 @@ from reknit.frameworks.neutral import to_neutral
 from reknit.frameworks.optimizer import protocol as optimizer_protocol
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
+    from collections.abc import Iterable, Sequence
 
     from reknit.frameworks.optimizer.slots import ParamSlot, Slots
     from reknit.frameworks.walk.loading import Loading
@@ -36,13 +36,20 @@ def collect(slots: Slots, plain: Iterable[str], place: Place, saving: Saving) ->
     """Collect the options of all parameters: those of a group are one object."""
     groups = place.child("param_groups")
     options: dict[int, Any] = {}
-    beside = {PLAIN: sorted(plain)} if plain else {}
+    listed = sorted(plain)
     for slot in slots.each:
         at = groups.child(slot.name)
         if id(slot.group) not in options:
-            kind = {KIND: list(slot.kind)} if slot.kind else {}
-            options[id(slot.group)] = to_neutral({**_options(slot.group), **kind, **beside}, str(at))
+            options[id(slot.group)] = of_group(slot.group, slot.kind, listed, at)
         saving.blob(options[id(slot.group)], at)
+
+
+def of_group(group: Mapping[str, Any], kind: Sequence[str], plain: Sequence[str], at: Place) -> Any:
+    """Return what is saved of a group for each of its parameters, the first of which is told `at` a place."""
+    beside = {KIND: list(kind)} if kind else {}
+    if plain:
+        beside[PLAIN] = list(plain)
+    return to_neutral({**_options(group), **beside}, str(at))
 
 
 def _options(group: Mapping[str, Any]) -> dict[str, Any]:
@@ -51,7 +58,7 @@ def _options(group: Mapping[str, Any]) -> dict[str, Any]:
 
 
 @dataclass(frozen=True, slots=True)
-class Told:
+class OptionNotes:
     """What saved options tell of states: why those of a parameter (by its name) are for another optimizer.
 
     `plain` are paths of states that were plain tensors, of parameters that were DTensors.
@@ -61,19 +68,24 @@ class Told:
     plain: set[str] = field(default_factory=set)
 
 
-def want(slots: Slots, place: Place, loading: Loading) -> Told:
+def want(slots: Slots, place: Place, loading: Loading) -> OptionNotes:
     """Ask for the options of all parameters, and return what else they tell."""
     members: dict[int, list[ParamSlot]] = {}
     for slot in slots.each:
         members.setdefault(id(slot.group), []).append(slot)
-    told = Told()
+    noted = OptionNotes()
     for group in slots.groups:
-        _want_group(group, members.get(id(group), []), slots, place, loading, told)
-    return told
+        _want_group(group, members.get(id(group), []), slots, place, loading, noted)
+    return noted
 
 
 def _want_group(
-    group: dict[str, Any], members: list[ParamSlot], slots: Slots, place: Place, loading: Loading, told: Told
+    group: dict[str, Any],
+    members: list[ParamSlot],
+    slots: Slots,
+    place: Place,
+    loading: Loading,
+    noted: OptionNotes,
 ) -> None:
     """Ask for the options of all parameters of a group, which must agree, and set them in the group."""
     known: list[tuple[Place, dict[str, Any]]] = []
@@ -81,13 +93,13 @@ def _want_group(
         at = place.child("param_groups", slot.name)
         found = loading.value(at)
         if slot is members[0] and not loading.takes(at):
-            _note_plain(loading.saved.look_up(at).value, told)
+            _note_plain(loading.saved.look_up(at).value, noted)
         if found.why is not None:
             continue
         if not isinstance(found.value, Mapping):
             loading.report_mismatched(at, "the options of a parameter are no mapping")
             continue
-        _note_plain(found.value, told)
+        _note_plain(found.value, noted)
         kind: Any = found.value.get(KIND)
         if optimizer_protocol.differs(kind, slot.kind):
             why = (
@@ -95,7 +107,7 @@ def _want_group(
                 f"state, or let it begin anew with strict=[{f'!{place.item}/*'!r}]"
             )
             loading.report_mismatched(at, why)
-            told.foreign[slot.name] = why
+            noted.foreign[slot.name] = why
         else:
             known.append((at, _options(found.value)))
     if not known:
@@ -113,10 +125,10 @@ def _want_group(
     loading.later(lambda: _set(group, options, slots.groups))
 
 
-def _note_plain(options: Any, told: Told) -> None:
+def _note_plain(options: Any, noted: OptionNotes) -> None:
     paths = options.get(PLAIN) if isinstance(options, Mapping) else None
     if isinstance(paths, list):
-        told.plain.update(path for path in paths if isinstance(path, str))
+        noted.plain.update(path for path in paths if isinstance(path, str))
 
 
 def _plain(value: Any) -> Any:

@@ -10,6 +10,7 @@ import torch
 
 from reknit.errors import StateError
 from reknit.frameworks import tree
+from reknit.frameworks.imported import imported
 from reknit.frameworks.torch import private as torch_private
 
 if TYPE_CHECKING:
@@ -43,6 +44,17 @@ def unwrapped(optimizer: Any) -> Any:
             inside = vars(optimizer).get(_WRAPPERS[kind.__name__])
             return unwrapped(inside) if isinstance(inside, torch.optim.Optimizer) else optimizer
     return optimizer
+
+
+def is_plain(optimizer: Any) -> bool:
+    """Tell whether this is an optimizer of torch, in and around no other, without a protocol of its own."""
+    return (
+        isinstance(optimizer, torch.optim.Optimizer)
+        and not isinstance(optimizer, imported("torch.distributed.optim", "ZeroRedundancyOptimizer"))
+        and unwrapped(optimizer) is optimizer
+        and _inner(optimizer) is None
+        and next(_own(optimizer, _TORCH), None) is None
+    )
 
 
 def kind(optimizer: Any, *, inside: bool = False) -> tuple[str, ...]:
@@ -97,20 +109,20 @@ def entries(optimizer: Any, place: Place) -> dict[Any, Any] | None:
         )
     if not found:
         return None
-    told = optimizer.state_dict()
-    if (why := _changed(told, optimizer)) is not None:
+    given = optimizer.state_dict()
+    if (why := _changed(given, optimizer)) is not None:
         raise StateError(
             f"the state_dict() of {place} ({type(optimizer).__name__}, with {', '.join(found)}) {why}",
             remedy="let it change nothing but add entries at the top; or put what it is made of into the "
             "state, or an object of your own with state_dict and load_state_dict, which is saved as it says",
         )
-    return {key: value for key, value in told.items() if key not in _PARTS}
+    return {key: value for key, value in given.items() if key not in _PARTS}
 
 
 def load(optimizer: Any, more: Mapping[Any, Any]) -> None:
     """Let an optimizer load, in its own way, the states and options that it has by now, and `more`."""
-    stepped, told = _inner(optimizer), optimizer.state_dict()
-    optimizer.load_state_dict({**{part: told[part] for part in _PARTS}, **more})
+    stepped, given = _inner(optimizer), optimizer.state_dict()
+    optimizer.load_state_dict({**{part: given[part] for part in _PARTS}, **more})
     # torch makes new groups, and wrappers keep the old ones, which a scheduler would then change in vain.
     if stepped is not None and stepped.param_groups is not optimizer.param_groups:
         optimizer.param_groups = stepped.param_groups
@@ -146,11 +158,15 @@ def _inner(optimizer: Any) -> Any:
     return None
 
 
-def _changed(told: Any, optimizer: Any) -> str | None:
+def _changed(given: Any, optimizer: Any) -> str | None:
     """Say how a state dict is another than the optimizer's own states and groups, if it is."""
-    if not isinstance(told, Mapping) or not told.keys() >= _PARTS or not isinstance(told["state"], Mapping):
+    if (
+        not isinstance(given, Mapping)
+        or not given.keys() >= _PARTS
+        or not isinstance(given["state"], Mapping)
+    ):
         return "is not the dict that torch has"
-    states, groups = list(told["state"].values()), told["param_groups"]
+    states, groups = list(given["state"].values()), given["param_groups"]
     if not _same(states, list(optimizer.state.values())):
         return "has other states than the optimizer"
     live = [
@@ -160,12 +176,12 @@ def _changed(told: Any, optimizer: Any) -> str | None:
     return None if _same(options, live) else "has other options than the optimizer"
 
 
-def _same(told: Any, live: Any) -> bool:
+def _same(given: Any, live: Any) -> bool:
     """Tell whether two values are the same tensors in equal containers of equal numbers."""
-    if told is live:
+    if given is live:
         return True
-    if isinstance(told, Mapping) and isinstance(live, Mapping):
-        return told.keys() == live.keys() and all(_same(told[key], live[key]) for key in told)
-    if isinstance(told, (list, tuple)) and isinstance(live, (list, tuple)):
-        return len(told) == len(live) and all(map(_same, told, live))
-    return not isinstance(told, torch.Tensor) and type(told) is type(live) and tree.same_value(told, live)
+    if isinstance(given, Mapping) and isinstance(live, Mapping):
+        return given.keys() == live.keys() and all(_same(given[key], live[key]) for key in given)
+    if isinstance(given, (list, tuple)) and isinstance(live, (list, tuple)):
+        return len(given) == len(live) and all(map(_same, given, live))
+    return not isinstance(given, torch.Tensor) and type(given) is type(live) and tree.same_value(given, live)

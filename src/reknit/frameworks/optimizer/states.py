@@ -9,6 +9,7 @@ import torch
 from reknit.frameworks.optimizer import flat_states as optimizer_flat
 from reknit.frameworks.optimizer import memory as optimizer_memory
 from reknit.frameworks.optimizer import param_options as optimizer_options
+from reknit.frameworks.optimizer import signed as optimizer_signed
 from reknit.frameworks.optimizer.load import OptimizerLoad
 from reknit.frameworks.optimizer.slots import MASTER, element, is_optimizer, read, require_distinct
 from reknit.frameworks.optimizer.step_barrier import barriers
@@ -16,12 +17,14 @@ from reknit.frameworks.stateful import skeleton
 from reknit.frameworks.walk.adapter import Adapter
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Sequence
 
     from reknit.frameworks.optimizer.slots import ParamSlot, Slots
     from reknit.frameworks.walk.loading import Loading
     from reknit.frameworks.walk.saving import Saving
+    from reknit.frameworks.walk.signature import Signature
     from reknit.frameworks.walk.walk import Assign, Place, Walk
+    from reknit.types.shard import Blob
 
 
 def adapters() -> tuple[Adapter, ...]:
@@ -69,6 +72,14 @@ class OptimizerAdapter(Adapter):
         for name, state in (slots.more or {}).items():
             _collect_state(state, place.child("more", name), None, saving, plain)
         saving.barriers.extend(barriers(value))
+
+    def sign(self, value: Any, signature: Signature) -> int | None:
+        """Add what the states of a plain optimizer of torch depend on; None for any other."""
+        return optimizer_signed.sign(value, signature) if self._read is read else None
+
+    def add_values(self, value: Any, place: Place, saving: Saving, before: Sequence[Blob]) -> None:
+        """Add the options of all parameters."""
+        optimizer_signed.add_values(value, saving, before)
 
     def wanted(self, value: Any, place: Place, loading: Loading, assign: Assign) -> None:
         """Fill states where there are some, make those that are not there yet, and take over the options."""

@@ -48,7 +48,7 @@ class StepBarrier:
     def __init__(self, optimizer: torch.optim.Optimizer) -> None:
         self._optimizer = weakref.ref(optimizer)
         self._waits: list[Callable[[], object]] = []
-        self._hooked = self._passed = self._avoided = self._told = False
+        self._hooked = self._passed = self._avoided = self._warned = False
 
     def stands(self) -> bool:
         """Put the hook up if it is not, and tell whether a step passed it since the last time."""
@@ -58,8 +58,8 @@ class StepBarrier:
             self._hooked = True
         # Such an optimizer is made to be replayed, which need not pass the hook, ever.
         self._avoided = self._avoided or any(group.get("capturable") for group in optimizer.param_groups)
-        if self._avoided and not self._told:
-            self._told = True
+        if self._avoided and not self._warned:
+            self._warned = True
             logger.warning(
                 "steps of the %s are compiled, captured or changed from outside, and cannot be made to wait: "
                 "with stage='lazy' its parameters and states are copied before save returns",

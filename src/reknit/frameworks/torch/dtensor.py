@@ -135,6 +135,27 @@ def boxes(runs: Sequence[Sequence[Run]]) -> list[tuple[Box, Box]]:
     return found
 
 
+def look(tensor: Any, local: Any, place: Place, world: World) -> tuple[tuple[Part, ...], Replicas]:
+    """Return what `parts` and `replicas` do; both are found out once for all that is cut alike.
+
+    Raises `StateError` as `parts` does.
+    """
+    spec = torch_private.plain_spec(tensor, local)
+    if spec is None:
+        return parts(tensor, local, place), replicas(tensor, world)
+    mesh, placements = spec
+    kinds = tuple(map(type, placements))  # some are equal to those of another kind
+    key = ("cut", id(mesh), kinds, placements, tensor.shape, local.shape)
+
+    def find() -> tuple[Box | None, Replicas]:
+        holders = replicas(tensor, world)
+        found = parts(tensor, local, place)
+        return found[0][0] if len(found) == 1 and found[0][1] is local else None, holders
+
+    box, holders = world.once(key, find, mesh)
+    return parts(tensor, local, place) if box is None else ((box, local),), holders
+
+
 def parts(tensor: Any, local: Any, place: Place) -> tuple[Part, ...]:
     """Return the boxes of a DTensor that `local` (its local tensor, or one like it) holds, and their memory.
 
@@ -205,6 +226,11 @@ def _ragged(dealt: ragged.Ragged, tensor: Any, local: Any, place: Place) -> tupl
 
 
 def _cuts(tensor: Any, place: Place, without: int | None = None) -> list[MeshCut]:
+    if torch_private.is_reordered(tensor):
+        raise StateError(
+            f"{place} is a DTensor whose mesh dimensions cut it in another order than their own",
+            remedy="redistribute it to Replicate, and from there to Shard placements",
+        )
     mesh = tensor.device_mesh
     coordinate = mesh.get_coordinate()
     cuts = []
@@ -258,7 +284,9 @@ def replicas(tensor: Any, world: World) -> Replicas:
     key = ("replicas", id(tensor.device_mesh), tuple(at if isinstance(at, int) else None for at in equal))
 
     def find() -> Replicas:
-        ranks = tensor.device_mesh.mesh
+        ranks, names = tensor.device_mesh.mesh, tensor.device_mesh.mesh_dim_names
+        if names is not None:
+            world.coordinate.update(zip(names, coordinate, strict=True))
         known = world.inside(ranks.flatten().tolist())
         return world.numbers(ranks[equal].flatten().tolist()) if known else None
 
@@ -267,5 +295,9 @@ def replicas(tensor: Any, world: World) -> Replicas:
 
 def mesh_ranks(mesh: Any, world: World) -> Replicas:
     """Return all ranks of a mesh, if it knows all ranks of the world."""
-    ranks = mesh.mesh.flatten().tolist()
-    return world.numbers(ranks) if world.inside(ranks) else None
+
+    def find() -> Replicas:
+        ranks = mesh.mesh.flatten().tolist()
+        return world.numbers(ranks) if world.inside(ranks) else None
+
+    return world.once(("mesh", id(mesh)), find, mesh)

@@ -6,7 +6,7 @@ import sys
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Iterable, Iterator
 
 
 def default_store() -> Any:
@@ -32,9 +32,56 @@ def chunk_list(tensor: Any) -> list[tuple[tuple[int, ...], tuple[int, ...]]] | N
     return [(tuple(chunk.offsets), tuple(chunk.sizes)) for chunk in hook()]
 
 
+def any_chunk_list(locals_: Iterable[Any]) -> bool:
+    """Tell whether one of the local tensors of some DTensors claims itself where it lies."""
+    return any([getattr(local, "__create_chunk_list__", None) is not None for local in locals_])
+
+
+def quick_access() -> Any:
+    """Return a `with` block in which a DTensor tells its own shape and dtype as quickly as a plain tensor."""
+    import torch
+
+    return torch._C.DisableTorchFunctionSubclass()
+
+
+def locals_of(tensors: Iterable[Any]) -> list[Any]:
+    """Return `local_of` of many DTensors."""
+    return [tensor._local_tensor for tensor in tensors]
+
+
+def layouts_of(tensors: Iterable[Any]) -> tuple[list[Any], list[Any], list[Any]]:
+    """Return placements, meshes and orders of the cuts of many DTensors, quicker than these tell them."""
+    specs = [tensor._spec for tensor in tensors]
+    orders = [getattr(spec, "shard_order", None) for spec in specs]
+    return [spec.placements for spec in specs], [spec.mesh for spec in specs], orders
+
+
+def is_reordered(tensor: Any) -> bool:
+    """Tell whether several mesh dimensions cut one dimension of a DTensor in another order than their own."""
+    order = getattr(getattr(tensor, "_spec", None), "shard_order", None)
+    return any(tuple(cut.mesh_dims) != tuple(sorted(cut.mesh_dims)) for cut in order or ())
+
+
 def local_of(tensor: Any) -> Any:
     """Return the memory of a DTensor on this rank; unlike `to_local`, without a view that autograd knows."""
     return tensor._local_tensor
+
+
+def plain_spec(tensor: Any, local: Any) -> tuple[Any, tuple[Any, ...]] | None:
+    """Return mesh and placements of a DTensor of torch itself; None where these may not say where it lies."""
+    import torch
+
+    module: Any = sys.modules.get("torch.distributed.tensor")
+    if (
+        type(local) is not torch.Tensor
+        or local.__dict__
+        or module is None
+        or type(tensor) is not module.DTensor
+        or is_reordered(tensor)
+    ):
+        return None
+    spec = tensor._spec
+    return spec.mesh, spec.placements
 
 
 def hides_data(kind: type) -> bool:
@@ -192,6 +239,26 @@ def own_entries(module: Any) -> dict[str, Any]:
 def has_state_dict_hooks(module: Any) -> bool:
     """Tell whether a module has hooks that change what its state dict holds."""
     return bool(module._state_dict_hooks or module._state_dict_pre_hooks)
+
+
+_SHARDS_AGAIN = "FSDPParamGroup._register_state_dict_hooks.<locals>.to_sharded_hook"
+
+
+def run_sharding_hooks(module: Any) -> bool:
+    """Run the hooks by which FSDP2 puts parameters back into their shards before a state dict is made.
+
+    False, with nothing run, where a module has other hooks that run then.
+    """
+    hooks = module._state_dict_pre_hooks.values()
+    known = all(
+        getattr(hook, "__qualname__", "") == _SHARDS_AGAIN
+        and hook.__module__.startswith("torch.distributed.")
+        for hook in hooks
+    )
+    if known:
+        for hook in hooks:
+            hook(module, "", True)
+    return known
 
 
 _STATE_HOOKS = ("state_dict_pre", "state_dict_post", "load_state_dict_pre", "load_state_dict_post")

@@ -54,8 +54,8 @@ class TorchArrays:
         spec = spec_of(tensor, place)
         if dtensor.is_dtensor(tensor):
             memory = _memory(tensor, local, tuple(tensor.shape), tuple(tensor.placements))
-            parts = dtensor.parts(tensor, local, place)
-            return View(spec, parts, dtensor.replicas(tensor, world), memory, settle)
+            parts, holders = dtensor.look(tensor, local, place, world)
+            return View(spec, parts, holders, memory, settle)
         return View(spec, ((Box.whole(spec.shape), local),), world.alone, _memory(tensor, local), settle)
 
     def changed(self, memories: Iterable[Any]) -> None:
@@ -149,8 +149,9 @@ def local_memory(tensor: Any, place: Place, *, fill: bool) -> tuple[Any, Callabl
     Raises `StateError` for tensors without such memory: sparse, nested, quantized, on the meta device, not
     yet initialised, or of a type that keeps its values somewhere else.
     """
-    if not fill and plain_dtype(tensor) is not None:
-        return tensor, None
+    inside = torch_private.local_of(tensor) if dtensor.is_dtensor(tensor) else tensor
+    if plain_dtype(inside) is not None and (not fill or inside.is_contiguous()):
+        return inside, None
     with torch.no_grad():
         local = tensor.to_local() if dtensor.is_dtensor(tensor) else tensor
         if callable(wait := getattr(local, "wait", None)):

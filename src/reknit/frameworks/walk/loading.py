@@ -25,7 +25,7 @@ Entry = tuple[str, str]
 Remark = tuple[str, str, str]
 
 
-@dataclass
+@dataclass(slots=True)
 class _Request:
     """Memory to fill, with all its names in the target; with `resize`, also from another shape.
 
@@ -199,6 +199,7 @@ class Loading(Walk):
             resizable=tuple(self._resizable),
             superseded=tuple(self._superseded),
             idle=tuple(pattern for pattern in self.catalog.terms.only if pattern not in self._used),
+            coordinate=self.world.coordinate,
             deliver=self._deliver,
         )
 
@@ -206,7 +207,7 @@ class Loading(Walk):
         """Load a tied tensor from the first of its names that the checkpoint has."""
         saved = [place for place in request.places if self.saved.spec(place) is not None]
         saved = saved or [place for place in request.instead if self.saved.spec(place) is not None][:1]
-        if saved and (better := self._more_exact(saved[0], request)) is not None:
+        if saved and self._better and (better := self._more_exact(saved[0], request)) is not None:
             self._superseded += [(place.item, place.fqn) for place in saved]
             saved = [better]
         if not saved:
@@ -249,7 +250,8 @@ class Loading(Walk):
             self._take_back(place, spec, wanted, view)
             return
         self._shards += wanted
-        self._filled += [request.tensor, *(getattr(memory, "memory", memory) for _, memory in view.parts)]
+        memories = [getattr(memory, "memory", memory) for _, memory in view.parts]
+        self._filled += [request.tensor, *(memory for memory in memories if memory is not request.tensor)]
         if view.settle is not None and self._converts(spec, view.spec):
             self._settles.append(view.settle)
 

@@ -10,14 +10,14 @@ from typing import TYPE_CHECKING, Any, Protocol
 from msgspec import structs
 
 from reknit.errors import StateError
-from reknit.frameworks.walk.walk import Matcher, Walk, first_match
+from reknit.frameworks.walk.walk import Matcher, Place, Walk, first_match
 from reknit.types.box import Box
 from reknit.types.shard import MAX_NDIM, Alias, Blob, Holdings, Shard, Witness
 
 if TYPE_CHECKING:
     from collections.abc import Hashable, Mapping
 
-    from reknit.frameworks.walk.walk import Place, Replicas, View
+    from reknit.frameworks.walk.walk import Replicas, View
     from reknit.types.barrier import Barrier
     from reknit.types.shard import TensorSpec
 
@@ -95,8 +95,14 @@ class Saving(Walk):
         """Say that another rank has the main copy of a value, which is saved; the save fails if none does."""
         self.witnesses.append(Witness(place.item, place.fqn, coordinate))
 
-    def holdings(self) -> Holdings:
-        """Return all that was collected."""
+    def walk(self) -> Holdings:
+        """Walk through the state, and return all that it holds."""
+        for item, value in self.state.items():
+            self.visit(value, Place(item))
+        return self.holdings()
+
+    def holdings(self, known: dict[Hashable, Any] | None = None) -> Holdings:
+        """Return all that was collected; `known` is that of the last holdings, where they were alike."""
         return Holdings(
             tuple(self.state),
             tuple(self.shards),
@@ -104,4 +110,6 @@ class Saving(Walk):
             tuple(self.aliases),
             tuple(self.witnesses),
             tuple(dict.fromkeys(self.barriers)),
+            self.world.coordinate,
+            {} if known is None else known,
         )

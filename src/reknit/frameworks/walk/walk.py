@@ -29,13 +29,15 @@ T = TypeVar("T")
 class World:
     """The ranks that save or load together: this one, how many, and their numbers in the whole job.
 
-    `memo` keeps what adapters found out, for as long as one pass over the state lasts.
+    `memo` keeps what adapters found out, for as long as one pass over the state lasts, `coordinate` this
+    rank's place in the parallel grid.
     """
 
     rank: int
     size: int
     ranks: tuple[int, ...]
     memo: dict[Any, Any] = field(default_factory=dict, compare=False, repr=False)
+    coordinate: dict[str, int] = field(default_factory=dict, compare=False, repr=False)
 
     @property
     def global_rank(self) -> int:
@@ -52,9 +54,10 @@ class World:
 
         `keep` stays alive as long, so that the ids of these objects in the key cannot come to mean others.
         """
-        if key not in self.memo:
-            self.memo[key] = (make(), keep)
-        found: T = self.memo[key][0]
+        known = self.memo.get(key)
+        if known is None:
+            known = self.memo[key] = (make(), keep)
+        found: T = known[0]
         return found
 
     def inside(self, ranks: Collection[int]) -> bool:
@@ -141,8 +144,11 @@ M = TypeVar("M", bound=Matcher)
 
 
 def first_match(adapters: Iterable[M], value: Any) -> M:
-    """Return the first adapter that is for a value."""
-    return next(adapter for adapter in adapters if adapter.matches(value))
+    """Return the first adapter that is for a value; the last one is for any."""
+    for adapter in adapters:
+        if adapter.matches(value):
+            break
+    return adapter
 
 
 @dataclass
@@ -169,7 +175,10 @@ class Walk:
 
     def arrays(self, value: Any) -> Arrays | None:
         """Return the library whose tensor this is, or None for what is no tensor."""
-        return next((library for library in self.libraries if library.matches(value)), None)
+        for library in self.libraries:
+            if library.matches(value):
+                return library
+        return None
 
     def look(self, tensor: Any, place: Place, *, fill: bool) -> View:
         """Look at a tensor."""

@@ -8,19 +8,21 @@ from torch import nn
 
 from reknit.errors import StateError
 from reknit.frameworks.neutral import to_neutral
-from reknit.frameworks.torch.modules import own_load
+from reknit.frameworks.torch.modules import own_load, signed
 from reknit.frameworks.torch.modules.members import read
 from reknit.frameworks.walk.adapter import Adapter
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Iterator, Sequence
 
     from reknit.frameworks.torch.modules.members import Member, ModuleHoldings
     from reknit.frameworks.torch.modules.names import ModuleNames
     from reknit.frameworks.torch.modules.own_load import OwnLoad
     from reknit.frameworks.walk.loading import Loading
     from reknit.frameworks.walk.saving import Saving
+    from reknit.frameworks.walk.signature import Signature
     from reknit.frameworks.walk.walk import Assign, Place
+    from reknit.types.shard import Blob
 
 
 def adapters() -> tuple[Adapter, ...]:
@@ -52,6 +54,13 @@ class ModuleAdapter(Adapter):
             view = flat.view(place.child(flat.names[0]))
             for name in flat.names:
                 saving.view(view, place.child(name), flat.flat, frozen=flat.frozen)
+
+    def sign(self, value: Any, signature: Signature) -> int | None:
+        """Add what the module's state dict depends on; None where it may have more than tensors."""
+        return 0 if signed.sign(value, signature) else None
+
+    def add_values(self, value: Any, place: Place, saving: Saving, before: Sequence[Blob]) -> None:
+        """Add nothing: a module that was signed has no values."""
 
     def wanted(self, value: Any, place: Place, loading: Loading, assign: Assign) -> None:
         """Fill the module's tensors where they are."""

@@ -24,9 +24,13 @@ class Claim(NamedTuple):
 
 def is_wrapper(module: Any, extensions: Iterable[ModuleExtension]) -> bool:
     """Tell whether a module puts ``module.`` before the names of the one that it wraps."""
+    return is_wrapper_type(type(module)) or any(one.is_wrapper(module) for one in extensions)
+
+
+def is_wrapper_type(kind: type) -> bool:
+    """Tell it of all modules of a type, as far as torch and veScale know."""
     other = imported("vescale.ddp.distributed_data_parallel", "DistributedDataParallel")
-    known = (DistributedDataParallel, DataParallel, other)
-    return isinstance(module, known) or any(one.is_wrapper(module) for one in extensions)
+    return issubclass(kind, (DistributedDataParallel, DataParallel, other))
 
 
 def claim(

@@ -30,8 +30,13 @@ _order = lru_cache(maxsize=1 << 16)(storage_order)
 
 def is_wrapper(module: Any) -> bool:
     """Tell whether a module is an FSDP1 wrapper, without importing what defines them."""
+    return is_wrapper_type(type(module))
+
+
+def is_wrapper_type(kind: type) -> bool:
+    """Tell it of all modules of a type."""
     fsdp = sys.modules.get("torch.distributed.fsdp")
-    return fsdp is not None and isinstance(module, fsdp.FullyShardedDataParallel)
+    return fsdp is not None and issubclass(kind, fsdp.FullyShardedDataParallel)
 
 
 def parameters(key: str, wrapper: Any, place: Place, world: World, *, fill: bool) -> Iterator[FlatParameter]:
@@ -75,10 +80,10 @@ def _require_readable(unit: FlatUnit, key: str, place: Place, *, fill: bool) -> 
             remedy="give FSDP a param_init_fn that gives its modules memory, or wrap a module that has some",
         )
     shard = unit.shard
-    if shard is not None and _told(shard) != _told(unit.live):
+    if shard is not None and _kind(shard) != _kind(unit.live):
         raise StateError(
-            f"{_named(key, place)} was moved or converted after its first forward: FSDP has {_told(shard)} "
-            f"and its parameters are {_told(unit.live)}",
+            f"{_named(key, place)} was moved or converted after its first forward: FSDP has {_kind(shard)} "
+            f"and its parameters are {_kind(unit.live)}",
             remedy="move and convert the module before wrapping it",
         )
     if unit.originals and unit.phase == "IDLE":
@@ -89,7 +94,7 @@ def _named(key: str, place: Place) -> str:
     return f"the FSDP unit {key or 'at the root'} of {place}"
 
 
-def _told(tensor: Any) -> str:
+def _kind(tensor: Any) -> str:
     return f"{tensor.dtype}{list(tensor.shape)} on {tensor.device}"
 
 

@@ -168,8 +168,7 @@ def _identity(tensor: torch.Tensor) -> Any:
     if torch_private.local_shards(tensor) is not None:
         return id(tensor)
     if is_dtensor(tensor):
-        with torch.no_grad():
-            local = tensor.to_local()  # type: ignore[attr-defined]
+        local = torch_private.local_of(tensor)
         return ("local", _identity(local) if local.numel() and not local.is_meta else id(tensor))
     if type(tensor).__name__ in ("UninitializedParameter", "UninitializedBuffer") or not tensor.numel():
         return id(tensor)

@@ -1,0 +1,223 @@
+"""What the first save or load of a process takes: each contestant has new processes in each round."""
+
+from __future__ import annotations
+
+import os
+import statistics
+import threading
+import time
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import psutil
+
+from benchmarks.async_save.measure import copier
+from benchmarks.load.measure import data_files, pinned, raw_read, tensors
+from benchmarks.save_load.run import build
+from benchmarks.table.rounds import Row
+from benchmarks.table.sharded import trained
+
+if TYPE_CHECKING:
+    from benchmarks.async_save.contenders import Contender
+    from benchmarks.load.measure import LoadBench
+    from benchmarks.table.sizes import Sizes
+
+SAVERS = {
+    "reknit": "ours",
+    "reknit, prepared": "ours",
+    "reknit, lazy": "ours",
+    "DCP thread, stager none, 1 writer thread": "rival",
+    "DCP thread, stager reused, 2 writer threads": "rival",
+    "DCP process, stager reused, 2 writer threads": "rival",
+    "torch_checkpointing": "rival",
+    "memcpy": "limit",
+}
+LOADERS = {"reknit": "ours", "DCP": "rival", "raw read": "limit"}
+
+
+def make(bench: LoadBench, sizes: Sizes) -> dict[str, Any]:
+    """Leave the checkpoints that are loaded later, by other processes."""
+    import torch.distributed.checkpoint as dcp
+
+    import reknit
+
+    state = trained(sizes.gib, bench.world)
+    reknit.save(f"{bench.folder}/reknit", state.live).result()
+    dcp.save(state.plain, checkpoint_id=f"{bench.folder}/DCP")
+    bench.settle()
+    return {}
+
+
+def load(bench: LoadBench, sizes: Sizes, name: str) -> dict[str, float]:
+    """Return the seconds of one load, the first of these processes."""
+    import torch.distributed.checkpoint as dcp
+
+    import reknit
+
+    state = trained(sizes.gib, bench.world)
+    path = f"{bench.folder}/{'DCP' if name == 'DCP' else 'reknit'}"
+    files = data_files(path)[bench.rank :: bench.world]
+    memory = pinned(max(map(os.path.getsize, files), default=0)) if name == "raw read" else memoryview(b"")
+    loads = {
+        "reknit": lambda: reknit.load(path, state.live),
+        "DCP": lambda: dcp.load(state.plain, checkpoint_id=path),
+        "raw read": lambda: raw_read(files, memory, 2, direct=False),
+    }
+    bench.cold(path)
+    return {"first": bench.together(loads[name])}
+
+
+def save(bench: LoadBench, sizes: Sizes, name: str) -> dict[str, float]:
+    """Return what the saves of these processes in the background take, the first of them apart."""
+    state = build(bench.world * sizes.first_gib, bench.world)
+    owned = tensors(state)
+    if name == "memcpy":
+        return _copies(bench, owned, sizes.later)
+    prepared: dict[str, float] = {}
+    memory = Memory()
+    contender = _contender(bench, state, name, prepared)
+    times = [_background(bench, contender, number) for number in range(1 + sizes.later)]
+    with memory:  # not in the saves above, which looking would make slower
+        _background(bench, contender, 1 + sizes.later)
+    contender.close()
+    most, needed = bench.total(memory.extra, sum(tensor.nbytes for tensor in owned))
+    return {
+        **prepared,
+        "first": times[0][0],
+        "later": statistics.median(blocked for blocked, _ in times[1:]),
+        "whole": statistics.median(whole for _, whole in times[1:]),
+        "memory": most / needed,
+    }
+
+
+def _contender(bench: LoadBench, state: dict[str, Any], name: str, prepared: dict[str, float]) -> Contender:
+    from benchmarks.async_save import contenders
+
+    made = {
+        "reknit": lambda: contenders.reknit_contender(state),
+        "reknit, prepared": lambda: contenders.prepared_contender(state, bench.folder),
+        "reknit, lazy": lambda: contenders.lazy_contender(state),
+        "torch_checkpointing": lambda: contenders.torch_checkpointing_contender(state),
+        **dict(contenders.dcp_contenders(state, contenders.DCP_MODES)),
+    }
+    found: list[Contender] = []
+    took = bench.together(lambda: found.append(made[name]()))
+    if name == "reknit, prepared":
+        prepared["prepare"] = took
+    return found[0]
+
+
+def _background(bench: LoadBench, contender: Contender, number: int) -> tuple[float, float]:
+    """Return the seconds until the state may be changed, and until the checkpoint exists."""
+    path = f"{bench.folder}/{number}"
+    bench.settle()
+    bench.dist.barrier()
+    begin = time.perf_counter()
+    under_way = contender.start(path)
+    under_way.staged()
+    blocked = time.perf_counter() - begin
+    under_way.result()
+    whole, blocked = bench.slowest(time.perf_counter() - begin, blocked)
+    bench.drop(path)
+    return blocked, whole
+
+
+def _copies(bench: LoadBench, owned: list[Any], later: int) -> dict[str, float]:
+    """Return the seconds of a copy to memory that is new, and to memory that is there."""
+    import torch
+
+    nbytes = sum(tensor.nbytes for tensor in owned)
+    arrays = [tensor.view(-1).view(torch.uint8).numpy() for tensor in owned]
+
+    def fresh() -> None:
+        target, at = np.empty(nbytes, np.uint8), 0
+        for array in arrays:
+            target[at : at + array.nbytes] = array
+            at += array.nbytes
+
+    first = bench.together(fresh)
+    again = copier(owned)
+    later_s = statistics.median(bench.together(again) for _ in range(later))
+    return {"first": first, "prepare": first - later_s, "later": later_s, "memory": 1.0}
+
+
+class Memory:
+    """The most memory that this process and those below it have while it looks, beyond what it had before.
+
+    A page that several of them have counts once; the page cache does not.
+    """
+
+    def __init__(self, every_s: float = 0.05) -> None:
+        self.extra = 0
+        self._every_s = every_s
+        self._over = threading.Event()
+        self._thread = threading.Thread(target=self._watch, daemon=True)
+        self._before = _proportional()
+
+    def __enter__(self) -> Memory:
+        self._thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._over.set()
+        self._thread.join()
+
+    def _watch(self) -> None:
+        while not self._over.wait(self._every_s):
+            self.extra = max(self.extra, _proportional() - self._before)
+
+
+def _proportional() -> int:
+    """Return the bytes of memory without files behind it, of this process and those below it."""
+    here = psutil.Process()
+    nbytes = 0
+    for each in (here, *here.children(recursive=True)):
+        try:
+            with open(f"/proc/{each.pid}/smaps_rollup") as lines:
+                told = dict(line.split(":", 1) for line in lines if line.startswith("Pss_"))
+        except (FileNotFoundError, ProcessLookupError):
+            continue
+        nbytes += sum(int(told[kind].split()[0]) << 10 for kind in ("Pss_Anon", "Pss_Shmem") if kind in told)
+    return nbytes
+
+
+SAVE_ROWS = (
+    ("first", "first save in the background, blocked", "s", ("reknit, lazy", "reknit, prepared")),
+    ("first", "first save in the background after `prepare`, blocked", "s", ("reknit", "reknit, lazy")),
+    ("prepare", "`prepare`", "s", ()),
+    ("later", "later saves, blocked", "s", ("reknit, prepared", "reknit, lazy")),
+    ("later", 'later saves, blocked, stage="lazy"', "s", ("reknit", "reknit, prepared")),
+    ("whole", "later saves, end to end", "s", ("reknit, prepared", "reknit, lazy")),
+    ("memory", "host memory of saves / what a rank owns", "x", ("reknit, prepared", "reknit, lazy")),
+)
+"""What is told of the saves: the figure, the row, the unit, and who of ours belongs to another row."""
+
+
+def save_rows(found: dict[str, list[dict[str, float] | str]], sizes: Sizes) -> list[Row]:
+    """Return the rows of what all processes measured, by contestant; a text says why one could not."""
+    rows = []
+    for key, name, unit, elsewhere in SAVE_ROWS:
+        row = Row(f"{name} ({sizes.first_gib:g} GiB a rank)", unit)
+        rows.append(row)
+        for who, rounds in found.items():
+            if who not in elsewhere:
+                unsynced = key == "whole" and who == "torch_checkpointing"
+                _fill(row, who, "beside" if unsynced else SAVERS[who], rounds, key)
+    return rows
+
+
+def load_row(found: dict[str, list[dict[str, float] | str]], world: int) -> Row:
+    """Return the row of the first loads."""
+    row = Row(f"load, {world} ranks, cold, first of the process", "s")
+    for who, rounds in found.items():
+        _fill(row, who, LOADERS[who], rounds, "first")
+    return row
+
+
+def _fill(row: Row, who: str, kind: Any, rounds: list[dict[str, float] | str], key: str) -> None:
+    for each in rounds:
+        if isinstance(each, str):
+            row.fail(who, kind, each)
+            return
+        if key in each:
+            row.add(who, kind, each[key])

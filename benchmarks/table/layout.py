@@ -1,0 +1,80 @@
+"""Four ranks with thousands of DTensors: when may the state be changed again?"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from benchmarks.async_save import contenders
+from benchmarks.async_save.measure import copier
+from benchmarks.table.rounds import Row
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from benchmarks.load.measure import LoadBench
+    from benchmarks.table.sizes import Sizes
+
+ELEMENTS = 1024
+"""Elements that a rank has of each."""
+
+
+def rows(
+    bench: LoadBench, sizes: Sizes, modes: tuple[contenders.DcpMode, ...] = contenders.DCP_QUICK_MODES
+) -> list[Row]:
+    """Measure saves in the background of a layout that is new, and of the same again."""
+    import reknit
+
+    owned = _dtensors(bench, sizes.dtensors)
+    state: dict[str, Any] = {"model": {}}
+    name = f"{bench.world} ranks x {sizes.dtensors:,} DTensors, state safe after"
+    first, second = Row(f"{name}, a new layout", "s"), Row(f"{name}, the same again", "s")
+    makers: list[tuple[str, Callable[[], contenders.Contender]]] = [
+        ("reknit", lambda: contenders.reknit_contender(state)),
+        *contenders.dcp_contenders(state, modes),
+    ]
+    taking_part = [(name, make()) for name, make in makers]
+    copy = copier([tensor.to_local() for tensor in owned])
+    for number in range(-1, sizes.repeat):
+        state["model"] = {f"round{number}.{n}.weight": tensor for n, tensor in enumerate(owned)}
+        for name, contender in taking_part:
+            for row in (first, second):
+                blocked = _saved(bench, contender)
+                if number >= 0:
+                    row.add(name, "ours" if name == "reknit" else "rival", blocked)
+        for row in (first, second):
+            copied = bench.together(copy)
+            if number >= 0:
+                row.add("memcpy", "limit", copied)
+    for _, contender in taking_part:
+        contender.close()
+    contenders.end_dcp_process()
+    reknit.close()
+    return [first, second]
+
+
+def _dtensors(bench: LoadBench, count: int) -> list[Any]:
+    import torch
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor import DTensor, Shard
+
+    mesh = init_device_mesh("cpu", (bench.world,))
+    return [
+        DTensor.from_local(torch.full((1, ELEMENTS), float(n)), mesh, [Shard(0)], run_check=False)
+        for n in range(count)
+    ]
+
+
+def _saved(bench: LoadBench, contender: contenders.Contender) -> float:
+    """Return the seconds until the state of the slowest rank may be changed, of a save that ends well."""
+    path = f"{bench.folder}/checkpoint"
+    saves: list[Any] = []
+
+    def begin() -> None:
+        saves.append(contender.start(path))
+        saves[0].staged()
+
+    bench.settle()
+    blocked = bench.together(begin)
+    saves[0].result()
+    bench.drop(path)
+    return blocked

@@ -1,0 +1,213 @@
+"""One table: what saves and loads take, beside the best rival and what disk, memory or bytes would allow.
+
+All that is compared takes turns within one run.  What the first save or load of a process takes is measured
+with new processes for each, in turn too.  Rivals are torch.save, safetensors, torch DCP in its modes, and
+torch_checkpointing where it is installed.  The groups of rows:
+
+sharded    2 ranks: a save that waits, a cold load, bytes read
+bytes      4 and 8 ranks: bytes read
+first      2 ranks: first load of a process; first and later saves in the background, their memory, lazy ones
+single     1 rank: many tensors, small states, a second save with LoRA
+dtensors   4 ranks: thousands of DTensors, saved in the background
+root       what the root computes for thousands of ranks
+
+Prints the table; `--keep` puts it into benchmarks/results, as JSON, Markdown and a picture.  The machine
+should have nothing else to do; the load average is kept with the figures.
+"""
+
+from __future__ import annotations
+
+import argparse
+import datetime
+import importlib.metadata
+import importlib.util
+import json
+import os
+import platform
+import shutil
+import signal
+import sys
+import tempfile
+import threading
+import traceback
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+
+from benchmarks.ranks import launch
+from benchmarks.table import picture, root, sizes
+from benchmarks.table.rounds import Row
+from benchmarks.table.summary import markdown, summary
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+GROUPS = ("sharded", "bytes", "first", "single", "dtensors", "root")
+META = "torch_checkpointing"
+RESULTS = Path(__file__).resolve().parents[1] / "results"
+
+
+def rank_main(args: argparse.Namespace) -> None:
+    """Measure one group as one rank, and leave the result in a file."""
+    import warnings
+
+    from benchmarks.load.measure import LoadBench
+
+    last = threading.Timer(args.timeout + 30, lambda: os._exit(3))  # should nobody be left to end this rank
+    last.daemon = True
+    last.start()
+    warnings.simplefilter("ignore")  # torch warns at every load
+    try:
+        bench = LoadBench(args.dir, repeat=1)
+        group, _, name = args.role.partition(".")
+        bench.folder = f"{args.dir}/{'load' if group == 'make' else group}"  # what is made is loaded there
+        found = measured(bench, group, name, chosen(args))
+        if bench.rank == 0:
+            Path(args.dir, f"{args.role}.json").write_text(json.dumps(found))
+        bench.dist.barrier()
+    except BaseException:  # told and answered with the exit status
+        traceback.print_exc()
+        os._exit(1)
+    os._exit(0)  # without waiting for the threads of those who keep some
+
+
+def measured(bench: Any, group: str, name: str, size: sizes.Sizes) -> dict[str, Any]:
+    """Return what one group of ranks measures."""
+    from benchmarks.table import first, layout, sharded, single
+
+    if group in ("load", "save", "make"):
+        os.makedirs(bench.folder, exist_ok=True)
+        if group == "make":
+            return first.make(bench, size)
+        known = first.LOADERS if group == "load" else first.SAVERS
+        measured: dict[str, Any] = getattr(first, group)(bench, size, list(known)[int(name)])
+        return measured
+    groups = {
+        "sharded": sharded.rows,
+        "bytes": sharded.byte_rows,
+        "single": single.rows,
+        "dtensors": layout.rows,
+    }
+    return {"rows": [vars(row) for row in groups[group](bench, size)]}
+
+
+class Run:
+    """The processes of one run, and what came of them."""
+
+    def __init__(self, args: argparse.Namespace, folder: str) -> None:
+        self.args, self.folder, self.size = args, folder, chosen(args)
+        self.failed: dict[str, str] = {}
+
+    def launched(self, role: str, world: int) -> dict[str, Any] | str:
+        """Return what ranks measured, or why they could not."""
+        try:
+            return launch(__file__, role, world, self.folder, self.args.timeout)
+        except SystemExit as error:  # the other groups are measured all the same
+            return str(error)
+
+    def rows(self, group: str) -> Iterator[Row]:
+        """Yield the rows of a group."""
+        if group == "root":
+            yield from root.rows(self.size, self.args.workers)
+        elif group == "first":
+            yield from self._first()
+        else:
+            worlds = {"sharded": (2,), "bytes": (4, 8), "single": (1,), "dtensors": (4,)}
+            for world in worlds[group]:
+                found = self.launched(group, world)
+                if isinstance(found, str):
+                    self.failed[f"{group}, {world} ranks"] = found
+                else:
+                    yield from (Row(**row) for row in found["rows"])
+
+    def _first(self) -> Iterator[Row]:
+        from benchmarks.table import first
+
+        made = self.launched("make", 2)
+        if isinstance(made, str):
+            self.failed["first"] = made
+            return
+        yield first.load_row(self._in_turn("load", list(first.LOADERS)), 2)
+        yield from first.save_rows(self._in_turn("save", list(first.SAVERS)), self.size)
+
+    def _in_turn(self, role: str, names: list[str]) -> dict[str, list[dict[str, float] | str]]:
+        found: dict[str, list[dict[str, float] | str]] = {name: [] for name in names}
+        if META in found and importlib.util.find_spec(META) is None:
+            found[META].append(f"not installed (pip install {META})")
+        for _ in range(self.size.processes):
+            for number, name in enumerate(names):
+                if not any(isinstance(each, str) for each in found[name]):
+                    found[name].append(self.launched(f"{role}.{number}", 2))
+                    print(f"{role:8s} {name:50s} {found[name][-1]}", file=sys.stderr, flush=True)
+        return found
+
+
+def facts(args: argparse.Namespace) -> dict[str, Any]:
+    """Return what is to be known of a run."""
+    import torch
+
+    lines = Path("/proc/cpuinfo").read_text().splitlines()
+    model = next((line.partition(": ")[2] for line in lines if line.startswith("model name")), "")
+    memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / (1 << 30)
+    return {
+        "date": datetime.datetime.now(datetime.timezone.utc).strftime("%Y-%m-%d"),
+        "machine": f"{os.cpu_count()} cores, {model or platform.machine()}, {memory:.0f} GiB",
+        "software": f"{platform.system()} {platform.release()}, Python {platform.python_version()}, "
+        f"torch {torch.__version__}, reknit {importlib.metadata.version('reknit')}",
+        "sizes": "quick" if args.quick else "default",
+        "load average before": round(os.getloadavg()[0], 1),
+    }
+
+
+def chosen(args: argparse.Namespace) -> sizes.Sizes:
+    return sizes.QUICK if args.quick else sizes.DEFAULT
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--groups", nargs="+", choices=GROUPS, default=GROUPS)
+    parser.add_argument("--quick", action="store_true", help="small sizes, a few minutes")
+    parser.add_argument("--keep", action="store_true", help="keep the table in benchmarks/results")
+    parser.add_argument("--out", type=Path, help="folder in which to keep it instead")
+    parser.add_argument("--dir", default=".", help="folder on the disk to measure")
+    parser.add_argument(
+        "--workers", type=int, default=os.cpu_count(), help="processes that play ranks of `root`"
+    )
+    parser.add_argument("--timeout", type=float, default=900.0, help="seconds for the processes of a group")
+    parser.add_argument("--role", help=argparse.SUPPRESS)
+    args = parser.parse_args()
+    if args.role:
+        rank_main(args)
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that ranks and folder do not stay behind
+    result: dict[str, Any] = {"run": facts(args), "rows": []}
+    out = args.out or (RESULTS if args.keep else None)
+    folder = tempfile.mkdtemp(prefix="reknit-bench-", dir=args.dir)
+    try:
+        run = Run(args, folder)
+        for group in args.groups:
+            rows = list(run.rows(group))
+            run.failed |= {row.name: row.missing["reknit"] for row in rows if "reknit" in row.missing}
+            result["rows"] += [summary(row) for row in rows]
+            result["run"]["load average after"] = round(os.getloadavg()[0], 1)
+            result["failed"] = run.failed
+            if out is not None:
+                keep(result, out)  # in case a later group does not end
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+    print(markdown(result))
+    return 1 if run.failed else 0
+
+
+def keep(result: dict[str, Any], out: Path) -> None:
+    """Leave a table as data, as text and as a picture."""
+    out.mkdir(parents=True, exist_ok=True)
+    (out / "table.json").write_text(json.dumps(result, indent=1, ensure_ascii=False) + "\n")
+    (out / "table.md").write_text(markdown(result))
+    picture.draw(result["rows"], out / "table.png")
+
+
+if __name__ == "__main__":
+    sys.exit(main())

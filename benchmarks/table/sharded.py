@@ -1,0 +1,153 @@
+"""Several ranks, each with its part: bytes that a load reads, a load from a cold disk, a save that waits."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from functools import partial
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from benchmarks.load.measure import data_files, pinned, raw_read, tensors
+from benchmarks.save_load.run import build
+from benchmarks.table.rivals import dcp, ours, raw_write, rivals
+from benchmarks.table.rounds import Contestant, Row, in_turn, read_bytes
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from benchmarks.load.measure import LoadBench
+    from benchmarks.table.rivals import Way
+    from benchmarks.table.sizes import Sizes
+
+
+class Trained(NamedTuple):
+    """A state as FSDP2 has it after a step: a counter for each parameter, the same on all ranks.
+
+    `plain` has the same tensors as `live`, in dictionaries, without what says that the counters are equal.
+    """
+
+    plain: dict[str, Any]
+    live: dict[str, Any]
+
+
+def trained(gib: float, world: int) -> Trained:
+    """Return the state of a model of which all ranks together have `gib` GiB."""
+    import torch
+
+    plain = build(gib, world)
+    model = {name: torch.nn.Parameter(tensor) for name, tensor in plain["model"].items()}
+    optimizer = torch.optim.AdamW(list(model.items()))
+    for name, moments in plain["optimizer"]["state"].items():
+        moments["step"] = torch.tensor(1.0)
+        optimizer.state[model[name]] = moments
+    return Trained(plain, {"model": model, "optimizer": optimizer})
+
+
+def rows(bench: LoadBench, sizes: Sizes) -> list[Row]:
+    """Measure what two ranks save and load."""
+    state = trained(sizes.gib, bench.world)
+    found = [_saves(bench, state, sizes.repeat)]
+    saved = Saved(bench, state.plain, [ours(state.live), *rivals(bench)])
+    found += [_cold(bench, state, saved, sizes.repeat), _bytes(bench, state)]
+    bench.drop(bench.folder)
+    return found
+
+
+def byte_rows(bench: LoadBench, sizes: Sizes) -> list[Row]:
+    """Measure only the bytes, for more ranks than this machine has cores."""
+    found = _bytes(bench, trained(sizes.gib, bench.world))
+    bench.drop(bench.folder)
+    return [found]
+
+
+class Saved:
+    """A checkpoint by each way that could save one; `failed` says why the others could not."""
+
+    def __init__(self, bench: LoadBench, state: dict[str, Any], ways: list[Way]) -> None:
+        self.ways = {way.name: way for way in ways}
+        self.failed: dict[str, str] = {}
+        self._bench = bench
+        os.makedirs(bench.folder, exist_ok=True)
+        for way in ways:
+
+            def save(way: Way = way) -> dict[str, Any]:
+                bench.together(lambda: way.save(self.path(way), state))
+                return {}
+
+            if why := bench.attempt(f"{way.name}, saving", save):
+                self.failed[way.name] = why["error"]
+        bench.settle()
+
+    def path(self, way: Way) -> str:
+        return f"{self._bench.folder}/{list(self.ways).index(way.name)}"
+
+    def row(self, name: str, unit: str) -> Row:
+        """Return a row in which those who could not save are said to be missing."""
+        row = Row(name, unit)
+        for who, why in self.failed.items():
+            row.fail(who, self.ways[who].loads_as, why)
+        return row
+
+    def loads(
+        self, state: dict[str, Any], before: Callable[[str], Any] = lambda path: None
+    ) -> list[Contestant]:
+        """Return who loads; `before` gets the path that is loaded next."""
+        return [
+            Contestant(
+                way.name,
+                way.loads_as,
+                lambda _, way=way: way.load(self.path(way), state),  # type: ignore[misc]
+                lambda _, way=way: before(self.path(way)),  # type: ignore[misc]
+            )
+            for way in self.ways.values()
+            if way.name not in self.failed
+        ]
+
+
+def _saves(bench: LoadBench, state: Trained, repeat: int) -> Row:
+    path = f"{bench.folder}/save"
+    data = pinned(_nbytes(state))
+
+    def clean(_: int) -> None:
+        bench.on_root(lambda: shutil.rmtree(path, ignore_errors=True))
+        os.makedirs(f"{bench.folder}/raw", exist_ok=True)
+
+    contestants = [
+        Contestant(way.name, way.saves_as, partial(lambda way, _: way.save(path, state.plain), way), clean)
+        for way in [ours(state.live), *rivals(bench)]
+    ]
+    raw = f"{bench.folder}/raw/{bench.rank}"
+    for name, direct in (("raw write + fsync", False), ("raw write + fsync, O_DIRECT", True)):
+        write = partial(lambda direct, _: raw_write(raw, data, direct=direct), direct)
+        contestants.append(Contestant(name, "limit", write, clean))
+    row = in_turn(bench, Row(f"save that waits, {bench.world} ranks", "s"), contestants, repeat)
+    clean(0)
+    bench.drop(f"{bench.folder}/raw")
+    return row
+
+
+def _cold(bench: LoadBench, state: Trained, saved: Saved, repeat: int) -> Row:
+    path = saved.path(saved.ways["reknit"])
+    files = data_files(path)[bench.rank :: bench.world]
+    memory = pinned(max((os.path.getsize(file) for file in files), default=0))
+    contestants = saved.loads(state.plain, bench.cold)
+    for name, direct in (("raw read", False), ("raw read, O_DIRECT", True)):
+        read = partial(lambda direct, _: raw_read(files, memory, 2, direct=direct), direct)
+        contestants.append(Contestant(name, "limit", read, lambda _: bench.cold(path)))
+    return in_turn(bench, saved.row(f"load, {bench.world} ranks, cold", "s"), contestants, repeat)
+
+
+def _bytes(bench: LoadBench, state: Trained) -> Row:
+    """Measure those who read with system calls, without sharing; what is mapped into memory is not seen."""
+    ways = [ours(state.live, share="never"), dcp()]
+    saved = Saved(bench, state.plain, ways)
+    (needed,) = bench.total(_nbytes(state))
+    row = saved.row(f"bytes read / needed, {bench.world} ranks", "x")
+    in_turn(bench, row, saved.loads(state.plain), 2, read_bytes)
+    row.figures = {who: [round(each / needed, 4) for each in read] for who, read in row.figures.items()}
+    row.add("bytes needed", "limit", 1.0)
+    return row
+
+
+def _nbytes(state: Trained) -> int:
+    return sum(tensor.nbytes for tensor in tensors(state.plain))

@@ -1,0 +1,32 @@
+"""How large is what the table measures, and how often?"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """Sizes of one run; `gib` is the state of all ranks together, but of each rank in `first_gib`."""
+
+    gib: float = 2.0
+    first_gib: float = 1.0
+    tensors: int = 20_000
+    dtensors: int = 15_000
+    small_mb: int = 10
+    warm_mb: int = 100
+    lora_gib: float = 1.0
+    dp: tuple[int, ...] = (70, 782)
+    """Data-parallel sizes of the jobs of the root: 128 ranks for each."""
+    beside: int = 500
+    """Tensors of a job that is small enough for torch DCP's plan."""
+    repeat: int = 7
+    processes: int = 5
+    """Rounds in which every contestant has new processes."""
+    later: int = 4
+    """Saves after the first."""
+
+
+DEFAULT = Sizes()
+QUICK = Sizes(0.25, 0.125, 4_000, 2_000, 10, 50, 0.125, (8,), 500, 3, 2, 2)
+TINY = Sizes(0.005, 0.005, 50, 20, 1, 1, 0.005, (1,), 5, 1, 1, 1)

@@ -1,0 +1,123 @@
+"""The table of the benchmark: every group of rows runs, and the ratios are those of its figures."""
+
+from __future__ import annotations
+
+import json
+import os
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+from benchmarks.async_save.contenders import DCP_QUICK_MODES
+from benchmarks.load.measure import LoadBench
+from benchmarks.table import first, layout, root, run, sharded, single
+from benchmarks.table.rounds import Row
+from benchmarks.table.sizes import TINY
+from benchmarks.table.summary import markdown, summary
+from tests.ranks import run as on_ranks
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+
+class JoinedBench(LoadBench):
+    """A bench of ranks that have joined already."""
+
+    def __init__(self, folder: str) -> None:
+        import torch.distributed as dist
+
+        self.dist, self.folder, self.repeat = dist, folder, 1
+        self.rank, self.world = dist.get_rank(), dist.get_world_size()
+        self.least_warm, self.most_cold = 1.0, 0.0
+
+    def settle(self) -> None:
+        """Leave dirty pages alone: no time is looked at."""
+        self.dist.barrier()
+
+
+def _rows(folder: str, group: str) -> list[Row]:
+    import warnings
+
+    warnings.simplefilter("ignore")  # torch warns at every load
+    bench = JoinedBench(folder)
+    if group == "first":
+        return _first(bench)
+    if group == "dtensors":
+        return layout.rows(bench, TINY, DCP_QUICK_MODES[:1])
+    return {"sharded": sharded.rows, "single": single.rows}[group](bench, TINY)
+
+
+def _first(bench: LoadBench) -> list[Row]:
+    """Return the rows of first saves and loads, made one after another by the same processes."""
+    os.makedirs(bench.folder, exist_ok=True)
+    first.make(bench, TINY)
+    loads: dict[str, Any] = {who: [first.load(bench, TINY, who)] for who in first.LOADERS}
+    savers = ("reknit", "reknit, prepared", "reknit, lazy", DCP_QUICK_MODES[0].name, "memcpy")
+    saves: dict[str, Any] = {who: [first.save(bench, TINY, who)] for who in savers}
+    saves["torch_checkpointing"] = ["not installed"]
+    return [first.load_row(loads, bench.world), *first.save_rows(saves, TINY)]
+
+
+@pytest.mark.parametrize(("group", "ranks"), [("sharded", 2), ("first", 2), ("dtensors", 2), ("single", 1)])
+def test_every_row_compares_reknit_with_who_is_there(group: str, ranks: int, tmp_path: Path) -> None:
+    rows = on_ranks(ranks, _rows, str(tmp_path / group), group, timeout=240)[0]
+    assert rows
+    for row in rows:
+        told = summary(row)
+        assert told["ours"]["name"].startswith("reknit"), row
+        assert (told["ours_over_rival"] is None) == row.name.startswith("`prepare`"), row
+        assert (told["ours_over_limit"] is None) == row.name.startswith("later saves, end to end"), row
+        assert all(who.startswith("torch_checkpointing") or "O_DIRECT" in who for who in row.missing), row
+
+
+def test_the_root_of_many_ranks_has_rows() -> None:
+    rows = {row.name: summary(row) for row in root.rows(TINY, 1)}
+    assert len(rows) == 4
+    assert all(told["ours"]["min"] > 0 for told in rows.values())
+    assert [name for name, told in rows.items() if told["rival"]] == [next(iter(rows))]
+
+
+def test_a_table_is_kept_as_data_text_and_picture(tmp_path: Path) -> None:
+    rows = [Row("one row", "s"), Row("another", "x")]
+    for row in rows:
+        row.add("reknit", "ours", 1.0, 2.0)
+    rows[0].add("DCP", "rival", 3.0, 5.0)
+    result = {"run": {"sizes": "tiny"}, "rows": [summary(row) for row in rows], "failed": {"x": "it broke"}}
+    run.keep(result, tmp_path)
+    assert json.loads((tmp_path / "table.json").read_text()) == result
+    text = (tmp_path / "table.md").read_text()
+    assert text == markdown(result)
+    assert all(f"| {row.name} |" in text for row in rows)
+    assert "it broke" in text
+    assert (tmp_path / "table.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_the_table_that_the_pages_show_is_that_of_the_figures_kept_and_has_the_rows_of_today() -> None:
+    result = json.loads((run.RESULTS / "table.json").read_text())
+    assert (run.RESULTS / "table.md").read_text() == markdown(result)
+    assert not result["failed"]
+    for _, name, _, _ in first.SAVE_ROWS:
+        assert any(row["row"].startswith(name) for row in result["rows"]), name
+
+
+def test_ratios_are_those_of_rounds_that_were_made_side_by_side() -> None:
+    row = Row("a row", "s")
+    row.add("reknit", "ours", 1.0, 20.0, 3.0)
+    row.add("slow", "rival", 8.0, 80.0, 8.0)
+    row.add("quick", "rival", 2.0, 40.0, 2.0)
+    row.add("quickest, no sync", "beside", 0.1, 0.1, 0.1)
+    row.add("memcpy", "limit", 1.5)
+    told = summary(row)
+    assert (told["rival"]["name"], told["ours_over_rival"]) == ("quick", 0.5)
+    assert (told["limit"]["name"], told["ours_over_limit"]) == ("memcpy", 2.0)
+    assert (told["ours"]["min"], told["ours"]["median"]) == (1.0, 3.0)
+    assert "a row: 0.1 (quickest, no sync) s" in markdown({"run": {}, "rows": [told], "failed": {}})
+
+
+def test_who_fails_in_a_round_has_no_figures_and_a_reason() -> None:
+    row = Row("a row", "s")
+    row.add("DCP", "rival", 1.0)
+    row.fail("DCP", "rival", "it broke")
+    told = summary(row)
+    assert told["rival"] is None
+    assert told["missing"] == {"DCP": "it broke"}

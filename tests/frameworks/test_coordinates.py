@@ -1,0 +1,98 @@
+"""Events say where a rank is in the parallel grid, as its framework tells it."""
+
+from __future__ import annotations
+
+import base64
+import json
+import re
+import runpy
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Shard, distribute_tensor
+
+import reknit
+from reknit.alerts import Alerts, Stragglers
+from reknit.monitor.alerts.grouping import Told
+from reknit.monitor.reports.events import read_operations
+from reknit.monitor.reports.page import content
+from reknit.monitor.reports.text import remarks
+from tests.ranks import run
+
+EXAMPLE = Path(__file__).parents[2] / "examples" / "monitoring" / "slow_ranks.py"
+
+
+def saved_by_sixteen(folder: str) -> None:
+    runpy.run_path(str(EXAMPLE))["saved"](folder, 1, wait=True)
+
+
+def test_of_sixteen_ranks_all_views_and_an_alert_name_the_slow_disk_and_the_full_buffer(
+    tmp_path: Path,
+) -> None:
+    events, told = tmp_path / "events", list[Told]()
+    rule = Stragglers(ratio=2, least_s=0.1)
+    watching = Alerts([told.append], rules=[rule], folder=events, wait_s=0, every_s=1e6)
+    run(16, saved_by_sixteen, str(tmp_path), timeout=300)
+
+    (operation,), *_ = read_operations([str(events)])
+    slow = next(line for line in remarks(operation) if line.startswith("slow in write "))
+    found = re.findall(r"rank \d+ \([^)]*\)", slow)
+    assert sorted(found[:2]) == ["rank 14 (dp 3, tp 2)", "rank 5 (dp 1, tp 1)"], slow
+
+    shown = content([operation])
+    columns = shown["operations"][0]
+    lane, rank, busy = (
+        np.frombuffer(base64.b64decode(columns[name]), kind)
+        for name, kind in (("lane", "<u2"), ("rank", "<u4"), ("busy", "<f4"))
+    )
+    seconds = np.bincount(rank, busy * (lane == shown["lanes"].index("write")), len(shown["ranks"]))
+    brightest = [shown["ranks"][row] for row in np.argsort(seconds)[-2:]]
+    assert sorted(brightest) == [5, 14]
+    assert [shown["coordinates"][5], shown["coordinates"][14]] == [[1, 1], [3, 2]]
+
+    watching.look()
+    watching.flush(60)
+    (of_writes,) = (one for one in told if one.alert.subject == "write")
+    assert {5, 14} <= set(of_writes.ranks)
+    assert re.search(r"ranks [\d, ]*\b14\b", str(of_writes))
+
+
+def saved_and_loaded(folder: str) -> None:
+    mesh = init_device_mesh("cpu", (1, 2), mesh_dim_names=("dp", "tp"))
+    weight: Any = distribute_tensor(torch.ones(4, 6), mesh, [Shard(0), Shard(1)])
+    events = f"{folder}/events/"
+    for wait in (True, False):
+        options = reknit.SaveOptions(events=events)
+        reknit.save(f"{folder}/{wait}", {"w": weight}, step=1, wait=wait, options=options).result(60)
+    reknit.load(f"{folder}/True", {"w": weight}, options=reknit.LoadOptions(events=events))
+    assert reknit.close(60)
+
+
+def test_ranks_of_a_mesh_are_where_it_has_them(tmp_path: Path) -> None:
+    run(2, saved_and_loaded, str(tmp_path))
+    lines = [line for path in (tmp_path / "events").iterdir() for line in path.read_text().splitlines()]
+    events = [json.loads(line) for line in lines]
+    assert len(list((tmp_path / "events").iterdir())) == 4, "a trainer and an agent on each rank"
+    found = {
+        (event["process"], event["action"], event["rank"], tuple(event["coordinate"].items()))
+        for event in events
+        if event.get("phase") in ("collect", "write", "read")
+    }
+    assert found == {
+        (process, action, rank, (("dp", 0), ("tp", rank)))
+        for process, action in (("trainer", "save"), ("agent", "save"), ("trainer", "load"))
+        for rank in range(2)
+    }
+
+
+def test_without_a_mesh_no_place_is_known(tmp_path: Path) -> None:
+    assert not dist.is_initialized()
+    path = tmp_path / "events.jsonl"
+    reknit.save(tmp_path / "x", {"w": torch.ones(2)}, options=reknit.SaveOptions(events=str(path)))
+    assert reknit.sinks.flush(60)
+    events = [json.loads(line) for line in path.read_text().splitlines()]
+    assert {str(event["coordinate"]) for event in events if "phase" in event} == {"{}"}
