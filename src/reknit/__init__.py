@@ -1,29 +1,37 @@
 """Checkpoints for large-model training: save on any layout, load on any other, and trust the bytes."""
 
-from reknit import errors, policies, transforms
-from reknit.api import close, load, prepare, save
-from reknit.engine.loading.browse import Checkpoint
-from reknit.engine.outcome import PendingSave
-from reknit.engine.report import LoadReport, PromotionReport, SaveReport, VerifyReport
-from reknit.errors import (
-    CheckpointExistsError,
-    CheckpointNotFoundError,
-    CommError,
-    CorruptError,
-    DeadlineError,
-    MismatchError,
-    ReknitError,
-    StorageError,
-    UsageError,
-)
-from reknit.frameworks.custom import register_framework
-from reknit.frameworks.per_rank import PerRank, RngState
-from reknit.options import CommOptions, LoadOptions, SaveOptions, Tls
-from reknit.ranks import connect
-from reknit.runs.checkpointer import Checkpointer
-from reknit.runs.watch import watch
-from reknit.stored import delete, latest, note, open, pin, promote, steps, unpin, verify
-from reknit.types.saved_step import SavedStep
+import sys
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from reknit import alerts, errors, policies, sinks, transforms
+    from reknit.api import close, load, prepare, save
+    from reknit.engine.loading.browse import Checkpoint
+    from reknit.engine.outcome import PendingSave
+    from reknit.engine.report import LoadReport, PromotionReport, SaveReport, VerifyReport
+    from reknit.errors import (
+        CheckpointExistsError,
+        CheckpointNotFoundError,
+        CommError,
+        CorruptError,
+        DeadlineError,
+        MismatchError,
+        ReknitError,
+        StorageError,
+        UsageError,
+    )
+    from reknit.frameworks.custom import register_framework
+    from reknit.frameworks.per_rank import PerRank, RngState
+    from reknit.options import CommOptions, LoadOptions, SaveOptions, Tls
+    from reknit.phases import phase
+    from reknit.ranks import connect
+    from reknit.runs.checkpointer import Checkpointer
+    from reknit.runs.cooling import Cool
+    from reknit.runs.tiers import Tier
+    from reknit.runs.watch import watch
+    from reknit.stored import cool, delete, latest, note, open, pin, promote, steps, unpin, verify
+    from reknit.types.saved_step import SavedStep
 
 __all__ = [
     "Checkpoint",
@@ -32,6 +40,7 @@ __all__ = [
     "Checkpointer",
     "CommError",
     "CommOptions",
+    "Cool",
     "CorruptError",
     "DeadlineError",
     "LoadOptions",
@@ -46,26 +55,85 @@ __all__ = [
     "SaveReport",
     "SavedStep",
     "StorageError",
+    "Tier",
     "Tls",
     "UsageError",
     "VerifyReport",
+    "alerts",
     "close",
     "connect",
+    "cool",
     "delete",
     "errors",
     "latest",
     "load",
     "note",
     "open",
+    "phase",
     "pin",
     "policies",
     "prepare",
     "promote",
     "register_framework",
     "save",
+    "sinks",
     "steps",
     "transforms",
     "unpin",
     "verify",
     "watch",
 ]
+
+_HOMES = {
+    name: module
+    for module, names in {
+        "api": ("close", "load", "prepare", "save"),
+        "engine.loading.browse": ("Checkpoint",),
+        "engine.outcome": ("PendingSave",),
+        "engine.report": ("LoadReport", "PromotionReport", "SaveReport", "VerifyReport"),
+        "errors": (
+            "CheckpointExistsError",
+            "CheckpointNotFoundError",
+            "CommError",
+            "CorruptError",
+            "DeadlineError",
+            "MismatchError",
+            "ReknitError",
+            "StorageError",
+            "UsageError",
+        ),
+        "frameworks.custom": ("register_framework",),
+        "frameworks.per_rank": ("PerRank", "RngState"),
+        "options": ("CommOptions", "LoadOptions", "SaveOptions", "Tls"),
+        "phases": ("phase",),
+        "ranks": ("connect",),
+        "runs.checkpointer": ("Checkpointer",),
+        "runs.cooling": ("Cool",),
+        "runs.tiers": ("Tier",),
+        "runs.watch": ("watch",),
+        "stored": ("cool", "delete", "latest", "note", "open", "pin", "promote", "steps", "unpin", "verify"),
+        "types.saved_step": ("SavedStep",),
+    }.items()
+    for name in names
+}
+"""The module that defines each name."""
+
+
+if not TYPE_CHECKING:  # who checks types would take every name for one that is there
+
+    def __getattr__(name: str) -> Any:
+        if name not in __all__:
+            raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+        home = _HOMES.get(name)
+        module = import_module(f"reknit.{home or name}")
+        found = globals()[name] = module if home is None else getattr(module, name)
+        return found
+
+    # Agents and workers run such a module, and start sooner without all this; others would miss it later.
+    if not (sys.orig_argv[1:2] == ["-m"] and sys.orig_argv[2].startswith("reknit.")):
+        for _name in __all__:
+            __getattr__(_name)
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)

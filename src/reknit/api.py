@@ -22,7 +22,7 @@ from reknit.arguments import (
     place_of,
     tried_options,
 )
-from reknit.calls import all_told, background_of, backgrounds, origin_of, save_now, sinks, with_absolute_paths
+from reknit.calls import all_told, background_of, backgrounds, origin_of, save_now
 from reknit.engine.display import logged
 from reknit.engine.loading import load as load_story
 from reknit.engine.loading.job import LoadJob
@@ -31,9 +31,10 @@ from reknit.engine.saving.job import SaveJob
 from reknit.errors import ReknitError, UsageError, typed_shortage
 from reknit.frameworks import registry
 from reknit.monitor.phase import Recorder, Stopwatch
+from reknit.monitor.sinks.choosing import outlets_for
 from reknit.options import LoadOptions, SaveOptions
 from reknit.ranks import acting
-from reknit.storage.registry import open_storage
+from reknit.storage.registry import open_storage, recorded
 from reknit.system import without_collections
 from reknit.transforms.names import parted
 
@@ -94,31 +95,32 @@ def save(
         check_flag("overwrite", overwrite)
         number = checked_step(step)
         storage = open_storage(path, durability=options.durability)
-        if options.promote_to is not None:
+        if options.promotions:
             check_promotion(storage, options, joined.rank, overwrite=overwrite)
+        recorder = Recorder("save", joined.rank, number, storage.url, outlets_for(options.events))
         return SaveJob(
             lambda: registry.collect(state, joined.rank, joined.size, ranks=ranks),
             joined,
-            storage,
-            with_absolute_paths(options),
-            Recorder("save", joined.rank, number, storage.url, sinks(options.events)),
+            recorded(storage, recorder),
+            options,
+            recorder,
             number,
             overwrite,
             origin_of(joined),
             metadata or {},
             place.url,
             place.factory,
-            None if then is None else (then.url, then.factory),
+            [(each.url, each.factory, target.bytes_per_s) for each, target in then],
         )
 
     place = place_of(path)
-    then = None if options.promote_to is None else place_of(options.promote_to)
+    then = [(place_of(target.path), target) for target in options.promotions]
 
     try:
         if wait:
             pending = save_now(joined, job, options)
         else:
-            elsewhere = place.elsewhere and (then is None or then.elsewhere)
+            elsewhere = place.elsewhere and all(each.elsewhere for each, _ in then)
             pending = background_of(joined, elsewhere).save(joined, job, place.url, options)
             if wrong is not None:
                 pending.result()  # raises it here, and not only when somebody asks
@@ -172,8 +174,8 @@ def prepare(
             lambda: registry.collect(held, joined.rank, joined.size, ranks=ranks),
             joined,
             storage,
-            with_absolute_paths(options),
-            Recorder("prepare", joined.rank, None, storage.url, sinks(options.events)),
+            options,
+            Recorder("prepare", joined.rank, None, storage.url, outlets_for(options.events)),
             url=place.url,
             factory=place.factory,
         )
@@ -246,7 +248,8 @@ def load(
             parted(options.transforms)
             part = part_of(state, items)
             storage, *replicas = open_places(path, options, last)
-            recorder = Recorder("load", joined.rank, None, storage.url, sinks(options.events))
+            recorder = Recorder("load", joined.rank, None, storage.url, outlets_for(options.events))
+            storage, *replicas = (recorded(one, recorder) for one in (storage, *replicas))
         job = LoadJob(
             lambda catalog: registry.wanted(
                 part if isinstance(state, MutableMapping) else MappingProxyType(part),
@@ -266,7 +269,7 @@ def load(
         )
         _wait_for_copies()
         clock = Stopwatch()
-        with clock.lap():
+        with clock.lap(), recorder.whole():
             report = load_story.load(job)
         if joined.rank == 0:
             to = "" if joined.size == 1 else f"to rank 0 of {joined.size}"

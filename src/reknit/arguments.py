@@ -12,8 +12,9 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import numpy as np
 
 from reknit.engine.saving.commit import check_absent
+from reknit.engine.stored.moving import STAYS, moved_to
 from reknit.errors import ReknitError, UsageError, shown
-from reknit.storage.registry import StoreRecipe, open_storage, recipe
+from reknit.storage.registry import MovedStorage, StoreRecipe, open_storage, recipe
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -169,16 +170,31 @@ def place_of(path: str | PathLike[str]) -> StoreRecipe:
 
 def open_places(path: str | PathLike[str], options: LoadOptions, last: ExitStack) -> list[Storage]:
     """Open the place to load from, and then its replicas; `last` closes them."""
-    return [last.enter_context(closing(open_storage(place))) for place in (path, *options.replicas)]
+    return [last.enter_context(closing(open_checkpoint(place))) for place in (path, *options.replicas)]
+
+
+def open_checkpoint(path: str | PathLike[str]) -> Storage:
+    """Open the place of a checkpoint, to read it wherever its files have moved."""
+    return following(open_storage(path))
+
+
+def following(storage: Storage) -> Storage:
+    """Return a store that reads files of a checkpoint that have moved where they are."""
+    return MovedStorage(storage, _moved, STAYS)
+
+
+def _moved(storage: Storage) -> Storage | None:
+    place = moved_to(storage)
+    return None if place is None else open_storage(place)
 
 
 def check_promotion(storage: Storage, options: SaveOptions, rank: int, *, overwrite: bool) -> None:
-    """Raise what is wrong with the place to promote to, before anything is written; rank 0 looks there."""
-    assert options.promote_to is not None
-    with closing(open_storage(options.promote_to, durability=options.durability)) as target:
-        check_places(storage, target)
-        if rank == 0:
-            check_absent(target, overwrite)
+    """Raise what is wrong with a place to promote to, before anything is written; rank 0 looks there."""
+    for place in options.promotions:
+        with closing(open_storage(place.path, durability=options.durability)) as target:
+            check_places(storage, target)
+            if rank == 0:
+                check_absent(target, overwrite)
 
 
 def check_places(source: Storage, target: Storage) -> None:

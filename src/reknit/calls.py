@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import logging
-import os
 import platform
 import sys
+import threading
 import weakref
 from contextlib import ExitStack, contextmanager
-from dataclasses import replace
-from functools import cache
+from functools import cache, partial
 from importlib import metadata as distributions
 from typing import TYPE_CHECKING, Any
 
@@ -19,10 +18,9 @@ from reknit.engine.outcome import SaveOutcome
 from reknit.engine.saving import save as save_story
 from reknit.engine.saving.reuse import Committed
 from reknit.engine.saving.rounds import ASSIGN
-from reknit.engine.stored.promote import promote_saved
+from reknit.engine.stored.promote import Target, promote_saved
 from reknit.errors import ReknitError
-from reknit.monitor.sinks.jsonl import JsonLinesSink
-from reknit.storage.registry import open_storage
+from reknit.storage.registry import open_storage, recorded
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
@@ -31,14 +29,15 @@ if TYPE_CHECKING:
     from reknit.engine.report import SaveReport
     from reknit.engine.saving.job import SaveJob
     from reknit.engine.saving.write import Written
-    from reknit.monitor.phase import Sink
     from reknit.options import SaveOptions
-    from reknit.storage.base import Storage
 
 logger = logging.getLogger("reknit")
 
 backgrounds: weakref.WeakKeyDictionary[Group, dict[bool, Background]] = weakref.WeakKeyDictionary()
 """The background saves of each group: those to stores that other processes can open, and those to others."""
+
+_making = threading.Lock()
+"""Held while background saves are looked up: two threads that save at once must not make two."""
 
 _committed: weakref.WeakKeyDictionary[Group, Committed] = weakref.WeakKeyDictionary()
 """What this process saved with each group, not in the background."""
@@ -54,38 +53,38 @@ def save_now(
         with all_told(joined, ASSIGN, options.timeout_s):
             job = make()
             last.callback(job.storage.close)
-            for background in backgrounds.get(joined, {}).values():
+            for background in list(backgrounds.get(joined, {}).values()):
                 background.wait_for(job.url, options.timeout_s)
-        report, written = save_story.save(job, _committed.setdefault(joined, Committed()))
+        with job.recorder.whole():
+            report, written = save_story.save(job, _committed.setdefault(joined, Committed()))
         if joined.rank == 0:
             for warning in report.warnings:
                 logger.warning("save to %s: %s", report.path, warning)
-        pending = SaveOutcome(report.path, report.step, promote_to=options.promote_to)
+        pending = SaveOutcome(report.path, report.step, promote_to=options.promotions)
         pending.end(report)
         pending.ranks = joined.size
         if joined.rank == 0:
-            logger.info("%s", pending.told(report.blocked_s))
+            logger.info("%s", pending.summary(report.blocked_s))
         if pending.promotion is not None:
             _promote_now(pending, job, report, written)
     return pending
 
 
 def _promote_now(outcome: SaveOutcome, job: SaveJob, report: SaveReport, written: Sequence[Written]) -> None:
-    """Promote what all ranks have just saved."""
-    promotion, target = outcome.promotion, outcome.promote_to
+    """Promote what all ranks have just saved; a place that fails does not keep it from the others."""
+    for number, place in enumerate(job.options.promotions):
+        opened = partial(open_storage, place.path, durability=job.options.durability)
+        target = Target(opened, place.bytes_per_s, recorded)
+        try:
+            outcome.end_promotion(number, promote_saved(job, report.write_id, written, job.group, target))
+        except ReknitError as error:
+            outcome.end_promotion(number, error)
+    promotion = outcome.promotion
     assert promotion is not None
-    assert target is not None
-
-    def open_target() -> Storage:
-        return open_storage(target, durability=job.options.durability)
-
-    try:
-        promotion.end(promote_saved(job, report.write_id, written, job.group, open_target))
-    except ReknitError as error:
-        promotion.end(error)
+    if promotion.error is not None:
         if job.options.on_error == "raise":
-            raise
-        logger.warning("%s is saved, but not promoted: %s", report.path, error)
+            raise promotion.error
+        logger.warning("%s is saved, but not promoted: %s", report.path, promotion.error)
 
 
 @contextmanager
@@ -101,23 +100,14 @@ def all_told(group: Group, first_round: str, timeout_s: float) -> Iterator[None]
 
 def background_of(group: Group, elsewhere: bool) -> Background:
     """Return the background saves of a group, to stores that other processes can open or cannot."""
-    kinds = backgrounds.setdefault(group, {})
-    if elsewhere not in kinds:
-        background = kinds[elsewhere] = Background(in_process=not elsewhere)
-        gone = weakref.finalize(group, background.retire)
-        gone.atexit = False
-        background.when_closed = gone.detach
-    return kinds[elsewhere]
-
-
-def with_absolute_paths(options: SaveOptions) -> SaveOptions:
-    """Return options that mean the same in an agent, whatever folder this process goes to."""
-    return options if options.events is None else replace(options, events=os.path.abspath(options.events))
-
-
-def sinks(events: str | None) -> tuple[Sink, ...]:
-    """Return where the phases of a call are recorded, beside its report."""
-    return () if events is None else (JsonLinesSink(events),)
+    with _making:
+        kinds = backgrounds.setdefault(group, {})
+        if elsewhere not in kinds:
+            background = kinds[elsewhere] = Background(in_process=not elsewhere)
+            gone = weakref.finalize(group, background.retire)
+            gone.atexit = False
+            background.when_closed = gone.detach
+        return kinds[elsewhere]
 
 
 def origin_of(group: Group) -> dict[str, Any]:

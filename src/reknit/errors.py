@@ -13,6 +13,7 @@
     │   ├── VersionError               written by a newer reknit
     │   └── CorruptError               damaged: flipped, truncated, missing or swapped
     ├── MismatchError                  checkpoint and target do not fit; nothing was changed
+    │   └── DroppedError               an item is wanted that was removed of the checkpoint to save space
     ├── CommitError                    the ranks' parts do not make a whole; nothing was committed
     │   ├── FencedError                a newer run of the job, or a later save, is in its place
     │   ├── AgentError                 the process that writes in the background ended, or gave up
@@ -134,6 +135,10 @@ class MismatchError(ReknitError):
     """Checkpoint and target do not fit together; nothing was changed."""
 
 
+class DroppedError(MismatchError):
+    """An item is wanted that was removed of the checkpoint since it was saved."""
+
+
 class CommitError(ReknitError):
     """The parts that the ranks wrote do not make a whole; nothing was committed."""
 
@@ -245,20 +250,20 @@ def shortage(error: BaseException) -> ShortageError | None:
     if not isinstance(error, _SAYING) or isinstance(error, ReknitError):
         return None
     code = error.errno if isinstance(error, OSError) else None
-    said = str(error) or type(error).__name__
-    if code in _NO_FILES or _SAYS_FILES in said:
+    words = str(error) or type(error).__name__
+    if code in _NO_FILES or _SAYS_FILES in words:
         return ShortageError(
-            f"no further file can be opened: {said}",
+            f"no further file can be opened: {words}",
             remedy="let this process have more open files (`ulimit -n`), or close some",
         )
-    if any(words in said for words in _SAYS_THREADS):
+    if any(part in words for part in _SAYS_THREADS):
         return ShortageError(
-            f"no further thread or process can be started: {said}",
+            f"no further thread or process can be started: {words}",
             remedy="allow more (`ulimit -u`, the limit of the container), or more memory, which each takes",
         )
-    if isinstance(error, MemoryError) or code in _NO_MEMORY or any(w in said.lower() for w in _SAYS_MEMORY):
+    if isinstance(error, MemoryError) or code in _NO_MEMORY or any(w in words.lower() for w in _SAYS_MEMORY):
         return ShortageError(
-            f"there is too little memory: {said}",
+            f"there is too little memory: {words}",
             remedy="let this process have more (`ulimit -v`, limits of its container, what else runs here), "
             "or let it take less: fewer `threads`, less `inflight_nbytes`, smaller parts of the state",
         )

@@ -13,14 +13,15 @@ if TYPE_CHECKING:
 class AtExit:
     """Calls `action` once when this process ends by itself, the last one made first; `cancel` takes it back.
 
-    Processes that `multiprocessing` forks, from this one or from its fork server, end without the functions
-    of `atexit`, but with finalizers of their own.
+    One that is `last` comes after all that are not.  Processes that `multiprocessing` forks, from this one or
+    from its fork server, end without the functions of `atexit`, but with finalizers of their own.
     """
 
-    def __init__(self, action: Callable[[], object]) -> None:
+    def __init__(self, action: Callable[[], object], *, last: bool = False) -> None:
         self._action: Callable[[], object] | None = action
-        atexit.register(self._run)
-        self._finalizer = Finalize(None, self._run, exitpriority=0)
+        if not last:  # the finalizers run later: `multiprocessing` was imported before
+            atexit.register(self._run)
+        self._finalizer = Finalize(None, self._run, exitpriority=-1 if last else 0)
 
     def cancel(self) -> None:
         """Forget the action; nothing happens if it was called."""

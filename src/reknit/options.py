@@ -9,8 +9,10 @@ from dataclasses import dataclass, field, fields
 from typing import Any, Literal, Protocol, runtime_checkable
 
 from reknit.errors import UsageError, shown
+from reknit.events import Events, check_events
 
 MIB = 1 << 20
+LEAST_INFLIGHT_NBYTES = 16 * MIB
 GIB = 1 << 30
 
 Durability = Literal["process", "power"]
@@ -112,6 +114,24 @@ class CommOptions:
         )
 
 
+@dataclass(frozen=True, slots=True)
+class PromotionTarget:
+    """A second place of a checkpoint, and how many bytes per second go there, by all ranks together."""
+
+    path: str | os.PathLike[str]
+    bytes_per_s: float | None = None
+
+    def __post_init__(self) -> None:
+        _require(
+            isinstance(self.path, (str, os.PathLike)) and self.path != "",
+            f"promote_to is a path or a URL, or several, not {self.path!r}",
+        )
+        check_rate(self.bytes_per_s)
+
+
+_Place = str | os.PathLike[str] | PromotionTarget
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SaveOptions:
     """How `reknit.save` writes."""
@@ -134,8 +154,9 @@ class SaveOptions:
     reuse: bool = True
     """Take over unchanged files of frozen tensors from the save before in the same folder, as hard links or
     copies that the store makes."""
-    promote_to: str | os.PathLike[str] | None = None
-    """Second path or URL, to which the checkpoint is copied, and committed, once it is committed here."""
+    promote_to: _Place | tuple[_Place, ...] | list[_Place] | None = None
+    """Second path or URL, to which the checkpoint is copied, and committed, once it is committed here; or
+    several, each with its own order.  `reknit.options.PromotionTarget` is a place with a limited rate."""
 
     # Resources
     threads: int | None = None
@@ -157,9 +178,9 @@ class SaveOptions:
     exit_wait_s: float = 300.0
     """Longest wait for saves at the end of the interpreter; agents go on afterwards."""
 
-    # What is told
-    events: str | None = None
-    """Path of a JSON-lines file to which this process appends every phase."""
+    # What is recorded and shown
+    events: Events = None
+    """Where phases and operations of stores go: a file for lines of JSON, a folder, sinks, functions."""
     progress: bool = True
     """Whether rank 0 shows progress of saves with ``wait=True`` that take longer than two seconds."""
 
@@ -178,12 +199,9 @@ class SaveOptions:
             priority=("low", "normal"),
         )
         _check_resources(self)
+        check_events(self.events)
         _require(self.max_file_nbytes >= MIB, "max_file_nbytes must be at least 1 MiB")
-        _require(
-            self.promote_to is None
-            or (isinstance(self.promote_to, (str, os.PathLike)) and self.promote_to != ""),
-            f"promote_to is a path or a URL, not {self.promote_to!r}",
-        )
+        _require(len(self.promotions) > 0 or self.promote_to is None, "promote_to has no place in it")
         _require(
             self.host_nbytes is None or self.host_nbytes >= 64 * MIB, "host_nbytes must be at least 64 MiB"
         )
@@ -192,6 +210,15 @@ class SaveOptions:
             "piece_nbytes is 4, 8, 16 or 32 MiB",
         )
         _require(self.exit_wait_s >= 0, "exit_wait_s must not be negative")
+
+    @property
+    def promotions(self) -> tuple[PromotionTarget, ...]:
+        """All places that `promote_to` names."""
+        given = self.promote_to
+        if given is None:
+            return ()
+        several = given if isinstance(given, (tuple, list)) else (given,)
+        return tuple(one if isinstance(one, PromotionTarget) else PromotionTarget(one) for one in several)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -228,9 +255,9 @@ class LoadOptions:
     share: Literal["auto", "always", "never"] = "auto"
     """Whether ranks that want the same bytes read them once, and pass them on; ``"auto"`` if faster."""
 
-    # What is told
-    events: str | None = None
-    """Path of a JSON-lines file to which this process appends every phase."""
+    # What is recorded and shown
+    events: Events = None
+    """Where phases and operations of stores go: a file for lines of JSON, a folder, sinks, functions."""
     progress: bool = True
     """Whether rank 0 shows progress of loads that take longer than two seconds."""
 
@@ -244,6 +271,7 @@ class LoadOptions:
             _check_patterns(name, getattr(self, name))
         _check_transforms(self.transforms)
         _check_resources(self)
+        check_events(self.events)
         _require(self.gap_nbytes is None or self.gap_nbytes >= 0, "gap_nbytes must not be negative")
         _require(
             self.gap_nbytes is None or self.verify == "off",
@@ -256,6 +284,15 @@ class LoadOptions:
         )
 
 
+def check_rate(bytes_per_s: object) -> None:
+    """Raise `UsageError` for what is no number of bytes per second."""
+    fits = isinstance(bytes_per_s, numbers.Real) and not isinstance(bytes_per_s, bool)
+    _require(
+        bytes_per_s is None or (fits and float(bytes_per_s) > 0),  # type: ignore[arg-type]
+        f"bytes_per_s is a number above 0, or None, not {shown(bytes_per_s)}",
+    )
+
+
 def _require(ok: bool, message: str) -> None:
     if not ok:
         raise UsageError(message)
@@ -265,15 +302,15 @@ def _check_choices(options: Any, **choices: tuple[str, ...]) -> None:
     """Raise `UsageError` for an option that is none of its choices."""
     for name, allowed in choices.items():
         value = getattr(options, name)
-        told = f"{', '.join(map(repr, allowed[:-1]))} or {allowed[-1]!r}"
-        _require(isinstance(value, str) and value in allowed, f"{name} is {told}, not {value!r}")
+        alternatives = f"{', '.join(map(repr, allowed[:-1]))} or {allowed[-1]!r}"
+        _require(isinstance(value, str) and value in allowed, f"{name} is {alternatives}, not {value!r}")
 
 
 def _check_resources(options: Any) -> None:
     """Raise `UsageError` for too few threads, too little memory or no time."""
     threads = options.threads
     _require(threads is None or threads >= 1, f"threads must be at least 1, not {threads}")
-    _require(options.inflight_nbytes >= 16 * MIB, "inflight_nbytes must be at least 16 MiB")
+    _require(options.inflight_nbytes >= LEAST_INFLIGHT_NBYTES, "inflight_nbytes must be at least 16 MiB")
     _require(options.timeout_s > 0, "timeout_s must be positive")
 
 

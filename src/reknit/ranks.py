@@ -6,7 +6,7 @@ import operator
 import os
 import weakref
 from contextlib import ExitStack
-from functools import cache, partial
+from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
 from urllib.parse import urlsplit
 from urllib.request import url2pathname
@@ -28,8 +28,14 @@ if TYPE_CHECKING:
     from reknit.comm.meeting.rendezvous import Store
     from reknit.frameworks.job import Job
 
-alone = cache(SoloGroup)
-"""The group of a process that is alone, the same one each time for a generation that was given, or None."""
+_alone: dict[int | None, SoloGroup] = {}
+
+
+def alone(generation: int | None) -> SoloGroup:
+    """Return the group of a process that is alone, the same one each time for a generation or None."""
+    # Not `functools.cache`, which gives two threads that come at once two groups.
+    return _alone.setdefault(generation, SoloGroup(generation))
+
 
 _trees: weakref.WeakKeyDictionary[Any, Group] = weakref.WeakKeyDictionary()
 
@@ -57,6 +63,12 @@ def acting(group: Any, options: CommOptions) -> Ranks:
         return Ranks(alone(options.generation), None if job is None else job.ranks, None)
     carrier = None if job is of_jax else partial(TorchCarrier, weakref.ref(job.identity))
     return Ranks(_joined(job, options), job.ranks, carrier)
+
+
+def own_rank() -> int:
+    """Return the rank of this process in torch's job or JAX's, 0 where it is in none; nobody is asked."""
+    job = current_job() or jax_job.current_job()
+    return 0 if job is None else job.rank
 
 
 def _of_all(of_torch: Job | None, of_jax: Job | None) -> Job | None:

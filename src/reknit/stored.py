@@ -1,4 +1,4 @@
-"""The calls of users about committed checkpoints, which one process makes alone: open, verify, find, copy."""
+"""The calls of users about committed checkpoints, which one process makes alone: open, verify, find, move."""
 
 from __future__ import annotations
 
@@ -12,34 +12,35 @@ from reknit.arguments import (
     check_flag,
     check_places,
     checked_metrics,
+    open_checkpoint,
     open_places,
     options_of,
 )
-from reknit.calls import sinks
 from reknit.engine.loading.browse import Checkpoint
+from reknit.engine.memory.pace import Pace
 from reknit.engine.stored import notes
-from reknit.engine.stored.delete import delete as delete_story
+from reknit.engine.stored.copy_files import Promotion
+from reknit.engine.stored.delete import drop
+from reknit.engine.stored.moving import delete_moved, move
 from reknit.engine.stored.newest import newest
 from reknit.engine.stored.pending import fence_off, wait_for_saves
 from reknit.engine.stored.promote import promote_alone
-from reknit.engine.stored.promotion_job import Promotion
 from reknit.engine.stored.steps import steps_below
 from reknit.engine.stored.verify import verify as verify_story
 from reknit.errors import UsageError, shown, typed_shortage
 from reknit.frameworks import arrays
 from reknit.monitor.phase import Recorder
-from reknit.options import LoadOptions, SaveOptions
-from reknit.storage.registry import open_storage
+from reknit.monitor.sinks.choosing import outlets_for
+from reknit.options import LoadOptions, SaveOptions, check_rate
+from reknit.storage.registry import open_storage, recipe, recorded
 from reknit.transforms.names import parted
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Mapping, Sequence
     from os import PathLike
 
     from reknit.engine.report import PromotionReport, VerifyReport
     from reknit.types.saved_step import SavedStep
-
-_MOST_OF_A_REASON = 4096
 
 
 @typed_shortage()
@@ -56,7 +57,8 @@ def open(path: str | PathLike[str], *, options: LoadOptions | None = None) -> Ch
         )
     with ExitStack() as failing:
         storage, *replicas = open_places(path, options, failing)
-        recorder = Recorder("read", path=storage.url, sinks=sinks(options.events))
+        recorder = Recorder("read", path=storage.url, sinks=outlets_for(options.events))
+        storage, *replicas = (recorded(one, recorder) for one in (storage, *replicas))
         checkpoint = Checkpoint(storage, options, recorder, arrays, replicas)
         failing.pop_all()
     return checkpoint
@@ -77,7 +79,7 @@ def verify(
     if level not in ("structure", "data"):
         raise UsageError(f"level is 'structure' or 'data', not {level!r}")
     options = options_of(options, LoadOptions, "reknit.verify", NOT_FOR_VERIFY)
-    with closing(open_storage(path)) as storage:
+    with closing(open_checkpoint(path)) as storage:
         return verify_story(storage, level, options)
 
 
@@ -123,15 +125,23 @@ def steps(root: str | PathLike[str]) -> list[SavedStep]:
 
 
 @typed_shortage()
-def delete(path: str | PathLike[str]) -> int:
-    """Remove the checkpoint at `path`, and return the bytes that this freed.
+def delete(path: str | PathLike[str], *, items: Sequence[str] | None = None, dry_run: bool = False) -> int:
+    """Remove the checkpoint at `path`, or only some of its `items`, and return the bytes that this freed.
 
     Its manifest goes first: from then on it does not exist, whatever happens to this process.  Files that are
-    not of reknit's making stay.  Raises `CheckpointNotFoundError`, `StorageError`, and `UsageError` where a
-    save to `path` or a promotion is under way.
+    not of reknit's making stay.  With `items`, another manifest takes its place, which says what was dropped
+    and when; the others stay loadable at every moment.  Where the files were moved by `reknit.cool`, they go
+    there, too.  With `dry_run` nothing is removed.
+
+    Raises `CheckpointNotFoundError`, `StorageError`, and `UsageError` where a save to `path` or a promotion
+    is under way, or somebody holds it; `MismatchError` for an item that it never had.
     """
+    if isinstance(items, str):
+        raise UsageError("items is a list of names: put the text into a list")
     with closing(open_storage(path)) as storage:
-        return delete_story(storage)
+        if items is None:
+            return delete_moved(storage, open_storage, dry_run=dry_run)
+        return drop(storage, tuple(items), dry_run=dry_run)
 
 
 @typed_shortage()
@@ -140,8 +150,8 @@ def pin(path: str | PathLike[str], reason: str = "") -> None:
 
     A save with ``overwrite=True`` still replaces it.  Raises `CheckpointNotFoundError`, `StorageError`.
     """
-    if not isinstance(reason, str) or len(reason) > _MOST_OF_A_REASON:
-        raise UsageError(f"reason is a text of at most {_MOST_OF_A_REASON} characters, not {shown(reason)}")
+    if not isinstance(reason, str):
+        raise UsageError(f"reason is a text, not {shown(reason)}")
     with closing(open_storage(path)) as storage:
         notes.pin(storage, reason)
 
@@ -157,15 +167,17 @@ def unpin(path: str | PathLike[str]) -> bool:
 
 
 @typed_shortage()
-def note(path: str | PathLike[str], metrics: Mapping[str, float]) -> None:
+def note(path: str | PathLike[str], metrics: Mapping[str, float], *, write_id: str | None = None) -> None:
     """Add metrics to the committed checkpoint at `path`, such as a score that an evaluation has found.
 
     `reknit.steps`, ``keep=best(...)`` and `Checkpointer.best` know them from then on; of one name the last
-    counts.  Raises `CheckpointNotFoundError`, `StorageError`, `UsageError` for what is no number.
+    counts.  With `write_id`, that of a `SavedStep`, they are added to this checkpoint only, and not to one
+    that has replaced it since.  Raises `CheckpointNotFoundError`, `StorageError`, `UsageError` for what is no
+    number.
     """
     numbers = checked_metrics(metrics)
     with closing(open_storage(path)) as storage:
-        notes.add_metrics(storage, numbers)
+        notes.add_metrics(storage, numbers, write_id)
 
 
 @typed_shortage()
@@ -188,9 +200,30 @@ def promote(
     options = options_of(options, SaveOptions, "reknit.promote", NOT_FOR_PROMOTE)
     check_flag("overwrite", overwrite)
     with (
-        closing(open_storage(path)) as source,
+        closing(open_checkpoint(path)) as source,
         closing(open_storage(to, durability=options.durability)) as target,
     ):
         check_places(source, target)
-        recorder = Recorder("promote", path=target.url, sinks=sinks(options.events))
-        return promote_alone(Promotion(source, target, overwrite, options, recorder))
+        recorder = Recorder("promote", path=target.url, sinks=outlets_for(options.events))
+        with recorder.whole():
+            places = recorded(source, recorder), recorded(target, recorder)
+            return promote_alone(Promotion(*places, overwrite, options, recorder))
+
+
+@typed_shortage()
+def cool(path: str | PathLike[str], to: str | PathLike[str], *, bytes_per_s: float | None = None) -> int:
+    """Move the files of the committed checkpoint at `path` to `to`, and return the bytes freed at `path`.
+
+    `path` goes on working for everything that reads or removes it: its manifest stays, and says where the
+    files are.  They are copied, read again at `to` and compared with their digests, before they go here.
+    Whoever reads the checkpoint meanwhile reads on.  Call it again after any failure.  A checkpoint that is
+    pinned or held stays.  `to` is the absolute path or URL, without options, of this checkpoint alone.
+
+    Raises `CheckpointNotFoundError`, `CheckpointExistsError`, `CorruptError`, `UsageError`, `StorageError`.
+    """
+    check_rate(bytes_per_s)
+    with closing(open_storage(path)) as source, closing(open_storage(to)) as target:
+        check_places(source, target)
+        recorder = Recorder("promote", path=target.url)
+        job = Promotion(source, target, False, SaveOptions(), recorder, Pace(bytes_per_s))
+        return move(job, recipe(to).url)

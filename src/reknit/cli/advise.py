@@ -7,16 +7,18 @@ from contextlib import closing
 from typing import Any
 
 from reknit.cli.output import print_fields, print_json, print_table
+from reknit.cli.reports.interval_costs import HEADS, cells, duration, rows_around
 from reknit.engine.stored.newest import absent
 from reknit.engine.stored.opening import manifest_in
 from reknit.engine.stored.steps import numbered
 from reknit.errors import UsageError
 from reknit.monitor.progress_text import amount
-from reknit.policies.base import DAY_S, HOUR_S, positive
+from reknit.policies.base import HOUR_S
 from reknit.policies.interval import RunCosts
 from reknit.storage.registry import open_storage
 
-_AROUND = (0.1, 0.3, 1.0, 3.0, 10.0)
+_LEAST, _MOST = 1e-6, 1e9
+"""What can be given: far beyond any job, and near enough to compute with."""
 
 
 def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
@@ -31,7 +33,7 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
     parser.add_argument(
         "root", metavar="ROOT", nargs="?", help="a folder of checkpoints; the newest one gives size and ranks"
     )
-    seconds: dict[str, Any] = {"type": _positive, "metavar": "S"}
+    seconds: dict[str, Any] = {"type": _amount, "metavar": "S"}
     parser.add_argument("--stall", required=True, help="seconds that a save blocks training", **seconds)
     parser.add_argument(
         "--write", required=True, help="seconds from the beginning of a save to its commit", **seconds
@@ -41,13 +43,13 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
     )
     often = parser.add_mutually_exclusive_group(required=True)
     often.add_argument(
-        "--mttf", type=_positive, metavar="H", help="hours between failures of the job, on average"
+        "--mttf", type=_amount, metavar="H", help="hours between failures of the job, on average"
     )
-    often.add_argument("--rank-mttf", type=_positive, metavar="H", help="the same for one rank; see --ranks")
+    often.add_argument("--rank-mttf", type=_amount, metavar="H", help="the same for one rank; see --ranks")
     parser.add_argument("--ranks", type=_count, metavar="N", help="ranks of the job (default: as in ROOT)")
-    parser.add_argument("--step", type=_positive, metavar="S", help="seconds that a training step takes")
+    parser.add_argument("--step", type=_amount, metavar="S", help="seconds that a training step takes")
     parser.add_argument(
-        "--interval", type=_positive, metavar="S", help="also show the cost of this time between saves"
+        "--interval", type=_amount, metavar="S", help="also show the cost of this time between saves"
     )
     parser.add_argument("--json", action="store_true", help="print JSON")
     parser.set_defaults(run=run)
@@ -67,18 +69,15 @@ def run(args: argparse.Namespace) -> int:
         mttf_s=mttf_h * HOUR_S,
     )
     best_s = costs.best_interval_s()
-    intervals = {max(best_s * factor, costs.write_s) for factor in _AROUND}
-    if args.interval is not None:
-        intervals.add(args.interval)
-    rows = [{"interval_s": each} | costs.shares(each) for each in sorted(intervals)]
+    rows = rows_around(costs, args.interval)
     if args.json:
         sizes = {"nbytes": nbytes, "ranks": ranks, "mttf_h": mttf_h}
         print_json({"interval_s": best_s, "ettr": costs.ettr(best_s)} | sizes | {"intervals": rows})
         return 0
-    fields = {"save every": _time_text(best_s), "ETTR": f"{costs.ettr(best_s):.2%}"}
+    fields = {"save every": duration(best_s), "ETTR": f"{costs.ettr(best_s):.2%}"}
     if args.step is not None:
         fields["in steps"] = str(max(1, round(best_s / args.step)))
-    fields["a failure every"] = _time_text(costs.mttf_s)
+    fields["a failure every"] = duration(costs.mttf_s)
     if nbytes is not None:
         fields["size of a checkpoint"] = amount(nbytes)
         fields["bytes to store per second"] = amount(int(nbytes / best_s))
@@ -86,8 +85,7 @@ def run(args: argparse.Namespace) -> int:
             fields["host memory per rank"] = f"{amount(nbytes // ranks)} for each copy that is written"
     print_fields(fields)
     print()
-    columns = ("SAVE EVERY", "KEPT (ETTR)", "STALLS", "DONE AGAIN", "RESTARTS", "LOST A DAY")
-    print_table(columns, [_cells(row) for row in rows], right=columns)
+    print_table(HEADS, [cells(row) for row in rows], right=HEADS)
     return 0
 
 
@@ -101,28 +99,15 @@ def _newest(root: str) -> tuple[int, int | None]:
         raise absent(storage, "is no step in")
 
 
-def _cells(row: dict[str, float]) -> tuple[str, ...]:
-    lost_s = (1.0 - row["kept"]) * DAY_S
-    shares = (f"{row[name]:.2%}" for name in ("kept", "stalls", "again", "restarts"))
-    return _time_text(row["interval_s"]), *shares, _time_text(lost_s)
-
-
-def _time_text(seconds: float) -> str:
-    for unit, name in ((DAY_S, "d"), (HOUR_S, "h"), (60.0, "min")):
-        if seconds >= 2 * unit:
-            return f"{seconds / unit:.1f} {name}"
-    return f"{seconds:.1f} s"
-
-
-def _positive(text: str) -> float:
+def _amount(text: str) -> float:
     number = float(text)
-    if not positive(number):
-        raise argparse.ArgumentTypeError(f"{text} is not a number above 0")
+    if not _LEAST <= number <= _MOST:
+        raise argparse.ArgumentTypeError(f"{text} is not a number from {_LEAST:g} to {_MOST:g}")
     return number
 
 
 def _count(text: str) -> int:
     number = int(text)
-    if number < 1:
-        raise argparse.ArgumentTypeError(f"{text} is no number from 1 on")
+    if not 1 <= number <= _MOST:
+        raise argparse.ArgumentTypeError(f"{text} is not a number from 1 to {_MOST:g}")
     return number

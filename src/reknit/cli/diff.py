@@ -60,12 +60,12 @@ class DataDifference:
     largest: float | None = None
 
     def __str__(self) -> str:
-        told = [f"{self.numel} {'element differs' if self.numel == 1 else 'elements differ'}"]
+        facts = [f"{self.numel} {'element differs' if self.numel == 1 else 'elements differ'}"]
         if self.largest is not None:
-            told.append(f"largest absolute difference {self.largest:g}")
+            facts.append(f"largest absolute difference {self.largest:g}")
         if self.nans:
-            told.append(f"{self.nans} with a NaN")
-        return ", ".join(told)
+            facts.append(f"{self.nans} with a NaN")
+        return ", ".join(facts)
 
     def add(self, a: NDArray[Any], b: NDArray[Any], spec: TensorSpec) -> None:
         """Compare a piece, bit by bit."""

@@ -78,8 +78,8 @@ def run_hf(args: argparse.Namespace) -> int:
     else:
         _print(report, args.dtype)
     for name, count in report.overflowed.items():
-        told = f"{count} numbers of {printable(name)} are too large for {args.dtype} and became infinite"
-        print(f"reknit: warning: {told}", file=sys.stderr)
+        warning = f"{count} numbers of {printable(name)} are too large for {args.dtype} and became infinite"
+        print(f"reknit: warning: {warning}", file=sys.stderr)
     return 0
 
 

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from reknit.cli.output import print_json, print_table, printable, time_text
 from reknit.engine.stored.leftovers import Leftover, leftovers, remove
-from reknit.errors import StorageNotFoundError, UsageError
+from reknit.errors import StorageError, StorageNotFoundError, UsageError
 from reknit.monitor.phase import now
 from reknit.monitor.progress_text import amount
 from reknit.storage.local.sweep import sweepable
@@ -96,7 +96,11 @@ def _something(storage: Storage, held: Iterable[Dated]) -> Iterator[Dated]:
 def _delete(storage: Storage, sweep: Sweepable, found: list[Leftover], rows: list[dict[str, Any]]) -> None:
     for leftover, row in zip(found, rows, strict=True):
         if leftover.kept is None:
-            row["deleted"] = remove(storage, sweep, leftover)
+            try:
+                row["deleted"] = remove(storage, sweep, leftover, open_storage)
+            except (UsageError, StorageError) as error:
+                row["kept"] = error.message
+                continue
             if not row["deleted"]:
                 row["kept"] = "its save went on meanwhile"
 
@@ -120,7 +124,7 @@ def _show(url: str, rows: list[dict[str, Any]], args: argparse.Namespace, unseen
     if not rows:
         print(f"killed saves have left nothing in {printable(url)}")
     else:
-        cells = [(row["name"], row["write_id8"] or "-", *_told(row)) for row in rows]
+        cells = [(row["name"], row["write_id8"] or "-", *_cells(row)) for row in rows]
         columns = ("FOLDER", "SAVE", "LEFT", "SIZE", "LAST CHANGED (UTC)", "")
         print_table(columns, cells, right=("SIZE",))
         dead = sum(row["nbytes"] for row in rows if row["kept"] is None)
@@ -131,7 +135,7 @@ def _show(url: str, rows: list[dict[str, Any]], args: argparse.Namespace, unseen
         print(unseen)
 
 
-def _told(row: dict[str, Any]) -> tuple[str, str, str, str]:
+def _cells(row: dict[str, Any]) -> tuple[str, str, str, str]:
     kinds = [each["kind"] for each in row["found"]]
     names = {"file": "file", "temporary": "temporary file", "upload": "upload"}
     counts = {name: kinds.count(kind) for kind, name in names.items()}

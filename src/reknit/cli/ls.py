@@ -38,6 +38,7 @@ class Row:
     world_size: int | None = None
     items: tuple[str, ...] = ()
     problem: str | None = None
+    moved_to: str | None = None
 
 
 def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
@@ -120,6 +121,7 @@ def _committed(name: str, storage: Storage) -> Row | None:
         manifest.nbytes,
         world_size if isinstance(world_size, int) else None,
         manifest.items,
+        moved_to=manifest.moved_to,
     )
 
 
@@ -128,6 +130,7 @@ def _cells(row: Row) -> tuple[object, ...]:
     if row.state == "committed":
         step = "-" if row.step is None else row.step
         created = "-" if row.created is None else time_text(row.created)
-        return row.name, step, created, size, row.world_size or "-", ", ".join(row.items)
-    told = f"{row.state}: {row.problem}" if row.problem else row.state
-    return row.name, "-", "-", size, "-", told
+        items = ", ".join(row.items) + (f" (at {row.moved_to})" if row.moved_to else "")
+        return row.name, step, created, size, row.world_size or "-", items
+    status = f"{row.state}: {row.problem}" if row.problem else row.state
+    return row.name, "-", "-", size, "-", status

@@ -11,6 +11,7 @@ from importlib.metadata import version
 from typing import TYPE_CHECKING
 
 from reknit.cli import advise, agents, certify, diff, export, gc, latest, ls, promote, prune, rm, show, verify
+from reknit.cli.reports import dash, report, trace
 from reknit.environment import completing
 from reknit.errors import (
     CheckpointExistsError,
@@ -56,7 +57,8 @@ def parser() -> argparse.ArgumentParser:
     )
     program.add_argument("--version", action="version", version=f"reknit {version('reknit')}")
     commands = program.add_subparsers(dest="command", metavar="COMMAND", required=True)
-    for command in (ls, latest, show, verify, diff, export, promote, rm, prune, gc, agents, advise, certify):
+    looking = (ls, latest, show, verify, diff, report, trace, dash, advise)
+    for command in (*looking, export, promote, rm, prune, gc, agents, certify):
         command.add_parser(commands)
     return program
 

@@ -5,7 +5,10 @@ from __future__ import annotations
 import json
 import sys
 from datetime import datetime, timezone
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
+
+from reknit.errors import UsageError
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -30,6 +33,14 @@ def time_text(seconds: float) -> str:
 def printable(value: object) -> str:
     """Return a value as one line; names from a checkpoint must not steer the terminal."""
     return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in str(value))
+
+
+def write_text(path: str, text: str) -> None:
+    """Write a file that a user named.  Raises `UsageError` where it cannot be written."""
+    try:
+        Path(path).write_text(text, encoding="utf-8")
+    except OSError as error:
+        raise UsageError(f"cannot write {path}: {error.strerror}") from error
 
 
 def print_json(value: Any) -> None:

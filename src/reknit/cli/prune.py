@@ -34,6 +34,13 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
     parser.add_argument("--keep-every", type=int, metavar="N", help="keep one step of each N")
     parser.add_argument("--keep-best", metavar="N:METRIC[:max]", help="keep the N with the lowest metric")
     parser.add_argument("--keep-days", type=float, metavar="D", help="keep steps younger than D days")
+    parser.add_argument(
+        "--drop",
+        action="append",
+        default=[],
+        metavar="ITEM:D",
+        help="remove this item of steps older than D days; can be repeated",
+    )
     parser.add_argument("--dry-run", action="store_true", help="only list what would be removed")
     parser.add_argument("--json", action="store_true", help="print JSON")
     parser.set_defaults(run=run)
@@ -46,14 +53,19 @@ def run(args: argparse.Namespace) -> int:
         if not numbered(storage):
             raise absent(storage, "are no steps in")
         retention = Retention(storage, keep)
+        aged = retention.aged()
         gone = retention.surplus() if args.dry_run else retention.prune()
     if args.json:
-        print_json([{"step": step.step, "path": step.path, "nbytes": step.nbytes} for step in gone])
+        whole = [{"step": step.step, "path": step.path, "nbytes": step.nbytes} for step in gone]
+        parts = [{"step": step.step, "path": step.path, "items": list(items)} for step, items in aged]
+        print_json([*whole, *parts])
         return 0
     did = "would remove" if args.dry_run else "removed"
     for step in gone:
         print(f"{did} {printable(step.path)} (step {step.step}): {amount(step.nbytes)}")
-    if not gone:
+    for step, items in aged:
+        print(f"{did} {printable(', '.join(items))} of {printable(step.path)} (step {step.step})")
+    if not gone and not aged:
         print("there is nothing to remove")
     return 0
 
@@ -74,7 +86,17 @@ def _keep(args: argparse.Namespace) -> Policy:
     keep = found[0]
     for each in found[1:]:
         keep = keep | each
+    for text in args.drop:
+        keep = keep & _without(text)
     return keep
+
+
+def _without(text: str) -> Policy:
+    item, _, days = text.rpartition(":")
+    try:
+        return policies.without(item, after_hours=24 * float(days))
+    except ValueError as error:
+        raise UsageError(f"--drop is ITEM:DAYS, not {text!r}") from error
 
 
 def _best(text: str) -> Policy:

@@ -10,45 +10,64 @@ from reknit.monitor.progress_text import amount
 
 if TYPE_CHECKING:
     import argparse
+    from collections.abc import Callable
 
 
 def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     """Add the commands to those of the program."""
-    parser = commands.add_parser(
+    rm = _command(
+        commands,
         "rm",
-        help="remove checkpoints",
-        description="Remove checkpoints, manifests first, so that no partial checkpoint is ever visible.  "
+        run,
+        "remove checkpoints",
+        "Remove checkpoints, manifests first, so that no partial checkpoint is ever visible.  "
         "Files that reknit did not write stay.  A checkpoint that is being saved is not removed.",
     )
-    parser.add_argument("paths", metavar="PATH", nargs="+", help="a checkpoint: a folder or URL")
-    parser.add_argument("--json", action="store_true", help="print JSON")
-    parser.set_defaults(run=run)
-    pin = commands.add_parser(
+    rm.add_argument("--item", action="append", metavar="ITEM", help="remove only this item; can be repeated")
+    rm.add_argument("--dry-run", action="store_true", help="only print what would be freed")
+    rm.add_argument("--json", action="store_true", help="print JSON")
+    pin = _command(
+        commands,
         "pin",
-        help="keep checkpoints from being removed",
-        description="Pin checkpoints: runs, `reknit prune` and `reknit rm` do not remove them.",
+        _pin,
+        "keep checkpoints from being removed",
+        "Pin checkpoints: runs, `reknit prune` and `reknit rm` do not remove them.",
     )
-    pin.add_argument("paths", metavar="PATH", nargs="+", help="a checkpoint: a folder or URL")
     pin.add_argument(
         "--reason", default="", metavar="TEXT", help="the reason, shown to anyone who tries to remove it"
     )
-    pin.set_defaults(run=_pin)
-    unpin = commands.add_parser(
+    _command(
+        commands,
         "unpin",
-        help="let pinned checkpoints be removed again",
-        description="Remove the pins of checkpoints.",
+        _unpin,
+        "let pinned checkpoints be removed again",
+        "Remove the pins of checkpoints.",
     )
-    unpin.add_argument("paths", metavar="PATH", nargs="+", help="a checkpoint: a folder or URL")
-    unpin.set_defaults(run=_unpin)
+
+
+def _command(
+    commands: argparse._SubParsersAction[argparse.ArgumentParser],
+    name: str,
+    call: Callable[[argparse.Namespace], int],
+    summary: str,
+    description: str,
+) -> argparse.ArgumentParser:
+    """Add a command that takes checkpoints."""
+    parser = commands.add_parser(name, help=summary, description=description)
+    parser.add_argument("paths", metavar="PATH", nargs="+", help="a checkpoint: a folder or URL")
+    parser.set_defaults(run=call)
+    return parser
 
 
 def run(args: argparse.Namespace) -> int:
     """Remove, and return the exit code."""
     freed = {}
     for path in args.paths:
-        freed[path] = stored.delete(path)
+        freed[path] = stored.delete(path, items=args.item, dry_run=args.dry_run)
         if not args.json:
-            print(f"removed {printable(path)}: {amount(freed[path])}")
+            of = f"{printable(', '.join(args.item))} of " if args.item else ""
+            did = "would remove" if args.dry_run else "removed"
+            print(f"{did} {of}{printable(path)}: {amount(freed[path])}")
     if args.json:
         print_json([{"path": path, "nbytes": nbytes} for path, nbytes in freed.items()])
     return 0

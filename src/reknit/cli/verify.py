@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import numpy as np
 
 from reknit import stored
+from reknit.arguments import open_checkpoint
 from reknit.cli.output import print_json, printable
 from reknit.engine.stored.file_checks import read_checked, whole_manifest
 from reknit.engine.stored.opening import read_manifest
@@ -22,7 +23,6 @@ from reknit.format.paths import parse_path
 from reknit.interop.data_headers import read_header
 from reknit.monitor.progress_text import amount
 from reknit.storage.local.store import LocalStorage
-from reknit.storage.registry import open_storage
 from reknit.types.shard import full_name
 
 if TYPE_CHECKING:
@@ -54,7 +54,7 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
     parser.set_defaults(run=run)
 
 
-class _Told:
+class _Findings:
     """What is said: at once, or all together as JSON in the end."""
 
     def __init__(self, *, quiet: bool) -> None:
@@ -81,34 +81,34 @@ def run(args: argparse.Namespace) -> int:
     if args.output and not args.rebuild_index:
         raise UsageError("--output is where --rebuild-index writes to", remedy="give both, or none")
     report = stored.verify(args.path, "data" if args.data else "structure")
-    told = _Told(quiet=args.json)
+    findings = _Findings(quiet=args.json)
     for problem in report.problems:
-        told.problem(problem)
+        findings.problem(problem)
     if args.rebuild_index:
-        _rebuild(args.path, args.output, told)
+        _rebuild(args.path, args.output, findings)
     if args.json:
-        facts = {"path": report.path, "level": report.level, "ok": not told.problems}
+        facts = {"path": report.path, "level": report.level, "ok": not findings.problems}
         facts |= {"num_files": report.num_files, "nbytes_checked": report.nbytes_checked}
-        print_json(facts | {"problems": told.problems, "notes": told.notes})
-    elif not told.problems:
+        print_json(facts | {"problems": findings.problems, "notes": findings.notes})
+    elif not findings.problems:
         checked = amount(report.nbytes_checked) if args.data else "metadata"
         print(f"no problems in {report.num_files} files ({checked} checked)")
-    return 1 if told.problems else 0
+    return 1 if findings.problems else 0
 
 
-def _rebuild(path: str, output: str | None, told: _Told) -> None:
+def _rebuild(path: str, output: str | None, findings: _Findings) -> None:
     """Rebuild the index, compare it, and tell what came of it."""
-    with closing(open_storage(path)) as storage:
+    with closing(open_checkpoint(path)) as storage:
         manifest = _manifest(storage)
         try:
             rebuilt = _rebuilt(storage, manifest)
         except (FormatError, StorageError) as error:
-            told.problem(f"the index cannot be rebuilt: {error.message}")
+            findings.problem(f"the index cannot be rebuilt: {error.message}")
         else:
-            _compare(storage, manifest, rebuilt, told)
+            _compare(storage, manifest, rebuilt, findings)
             if output is not None:
                 _write(output, rebuilt.data)
-                told.note(f"wrote the rebuilt index to {output}")
+                findings.note(f"wrote the rebuilt index to {output}")
 
 
 class _Rebuilt(NamedTuple):
@@ -135,7 +135,7 @@ def _rebuilt(storage: Storage, manifest: Manifest | None) -> _Rebuilt:
     return _Rebuilt(index, encode_index(index), len(names))
 
 
-def _compare(storage: Storage, manifest: Manifest | None, rebuilt: _Rebuilt, told: _Told) -> None:
+def _compare(storage: Storage, manifest: Manifest | None, rebuilt: _Rebuilt, findings: _Findings) -> None:
     """Compare the rebuilt index with the checkpoint's own, and tell how they agree, or how not."""
     if manifest is None:
         return
@@ -147,16 +147,16 @@ def _compare(storage: Storage, manifest: Manifest | None, rebuilt: _Rebuilt, tol
         own = decode_index(read_checked(storage, entry, manifest.block_nbytes))
     except (FormatError, StorageError):  # `stored.verify` has said so
         same = f"; rebuilt, it is byte for byte the lost {entry.path}" if is_same_file else ""
-        told.note(f"the index cannot be read{same}")
+        findings.note(f"the index cannot be read{same}")
         return
     whole = rebuilt.result
     if len(whole.tensors) > len(own.tensors):
         whole = whole.without(_kept(storage, manifest).difference(own.ids))
     differing = _differing(own, whole)
     for name in differing:
-        told.problem(f"{entry.path} and the headers of the data files disagree about {name}")
+        findings.problem(f"{entry.path} and the headers of the data files disagree about {name}")
     if not differing:
-        told.note(f"the index and the headers of {rebuilt.num_files} data files agree")
+        findings.note(f"the index and the headers of {rebuilt.num_files} data files agree")
 
 
 def _kept(storage: Storage, manifest: Manifest) -> set[tuple[str, str]]:

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, NoReturn, Protocol
 from reknit.comm.envelope import Envelope, decode, encode, failed, merged
 from reknit.comm.topology import Topology
 from reknit.errors import ReknitError, shortage
-from reknit.monitor.phase import now
+from reknit.monitor.phase import now, root_decided
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -153,6 +153,8 @@ class Turn:
         except ReknitError as error:
             error.sign(rank=self._group.rank, phase=self._name)
             raise (self._own or error) from (error if self._own else None)
+        if answer.at is not None and self._group.size > 1:
+            root_decided(answer.at if self._group.rank else now())
         own = self._own
         if own is not None and not isinstance(own, ReknitError) and shortage(own) is None:
             raise own
@@ -181,7 +183,8 @@ class Turn:
             if len(answers) != size:
                 raise ReknitError(f"{len(answers)} answers for {size} ranks", rank=0)
             # A broadcast answers every rank with one object: encoded once, it stays one.
-            encoded = {id(answer): encode(Envelope(answer)) for answer in answers}
+            at = now()
+            encoded = {id(answer): encode(Envelope(answer, at=at)) for answer in answers}
             return [encoded[id(answer)] for answer in answers]
         except BaseException as error:  # every rank waits for an answer: a bug or Ctrl-C must reach them too
             return [encode(self._failed(error))] * size

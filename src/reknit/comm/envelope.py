@@ -18,12 +18,16 @@ MOST_OTHERS = 8
 
 
 class Envelope(msgspec.Struct, array_like=True, frozen=True):
-    """A payload; or the error of the lowest rank that failed, and who failed too, and how."""
+    """A payload; or the error of the lowest rank that failed, and who failed too, and how.
+
+    In an answer, `at` is when the root decided, in seconds since the epoch by its clock.
+    """
 
     payload: bytes = b""
     error: dict[str, Any] | None = None
     others: list[tuple[int | None, str]] = []
     more: int = 0
+    at: float | None = None
 
     def failure(self) -> ReknitError | None:
         """Return the error, which says how many other ranks failed too and how; None without one."""
@@ -51,9 +55,9 @@ def decode(data: bytes) -> Envelope:
 
 def failed(error: BaseException, rank: int, name: str) -> Envelope:
     """Return the envelope of a rank that met an error: a typed description of it, if it is a foreign one."""
-    told = typed(error)
-    told.sign(rank=rank, phase=name)
-    return Envelope(error=told.to_wire())
+    typed_error = typed(error)
+    typed_error.sign(rank=rank, phase=name)
+    return Envelope(error=typed_error.to_wire())
 
 
 def merged(envelopes: Sequence[Envelope], merge: Callable[[list[bytes]], bytes]) -> Envelope:

@@ -184,8 +184,8 @@ def _plain(body: memoryview, max_nbytes: int) -> bytes:
     try:
         return pa.Codec("zstd").decompress(body[_SIZE.size :], decompressed_size=nbytes, asbytes=True)
     except OSError as error:
-        told = ProtocolError(f"a message is truncated, or has another size than it declares: {error}")
-        raise shortage(error) or told from error
+        failure = ProtocolError(f"a message is truncated, or has another size than it declares: {error}")
+        raise shortage(error) or failure from error
 
 
 def too_large(what: str, nbytes: int, max_nbytes: int) -> CommError | None:

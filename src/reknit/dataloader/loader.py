@@ -1,4 +1,4 @@
-"""The token loader: packs samples of several token sets into batches, and can go on in any layout."""
+"""The token loader: packs samples of several token sets into batches, and resumes in any layout."""
 
 from __future__ import annotations
 
@@ -29,21 +29,21 @@ _FORM = 1
 class TokenLoader:
     """An iterator of `Batch`es: this rank's share of the token sets, in micro-batches of `token_budget`.
 
-    Samples are read into a token buffer until it holds `buffer_tokens` (four batches, if not given), and
-    leave it in the order in which they came, as far as they fit into a batch.  Token sets take turns so that
-    each has its `ratio` of the tokens, as long as it has some left; the samples of each of their sources come
-    in an order that depends only on `seed`, epoch and source (`shuffle`), or as they are.  `epochs` is how
-    often all is read, None for ever.  Tokens are of `dtype`, and batches are filled up with `padding`.
+    Samples are read into a token buffer of `buffer_tokens` (four batches, if not given), and leave it first
+    in, first out, as far as they fit into a batch.  Token sets take turns so that each has its `ratio` of the
+    tokens until it is exhausted.  With `shuffle`, the order of a source's samples depends only on `seed`,
+    epoch and source.  `epochs` is the number of passes, None for endless.  Tokens have `dtype`; batches are
+    padded with `padding`.
 
-    `place` says which part of the data this rank reads.  With `num_workers`, as many processes read and pack,
-    `prefetch` batches ahead; their batches come in turns, always in the same order.  With `in_process` they
-    are no processes, but work the same.  With `save_every`, workers have their state ready whenever that many
-    batches were taken since the last save or load, so that saving does not wait for it (`expect_save`).
+    `place` says which part of the data this rank reads.  With `num_workers`, that many processes read and
+    pack, `prefetch` batches ahead; batches of the workers come round robin, always in the same order.  With
+    `in_process` the workers run in this process.  With `save_every`, workers have their state ready whenever
+    that many batches were taken since the last save or load, so that a save does not wait (`expect_save`).
 
-    Put it into the state that is saved and loaded.  On the same number of ranks and workers it goes on with
-    the very same batches; on others all sources are assigned anew, with what was read of them and not yet
-    consumed.  No sample is lost or comes twice, and those of a source keep their order.  A batch that was
-    taken counts as consumed.
+    Put it into the state that is saved and loaded.  On the same number of ranks and workers it continues with
+    the very same batches; on others all sources are reassigned, with the samples that wait in buffers.  No
+    sample is lost or repeated, and those of a source keep their order.  A batch that was taken counts as
+    consumed.
     """
 
     def __init__(
@@ -111,7 +111,7 @@ class TokenLoader:
         raise StopIteration
 
     def expect_save(self, in_batches: int = 1) -> None:
-        """Let workers prepare their state as of so many batches from now, for a save that is planned."""
+        """Let workers prepare their state as of that many batches from now, for a planned save."""
         workers = self._started()
         if self.place.replica:
             return
@@ -171,7 +171,7 @@ class TokenLoader:
     # What a checkpoint holds of it (`protocols.ShardOwned`).
 
     def replicated_state(self) -> dict[str, Any]:
-        """Return what is equal on all ranks: what is read, and by how many readers."""
+        """Return what all ranks have in common: the recipe, and the number of readers."""
         return {
             "form": _FORM,
             "ranks": self._readers.num_ranks,

@@ -47,8 +47,8 @@ class ProcessWorker:
         self._prepared: dict[int, list[LoaderShard]] = {}
         self._asked: set[int] = set()
         self._given: int | None = None
-        told = [{**vars(one), "open": one.opener, "arguments": dict(one.arguments)} for one in sets]
-        data = encode_value({"sets": told, "recipe": asdict(recipe), "states": dict(states)})
+        entries = [{**vars(one), "open": one.opener, "arguments": dict(one.arguments)} for one in sets]
+        data = encode_value({"sets": entries, "recipe": asdict(recipe), "states": dict(states)})
         ours, theirs = socket_pair()
         self._channel = Channel(ours, say.decode)
         fd = nameless_file("reknit-loader-states")
@@ -130,8 +130,8 @@ class ProcessWorker:
         try:
             received = self._channel.receive()
         except OSError as error:
-            told = ReknitError(f"a message of a data-loader worker was lost: {error}")
-            raise shortage(error) or told from error
+            failure = ReknitError(f"a message of a data-loader worker was lost: {error}")
+            raise shortage(error) or failure from error
         if received is None:
             raise ReknitError(
                 f"a worker of the data loader ended with status {self._process.wait()}",

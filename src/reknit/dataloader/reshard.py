@@ -86,13 +86,13 @@ def _checked(saved: Sequence[LoaderShard], num_sources: int, before: Readers) ->
         absent = sorted(set(range(num_sources)) - set(found))
         twice = sorted({a for a, b in pairwise(found) if a == b})
         foreign = sorted(set(found) - set(range(num_sources)))
-        told = [
+        lines = [
             f"{what} {', '.join(map(str, numbers[:8]))}{' ...' if len(numbers) > 8 else ''}"
             for what, numbers in (("none of", absent), ("several of", twice), ("some of unknown", foreign))
             if numbers
         ]
         raise StateError(
-            f"of {num_sources} sources the checkpoint has {'; '.join(told)}",
+            f"of {num_sources} sources the checkpoint has {'; '.join(lines)}",
             remedy="let one rank of each data-parallel rank save its shards, with its own number",
         )
     for shard in ordered:

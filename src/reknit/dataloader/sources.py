@@ -1,4 +1,4 @@
-"""A loader over sources that keep their own state: read in turns, and assigned anew on another layout."""
+"""A loader over sources that keep their own state: read in turns, and reassigned in another layout."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ _BEGINNING: dict[str, Any] = {"state": None, "given": 0, "ended": False}
 
 
 class Turns:
-    """Reads some sources in turns: next is always the one that has given least.
+    """Reads sources in turns: the next value comes from the one that has given the fewest.
 
-    It has no state beside those of the sources; a state of None is the beginning.
+    It has no state but those of the sources; None is the state of a source from which nothing was read.
     """
 
     def __init__(
@@ -106,10 +106,9 @@ class SourceLoader:
 
     `open_source(n)` returns source `n` of `num_sources`: an iterable that has ``state_dict`` and
     ``load_state_dict``, or whose iterator has them, such as ``dataset.shard(num_sources, n)`` of a streaming
-    Hugging Face dataset, a node of torchdata, or a Grain dataset.  It has to give its values in the same
-    order each time, and its state must be as of the last value that it gave: nothing that it has drawn into
-    a buffer of its own may be missing there.  `sizes` are about how many values sources have, so that work
-    can be shared out evenly.
+    Hugging Face dataset, a node of torchdata, or a Grain dataset.  It must give its values in the same order
+    each time, and its state must be as of the last value that it gave, with all values that wait in buffers
+    of its own.  `sizes` are the approximate numbers of values of the sources, to balance the ranks.
     """
 
     def __init__(

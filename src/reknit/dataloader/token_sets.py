@@ -1,4 +1,4 @@
-"""What is read?  Sets of samples made of tokens, each cut into sources that are read one after another."""
+"""Token sets: samples made of tokens, cut into sources, of which each is read by one reader in order."""
 
 from __future__ import annotations
 
@@ -25,8 +25,8 @@ class TokenSet:
 
     `open(**arguments)` returns something with ``len()`` and ``[n]``, in every process that reads.  For worker
     processes it is a function at the top of a module, and `arguments` are plain values.  `ratio` is this
-    set's share of the tokens.  `num_partitions` is the number of sources that it is cut into: at least as
-    many as there will ever be readers.
+    set's share of the tokens.  `num_partitions` is the number of sources that it is cut into, at least the
+    largest number of readers that will ever load it.
     """
 
     name: str

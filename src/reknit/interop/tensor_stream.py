@@ -8,11 +8,11 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
+from reknit.arguments import open_checkpoint
 from reknit.engine.loading.read import RangeReader
 from reknit.engine.stored.opening import opened, read_opened
 from reknit.monitor.phase import Recorder
 from reknit.options import MIB, LoadOptions
-from reknit.storage.registry import open_storage
 from reknit.types.box import Box, flat_range_boxes
 from reknit.types.dtype import numpy_dtype
 
@@ -47,7 +47,7 @@ def tensors_of(path: str | PathLike[str]) -> Iterator[OpenCheckpoint]:
 
     Raises `CheckpointNotFoundError`, `CorruptError`, `VersionError`, `StorageError`.
     """
-    with closing(open_storage(path)) as storage:
+    with closing(open_checkpoint(path)) as storage:
         yield opened(storage, read_opened(storage, ()), None, _OPTIONS)
 
 

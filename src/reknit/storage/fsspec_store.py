@@ -72,7 +72,7 @@ class FsspecStorage:
         with self._lock, self._translated("create", path):
             self._check_place(path)
             if full in self.names or self._exists(full):
-                raise existing(self._told(path))
+                raise existing(self._url_of(path))
             writer = FsspecWriter(self, path, full, nbytes)
             self.names.take(full, writer)
         return writer
@@ -103,7 +103,7 @@ class FsspecStorage:
         with self._lock:
             nbytes = self.size(path)
             if nbytes > limit:
-                raise too_large(self._told(path), nbytes, limit)
+                raise too_large(self._url_of(path), nbytes, limit)
             with self._translated("read", path):
                 return bytes(self.system.cat_file(self._full(path)))
 
@@ -113,7 +113,7 @@ class FsspecStorage:
             self.system.invalidate_cache()
             found = self.system.info(self._full(path))
             if found["type"] != "file":
-                raise FileNotFoundError(self._told(path))
+                raise FileNotFoundError(self._url_of(path))
             return int(found["size"])
 
     def read_into(self, path: str, start: int, buffers: list[memoryview]) -> None:
@@ -126,7 +126,7 @@ class FsspecStorage:
         with self._translated("read", path):
             data = self.system.cat_file(self._full(path), start=start, end=start + wanted)
         if len(data) < wanted:
-            raise shorter(self._told(path), start, start + wanted, start + len(data))
+            raise shorter(self._url_of(path), start, start + wanted, start + len(data))
         spread(np.frombuffer(data, np.uint8), out)
 
     def read_runs(self, path: str, starts: NDArray[np.int64], nbytes: int, buffer: memoryview) -> None:
@@ -165,13 +165,15 @@ class FsspecStorage:
             if not self.system.exists(full):
                 return
             if self.system.info(full)["type"] != "file":
-                raise StorageError(f"cannot delete {self._told(path)}: it is a folder", path=self._told(path))
+                raise StorageError(
+                    f"cannot delete {self._url_of(path)}: it is a folder", path=self._url_of(path)
+                )
             self.system.rm_file(full)
 
     def sub(self, path: str) -> FsspecStorage:
         """Return the store rooted at a folder of this one."""
         below = copy(self)
-        below._url, below._root = self._told(path), self._full(path)
+        below._url, below._root = self._url_of(path), self._full(path)
         return below
 
     def close(self) -> None:
@@ -197,7 +199,7 @@ class FsspecStorage:
 
     def _require_own(self, writer: FsspecWriter, path: str, full: str) -> None:
         if not self.names.has(full, writer):
-            raise removed(self._told(path))
+            raise removed(self._url_of(path))
 
     def _make_folder(self, full: str) -> None:
         self.system.makedirs(full.rpartition("/")[0], exist_ok=True)
@@ -212,35 +214,35 @@ class FsspecStorage:
         for end in range(1, len(parts)):
             above = self._full("/".join(parts[:end]))
             if above in self.names or self.system.isfile(above):
-                raise StorageError(f"{self._told(path)} lies below a file", path=self._told(path))
+                raise StorageError(f"{self._url_of(path)} lies below a file", path=self._url_of(path))
         full = self._full(path)
         if self.names.below(full) or (self.system.isdir(full) and self.system.find(full)):
-            raise StorageError(f"{self._told(path)} is a folder", path=self._told(path))
+            raise StorageError(f"{self._url_of(path)} is a folder", path=self._url_of(path))
 
     def _full(self, path: str) -> str:
         return f"{self._root}/{check_path(path, self._url)}"
 
-    def _told(self, path: str) -> str:
+    def _url_of(self, path: str) -> str:
         return f"{self._url}/{path}" if path else self._url
 
     @contextmanager
     def _translated(self, action: str, path: str) -> Iterator[None]:
         """Turn the errors of whatever library serves this into ours."""
-        told = self._told(path)
+        where = self._url_of(path)
         try:
             yield
         except (StorageError, UsageError):
             raise
         except FileNotFoundError as error:
-            raise missing(told) from error
+            raise missing(where) from error
         except PermissionError as error:
-            raise StoragePermissionError(f"cannot {action} {told}: {error}", path=told) from error
+            raise StoragePermissionError(f"cannot {action} {where}: {error}", path=where) from error
         except (ConnectionError, TimeoutError) as error:
-            raise StorageUnavailableError(f"cannot {action} {told}: {error!r}", path=told) from error
+            raise StorageUnavailableError(f"cannot {action} {where}: {error!r}", path=where) from error
         except Exception as error:  # libraries behind fsspec have errors of their own, of any type
             full = getattr(error, "errno", None) == errno.ENOSPC
             kind = StorageFullError if full else StorageError
-            raise shortage(error) or kind(f"cannot {action} {told}: {error!r}", path=told) from error
+            raise shortage(error) or kind(f"cannot {action} {where}: {error!r}", path=where) from error
 
 
 class FsspecWriter:
@@ -283,8 +285,8 @@ class FsspecWriter:
         try:
             yield
         except OSError as error:
-            told = f"cannot write {self._url} to a temporary file: {error}"
-            raise shortage(error) or kind(told, remedy=remedy, path=self._url) from error
+            message = f"cannot write {self._url} to a temporary file: {error}"
+            raise shortage(error) or kind(message, remedy=remedy, path=self._url) from error
 
     def abort(self) -> None:
         """Give up, unless the file is finished."""

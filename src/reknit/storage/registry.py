@@ -7,7 +7,7 @@ import re
 import sys
 from collections.abc import Callable
 from importlib.metadata import entry_points
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 from urllib.parse import unquote
 
 from reknit.errors import MissingExtraError, UnknownSchemeError, UsageError
@@ -15,7 +15,12 @@ from reknit.options import Durability
 from reknit.storage.base import Storage
 from reknit.storage.local.memory import MemoryStorage
 from reknit.storage.local.store import LocalStorage
+from reknit.storage.wrappers.moved import MovedStorage as MovedStorage
+from reknit.storage.wrappers.recording import RecordingStorage
 from reknit.storage.wrappers.retrying import with_retries
+
+if TYPE_CHECKING:
+    from reknit.monitor.phase import Recorder
 
 Factory = Callable[[str, Durability], Storage]
 
@@ -44,6 +49,11 @@ def open_storage(url: str | os.PathLike[str], *, durability: Durability = "power
     if "://" not in text and scheme != "file":
         raise UsageError(f"{text!r} is no URL", remedy=f"write {scheme}://... with two slashes")
     return factory(text, durability)
+
+
+def recorded(storage: Storage, recorder: Recorder) -> Storage:
+    """Return the store with each operation told to the recorder's sinks; as it is where there are none."""
+    return RecordingStorage(storage, recorder) if recorder.sinks else storage
 
 
 class StoreRecipe(NamedTuple):

@@ -65,7 +65,7 @@ class TestContract(StorageSuite):
 
 
 class TestFaults:
-    """Saves and loads that go wrong at every operation: all is there afterwards, or what was before."""
+    """Saves and loads with a fault at each operation: afterwards the new or the old checkpoint is whole."""
 
     @pytest.mark.parametrize("kind", ["error", "lost"])
     def test_a_save_that_fails_at_any_operation_leaves_all_or_nothing(
@@ -89,7 +89,7 @@ class TestFaults:
         place.clear()
 
     def test_a_store_that_comes_and_goes_is_outlasted(self, scratch_url: str) -> None:
-        """Save and load while every third operation finds the store away."""
+        """Save and load while every third operation finds the store unavailable."""
         place = _Location(scratch_url)
         place.retries = True
         place.plan = tuple(Fault("away", number) for number in range(1, 1000, 3))

@@ -21,7 +21,7 @@ from reknit.testing import certified
 
 
 class Result(NamedTuple):
-    """What became of one test; `why` is empty where it passed."""
+    """The outcome of one test; `why` is empty where it passed."""
 
     part: str
     test: str
@@ -30,7 +30,7 @@ class Result(NamedTuple):
 
 
 class _Watcher:
-    """A plugin of pytest that gives the tests their place and keeps what became of them."""
+    """A pytest plugin that gives the tests their folder and collects the outcomes."""
 
     def __init__(self, scratch_url: str) -> None:
         self._scratch_url = scratch_url
@@ -91,7 +91,7 @@ def _leave_nothing(url: str, scratch: str, name: str, places: list[str]) -> None
 
 
 def table(results: list[Result]) -> str:
-    """Return what people read."""
+    """Return the outcomes as text."""
     width = max((len(result.test) for result in results), default=0)
     lines = []
     for result in results:
@@ -105,7 +105,7 @@ def table(results: list[Result]) -> str:
 
 
 def main() -> int:
-    """Certify the store on the command line; 0 if all holds."""
+    """Certify the store on the command line; 0 if all tests pass."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("url", metavar="URL", help="a folder or URL below which a scratch folder is made")
     results = certify(parser.parse_args().url)

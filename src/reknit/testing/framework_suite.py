@@ -49,8 +49,8 @@ STRANGERS: tuple[Any, ...] = (
 class FrameworkSuite(ABC):
     """The contract of `reknit.frameworks.custom.CustomFramework`.
 
-    `contents` reaches what is in values on a way that does not lead through the framework, so that one which
-    deceives itself consistently does not pass.
+    `contents` reads values without the framework, so that a framework that is consistently wrong does not
+    pass.
     """
 
     sizes: ClassVar[Sequence[int]] = (1, 2, 3)
@@ -69,7 +69,7 @@ class FrameworkSuite(ABC):
 
     @abstractmethod
     def contents(self, parts: Sequence[Any]) -> Mapping[str, Any]:
-        """Return all that is in a value, of which `parts` are what each rank has, by the framework's names.
+        """Return the contents of a value by the framework's names; `parts` are what each rank holds of it.
 
         Whole arrays (copies, put together without the framework) and plain values.
         """
@@ -121,7 +121,7 @@ class FrameworkSuite(ABC):
             assert_same(self.contents(self.parts(size, 0)), one)
 
     def test_collecting_changes_nothing_and_finds_the_same_again(self) -> None:
-        """A training job goes on after it was looked at."""
+        """A training job goes on after its state was collected."""
         for size in self.sizes:
             parts = self.parts(size, 0)
             before = self.contents(parts)
@@ -186,7 +186,7 @@ class FrameworkSuite(ABC):
             assert names == set(map(fqn_of, self.contents(parts)))
 
     def test_ranks_that_are_said_to_hold_a_box_hold_it(self) -> None:
-        """Whoever is named as a replica may be chosen to write for the others."""
+        """A rank that is named as a replica may be chosen to write for the others."""
         for size in self.sizes:
             everyone = self.holdings(self.parts(size, 0))
             held = [{(s.fqn, s.box): s.replicas for s in each.shards} for each in everyone]
@@ -210,7 +210,7 @@ class FrameworkSuite(ABC):
                 assert_same(self.contents(target), true)
 
     def test_saving_leaves_the_value_as_it_is(self, tmp_path: Path) -> None:
-        """Also while it is written."""
+        """While it is written, too."""
         for size in self.sizes:
             parts = self.parts(size, 0)
             before = self.contents(parts)

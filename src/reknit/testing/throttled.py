@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-import threading
-import time
 from typing import TYPE_CHECKING, TypeVar
 
-from reknit.errors import UsageError
-from reknit.monitor.phase import monotonic
+from reknit.engine.memory.pace import Pace
 from reknit.storage.wrappers.forwarding import ForwardingStorage
 
 if TYPE_CHECKING:
@@ -16,35 +13,9 @@ if TYPE_CHECKING:
     from reknit.storage.base import Storage
     from reknit.storage.wrappers.forwarding import Half
 
+__all__ = ["Pace", "ThrottledStorage"]
+
 T = TypeVar("T")
-
-
-class Pace:
-    """What may pass per second: bytes and requests, None for any number.  Every request takes `latency_s`.
-
-    Callers wait their turn, in the order in which they come.  One pace may serve many stores of a process.
-    """
-
-    def __init__(
-        self,
-        bytes_per_s: float | None = None,
-        requests_per_s: float | None = None,
-        latency_s: float = 0.0,
-    ) -> None:
-        if any(rate is not None and rate <= 0 for rate in (bytes_per_s, requests_per_s)) or latency_s < 0:
-            raise UsageError("the rates of a Pace are positive")
-        self._per_byte = 1 / bytes_per_s if bytes_per_s else 0.0
-        self._per_request = 1 / requests_per_s if requests_per_s else 0.0
-        self._latency_s = latency_s
-        self._lock = threading.Lock()
-        self._free_at = 0.0
-
-    def take(self, nbytes: int) -> None:
-        """Return when a request with so many bytes may pass."""
-        with self._lock:
-            begin = max(monotonic(), self._free_at)
-            self._free_at = end = begin + max(nbytes * self._per_byte, self._per_request)
-        time.sleep(max(0.0, end - monotonic()) + self._latency_s)
 
 
 class ThrottledStorage(ForwardingStorage):

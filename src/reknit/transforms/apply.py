@@ -6,16 +6,14 @@ memory, so that only the bytes needed are read, and the rest of a load knows not
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any, NamedTuple
 
-import numpy as np
 from msgspec import structs
 
-from reknit.errors import MismatchError
 from reknit.transforms.step import apply_rule
 from reknit.types.box import Box
-from reknit.types.dtype import converts, numpy_dtype
+from reknit.types.dtype import converts
 from reknit.types.shard import Shard, TensorSpec, full_name
 
 if TYPE_CHECKING:
@@ -27,30 +25,11 @@ if TYPE_CHECKING:
     from reknit.types.wanted import Wanted
 
 
-@dataclass
-class _Counter:
-    """A counter that is made of several, which must be equal; `values` are filled by the load."""
+class _Found(NamedTuple):
+    """What is found on the way back: what to fill with zeros in the end, and what has to be equal."""
 
-    name: str
-    sources: tuple[str, ...]
-    values: list[Any] = field(default_factory=list)
-
-    def check(self) -> None:
-        for name, value in zip(self.sources[1:], self.values[1:], strict=True):
-            if value.tobytes() != self.values[0].tobytes():
-                raise MismatchError(
-                    f"{self.name} is to be made of {self.sources[0]} and {name}, which are "
-                    f"{self.values[0].item()} and {value.item()}",
-                    remedy="load without this state: give `only` or `strict` patterns",
-                )
-
-
-@dataclass
-class _Afterwards:
-    """What remains to be done when all bytes have arrived: compare counters, and fill with zeros."""
-
-    counters: dict[str, _Counter] = field(default_factory=dict)
-    blanks: list[Any] = field(default_factory=list)
+    blanks: list[Any]
+    equal: dict[tuple[str, str, str, str], None]
 
 
 @dataclass
@@ -82,15 +61,16 @@ class Transformed:
         labels: list[str] = []
         taken: dict[Name, None] = {}
         resized: dict[str, str] = {}
-        after = _Afterwards()
+        found = _Found([], {})
         for whole in wanted.shards:
             shard, name = self._clipped(whole), full_name(whole.item, whole.fqn)
             if shard.spec.shape != whole.spec.shape:
                 resized[name] = _resized(shard.spec.shape, whole.spec.shape)
-            for part in self._back(shard, len(self._steps), after):
+            for part in self._back(shard, len(self._steps), found):
                 shards.append(part)
                 labels.append(name)
                 taken[part.item, part.fqn] = None
+        taken.update((alias[:2], None) for alias in found.equal)
         for entry in (*(alias[:2] for alias in wanted.aliases), *wanted.superseded):
             taken.update(dict.fromkeys(self.origins(entry)))
         for depth, step in enumerate(self._steps):
@@ -100,9 +80,7 @@ class Transformed:
         blobs = dict.fromkeys(name for entry in wanted.blobs for name in self.origins(entry, tensors=False))
 
         def deliver() -> None:
-            for counter in after.counters.values():
-                counter.check()
-            for blank in after.blanks:
+            for blank in found.blanks:
                 blank[...] = 0
             wanted.deliver()
 
@@ -110,7 +88,7 @@ class Transformed:
             wanted,
             shards=tuple(shards),
             labels=tuple(labels),
-            aliases=tuple(alias for alias in wanted.aliases if not self._is_made(alias)),
+            aliases=(*(alias for alias in wanted.aliases if not self._is_made(alias)), *found.equal),
             mismatched=wanted.mismatched + tuple(self._untied(wanted.aliases)),
             resized=tuple(resized.items()),
             superseded=tuple(taken),
@@ -162,7 +140,7 @@ class Transformed:
         data = shard.data[box.relative_to(shard.box.offsets).slices()]
         return structs.replace(shard, spec=spec, box=box, memory=data)
 
-    def _back(self, shard: Shard, depth: int, after: _Afterwards) -> Iterator[Shard]:
+    def _back(self, shard: Shard, depth: int, found: _Found) -> Iterator[Shard]:
         """Yield what a shard is of the names before `depth` rules were applied."""
         name = (shard.item, shard.fqn)
         while depth and name not in self._steps[depth - 1].tensors:
@@ -171,33 +149,19 @@ class Transformed:
             yield shard
             return
         source = self._steps[depth - 1].tensors[name]
-        if not source.made.shape and len(source.names) > 1:
-            yield from self._counter(shard, source.names, depth, after)
+        if not source.made.shape and len(source.names) > 1:  # counters: the first stands for all
+            first, *others = self.origins(name, depth=depth)
+            found.equal.update(dict.fromkeys((*other, *first) for other in others))
+            item, fqn = source.names[0]
+            yield from self._back(structs.replace(shard, item=item, fqn=fqn), depth - 1, found)
             return
         if self._is_filled(shard, depth):
             for blank in source.made.blank:
                 if (common := shard.box.intersect(blank)) is not None:
-                    after.blanks.append(shard.data[common.relative_to(shard.box.offsets).slices()])
+                    found.blanks.append(shard.data[common.relative_to(shard.box.offsets).slices()])
         for piece in source.made.pieces:
             if (part := _part(shard, piece, source)) is not None:
-                yield from self._back(part, depth - 1, after)
-
-    def _counter(
-        self, shard: Shard, sources: tuple[Name, ...], depth: int, after: _Afterwards
-    ) -> Iterator[Shard]:
-        """Yield the sources of a counter: the first goes to where it is wanted, and all to be compared."""
-        item, fqn = sources[0]
-        yield from self._back(structs.replace(shard, item=item, fqn=fqn), depth - 1, after)
-        name = full_name(shard.item, shard.fqn)
-        if name in after.counters:
-            return
-        counter = after.counters[name] = _Counter(name, tuple(full_name(*source) for source in sources))
-        for item, fqn in sources:
-            dtype = self._dtype((item, fqn), depth - 1)
-            value = np.zeros((), numpy_dtype(dtype))
-            counter.values.append(value)
-            one = Shard(item, fqn, TensorSpec((), dtype), shard.box, shard.replicas, value)
-            yield from self._back(one, depth - 1, after)
+                yield from self._back(part, depth - 1, found)
 
     def _is_filled(self, shard: Shard, depth: int) -> bool:
         """Tell whether a shard is filled: a lenient load skips those whose dtype does not fit."""

@@ -38,7 +38,7 @@ _OF_CONTAINERS = ("docker", "br-", "veth", "virbr", "cni", "flannel", "cali", "l
 class Address(NamedTuple):
     """What other ranks are told, and what the server listens on; to be followed by a colon and a port."""
 
-    told: str
+    advertised: str
     listens: str
 
 
@@ -51,15 +51,15 @@ def addresses(options: CommOptions, *, one_host: bool, master: str | None = None
     """
     everywhere = options.bind in ANYWHERE
     if options.bind is not None and not everywhere:
-        told = options.bind
+        advertised = options.bind
     elif options.interface is not None:
-        told = _of_interface(options.interface)
+        advertised = _of_interface(options.interface)
     elif one_host:
-        told = _loopback()
+        advertised = _loopback()
     else:
-        told = _found(master)
-    listens = options.bind if everywhere and options.bind is not None else told
-    return Address(bracketed(told), bracketed(listens))
+        advertised = _found(master)
+    listens = options.bind if everywhere and options.bind is not None else advertised
+    return Address(bracketed(advertised), bracketed(listens))
 
 
 class PrivateSocket:

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from reknit.comm.messages import Hello, Report
-    from reknit.comm.tree.rounds import Heard
+    from reknit.comm.tree.rounds import OnEnd
     from reknit.options import CommOptions
 
 _TELL_S = 2.0
@@ -59,11 +59,11 @@ class Uplink:
             raise from_wire(error)
 
     def watch(self, lost: Callable[[ReknitError], object], timeout_s: float) -> None:
-        """Call `lost`, from other threads, when the group breaks or the rank above is gone.
+        """Call `lost`, from another thread, when the group breaks or the rank above ends.
 
-        Return when the rank above notices our end likewise; raises `CommError` when that takes too long.
-        From then on it does not end before this rank has heard of it, and the outcome of the last report: a
-        call that stays open until then tells.
+        Return when the rank above watches this rank in the same way; raises `CommError` when that takes too
+        long.  Both use one call that stays open.  Before the rank above ends, it sends this rank the outcome
+        of its last report.
         """
 
         def ended(call: Any) -> None:
@@ -90,7 +90,7 @@ class Uplink:
         self._lost = lost
         call.add_done_callback(ended)
 
-    def ask(self, report: Report, timeout_s: float, heard: Heard) -> None:
+    def ask(self, report: Report, timeout_s: float, on_end: OnEnd) -> None:
         """Send a report; `heard` is called once, with its outcome or the error that prevented one."""
         message = encode(report)
         with self._lock:
@@ -98,9 +98,9 @@ class Uplink:
             self._asking = call
             self._num_read += call is not None
         if call is None:
-            heard(CommError("the connection is closed"))
+            on_end(CommError("the connection is closed"))
         else:
-            self._readers.submit(self._read, call, heard)
+            self._readers.submit(self._read, call, on_end)
 
     def drop(self) -> None:
         """Cancel the call of `ask` if it is open, so that the parent sees that this rank is interrupted."""
@@ -165,10 +165,10 @@ class Uplink:
         stream = self.channel.stream_stream(SERVICE + method, None, None)
         return stream(chunks, timeout=timeout_s, metadata=self._metadata)
 
-    def _read(self, call: Any, heard: Heard) -> None:
+    def _read(self, call: Any, on_end: OnEnd) -> None:
         """Wait until the call of a report ends."""
         try:
-            heard(self._end(call))
+            on_end(self._end(call))
         finally:
             with self._lock:
                 self._num_read -= 1

@@ -39,9 +39,9 @@ class SendOutcome(NamedTuple):
 
 
 class Refuse(NamedTuple):
-    """To do: tell whoever sent the report just heard, if it waits, why it changed nothing; no child heard it.
+    """To do: answer the report that just arrived, if its sender waits: say why it changed nothing.
 
-    Where a message may arrive twice there is nothing to do, since the child's report was taken before.
+    Where a message may arrive twice there is nothing to do, since the child's first report was taken.
     """
 
     error: ReknitError

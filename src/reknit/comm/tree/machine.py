@@ -39,7 +39,7 @@ class _Round:
     heading: Heading
     call: Call
     until: float
-    told_at: float
+    outcome_due: float
     state: Literal["collect", "decide", "wait"] = "collect"
     settling: bool = False
     hopeless: bool = False
@@ -86,7 +86,7 @@ class RoundMachine:
             heading,
             call,
             until=now + timeout_s + self._slack_s * self._beneath,
-            told_at=now + timeout_s + self._slack_s * (self._height + self._above),
+            outcome_due=now + timeout_s + self._slack_s * (self._height + self._above),
         )
         if self.broken is not None:
             return self._finish(self._round, self.broken)
@@ -113,12 +113,12 @@ class RoundMachine:
         if held is None:
             return []
         if isinstance(error, ReknitError):
-            told: ReknitError = error
+            reported: ReknitError = error
         elif self._parent is None:
-            told = round_errors.decide_failed(held.heading, error)
+            reported = round_errors.decide_failed(held.heading, error)
         else:
-            told = round_errors.gave_up(held.heading, self.rank)
-        return [*self._give_up(held, told), *self._finish(held, told)]
+            reported = round_errors.gave_up(held.heading, self.rank)
+        return [*self._give_up(held, reported), *self._finish(held, reported)]
 
     # Inputs from the ranks below.
 
@@ -257,7 +257,7 @@ class RoundMachine:
         return self._send(held, held.heading.report(self.rank, error=error))
 
     def _send(self, held: _Round, report: Report) -> list[Effect]:
-        held.state, held.until = "wait", held.told_at
+        held.state, held.until = "wait", held.outcome_due
         return [SendReport(report)]
 
     def _give_up(self, held: _Round, error: ReknitError) -> list[Effect]:

@@ -21,13 +21,13 @@ if TYPE_CHECKING:
     from reknit.comm.tree.machine import RoundMachine
 
     Decision = Callable[[list[bytes]], Sequence[bytes]]
-    Heard = Callable[[Outcome | ReknitError], object]
+    OnEnd = Callable[[Outcome | ReknitError], object]
 
 
 class Above(Protocol):
     """The interface of the parent rank that rounds use; no method blocks."""
 
-    def ask(self, report: Report, timeout_s: float, heard: Heard) -> None:
+    def ask(self, report: Report, timeout_s: float, on_end: OnEnd) -> None:
         """Send a report; `heard` is called once, in another thread, with its outcome or an error."""
 
     def send(self, report: Report) -> None:
@@ -152,7 +152,7 @@ class Rounds:
             above.send(report)
             return
 
-        def heard(end: Outcome | ReknitError) -> None:
+        def on_end(end: Outcome | ReknitError) -> None:
             if not isinstance(end, ReknitError):
                 self._put(self._machine.hear_outcome, end)
                 wire = end.error
@@ -163,7 +163,7 @@ class Rounds:
         with self.changed:
             due_s = self._machine.next_at - monotonic()
         # The machine gives up first; the limit is for a process that is stopped.
-        above.ask(report, min(due_s + round_errors.GRACE_S, round_errors.FOREVER_S), heard)
+        above.ask(report, min(due_s + round_errors.GRACE_S, round_errors.FOREVER_S), on_end)
 
     # Called for the children, each from a thread of its own.
 
@@ -223,8 +223,8 @@ class Rounds:
             effects = self._machine.break_off(error, monotonic(), origin)
             self._take(effects)
             above = self._above
-        told = [effect.rank for effect in effects if isinstance(effect, Tell)]
-        if above is not None and not self._children.issuperset(told):
+        tell_ranks = [effect.rank for effect in effects if isinstance(effect, Tell)]
+        if above is not None and not self._children.issuperset(tell_ranks):
             above.tell(error)
 
     def until_broken(self) -> ReknitError:

@@ -59,7 +59,7 @@ class Subtree:
 
     def shares(self, answers: Iterable[bytes]) -> dict[int, Parcel]:
         """Return the answers for each child's subtree, and for this rank under its own number."""
-        told = dict(zip(self.ranks, answers, strict=True))
-        shares = {child: Parcel.of(told[rank] for rank in ranks) for child, ranks in self.below.items()}
-        shares[self.rank] = Parcel.of([told[self.rank]])
+        answer_of = dict(zip(self.ranks, answers, strict=True))
+        shares = {child: Parcel.of(answer_of[rank] for rank in ranks) for child, ranks in self.below.items()}
+        shares[self.rank] = Parcel.of([answer_of[self.rank]])
         return shares

@@ -44,19 +44,19 @@ class _Hall:
 
     def put(self, rank: int, hear: Callable[..., list[Effect]], *what: object) -> None:
         """Give the machine of a rank an input, and others what follows from it; with the lock held."""
-        heard = deque([(rank, hear(*what, monotonic()))])
-        while heard:
-            rank, effects = heard.popleft()
+        queue = deque([(rank, hear(*what, monotonic()))])
+        while queue:
+            rank, effects = queue.popleft()
             for effect in effects:
                 if isinstance(effect, SendReport):
                     above = self.topology.parent(rank) or 0
-                    heard.append((above, self.machines[above].hear_report(effect.report, monotonic())))
+                    queue.append((above, self.machines[above].hear_report(effect.report, monotonic())))
                 elif isinstance(effect, SendOutcome):
                     child = effect.child
-                    heard.append((child, self.machines[child].hear_outcome(effect.outcome, monotonic())))
+                    queue.append((child, self.machines[child].hear_outcome(effect.outcome, monotonic())))
                 elif isinstance(effect, Tell):
-                    told = self.machines[effect.rank].break_off(effect.error, monotonic(), rank)
-                    heard.append((effect.rank, told))
+                    effects_there = self.machines[effect.rank].break_off(effect.error, monotonic(), rank)
+                    queue.append((effect.rank, effects_there))
                 elif isinstance(effect, (Decide, RoundDone)):
                     self.due[rank].append(effect)
             self.changed[rank].notify_all()

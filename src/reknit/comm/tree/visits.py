@@ -28,7 +28,7 @@ class Visits:
 
     def __init__(self) -> None:
         self._open: dict[int, _Visit] = {}
-        self._heard: dict[int, int] = {}
+        self._latest: dict[int, int] = {}
 
     def take_back(self, report: Report) -> bool:
         """Tell whether a report takes back the one before it, since its sender does not wait any more."""
@@ -42,9 +42,9 @@ class Visits:
 
     def first(self, report: Report) -> bool:
         """Tell whether this is the child's first report of its round, and of none before its last."""
-        new = report.number > self._heard.get(report.sender, -1)
+        new = report.number > self._latest.get(report.sender, -1)
         if new:
-            self._heard[report.sender] = report.number
+            self._latest[report.sender] = report.number
         return new
 
     def begin(self, report: Report) -> None:
@@ -85,9 +85,9 @@ class Visits:
 
 
 def astray(heading: Heading, reports: dict[int, Report]) -> bool:
-    """Tell whether someone who reported, or below them, is in another place than that of `heading`.
+    """Tell whether a rank that reported, or one below it, is in another round than that of `heading`.
 
-    A report that only misses someone says nothing new: it came at a deadline, and those of others are near.
+    A report that only lacks a rank does not count: it was sent at a deadline, and the others are near theirs.
     """
     here = heading.place
     return any(report.place != here or report.places.keys() - {here} for report in reports.values())

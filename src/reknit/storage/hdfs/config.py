@@ -101,8 +101,8 @@ def parse_url(url: str, durability: Durability = "power") -> HdfsPath:
     head, _, query = url.partition("?")
     authority, _, folder = head.partition("://")[2].partition("/")
     if not authority:
-        told = configuration().get("fs.defaultFS", "")
-        authority = told.partition("://")[2].partition("/")[0] if told.startswith("hdfs://") else ""
+        setting = configuration().get("fs.defaultFS", "")
+        authority = setting.partition("://")[2].partition("/")[0] if setting.startswith("hdfs://") else ""
     if not authority:
         raise UsageError(
             f"{url!r} names no cluster, and Hadoop's configuration has no fs.defaultFS",
@@ -120,8 +120,8 @@ def parse_url(url: str, durability: Durability = "power") -> HdfsPath:
 def cluster(place: HdfsPath) -> Cluster:
     """Return where the NameNodes are, and how they are to be asked."""
     known, authority = configuration(), place.authority
-    told = known.get(f"dfs.ha.namenodes.{authority}", "").strip()
-    nodes = [node.strip() for node in told.split(",")] if told else []
+    setting = known.get(f"dfs.ha.namenodes.{authority}", "").strip()
+    nodes = [node.strip() for node in setting.split(",")] if setting else []
     addresses = [known.get(f"dfs.namenode.rpc-address.{authority}.{node}", "") for node in nodes]
     addresses = addresses or [authority]
     if not all(addresses):

@@ -36,9 +36,9 @@ _BUSY = (
 
 def as_ours(action: str, url: str, error: BaseException) -> ReknitError:
     """Return the `StorageError`, or `ShortageError`, that says what an error of the client means."""
-    text, told = str(error), plain(error)
+    text, plain_text = str(error), plain(error)
     found = _RPC.match(text)
-    if found is None and (short := shortage(error) or shortage(RuntimeError(told))):
+    if found is None and (short := shortage(error) or shortage(RuntimeError(plain_text))):
         short.sign(path=url)
         return short
     kind, remedy = _kind(error, text, from_namenode=found is not None)
@@ -46,7 +46,7 @@ def as_ours(action: str, url: str, error: BaseException) -> ReknitError:
         return missing(url)
     if kind is ExistingError:
         return existing(url, action)
-    return kind(f"cannot {action} {url}: {told}", remedy=remedy, path=url)
+    return kind(f"cannot {action} {url}: {plain_text}", remedy=remedy, path=url)
 
 
 def of_class(action: str, url: str, name: str, message: str) -> ReknitError:
@@ -71,8 +71,8 @@ def plain(error: BaseException) -> str:
     """Return what an error says, without the stack of a server."""
     text = str(error) or type(error).__name__
     if found := _RPC.match(text):
-        told = found[2].removesuffix('")')
-        text = f"{found[1].rpartition('.')[2]}: {told}"
+        plain_text = found[2].removesuffix('")')
+        text = f"{found[1].rpartition('.')[2]}: {plain_text}"
     return " ".join(re.split(r"\\n|\n", text)[0].split())[:400]
 
 

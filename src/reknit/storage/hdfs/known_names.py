@@ -1,4 +1,4 @@
-"""Names in HDFS: their spelling there, and which ones this process knows to be taken."""
+"""Names in HDFS: how paths are spelled there, and which ones this process knows to exist."""
 
 from __future__ import annotations
 
@@ -22,10 +22,10 @@ def decoded(path: str) -> str:
 
 
 class HdfsNames(TakenNames):
-    """The files that are being written by this process, and what is known to be in folders.
+    """The files that this process is writing, and the names that are known to exist in each folder.
 
-    Whether a name is free is thus looked up once for each folder instead of once for each file.  What others
-    write meanwhile is not known here; it is found when the file gets its name.
+    So each folder is listed once, and no name is looked up by itself.  Files that others create meanwhile are
+    not known here; they are found when a file gets its name.
     """
 
     def __init__(self) -> None:
@@ -33,12 +33,12 @@ class HdfsNames(TakenNames):
         self._folders: OrderedDict[str, set[str]] = OrderedDict()
 
     def knows(self, folder: str) -> bool:
-        """Tell whether it is known what is in a folder."""
+        """Tell whether a folder has been listed."""
         with self._lock:
             return folder in self._folders
 
     def learn(self, folder: str, names: set[str]) -> None:
-        """Note what is in a folder, which is there."""
+        """Note the names in an existing folder."""
         self.add(folder)
         with self._lock:
             self._folders[folder] = names
@@ -47,13 +47,13 @@ class HdfsNames(TakenNames):
                 self._folders.popitem(last=False)
 
     def taken(self, path: str) -> bool:
-        """Tell whether a name was taken when last heard of."""
+        """Tell whether a name existed when last seen."""
         folder, _, name = path.rpartition("/")
         with self._lock:
             return name in self._folders.get(folder, ())
 
     def add(self, path: str) -> None:
-        """Note that a file or folder is there, and so all folders above it."""
+        """Note that a file or folder exists, and with it all folders above."""
         with self._lock:
             while path:
                 folder, _, name = path.rpartition("/")

@@ -31,7 +31,7 @@ _KEPT_S = 5.0
 
 
 class BlockReaders:
-    """Reads files of a cluster; where their blocks are is remembered for a short while."""
+    """Reads files of a cluster; the locations of their blocks are cached for a short while."""
 
     def __init__(self, client: HdfsClient) -> None:
         self._client = client
@@ -49,7 +49,7 @@ class BlockReaders:
                 self._kept.pop(path, None)
 
     def whole(self, path: str, limit: int) -> bytes:
-        """Return a whole small file, as it is now."""
+        """Return a whole small file, without the cache."""
         self.drop(path)
         for attempt in range(2):
             reader = self._client.open(path)

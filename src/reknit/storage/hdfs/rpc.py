@@ -66,7 +66,7 @@ class DataNode:
 
     key: str
     address: tuple[str, int]
-    told: bytes = field(repr=False, compare=False)
+    encoded: bytes = field(repr=False, compare=False)
 
 
 class RpcRequests:
@@ -98,7 +98,9 @@ class RpcRequests:
         try:
             last = _inner(answer, 1, 4)
             by_name = self._cluster.datanodes_by_name
-            return [] if last is None else [_node(told, by_name) for n, told in _messages(last) if n == 3]
+            return (
+                [] if last is None else [_node(encoded, by_name) for n, encoded in _messages(last) if n == 3]
+            )
         except OSError as error:
             raise unreached(action, url, error) from error
 
@@ -114,7 +116,7 @@ class RpcRequests:
         if not holders:
             raise StorageError(f"cannot {action} {url}: the NameNode does not say who writes it", path=url)
         holder = "".join(holders[-1])  # the last, since a path may look like anything
-        shunned = b"".join(bytes_field(4, node.told) for node in avoided)
+        shunned = b"".join(bytes_field(4, node.encoded) for node in avoided)
         self._call("addBlock", text_field(1, path) + text_field(2, holder) + shunned, action, url, _QUICK_S)
 
     def close(self) -> None:
@@ -210,8 +212,8 @@ class _Connection:
             return _cut(answer, start, nbytes)
         if header[2] == _FATAL:
             self.close()  # as the other side does
-        told = [value if isinstance(value, bytes) else b"" for value in (header.get(4), header.get(5))]
-        return told[0].decode(errors="replace"), told[1].decode(errors="replace")
+        encoded = [value if isinstance(value, bytes) else b"" for value in (header.get(4), header.get(5))]
+        return encoded[0].decode(errors="replace"), encoded[1].decode(errors="replace")
 
     def alive(self) -> bool:
         """Tell whether the connection is still open at the other end."""
@@ -338,10 +340,10 @@ def _inner(data: bytes, *path: int) -> bytes | None:
     return data
 
 
-def _node(told: bytes, by_name: bool) -> DataNode:
+def _node(encoded: bytes, by_name: bool) -> DataNode:
     """Decode the NameNode's description of a DataNode.  Raises `OSError`."""
-    ident = dict(_fields(_inner(told, 1) or b""))
+    ident = dict(_fields(_inner(encoded, 1) or b""))
     host, key, port = ident.get(2 if by_name else 1), ident.get(3), ident.get(4)
     if not (isinstance(host, bytes) and isinstance(key, bytes) and isinstance(port, int)):
         raise OSError("the answer names no DataNode")
-    return DataNode(key.decode(errors="replace"), (host.decode(errors="replace"), port), told)
+    return DataNode(key.decode(errors="replace"), (host.decode(errors="replace"), port), encoded)

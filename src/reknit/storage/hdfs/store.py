@@ -42,11 +42,11 @@ def open_hdfs(url: str, durability: Durability = "power") -> HdfsStorage:
 class HdfsStorage:
     """The files below a folder, which is made when the first file is.
 
-    All that has to happen in one step is a rename, which the NameNode takes in one step.  A file larger than
-    a part is written as several sub-files at once, which the NameNode then joins without moving a byte.
+    Every atomic step is a rename, which the NameNode does atomically.  A file larger than a part is written
+    as several sub-files in parallel, which the NameNode then joins without moving a byte.
 
-    What is in a folder is looked up when the first file is created there.  That somebody else has created a
-    file of the same name since then shows when it is finished, and the first one stays.
+    A folder is listed when the first file is created there.  A file of the same name that another process has
+    created since is found when ours is finished, and the first one stays.
     """
 
     def __init__(self, place: HdfsPath) -> None:
@@ -86,7 +86,7 @@ class HdfsStorage:
         return writer
 
     def put(self, path: str, data: bytes, *, if_absent: bool) -> bool:
-        """Write a temporary file, and give it the name in one step."""
+        """Write a temporary file and rename it."""
         full = self._full(path)
         if if_absent and full in self._names:
             return False
@@ -104,10 +104,10 @@ class HdfsStorage:
         return True
 
     def commit(self, path: str, data: bytes, *, pending: str, if_absent: bool) -> bool:
-        """Write into the file `pending`, and then give it the name `path`.
+        """Write into the file `pending`, and then rename it to `path`.
 
-        The NameNode thus checks and writes in one step.  A writer that was stopped in between finds the file
-        gone, and no reader ever sees what it wrote.
+        The NameNode thus checks and commits atomically.  A writer that was suspended in between finds the
+        file gone, and no reader ever sees what it wrote.
         """
         full, marker = self._full(path), self._full(pending)
         if if_absent and full in self._names:
@@ -136,14 +136,14 @@ class HdfsStorage:
         return found.length
 
     def read_into(self, path: str, start: int, buffers: list[memoryview]) -> None:
-        """Read ranges, several at once, and copy what comes into the buffers."""
+        """Read ranges, several in parallel, into the buffers."""
         if out := filled(start, buffers):
             self._readers.fill(self._full(path), start, out)
         else:
             self.size(path)
 
     def read_runs(self, path: str, starts: NDArray[np.int64], nbytes: int, buffer: memoryview) -> None:
-        """Read runs that are near each other together, and several ranges at once."""
+        """Read neighbouring runs in one request, and several requests in parallel."""
         out = checked_runs(starts, nbytes, buffer)
         if not out.size:
             self.size(path)
@@ -161,7 +161,7 @@ class HdfsStorage:
         return (Listed(found.path, found.nbytes) for found in self._walk(folder) if found.kind == "file")
 
     def delete(self, path: str) -> None:
-        """Remove a file, and the folders that become empty by it, but never the root."""
+        """Remove a file and the folders that become empty, but never the root."""
         full = self._full(path)
         self._names.free(full)
         try:
@@ -182,7 +182,7 @@ class HdfsStorage:
 
     @property
     def unseen(self) -> str | None:
-        """Nothing: what is written has a name from its first byte on."""
+        """Nothing: a file has its name from its first byte on."""
         return None
 
     def dated(self) -> Iterator[Dated]:
@@ -190,14 +190,14 @@ class HdfsStorage:
         return self._walk(self.place.folder)
 
     def discard(self, found: Dated) -> None:
-        """Remove a sub-file, and the folders that become empty by it, but never the root."""
+        """Remove a sub-file and the folders that become empty, but never the root."""
         full = f"{self.place.folder}/{encoded(found.path)}"
         with suppress(StorageNotFoundError):
             self.client.delete(full)
         self._prune(full.rpartition("/")[0])
 
     def close(self) -> None:
-        """Drop connections and what is remembered of files; the store stays usable."""
+        """Close connections and forget where blocks are; the store stays usable."""
         self._readers.drop()
         if self.requests is not None:
             self.requests.close()
@@ -231,13 +231,13 @@ class HdfsStorage:
         return f"{self.place.folder}/{encoded(check_path(path, self.url))}"
 
     def _taken(self, full: str) -> None:
-        """Note that a file has just been put."""
+        """Note that a file has just been created."""
         self._names.free(full)
         self._names.add(full)
         self._readers.drop(full)
 
     def _look_up(self, folder: str) -> None:
-        """Make a folder and learn what is in it, once; sweep up what dead writers have left there."""
+        """Make a folder and list it, once; remove what dead writers have left there."""
         if self._names.knows(folder):
             return
         if folder:
@@ -252,7 +252,7 @@ class HdfsStorage:
         self._names.learn(folder, names)
 
     def _fill(self, marker: str, data: bytes) -> None:
-        """Write a commit's content into its marker, or what is missing of it after an attempt that failed."""
+        """Write a commit's content into its marker, or the rest of it after a failed attempt."""
         url = self.client.url(marker)
         there = self.client.stat(marker).length
         if there and self._readers.whole(marker, len(data)) != data[:there]:

@@ -25,7 +25,7 @@ _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.25, 4.0
 
 @dataclass
 class SubFile:
-    """A sub-file: its bytes by where they begin, as long as it is not up, and then its name."""
+    """A sub-file: its pieces by offset until it is uploaded, then its name."""
 
     missing: int
     pieces: dict[int, bytes] = field(default_factory=dict)
@@ -47,12 +47,12 @@ class SubFile:
 class SubFiles:
     """The sub-files of one file.
 
-    A sub-file goes up when all its bytes are there, up to `concurrency` of them at once; they stay in memory
-    until it is closed, so that it can be written again, under a new name.  Whoever writes waits while as many
-    sub-files as that are complete, so if pieces come about in order, memory holds those, and one more for
-    each thread.
+    A sub-file is uploaded when all its bytes have arrived, up to `concurrency` sub-files at once.  Its bytes
+    stay in memory until it is closed, so that a failed upload can be repeated under a new name.  Writers wait
+    while `concurrency` sub-files are complete: if pieces arrive about in order, memory holds those, and one
+    more for each thread.
 
-    Without `split` all parts go into one file, one after another, and none is ever written again.
+    Without `split` all parts are appended to one file, and none is written twice.
     """
 
     def __init__(
@@ -66,7 +66,7 @@ class SubFiles:
         self._waiting: list[int] = []
         self._sending: set[int] = set()
         self._failed: dict[int, BaseException] = {}
-        self._told = False
+        self._raised = False
         """Whether somebody has been told of what failed: who comes back then wants it to be tried again."""
         self._stream: RawFileWriter | None = None
         self._stream_name: str | None = None
@@ -77,7 +77,7 @@ class SubFiles:
 
     @property
     def names(self) -> list[str]:
-        """The paths of the sub-files that are up, in order; one alone where everything went in one stream."""
+        """The paths of the uploaded sub-files, in order; one path where all parts went into one file."""
         if not self._split:
             return [] if self._stream_name is None else [self._stream_name]
         return [part.name for part in self.parts if part.name is not None]
@@ -88,7 +88,7 @@ class SubFiles:
         return len(self._names)
 
     def write(self, start: int, data: memoryview) -> None:
-        """Copy bytes; waits until there is room for them."""
+        """Copy bytes, as soon as there is room for them."""
         at_most = self._client.options.concurrency
         with self._changed:
             self._again()
@@ -109,7 +109,7 @@ class SubFiles:
             position += nbytes
 
     def finish(self) -> None:
-        """Wait until all sub-files are up.  May be called again after a `StorageUnavailableError`."""
+        """Wait until all sub-files are uploaded.  May be called again after a `StorageUnavailableError`."""
         with self._changed:
             self._again()
             self._start()
@@ -143,9 +143,9 @@ class SubFiles:
 
     def _again(self) -> None:
         """Retry what failed, once its error has been raised to a caller."""
-        if self._told and self._split:
+        if self._raised and self._split:
             self._waiting = [*self._failed, *self._waiting]
-            self._failed, self._told = {}, False
+            self._failed, self._raised = {}, False
             self._start()
 
     def _start(self) -> None:
@@ -184,9 +184,9 @@ class SubFiles:
                 self._changed.notify_all()
 
     def _write_anew(self, number: int, content: list[bytes]) -> str:
-        """Write a sub-file, under a new name for each try, and return the name under which it is there.
+        """Write a sub-file, under a new name on each attempt, and return the name of the one that succeeded.
 
-        The client does not go on with other DataNodes when one fails; a new file can be given to others.
+        The client does not switch to other DataNodes when one fails; a new file may be placed on others.
         """
         for attempt in range(self._client.options.tries):
             path = self._new_path(number)
@@ -204,7 +204,7 @@ class SubFiles:
         raise AssertionError("there is at least one try")
 
     def _go_on(self, number: int, content: list[bytes]) -> None:
-        """Write a part behind the last one, into the only file."""
+        """Append a part to the only file."""
         if self._stream is None or self._stream_name is None:
             self._stream_name = self._new_path(number)
             self._stream = self._client.begin(self._stream_name)
@@ -222,7 +222,7 @@ class SubFiles:
     def _check(self) -> None:
         """Raise the first error, if there is one."""
         if self._failed:
-            self._told = True
+            self._raised = True
             raise next(iter(self._failed.values()))
         self._check_wanted()
 

@@ -82,7 +82,7 @@ class WebRequests:
             connection.close()
         if status == 200:
             return
-        name, message = _told(data)
+        name, message = _remote_exception(data)
         if name:
             raise of_class(action, url, name, message)
         if status in (401, 403):
@@ -94,10 +94,10 @@ class WebRequests:
         raise unreached(action, url, f"{parts.netloc} answers {status}")
 
 
-def _told(data: bytes) -> tuple[str, str]:
+def _remote_exception(data: bytes) -> tuple[str, str]:
     """Return the Java class and the message of an error, both empty where there is none to be read."""
     try:
-        told = json.loads(data)["RemoteException"]
-        return str(told.get("javaClassName") or told["exception"]), str(told.get("message", ""))
+        fields = json.loads(data)["RemoteException"]
+        return str(fields.get("javaClassName") or fields["exception"]), str(fields.get("message", ""))
     except (ValueError, KeyError, TypeError):
         return "", ""

@@ -12,19 +12,28 @@ from reknit.storage.local.posix import identity
 if TYPE_CHECKING:
     from reknit.storage.local.folders import Folders
 
+_TRIES = 8
+"""How often a link is tried while its folder vanishes: so many ranks may be refused one at that moment."""
+
 
 def linked(root: str, path: str, new_root: str, new_path: str, nbytes: int, folders: Folders) -> bool:
     """Link the file `path` below a root, of `nbytes` bytes, to a new name below `new_root`; tell whether.
 
     `folders` are those of the new name.  Where it cannot be, nothing is left.
     """
-    full = os.path.join(new_root, new_path)
+    old, full = os.path.join(root, path), os.path.join(new_root, new_path)
     try:
-        folders.make(new_root)
-        link_below(root, path, new_root, new_path)
+        for left in reversed(range(_TRIES)):
+            try:
+                folders.make(new_root)
+                link_below(root, path, new_root, new_path)
+                break
+            except FileNotFoundError:  # another rank that was refused a link may just have removed the folder
+                if not left or not os.path.lexists(old):
+                    raise
     except FileExistsError:
         # NFS repeats a request whose answer was lost, and then finds the link that it has made.
-        if identity(full) != identity(os.path.join(root, path)):
+        if identity(full) != identity(old):
             raise
     except OSError:  # whatever refuses it: who writes the file instead is told, or needs no link
         folders.prune(new_root, new_path)

@@ -74,9 +74,9 @@ class MemoryStorage(LocalStorage):
 
 def _folder_of_all() -> str:
     """Return the folder that holds all stores in memory of this user."""
-    told = memory_folder()
-    if told is not None:
-        return os.path.abspath(told)
+    configured = memory_folder()
+    if configured is not None:
+        return os.path.abspath(configured)
     if not os.path.isdir(_SHARED):
         raise UsageError(
             f"this system has no {_SHARED} for mem://",

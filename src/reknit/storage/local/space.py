@@ -10,17 +10,19 @@ import shutil
 # Lustre costs more than the file itself.
 _ALLOCATES_AT_ONCE = frozenset({"ext4", "xfs", "tmpfs", "f2fs", "overlay"})
 _MOUNTS = "/proc/self/mountinfo"
+_SMALL_NBYTES = 1 << 20
+"""It is not worth asking how to allocate less."""
 
 
 def reserve(fd: int, folder: str, nbytes: int) -> None:
     """Give a new, empty file in `folder` its room.
 
-    Where the file system cannot allocate at once, the free space is only compared with the size.  Raises
-    `OSError` with ``ENOSPC`` when there is not enough.
+    Where that is little, or the file system cannot allocate at once, the free space is only compared with the
+    size.  Raises `OSError` with ``ENOSPC`` when there is not enough.
     """
     if nbytes == 0:
         return
-    if _filesystem(folder) in _ALLOCATES_AT_ONCE:
+    if nbytes >= _SMALL_NBYTES and _filesystem(folder) in _ALLOCATES_AT_ONCE:
         try:
             os.posix_fallocate(fd, 0, nbytes)
         except OSError as error:

@@ -35,6 +35,7 @@ from reknit.storage.local.space import reserve
 from reknit.storage.local.writer import LocalWriter
 from reknit.storage.paths import check_path
 from reknit.storage.runs import check_size, check_start, checked_runs, near, read_runs
+from reknit.storage.wrappers.forwarding import innermost
 from reknit.system import aside
 
 if TYPE_CHECKING:
@@ -98,7 +99,7 @@ class LocalStorage:
 
     def copy_from(self, source: Storage, source_path: str, path: str, nbytes: int) -> bool:
         """Give a file of another folder a second name, a hard link."""
-        full = self._full(path)
+        full, source = self._full(path), innermost(source)
         if not isinstance(source, LocalStorage):
             return False
         check_path(source_path, source.url)

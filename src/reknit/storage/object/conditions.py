@@ -135,11 +135,11 @@ class Conditions:
             if self._gets_through(key, mine):
                 return f"the endpoint accepted {what} (If-Match)"
         except (exceptions.GenericError, exceptions.NotSupportedError) as error:
-            told = as_ours(f"try out {what} in", self._url, error)
+            failure = as_ours(f"try out {what} in", self._url, error)
             if unsupported(error):
                 self.unknown = True
                 return f"the endpoint does not know {what} ({plain(error)})"
-            raise told from None
+            raise failure from None
         except (exceptions.BaseError, FileNotFoundError) as error:
             raise as_ours("write to", self._url, error) from None
         finally:

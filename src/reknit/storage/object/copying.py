@@ -33,10 +33,10 @@ def copied(client: Client, source: str, key: str, url: str, nbytes: int) -> bool
     try:
         obstore.copy(client, source, key)
     except (exceptions.BaseError, OSError, ValueError) as error:
-        told = as_ours("copy to", url, error)
+        failure = as_ours("copy to", url, error)
         refused = isinstance(error, _ANSWERS) or _REFUSED.search(str(error))
-        if not refused or isinstance(told, StorageUnavailableError):
-            raise told from None
+        if not refused or isinstance(failure, StorageUnavailableError):
+            raise failure from None
         return False
     with translated("find", url):
         if _size(client, key) == nbytes:

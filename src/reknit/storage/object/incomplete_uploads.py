@@ -36,8 +36,8 @@ _ENVIRONMENT = {
 
 def unseen(place: Bucket) -> str | None:
     """Return what this kind of store keeps to itself, and what removes it."""
-    told = _UNSEEN[place.scheme]
-    return None if told is None else told.format(url=place.url, bucket=place.bucket)
+    reason = _UNSEEN[place.scheme]
+    return None if reason is None else reason.format(url=place.url, bucket=place.bucket)
 
 
 def dated(client: Client, place: Bucket, options: ObjectOptions) -> Iterator[Dated]:
@@ -129,8 +129,8 @@ class Uploads:
                     path=url,
                 ) from error
             status = error.response.get("ResponseMetadata", {}).get("HTTPStatusCode")
-            told = OSError(f"{error} (status code: {status})")  # as the client of objects puts it
-            raise as_ours(action, url, told) from None
+            failure = OSError(f"{error} (status code: {status})")  # as the client of objects puts it
+            raise as_ours(action, url, failure) from None
         except BotoCoreError as error:
             raise as_ours(action, url, error) from None
 

@@ -319,10 +319,10 @@ class ObjectStorage:
             try:
                 found = [obstore.get_range(self._client, key, start=first, length=last - first)]
             except (exceptions.BaseError, OSError, ValueError) as error:
-                if (told := as_ours("read", url, error)) and isinstance(told, StorageNotFoundError):
-                    raise told from None
+                if (failure := as_ours("read", url, error)) and isinstance(failure, StorageNotFoundError):
+                    raise failure from None
                 self._check_reaches(key, url, first, last)
-                raise told from None
+                raise failure from None
         else:
             self._check_reaches(key, url, first, last)  # the client panics otherwise
             with translated("read", url):

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, TypeVar
 
 from reknit.errors import StorageError, StorageNotFoundError, StorageUnavailableError, UsageError
-from reknit.monitor.phase import monotonic
+from reknit.monitor.phase import monotonic, retries
 from reknit.storage.wrappers.forwarding import KINDS, ForwardingStorage, ForwardingWriter, innermost
 from reknit.storage.writing import Progress
 
@@ -82,16 +82,16 @@ def _without_option(url: str) -> tuple[str, float]:
     """Return a URL without ``retry_s``, and what that said."""
     head, _, query = url.partition("?")
     parts = query.split("&")
-    told = [part.partition("=")[2] for part in parts if part.partition("=")[0] == _OPTION]
-    if not told:
+    values = [part.partition("=")[2] for part in parts if part.partition("=")[0] == _OPTION]
+    if not values:
         return url, RetryPolicy().deadline_s
     rest = "&".join(part for part in parts if part.partition("=")[0] != _OPTION)
     try:
-        seconds = float(told[-1])
+        seconds = float(values[-1])
     except ValueError:
         seconds = math.nan
     if not 0 <= seconds < math.inf:
-        raise UsageError(f"{url!r}: {_OPTION} is a number of seconds, or 0, not {told[-1]!r}")
+        raise UsageError(f"{url!r}: {_OPTION} is a number of seconds, or 0, not {values[-1]!r}")
     return (f"{head}?{rest}" if rest else head), seconds
 
 
@@ -171,9 +171,10 @@ class RetryingStorage(ForwardingStorage):
                         error.message += f" (tried {tries} times in {self.policy.deadline_s:g} s)"
                     raise
                 if self._record.count(name, at):
-                    told = "%s: %s is tried again, for up to %g s: %s"
-                    logger.warning(told, self.url, name, self.policy.deadline_s, error.message)
+                    message = "%s: %s is tried again, for up to %g s: %s"
+                    logger.warning(message, self.url, name, self.policy.deadline_s, error.message)
                 last = error
+                retries.set(retries.get() + 1)
             else:
                 self._record.outage = None
                 return result
