@@ -22,6 +22,7 @@ if TYPE_CHECKING:
 
 SCRIPT = """
 from reknit.exits import AtExit
+AtExit(lambda: print("after them"), last=True)
 for word in ("first", "second", "third"):
     made = AtExit(lambda word=word: print(word))
     if word == "second":
@@ -35,16 +36,16 @@ def tell(file: Path, word: str) -> None:
 
 
 def end(file: Path) -> None:
-    """Be a process that ends with two things to do, and one that was taken back."""
-    for word in "abc":
-        made = AtExit(partial(tell, file, word))
+    """Be a process that ends with three things to do, and one that was taken back."""
+    for word in "zabc":
+        made = AtExit(partial(tell, file, word), last=word == "z")
         if word == "b":
             made.cancel()
 
 
 def test_a_script_does_at_its_end_what_was_asked_for_last_first() -> None:
     done = subprocess.run([sys.executable, "-c", SCRIPT], capture_output=True, text=True, check=True)
-    assert done.stdout.split() == ["third", "first"]
+    assert done.stdout.splitlines() == ["third", "first", "after them"]
 
 
 @pytest.mark.parametrize("method", ["spawn", "forkserver"])
@@ -54,7 +55,7 @@ def test_so_does_a_process_of_multiprocessing(tmp_path: Path, method: str) -> No
     process.start()
     process.join(60)
     assert process.exitcode == 0
-    assert (tmp_path / "told").read_text() == "ca"
+    assert (tmp_path / "told").read_text() == "caz"
 
 
 def test_a_process_that_was_forked_leaves_to_its_parent_what_that_asked_for(tmp_path: Path) -> None:

@@ -24,6 +24,7 @@ FOREIGN = {
     "_handle",
     "_hp_optimizer_states_linked",
     "_shapes",
+    "_spec",
     "_strides",
     "_threads",
     "_timeout",

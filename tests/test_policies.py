@@ -23,17 +23,26 @@ from reknit.policies import (
     last,
     latest,
     on_preemption,
+    without,
     younger,
 )
 from reknit.policies.base import policy_of
 from reknit.types.saved_step import SavedStep
+
+ITEMS = ("model", "optimizer", "rng")
 
 
 def run_of(numbers: list[int], losses: dict[int, float | None] | None = None) -> list[SavedStep]:
     """Return steps that were saved ten seconds apart for each step of training."""
     losses = losses or {}
     return [
-        SavedStep(n, f"/run/{n}", created=10.0 * n, metrics={"loss": losses[n]} if n in losses else {})
+        SavedStep(
+            n,
+            f"/run/{n}",
+            created=10.0 * n,
+            items=ITEMS,
+            metrics={"loss": losses[n]} if n in losses else {},
+        )
         for n in numbers
     ]
 
@@ -83,6 +92,17 @@ def test_what_the_clock_says_is_open_without_one() -> None:
         (every(minutes=10), {"seconds": 600.0}, {"seconds": 599.0}),
         (every(hours=1), {"seconds": 3600.0}, {"seconds": 3599.0}),
         (on_preemption(), {"seconds": 0.0, "preempted": True}, {"seconds": 1e9}),
+        (
+            on_preemption(grace_s=60),
+            {"seconds": 0.0, "preempted": True, "left_s": 30.0, "write_s": 29.0},
+            {"seconds": 0.0, "preempted": True, "left_s": 30.0, "write_s": 31.0},
+        ),
+        # the save before is still being written
+        (
+            on_preemption(grace_s=60),
+            {"seconds": 0.0, "preempted": True, "left_s": 30.0, "write_s": 15.0, "busy": True},
+            {"seconds": 0.0, "preempted": True, "left_s": 30.0, "write_s": 16.0, "busy": True},
+        ),
         (continuous(least_gap_s=5), {"seconds": 5.0}, {"seconds": 4.0}),
         (continuous(), {"seconds": 0.0}, {"seconds": 100.0, "busy": True}),
         (auto(), {"seconds": 0.0}, {"seconds": 0.0, "busy": True}),
@@ -170,3 +190,69 @@ def test_a_wrong_policy_says_what_it_takes(wrong: Any) -> None:
 
 def test_signals_are_numbers_or_names_of_them() -> None:
     assert on_preemption(signal.SIGUSR1) == on_preemption(int(signal.SIGUSR1))
+
+
+def items_of(policy: Policy, steps: list[SavedStep], now: float) -> dict[int, set[str]]:
+    return {number: set(items) for number, items in policy.items(steps, now).items()}
+
+
+def test_items_age_and_what_keeps_a_step_whole_wins() -> None:
+    steps = run_of([1, 2, 3, 400])
+    week = without("optimizer", "rng", after_hours=1)
+    old, whole = {"model"}, set(ITEMS)
+    assert items_of(week, steps, 3700.0) == {1: old, 2: old, 3: old, 400: whole}
+    assert week.kept(steps, 3700.0) == {1, 2, 3, 400}
+    assert items_of(latest(2) & week, steps, 3700.0) == {3: old, 400: whole}
+    assert items_of(latest(2) | week, steps, 3700.0) == {1: old, 2: old, 3: whole, 400: whole}
+    assert items_of(latest(3) & (at(2) | week), steps, 3700.0) == {2: whole, 3: old, 400: whole}
+    assert items_of(~latest(2), steps, 0.0) == {1: whole, 2: whole}
+    assert items_of(week & without("model", after_hours=1), steps, 1e9) == {}
+
+
+_LEAVES = st.one_of(
+    st.builds(latest, st.integers(1, 4)),
+    st.builds(at, st.integers(0, 9)),
+    st.builds(lambda item, hours: without(item, after_hours=hours), st.sampled_from(ITEMS), st.just(0.01)),
+)
+_TREES = st.recursive(
+    _LEAVES,
+    lambda inner: st.one_of(
+        st.builds(lambda a, b: a | b, inner, inner),
+        st.builds(lambda a, b: a & b, inner, inner),
+        inner.map(lambda a: ~a),
+    ),
+    max_leaves=6,
+)
+
+
+@given(_TREES, st.sets(st.integers(0, 9)), st.floats(0, 100))
+def test_a_policy_decides_of_each_item_as_if_there_were_no_other(
+    policy: Policy, numbers: set[int], now: float
+) -> None:
+    steps = run_of(sorted(numbers))
+    kept = items_of(policy, steps, now)
+
+    def wanted(tree: Policy, number: int, item: str) -> bool:
+        match tree.__class__.__name__:
+            case "_Either":
+                return any(wanted(part, number, item) for part in tree.parts)  # type: ignore[attr-defined]
+            case "_Both":
+                return all(wanted(part, number, item) for part in tree.parts)  # type: ignore[attr-defined]
+            case "_Not":
+                return not wanted(tree.part, number, item)  # type: ignore[attr-defined]
+            case _:
+                return item in tree.items(steps, now).get(number, set())
+
+    assert kept == {
+        number: items
+        for number in numbers
+        if (items := {item for item in ITEMS if wanted(policy, number, item)})
+    }
+
+
+@pytest.mark.parametrize("wrong", [(), (5,)])
+def test_without_names_items(wrong: tuple[Any, ...]) -> None:
+    with pytest.raises(UsageError, match="names of items"):
+        without(*wrong, after_hours=1)
+    with pytest.raises(UsageError, match="above 0"):
+        without("optimizer", after_hours=0)

@@ -1,9 +1,9 @@
 """Train a small language model on any number of ranks, with checkpoints: the script to read first.
 
 Every rank runs this file, started by torchrun or by run.py.  All there is to do about checkpoints stands
-in `main`: one dict names the state, one call loads it, one call saves it without waiting until it is
-written.  None of the three says how many ranks there are or how they share the model, so the script resumes
-on any layout that it can train on.
+in `main`: one dict names the state, one call resumes, one call saves when it is time, and does not wait until
+that is written.  None of the three says how many ranks there are or how they share the model, so the script
+resumes on any layout that it can train on.
 
     torchrun --nproc-per-node 4 examples/demo/train.py --root runs/a
     torchrun --nproc-per-node 2 examples/demo/train.py --root runs/a --tp 2 --steps 48
@@ -25,10 +25,11 @@ from tiny_llama import Config, TinyLlama, loss_of, shard
 from torch.distributed.device_mesh import init_device_mesh
 
 import reknit
+from reknit.policies import every, latest
 
 
 def main() -> None:
-    """Train from the newest checkpoint, or from scratch where there is none."""
+    """Train from the newest step, or from scratch where there is none."""
     args = arguments()
     dist.init_process_group("gloo", timeout=timedelta(seconds=60))
     mesh = init_device_mesh("cpu", (dist.get_world_size() // args.tp, args.tp), mesh_dim_names=("dp", "tp"))
@@ -57,25 +58,22 @@ def main() -> None:
         "batches": batches,
         "rng": reknit.RngState(mesh=mesh["dp"]),
     }
-    # -- resume, if there is something to resume from
-    step = 0
-    if newest := args.resume or reknit.latest(args.root):
-        report = reknit.load(newest, state)
-        step = report.step or 0
-        log(args.journal, loaded=newest, step=step, notes=dict(report.notes), resharded=len(report.resharded))
-
-    pending = None
-    while step < args.steps:
-        model.train(step < args.dropout_steps)  # the last steps are taken without dropout
-        loss = train_step(model, optimizer, scheduler, next(batches), mesh)
-        step += 1
-        log(args.journal, step=step, loss=loss)
-        # -- save: copied when this returns, written and committed while training goes on
-        if step % args.save_every == 0:
-            pending = reknit.save(f"{args.root}/step_{step:08d}", state, step=step, wait=False)
-    # -- before the end: the last save is committed, or raises what kept it from that
-    if pending is not None:
-        pending.result()
+    # -- when to save, and what to keep; at the end of the block all saves are committed, or it raises why not
+    with reknit.Checkpointer(args.root, save=every(args.save_every), keep=latest(3)) as run:
+        # -- resume from the newest step of this run, if there is one, or begin with what another run saved
+        if args.start_from:
+            report = reknit.load(args.start_from, state)
+            first = (report.step or 0) + 1
+            log(args.journal, notes=dict(report.notes), resharded=len(report.resharded))
+        else:
+            first = run.resume(state) or 1
+        log(args.journal, first=first)
+        for step in range(first, args.steps + 1):
+            model.train(step <= args.dropout_steps)  # the last steps are taken without dropout
+            loss = train_step(model, optimizer, scheduler, next(batches), mesh)
+            log(args.journal, step=step, loss=loss)
+            # -- save: copied when this returns, written and committed while training goes on
+            run.save(step, state, {"loss": loss})
 
     log(args.journal, fingerprint=fingerprint(model, optimizer, scheduler, batches))
     dist.destroy_process_group()
@@ -109,7 +107,7 @@ def arguments() -> argparse.Namespace:
     """Parse the command line."""
     parser = argparse.ArgumentParser(description="Train a small language model, with checkpoints.")
     parser.add_argument("--root", required=True, help="folder of the run's checkpoints")
-    parser.add_argument("--resume", help="checkpoint to start from; else the newest below ROOT, if any")
+    parser.add_argument("--start-from", help="checkpoint of another run; else the newest below ROOT, if any")
     parser.add_argument("--tp", type=int, default=1, help="ranks that share each matrix (tensor parallelism)")
     parser.add_argument("--steps", type=int, default=24, help="steps of the whole run")
     parser.add_argument("--save-every", type=int, default=4, help="steps between checkpoints")

@@ -8,6 +8,7 @@ import signal
 import socket
 import subprocess
 import sys
+import tempfile
 import time
 from contextlib import suppress
 from pathlib import Path
@@ -82,6 +83,15 @@ def apt_install(*packages: str) -> None:
     apt = ["apt-get", "-o", "DPkg::Lock::Timeout=300"]
     run([*apt, "update", "-q"])
     run([*apt, "install", "-y", "-q", "--no-install-recommends", *packages])
+
+
+def apt_unpack(target: Path, package: str) -> None:
+    """Unpack a package of Debian into a folder, so that no service of it is started."""
+    with tempfile.TemporaryDirectory() as folder:
+        run(["apt-get", "update", "-q"])
+        run(["apt-get", "download", "-q", package], cwd=Path(folder))
+        (found,) = Path(folder).glob("*.deb")
+        run(["dpkg-deb", "--extract", str(found), str(target)])
 
 
 def run(command: list[str], cwd: Path | None = None, timeout_s: float = 600) -> None:

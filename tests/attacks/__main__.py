@@ -6,7 +6,7 @@ import json
 import random
 import sys
 import time
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from reknit.errors import FormatError
 from reknit.format.data_file import decode_header
@@ -18,14 +18,22 @@ from reknit.format.values.blob_codec import decode_blobs
 from tests.attacks import hostile_documents, hostile_index, hostile_table
 from tests.format.samples import sample_index
 
-ALL: list[tuple[str, str, Any]] = [
-    *(("manifests", name, data) for name, data in hostile_documents.manifests()),
-    *(("indexes", name, data) for name, data in hostile_index.attacks()),
-    *(("headers", name, data) for name, data in hostile_documents.headers()),
-    *(("blobs", name, data) for name, data in hostile_documents.blobs()),
-    *(("tables", name, payload) for name, payload in hostile_table.attacks()),
-    *(("extents", name, sizes) for name, sizes in hostile_documents.extents()),
-]
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+
+def corpus() -> Iterator[tuple[str, str, Any]]:
+    """Yield kind, name and payload of every hostile file."""
+    for kind, attacks in {
+        "manifests": hostile_documents.manifests,
+        "indexes": hostile_index.attacks,
+        "headers": hostile_documents.headers,
+        "blobs": hostile_documents.blobs,
+        "tables": hostile_table.attacks,
+        "extents": hostile_documents.extents,
+    }.items():
+        for name, payload in attacks():
+            yield kind, name, payload
 
 
 def refuse(kind: str, payload: Any) -> None:
@@ -51,18 +59,18 @@ def _memory(field: str) -> int:
 
 def _report_memory() -> None:
     decode_index(encode_index(sample_index()))
-    for kind, name, payload in ALL:
+    for kind, name, payload in corpus():
         with open("/proc/self/clear_refs", "w") as refs:
             refs.write("5")  # the peak begins anew
         before, begin = _memory("VmRSS"), time.perf_counter()
+        error = None
         try:
             refuse(kind, payload)
-            refused = False
-        except FormatError:
-            refused = True
+        except FormatError as refusal:
+            error = str(refusal)
         seconds, growth = time.perf_counter() - begin, _memory("VmHWM") - before
         size = len(payload) if isinstance(payload, bytes) else 0 if kind == "extents" else len(payload[0])
-        report = {"refused": refused, "seconds": seconds, "size": size, "nbytes": growth}
+        report = {"error": error, "seconds": seconds, "size": size, "nbytes": growth}
         print(json.dumps({"kind": kind, "name": name, **report}))
 
 

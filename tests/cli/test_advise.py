@@ -47,3 +47,15 @@ def test_a_folder_tells_size_and_ranks(command: Command, tmp_path: Path) -> None
 )
 def test_what_it_cannot_reckon_with_is_said(command: Command, wrong: tuple[str, ...]) -> None:
     assert command("advise", *wrong).code == 2
+
+
+@pytest.mark.parametrize("stall", ["1e-6", "1e9"])
+@pytest.mark.parametrize("mttf", ["1e-6", "1e9"])
+@pytest.mark.parametrize("ranks", ["1", "1000000000"])
+def test_what_no_job_has_is_computed_or_refused(command: Command, stall: str, mttf: str, ranks: str) -> None:
+    given = ("--stall", stall, "--write", "1e-6", "--restart", "1", "--rank-mttf", mttf, "--ranks", ranks)
+    ran = command("advise", *given, "--step", "1e-6", "--json").json
+    assert all(0 <= row[name] <= 1 for row in ran["intervals"] for name in row if name != "interval_s")
+    assert command("advise", *given, "--step", "1e-6").code == 0
+    for beyond in ("1e-300", "1.7e308", "nan", "inf"):
+        assert command("advise", *given, "--interval", beyond).code == 2

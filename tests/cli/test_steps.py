@@ -86,7 +86,7 @@ def test_a_pinned_step_stays_and_says_why(command: Command, root: Path) -> None:
     assert command("pin", pinned, "--reason", "figure 3").out == f"pinned {pinned}\n"
     ran = command("rm", pinned)
     assert ran.code == 2
-    assert "it is pinned: figure 3" in ran.err
+    assert "it is pinned: 'figure 3'" in ran.err
     assert "reknit unpin" in ran.err
     assert command("prune", root, "--keep-last", "1").code == 0
     assert steps(root) == [10, 40]
@@ -94,3 +94,22 @@ def test_a_pinned_step_stays_and_says_why(command: Command, root: Path) -> None:
     assert command("unpin", pinned).out == f"was not pinned: {pinned}\n"
     assert command("rm", pinned).code == 0
     assert command("pin", root / "typo").code == 3
+
+
+def test_items_are_removed_of_steps_that_stay(command: Command, tmp_path: Path) -> None:
+    for step in (1, 2, 3):
+        state = {"model": {"w": np.arange(1000)}, "optimizer": {"m": np.arange(1000)}}
+        reknit.save(tmp_path / f"step_{step:08d}", state, step=step)
+    one = tmp_path / "step_00000001"
+    assert command("rm", one, "--item", "optimizer", "--dry-run").out.startswith("would remove optimizer of ")
+    assert command("rm", one, "--item", "optimizer").out == f"removed optimizer of {one}: 11.8 KiB\n"
+    assert command("rm", one, "--item", "typo").code == 4
+    keep = ("prune", tmp_path, "--keep-every", "1", "--drop", "optimizer:1e-9")
+    text = f"optimizer of {tmp_path}/step_00000002 (step 2)\n"
+    assert command(*keep, "--dry-run").out == f"would remove {text}"
+    assert command(*keep, "--json").json == [
+        {"step": 2, "path": f"{tmp_path}/step_00000002", "items": ["optimizer"]}
+    ]
+    assert [each.items for each in reknit.steps(tmp_path)] == [("model",)] * 2 + [("model", "optimizer")]
+    for wrong in ("optimizer", "optimizer:x", ":", "optimizer:-1"):
+        assert command("prune", tmp_path, "--keep-last", "1", "--drop", wrong).code == 2

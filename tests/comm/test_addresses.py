@@ -58,9 +58,9 @@ def test_ranks_of_one_host_use_loopback() -> None:
 def test_every_interface_of_this_machine_can_be_chosen_by_name() -> None:
     for name, address in own(socket.AF_INET):
         found = addresses(CommOptions(interface=name), one_host=False)
-        assert found.told in [entry.address for entry in psutil.net_if_addrs()[name]]
+        assert found.advertised in [entry.address for entry in psutil.net_if_addrs()[name]]
         listen(found.listens)
-        assert is_loopback(found.told) == is_loopback(address)
+        assert is_loopback(found.advertised) == is_loopback(address)
 
 
 def test_an_interface_that_this_host_does_not_have_is_refused_with_those_that_it_has() -> None:
@@ -74,7 +74,7 @@ def test_the_way_to_the_master_of_the_store_tells_the_address() -> None:
     outward = [address for _, address in own(socket.AF_INET) if not is_loopback(address)]
     if not outward:
         pytest.skip("this machine has no network but loopback")
-    assert addresses(PLAIN, one_host=False, master=outward[0]).told == outward[0]
+    assert addresses(PLAIN, one_host=False, master=outward[0]).advertised == outward[0]
 
 
 def test_the_way_to_the_master_tells_an_address_of_ipv6_too() -> None:
@@ -91,7 +91,7 @@ def test_without_a_hint_a_host_finds_an_address_that_is_not_loopback() -> None:
         pytest.skip("this machine has no network but loopback")
     for master in (None, "127.0.0.1", "localhost", "no-such-host.invalid"):
         found = addresses(PLAIN, one_host=False, master=master)
-        assert not is_loopback(found.told.strip("[]"))
+        assert not is_loopback(found.advertised.strip("[]"))
         listen(found.listens)
 
 
@@ -142,36 +142,36 @@ LO = ["127.0.0.1", "::1"]
 
 def test_a_name_that_leads_to_loopback_as_on_debian_is_passed_over(made_up: Any) -> None:
     made_up({"lo": LO, "eth0": ["fe80::1%eth0", "10.0.0.7"]}, {"node-7": ["127.0.1.1"]})
-    assert addresses(PLAIN, one_host=False).told == "10.0.0.7"
+    assert addresses(PLAIN, one_host=False).advertised == "10.0.0.7"
 
 
 def test_a_name_that_leads_to_an_address_is_followed(made_up: Any) -> None:
     made_up({"lo": LO, "eth0": ["10.0.0.7"], "ib0": ["10.1.0.7"]}, {"node-7": ["127.0.1.1", "10.1.0.7"]})
-    assert addresses(PLAIN, one_host=False).told == "10.1.0.7"
+    assert addresses(PLAIN, one_host=False).advertised == "10.1.0.7"
 
 
 def test_a_host_without_a_name_takes_its_first_interface_that_is_up(made_up: Any) -> None:
     made_up({"lo": LO, "eth0": ["10.0.0.7"], "eth1": ["10.1.0.7"]}, down=["eth0"])
-    assert addresses(PLAIN, one_host=False).told == "10.1.0.7"
+    assert addresses(PLAIN, one_host=False).advertised == "10.1.0.7"
 
 
 def test_bridges_of_containers_come_last(made_up: Any) -> None:
     made_up({"docker0": ["172.17.0.1"], "br-12ab": ["172.18.0.1"], "lo": LO, "eth0": ["fd00::7"]})
-    assert addresses(PLAIN, one_host=False).told == "[fd00::7]"
+    assert addresses(PLAIN, one_host=False).advertised == "[fd00::7]"
     made_up({"docker0": ["172.17.0.1"], "lo": LO})
-    assert addresses(PLAIN, one_host=False).told == "172.17.0.1"
+    assert addresses(PLAIN, one_host=False).advertised == "172.17.0.1"
 
 
 def test_a_host_with_ipv6_only_tells_its_address_in_brackets(made_up: Any) -> None:
     made_up({"lo": ["::1"], "eth0": ["fe80::1%eth0", "2001:db8::7"]})
     assert addresses(PLAIN, one_host=False) == ("[2001:db8::7]", "[2001:db8::7]")
     assert addresses(PLAIN, one_host=True) == ("[::1]", "[::1]")
-    assert addresses(CommOptions(interface="eth0"), one_host=False).told == "[2001:db8::7]"
+    assert addresses(CommOptions(interface="eth0"), one_host=False).advertised == "[2001:db8::7]"
 
 
 def test_an_interface_with_both_kinds_of_address_gives_that_of_ipv4(made_up: Any) -> None:
     made_up({"eth0": ["2001:db8::7", "10.0.0.7"]})
-    assert addresses(CommOptions(interface="eth0"), one_host=False).told == "10.0.0.7"
+    assert addresses(CommOptions(interface="eth0"), one_host=False).advertised == "10.0.0.7"
 
 
 def test_an_interface_whose_addresses_count_on_its_link_only_is_refused(made_up: Any) -> None:
@@ -191,7 +191,7 @@ def test_hosts_in_name_only_meet_on_loopback_when_there_is_nothing_else(
 ) -> None:
     made_up({"lo": LO})
     monkeypatch.setattr(module, "_towards", lambda _: "127.0.0.1")
-    assert addresses(PLAIN, one_host=False, master="127.0.0.1").told == "127.0.0.1"
+    assert addresses(PLAIN, one_host=False, master="127.0.0.1").advertised == "127.0.0.1"
 
 
 def test_interfaces_that_cannot_be_listed_are_a_comm_error(monkeypatch: pytest.MonkeyPatch) -> None:

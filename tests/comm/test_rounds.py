@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from reknit.comm.messages import Outcome, Report
-    from reknit.comm.tree.rounds import Heard
+    from reknit.comm.tree.rounds import OnEnd
     from reknit.errors import ReknitError
 
 ROUND = Heading("job", 7, 0, "plan", "")
@@ -34,12 +34,12 @@ class RankAbove:
         self.failures: list[Report] = []
         self.interrupts = False
 
-    def ask(self, report: Report, timeout_s: float, heard: Heard) -> None:
+    def ask(self, report: Report, timeout_s: float, on_end: OnEnd) -> None:
         if self.interrupts:
             raise KeyboardInterrupt
         self.did.append("ask")
         if self.end is not None:
-            threading.Thread(target=heard, args=(self.end,)).start()
+            threading.Thread(target=on_end, args=(self.end,)).start()
 
     def send(self, report: Report) -> None:
         self.did.append("send")

@@ -23,14 +23,15 @@ from tests import ranks
 from tests.deepspeed import engines
 from tests.frameworks.checkpoint import Checkpoint, assemble, fill, portable
 from tests.frameworks.silence import Silence
+from tests.optional import needs
 from tests.torchrun import models
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-run = partial(ranks.run, warm="deepspeed")
+pytestmark = needs("deepspeed", "DeepSpeed")
 
-pytest.importorskip("deepspeed", reason="DeepSpeed is not installed")
+run = partial(ranks.run, warm="deepspeed")
 
 WORLD = 2
 CASES: dict[str, Callable[[], None]] = {}

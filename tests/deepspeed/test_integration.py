@@ -16,13 +16,14 @@ from reknit.frameworks.deepspeed import private as deepspeed_private
 from reknit.integrations import deepspeed as integration
 from tests import ranks
 from tests.deepspeed import engines
+from tests.optional import needs
 
 if TYPE_CHECKING:
     from pathlib import Path
 
-run = partial(ranks.run, warm="deepspeed")
+pytestmark = needs("deepspeed", "DeepSpeed")
 
-pytest.importorskip("deepspeed", reason="DeepSpeed is not installed")
+run = partial(ranks.run, warm="deepspeed")
 
 SAVE = reknit.SaveOptions(durability="process", threads=2, timeout_s=60)
 CLIENT = {"epoch": 3, "nested": {"best": [0.5, 0.25]}, "noise": torch.arange(5.0)}

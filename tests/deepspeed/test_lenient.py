@@ -5,10 +5,6 @@ from __future__ import annotations
 from functools import partial
 from typing import Any
 
-import pytest
-
-pytest.importorskip("deepspeed", reason="DeepSpeed is not installed")
-
 import torch
 from torch import nn
 
@@ -16,6 +12,9 @@ import reknit
 from reknit.frameworks.deepspeed import private as deepspeed_private
 from tests import ranks
 from tests.deepspeed import engines
+from tests.optional import needs
+
+pytestmark = needs("deepspeed", "DeepSpeed")
 
 run = partial(ranks.run, warm="deepspeed")
 

@@ -17,15 +17,16 @@ import torch.distributed as dist
 import reknit
 from tests import ranks
 from tests.deepspeed import engines
+from tests.optional import needs
 from tests.running.examples import partners
 from tests.torchrun import models
 
 if TYPE_CHECKING:
     from pathlib import Path
 
-run = partial(ranks.run, warm="deepspeed")
+pytestmark = needs("deepspeed", "DeepSpeed")
 
-pytest.importorskip("deepspeed", reason="DeepSpeed is not installed")
+run = partial(ranks.run, warm="deepspeed")
 
 OTHERS = {"single": 1, "fsdp2-2": 2, "fsdp1full-2": 2, "tp-2": 2}
 WORLDS = {f"{layout}@{world}": world for world in (2, 3) for layout in engines.LAYOUTS} | OTHERS

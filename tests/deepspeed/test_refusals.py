@@ -24,13 +24,14 @@ from reknit.errors import StateError
 from reknit.integrations import deepspeed as integration
 from tests import ranks
 from tests.deepspeed import engines
+from tests.optional import needs
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
-run = partial(ranks.run, warm="deepspeed")
+pytestmark = needs("deepspeed", "DeepSpeed")
 
-pytest.importorskip("deepspeed", reason="DeepSpeed is not installed")
+run = partial(ranks.run, warm="deepspeed")
 
 WORLD = 2
 CASES: dict[str, Callable[[str], None]] = {}

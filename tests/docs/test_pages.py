@@ -6,10 +6,14 @@ import ast
 import re
 from functools import cache
 from pathlib import Path, PurePosixPath
+from typing import TYPE_CHECKING
 
 import pytest
 
 from tests.docs.pages import ROOT, blocks
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
 
 SOURCES = ROOT / "src" / "reknit"
 MARKDOWN = sorted(
@@ -99,14 +103,27 @@ def test_every_fault_of_the_matrix_has_its_number_and_tests_that_exist() -> None
     page = (ROOT / "docs/reliability.md").read_text()
     rows = re.findall(r"^\| (\d+) \|(.*)\|$", page, re.MULTILINE)
     assert [int(number) for number, _ in rows] == list(range(1, len(rows) + 1))
+    assert lost_tests(row for _, row in rows) == []
+
+
+def test_every_incident_has_tests_that_exist() -> None:
+    page = (ROOT / "docs/reliability.md").read_text()
+    _, section = page.split("## Incidents of other systems\n")
+    rows = re.findall(r"^\| (?!incident)(.*) \|$", section.split("\n## ")[0], re.MULTILINE)
+    assert len(rows) == 20
+    assert lost_tests(rows) == []
+
+
+def lost_tests(rows: Iterable[str]) -> list[str]:
+    """Return the tests in the last of the three cells of each row that do not exist."""
     lost = []
-    for number, row in rows:
-        cells = row.split(" | ")
-        tests = re.findall(r"`([\w/]+\.py)::(\w+)`", cells[-1])
-        assert len(cells) == 3, number
-        assert tests, f"row {number} names no test"
+    for row in rows:
+        *others, last = row.split(" | ")
+        tests = re.findall(r"`([\w/]+\.py)::(\w+)`", last)
+        assert len(others) == 2, row
+        assert tests, f"no test: {row}"
         lost += [f"{file}::{name}" for file, name in tests if name not in _functions(ROOT / "tests" / file)]
-    assert lost == []
+    return lost
 
 
 @cache

@@ -17,6 +17,7 @@ from reknit.engine.background import agent_link
 from reknit.engine.background import messages as say
 from reknit.engine.background.agent import Agent
 from reknit.engine.background.agent_save import AgentSave
+from reknit.engine.background.agents import Starting
 from reknit.engine.memory.tuning import Tuner
 from reknit.engine.messages import RankClaims
 from reknit.engine.saving.job import SaveJob
@@ -78,6 +79,19 @@ def test_a_store_that_the_agent_cannot_import_is_an_error_and_the_next_save_goes
     assert last == "saved"
 
 
+def test_an_agent_starts_without_what_only_trainers_need() -> None:
+    def printed(script: str) -> list[str]:
+        begun = "import sys; sys.orig_argv[1:] = ['-m', 'reknit.engine.background.agent']; "
+        command = [sys.executable, "-c", begun + script]
+        return subprocess.run(command, capture_output=True, text=True, check=True).stdout.split()
+
+    modules = set(printed("import reknit.engine.background.agent; print(*sys.modules)"))
+    assert "reknit.engine.background.agent" in modules
+    assert modules.isdisjoint({"reknit.api", "reknit.frameworks", "reknit.runs", "torch", "jax", "grpc"})
+    named = "import reknit; print(reknit.StorageError.__name__, reknit.transforms.__name__)"
+    assert printed(named) == ["StorageError", "reknit.transforms"], "the module of a store may ask for it"
+
+
 def test_an_agent_that_is_given_up_is_gone_before_its_arena_is_filled_anew(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -92,6 +106,15 @@ def test_an_agent_that_is_given_up_is_gone_before_its_arena_is_filled_anew(
     link.channel.shut()
     assert link.ended(60)
     assert running == [False], "whoever hears of the loss may fill what a stopped agent would still read"
+
+
+def test_an_agent_that_was_given_nothing_is_ended_before_it_answers() -> None:
+    starting = Starting(SoloGroup(), SaveOptions(), in_process=False)
+    link = starting.link()
+    assert link.pid is not None
+    psutil.Process(link.pid).suspend()
+    starting.give_up()
+    assert "was killed by signal 9" in lost_by(link).message
 
 
 def begun(number: int) -> tuple[say.Begin, SaveJob]:

@@ -45,6 +45,18 @@ def test_a_value_that_is_encoded_already_makes_the_same_file(room: int, fqn: str
     assert in_place == (room == 4112 or (room == 3 and fqn == ""))
 
 
+@pytest.mark.parametrize("value", [VALUE, encoded(VALUE, 100)], ids=["plain", "encoded"])
+def test_a_value_with_several_names_is_stored_under_each_as_if_it_had_no_other(value: Any) -> None:
+    names = ["a", "b" * 300, "c/d"]
+    together = tuple(Blob("optimizer", name, value) for name in names)
+    held = encode_holdings(Holdings(("optimizer",), (), together), SaveOptions())
+    for name, blob in zip(names, held.blobs, strict=True):
+        alone = encode_holdings(
+            Holdings(("optimizer",), (), (Blob("optimizer", name, VALUE),)), SaveOptions()
+        )
+        assert (bytes(blob.data), blob.key) == (alone.blobs[0].data, alone.blobs[0].key)
+
+
 def test_a_file_with_one_value_is_what_was_encoded_and_no_copy_of_it() -> None:
     holdings = Holdings(("loader",), (), (Blob("loader", "x", encoded(VALUE, 100), {"source": 1}),))
     held = encode_holdings(holdings, SaveOptions())

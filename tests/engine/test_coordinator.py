@@ -373,3 +373,15 @@ def test_a_rank_that_reports_more_or_fewer_digests_than_blocks_is_named(num_dige
     told = receipt(rank.job, ["m"], written, b"", None, (), EQUAL)
     with pytest.raises(ProtocolError, match="rank 2 reports a file with more or fewer digests"):
         receipts_to_manifest(unpack(told)[0], write_id)
+
+
+def test_files_are_planned_once_for_a_layout_and_anew_for_other_limits_and_other_owners() -> None:
+    alone = encode_holdings(Holdings(("m",), (rows(1, "a"), rows(1, "b")), ()), SaveOptions())
+    planned = outline(alone.resolved(np.zeros(0, np.int64)), 1, 1 << 40)
+    assert outline(replace(alone.holdings, blobs=()), 1, 1 << 40) is planned, "what is known goes with it"
+    assert len(outline(alone.holdings, 1, 5000).files) == len(planned.files) == 1
+    assert [image.path for image in planned.images("0" * 32, [])] == ["m/00001.00000000.safetensors"]
+    shared = encode_holdings(Holdings(("m",), (copy("a"), copy("b")), ()), SaveOptions())
+    for owners, nbytes in (([1, 0], 100), ([1, 1], 200), ([0, 0], 0)):
+        files = outline(shared.resolved(np.array(owners)), 1, 1 << 40).files
+        assert sum(file.plan.nbytes for file in files) == nbytes

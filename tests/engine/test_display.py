@@ -10,6 +10,7 @@ import numpy as np
 import reknit
 from reknit.engine.display import logged, some
 from reknit.engine.outcome import PendingSave, SaveOutcome
+from reknit.options import PromotionTarget
 from reknit.storage.registry import register
 from reknit.testing.world import run_ranks
 from tests.storage.process_memory import ProcessMemory
@@ -36,7 +37,7 @@ def test_a_save_and_its_report_tell_in_a_line_what_they_are(tmp_path: Path) -> N
 
 
 def test_a_save_under_way_tells_how_far_it_is() -> None:
-    outcome = SaveOutcome("/x", 3, promote_to="/y")
+    outcome = SaveOutcome("/x", 3, promote_to=[PromotionTarget("/y")])
     pending = PendingSave(outcome)
     assert repr(pending) == "<PendingSave path: /x, step: 3, now: staging, promoted to: /y (not yet)>"
     outcome.note_staged()

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 import reknit
-from tests.engine.test_frames_load import frames_of, settled
+from tests.engine.test_frames_load import way_here
 from tests.storage.process_memory import ProcessMemory
 
 if TYPE_CHECKING:
@@ -28,7 +28,7 @@ def test_a_save_reaches_the_store_in_few_frames_and_none_of_comm(monkeypatch: py
 
         def watched(start: int, data: memoryview) -> None:
             if path.endswith(".safetensors"):
-                stacks.append(settled(caller) + frames_of(threading.get_ident()))
+                stacks.append(way_here(caller))
             write(start, data)
 
         monkeypatch.setattr(writer, "write", watched)

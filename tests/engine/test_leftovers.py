@@ -21,8 +21,10 @@ from reknit.format.manifest_file import decode_manifest, encode_manifest
 from reknit.storage.base import Dated
 from reknit.storage.local.store import LocalStorage
 from reknit.storage.local.sweep import SweptFolder
+from reknit.storage.registry import open_storage
 from reknit.storage.wrappers.forwarding import ForwardingStorage
 from tests.running.examples import examples
+from tests.storage.process_memory import ProcessMemory
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -66,7 +68,7 @@ def found(root: Path) -> list[Leftover]:
 
 def clear(root: Path) -> list[bool]:
     storage, sweep = LocalStorage(root), SweptFolder(str(root))
-    return [remove(storage, sweep, each) for each in found(root) if each.kept is None]
+    return [remove(storage, sweep, each, open_storage) for each in found(root) if each.kept is None]
 
 
 # Paths of what saves leave, of one write id, and of nobody that reknit knows.
@@ -100,6 +102,14 @@ def owner(path: str, known: set[str]) -> str:
     if name.endswith(".tmp"):
         return above if here not in known and above in known else here
     return above if here.rpartition("/")[2] in ITEMS else here
+
+
+@pytest.mark.parametrize("order", [1, -1])
+def test_temporary_files_belong_to_the_same_folder_in_whatever_order_they_are_listed(order: int) -> None:
+    old = Dated("temporary", "model/.0123-3-0.tmp", 1, OLD)
+    young = Dated("temporary", ".4567.tmp", 1, YOUNG)
+    held = leftovers(ProcessMemory("nothing"), [old, young][::order], LIMIT)
+    assert [(each.folder, each.kept is None) for each in held] == [("", False), ("model", True)]
 
 
 @settings(max_examples=examples(60))
@@ -192,7 +202,7 @@ def test_a_save_that_commits_after_the_look_keeps_its_files(committed: Path, tmp
     storage, folder = dead_save(tmp_path, committed)
     (left,) = found(tmp_path)
     storage.commit("manifest.json", manifest_of(folder, DEAD), pending=THINGS["marker"], if_absent=False)
-    assert not remove(LocalStorage(tmp_path), SweptFolder(str(tmp_path)), left)
+    assert not remove(LocalStorage(tmp_path), SweptFolder(str(tmp_path)), left, open_storage)
     assert (folder / THINGS["data"]).exists()
     assert (folder / THINGS["index"]).exists()
 
@@ -202,7 +212,7 @@ def test_a_save_that_puts_its_marker_up_again_keeps_its_files(committed: Path, t
     storage, folder = dead_save(tmp_path, committed)
     (left,) = found(tmp_path)
     storage.put(paths.marker_path(99, DEAD), b"", if_absent=True)
-    assert not remove(LocalStorage(tmp_path), SweptFolder(str(tmp_path)), left)
+    assert not remove(LocalStorage(tmp_path), SweptFolder(str(tmp_path)), left, open_storage)
     assert (folder / THINGS["data"]).exists()
 
 
@@ -260,7 +270,7 @@ def test_a_save_may_wake_up_at_any_moment(before: int, committed: Path, tmp_path
     _, folder = dead_save(tmp_path, committed)
     (left,) = found(tmp_path)
     storage = Waking(LocalStorage(tmp_path), folder, before)
-    removed = remove(storage, SweptFolder(str(tmp_path)), left)
+    removed = remove(storage, SweptFolder(str(tmp_path)), left, open_storage)
     assert removed is not storage.woke
     present = {THINGS["data"], THINGS["index"]} & files(folder)
     assert len(present) == (2 if storage.woke else 0)

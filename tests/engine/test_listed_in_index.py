@@ -19,6 +19,7 @@ from reknit.format.file_table import with_table
 from reknit.format.manifest_file import decode_record
 from reknit.storage.local.store import LocalStorage
 from reknit.storage.local.sweep import SweptFolder
+from reknit.storage.registry import open_storage
 from reknit.testing.faulty_storage import Fault, FaultyStorage
 from reknit.testing.world import run_ranks
 
@@ -135,7 +136,7 @@ def test_after_a_fault_it_is_whole_or_gone_and_the_rest_is_swept(saved: Path, af
             reknit.open(saved)
         sweep = SweptFolder(str(saved))
         for each in leftovers(storage, sweep.dated(), before=float("inf")):
-            assert remove(storage, sweep, each)
+            assert remove(storage, sweep, each, open_storage)
     assert files(saved.parent) == set()
 
 
@@ -145,7 +146,7 @@ def test_what_its_table_names_is_no_leftover_and_other_files_are(saved: Path) ->
     before = files(saved)
     storage, sweep = LocalStorage(saved), SweptFolder(str(saved))
     for each in leftovers(storage, sweep.dated(), before=float("inf")):
-        assert remove(storage, sweep, each)
+        assert remove(storage, sweep, each, open_storage)
     assert files(saved) == before - {dead}
     (saved / dead).write_bytes(b"x")
     damage_table(saved)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -10,14 +11,20 @@ import pytest
 
 import reknit
 from reknit.engine.stored import notes
-from reknit.errors import CheckpointNotFoundError, UsageError
+from reknit.engine.stored.delete import delete
+from reknit.errors import CheckpointNotFoundError, StoragePermissionError, UsageError
 from reknit.monitor.phase import CLOCK
 from reknit.policies import best, latest
 from reknit.runs.retention import Retention
 from reknit.storage.registry import open_storage
+from reknit.testing.faulty_storage import Fault, FaultyStorage
+from tests.at_operation import AtOperation
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
     from pathlib import Path
+
+    from reknit.storage.base import Storage
 
 
 class SteppedClock:
@@ -66,8 +73,9 @@ def pruned(root: Path, keep: Any) -> list[int | None]:
 
 def test_a_pinned_checkpoint_is_not_removed_until_it_is_unpinned(root: Path) -> None:
     reknit.pin(root / "step_1", "the paper's figure 3")
-    with pytest.raises(UsageError, match="has to stay: it is pinned: the paper's figure 3"):
+    with pytest.raises(UsageError, match='has to stay: it is pinned: "the paper\'s figure 3"'):
         reknit.delete(root / "step_1")
+    assert [each.step for each in Retention(open_storage(root), latest(1)).surplus()] == [2]
     assert pruned(root, latest(1)) == [2]
     assert reknit.unpin(root / "step_1")
     assert not reknit.unpin(root / "step_1")
@@ -83,6 +91,72 @@ def test_a_checkpoint_that_is_being_read_is_not_removed(root: Path) -> None:
         reknit.delete(root / "step_1")
     other.release()
     reknit.delete(root / "step_1")
+
+
+def kept(act: Callable[[], object]) -> bool:
+    """Tell whether something was done; it may find that the checkpoint goes or has to stay."""
+    try:
+        act()
+    except (CheckpointNotFoundError, UsageError):
+        return False
+    return True
+
+
+@pytest.mark.parametrize("kind", ["lease", "pin"])
+@pytest.mark.parametrize("inside", ["the removal", "the holding"])
+def test_nobody_removes_what_another_begins_to_hold_at_any_moment(
+    tmp_path: Path, kind: str, inside: str
+) -> None:
+    path, done = tmp_path / "one", dict[str, bool]()
+    number, over = 0, False
+    while not over:
+        number += 1
+        reknit.save(path, STATE, overwrite=True)
+        place = open_storage(path)
+        written = write_id(path)
+
+        def remove(storage: Storage) -> None:
+            done["removed"] = kept(lambda: delete(storage))
+
+        def keep(storage: Storage, written: str = written) -> None:
+            how = {"lease": lambda: notes.Hold(storage, written, 60.0), "pin": lambda: notes.pin(storage, "")}
+            done["held"] = kept(how[kind])
+
+        outer, inner = (remove, keep) if inside == "the removal" else (keep, remove)
+        watched = AtOperation(place, number, partial(inner, place))
+        outer(watched)
+        over = not watched.happened
+        if not over:
+            assert not (done["removed"] and done["held"]), number
+            exists = (path / "manifest.json").exists()
+            assert done["removed"] != exists, number
+            if exists:
+                assert reknit.verify(path, "data").ok
+    assert number > 4
+
+
+def test_a_removal_whose_process_died_holds_nobody_back_for_long(root: Path) -> None:
+    path = root / "step_1"
+    with SteppedClock() as clock:
+        died = notes.Removal(open_storage(path), write_id(path))
+        with pytest.raises(CheckpointNotFoundError, match=r"is being removed by 'process \d+"):
+            hold(path)
+        with pytest.raises(CheckpointNotFoundError, match="is being removed"):
+            reknit.pin(path)
+        reknit.note(path, {"score": 1.0})
+        clock.step(notes.REMOVAL_S + 61.0)
+        hold(path).release()
+        with pytest.raises(UsageError, match="before it began"):
+            died.check()
+        reknit.delete(path)
+    assert not path.exists()
+
+
+def test_on_a_full_disk_it_can_be_removed(root: Path) -> None:
+    faulty = FaultyStorage(open_storage(root / "step_1"), plan=[Fault("full", 1, "put")])
+    delete(faulty)
+    assert faulty.fired
+    assert not (root / "step_1").exists()
 
 
 def test_a_lease_ends_by_itself_and_lasts_as_long_as_it_is_renewed(root: Path) -> None:
@@ -152,6 +226,43 @@ def test_what_cannot_be_read_keeps_the_checkpoint_and_says_which_file_it_is(root
     note.write_bytes(b"[" * 100)
     assert reknit.steps(root)[0].metrics == {}
     reknit.delete(root / "step_1")
+
+
+def test_what_no_reader_would_take_is_refused(root: Path) -> None:
+    path = root / "step_1"
+    with pytest.raises(UsageError, match="1048576 is the limit"):
+        reknit.note(path, {f"metric {number:06d}": 1.0 for number in range(60_000)})
+    with pytest.raises(UsageError, match="not valid Unicode"):
+        reknit.note(path, {"\ud800": 1.0})
+    with pytest.raises(UsageError, match="not valid Unicode"):
+        reknit.pin(path, "\ud800")
+    with pytest.raises(UsageError, match="at most 4096 characters"):
+        reknit.pin(path, "x" * 4097)
+    assert reknit.steps(root)[0].metrics == {}
+    reknit.delete(path)
+
+
+def test_what_a_stranger_wrote_is_shown_without_its_control_characters(root: Path) -> None:
+    reknit.pin(root / "step_1", "\x1b[31m\nremoved")
+    with pytest.raises(UsageError) as caught:
+        reknit.delete(root / "step_1")
+    assert "\x1b" not in str(caught.value)
+    assert "[31m\\nremoved" in str(caught.value)
+
+
+def test_notes_in_a_folder_of_another_user_keep_no_checkpoint(root: Path) -> None:
+    class Theirs(AtOperation):
+        def intercept(
+            self, name: str, path: str, nbytes: int, whole: Callable[[], Any], half: Any = None
+        ) -> Any:
+            if name == "delete" and path.startswith(".notes/"):
+                raise StoragePermissionError(f"may not delete {path}", path=self.url)
+            return whole()
+
+    path = root / "step_1"
+    reknit.note(path, {"score": 1.0})
+    assert delete(Theirs(open_storage(path), 0, lambda: None)) > 0
+    assert sorted(file.name for file in path.iterdir()) == [".notes"]
 
 
 def test_an_item_may_have_the_name_of_the_folder_of_notes(tmp_path: Path) -> None:

@@ -44,7 +44,7 @@ def test_each_rank_s_latest_plans_are_known_with_what_it_said_last(
         assert [slot >= 0 for slot in slots.tolist()] == [value is not None for value in expected]
         found = np.flatnonzero(slots >= 0)
         if len(found):
-            values = known.said(found, slots[found]).lists["value"]
+            values = known.latest(found, slots[found]).lists["value"]
             assert values.flat().tolist() == [value for value in expected if value is not None]
         telling = [rank for rank, (_, tells) in enumerate(save) if tells]
         if telling:
@@ -71,4 +71,4 @@ def test_what_all_ranks_said_at_once_is_one_object_without_a_copy() -> None:
     known, ranks, plans = PlanCache(SLOTS), np.arange(3), np.full((3, 2), 5)
     told = merged([columns_of(rank, {}, {"value": ([rank], "")}) for rank in range(3)])
     known.keep(plans, told)
-    assert known.said(ranks, known.find(ranks, plans)) is told
+    assert known.latest(ranks, known.find(ranks, plans)) is told

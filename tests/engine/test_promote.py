@@ -10,14 +10,15 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 import pytest
 
+import reknit
 from reknit.comm.base import SoloGroup
 from reknit.comm.tree.threads import thread_groups
 from reknit.engine.report import PromotionReport
 from reknit.engine.saving.job import SaveJob
 from reknit.engine.saving.save import save
 from reknit.engine.saving.write import Written, write_bytes
+from reknit.engine.stored.copy_files import Promotion
 from reknit.engine.stored.promote import decline, promote, promote_alone
-from reknit.engine.stored.promotion_job import Promotion
 from reknit.engine.stored.verify import verify
 from reknit.errors import (
     CheckpointExistsError,
@@ -31,6 +32,7 @@ from reknit.errors import (
     ReknitError,
     StorageError,
     StorageFullError,
+    UsageError,
 )
 from reknit.format.manifest_file import decode_manifest, encode_manifest
 from reknit.format.paths import MANIFEST_PATH
@@ -42,6 +44,7 @@ from reknit.testing.world import run_ranks
 from reknit.types.box import Box
 from reknit.types.manifest import FileEntry
 from reknit.types.shard import Blob, Holdings, Shard, TensorSpec
+from tests.at_operation import AtOperation
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence
@@ -658,3 +661,24 @@ def test_what_a_failing_try_wrote_does_not_go_where_another_has_committed_it(
         alone(source.storage, FaultyStorage(local(root), plan=plan, stall=strike))
     assert is_whole(root)
     assert content(root) == content(source.root)
+
+
+def test_alone_the_source_is_not_removed_while_it_is_copied(tmp_path: Path) -> None:
+    path, number, refused = tmp_path / "source", 0, 0
+    reknit.save(path, {"model": {"w": np.arange(10.0)}})
+
+    def remove() -> None:
+        nonlocal refused
+        with pytest.raises(UsageError, match="reads it"):
+            reknit.delete(path)
+        refused += 1
+
+    while number == refused:
+        number += 1
+        target = AtOperation(LocalStorage(tmp_path / f"target {number}"), number + 1, remove)
+        source = LocalStorage(path)  # the first operation asks whether there is anything to do
+        promote_alone(Promotion(source, target, False, OPTIONS, Recorder("promote", path=target.url)))
+        assert reknit.verify(tmp_path / f"target {number}", "data").ok
+    assert number > 5
+    reknit.delete(path)
+    assert not path.exists()

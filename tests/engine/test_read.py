@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import random
 from typing import TYPE_CHECKING, Any, NamedTuple
+from unittest import mock
 
 import ml_dtypes
 import numpy as np
@@ -10,6 +11,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from reknit.engine.loading import deliver
 from reknit.engine.loading.read import RangeReader, granularity
 from reknit.engine.memory.arena import Arena
 from reknit.errors import CorruptError, UsageError
@@ -133,9 +135,9 @@ def equal(got: NDArray[Any], wanted: NDArray[Any]) -> bool:
 
 
 @settings(max_examples=examples(400))
-@given(cases(), CUTS)
+@given(cases(), CUTS, st.sampled_from([1, 24, deliver.DIRECT_NBYTES]))
 def test_a_box_of_anything_saved_in_any_way_arrives_in_any_memory_as_numpy_slices_it(
-    case: Case, cut: Granularity
+    case: Case, cut: Granularity, direct: int
 ) -> None:
     rng = random.Random(case.seed)
     arrays = content(case.shapes, rng)
@@ -144,7 +146,8 @@ def test_a_box_of_anything_saved_in_any_way_arrives_in_any_memory_as_numpy_slice
     sources = list(arrays.values())
     targets = [target_of(box.lengths, sources[t].dtype, rng) for t, box in case.wanted]
     reader = reader_of(checkpoint, case.wanted, targets, cut)
-    reader.run(Recorder("load"))
+    with mock.patch.object(deliver, "DIRECT_NBYTES", direct):
+        reader.run(Recorder("load"))
     for (t, box), target in zip(case.wanted, targets, strict=True):
         assert equal(target, part(sources[t], box))
     taken = storage.taken
@@ -164,6 +167,33 @@ def needed(plan: LoadPlan, checkpoint: OpenCheckpoint) -> set[tuple[int, int]]:
         for start in (int(index.start[chunk]) + size * flat).tolist():
             found |= {(int(index.file[chunk]), start + k) for k in range(size)}
     return found
+
+
+def test_small_tensors_take_one_buffer_together_and_large_ones_are_read_straight_into_their_memory(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    rng = random.Random(0)
+    arrays = {f"t{k:03}": np.full(8, k, np.float32) for k in range(100)}
+    arrays["u"] = np.arange(deliver.DIRECT_NBYTES, dtype=np.uint8)
+    whole = {name: Box.whole(array.shape) for name, array in arrays.items()}
+    chunks = [[box] for box in whole.values()]
+    checkpoint = saved(arrays, chunks, fresh("small"), 4096, rng)
+    buffers: list[int] = []
+    read_into = checkpoint.storage.read_into
+
+    def counted(path: str, start: int, into: list[memoryview]) -> None:
+        buffers.extend(buffer.nbytes for buffer in into)
+        read_into(path, start, into)
+
+    monkeypatch.setattr(checkpoint.storage, "read_into", counted)
+    targets = [np.zeros_like(array) for array in arrays.values()]
+    wanted = list(enumerate(whole.values()))
+    reader = reader_of(checkpoint, wanted, targets, Granularity(4096, 0, 1 << 20))
+    reader.run(Recorder("load"))
+    for array, target in zip(arrays.values(), targets, strict=True):
+        assert equal(target, array)
+    assert deliver.DIRECT_NBYTES in buffers
+    assert len(buffers) <= len(reader.plan.read_file) + 2 < 20
 
 
 @given(cases(), CUTS, st.sampled_from([1, 3, 64]))

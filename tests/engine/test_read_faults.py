@@ -5,13 +5,14 @@ from __future__ import annotations
 import random
 import threading
 from typing import TYPE_CHECKING, Any
+from unittest import mock
 
 import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from reknit.engine.loading import read
+from reknit.engine.loading import deliver, read
 from reknit.engine.memory.arena import Arena
 from reknit.engine.stored.file_checks import check_size
 from reknit.errors import CorruptError, DeadlineError, ReknitError, StorageError, UsageError
@@ -25,7 +26,7 @@ from tests.engine.saved import CountingStorage, chunks_of, fresh, saved
 from tests.engine.test_read import cases, content, part, reader_of, target_of
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Iterator
 
     from reknit.engine.loading.read import RangeReader
     from reknit.engine.stored.opening import OpenCheckpoint
@@ -36,6 +37,12 @@ BLOCK = 64
 BLOCKS, RUNS = Granularity(BLOCK, 0, 2 * BLOCK), Granularity(1, 0, 1 << 20, 0.0)
 COLUMNS = Box((0, 3), (60, 5))
 REPAIR: dict[str, Any] = {"replicas": ("elsewhere",)}
+
+
+@pytest.fixture(autouse=True, scope="module")
+def small_runs_are_read_straight_into_targets() -> Iterator[None]:
+    with mock.patch.object(deliver, "DIRECT_NBYTES", 1):
+        yield
 
 
 def matrix() -> np.ndarray[Any, np.dtype[np.int32]]:

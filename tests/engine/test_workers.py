@@ -36,6 +36,21 @@ def test_every_job_is_done_once_by_a_bounded_number_of_workers_with_arenas_of_th
     assert len(set(arenas.values())) == len(arenas)
 
 
+def test_the_caller_does_the_work_of_one_worker_until_the_first_error() -> None:
+    done: list[tuple[int, int]] = []
+    errors: list[BaseException] = []
+
+    def work(job: int, arena: Arena) -> None:
+        done.append((job, threading.get_ident()))
+        if job == 3:
+            raise StorageError("the disk is on fire")
+
+    with pytest.raises(StorageError, match="on fire") as caught:
+        run_jobs(range(9), work, threads=8, arena_nbytes=4096, budget_nbytes=4096, stop=errors.append)
+    assert done == [(job, threading.get_ident()) for job in range(4)]
+    assert errors == [caught.value]
+
+
 def test_the_first_error_stops_the_others_and_reaches_the_caller() -> None:
     started: list[int] = []
 

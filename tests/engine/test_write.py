@@ -5,9 +5,10 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
+from reknit.engine.memory.arena import Arena
 from reknit.engine.memory.elements import bits
 from reknit.engine.memory.file_image import Image
 from reknit.engine.memory.tuning import PIECES, Settings, Tuner
@@ -15,6 +16,7 @@ from reknit.engine.saving.write import (
     Outgoing,
     Written,
     discard,
+    live,
     staged,
     write_bytes,
     write_files,
@@ -33,7 +35,6 @@ if TYPE_CHECKING:
 
     from numpy.typing import NDArray
 
-    from reknit.engine.memory.arena import Arena
     from reknit.storage.base import Storage, Writer
 
 MIB = 1 << 20
@@ -133,6 +134,18 @@ def test_pieces_are_fetched_in_the_order_of_the_files(storage: ProcessMemory) ->
         (2, 16 * MIB, 16 * MIB),
         (2, 32 * MIB, 2 * MIB),
     ]
+
+
+def test_what_has_few_blocks_is_written_without_another_thread(storage: ProcessMemory) -> None:
+    memory, fetchers = Memory([5 * MIB, 0, 7 * MIB]), set()
+
+    def fetch(file: int, start: int, nbytes: int, arena: Arena) -> NDArray[np.uint8]:
+        fetchers.add(threading.current_thread())
+        return memory.fetch(file, start, nbytes, arena)
+
+    write_files(storage, memory.files, fetch, tuner=Tuner(threads=2), recorder=Recorder("save"))
+    assert fetchers == {threading.current_thread()}
+    assert all(content(storage, f"files/{k}") == memory.bytes_of(k) for k in range(3))
 
 
 def test_digests_are_of_the_memory_before_its_bytes_go_anywhere(storage: ProcessMemory) -> None:
@@ -475,6 +488,32 @@ def test_an_image_is_its_header_and_then_its_entries_whatever_their_strides(stor
         assert file.digests.tolist() == block_digests(expected)
     assert [record.phase for record in recorder.records] == ["stage", "digest", "write"]
     assert {record.nbytes for record in recorder.records} == {2 * len(expected)}
+
+
+@settings(max_examples=examples(100))
+@given(st.integers(0, 430), st.integers(1, 400))
+def test_a_range_of_an_image_lies_in_live_memory_or_is_copied_and_is_the_same(
+    start: int, nbytes: int
+) -> None:
+    start, nbytes = 8 * start, 8 * nbytes  # whole elements
+    matrix, vector = np.arange(200, dtype=np.float32).reshape(20, 10), np.arange(301, dtype=np.int64)
+    entries = (
+        WriteEntry(1, 1, 300, Box((1,), (300,)), 0, 2400),
+        WriteEntry(0, 0, 100, Box.whole((10, 10)), 2400, 400),
+        WriteEntry(2, 50, 150, Box((5, 0), (15, 10)), 2800, 600),
+    )
+    image = Image("a/x", bytes(64), entries, 64 + 3400, [bits(matrix.T[:, ::2]), bits(vector), bits(matrix)])
+    assume(start + nbytes <= image.nbytes)
+    whole = np.empty(image.nbytes, np.uint8)
+    image.fill(0, whole)
+    arena = Arena(nbytes)
+    found = live([image])(0, start, nbytes, arena)
+    assert found.tobytes() == whole[start : start + nbytes].tobytes()
+    in_one = [(64, 2464, vector), (2864, 3464, matrix)]  # the other one is no single run
+    memory = [array for low, high, array in in_one if low <= start and start + nbytes <= high]
+    assert [np.shares_memory(found, array) for array in (vector, matrix)] == [
+        any(array is one for one in memory) for array in (vector, matrix)
+    ]
 
 
 def test_no_images_are_no_special_case(storage: ProcessMemory) -> None:

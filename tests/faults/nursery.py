@@ -43,7 +43,10 @@ class Nursery:
         self._server.communicate()
 
     def start(self, name: str, log: Path, **arguments: Any) -> Child:
-        """Call a function of `tests.faults.trainers` in a process of its own, which writes lines to `log`."""
+        """Call a function in a process of its own, which writes lines to `log`.
+
+        It is one of `tests.faults.trainers`, or of the module that is named before a colon.
+        """
         assert self._server.stdin is not None
         assert self._server.stdout is not None
         call = {"name": name, "log": str(log), "arguments": arguments}
@@ -135,8 +138,7 @@ def wait_for_ends(trainers: Sequence[Child], timeout_s: float) -> None:
     for trainer in trainers:
         wait_until(lambda t=trainer: not t.alive(), timeout_s, trainer.told)  # type: ignore[misc]
         assert trainer.said("end"), trainer.told()
-    for trainer in trainers:
-        assert trainer.agents() == []
+        assert not trainer.agents(), trainer.told()
 
 
 def wait_until(ready: Callable[[], object], timeout_s: float, what: Callable[[], str] = lambda: "") -> None:
@@ -148,17 +150,17 @@ def wait_until(ready: Callable[[], object], timeout_s: float, what: Callable[[],
 
 
 def _nurse(calls: IO[str]) -> None:
-    import tests.faults.trainers  # imported once, and not in every fork
+    import tests.faults.trainers  # noqa: F401 - imported once, and not in every fork
 
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)
     for line in calls:
         pid = os.fork()
         if pid == 0:
-            _be(json.loads(line), tests.faults.trainers.__name__)
+            _be(json.loads(line))
         os.write(1, f"{pid}\n".encode())
 
 
-def _be(call: dict[str, Any], module: str) -> None:
+def _be(call: dict[str, Any]) -> None:
     """Be a forked process until its end."""
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
     code = 1
@@ -169,7 +171,9 @@ def _be(call: dict[str, Any], module: str) -> None:
             os.dup2(here, there)
         os.close(null)
         os.close(errors)
-        getattr(importlib.import_module(module), call["name"])(log=call["log"], **call["arguments"])
+        module, _, name = call["name"].rpartition(":")
+        work = getattr(importlib.import_module(module or "tests.faults.trainers"), name)
+        work(log=call["log"], **call["arguments"])
         code = 0
     except BaseException:  # whatever it is, nothing of the server may run in here
         traceback.print_exc()

@@ -1,7 +1,8 @@
 """SIGKILL at every storage operation of a save: what is left is the old checkpoint or the new one, whole.
 
 Each save runs in a fresh interpreter (a fork of one that has done nothing but import), dies at its k-th
-operation, and a second one then looks at what is there.
+operation, and a second one then looks at what is there.  A save that "links" takes over the frozen layer of a
+checkpoint beside it, "overwrites" replaces one.
 """
 
 from __future__ import annotations
@@ -25,8 +26,11 @@ from reknit.storage.local.store import LocalStorage
 from reknit.storage.registry import register
 from reknit.testing.faulty_storage import Fault, FaultyStorage
 
-root, durability, overwrite = sys.argv[1], sys.argv[2], sys.argv[3] == "True"
+root, durability, mode = sys.argv[1:]
+overwrite = mode == "overwrites"
 kept, kill_at = [], [0]
+if mode == "links":
+    import torch
 
 def faulty(url, durability):
     plan = [Fault("kill", kill_at[0])] if kill_at[0] else []
@@ -38,7 +42,11 @@ register("faulty", faulty)
 
 def state(value):
     weights = {f"layer.{n}": np.full((40, 5), value + n, np.float32) for n in range(4)}
-    return {"model": weights, "extra": {"epoch": value, "rng": reknit.PerRank([value])}}
+    items = {"model": weights, "extra": {"epoch": value, "rng": reknit.PerRank([value])}}
+    if mode == "links":
+        items["base"] = layer = torch.nn.Linear(512, 512, bias=False).requires_grad_(False)
+        layer.weight.fill_(1.5)
+    return items
 
 def child(action):
     # A forked child that has no threads behind it; its answer comes back through a pipe.
@@ -63,9 +71,12 @@ def child(action):
 options = reknit.SaveOptions(durability=durability, threads=1)
 
 def save(path, value, k, **more):
+    if mode == "links":
+        kill_at[0] = 0
+        reknit.save("faulty://" + path + ".before", state(1), options=options, overwrite=True)
     kill_at[0] = k
     reknit.save("faulty://" + path, state(value), options=options, **more)
-    return {"operations": len(kept[-1].operations)}
+    return {"operations": [operation.name for operation in kept[-1].operations]}
 
 def look(path):
     target = state(-1)
@@ -77,6 +88,8 @@ def look(path):
     expected = state(value)
     for name, array in expected["model"].items():
         assert target["model"][name].tobytes() == array.tobytes(), name
+    if mode == "links":
+        assert torch.equal(target["base"].weight, expected["base"].weight)
     problems = reknit.verify(path, "data").problems
     return {"found": value, "problems": list(problems)}
 
@@ -101,16 +114,17 @@ print(json.dumps(outcomes))
 """
 
 
-@pytest.mark.parametrize(("durability", "overwrite"), [("process", False), ("power", True)])
+@pytest.mark.parametrize(("durability", "mode"), [("process", "links"), ("power", "overwrites")])
 def test_a_save_killed_at_any_operation_leaves_the_old_checkpoint_or_the_new_one(
-    tmp_path: Path, durability: str, overwrite: bool
+    tmp_path: Path, durability: str, mode: str
 ) -> None:
-    command = [sys.executable, "-c", SWEEP, str(tmp_path), durability, str(overwrite)]
+    command = [sys.executable, "-c", SWEEP, str(tmp_path), durability, mode]
     done = subprocess.run(command, capture_output=True, text=True, timeout=240, check=False)
     assert done.returncode == 0, done.stderr
     outcomes = json.loads(done.stdout)
     assert len(outcomes) > 8, "the sweep reached every operation of a save"
-    old = 1 if overwrite else None
+    old = 1 if mode == "overwrites" else None
+    files = 6 if mode == "links" else 5
     found = []
     for outcome in outcomes:
         killed = outcome["result"] == {"signal": 9}
@@ -122,7 +136,8 @@ def test_a_save_killed_at_any_operation_leaves_the_old_checkpoint_or_the_new_one
             continue
         assert "operations" in outcome["again"], outcome
         assert outcome["after"] == {"found": 3, "problems": []}, outcome
-        assert len(outcome["files"]) == 5, "the next save clears away what the killed one left"
+        assert len(outcome["files"]) == files, "the next save clears away what the killed one left"
     assert found == sorted(found, key=lambda value: value == 2), "once the new one is there it stays"
+    assert ("copy_from" in outcomes[-1]["result"]["operations"]) == (mode == "links")
     assert found[0] == old
     assert found[-1] == 2

@@ -114,7 +114,10 @@ def loaded(path: str, target: dict[str, Any] | None = None, options: reknit.Load
 
 
 def threads() -> list[str]:
-    """Return the threads that no load leaves behind."""
+    """Return the threads that no load leaves behind; the one that shows progress ends a moment later."""
+    for thread in threading.enumerate():
+        if thread.name == "reknit-progress":
+            thread.join(30)
     names = [thread.name for thread in threading.enumerate()]
     return [name for name in names if name.startswith("reknit-") and name != "reknit-comm"]
 

@@ -37,7 +37,9 @@ def wait_for_word(trainers: Sequence[Child], word: str) -> None:
 
 
 def files(path: str) -> set[str]:
-    return {os.path.relpath(f"{at}/{name}", path) for at, _, names in os.walk(path) for name in names}
+    """Return the files of a checkpoint; those who are killed leave leases beside them."""
+    found = {os.path.relpath(f"{at}/{name}", path) for at, _, names in os.walk(path) for name in names}
+    return {name for name in found if not name.startswith(".notes/")}
 
 
 def at_work(root: Path) -> set[int]:

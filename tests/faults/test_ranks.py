@@ -15,7 +15,6 @@ import time
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
-import psutil
 import pytest
 import torch
 import torch.distributed as dist
@@ -24,6 +23,7 @@ import reknit
 from reknit.storage.local.store import LocalStorage
 from reknit.storage.registry import register
 from reknit.testing.faulty_storage import Fault, FaultyStorage
+from tests.faults.trainers import Held, at_rest
 from tests.ports import free_port
 from tests.ranks import Died, run
 
@@ -464,22 +464,21 @@ def test_a_checkpoint_may_be_replaced_by_jobs_of_other_sizes(tmp_path: Path) -> 
 
 
 def save_often(root: str, count: int) -> Any:
-    process = psutil.Process()
-    before: tuple[int, int] = (0, 0)
+    before: Held | None = None
     for number in range(count):
         saved(f"{root}/x", number, overwrite=True)
         reknit.load(f"{root}/x", state(-1), options=LOAD)
         if number == 4:
             gc.collect()
-            before = process.num_threads(), process.num_fds()
+            before = at_rest(os.getpid(), None)
     gc.collect()
-    return before, (process.num_threads(), process.num_fds())
+    return before, at_rest(os.getpid(), before)
 
 
 def test_thirty_saves_and_loads_leave_threads_and_descriptors_as_they_were(tmp_path: Path) -> None:
     for before, after in run(2, save_often, str(tmp_path), 35, timeout=RUN_S):
-        assert after[0] <= before[0]
-        assert after[1] <= before[1]
+        assert after.threads <= before.threads
+        assert after.descriptors <= before.descriptors
 
 
 SCRIPT = """

@@ -20,14 +20,13 @@ from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
 from reknit.format.checksum import block_digests, num_blocks
-from reknit.format.file_table import encode_table
+from reknit.format.file_table import encode_table, table_of
 from reknit.format.index.file import encode_index, with_section
 from reknit.types.box import Box
 from reknit.types.dtype import ITEMSIZE
 from reknit.types.manifest import (
     BlobFile,
     FileEntry,
-    FileTable,
     Index,
     Manifest,
     TablePlace,
@@ -167,33 +166,11 @@ def sample_manifest() -> Manifest:
 
 def in_the_index(manifest: Manifest) -> tuple[bytes, Manifest]:
     """Return an index that lists the files of a manifest, and the manifest that leaves that to it."""
-    files = [file for file in manifest.files if file.path != manifest.index_path]
-    values = {blob.path: blob for blob in manifest.blobs}
-    places: list[tuple[str, ...]] = []
-    columns: list[tuple[int, int]] = []
-    coordinates: list[int] = []
-    for file in files:
-        blob = values.get(file.path)
-        item = -1 if blob is None else manifest.items.index(blob.item)
-        if blob is None or blob.coordinate is None:
-            columns.append((item, -1))
-            continue
-        places.append(tuple(blob.coordinate))
-        columns.append((item, len(places) - 1))
-        coordinates += blob.coordinate.values()
-    table = FileTable(
-        [file.path for file in files],
-        np.array([file.nbytes for file in files], np.int64),
-        np.array([digest for file in files for digest in file.digests], np.uint64),
-        np.array([item for item, _ in columns], np.int32),
-        np.array([place for _, place in columns], np.int32),
-        tuple(places),
-        np.array(coordinates, np.int64),
-    )
+    table = table_of(manifest)
     data = encode_table(table, manifest)
     index, start = with_section(encode_index(sample_index()), data)
     own = FileEntry(manifest.index_path, len(index), tuple(block_digests(index, manifest.block_nbytes)))
-    place = TablePlace(start, len(data), len(files), sum(file.nbytes for file in files))
+    place = TablePlace(start, len(data), len(table.paths), int(table.nbytes.sum()))
     return index, replace(manifest, files=(own,), blobs=(), table=place)
 
 
@@ -235,6 +212,9 @@ def manifests(draw: st.DrawFn) -> Manifest:
         else ()
     )
     objects = st.dictionaries(st.text(max_size=5), json_values, max_size=3)
+    dropped = draw(
+        st.dictionaries(names.filter(lambda name: name not in items), st.floats(0, 1e11), max_size=2)
+    )
     return Manifest(
         format_version=1,
         write_id=draw(st.uuids()).hex,
@@ -249,6 +229,9 @@ def manifests(draw: st.DrawFn) -> Manifest:
         origin=draw(objects),
         metadata=draw(objects),
         generation=draw(st.none() | st.integers(0, (1 << 63) - 1)),
+        saved_as=draw(st.uuids()).hex if dropped else None,
+        dropped=dropped,
+        moved_to=draw(st.sampled_from([None, "/cold/run", "s3://cold/run/step"])),
     )
 
 

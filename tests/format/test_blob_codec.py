@@ -57,7 +57,7 @@ def test_names_keep_their_order(values: dict[str, int]) -> None:
             np.bool_(True),
             np.str_("é\0"),
             np.bytes_(b"a\0"),
-            np.datetime64("NaT"),
+            np.datetime64("NaT", "ns"),
         ),
         *(
             np.array(3),

@@ -17,9 +17,10 @@ from reknit.format.index import file as index_file
 from reknit.format.index import parquet_bounds
 from reknit.format.index.checks import check_extents
 from reknit.format.index.file import decode_index, encode_index
+from reknit.format.paths import MAX_NAME_NBYTES
 from reknit.types.box import Box
 from reknit.types.manifest import Index
-from reknit.types.shard import TensorSpec
+from reknit.types.shard import MAX_NDIM, TensorSpec
 from tests.format.samples import index_of, indexes, same_index, sample_index
 from tests.running.examples import examples
 
@@ -67,6 +68,18 @@ def test_an_index_of_many_row_groups_comes_back_within_its_own_limits(
 ) -> None:
     index = many_chunks(num_tensors, per_tensor)
     assert len(index.tensor) > 2 * index_file.GROUP_ROWS
+    assert same_index(decode_index(encode_index(index)), index)
+
+
+def test_the_largest_index_that_is_not_looked_at_again_is_within_the_limits_of_readers() -> None:
+    spec = TensorSpec((2,) * MAX_NDIM, "float64")
+    item, long = "i" * MAX_NAME_NBYTES, "n" * (MAX_NAME_NBYTES - 4)
+    index = index_of(
+        [
+            (item, f"{long}{n:04d}", spec, Box.whole(spec.shape), f"{n:05d}", 0)
+            for n in range(index_file.UNCHECKED_ROWS)
+        ]
+    )
     assert same_index(decode_index(encode_index(index)), index)
 
 

@@ -104,6 +104,19 @@ def test_metadata_as_deep_as_allowed_is_kept() -> None:
     "change",
     [
         {"write_id": "short"},
+        {"saved_as": "a" * 32},
+        {"dropped": {"optimizer": 1.0}},
+        {"saved_as": "short", "dropped": {"optimizer": 1.0}},
+        {"saved_as": "a" * 32, "dropped": {"model": 1.0}},
+        {"saved_as": "a" * 32, "dropped": {"optimizer": float("nan")}},
+        {"saved_as": "a" * 32, "dropped": {"optimizer": -1.0}},
+        {"saved_as": "a" * 32, "dropped": {"optimizer": 1e300}},
+        {"saved_as": "a" * 32, "dropped": {"\ud800": 1.0}},
+        {"moved_to": ""},
+        {"moved_to": "cold/run"},
+        {"moved_to": "s3://cold/run?endpoint=http://elsewhere"},
+        {"moved_to": "/cold/run\n"},
+        {"moved_to": "/" + "x" * 4096},
         {"write_id": "A" * 32},
         {"generation": -1},
         {"generation": 1 << 63},
@@ -195,3 +208,13 @@ def test_blocks_are_a_power_of_two_within_bounds_also_where_all_files_are_empty(
     assert decode_manifest(encode_manifest(replace(sample_manifest(), files=empty))).files == empty
     with pytest.raises(FormatError, match="block_nbytes"):
         encode_manifest(replace(sample_manifest(), files=empty, block_nbytes=block_nbytes))
+
+
+@pytest.mark.parametrize("requires", ["[]", '["later"]'])
+def test_a_redirect_says_that_readers_have_to_know_of_it(requires: str) -> None:
+    data = encode_manifest(replace(sample_manifest(), moved_to="s3://cold/run"))
+    assert json.loads(data)["requires"] == ["moved"]
+    body = data[:-29].replace(b'"requires":["moved"]', f'"requires":{requires}'.encode())
+    digest = xxhash.xxh3_64_hexdigest(body)
+    with pytest.raises((FormatError, VersionError), match=r"'moved'|later"):
+        decode_manifest(body + f',"digest":"{digest}"}}'.encode())

@@ -10,9 +10,9 @@ from reknit.errors import CorruptError, FormatError
 from reknit.format.notes import (
     MAX_FOLLOWER_NBYTES,
     Follower,
+    HolderLease,
     Metrics,
     Pin,
-    ReadLease,
     decode_note,
     encode_note,
 )
@@ -22,14 +22,14 @@ _NUMBERS = st.floats(allow_nan=False, allow_infinity=False)
 _TEXTS = st.text(max_size=50)
 _NOTES = st.one_of(
     st.builds(Pin, _TEXTS),
-    st.builds(ReadLease, _TEXTS, _NUMBERS),
+    st.builds(HolderLease, _TEXTS, _NUMBERS),
     st.builds(Metrics, st.dictionaries(_TEXTS, st.none() | _NUMBERS)),
     st.builds(Follower, st.dictionaries(_TEXTS, _TEXTS)),
 )
 
 
 @given(_NOTES)
-def test_notes_come_back_as_they_were(note: Pin | ReadLease | Metrics | Follower) -> None:
+def test_notes_come_back_as_they_were(note: Pin | HolderLease | Metrics | Follower) -> None:
     assert decode_note(encode_note(note), type(note)) == note
 
 

@@ -175,6 +175,8 @@ def _torch_job(store: str, rank: int, size: int) -> Iterator[None]:
     file = f"file://{store}"
     dist.init_process_group("gloo", init_method=file, rank=rank, world_size=size)
     try:
+        if size > 1:
+            dist.barrier()  # a rank that leaves at once is missed by one that is still coming
         yield
     finally:
         dist.destroy_process_group()

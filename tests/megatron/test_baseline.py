@@ -11,19 +11,21 @@ from pathlib import Path
 
 import pytest
 
-pytest.importorskip("megatron.core", reason="Megatron-Core is not installed")
-
 from tests import ranks
 from tests.megatron import baseline_jobs
+from tests.optional import needs
 
 run = partial(ranks.run, warm="megatron")
 
 VERSION = "0.15.3"
 FOLDER = Path(__file__).parents[2] / ".venv" / "baselines" / f"megatron-core-{VERSION}"
 
-pytestmark = pytest.mark.skipif(
-    not FOLDER.is_dir(), reason=f"Megatron-Core {VERSION} is not installed: scripts/setup does it"
-)
+pytestmark = [
+    needs("megatron", "Megatron-Core"),
+    pytest.mark.skipif(
+        not FOLDER.is_dir(), reason=f"Megatron-Core {VERSION} is not installed: scripts/setup does it"
+    ),
+]
 
 EXACT: dict[str, list[str]] = {
     f"{name} into {into}": [] for name, layouts in baseline_jobs.LOADED.items() for into in layouts

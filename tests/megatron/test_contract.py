@@ -6,9 +6,6 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import pytest
-
-pytest.importorskip("megatron.core", reason="Megatron-Core is not installed")
-
 import torch
 import torch.distributed as dist
 
@@ -24,11 +21,14 @@ from tests import ranks
 from tests.frameworks.checkpoint import Checkpoint, assemble, load, portable
 from tests.frameworks.silence import Silence
 from tests.megatron.layouts import Layout
+from tests.optional import needs
 
 if TYPE_CHECKING:
     from pathlib import Path
 
     from reknit.frameworks.torch.flat import FlatPart
+
+pytestmark = needs("megatron", "Megatron-Core")
 
 run = partial(ranks.run, warm="megatron")
 

@@ -8,9 +8,6 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import pytest
-
-pytest.importorskip("megatron.core", reason="Megatron-Core is not installed")
-
 import torch
 import torch.distributed as dist
 
@@ -19,11 +16,14 @@ from reknit.errors import MismatchError, StateError, UsageError
 from reknit.integrations import megatron
 from tests import ranks
 from tests.megatron.layouts import Layout
+from tests.optional import needs
 
 if TYPE_CHECKING:
     from pathlib import Path
 
     from tests.megatron.gpt import Trained
+
+pytestmark = needs("megatron", "Megatron-Core")
 
 run = partial(ranks.run, warm="megatron")
 
@@ -89,7 +89,9 @@ def resume(root: str, layout: Layout, live: bool, stacked: bool) -> tuple[list[s
         trained.optimizer.load_state_dict(loaded["optimizer"])
     expected = torch.load(f"{root}/truth", weights_only=False)
     wrong = compare(expected, truth.truth(trained))
-    return wrong, (loaded["args"], loaded["iteration"], loaded["content_metadata"], loaded["rng_state"])
+    args = loaded["args"]
+    told = (args.lr, args.rank, args.dtype, args.backend.name)
+    return wrong, (told, loaded["iteration"], loaded["content_metadata"], loaded["rng_state"])
 
 
 @pytest.fixture(scope="module")
@@ -104,7 +106,7 @@ def test_a_script_resumes_in_the_same_layout_with_all_its_values(root: Path, liv
     for rank, (wrong, values) in enumerate(run(2, resume, str(root), Layout(2, tp=2), live, False)):
         args, iteration, content, random = values
         assert wrong == []
-        assert (args.lr, args.rank, args.dtype, args.backend.name) == (0.5, 0, torch.bfloat16, "unfused")
+        assert args == (0.5, 0, torch.bfloat16, "unfused")
         assert (iteration, content) == (7, {"written by": "us"})
         assert random[0]["seed"] == [0, rank]
         assert torch.equal(random[0]["torch"], torch.full((3,), float(rank)))

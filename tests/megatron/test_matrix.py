@@ -11,15 +11,16 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-pytest.importorskip("megatron.core", reason="Megatron-Core is not installed")
-
 import reknit
 from tests import ranks
 from tests.megatron import jobs
 from tests.megatron.layouts import FAMILIES
+from tests.optional import needs
 
 if TYPE_CHECKING:
     from pathlib import Path
+
+pytestmark = needs("megatron", "Megatron-Core")
 
 run = partial(ranks.run, warm="megatron")
 

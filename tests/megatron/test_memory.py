@@ -6,9 +6,6 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import pytest
-
-pytest.importorskip("megatron.core", reason="Megatron-Core is not installed")
-
 import torch
 import torch.distributed as dist
 
@@ -18,9 +15,12 @@ from reknit.frameworks.megatron import private as megatron_private
 from reknit.frameworks.registry import collect
 from tests import ranks
 from tests.megatron.layouts import Layout
+from tests.optional import needs
 
 if TYPE_CHECKING:
     from pathlib import Path
+
+pytestmark = needs("megatron", "Megatron-Core")
 
 run = partial(ranks.run, warm="megatron")
 

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 _LOCKS = pytest.StashKey[str]()
 
-TOGETHER = ("hdfs", "tests/jax", "tests/megatron")
+TOGETHER = ("hdfs", "tests/deepspeed", "tests/jax", "tests/megatron")
 """Files with one of these in their paths run one after another: they share a server, or processes."""
 
 

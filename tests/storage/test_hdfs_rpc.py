@@ -27,7 +27,7 @@ def test_a_datanode_is_known_by_what_the_namenode_tells_of_it(
     by_name: bool, host: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (node,) = nodes(ANSWER, monkeypatch, by_name=by_name)
-    assert (node.key, node.address, node.told) == ("uuid", (host, 9866), NODE)
+    assert (node.key, node.address, node.encoded) == ("uuid", (host, 9866), NODE)
 
 
 def test_a_file_without_a_block_has_no_datanodes(monkeypatch: pytest.MonkeyPatch) -> None:

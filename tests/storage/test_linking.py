@@ -47,6 +47,25 @@ def test_a_link_and_what_it_leads_to_are_synced_before_the_answer(
     assert os.path.samefile(tmp_path / "1/model/old", tmp_path / "2/model/new")
 
 
+def test_a_folder_that_another_rank_removes_because_it_is_empty_is_made_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    earlier, later = two_steps(tmp_path)
+    link, removed = os.link, list[str]()
+
+    def linked(source: str, name: str, **more: Any) -> None:
+        if not removed:
+            removed.append(name)
+            os.rmdir(tmp_path / "2/model")
+        link(source, name, **more)
+
+    monkeypatch.setattr(os, "link", linked)
+    assert later.copy_from(earlier, "model/old", "model/new", 5)
+    assert removed
+    assert os.path.samefile(tmp_path / "1/model/old", tmp_path / "2/model/new")
+    assert not later.copy_from(earlier, "model/gone", "model/newer", 5)
+
+
 def test_a_link_that_cannot_be_synced_is_taken_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     earlier, later = two_steps(tmp_path)
 

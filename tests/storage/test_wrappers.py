@@ -14,6 +14,7 @@ from reknit.errors import StorageError, StorageNotFoundError, StorageUnavailable
 from reknit.monitor.phase import monotonic
 from reknit.storage import registry
 from reknit.storage.local.store import LocalStorage
+from reknit.storage.wrappers.moved import MovedStorage
 from reknit.storage.wrappers.retrying import RetryingStorage, RetryPolicy
 from reknit.testing.faulty_storage import Fault, FaultyStorage
 from reknit.testing.metered import MeteredStorage
@@ -57,6 +58,11 @@ class TestRetryingWhatCannotGoOn(WrappedSuite):
 class TestThrottled(WrappedSuite):
     def wrap(self, inner: Storage) -> Storage:
         return ThrottledStorage(inner, Pace(bytes_per_s=1e12))
+
+
+class TestMoved(WrappedSuite):
+    def wrap(self, inner: Storage) -> Storage:
+        return MovedStorage(inner, lambda _: None, ("manifest.json",))
 
 
 class TestMetered(WrappedSuite):
@@ -178,3 +184,26 @@ def test_a_save_and_a_load_outlast_a_store_that_comes_and_goes(
     assert (target["model"]["w"] == state["model"]["w"]).all()
     assert target["extra"] == {"n": 3}
     assert all(store.retries for store in stores)
+
+
+def test_what_is_not_here_is_read_from_where_it_has_moved_and_what_stays_is_not() -> None:
+    here, there = ProcessMemory("here"), ProcessMemory("there")
+    write(there, "moved", pattern(100))
+    there.put("manifest.json", b"there", if_absent=True)
+    found: list[str] = []
+
+    def find(storage: Storage) -> Storage:
+        found.append(storage.url)
+        return there
+
+    storage = MovedStorage(here, find, ("manifest.json",))
+    with pytest.raises(StorageNotFoundError):
+        storage.get("manifest.json", limit=9)
+    assert found == []
+    assert storage.size("moved") == 100
+    assert read(storage, "moved", 0, 100) == pattern(100)
+    write(here, "anew", pattern(5))
+    assert storage.size("anew") == 5
+    with pytest.raises(StorageNotFoundError):
+        storage.size("nowhere")
+    assert found == [here.url]

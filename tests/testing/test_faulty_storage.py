@@ -118,7 +118,7 @@ def test_a_short_write_leaves_half_of_the_bytes(tmp_path: Path) -> None:
     writer = storage.create("x", 1000)
     with pytest.raises(StorageError, match="halfway"):
         writer.write(0, memoryview(DATA))
-    assert (tmp_path / "x").read_bytes() == DATA[:500] + bytes(500)
+    assert (tmp_path / "x").read_bytes()[:500] == DATA[:500]
     with pytest.raises(StorageError, match="500 of 1000"):
         writer.finish()
     writer.abort()

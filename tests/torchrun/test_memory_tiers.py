@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 from typing import TYPE_CHECKING
 
 import pytest
@@ -12,6 +13,8 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 
 import reknit
+from reknit import Checkpointer, Tier
+from reknit.policies import latest
 from tests.ranks import run
 
 if TYPE_CHECKING:
@@ -76,3 +79,38 @@ def test_each_host_keeps_its_own_files_and_the_lasting_place_has_all(tmp_path: P
     assert run(4, load, str(tmp_path)) == [["model/w"]] * 4
     # One host alone, where half of the files never were.
     assert run(2, load, str(tmp_path)) == [["model/w"]] * 2
+
+
+def run_of(root: str) -> Checkpointer:
+    tiers = [Tier("mem://run", keep=latest(1)), Tier(on_hosts(root), every=2)]
+    return Checkpointer(tiers=tiers, options=reknit.SaveOptions(timeout_s=LIMIT_S))
+
+
+def train(root: str) -> None:
+    with run_of(root) as run:
+        for step in range(1, 5):
+            pending = run.save(step, state(step))
+            assert pending is not None
+            pending.wait_promoted(LIMIT_S)
+            run.wait()
+    assert reknit.close(LIMIT_S)
+
+
+def go_on(root: str) -> int:
+    target = {"model": {"w": torch.zeros_like(state(0)["model"]["w"])}}
+    with run_of(root) as run:
+        step = run.resume(target)
+    assert torch.equal(local(target), local(state(4)))
+    assert reknit.close(LIMIT_S)
+    return step
+
+
+def test_a_run_keeps_its_steps_in_the_memory_of_each_host(tmp_path: Path) -> None:
+    run(4, train, str(tmp_path))
+    for host in (0, 1):
+        files = [path for path in (tmp_path / f"memory{host}").rglob("*") if path.is_file()]
+        assert {path.parts[-3] for path in files if path.suffix == ".safetensors"} == {"step_00000004"}
+    assert [each.step for each in reknit.steps(tmp_path / "lasting")] == [2, 4]
+    assert run(4, go_on, str(tmp_path)) == [5] * 4
+    shutil.rmtree(tmp_path / "memory1")
+    assert run(4, go_on, str(tmp_path)) == [5] * 4
