@@ -62,6 +62,23 @@ def test_what_the_interval_costs_is_computed_from_what_was_measured(command: Com
     assert "costs" not in command("report", tmp_path, "--mttf", "0").out
 
 
+def test_a_clock_that_was_set_back_ends_no_report(command: Command, tmp_path: Path) -> None:
+    lines = JsonLines(str(tmp_path / "events.jsonl"))
+    for step in range(2):
+        at = {"step": step, "path": f"run/{step}"}
+        lines.take([record("save", 0, 60.0 * step, 2.0, **at, ended=record("save", 0, -99, 0).started)])
+    ran = command("report", tmp_path)
+    assert (ran.code, ran.err) == (0, "")
+    assert "training stalled for 2 s, committed after 2 s" in ran.out
+    assert command("report", tmp_path, "-o", tmp_path / "page.html").code == 0
+
+
+def test_saves_that_took_no_time_by_the_clock_end_no_report(command: Command, tmp_path: Path) -> None:
+    lines = JsonLines(str(tmp_path / "events.jsonl"))
+    lines.take([record("save", 0, step, 0, step=step, path=f"run/{step}") for step in range(2)])
+    assert command("report", tmp_path).code == 0
+
+
 def test_a_page_and_a_trace_are_written(command: Command, events: str, tmp_path: Path) -> None:
     page, trace = tmp_path / "report.html", tmp_path / "trace.json"
     assert command("report", events, "-o", page).out == f"wrote {page}: 2 saves and loads\n"

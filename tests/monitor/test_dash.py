@@ -20,7 +20,9 @@ pytest.importorskip("starlette", reason="the dashboard needs starlette")
 pytest.importorskip("uvicorn", reason="the dashboard needs uvicorn")
 
 from reknit.errors import UsageError
+from reknit.monitor.dash import live
 from reknit.monitor.sinks.jsonl import JsonLines
+from tests.faults.nursery import wait_until
 from tests.monitor.test_reports import record
 
 if TYPE_CHECKING:
@@ -102,6 +104,21 @@ def test_a_save_that_is_written_meanwhile_is_told_and_shown(folder: Path, dash: 
     assert set(columns) == {"lane", "rank", "start", "busy", "length", "failed"}
     assert dash.status(f"columns/{after['version'] - 1}/0") == 409
     assert dash.status(f"columns/{after['version']}/2") == 409
+
+
+def test_it_goes_on_when_events_could_not_be_read_for_a_moment(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(live, "_LOOK_S", 0.01)
+    events = live.LiveEvents([str(folder)], lambda _: None)
+    try:
+        away = folder.rename(folder.with_name("away"))
+        wait_until(lambda: "the page may lack events: there is no file or folder" in caplog.text, LIMIT_S)
+        away.rename(folder)
+        write(folder, 2)
+        wait_until(lambda: events.view is not None and len(events.view.columns) == 2, LIMIT_S)
+    finally:
+        events.close()
 
 
 def test_a_page_of_another_site_reads_nothing(dash: Dash) -> None:

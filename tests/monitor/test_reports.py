@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import base64
 import json
+import os
 import re
 import shutil
 import subprocess
@@ -94,6 +95,41 @@ def test_what_is_no_event_is_left_out_and_counted(tmp_path: Path) -> None:
     (tmp_path / "empty").mkdir()
     with pytest.raises(UsageError, match="no events"):
         read_operations([str(tmp_path / "empty")])
+
+
+HOSTILE: list[dict[str, Any]] = [
+    {"nbytes": 10**400},
+    {"seconds": 1e308},
+    {"rank": -1},
+    {"started": 1e300},
+    {"step": 10**40},
+    {"behind_s": 1e300},
+    {"coordinate": {"dp": 10**30}},
+]
+
+
+@pytest.mark.parametrize("wrong", HOSTILE, ids=lambda wrong: next(iter(wrong)))
+def test_numbers_that_nobody_can_compute_with_are_no_event(wrong: dict[str, Any], tmp_path: Path) -> None:
+    fine = record("write", 0, 0, 1).as_dict()
+    (tmp_path / "e.jsonl").write_text(f"{json.dumps(fine)}\n{json.dumps(fine | wrong)}\n")
+    found = read_operations([str(tmp_path)])
+    assert [each.nbytes for each in found.operations] == [0]
+    assert found.num_foreign == 1
+
+
+def test_a_line_of_brackets_is_no_event(tmp_path: Path) -> None:
+    JsonLines(str(tmp_path / "e.jsonl")).take([record("write", 0, 0, 1)])
+    with (tmp_path / "e.jsonl").open("a") as file:
+        file.write("[" * 100_000 + '\n{"phase":"x","more":' + "[" * 100_000 + "\n")
+    assert read_operations([str(tmp_path)]).num_foreign == 2
+
+
+def test_only_files_of_a_folder_are_read(tmp_path: Path) -> None:
+    JsonLines(str(tmp_path / "e.jsonl")).take([record("write", 0, 0, 1)])
+    os.mkfifo(tmp_path / "pipe.jsonl")
+    (tmp_path / "folder.jsonl").mkdir()
+    (tmp_path / "link.jsonl").symlink_to("nowhere")
+    assert len(read_operations([str(tmp_path)]).operations) == 1
 
 
 def test_a_folder_has_a_file_of_each_process(tmp_path: Path) -> None:

@@ -42,9 +42,10 @@ def cost_table(operations: Sequence[RecordedOperation], args: argparse.Namespace
     if measured is None:
         return None
     mttf_h = _RANK_MTTF_H / measured.num_ranks if args.mttf is None else args.mttf
+    stall_s = max(measured.stall_s, 1e-6)  # less than 0 where a clock was set back
     costs = RunCosts(
-        stall_s=measured.stall_s,
-        write_s=max(measured.write_s, measured.stall_s),
+        stall_s=stall_s,
+        write_s=max(measured.write_s, stall_s),
         restart_s=args.restart,
         mttf_s=mttf_h * HOUR_S,
     )

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import logging
 import threading
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from reknit.errors import ReknitError
 from reknit.monitor.phase import monotonic
 from reknit.monitor.reports.events import EventFiles
 from reknit.monitor.reports.page import content
@@ -15,6 +17,8 @@ if TYPE_CHECKING:
 
     from reknit.monitor.reports.costs import CostTable
     from reknit.monitor.reports.events import RecordedOperation
+
+logger = logging.getLogger("reknit")
 
 _MOST_EVENTS = 1_000_000
 """Events that are kept in memory, some 400 bytes each."""
@@ -44,6 +48,7 @@ class LiveEvents:
         self._costs = costs
         self._files = EventFiles(places)
         self._files.read()  # a wrong place is told at once
+        self._problem = ""
         self._end = threading.Event()
         self.view: LiveView | None = None
         self._build()
@@ -58,9 +63,19 @@ class LiveEvents:
         pause_s = _LOOK_S
         while not self._end.wait(pause_s):
             begin = monotonic()
-            if self._files.read():
+            if self._read():
                 self._build()
             pause_s = max(_LOOK_S, _IDLE_SHARE * (monotonic() - begin))
+
+    def _read(self) -> bool:
+        """Read, and tell whether there is something new; what cannot be read now may be the next time."""
+        try:
+            changed, self._problem = self._files.read(), ""
+        except ReknitError as error:
+            if str(error) != self._problem:
+                logger.warning("the page may lack events: %s", error)
+            changed, self._problem = True, str(error)
+        return changed
 
     def _build(self) -> None:
         self._files.forget(_MOST_EVENTS)

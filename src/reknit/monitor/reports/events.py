@@ -6,49 +6,50 @@ import os
 from collections import Counter
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
 
 import msgspec
 
-from reknit.errors import UsageError
+from reknit.errors import StorageError, UsageError
 from reknit.monitor.phase import MOVING
 from reknit.monitor.reports.database import DATABASE, rows_of
-from reknit.monitor.reports.storage import StorageEvent, StorageFigures
+from reknit.monitor.reports.storage import Count, Number, Seconds, StorageEvent, StorageFigures
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Sequence
 
 _LEAST_BEHIND_S = 0.005
 """What clocks of hosts in step may seem to differ, as answers take a moment."""
+_Apart = Annotated[float, msgspec.Meta(ge=-1e11, le=1e11)]
 
 
 class Event(msgspec.Struct, frozen=True, gc=False):
     """A finished phase, with the fields of a `PhaseRecord`; events of older versions lack the last five."""
 
     phase: str
-    rank: int
-    step: int | None
-    started: float
-    seconds: float
-    nbytes: int
+    rank: Count
+    step: Number | None
+    started: Seconds
+    seconds: Seconds
+    nbytes: Count
     outcome: str
     action: str
     path: str
-    ended: float = 0.0
+    ended: Seconds = 0.0
     host: str = ""
     process: str = "trainer"
-    coordinate: dict[str, int] = msgspec.field(default_factory=dict)
-    behind_s: float | None = None
+    coordinate: dict[str, Number] = msgspec.field(default_factory=dict)
+    behind_s: _Apart | None = None
 
     @property
     def end(self) -> float:
-        """When it ended, in seconds since the epoch."""
-        return self.ended or self.started + self.seconds
+        """When it ended, in seconds since the epoch; not before it started, where a clock was set back."""
+        return self.ended if self.ended >= self.started else self.started + self.seconds
 
     @property
     def elapsed_s(self) -> float:
         """Seconds from start to end."""
-        return max(0.0, self.end - self.started)
+        return self.end - self.started
 
     @property
     def busy_s(self) -> float:
@@ -131,7 +132,7 @@ class ReadEvents(NamedTuple):
 
 
 class _Dropped(msgspec.Struct):
-    num_dropped: int
+    num_dropped: Count
 
 
 class EventFiles:
@@ -151,23 +152,29 @@ class EventFiles:
     def read(self) -> bool:
         """Read what was written since the last time, and tell whether that is anything."""
         before = sum(self._positions.values())
-        for path in _files(self._places):
-            if path.suffix == DATABASE:
-                for row in rows_of(path, self._rows.setdefault(path, Counter())):
-                    self._take_row(row)
-                self._positions[path] = self._rows[path].total()
-                continue
-            with path.open("rb") as lines:
-                position = lines.seek(self._positions.get(path, 0))
-                self._unfinished[path] = 0
-                for line in lines:
-                    if not line.endswith(b"\n"):
-                        self._unfinished[path] = 1  # somebody may be writing it
-                        break
-                    position += len(line)
-                    self._take(line)
-                self._positions[path] = position
+        try:
+            for path in _files(self._places):
+                self._read(path)
+        except OSError as error:
+            raise StorageError(f"events cannot be read: {error}", remedy="check the file") from error
         return sum(self._positions.values()) > before
+
+    def _read(self, path: Path) -> None:
+        if path.suffix == DATABASE:
+            for row in rows_of(path, self._rows.setdefault(path, Counter())):
+                self._take_row(row)
+            self._positions[path] = self._rows[path].total()
+            return
+        with path.open("rb") as lines:
+            position = lines.seek(self._positions.get(path, 0))
+            self._unfinished[path] = 0
+            for line in lines:
+                if not line.endswith(b"\n"):
+                    self._unfinished[path] = 1  # somebody may be writing it
+                    break
+                position += len(line)
+                self._take(line)
+            self._positions[path] = position
 
     def known(self) -> ReadEvents:
         """Return what has been read."""
@@ -190,7 +197,7 @@ class EventFiles:
                 return
             stored = line.startswith(b'{"operation"')
             event = self._of_storage.decode(line) if stored else self._of_phase.decode(line)
-        except (msgspec.DecodeError, UnicodeDecodeError):
+        except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
             self._num_foreign += 1
             return
         self._add(event)
@@ -232,7 +239,8 @@ def read_operations(places: Sequence[str]) -> ReadEvents:
 def _files(places: Iterable[str]) -> Iterator[Path]:
     for place in map(Path, places):
         if place.is_dir():
-            yield from sorted((*place.glob("*.jsonl"), *place.glob(f"*{DATABASE}")))
+            found = sorted((*place.glob("*.jsonl"), *place.glob(f"*{DATABASE}")))
+            yield from filter(Path.is_file, found)  # a pipe would never end
         elif place.is_file():
             yield place
         else:

@@ -4,12 +4,17 @@ from __future__ import annotations
 
 from collections import Counter
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Annotated, NamedTuple
 
 import msgspec
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
+
+Count = Annotated[int, msgspec.Meta(ge=0, le=1 << 62)]
+Number = Annotated[int, msgspec.Meta(ge=-(1 << 62), le=1 << 62)]
+Seconds = Annotated[float, msgspec.Meta(ge=0.0, le=1e11)]
+"""What a file of events may say, which anyone may have written: nothing that cannot be computed with."""
 
 _LEAST_BIT = 7
 """Latencies of less than 2**7 microseconds are counted together."""
@@ -20,14 +25,14 @@ class StorageEvent(msgspec.Struct, frozen=True, gc=False):
 
     operation: str
     store: str
-    rank: int
-    step: int | None
-    started: float
-    seconds: float
-    nbytes: int
+    rank: Count
+    step: Number | None
+    started: Seconds
+    seconds: Seconds
+    nbytes: Count
     outcome: str
-    retries: int
-    at_once: int
+    retries: Count
+    at_once: Count
     action: str
     path: str
     host: str = ""
