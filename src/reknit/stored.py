@@ -226,4 +226,4 @@ def cool(path: str | PathLike[str], to: str | PathLike[str], *, bytes_per_s: flo
         check_places(source, target)
         recorder = Recorder("promote", path=target.url)
         job = Promotion(source, target, False, SaveOptions(), recorder, Pace(bytes_per_s))
-        return move(job, recipe(to).url)
+        return move(job, recipe(to).url, open_storage)

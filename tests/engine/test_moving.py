@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -140,6 +141,13 @@ def test_nothing_is_removed_where_the_cold_place_cannot_be_reached(
     assert (hot / "manifest.json").exists()
 
 
+def test_what_is_missing_is_named_where_it_has_moved_to(hot: Path, cold: Path) -> None:
+    reknit.cool(hot, cold)
+    shutil.rmtree(cold)
+    with pytest.raises(CorruptError, match=rf"is missing .*{cold}"):
+        value(hot)
+
+
 def test_it_comes_back_by_a_promotion(hot: Path, cold: Path) -> None:
     reknit.cool(hot, cold)
     reknit.promote(cold, hot, overwrite=True)
@@ -178,6 +186,37 @@ def test_the_copy_of_what_a_save_has_replaced_goes(hot: Path, cold: Path, then: 
         assert not hot.exists()
     assert cold.exists() is (then == "move")
     assert then == "remove" or value(hot) == 4.0
+
+
+@pytest.mark.parametrize("then", ["gc", "move", "remove"])
+def test_a_copied_folder_does_not_take_the_cold_files_from_the_first(
+    hot: Path, cold: Path, tmp_path: Path, then: str
+) -> None:
+    reknit.cool(hot, cold)
+    fork = tmp_path / "fork" / hot.name
+    shutil.copytree(hot, fork)
+    if then != "remove":
+        reknit.save(fork, state(4.0), step=3, overwrite=True)
+    if then == "gc":
+        gc(fork.parent)
+    elif then == "move":
+        with pytest.raises(CheckpointExistsError):
+            reknit.cool(fork, cold)
+    else:
+        reknit.delete(fork)
+        assert not fork.exists()
+    assert value(hot) == 3.0
+    reknit.delete(hot)
+    assert not cold.exists()
+
+
+def test_a_folder_of_another_name_takes_the_cold_files_along(hot: Path, cold: Path) -> None:
+    reknit.cool(hot, cold)
+    link = hot.parent.with_name("link")
+    link.symlink_to(hot.parent.rename(hot.parent.with_name("renamed")))
+    assert value(link / hot.name) == 3.0
+    reknit.delete(link / hot.name)
+    assert not cold.exists()
 
 
 def test_who_takes_the_pin_away_keeps_the_copy(hot: Path, cold: Path) -> None:
@@ -260,7 +299,7 @@ def test_killed_anywhere_it_loads_and_the_next_try_ends_it(tmp_path: Path) -> No
             Recorder("promote"),
         )
         try:
-            move(job, str(cold))
+            move(job, str(cold), open_storage)
             ended = life.left >= 0
         except StorageError as error:
             if "dead" not in error.message:
@@ -319,7 +358,11 @@ def test_a_save_that_begins_at_any_moment_of_a_move_is_not_harmed(tmp_path: Path
         save = partial(reknit.save, hot, state(2.0), overwrite=True)
         at = AtOperation(open_storage(hot), number, save)
         try:
-            move(Promotion(at, open_storage(cold), False, SaveOptions(), Recorder("promote")), str(cold))
+            move(
+                Promotion(at, open_storage(cold), False, SaveOptions(), Recorder("promote")),
+                str(cold),
+                open_storage,
+            )
         except reknit.ReknitError:
             assert at.happened
         happened = at.happened

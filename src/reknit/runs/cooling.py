@@ -89,4 +89,4 @@ class Cooling:
 
     def _move(self, hot: Storage, cold: Storage, place: str) -> int:
         recorder, pace = Recorder("promote", path=cold.url), Pace(self._cool.bytes_per_s)
-        return move(Promotion(hot, cold, False, SaveOptions(), recorder, pace), place)
+        return move(Promotion(hot, cold, False, SaveOptions(), recorder, pace), place, open_storage)

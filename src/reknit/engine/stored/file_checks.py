@@ -89,10 +89,10 @@ def _has(storage: Storage, file: FileEntry) -> bool:
 def _check_own_size(storage: Storage, file: FileEntry) -> None:
     try:
         found = storage.size(file.path)
-    except StorageNotFoundError:
+    except StorageNotFoundError as error:
         raise CorruptError(
             f"{file.path} is missing",
-            path=f"{storage.url}/{file.path}",
+            path=error.path or f"{storage.url}/{file.path}",  # it may have moved
             remedy="restore the file, or load another checkpoint",
         ) from None
     if found != file.nbytes:

@@ -51,6 +51,8 @@ logger = logging.getLogger("reknit")
 STAYS = (paths.MANIFEST_PATH, f"{paths.NOTES_FOLDER}/", "pending.")
 """How the names of files begin that never move."""
 
+_FROM = "moved from "
+
 _FILES = ("index", "data", "blobs", "own")
 
 
@@ -63,7 +65,7 @@ def moved_to(storage: Storage) -> str | None:
     return None if manifest is None else manifest.moved_to
 
 
-def move(job: Promotion, place: str) -> int:
+def move(job: Promotion, place: str, open_at: Callable[[str], Storage]) -> int:
     """Move the checkpoint at the source to the target, which is called `place`; return the bytes freed.
 
     What an earlier try has done is not done again.  Raises `CheckpointNotFoundError`, `CheckpointExistsError`
@@ -82,7 +84,7 @@ def move(job: Promotion, place: str) -> int:
         copy = _copy_of(hot, manifest, place)
         for path, old in _copies(hot):
             if old.place == place and old.write_id != copy.write_id:  # of a checkpoint that this one replaced
-                _remove_copy(cold, old)
+                _remove_own(hot, cold, old, open_at)
                 hot.delete(path)
         with RenewedHold(hot, manifest.save_id, LEASE_S):
             if copy not in [old for _, old in _copies(hot)]:
@@ -151,7 +153,7 @@ def delete_moved(
             return freed + sum(m.nbytes for copy, m in there if m and m.write_id == copy.write_id)
         for path, copy, cold in places:
             try:
-                freed += _remove_copy(cold, copy)
+                freed += _remove_own(storage, cold, copy, open_at)
                 if path is not None:
                     storage.delete(path)
             except (UsageError, StorageError) as error:
@@ -169,7 +171,24 @@ def remove_noted(hot: Storage, path: str, open_at: Callable[[str], Storage]) -> 
     for copy in [copy for each, copy in _copies(hot) if each == path]:
         if here is None or here.save_id != copy.save_id:
             with closing(open_at(copy.place)) as cold:
-                _remove_copy(cold, copy)
+                _remove_own(hot, cold, copy, open_at)
+
+
+def _remove_own(hot: Storage, cold: Storage, copy: ColdCopy, open_at: Callable[[str], Storage]) -> int:
+    """Remove a copy as `_remove_copy` does, unless the checkpoint that was moved is still at another place.
+
+    Then the folder `hot`, with the note in it, was copied from there.
+    """
+    origin = copy.reason.removeprefix(_FROM)
+    if origin != hot.url:
+        with closing(open_at(origin)) as other:
+            try:
+                there = manifest_in(other)
+            except FormatError:  # it may be that one
+                return 0
+        if there is not None and there.save_id == copy.save_id:
+            return 0
+    return _remove_copy(cold, copy)
 
 
 def _remove_copy(cold: Storage, copy: ColdCopy) -> int:
@@ -199,7 +218,7 @@ def _copies(hot: Storage) -> list[tuple[str, ColdCopy]]:
 
 
 def _copy_of(hot: Storage, manifest: Manifest, place: str) -> ColdCopy:
-    return ColdCopy(place, manifest.save_id, manifest.write_id, f"moved from {hot.url}")
+    return ColdCopy(place, manifest.save_id, manifest.write_id, f"{_FROM}{hot.url}")
 
 
 def _pins(cold: Storage, copy: ColdCopy) -> list[str]:
