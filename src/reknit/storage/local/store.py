@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import os
 import stat
+import time
 import uuid
 from contextlib import suppress
 from copy import copy
@@ -46,7 +47,7 @@ if TYPE_CHECKING:
 
     from reknit.storage.base import Storage
 
-_PRUNED_TRIES = 16
+_PRUNED_TRIES = 64
 
 
 class LocalStorage:
@@ -270,7 +271,8 @@ class LocalStorage:
     def _open_new(self, path: str, flags: int = NEW_FILE) -> int:
         """Create a file with its folders, again where a delete elsewhere has just removed an empty folder."""
         full = missing = os.path.join(self._root, path)
-        for _ in range(_PRUNED_TRIES):
+        for tries in range(_PRUNED_TRIES):
+            time.sleep(tries * 1e-4)  # in step with who removes them it would go on for ever
             try:
                 self._folders.make(self._root)
                 return open_below(self._root, path, flags)
