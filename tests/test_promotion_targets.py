@@ -145,15 +145,22 @@ def test_ranks_may_call_the_stores_by_names_of_their_own(tmp_path: Path) -> None
     assert all(reknit.verify(tmp_path / "b" / str(step), "data").ok for step in range(3))
 
 
-def test_ranks_that_promote_to_different_numbers_of_places_are_told(tmp_path: Path) -> None:
-    def work(group: Group) -> None:
-        places = (tmp_path / "b", tmp_path / "c")[: 1 + group.rank]
-        options = reknit.SaveOptions(promote_to=places, durability="process")
-        save = reknit.save(tmp_path / "a", state(), options=options, wait=False, group=group)
-        with pytest.raises(UsageError, match="different numbers of places"):
-            save.promoted(LIMIT_S)
+@pytest.mark.parametrize("wait", [True, False])
+@pytest.mark.parametrize("places", [(0, 1, 1), (1, 0, 1), (2, 2, 1)])
+def test_ranks_that_promote_to_different_numbers_of_places_are_told_at_once(
+    tmp_path: Path, wait: bool, places: tuple[int, ...]
+) -> None:
+    def work(group: Group) -> str:
+        mine = tuple(tmp_path / f"to{place}" for place in range(places[group.rank]))
+        options = reknit.SaveOptions(promote_to=mine or None, durability="process", timeout_s=600)
+        with pytest.raises(UsageError, match="different numbers of places") as caught:
+            reknit.save(tmp_path / "a", state(), options=options, wait=wait, group=group).result(LIMIT_S)
+        return caught.value.message
 
-    run_ranks(2, work)
+    others = [rank for rank in range(3) if places[rank] != places[0]]
+    for message in run_ranks(3, work):
+        assert f"rank 0 to {places[0]}, rank(s) {', '.join(map(str, others))} to" in message
+    assert reknit.latest(tmp_path) is None
 
 
 @pytest.mark.parametrize("wrong", ["", 7, ("a", ""), (), PromotionTarget])

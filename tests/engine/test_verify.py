@@ -16,11 +16,13 @@ from reknit.testing.world import run_ranks
 from reknit.types.box import Box
 from reknit.types.manifest import FileEntry
 from reknit.types.shard import Holdings, Shard, TensorSpec
+from tests.engine.runs import pausing, save_as
 from tests.format.samples import index_of
 from tests.storage.process_memory import ProcessMemory
 
 if TYPE_CHECKING:
     from reknit.comm.base import Group
+    from reknit.storage.base import Storage
 
 SPEC = TensorSpec((50,), "float32")
 
@@ -61,3 +63,20 @@ def test_an_extent_that_the_header_of_its_file_does_not_have_is_found() -> None:
     for start in (len(head) - 1, len(head) + 1):
         with pytest.raises(FormatError, match="disagree about 1 extents"):
             check_header(storage, index_of([("m", "a", spec, box, path, start)]), 0, file)
+
+
+def test_what_is_replaced_while_it_is_checked_is_checked_anew() -> None:
+    seen, replaced = list[int](), [True]
+    while replaced:
+        replaced = []
+        ProcessMemory.clear("checked")
+        place = ProcessMemory("checked")
+        assert save_as(place, 1, 1) is None
+
+        def replace(place: Storage = place, replaced: list[bool] = replaced) -> None:
+            replaced.append(save_as(place, 2, 1) is None)
+
+        report = verify(pausing(place, [len(seen) + 1], replace), "data", LoadOptions())
+        assert report.ok, report.problems
+        seen.append(len(replaced))
+    assert len(seen) > 5

@@ -1,20 +1,19 @@
 """Random lives of runs whose agents are processes: trainers, agents or both are killed, and tiers are lost.
 
-`python -m tests.runs.agent_lives --runs 40 --seed 0` lets many runs live.  Whenever the kill comes, the step
+`python -m tests.runs.agent_lives --seeds 40 --first 0` lets many live.  Whenever the kill comes, the step
 that was committed last, and not lost since, loads, and so does every other that a tier lists; the next life
-goes on from the newest.  A run is known by its seed but for the moment of the kill; one that fails prints it.
+goes on from the newest.  A run is known by its seed but for the moment of the kill.
 """
 
 from __future__ import annotations
 
-import argparse
-import logging
 import random
 import shutil
 import sys
 import tempfile
 import time
 from collections import Counter
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -23,6 +22,7 @@ from reknit import Checkpointer, Cool, SaveOptions, Tier
 from reknit.errors import ReknitError
 from reknit.policies import latest
 from tests.faults.nursery import Nursery, send, wait_until
+from tests.runs import many
 from tests.runs.pieces import state
 
 if TYPE_CHECKING:
@@ -159,29 +159,19 @@ class Lives:
         return [set(), *there[1:]]
 
 
-def main() -> int:
-    """Let many runs live, and return how many went wrong (at most 100)."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--runs", type=int, default=40)
-    parser.add_argument("--seed", type=int, default=0)
-    options = parser.parse_args()
-    logging.getLogger("reknit").setLevel(logging.CRITICAL)
-    bad, done = [], Counter[str]()
-    with Nursery() as nursery:
-        for seed in range(options.seed, options.seed + options.runs):
-            root = Path(tempfile.mkdtemp(prefix="reknit-lives-"))
-            lives = Lives(nursery, root, seed)
-            try:
-                lives.live()
-                shutil.rmtree(root)
-            except AssertionError as error:
-                bad.append(seed)
-                print(f"seed {seed}, in {root}: {error}", flush=True)
-            done += lives.done
-    told = ", ".join(f"{number} {what}" for what, number in sorted(done.items()))
-    print(f"{options.runs} runs from {options.seed}: {told}; bad: {bad}")
-    return min(len(bad), 100)
+def live(nursery: Nursery, seed: int, done: Counter[str]) -> None:
+    """Let the run of a seed live; what it has left on disk stays where it went wrong."""
+    root = Path(tempfile.mkdtemp(prefix="reknit-lives-"))
+    lives = Lives(nursery, root, seed)
+    try:
+        lives.live()
+    except AssertionError as error:
+        raise AssertionError(f"in {root}: {error}") from error
+    finally:
+        done.update(lives.done)
+    shutil.rmtree(root)
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    with Nursery() as shared:
+        sys.exit(many.main(__doc__, partial(live, shared)))

@@ -1,46 +1,102 @@
 """Random lives of runs in memory: tiers, keep policies, moves to a cold store, removals, damage and deaths.
 
-`python -m tests.runs.schedules --seeds 2000 --first 0` lives those of many seeds.  A run dies in the middle
-of any change that it makes to a store.  Wherever that is, the step that was saved last, and not lost since,
-loads, and so does every other that a store says is there; the next run goes on from the newest; and what lies
-in the cold store is known to its path.
+`python -m tests.runs.schedules --seeds 2000 --first 0` lives those of many seeds.  A run has one to four
+ranks, which are threads.  One of them dies, or all, in the middle of any change to a store.  Wherever that
+is, the step that was saved last, and not lost since, loads, and so does every other that a store says is
+there; the next run goes on from the newest; and what lies in the cold store is known to its path.
 """
 
 from __future__ import annotations
 
-import argparse
-import logging
 import random
 import sys
-import time
+import threading
 from collections import Counter
 from contextlib import suppress
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 from unittest import mock
+
+import numpy as np
 
 import reknit
 from reknit import Checkpointer, Cool, SaveOptions, Tier
 from reknit.engine.memory import workers
-from reknit.errors import ReknitError, StorageError
+from reknit.errors import CommError, ReknitError, StorageError
 from reknit.policies import at, best, every, latest
 from reknit.storage.registry import register
+from reknit.storage.wrappers.forwarding import ForwardingStorage
+from reknit.testing.world import run_ranks
+from tests.runs import many
 from tests.runs.pieces import state
-from tests.runs.test_at_every_instant import Mortal, life
+from tests.runs.test_at_every_instant import Life
 from tests.storage.process_memory import ProcessMemory
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from reknit.comm.base import Group
     from reknit.options import Durability
     from reknit.storage.base import Storage
+    from reknit.storage.wrappers.forwarding import Half
 
 SCHEME = "schedule"
 _ENDLESS = 1 << 30
 _LIVES = 5
+_MOST_RANKS = 4
+_LIMIT_S = 200.0
 _KEEP = (None, latest(1), latest(2), every(3), best(1, "loss"), at(2), latest(1) | best(2, "loss"))
 _OPTIONS = SaveOptions(durability="process", threads=1)
 
 
-class _Named(Mortal):
-    """A store in memory that is opened by its URL."""
+T = TypeVar("T")
+
+
+class _Rank(Life):
+    """How long a rank lives, or all ranks do; once it is dead, the others hear nothing of it."""
+
+    def __init__(self, left: int = _ENDLESS, group: Group | None = None) -> None:
+        self.left, self._group = left, group
+
+    def goes_on(self, name: str) -> bool:
+        """Count an operation, and tell whether it is still done."""
+        if super().goes_on(name):
+            return True
+        if self._group is not None:
+            self._group.close()
+        return False
+
+
+class _Living(threading.local):
+    """The rank that a thread is; threads that a rank has started are rank 0's."""
+
+    root = _Rank()
+    _mine: _Rank | None = None
+
+    @property
+    def mine(self) -> _Rank:
+        """The life of this thread's rank."""
+        return self._mine or self.root
+
+    def begin(self, rank: int, life: _Rank) -> None:
+        """Let this thread be a rank from now on."""
+        self._mine = life
+        if rank == 0:
+            type(self).root = life
+
+    def end(self) -> None:
+        """Let everybody live."""
+        type(self).root = _Rank()
+
+
+living = _Living()
+
+
+class _Named(ForwardingStorage):
+    """A store in memory that is opened by its URL, by a rank that dies."""
+
+    def __init__(self, inner: Storage, life: _Rank) -> None:
+        super().__init__(inner)
+        self._life = life
 
     @property
     def url(self) -> str:
@@ -49,11 +105,17 @@ class _Named(Mortal):
 
     def around(self, inner: Storage, path: str) -> _Named:
         """Return a store below."""
-        return _Named(inner)
+        return _Named(inner, self._life)
+
+    def intercept(self, name: str, path: str, nbytes: int, whole: Callable[[], T], half: Half = None) -> T:
+        """Do what is asked as long as there is life."""
+        if self._life.goes_on(name):
+            return whole()
+        raise StorageError("dead", path=path)
 
 
 def _open(url: str, durability: Durability) -> _Named:
-    return _Named(ProcessMemory("schedules").sub(url.removeprefix(f"{SCHEME}://")))
+    return _Named(ProcessMemory("schedules").sub(url.removeprefix(f"{SCHEME}://")), living.mine)
 
 
 class Schedule:
@@ -63,6 +125,7 @@ class Schedule:
         register(SCHEME, _open)
         ProcessMemory.clear("schedules")
         self._rng = rng = random.Random(seed)
+        self._ranks = 1 + (seed + 1) % _MOST_RANKS
         paces = [1, *sorted(rng.sample((1, 2, 3, 5), rng.randrange(3)))]
         self.urls = [f"{SCHEME}://tier{number}" for number in range(len(paces))]
         self._cooled = rng.randrange(len(paces)) if rng.random() < 0.7 else None
@@ -90,38 +153,60 @@ class Schedule:
             assert last is None or last in set().union(*there), f"step {last} is lost; there are {there}"
             there = self._fate(there)
             last = max(set().union(*there), default=None)
-            held = state()
-            with self._run() as run:
-                assert run.resume(held) == (0 if last is None else last + 1), f"there are {there}"
-            assert last is None or held["model"]["w"][0] == last
+            self._resume(last, there)
             self._look_around()
             there = self._whole()
             assert last is None or last in set().union(*there), f"step {last} went in a quiet life"
 
-    def _run(self) -> Checkpointer:
-        return Checkpointer(tiers=self._tiers, wait=True, options=_OPTIONS)
+    def _resume(self, last: int | None, there: list[set[int]]) -> None:
+        """Let all ranks go on from the step that is the last one, and end in peace."""
+
+        def work(group: Group) -> None:
+            held = _state(group.rank)
+            with self._run(group) as run:
+                assert run.resume(held) == (0 if last is None else last + 1), f"there are {there}"
+            expected = _state(group.rank, 0 if last is None else last)["model"]
+            assert all(np.array_equal(held["model"][name], each) for name, each in expected.items())
+
+        run_ranks(self._ranks, work, timeout_s=_LIMIT_S)
+
+    def _run(self, group: Group) -> Checkpointer:
+        return Checkpointer(tiers=self._tiers, wait=True, options=_OPTIONS, group=group)
 
     def _one_life(self) -> int | None:
         """Resume, train and do what people do, until death or to an end; return the last step saved."""
-        rng, saved = self._rng, None
-        life.left = rng.randrange(2, 160)
+        rng = self._rng
+        left, victim = rng.randrange(2, 160), rng.randrange(-1, self._ranks)
+        steps = [(rng.random(), rng.randrange(1, 3)) for _ in range(rng.randrange(1, 8))]
+        of_all = _Rank(left)
+        saved: list[int] = []
+
+        def work(group: Group) -> bool:
+            one = _Rank(left if victim == group.rank else _ENDLESS, group)
+            living.begin(group.rank, of_all if victim < 0 else one)
+            try:
+                with self._run(group) as run:
+                    step = run.resume(_state(group.rank))
+                    for loss, more in steps:
+                        if run.save(step, _state(group.rank, step), {"loss": loss}) is not None:
+                            saved.append(step)
+                        if group.rank == 0:
+                            self._meddle(step)
+                        step += more
+            except (StorageError, CommError) as error:
+                if isinstance(error, StorageError) and "dead" not in error.message:
+                    raise
+                return True
+            return False
+
         try:
-            with self._run() as run:
-                step = run.resume(state())
-                for _ in range(rng.randrange(1, 8)):
-                    if run.save(step, state(float(step)), {"loss": rng.random()}) is not None:
-                        saved = step
-                        self.done["saves"] += 1
-                    self._meddle(step)
-                    step += rng.randrange(1, 3)
-        except StorageError as error:
-            if "dead" not in error.message:
-                raise
-            self.done["deaths"] += 1
+            died = run_ranks(self._ranks, work, timeout_s=_LIMIT_S)
         finally:
-            life.left = _ENDLESS
+            living.end()
             self._expire()
-        return saved
+        self.done["saves"] += len(set(saved))
+        self.done["deaths of all" if victim < 0 else "deaths of one"] += any(died)
+        return max(saved, default=None)
 
     def _meddle(self, newest: int) -> None:
         """Remove, pin or score a step that is not the newest, as another job might."""
@@ -186,6 +271,13 @@ class Schedule:
                 tree.delete(path)
 
 
+def _state(rank: int, step: int = 0) -> dict[str, Any]:
+    """Return what a rank has after a step: what all have, and what is its own."""
+    held = state(float(step))
+    held["model"][f"own{rank}"] = np.full(10, float(step + rank))
+    return held
+
+
 def _steps(url: str) -> list[Any]:
     return reknit.steps(url) if _is_there(url) else []
 
@@ -200,26 +292,14 @@ def _is_whole(path: str) -> bool:
     return False
 
 
-def main() -> int:
-    """Live, tell of every run that went wrong, and return how many there were (at most 100)."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--seeds", type=int, default=1000, help="how many")
-    parser.add_argument("--first", type=int, default=0)
-    options = parser.parse_args()
-    logging.getLogger("reknit").setLevel(logging.CRITICAL)
-    began, bad, done = time.time(), [], Counter[str]()
-    for seed in range(options.first, options.first + options.seeds):
-        schedule = Schedule(seed)
-        try:
-            schedule.live()
-        except Exception as error:
-            bad.append(seed)
-            print(f"seed {seed}: {type(error).__name__}: {error}", flush=True)
-        done += schedule.done
-    told = ", ".join(f"{number} {what}" for what, number in sorted(done.items()))
-    print(f"{options.seeds} seeds from {options.first}, {time.time() - began:.0f} s: {told}; bad: {bad}")
-    return min(len(bad), 100)
+def live(seed: int, done: Counter[str]) -> None:
+    """Let the run of a seed live."""
+    schedule = Schedule(seed)
+    try:
+        schedule.live()
+    finally:
+        done.update(schedule.done)
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(many.main(__doc__, live))

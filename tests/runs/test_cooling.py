@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import shutil
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -54,6 +55,28 @@ def test_a_run_goes_on_from_a_step_that_has_moved(tmp_path: Path) -> None:
         assert held["model"]["w"][0] == 1.0
         run.save(3, state(3.0))
     assert moved(hot) == [1]
+
+
+def test_what_a_lost_run_has_moved_loads_comes_back_and_goes_once_it_is_unpinned(tmp_path: Path) -> None:
+    hot, cold = tmp_path / "hot", tmp_path / "cold"
+    with Checkpointer(hot, cool=Cool(cold, after=latest(1)), wait=True, options=QUICK) as run:
+        for step in (1, 2, 3):
+            run.save(step, state(float(step)))
+    shutil.rmtree(hot)
+    first, second = (cold / f"step_{step:08d}" for step in (1, 2))
+    with pytest.raises(UsageError, match=f"moved from {hot}"):
+        reknit.delete(first)
+    assert reknit.unpin(first)
+    reknit.delete(first)
+    reknit.promote(second, to=hot / second.name)
+    held = state()
+    with Checkpointer(hot, cool=Cool(cold, after=latest(1)), wait=True, options=QUICK) as run:
+        assert run.resume(held) == 3
+        assert held["model"]["w"][0] == 2.0
+        run.save(3, state(3.0))
+    assert (moved(hot), numbers(cold)) == ([2], [2])
+    reknit.delete(hot / second.name)
+    assert not second.exists()
 
 
 def test_the_newest_whole_step_never_moves(tmp_path: Path) -> None:

@@ -83,7 +83,8 @@ class RankClaims(msgspec.Struct, array_like=True):
     """What a rank says before all ranks' work is assigned: what only all together can say who writes.
 
     `write_id` is empty where the root has to choose one.  `plan` stands for the layout of all that the rank
-    holds; `shards` is None where it is what the rank last claimed under this plan.
+    holds; `shards` is None where it is what the rank last claimed under this plan.  `places` is to how many
+    places it promotes the checkpoint.
     """
 
     write_id: str
@@ -93,6 +94,7 @@ class RankClaims(msgspec.Struct, array_like=True):
     blobs: list[EncodedBlob]
     copies: Copies = NO_COPIES
     witnesses: Witnesses = NO_WITNESSES
+    places: int = 0
 
 
 class Assignment(msgspec.Struct, array_like=True):

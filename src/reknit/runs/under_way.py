@@ -22,6 +22,8 @@ if TYPE_CHECKING:
     from reknit.runs.retention import Retention
     from reknit.types.saved_step import SavedStep
 
+    Work = Callable[[set[int], int | None], object]
+
 logger = logging.getLogger("reknit")
 
 
@@ -116,17 +118,13 @@ class UnderWay:
             self._to_cool = True
         if self._surplus and (self._pruning is None or not self._pruning.is_alive()):
             tiers, self._surplus = sorted(self._surplus), set()
-            try:
-                self._pruning = start_thread("reknit-prune", partial(self._prune, tiers))
-            except ReknitError as error:  # one rank alone must not stop
-                logger.warning("old steps could not be removed and stay for now: %s", error)
+            prunes = {tier: self._retentions[tier].prune for tier in tiers}
+            self._pruning = self._begin("reknit-prune", "removed", prunes)
         at_work = any(thread is not None and thread.is_alive() for thread in (self._pruning, self._cooling))
         if self._to_cool and self._coolings and not at_work:  # what is surplus need not move
             self._to_cool = False
-            try:
-                self._cooling = start_thread("reknit-cool", self._cool)
-            except ReknitError as error:
-                logger.warning("old steps could not be moved and stay for now: %s", error)
+            moves = {tier: cooling.run for tier, cooling in self._coolings.items()}
+            self._cooling = self._begin("reknit-cool", "moved", moves)
 
     def promote_late(self, tier: int, steps: set[int], work: Callable[[], object]) -> None:
         """Let a thread promote steps to a tier that an earlier run has left; they stay meanwhile."""
@@ -235,18 +233,20 @@ class UnderWay:
             for step in (retention.surplus if dry_run else retention.prune)(self.needed(tier), self._reached)
         ]
 
-    def _cool(self) -> None:
-        """Move old steps; training goes on where that fails, and the next save tries again."""
-        for tier, cooling in self._coolings.items():
-            try:
-                cooling.run(self.needed(tier), self._reached)
-            except Exception as error:  # a policy may be a user's own
-                logger.warning("old steps could not be moved and stay for now: %s", error, exc_info=error)
+    def _begin(self, name: str, done: str, work: Mapping[int, Work]) -> threading.Thread | None:
+        """Let a thread do `work` in tiers; training goes on where it fails, and the next save tries again."""
 
-    def _prune(self, tiers: Sequence[int]) -> None:
-        """Prune; training goes on where that fails, and the next save tries again."""
-        for tier in tiers:
-            try:
-                self._retentions[tier].prune(self.needed(tier), self._reached)
-            except Exception as error:  # a policy may be a user's own
-                logger.warning("old steps could not be removed and stay for now: %s", error, exc_info=error)
+        def in_all() -> None:
+            for tier, in_tier in work.items():
+                try:
+                    in_tier(self.needed(tier), self._reached)
+                except Exception as error:  # a policy may be a user's own
+                    logger.warning(
+                        "old steps could not be %s and stay for now: %s", done, error, exc_info=error
+                    )
+
+        try:
+            return start_thread(name, in_all)
+        except ReknitError as error:  # one rank alone must not stop
+            logger.warning("old steps could not be %s and stay for now: %s", done, error)
+            return None

@@ -7,7 +7,6 @@ from typing import TYPE_CHECKING
 
 from reknit.comm import base as comm
 from reknit.engine.background.side_group import side_group
-from reknit.errors import UsageError
 from reknit.system import start_thread
 
 if TYPE_CHECKING:
@@ -51,21 +50,16 @@ class Lanes:
     def agree(self, urls: Sequence[str], group: comm.Group, timeout_s: float) -> list[int]:
         """Return the numbers of the lanes for checkpoints at some places: those of the root for its own.
 
-        What ranks call a store may differ, and so may which of their checkpoints have one in common.  Raises
-        `CommError`, `UsageError`.
+        There are as many on all ranks.  What they call a store may differ, and so may which of their
+        checkpoints have one in common.  Raises `CommError`.
         """
 
         def decide(requests: list[bytes]) -> list[bytes]:
-            if len(set(requests)) > 1:
-                raise UsageError(
-                    f"ranks promote to different numbers of places: rank 0 to {len(urls)}",
-                    remedy="pass the same promote_to on every rank",
-                )
             mine = [self._numbers.setdefault(_store(url), len(self._numbers) % _MOST) for url in urls]
             return [bytes(mine)] * len(requests)
 
         with comm.turn(group, "lanes", timeout_s) as turn:
-            return list(turn.exchange(bytes([len(urls)]), decide))
+            return list(turn.exchange(b"", decide))
 
     def lane(self, number: int, group: comm.Group, options: CommOptions, timeout_s: float) -> Lane:
         """Return a lane, made with all agents where it is new.

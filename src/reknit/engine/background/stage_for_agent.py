@@ -152,6 +152,7 @@ def _begin(
             blobs,
             copies,
             encoded.witnesses,
+            len(job.promote_to),
         ),
         promote_to=list(job.promote_to),
         coordinate=job.recorder.coordinate,

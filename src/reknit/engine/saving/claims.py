@@ -154,6 +154,7 @@ def claims(rank: int, claimed: messages.RankClaims) -> bytes:
         {"write_ids": [claimed.write_id], "witnesses": witnesses.names},
         {
             "step": ([] if claimed.step is None else [claimed.step], ""),
+            "places": ([claimed.places], ""),
             "plan": (messages.unpacked(claimed.plan, "i8"), ""),
             "blob_keys": (keys, ""),
             "blob_digests": (digests, ""),

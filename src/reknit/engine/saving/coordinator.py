@@ -13,7 +13,7 @@ from reknit.engine.saving.manifest_content import receipts_to_manifest
 from reknit.engine.saving.marker import take_down
 from reknit.engine.saving.packing import merge_claims, merge_receipts, merged_chunks, unpack
 from reknit.engine.saving.plan_cache import PlanCache, keep_latest
-from reknit.errors import CommitError, ProtocolError, StateError
+from reknit.errors import CommitError, ProtocolError, StateError, UsageError
 from reknit.format import paths
 from reknit.planner.assemble import assemble, chunk_files
 from reknit.planner.columns import merged
@@ -69,11 +69,13 @@ class Coordinator:
         """Answer every rank's `claims`, merged or not; `job` is None where nothing is going to be saved yet.
 
         Raises `CheckpointExistsError`, `FencedError`, `StateError` for unfit metadata and for copies of which
-        no rank has the main one, and `CommitError` when a rank that made its plan before cannot keep it,
-        because other ranks now hold other things.
+        no rank has the main one, `UsageError` where ranks promote to different numbers of places, and
+        `CommitError` when a rank that made its plan before cannot keep it, because other ranks now hold other
+        things.
         """
         claims, shards = unpack(merge_claims(requests) if len(requests) > 1 else requests[0])
         write_id = _agreed_write_id(claims)
+        _refuse_other_places(claims)
         _refuse_lone_copies(claims)
         if job is not None:
             self._begun = job.storage, begin(job, write_id)
@@ -168,6 +170,22 @@ def _agreed_write_id(claims: RankColumns) -> str:
         )
     write_id: str = claims.tables["write_ids"][0]
     return write_id or paths.new_write_id()
+
+
+def _refuse_other_places(claims: RankColumns) -> None:
+    """Raise `UsageError` where ranks promote to different numbers of places: some would wait for others."""
+    places = claims.lists["places"]
+    if len(places.sizes) > 1:
+        numbers = places.flat()
+        other = numbers != numbers[0]
+        ranks = claims.ranks[other].tolist()
+        more = f" and {len(ranks) - HOLDERS} more" if len(ranks) > HOLDERS else ""
+        theirs = " or ".join(map(str, np.unique(numbers[other])))
+        raise UsageError(
+            f"ranks promote to different numbers of places: rank {claims.ranks[0]} to {numbers[0]}, "
+            f"rank(s) {', '.join(map(str, ranks[:HOLDERS]))}{more} to {theirs}",
+            remedy="pass the same promote_to, or the same tiers, on every rank",
+        )
 
 
 def _refuse_lone_copies(claims: RankColumns) -> None:

@@ -45,7 +45,14 @@ def save(job: SaveJob, committed: Committed | None = None) -> tuple[SaveReport, 
                     copies = compared.copies(sources)
                 # 2 who writes what no framework can know alone (one round)
                 mine = messages.RankClaims(
-                    "", job.step, b"", encoded.shard_claims(), encoded.blobs, copies, encoded.witnesses
+                    "",
+                    job.step,
+                    b"",
+                    encoded.shard_claims(),
+                    encoded.blobs,
+                    copies,
+                    encoded.witnesses,
+                    len(options.promotions),
                 )
                 assigned = assign(turn, coordinator, job, claims(rank, mine))
             with commit_turn(job, coordinator, assigned.write_id) as commit:

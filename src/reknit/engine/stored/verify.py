@@ -33,6 +33,7 @@ if TYPE_CHECKING:
 
 PIECE_NBYTES = 2 * BLOCK_NBYTES
 """Bytes that a worker reads and checks at once."""
+_TRIES = 4
 
 
 def verify(storage: Storage, level: str, options: LoadOptions) -> VerifyReport:
@@ -40,9 +41,20 @@ def verify(storage: Storage, level: str, options: LoadOptions) -> VerifyReport:
 
     ``"structure"`` reads metadata: the manifest and its digest, sizes of all files, the index, tiling,
     extents, the headers of data files.  ``"data"`` also reads every byte and compares every block's digest.
+    If another checkpoint takes the place of this one meanwhile, that one is checked.
     """
-    problems: list[str] = []
     data = read_manifest(storage)
+    for _ in range(_TRIES):
+        report = _verified(storage, data, level, options)
+        if report.ok or (now_there := read_manifest(storage)) == data:
+            break
+        data = now_there
+    return report
+
+
+def _verified(storage: Storage, data: bytes, level: str, options: LoadOptions) -> VerifyReport:
+    """Check the checkpoint of a manifest."""
+    problems: list[str] = []
     try:
         manifest = decode_record(data)
     except FormatError as error:
