@@ -64,6 +64,21 @@ def test_a_sink_hears_of_phases_and_operations_and_of_the_end(tmp_path: Path) ->
     assert sum(record.nbytes for record in read) >= 4 << 20
 
 
+@pytest.mark.parametrize("wait", [True, False])
+def test_what_to_do_about_a_failure_is_told_with_it(wait: bool, tmp_path: Path) -> None:
+    collected, taken = Collected(), tmp_path / "x"
+    taken.mkdir()
+    (taken / "manifest.json").write_text("{}")
+    options = reknit.SaveOptions(events=collected)
+    with pytest.raises(reknit.ReknitError) as caught:
+        reknit.save(taken, STATE, wait=wait, options=options).result(LIMIT_S)
+    collected.phases()
+    failed = [r for r in collected.records if isinstance(r, PhaseRecord) and r.outcome != "ok"]
+    assert failed[-1].phase == "save"
+    assert {record.detail for record in failed} == {caught.value.remedy}
+    assert caught.value.remedy
+
+
 @pytest.mark.parametrize("place", ["{}/x", "process://events-of-agents/x"])
 def test_a_sink_of_the_trainer_hears_what_its_agent_does_and_files_hear_it_once(
     place: str, tmp_path: Path
@@ -77,7 +92,7 @@ def test_a_sink_of_the_trainer_hears_what_its_agent_does_and_files_hear_it_once(
     assert told[-1] == ("save", "trainer", "ok")
     by_agent = [r for r in collected.operations() if r.process == "agent" and r.operation == "write"]
     assert sum(record.nbytes for record in by_agent) > 4 << 20
-    (operation,), num_foreign, num_dropped = read_operations([folder])
+    (operation,), num_foreign, num_dropped, _ = read_operations([folder])
     assert (num_foreign, num_dropped) == (0, 0)
     assert sorted(told) == sorted((e.phase, e.process, e.outcome) for e in operation.events)
     assert operation.storage["write", by_agent[0].store].count == len(by_agent)

@@ -44,6 +44,7 @@ def test_a_phase_is_recorded_with_all_that_one_of_a_save_has(tmp_path: Path) -> 
         "host": socket.gethostname(),
         "process": "trainer",
         "coordinate": {},
+        "detail": "",
     }
 
 

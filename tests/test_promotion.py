@@ -128,7 +128,7 @@ def test_a_checkpoint_is_in_both_stores_and_the_report_says_so(tmp_path: Path, w
     told = pending.promoted(LIMIT_S)
     assert (told.path, told.source, told.step, told.write_id) == (str(b), str(a), 4, report.write_id)
     assert (told.nbytes, told.num_files) == (report.total_nbytes, report.num_files + 1)
-    assert {"promote", "promoted"} <= {record.phase for record in told.phases}
+    assert {"claim", "promoted"} <= {record.phase for record in told.phases}
     assert {record.action for record in told.phases} == {"promote"}
     assert names(a) == names(b)
     assert all((a / name).read_bytes() == (b / name).read_bytes() for name in names(a))

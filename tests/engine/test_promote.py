@@ -184,7 +184,7 @@ def test_every_file_is_at_the_target_byte_for_byte_and_each_rank_tells_what_it_c
         assert report.nbytes == sum(file.nbytes for file in mine) + extra[1]
         assert (report.source, report.path) == (str(source.root), str(tmp_path / "slow"))
         assert (report.step, report.write_id) == (1, source.write_id)
-        assert {"promote", "promoted"} <= {record.phase for record in report.phases}
+        assert {"claim", "promoted"} <= {record.phase for record in report.phases}
     assert told[2].num_files == 0, "a rank that wrote nothing takes part"
     assert {"read", "write", "digest"} <= {record.phase for record in told[LARGE].phases}
 

@@ -57,9 +57,10 @@ def sixteen_ranks(folder: Path) -> RecordedOperation:
         sink.take([record("collect", rank, 0, 0.1)])
         sink.take([record("write", rank, 0.1, 3 if rank == SLOW else 1, nbytes=1 << 30, process="agent")])
         if rank == FAILED:
-            sink.take([record("commit", rank, 1.1, 0.1, outcome="StorageFullError")])
-            sink.take([record("assign", rank, 0, 1.2, outcome="StorageFullError")])
-    operations, num_foreign, _ = read_operations([str(folder)])
+            failed = {"outcome": "StorageFullError", "detail": "make room"}
+            sink.take([record("commit", rank, 1.1, 0.1, **failed)])
+            sink.take([record("assign", rank, 0, 1.2, **failed)])
+    operations, num_foreign, *_ = read_operations([str(folder)])
     assert (len(operations), num_foreign) == (1, 0)
     return operations[0]
 
@@ -68,7 +69,7 @@ def test_a_slow_rank_and_a_failed_one_are_named_with_their_places(tmp_path: Path
     operation = sixteen_ranks(tmp_path)
     assert headline(operation) == "save run/step_7 (step 7): 16 ranks, 16.00 GiB in 3.1 s, 5.16 GiB/s, FAILED"
     assert list(remarks(operation)) == [
-        "rank 6 (dp 1, tp 2) on host0 failed in phase commit: StorageFullError",
+        "rank 6 (dp 1, tp 2) on host0 failed in phase commit: StorageFullError -> make room",
         "slow in write (agent) (median 1.000 s): rank 13 (dp 3, tp 1) 3.000 s",
     ]
     assert phase_rows(operation)[1:3] == [
@@ -79,6 +80,21 @@ def test_a_slow_rank_and_a_failed_one_are_named_with_their_places(tmp_path: Path
     assert [(rank, round(seconds, 3)) for rank, seconds in slow["write (agent)"]] == [(SLOW, 3.0)]
 
 
+def test_what_all_ranks_hear_is_told_of_each_with_one_remedy(tmp_path: Path) -> None:
+    failed = {"outcome": "CommitError", "detail": "save again"}
+    full = {"outcome": "StorageFullError", "detail": "make room"}
+    lines = [record("commit", rank, rank, 1, **(full if rank == 2 else failed)) for rank in range(4)]
+    JsonLines(str(tmp_path / "e.jsonl")).take([*lines, record("commit", 4, 4, 1, outcome="OSError")])
+    (operation,) = read_operations([str(tmp_path)]).operations
+    assert [remark.partition(": ")[2] for remark in remarks(operation)] == [
+        "CommitError -> save again",
+        "CommitError",
+        "StorageFullError -> make room",
+        "CommitError",
+        "OSError",
+    ]
+
+
 def test_what_is_no_event_is_left_out_and_counted(tmp_path: Path) -> None:
     path = tmp_path / "events.jsonl"
     JsonLines(str(path)).take([record("write", 0, 0, 1)])
@@ -86,7 +102,7 @@ def test_what_is_no_event_is_left_out_and_counted(tmp_path: Path) -> None:
     with path.open("ab") as file:
         file.write(f'{old}"action":"load","path":"x"}}\n'.encode())
         file.write(b'\xff\n[]\n{"phase": 1}\n\n{"phase": "write", "ra')
-    operations, num_foreign, _ = read_operations([str(path)])
+    operations, num_foreign, *_ = read_operations([str(path)])
     assert [str(operation) for operation in operations] == ["load x", "save run/step_7 (step 7)"]
     assert operations[0].elapsed_s == 2
     assert num_foreign == 5

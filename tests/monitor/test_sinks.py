@@ -125,7 +125,7 @@ def test_duckdb_keeps_every_kind_of_record(tmp_path: Path) -> None:
     sink = sinks.DuckDB(tmp_path / "events.duckdb")
     sink.take(A_SAVE)
     sink.rest()
-    operations, num_foreign, num_dropped = read_operations([str(tmp_path)])
+    operations, num_foreign, num_dropped, _ = read_operations([str(tmp_path)])
     assert (len(operations), num_foreign, num_dropped) == (1, 0, 5)
     assert operations[0].events[0].coordinate == {"dp": 1, "tp": 0}
     assert operations[0].events[0].started == 1_790_000_000.25
@@ -185,7 +185,7 @@ def test_a_full_disk_for_events_disturbs_no_save_and_is_told(
     assert caplog.text.count("events are lost") <= 3, "once for each outage"
     (small_disk / "rest").unlink()
     save(4)
-    operations, _, num_dropped = read_operations([place])
+    operations, _, num_dropped, _ = read_operations([place])
     assert {0, 4} <= {operation.step for operation in operations}
     assert num_dropped > 0
 

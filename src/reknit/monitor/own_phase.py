@@ -7,7 +7,7 @@ from contextlib import contextmanager
 from contextvars import ContextVar
 from typing import TYPE_CHECKING
 
-from reknit.monitor.phase import Running
+from reknit.monitor.phase import Running, remedy_of
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -31,9 +31,9 @@ def own_phase(name: str, recorder: Recorder, nbytes: int) -> Iterator[Running]:
     try:
         yield running
     except BaseException as error:
-        outcome = type(error).__name__
+        outcome, running.detail = type(error).__name__, remedy_of(error)
         raise
     finally:
         seconds = time.perf_counter() - begin
         around.reset(outer)
-        recorder.add(name, started, seconds, running.nbytes, outcome)
+        recorder.add(name, started, seconds, running.nbytes, outcome, running.detail)

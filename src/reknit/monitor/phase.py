@@ -45,9 +45,10 @@ retries: ContextVar[int] = ContextVar("reknit.retries", default=0)
 
 @dataclass(slots=True)
 class Running:
-    """A phase under way; add the bytes that it moves to `nbytes`."""
+    """A phase under way; add the bytes that it moves to `nbytes`, and say in `detail` what else there is."""
 
     nbytes: int = 0
+    detail: str = ""
 
 
 class Standing(NamedTuple):
@@ -113,13 +114,15 @@ class Recorder:
             outcome = type(known or error).__name__
             if known is not None:
                 known.sign(rank=self.rank, phase=name, path=path)
+                running.detail = remedy_of(known)
             if known is None or known is error:
                 raise
             raise known from error
         finally:
             with self._lock:
                 self._doing.remove(name)
-            self.add(name, started, time.perf_counter() - begin, running.nbytes, outcome)
+            seconds = time.perf_counter() - begin
+            self.add(name, started, seconds, running.nbytes, outcome, running.detail)
 
     def add(
         self,
@@ -128,9 +131,10 @@ class Recorder:
         seconds: float,
         nbytes: int,
         outcome: str = "ok",
+        detail: str = "",
     ) -> None:
         """Record a phase that was timed elsewhere."""
-        record = self._record(name, started, seconds, nbytes, outcome)
+        record = self._record(name, started, seconds, nbytes, outcome, detail)
         with self._lock:
             self.records.append(record)
         self._put(record)
@@ -167,21 +171,32 @@ class Recorder:
         )
 
     @contextmanager
-    def whole(self) -> Iterator[None]:
+    def whole(self) -> Iterator[Running]:
         """Tell the sinks of the block as a phase that is called like the action."""
-        started, begin, outcome = now(), time.perf_counter(), "ok"
+        running, failure = Running(), None
+        started, begin = now(), time.perf_counter()
         try:
-            yield
+            yield running
         except BaseException as error:
-            outcome = type(error).__name__
+            failure = error
             raise
         finally:
             moved = sum(record.nbytes for record in self.records if record.phase in MOVING)
-            self.end(started, time.perf_counter() - begin, moved, outcome)
+            self.end(started, time.perf_counter() - begin, moved, failure, running.detail)
 
-    def end(self, started: float, seconds: float, nbytes: int, outcome: str) -> None:
+    def end(
+        self,
+        started: float,
+        seconds: float,
+        nbytes: int,
+        error: BaseException | None = None,
+        detail: str = "",
+    ) -> None:
         """Tell the sinks how the action ended."""
-        self._put(self._record(self.action, started, seconds, nbytes, outcome))
+        outcome = "ok"
+        if error is not None:
+            outcome, detail = type(error).__name__, remedy_of(error)
+        self._put(self._record(self.action, started, seconds, nbytes, outcome, detail))
 
     def flush(self) -> None:
         """Let the sinks catch up, for a moment: no training thread waits here."""
@@ -198,7 +213,9 @@ class Recorder:
         for sink in self.sinks:
             sink.put(record)
 
-    def _record(self, name: str, started: float, seconds: float, nbytes: int, outcome: str) -> PhaseRecord:
+    def _record(
+        self, name: str, started: float, seconds: float, nbytes: int, outcome: str, detail: str
+    ) -> PhaseRecord:
         return PhaseRecord(
             name,
             self.rank,
@@ -214,6 +231,7 @@ class Recorder:
             self.process,
             self.coordinate,
             _behind.get(CLOCK.get()),
+            detail,
         )
 
     def seconds(self) -> dict[str, float]:
@@ -222,6 +240,11 @@ class Recorder:
         for record in list(self.records):
             total[record.phase] = total.get(record.phase, 0.0) + record.seconds
         return total
+
+
+def remedy_of(error: BaseException) -> str:
+    """Return what to do about an error, nothing where that is not known."""
+    return (error.remedy or "") if isinstance(error, ReknitError) else ""
 
 
 class Stopwatch:

@@ -18,7 +18,8 @@ class PhaseRecord:
     of an error type.  `process` is ``"trainer"`` or ``"agent"``.  `coordinate` is the rank's place in the
     parallel grid, such as ``{"dp": 0, "tp": 1}``, as far as the framework tells it and it is known by then.
     `behind_s` is how far the clock of the host is behind that of rank 0, as the last round of all ranks
-    showed, None before one.  Reports add it to `started` and `ended`.
+    showed, None before one.  Reports add it to `started` and `ended`.  `detail` is what else there is to
+    say, such as the remedy of an error.
     """
 
     phase: str
@@ -35,6 +36,7 @@ class PhaseRecord:
     process: str
     coordinate: dict[str, int]
     behind_s: float | None = None
+    detail: str = ""
 
     def as_dict(self) -> dict[str, Any]:
         """Return plain data, one key per field."""

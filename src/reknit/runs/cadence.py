@@ -17,11 +17,13 @@ from reknit.monitor.phase import Recorder, monotonic, now
 from reknit.options import LEAST_INFLIGHT_NBYTES
 from reknit.policies.base import Facts, Moment
 from reknit.runs.agreement import asked
+from reknit.storage.registry import recorded
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
     from reknit.comm.base import Group
+    from reknit.monitor.outlet import Outlet
     from reknit.options import SaveOptions
     from reknit.policies.base import Policy
     from reknit.runs.tiers import Level
@@ -134,36 +136,43 @@ def _due(policy: Policy | None, candidates: list[_Candidate], last: int | None) 
 
 
 def late(
-    levels: Sequence[Level], steps: Sequence[Missing], options: SaveOptions
+    levels: Sequence[Level], steps: Sequence[Missing], options: SaveOptions, sinks: tuple[Outlet, ...] = ()
 ) -> dict[int, tuple[set[int], Callable[[], None]]]:
     """Return which steps have to be promoted to each tier, and what does so; together they take the memory of
-    one save.
+    one save.  `sinks` hear of it.
     """
     tiers = sorted({step.tier for step in steps})
     share = options.inflight_nbytes // max(1, len(tiers))
     options = replace(options, inflight_nbytes=max(share, LEAST_INFLIGHT_NBYTES))
     of_tier = {tier: [step for step in steps if step.tier == tier] for tier in tiers}
     return {
-        tier: ({step.number for step in mine}, partial(_promote_missing, levels, mine, options))
+        tier: ({step.number for step in mine}, partial(_promote_missing, levels, mine, options, sinks))
         for tier, mine in of_tier.items()
     }
 
 
-def _promote_missing(levels: Sequence[Level], steps: Sequence[Missing], options: SaveOptions) -> None:
+def _promote_missing(
+    levels: Sequence[Level], steps: Sequence[Missing], options: SaveOptions, sinks: tuple[Outlet, ...]
+) -> None:
     """Promote steps alone, from the fastest tier from which that works; what cannot be is logged."""
     for step in steps:
         target = levels[step.tier]
+        place = target.storage.sub(step.name)
         for source in step.sources:
+            recorder = Recorder("promote", step=step.number, path=place.url, sinks=sinks)
+            held = following(levels[source].storage.sub(step.name))
             job = Promotion(
-                following(levels[source].storage.sub(step.name)),
-                target.storage.sub(step.name),
+                recorded(held, recorder),
+                recorded(place, recorder),
                 False,
                 options,
-                Recorder("promote", path=target.storage.sub(step.name).url),
+                recorder,
                 Pace(target.bytes_per_s),
             )
             try:
-                promote_alone(job)
+                with recorder.whole() as promotion:
+                    if not promote_alone(job).num_files:
+                        promotion.detail = "was there already"
             except ReknitError as error:
                 logger.warning("step %d cannot be promoted to %s: %s", step.number, job.target.url, error)
             else:

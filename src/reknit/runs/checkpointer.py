@@ -11,13 +11,9 @@ from reknit import api
 from reknit.arguments import checked_metrics
 from reknit.engine.stored.notes import add_metrics
 from reknit.engine.stored.steps import METRICS, step_name
-from reknit.errors import (
-    CheckpointNotFoundError,
-    CorruptError,
-    DroppedError,
-    VersionError,
-)
-from reknit.monitor.phase import monotonic
+from reknit.errors import CheckpointNotFoundError, CorruptError, DroppedError, VersionError
+from reknit.monitor.phase import Recorder, monotonic, now
+from reknit.monitor.sinks.choosing import outlets_for
 from reknit.options import LoadOptions, SaveOptions
 from reknit.policies.base import Facts
 from reknit.ranks import acting
@@ -36,10 +32,8 @@ if TYPE_CHECKING:
     from reknit.engine.outcome import PendingSave
     from reknit.engine.report import LoadReport
     from reknit.runs.cooling import Cool
+    from reknit.runs.tiers import Folder
     from reknit.types.saved_step import SavedStep
-
-    Folder = tuple[int, str]
-    """Number and name of the folder of a step."""
 
 logger = logging.getLogger("reknit")
 
@@ -87,14 +81,15 @@ class Checkpointer:
         self._agreement = None if first.when is None else Agreement(self._group, first.when, self._timeout_s)
         self._cadence = Cadence(self._group, self._tiers.levels, self._timeout_s)
         self._other_hosts = OtherHosts(self._group, first, self._timeout_s)
-        decides = self._group.rank == 0
-        self._retentions = self._tiers.retentions(apart=self._other_hosts.apart) if decides else {}
+        decides, sinks = self._group.rank == 0, outlets_for(options.events)
+        self._sinks = sinks if decides else ()
+        self._retentions = self._tiers.retentions(sinks, apart=self._other_hosts.apart) if decides else {}
         self._resumed = False
         self._saved: int | None = None
         self._saved_at = monotonic()
         self._decided: tuple[int, bool] | None = None
         self._stall_s: float | None = None
-        self._under_way = UnderWay(self._retentions, self._tiers.coolings() if decides else {})
+        self._under_way = UnderWay(self._retentions, self._tiers.coolings(sinks) if decides else {})
 
     def __enter__(self) -> Checkpointer:
         return self
@@ -122,7 +117,11 @@ class Checkpointer:
         if self._agreement is None:
             return True
         if self._decided is None or self._decided[0] != step:
+            before = self.preempted
             self._decided = step, self._agreement.due(step, self._saved, self._facts)
+            if self.preempted and not before:
+                recorder = Recorder("preemption", 0, step, self._root, self._sinks)
+                recorder.end(now(), 0.0, 0, detail=self.preempted)
         return self._decided[1]
 
     def save(
@@ -183,16 +182,17 @@ class Checkpointer:
         before: Folder | None = None
         while (found := self._find("newest", before=before)) is not None:
             before = found.number, found.name
+            path = below(self._tiers.levels[found.tiers[0]].url, found.name)
             try:
-                report, reached = self._load(found, state)
+                with Recorder("resume", 0, found.number, path, self._sinks).whole():
+                    report, reached = self._load(found, state)
             except VersionError:
                 raise
             except UNSOUND as error:
-                bad.append(below(self._tiers.levels[found.tiers[0]].url, found.name))
+                bad.append(path)
                 if not isinstance(error, DroppedError):
-                    for tier in found.tiers:
-                        if tier in self._retentions:
-                            self._retentions[tier].note_damaged(*before)
+                    for tier in self._retentions.keys() & found.tiers:
+                        self._retentions[tier].note_damaged(*before)
                 self._say(logging.WARNING, "passed over step %d: %s", found.number, error.message)
             else:
                 self._under_way.tend(surplus=True)  # the run before may have ended before it removed that
@@ -205,6 +205,8 @@ class Checkpointer:
                 path=self._root,
                 remedy="reknit verify shows the damage; to start from step 0, use another folder",
             )
+        recorder = Recorder("resume", 0, None, self._root, self._sinks)
+        recorder.end(now(), 0.0, 0, detail="there is no checkpoint yet")
         self._say(logging.WARNING, "there is no checkpoint below %s yet: starting with step 0", where)
         return 0
 
@@ -333,7 +335,7 @@ class Checkpointer:
         """Let threads promote what an earlier run has left, and return the newest step of each tier then."""
         steps, newest = missing(self._tiers.levels, reached)
         steps = [step for step in steps if step.number not in self._under_way.needed()]
-        for tier, (numbers, work) in late(self._tiers.levels, steps, self._used).items():
+        for tier, (numbers, work) in late(self._tiers.levels, steps, self._used, self._sinks).items():
             self._under_way.promote_late(tier, numbers, work)
         return newest
 

@@ -13,16 +13,18 @@ from reknit.engine.stored.copy_files import Promotion
 from reknit.engine.stored.moving import move
 from reknit.errors import ReknitError, UsageError, shown
 from reknit.format.paths import wrong_place
-from reknit.monitor.phase import Recorder
+from reknit.monitor.phase import Recorder, monotonic, now
 from reknit.options import SaveOptions, check_rate
 from reknit.runs.arguments import policy_for
 from reknit.runs.retention import Retention
-from reknit.storage.registry import open_storage, recipe
+from reknit.storage.registry import open_storage, recipe, recorded
 
 if TYPE_CHECKING:
     from collections.abc import Container
 
+    from reknit.monitor.outlet import Outlet
     from reknit.storage.base import Storage
+    from reknit.types.saved_step import SavedStep
 
 logger = logging.getLogger("reknit")
 
@@ -61,10 +63,11 @@ class Cool:
 class Cooling:
     """Moves the steps below a folder that a policy does not select, and never the newest whole one."""
 
-    def __init__(self, root: Storage, cool: Cool) -> None:
-        self._root, self._cool = root, cool
+    def __init__(self, root: Storage, cool: Cool, sinks: tuple[Outlet, ...] = ()) -> None:
+        self._root, self._cool, self._sinks = root, cool, sinks
         self._warm = Retention(root, policy_for("keep", cool.after))
         self._moved: set[str] = set()
+        self._due: set[str] = set()
 
     def note_saved(self, number: int) -> None:
         """Forget what was known of a step: it was saved, maybe over another.  Any thread may call this."""
@@ -74,19 +77,32 @@ class Cooling:
         """Move what has to, and finish what was begun; what cannot be moved is logged."""
         steps = [step for step in self._warm.surplus(needed, reached) if step.write_id not in self._moved]
         begun = [step for step in steps if step.moved_to is not None][-_MOST_LOOKED_INTO:]
-        for step in [*begun, *(step for step in steps if step.moved_to is None)]:
+        waiting = [step for step in steps if step.moved_to is None]
+        for step in waiting:
+            if step.write_id not in self._due:
+                self._due.add(step.write_id or "")
+                self._recorder("cool_due", step).end(now(), 0.0, 0)
+        for step in [*begun, *waiting]:
             name = step.path.rpartition("/")[2]
             place = f"{self._cool.url}/{name}"
+            recorder = self._recorder("cool", step)
+            started, begin = now(), monotonic()
             try:
                 with closing(open_storage(place)) as cold:
-                    freed = self._move(self._root.sub(name), cold, step.moved_to or place)
+                    freed = self._move(self._root.sub(name), cold, step.moved_to or place, recorder)
             except ReknitError as error:
+                recorder.end(started, monotonic() - begin, 0, error)
                 logger.warning("step %s stays at %s for now: %s", step.step, step.path, error)
             else:
                 self._moved.add(step.write_id or "")
                 if freed:
+                    recorder.end(started, monotonic() - begin, freed, detail=place)
                     logger.info("step %s has moved from %s to %s", step.step, step.path, place)
 
-    def _move(self, hot: Storage, cold: Storage, place: str) -> int:
-        recorder, pace = Recorder("promote", path=cold.url), Pace(self._cool.bytes_per_s)
-        return move(Promotion(hot, cold, False, SaveOptions(), recorder, pace), place, open_storage)
+    def _recorder(self, action: str, step: SavedStep) -> Recorder:
+        return Recorder(action, step=step.step, path=step.path, sinks=self._sinks)
+
+    def _move(self, hot: Storage, cold: Storage, place: str, recorder: Recorder) -> int:
+        hot, cold = recorded(hot, recorder), recorded(cold, recorder)
+        job = Promotion(hot, cold, False, SaveOptions(), recorder, Pace(self._cool.bytes_per_s))
+        return move(job, place, open_storage)

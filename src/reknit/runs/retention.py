@@ -18,7 +18,7 @@ from reknit.engine.stored.steps import described, numbered
 from reknit.engine.stored.verify import verify
 from reknit.errors import FormatError, ReknitError, StoragePermissionError
 from reknit.format.manifest_file import decode_record
-from reknit.monitor.phase import now
+from reknit.monitor.phase import Recorder, now
 from reknit.options import LoadOptions
 from reknit.storage.local.sweep import sweepable
 from reknit.storage.registry import open_storage
@@ -26,6 +26,7 @@ from reknit.storage.registry import open_storage
 if TYPE_CHECKING:
     from collections.abc import Container
 
+    from reknit.monitor.outlet import Outlet
     from reknit.policies.base import Policy
     from reknit.storage.base import Storage
     from reknit.types.saved_step import SavedStep
@@ -45,9 +46,11 @@ class Retention:
     verified again, but for those that a run says it has saved anew.
     """
 
-    def __init__(self, root: Storage, keep: Policy, *, apart: bool = False) -> None:
+    def __init__(
+        self, root: Storage, keep: Policy, *, apart: bool = False, sinks: tuple[Outlet, ...] = ()
+    ) -> None:
         """Keep steps below `root`; files that are missing may be on other hosts, where these are `apart`."""
-        self._root, self._keep, self._apart = root, keep, apart
+        self._root, self._keep, self._apart, self._sinks = root, keep, apart, sinks
         self._reads_metrics = any(leaf.reads_metrics for leaf in keep.leaves())
         self._steps: dict[str, SavedStep] = {}
         self._sound: set[str] = set()
@@ -109,11 +112,14 @@ class Retention:
     def _removed(self, step: SavedStep, items: tuple[str, ...] | None) -> bool:
         """Remove a step, or items of it, and tell whether that could be done."""
         folder, what = self._folder(step), "all" if items is None else ", ".join(map(repr, items))
+        recorder = Recorder("remove", step=step.step, path=step.path, sinks=self._sinks)
         try:
-            if items is None:
-                delete_moved(folder, open_storage, step.write_id)
-            else:
-                drop(folder, items, step.write_id)
+            with recorder.whole() as removal:
+                removal.detail = what
+                if items is None:
+                    delete_moved(folder, open_storage, step.write_id)
+                else:
+                    drop(folder, items, step.write_id)
         except ReknitError as error:
             logger.warning("step %s stays with %s at %s: %s", step.step, what, step.path, error)
             self._to_sweep.add(step.path)  # a marker of a process that died may be in the way

@@ -23,6 +23,7 @@ from reknit.storage.registry import open_storage, recipe
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
+    from reknit.monitor.outlet import Outlet
     from reknit.options import Durability, SaveOptions
     from reknit.policies.base import Policy
     from reknit.storage.base import Storage
@@ -155,22 +156,24 @@ class Tiers:
         for level in self.levels:
             settle(level.storage, timeout_s)
 
-    def retentions(self, *, apart: bool) -> dict[int, Retention]:
+    def retentions(self, sinks: tuple[Outlet, ...], *, apart: bool) -> dict[int, Retention]:
         """Return what keeps the steps of each tier, by its number; all steps of the others stay.
 
-        Of the first tier other hosts have files `apart`.
+        Of the first tier other hosts have files `apart`.  `sinks` hear what is removed.
         """
         keeps = {tier: (level.storage, level.keep) for tier, level in enumerate(self.levels)}
         return {
-            tier: Retention(storage, keep, apart=apart and tier == 0)
+            tier: Retention(storage, keep, apart=apart and tier == 0, sinks=sinks)
             for tier, (storage, keep) in keeps.items()
             if keep is not None
         }
 
-    def coolings(self) -> dict[int, Cooling]:
-        """Return what moves the old steps of each tier, by its number."""
+    def coolings(self, sinks: tuple[Outlet, ...]) -> dict[int, Cooling]:
+        """Return what moves the old steps of each tier, by its number; `sinks` hear of it."""
         cools = {tier: (level.storage, level.cool) for tier, level in enumerate(self.levels)}
-        return {tier: Cooling(storage, cool) for tier, (storage, cool) in cools.items() if cool is not None}
+        return {
+            tier: Cooling(storage, cool, sinks) for tier, (storage, cool) in cools.items() if cool is not None
+        }
 
     def close(self) -> None:
         """Close all stores."""

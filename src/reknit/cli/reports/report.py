@@ -39,16 +39,16 @@ def run(args: argparse.Namespace) -> int:
     from reknit.monitor.reports.events import read_operations
     from reknit.monitor.reports.page import page
     from reknit.monitor.reports.storage import HEADS, error_texts, histogram_lines, storage_rows
-    from reknit.monitor.reports.text import headline, phase_rows, remarks
+    from reknit.monitor.reports.text import RUN_HEADS, headline, phase_rows, remarks, run_rows
 
-    operations, num_foreign, num_dropped = read_operations(args.events)
+    operations, num_foreign, num_dropped, done = read_operations(args.events)
     if num_dropped:
         print(f"{num_dropped} events were lost, as sinks failed or did not keep up")
     if num_foreign:
         print(f"{num_foreign} lines are no events; they are left out")
     costs = cost_table(operations, args)
     if args.output is not None:
-        write_text(args.output, page(operations, costs))
+        write_text(args.output, page(operations, costs, done))
         print(f"wrote {args.output}: {len(operations)} saves and loads")
         return 0
     of_step = [operation for operation in operations if args.step in (None, operation.step)]
@@ -66,6 +66,9 @@ def run(args: argparse.Namespace) -> int:
         print_table(HEADS, storage_rows(shown.storage, shown.elapsed_s))
         for line in (*error_texts(shown.storage), "", *histogram_lines(shown.storage)):
             print(printable(line))
+    if told := run_rows(event for event in done if args.step in (None, event.step)):
+        print("\nwhat the run did beside saves and loads:")
+        print_table(RUN_HEADS, told[-_MOST_LISTED:])
     if costs is not None:
         print("\n".join(("", "what the interval costs (ETTR):", *costs.remarks, "")))
         print_table(costs.heads, costs.rows, right=costs.heads)

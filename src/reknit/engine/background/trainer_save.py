@@ -189,9 +189,9 @@ class TrainerSave:
         if recorder is not None:
             seconds = monotonic() - self._begun
             if isinstance(outcome, SaveReport):
-                recorder.end(now() - seconds, seconds, outcome.nbytes, "ok")
+                recorder.end(now() - seconds, seconds, outcome.nbytes)
             else:
-                recorder.end(now() - seconds, seconds, 0, type(outcome).__name__)
+                recorder.end(now() - seconds, seconds, 0, outcome)
 
     def _end(self, outcome: SaveReport | BaseException) -> None:
         """End the save, and write once to the log what nobody may ask for."""

@@ -175,7 +175,8 @@ def promote_saved(
         rate = None if to.bytes_per_s is None else to.bytes_per_s / group.size
         told = to.recorded(target, recorder)
         promotion = Promotion(job.storage, told, job.overwrite, job.options, recorder, Pace(rate))
-        return promote(promotion, group, job.step, write_id, written)
+        with recorder.whole():
+            return promote(promotion, group, job.step, write_id, written)
     finally:
         close_quietly(target)
 
@@ -202,7 +203,7 @@ def promote(
     sent = False
     try:
         with (
-            job.recorder.phase(FIRST_ROUND),
+            job.recorder.phase("claim"),
             comm.turn(group, FIRST_ROUND, timeout_s, subject=write_id) as turn,
         ):
             turn.exchange(b"", root.begin)

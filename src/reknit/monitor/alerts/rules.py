@@ -90,6 +90,7 @@ class Failures:
         if isinstance(record, PhaseRecord) and record.outcome != "ok":
             what = f"{record.action} {record.path}".strip()
             text = f"{what} failed in {record.phase} on {_on(record)}: {record.outcome}"
+            text += f" -> {record.detail}" if record.detail else ""
             yield Alert("failures", f"{record.action} {record.outcome}", text, record.rank, record.step)
 
 
@@ -180,7 +181,7 @@ class _StragglerWatch:
         self._told: dict[tuple[str, str, int | None], set[tuple[str, int]]] = {}
 
     def see(self, record: Record) -> Iterator[Alert]:
-        if not isinstance(record, PhaseRecord) or record.phase in _WAITS:
+        if not isinstance(record, PhaseRecord) or record.phase in (*_WAITS, record.action):
             return
         key = (record.action, record.path, record.step)
         lane = record.phase if record.process == "trainer" else f"{record.phase} ({record.process})"

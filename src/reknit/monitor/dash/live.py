@@ -79,8 +79,9 @@ class LiveEvents:
 
     def _build(self) -> None:
         self._files.forget(_MOST_EVENTS)
-        if operations := self._files.known().operations:
-            shown = content(operations, self._costs(operations))
+        known = self._files.known()
+        if operations := known.operations:
+            shown = content(operations, self._costs(operations), known.run)
             columns = [{name: each[name] for name in _COLUMNS} for each in shown["operations"]]
             for each in shown["operations"][:-1]:
                 for name in _COLUMNS:

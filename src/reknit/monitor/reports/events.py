@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections import Counter
+from collections import Counter, deque
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
@@ -23,8 +23,15 @@ _LEAST_BEHIND_S = 0.005
 _Apart = Annotated[float, msgspec.Meta(ge=-1e11, le=1e11)]
 
 
+MARKS = ("resume", "remove", "cool_due", "preemption")
+"""What a run tells beside its saves and loads: actions of which there is nothing but that they ended."""
+
+_TOLD = (*MARKS, "cool", "promote")
+_MOST_TOLD = 10_000
+
+
 class Event(msgspec.Struct, frozen=True, gc=False):
-    """A finished phase, with the fields of a `PhaseRecord`; events of older versions lack the last five."""
+    """A finished phase, with the fields of a `PhaseRecord`; events of older versions lack the last six."""
 
     phase: str
     rank: Count
@@ -40,6 +47,7 @@ class Event(msgspec.Struct, frozen=True, gc=False):
     process: str = "trainer"
     coordinate: dict[str, Number] = msgspec.field(default_factory=dict)
     behind_s: _Apart | None = None
+    detail: str = ""
 
     @property
     def end(self) -> float:
@@ -124,11 +132,15 @@ def _later(event: Event, seconds: float) -> Event:
 
 
 class ReadEvents(NamedTuple):
-    """Operations in the order of time, how many lines were no events, and how many events were lost."""
+    """Operations in the order of time, how many lines were no events, and how many events were lost.
+
+    `run` is what the run did beside its saves and loads, the last of it, in the order of time.
+    """
 
     operations: list[RecordedOperation]
     num_foreign: int
     num_dropped: int
+    run: list[Event]
 
 
 class _Dropped(msgspec.Struct):
@@ -144,6 +156,7 @@ class EventFiles:
         self._positions: dict[Path, int] = {}
         self._rows: dict[Path, Counter[str]] = {}
         self._unfinished: dict[Path, int] = {}
+        self._run: deque[Event] = deque(maxlen=_MOST_TOLD)
         self._num_foreign = self._num_dropped = 0
         self._of_phase = msgspec.json.Decoder(Event)
         self._of_storage = msgspec.json.Decoder(StorageEvent)
@@ -180,7 +193,9 @@ class EventFiles:
         """Return what has been read."""
         found = (operation.in_step() for operation in self._found.values() if operation.events)
         ordered = sorted(found, key=lambda operation: operation.started)
-        return ReadEvents(ordered, self._num_foreign + sum(self._unfinished.values()), self._num_dropped)
+        num_foreign = self._num_foreign + sum(self._unfinished.values())
+        run = sorted(self._run, key=lambda event: event.end)
+        return ReadEvents(ordered, num_foreign, self._num_dropped, run)
 
     def forget(self, most_events: int) -> None:
         """Keep only the last operations, with at most so many events, but for the very last one."""
@@ -209,6 +224,10 @@ class EventFiles:
             self._add(Event(**row) if "phase" in row else StorageEvent(**row))
 
     def _add(self, event: Event | StorageEvent) -> None:
+        if isinstance(event, Event) and event.phase == event.action in _TOLD and event.rank == 0:
+            self._run.append(event)
+            if event.action in MARKS:
+                return
         key = event.action, event.path, event.step
         if (operation := self._found.get(key)) is None:
             operation = self._found[key] = RecordedOperation(*key)

@@ -11,7 +11,7 @@ import numpy as np
 
 from reknit.monitor.reports.storage import HEADS, error_texts, histogram, storage_rows, time_text
 from reknit.monitor.reports.summary import summaries
-from reknit.monitor.reports.text import headline, remarks
+from reknit.monitor.reports.text import RUN_HEADS, headline, remarks, run_rows
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -19,14 +19,17 @@ if TYPE_CHECKING:
     from reknit.monitor.reports.costs import CostTable
     from reknit.monitor.reports.events import Event, RecordedOperation
 
+_MOST_LISTED = 200
 _DATA = "/*DATA*/null"
 """What stands in the page where the data go."""
 
 
-def page(operations: Sequence[RecordedOperation], costs: CostTable | None = None) -> str:
-    """Return the page: heat map over the parallel grid, stragglers, timeline, storage, failures, costs."""
+def page(
+    operations: Sequence[RecordedOperation], costs: CostTable | None = None, run: Sequence[Event] = ()
+) -> str:
+    """Return the page: heat map over the parallel grid, stragglers, timeline, storage, failures, the run."""
     # Names come from events: none of them may end the script.
-    data = json.dumps(content(operations, costs), separators=(",", ":")).replace("<", "\\u003c")
+    data = json.dumps(content(operations, costs, run), separators=(",", ":")).replace("<", "\\u003c")
     return live_page().replace(_DATA, data)
 
 
@@ -35,7 +38,9 @@ def live_page() -> str:
     return resources.files(__package__).joinpath("page.html").read_text(encoding="utf-8")
 
 
-def content(operations: Sequence[RecordedOperation], costs: CostTable | None = None) -> dict[str, Any]:
+def content(
+    operations: Sequence[RecordedOperation], costs: CostTable | None = None, run: Sequence[Event] = ()
+) -> dict[str, Any]:
     """Return what the page shows, as plain data."""
     events = [event for operation in operations for event in operation.events]
     lanes = list(dict.fromkeys(event.lane for event in sorted(events, key=lambda event: event.started)))
@@ -47,6 +52,8 @@ def content(operations: Sequence[RecordedOperation], costs: CostTable | None = N
     return {
         "lanes": lanes,
         "storage_heads": HEADS,
+        "run_heads": RUN_HEADS,
+        "run": run_rows(run[-_MOST_LISTED:]),
         "costs": None if costs is None else costs._asdict(),
         "axes": axes,
         "ranks": ranks,

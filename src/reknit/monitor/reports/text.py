@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
+from datetime import datetime, timezone
 from typing import TYPE_CHECKING
 
 from reknit.monitor.reports.summary import summaries
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping
+    from collections.abc import Iterable, Iterator, Mapping
 
-    from reknit.monitor.reports.events import RecordedOperation
+    from reknit.monitor.reports.events import Event, RecordedOperation
     from reknit.monitor.reports.summary import PhaseSummary
 
 _MOST_NAMED = 5
+_LATEST = 1e11  # what a clock says may be no date
+
+RUN_HEADS = ("when (UTC)", "what", "step", "path", "outcome")
+"""What stands above the rows of `run_rows`."""
 
 
 def place_text(coordinate: Mapping[str, int]) -> str:
@@ -50,15 +55,36 @@ def phase_rows(operation: RecordedOperation) -> list[tuple[str, ...]]:
     ]
 
 
+def run_rows(events: Iterable[Event]) -> list[tuple[str, ...]]:
+    """Return a row for each thing that a run did beside its saves and loads."""
+    return [
+        (
+            f"{datetime.fromtimestamp(min(max(event.end, 0.0), _LATEST), timezone.utc):%Y-%m-%d %H:%M:%S}",
+            event.action.replace("_", " "),
+            "-" if event.step is None else str(event.step),
+            event.path,
+            (event.detail or "ok") if event.outcome == "ok" else _failed(event),
+        )
+        for event in events
+    ]
+
+
 def remarks(operation: RecordedOperation) -> Iterator[str]:
     """Yield what deserves attention: failures, and stragglers with their place in the parallel grid."""
     places = {event.rank: place_text(event.coordinate) for event in operation.events if event.coordinate}
+    told = {""}
     for event in operation.failures:
         where = f"rank {event.rank}{places.get(event.rank, '')}" + (f" on {event.host}" if event.host else "")
-        yield f"{where} failed in phase {event.lane}: {event.outcome}"
+        said = event.outcome if event.detail in told else _failed(event)
+        told.add(event.detail)  # what all ranks hear has one remedy
+        yield f"{where} failed in phase {event.lane}: {said}"
     slow = [each for each in summaries(operation) if each.stragglers]
     for each in sorted(slow, key=lambda each: each.median_s - each.most_s):
         yield _stragglers(each, places)
+
+
+def _failed(event: Event) -> str:
+    return f"{event.outcome} -> {event.detail}" if event.detail else event.outcome
 
 
 def _stragglers(each: PhaseSummary, places: Mapping[int, str]) -> str:

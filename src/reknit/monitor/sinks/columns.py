@@ -37,7 +37,14 @@ TABLES = (
     Table(
         "phases",
         PhaseRecord,
-        {"phase": "text", **PLACE, "ended": "time", "coordinate": "map", "behind_s": "float or null"},
+        {
+            "phase": "text",
+            **PLACE,
+            "ended": "time",
+            "coordinate": "map",
+            "behind_s": "float or null",
+            "detail": "text",
+        },
     ),
     Table(
         "operations",

@@ -74,7 +74,8 @@ class OpenTelemetry:
             record.phase, context, attributes=facts, start_time=_ns(record.started)
         )
         if record.outcome != "ok":
-            span.set_status(self._trace.Status(self._trace.StatusCode.ERROR, record.outcome))
+            said = f"{record.outcome}: {record.detail}" if record.detail else record.outcome
+            span.set_status(self._trace.Status(self._trace.StatusCode.ERROR, said))
         return span
 
 
