@@ -19,6 +19,7 @@ from reknit.alerts import (
     Alert,
     Alerts,
     Command,
+    CoolingBehind,
     Email,
     Failures,
     Log,
@@ -39,9 +40,9 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
     from pathlib import Path
 
+    from reknit.monitor.alerts.base import AlertRule
     from reknit.monitor.alerts.grouping import Told
-    from reknit.monitor.alerts.rules import AlertRule
-    from reknit.monitor.records import Record
+    from reknit.monitor.records import PhaseRecord, Record
 
 WAIT_S = 60.0
 BEGIN = 1_790_000_000.0
@@ -84,6 +85,33 @@ def test_a_failure_is_told_with_place_and_phase() -> None:
         "failures: save run/step_7 failed in write on rank 0, dp 1, tp 0 on host0: StorageFullError"
     ]
     assert desk.see(phase("write")) == []
+
+
+def test_a_failure_is_told_with_its_remedy() -> None:
+    desk = Desk(Failures())
+    (told,) = desk.see(phase("write", outcome="StorageFullError", detail="make room"))
+    assert told.endswith(": StorageFullError -> make room")
+
+
+def cooling(action: str, step: int, **more: Any) -> PhaseRecord:
+    return phase(action, action=action, step=step, path=f"run/{step}", **({"started": BEGIN} | more))
+
+
+def test_old_steps_that_wait_to_move_are_told_when_they_are_many_or_have_waited_long() -> None:
+    desk = Desk(CoolingBehind(steps=3, within_s=100))
+    assert desk.see(cooling("cool_due", 1), cooling("cool_due", 2)) == []
+    assert desk.see(cooling("cool", 1), cooling("cool_due", 3)) == []
+    assert desk.see(cooling("cool", 2, outcome="StorageError"), cooling("drop", 2)) == []
+    (told,) = desk.see(cooling("cool_due", 4))
+    assert told == "cool-down behind: 3 steps wait to move to the cold store, run/2 for 0 s"
+    desk.clock.now += 2000
+    assert desk.see(cooling("cool_due", 5)) == [], "once until none waits"
+    gone = [cooling("remove", 2), cooling("save", 3), cooling("cool", 4), cooling("cool", 5)]
+    assert desk.see(*gone) == []
+    assert desk.see(cooling("cool_due", 6, started=desk.clock.now)) == []
+    desk.clock.now += 101
+    (told,) = desk.see()
+    assert told == "cool-down behind: 1 steps wait to move to the cold store, run/6 for 101 s"
 
 
 def test_retries_are_told_when_there_are_many_in_a_short_time() -> None:

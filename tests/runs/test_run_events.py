@@ -75,9 +75,9 @@ def test_what_is_removed_is_told_and_what_cannot_be(
 
         monkeypatch.setattr(retention, "delete_moved", refuse)
         run.save(4, state())
-    removed = ends(told, "remove")
-    assert ("remove", 1, "ok", "all") in removed
-    assert ("remove", 2, "ok", "'optimizer'") in removed
+    removed = ends(told, "remove", "drop")
+    assert ("remove", 1, "ok", "") in removed
+    assert ("drop", 2, "ok", "'optimizer'") in removed
     assert ("remove", 2, "StoragePermissionError", "ask for the right to") in removed
 
 
@@ -153,7 +153,7 @@ def test_reports_list_what_the_run_did_apart_from_saves_and_loads(
     shown = content(found.operations, run=found.run)
     assert [row[1:] for row in shown["run"]] == [
         ("resume", "-", f"{tmp_path}/run", "there is no checkpoint yet"),
-        ("remove", "1", f"{tmp_path}/run/step_00000001", "all"),
+        ("remove", "1", f"{tmp_path}/run/step_00000001", "ok"),
     ]
     assert main(["report", place]) == 0
     out = capsys.readouterr().out

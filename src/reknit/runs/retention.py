@@ -112,10 +112,11 @@ class Retention:
     def _removed(self, step: SavedStep, items: tuple[str, ...] | None) -> bool:
         """Remove a step, or items of it, and tell whether that could be done."""
         folder, what = self._folder(step), "all" if items is None else ", ".join(map(repr, items))
-        recorder = Recorder("remove", step=step.step, path=step.path, sinks=self._sinks)
+        action = "remove" if items is None else "drop"
+        recorder = Recorder(action, step=step.step, path=step.path, sinks=self._sinks)
         try:
             with recorder.whole() as removal:
-                removal.detail = what
+                removal.detail = "" if items is None else what
                 if items is None:
                     delete_moved(folder, open_storage, step.write_id)
                 else:

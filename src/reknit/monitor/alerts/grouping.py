@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from reknit.monitor.alerts.rules import Alert
+    from reknit.monitor.alerts.base import Alert
 
 _MOST_GROUPS = 1_000
 _MOST_RANKS = 16

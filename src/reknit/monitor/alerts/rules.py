@@ -2,75 +2,18 @@
 
 from __future__ import annotations
 
-import os
-import shutil
-from collections import deque
 from dataclasses import dataclass
 from statistics import median
-from typing import TYPE_CHECKING, NamedTuple, Protocol, runtime_checkable
+from typing import TYPE_CHECKING
 
-from reknit.errors import UsageError
-from reknit.monitor.records import PhaseRecord, StorageRecord
+from reknit.monitor.alerts.base import Alert, AlertRule, Unmoved, Watch, positive, source
+from reknit.monitor.alerts.stores import CoolingBehind, Retries, SlowWrite, StorageFull
+from reknit.monitor.records import PhaseRecord
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Iterator
+    from collections.abc import Iterator
 
     from reknit.monitor.records import Record
-
-
-class Alert(NamedTuple):
-    """Something that deserves attention; those of one rule and `subject` are told once, with their number."""
-
-    rule: str
-    subject: str
-    text: str
-    rank: int | None = None
-    step: int | None = None
-
-
-class Watch(Protocol):
-    """A rule at work, with what it remembers."""
-
-    def see(self, record: Record) -> Iterable[Alert]:
-        """Look at one record."""
-
-    def tick(self, now_s: float) -> Iterable[Alert]:
-        """Look at the clock, in seconds since the epoch."""
-
-
-@runtime_checkable
-class AlertRule(Protocol):
-    """What deserves an alert."""
-
-    def watch(self) -> Watch:
-        """Return the rule at work, without memory."""
-
-
-class Unmoved:
-    """A watch that looks at records only; the base of those below."""
-
-    def __init__(self, look: Callable[[Record], Iterable[Alert]]) -> None:
-        self._look = look
-
-    def see(self, record: Record) -> Iterable[Alert]:
-        """Look at one record."""
-        return self._look(record)
-
-    def tick(self, now_s: float) -> Iterable[Alert]:
-        """Nothing changes with time."""
-        return ()
-
-
-def _positive(**values: float) -> None:
-    for name, value in values.items():
-        if isinstance(value, bool) or not isinstance(value, (int, float)) or not value > 0:
-            raise UsageError(f"{name} is a number above 0, not {value!r}")
-
-
-def _on(record: PhaseRecord | StorageRecord) -> str:
-    """Say where a record is from."""
-    place = "".join(f", {axis} {number}" for axis, number in getattr(record, "coordinate", {}).items())
-    return f"rank {record.rank}{place} on {record.host}"
 
 
 def _ended_save(record: PhaseRecord) -> bool:
@@ -89,65 +32,9 @@ class Failures:
     def _look(self, record: Record) -> Iterator[Alert]:
         if isinstance(record, PhaseRecord) and record.outcome != "ok":
             what = f"{record.action} {record.path}".strip()
-            text = f"{what} failed in {record.phase} on {_on(record)}: {record.outcome}"
+            text = f"{what} failed in {record.phase} on {source(record)}: {record.outcome}"
             text += f" -> {record.detail}" if record.detail else ""
             yield Alert("failures", f"{record.action} {record.outcome}", text, record.rank, record.step)
-
-
-@dataclass(frozen=True, slots=True)
-class Retries:
-    """Operations of a store were repeated at least `number` times within `within_s`."""
-
-    number: int = 20
-    within_s: float = 300.0
-
-    def __post_init__(self) -> None:
-        _positive(number=self.number, within_s=self.within_s)
-
-    def watch(self) -> Watch:
-        """Return the rule at work."""
-        seen: dict[str, deque[tuple[float, int]]] = {}
-
-        def look(record: Record) -> Iterator[Alert]:
-            if not isinstance(record, StorageRecord) or not record.retries:
-                return
-            recent = seen.setdefault(record.store, deque(maxlen=self.number))
-            recent.append((record.started, record.retries))
-            while recent[0][0] < record.started - self.within_s:
-                recent.popleft()
-            total = sum(retries for _, retries in recent)
-            if total >= self.number:
-                recent.clear()
-                text = (
-                    f"{record.store}: {total} retries within {self.within_s:g} s, the last by {_on(record)}"
-                )
-                yield Alert("retries", record.store, text, record.rank, record.step)
-
-        return Unmoved(look)
-
-
-@dataclass(frozen=True, slots=True)
-class SlowWrite:
-    """A rank wrote, over a whole phase, less than `mib_per_s`; phases of less than `least_s` do not count."""
-
-    mib_per_s: float = 50.0
-    least_s: float = 5.0
-
-    def __post_init__(self) -> None:
-        _positive(mib_per_s=self.mib_per_s, least_s=self.least_s)
-
-    def watch(self) -> Watch:
-        """Return the rule at work."""
-        return Unmoved(self._look)
-
-    def _look(self, record: Record) -> Iterator[Alert]:
-        if not isinstance(record, PhaseRecord) or record.phase != "write" or record.outcome != "ok":
-            return
-        elapsed_s = record.ended - record.started  # `seconds` adds up threads
-        if elapsed_s >= self.least_s and record.nbytes < self.mib_per_s * 2**20 * elapsed_s:
-            speed = record.nbytes / 2**20 / elapsed_s
-            text = f"{_on(record)} wrote to {record.path} at {speed:.3g} MiB/s"
-            yield Alert("slow write", record.host, text, record.rank, record.step)
 
 
 @dataclass(frozen=True, slots=True)
@@ -161,7 +48,7 @@ class Stragglers:
     least_s: float = 5.0
 
     def __post_init__(self) -> None:
-        _positive(ratio=self.ratio, least_s=self.least_s)
+        positive(ratio=self.ratio, least_s=self.least_s)
 
     def watch(self) -> Watch:
         """Return the rule at work."""
@@ -209,7 +96,7 @@ class _StragglerWatch:
                 if _busy_s(record) > bound and (lane, rank) not in told:
                     told.add((lane, rank))
                     text = (
-                        f"{_on(record)} took {_busy_s(record):.3g} s for {lane} of {record.action} "
+                        f"{source(record)} took {_busy_s(record):.3g} s for {lane} of {record.action} "
                         f"{record.path}, the median rank {middle:.3g} s"
                     )
                     yield Alert("stragglers", lane, text, rank, record.step)
@@ -231,7 +118,7 @@ class LongSave:
     least_s: float = 5.0
 
     def __post_init__(self) -> None:
-        _positive(
+        positive(
             share=self.share,
             least_s=self.least_s,
             **({} if self.longest_s is None else {"longest_s": self.longest_s}),
@@ -261,60 +148,13 @@ class LongSave:
 
 
 @dataclass(frozen=True, slots=True)
-class StorageFull:
-    """A store said that it is full, or the file system that is saved to has less than `free_share` free."""
-
-    free_share: float = 0.1
-
-    def __post_init__(self) -> None:
-        _positive(free_share=self.free_share)
-        if not self.free_share < 1:
-            raise UsageError(f"free_share is less than 1, not {self.free_share!r}")
-
-    def watch(self) -> Watch:
-        """Return the rule at work."""
-        return _FullWatch(self)
-
-
-class _FullWatch:
-    def __init__(self, rule: StorageFull) -> None:
-        self._rule = rule
-        self._folder: str | None = None
-        self._told = False
-
-    def see(self, record: Record) -> Iterator[Alert]:
-        if not isinstance(record, StorageRecord):
-            return
-        if record.outcome == "StorageFullError":
-            text = f"{record.store} is full, says {_on(record)}: {record.path}"
-            yield Alert("storage full", record.store, text, record.rank, record.step)
-        if record.store == "file" and record.action == "save":
-            self._folder = record.path
-
-    def tick(self, now_s: float) -> Iterator[Alert]:
-        folder = self._folder
-        while folder and not os.path.isdir(folder):
-            folder = os.path.dirname(folder)
-        if not folder:
-            return
-        try:
-            total, _, free = shutil.disk_usage(folder)
-        except OSError:
-            return  # it went meanwhile
-        before, self._told = self._told, free < self._rule.free_share * total
-        if self._told and not before:
-            text = f"{folder} has {free / 2**30:.3g} of {total / 2**30:.3g} GiB free"
-            yield Alert("storage full", "file", text)
-
-
-@dataclass(frozen=True, slots=True)
 class NoCommit:
     """No save has ended well for `within_s`, counted from the first event or the last good end."""
 
     within_s: float
 
     def __post_init__(self) -> None:
-        _positive(within_s=self.within_s)
+        positive(within_s=self.within_s)
 
     def watch(self) -> Watch:
         """Return the rule at work."""
@@ -344,6 +184,6 @@ class _CommitWatch:
             yield Alert("no commit", "commit", text)
 
 
-_USUAL = (Failures(), Retries(), SlowWrite(), Stragglers(), LongSave(), StorageFull())
-DEFAULTS: tuple[AlertRule, ...] = _USUAL
+_STORES = (Retries(), SlowWrite(), StorageFull(), CoolingBehind())
+DEFAULTS: tuple[AlertRule, ...] = (Failures(), Stragglers(), LongSave(), *_STORES)
 """What most jobs want to hear of."""

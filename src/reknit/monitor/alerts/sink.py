@@ -12,9 +12,10 @@ from typing import TYPE_CHECKING, Any
 
 from reknit.errors import UsageError, shown
 from reknit.events import Sink
+from reknit.monitor.alerts.base import AlertRule
 from reknit.monitor.alerts.following import Following
 from reknit.monitor.alerts.grouping import Grouping
-from reknit.monitor.alerts.rules import DEFAULTS, AlertRule
+from reknit.monitor.alerts.rules import DEFAULTS
 from reknit.monitor.alerts.ways import Log
 from reknit.monitor.outlet import CallingSink, Outlet, flush
 from reknit.monitor.records import DroppedRecord

@@ -23,7 +23,7 @@ _LEAST_BEHIND_S = 0.005
 _Apart = Annotated[float, msgspec.Meta(ge=-1e11, le=1e11)]
 
 
-MARKS = ("resume", "remove", "cool_due", "preemption")
+MARKS = ("resume", "remove", "drop", "cool_due", "preemption")
 """What a run tells beside its saves and loads: actions of which there is nothing but that they ended."""
 
 _TOLD = (*MARKS, "cool", "promote")
