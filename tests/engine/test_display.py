@@ -34,6 +34,12 @@ def test_a_save_and_its_report_tell_in_a_line_what_they_are(tmp_path: Path) -> N
     assert repr(report).startswith(f"<SaveReport path: {tmp_path / 'a'}, step: 7, size: ")
     assert "KiB" in repr(report)
     assert len(repr(report)) < 300 + len(str(tmp_path))
+    other = reknit.save(tmp_path / "<b>", state(), step=7)
+    for shown in (other, other.result()):
+        html = shown._repr_html_()
+        assert html.startswith(f"<table><caption>{type(shown).__name__}</caption>")
+        assert "&lt;b&gt;" in html
+        assert "<b>" not in html
 
 
 def test_a_save_under_way_tells_how_far_it_is() -> None:

@@ -197,6 +197,37 @@ def data_of(text: str) -> dict[str, Any]:
     return found
 
 
+SEEN: dict[str, Any] = {
+    "everybody": np.eye(3),
+    "without red": [[0.152, 1.053, -0.205], [0.115, 0.786, 0.099], [-0.004, -0.048, 1.052]],
+    "without green": [[0.367, 0.861, -0.228], [0.280, 0.673, 0.047], [-0.012, 0.043, 0.969]],
+    "without blue": [[1.256, -0.077, -0.179], [-0.078, 0.931, 0.148], [0.005, 0.691, 0.304]],
+}
+"""What people see of linear red, green and blue (Machado, Oliveira and Fernandes, 2009)."""
+
+
+def lab(linear: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
+    """Return colours as lightness and two axes, in which distances are those that people see."""
+    xyz = linear @ np.array([[0.4339, 0.2127, 0.0178], [0.3762, 0.7152, 0.1095], [0.1899, 0.0722, 0.8730]])
+    x, y, z = np.where(xyz > 0.008856, np.cbrt(xyz), 7.787 * xyz + 16 / 116).T
+    return np.stack([116 * y - 16, 500 * (x - y), 200 * (y - z)], axis=1)
+
+
+@pytest.mark.parametrize("who", SEEN)
+def test_ten_phases_have_colours_that_people_tell_apart_and_see_on_white_and_on_black(who: str) -> None:
+    (line,) = re.findall(r"const LANES = \[(.*)\]", page([]))
+    colours = re.findall(r"#(\w{6})", line)
+    assert len(colours) == 10
+    shares = np.array([list(bytes.fromhex(colour)) for colour in colours]) / 255
+    linear = np.where(shares <= 0.04045, shares / 12.92, ((shares + 0.055) / 1.055) ** 2.4)
+    seen = lab(np.clip(linear @ np.transpose(SEEN[who]), 0, 1))
+    apart = np.linalg.norm(seen[:, None] - seen, axis=2)
+    assert apart[~np.eye(10, dtype=bool)].min() > 15
+    brightness = linear @ [0.2126, 0.7152, 0.0722]
+    assert (1.05 / (brightness + 0.05)).min() > 1.5, "on white"
+    assert ((brightness + 0.05) / 0.056).min() > 1.5, "on the black of a browser"
+
+
 def test_a_page_has_all_events_and_asks_nobody(tmp_path: Path) -> None:
     text = page([sixteen_ranks(tmp_path)])
     assert re.search(r"(src|href)=|://", text) is None
@@ -214,10 +245,12 @@ def test_a_page_has_all_events_and_asks_nobody(tmp_path: Path) -> None:
 def test_a_name_cannot_break_out_of_a_page(tmp_path: Path) -> None:
     bad = "</script><script>alert(1)</script>"
     JsonLines(str(tmp_path / "e.jsonl")).take([record("write", 0, 0, 1, path=bad, host=bad)])
-    operations, *_ = read_operations([str(tmp_path)])
-    text = page(operations)
+    JsonLines(str(tmp_path / "e.jsonl")).take([record("remove", 0, 9, 0, action="remove", path=bad)])
+    operations, *_, run = read_operations([str(tmp_path)])
+    text = page(operations, run=run)
     assert text.count("</script>") == 1
     assert bad in data_of(text)["operations"][0]["name"]
+    assert bad in data_of(text)["run"][0][3]
 
 
 def test_a_browser_draws_the_page(tmp_path: Path) -> None:
@@ -225,10 +258,15 @@ def test_a_browser_draws_the_page(tmp_path: Path) -> None:
     if browser is None:
         pytest.skip("needs Chromium")
     shown = tmp_path / "report.html"
-    shown.write_text(page([sixteen_ranks(tmp_path)]))
+    operation = sixteen_ranks(tmp_path)
+    JsonLines(str(tmp_path / "run.jsonl")).take(
+        [record("remove", 0, 9, 0, action="remove", path="run/step_1")]
+    )
+    shown.write_text(page([operation], run=read_operations([str(tmp_path)]).run))
     command = [browser, "--headless", "--no-sandbox", "--disable-gpu", "--dump-dom", shown.as_uri()]
     done = subprocess.run(command, capture_output=True, text=True, timeout=100, check=True)
     assert "rank 13 (dp 3, tp 1) 3.000 s</li>" in done.stdout
     assert re.search(r"<td>write \(agent\)</td><td>16</td><td>1.000</td>", done.stdout)
     assert "bright: 3.000 s" in done.stdout, "the heat map shows the phase that differs most"
     assert "1 to 16 of 16" in done.stdout
+    assert "<td>remove</td><td>7</td><td>run/step_1</td><td>ok</td>" in done.stdout
