@@ -6,7 +6,7 @@ import asyncio
 import ipaddress
 import secrets
 import socket
-from contextlib import asynccontextmanager, suppress
+from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
 from reknit.errors import UsageError
@@ -50,9 +50,8 @@ def is_loopback(host: str) -> bool:
     return host == "localhost"
 
 
-def app(events: LiveEvents, token: str | None) -> Starlette:
+def app(events: LiveEvents, token: str | None, is_closing: Callable[[], bool]) -> Starlette:
     """Return the application; with a `token`, who does not know it gets nothing."""
-    closing = asyncio.Event()
 
     async def index(request: Request) -> Response:
         answer = HTMLResponse(live_page(), headers=_HEADERS)
@@ -71,7 +70,7 @@ def app(events: LiveEvents, token: str | None) -> Starlette:
         return JSONResponse(view.columns[number], headers=_HEADERS)
 
     async def changes(request: Request) -> Response:
-        return StreamingResponse(_versions(events, closing), 200, _HEADERS, media_type="text/event-stream")
+        return StreamingResponse(_versions(events, is_closing), 200, _HEADERS, media_type="text/event-stream")
 
     def guarded(answer: Callable[[Request], Awaitable[Response]]) -> Callable[[Request], Awaitable[Response]]:
         async def guard(request: Request) -> Response:
@@ -82,24 +81,19 @@ def app(events: LiveEvents, token: str | None) -> Starlette:
 
         return guard
 
-    @asynccontextmanager
-    async def lifespan(_: Starlette) -> AsyncIterator[None]:
-        yield
-        closing.set()
-
     pages = {"/": index, "/data": data, "/columns/{version:int}/{number:int}": columns, "/changes": changes}
     middleware = [Middleware(GZipMiddleware)]
     if token is None:  # a page of another site must not read from here by a name that means this machine
         hosts = ["localhost", "127.0.0.1", "[::1]", "::1"]
         middleware.insert(0, Middleware(TrustedHostMiddleware, allowed_hosts=hosts))
     routes = [Route(path, guarded(answer)) for path, answer in pages.items()]
-    return Starlette(routes=routes, middleware=middleware, lifespan=lifespan)
+    return Starlette(routes=routes, middleware=middleware)
 
 
-async def _versions(events: LiveEvents, closing: asyncio.Event) -> AsyncIterator[str]:
+async def _versions(events: LiveEvents, is_closing: Callable[[], bool]) -> AsyncIterator[str]:
     """Yield the number of each view as a server-sent event, and now and then that the server is there."""
     told, silent_s = -1, 0.0
-    while not closing.is_set():
+    while not is_closing():
         version = 0 if events.view is None else events.view.version
         if version != told:
             told, silent_s = version, 0.0
@@ -125,5 +119,7 @@ def listen(host: str, port: int) -> socket.socket:
 
 def server(events: LiveEvents, token: str | None) -> uvicorn.Server:
     """Return what serves the page; its `run` does, until the process is interrupted."""
-    settings: dict[str, Any] = {"log_level": "warning", "timeout_graceful_shutdown": 1, "lifespan": "on"}
-    return uvicorn.Server(uvicorn.Config(app(events, token), **settings))
+    settings: dict[str, Any] = {"log_level": "warning", "timeout_graceful_shutdown": 5, "lifespan": "off"}
+    # Browsers hold a stream open: it has to end before uvicorn waits for the end of all connections.
+    serving = uvicorn.Server(uvicorn.Config(app(events, token, lambda: serving.should_exit), **settings))
+    return serving
