@@ -258,6 +258,11 @@ def test_what_cannot_move_stays(hot: Path, cold: Path, tmp_path: Path) -> None:
         reknit.cool(tmp_path / "nothing", cold)
     with pytest.raises(UsageError, match="where it is"):
         reknit.cool(hot, hot)
+    for nested in (hot.parent, hot / "below"):
+        with pytest.raises(UsageError, match="above or below"):
+            reknit.cool(hot, nested)
+        with pytest.raises(UsageError, match="above or below"):
+            reknit.promote(hot, nested)
     reknit.cool(hot, cold)
     with pytest.raises(UsageError, match=r"moved to .* already"):
         reknit.cool(hot, tmp_path / "other")

@@ -98,3 +98,12 @@ def test_a_connection_that_breaks_may_be_tried_again(monkeypatch: pytest.MonkeyP
     storage.put("a", b"x", if_absent=True)
     with pytest.raises(StorageUnavailableError, match="gone"):
         storage.get("a", limit=10)
+
+
+def test_a_server_that_cannot_be_reached_is_an_error_of_the_store(monkeypatch: pytest.MonkeyPatch) -> None:
+    def connect(*_: object, **__: object) -> None:
+        raise OSError("no such host")
+
+    monkeypatch.setattr("fsspec.core.url_to_fs", connect)
+    with pytest.raises(StorageUnavailableError, match=r"cannot open ftp://x/y: .*no such host"):
+        registry.open_storage("ftp://x/y")

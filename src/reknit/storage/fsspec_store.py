@@ -300,11 +300,16 @@ def open_fsspec(url: str, durability: Durability = "power") -> Storage:
     """Return the store at a URL of fsspec, and warn once of what it cannot promise.
 
     Folders of this machine have a store of their own, which promises more, and follows no link.  Raises
-    `ImportError` where fsspec, or what serves this protocol, is not installed.
+    `ImportError` where fsspec, or what serves this protocol, is not installed; `StorageUnavailableError`.
     """
     import fsspec
 
-    system, root = fsspec.core.url_to_fs(url, use_listings_cache=False)
+    try:
+        system, root = fsspec.core.url_to_fs(url, use_listings_cache=False)
+    except (ImportError, ValueError):  # nothing serves this protocol
+        raise
+    except Exception as error:  # some connect at once
+        raise StorageUnavailableError(f"cannot open {url}: {error!r}", path=url) from error
     if isinstance(system, fsspec.get_filesystem_class("file")):
         return LocalStorage(root, durability=durability)
     scheme = url.partition(":")[0]
