@@ -28,7 +28,7 @@ Victim = Literal["trainer", "trainers", "agent", "agents", "pair", "everything"]
 
 MIB = 1 << 20
 STEPS = 4
-GONE_S = 60.0
+GONE_S = 120.0
 """The longest that anything may go on after the kill; what lasts longer hangs."""
 _WORDS = ("begin", "staged", "committed")
 _LATEST_S = {"begin": 0.04, "staged": 0.04, "committed": 0.01}

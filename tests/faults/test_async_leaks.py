@@ -32,7 +32,7 @@ def test_two_hundred_saves_leave_memory_threads_and_descriptors_as_they_were(
     nursery: Nursery, tmp_path: Path, size: int
 ) -> None:
     trainers = nursery.start_job("save_often", tmp_path, size, count=200, early=20)
-    wait_for_ends(trainers, GONE_S)
+    wait_for_ends(trainers, 2 * GONE_S)
     for rank, trainer in enumerate(trainers):
         more_threads = ANSWERING if rank == 0 and size > 1 else 0
         for who in ("trainer", "agent"):
