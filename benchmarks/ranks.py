@@ -16,8 +16,12 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
 
+class RanksFailedError(SystemExit):
+    """Ranks of a benchmark failed, or took too long; who does not catch it ends with the reason."""
+
+
 def launch(script: str, role: str, world: int, folder: str, timeout_s: float) -> dict[str, Any]:
-    """Start one process per rank, and return what rank 0 measured."""
+    """Start one process per rank, and return what rank 0 measured.  Raises `RanksFailedError`."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
@@ -48,7 +52,7 @@ def launch(script: str, role: str, world: int, folder: str, timeout_s: float) ->
             rank.kill()
     if any(ended != 0 for ended in status):
         sys.stderr.write(log.read_text(errors="replace")[-20_000:])
-        raise SystemExit(f"the ranks of the {role} part ended with {status} (None: not by then)")
+        raise RanksFailedError(f"the ranks of the {role} part ended with {status} (None: not by then)")
     result: dict[str, Any] = json.loads(Path(folder, f"{role}.json").read_text())
     return result
 

@@ -34,7 +34,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from benchmarks.aims import judged, tell
 from benchmarks.load.aims import rows
-from benchmarks.ranks import launch
+from benchmarks.ranks import RanksFailedError, launch
 
 PARTS = {"memory": 4, "sharded": 2, "single": 1, "reshard": 4, "replicated": 4, "gpu": 1}
 """The number of ranks of each part.  Memory is measured first: nothing was freed before."""
@@ -136,7 +136,7 @@ def main() -> int:
         for role, world in roles(args):
             try:
                 measured = launch(__file__, role, world, folder, args.timeout)
-            except SystemExit as error:  # the other parts are measured all the same
+            except RanksFailedError as error:  # the other parts are measured all the same
                 result |= {part: {"error": str(error)} for part in role.split("+")}
             else:
                 machine |= measured.pop("machine")

@@ -35,7 +35,7 @@ from typing import TYPE_CHECKING, Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
-from benchmarks.ranks import launch
+from benchmarks.ranks import RanksFailedError, launch
 from benchmarks.table import picture, root, sizes
 from benchmarks.table.rounds import Row
 from benchmarks.table.summary import markdown, summary
@@ -103,7 +103,7 @@ class Run:
         """Return what ranks measured, or why they could not."""
         try:
             return launch(__file__, role, world, self.folder, self.args.timeout)
-        except SystemExit as error:  # the other groups are measured all the same
+        except RanksFailedError as error:  # the other groups are measured all the same
             return str(error)
 
     def rows(self, group: str) -> Iterator[Row]:
