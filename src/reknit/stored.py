@@ -176,6 +176,8 @@ def note(path: str | PathLike[str], metrics: Mapping[str, float], *, write_id: s
     number.
     """
     numbers = checked_metrics(metrics)
+    if not isinstance(write_id, str | None):
+        raise UsageError(f"write_id is that of a SavedStep, not {shown(write_id)}")
     with closing(open_storage(path)) as storage:
         notes.add_metrics(storage, numbers, write_id)
 

@@ -205,6 +205,8 @@ def test_metrics_are_added_and_the_last_of_a_name_counts(tmp_path: Path) -> None
     assert reknit.steps(tmp_path)[0].metrics == {"loss": 3.0, "score": 7.0, "bleu": None}
     with pytest.raises(UsageError, match="metrics are numbers by name"):
         reknit.note(tmp_path / "step_00000001", {"score": "high"})  # type: ignore[dict-item]
+    with pytest.raises(UsageError, match="write_id is that of a SavedStep, not 5"):
+        reknit.note(tmp_path / "step_00000001", {"score": 1.0}, write_id=5)  # type: ignore[arg-type]
 
 
 def test_best_knows_a_score_that_comes_after_the_step_was_seen(root: Path) -> None:

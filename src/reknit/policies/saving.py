@@ -4,14 +4,12 @@ from __future__ import annotations
 
 import signal
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal
+from os import PathLike
+from typing import Literal
 
 from reknit.errors import UsageError, shown
 from reknit.policies.base import HOUR_S, Moment, Policy, SavePolicy, positive
 from reknit.policies.interval import RunCosts
-
-if TYPE_CHECKING:
-    from os import PathLike
 
 CLOUDS = ("aws", "gcp", "azure")
 """Providers whose notices `on_preemption` knows."""
@@ -118,6 +116,8 @@ def on_preemption(
         numbers = tuple(signal.Signals(number) for number in signals)
     except ValueError as error:
         raise UsageError(f"on_preemption takes signals, such as signal.SIGUSR1: {error}") from error
+    if not isinstance(file, str | PathLike | None):
+        raise UsageError(f"file is a path, not {shown(file)}")
     if cloud not in (None, *CLOUDS):
         raise UsageError(f"cloud is one of {', '.join(CLOUDS)}, not {cloud!r}")
     if grace_s is not None and not positive(grace_s):

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Protocol
 
 import numpy as np
 
-from reknit.engine.memory.tuning import PIECES, Tuner
+from reknit.engine.memory.tuning import PIECES, Settings, Tuner
 from reknit.engine.memory.workers import run_jobs
 from reknit.errors import ReknitError
 from reknit.format.checksum import BLOCK_NBYTES, block_digests, num_blocks
@@ -23,7 +23,6 @@ if TYPE_CHECKING:
 
     from reknit.engine.memory.arena import Arena
     from reknit.engine.memory.file_image import Image
-    from reknit.engine.memory.tuning import Settings
     from reknit.monitor.phase import Recorder
     from reknit.storage.base import Storage, Writer
 
@@ -31,8 +30,10 @@ if TYPE_CHECKING:
 
 PIECE_NBYTES = 2 * BLOCK_NBYTES
 """Bytes that a worker stages, digests and writes at once in a synchronous save."""
-_FEW_BLOCKS = 4
+_ALONE_BLOCKS = 2
 """What has no more blocks of which digests are taken is written sooner than another thread has begun."""
+_FEW_BLOCKS = 4
+"""What has no more is written block by block, so that some are copied while others go to the disk."""
 _IDLE = 0.2
 """Part of the workers' time that may go by waiting for bytes in a window that counts as a measurement."""
 
@@ -134,8 +135,10 @@ class _Writing:
         """
         # Windows end between spans, so that pieces of any size begin where the next one's can.
         spans = deque(span for file in self.files for span in _Range(file, 0, file.nbytes).cut(PIECES[-1]))
-        if sum(num_blocks(span.nbytes) for span in spans) <= _FEW_BLOCKS:
-            yield spans, tuner.best._replace(threads=1)
+        blocks = sum(num_blocks(span.nbytes) for span in spans)
+        if blocks <= _FEW_BLOCKS:
+            threads = 1 if blocks <= _ALONE_BLOCKS else tuner.best.threads
+            yield spans, Settings(threads, min(tuner.best.piece_nbytes, PIECES[0]))
             return
         left = sum(span.nbytes for span in spans)
         while tuner.measuring and left >= tuner.window_nbytes:
