@@ -137,7 +137,7 @@ def test_pieces_are_fetched_in_the_order_of_the_files(storage: ProcessMemory) ->
 
 
 def test_what_has_few_blocks_is_written_without_another_thread(storage: ProcessMemory) -> None:
-    memory, fetchers = Memory([5 * MIB, 0, 7 * MIB]), set()
+    memory, fetchers = Memory([3 * MIB, 0, 4 * MIB]), set()
 
     def fetch(file: int, start: int, nbytes: int, arena: Arena) -> NDArray[np.uint8]:
         fetchers.add(threading.current_thread())
@@ -146,6 +146,20 @@ def test_what_has_few_blocks_is_written_without_another_thread(storage: ProcessM
     write_files(storage, memory.files, fetch, tuner=Tuner(threads=2), recorder=Recorder("save"))
     assert fetchers == {threading.current_thread()}
     assert all(content(storage, f"files/{k}") == memory.bytes_of(k) for k in range(3))
+
+
+def test_what_has_some_blocks_is_copied_while_it_is_written(storage: ProcessMemory) -> None:
+    memory, pieces, both = Memory([10 * MIB]), list[int](), threading.Barrier(2)
+
+    def fetch(file: int, start: int, nbytes: int, arena: Arena) -> NDArray[np.uint8]:
+        if start < 8 * MIB:
+            both.wait(30)
+        pieces.append(nbytes)
+        return memory.fetch(file, start, nbytes, arena)
+
+    write_files(storage, memory.files, fetch, tuner=Tuner(threads=2), recorder=Recorder("save"))
+    assert sorted(pieces) == [2 * MIB, 4 * MIB, 4 * MIB]
+    assert content(storage, "files/0") == memory.bytes_of(0)
 
 
 def test_digests_are_of_the_memory_before_its_bytes_go_anywhere(storage: ProcessMemory) -> None:
