@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Protocol
 
 import numpy as np
 
-from reknit.engine.memory.tuning import PIECES, Settings, Tuner
+from reknit.engine.memory.tuning import PIECES, Tuner
 from reknit.engine.memory.workers import run_jobs
 from reknit.errors import ReknitError
 from reknit.format.checksum import BLOCK_NBYTES, block_digests, num_blocks
@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from reknit.engine.memory.arena import Arena
+    from reknit.engine.memory.tuning import Settings
     from reknit.engine.memory.file_image import Image
     from reknit.monitor.phase import Recorder
     from reknit.storage.base import Storage, Writer
@@ -137,8 +138,8 @@ class _Writing:
         spans = deque(span for file in self.files for span in _Range(file, 0, file.nbytes).cut(PIECES[-1]))
         blocks = sum(num_blocks(span.nbytes) for span in spans)
         if blocks <= _FEW_BLOCKS:
-            threads = 1 if blocks <= _ALONE_BLOCKS else tuner.best.threads
-            yield spans, Settings(threads, min(tuner.best.piece_nbytes, PIECES[0]))
+            best, alone = tuner.best, blocks <= _ALONE_BLOCKS
+            yield spans, best._replace(threads=1) if alone else best._replace(piece_nbytes=PIECES[0])
             return
         left = sum(span.nbytes for span in spans)
         while tuner.measuring and left >= tuner.window_nbytes:
