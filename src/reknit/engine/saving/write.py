@@ -22,8 +22,8 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from reknit.engine.memory.arena import Arena
-    from reknit.engine.memory.tuning import Settings
     from reknit.engine.memory.file_image import Image
+    from reknit.engine.memory.tuning import Settings
     from reknit.monitor.phase import Recorder
     from reknit.storage.base import Storage, Writer
 
