@@ -16,11 +16,14 @@ from reknit.engine.saving.reuse import Committed, Reuse
 from reknit.engine.saving.rounds import assign, assign_turn, commit_turn
 from reknit.engine.saving.write import PIECE_NBYTES, Outgoing, live, staged, write_files
 from reknit.environment import num_threads
+from reknit.format.checksum import BLOCK_NBYTES
 from reknit.monitor.phase import Stopwatch
 from reknit.monitor.progress import progress
 from reknit.system import start_thread
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from reknit.engine.saving.job import SaveJob
     from reknit.engine.saving.write import Written
 
@@ -66,11 +69,12 @@ def save(job: SaveJob, committed: Committed | None = None) -> tuple[SaveReport, 
                 files = [Outgoing(image.path, image.nbytes) for image in images]
                 reuse = Reuse(job, committed or Committed(), assigned.write_id, files, outlined.frozen)
                 left = reuse.take_over(live(images), "stage", commit.written)
+                outgoing = [files[n] for n in left]
                 commit.written += write_files(
                     job.storage,
-                    [files[n] for n in left],
+                    outgoing,
                     staged([images[n] for n in left]),
-                    tuner=Tuner(threads=num_threads(options.threads), piece_nbytes=PIECE_NBYTES),
+                    tuner=Tuner(threads=num_threads(options.threads), piece_nbytes=_piece_nbytes(outgoing)),
                     recorder=recorder,
                     phase="stage",
                     budget_nbytes=options.inflight_nbytes,
@@ -94,3 +98,8 @@ def save(job: SaveJob, committed: Committed | None = None) -> tuple[SaveReport, 
         blocked_s=clock.seconds,
     )
     return report, commit.written
+
+
+def _piece_nbytes(files: Sequence[Outgoing]) -> int:
+    """Return what a worker copies and writes at once: of little less, so that the disk soon has something."""
+    return PIECE_NBYTES if sum(file.nbytes for file in files) > 2 * PIECE_NBYTES else BLOCK_NBYTES

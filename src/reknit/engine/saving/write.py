@@ -31,10 +31,8 @@ if TYPE_CHECKING:
 
 PIECE_NBYTES = 2 * BLOCK_NBYTES
 """Bytes that a worker stages, digests and writes at once in a synchronous save."""
-_ALONE_BLOCKS = 2
+_FEW_BLOCKS = 2
 """What has no more blocks of which digests are taken is written sooner than another thread has begun."""
-_FEW_BLOCKS = 4
-"""What has no more is written block by block, so that some are copied while others go to the disk."""
 _IDLE = 0.2
 """Part of the workers' time that may go by waiting for bytes in a window that counts as a measurement."""
 
@@ -136,10 +134,8 @@ class _Writing:
         """
         # Windows end between spans, so that pieces of any size begin where the next one's can.
         spans = deque(span for file in self.files for span in _Range(file, 0, file.nbytes).cut(PIECES[-1]))
-        blocks = sum(num_blocks(span.nbytes) for span in spans)
-        if blocks <= _FEW_BLOCKS:
-            best, alone = tuner.best, blocks <= _ALONE_BLOCKS
-            yield spans, best._replace(threads=1) if alone else best._replace(piece_nbytes=PIECES[0])
+        if sum(num_blocks(span.nbytes) for span in spans) <= _FEW_BLOCKS:
+            yield spans, tuner.best._replace(threads=1)
             return
         left = sum(span.nbytes for span in spans)
         while tuner.measuring and left >= tuner.window_nbytes:
