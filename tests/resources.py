@@ -11,15 +11,19 @@ from pathlib import Path
 
 
 def open_files(containing: str = "") -> set[str]:
-    """Return the open descriptors of this process, each with what it leads to."""
+    """Return the open descriptors of this process, each with what it leads to.
+
+    With the inode: where one is closed, the next has its number, and nameless memory has always one name.
+    """
     found = set()
     for fd in os.listdir("/proc/self/fd"):
         try:
             target = os.readlink(f"/proc/self/fd/{fd}")
+            inode = os.stat(f"/proc/self/fd/{fd}").st_ino
         except FileNotFoundError:  # that of the listing itself, or closed meanwhile
             continue
         if containing in target:
-            found.add(f"{fd} -> {target}")
+            found.add(f"{fd} -> {target} (inode {inode})")
     return found
 
 
