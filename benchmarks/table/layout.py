@@ -42,7 +42,7 @@ def rows(
     ]
     taking_part = [(name, make()) for name, make in makers]
     copy = copier([tensor.to_local() for tensor in owned])
-    for number in range(-1, min(sizes.repeat, 3)):
+    for number in range(-1, min(sizes.repeat, 3)):  # DCP takes some 20 s for each save
         state["model"] = {f"round{number}.{n}.weight": tensor for n, tensor in enumerate(owned)}
         for name, contender in taking_part:
             for row in (first, second):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import json
 import os
 from typing import TYPE_CHECKING, Any
@@ -10,6 +11,7 @@ import pytest
 
 from benchmarks.async_save.contenders import DCP_QUICK_MODES
 from benchmarks.load.measure import LoadBench
+from benchmarks.ranks import RanksFailedError
 from benchmarks.table import first, layout, root, run, sharded, single
 from benchmarks.table.rounds import Row
 from benchmarks.table.sizes import TINY
@@ -121,3 +123,19 @@ def test_who_fails_in_a_round_has_no_figures_and_a_reason() -> None:
     told = summary(row)
     assert told["rival"] is None
     assert told["missing"] == {"DCP": "it broke"}
+
+
+def test_a_run_that_is_told_to_end_does_not_go_on_with_its_next_group(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    def ended(error: SystemExit) -> run.Run:
+        def launch(*_: object) -> None:
+            raise error
+
+        monkeypatch.setattr(run, "launch", launch)
+        return run.Run(argparse.Namespace(quick=True, timeout=1.0), str(tmp_path))
+
+    assert ended(RanksFailedError("rank 1 failed")).launched("sharded", 2) == "rank 1 failed"
+    with pytest.raises(SystemExit) as told:  # what SIGTERM raises
+        ended(SystemExit(143)).launched("sharded", 2)
+    assert told.value.code == 143

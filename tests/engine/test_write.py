@@ -1,13 +1,14 @@
 from __future__ import annotations
 
 import threading
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
+import reknit
 from reknit.engine.memory.arena import Arena
 from reknit.engine.memory.elements import bits
 from reknit.engine.memory.file_image import Image
@@ -32,6 +33,7 @@ from tests.storage.process_memory import ProcessMemory
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
+    from pathlib import Path
 
     from numpy.typing import NDArray
 
@@ -160,6 +162,21 @@ def test_what_has_some_blocks_is_copied_while_it_is_written(storage: ProcessMemo
     write_files(storage, memory.files, fetch, tuner=fixed(2, 4 * MIB), recorder=Recorder("save"))
     assert sorted(pieces) == [2 * MIB, 4 * MIB, 4 * MIB]
     assert content(storage, "files/0") == memory.bytes_of(0)
+
+
+@pytest.mark.parametrize(("mib", "piece"), [(10, 4 * MIB), (16, 8 * MIB)])  # and the header
+def test_a_save_of_little_takes_less_at_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, mib: int, piece: int
+) -> None:
+    taken = list[int]()
+
+    def noting(*args: Any, tuner: Tuner, **options: Any) -> list[Written]:
+        taken.append(tuner.best.piece_nbytes)
+        return write_files(*args, tuner=tuner, **options)
+
+    monkeypatch.setattr("reknit.engine.saving.save.write_files", noting)
+    reknit.save(tmp_path / "ck", {"model": {"weight": np.zeros(mib * MIB, np.uint8)}})
+    assert taken == [piece]
 
 
 def test_digests_are_of_the_memory_before_its_bytes_go_anywhere(storage: ProcessMemory) -> None:

@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     Copy = Callable[[Any, int, int, NDArray[np.uint8]], None]
 
 PIECE_NBYTES = 2 * BLOCK_NBYTES
-"""Bytes that a worker stages, digests and writes at once in a synchronous save."""
+"""Bytes that a worker stages, digests and writes at once in a synchronous save, unless there is little."""
 _FEW_BLOCKS = 2
 """What has no more blocks of which digests are taken is written sooner than another thread has begun."""
 _IDLE = 0.2
