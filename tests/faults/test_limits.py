@@ -147,7 +147,7 @@ def with_little_on_rank_1(folder: str) -> list[str]:
     options = reknit.LoadOptions(timeout_s=LIMIT_S)
     reknit.load(path, target, options=options)
     if os.environ["RANK"] == "1":
-        sandbox.leave_memory(6 * MIB)  # less than a thread takes, or a piece of a file
+        sandbox.leave_memory(2 * MIB)  # less than a thread takes, or a block of a file
     told = []
     for action in (
         lambda: reknit.load(path, target, options=options),
