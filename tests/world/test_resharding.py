@@ -185,16 +185,15 @@ def test_every_replica_writes_its_share(content: int, spread: int, size: int) ->
         assert abs(report.nbytes - total / size) <= 0.01 * total / size + headers
 
 
-@pytest.mark.parametrize("size", [1, 2, 4, 8])
-def test_scalars_of_all_ranks_cost_no_blocks(
-    size: int,
-) -> None:
+@pytest.mark.parametrize("size", [1, 2, 4, 8, 16, 64])
+def test_scalars_of_all_ranks_cost_no_blocks(size: int) -> None:
     """As FSDP2 holds an optimizer: large tensors cut by rows, and a step counter for each on every rank."""
     model = Model(0, 0)
     layout: dict[str, list[Part]] = {}
+    wide = (3 << 20) if size <= 8 else (1 << 19)
     for number in range(6):
-        model.arrays[f"layers.{number}.exp_avg"] = np.full((size, 3 << 20), number, np.uint8)
-        layout[f"layers.{number}.exp_avg"] = [(Box((r, 0), (1, 3 << 20)), (r,)) for r in range(size)]
+        model.arrays[f"layers.{number}.exp_avg"] = np.full((size, wide), number, np.uint8)
+        layout[f"layers.{number}.exp_avg"] = [(Box((r, 0), (1, wide)), (r,)) for r in range(size)]
     for number in range(200):
         model.arrays[f"layers.{number}.step"] = np.array(float(number), np.float32)
         layout[f"layers.{number}.step"] = [(Box((), ()), tuple(range(size)))]

@@ -170,7 +170,9 @@ def test_replicas_of_hosts_of_any_number_read_equal_shares() -> None:
     assert world.nbytes == 2_000_000
 
 
-@pytest.mark.parametrize("hosts", [[0, 0], [0, 1], [0, 0, 1, 1]])
+@pytest.mark.parametrize(
+    "hosts", [[0, 0], [0, 1], [0, 0, 1, 1], [n // 4 for n in range(16)]], ids=["2", "1+1", "2+2", "4x4"]
+)
 def test_ranks_in_the_layout_of_the_save_pass_each_other_only_what_they_have_in_common(
     hosts: list[int],
 ) -> None:
