@@ -450,9 +450,12 @@ def test_agents_that_are_lost_while_it_goes_on_are_replaced(tmp_path: Path) -> N
             told.append(outcome(lambda: save.result(LIMIT_S))[0])  # noqa: B023 - called at once
         return told
 
-    for told in run_ranks(3, rank):
-        assert told[0] in ("AgentError", "PeerLostError", "CommError", "GroupClosedError"), told
-        assert told[-2:] == ["", ""], told
+    answers = run_ranks(3, rank)
+    # Who hears of the loss before it has asked its agent for anything waits for the new ones.
+    lost = {"AgentError", "PeerLostError", "CommError", "GroupClosedError"}
+    prepared = {told[0] for told in answers}
+    assert prepared == {""} or prepared <= lost, answers
+    assert all(told[-2:] == ["", ""] for told in answers), answers
     assert reknit.verify(tmp_path / "3", "data").ok
 
 
