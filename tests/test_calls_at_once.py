@@ -1,20 +1,26 @@
-"""Two threads of a process that is alone save for the first time: they share what there is one of."""
+"""Threads of a process save, load and close at once: they share what there is one of, and disturb nobody."""
 
 from __future__ import annotations
 
+import os
+import signal
 import sys
 import threading
+import warnings
 from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING, Any
 
 import pytest
 
+import reknit
+from reknit import calls
 from reknit.calls import background_of
 from reknit.comm.base import SoloGroup
 from reknit.ranks import alone
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
+    from pathlib import Path
 
 THREADS = 4
 
@@ -49,3 +55,51 @@ def test_threads_that_come_at_once_have_the_same_background_saves() -> None:
         group = SoloGroup()
         assert at_once(lambda group=group: background_of(group, elsewhere=True)) == 1  # type: ignore[misc]
         background_of(group, elsewhere=True).close(0.0)
+
+
+def test_a_save_ends_well_while_another_thread_begins_the_first_to_another_kind_of_store(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    group = SoloGroup()
+    monkeypatch.setattr(
+        background_of(group, elsewhere=True),
+        "surface",
+        lambda but: background_of(group, elsewhere=False),  # as if another thread came at this moment
+    )
+    assert reknit.save(tmp_path / "step", {"step": 1}, group=group).done()
+
+
+def test_loads_and_closes_go_on_while_another_thread_saves_for_the_first_time(tmp_path: Path) -> None:
+    reknit.save(tmp_path / "step", {"step": 1})
+    over, groups = threading.Event(), list[SoloGroup]()
+
+    def begin() -> None:
+        while not over.is_set() and len(groups) < 2_000:
+            groups.append(SoloGroup())
+            background_of(groups[-1], elsewhere=True)
+
+    with ThreadPoolExecutor(1) as pool:
+        beginning = pool.submit(begin)
+        try:
+            for _ in range(50):
+                reknit.load(tmp_path / "step", {"step": 0})
+                assert reknit.close()
+        finally:
+            over.set()
+        beginning.result()
+    assert reknit.close()
+
+
+def test_a_process_that_is_forked_while_another_thread_looks_saves_up_can_load(tmp_path: Path) -> None:
+    reknit.save(tmp_path / "step", {"step": 1})
+    with calls.making, warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # Python warns of forks where there are threads
+        pid = os.fork()
+        if not pid:
+            signal.alarm(60)
+            try:
+                reknit.load(tmp_path / "step", {"step": 0})
+                os._exit(0)
+            finally:
+                os._exit(1)
+    assert os.waitpid(pid, 0)[1] == 0

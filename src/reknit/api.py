@@ -22,7 +22,15 @@ from reknit.arguments import (
     place_of,
     tried_options,
 )
-from reknit.calls import all_told, background_of, backgrounds, origin_of, save_now
+from reknit.calls import (
+    all_backgrounds,
+    all_told,
+    background_of,
+    backgrounds_of,
+    origin_of,
+    save_now,
+    taken_backgrounds,
+)
 from reknit.engine.display import logged
 from reknit.engine.loading import load as load_story
 from reknit.engine.loading.job import LoadJob
@@ -125,7 +133,7 @@ def save(
             if wrong is not None:
                 pending.result()  # raises it here, and not only when somebody asks
         if options.on_error == "raise":
-            for background in backgrounds.get(joined, {}).values():
+            for background in backgrounds_of(joined):
                 background.surface(but=pending)
     except ReknitError as error:
         if options.on_error == "raise" or isinstance(error, UsageError):
@@ -190,10 +198,9 @@ def prepare(
 
 def _wait_for_copies() -> None:
     """Wait until the copies of all saves under way are made, and their states may be changed."""
-    for kinds in list(backgrounds.values()):
-        for background in list(kinds.values()):
-            for pending in background.under_way():
-                pending.wait_staged()
+    for background in all_backgrounds():
+        for pending in background.under_way():
+            pending.wait_staged()
 
 
 def close(timeout_s: float | None = None) -> bool:
@@ -204,9 +211,8 @@ def close(timeout_s: float | None = None) -> bool:
     Every rank calls it, or none.
     """
     ended = True
-    for kinds in list(backgrounds.values()):
-        while kinds:
-            ended = kinds.popitem()[1].close(timeout_s) and ended
+    for background in taken_backgrounds():
+        ended = background.close(timeout_s) and ended
     return ended
 
 

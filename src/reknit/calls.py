@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 import platform
 import sys
 import threading
@@ -36,8 +37,9 @@ logger = logging.getLogger("reknit")
 backgrounds: weakref.WeakKeyDictionary[Group, dict[bool, Background]] = weakref.WeakKeyDictionary()
 """The background saves of each group: those to stores that other processes can open, and those to others."""
 
-_making = threading.Lock()
-"""Held while background saves are looked up: two threads that save at once must not make two."""
+making = threading.Lock()
+"""Held while background saves are looked up: two threads that save at once must not make two, and who goes
+through them all must not meet new ones."""
 
 _committed: weakref.WeakKeyDictionary[Group, Committed] = weakref.WeakKeyDictionary()
 """What this process saved with each group, not in the background."""
@@ -53,7 +55,7 @@ def save_now(
         with all_told(joined, ASSIGN, options.timeout_s):
             job = make()
             last.callback(job.storage.close)
-            for background in list(backgrounds.get(joined, {}).values()):
+            for background in backgrounds_of(joined):
                 background.wait_for(job.url, options.timeout_s)
         with job.recorder.whole():
             report, written = save_story.save(job, _committed.setdefault(joined, Committed()))
@@ -100,7 +102,7 @@ def all_told(group: Group, first_round: str, timeout_s: float) -> Iterator[None]
 
 def background_of(group: Group, elsewhere: bool) -> Background:
     """Return the background saves of a group, to stores that other processes can open or cannot."""
-    with _making:
+    with making:
         kinds = backgrounds.setdefault(group, {})
         if elsewhere not in kinds:
             background = kinds[elsewhere] = Background(in_process=not elsewhere)
@@ -108,6 +110,30 @@ def background_of(group: Group, elsewhere: bool) -> Background:
             gone.atexit = False
             background.when_closed = gone.detach
         return kinds[elsewhere]
+
+
+def backgrounds_of(group: Group) -> list[Background]:
+    """Return the background saves that a group has at this moment."""
+    with making:
+        return list(backgrounds.get(group, {}).values())
+
+
+def all_backgrounds() -> list[Background]:
+    """Return the background saves that all groups have at this moment."""
+    with making:
+        return [background for kinds in backgrounds.values() for background in kinds.values()]
+
+
+def taken_backgrounds() -> Iterator[Background]:
+    """Yield the background saves that all groups have at this moment, each taken out for who closes it."""
+    with making:
+        found = list(backgrounds.values())
+    for kinds in found:
+        for elsewhere in (True, False):
+            with making:
+                background = kinds.pop(elsewhere, None)
+            if background is not None:
+                yield background
 
 
 def origin_of(group: Group) -> dict[str, Any]:
@@ -124,3 +150,11 @@ def _version_of(name: str) -> str | None:
         return distributions.version(name)
     except distributions.PackageNotFoundError:
         return None
+
+
+def _after_fork() -> None:
+    global making
+    making = threading.Lock()  # a thread that the child does not have may have held it
+
+
+os.register_at_fork(after_in_child=_after_fork)
