@@ -6,9 +6,12 @@ import os
 import subprocess
 import sys
 import threading
+from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING
 
-from reknit.monitor.outlet import MOST_OUTLETS, CallingSink, Outlet, flush, outlet_of
+from reknit.errors import ShortageError
+from reknit.monitor import outlet as outlet_module
+from reknit.monitor.outlet import MOST_OUTLETS, CallingSink, Outlet, flush, flush_all, outlet_of
 from reknit.monitor.records import DroppedRecord, PhaseRecord, Record
 
 if TYPE_CHECKING:
@@ -127,6 +130,42 @@ def test_there_are_never_more_than_so_many_sinks(caplog: pytest.LogCaptureFixtur
     assert outlet_of(("test", 0), lambda: Outlet(hanging, "another")) is first
     del first, found
     assert outlet_of(("test", -1), lambda: Outlet(hanging, "after them")) is not None
+
+
+def test_sinks_are_flushed_while_other_threads_add_more() -> None:
+    before = sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)
+    try:
+        with ThreadPoolExecutor(1) as pool:
+            adding = pool.submit(lambda: [Outlet(Kept(), "new") for _ in range(5_000)])
+            while not adding.done():
+                flush_all(0.0)
+            adding.result()
+    finally:
+        sys.setswitchinterval(before)
+
+
+def test_what_several_threads_tell_is_counted_as_lost_where_none_can_serve_the_sink(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def refuse(*_: object) -> None:
+        raise ShortageError("no further thread")
+
+    with monkeypatch.context() as without_threads, ThreadPoolExecutor(4) as pool:
+        without_threads.setattr(outlet_module, "start_thread", refuse)
+        kept = Kept()
+        outlet = Outlet(kept, "kept")
+
+        def put_all() -> None:
+            for number in range(10_000):
+                outlet.put(numbered(number))
+
+        putting = [pool.submit(put_all) for _ in range(4)]
+        for each in putting:
+            each.result()
+    outlet.put(numbered(1))
+    assert outlet.flush(WAIT_S)
+    assert len(kept.ranks()) + kept.lost() == 4 * 10_000 + 1
 
 
 def test_a_function_is_called_with_each_record() -> None:

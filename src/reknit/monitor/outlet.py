@@ -8,6 +8,7 @@ import threading
 import time
 import weakref
 from collections import deque
+from contextlib import suppress
 from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
 from reknit.errors import ShortageError
@@ -73,7 +74,8 @@ class Outlet:
         self._capacity = capacity
         self._idle_s = idle_s
         self.begin_anew()
-        _all.add(self)
+        with _listing:
+            _all.add(self)
 
     def begin_anew(self) -> None:
         """Start empty, as a forked process has to: the thread, and what waits for it, are its parent's."""
@@ -138,10 +140,17 @@ class Outlet:
                 self._served = True
                 return
             except ShortageError as error:
-                lost = list(self._ring)
-                self._ring.clear()
+                lost = self._emptied()
                 reason = str(error)
         self._drop(sum(not isinstance(entry, threading.Event) for entry in lost), reason)
+
+    def _emptied(self) -> list[Any]:
+        """Take out what waits at this moment, and return it; more may come meanwhile."""
+        taken: list[Any] = []
+        with suppress(IndexError):  # somebody else took it
+            for _ in range(len(self._ring)):
+                taken.append(self._ring.popleft())
+        return taken
 
     def _run(self) -> None:
         while True:
@@ -213,6 +222,8 @@ class CallingSink:
 
 
 _all: weakref.WeakSet[Outlet] = weakref.WeakSet()
+_listing = threading.Lock()
+"""Held while sinks are listed: no other may be added."""
 _by_key: weakref.WeakValueDictionary[object, Outlet] = weakref.WeakValueDictionary()
 _finding = threading.Lock()
 _refused = threading.Event()
@@ -245,7 +256,12 @@ def flush(outlets: Sequence[Outlet], timeout_s: float = _FLUSH_S) -> None:
 def flush_all(timeout_s: float) -> bool:
     """Wait until all sinks have had what came before; tell whether they have."""
     end = time.monotonic() + timeout_s
-    return all([outlet.flush(max(0.0, end - time.monotonic())) for outlet in list(_all)])
+    return all([outlet.flush(max(0.0, end - time.monotonic())) for outlet in _listed()])
+
+
+def _listed() -> list[Outlet]:
+    with _listing:
+        return list(_all)
 
 
 class _AtEnd:
@@ -263,13 +279,13 @@ class _AtEnd:
     def _run() -> None:
         flush_all(_EXIT_S)
         ending.set()
-        for outlet in list(_all):
+        for outlet in _listed():
             outlet.close()
 
 
 def _after_fork() -> None:
-    global _finding
-    _finding = threading.Lock()
+    global _finding, _listing
+    _finding, _listing = threading.Lock(), threading.Lock()
     for outlet in list(_all):
         outlet.begin_anew()
 
