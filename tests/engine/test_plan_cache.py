@@ -1,10 +1,13 @@
 from __future__ import annotations
 
+import sys
+import threading
+
 import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from reknit.engine.saving.plan_cache import PlanCache
+from reknit.engine.saving.plan_cache import PlanCache, keep_latest
 from reknit.planner.columns import columns_of, merged
 
 RANKS, SLOTS = 3, 2
@@ -72,3 +75,24 @@ def test_what_all_ranks_said_at_once_is_one_object_without_a_copy() -> None:
     told = merged([columns_of(rank, {}, {"value": ([rank], "")}) for rank in range(3)])
     known.keep(plans, told)
     assert known.latest(ranks, known.find(ranks, plans)) is told
+
+
+def test_plans_are_kept_while_another_thread_forgets_all_of_them() -> None:
+    kept: dict[bytes, int] = {}
+    over = threading.Event()
+
+    def forget() -> None:
+        while not over.is_set():
+            kept.clear()
+
+    forgetting = threading.Thread(target=forget)
+    before = sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)
+    try:
+        forgetting.start()
+        for number in range(200_000):
+            assert keep_latest(kept, b"%d" % (number % 7), number, SLOTS) == number
+    finally:
+        sys.setswitchinterval(before)
+        over.set()
+        forgetting.join()

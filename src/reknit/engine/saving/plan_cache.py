@@ -91,9 +91,12 @@ def _only(latest: RankColumns, which: NDArray[np.bool_]) -> RankColumns:
 
 
 def keep_latest(kept: dict[bytes, _Kept], key: bytes, value: _Kept, most: int) -> _Kept:
-    """Keep a value as the latest, forget the oldest where there are too many, and return it."""
+    """Keep a value as the latest, forget the oldest where there are too many, and return it.
+
+    Another thread may forget all of them meanwhile.
+    """
     kept.pop(key, None)
     kept[key] = value
-    while len(kept) > most:
-        del kept[next(iter(kept))]
+    for oldest in list(kept)[:-most]:
+        kept.pop(oldest, None)
     return value
