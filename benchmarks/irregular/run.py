@@ -116,7 +116,7 @@ def milliseconds(bench: Bench, action: Callable[[], Any], repeat: int) -> dict[s
 
 
 def measure(chosen: argparse.Namespace) -> None:
-    from reknit.engine.memory.staging import all_bits
+    from reknit.engine.memory.sources import Sources
 
     bench = Bench(chosen.dir)
     model, optimizer = trained(chosen)
@@ -125,14 +125,14 @@ def measure(chosen: argparse.Namespace) -> None:
     both = processor_ms(bench, ours, chosen.repeat)
     alone = processor_ms(bench, collecting(bench, model=model), chosen.repeat)
     held = ours()
-    arrays = processor_ms(bench, lambda: all_bits(held.shards), chosen.repeat)
+    arrays = processor_ms(bench, lambda: Sources(s.memory for s in held.shards).addresses, chosen.repeat)
     result: dict[str, Any] = {
         "processor_ms": {
             "model and optimizer": both,
             "model and optimizer, the first time": first,
             "model": alone,
             "optimizer": round(both - alone, 2),
-            "arrays of all shards": arrays,
+            "addresses of all shards": arrays,
         },
         "collect": milliseconds(bench, ours, chosen.repeat),
         "optim_state_dict": milliseconds(bench, theirs, 1),
@@ -156,7 +156,7 @@ def rows(result: dict[str, Any]) -> list[Row]:
                 "model",
                 "model and optimizer",
                 "model and optimizer, the first time",
-                "arrays of all shards",
+                "addresses of all shards",
             )
         ),
         ("collect model and optimizer, ms", ours, "<=", None),

@@ -14,6 +14,7 @@ import numpy as np
 
 from reknit.comm.topology import Topology
 from reknit.engine import messages
+from reknit.engine.memory.sources import Sources
 from reknit.engine.saving.claims import EncodedHoldings, claims
 from reknit.engine.saving.copies import EQUAL
 from reknit.engine.saving.file_layout import layout_digest, outline
@@ -59,7 +60,7 @@ def rank_of(job: Job, rank: int, *, silent: bool) -> Rank:
     digest = layout_digest(holdings, MAX_FILE_NBYTES)
     plan = outline(holdings, rank, MAX_FILE_NBYTES)
     planned = time.process_time()
-    files = [(image.path, image.nbytes) for image in plan.images(WRITE_ID, [])]
+    files = [(image.path, image.nbytes) for image in plan.images(WRITE_ID, Sources(()))]
     files += [(paths.blob_path("rng", rank, WRITE_ID, own=0), 5000)] + [
         (paths.blob_path("extra", rank, WRITE_ID), 2000)
     ] * (rank == 0)

@@ -8,6 +8,7 @@ import pytest
 
 from reknit.comm.tree.threads import thread_groups
 from reknit.engine import messages
+from reknit.engine.memory.sources import Sources
 from reknit.engine.saving import coordinator as module
 from reknit.engine.saving.claims import claims, encode_holdings
 from reknit.engine.saving.coordinator import PLANS_KEPT, Coordinator
@@ -380,7 +381,7 @@ def test_files_are_planned_once_for_a_layout_and_anew_for_other_limits_and_other
     planned = outline(alone.resolved(np.zeros(0, np.int64)), 1, 1 << 40)
     assert outline(replace(alone.holdings, blobs=()), 1, 1 << 40) is planned, "what is known goes with it"
     assert len(outline(alone.holdings, 1, 5000).files) == len(planned.files) == 1
-    assert [image.path for image in planned.images("0" * 32, [])] == ["m/00001.00000000.safetensors"]
+    assert [image.path for image in planned.images("0" * 32, Sources(()))] == ["m/00001.00000000.safetensors"]
     shared = encode_holdings(Holdings(("m",), (copy("a"), copy("b")), ()), SaveOptions())
     for owners, nbytes in (([1, 0], 100), ([1, 1], 200), ([0, 0], 0)):
         files = outline(shared.resolved(np.array(owners)), 1, 1 << 40).files

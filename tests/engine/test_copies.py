@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 
-from reknit.engine.memory.elements import all_bits
+from reknit.engine.memory.sources import Sources
 from reknit.engine.messages import Copies, unpacked
 from reknit.engine.saving import copies as module
 from reknit.engine.saving.claims import encode_holdings
@@ -29,7 +29,7 @@ def shard(fqn: str, replicas: tuple[int, ...] | None, data: Any, box: Box | None
 
 def compared(shards: list[Shard], check: str = "sample", size: int = 2, *aliases: Alias) -> Copies:
     encoded = encode_holdings(Holdings(("m",), tuple(shards), (), aliases), SaveOptions())
-    return choose(encoded, check, 0, size).copies(all_bits(shards))
+    return choose(encoded, check, 0, size).copies(Sources(shard.memory for shard in shards))
 
 
 def names(copies: Copies) -> list[str]:

@@ -21,8 +21,7 @@ from torch.distributed.tensor import Shard, distribute_tensor
 
 import reknit
 from reknit.engine.background.snapshot import Snapshot
-from reknit.engine.memory.elements import stage
-from reknit.engine.memory.file_image import Image
+from reknit.engine.memory import file_image
 from reknit.errors import DeadlineError, StateError
 from reknit.storage.registry import register
 from tests.running.examples import examples
@@ -362,24 +361,21 @@ def test_a_checkpoint_has_what_was_there_at_the_save_or_there_is_none(
     kind: str, between: list[list[Callable[[State], None]]], seed: int
 ) -> None:
     state, pace = trained(kind), random.Random(seed)
-    settle, fill = Snapshot.settle, Image.fill
+    settle, copy_runs = Snapshot.settle, file_image.copy_runs
 
     def slow_settle(snapshot: Snapshot, *deferred: Any) -> None:
         time.sleep(pace.random() * 0.02)
         settle(snapshot, *deferred)
 
-    def slow_fill(image: Image, start: int, out: Any, copy: Any = stage) -> None:
-        def torn(source: Any, first: int, numel: int, part: Any) -> None:
-            half = numel // 2
-            copy(source, first, half, part[: len(part) // numel * half])
-            time.sleep(pace.random() * 0.003)
-            copy(source, first + half, numel - half, part[len(part) // numel * half :])
-
-        fill(image, start, out, torn)
+    def torn(addresses: Any, nbytes: Any, out: Any, begin: Any) -> None:
+        half = nbytes // 2
+        copy_runs(addresses, half, out, begin)
+        time.sleep(pace.random() * 0.003)
+        copy_runs(addresses + half, nbytes - half, out, begin + half)
 
     with pytest.MonkeyPatch.context() as patched:
         patched.setattr(Snapshot, "settle", slow_settle)
-        patched.setattr(Image, "fill", slow_fill)
+        patched.setattr(file_image, "copy_runs", torn)
         for number, changes in enumerate(between):
             path = f"lazy://run/{number}"
             expected, pending = truth(state), save(path, state)

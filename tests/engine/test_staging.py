@@ -16,7 +16,8 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 
 from reknit.engine.memory import staging
-from reknit.engine.memory.elements import all_bits, bits, contiguous_bytes, convert, deliver, stage
+from reknit.engine.memory.elements import bits, contiguous_bytes, convert, deliver, stage
+from reknit.engine.memory.sources import Sources
 from reknit.engine.memory.staging import Staging, changes, pin
 from reknit.types.box import Box
 from reknit.types.dtype import ITEMSIZE, numpy_dtype
@@ -104,14 +105,12 @@ def test_rectangles_of_one_flat_memory_are_the_bits_of_each(name: str) -> None:
         for lengths, strides, first in ties
     ]
     shards.append(Held("m", "v", spec, Box((0,), (37,)), (0,), memory))
-    for source, shard in zip(all_bits(shards), shards, strict=True):
+    for source, shard in zip(Sources(shard.memory for shard in shards), shards, strict=True):
         assert isinstance(source, np.ndarray)
         assert source.tobytes() == bits(shard.data).tobytes()
         assert source.shape == shard.box.lengths
         assert not source.size or np.shares_memory(source, bits(memory))
-    (source,) = all_bits(
-        [Held("m", "w", spec, Box((0,), (3,)), None, Strided(memory.to("meta"), (3,), (2,), 4))]
-    )
+    (source,) = Sources([Strided(memory.to("meta"), (3,), (2,), 4)])
     assert (tuple(source.shape), source.stride(), source.storage_offset()) == ((3,), (2,), 4)
 
 

@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 
 import reknit
 from reknit.engine.memory.arena import Arena
-from reknit.engine.memory.elements import bits
-from reknit.engine.memory.file_image import Image
+from reknit.engine.memory.file_image import Entries, Image
+from reknit.engine.memory.sources import Sources
 from reknit.engine.memory.tuning import PIECES, Settings, Tuner
 from reknit.engine.saving.write import (
     Outgoing,
@@ -503,13 +503,13 @@ def write_images(storage: ProcessMemory, images: list[Image], recorder: Recorder
 def test_an_image_is_its_header_and_then_its_entries_whatever_their_strides(storage: ProcessMemory) -> None:
     matrix = np.arange(1500 * 1000, dtype=np.float32).reshape(1500, 1000)
     vector = np.arange(2_000_001, dtype=np.int64)
-    sources = [bits(matrix.T), bits(vector)]
+    sources = Sources([matrix.T, vector])
     entries = (
         WriteEntry(1, 1, 2_000_000, Box((1,), (2_000_000,)), 0, 16_000_000),
         WriteEntry(0, 0, matrix.size, Box.whole((1000, 1500)), 16_000_000, matrix.nbytes),
     )
     header = bytes(range(256)) * 16
-    image = Image("a/x", header, entries, len(header) + 16_000_000 + matrix.nbytes, sources)
+    image = Image("a/x", header, Entries.of(entries), len(header) + 16_000_000 + matrix.nbytes, sources)
     expected = header + vector[1:].tobytes() + matrix.T.tobytes()
     recorder = Recorder("save")
     answer = write_images(storage, [image, image._replace(path="a/y")], recorder)
@@ -533,7 +533,8 @@ def test_a_range_of_an_image_lies_in_live_memory_or_is_copied_and_is_the_same(
         WriteEntry(0, 0, 100, Box.whole((10, 10)), 2400, 400),
         WriteEntry(2, 50, 150, Box((5, 0), (15, 10)), 2800, 600),
     )
-    image = Image("a/x", bytes(64), entries, 64 + 3400, [bits(matrix.T[:, ::2]), bits(vector), bits(matrix)])
+    sources = Sources([matrix.T[:, ::2], vector, matrix])
+    image = Image("a/x", bytes(64), Entries.of(entries), 64 + 3400, sources)
     assume(start + nbytes <= image.nbytes)
     whole = np.empty(image.nbytes, np.uint8)
     image.fill(0, whole)

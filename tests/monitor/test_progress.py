@@ -184,13 +184,16 @@ def test_a_slow_save_tells_how_far_it_is_on_rank_0_alone(
 
 
 def test_a_save_counts_every_byte_of_its_data_files() -> None:
-    from reknit.engine.memory.file_image import Image
+    from reknit.engine.memory.file_image import Entries, Image
+    from reknit.engine.memory.sources import Sources
     from reknit.engine.memory.tuning import Tuner
     from reknit.engine.saving.write import Outgoing, staged, write_files
 
     ProcessMemory.clear("counted")
     recorder = Recorder("save")
-    images = [Image(f"model/{k}", b"h" * n, (), n, ()) for k, n in enumerate((0, 5, 20 << 20))]
+    images = [
+        Image(f"model/{k}", b"h" * n, Entries.of(()), n, Sources(())) for k, n in enumerate((0, 5, 20 << 20))
+    ]
     files = [Outgoing(image.path, image.nbytes) for image in images]
     write_files(ProcessMemory("counted"), files, staged(images), tuner=Tuner(threads=2), recorder=recorder)
     assert recorder.standing()[:2] == (5 + (20 << 20),) * 2

@@ -6,17 +6,19 @@ from bisect import bisect_right
 from operator import itemgetter
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
+
 from reknit.engine.memory.elements import address, itemsize
 from reknit.engine.memory.sample import Range, Sample
+from reknit.engine.memory.sources import Sources
 from reknit.engine.memory.staging import changes, copied_later, on_cuda
 from reknit.types.shard import full_name
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence
 
-    from reknit.engine.memory.file_image import Image
+    from reknit.engine.memory.file_image import Entry, Image
     from reknit.types.barrier import Barrier
-    from reknit.types.plan import WriteEntry
     from reknit.types.shard import Holdings, Shard
 
 SMALL_NBYTES = 64 << 10
@@ -35,14 +37,14 @@ class Deferred:
         guard = _Guard(barrier for barrier in holdings.barriers if barrier.stands())
         self._watched: list[tuple[Shard, Barrier, int | None]] = []
         ranges: list[Range] = []
-        sources = list(images[0].sources) if images else []
+        sources, clones = images[0].sources if images else Sources(()), dict[int, Any]()
 
-        def part(entry: WriteEntry) -> str:
+        def part(entry: Entry) -> str:
             source = sources[entry.shard]
             barrier = guard.before(source, entry)
             if barrier is None:
                 if on_cuda(source) and source.nbytes <= SMALL_NBYTES:
-                    sources[entry.shard] = source.clone()  # quicker than to wait for what the device does
+                    clones[entry.shard] = source.clone()  # quicker than to wait for what the device does
                     return "queued"
                 return "now"
             shard = holdings.shards[entry.shard]
@@ -50,10 +52,11 @@ class Deferred:
             ranges.append(Range(source, entry.first, entry.numel))
             return "queued" if on_cuda(source) else "later"
 
-        parts = [[(part(entry), entry) for entry in image.entries] for image in images]
+        parts = [np.array([part(entry) for entry in image.entries.rows()]) for image in images]
+        sources = sources.instead(clones)
         self.now, self.queued, self.later = (
             [
-                image._replace(sources=sources, entries=tuple(entry for at, entry in parted if at == name))
+                image._replace(sources=sources, entries=image.entries.select(parted == name))
                 for image, parted in zip(images, parts, strict=True)
             ]
             for name in ("now", "queued", "later")
@@ -85,7 +88,7 @@ class _Guard:
         self._ranges = sorted(found, key=itemgetter(0, 1))
         self._starts = [start for start, _, _ in self._ranges]
 
-    def before(self, source: Any, entry: WriteEntry) -> Barrier | None:
+    def before(self, source: Any, entry: Entry) -> Barrier | None:
         """Return the barrier that is before all that an entry has of a source, if it can be copied later."""
         if not self._ranges or entry.nbytes <= SMALL_NBYTES or not copied_later(source):
             return None

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-import numpy as np
-
 from reknit.engine.memory.arena import lay_out
 from reknit.engine.memory.elements import stage
 from reknit.engine.memory.staging import Staging
@@ -42,13 +40,13 @@ class Snapshot:
     def take(self) -> None:
         """Copy everything; when this returns the live memory may be changed."""
         if self.spans:  # a replica that owns nothing has none
-            self._copy_all(self._images, Staging(self._images[0].sources), tell=True)
+            self._copy_all(self._images, Staging(self._images[0].sources.on_devices), tell=True)
             self._complete()
 
     def begin(self, deferred: Deferred) -> Staging:
         """Copy what may change at any time, and begin to copy what is deferred; `settle` finishes that."""
         deferred.hold(self._save.pending.wait_staged)
-        staging = Staging(deferred.queued[0].sources)
+        staging = Staging(deferred.queued[0].sources.on_devices)
         self._copy_all(deferred.now, staging, tell=False)
         self._queue(deferred.queued, staging)
         return staging
@@ -83,7 +81,7 @@ class Snapshot:
         run_jobs(
             range(last),
             work,
-            threads=num_threads(self._options.threads),
+            threads=min(num_threads(self._options.threads), last),
             arena_nbytes=_SCRATCH_NBYTES,
             budget_nbytes=self._options.inflight_nbytes,
         )
@@ -91,7 +89,7 @@ class Snapshot:
 
     def _copy_all(self, images: Sequence[Image], staging: Staging, *, tell: bool) -> None:
         """Copy images, and wait until that is done."""
-        if all(isinstance(image.sources[e.shard], np.ndarray) for image in images for e in image.entries):
+        if not images[0].sources.on_devices:
             self.copy_on_host(images, tell=tell)
             return
         self._queue(images, staging)

@@ -11,7 +11,7 @@ from reknit.engine.background.agents import Plan
 from reknit.engine.background.ahead import plan_nbytes
 from reknit.engine.background.deferred import Deferred
 from reknit.engine.background.snapshot import Snapshot
-from reknit.engine.memory.elements import all_bits
+from reknit.engine.memory.sources import Sources
 from reknit.engine.memory.staging import Staging, pin
 from reknit.engine.saving.commit import check_manifest
 from reknit.engine.saving.copies import choose
@@ -55,7 +55,7 @@ def stage_for_agent(ahead: Ahead, agents: Agents, save: TrainerSave) -> None:
     if plan is None and not encoded.guessed:
         plan = agents.keep(ahead.key, ahead.plan_alone(rank))
     with recorder.phase("digest"):
-        sources = all_bits(encoded.holdings.shards)
+        sources = Sources(shard.memory for shard in encoded.holdings.shards)
         chosen = (plan and plan.chosen.get(check)) or choose(encoded, check, rank, agents.size)
         copies = chosen.copies(sources)
     _lend(agents, save, encoded)
@@ -109,7 +109,9 @@ def warm_up(ahead: Ahead, agents: Agents, save: TrainerSave) -> None:
         agents.keep(ahead.key, ahead.plan_alone(agents.link.rank)) if alone else _agreed(ahead, agents, save)
     )
     plan.assigned = True  # or all plans are dropped
-    Staging(all_bits(ahead.encoded.holdings.shards))  # the stream of each device that will be copied from
+    Staging(
+        Sources(s.memory for s in ahead.encoded.holdings.shards).on_devices
+    )  # the stream of each device that will be copied from
     with job.recorder.phase("back_pressure"):
         nbytes = plan_nbytes(plan)
         lease = ahead.lease or (ahead.arenas.acquire(nbytes, 0.0) if nbytes else None)

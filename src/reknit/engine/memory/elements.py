@@ -10,14 +10,13 @@ import numpy as np
 
 from reknit.types.box import flat_range_boxes
 from reknit.types.dtype import numpy_dtype
-from reknit.types.shard import Strided
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator, Sequence
+    from collections.abc import Iterator, Sequence
 
     from numpy.typing import NDArray
 
-    from reknit.types.shard import Shard
+    from reknit.types.shard import Strided
 
 BITS = {1: "uint8", 2: "int16", 4: "int32", 8: "int64", 16: "complex128"}
 """Name of the type in which elements of a size are moved without being looked at."""
@@ -60,23 +59,7 @@ def _has_numpy(dtype: Any) -> bool:
     return True
 
 
-def all_bits(shards: Iterable[Shard]) -> list[Any]:
-    """Return the `bits` of the data of shards; flat memory that several lie in is looked at once."""
-    flats: dict[int, Any] = {}
-    found: list[Any] = []
-    for shard in shards:
-        memory = shard.memory
-        if not isinstance(memory, Strided):
-            found.append(bits(memory))
-            continue
-        flat = flats.get(id(memory.memory))
-        if flat is None:
-            flat = flats[id(memory.memory)] = bits(memory.memory)
-        found.append(_rectangle(flat, memory))
-    return found
-
-
-def _rectangle(flat: Any, at: Strided) -> Any:
+def rectangle(flat: Any, at: Strided) -> Any:
     """Return a rectangle of one-dimensional `bits`."""
     if isinstance(flat, np.ndarray):
         step = flat.itemsize

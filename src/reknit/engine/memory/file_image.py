@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from bisect import bisect_right
+import ctypes
+from collections import deque
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
@@ -10,60 +11,104 @@ import numpy as np
 from reknit.engine.memory.elements import contiguous_bytes, itemsize, stage
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Iterator, Sequence
 
     from numpy.typing import NDArray
 
+    from reknit.engine.memory.sources import Sources
     from reknit.types.plan import WriteEntry
 
     Copy = Callable[[Any, int, int, NDArray[np.uint8]], None]
+    Ints = NDArray[np.int64]
+
+
+class Entry(NamedTuple):
+    """What a file has of a shard: `numel` elements from element `first` on, in `nbytes` bytes at `start`."""
+
+    shard: int
+    first: int
+    numel: int
+    start: int
+    nbytes: int
+
+
+class Entries(NamedTuple):
+    """Entries of a file as columns, in the order of their bytes; none is empty."""
+
+    shard: Ints
+    first: Ints
+    numel: Ints
+    start: Ints
+    nbytes: Ints
+
+    @classmethod
+    def of(cls, entries: Sequence[WriteEntry]) -> Entries:
+        """Return planned entries as columns, but for those without elements."""
+        rows = [(e.shard, e.first, e.numel, e.start, e.nbytes) for e in entries if e.numel]
+        return cls(*np.array(rows, np.int64).reshape(-1, len(cls._fields)).T.copy())
+
+    def rows(self) -> Iterator[Entry]:
+        """Yield the entries one by one."""
+        return map(Entry, *(column.tolist() for column in self))
+
+    def select(self, some: Any) -> Entries:
+        """Return some of the entries, as a slice or a mask says."""
+        return Entries(*(column[some] for column in self))
+
+    def between(self, start: int, stop: int) -> Entries:
+        """Return the entries that have bytes in this range of the data part."""
+        low = np.searchsorted(self.start + self.nbytes, start, side="right")
+        return self.select(slice(int(low), int(np.searchsorted(self.start, stop))))
 
 
 class Image(NamedTuple):
-    """A data file as it will be: a header, then the entries' bytes from live memory.
-
-    `sources` are arrays of bits by shard number.
-    """
+    """A data file as it will be: a header, then the entries' bytes from live memory."""
 
     path: str
     header: bytes
-    entries: tuple[WriteEntry, ...]
+    entries: Entries
     nbytes: int
-    sources: Sequence[Any]
+    sources: Sources
 
     def fill(self, start: int, out: NDArray[np.uint8], copy: Copy = stage) -> None:
-        """Fill `out` with the bytes of the file from `start` on; `copy` is like `stage`."""
-        stop = start + len(out)
+        """Fill `out` with the bytes of the file from `start` on.
+
+        What is one run of host memory is copied by its address, and everything else by `copy`, which is like
+        `stage`.
+        """
         if start < len(self.header):
-            part = self.header[start:stop]
+            part = self.header[start : start + len(out)]
             out[: len(part)] = np.frombuffer(part, np.uint8)
-        base = len(self.header)
-        for entry in self.entries[self._entry_at(start) :]:
-            low, high = max(base + entry.start, start), min(base + entry.start + entry.nbytes, stop)
-            if base + entry.start >= stop:
-                break
-            if high > low:
-                itemsize = entry.nbytes // entry.numel
-                first = entry.first + (low - base - entry.start) // itemsize
-                copy(
-                    self.sources[entry.shard],
-                    first,
-                    (high - low) // itemsize,
-                    out[low - start : high - start],
-                )
+        start -= len(self.header)
+        here = self.entries.between(start, start + len(out))
+        skipped = np.maximum(start - here.start, 0)  # bytes of an entry that are before the range
+        nbytes = np.minimum(here.nbytes, start + len(out) - here.start) - skipped
+        begin = here.start + skipped - start
+        itemsizes = here.nbytes // here.numel
+        runs = self.sources.addresses[here.shard]
+        known = runs != 0
+        copy_runs((runs + here.first * itemsizes + skipped)[known], nbytes[known], out, begin[known])
+        for n in np.flatnonzero(~known).tolist():
+            first = int(here.first[n] + skipped[n] // itemsizes[n])
+            numel, part = int(nbytes[n] // itemsizes[n]), out[int(begin[n]) : int(begin[n] + nbytes[n])]
+            copy(self.sources[int(here.shard[n])], first, numel, part)
 
     def in_place(self, start: int, nbytes: int) -> NDArray[np.uint8] | None:
         """Return these bytes of the file where they lie; None if that is not one run in host memory."""
         start -= len(self.header)
-        if start < 0 or not self.entries:
+        here = self.entries.between(start, start + nbytes)
+        if start < 0 or len(here.shard) != 1:
             return None
-        entry = self.entries[self._entry_at(start + len(self.header))]
-        memory = contiguous_bytes(self.sources[entry.shard])
-        if memory is None or start + nbytes > entry.start + entry.nbytes:
+        (entry,) = here.rows()
+        source = self.sources[entry.shard]
+        memory = contiguous_bytes(source)
+        if memory is None:
             return None
-        first = entry.first * itemsize(self.sources[entry.shard]) + start - entry.start
+        first = entry.first * itemsize(source) + start - entry.start
         return memory[first : first + nbytes]
 
-    def _entry_at(self, start: int) -> int:
-        """Return the number of the entry in which a byte of the file lies; 0 for one of the header."""
-        return max(bisect_right(self.entries, start - len(self.header), key=lambda e: e.start) - 1, 0)
+
+def copy_runs(addresses: Ints, nbytes: Ints, out: NDArray[np.uint8], begin: Ints) -> None:
+    """Copy runs of host memory to places in `out`."""
+    columns = out.ctypes.data + begin, addresses, nbytes
+    deque(map(ctypes.memmove, *(column.tolist() for column in columns)), maxlen=0)

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import msgspec
 import xxhash
 
 from reknit.engine import messages
-from reknit.engine.memory.file_image import Image
+from reknit.engine.memory.file_image import Entries, Image
 from reknit.format import paths
 from reknit.format.data_file import HeaderEntry, encode_header, file_metadata
 from reknit.planner.save import plan_save
@@ -16,6 +16,7 @@ from reknit.planner.save import plan_save
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
+    from reknit.engine.memory.sources import Sources
     from reknit.types.plan import FilePlan
     from reknit.types.shard import Holdings
 
@@ -26,6 +27,7 @@ class OutlinedFile(NamedTuple):
     plan: FilePlan
     header: bytes
     write_id: str
+    entries: Entries
 
     @property
     def nbytes(self) -> int:
@@ -45,13 +47,13 @@ class Outline(NamedTuple):
         """The numbers of the files that hold frozen tensors alone."""
         return [number for number, file in enumerate(self.files) if file.plan.frozen]
 
-    def images(self, write_id: str, sources: Sequence[Any]) -> list[Image]:
+    def images(self, write_id: str, sources: Sources) -> list[Image]:
         """Return the files of one save, to be filled from the `bits` of shards of this outline's layout."""
         return [
             Image(
                 paths.data_path(file.plan.item, self.rank, write_id, file.plan.part),
                 file.header.replace(file.write_id.encode(), write_id.encode()),
-                file.plan.entries,
+                file.entries,
                 file.nbytes,
                 sources,
             )
@@ -94,7 +96,8 @@ def _outline(holdings: Holdings, rank: int, max_file_nbytes: int) -> Outline:
     plan = plan_save(holdings.shards, rank, max_file_nbytes)
     write_id = paths.new_write_id()
     files = tuple(
-        OutlinedFile(file, _header(holdings, rank, file, write_id), write_id) for file in plan.files
+        OutlinedFile(file, _header(holdings, rank, file, write_id), write_id, Entries.of(file.entries))
+        for file in plan.files
     )
     return Outline(rank, files, _columns(holdings, files))
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from reknit.engine import messages
-from reknit.engine.memory.elements import all_bits
+from reknit.engine.memory.sources import Sources
 from reknit.engine.memory.tuning import Tuner
 from reknit.engine.report import SaveReport
 from reknit.engine.saving.claims import claims, encode_holdings
@@ -42,7 +42,7 @@ def save(job: SaveJob, committed: Committed | None = None) -> tuple[SaveReport, 
                 # 1 what does this rank hold (local)
                 with recorder.phase("collect"):
                     encoded = encode_holdings(job.holdings(), options)
-                    sources = all_bits(encoded.holdings.shards)
+                    sources = Sources(shard.memory for shard in encoded.holdings.shards)
                 with recorder.phase("digest"):
                     compared = choose(encoded, options.check_replicas, rank, job.group.size)
                     copies = compared.copies(sources)

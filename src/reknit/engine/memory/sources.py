@@ -1,0 +1,93 @@
+"""The memory of shards: looked at one by one only where that is needed; most need just be copied."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from functools import cached_property
+from operator import attrgetter
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from reknit.engine.memory.elements import address, bits, contiguous_bytes, rectangle
+from reknit.types.shard import Strided
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Mapping
+
+    from numpy.typing import NDArray
+
+_is_on_host = attrgetter("is_cpu")
+
+
+class Sources(Sequence[Any]):
+    """The `bits` of what shards have as `memory`, by shard number; flat memory is looked at once."""
+
+    def __init__(self, memories: Iterable[Any]) -> None:
+        self._memories = [*memories]
+        self._bits: dict[int, Any] = {}
+        self._flats: dict[int, Any] = {}
+
+    def __len__(self) -> int:
+        return len(self._memories)
+
+    def __getitem__(self, number: Any) -> Any:
+        found = self._bits.get(number)
+        if found is None:
+            found = self._bits[number] = self._look(self._memories[number])
+        return found
+
+    def instead(self, others: Mapping[int, Any]) -> Sources:
+        """Return these with other `bits` for some that are on a device."""
+        changed = Sources(self._memories)
+        changed._bits, changed._flats = {**self._bits, **others}, self._flats
+        changed.addresses = self.addresses
+        return changed
+
+    @cached_property
+    def addresses(self) -> NDArray[np.int64]:
+        """Where each that is one run of host memory begins, as long as nobody frees it; 0 for the others.
+
+        Memory without elements has an address or none.
+        """
+        found = np.zeros(len(self), np.int64)
+        if plain := self._plain:
+            tensor = sys.modules["torch"].Tensor
+            memories = [self._memories[n] for n in plain]
+            runs = np.array([*map(tensor.is_contiguous, memories)], bool)
+            found[plain] = np.where(runs, np.array([*map(tensor.data_ptr, memories)], np.int64), 0)
+        for number in self._others:
+            if contiguous_bytes(self[number]) is not None:
+                found[number] = address(self[number])
+        return found
+
+    @property
+    def on_devices(self) -> list[Any]:
+        """The `bits` of those that are not in host memory."""
+        return [self[n] for n in self._others if not isinstance(self[n], np.ndarray)]
+
+    @cached_property
+    def _plain(self) -> list[int]:
+        """The numbers of tensors in host memory of which torch tells all at once."""
+        torch = sys.modules.get("torch")
+        if torch is None:
+            return []
+        kinds = torch.Tensor, torch.nn.Parameter
+        numbers = [n for n, memory in enumerate(self._memories) if type(memory) in kinds]
+        on_host = map(_is_on_host, [self._memories[n] for n in numbers])
+        return [n for n, here in zip(numbers, on_host, strict=True) if here]
+
+    @cached_property
+    def _others(self) -> list[int]:
+        if len(self._plain) == len(self):
+            return []
+        return sorted({*range(len(self))}.difference(self._plain))
+
+    def _look(self, memory: Any) -> Any:
+        if not isinstance(memory, Strided):
+            return bits(memory)
+        flat = self._flats.get(id(memory.memory))
+        if flat is None:
+            flat = self._flats[id(memory.memory)] = bits(memory.memory)
+        return rectangle(flat, memory)

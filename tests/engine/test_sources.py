@@ -1,0 +1,100 @@
+"""Memory of every kind comes into a file bit for bit, whatever range of the file is asked for."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from reknit.engine.memory.elements import bits
+from reknit.engine.memory.file_image import Entries, Image
+from reknit.engine.memory.sources import Sources
+from reknit.types.box import Box
+from reknit.types.plan import WriteEntry
+from reknit.types.shard import Strided
+from tests.running.examples import examples
+
+FLAT = torch.arange(400, dtype=torch.float32)
+
+MEMORIES: dict[str, tuple[Any, bool]] = {
+    "tensor": (torch.randn(6, 7), True),
+    "parameter": (torch.nn.Parameter(torch.randn(9)), True),
+    "bfloat16": (torch.randn(5, 4).bfloat16(), True),
+    "complex": (torch.randn(3, dtype=torch.complex128), True),
+    "scalar": (torch.tensor(7.0), True),
+    "part of a tensor": (torch.arange(40)[8:16], True),
+    "transposed": (torch.randn(6, 7).t(), False),
+    "every second": (torch.arange(40)[::2], False),
+    "NumPy": (np.arange(30, dtype=np.int16).reshape(5, 6), True),
+    "NumPy, transposed": (np.arange(30, dtype=np.int16).reshape(5, 6).T, False),
+    "flat memory": (Strided(FLAT, (4, 5), (5, 1), 30), True),
+    "columns of flat memory": (Strided(FLAT, (4, 5), (1, 4), 100), False),
+}
+"""Memory, and whether it is one run."""
+
+
+def values(memory: Any) -> Any:
+    return bits(memory.view() if isinstance(memory, Strided) else memory)
+
+
+@pytest.mark.parametrize("name", MEMORIES)
+def test_one_run_of_host_memory_has_an_address_and_nothing_else_has(name: str) -> None:
+    memory, is_run = MEMORIES[name]
+    sources = Sources([torch.zeros(2), memory])
+    address = sources.addresses.tolist()[1]
+    if is_run:
+        view = values(memory)
+        assert address == view.__array_interface__["data"][0]
+    else:
+        assert address == 0
+    assert sources[1].tobytes() == values(memory).tobytes()
+    assert sources.on_devices == []
+
+
+def test_memory_on_a_device_has_no_address_and_can_be_exchanged_for_a_copy() -> None:
+    away = torch.zeros(3, device="meta")
+    sources = Sources([torch.ones(4), away, np.zeros(2)])
+    assert sources.addresses[1] == 0
+    assert [tuple(source.shape) for source in sources.on_devices] == [(3,)]
+    other = np.arange(3, dtype=np.int32)
+    changed = sources.instead({1: other})
+    assert changed[1] is other
+    assert sources[1] is not other
+    assert changed.addresses.tolist() == sources.addresses.tolist()
+
+
+@settings(max_examples=examples(100))
+@given(
+    st.lists(st.tuples(st.sampled_from(sorted(MEMORIES)), st.booleans()), min_size=1, max_size=12),
+    st.integers(0, 200),
+    st.data(),
+)
+def test_every_range_of_a_file_is_filled_with_its_bytes(
+    chosen: list[tuple[str, bool]], num_header: int, data: st.DataObject
+) -> None:
+    # 16 bytes are whole elements of every kind, as pieces of files are.
+    chosen.sort(key=lambda one: -values(MEMORIES[one[0]][0]).itemsize)
+    header, parts, entries, start = bytes(range(num_header % 13)) * 16, [], [], 0
+    for number, (name, whole) in enumerate(chosen):
+        view = values(MEMORIES[name][0])
+        first = 0 if whole else view.size // 2
+        numel = view.size - first
+        nbytes = numel * view.itemsize
+        parts.append(view.reshape(-1)[first:].tobytes())
+        entries.append(WriteEntry(number, first, numel, Box((), ()), start, nbytes))
+        start += nbytes
+    # A tensor without elements has an entry, too.
+    entries.insert(1, WriteEntry(0, 0, 0, Box((0,), (0,)), entries[0].nbytes, 0))
+    expected = header + b"".join(parts)
+    sources = Sources(MEMORIES[name][0] for name, _ in chosen)
+    image = Image("a/x", header, Entries.of(entries), len(expected), sources)
+    ends = sorted({0, len(expected), *(len(header) + entry.start for entry in entries)})
+    low, high = sorted(data.draw(st.tuples(st.sampled_from(ends), st.sampled_from(ends))))
+    out = np.full(high - low + 2, 99, np.uint8)
+    image.fill(low, out[1:-1])
+    assert out[1:-1].tobytes() == expected[low:high]
+    assert (out[0], out[-1]) == (99, 99), "no byte beside it"
