@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+from contextlib import ExitStack
 from typing import TYPE_CHECKING
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from reknit.engine.memory.arena import PAGE_NBYTES, SPAN_NBYTES, Arena, Span, image_nbytes, lay_out
+from reknit.engine.memory.arena import PAGE_NBYTES, SPAN_NBYTES, Arena, Span, borrowed, image_nbytes, lay_out
 from reknit.errors import UsageError
+from reknit.format.checksum import BLOCK_NBYTES
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -19,6 +21,25 @@ def test_a_worker_arena_gives_views_of_the_memory_it_began_with() -> None:
     arena = Arena(10_000)
     arena.view(10)[:] = 7
     assert arena.view(12).tolist() == [7] * 10 + [0, 0]
+
+
+def test_arenas_of_a_block_serve_again_but_never_two_at_once() -> None:
+    with borrowed(BLOCK_NBYTES) as one, borrowed(BLOCK_NBYTES) as other:
+        assert one is not other
+        assert one.nbytes == other.nbytes == BLOCK_NBYTES
+    with borrowed(BLOCK_NBYTES) as again, borrowed(PAGE_NBYTES) as small:
+        assert again in (one, other)
+        assert small.nbytes == PAGE_NBYTES
+    with borrowed(PAGE_NBYTES) as next_small:
+        assert next_small is not small, "only those of a block are kept"
+
+
+def test_no_more_than_a_few_arenas_are_kept() -> None:
+    with ExitStack() as stack:
+        held = [stack.enter_context(borrowed(BLOCK_NBYTES)) for _ in range(9)]
+    with ExitStack() as stack:
+        again = [stack.enter_context(borrowed(BLOCK_NBYTES)) for _ in range(9)]
+    assert sum(arena in held for arena in again) <= 4
 
 
 SIZES = st.lists(

@@ -51,6 +51,45 @@ def test_the_caller_does_the_work_of_one_worker_until_the_first_error() -> None:
     assert errors == [caught.value]
 
 
+@pytest.mark.parametrize("threads", [1, 3])
+def test_the_caller_does_something_else_once_while_workers_work(threads: int) -> None:
+    done: list[int | str] = []
+    other = threading.Event()
+
+    def meanwhile() -> None:
+        assert threading.current_thread() is caller
+        done.append("else")
+        other.set()
+
+    def work(job: int, arena: Arena) -> None:
+        assert threads == 1 or other.wait(30), "the workers do not wait for it, nor it for them"
+        done.append(job)
+
+    caller = threading.current_thread()
+    run_jobs(range(4), work, threads=threads, arena_nbytes=64, budget_nbytes=1 << 20, meanwhile=meanwhile)
+    assert sorted(map(str, done)) == ["0", "1", "2", "3", "else"]
+
+
+@pytest.mark.parametrize("threads", [1, 3])
+def test_an_error_of_what_the_caller_does_meanwhile_stops_the_workers(threads: int) -> None:
+    done: list[int] = []
+    failed = threading.Event()
+
+    def meanwhile() -> None:
+        failed.set()
+        raise StorageError("the caller is on fire")
+
+    def work(job: int, arena: Arena) -> None:
+        assert threads == 1 or failed.wait(30)
+        done.append(job)
+
+    with pytest.raises(StorageError, match="caller is on fire"):
+        run_jobs(
+            range(99), work, threads=threads, arena_nbytes=64, budget_nbytes=1 << 20, meanwhile=meanwhile
+        )
+    assert threads == 1 or len(done) < 99
+
+
 def test_the_first_error_stops_the_others_and_reaches_the_caller() -> None:
     started: list[int] = []
 

@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import mmap
+from collections import deque
+from contextlib import contextmanager, suppress
 from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
 from reknit.errors import UsageError
+from reknit.format.checksum import BLOCK_NBYTES
 from reknit.processes.shared_memory import advise
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Iterator, Sequence
 
     from numpy.typing import NDArray
 
@@ -35,6 +38,24 @@ class Arena:
     def view(self, nbytes: int) -> NDArray[np.uint8]:
         """Return the first `nbytes` bytes."""
         return self.bytes[:nbytes]
+
+
+_spare: deque[Arena] = deque(maxlen=4)
+"""Arenas of a block that nobody uses: a save of little waits longer for new pages than it copies."""
+
+
+@contextmanager
+def borrowed(nbytes: int) -> Iterator[Arena]:
+    """Have an arena in this block; what is in it is left over from others."""
+    arena = None
+    with suppress(IndexError):
+        arena = _spare.pop() if nbytes == BLOCK_NBYTES else None
+    arena = arena or Arena(nbytes)
+    try:
+        yield arena
+    finally:
+        if nbytes == BLOCK_NBYTES:
+            _spare.append(arena)
 
 
 class Span(NamedTuple):

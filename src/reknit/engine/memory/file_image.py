@@ -90,8 +90,8 @@ class Image(NamedTuple):
         copy_runs((runs + here.first * itemsizes + skipped)[known], nbytes[known], out, begin[known])
         for n in np.flatnonzero(~known).tolist():
             first = int(here.first[n] + skipped[n] // itemsizes[n])
-            numel, part = int(nbytes[n] // itemsizes[n]), out[int(begin[n]) : int(begin[n] + nbytes[n])]
-            copy(self.sources[int(here.shard[n])], first, numel, part)
+            numel, to = int(nbytes[n] // itemsizes[n]), slice(int(begin[n]), int(begin[n] + nbytes[n]))
+            copy(self.sources[int(here.shard[n])], first, numel, out[to])
 
     def in_place(self, start: int, nbytes: int) -> NDArray[np.uint8] | None:
         """Return these bytes of the file where they lie; None if that is not one run in host memory."""

@@ -6,13 +6,15 @@ import threading
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
-from reknit.engine.memory.arena import Arena
+from reknit.engine.memory.arena import borrowed
 from reknit.errors import DeadlineError, ShortageError
 from reknit.monitor.phase import Deadline
 from reknit.system import start
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Sequence
+
+    from reknit.engine.memory.arena import Arena
 
 Job = TypeVar("Job")
 Result = TypeVar("Result")
@@ -110,6 +112,7 @@ def run_jobs(
     timeout_s: float | None = None,
     what: Callable[[], str] = lambda: "the work",
     stop: Callable[[BaseException], None] = lambda _: None,
+    meanwhile: Callable[[], None] | None = None,
 ) -> None:
     """Do all jobs, several at once, and return when the last is done.
 
@@ -118,6 +121,7 @@ def run_jobs(
     others copy and digest.  Where there is to be one, and no `timeout_s`, the caller does the work himself.
     The first error stops the others after the job in their hands, and is raised; so does an interrupt of the
     caller.  `stop` is called with it, before the others are waited for: let it end jobs that would wait.
+    `meanwhile` is what the caller himself does while they work, or after it where he is the worker.
 
     After `timeout_s` the caller waits no longer: `DeadlineError` says that `what()` did not finish, or the
     first error is raised, if there was one.  A worker that hangs in a foreign call is left behind, and ends
@@ -128,9 +132,9 @@ def run_jobs(
 
     def loop(ended: threading.Event) -> None:
         try:
-            arena = Arena(arena_nbytes)
-            while job := source.take():
-                work(job[0], arena)
+            with borrowed(arena_nbytes) as arena:
+                while job := source.take():
+                    work(job[0], arena)
         except BaseException as error:  # it is raised again by the caller's thread
             source.fail(error)
             stop(error)
@@ -143,6 +147,8 @@ def run_jobs(
         loop(threading.Event())
         if source.error is not None:
             raise source.error
+        if meanwhile is not None:
+            meanwhile()
         return
     # Events, since a `Thread.join` that is interrupted takes a thread for ended that still runs.
     ends = [threading.Event() for _ in range(count)]
@@ -152,6 +158,8 @@ def run_jobs(
     ]
     try:
         _begin_some(workers)
+        if meanwhile is not None:
+            meanwhile()
         in_time = _wait(_begun(workers, ends), deadline, source)
     except BaseException as error:  # an interrupt: no thread may go on writing behind the caller's back
         source.fail(error)

@@ -22,7 +22,6 @@ from reknit.errors import (
 )
 from reknit.format import paths
 from reknit.format.checksum import BLOCK_NBYTES
-from reknit.format.index.file import encode_index
 from reknit.format.manifest_file import MAX_MANIFEST_NBYTES, decode_record, encode_manifest
 from reknit.format.versions import FORMAT_VERSION
 from reknit.monitor.phase import now
@@ -37,7 +36,6 @@ if TYPE_CHECKING:
     from reknit.engine.saving.manifest_content import ManifestContent
     from reknit.engine.saving.write import Written
     from reknit.storage.base import Storage
-    from reknit.types.manifest import Index
 
 
 def begin(job: SaveJob, write_id: str) -> Marker:
@@ -80,15 +78,17 @@ def check_absent(storage: Storage, overwrite: bool) -> None:
 
 def check_manifest(job: SaveJob) -> None:
     """Raise `StateError` for metadata that no manifest can hold."""
+    if not job.metadata:
+        return
     some = Marker(0, paths.new_write_id())
     index = FileEntry(paths.index_path(some.write_id), 0, ())
     encode_manifest(replace(_manifest(job, some, ()), files=(index,)))
 
 
 def commit(
-    job: SaveJob, mine: Marker, index: Index, merged: ManifestContent, warnings: Sequence[str]
+    job: SaveJob, mine: Marker, index: bytes, merged: ManifestContent, warnings: Sequence[str]
 ) -> messages.CommitOutcome:
-    """Write the index, and commit what all ranks told of.
+    """Write the index, which is encoded, and commit what all ranks told of.
 
     Raises `StateError` when no rank has an item, and `CommitError` when the parts do not make a whole, or the
     marker of `begin` is gone; that is a `FencedError` where another save took it away.  Nothing exists before
@@ -101,7 +101,7 @@ def commit(
         )
     storage = job.storage
     _check_files(storage, merged, mine)
-    content, manifest = list_files(_manifest(job, mine, merged.items), encode_index(index), merged.files)
+    content, manifest = list_files(_manifest(job, mine, merged.items), index, merged.files)
     written = _write_index(storage, mine, content)
     own = FileEntry(written.path, written.nbytes, tuple(written.digests.tolist()))
     manifest = replace(manifest, files=(*manifest.files, own))

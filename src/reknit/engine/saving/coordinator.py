@@ -13,15 +13,17 @@ from reknit.engine.saving.manifest_content import receipts_to_manifest
 from reknit.engine.saving.marker import take_down
 from reknit.engine.saving.packing import merge_claims, merge_receipts, merged_chunks, unpack
 from reknit.engine.saving.plan_cache import PlanCache, keep_latest
+from reknit.engine.saving.receipt import chunks_said
 from reknit.errors import CommitError, ProtocolError, StateError, UsageError
 from reknit.format import paths
+from reknit.format.index.file import encode_index
 from reknit.planner.assemble import assemble, chunk_files
 from reknit.planner.columns import merged
 from reknit.planner.copies import HOLDERS, differing
 from reknit.planner.resolve import blob_owners, shard_owners
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Collection, Sequence
 
     from numpy.typing import NDArray
 
@@ -52,6 +54,13 @@ class Assembled(NamedTuple):
         return replace(self.nameless, files=_paths(self.files, write_id))
 
 
+class _Encoded(NamedTuple):
+    """The bytes of an index, and what was noticed when it was assembled."""
+
+    data: bytes
+    warnings: list[str]
+
+
 class Coordinator:
     """Rank 0's part in the saves of a group.
 
@@ -64,6 +73,7 @@ class Coordinator:
         self.chunks = PlanCache(PLANS_KEPT, merged_chunks)
         self._owners: dict[bytes, Blocks] = {}
         self.indexes: dict[bytes, Assembled] = {}
+        self._ahead: _Encoded | None = None
 
     def assign(self, job: SaveJob | None, requests: Sequence[bytes]) -> list[bytes]:
         """Answer every rank's `claims`, merged or not; `job` is None where nothing is going to be saved yet.
@@ -111,11 +121,23 @@ class Coordinator:
         receipts, chunks = unpack(merge_receipts(requests) if len(requests) > 1 else requests[0])
         assert self._begun is not None
         mine = self._begun[1]
-        assembled, collected = self.assembled(receipts, chunks), receipts_to_manifest(receipts, mine.write_id)
-        index = assembled.named(mine.write_id).without(collected.kept)
-        outcome = commit(job, mine, index, collected, assembled.warnings)
+        collected = receipts_to_manifest(receipts, mine.write_id)
+        ahead, self._ahead = self._ahead, None
+        if ahead is None:
+            assembled = self.assembled(receipts, chunks)
+            ahead = _encoded(assembled, mine, collected.kept)
+        outcome = commit(job, mine, ahead.data, collected, ahead.warnings)
         self._begun = None
         return [messages.encode(outcome)] * len(receipts.ranks)
+
+    def encode_ahead(self, columns: messages.ArrayColumns) -> None:
+        """Encode the index before the only rank of a group tells that it has written its files.
+
+        Its receipt need not tell the chunks, then.
+        """
+        assert self._begun is not None
+        chunks = merged_chunks([chunks_said(0, columns)])
+        self._ahead = _encoded(_assembled(chunks), self._begun[1])
 
     def assembled(self, receipts: RankColumns, fresh: RankColumns) -> Assembled:
         """Return the index of all ranks' chunks: that of a save before where all plans are the same."""
@@ -128,8 +150,7 @@ class Coordinator:
         chunks = merged_chunks([fresh, self.chunks.latest(ranks[silent], slots)])
         if (new := planned & ~silent).any():
             self.chunks.keep(plans[new], fresh.select(np.flatnonzero(planned[~silent])))
-        index, warnings = assemble(chunks)
-        assembled = Assembled(index, chunk_files(chunks), warnings)
+        assembled = _assembled(chunks)
         if planned.all():
             version = self.chunks.version(ranks, self.chunks.find(ranks, plans))
             keep_latest(self.indexes, version, assembled, INDEXES_KEPT)
@@ -153,6 +174,16 @@ class Coordinator:
             latest = fresh.with_list("owners", owners.select(np.flatnonzero(~silent)))
             self._claims.keep(plans[new], latest.select(np.flatnonzero(planned[~silent])))
         return owners
+
+
+def _assembled(chunks: RankColumns) -> Assembled:
+    index, warnings = assemble(chunks)
+    return Assembled(index, chunk_files(chunks), warnings)
+
+
+def _encoded(assembled: Assembled, mine: Marker, kept: Collection[tuple[str, str]] = ()) -> _Encoded:
+    """Return the index of one save, without the tensors that ranks keep as values of their own."""
+    return _Encoded(encode_index(assembled.named(mine.write_id).without(kept)), assembled.warnings)
 
 
 def _agreed_write_id(claims: RankColumns) -> str:

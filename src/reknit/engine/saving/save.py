@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import TYPE_CHECKING
 
 from reknit.engine import messages
@@ -69,6 +70,7 @@ def save(job: SaveJob, committed: Committed | None = None) -> tuple[SaveReport, 
                 files = [Outgoing(image.path, image.nbytes) for image in images]
                 reuse = Reuse(job, committed or Committed(), assigned.write_id, files, outlined.frozen)
                 left = reuse.take_over(live(images), "stage", commit.written)
+                alone = job.group.size == 1
                 outgoing = [files[n] for n in left]
                 commit.written += write_files(
                     job.storage,
@@ -78,9 +80,11 @@ def save(job: SaveJob, committed: Committed | None = None) -> tuple[SaveReport, 
                     recorder=recorder,
                     phase="stage",
                     budget_nbytes=options.inflight_nbytes,
+                    meanwhile=partial(coordinator.encode_ahead, outlined.columns) if alone else None,
                 )
                 # 5 write values; receipts up; the root commits; the outcome comes down (one round)
-                commit.commit(mine, assigned, differing, holdings.items, outlined.columns)
+                chunks = None if alone else outlined.columns
+                commit.commit(mine, assigned, differing, holdings.items, chunks)
         except BaseException:
             coordinator.give_up()  # or the root's marker would be there until the next save
             raise

@@ -6,6 +6,7 @@ import threading
 from collections import deque
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Protocol
 
 import numpy as np
@@ -33,6 +34,8 @@ PIECE_NBYTES = 2 * BLOCK_NBYTES
 """Bytes that a worker stages, digests and writes at once in a synchronous save, unless there is little."""
 _FEW_BLOCKS = 2
 """What has no more blocks of which digests are taken is written sooner than another thread has begun."""
+_BEGIN_S = 0.01
+"""Most seconds for which something else waits until writing has begun."""
 _IDLE = 0.2
 """Part of the workers' time that may go by waiting for bytes in a window that counts as a measurement."""
 
@@ -116,6 +119,7 @@ class _Writing:
 
     def __post_init__(self) -> None:
         self.files: list[_OpenFile] = []
+        self._begun = threading.Event()
         self._undigested: deque[tuple[_OpenFile, int, NDArray[np.uint8]]] = deque()
         self._clocks = {name: Stopwatch() for name in (self.phase, "digest", "write")}
 
@@ -163,6 +167,7 @@ class _Writing:
                 self._undigested.append((file, start, data))
             else:
                 self._digest(file, start, data)
+            self._begun.set()
             with self._clocks["write"].lap(nbytes), self._signed(file.path):
                 file.writer.write(start, data.data)
             if not late:
@@ -183,6 +188,11 @@ class _Writing:
             digests = block_digests(data)
             first = start // BLOCK_NBYTES
             file.digests[first : first + len(digests)] = digests
+
+    def once_begun(self, work: Callable[[], None]) -> None:
+        """Do something else when the first bytes are on their way; until then workers need the cores."""
+        self._begun.wait(_BEGIN_S)
+        work()
 
     def digest_late(self) -> None:
         """Digest the pieces that were written first; several workers may share them."""
@@ -224,6 +234,7 @@ def write_files(
     written: Callable[[int, int, int], None] | None = None,
     failed: Callable[[BaseException], None] | None = None,
     busy: Callable[[], bool] | None = None,
+    meanwhile: Callable[[], None] | None = None,
     keep: bool = False,
 ) -> list[Written]:
     """Write all files, several pieces at once, and return what storage has, in the order of `files`.
@@ -242,7 +253,8 @@ def write_files(
     start, nbytes)` is called when the memory of a piece is free again.  `failed(error)` is called by the
     worker that met an error, before the others have ended: let it wake those that wait in `fetch`.  While
     `busy()` holds, the core has better things to do: pieces go to the disk, which takes hardly any of it, and
-    their digests wait; what `fetch` returns must then stay as it is until this call returns.
+    their digests wait; what `fetch` returns must then stay as it is until this call returns.  The caller's
+    thread calls `meanwhile()` once while workers write.
     """
     writing = _Writing(storage, fetch, recorder, phase, written, failed, busy)
     recorder.expect(sum(file.nbytes for file in files))
@@ -255,7 +267,9 @@ def write_files(
                 threads=threads,
                 arena_nbytes=piece_nbytes,
                 budget_nbytes=threads * piece_nbytes if budget_nbytes is None else budget_nbytes,
+                meanwhile=None if meanwhile is None else partial(writing.once_begun, meanwhile),
             )
+            meanwhile = None
         writing.digest_late()
     except BaseException:
         writing.undo(keep=keep)
