@@ -99,11 +99,12 @@ def list_files(manifest: Manifest, index: bytes, files: FileTable) -> tuple[byte
 def _tails(kinds: Ints, numbers: Ints, write_id: str) -> list[str]:
     """Return what follows the rank in the path of each file."""
     tails = {}
-    both = list(zip(kinds.tolist(), numbers.tolist(), strict=True))
-    for kind, number in set(both):
+    both = (numbers * len(KINDS) + kinds).tolist()
+    for each in set(both):
+        number, kind = divmod(each, len(KINDS))
         own = number if KINDS[kind] == "own" else None
         data = KINDS[kind] == "data"
-        tails[kind, number] = paths.data_tail(write_id, number) if data else paths.blob_tail(write_id, own)
+        tails[each] = paths.data_tail(write_id, number) if data else paths.blob_tail(write_id, own)
     return [tails[each] for each in both]
 
 
