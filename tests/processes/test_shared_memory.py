@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import errno
 import os
 import resource
@@ -10,14 +11,14 @@ import subprocess
 import sys
 import tempfile
 import threading
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pytest
 
 from reknit.errors import ShortageError, UsageError
 from reknit.processes import shared_memory
-from reknit.processes.shared_memory import SharedMemory, map_file, nameless_file, write_at
+from reknit.processes.shared_memory import HUGE_NBYTES, SharedMemory, map_file, nameless_file, write_at
 from tests.resources import mapped, open_files
 from tests.resources import shared_memory as shared_names
 
@@ -78,6 +79,51 @@ def test_populated_pages_are_written_without_a_page_fault() -> None:
     memory.close()
     assert allocated >= nbytes
     assert faults < nbytes // PAGE_NBYTES // 20
+
+
+def test_populated_memory_has_huge_pages_where_the_kernel_makes_them_and_keeps_its_bytes() -> None:
+    pattern = np.random.default_rng(7).integers(0, 256, 3 * MIB, np.uint8)
+    memory = SharedMemory.create(20 * MIB)
+    memory.bytes[5 * MIB : 8 * MIB] = pattern
+    memory.populate(0, memory.nbytes)
+    assert memory.bytes.ctypes.data % HUGE_NBYTES == 0
+    assert os.fstat(memory.fd).st_blocks * 512 == memory.nbytes
+    assert (memory.bytes[5 * MIB : 8 * MIB] == pattern).all()
+    assert not memory.bytes[: 5 * MIB].any()
+    assert not memory.bytes[8 * MIB :].any()
+    other = SharedMemory(os.dup(memory.fd), memory.nbytes)
+    assert (other.bytes == memory.bytes).all()
+    memory.discard()
+    assert os.fstat(memory.fd).st_blocks == 0
+    assert not other.bytes.any()
+    for each in (memory, other):
+        each.close()
+
+
+@pytest.mark.parametrize("refused", ["collapse", "map", "both"])
+def test_memory_does_without_huge_pages_where_the_kernel_refuses_them(
+    refused: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    madvise: Any = shared_memory._madvise
+    if refused in ("collapse", "both"):
+        monkeypatch.setattr(shared_memory, "_madvise", lambda at, n, a: -1 if a == 25 else madvise(at, n, a))
+    if refused in ("map", "both"):
+        monkeypatch.setattr(shared_memory, "_mmap", None)
+    test_populated_pages_are_written_without_a_page_fault()
+
+
+def test_memory_that_cannot_be_mapped_is_memory_error_and_leaves_nothing(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def refuse(*arguments: int) -> int:
+        ctypes.set_errno(errno.ENOMEM)
+        return -1
+
+    monkeypatch.setattr(shared_memory, "_mmap", refuse)
+    before = open_files()
+    with pytest.raises(MemoryError, match="no room for 4194304 bytes of shared memory"):
+        SharedMemory.create(4 * MIB)
+    assert open_files() == before
 
 
 def test_populate_takes_any_range_and_stops_at_the_end(memory: SharedMemory) -> None:

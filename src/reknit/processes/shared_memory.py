@@ -26,11 +26,26 @@ SHARED_FOLDER = "/dev/shm"
 # The longest that one call may keep other threads off the interpreter, or off this process's memory map.
 _CHUNK_NBYTES = 16 << 20
 
-_POPULATE_WRITE = 23  # MADV_POPULATE_WRITE of Linux, which `mmap` has no name for
+HUGE_NBYTES = 2 << 20
+"""Size of a huge page, and so of pieces that can become one."""
+
+_POPULATE_WRITE, _COLLAPSE = 23, 25  # MADV_... of Linux, which `mmap` has no names for
+_FIXED = 0x10  # MAP_FIXED of Linux
 _madvise: Callable[[int, int, int], int] | None = None
+_mmap: Callable[[int, int, int, int, int, int], int | None] | None = None
 if sys.platform == "linux":
-    _madvise = ctypes.CDLL(None).madvise
-    _madvise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
+    _libc = ctypes.CDLL(None, use_errno=True)
+    _madvise, _mmap = _libc.madvise, _libc.mmap
+    _libc.madvise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
+    _libc.mmap.argtypes = (
+        ctypes.c_void_p,
+        ctypes.c_size_t,
+        ctypes.c_int,
+        ctypes.c_int,
+        ctypes.c_int,
+        ctypes.c_ssize_t,
+    )
+    _libc.mmap.restype = ctypes.c_void_p
 
 # What the kernel says when less memory might do.
 _TOO_LARGE = {errno.ENOMEM, errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EOVERFLOW}
@@ -71,11 +86,35 @@ def map_file(fd: int, nbytes: int) -> mmap.mmap:
     Raises `UsageError` if it has fewer than `nbytes`, for touching what is not there would kill this process,
     and `MemoryError` if it cannot be mapped.
     """
+    _require_size(fd, nbytes)
+    with _memory_errors(nbytes):
+        return mmap.mmap(fd, nbytes)
+
+
+def _require_size(fd: int, nbytes: int) -> None:
     found = os.fstat(fd).st_size
     if not 0 < nbytes <= found:
         raise UsageError(f"shared memory of {found} bytes has no {nbytes} bytes to map")
+
+
+def _map_aligned(fd: int, nbytes: int) -> tuple[mmap.mmap, int]:
+    """Map the first bytes of a file where huge pages can be; returns where in the mapping they begin.
+
+    Raises as `map_file` does.
+    """
+    _require_size(fd, nbytes)
+    if _mmap is None or nbytes < HUGE_NBYTES:
+        return map_file(fd, nbytes), 0
     with _memory_errors(nbytes):
-        return mmap.mmap(fd, nbytes)
+        # The kernel gives addresses of its own choice: the file takes a part of a larger range.
+        whole = mmap.mmap(-1, nbytes + HUGE_NBYTES, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        address = np.frombuffer(whole, np.uint8).ctypes.data
+        start = -address % HUGE_NBYTES
+        access = mmap.PROT_READ | mmap.PROT_WRITE
+        if _mmap(address + start, nbytes, access, mmap.MAP_SHARED | _FIXED, fd, 0) != address + start:
+            number = ctypes.get_errno()
+            raise OSError(number, os.strerror(number))
+    return whole, start
 
 
 class SharedMemory:
@@ -93,13 +132,16 @@ class SharedMemory:
         self.fd = fd
         self.nbytes = nbytes
         self._release: Callable[[], None] | None = None
+        self._refused = False
+        """Whether the kernel has refused huge pages."""
         try:
-            self._map: mmap.mmap | None = map_file(fd, nbytes)
+            memory, self._start = _map_aligned(fd, nbytes)
         except BaseException:
             os.close(fd)
             raise
-        advise(self._map, "MADV_HUGEPAGE", 0, nbytes)
-        self.bytes: NDArray[np.uint8] = np.frombuffer(self._map, np.uint8)
+        self._map: mmap.mmap | None = memory
+        advise(memory, "MADV_HUGEPAGE", self._start, nbytes)
+        self.bytes: NDArray[np.uint8] = np.frombuffer(memory, np.uint8, nbytes, self._start)
 
     @classmethod
     def create(cls, nbytes: int) -> SharedMemory:
@@ -129,10 +171,25 @@ class SharedMemory:
         for at in range(start // mmap.PAGESIZE * mmap.PAGESIZE, end, _CHUNK_NBYTES):
             size = min(_CHUNK_NBYTES, end - at)
             with _memory_errors(self.nbytes):
+                self._make_huge(at, size)
                 _allocate(self.fd, at, size)
             if _madvise is None or _madvise(address + at, size, _POPULATE_WRITE):
                 # Linux before 5.14, or a sandbox: a shared page that was read is written without a fault.
                 self.bytes[at : at + size : mmap.PAGESIZE].max()
+
+    def _make_huge(self, start: int, nbytes: int) -> None:
+        """Make huge pages of a range; nothing depends on it.
+
+        They are there ten times sooner than small ones, which the kernel clears and maps one by one.  It
+        makes one (since Linux 6.1) of what is there in part, whatever the system's settings say.
+        """
+        address = self.bytes.ctypes.data + start
+        if _madvise is None or self._refused or (address | start | nbytes) % HUGE_NBYTES:
+            return
+        for at in range(start, start + nbytes, HUGE_NBYTES):
+            _allocate(self.fd, at, mmap.PAGESIZE)
+        # Where memory is in small pieces, others are not to be had either, and each attempt takes time.
+        self._refused = _madvise(address, nbytes, _COLLAPSE) != 0
 
     def hold(self, release: Callable[[], None] | None) -> None:
         """Call `release` before the pages are given up: someone else, such as a driver, uses them, too."""
@@ -146,7 +203,7 @@ class SharedMemory:
         self._let_go()
         if self._map is not None:
             for at in range(0, self.nbytes, _CHUNK_NBYTES):
-                advise(self._map, "MADV_REMOVE", at, min(_CHUNK_NBYTES, self.nbytes - at))
+                advise(self._map, "MADV_REMOVE", self._start + at, min(_CHUNK_NBYTES, self.nbytes - at))
 
     def close(self) -> None:
         """Close the descriptor and unmap the memory, which stays mapped while arrays view it.
