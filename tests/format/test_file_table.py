@@ -11,7 +11,8 @@ from hypothesis import given
 
 from reknit.errors import FormatError, VersionError
 from reknit.format.file_table import with_table
-from reknit.format.index.file import decode_index, encode_index, with_section
+from reknit.format.index.file import decode_index, encode_index
+from reknit.format.index.parquet_bounds import with_section
 from reknit.format.manifest_file import decode_manifest, decode_record, encode_manifest
 from reknit.format.versions import check_version
 from reknit.types.manifest import Manifest, TablePlace

@@ -6,7 +6,6 @@ import struct
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import msgspec
-import pyarrow as pa
 
 from reknit.errors import CommError, ProtocolError, shortage
 
@@ -154,6 +153,8 @@ def encode(message: msgspec.Struct) -> bytes:
     """Return the bytes of a message, compressed when it is large and that helps."""
     plain = msgspec.msgpack.encode(message)
     if len(plain) > COMPRESS_NBYTES:
+        import pyarrow as pa  # it is loaded only where something is large
+
         # The lowest level: what is large here are tables, which shrink well at once or not at all.
         packed = pa.Codec("zstd", compression_level=1).compress(plain, asbytes=True)
         if _SIZE.size + len(packed) < len(plain):
@@ -181,6 +182,8 @@ def _plain(body: memoryview, max_nbytes: int) -> bytes:
     (nbytes,) = _SIZE.unpack_from(body)
     if nbytes > max_nbytes:
         raise ProtocolError(f"a message is larger than {max_nbytes} bytes when decompressed: {nbytes} bytes")
+    import pyarrow as pa
+
     try:
         return pa.Codec("zstd").decompress(body[_SIZE.size :], decompressed_size=nbytes, asbytes=True)
     except OSError as error:

@@ -16,7 +16,6 @@ from reknit.engine.saving.plan_cache import PlanCache, keep_latest
 from reknit.engine.saving.receipt import chunks_said
 from reknit.errors import CommitError, ProtocolError, StateError, UsageError
 from reknit.format import paths
-from reknit.format.index.file import encode_index
 from reknit.planner.assemble import assemble, chunk_files
 from reknit.planner.columns import merged
 from reknit.planner.copies import HOLDERS, differing
@@ -183,6 +182,8 @@ def _assembled(chunks: RankColumns) -> Assembled:
 
 def _encoded(assembled: Assembled, mine: Marker, kept: Collection[tuple[str, str]] = ()) -> _Encoded:
     """Return the index of one save, without the tensors that ranks keep as values of their own."""
+    from reknit.format.index.file import encode_index  # Arrow is loaded only by who has an index
+
     return _Encoded(encode_index(assembled.named(mine.write_id).without(kept)), assembled.warnings)
 
 

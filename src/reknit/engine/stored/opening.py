@@ -26,7 +26,6 @@ from reknit.errors import (
 from reknit.format import paths
 from reknit.format.file_table import with_table
 from reknit.format.index.checks import check_extents
-from reknit.format.index.file import decode_index
 from reknit.format.manifest_file import MAX_MANIFEST_NBYTES, decode_record
 from reknit.format.values.blob_codec import decode_blobs
 from reknit.types.manifest import Catalog
@@ -241,6 +240,8 @@ def _contents(
     replicas: Sequence[Storage],
 ) -> Contents:
     """Read what the manifest leads to."""
+    from reknit.format.index.file import decode_index  # Arrow is loaded only by who has an index
+
     data = read_checked(storage, manifest.index, manifest.block_nbytes, replicas)
     manifest = with_table(manifest, data)
     files = {file.path: file for file in manifest.files}

@@ -11,7 +11,7 @@ import pyarrow.parquet as pq
 from reknit.errors import CorruptError, FormatError, shortage
 from reknit.format.index.checks import check_index
 from reknit.format.index.columns import LISTS, SCHEMA, STRINGS, IndexColumns
-from reknit.format.index.parquet_bounds import check_parquet, footer_start
+from reknit.format.index.parquet_bounds import check_parquet
 from reknit.system import require_memory
 from reknit.types.manifest import Index, TensorEntry
 from reknit.types.shard import MAX_NDIM, TensorSpec
@@ -69,15 +69,6 @@ def encode_index(index: Index) -> bytes:
     if len(index.tensor) > UNCHECKED_ROWS:
         _check_bounds(data)
     return data
-
-
-def with_section(data: bytes, section: bytes) -> tuple[bytes, int]:
-    """Return an index file with more bytes between its columns and its footer, and where these begin.
-
-    Who reads Parquet goes from the footer to the columns, and comes to know nothing of what lies between.
-    """
-    start = footer_start(data)
-    return b"".join((memoryview(data)[:start], section, memoryview(data)[start:])), start
 
 
 def decode_index(data: bytes) -> Index:

@@ -98,6 +98,15 @@ def footer_start(data: bytes) -> int:
     return len(data) - 8 - nbytes
 
 
+def with_section(data: bytes, section: bytes) -> tuple[bytes, int]:
+    """Return an index file with more bytes between its columns and its footer, and where these begin.
+
+    Who reads Parquet goes from the footer to the columns, and comes to know nothing of what lies between.
+    """
+    start = footer_start(data)
+    return b"".join((memoryview(data)[:start], section, memoryview(data)[start:])), start
+
+
 def _check_chunk(data: bytes, chunk: _Fields, position: int, end: int) -> tuple[int, _Work]:
     """Walk the pages of one column of one row group; return where it ends, and the work it is."""
     meta = chunk.get(3)
