@@ -53,10 +53,10 @@ class Sources(Sequence[Any]):
         """
         found = np.zeros(len(self), np.int64)
         if plain := self._plain:
-            tensor = sys.modules["torch"].Tensor
-            memories = [self._memories[n] for n in plain]
-            runs = np.array([*map(tensor.is_contiguous, memories)], bool)
-            found[plain] = np.where(runs, np.array([*map(tensor.data_ptr, memories)], np.int64), 0)
+            tensor, memories = sys.modules["torch"].Tensor, [self._memories[n] for n in plain]
+            runs = np.fromiter(map(tensor.is_contiguous, memories), bool, len(plain))
+            addresses = np.fromiter(map(tensor.data_ptr, memories), np.int64, len(plain))
+            found[plain] = np.where(runs, addresses, 0)
         for number in self._others:
             if contiguous_bytes(self[number]) is not None:
                 found[number] = address(self[number])
@@ -68,15 +68,15 @@ class Sources(Sequence[Any]):
         return [self[n] for n in self._others if not isinstance(self[n], np.ndarray)]
 
     @cached_property
-    def _plain(self) -> list[int]:
+    def _plain(self) -> Sequence[int]:
         """The numbers of tensors in host memory of which torch tells all at once."""
         torch = sys.modules.get("torch")
         if torch is None:
             return []
-        kinds = torch.Tensor, torch.nn.Parameter
-        numbers = [n for n, memory in enumerate(self._memories) if type(memory) in kinds]
-        on_host = map(_is_on_host, [self._memories[n] for n in numbers])
-        return [n for n, here in zip(numbers, on_host, strict=True) if here]
+        memories, kinds = self._memories, {torch.Tensor, torch.nn.Parameter}
+        if kinds.issuperset(map(type, memories)) and all(map(_is_on_host, memories)):
+            return range(len(memories))
+        return [n for n, memory in enumerate(memories) if type(memory) in kinds and memory.is_cpu]
 
     @cached_property
     def _others(self) -> list[int]:
