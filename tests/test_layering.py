@@ -128,6 +128,7 @@ ROOMS = {
             "frameworks/",
             "engine/memory/elements.py",
             "engine/memory/sample.py",
+            "engine/memory/sources.py",
             "engine/memory/staging.py",
             "engine/sharing/exchange.py",
             "integrations/",

@@ -191,6 +191,14 @@ def test_read_only_memory_is_saved_and_not_filled() -> None:
             load(state, save(state))
 
 
+@pytest.mark.parametrize("kind", ["conjugate", "negative"])
+def test_a_view_whose_memory_is_not_its_values_is_refused(kind: str) -> None:
+    numbers = torch.tensor([1 + 2j, 3 - 4j])
+    memory, dtype = (numbers.conj(), "complex64") if kind == "conjugate" else (numbers.conj().imag, "float32")
+    with pytest.raises(StateError, match="a conjugate or negative view"):
+        save({"bag": Bag([whole("w", memory, dtype, (2,))])})
+
+
 def test_a_value_that_is_rebuilt_gets_the_memory_that_was_filled() -> None:
     bag = Bag([whole("w", np.arange(3.0), "float64", (3,))])
     fresh = Bag([whole("w", np.zeros(3), "float64", (3,))])

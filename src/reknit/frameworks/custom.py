@@ -248,6 +248,12 @@ class CustomAdapter(Adapter):
                 f"gave memory of {dtype}{list(data.shape)} for a box of {held.dtype}{list(held.lengths)}",
                 "memory has the elements of its box",
             )
+        if not isinstance(data, np.ndarray) and (data.is_conj() or data.is_neg()):
+            raise self._wrong(
+                at,
+                "gave a conjugate or negative view, whose memory is not its values",
+                "give tensor.resolve_conj().resolve_neg(), and take it over in restore",
+            )
         if fill and isinstance(data, np.ndarray) and not data.flags.writeable:
             raise self._wrong(
                 at,
