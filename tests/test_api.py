@@ -18,7 +18,7 @@ import torch
 
 import reknit
 from reknit.comm.base import SoloGroup
-from reknit.engine.saving.write import write_bytes
+from reknit.engine.small_files import write_bytes
 from reknit.errors import CorruptError
 from reknit.format import paths
 from reknit.format.checksum import BLOCK_NBYTES, digest

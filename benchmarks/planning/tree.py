@@ -20,7 +20,7 @@ from reknit.engine.saving.copies import EQUAL
 from reknit.engine.saving.file_layout import layout_digest, outline
 from reknit.engine.saving.packing import merge_claims, merge_receipts
 from reknit.engine.saving.receipt import receipt
-from reknit.engine.saving.write import Written
+from reknit.engine.small_files import Written
 from reknit.format import paths
 from reknit.format.checksum import BLOCK_NBYTES
 from reknit.types.shard import Holdings

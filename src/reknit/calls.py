@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from reknit.comm.base import Group
     from reknit.engine.report import SaveReport
     from reknit.engine.saving.job import SaveJob
-    from reknit.engine.saving.write import Written
+    from reknit.engine.small_files import Written
     from reknit.options import SaveOptions
 
 logger = logging.getLogger("reknit")

@@ -13,7 +13,7 @@ from reknit.engine.messages import packed
 from reknit.engine.saving.claims import EncodedFile, blob_files, encode_holdings
 from reknit.engine.saving.job import SaveJob
 from reknit.engine.saving.receipt import write_blobs
-from reknit.engine.saving.write import Written
+from reknit.engine.small_files import Written
 from reknit.errors import StorageError
 from reknit.format import paths
 from reknit.format.values.blob_codec import decode_blobs, encode_value

@@ -18,7 +18,7 @@ from reknit.engine.saving.job import SaveJob
 from reknit.engine.saving.manifest_content import receipts_to_manifest
 from reknit.engine.saving.packing import merge_claims, merge_receipts, unpack
 from reknit.engine.saving.receipt import receipt
-from reknit.engine.saving.write import Written, write_bytes
+from reknit.engine.small_files import Written, write_bytes
 from reknit.errors import CommitError, ProtocolError
 from reknit.format import file_table, paths
 from reknit.format.checksum import BLOCK_NBYTES

@@ -16,7 +16,7 @@ from reknit.comm.tree.threads import thread_groups
 from reknit.engine.report import PromotionReport
 from reknit.engine.saving.job import SaveJob
 from reknit.engine.saving.save import save
-from reknit.engine.saving.write import Written, write_bytes
+from reknit.engine.small_files import Written, write_bytes
 from reknit.engine.stored.copy_files import Promotion
 from reknit.engine.stored.promote import decline, promote, promote_alone
 from reknit.engine.stored.verify import verify

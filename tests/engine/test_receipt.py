@@ -13,7 +13,7 @@ from reknit.engine.saving.coordinator import Coordinator
 from reknit.engine.saving.copies import EQUAL
 from reknit.engine.saving.job import SaveJob
 from reknit.engine.saving.rounds import CommitTurn, commit_turn
-from reknit.engine.saving.write import Written, write_bytes
+from reknit.engine.small_files import Written, write_bytes
 from reknit.errors import CommError, CommitError, DeadlineError, StorageError
 from reknit.format.manifest_file import decode_manifest
 from reknit.format.paths import MANIFEST_PATH

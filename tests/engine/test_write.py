@@ -13,15 +13,8 @@ from reknit.engine.memory.arena import Arena
 from reknit.engine.memory.file_image import Entries, Image
 from reknit.engine.memory.sources import Sources
 from reknit.engine.memory.tuning import PIECES, Settings, Tuner
-from reknit.engine.saving.write import (
-    Outgoing,
-    Written,
-    discard,
-    live,
-    staged,
-    write_bytes,
-    write_files,
-)
+from reknit.engine.saving.write import Outgoing, live, staged, write_files
+from reknit.engine.small_files import Written, discard, write_bytes
 from reknit.errors import ReknitError, StorageError, StorageFullError, UsageError
 from reknit.format.checksum import BLOCK_NBYTES, block_digests
 from reknit.monitor.phase import Recorder

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
 import errno
 import os
 import resource
@@ -11,7 +10,8 @@ import subprocess
 import sys
 import tempfile
 import threading
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import TYPE_CHECKING
 
 import numpy as np
 import pytest
@@ -24,7 +24,6 @@ from tests.resources import shared_memory as shared_names
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
-    from pathlib import Path
 
 MIB = 1 << 20
 PAGE_NBYTES = 4096
@@ -100,30 +99,39 @@ def test_populated_memory_has_huge_pages_where_the_kernel_makes_them_and_keeps_i
         each.close()
 
 
-@pytest.mark.parametrize("refused", ["collapse", "map", "both"])
+@pytest.mark.parametrize("refused", ["_madvise", "_mmap"])
 def test_memory_does_without_huge_pages_where_the_kernel_refuses_them(
     refused: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    madvise: Any = shared_memory._madvise
-    if refused in ("collapse", "both"):
-        monkeypatch.setattr(shared_memory, "_madvise", lambda at, n, a: -1 if a == 25 else madvise(at, n, a))
-    if refused in ("map", "both"):
-        monkeypatch.setattr(shared_memory, "_mmap", None)
+    monkeypatch.setattr(shared_memory, refused, lambda *arguments: -1)
+    test_populated_pages_are_written_without_a_page_fault()
+    monkeypatch.setattr(shared_memory, refused, None)  # as on another system
     test_populated_pages_are_written_without_a_page_fault()
 
 
-def test_memory_that_cannot_be_mapped_is_memory_error_and_leaves_nothing(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    def refuse(*arguments: int) -> int:
-        ctypes.set_errno(errno.ENOMEM)
-        return -1
+def test_arrays_outlive_the_memory_that_they_view() -> None:
+    memory = SharedMemory.create(4 * MIB)
+    view = memory.bytes[MIB:]
+    memory.bytes[:] = 3
+    before = set(mapped())
+    memory.close()
+    assert (view == 3).all()
+    assert set(mapped()) == before
+    del view
+    assert len(before - set(mapped())) == 1
 
-    monkeypatch.setattr(shared_memory, "_mmap", refuse)
-    before = open_files()
-    with pytest.raises(MemoryError, match="no room for 4194304 bytes of shared memory"):
-        SharedMemory.create(4 * MIB)
-    assert open_files() == before
+
+def test_to_map_memory_needs_none_of_what_a_process_may_have_for_itself() -> None:
+    status = Path("/proc/self/status").read_text().splitlines()
+    (used,) = [int(line.split()[1]) << 10 for line in status if line.startswith("VmData:")]
+    before = resource.getrlimit(resource.RLIMIT_DATA)
+    resource.setrlimit(resource.RLIMIT_DATA, (used + 64 * MIB, before[1]))
+    try:
+        memory = SharedMemory.create(512 * MIB)
+    finally:
+        resource.setrlimit(resource.RLIMIT_DATA, before)
+    assert memory.bytes.ctypes.data % HUGE_NBYTES == 0
+    memory.close()
 
 
 def test_populate_takes_any_range_and_stops_at_the_end(memory: SharedMemory) -> None:

@@ -160,10 +160,18 @@ class _Piece:
         return np.empty(nbytes, np.uint8)
 
 
-def _in_turn(jobs: Iterable[Any], work: Callable[[Any, Arena], None], **_: object) -> None:
-    """Do all jobs in the caller's thread, in place of `engine.pipeline.run_jobs`."""
+def _in_turn(
+    jobs: Iterable[Any],
+    work: Callable[[Any, Arena], None],
+    *,
+    meanwhile: Callable[[], None] | None = None,
+    **_: object,
+) -> None:
+    """Do all jobs in the caller's thread, in place of `engine.memory.workers.run_jobs`."""
     for job in jobs:
         work(job, cast("Arena", _Piece()))
+    if meanwhile is not None:
+        meanwhile()
 
 
 @contextmanager

@@ -9,7 +9,7 @@ import os
 import sys
 import tempfile
 from contextlib import contextmanager, suppress
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -34,7 +34,7 @@ _FIXED = 0x10  # MAP_FIXED of Linux
 _madvise: Callable[[int, int, int], int] | None = None
 _mmap: Callable[[int, int, int, int, int, int], int | None] | None = None
 if sys.platform == "linux":
-    _libc = ctypes.CDLL(None, use_errno=True)
+    _libc = ctypes.CDLL(None)
     _madvise, _mmap = _libc.madvise, _libc.mmap
     _libc.madvise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
     _libc.mmap.argtypes = (
@@ -97,24 +97,24 @@ def _require_size(fd: int, nbytes: int) -> None:
         raise UsageError(f"shared memory of {found} bytes has no {nbytes} bytes to map")
 
 
-def _map_aligned(fd: int, nbytes: int) -> tuple[mmap.mmap, int]:
-    """Map the first bytes of a file where huge pages can be; returns where in the mapping they begin.
+def _map_aligned(fd: int, nbytes: int) -> tuple[mmap.mmap, Any, int]:
+    """Map the first bytes of a file where huge pages can be, if the kernel lets choose the place.
 
-    Raises as `map_file` does.
+    Returns the mapping, its memory as a buffer, and where in both the file begins.  Raises as `map_file`.
     """
     _require_size(fd, nbytes)
-    if _mmap is None or nbytes < HUGE_NBYTES:
-        return map_file(fd, nbytes), 0
-    with _memory_errors(nbytes):
-        # The kernel gives addresses of its own choice: the file takes a part of a larger range.
-        whole = mmap.mmap(-1, nbytes + HUGE_NBYTES, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-        address = np.frombuffer(whole, np.uint8).ctypes.data
-        start = -address % HUGE_NBYTES
-        access = mmap.PROT_READ | mmap.PROT_WRITE
-        if _mmap(address + start, nbytes, access, mmap.MAP_SHARED | _FIXED, fd, 0) != address + start:
-            number = ctypes.get_errno()
-            raise OSError(number, os.strerror(number))
-    return whole, start
+    if _mmap is not None and nbytes >= HUGE_NBYTES:
+        with suppress(OSError, OverflowError):
+            # A place of the kernel's choice, of which the file takes a part; it costs nothing but addresses.
+            whole = mmap.mmap(-1, nbytes + HUGE_NBYTES, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS, mmap.PROT_READ)
+            address = np.frombuffer(whole, np.uint8).ctypes.data
+            start, access = -address % HUGE_NBYTES, mmap.PROT_READ | mmap.PROT_WRITE
+            if _mmap(address + start, nbytes, access, mmap.MAP_SHARED | _FIXED, fd, 0) == address + start:
+                buffer: Any = (ctypes.c_uint8 * (start + nbytes)).from_address(address)
+                buffer.mapping = whole  # which lasts as long as there are views of it
+                return whole, buffer, start
+    plain = map_file(fd, nbytes)
+    return plain, plain, 0
 
 
 class SharedMemory:
@@ -135,13 +135,13 @@ class SharedMemory:
         self._refused = False
         """Whether the kernel has refused huge pages."""
         try:
-            memory, self._start = _map_aligned(fd, nbytes)
+            memory, buffer, self._start = _map_aligned(fd, nbytes)
         except BaseException:
             os.close(fd)
             raise
         self._map: mmap.mmap | None = memory
         advise(memory, "MADV_HUGEPAGE", self._start, nbytes)
-        self.bytes: NDArray[np.uint8] = np.frombuffer(memory, np.uint8, nbytes, self._start)
+        self.bytes: NDArray[np.uint8] = np.frombuffer(buffer, np.uint8, nbytes, self._start)
 
     @classmethod
     def create(cls, nbytes: int) -> SharedMemory:

@@ -37,7 +37,8 @@ class Writer(Protocol):
     def write(self, start: int, data: memoryview) -> None:
         """Write all of `data` (1-d, bytes) at byte `start`.
 
-        Thread-safe; pieces come in any order, none twice.
+        Thread-safe; pieces come in any order, none twice.  The memory of `data` is used for other things as
+        soon as this returns or raises.
         """
 
     def finish(self) -> None:
@@ -102,6 +103,7 @@ class Storage(Protocol):
     def read_into(self, path: str, start: int, buffers: list[memoryview]) -> None:
         """Fill the writable 1-d byte `buffers`, one after another, from byte `start` on.
 
+        Nothing may be written to them once this has returned or raised: they then serve for other things.
         Raises `StorageNotFoundError`, or `StorageError` when the file ends before the buffers are full.
         """
 

@@ -198,6 +198,8 @@ class Agent:
             self._port.on_broken(lambda error: tell(say.Broken(isinstance(error, GroupClosedError))))
             self._group = self._port
         self._channel.tell(say.Joined(None))
+        if self._rank == 0:
+            self._to_commit.put(_load_index_code)
 
     def _take_arena(self, given: say.GiveArena, fd: int) -> None:
         self._arenas[given.number] = SharedMemory(fd, given.nbytes)
@@ -321,6 +323,12 @@ class Agent:
             save.fail(error)
         elif abandon.unbegun:
             self._refuse(abandon.number, error, abandon.timeout_s)
+
+
+def _load_index_code() -> None:
+    """Load what the root needs to commit before a save waits for it, which tells of what goes wrong."""
+    with suppress(Exception):
+        import reknit.format.index.file  # noqa: F401
 
 
 def main(fd: int, trainer: int) -> None:

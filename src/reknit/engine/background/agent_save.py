@@ -15,7 +15,8 @@ from reknit.engine.saving.claims import claims
 from reknit.engine.saving.copies import EQUAL, split
 from reknit.engine.saving.reuse import Reuse
 from reknit.engine.saving.rounds import assign, assign_turn, commit_turn
-from reknit.engine.saving.write import Outgoing, discard, write_files
+from reknit.engine.saving.write import Outgoing, write_files
+from reknit.engine.small_files import discard
 from reknit.engine.stored.promote import close_quietly, promote_saved
 from reknit.environment import cores_per_rank
 from reknit.errors import ReknitError, typed
@@ -36,7 +37,7 @@ if TYPE_CHECKING:
     from reknit.engine.saving.job import SaveJob
     from reknit.engine.saving.reuse import Committed
     from reknit.engine.saving.rounds import CommitTurn
-    from reknit.engine.saving.write import Written
+    from reknit.engine.small_files import Written
     from reknit.monitor.records import PhaseRecord
     from reknit.processes.channel import Channel
     from reknit.processes.shared_memory import SharedMemory

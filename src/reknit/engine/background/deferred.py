@@ -17,7 +17,7 @@ from reknit.types.shard import full_name
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence
 
-    from reknit.engine.memory.file_image import Entry, Image
+    from reknit.engine.memory.file_image import EntryRow, Image
     from reknit.types.barrier import Barrier
     from reknit.types.shard import Holdings, Shard
 
@@ -39,7 +39,7 @@ class Deferred:
         ranges: list[Range] = []
         sources, clones = images[0].sources if images else Sources(()), dict[int, Any]()
 
-        def part(entry: Entry) -> str:
+        def part(entry: EntryRow) -> str:
             source = sources[entry.shard]
             barrier = guard.before(source, entry)
             if barrier is None:
@@ -88,7 +88,7 @@ class _Guard:
         self._ranges = sorted(found, key=itemgetter(0, 1))
         self._starts = [start for start, _, _ in self._ranges]
 
-    def before(self, source: Any, entry: Entry) -> Barrier | None:
+    def before(self, source: Any, entry: EntryRow) -> Barrier | None:
         """Return the barrier that is before all that an entry has of a source, if it can be copied later."""
         if not self._ranges or entry.nbytes <= SMALL_NBYTES or not copied_later(source):
             return None

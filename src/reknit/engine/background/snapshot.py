@@ -89,7 +89,7 @@ class Snapshot:
 
     def _copy_all(self, images: Sequence[Image], staging: Staging, *, tell: bool) -> None:
         """Copy images, and wait until that is done."""
-        if not images[0].sources.on_devices:
+        if all(image.sources.on_host(image.entries.shard) for image in images):
             self.copy_on_host(images, tell=tell)
             return
         self._queue(images, staging)

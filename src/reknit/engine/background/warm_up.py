@@ -11,7 +11,7 @@ from reknit.engine.background.agent_save import AgentSave
 if TYPE_CHECKING:
     from reknit.engine.memory.tuning import Tuner
     from reknit.engine.saving.coordinator import Coordinator
-    from reknit.engine.saving.write import Written
+    from reknit.engine.small_files import Written
 
 ROUND = "prepare"
 """The round in which all ranks learn that each of them is ready, or why one is not."""

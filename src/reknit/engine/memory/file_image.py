@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     Ints = NDArray[np.int64]
 
 
-class Entry(NamedTuple):
+class EntryRow(NamedTuple):
     """What a file has of a shard: `numel` elements from element `first` on, in `nbytes` bytes at `start`."""
 
     shard: int
@@ -47,9 +47,9 @@ class Entries(NamedTuple):
         rows = [(e.shard, e.first, e.numel, e.start, e.nbytes) for e in entries if e.numel]
         return cls(*np.array(rows, np.int64).reshape(-1, len(cls._fields)).T.copy())
 
-    def rows(self) -> Iterator[Entry]:
+    def rows(self) -> Iterator[EntryRow]:
         """Yield the entries one by one."""
-        return map(Entry, *(column.tolist() for column in self))
+        return map(EntryRow, *(column.tolist() for column in self))
 
     def select(self, some: Any) -> Entries:
         """Return some of the entries, as a slice or a mask says."""

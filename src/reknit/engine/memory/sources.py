@@ -22,12 +22,16 @@ _is_on_host = attrgetter("is_cpu")
 
 
 class Sources(Sequence[Any]):
-    """The `bits` of what shards have as `memory`, by shard number; flat memory is looked at once."""
+    """The `bits` of what shards have as `memory`, by shard number; flat memory is looked at once.
+
+    The bytes of that memory are its values, which walks see to: no conjugate or negative view.
+    """
 
     def __init__(self, memories: Iterable[Any]) -> None:
         self._memories = [*memories]
         self._bits: dict[int, Any] = {}
         self._flats: dict[int, Any] = {}
+        self._storages: Sequence[Any] = ()
 
     def __len__(self) -> int:
         return len(self._memories)
@@ -42,25 +46,32 @@ class Sources(Sequence[Any]):
         """Return these with other `bits` for some that are on a device."""
         changed = Sources(self._memories)
         changed._bits, changed._flats = {**self._bits, **others}, self._flats
-        changed.addresses = self.addresses
+        changed.addresses, changed._storages = self.addresses, self._storages
         return changed
 
     @cached_property
     def addresses(self) -> NDArray[np.int64]:
-        """Where each that is one run of host memory begins, as long as nobody frees it; 0 for the others.
+        """Where each that is one run of host memory begins; 0 for the others.
 
-        Memory without elements has an address or none.
+        Memory without elements has an address or none.  What has an address is kept; its tensor may get other
+        memory meanwhile.
         """
         found = np.zeros(len(self), np.int64)
         if plain := self._plain:
             tensor, memories = sys.modules["torch"].Tensor, [self._memories[n] for n in plain]
             runs = np.fromiter(map(tensor.is_contiguous, memories), bool, len(plain))
             addresses = np.fromiter(map(tensor.data_ptr, memories), np.int64, len(plain))
+            self._storages = [*map(tensor.untyped_storage, memories)]
             found[plain] = np.where(runs, addresses, 0)
         for number in self._others:
             if contiguous_bytes(self[number]) is not None:
                 found[number] = address(self[number])
         return found
+
+    def on_host(self, numbers: NDArray[np.int64]) -> bool:
+        """Tell whether these are in host memory."""
+        unknown = numbers[self.addresses[numbers] == 0]
+        return all(isinstance(self[n], np.ndarray) for n in unknown.tolist())
 
     @property
     def on_devices(self) -> list[Any]:

@@ -159,7 +159,11 @@ def run_jobs(
     try:
         _begin_some(workers)
         if meanwhile is not None:
-            meanwhile()
+            try:
+                meanwhile()
+            except Exception as error:  # raised below, unless a worker has failed before
+                source.fail(error)
+                stop(error)
         in_time = _wait(_begun(workers, ends), deadline, source)
     except BaseException as error:  # an interrupt: no thread may go on writing behind the caller's back
         source.fail(error)

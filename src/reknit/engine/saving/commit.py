@@ -11,7 +11,7 @@ from reknit.comm.base import SoloGroup
 from reknit.engine import messages
 from reknit.engine.saving.manifest_content import list_files
 from reknit.engine.saving.marker import Marker, fenced_off, is_last, put_up, take_down
-from reknit.engine.saving.write import discard, write_bytes
+from reknit.engine.small_files import discard, write_bytes
 from reknit.errors import (
     CheckpointExistsError,
     CommitError,
@@ -34,7 +34,7 @@ if TYPE_CHECKING:
     from reknit.comm import base as comm
     from reknit.engine.saving.job import SaveJob
     from reknit.engine.saving.manifest_content import ManifestContent
-    from reknit.engine.saving.write import Written
+    from reknit.engine.small_files import Written
     from reknit.storage.base import Storage
 
 

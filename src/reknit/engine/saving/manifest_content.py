@@ -99,9 +99,9 @@ def list_files(manifest: Manifest, index: bytes, files: FileTable) -> tuple[byte
 def _tails(kinds: Ints, numbers: Ints, write_id: str) -> list[str]:
     """Return what follows the rank in the path of each file."""
     tails = {}
-    both = (numbers * len(KINDS) + kinds).tolist()
+    both = (numbers << 8 | kinds).tolist()
     for each in set(both):
-        number, kind = divmod(each, len(KINDS))
+        number, kind = divmod(each, 1 << 8)
         own = number if KINDS[kind] == "own" else None
         data = KINDS[kind] == "data"
         tails[each] = paths.data_tail(write_id, number) if data else paths.blob_tail(write_id, own)

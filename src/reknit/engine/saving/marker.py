@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, NamedTuple
 
-from reknit.engine.saving.write import discard
+from reknit.engine.small_files import discard
 from reknit.errors import CommitError, FencedError, FormatError, StorageNotFoundError
 from reknit.format import paths
 from reknit.format.manifest_file import MAX_MANIFEST_NBYTES, decode_generation

@@ -9,7 +9,7 @@ import numpy as np
 from reknit.engine import messages
 from reknit.engine.saving.manifest_content import KINDS
 from reknit.engine.saving.packing import pack
-from reknit.engine.saving.write import write_small
+from reknit.engine.small_files import write_small
 from reknit.format import paths
 from reknit.planner.columns import NOTHING, columns_of
 
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from reknit.engine.saving.claims import EncodedFile
     from reknit.engine.saving.copies import CopySplit
     from reknit.engine.saving.job import SaveJob
-    from reknit.engine.saving.write import Written
+    from reknit.engine.small_files import Written
     from reknit.planner.columns import RankColumns
 
 _Value = TypeVar("_Value")

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import numpy as np
 
 from reknit.engine.memory.workers import run_jobs
-from reknit.engine.saving.write import Written, discard
+from reknit.engine.small_files import Written, discard
 from reknit.environment import num_threads
 from reknit.errors import ReknitError
 from reknit.format import paths

@@ -11,7 +11,7 @@ from reknit.engine.saving.claims import blob_files
 from reknit.engine.saving.commit import clear_own_host, is_committed
 from reknit.engine.saving.packing import merge_claims, merge_receipts
 from reknit.engine.saving.receipt import receipt, write_blobs
-from reknit.engine.saving.write import Written, discard
+from reknit.engine.small_files import Written, discard
 from reknit.errors import CommError, ReknitError
 from reknit.format import paths
 

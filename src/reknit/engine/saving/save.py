@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from reknit.engine.saving.job import SaveJob
-    from reknit.engine.saving.write import Written
+    from reknit.engine.small_files import Written
 
 
 def save(job: SaveJob, committed: Committed | None = None) -> tuple[SaveReport, list[Written]]:

@@ -13,6 +13,7 @@ import numpy as np
 
 from reknit.engine.memory.tuning import PIECES, Tuner
 from reknit.engine.memory.workers import run_jobs
+from reknit.engine.small_files import Written, discard
 from reknit.errors import ReknitError
 from reknit.format.checksum import BLOCK_NBYTES, block_digests, num_blocks
 from reknit.monitor.phase import Stopwatch
@@ -58,14 +59,6 @@ class Outgoing(NamedTuple):
 
     path: str
     nbytes: int
-
-
-class Written(NamedTuple):
-    """A file that storage has, and the digests of its blocks."""
-
-    path: str
-    nbytes: int
-    digests: NDArray[np.uint64]
 
 
 class _OpenFile:
@@ -267,7 +260,7 @@ def write_files(
                 threads=threads,
                 arena_nbytes=piece_nbytes,
                 budget_nbytes=threads * piece_nbytes if budget_nbytes is None else budget_nbytes,
-                meanwhile=None if meanwhile is None else partial(writing.once_begun, meanwhile),
+                meanwhile=partial(writing.once_begun, meanwhile) if meanwhile and threads > 1 else meanwhile,
             )
             meanwhile = None
         writing.digest_late()
@@ -302,50 +295,3 @@ def live(images: Sequence[Image]) -> Fetch:
         return copied(file, start, nbytes, arena) if data is None else data
 
     return fetch
-
-
-def write_bytes(storage: Storage, path: str, data: bytes, *, keep: bool = False) -> Written:
-    """Write one file that is whole in memory; an error leaves it behind only if `keep`, and finished."""
-    writer = storage.create(path, len(data))
-    try:
-        writer.write(0, memoryview(data))
-        writer.finish()
-    except BaseException:
-        writer.abort()
-        if not keep:
-            discard(storage, path)  # finished perhaps, and only the answer was lost
-        raise
-    return Written(path, len(data), np.array(block_digests(data), np.uint64))
-
-
-def write_small(
-    storage: Storage, files: Sequence[tuple[str, bytes]], written: list[Written], *, threads: int
-) -> None:
-    """Write files that are whole in memory, `threads` at once, and add them to `written`, in their order.
-
-    After an error `written` has those that storage has.
-    """
-    done: dict[int, Written] = {}
-
-    def write(number: int, _: object = None) -> None:
-        path, data = files[number]
-        try:
-            done[number] = write_bytes(storage, path, data)
-        except ReknitError as error:
-            error.sign(path=f"{storage.url}/{path}")
-            raise
-
-    try:
-        if (threads := min(threads, len(files))) > 1:
-            run_jobs(range(len(files)), write, threads=threads, arena_nbytes=1, budget_nbytes=threads)
-        else:
-            for number in range(len(files)):
-                write(number)
-    finally:
-        written += [done[number] for number in sorted(done)]
-
-
-def discard(storage: Storage, path: str) -> None:
-    """Delete a file of a save that failed; where even that fails, the next save to this path does it."""
-    with suppress(ReknitError):
-        storage.delete(path)

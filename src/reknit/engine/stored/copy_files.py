@@ -9,7 +9,8 @@ from reknit.engine.memory.pace import Pace
 from reknit.engine.memory.tuning import PIECES, Tuner
 from reknit.engine.memory.workers import run_jobs
 from reknit.engine.report import PromotionReport
-from reknit.engine.saving.write import PIECE_NBYTES, Outgoing, write_bytes, write_files
+from reknit.engine.saving.write import PIECE_NBYTES, Outgoing, write_files
+from reknit.engine.small_files import write_bytes
 from reknit.engine.stored.file_checks import check_size, read_blocks, read_checked
 from reknit.environment import num_threads
 from reknit.errors import CorruptError, FormatError, StorageError

@@ -29,7 +29,7 @@ from typing import TYPE_CHECKING
 from reknit.engine.saving.commit import manifest_exists
 from reknit.engine.saving.manifest_content import list_files
 from reknit.engine.saving.marker import Marker, fenced_off, take_down
-from reknit.engine.saving.write import discard, write_bytes
+from reknit.engine.small_files import discard, write_bytes
 from reknit.engine.stored.file_checks import read_checked, whole_manifest
 from reknit.engine.stored.newest import absent
 from reknit.engine.stored.notes import Removal, check_same, committed, held_by, notes_of

@@ -17,7 +17,7 @@ from reknit.engine.saving.commit import (
     size_of,
 )
 from reknit.engine.saving.marker import Marker, fenced_off, take_down
-from reknit.engine.saving.write import discard
+from reknit.engine.small_files import discard
 from reknit.engine.stored.copy_files import Promotion, copy_files, unsound_files
 from reknit.engine.stored.file_checks import whole_manifest
 from reknit.engine.stored.notes import LEASE_S, RenewedHold
@@ -39,7 +39,7 @@ if TYPE_CHECKING:
 
     from reknit.engine.report import PromotionReport
     from reknit.engine.saving.job import SaveJob
-    from reknit.engine.saving.write import Written
+    from reknit.engine.small_files import Written
     from reknit.storage.base import Storage
     from reknit.types.manifest import Manifest
 
