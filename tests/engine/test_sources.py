@@ -67,6 +67,19 @@ def test_memory_on_a_device_has_no_address_and_can_be_exchanged_for_a_copy() -> 
     assert changed.addresses.tolist() == sources.addresses.tolist()
 
 
+def test_memory_that_is_copied_stays_until_it_is_though_its_tensor_gets_other_memory() -> None:
+    parameter = torch.nn.Parameter(torch.full((1 << 20,), 7.0))
+    entries = Entries.of([WriteEntry(0, 0, 1 << 20, Box((0,), (1 << 20,)), 0, 4 << 20)])
+    image = Image("a/x", b"", entries, 4 << 20, Sources([parameter]))
+    out = np.zeros(4 << 20, np.uint8)
+    image.fill(0, out[: 2 << 20])
+    parameter.data = torch.zeros(3)
+    others = [torch.zeros(1 << 20) for _ in range(8)]  # they would get what is freed
+    image.fill(2 << 20, out[2 << 20 :])
+    assert others
+    assert (out.view(np.float32) == 7.0).all()
+
+
 @settings(max_examples=examples(100))
 @given(
     st.lists(st.tuples(st.sampled_from(sorted(MEMORIES)), st.booleans()), min_size=1, max_size=12),
