@@ -53,7 +53,7 @@ def save(coordinator: Coordinator, claims: list[bytes], receipts: list[bytes]) -
     clock.lap("merge_and_decode")
     index = coordinator.assembled(told, chunks).named(WRITE_ID)
     clock.lap("assemble_and_check")
-    data = encode_index(index)
+    data = encode_index(index, checked=True)
     clock.lap("encode_index")
     planning = dict(clock.spent)
     counted = receipts_to_manifest(told, WRITE_ID)

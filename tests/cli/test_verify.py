@@ -130,11 +130,11 @@ def test_an_index_of_many_chunks_is_rebuilt(command: Command, tmp_path: Path) ->
 def test_an_index_that_places_tensors_elsewhere_is_told(
     command: Command, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def swapped(index: Index) -> bytes:
+    def swapped(index: Index, *, checked: bool) -> bytes:
         start = index.start.copy()
         start[[0, 1]] = start[[1, 0]]
         columns = (index.tensor, index.offsets, index.lengths, index.file, start, index.nbytes)
-        return encode_index(Index(index.tensors, index.files, *columns))
+        return encode_index(Index(index.tensors, index.files, *columns), checked=checked)
 
     with monkeypatch.context() as patch:
         patch.setattr("reknit.format.index.file.encode_index", swapped)

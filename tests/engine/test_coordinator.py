@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import pytest
 
+import reknit
 from reknit.comm.tree.threads import thread_groups
 from reknit.engine import messages
 from reknit.engine.memory.sources import Sources
@@ -19,7 +20,7 @@ from reknit.engine.saving.manifest_content import receipts_to_manifest
 from reknit.engine.saving.packing import merge_claims, merge_receipts, unpack
 from reknit.engine.saving.receipt import receipt
 from reknit.engine.small_files import Written, write_bytes
-from reknit.errors import CommitError, ProtocolError
+from reknit.errors import CommitError, CorruptError, ProtocolError
 from reknit.format import file_table, paths
 from reknit.format.checksum import BLOCK_NBYTES
 from reknit.format.index.file import decode_index
@@ -34,6 +35,7 @@ from tests.storage.process_memory import ProcessMemory
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
+    from pathlib import Path
 
     from reknit.engine.saving.file_layout import Outline
     from reknit.planner.columns import RankColumns
@@ -386,3 +388,15 @@ def test_files_are_planned_once_for_a_layout_and_anew_for_other_limits_and_other
     for owners, nbytes in (([1, 0], 100), ([1, 1], 200), ([0, 0], 0)):
         files = outline(shared.resolved(np.array(owners)), 1, 1 << 40).files
         assert sum(file.plan.nbytes for file in files) == nbytes
+
+
+def test_what_is_assembled_is_checked_as_a_reader_does(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    def refuse(index: Index) -> None:
+        raise CorruptError(f"{len(index.tensors)} tensors are not sound")
+
+    monkeypatch.setattr(module, "check_index", refuse)
+    with pytest.raises(CorruptError, match="2 tensors are not sound"):
+        reknit.save(tmp_path / "c", {"m": {"a": np.zeros(3), "b": np.ones(2)}})
+    assert not list(tmp_path.rglob("*.safetensors")), "and nothing is left"

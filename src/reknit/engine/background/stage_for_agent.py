@@ -109,9 +109,8 @@ def warm_up(ahead: Ahead, agents: Agents, save: TrainerSave) -> None:
         agents.keep(ahead.key, ahead.plan_alone(agents.link.rank)) if alone else _agreed(ahead, agents, save)
     )
     plan.assigned = True  # or all plans are dropped
-    Staging(
-        Sources(s.memory for s in ahead.encoded.holdings.shards).on_devices
-    )  # the stream of each device that will be copied from
+    sources = Sources(shard.memory for shard in ahead.encoded.holdings.shards)
+    Staging(sources.on_devices)  # the stream of each device that will be copied from
     with job.recorder.phase("back_pressure"):
         nbytes = plan_nbytes(plan)
         lease = ahead.lease or (ahead.arenas.acquire(nbytes, 0.0) if nbytes else None)

@@ -51,11 +51,9 @@ def borrowed(nbytes: int) -> Iterator[Arena]:
     with suppress(IndexError):
         arena = _spare.pop() if nbytes == BLOCK_NBYTES else None
     arena = arena or Arena(nbytes)
-    try:
-        yield arena
-    finally:
-        if nbytes == BLOCK_NBYTES:
-            _spare.append(arena)
+    yield arena
+    if nbytes == BLOCK_NBYTES:  # after an error somebody may still be at it
+        _spare.append(arena)
 
 
 class Span(NamedTuple):

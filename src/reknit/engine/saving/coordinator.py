@@ -16,6 +16,7 @@ from reknit.engine.saving.plan_cache import PlanCache, keep_latest
 from reknit.engine.saving.receipt import chunks_said
 from reknit.errors import CommitError, ProtocolError, StateError, UsageError
 from reknit.format import paths
+from reknit.format.index.checks import check_index
 from reknit.planner.assemble import assemble, chunk_files
 from reknit.planner.columns import merged
 from reknit.planner.copies import HOLDERS, differing
@@ -37,6 +38,8 @@ if TYPE_CHECKING:
 
 PLANS_KEPT = 4
 """How many plans a rank keeps."""
+_ANY_ID = "0" * 32
+"""A write id, as good as any other for a check."""
 INDEXES_KEPT = 2
 """How many assembled indexes the root keeps: a job may save two things in turn."""
 
@@ -177,14 +180,17 @@ class Coordinator:
 
 def _assembled(chunks: RankColumns) -> Assembled:
     index, warnings = assemble(chunks)
-    return Assembled(index, chunk_files(chunks), warnings)
+    assembled = Assembled(index, chunk_files(chunks), warnings)
+    check_index(assembled.named(_ANY_ID))
+    return assembled
 
 
 def _encoded(assembled: Assembled, mine: Marker, kept: Collection[tuple[str, str]] = ()) -> _Encoded:
     """Return the index of one save, without the tensors that ranks keep as values of their own."""
     from reknit.format.index.file import encode_index  # Arrow is loaded only by who has an index
 
-    return _Encoded(encode_index(assembled.named(mine.write_id).without(kept)), assembled.warnings)
+    index = assembled.named(mine.write_id).without(kept)
+    return _Encoded(encode_index(index, checked=not kept), assembled.warnings)
 
 
 def _agreed_write_id(claims: RankColumns) -> str:
