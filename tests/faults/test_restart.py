@@ -44,6 +44,17 @@ reknit.save(url, {"x": np.full(1000, 2)}, step=2, wait=False, options=options)
 os.kill(os.getpid(), signal.SIGKILL)
 """
 
+# Saves once, and lives on until it may end.
+IDLE = """
+import sys
+import numpy as np
+import reknit
+
+reknit.save(sys.argv[1], {"x": np.zeros(9)}, wait=False).result(60)
+print("saved", flush=True)
+sys.stdin.read()
+"""
+
 
 class DeadRun:
     """A run that died; its agent is about to commit step 2, as soon as that is allowed."""
@@ -198,6 +209,19 @@ def test_an_agent_with_nothing_to_do_is_not_listed_while_its_trainer_lives(tmp_p
     reknit.save(tmp_path / "step_1", state, step=1, options=OPTIONS, wait=False).result(LIMIT_S)
     wait_until(lambda: at_work(str(tmp_path)) == [], LIMIT_S)
     assert reknit.close()
+
+
+@pytest.mark.alone  # agents of other tests that are about to end are listed everywhere
+def test_an_agent_with_nothing_to_do_in_a_container_is_not_listed_outside(tmp_path: Path) -> None:
+    contained = ["unshare", "--pid", "--fork", "--kill-child"]
+    if subprocess.run([*contained, "true"], stderr=subprocess.DEVNULL, check=False).returncode:
+        pytest.skip("no process may have numbers of its own here: unshare --pid is refused")
+    command = [*contained, sys.executable, "-c", IDLE, str(tmp_path / "step_1")]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as trainer:
+        assert trainer.stdout is not None
+        assert trainer.stdout.readline() == b"saved\n"
+        wait_until(lambda: at_work(str(tmp_path)) == [], LIMIT_S)
+        trainer.communicate(b"end", LIMIT_S)
 
 
 def test_a_note_says_what_is_promoted_to_which_place_and_is_found_by_any_name_of_a_folder(

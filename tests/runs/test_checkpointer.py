@@ -16,6 +16,7 @@ import pytest
 
 import reknit
 from reknit import Checkpointer
+from reknit.engine.stored.running_agents import AtWork
 from reknit.errors import (
     CheckpointExistsError,
     CheckpointNotFoundError,
@@ -25,6 +26,7 @@ from reknit.errors import (
     UsageError,
 )
 from reknit.policies import at, best, every, latest, on_preemption
+from reknit.runs import settle
 from reknit.testing.world import run_ranks
 from tests.runs.pieces import damage, numbers, state
 
@@ -32,6 +34,9 @@ if TYPE_CHECKING:
     from collections.abc import Mapping
 
     from reknit.comm.base import Group
+
+
+SOURCES = Path(reknit.__file__).parents[1]
 
 
 def train(run: Checkpointer, held: dict[str, Any], total: int) -> list[int]:
@@ -228,20 +233,38 @@ def test_what_an_earlier_run_has_begun_cannot_commit_behind_a_new_one(tmp_path: 
 
 
 def test_agents_of_an_earlier_run_are_waited_for(tmp_path: Path) -> None:
-    """A trainer dies as soon as its state is copied; the new run resumes from that step."""
+    """A trainer dies as soon as its state is copied, and its agent has not read of the save yet.
+
+    The new run resumes from that step all the same.
+    """
     script = tmp_path / "train.py"
     script.write_text(STAGED)
     process = subprocess.run(
         [sys.executable, str(script), str(tmp_path / "run")],
-        env=os.environ | {"PYTHONPATH": str(Path(reknit.__file__).parents[1])},
+        env=os.environ | {"PYTHONPATH": os.pathsep.join([str(SOURCES), str(SOURCES.parent)])},
+        stdout=subprocess.PIPE,
         timeout=120,
         check=False,
     )
     assert process.returncode == -signal.SIGKILL
+    going_on = threading.Timer(0.5, os.kill, (int(process.stdout), signal.SIGCONT))
+    going_on.start()
     held = {"model": {"w": np.zeros(8 << 20)}}
     with Checkpointer(tmp_path / "run") as run:
         assert run.resume(held) == 8
+    going_on.join()
     assert held["model"]["w"][-1] == 7.0
+
+
+def test_whatever_agents_of_an_earlier_run_do_they_are_waited_for(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """They write, or have not read yet what they were given."""
+    looks = [[AtWork(71, 0, f"{tmp_path}/7", 0.0)], [AtWork(71, 0, None, None)], []]
+    monkeypatch.setattr(settle, "at_work", lambda root: looks.pop(0))
+    with Checkpointer(tmp_path) as run:
+        assert run.resume(state()) == 0
+    assert looks == []
 
 
 @pytest.mark.parametrize(
@@ -335,8 +358,13 @@ STAGED = """
 import os, signal, sys
 import numpy as np
 import reknit
+from tests.faults.nursery import agents_of
 if __name__ == "__main__":
     run = reknit.Checkpointer(sys.argv[1])
+    run.save(6, {"model": {"w": np.full(8 << 20, 6.0)}}).result()
+    (agent,) = agents_of(os.getpid())
+    os.kill(agent, signal.SIGSTOP)
+    print(agent, flush=True)
     run.save(7, {"model": {"w": np.full(8 << 20, 7.0)}}).staged()
     os.kill(os.getpid(), signal.SIGKILL)
 """
@@ -346,7 +374,7 @@ def test_a_process_that_gets_sigterm_saves_its_step_and_a_new_one_goes_on(tmp_pa
     (tmp_path / "train.py").write_text(SCRIPT)
     process = subprocess.Popen(
         [sys.executable, str(tmp_path / "train.py"), str(tmp_path / "run")],
-        env=os.environ | {"PYTHONPATH": str(Path(reknit.__file__).parents[1])},
+        env=os.environ | {"PYTHONPATH": str(SOURCES)},
         stdout=subprocess.PIPE,
         text=True,
     )

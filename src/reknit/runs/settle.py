@@ -28,10 +28,12 @@ def settle(root: Storage, timeout_s: float) -> None:
     left alone: they are not what a run resumes from.
     """
     deadline = Deadline(timeout_s)
-    while (working := _agents(root)) and not deadline.passed():
+    # One that its trainer has left, without a save, may not have read yet what it was given last.
+    while (working := at_work(root.url)) and not deadline.passed():
         time.sleep(_PAUSE_S)
     if working:
-        logger.warning("agents are still writing below %s: processes %s", root.url, working)
+        pids = sorted({agent.pid for agent in working})
+        logger.warning("agents are still writing below %s: processes %s", root.url, pids)
     for number, name in numbered(root):
         folder = root.sub(name)
         if manifest_exists(folder):
@@ -41,8 +43,3 @@ def settle(root: Storage, timeout_s: float) -> None:
             logger.warning(
                 "step %d of an earlier run was not finished, and will not be: %s", number, folder.url
             )
-
-
-def _agents(root: Storage) -> list[int]:
-    """Return the processes on this host that may yet commit below a folder."""
-    return sorted({each.pid for each in at_work(root.url) if each.path is not None})

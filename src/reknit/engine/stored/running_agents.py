@@ -28,7 +28,8 @@ _LOOKS = 8
 class AtWork(NamedTuple):
     """An agent that may yet commit a checkpoint at `path`.
 
-    `path` and `since` are None for one without saves whose trainer is gone: it is about to end.
+    `path` and `since` are None for one without saves whose trainer is gone: it is about to end, unless the
+    trainer gave it a save that it has not read yet.
     """
 
     pid: int
@@ -98,8 +99,18 @@ def _agents() -> Iterator[AtWork]:
             continue
         for since, path in saves:
             yield AtWork(pid, rank, path, since)
-        if not saves and parent != command[4]:
+        if not saves and _own_number(parent.decode()) != command[4].decode():
             yield AtWork(pid, rank, None, None)
+
+
+def _own_number(pid: str) -> str | None:
+    """Return the number that a process has for itself, in a container another one; None if it is gone."""
+    with suppress(OSError), open(f"/proc/{pid}/status", encoding="utf-8", errors="replace") as file:
+        for line in file:
+            if line.startswith("NSpid:"):
+                return line.split()[-1]
+        return pid
+    return None
 
 
 def read_note(pid: int) -> tuple[int, list[tuple[float, str]]] | None:
