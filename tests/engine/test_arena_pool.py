@@ -104,15 +104,12 @@ def test_two_arenas_alternate_where_both_fit_and_are_reused_for_ever_after() -> 
         second = acquire(arenas, 3 * MIB)
         assert (first.number, second.number) == (1, 2)
         assert first.nbytes == second.nbytes == 4 * MIB
-        assert first.fresh
-        assert second.fresh
         assert arenas.acquire(3 * MIB, 0) is None
         memory = {1: first.arena, 2: second.arena}
         for _ in range(5):
             arenas.release(first)
             first, second = second, acquire(arenas, 4 * MIB)
             assert second.arena is memory[second.number]
-            assert not second.fresh
             assert second.dropped == ()
 
 
@@ -165,7 +162,7 @@ def test_a_free_arena_that_is_too_small_is_closed_and_its_number_told_once() -> 
         elsewhere.bytes[:] = 1
         arenas.release(small)
         large = acquire(arenas, 8 * MIB)
-        assert (large.number, large.fresh, large.dropped) == (2, True, (1,))
+        assert (large.number, large.dropped) == (2, (1,))
         assert small.arena.fd == -1
         assert os.fstat(elsewhere.fd).st_blocks == 0, "its pages are free although another process maps them"
         elsewhere.close()
@@ -179,7 +176,7 @@ def test_a_larger_free_arena_serves_a_smaller_save() -> None:
         arenas.release(large)
         small = acquire(arenas, 2 * MIB)
         assert small.arena is large.arena
-        assert (small.fresh, small.dropped) == (False, ())
+        assert (small.number, small.dropped) == (large.number, ())
 
 
 def test_the_budget_counts_arenas_that_are_still_lent() -> None:
@@ -351,7 +348,7 @@ class Machine(RuleBasedStateMachine):
         self.before = Held()
         self.arenas = Arenas(self.BUDGET)
         self.lent: list[Lease] = []
-        self.known: set[int] = set()
+        self.known: dict[int, SharedMemory] = {}
 
     @rule(spans=st.integers(0, 40))
     def acquire(self, spans: int) -> None:
@@ -362,9 +359,9 @@ class Machine(RuleBasedStateMachine):
             return
         assert lease.nbytes >= min(nbytes, self.BUDGET)
         assert lease.arena.fd not in {other.arena.fd for other in self.lent}
-        self.known -= set(lease.dropped)
-        assert lease.fresh == (lease.number not in self.known)
-        self.known.add(lease.number)
+        for number in lease.dropped:
+            del self.known[number]
+        assert self.known.setdefault(lease.number, lease.arena) is lease.arena
         self.lent.append(lease)
 
     @precondition(lambda self: bool(self.lent))

@@ -215,7 +215,7 @@ def test_an_interrupt_during_staging_leaves_nothing(run: _Scripts) -> None:
 
 
 def test_a_kill_during_staging_leaves_nothing(run: _Scripts) -> None:
-    script = run(SLOW_STAGING + "save(2)")
+    script = run("save(1).result(50)\n" + SLOW_STAGING + "save(2)")
     script.says("staging")
     script.process.kill()
     code, errors = script.ends()

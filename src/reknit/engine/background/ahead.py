@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from functools import cached_property
+from typing import TYPE_CHECKING, Literal
 
 from reknit.engine.background.agents import Plan
+from reknit.engine.background.snapshot import Snapshot
 from reknit.engine.memory.arena import image_nbytes
+from reknit.engine.memory.sources import Sources
 from reknit.engine.saving.claims import encode_holdings
 from reknit.engine.saving.file_layout import layout_digest, outline
 from reknit.errors import DeadlineError, SkippedError
+from reknit.format import paths
 from reknit.monitor.phase import Stopwatch, monotonic
 
 if TYPE_CHECKING:
@@ -18,6 +22,10 @@ if TYPE_CHECKING:
     from reknit.engine.memory.arena_pool import Arenas, Lease
     from reknit.engine.saving.claims import EncodedHoldings
     from reknit.engine.saving.job import SaveJob
+
+
+Until = Literal["collect", "arena", "copy"]
+"""The last thing that is done ahead."""
 
 
 class Ahead:
@@ -34,13 +42,17 @@ class Ahead:
         self.begun = monotonic()
         self.plan: Plan | None = None
         self.lease: Lease | None = None
+        self.copied = False
+        """Whether the arena has all of the plan's files, but with headers of another write id."""
         self._waited_s = 0.0
 
-    def go(self, make: Callable[[], SaveJob], rank: int, *, in_full: bool) -> BaseException | None:
-        """Collect what the job of `make` holds; with `in_full` plan it and get its memory, too.
+    def go(self, make: Callable[[], SaveJob], rank: int, until: Until) -> BaseException | None:
+        """Collect what the job of `make` holds, plan it and get its arena, and copy it there.
 
-        Both of these need no other rank, unless there are shards of which no framework knows who holds them.
-        What goes wrong is returned, for the other ranks hear of it by the agents, which may not be there yet.
+        All of this needs no other rank, unless there are shards of which no framework knows who holds them;
+        those are only collected.  What is staged lazily, or through an arena that is too small for it, is
+        not copied yet.  What goes wrong is returned, for the other ranks hear of it by the agents, which may
+        not be there yet.
         """
         try:
             self.job = job = make()
@@ -48,10 +60,11 @@ class Ahead:
             with job.recorder.phase("collect"):
                 self.encoded = encode_holdings(job.holdings(), job.options)
                 self.key = layout_digest(self.encoded.holdings, job.options.max_file_nbytes)
-            if in_full and not self.encoded.guessed:
-                nbytes = plan_nbytes(self.plan_alone(rank))
-                if nbytes:
-                    self.acquire(nbytes)
+            if until != "collect" and not self.encoded.guessed:
+                plan = self.plan_alone(rank)
+                lease = self.acquire(nbytes) if (nbytes := plan_nbytes(plan)) else None
+                if until == "copy" and lease is not None:
+                    self._copy(plan, lease)
         except BaseException as error:  # Ctrl-C too
             return error
         return None
@@ -62,6 +75,20 @@ class Ahead:
             with self.job.recorder.phase("plan"):
                 self.plan = Plan(outline(self.encoded.holdings, rank, self.job.options.max_file_nbytes))
         return self.plan
+
+    @cached_property
+    def sources(self) -> Sources:
+        """The memory of what is held."""
+        return Sources(shard.memory for shard in self.encoded.holdings.shards)
+
+    def _copy(self, plan: Plan, lease: Lease) -> None:
+        images = plan.outline.images(paths.new_write_id(), self.sources)
+        snapshot = Snapshot(images, lease, None, self.job.options)
+        if snapshot.streamed or self.job.options.stage == "lazy":
+            return
+        with self.job.recorder.phase("stage", nbytes=sum(image.nbytes for image in images)):
+            snapshot.take()
+        self.copied = True
 
     def acquire(self, nbytes: int) -> Lease:
         """Return an arena of so many bytes, waiting for one as the options say."""

@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from reknit.comm.base import Group
+    from reknit.engine.background.ahead import Until
     from reknit.engine.background.trainer_save import TrainerSave
     from reknit.engine.saving.job import SaveJob
 
@@ -82,7 +83,7 @@ class Background:
         """
         pending = SaveOutcome(url, promote_to=options.promotions)
         with self._saving:
-            self._carry_out(stage_for_agent, pending, group, make, options)
+            self._carry_out(stage_for_agent, "copy", pending, group, make, options)
         return pending
 
     def prepare(self, group: Group, make: Callable[[], SaveJob], url: str, options: SaveOptions) -> None:
@@ -93,12 +94,13 @@ class Background:
         pending = SaveOutcome(url, logged=False)
         pending.asked = True  # raised here, and by no later save
         with self._saving:
-            self._carry_out(warm_up, pending, group, make, options)
+            self._carry_out(warm_up, "arena", pending, group, make, options)
         pending.result(2 * options.timeout_s)  # each of the two rounds ends within its own time
 
     def _carry_out(
         self,
         story: Story,
+        until: Until,
         pending: SaveOutcome,
         group: Group,
         make: Callable[[], SaveJob],
@@ -119,7 +121,7 @@ class Background:
         ahead = Ahead(self.arenas)
         try:
             starting = None if self.agents else Starting(group, options, in_process=self._in_process)
-            wrong = ahead.go(make, group.rank, in_full=starting is not None)
+            wrong = ahead.go(make, group.rank, "collect" if starting is None else until)
             agents = self._formed(group, number, starting)
             save = agents.new_save(number, pending)
             ahead.hand_over(save)

@@ -25,10 +25,13 @@ _SCRATCH_NBYTES = 4096
 
 
 class Snapshot:
-    """The files of one save on their way from live memory to an arena."""
+    """The files of one save on their way from live memory to an arena.
+
+    `save` is told of each span; None as long as there is no agent to be told.
+    """
 
     def __init__(
-        self, images: Sequence[Image], lease: Lease, save: TrainerSave, options: SaveOptions
+        self, images: Sequence[Image], lease: Lease, save: TrainerSave | None, options: SaveOptions
     ) -> None:
         self._memory = lease.arena.bytes
         self._save = save
@@ -43,8 +46,18 @@ class Snapshot:
             self._copy_all(self._images, Staging(self._images[0].sources.on_devices), tell=True)
             self._complete()
 
+    def tell_taken(self) -> None:
+        """Tell of what was taken for other headers of the same size, and put these in their place."""
+        for number, span in enumerate(self.spans):
+            image = self._images[span.file]
+            header_nbytes = min(len(image.header) - span.start, span.nbytes)
+            if header_nbytes > 0:
+                image.fill(span.start, self._memory[span.at : span.at + header_nbytes])
+            self._tell(number)
+
     def begin(self, deferred: Deferred) -> Staging:
         """Copy what may change at any time, and begin to copy what is deferred; `settle` finishes that."""
+        assert self._save is not None
         deferred.hold(self._save.pending.wait_staged)
         staging = Staging(deferred.queued[0].sources.on_devices)
         self._copy_all(deferred.now, staging, tell=False)
@@ -76,7 +89,7 @@ class Snapshot:
         def work(number: int, _: Arena) -> None:
             self._copy(number, images)
             if tell:
-                self._save.tell_filled(number)
+                self._tell(number)
 
         run_jobs(
             range(last),
@@ -95,7 +108,7 @@ class Snapshot:
         self._queue(images, staging)
         staging.wait()
         for number in range(len(self.spans) - 1) if tell and not self.streamed else ():
-            self._save.tell_filled(number)
+            self._tell(number)
 
     def _queue(self, images: Sequence[Image], staging: Staging) -> None:
         """Queue all copies from devices, to go on beside what the devices do; a ring waits for each."""
@@ -104,7 +117,7 @@ class Snapshot:
                 self._copy(number, images, staging.add)
                 if self.streamed and number < len(self.spans) - 1:
                     staging.wait()
-                    self._save.tell_filled(number)
+                    self._tell(number)
         except BaseException:
             staging.wait()  # the arena is somebody else's next
             raise
@@ -113,9 +126,14 @@ class Snapshot:
         """Copy what images have of one span, as soon as its place is free."""
         span: Span = self.spans[number]
         if span.after >= 0:
+            assert self._save is not None
             self._save.wait_freed(span.after, self._options.timeout_s)
         images[span.file].fill(span.start, self._memory[span.at : span.at + span.nbytes], copy)
 
     def _complete(self) -> None:
         """Tell the agent of the last span: all is staged as it was."""
-        self._save.tell_filled(len(self.spans) - 1)
+        self._tell(len(self.spans) - 1)
+
+    def _tell(self, number: int) -> None:
+        if self._save is not None:
+            self._save.tell_filled(number)

@@ -11,8 +11,7 @@ from reknit.engine.background.agents import Plan
 from reknit.engine.background.ahead import plan_nbytes
 from reknit.engine.background.deferred import Deferred
 from reknit.engine.background.snapshot import Snapshot
-from reknit.engine.memory.sources import Sources
-from reknit.engine.memory.staging import Staging, pin
+from reknit.engine.memory.staging import Staging
 from reknit.engine.saving.commit import check_manifest
 from reknit.engine.saving.copies import choose
 from reknit.engine.saving.file_layout import outline
@@ -55,16 +54,15 @@ def stage_for_agent(ahead: Ahead, agents: Agents, save: TrainerSave) -> None:
     if plan is None and not encoded.guessed:
         plan = agents.keep(ahead.key, ahead.plan_alone(rank))
     with recorder.phase("digest"):
-        sources = Sources(shard.memory for shard in encoded.holdings.shards)
         chosen = (plan and plan.chosen.get(check)) or choose(encoded, check, rank, agents.size)
-        copies = chosen.copies(sources)
+        copies = chosen.copies(ahead.sources)
     _lend(agents, save, encoded)
     save.begin(_begin(ahead, agents, save, copies, claimed=claimed), recorder)
     # 2 plan; but for a new layout with shards that others may hold too, no rank waits for another
     plan = plan or _agreed(ahead, agents, save)
     plan.chosen[check] = chosen
     with recorder.phase("plan"):
-        images = plan.outline.images(save.write_id, sources)
+        images = plan.outline.images(save.write_id, ahead.sources)
     # 3 stage
     lease = ahead.acquire(plan_nbytes(plan))
     ahead.hand_over(save)
@@ -78,12 +76,16 @@ def stage_for_agent(ahead: Ahead, agents: Agents, save: TrainerSave) -> None:
     snapshot = Snapshot(images, lease, save, job.options)
     save.streamed = snapshot.streamed
     lazy = job.options.stage == "lazy" and not snapshot.streamed
-    with recorder.phase("stage", nbytes=sum(image.nbytes for image in images)):
-        deferred = Deferred(encoded.holdings, images) if lazy else None
-        if deferred:
-            staging = snapshot.begin(deferred)
-        else:
-            snapshot.take()
+    deferred = None
+    if ahead.copied:
+        snapshot.tell_taken()
+    else:
+        with recorder.phase("stage", nbytes=sum(image.nbytes for image in images)):
+            deferred = Deferred(encoded.holdings, images) if lazy else None
+            if deferred:
+                staging = snapshot.begin(deferred)
+            else:
+                snapshot.take()
     save.blocked_s = monotonic() - ahead.begun
     if deferred:
         start_thread("reknit-stages", lambda: _settle(job, save, lambda: snapshot.settle(deferred, staging)))
@@ -109,8 +111,7 @@ def warm_up(ahead: Ahead, agents: Agents, save: TrainerSave) -> None:
         agents.keep(ahead.key, ahead.plan_alone(agents.link.rank)) if alone else _agreed(ahead, agents, save)
     )
     plan.assigned = True  # or all plans are dropped
-    sources = Sources(shard.memory for shard in ahead.encoded.holdings.shards)
-    Staging(sources.on_devices)  # the stream of each device that will be copied from
+    Staging(ahead.sources.on_devices)  # the stream of each device that will be copied from
     with job.recorder.phase("back_pressure"):
         nbytes = plan_nbytes(plan)
         lease = ahead.lease or (ahead.arenas.acquire(nbytes, 0.0) if nbytes else None)
@@ -192,9 +193,7 @@ def _agreed(ahead: Ahead, agents: Agents, save: TrainerSave) -> Plan:
 
 
 def _share(agents: Agents, lease: Lease) -> None:
-    """Let the devices and the agent use an arena, too."""
-    if lease.fresh:
-        lease.arena.hold(pin(lease.arena.bytes))
+    """Let the agent use an arena, too."""
     if dropped := tuple(number for number in lease.dropped if number in agents.arenas):
         agents.link.send(say.DropArenas(dropped))
         agents.arenas.difference_update(dropped)

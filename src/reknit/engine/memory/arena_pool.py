@@ -1,4 +1,4 @@
-"""The arenas of one rank: made when they are needed, pre-faulted, lent and reused."""
+"""The arenas of one rank: made when they are needed, pre-faulted, pinned for devices, lent and reused."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import threading
 from dataclasses import dataclass, field
 
 from reknit.engine.memory.arena import PAGE_NBYTES, SPAN_NBYTES
+from reknit.engine.memory.staging import pin
 from reknit.engine.memory.workers import run_jobs
 from reknit.environment import local_ranks, num_threads
 from reknit.errors import UsageError
@@ -27,14 +28,12 @@ _ROUND_NBYTES = 2 << 20  # a huge page
 class Lease:
     """An arena that is the caller's until `Arenas.release`.
 
-    `number` names the arena for as long as it exists, and is never given again.  `fresh`: this is its first
-    lease, so whoever shares it has to be handed its descriptor.  `dropped`: numbers of arenas that were lent
-    before and are closed since the last lease.
+    `number` names the arena for as long as it exists, and is never given again.  `dropped`: numbers of arenas
+    that were lent before and are closed since the last lease.
     """
 
     number: int
     arena: SharedMemory
-    fresh: bool
     dropped: tuple[int, ...]
 
     @property
@@ -187,6 +186,7 @@ class Arenas:
         try:
             _dispose(slot.replaces)
             arena = _prefaulted(slot.nbytes)
+            arena.hold(pin(arena.bytes))
         except MemoryError as error:
             failure = error
         finally:
@@ -221,7 +221,7 @@ class Arenas:
                 sum(slot.nbytes for slot in self._slots),
                 self._wanted,
             )
-        lease = slot.lease = Lease(slot.number, arena, not slot.was_lent, tuple(self._dropped))
+        lease = slot.lease = Lease(slot.number, arena, tuple(self._dropped))
         slot.was_lent = True
         self._dropped.clear()
         return lease
