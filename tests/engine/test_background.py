@@ -20,6 +20,7 @@ import reknit
 from reknit import calls, ranks
 from reknit.engine.background import agent_link
 from reknit.engine.background.agent import Agent
+from reknit.engine.background.agents import Agents
 from reknit.engine.background.background import Background
 from reknit.engine.outcome import SaveOutcome
 from reknit.engine.saving.coordinator import Coordinator
@@ -569,8 +570,11 @@ def test_a_place_where_no_folder_can_be_made_is_named_whoever_writes(tmp_path: P
         assert caught.value.phase == "assign" or (not wait and caught.value.phase == "write")
 
 
-def test_what_is_saved_is_collected_while_the_first_agent_starts(tmp_path: Path) -> None:
+def test_what_is_saved_is_collected_and_copied_while_the_first_agent_starts(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     seen, before = [], set(agents_of(os.getpid()))  # those of earlier tests may yet be ending
+    state = {f"w{number}": np.full(150_000, number) for number in range(5)}
 
     class Looks:
         def state_dict(self) -> dict[str, Any]:
@@ -582,8 +586,25 @@ def test_what_is_saved_is_collected_while_the_first_agent_starts(tmp_path: Path)
         def load_state_dict(self, state: dict[str, Any]) -> None:
             """Take nothing."""
 
-    background(tmp_path / "first", {"model": weights(1), "odd": Looks()}).result(LIMIT_S)
+    def changing(*arguments: Any, form: Callable[..., Agents] = Agents.form) -> Agents:
+        for array in state.values():
+            array[:] = -1
+        return form(*arguments)
+
+    monkeypatch.setattr(Agents, "form", changing)
+    options = reknit.SaveOptions(max_file_nbytes=2 << 20)
+    pending = reknit.save(tmp_path / "a", {"model": state, "odd": Looks()}, wait=False, options=options)
+    report = pending.result(LIMIT_S)
     assert seen == [None]
+    assert [phase.phase for phase in report.phases].count("stage") == 1
+    assert reknit.verify(tmp_path / "a", "data").ok
+    with reknit.open(tmp_path / "a") as checkpoint:
+        for number in range(5):
+            assert set(checkpoint.read("model", f"w{number}").tolist()) == {number}
+    files = list((tmp_path / "a" / "model").iterdir())
+    assert len(files) > 2
+    for file in files:
+        assert report.write_id.encode() in file.read_bytes()[:4096]
 
 
 def test_a_second_arena_is_made_when_a_save_comes_while_the_one_before_is_written() -> None:

@@ -14,7 +14,7 @@ import torch
 
 import reknit
 from reknit import calls, ranks
-from reknit.engine.background.warm_up import WarmUp
+from reknit.engine.background.save_maker import WarmUp
 from reknit.engine.memory.arena_pool import Arenas
 from reknit.engine.outcome import SaveOutcome
 from reknit.processes.shared_memory import SharedMemory

@@ -17,21 +17,13 @@ import socket
 import sys
 import threading
 from contextlib import suppress
-from functools import partial
+from functools import cached_property, partial
 from typing import TYPE_CHECKING, Any, cast
 
-from reknit.comm import base as comm
 from reknit.comm.base import Group, SoloGroup
 from reknit.comm.topology import Topology
 from reknit.engine.background import messages as say
-from reknit.engine.background.agent_job import agent_job
-from reknit.engine.background.agent_save import AgentSave
 from reknit.engine.background.lanes import Lanes, work
-from reknit.engine.background.warm_up import WarmUp
-from reknit.engine.memory.tuning import Tuner
-from reknit.engine.saving.coordinator import Coordinator
-from reknit.engine.saving.reuse import Committed
-from reknit.engine.saving.rounds import ASSIGN
 from reknit.engine.stored.running_agents import Note
 from reknit.environment import quiet_grpc, take_store_variables
 from reknit.errors import AgentError, GroupClosedError, ReknitError, from_wire, typed
@@ -43,7 +35,10 @@ from reknit.system import start_thread
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
 
+    from reknit.engine.background.agent_save import AgentSave
     from reknit.engine.background.lanes import Jobs, Lane
+    from reknit.engine.background.save_maker import SaveMaker, WarmUp
+    from reknit.engine.memory.tuning import Tuner
 
 logger = logging.getLogger("reknit")
 
@@ -70,9 +65,6 @@ class Agent:
         self._note = None if trainer is None else Note()
         self._lent: dict[int, dict[int, memoryview]] = {}
         self._longest_s = 0.0
-        self._coordinator = Coordinator()
-        self._committed = Committed()
-        self._tuners: dict[tuple[str, int | None, int | None], Tuner] = {}
         self._to_write: Jobs = queue.SimpleQueue()
         self._to_commit: Jobs = queue.SimpleQueue()
         self._hears: dict[type[Message], Callable[..., None]] = {
@@ -198,8 +190,6 @@ class Agent:
             self._port.on_broken(lambda error: tell(say.Broken(isinstance(error, GroupClosedError))))
             self._group = self._port
         self._channel.tell(say.Joined(None))
-        if self._rank == 0:
-            self._to_commit.put(_load_index_code)
 
     def _take_arena(self, given: say.GiveArena, fd: int) -> None:
         self._arenas[given.number] = SharedMemory(fd, given.nbytes)
@@ -222,16 +212,20 @@ class Agent:
             begin.claims.blobs[number].data = cast("bytes", view)  # as good as bytes for everyone who gets it
         options = SaveOptions(**begin.options)
         try:
-            job = agent_job(begin, options, self._group, self._channel.tell)
+            save = self._maker.save(begin, options, self._group)
         except ReknitError as error:
             self._refuse(begin.number, error, options.timeout_s)
-            return
-        save = (WarmUp if begin.warm_up else AgentSave)(begin, job, self._channel, self._committed)
-        scheme, colon, _ = begin.url.partition("://")
-        key = (scheme if colon else "", options.threads, options.piece_nbytes)
-        if key not in self._tuners:
-            self._tuners[key] = Tuner(threads=options.threads, piece_nbytes=options.piece_nbytes)
-        self.take_up(save, self._tuners[key], options.timeout_s)
+        else:
+            self.take_up(save, self._maker.tuner(begin.url, options), options.timeout_s)
+
+    @cached_property
+    def _maker(self) -> SaveMaker:
+        # Trainers wait for agents to join, and not for what is imported now.
+        from reknit.engine.background.save_maker import SaveMaker
+
+        if self._rank == 0:
+            self._to_commit.put(_load_index_code)
+        return SaveMaker(self._channel)
 
     def take_up(self, save: AgentSave, tuner: Tuner, timeout_s: float) -> None:
         """Let the workers carry out a save, after those before it."""
@@ -243,7 +237,7 @@ class Agent:
         self._longest_s = max(self._longest_s, timeout_s)
 
         def commit() -> None:
-            save.commit(self._coordinator)
+            save.commit(self._maker.coordinator)
             if save.promotes and save.targets:
                 self._promote(save, group, timeout_s)
             else:
@@ -253,7 +247,7 @@ class Agent:
         self._to_write.put(lambda: save.write(tuner, before))
         self._to_commit.put(commit)
 
-    def _promote(self, save: AgentSave, group: comm.Group, timeout_s: float) -> None:
+    def _promote(self, save: AgentSave, group: Group, timeout_s: float) -> None:
         """Let the lanes promote a save that is committed.  Raises nothing: later saves need this thread."""
 
         def promote(target: int, lane: Lane) -> None:
@@ -284,8 +278,10 @@ class Agent:
         self._longest_s = max(self._longest_s, timeout_s)
 
         def tell_all() -> None:
+            from reknit.engine.background.save_maker import refuse
+
             try:
-                comm.fail(group, ASSIGN, error, timeout_s, subject=f"save {number}")
+                refuse(number, error, group, timeout_s)
             except BaseException as announced:  # that of another rank, perhaps
                 self._channel.tell(say.SaveDone(number, typed(announced).to_wire()))
 
@@ -312,8 +308,8 @@ class Agent:
             save.fill(filled.span)
 
     def _make_ready(self, ready: say.Ready) -> None:
-        if isinstance(warm_up := self.saves.get(ready.number), WarmUp):  # else it failed, and is over
-            warm_up.make_ready()
+        if (warm_up := self.saves.get(ready.number)) is not None:  # else it failed, and is over
+            cast("WarmUp", warm_up).make_ready()
 
     def _abandon(self, abandon: say.Abandon) -> None:
         self._lent.pop(abandon.number, None)

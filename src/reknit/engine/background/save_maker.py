@@ -1,4 +1,8 @@
-"""The agent's warm-up before the first save: everything but writing and committing."""
+"""What an agent makes of a save that begins, a warm-up among them, with what its saves share.
+
+An agent imports this, and with it all that writes and commits, when its first save begins.  Trainers wait for
+agents to join, and thus for whatever is imported before.
+"""
 
 from __future__ import annotations
 
@@ -6,12 +10,19 @@ from typing import TYPE_CHECKING
 
 from reknit.comm import base as comm
 from reknit.engine import messages
+from reknit.engine.background.agent_job import agent_job
 from reknit.engine.background.agent_save import AgentSave
+from reknit.engine.memory.tuning import Tuner
+from reknit.engine.saving.coordinator import Coordinator
+from reknit.engine.saving.reuse import Committed
+from reknit.engine.saving.rounds import ASSIGN
 
 if TYPE_CHECKING:
-    from reknit.engine.memory.tuning import Tuner
-    from reknit.engine.saving.coordinator import Coordinator
+    from reknit.engine.background import messages as say
     from reknit.engine.small_files import Written
+    from reknit.errors import ReknitError
+    from reknit.options import SaveOptions
+    from reknit.processes.channel import Channel
 
 ROUND = "prepare"
 """The round in which all ranks learn that each of them is ready, or why one is not."""
@@ -64,3 +75,31 @@ class WarmUp(AgentSave):
             self._changed.wait_for(lambda: self._ready or self.error is not None)
             if self.error is not None:
                 raise self.error
+
+
+class SaveMaker:
+    """Makes the saves of one agent."""
+
+    def __init__(self, channel: Channel) -> None:
+        self.coordinator = Coordinator()
+        self._channel = channel
+        self._committed = Committed()
+        self._tuners: dict[tuple[str, int | None, int | None], Tuner] = {}
+
+    def save(self, begin: say.Begin, options: SaveOptions, group: comm.Group) -> AgentSave:
+        """Return a save that the trainer has begun.  Raises `ReknitError`."""
+        job = agent_job(begin, options, group, self._channel.tell)
+        return (WarmUp if begin.warm_up else AgentSave)(begin, job, self._channel, self._committed)
+
+    def tuner(self, url: str, options: SaveOptions) -> Tuner:
+        """Return what is known of writing to such a store."""
+        scheme, colon, _ = url.partition("://")
+        key = (scheme if colon else "", options.threads, options.piece_nbytes)
+        if key not in self._tuners:
+            self._tuners[key] = Tuner(threads=options.threads, piece_nbytes=options.piece_nbytes)
+        return self._tuners[key]
+
+
+def refuse(number: int, error: ReknitError, group: comm.Group, timeout_s: float) -> None:
+    """Let all ranks hear, when they come to a save, why it does not begin here.  Raises what they hear."""
+    comm.fail(group, ASSIGN, error, timeout_s, subject=f"save {number}")
