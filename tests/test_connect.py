@@ -44,7 +44,7 @@ try:
 except reknit.ReknitError as error:
     print(json.dumps([type(error).__name__, error.message]))
     sys.exit()
-print(json.dumps(["connected", group.generation, group.topology.hosts.tolist()]), flush=True)
+print(json.dumps(["connected", group.generation, group.topology.hosts]), flush=True)
 if order["hang"]:
     time.sleep(600)
 

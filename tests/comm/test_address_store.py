@@ -308,7 +308,7 @@ def test_ranks_find_their_shape_at_an_address_of_ipv6(last: ExitStack) -> None:
 
     def gather(rank: int) -> list[int]:
         shape = gather_shape(stores[rank], rank, 3, job="job", options=PLAIN, timeout_s=20)
-        hosts: list[int] = shape.topology.hosts.tolist()
+        hosts: list[int] = shape.topology.hosts
         return hosts
 
     with ThreadPoolExecutor(3) as pool:

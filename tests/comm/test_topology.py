@@ -2,7 +2,6 @@ from __future__ import annotations
 
 import math
 
-import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -110,6 +109,12 @@ def test_the_height_of_known_trees(size: int, fan_out: int, height: int) -> None
     assert Topology([7] * size, fan_out).height == height
 
 
+@given(topologies)
+def test_the_lowest_rank_of_a_host_leads_it(topology: Topology) -> None:
+    assert [rank for rank in range(topology.size) if topology.leads_host(rank)] == leaders(topology)
+    assert topology.num_hosts == len(leaders(topology))
+
+
 def test_two_hosts_of_four_ranks_are_joined_by_one_line() -> None:
     topology = Topology([3, 3, 3, 3, 1, 1, 1, 1], 16)
     assert topology.children(0) == (1, 2, 3, 4)
@@ -124,7 +129,7 @@ def test_ranks_that_are_dealt_to_hosts_in_turn_still_stand_below_the_lowest_of_t
 
 
 def test_a_hundred_thousand_ranks_are_no_work() -> None:
-    topology = Topology(np.arange(100_000) // 8, 16)
+    topology = Topology([rank // 8 for rank in range(100_000)], 16)
     assert topology.height == 5
     assert topology.depth(99_999) == 5
     assert len(topology.subtree(0)) == 100_000

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from reknit.comm.base import SoloGroup
-from reknit.engine.messages import packed
+from reknit.engine.columns import packed
 from reknit.engine.saving.claims import EncodedFile, blob_files, encode_holdings
 from reknit.engine.saving.job import SaveJob
 from reknit.engine.saving.receipt import write_blobs

@@ -9,6 +9,7 @@ import pytest
 import reknit
 from reknit.comm.tree.threads import thread_groups
 from reknit.engine import messages
+from reknit.engine.columns import packed, unpacked
 from reknit.engine.memory.sources import Sources
 from reknit.engine.saving import coordinator as module
 from reknit.engine.saving.claims import claims, encode_holdings
@@ -75,7 +76,7 @@ class Rank:
         return claims(self.rank, messages.RankClaims(write_id, step, self.plan, told, []))
 
     def receipt(self, write_id: str, answer: bytes) -> bytes:
-        owners = messages.unpacked(messages.decode(answer, messages.Assignment).shard_owners, "i8")
+        owners = unpacked(messages.decode(answer, messages.Assignment).shard_owners, "i8")
         if not self.known:
             self.plans[self.plan] = outline(self.encoded.resolved(owners), self.rank, 1 << 40)
         planned = self.plans[self.plan]
@@ -251,8 +252,8 @@ def test_all_ranks_are_told_which_copies_differ_and_who_holds_them() -> None:
     write_id = paths.new_write_id()
     told = []
     for rank in range(SIZE):
-        digests = messages.packed([7, rank == 3], "u8")
-        copies = messages.Copies(messages.packed([1, 1 << 63], "u8"), digests, b"", b"")
+        digests = packed([7, rank == 3], "u8")
+        copies = messages.Copies(packed([1, 1 << 63], "u8"), digests, b"", b"")
         none = encode_holdings(Holdings((), (), ()), SaveOptions()).shard_claims()
         told.append(claims(rank, messages.RankClaims(write_id, 1, b"", none, [], copies)))
     answers = world.coordinator.assign(world.job, world.up(told, merge_claims))
@@ -295,7 +296,7 @@ def test_ranks_with_equal_answers_get_one_object() -> None:
     requests = [rank.claims(write_id, 1, [copy("a"), copy("b")]) for rank in world.ranks]
     answers = world.coordinator.assign(world.job, [merge_claims(requests)])
     assert len({id(answer) for answer in answers}) == 1
-    owners = messages.unpacked(messages.decode(answers[0], messages.Assignment).shard_owners, "i8")
+    owners = unpacked(messages.decode(answers[0], messages.Assignment).shard_owners, "i8")
     assert len(set(owners.tolist())) == 2
 
 

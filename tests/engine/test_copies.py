@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 import numpy as np
 import pytest
 import torch
 
+from reknit.engine.columns import unpacked
 from reknit.engine.memory.sources import Sources
-from reknit.engine.messages import Copies, unpacked
 from reknit.engine.saving import copies as module
 from reknit.engine.saving.claims import encode_holdings
 from reknit.engine.saving.copies import EQUAL, KEPT_NBYTES, SAMPLE_NBYTES, choose, split
@@ -20,6 +20,9 @@ from reknit.options import SaveOptions
 from reknit.planner.resolve import shard_key
 from reknit.types.box import Box
 from reknit.types.shard import Alias, Holdings, Shard, TensorSpec
+
+if TYPE_CHECKING:
+    from reknit.engine.messages import Copies
 
 
 def shard(fqn: str, replicas: tuple[int, ...] | None, data: Any, box: Box | None = None) -> Shard:

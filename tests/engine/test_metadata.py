@@ -10,6 +10,7 @@ import pytest
 import reknit
 from reknit.comm.base import SoloGroup
 from reknit.engine import messages
+from reknit.engine.columns import bitmaps, left_over, unpacked
 from reknit.engine.loading.index_part import Reach
 from reknit.engine.loading.job import LoadJob
 from reknit.engine.loading.load import load
@@ -220,8 +221,8 @@ def taking(checkpoint: OpenCheckpoint, names: set[str], boxes: int = 0) -> messa
     """Return the request of a rank that takes tensors with these FQNs, and no values."""
     taken = {key for key in checkpoint.index.ids if key[1] in names}
     return messages.Asked(
-        messages.bitmaps(checkpoint.index.ids, taken),
-        messages.bitmaps(checkpoint.blob_names(), ()),
+        bitmaps(checkpoint.index.ids, taken),
+        bitmaps(checkpoint.blob_names(), ()),
         [],
         boxes,
     )
@@ -271,7 +272,7 @@ def test_ranks_that_want_the_same_boxes_are_told_of_each_other() -> None:
     asked = [taking(checkpoint, {"b"}, 7), taking(checkpoint, {"b"}, 8), taking(checkpoint, {"w.1"}, 7)]
     for answer in hand_out(checkpoint, [*asked, asked[1], asked[0]]).answers:
         alike = messages.decode(answer, messages.Answer).alike
-        assert messages.unpacked(alike, "i4").tolist() == [0, 1, 2, 1, 0]
+        assert unpacked(alike, "i4").tolist() == [0, 1, 2, 1, 0]
 
 
 def test_names_that_no_rank_takes_are_left_unless_a_rank_has_a_use_for_them() -> None:
@@ -281,7 +282,7 @@ def test_names_that_no_rank_takes_are_left_unless_a_rank_has_a_use_for_them() ->
     second.refused.append(("model", "w.3"))
     left = hand_out(checkpoint, [first, second]).left
     assert left == [("model", "w.2"), ("extra", "epoch")]
-    second.blobs = messages.bitmaps(checkpoint.blob_names(), {("extra", "epoch")})
+    second.blobs = bitmaps(checkpoint.blob_names(), {("extra", "epoch")})
     assert hand_out(checkpoint, [first, second]).left == [("model", "w.2")]
 
 
@@ -297,7 +298,7 @@ def test_only_of_tensors_that_some_rank_takes_must_the_index_be_whole() -> None:
 
 def test_names_left_over_are_those_that_no_rank_took_whatever_items_the_others_have() -> None:
     everything = [("a", "x"), ("a", "y"), ("b", "x"), ("c", "z")]
-    first = messages.bitmaps(everything[:2], {("a", "y")})
-    second = messages.bitmaps(everything[2:3], {("b", "x"), ("a", "x")})
-    assert messages.left_over(everything, [first, second]) == [("a", "x"), ("c", "z")]
-    assert messages.left_over(everything, []) == everything
+    first = bitmaps(everything[:2], {("a", "y")})
+    second = bitmaps(everything[2:3], {("b", "x"), ("a", "x")})
+    assert left_over(everything, [first, second]) == [("a", "x"), ("c", "z")]
+    assert left_over(everything, []) == everything

@@ -17,8 +17,9 @@ import numpy as np
 import pytest
 
 from reknit.errors import ShortageError, UsageError
-from reknit.processes import shared_memory
-from reknit.processes.shared_memory import HUGE_NBYTES, SharedMemory, map_file, nameless_file, write_at
+from reknit.processes import nameless, shared_memory
+from reknit.processes.nameless import map_file, nameless_file, write_at
+from reknit.processes.shared_memory import HUGE_NBYTES, SharedMemory
 from tests.resources import mapped, open_files
 from tests.resources import shared_memory as shared_names
 
@@ -326,7 +327,7 @@ def test_without_memfd_memory_is_a_file_that_has_no_name(
     monkeypatch.delattr(os, "memfd_create")
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     if not in_memory:
-        monkeypatch.setattr(shared_memory, "SHARED_FOLDER", str(tmp_path / "absent"))
+        monkeypatch.setattr(nameless, "SHARED_FOLDER", str(tmp_path / "absent"))
     names, fds = shared_names(), open_files()
     memory = SharedMemory.create(MIB)
     other = SharedMemory(os.dup(memory.fd), MIB)
@@ -373,7 +374,7 @@ def test_memory_without_a_name_is_a_file_that_has_lost_its_own(without_memfd: py
 def test_where_memory_takes_no_files_a_temporary_one_does(
     without_memfd: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    without_memfd.setattr(shared_memory, "SHARED_FOLDER", str(tmp_path / "gone"))
+    without_memfd.setattr(nameless, "SHARED_FOLDER", str(tmp_path / "gone"))
     without_memfd.setattr(tempfile, "tempdir", str(tmp_path))
     assert target_of(nameless_file("x")).startswith(str(tmp_path))
     assert not list(tmp_path.iterdir())
@@ -382,7 +383,7 @@ def test_where_memory_takes_no_files_a_temporary_one_does(
 def test_where_no_file_can_be_made_all_that_was_tried_is_named(
     without_memfd: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    without_memfd.setattr(shared_memory, "SHARED_FOLDER", str(tmp_path / "gone"))
+    without_memfd.setattr(nameless, "SHARED_FOLDER", str(tmp_path / "gone"))
     without_memfd.setattr(tempfile, "TemporaryFile", refuse)
     with pytest.raises(ShortageError, match=r"memfd_create is refused, and files in .*gone") as caught:
         nameless_file("x")

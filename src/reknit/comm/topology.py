@@ -4,14 +4,11 @@ from __future__ import annotations
 
 import functools
 import hashlib
+import struct
 from typing import TYPE_CHECKING
-
-import numpy as np
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
-
-    from numpy.typing import NDArray
 
 
 class Topology:
@@ -24,22 +21,28 @@ class Topology:
     above it.
     """
 
-    def __init__(self, hosts: Sequence[int] | NDArray[np.int64], fan_out: int) -> None:
+    def __init__(self, hosts: Sequence[int], fan_out: int) -> None:
         self.size, self.fan_out = len(hosts), fan_out
+        ranks_of: dict[int, list[int]] = {}
+        for rank, host in enumerate(hosts):
+            ranks_of.setdefault(host, []).append(rank)
         # Numbered anew by their lowest ranks, so that the names of hosts do not matter.
-        _, lowest, given = np.unique(np.asarray(hosts, np.int64), return_index=True, return_inverse=True)
-        self.hosts: NDArray[np.int64] = np.argsort(np.argsort(lowest))[given.reshape(-1)]
-        leaders = np.sort(lowest)
-        ranks = np.argsort(self.hosts, kind="stable")  # by host, and ascending within each
-        first = np.searchsorted(self.hosts[ranks], np.arange(len(leaders)))
-        turn = np.empty(self.size, np.int64)  # a rank's place within its host
-        turn[ranks] = np.arange(self.size) - first[self.hosts[ranks]]
-        above = ranks[first[self.hosts] + np.maximum(turn - 1, 0) // fan_out]
-        between = leaders[np.maximum(np.arange(len(leaders)) - 1, 0) // fan_out]
-        above[leaders] = between
-        self._parents: NDArray[np.int64] = above
-        levels = _levels(max(len(leaders), self.size), fan_out)
-        self._depths: NDArray[np.int64] = levels[turn] + levels[self.hosts]
+        numbers = {host: number for number, host in enumerate(ranks_of)}
+        self.hosts = [numbers[host] for host in hosts]
+        self.num_hosts = len(numbers)
+        """Number of hosts."""
+        self._leaders = [ranks[0] for ranks in ranks_of.values()]
+        self._parents, self._depths = [0] * self.size, [0] * self.size
+        for ranks in ranks_of.values():
+            for turn, rank in enumerate(ranks):
+                number = self.hosts[rank]
+                if turn:
+                    parent = ranks[(turn - 1) // fan_out]
+                elif number:
+                    parent = self._leaders[(number - 1) // fan_out]
+                else:
+                    continue  # rank 0
+                self._parents[rank], self._depths[rank] = parent, self._depths[parent] + 1
 
     @classmethod
     def flat(cls, size: int, fan_out: int) -> Topology:
@@ -48,56 +51,44 @@ class Topology:
 
     def parent(self, rank: int) -> int | None:
         """Return the rank that `rank` reports to, None for rank 0."""
-        return None if rank == 0 else int(self._parents[rank])
+        return None if rank == 0 else self._parents[rank]
 
     def children(self, rank: int) -> tuple[int, ...]:
         """Return the ranks that report to `rank`, in ascending order."""
-        ranks, first = self._below
-        return tuple(ranks[first[rank] : first[rank + 1]])
+        return tuple(self._below.get(rank, ()))
 
     def subtree(self, rank: int) -> tuple[int, ...]:
         """Return `rank` and every rank below it, in ascending order."""
         if rank == 0:
             return tuple(range(self.size))
-        ranks, first = self._below
         found = [rank]
         for deep in found:  # which grows meanwhile
-            found += ranks[first[deep] : first[deep + 1]]
+            found += self._below.get(deep, ())
         return tuple(sorted(found))
 
     def depth(self, rank: int) -> int:
         """Return the number of steps from `rank` up to rank 0."""
-        return int(self._depths[rank])
+        return self._depths[rank]
 
-    @property
-    def num_hosts(self) -> int:
-        """Number of hosts."""
-        return int(self.hosts.max()) + 1
+    def leads_host(self, rank: int) -> bool:
+        """Tell whether a rank is the lowest of its host."""
+        return self._leaders[self.hosts[rank]] == rank
 
     @functools.cached_property
     def height(self) -> int:
         """Number of steps from the deepest rank up to rank 0."""
-        return int(self._depths.max())
+        return max(self._depths)
 
     @functools.cached_property
     def digest(self) -> str:
         """Equal for equal trees only, to compare them between ranks."""
-        shape = np.array([self.fan_out, *self.hosts], "<i8")
-        return hashlib.blake2b(shape.tobytes(), digest_size=16).hexdigest()
+        shape = struct.pack(f"<{1 + self.size}q", self.fan_out, *self.hosts)
+        return hashlib.blake2b(shape, digest_size=16).hexdigest()
 
     @functools.cached_property
-    def _below(self) -> tuple[list[int], list[int]]:
-        """All children, those of one rank next to each other, and where the children of each rank begin."""
-        parents = self._parents[1:]
-        ranks = np.argsort(parents, kind="stable") + 1
-        first = np.searchsorted(parents[ranks - 1], np.arange(self.size + 1))
-        return ranks.tolist(), first.tolist()
-
-
-def _levels(count: int, fan_out: int) -> NDArray[np.int64]:
-    """Return the depths of the first `count` nodes of a tree that is numbered level by level."""
-    starts, start, width = [], 1, fan_out
-    while start < count:
-        starts.append(start)
-        start, width = start + width, width * fan_out
-    return np.searchsorted(np.array(starts, np.int64), np.arange(count), side="right")
+    def _below(self) -> dict[int, list[int]]:
+        """The children of each rank that has some."""
+        below: dict[int, list[int]] = {}
+        for rank, parent in enumerate(self._parents[1:], 1):
+            below.setdefault(parent, []).append(rank)
+        return below

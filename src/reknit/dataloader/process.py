@@ -17,7 +17,7 @@ from reknit.errors import DeadlineError, ReknitError, shortage
 from reknit.format.values.blob_codec import encode_value
 from reknit.processes.channel import Channel, Message
 from reknit.processes.child import start_child
-from reknit.processes.shared_memory import map_file, nameless_file, write_at
+from reknit.processes.nameless import map_file, nameless_file, write_at
 from reknit.system import output_of_child, socket_pair
 from reknit.types.shard import Encoded, LoaderShard, SharedFile
 

@@ -18,7 +18,7 @@ from reknit.dataloader.token_sets import Corpus, Recipe, TokenSet, opened_by
 from reknit.dataloader.versioned_reader import VersionedReader
 from reknit.format.values.blob_codec import decode_blobs, encode_value, name_of_value
 from reknit.processes.channel import Channel
-from reknit.processes.shared_memory import map_file, nameless_file, write_at
+from reknit.processes.nameless import map_file, nameless_file, write_at
 
 _ROOM = 4096 + 16
 """Bytes before each encoded state, where its name in the checkpoint will stand (`types.shard.Encoded`)."""

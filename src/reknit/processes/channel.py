@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import msgspec
 
-from reknit.processes.shared_memory import nameless_file, write_at
+from reknit.processes.nameless import nameless_file, write_at
 
 if TYPE_CHECKING:
     from collections.abc import Callable

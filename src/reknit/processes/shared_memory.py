@@ -7,21 +7,18 @@ import errno
 import mmap
 import os
 import sys
-import tempfile
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from reknit.errors import ShortageError, UsageError
-from reknit.system import aside
+from reknit.errors import UsageError
+from reknit.processes.nameless import map_file, memory_errors, nameless_file, require_size
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Callable
 
     from numpy.typing import NDArray
-
-SHARED_FOLDER = "/dev/shm"
 
 # The longest that one call may keep other threads off the interpreter, or off this process's memory map.
 _CHUNK_NBYTES = 16 << 20
@@ -47,62 +44,13 @@ if sys.platform == "linux":
     )
     _libc.mmap.restype = ctypes.c_void_p
 
-# What the kernel says when less memory might do.
-_TOO_LARGE = {errno.ENOMEM, errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EOVERFLOW}
-
-
-def nameless_file(name: str) -> int:
-    """Return the descriptor of an empty file in memory, or else on disk, that has no name in any folder.
-
-    A sandbox may refuse the one call that is meant for this.  Raises `ShortageError`.
-    """
-    if hasattr(os, "memfd_create"):
-        with suppress(OSError):
-            return aside(os.memfd_create(name, os.MFD_CLOEXEC))
-    for folder in (SHARED_FOLDER, None):
-        with suppress(OSError), tempfile.TemporaryFile(dir=folder, buffering=0) as file:
-            return aside(os.dup(file.fileno()))
-    raise ShortageError(
-        "there is no memory that processes can share: memfd_create is refused, "
-        f"and files in {SHARED_FOLDER}, and those that are temporary",
-        remedy="allow one of them, or point TMPDIR to a folder where files can be made",
-    )
-
-
-def write_at(fd: int, start: int, data: bytes | memoryview) -> None:
-    """Write all of `data` to a file, which grows if it has to.
-
-    Memory that cannot be had is an `OSError` here; in a mapping the kernel would answer with a signal.
-    """
-    rest = memoryview(data)
-    while rest:
-        count = os.pwrite(fd, rest, start)
-        rest, start = rest[count:], start + count
-
-
-def map_file(fd: int, nbytes: int) -> mmap.mmap:
-    """Map the first bytes of a file, which need not stay open.
-
-    Raises `UsageError` if it has fewer than `nbytes`, for touching what is not there would kill this process,
-    and `MemoryError` if it cannot be mapped.
-    """
-    _require_size(fd, nbytes)
-    with _memory_errors(nbytes):
-        return mmap.mmap(fd, nbytes)
-
-
-def _require_size(fd: int, nbytes: int) -> None:
-    found = os.fstat(fd).st_size
-    if not 0 < nbytes <= found:
-        raise UsageError(f"shared memory of {found} bytes has no {nbytes} bytes to map")
-
 
 def _map_aligned(fd: int, nbytes: int) -> tuple[mmap.mmap, Any, int]:
     """Map the first bytes of a file where huge pages can be, if the kernel lets choose the place.
 
     Returns the mapping, its memory as a buffer, and where in both the file begins.  Raises as `map_file`.
     """
-    _require_size(fd, nbytes)
+    require_size(fd, nbytes)
     if _mmap is not None and nbytes >= HUGE_NBYTES:
         with suppress(OSError, OverflowError):
             # A place of the kernel's choice, of which the file takes a part; it costs nothing but addresses.
@@ -151,7 +99,7 @@ class SharedMemory:
         """
         if nbytes < 1:
             raise UsageError(f"shared memory has at least 1 byte, not {nbytes}")
-        with _memory_errors(nbytes):
+        with memory_errors(nbytes):
             fd = nameless_file("reknit-memory")
             try:
                 os.ftruncate(fd, nbytes)
@@ -170,7 +118,7 @@ class SharedMemory:
         end, address = min(start + nbytes, self.nbytes), self.bytes.ctypes.data
         for at in range(start // mmap.PAGESIZE * mmap.PAGESIZE, end, _CHUNK_NBYTES):
             size = min(_CHUNK_NBYTES, end - at)
-            with _memory_errors(self.nbytes):
+            with memory_errors(self.nbytes):
                 self._make_huge(at, size)
                 _allocate(self.fd, at, size)
             if _madvise is None or _madvise(address + at, size, _POPULATE_WRITE):
@@ -241,14 +189,3 @@ def _allocate(fd: int, start: int, nbytes: int) -> None:
         # A system that cannot or may not reserve is no reason to stop: pages come as they are touched.
         if error.errno not in (errno.EOPNOTSUPP, errno.EINVAL, errno.ENOSYS, errno.EPERM, errno.EACCES):
             raise
-
-
-@contextmanager
-def _memory_errors(nbytes: int) -> Iterator[None]:
-    """Turn what the kernel says of too little memory into `MemoryError`."""
-    try:
-        yield
-    except (OSError, OverflowError) as error:
-        if isinstance(error, OSError) and error.errno not in _TOO_LARGE:
-            raise
-        raise MemoryError(f"no room for {nbytes} bytes of shared memory: {error}") from error

@@ -5,8 +5,6 @@ from __future__ import annotations
 import logging
 from typing import TYPE_CHECKING
 
-import numpy as np
-
 from reknit.engine.saving.commit import manifest_exists
 from reknit.engine.stored.steps import is_step_name, step_name
 from reknit.errors import ReknitError
@@ -31,13 +29,12 @@ class OtherHosts:
     """
 
     def __init__(self, group: Group, first: Level, timeout_s: float) -> None:
-        hosts = group.topology.hosts
+        tree = group.topology
         self._group, self._storage, self._timeout_s = group, first.storage, timeout_s
-        self.apart = isinstance(first.storage, PerHost) and bool(np.any(hosts != hosts[0]))
+        self.apart = isinstance(first.storage, PerHost) and tree.num_hosts > 1
         """Whether there are hosts whose files of the first tier rank 0 does not see."""
         self._asks = self.apart and first.keep is not None
-        lowest = int(np.argmax(hosts == hosts[group.rank]))
-        self._cleans = self._asks and lowest == group.rank and hosts[group.rank] != hosts[0]
+        self._cleans = self._asks and tree.leads_host(group.rank) and group.rank != 0
 
     def surplus(self, needed: Callable[[], Iterable[int]]) -> list[str]:
         """Return the folders of steps that are no more, of which this rank is to remove the files.

@@ -9,13 +9,13 @@ yet; or the name changes while it waits.  Then it begins again.
 from __future__ import annotations
 
 import secrets
+import struct
 import time
 import zlib
 from contextlib import suppress
 from typing import TYPE_CHECKING
 
 import msgspec
-import numpy as np
 
 from reknit.comm.backoff import doubling
 from reknit.comm.meeting import identity
@@ -92,7 +92,7 @@ class _Gathering:
             generation = options.generation
             if generation is None:  # higher than that of the run before, though a clock was set back since
                 generation = max(int(now() * 1000), before + 1)
-            packed = zlib.compress(np.asarray(numbers, "<i4").tobytes())
+            packed = zlib.compress(struct.pack(f"<{len(numbers)}i", *numbers))
             table = HostTable(self._size, options.fan_out, generation, packed, together=together)
             self._store.set(self._table_key(run), msgspec.msgpack.encode(table))
         except BaseException as error:  # Ctrl-C too: the ranks that came must not wait for it
@@ -254,12 +254,13 @@ class _Gathering:
             )
         unpacker = zlib.decompressobj()
         try:
-            hosts = np.frombuffer(unpacker.decompress(table.hosts, 4 * table.size + 1), "<i4")
-        except (zlib.error, ValueError) as error:
+            packed = unpacker.decompress(table.hosts, 4 * table.size + 1)
+            hosts = [number for (number,) in struct.iter_unpack("<i", packed)]
+        except (zlib.error, struct.error) as error:
             raise garbled() from error
         if len(hosts) != table.size or table.fan_out < 1:
             raise garbled()
-        return Shape(run, Topology(hosts.astype(np.int64), table.fan_out), table.generation, table.together)
+        return Shape(run, Topology(hosts, table.fan_out), table.generation, table.together)
 
     def _late(self, what: str, why: str = "") -> DeadlineError:
         return DeadlineError(

@@ -29,7 +29,7 @@ from reknit.environment import quiet_grpc, take_store_variables
 from reknit.errors import AgentError, GroupClosedError, ReknitError, from_wire, typed
 from reknit.options import CommOptions, SaveOptions
 from reknit.processes.channel import Channel, Message
-from reknit.processes.shared_memory import SharedMemory, map_file
+from reknit.processes.nameless import map_file
 from reknit.system import start_thread
 
 if TYPE_CHECKING:
@@ -39,6 +39,7 @@ if TYPE_CHECKING:
     from reknit.engine.background.lanes import Jobs, Lane
     from reknit.engine.background.save_maker import SaveMaker, WarmUp
     from reknit.engine.memory.tuning import Tuner
+    from reknit.processes.shared_memory import SharedMemory
 
 logger = logging.getLogger("reknit")
 
@@ -192,6 +193,8 @@ class Agent:
         self._channel.tell(say.Joined(None))
 
     def _take_arena(self, given: say.GiveArena, fd: int) -> None:
+        from reknit.processes.shared_memory import SharedMemory  # brings NumPy, as `_maker` does
+
         self._arenas[given.number] = SharedMemory(fd, given.nbytes)
 
     def _drop(self, drop: say.DropArenas) -> None:

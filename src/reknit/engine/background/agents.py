@@ -54,7 +54,7 @@ class Starting:
         self._link: AgentLink | None = None
         self._error: BaseException | None = None
         settings, low = dataclasses.asdict(where_of(group, options.comm)), options.priority == "low"
-        hosts, fan_out = group.topology.hosts.tolist(), group.topology.fan_out
+        hosts, fan_out = group.topology.hosts, group.topology.fan_out
         generation = group.given if isinstance(group, comm.SoloGroup) else group.generation
         try:
             self._link = AgentLink(group.rank, in_process=in_process, send_timeout_s=options.timeout_s)

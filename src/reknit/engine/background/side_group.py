@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
+import secrets
 from typing import TYPE_CHECKING
 
 from reknit.comm import base as comm
 from reknit.engine import messages
 from reknit.environment import quiet_grpc
-from reknit.format import paths
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -56,6 +56,6 @@ def where_of(group: comm.Group, options: CommOptions) -> CommOptions:
 def places(requests: Sequence[bytes]) -> list[bytes]:
     """Tell each rank where the one above it is, and what all have in common from now on."""
     ranks = [messages.decode(request, messages.ListenAddress) for request in requests]
-    seed, number = paths.new_write_id(), max(rank.number for rank in ranks)
+    seed, number = secrets.token_hex(16), max(rank.number for rank in ranks)
     above = ["" if rank.above is None else ranks[rank.above].address for rank in ranks]
     return [messages.encode(messages.TreeAddress(address, seed, number)) for address in above]

@@ -11,6 +11,7 @@ from reknit.engine.background.agents import Plan
 from reknit.engine.background.ahead import plan_nbytes
 from reknit.engine.background.deferred import Deferred
 from reknit.engine.background.snapshot import Snapshot
+from reknit.engine.columns import unpacked
 from reknit.engine.memory.staging import Staging
 from reknit.engine.saving.commit import check_manifest
 from reknit.engine.saving.copies import choose
@@ -187,7 +188,7 @@ def _agreed(ahead: Ahead, agents: Agents, save: TrainerSave) -> Plan:
     with job.recorder.phase("assign"):
         owners = save.owners(job.options.timeout_s)
     with job.recorder.phase("plan"):
-        holdings = ahead.encoded.resolved(messages.unpacked(owners, "i8"))
+        holdings = ahead.encoded.resolved(unpacked(owners, "i8"))
         plan = Plan(outline(holdings, agents.link.rank, job.options.max_file_nbytes), assigned=True)
     return agents.keep(ahead.key, plan)
 

@@ -7,6 +7,7 @@ from functools import partial
 from typing import TYPE_CHECKING, NamedTuple
 
 from reknit.engine import messages
+from reknit.engine.columns import Name, bitmaps, left_over
 from reknit.engine.loading.index_part import Reach
 from reknit.engine.loading.match import Fill, Problems, match, terms
 from reknit.format.checksum import digest
@@ -53,8 +54,8 @@ class Collected(NamedTuple):
         values = frozenset((*wanted.blobs, *wanted.superseded))
         return messages.encode(
             messages.Asked(
-                tensors=messages.bitmaps(index.ids, taken),
-                blobs=messages.bitmaps(self.checkpoint.blob_names(), values),
+                tensors=bitmaps(index.ids, taken),
+                blobs=bitmaps(self.checkpoint.blob_names(), values),
                 refused=refused,
                 boxes=digest(messages.encode(boxes)),
                 made=self.made,
@@ -83,7 +84,7 @@ def collect(job: LoadJob, checkpoint: OpenCheckpoint) -> Collected:
         if rules:
             transformed = Transformed.of(rules, catalog)
             wanted = job.want(transformed.catalog)
-            made = messages.bitmaps(transformed.made, _known(wanted))
+            made = bitmaps(transformed.made, _known(wanted))
             wanted = transformed.back(wanted)
         else:
             wanted, transformed, made = job.want(catalog), None, {}
@@ -92,9 +93,7 @@ def collect(job: LoadJob, checkpoint: OpenCheckpoint) -> Collected:
     return Collected(part, wanted, fills, problems, Reach.of(part.index, fills, wanted), transformed, made)
 
 
-def left_of_made(
-    root: Collected, asked: Sequence[messages.Asked], left: Sequence[messages.Name]
-) -> list[messages.Name]:
+def left_of_made(root: Collected, asked: Sequence[messages.Asked], left: Sequence[Name]) -> list[Name]:
     """Return what transforms make and no rank takes, unless all it is made of is in `left` already."""
     if root.transformed is None:
         return []
@@ -103,12 +102,10 @@ def left_of_made(
     sizes = {item: {len(kind[item]) for kind in kinds if item in kind} for item in root.made}
     names = [name for name in root.transformed.made if len(sizes[name[0]]) == 1]
     known = set(left)
-    return [
-        name for name in messages.left_over(names, kinds) if known.isdisjoint(root.transformed.origins(name))
-    ]
+    return [name for name in left_over(names, kinds) if known.isdisjoint(root.transformed.origins(name))]
 
 
-def _known(wanted: Wanted) -> set[messages.Name]:
+def _known(wanted: Wanted) -> set[Name]:
     """Return the names that a target has a use for."""
     known = {(shard.item, shard.fqn) for shard in wanted.shards} | set(wanted.superseded)
     known.update(alias[:2] for alias in wanted.aliases)

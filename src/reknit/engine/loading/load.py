@@ -11,6 +11,7 @@ import numpy as np
 
 from reknit.comm import base as comm
 from reknit.engine import messages
+from reknit.engine.columns import unpacked
 from reknit.engine.loading.collect import collect, request_items
 from reknit.engine.loading.coordinator import LoadCoordinator
 from reknit.engine.loading.load_report import load_report
@@ -121,7 +122,7 @@ def _plan(
             replicas=job.replicas,
             moved=job.recorder.advance,
         )
-    kinds = messages.unpacked(answer.alike, "i4")
+    kinds = unpacked(answer.alike, "i4")
     alike = np.flatnonzero(kinds == kinds[job.group.rank]).tolist()
     problems.damaged.extend(_damaged(job, reader, alike))
     if wanted.aliases and not problems.damaged:

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import numpy as np
 
 from reknit.engine import messages
+from reknit.engine.columns import Name, left_over, packed, taken_numbers, unpacked
 from reknit.engine.loading import index_part
 from reknit.engine.loading.match import uncovered
 from reknit.engine.stored.opening import Contents, opened, read_opened, unknown_items
@@ -122,19 +123,19 @@ def _columns(manifest: Manifest, paths: AbstractSet[str]) -> messages.Files:
     files = [manifest.files[number] for number in numbers]
     digests = np.fromiter(chain.from_iterable(file.digests for file in files), np.uint64)
     return messages.Files(
-        messages.packed(numbers, "i8"),
+        packed(numbers, "i8"),
         [file.path for file in files],
-        messages.packed([file.nbytes for file in files], "i8"),
-        messages.packed(digests, "u8"),
+        packed([file.nbytes for file in files], "i8"),
+        packed(digests, "u8"),
     )
 
 
 def _entries(files: messages.Files, numbers: AbstractSet[int], block_nbytes: int) -> dict[int, FileEntry]:
     """Return the entries of the files with these numbers."""
-    digests, first = messages.unpacked(files.digests, "u8"), 0
+    digests, first = unpacked(files.digests, "u8"), 0
     entries = {}
-    known = messages.unpacked(files.numbers, "i8").tolist()
-    sizes = messages.unpacked(files.nbytes, "i8").tolist()
+    known = unpacked(files.numbers, "i8").tolist()
+    sizes = unpacked(files.nbytes, "i8").tolist()
     for number, path, nbytes in zip(known, files.paths, sizes, strict=True):
         end = first + num_blocks(nbytes, block_nbytes)
         if number in numbers:
@@ -157,7 +158,7 @@ class Handout(NamedTuple):
     """
 
     answers: list[bytes]
-    left: list[messages.Name]
+    left: list[Name]
     damaged: list[str]
     items: list[str]
 
@@ -170,7 +171,7 @@ def hand_out(checkpoint: OpenCheckpoint, asked: Sequence[messages.Asked]) -> Han
     index = checkpoint.index
     first = index_part.first_numbers(index)
     requests = [tuple(sorted(rank.tensors.items())) for rank in asked]
-    taken = {request: messages.numbers(first, dict(request)) for request in dict.fromkeys(requests)}
+    taken = {request: taken_numbers(first, dict(request)) for request in dict.fromkeys(requests)}
     others = list(dict.fromkeys(requests[1:]))
     places = {file.path: number for number, file in enumerate(checkpoint.manifest.files)}
     files = np.array([places[path] for path in index.files], np.int64)
@@ -191,17 +192,17 @@ def hand_out(checkpoint: OpenCheckpoint, asked: Sequence[messages.Asked]) -> Han
 def _alike(wants: Sequence[object]) -> bytes:
     """Return a number for each rank, the same for those that want the same."""
     numbers = {want: number for number, want in enumerate(dict.fromkeys(wants))}
-    return messages.packed([numbers[want] for want in wants], "i4")
+    return packed([numbers[want] for want in wants], "i4")
 
 
-def _left(checkpoint: OpenCheckpoint, asked: Sequence[messages.Asked]) -> list[messages.Name]:
+def _left(checkpoint: OpenCheckpoint, asked: Sequence[messages.Asked]) -> list[Name]:
     """Return the names of tensors and shared values that no rank takes, or has a use for."""
     tensors = {tuple(rank.tensors.items()) for rank in asked}
     blobs = {tuple(rank.blobs.items()) for rank in asked}
     refused = {name for rank in asked for name in rank.refused}
-    left = messages.left_over(checkpoint.index.ids, [dict(each) for each in tensors])
+    left = left_over(checkpoint.index.ids, [dict(each) for each in tensors])
     left = [name for name in left if name not in refused]
-    values = messages.left_over(checkpoint.blob_names(), [dict(each) for each in blobs])
+    values = left_over(checkpoint.blob_names(), [dict(each) for each in blobs])
     return left + [name for name in values if not _stands_for_more(checkpoint, *name)]
 
 

@@ -12,6 +12,7 @@ import xxhash
 from msgspec import structs
 
 from reknit.engine import messages
+from reknit.engine.columns import packed, unpacked
 from reknit.engine.saving.packing import pack
 from reknit.format import paths
 from reknit.format.checksum import digest
@@ -49,7 +50,7 @@ class EncodedHoldings:
     def shard_claims(self) -> messages.ShardClaims:
         """Return what the root has to know of the guessed shards."""
         nbytes = [self.holdings.shards[n].nbytes for n in self.guessed]
-        return messages.ShardClaims(messages.packed(self.keys, "u8"), messages.packed(nbytes, "i8"))
+        return messages.ShardClaims(packed(self.keys, "u8"), packed(nbytes, "i8"))
 
     def resolved(self, owners: NDArray[np.int64]) -> Holdings:
         """Return the holdings with one owner for each guessed shard."""
@@ -91,7 +92,7 @@ def encode_holdings(holdings: Holdings, options: SaveOptions) -> EncodedHoldings
     witnesses = messages.NO_WITNESSES
     if holdings.witnesses:
         by_key = {blob_key(witness): _label(witness) for witness in holdings.witnesses}
-        witnesses = messages.Witnesses([*by_key.values()], messages.packed([*by_key], "u8"))
+        witnesses = messages.Witnesses([*by_key.values()], packed([*by_key], "u8"))
     return EncodedHoldings(holdings, guessed, blobs, witnesses)
 
 
@@ -148,19 +149,19 @@ def claims(rank: int, claimed: messages.RankClaims) -> bytes:
     digests = np.array([digest(blob.data) for blob in shared], np.uint64)
     # What is a rank's alone has no copies elsewhere, and nobody asks who has it.
     placed = [blob.key for blob in blobs if (blob.coordinate or {"rank": rank}).keys() != {"rank"}]
-    seen = messages.unpacked(copies.digests, "u8")
+    seen = unpacked(copies.digests, "u8")
     own = columns_of(
         rank,
         {"write_ids": [claimed.write_id], "witnesses": witnesses.names},
         {
             "step": ([] if claimed.step is None else [claimed.step], ""),
             "places": ([claimed.places], ""),
-            "plan": (messages.unpacked(claimed.plan, "i8"), ""),
+            "plan": (unpacked(claimed.plan, "i8"), ""),
             "blob_keys": (keys, ""),
             "blob_digests": (digests, ""),
             "placed_keys": (np.array(placed, np.uint64), ""),
-            "witness_keys": (messages.unpacked(witnesses.keys, "u8"), ""),
-            "copy": (messages.unpacked(copies.keys, "u8"), ""),
+            "witness_keys": (unpacked(witnesses.keys, "u8"), ""),
+            "copy": (unpacked(copies.keys, "u8"), ""),
             "low": (seen, ""),
             "high": (seen, ""),
         },
@@ -168,8 +169,8 @@ def claims(rank: int, claimed: messages.RankClaims) -> bytes:
     if claimed.shards is None:
         return pack(own, NOTHING)
     keys, nbytes = (
-        messages.unpacked(claimed.shards.keys, "u8"),
-        messages.unpacked(claimed.shards.nbytes, "i8"),
+        unpacked(claimed.shards.keys, "u8"),
+        unpacked(claimed.shards.nbytes, "i8"),
     )
     return pack(own, columns_of(rank, {}, {"keys": (keys, ""), "nbytes": (nbytes, "")}))
 
@@ -180,7 +181,7 @@ def blob_files(blobs: Sequence[messages.EncodedBlob], owners: bytes, rank: int) 
     `owners` are the owners of the shared blobs, as the root assigned them; where ranks disagree about a value
     each keeps its own.
     """
-    owner = iter(messages.unpacked(owners, "i8").tolist())
+    owner = iter(unpacked(owners, "i8").tolist())
     sets: dict[tuple[str, tuple[tuple[str, int], ...] | None], list[bytes]] = {}
     for blob in blobs:
         place = blob.coordinate

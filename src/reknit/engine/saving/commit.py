@@ -5,8 +5,6 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-import numpy as np
-
 from reknit.comm.base import SoloGroup
 from reknit.engine import messages
 from reknit.engine.saving.manifest_content import list_files
@@ -236,9 +234,8 @@ def clear_own_host(storage: Storage, group: comm.Group, write_id: str) -> None:
     """
     if not isinstance(storage, PerHost):
         return
-    hosts = group.topology.hosts
-    stands_for_host = int(np.argmax(hosts == hosts[group.rank])) == group.rank
-    if stands_for_host and hosts[group.rank] != hosts[0]:
+    tree = group.topology
+    if tree.leads_host(group.rank) and group.rank != 0:
         own = paths.short_id(write_id)
         for listed in list(storage.list()):
             name = paths.parse_path(listed.path)

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import numpy as np
 
 from reknit.engine import messages
+from reknit.engine.columns import packed
 from reknit.engine.saving.commit import begin, commit
 from reknit.engine.saving.manifest_content import receipts_to_manifest
 from reknit.engine.saving.marker import take_down
@@ -99,9 +100,7 @@ class Coordinator:
         # Ranks with equal answers get one object, which travels once.
         answers = [
             messages.encode(
-                messages.Assignment(
-                    write_id, messages.packed(owners.at(k), "i8"), messages.packed(blobs.at(k), "i8"), copies
-                )
+                messages.Assignment(write_id, packed(owners.at(k), "i8"), packed(blobs.at(k), "i8"), copies)
             )
             for k in leads.tolist()
         ]

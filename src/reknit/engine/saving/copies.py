@@ -9,6 +9,7 @@ import msgspec
 import numpy as np
 
 from reknit.engine import messages
+from reknit.engine.columns import packed, unpacked
 from reknit.engine.memory.elements import contiguous_bytes, itemsize, stage
 from reknit.engine.memory.staging import GATHER_NBYTES, gathered
 from reknit.errors import StateError
@@ -73,7 +74,7 @@ class Chosen(NamedTuple):
             digests[place] = digest(part.data)
             if place < self.num_kept:
                 data[place] = part.tobytes()
-        return messages.Copies(self.keys, messages.packed(digests, "u8"), self.names, b"".join(data))
+        return messages.Copies(self.keys, packed(digests, "u8"), self.names, b"".join(data))
 
 
 def choose(encoded: EncodedHoldings, check: str, rank: int, size: int) -> Chosen:
@@ -107,7 +108,7 @@ def choose(encoded: EncodedHoldings, check: str, rank: int, size: int) -> Chosen
         [number for _, _, _, number in rows],
         [nbytes for _, nbytes, _, _ in rows],
         int(np.searchsorted(room, KEPT_NBYTES, side="right")),
-        messages.packed([key for _, _, key, _ in rows], "u8"),
+        packed([key for _, _, key, _ in rows], "u8"),
         _encode_names([(s.item, s.fqn, s.spec.dtype, s.spec.shape) for s in chosen]),
     )
 
@@ -128,7 +129,7 @@ def split(
     """
     if not differing:
         return EQUAL
-    place = {key: number for number, key in enumerate(messages.unpacked(copies.keys, "i8").tolist())}
+    place = {key: number for number, key in enumerate(unpacked(copies.keys, "i8").tolist())}
     names = _decode_names(copies.names)
     sizes = [numpy_dtype(dtype).itemsize * prod(shape) for _, _, dtype, shape in names]
     ends = np.cumsum(sizes).tolist()

@@ -8,6 +8,7 @@ import msgspec
 import xxhash
 
 from reknit.engine import messages
+from reknit.engine.columns import packed
 from reknit.engine.memory.file_image import Entries, Image
 from reknit.format import paths
 from reknit.format.data_file import HeaderEntry, encode_header, file_metadata
@@ -132,11 +133,11 @@ def _columns(holdings: Holdings, files: Sequence[OutlinedFile]) -> messages.Arra
         tensors=list(tensors),
         files=[(file.plan.item, file.plan.part) for file in files],
         ndim=ndim,
-        tensor=messages.packed([row[0] for row in rows], "i8"),
-        offsets=messages.packed([row[1] + fill[0][len(row[1])] for row in rows], "i8"),
-        lengths=messages.packed([row[2] + fill[1][len(row[2])] for row in rows], "i8"),
-        file=messages.packed([row[3] for row in rows], "i8"),
-        start=messages.packed([row[4] for row in rows], "i8"),
-        nbytes=messages.packed([row[5] for row in rows], "i8"),
+        tensor=packed([row[0] for row in rows], "i8"),
+        offsets=packed([row[1] + fill[0][len(row[1])] for row in rows], "i8"),
+        lengths=packed([row[2] + fill[1][len(row[2])] for row in rows], "i8"),
+        file=packed([row[3] for row in rows], "i8"),
+        start=packed([row[4] for row in rows], "i8"),
+        nbytes=packed([row[5] for row in rows], "i8"),
         aliases=[(a.item, a.fqn, a.of) for a in holdings.aliases],
     )

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, TypeVar
 
 import numpy as np
 
-from reknit.engine import messages
+from reknit.engine.columns import unpacked
 from reknit.engine.saving.manifest_content import KINDS
 from reknit.engine.saving.packing import pack
 from reknit.engine.small_files import write_small
@@ -16,6 +16,7 @@ from reknit.planner.columns import NOTHING, columns_of
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
+    from reknit.engine import messages
     from reknit.engine.saving.claims import EncodedFile
     from reknit.engine.saving.copies import CopySplit
     from reknit.engine.saving.job import SaveJob
@@ -80,7 +81,7 @@ def receipt(
             "unequal": copies.unequal,
         },
         {
-            "plan": (messages.unpacked(plan, "i8"), ""),
+            "plan": (unpacked(plan, "i8"), ""),
             "folder": (folder, "folders"),
             "kind": ([KINDS.index(name.kind) for name in names], ""),
             "number": ([name.part for name in names], ""),
@@ -97,7 +98,7 @@ def receipt(
 def chunks_said(rank: int, columns: messages.ArrayColumns) -> RankColumns:
     """Return a rank's chunks as the root takes them (`planner.assemble.widened`)."""
     offsets, lengths = (
-        messages.unpacked(c, "i8").reshape(-1, columns.ndim) for c in (columns.offsets, columns.lengths)
+        unpacked(c, "i8").reshape(-1, columns.ndim) for c in (columns.offsets, columns.lengths)
     )
     folder, folders = _numbered([item for item, _ in columns.files])
     boxes = {f"offset.{d}": (offsets[:, d], "") for d in range(columns.ndim)}
@@ -106,11 +107,11 @@ def chunks_said(rank: int, columns: messages.ArrayColumns) -> RankColumns:
         rank,
         {"tensors": columns.tensors, "folders": folders, "aliases": list(dict.fromkeys(columns.aliases))},
         {
-            "tensor": (messages.unpacked(columns.tensor, "i8"), "tensors"),
+            "tensor": (unpacked(columns.tensor, "i8"), "tensors"),
             **boxes,
-            "file": (messages.unpacked(columns.file, "i8"), ""),
-            "start": (messages.unpacked(columns.start, "i8"), ""),
-            "nbytes": (messages.unpacked(columns.nbytes, "i8"), ""),
+            "file": (unpacked(columns.file, "i8"), ""),
+            "start": (unpacked(columns.start, "i8"), ""),
+            "nbytes": (unpacked(columns.nbytes, "i8"), ""),
             "folder": (folder, "folders"),
             "part": ([part for _, part in columns.files], ""),
         },

@@ -6,6 +6,7 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 from reknit.engine import messages
+from reknit.engine.columns import unpacked
 from reknit.engine.memory.sources import Sources
 from reknit.engine.memory.tuning import Tuner
 from reknit.engine.report import SaveReport
@@ -63,7 +64,7 @@ def save(job: SaveJob, committed: Committed | None = None) -> tuple[SaveReport, 
                 # 3 plan (local)
                 with recorder.phase("plan"):
                     differing = split(copies, assigned.differing, rank, options.check_replicas)
-                    holdings = encoded.resolved(messages.unpacked(assigned.shard_owners, "i8"))
+                    holdings = encoded.resolved(unpacked(assigned.shard_owners, "i8"))
                     outlined = outline(holdings, rank, options.max_file_nbytes)
                     images = outlined.images(assigned.write_id, sources)
                 # 4 stage, digest and write, but for what the last checkpoint has

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from reknit.engine import messages
+from reknit.engine.columns import packed, unpacked
 from reknit.engine.sharing.host_exchange import BUCKET_NBYTES
 from reknit.planner.sharing import Costs, Division, FetchTable, Reads, divide
 
@@ -47,7 +48,7 @@ def share_out(
         columns = part._replace(file=local[part.file])
         answers[rank] = messages.SharePlan(
             division.num_turns,
-            [messages.packed(column, "i8") for column in columns],
+            [packed(column, "i8") for column in columns],
             {int(taker): there[taker].link for taker in np.unique(part.taker)},
         )
     return answers
@@ -89,7 +90,7 @@ def _no_part() -> FetchTable:
 
 def _reads(offer: messages.Offer, files: NDArray[np.int64]) -> Reads:
     """Return what a rank would read, by the numbers of files that all ranks have in common."""
-    file, start, nbytes = (messages.unpacked(column, "i8") for column in offer.columns)
+    file, start, nbytes = (unpacked(column, "i8") for column in offer.columns)
     file = files[file]
     order = np.lexsort((start, file))
     return Reads(file[order], start[order], nbytes[order])

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from reknit.engine import messages
+from reknit.engine.columns import packed, unpacked
 from reknit.engine.memory.workers import within
 from reknit.engine.sharing.exchange import Exchange, Sharing
 from reknit.engine.sharing.host_link import HostLink
@@ -70,7 +71,7 @@ class SharedRead:
             verify=self.options.verify,
             read_rate=self._read_rate() if self.options.share == "auto" else 0.0,
             files=list(self.files),
-            columns=[messages.packed(column, "i8") for column in self._reads()],
+            columns=[packed(column, "i8") for column in self._reads()],
         )
 
     def run(self, share: messages.SharePlan, recorder: Recorder, timeout_s: float) -> int:
@@ -78,7 +79,7 @@ class SharedRead:
 
         Raises `StoppedError` when another rank gave up, which then says why.
         """
-        part = FetchTable(*(messages.unpacked(c, "i8") for c in share.columns))
+        part = FetchTable(*(unpacked(c, "i8") for c in share.columns))
         rows: list[list[int]] = [[] for _ in part.number]
         private: list[int] = []
         for number, row in enumerate(fetch_of(self._reads(), part).tolist()):
