@@ -112,6 +112,29 @@ def test_a_save_that_fails_says_so_in_the_end(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("wait", [True, False])
+def test_a_save_that_fails_before_its_agent_hears_of_it_says_so_in_the_end(
+    wait: bool, tmp_path: Path
+) -> None:
+    class Slow:
+        def state_dict(self) -> dict[str, Any]:
+            time.sleep(0.2)
+            raise ValueError("no state yet")
+
+        def load_state_dict(self, state: dict[str, Any]) -> None:
+            """Take nothing."""
+
+    collected = Collected()
+    options = reknit.SaveOptions(events=collected)
+    with pytest.raises(Exception, match="no state yet") as caught:
+        reknit.save(tmp_path / "a", {"slow": Slow()}, wait=wait, options=options).result(LIMIT_S)
+    assert collected.phases()[-1] == ("save", "trainer", type(caught.value).__name__)
+    last = collected.records[-1]
+    assert isinstance(last, PhaseRecord)
+    assert last.seconds > 0.2
+    assert reknit.close(LIMIT_S)
+
+
+@pytest.mark.parametrize("wait", [True, False])
 def test_no_save_waits_for_a_sink_that_hangs_and_none_minds_one_that_fails(
     wait: bool, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:

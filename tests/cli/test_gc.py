@@ -131,6 +131,8 @@ def test_what_a_killed_save_left_is_listed_and_goes_and_readers_notice_nothing(
     reknit.save(where.at("a"), state)
     committed = where.held()["file"]
     killed(where)
+    if where.kind == "hdfs" and not where.held()["temporary"]:
+        killed(where)  # under load a writer may be killed that was given all, and has sent nothing yet
     left = where.held()
     if where.kind == "s3":
         assert [path.rpartition("/")[0] for path in left["upload"]] == ["b/x"]

@@ -22,6 +22,7 @@ from reknit.engine.background import agent_link
 from reknit.engine.background.agent import Agent
 from reknit.engine.background.agents import Agents
 from reknit.engine.background.background import Background
+from reknit.engine.background.snapshot import Snapshot
 from reknit.engine.outcome import SaveOutcome
 from reknit.engine.saving.coordinator import Coordinator
 from reknit.processes.channel import Channel
@@ -541,6 +542,24 @@ def test_an_interrupt_while_agents_start_leaves_nothing_under_way(monkeypatch: p
 
     with monkeypatch.context() as patched:
         patched.setattr(module, "side_group", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            background("gated://ctrl-c", {"model": weights(1)})
+    background("gated://ctrl-c", {"model": weights(1)}).result(LIMIT_S)
+
+
+def test_an_interrupt_while_a_first_save_copies_is_raised_though_no_agents_can_be_had(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def interrupted(self: Snapshot) -> None:
+        raise KeyboardInterrupt
+
+    def gone(*arguments: Any) -> None:
+        arguments[-1].give_up()
+        raise reknit.CommError("rank 1 is gone")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(Snapshot, "take", interrupted)
+        patched.setattr(Agents, "form", gone)
         with pytest.raises(KeyboardInterrupt):
             background("gated://ctrl-c", {"model": weights(1)})
     background("gated://ctrl-c", {"model": weights(1)}).result(LIMIT_S)

@@ -18,6 +18,11 @@ if TYPE_CHECKING:
 logger = logging.getLogger("reknit")
 
 _PAUSE_S = 0.2
+READ_S = 30.0
+"""How long an agent that its trainer left without a save may take to read of the last one that it was given.
+
+It may also be one of another run, and stand still.
+"""
 
 
 def settle(root: Storage, timeout_s: float) -> None:
@@ -27,13 +32,14 @@ def settle(root: Storage, timeout_s: float) -> None:
     are newer than the newest committed one are removed, without which a save cannot commit.  Older steps are
     left alone: they are not what a run resumes from.
     """
-    deadline = Deadline(timeout_s)
-    # One that its trainer has left, without a save, may not have read yet what it was given last.
-    while (working := at_work(root.url)) and not deadline.passed():
+    deadline, reading = Deadline(timeout_s), Deadline(min(timeout_s, READ_S))
+    while working := at_work(root.url):
+        writing = sorted({agent.pid for agent in working if agent.path is not None})
+        if (deadline if writing else reading).passed():
+            break
         time.sleep(_PAUSE_S)
-    if working:
-        pids = sorted({agent.pid for agent in working})
-        logger.warning("agents are still writing below %s: processes %s", root.url, pids)
+    if working and writing:
+        logger.warning("agents are still writing below %s: processes %s", root.url, writing)
     for number, name in numbered(root):
         folder = root.sub(name)
         if manifest_exists(folder):

@@ -10,6 +10,7 @@ from reknit.engine.saving.commit import manifest_exists
 from reknit.engine.stored.newest import refuse_other
 from reknit.engine.stored.steps import numbered, steps_below
 from reknit.errors import UsageError, shown
+from reknit.monitor.phase import Deadline
 from reknit.options import PromotionTarget, check_rate
 from reknit.policies.keeping import ranked
 from reknit.policies.saving import OnPreemption
@@ -153,8 +154,9 @@ class Tiers:
 
     def settle(self, timeout_s: float) -> None:
         """Let no save of an earlier run commit a newer step than those that each tier has then."""
+        deadline = Deadline(timeout_s)
         for level in self.levels:
-            settle(level.storage, timeout_s)
+            settle(level.storage, deadline.remaining())
 
     def retentions(self, sinks: tuple[Outlet, ...], *, apart: bool) -> dict[int, Retention]:
         """Return what keeps the steps of each tier, by its number; all steps of the others stay.

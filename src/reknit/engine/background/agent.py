@@ -325,7 +325,7 @@ class Agent:
 
 
 def _load_index_code() -> None:
-    """Load what the root needs to commit before a save waits for it, which tells of what goes wrong."""
+    """Load what the root needs to commit before a commit waits for it, which tells of what goes wrong."""
     with suppress(Exception):
         import reknit.format.index.file  # noqa: F401
 

@@ -22,7 +22,11 @@ if TYPE_CHECKING:
     from reknit.engine.memory.arena_pool import Arenas, Lease
     from reknit.engine.saving.claims import EncodedHoldings
     from reknit.engine.saving.job import SaveJob
+    from reknit.monitor.phase import Recorder
 
+
+_MOST_NBYTES = 2 << 30
+"""Most that is copied while an agent starts, which takes about as long."""
 
 Until = Literal["collect", "arena", "copy"]
 """The last thing that is done ahead."""
@@ -45,17 +49,19 @@ class Ahead:
         self.copied = False
         """Whether the arena has all of the plan's files, but with headers of another write id."""
         self._waited_s = 0.0
+        self.recorder: Recorder | None = None
 
     def go(self, make: Callable[[], SaveJob], rank: int, until: Until) -> BaseException | None:
         """Collect what the job of `make` holds, plan it and get its arena, and copy it there.
 
         All of this needs no other rank, unless there are shards of which no framework knows who holds them;
-        those are only collected.  What is staged lazily, or through an arena that is too small for it, is
-        not copied yet.  What goes wrong is returned, for the other ranks hear of it by the agents, which may
-        not be there yet.
+        those are only collected.  What is staged lazily is not copied yet, nor what takes longer than an
+        agent needs to start: it is written while the rest is staged.  What goes wrong is returned, for the
+        other ranks hear of it by the agents, which may not be there yet.
         """
         try:
             self.job = job = make()
+            self.recorder = job.recorder
             job.storage.close()  # the agent opens its own
             with job.recorder.phase("collect"):
                 self.encoded = encode_holdings(job.holdings(), job.options)
@@ -84,9 +90,10 @@ class Ahead:
     def _copy(self, plan: Plan, lease: Lease) -> None:
         images = plan.outline.images(paths.new_write_id(), self.sources)
         snapshot = Snapshot(images, lease, None, self.job.options)
-        if snapshot.streamed or self.job.options.stage == "lazy":
+        nbytes = sum(image.nbytes for image in images)
+        if snapshot.streamed or self.job.options.stage == "lazy" or nbytes > _MOST_NBYTES:
             return
-        with self.job.recorder.phase("stage", nbytes=sum(image.nbytes for image in images)):
+        with self.job.recorder.phase("stage", nbytes=nbytes):
             snapshot.take()
         self.copied = True
 

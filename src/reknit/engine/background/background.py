@@ -119,11 +119,13 @@ class Background:
             self.arenas = Arenas(options.host_nbytes)
         save: TrainerSave | None = None
         ahead = Ahead(self.arenas)
+        wrong: BaseException | None = None
         try:
             starting = None if self.agents else Starting(group, options, in_process=self._in_process)
             wrong = ahead.go(make, group.rank, "collect" if starting is None else until)
             agents = self._formed(group, number, starting)
             save = agents.new_save(number, pending)
+            save.begun, save.untold = ahead.begun, ahead.recorder
             ahead.hand_over(save)
             with self._lock:
                 self._waiting.discard(number)
@@ -133,7 +135,9 @@ class Background:
                 raise wrong
             story(ahead, agents, save)
         except BaseException as caught:  # whatever it is, the other ranks must hear of it
-            error = shortage(caught) or caught
+            # What came first; but Ctrl-C, whenever it came, is no matter of this save alone.
+            first = caught if wrong is None or not isinstance(caught, Exception) else wrong
+            error = shortage(first) or first
             if save is not None:
                 save.abandon(error, options.timeout_s)
             else:
@@ -143,7 +147,7 @@ class Background:
                 logger.error("save to %s failed: %s", pending.path, str(error) or type(error).__name__)
             if not isinstance(error, Exception):
                 pending.asked = True  # raised here, and not once more by the next save
-                raise
+                raise error from (None if error is caught else caught)
 
     def wait_for(self, url: str, timeout_s: float, but: object = None) -> None:
         """Wait until no save to a place is under way, but those of one writer, which keep their order.

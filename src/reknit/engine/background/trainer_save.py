@@ -37,7 +37,8 @@ class TrainerSave:
         self.pending = pending
         self.link = link
         self.blocked_s = self.waited_s = 0.0
-        self._begun = monotonic()
+        self.begun = monotonic()
+        """When the caller came."""
         self.streamed = False
         self.layout = b""
         """The `layout_digest` of what is saved, once it is known."""
@@ -45,8 +46,8 @@ class TrainerSave:
         self.promotes = False
         """Whether the checkpoint is promoted when it is committed."""
         self._recorder: Recorder | None = None
-        self._untold: Recorder | None = None
-        """What has not told yet how the save ended."""
+        self.untold: Recorder | None = None
+        """What has not told its sinks yet how the save ended."""
         self._owners: bytes | None = None
         self._freed: set[int] = set()
         self._done: say.SaveDone | None = None
@@ -59,7 +60,7 @@ class TrainerSave:
         self.pending.step = recorder.step
         self.promotes = bool(begin.promote_to)
         self.link.send(begin)
-        self._recorder = self._untold = recorder
+        self._recorder = self.untold = recorder
 
     def owners(self, timeout_s: float) -> bytes:
         """Return who writes the shards that this rank claimed, once all ranks' agents know."""
@@ -185,9 +186,9 @@ class TrainerSave:
     def _tell_end(self, outcome: SaveReport | BaseException) -> None:
         """Tell the sinks once how the save ended, before anybody else hears of it."""
         with self._changed:
-            recorder, self._untold = self._untold, None
+            recorder, self.untold = self.untold, None
         if recorder is not None:
-            seconds = monotonic() - self._begun
+            seconds = monotonic() - self.begun
             if isinstance(outcome, SaveReport):
                 recorder.end(now() - seconds, seconds, outcome.nbytes)
             else:
@@ -201,7 +202,7 @@ class TrainerSave:
         rank = self.link.rank
         if isinstance(outcome, SaveReport):
             if rank == 0:
-                summary = self.pending.summary(monotonic() - self._begun)
+                summary = self.pending.summary(monotonic() - self.begun)
                 logger.info("%s; blocked training for %.3g s", summary, outcome.blocked_s)
             for warning in outcome.warnings if rank == 0 else ():
                 logger.warning("save to %s: %s", outcome.path, warning)

@@ -94,23 +94,23 @@ def _agents() -> Iterator[AtWork]:
                 continue
             # After the name of the program, which may hold anything, and the state.
             parent = Path(f"/proc/{pid}/stat").read_bytes().rpartition(b")")[2].split()[1]
+            left = _own_number(parent.decode()) != command[4].decode()
             rank, saves = read_note(pid) or (None, [])
         except OSError:  # gone meanwhile, or not ours to look at
             continue
         for since, path in saves:
             yield AtWork(pid, rank, path, since)
-        if not saves and _own_number(parent.decode()) != command[4].decode():
+        if not saves and left:
             yield AtWork(pid, rank, None, None)
 
 
 def _own_number(pid: str) -> str | None:
     """Return the number that a process has for itself, in a container another one; None if it is gone."""
-    with suppress(OSError), open(f"/proc/{pid}/status", encoding="utf-8", errors="replace") as file:
-        for line in file:
-            if line.startswith("NSpid:"):
-                return line.split()[-1]
-        return pid
-    return None
+    try:
+        lines = Path(f"/proc/{pid}/status").read_text(errors="replace").splitlines()
+    except (FileNotFoundError, ProcessLookupError):
+        return None
+    return next((line.split()[-1] for line in lines if line.startswith("NSpid:")), pid)
 
 
 def read_note(pid: int) -> tuple[int, list[tuple[float, str]]] | None:
