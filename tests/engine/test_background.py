@@ -626,6 +626,20 @@ def test_what_is_saved_is_collected_and_copied_while_the_first_agent_starts(
         assert report.write_id.encode() in file.read_bytes()[:4096]
 
 
+def test_a_first_save_of_much_is_written_while_it_is_copied(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("reknit.engine.background.ahead._MOST_NBYTES", 1000)
+    taken_with: list[bool] = []
+    take = Snapshot.take
+
+    def watched(self: Snapshot) -> None:
+        taken_with.append(calls.backgrounds[ranks.alone(None)][False].agents is not None)
+        take(self)
+
+    monkeypatch.setattr(Snapshot, "take", watched)
+    background("gated://much", {"model": weights(1)}).result(LIMIT_S)
+    assert taken_with == [True], "its agent is there and hears of each span"
+
+
 def test_a_second_arena_is_made_when_a_save_comes_while_the_one_before_is_written() -> None:
     for k in range(2):
         background(f"gated://apart/{k}", {"model": weights(k)}).result(LIMIT_S)

@@ -10,7 +10,7 @@ import pytest
 import reknit
 from reknit.comm import base as comm
 from reknit.engine.saving.commit import claim, is_committed, put_manifest
-from reknit.engine.saving.marker import Marker, is_last, put_up
+from reknit.engine.saving.marker import Marker, fenced_off, is_last, put_up
 from reknit.errors import CheckpointExistsError, CommitError, FencedError, StorageError, from_wire
 from reknit.format.manifest_file import decode_manifest
 from reknit.format.paths import MANIFEST_PATH
@@ -95,6 +95,15 @@ def test_the_error_of_a_fenced_run_travels_as_what_it_is() -> None:
     assert type(error) is FencedError
     assert isinstance(error, CommitError)
     assert (error.rank, error.phase, error.remedy) == (0, "commit", "end")
+
+
+def test_both_of_two_saves_that_take_each_others_marker_away_are_fenced() -> None:
+    place, other = Annals("both"), Marker(2, "1" * 32)
+    place.put(other.path, b"", if_absent=True)  # it lists what is here only after the next line
+    mine = put_up(place, Marker(2, WRITE_ID))
+    assert strays(place) == {mine.path}
+    place.delete(mine.path)
+    assert type(fenced_off(place, mine)) is FencedError
 
 
 @pytest.mark.parametrize("overwrite", [False, True])

@@ -271,7 +271,7 @@ def test_an_agent_that_stands_still_without_a_save_is_not_waited_for_for_long(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(settle, "at_work", lambda root: [AtWork(71, 0, None, None)])
-    monkeypatch.setattr(settle, "READ_S", 0.1)
+    monkeypatch.setattr(settle, "_READ_S", 0.1)
     with Checkpointer(tmp_path) as run:
         assert run.resume(state()) == 0
     assert "still writing" not in caplog.text, "it may be one of another run"

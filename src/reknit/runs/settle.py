@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger("reknit")
 
 _PAUSE_S = 0.2
-READ_S = 30.0
+_READ_S = 30.0
 """How long an agent that its trainer left without a save may take to read of the last one that it was given.
 
 It may also be one of another run, and stand still.
@@ -32,7 +32,7 @@ def settle(root: Storage, timeout_s: float) -> None:
     are newer than the newest committed one are removed, without which a save cannot commit.  Older steps are
     left alone: they are not what a run resumes from.
     """
-    deadline, reading = Deadline(timeout_s), Deadline(min(timeout_s, READ_S))
+    deadline, reading = Deadline(timeout_s), Deadline(min(timeout_s, _READ_S))
     while working := at_work(root.url):
         writing = sorted({agent.pid for agent in working if agent.path is not None})
         if (deadline if writing else reading).passed():

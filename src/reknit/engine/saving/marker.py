@@ -14,6 +14,8 @@ from reknit.format import paths
 from reknit.format.manifest_file import MAX_MANIFEST_NBYTES, decode_generation
 
 if TYPE_CHECKING:
+    from collections.abc import Iterable
+
     from reknit.storage.base import Storage
 
 
@@ -22,6 +24,8 @@ class Marker(NamedTuple):
 
     generation: int
     write_id: str
+    met_others: bool = False
+    """Whether it took markers of other saves away; one at the same moment may have done likewise."""
 
     @property
     def path(self) -> str:
@@ -38,9 +42,9 @@ def put_up(storage: Storage, mine: Marker, *, newest: bool = False) -> Marker:
     """
     while True:
         try:
-            outrun = _outrun_by(storage, mine)
+            others, outrun = _placed_among(storage, mine)
             if outrun is None:
-                return mine
+                return mine._replace(met_others=bool(others))
             if not newest:
                 raise outrun.error(storage, mine)
         except BaseException:
@@ -71,11 +75,11 @@ def is_last(storage: Storage, mine: Marker, manifest: bytes) -> bool:
 def fenced_off(storage: Storage, mine: Marker) -> CommitError:
     """Return the error of a save whose marker is gone when it is about to commit.
 
-    `FencedError` where another save is here that may have taken it away, or has committed.
+    `FencedError` where another save is here that may have taken it away, or has committed, or was met before.
     """
     others = (*_others(storage, mine).values(), _committed_generation(storage))
     if max(others) < mine.generation:
-        return CommitError(
+        return (FencedError if mine.met_others else CommitError)(
             "the marker of this save was removed while it was under way, and no other save is here now: "
             "somebody deleted it, or cleaned up, or another save at the same moment did and failed, too; "
             "nothing is committed",
@@ -119,17 +123,17 @@ class _Outrun(NamedTuple):
         )
 
 
-def _outrun_by(storage: Storage, mine: Marker) -> _Outrun | None:
-    """Put a marker there and delete older ones; return what is there of a newer run, if anything is."""
+def _placed_among(storage: Storage, mine: Marker) -> tuple[Iterable[str], _Outrun | None]:
+    """Put a marker there and delete older ones; return the others, and what is there of a newer run."""
     storage.put(mine.path, b"", if_absent=True)
     others = _others(storage, mine)
     for path, generation in others.items():
         if generation > mine.generation:
-            return _Outrun(path, generation)
+            return others, _Outrun(path, generation)
     for path in others:
         storage.delete(path)
     generation = _committed_generation(storage)
-    return _Outrun(paths.MANIFEST_PATH, generation) if generation > mine.generation else None
+    return others, _Outrun(paths.MANIFEST_PATH, generation) if generation > mine.generation else None
 
 
 def _others(storage: Storage, mine: Marker) -> dict[str, int]:
