@@ -38,10 +38,14 @@ from __future__ import annotations
 
 import errno
 from contextlib import contextmanager
+from itertools import islice
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Iterable, Iterator
+
+_MOST_COMPARED = 10_000
+"""So many names are compared with one that is wrong: an error must not take seconds."""
 
 
 class ReknitError(Exception):
@@ -208,6 +212,20 @@ def shown(value: Any) -> str:
         return f"{value!r:.100}"
     except Exception:  # a class may raise anything from its own repr, and so does a huge int
         return f"<{type(value).__name__}>"
+
+
+def nearest(name: str, names: Iterable[str]) -> list[str]:
+    """Return at most three of `names` that resemble `name`, the most similar first, for a remedy."""
+    from difflib import get_close_matches  # of no use to those who type no wrong name
+
+    by_lower = {each.lower(): each for each in islice(names, _MOST_COMPARED)}
+    return [by_lower[each] for each in get_close_matches(name.lower(), by_lower, 3)]
+
+
+def did_you_mean(name: str, names: Iterable[str]) -> str | None:
+    """Return the question whether `name` stands for the most similar of `names`, None where none resembles it."""
+    near = nearest(name, names)
+    return f"did you mean {near[0]!r}?" if near else None
 
 
 def _subclasses(cls: type[ReknitError]) -> dict[str, type[ReknitError]]:

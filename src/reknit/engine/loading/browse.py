@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import operator
-from difflib import get_close_matches
-from itertools import islice
 from types import EllipsisType
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
@@ -21,7 +19,7 @@ from reknit.engine.stored.opening import (
     unknown_items,
 )
 from reknit.engine.stored.renaming import Naming
-from reknit.errors import MismatchError, UsageError
+from reknit.errors import MismatchError, UsageError, did_you_mean
 from reknit.monitor.progress_text import amount
 from reknit.types.box import Box
 from reknit.types.shard import TensorSpec, full_name
@@ -37,9 +35,6 @@ if TYPE_CHECKING:
 
 Index = int | slice | EllipsisType
 """Selects along one dimension, or along all that are not named."""
-
-_COMPARED = 10_000
-"""Names that are compared with an unknown one, to suggest another."""
 
 
 class NewArrays(Protocol):
@@ -148,8 +143,8 @@ class Checkpoint(Shown):
         remedy = "`tensors` lists what it has; `reknit show` does on a terminal"
         if fqn in self.values[item]:
             remedy = "it is a value and no tensor: look in `values`"
-        elif near := get_close_matches(fqn, list(islice(self.tensors[item], _COMPARED)), 1):
-            remedy = f"did you mean {near[0]!r}?  {remedy}"
+        elif question := did_you_mean(fqn, self.tensors[item]):
+            remedy = f"{question}  {remedy}"
         return MismatchError(
             f"the checkpoint has no tensor {fqn!r} in item {item!r}", path=url, remedy=remedy
         )
