@@ -23,7 +23,8 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--root", type=Path, required=True, help="folder of the run's checkpoints")
+    parser.add_argument("--root", required=True, help="folder of the run's checkpoints")
+    parser.add_argument("--meeting", type=Path, required=True, help="folder in which the ranks meet")
     parser.add_argument(
         "--ledger", required=True, help="name of the file for what is consumed, less the rank"
     )
@@ -40,9 +41,9 @@ def main() -> None:
         save_every=args.save_every or None,
         dtype="uint8",
     )
-    group = reknit.connect(rank, size, at=args.root / "meeting", job=args.ledger)
+    group = reknit.connect(rank, size, at=args.meeting, job=args.ledger)
     state = {"loader": loader}
-    if newest := reknit.latest(args.root / "steps"):
+    if newest := reknit.latest(args.root):
         reknit.load(newest, state, group=group)
     step = 0
     with Path(f"{args.ledger}-{rank}.jsonl").open("w", buffering=1) as ledger:
@@ -50,8 +51,7 @@ def main() -> None:
             step += 1
             ledger.write(json.dumps({"step": step, "samples": batches[0].samples.tolist()}) + "\n")
             if args.save_every and step % args.save_every == 0:
-                path = args.root / "steps" / f"step_{step:08d}"
-                reknit.save(path, state, step=step, group=group)
+                reknit.save(f"{args.root}/step_{step:08d}", state, step=step, group=group)
     loader.close()
     group.close()
 

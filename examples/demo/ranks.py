@@ -20,7 +20,7 @@ _POLL_S = 0.005
 
 
 class JobFailed(Exception):
-    """A rank failed, or the job did not get where it should in time; the message has what the rank wrote."""
+    """A rank failed, or the job did not get where it should in time."""
 
 
 class Job:
@@ -62,19 +62,21 @@ class Job:
 
     def wait(self, timeout_s: float) -> None:
         """Return when all ranks have ended well.  Raises `JobFailed` as soon as one did not."""
-        self.wait_until(lambda: all(process.poll() == 0 for process in self.processes), timeout_s)
+        ended = lambda: all(process.poll() == 0 for process in self.processes)  # noqa: E731
+        self.wait_until(ended, "the end of all ranks", timeout_s)
 
-    def wait_until(self, condition: Callable[[], bool], timeout_s: float) -> None:
-        """Return when `condition` holds.  Raises `JobFailed` when a rank fails before, or time runs out."""
+    def wait_until(self, condition: Callable[[], bool], what: str, timeout_s: float) -> None:
+        """Return when `condition` holds, which `what` describes.
+
+        Raises `JobFailed` when a rank fails before that, or time runs out.
+        """
         stop = time.monotonic() + timeout_s
         while not condition():
             for rank, process in enumerate(self.processes):
                 if process.poll() not in (None, 0):
-                    raise JobFailed(
-                        f"{self.name}: rank {rank} ended with {process.poll()}\n{self._tail(rank)}"
-                    )
+                    raise JobFailed(f"{self.name}: rank {rank} ended with {process.poll()}")
             if time.monotonic() > stop:
-                raise JobFailed(f"{self.name}: not done after {timeout_s:.0f} s\n{self._tail(0)}")
+                raise JobFailed(f"{self.name}: waited {timeout_s:.0f} s for {what}")
             time.sleep(_POLL_S)
 
     def kill(self, *ranks: int, agents: bool = False) -> None:
@@ -91,7 +93,7 @@ class Job:
         stop = time.monotonic() + timeout_s
         while any(_is_agent(pid) for pid in self._agents):
             if time.monotonic() > stop:
-                raise JobFailed(f"{self.name}: agents still run after {timeout_s:.0f} s\n{self._tail(0)}")
+                raise JobFailed(f"{self.name}: agents still run after {timeout_s:.0f} s")
             time.sleep(_POLL_S)
 
     def end(self, grace_s: float) -> list[int]:
@@ -121,8 +123,13 @@ class Job:
                 if parent in ranks and _is_agent(pid):
                     self._agents[pid] = ranks[parent]
 
-    def _tail(self, rank: int) -> str:
-        return "\n".join(f"    {line}" for line in self.said(rank).splitlines()[-25:])
+    def last_words(self) -> str:
+        """Return the last lines that each rank and its agent printed."""
+        lines = []
+        for rank, log in enumerate(self._logs):
+            said = self.said(rank).splitlines()[-25:] if log.exists() else []
+            lines += [f"{self.name}, rank {rank}:", *(f"    {line}" for line in said or ["(nothing)"])]
+        return "\n".join(lines)
 
 
 def _is_agent(pid: int) -> bool:

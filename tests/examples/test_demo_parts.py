@@ -4,8 +4,10 @@ import importlib
 import itertools
 import json
 import os
+import shlex
 import sys
 import threading
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -14,8 +16,11 @@ import torch
 import torch.distributed as dist
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from safetensors.torch import load_file
 from transformers import AutoConfig, AutoModelForCausalLM
 
+import reknit
+from reknit.cli import main as cli
 from tests.running.examples import examples
 
 if TYPE_CHECKING:
@@ -33,10 +38,10 @@ def part(name: str) -> Any:
         sys.path.remove(str(DEMO))
 
 
-checks, held_store, ranks, source_text, tiny_llama = map(
-    part, ("checks", "held_store", "ranks", "source_text", "tiny_llama")
+checks, held_store, journal, ranks, source_text, tiny_llama = map(
+    part, ("checks", "held_store", "journal", "ranks", "source_text", "tiny_llama")
 )
-fingerprint, run = part("fingerprint").fingerprint, part("run")
+fingerprint, parts, run = part("fingerprint").fingerprint, part("parts"), part("run")
 
 TEXT = torch.arange(5000).remainder(251).to(torch.uint8)
 
@@ -183,17 +188,18 @@ def test_every_rank_knows_its_place(tmp_path: Path) -> None:
     assert said[0][4:] == ["x"]
 
 
-def test_when_a_rank_fails_the_others_are_ended_and_its_words_are_told(tmp_path: Path) -> None:
+def test_when_a_rank_fails_the_others_are_ended_and_the_last_words_of_all_are_there(tmp_path: Path) -> None:
     path = script(tmp_path, "sys.exit('no luck') if rank == 1 else time.sleep(600)")
-    job = ranks.Job("job", path, [], world=3, logs=tmp_path)
-    with pytest.raises(ranks.JobFailed, match=r"rank 1 ended with 1\n +no luck"), job:
+    job = ranks.Job("job", path, [], world=2, logs=tmp_path)
+    with pytest.raises(ranks.JobFailed, match="rank 1 ended with 1"), job:
         job.wait(60)
     assert is_gone(job)
+    assert job.last_words() == "job, rank 0:\n    (nothing)\njob, rank 1:\n    no luck"
 
 
 def test_a_job_that_takes_too_long_is_ended(tmp_path: Path) -> None:
     job = ranks.Job("job", script(tmp_path, "time.sleep(600)"), [], world=2, logs=tmp_path)
-    with pytest.raises(ranks.JobFailed, match="not done after 0 s"), job:
+    with pytest.raises(ranks.JobFailed, match="waited 0 s for the end of all ranks"), job:
         job.wait(0.3)
     assert is_gone(job)
 
@@ -294,9 +300,9 @@ def test_checks_travel_between_processes(tmp_path: Path) -> None:
 
 
 def test_of_a_journal_only_whole_lines_are_read(tmp_path: Path) -> None:
-    assert run.read_journal(tmp_path / "none").losses == {}
+    assert journal.read_journal(tmp_path / "none").losses == {}
     (tmp_path / "j").write_text('{"step": 5, "loss": 1.5}\n{"step": 6, "lo')
-    assert run.read_journal(tmp_path / "j").losses == {5: 1.5}
+    assert journal.read_journal(tmp_path / "j").losses == {5: 1.5}
 
 
 def test_a_journal_is_read_as_it_was_written(tmp_path: Path) -> None:
@@ -306,24 +312,64 @@ def test_a_journal_is_read_as_it_was_written(tmp_path: Path) -> None:
         {"fingerprint": "f"},
     ]
     (tmp_path / "j").write_text("".join(json.dumps(record) + "\n" for record in records))
-    journal = run.read_journal(tmp_path / "j")
-    assert (journal.loaded, journal.losses, journal.fingerprint) == (records[0], {5: 0.1 + 0.2}, "f")
+    found = journal.read_journal(tmp_path / "j")
+    assert (found.loaded, found.losses, found.fingerprint) == (records[0], {5: 0.1 + 0.2}, "f")
 
 
 @pytest.mark.parametrize(("ok", "status"), [(True, 0), (False, 1)])
 def test_the_exit_status_tells_whether_all_is_true(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, ok: bool, status: int
 ) -> None:
-    monkeypatch.setattr(run, "PARTS", (lambda demo: demo.check("what", "yes", "yes or no", ok),))
+    monkeypatch.setattr(run, "PARTS", {"part": lambda demo: demo.check("what", "yes", "yes or no", ok)})
     assert run.run(tmp_path) == status
 
 
-def test_a_part_that_stops_makes_the_demo_fail(
+def test_of_a_part_that_is_not_true_the_logs_are_shown_and_the_next_one_runs(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def part(name: str, ok: bool, demo: Any) -> None:
+        (tmp_path / f"{name}-0.txt").write_text(f"last words of {name}\n")
+        demo.job(name, "train.py", world=1)
+        demo.check(name, "yes", "yes or no", ok)
+
+    monkeypatch.setattr(run, "PARTS", {"a": partial(part, "wrong", False), "b": partial(part, "right", True)})
+    assert run.run(tmp_path) == 1
+    out, err = capsys.readouterr()
+    assert err == "wrong, rank 0:\n    last words of wrong\n"
+    assert "1 of 2 are not true" in out
+
+
+def test_after_a_part_that_stops_no_other_runs(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     def stops(demo: Any) -> None:
         raise ranks.JobFailed("whole: rank 3 ended with 1")
 
-    monkeypatch.setattr(run, "PARTS", (stops,))
+    monkeypatch.setattr(run, "PARTS", {"one": stops, "two": stops})
     assert run.run(tmp_path) == 1
-    assert "rank 3 ended with 1" in capsys.readouterr().err
+    assert capsys.readouterr().out.count("rank 3 ended with 1") == 1
+
+
+def test_the_checkpoint_is_kept_and_the_commands_that_are_shown_work(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(run, "KEPT", tmp_path / "kept" / "demo")
+    monkeypatch.chdir(tmp_path)
+    for weight in (1.0, 2.0):  # the second run takes the place of the first
+        step = tmp_path / "work" / "moved" / "step_00000024"
+        reknit.save(step, {"model": {"weight": torch.full((2,), weight)}}, step=24)
+        text = run.ending(run.keep(run.last_checkpoint(tmp_path / "work")))
+    commands = [shlex.split(line) for line in text.splitlines() if line.startswith("    ")]
+    assert len(commands) == 3
+    for command in commands:
+        assert cli.main(command[1:]) == 0, command
+    capsys.readouterr()
+    assert torch.equal(load_file(tmp_path / "weights" / "model.safetensors")["weight"], torch.full((2,), 2.0))
+
+
+def test_the_parts_that_lose_ranks_wait_for_slow_agents(tmp_path: Path) -> None:
+    demo = parts.Demo(tmp_path)
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "delay").write_text("1.0")  # longer than the steps until a rank is lost
+    demo.lost_rank()
+    assert [check for check in demo.checks if not check.ok] == []

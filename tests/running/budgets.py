@@ -26,7 +26,7 @@ BUDGETS: dict[str, Budget] = {
     "deepspeed": Budget(80, 30),
     "docs": Budget(50, 30),
     "engine": Budget(100, 70),
-    "examples": Budget(12, 36),
+    "examples": Budget(35, 48),
     "faults": Budget(240, 750),
     "format": Budget(20),
     "frameworks": Budget(80, 290),
