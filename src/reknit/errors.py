@@ -223,7 +223,7 @@ def nearest(name: str, names: Iterable[str]) -> list[str]:
 
 
 def did_you_mean(name: str, names: Iterable[str]) -> str | None:
-    """Return the question whether `name` stands for the most similar of `names`, None where none resembles it."""
+    """Return a question that offers the most similar of `names`, None where none resembles `name`."""
     near = nearest(name, names)
     return f"did you mean {near[0]!r}?" if near else None
 

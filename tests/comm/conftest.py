@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import logging
+import queue
 from contextlib import ExitStack
 from typing import TYPE_CHECKING
 
@@ -15,6 +17,36 @@ if TYPE_CHECKING:
 
     from reknit.comm.base import Group
     from tests.comm.worlds import Join
+
+
+class Notices(logging.Handler):
+    """The warnings that ranks log, each as soon as it is there."""
+
+    def __init__(self) -> None:
+        super().__init__(logging.WARNING)
+        self._texts: queue.Queue[str] = queue.Queue()
+
+    def emit(self, record: logging.LogRecord) -> None:
+        """Keep the text of a warning."""
+        self._texts.put(record.getMessage())
+
+    def next(self) -> str:
+        """Return the next warning, waiting for it."""
+        return self._texts.get(timeout=30)
+
+    @property
+    def rest(self) -> list[str]:
+        """The warnings that `next` has not returned yet."""
+        return list(self._texts.queue)
+
+
+@pytest.fixture
+def notices() -> Iterator[Notices]:
+    """The warnings of comm, which this test expects."""
+    log, handler = logging.getLogger("reknit.comm"), Notices()
+    log.addHandler(handler)
+    yield handler
+    log.removeHandler(handler)
 
 
 @pytest.fixture(params=["threads", "tree-2"])

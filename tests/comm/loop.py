@@ -6,7 +6,7 @@ import math
 from typing import TYPE_CHECKING, NamedTuple
 
 from reknit.comm import round_errors
-from reknit.comm.tree.effects import Call, Decide, Refuse, RoundDone, SendOutcome, SendReport, Tell
+from reknit.comm.tree.effects import Call, Decide, Refuse, RoundDone, SendOutcome, SendReport, Tell, Warn
 from reknit.comm.tree.machine import RoundMachine
 from reknit.errors import ReknitError, from_wire
 
@@ -46,17 +46,20 @@ class Loop:
         self.endings: dict[int, list[bytes | ReknitError]] = {rank: [] for rank in range(topology.size)}
         self.ended_at: dict[int, float] = {}
         self.refused: list[ReknitError] = []
+        self.notices: list[tuple[float, str]] = []
         self.dead: set[int] = set()
 
     def enter(self, rank: int, call: Call) -> None:
         """Let a rank begin its next round."""
         self.carry_out(rank, self.machines[rank].enter(call, self.now))
 
-    def enter_all(self, name: str = "plan", *, but: Iterable[int] = (), timeout_s: float = 30.0) -> None:
+    def enter_all(
+        self, name: str = "plan", *, but: Iterable[int] = (), timeout_s: float = 30.0, opens: bool = False
+    ) -> None:
         """Let all ranks begin a round, each with its number as the request."""
         for rank in range(self.topology.size):
             if rank not in but and rank not in self.dead:
-                self.enter(rank, Call(name, b"%d" % rank, timeout_s))
+                self.enter(rank, Call(name, b"%d" % rank, timeout_s, opens=opens))
 
     def carry_out(self, rank: int, effects: list[Effect]) -> None:
         """Put what a machine sends under way, and note how its rounds end."""
@@ -73,6 +76,8 @@ class Loop:
                 self.under_way.append(Delivery(rank, effect, rank))
             elif isinstance(effect, Refuse):
                 self.refused.append(effect.error)
+            elif isinstance(effect, Warn):
+                self.notices.append((self.now, effect.text))
             else:
                 assert isinstance(effect, RoundDone)
                 self.endings[rank].append(_ending(effect))

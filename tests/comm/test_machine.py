@@ -95,6 +95,36 @@ def test_every_rank_gets_its_answer_in_whatever_order_messages_arrive(
     assert loop.now == 0.0, "nobody had to wait for a deadline"
 
 
+@given(topologies, st.booleans(), st.data())
+def test_only_ranks_above_one_that_does_not_open_a_call_say_whom_they_wait_for_and_once(
+    topology: Topology, opens: bool, data: st.DataObject
+) -> None:
+    absent = data.draw(st.integers(0, topology.size - 1))
+    loop = Loop(topology)
+    loop.enter_all(but=[absent], timeout_s=30, opens=opens)
+    loop.run()
+    above, rank = set(), topology.parent(absent)
+    while rank is not None and opens:
+        above.add(rank)
+        rank = topology.parent(rank)
+    assert {time for time, _ in loop.notices} <= {round_errors.NOTICE_S}
+    assert sorted(int(text.split()[1]) for _, text in loop.notices) == sorted(above)
+
+
+def test_a_notice_names_the_absent_ranks_and_whether_those_below_them_may_be_the_cause() -> None:
+    loop = Loop(Topology.flat(7, 2))
+    loop.enter_all("save", but=[4, 5], opens=True)
+    loop.run()
+    said = sorted(text.partition(":")[0] for _, text in loop.notices)
+    assert said == [
+        "rank 0 has waited 5 s for ranks 1-2 or some of the 4 ranks below, whose logs then say which, "
+        "in 'save'",
+        "rank 1 has waited 5 s for rank 4 in 'save'",
+        "rank 2 has waited 5 s for rank 5 in 'save'",
+    ]
+    assert all("every rank has to make this call" in text for _, text in loop.notices)
+
+
 @given(topologies, st.lists(st.tuples(st.booleans(), picks), min_size=1, max_size=4), st.data())
 def test_messages_that_arrive_again_at_any_time_change_nothing(
     topology: Topology, rounds: list[tuple[bool, list[int]]], data: st.DataObject

@@ -16,11 +16,12 @@ from reknit.comm.tree.rounds import Rounds
 from reknit.errors import CommError, DeadlineError, GroupClosedError, ProtocolError
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Sequence
 
     from reknit.comm.messages import Outcome, Report
     from reknit.comm.tree.rounds import OnEnd
     from reknit.errors import ReknitError
+    from tests.comm.conftest import Notices
 
 ROUND = Heading("job", 7, 0, "plan", "")
 
@@ -61,13 +62,15 @@ def new_rounds(rank: int = 0, size: int = 3, above: RankAbove | None = None) -> 
     return rounds
 
 
-def report(sender: int, number: int = 0, error: ReknitError | None = None) -> Report:
+def report(sender: int, number: int = 0, error: ReknitError | None = None, *, opens: bool = False) -> Report:
     heading = Heading("job", 7, number, "plan", "")
-    return heading.report(sender, error=error) if error else heading.report(sender, Parcel.of([b"x"]))
+    if error is not None:
+        return heading.report(sender, error=error)
+    return heading.report(sender, Parcel.of([b"x"]), opens=opens)
 
 
-def call(timeout_s: float = 30.0) -> Call:
-    return Call("plan", b"own", timeout_s)
+def call(timeout_s: float = 30.0, *, opens: bool = False) -> Call:
+    return Call("plan", b"own", timeout_s, opens=opens)
 
 
 def in_thread(fn: Callable[[], Any]) -> Callable[[], Any]:
@@ -80,7 +83,7 @@ def in_thread(fn: Callable[[], Any]) -> Callable[[], Any]:
         except (CommError, KeyboardInterrupt) as error:
             ended.append(error)
 
-    thread = threading.Thread(target=run)
+    thread = threading.Thread(target=run, daemon=True)  # a test that fails does not wait for it
     thread.start()
 
     def wait() -> Any:
@@ -129,6 +132,46 @@ def test_a_child_that_is_in_its_next_round_waits_for_its_last_no_more() -> None:
     second = rounds.attend(report(1, 1))
     assert waiting() is None
     assert second.outcome is None
+
+
+@pytest.mark.parametrize(("children", "waiting"), [([2], "rank 2 has"), ([1, 2], "ranks 1-2 have")])
+def test_a_rank_that_its_children_wait_for_says_so_once_in_its_own_log(
+    children: Sequence[int], waiting: str, notices: Notices, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(round_errors, "NOTICE_S", 0.05)
+    rounds = new_rounds()
+    with rounds.changed:  # so that each child has come when the first notice is due
+        visits = [rounds.attend(report(child, opens=True)) for child in children]
+    ends = [in_thread(lambda visit=visit: rounds.answer(visit)) for visit in visits]  # type: ignore[misc]
+    assert f"{waiting} waited 0.05 s for rank 0 in 'plan': every rank has to make" in notices.next()
+    late = [rounds.attend(report(child, opens=True)) for child in {1, 2} - set(children)]
+    assert rounds.hold(call(opens=True), lambda requests: requests) == b"own"
+    assert all(end() is not None for end in ends)
+    assert all(rounds.answer(visit) is not None for visit in late)
+    assert notices.rest == []
+
+
+def test_a_rank_that_waits_for_its_children_says_so_in_its_log(
+    notices: Notices, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(round_errors, "NOTICE_S", 0.05)
+    rounds = new_rounds()
+    own = in_thread(lambda: rounds.hold(call(opens=True), lambda requests: requests))
+    assert "rank 0 has waited 0.05 s for ranks 1-2 in 'plan'" in notices.next()
+    visits = [rounds.attend(report(child, opens=True)) for child in (1, 2)]
+    assert own() == b"own"
+    assert all(rounds.answer(visit) is not None for visit in visits)
+    assert notices.rest == []
+
+
+def test_ranks_wait_without_a_word_inside_a_call(notices: Notices, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(round_errors, "NOTICE_S", 0.0)
+    rounds = new_rounds()
+    own = in_thread(lambda: rounds.hold(call(timeout_s=0.2), lambda requests: requests))
+    visit = rounds.attend(report(1))
+    assert rounds.answer(visit) is not None
+    assert "rank 2 did not come" in str(own())
+    assert notices.rest == []
 
 
 def test_a_child_that_takes_its_report_back_is_answered_at_once_and_the_round_fails() -> None:

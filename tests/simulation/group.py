@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from reknit.comm import round_errors
 from reknit.comm.messages import Outcome, Report, decode, encode
-from reknit.comm.tree.effects import Call, Decide, RoundDone, SendOutcome, SendReport, Tell
+from reknit.comm.tree.effects import Call, Decide, RoundDone, SendOutcome, SendReport, Tell, Warn
 from reknit.comm.tree.machine import RoundMachine
 from reknit.errors import from_wire
 from tests.simulation.network import Broken, Left, Message, ending
@@ -62,6 +62,7 @@ class SimGroup:
         *,
         merge: Merge | None = None,
         subject: str = "",
+        opens: bool = False,
     ) -> bytes:
         """Hold one round, as `Group.exchange` says."""
         process = self.process
@@ -196,4 +197,6 @@ def _label(effect: Effect) -> str:
         return f"tells rank {effect.rank} {Message(Broken(effect.error)).label}"
     if isinstance(effect, RoundDone):
         return f"done with {effect.outcome.label}: {ending(effect.outcome)}"
+    if isinstance(effect, Warn):
+        return f"warns: {effect.text}"
     return f"decides round {effect.number}" if isinstance(effect, Decide) else f"refuses: {effect.error}"

@@ -53,15 +53,17 @@ class Group(Protocol):
         *,
         merge: Merge | None = None,
         subject: str = "",
+        opens: bool = False,
     ) -> bytes:
         """Send `request` to rank 0, which runs `decide` on all of them, and return this rank's answer.
 
         `decide` never raises, is called on rank 0 only, and returns one answer for each rank.  With `merge`,
         which never raises either, it gets one request, that `merge` made of all of them in some number of
-        steps; `merge` is not called for one request alone.  Every rank calls `exchange` with the same `name`
-        and `subject` at the same place in its sequence of rounds; otherwise all raise `ProtocolError`, which
-        says who is where.  Raises `DeadlineError` naming the ranks that did not come within `timeout_s`,
-        `CommError` when a peer is gone.
+        steps; `merge` is not called for one request alone.  A round `opens` a call that all ranks have to
+        make: a rank that waits there for seconds logs the ranks that are missing.  Every rank calls
+        `exchange` with the same `name` and `subject` at the same place in its sequence of rounds; otherwise
+        all raise `ProtocolError`, which says who is where.  Raises `DeadlineError` naming the ranks that did
+        not come within `timeout_s`, `CommError` when a peer is gone.
         """
 
     def close(self) -> None:
@@ -101,6 +103,7 @@ class SoloGroup:
         *,
         merge: Merge | None = None,
         subject: str = "",
+        opens: bool = False,
     ) -> bytes:
         """Answer the only request."""
         return decide([request])[0]
@@ -112,9 +115,11 @@ class SoloGroup:
 class Turn:
     """This rank's part in one round, as a `with` block; see `turn`."""
 
-    def __init__(self, group: Group, name: str, timeout_s: float, merge: Merge | None, subject: str) -> None:
+    def __init__(
+        self, group: Group, name: str, timeout_s: float, merge: Merge | None, *, subject: str, opens: bool
+    ) -> None:
         self._group, self._name, self._timeout_s, self._subject = group, name, timeout_s, subject
-        self._merge = merge
+        self._merge, self._opens = merge, opens
         self._held = False
         self._own: BaseException | None = None
         """The first error that this rank met by itself."""
@@ -148,6 +153,7 @@ class Turn:
                     self._timeout_s,
                     merge=None if self._merge is None else self._merged,
                     subject=self._subject,
+                    opens=self._opens,
                 )
             )
         except ReknitError as error:
@@ -195,29 +201,37 @@ class Turn:
         return failed(error, self._group.rank, self._name)
 
 
-def turn(group: Group, name: str, timeout_s: float, *, merge: Merge | None = None, subject: str = "") -> Turn:
+def turn(
+    group: Group,
+    name: str,
+    timeout_s: float,
+    *,
+    merge: Merge | None = None,
+    subject: str = "",
+    opens: bool = False,
+) -> Turn:
     """Return a `with` block that holds one round: its body works, and ends with one `Turn.exchange`.
 
     `subject` says what the round is about; ranks with different ones are in different places.  With `merge`,
     requests become one on the way up, and `decide` gets that one alone: `merge` is called with the requests
     of a rank and of the subtrees below it, two or more, in no fixed order over all ranks, and has to be
-    associative.
+    associative.  `opens` says that this is the first round of a call that all ranks have to make.
 
     When the body fails before its exchange, or `merge` or `decide` fail, every rank raises the same error,
     naming the rank where it began.  An error that is not a `ReknitError` (a bug, Ctrl-C) is raised unchanged
     where it happened, and reaches the other ranks as a `ReknitError` that describes it.  What fails after the
     exchange concerns this rank only.
     """
-    return Turn(group, name, timeout_s, merge, subject)
+    return Turn(group, name, timeout_s, merge, subject=subject, opens=opens)
 
 
 def barrier(group: Group, name: str, timeout_s: float) -> None:
     """Return when every rank has come here."""
-    with turn(group, name, timeout_s, merge=b"".join) as its_turn:
+    with turn(group, name, timeout_s, merge=b"".join, opens=True) as its_turn:
         its_turn.arrive()
 
 
 def fail(group: Group, name: str, error: BaseException, timeout_s: float, *, subject: str = "") -> NoReturn:
     """Come to a round only to raise what keeps this rank from it, there and on all other ranks."""
-    with turn(group, name, timeout_s, subject=subject):
+    with turn(group, name, timeout_s, subject=subject, opens=True):
         raise error

@@ -88,10 +88,11 @@ class Heading(msgspec.Struct, array_like=True, frozen=True, forbid_unknown_field
         places: dict[str, list[int]] | None = None,
         missing: list[int] | None = None,
         error: ReknitError | None = None,
+        opens: bool = False,
     ) -> Report:
         """Return a report of `sender` in this round."""
         wire = None if error is None else error.to_wire()
-        return Report(*self._itself, sender, requests or Parcel(), places or {}, missing or [], wire)
+        return Report(*self._itself, sender, requests or Parcel(), places or {}, missing or [], wire, opens)
 
     def outcome(self, answers: Parcel | None = None, error: ReknitError | None = None) -> Outcome:
         """Return an outcome of this round."""
@@ -108,7 +109,8 @@ class Report(Heading, array_like=True, frozen=True, forbid_unknown_fields=True):
 
     Either everyone is there, in one place, and `requests` holds a payload of each in ascending order of
     ranks, or one payload that was merged from all of them; or the round has failed already: `places` says who
-    is in which place, `missing` who did not come, and `error` is set when something else went wrong.
+    is in which place, `missing` who did not come, and `error` is set when something else went wrong.  `opens`
+    is set in the first round of a call that all ranks have to make.
     """
 
     sender: int
@@ -116,6 +118,7 @@ class Report(Heading, array_like=True, frozen=True, forbid_unknown_fields=True):
     places: dict[str, list[int]] = {}
     missing: list[int] = []
     error: dict[str, Any] | None = None
+    opens: bool = False
 
     @property
     def whole(self) -> bool:

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 from reknit.errors import CommError, DeadlineError, GroupClosedError, ProtocolError, ReknitError, from_wire
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping
+    from collections.abc import Iterable, Mapping, Sequence
 
     from reknit.comm.messages import Heading, Hello, News
 
@@ -16,6 +16,9 @@ GRACE_S = 2.0
 
 SETTLE_S = 0.5
 """Seconds that a round which must fail still waits for other ranks, so that its error names them all."""
+
+NOTICE_S = 5.0
+"""Seconds after which a rank that waits for others to make the same call says so in the log, once."""
 
 FOREVER_S = 1e8
 """The longest wait that is passed to a lock or a call; more overflows their clocks."""
@@ -79,6 +82,18 @@ def failed_round(
     return ProtocolError(
         f"ranks are in different places in round {heading.number}: {where}{more}{also}", remedy=_ORDER
     )
+
+
+def awaited(heading: Heading, ranks: Sequence[int], absent: Mapping[int, int]) -> str:
+    """Return the notice that ranks wait for others in a round that opens a call of all ranks.
+
+    `absent` maps each rank that did not report to the number of ranks below it, any of which may be absent.
+    """
+    have = "has" if len(ranks) == 1 else "have"
+    below = sum(absent.values())
+    also = f" or some of the {below} ranks below, whose logs then say which," if below else ""
+    for_whom = f"{spelled(absent)}{also} in {heading.place}"
+    return f"{spelled(ranks)} {have} waited {NOTICE_S:g} s for {for_whom}: {ALL_CALL}"
 
 
 def no_answer(heading: Heading, rank: int, timeout_s: float) -> DeadlineError:

@@ -29,7 +29,7 @@ _MOST_STEPS = 100
 
 def asked(group: Group, name: str, timeout_s: float, question: Callable[[], Any], subject: str = "") -> Any:
     """Return what rank 0 finds, as JSON can tell it; its errors are raised on all ranks."""
-    with comm.turn(group, name, timeout_s, merge=b"".join, subject=subject) as turn:
+    with comm.turn(group, name, timeout_s, merge=b"".join, subject=subject, opens=True) as turn:
         return json.loads(turn.exchange(b"", lambda _: [json.dumps(question()).encode()] * group.size))
 
 
@@ -74,7 +74,10 @@ class Agreement:
             return [json.dumps([due, notice.decode(), self._next_round(step)]).encode()] * self._group.size
 
         mine = _encoded(self._notices.seen() or self._notice)
-        with comm.turn(self._group, "steps", self._timeout_s, merge=_soonest, subject=f"step {step}") as turn:
+        about = f"step {step}"
+        with comm.turn(
+            self._group, "steps", self._timeout_s, merge=_soonest, subject=about, opens=True
+        ) as turn:
             due, notice, self._next = json.loads(turn.exchange(mine, decide))
         self._notice = _decoded(notice)
         return bool(due)

@@ -8,6 +8,7 @@ yet; or the name changes while it waits.  Then it begins again.
 
 from __future__ import annotations
 
+import logging
 import secrets
 import struct
 import time
@@ -29,7 +30,7 @@ from reknit.comm.meeting.entries import (
     garbled,
     host_key,
 )
-from reknit.comm.round_errors import ALL_CALL, GRACE_S, spelled
+from reknit.comm.round_errors import ALL_CALL, GRACE_S, NOTICE_S, spelled
 from reknit.comm.topology import Topology
 from reknit.errors import CommError, DeadlineError, ProtocolError, UsageError, from_wire
 from reknit.monitor.phase import Deadline, now
@@ -38,10 +39,16 @@ if TYPE_CHECKING:
     from reknit.comm.meeting.rendezvous import Store
     from reknit.options import CommOptions
 
+_log = logging.getLogger("reknit.comm")
+
 _SLICES_S = (0.25, 4.0)
 """The first and the longest wait for others before a look at whether the run has been replaced."""
 
 _PAUSES_S = (0.02, 1.0)
+
+_SPEAKERS = 8
+"""So many ranks say that rank 0 does not come: there may be thousands, which all know no more."""
+
 _LONGEST_HOST = 1024
 
 _STARTED = (
@@ -70,7 +77,7 @@ class _Gathering:
         self._store, self._job, self._size = store, job, size
         self._base = base(job)
         self._run_key = f"{self._base}/run"
-        self._deadline = Deadline(timeout_s)
+        self._deadline, self._notice = Deadline(timeout_s), Deadline(NOTICE_S)
         self._here = msgspec.msgpack.encode(
             RankEntry(identity.host(), size, identity.reach(), identity.process())
         )
@@ -127,6 +134,7 @@ class _Gathering:
 
     def _gathered(self, keys: list[str], run: str) -> list[bytes]:
         """Return the values of all keys; raises `DeadlineError` that names the ranks missing."""
+        noticed = False
         for slice_s in doubling(*_SLICES_S):
             try:
                 return self._get_many(keys, min(slice_s, self._deadline.remaining()))
@@ -135,6 +143,9 @@ class _Gathering:
                     raise self._replaced() from error
                 if self._deadline.passed():
                     raise self._incomplete(keys) from error
+                if not noticed and self._notice.passed():
+                    noticed = True
+                    self._note_absence(0, spelled(self._missing(keys)[0]))
         raise AssertionError("the pauses have no end")
 
     def _get_many(self, keys: list[str], timeout_s: float) -> list[bytes]:
@@ -145,7 +156,15 @@ class _Gathering:
         deadline = Deadline(timeout_s)
         return [self._store.get(key, deadline.remaining()) for key in keys]
 
-    def _incomplete(self, keys: list[str]) -> DeadlineError:
+    def _note_absence(self, rank: int, absent: str) -> None:
+        """Log, long before the deadline, whom this rank waits for."""
+        _log.warning(
+            "rank %d has waited %g s for %s at the rendezvous of job %r: %s",
+            *(rank, NOTICE_S, absent, self._job, ALL_CALL),
+        )
+
+    def _missing(self, keys: list[str]) -> tuple[list[int], int]:
+        """Return the ranks that have published nothing, and how many ranks there was time to look at."""
         looking, missing, seen = Deadline(GRACE_S), [], 0
         for rank, key in enumerate(keys, start=1):
             if looking.passed():
@@ -153,6 +172,10 @@ class _Gathering:
             seen += 1
             if self._found(key) is None:
                 missing.append(rank)
+        return missing, seen
+
+    def _incomplete(self, keys: list[str]) -> DeadlineError:
+        missing, seen = self._missing(keys)
         rest = (
             f" (of ranks 0-{seen}; the deadline passed before the others were checked)"
             if seen < len(keys)
@@ -178,7 +201,7 @@ class _Gathering:
         old: str | None = None
         why_old = ""
         while True:
-            run = self._newer_run(old, why_old)
+            run = self._newer_run(rank, old, why_old)
             if (table := self._found(self._table_key(run))) is not None:
                 old, why_old = run, self._why_over(table, rank)
                 continue
@@ -211,16 +234,24 @@ class _Gathering:
             return f"; it has {table.size} ranks, and this one joins as rank {rank} of {self._size}"
         return ""
 
-    def _newer_run(self, old: str | None, why_old: str) -> str:
+    def _newer_run(self, rank: int, old: str | None, why_old: str) -> str:
         """Return the name of a run that is not `old`, once rank 0 begins one."""
-        pauses = doubling(*_PAUSES_S)
+        pauses, silent = doubling(*_PAUSES_S), rank >= _SPEAKERS
         while True:
+            wait_s = self._deadline.remaining()
+            if not silent:
+                wait_s = min(wait_s, self._notice.remaining())
+            run = old
             try:
-                run = self._store.get(self._run_key, self._deadline.remaining()).decode(errors="replace")
+                run = self._store.get(self._run_key, wait_s).decode(errors="replace")
             except DeadlineError as error:
-                raise self._late("rank 0 did not come to") from error
-            if run != old:
+                if self._deadline.passed():
+                    raise self._late("rank 0 did not come to") from error
+            if run is not None and run != old:
                 return run
+            if not silent and self._notice.passed():
+                silent = True
+                self._note_absence(rank, "rank 0")
             if self._deadline.passed():
                 left = f": it has only entries of an earlier run{why_old}"
                 raise self._late("rank 0 did not come to", left)

@@ -16,6 +16,7 @@ class Call(NamedTuple):
     `subject` says what the round is about, to tell ranks apart that are in rounds of one name about different
     things.  `merge` makes one request of several, the rank's own first and then that of each child's subtree,
     so that rank 0 gets a single one; it must be associative, and is not called for a request alone.
+    A round that `opens` is the first of a call that all ranks have to make: who waits there for long says so.
     """
 
     name: str
@@ -23,6 +24,7 @@ class Call(NamedTuple):
     timeout_s: float
     subject: str = ""
     merge: Merge | None = None
+    opens: bool = False
 
 
 class SendReport(NamedTuple):
@@ -61,6 +63,12 @@ class RoundDone(NamedTuple):
     outcome: Outcome
 
 
+class Warn(NamedTuple):
+    """To do: log, as a warning, that other ranks have not made the call that this round opens."""
+
+    text: str
+
+
 class Tell(NamedTuple):
     """To do: tell the parent or a child that the group is broken (its `RoundMachine.break_off`)."""
 
@@ -68,4 +76,4 @@ class Tell(NamedTuple):
     error: ReknitError
 
 
-Effect: TypeAlias = SendReport | SendOutcome | Refuse | Decide | RoundDone | Tell
+Effect: TypeAlias = SendReport | SendOutcome | Refuse | Decide | RoundDone | Warn | Tell

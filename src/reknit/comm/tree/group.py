@@ -180,10 +180,11 @@ class TreeGroup:
         *,
         merge: Merge | None = None,
         subject: str = "",
+        opens: bool = False,
     ) -> bytes:
         """Hold one round, as `Group.exchange` says; errors may take up to 5 s longer than `timeout_s`."""
         try:
-            return self.rounds.hold(Call(name, request, timeout_s, subject, merge), decide)
+            return self.rounds.hold(Call(name, request, timeout_s, subject, merge, opens), decide)
         except CommError:
             self.announce()
             raise

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Literal
 
 from reknit.comm import round_errors
 from reknit.comm.messages import Heading, Hello, too_large
-from reknit.comm.tree.effects import Decide, Refuse, RoundDone, SendOutcome, SendReport, Tell
+from reknit.comm.tree.effects import Decide, Refuse, RoundDone, SendOutcome, SendReport, Tell, Warn
 from reknit.comm.tree.subtree import Subtree
 from reknit.comm.tree.visits import Visits, agree, astray
 from reknit.errors import ProtocolError, ReknitError, from_wire
@@ -32,14 +32,15 @@ if TYPE_CHECKING:
 class _Round:
     """The round that this rank is in: it collects reports, then decides, or waits for the outcome.
 
-    `until` is the deadline of that state; `settling` is set once reports show that the round must fail,
-    `hopeless` once the parent was told so.
+    `until` is the deadline of that state, `notice_at` the time of a notice that ranks are missing; `settling`
+    is set once reports show that the round must fail, `hopeless` once the parent was told so.
     """
 
     heading: Heading
     call: Call
     until: float
     outcome_due: float
+    notice_at: float
     state: Literal["collect", "decide", "wait"] = "collect"
     settling: bool = False
     hopeless: bool = False
@@ -72,7 +73,15 @@ class RoundMachine:
     @property
     def next_at(self) -> float:
         """The time at which `tick` is due, or infinity."""
-        return math.inf if self._round is None else self._round.until
+        held = self._round
+        if held is None:
+            return math.inf
+        return min(held.until, held.notice_at) if held.state == "collect" else held.until
+
+    @property
+    def idle(self) -> bool:
+        """Whether this rank is in no round."""
+        return self._round is None
 
     # Inputs from the rank itself.
 
@@ -87,6 +96,7 @@ class RoundMachine:
             call,
             until=now + timeout_s + self._slack_s * self._beneath,
             outcome_due=now + timeout_s + self._slack_s * (self._height + self._above),
+            notice_at=now + round_errors.NOTICE_S if call.opens else math.inf,
         )
         if self.broken is not None:
             return self._finish(self._round, self.broken)
@@ -196,7 +206,13 @@ class RoundMachine:
 
     def tick(self, now: float) -> list[Effect]:
         """Act on the deadlines that have passed."""
-        return self._advance(now)
+        effects, held = self._advance(now), self._round
+        if held is None or held.state != "collect" or now < held.notice_at:
+            return effects
+        held.notice_at = math.inf
+        came = self._visits.reports(held.heading)
+        absent = {child: len(ranks) - 1 for child, ranks in self._subtree.below.items() if child not in came}
+        return [*effects, Warn(round_errors.awaited(held.heading, [self.rank], absent))]
 
     # What follows from them.
 
@@ -247,7 +263,7 @@ class RoundMachine:
         too_much = too_large(what, requests.nbytes, self._max_nbytes)
         if too_much is not None:
             return self._fail(held, too_much)
-        return self._send(held, heading.report(self.rank, requests))
+        return self._send(held, heading.report(self.rank, requests, opens=call.opens))
 
     def _fail(self, held: _Round, error: ReknitError) -> list[Effect]:
         """Send an error to all ranks, this one included."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import threading
 from collections import deque
 from dataclasses import dataclass
@@ -9,7 +10,7 @@ from typing import TYPE_CHECKING, Protocol
 
 from reknit.comm import round_errors
 from reknit.comm.meeting.identity import has_ended
-from reknit.comm.tree.effects import Decide, Refuse, RoundDone, SendOutcome, SendReport, Tell
+from reknit.comm.tree.effects import Decide, Refuse, RoundDone, SendOutcome, SendReport, Tell, Warn
 from reknit.errors import ProtocolError, ReknitError, from_wire, shortage
 from reknit.monitor.phase import monotonic
 
@@ -22,6 +23,9 @@ if TYPE_CHECKING:
 
     Decision = Callable[[list[bytes]], Sequence[bytes]]
     OnEnd = Callable[[Outcome | ReknitError], object]
+
+
+_log = logging.getLogger("reknit.comm")
 
 
 class Above(Protocol):
@@ -42,12 +46,26 @@ class Above(Protocol):
 
 @dataclass(eq=False, slots=True)
 class Visit:
-    """One call of a child that waits here: its round, and then what it is told, or that it hung up."""
+    """One call of a child that waits here: its report, and then what it is told, or that it hung up."""
 
-    child: int
-    number: int
+    report: Report
     outcome: Outcome | None = None
     hung_up: bool = False
+
+    @property
+    def over(self) -> bool:
+        """Whether nobody waits any more."""
+        return self.outcome is not None or self.hung_up
+
+    @property
+    def child(self) -> int:
+        """The rank that waits."""
+        return self.report.sender
+
+    @property
+    def number(self) -> int:
+        """The round in which it waits."""
+        return self.report.number
 
 
 class Rounds:
@@ -64,9 +82,10 @@ class Rounds:
         self._above: Above | None = None
         self._turn = threading.Lock()
         self.changed = threading.Condition()  # guards all from here on
+        self._noted = -1  # the last round of which this rank's absence was logged
         self._visits: dict[int, Visit] = {}
         self._attached: set[int] = set()
-        self._due: deque[SendReport | Decide | RoundDone] = deque()
+        self._due: deque[SendReport | Decide | Warn | RoundDone] = deque()
 
     def connect(self, above: Above) -> None:
         """Take the connection to the rank above, which hears at once if the group is broken already."""
@@ -102,6 +121,8 @@ class Rounds:
                     broken = self._machine.broken
                     answers = list(decide(effect.requests)) if broken is None else broken
                     self._put(self._machine.decided, effect.number, answers)
+                elif isinstance(effect, Warn):
+                    _log.warning("%s", effect.text)
                 else:
                     self._report(effect.report, again=asked)
                     asked = True
@@ -119,7 +140,7 @@ class Rounds:
             if self._above is not None:
                 self._above.drop()
 
-    def _next(self) -> SendReport | Decide | RoundDone:
+    def _next(self) -> SendReport | Decide | Warn | RoundDone:
         """Wait for the next effect that the rank's own thread must carry out, and return it."""
         while True:
             with self.changed:
@@ -137,7 +158,7 @@ class Rounds:
                 if has_ended(self._processes[child]):
                     self.break_off(round_errors.process_ended(child), child)
 
-    def _rest(self) -> list[SendReport | Decide | RoundDone]:
+    def _rest(self) -> list[SendReport | Decide | Warn | RoundDone]:
         """Return the effects that remain after the round has ended."""
         with self.changed:
             rest = list(self._due)
@@ -183,7 +204,7 @@ class Rounds:
 
     def attend(self, report: Report) -> Visit:
         """Take a child's report; raises `ReknitError` and changes nothing if it does not fit this round."""
-        visit = Visit(report.sender, report.number)
+        visit = Visit(report)
         with self.changed:
             effects = self._machine.hear_report(report, monotonic())
             for effect in effects:
@@ -199,11 +220,22 @@ class Rounds:
         return visit
 
     def answer(self, visit: Visit) -> Outcome | None:
-        """Wait for the end of the visit's round, and return what the child is told; None if it hung up."""
+        """Wait for the end of the visit's round, and return what the child is told; None if it hung up.
+
+        Logs, once for all children, that they have waited for long and this rank has not made their call.
+        """
         with self.changed:
-            while visit.outcome is None and not visit.hung_up:
-                self.changed.wait()
+            if visit.report.opens and not self.changed.wait_for(lambda: visit.over, round_errors.NOTICE_S):
+                self._note_own_absence(visit)
+            self.changed.wait_for(lambda: visit.over)
             return visit.outcome
+
+    def _note_own_absence(self, visit: Visit) -> None:
+        if not self._machine.idle or not self._noted < visit.number == self._machine.number:
+            return
+        self._noted = visit.number
+        waiting = sorted(child for child, other in self._visits.items() if other.number == visit.number)
+        _log.warning("%s", round_errors.awaited(visit.report, waiting, {self.rank: 0}))
 
     def leave(self, visit: Visit) -> None:
         """Note that the child's call ended; if that was before its outcome, the round cannot end well."""
@@ -252,7 +284,7 @@ class Rounds:
                 if visit is not None and visit.number == effect.outcome.number:
                     del self._visits[effect.child]
                     visit.outcome = effect.outcome
-            elif isinstance(effect, (SendReport, Decide, RoundDone)):
+            elif isinstance(effect, (SendReport, Decide, Warn, RoundDone)):
                 self._due.append(effect)
         self.changed.notify_all()
 

@@ -96,6 +96,7 @@ class ThreadGroup:
         *,
         merge: Merge | None = None,
         subject: str = "",
+        opens: bool = False,
     ) -> bytes:
         """Hold one round, as `Group.exchange` says."""
         self._put(self._enter, Call(name, request, timeout_s, subject, merge))

@@ -103,7 +103,7 @@ class Agents:
         """
         connect_s = options.comm.connect_timeout_s
         try:
-            with comm.turn(group, FORM_ROUND, options.timeout_s) as turn:
+            with comm.turn(group, FORM_ROUND, options.timeout_s, opens=True) as turn:
                 link = starting.link()
                 here = link.answer(connect_s)
                 assert isinstance(here, say.Listening)

@@ -66,7 +66,7 @@ def _load(job: LoadJob, root: LoadCoordinator) -> LoadReport:
     group, options, recorder, timeout_s = job.group, job.options, job.recorder, job.options.timeout_s
     with progress(recorder, start_thread, wanted=options.progress), ExitStack() as last:
         # 1 Open: the root reads manifest, index and shared values for everyone.
-        with recorder.phase("open"), comm.turn(group, FIRST_ROUND, timeout_s) as turn:
+        with recorder.phase("open"), comm.turn(group, FIRST_ROUND, timeout_s, opens=True) as turn:
             part = turn.exchange(request_items(job), root.open)
 
         # 2 Collect what the target takes; the root answers where that lies.

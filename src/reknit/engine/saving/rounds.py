@@ -31,7 +31,9 @@ _BEFORE_RECEIPT = frozenset({"plan", "stage", "digest", "write"})
 
 def assign_turn(job: SaveJob, *, subject: str = "") -> comm.Turn:
     """Return the `with` block in which a rank makes its `claims` and passes them to `assign`."""
-    return comm.turn(job.group, ASSIGN, job.options.timeout_s, merge=merge_claims, subject=subject)
+    return comm.turn(
+        job.group, ASSIGN, job.options.timeout_s, merge=merge_claims, subject=subject, opens=True
+    )
 
 
 def assign(
