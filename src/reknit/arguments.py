@@ -13,7 +13,7 @@ import numpy as np
 
 from reknit.engine.saving.commit import check_absent
 from reknit.engine.stored.moving import STAYS, moved_to
-from reknit.errors import ReknitError, UsageError, shown
+from reknit.errors import ReknitError, UsageError, did_you_mean, shown
 from reknit.storage.registry import MovedStorage, StoreRecipe, open_storage, recipe
 
 if TYPE_CHECKING:
@@ -156,7 +156,10 @@ def part_of(state: Mapping[str, Any], items: Sequence[str] | None) -> dict[str, 
         raise UsageError(f"items is a list of names, not {shown(items)}")
     names = tuple(state) if items is None else tuple(items)
     if absent := [name for name in names if name not in state]:
-        raise UsageError(f"items names {absent[0]!r}, but state has only {', '.join(map(repr, state))}")
+        raise UsageError(
+            f"items names {absent[0]!r}, but state has only {', '.join(map(repr, state))}",
+            remedy=did_you_mean(str(absent[0]), state),
+        )
     return {name: state[name] for name in names}
 
 

@@ -22,6 +22,7 @@ from reknit.engine.stored.renaming import Naming
 from reknit.errors import MismatchError, UsageError, did_you_mean
 from reknit.monitor.progress_text import amount
 from reknit.types.box import Box
+from reknit.types.meant import meant
 from reknit.types.shard import TensorSpec, full_name
 from reknit.types.wanted import matches
 
@@ -209,12 +210,14 @@ class Checkpoint(Shown):
         tensors = [(item, fqn) for item in wanted for fqn in self.tensors[item]]
         values = [(item, fqn) for item in wanted for fqn in self.values[item]]
         if only:
+            known = [full_name(*name) for name in (*tensors, *values)]
             for pattern in only:
-                if not any(matches(full_name(*name), [pattern]) for name in (*tensors, *values)):
+                if not any(matches(name, [pattern]) for name in known):
+                    near = meant(pattern, known)
                     raise MismatchError(
                         f"only has the pattern {pattern!r}, which matches nothing in the items read",
                         path=url,
-                        remedy="names are item/fqn; `reknit show` lists them",
+                        remedy=f"{near}  names are item/fqn; `reknit show` lists them",
                     )
             tensors = [name for name in tensors if matches(full_name(*name), only)]
             values = [name for name in values if matches(full_name(*name), only)]
