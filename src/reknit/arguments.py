@@ -14,6 +14,7 @@ import numpy as np
 from reknit.engine.saving.commit import check_absent
 from reknit.engine.stored.moving import STAYS, moved_to
 from reknit.errors import ReknitError, UsageError, did_you_mean, shown
+from reknit.keywords import unpacked
 from reknit.storage.registry import MovedStorage, StoreRecipe, open_storage, recipe
 
 if TYPE_CHECKING:
@@ -73,11 +74,10 @@ def _check_used(options: Any, call: str, unused: Sequence[str]) -> None:
 
 def _no_options(options: Any, kind: type[_Options]) -> UsageError:
     """Return the error for what is no options object of this kind."""
-    unpacked = isinstance(options, Mapping) and all(isinstance(name, str) for name in options)
-    inside = ", ".join(f"{name}={shown(value)}" for name, value in options.items()) if unpacked else "..."
+    by_name = isinstance(options, Mapping) and all(isinstance(name, str) for name in options)
     return UsageError(
         f"options is a reknit.{kind.__name__} here, not a {type(options).__name__}",
-        remedy=f"pass options=reknit.{kind.__name__}({inside})",
+        remedy=unpacked(options, kind) if by_name else f"pass options=reknit.{kind.__name__}(...)",
     )
 
 

@@ -178,7 +178,7 @@ def test_a_rule_may_be_for_the_items_of_another_rank(path: Path) -> None:
 
 def test_rules_that_match_nothing_ask_for_the_nearest_unless_they_are_optional(path: Path) -> None:
     t = reknit.transforms
-    rules = {
+    rules: dict[str, Any] = {
         "did you mean 'body.{x}'?": t.rename("bdoy.{x}", "trunk.{x}"),
         "did you mean 'head.weight'?": t.drop("model/head.weight"),
         "the names are 'body.weight', 'head.weight'": t.rewrite("xyz", "abc"),
@@ -190,7 +190,10 @@ def test_rules_that_match_nothing_ask_for_the_nearest_unless_they_are_optional(p
         with pytest.raises(reknit.MismatchError, match="matches no name in the checkpoint") as caught:
             reknit.load(path, target(), options=Options(transforms=[rule]))
         assert meant in str(caught.value.remedy)
-    optional = [t.names({"modle/": "m/"}, optional=True), t.rename("bdoy.{x}", "trunk.{x}", optional=True)]
+    optional: list[Any] = [
+        t.names({"modle/": "m/"}, optional=True),
+        t.rename("bdoy.{x}", "trunk.{x}", optional=True),
+    ]
     reknit.load(path, target(), options=Options(transforms=optional))
 
 

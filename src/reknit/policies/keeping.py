@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
 from reknit.errors import UsageError, shown
+from reknit.keywords import checked_call
 from reknit.policies.base import KeepPolicy, Policy, at_least_1, stretch_s
 
 if TYPE_CHECKING:
@@ -76,11 +77,13 @@ class _Without(KeepPolicy):
         return found
 
 
+@checked_call
 def latest(count: int) -> Policy:
     """Keep the newest `count` steps."""
     return _Latest(at_least_1("count", count))
 
 
+@checked_call
 def best(count: int, metric: str, *, mode: Literal["min", "max"] = "min") -> Policy:
     """Keep the `count` steps with the lowest (or with ``mode="max"`` the highest) `metric`."""
     if mode not in ("min", "max"):
@@ -92,6 +95,7 @@ def best(count: int, metric: str, *, mode: Literal["min", "max"] = "min") -> Pol
     return _Best(at_least_1("count", count), metric, mode)
 
 
+@checked_call
 def younger(
     *,
     seconds: float | None = None,
@@ -103,6 +107,7 @@ def younger(
     return _Younger(stretch_s("younger", seconds=seconds, minutes=minutes, hours=hours, days=days))
 
 
+@checked_call
 def without(*items: str, after_hours: float) -> Policy:
     """Keep all of every step, but for these items of steps that were saved longer ago than that.
 

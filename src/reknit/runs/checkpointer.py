@@ -11,7 +11,8 @@ from reknit import api
 from reknit.arguments import checked_metrics
 from reknit.engine.stored.notes import add_metrics
 from reknit.engine.stored.steps import METRICS, step_name
-from reknit.errors import CheckpointNotFoundError, CorruptError, DroppedError, VersionError
+from reknit.errors import CorruptError, DroppedError, VersionError
+from reknit.keywords import checked_call
 from reknit.monitor.phase import Recorder, monotonic, now
 from reknit.monitor.sinks.choosing import outlets_for
 from reknit.options import LoadOptions, SaveOptions
@@ -40,6 +41,7 @@ logger = logging.getLogger("reknit")
 _SETTLE_S = 300.0
 
 
+@checked_call
 class Checkpointer:
     """Saves the steps of a run below one folder, resumes from the newest, and keeps those that are wanted.
 
@@ -219,7 +221,7 @@ class Checkpointer:
 
         def add() -> None:
             if (found := self._tiers.newest(number=number)) is None:
-                raise self._missing(f"step {number}")
+                raise self._tiers.missing(f"step {number}")
             for tier in found.tiers:
                 add_metrics(self._tiers.levels[tier].storage.sub(found.name), numbers)
 
@@ -232,7 +234,7 @@ class Checkpointer:
         """
         number = step if step in ("latest", "best") else step_number(step)
         if (found := self._find("find", number)) is None:
-            raise self._missing(f"step {number}" if isinstance(number, int) else f"{number} step")
+            raise self._tiers.missing(f"step {number}" if isinstance(number, int) else f"{number} step")
         return self._load(found, state)[0]
 
     def steps(self) -> list[SavedStep]:
@@ -307,13 +309,6 @@ class Checkpointer:
 
         found = self._ask(name, find, f"step {step}" if before is None else "")
         return None if found is None else FoundStep(*found)
-
-    def _missing(self, what: str) -> CheckpointNotFoundError:
-        return CheckpointNotFoundError(
-            f"there is no {what} below {self._tiers.where}",
-            path=self._root,
-            remedy=f"look there: reknit ls {self._root}",
-        )
 
     def _ask(self, name: str, question: Callable[[], Any], subject: str = "") -> Any:
         """Return what rank 0 finds; its errors are raised on all ranks."""

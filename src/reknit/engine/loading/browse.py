@@ -20,6 +20,7 @@ from reknit.engine.stored.opening import (
 )
 from reknit.engine.stored.renaming import Naming
 from reknit.errors import MismatchError, UsageError, did_you_mean
+from reknit.keywords import checked_call
 from reknit.monitor.progress_text import amount
 from reknit.types.box import Box
 from reknit.types.meant import meant
@@ -48,6 +49,7 @@ class NewArrays(Protocol):
         """Return a saved value in the types that it had, with the tensors that it refers to."""
 
 
+@checked_call
 class Checkpoint(Shown):
     """An open checkpoint.  It holds metadata only; every `read` goes to storage, and is verified.
 

@@ -58,11 +58,10 @@ def idle_patterns(
         for pattern in patterns:
             saved = kind != "only" and any(matches(name, [pattern]) for name in known)
             if pattern in everywhere and not saved and not (kind == "strict" and _of_item(pattern, items)):
-                where = "the target of any rank" + ("" if kind == "only" else ", nor in the checkpoint")
-                question = meant(pattern, known)
+                nor = "" if kind == "only" else ", nor in the checkpoint"
+                near = f": {question}" if (question := meant(pattern, known)) else ""
                 lines.append(
-                    f"{kind}: the pattern {pattern!r} matches nothing in {where}"
-                    + (f": {question}" if question else "")
+                    f"{kind}: the pattern {pattern!r} matches nothing in the target of any rank{nor}{near}"
                 )
     return lines
 
