@@ -19,7 +19,7 @@ from reknit.options import LoadOptions, SaveOptions
 from reknit.policies.base import Facts
 from reknit.ranks import acting
 from reknit.runs.agreement import Agreement, asked
-from reknit.runs.arguments import check_one_root, policy_for, step_number
+from reknit.runs.arguments import check_keep, check_one_root, policy_for, step_number
 from reknit.runs.cadence import Cadence, late, missing
 from reknit.runs.load_step import UNSOUND, load_step
 from reknit.runs.other_hosts import OtherHosts
@@ -86,6 +86,7 @@ class Checkpointer:
         decides, sinks = self._group.rank == 0, outlets_for(options.events)
         self._sinks = sinks if decides else ()
         self._retentions = self._tiers.retentions(sinks, apart=self._other_hosts.apart) if decides else {}
+        self._keeps = [level.keep for level in self._tiers.levels if level.keep is not None]
         self._resumed = False
         self._saved: int | None = None
         self._saved_at = monotonic()
@@ -140,8 +141,9 @@ class Checkpointer:
         The last step can be saved again with `force`, which waits until it is there; if its save failed, that
         is one more try.
 
-        Raises what `reknit.save` does.  A step that is there already is replaced where this run has resumed
-        from an earlier one; otherwise that is `CheckpointExistsError`.
+        Raises what `reknit.save` does, and `UsageError` where `keep` is `without` an item that nothing has.
+        A step that is there already is replaced where this run has resumed from an earlier
+        one; otherwise that is `CheckpointExistsError`.
         """
         step = step_number(step)
         if not (force or self.should_save(step)):
@@ -149,6 +151,9 @@ class Checkpointer:
         numbers = checked_metrics(metrics)
         if (last := self._under_way.last(step, sure=force or self._wait)) is not None:
             return last
+        self._keeps = check_keep(
+            self._group, self._keeps, state, numbers, steps=self._tiers.steps, timeout_s=self._timeout_s
+        )
         begin = monotonic()
         tiers = self._cadence.due(step, self._under_way.busy_with, preempted=self.preempted is not None)
         pending = api.save(
