@@ -368,8 +368,8 @@ def test_patterns_say_what_may_differ(path: Path) -> None:
 
 
 def test_without_strict_everything_is_reported(path: Path) -> None:
-    state = {"model": {"b": np.zeros(4, np.int32), "new": np.full(1, 7)}, "extra": {"more": 1}}
-    state["model"]["w"] = np.zeros((2, 3, 4))
+    model = {"b": np.zeros(4, np.int32), "new": np.full(1, 7), "w": np.zeros((2, 3, 4))}
+    state = {"model": model, "extra": {"more": 1}}
     report = reknit.load(path, state, strict=False)
     assert set(report.missing) == {"model/new", "extra/more"}
     assert set(report.unexpected) == {"extra/epoch"}

@@ -83,9 +83,9 @@ def _wrong(
     kinds = [parameter.kind for parameter in parameters.values()]
     wrong = {keyword: value for keyword, value in given.items() if keyword not in parameters}
     if wrong and Parameter.VAR_KEYWORD not in kinds:
-        lacks = "has no option" if _called(name) == "option" else "has no keyword"
+        listed, is_option = ", ".join(map(repr, wrong)), _called(name) == "option"
         return KeywordError(
-            f"{name} {lacks} {', '.join(map(repr, wrong))}",
+            f"{name} has no option {listed}" if is_option else f"{name} has no keyword {listed}",
             remedy=_joined(_remedies(name, parameters, wrong, given)),
         )
     most, own = kinds.count(Parameter.POSITIONAL_OR_KEYWORD), "self" in parameters
