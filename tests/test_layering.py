@@ -32,13 +32,13 @@ ROWS = (
     ("monitor", "policies"),
     ("types",),
     ("options", "environment", "system"),
-    ("events",),
+    ("events", "keywords"),
     ("errors", "exits"),
 )
 ROW = {package: number for number, packages in enumerate(ROWS) for package in packages}
 
 # Below the door a package may not use all that lies lower.  A dotted name is one module of a package.
-LOWEST = {"options", "environment", "system", "events", "errors", "exits"}
+LOWEST = {"options", "environment", "system", "events", "keywords", "errors", "exits"}
 MAY_IMPORT = {
     "api": {
         "stored",
@@ -94,10 +94,11 @@ MAY_IMPORT = {
     "format": {"monitor", "types"} | LOWEST,
     "processes": LOWEST,
     "monitor": LOWEST,
-    "policies": {"types", "errors"},
+    "policies": {"types", "keywords", "errors"},
     "types": {"errors"},
-    "options": {"errors", "events"},
+    "options": {"errors", "events", "keywords"},
     "events": {"errors"},
+    "keywords": {"errors"},
     "environment": {"errors"},
     "system": {"errors"},
     "errors": set(),

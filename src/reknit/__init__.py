@@ -2,6 +2,7 @@
 
 import sys
 from importlib import import_module
+from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -123,11 +124,17 @@ if not TYPE_CHECKING:  # who checks types would take every name for one that is 
 
     def __getattr__(name: str) -> Any:
         if name not in __all__:
-            raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+            raise AttributeError(f"module {__name__!r} has no attribute {name!r}{_near(name)}", name=name)
         home = _HOMES.get(name)
         module = import_module(f"reknit.{home or name}")
         found = globals()[name] = module if home is None else getattr(module, name)
         return found
+
+    def _near(name: str) -> str:
+        from reknit.errors import did_you_mean
+
+        is_module = name.startswith("_") or find_spec(f"{__name__}.{name}") is not None  # which comes next
+        return "" if is_module or not (question := did_you_mean(name, __all__)) else f": {question}"
 
     # Agents and workers run such a module, and start sooner without all this; others would miss it later.
     if not (sys.orig_argv[1:2] == ["-m"] and sys.orig_argv[2].startswith("reknit.")):

@@ -38,6 +38,7 @@ from reknit.engine.outcome import PendingSave, SaveOutcome
 from reknit.engine.saving.job import SaveJob
 from reknit.errors import ReknitError, UsageError, typed_shortage
 from reknit.frameworks import registry
+from reknit.keywords import checked_call
 from reknit.monitor.phase import Recorder, Stopwatch
 from reknit.monitor.sinks.choosing import outlets_for
 from reknit.options import LoadOptions, SaveOptions
@@ -55,6 +56,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger("reknit")
 
 
+@checked_call
 @typed_shortage()
 @without_collections()
 def save(
@@ -144,6 +146,7 @@ def save(
     return PendingSave(pending)
 
 
+@checked_call
 @typed_shortage()
 @without_collections()
 def prepare(
@@ -203,6 +206,7 @@ def _wait_for_copies() -> None:
             pending.wait_staged()
 
 
+@checked_call
 def close(timeout_s: float | None = None) -> bool:
     """Wait for the saves under way, let the agents end, and give their memory back; tell whether all ended.
 
@@ -216,6 +220,7 @@ def close(timeout_s: float | None = None) -> bool:
     return ended
 
 
+@checked_call
 @typed_shortage()
 @without_collections()
 def load(
@@ -236,9 +241,11 @@ def load(
     With `strict` (the default) anything that would not be restored exactly raises `MismatchError` on every
     rank before anything changes; with `strict=False` the `LoadReport` tells it.  A list of patterns
     of names ``item/fqn`` says what is strict: ``["model/*"]`` the model alone, ``["!model/head.*"]`` all but
-    its head; the last pattern that matches a name decides.  A value that each
-    rank saved for itself (random state, `PerRank`) is restored when the ranks are the same, and otherwise
-    left alone and mentioned in `LoadReport.notes`.
+    its head; the last pattern that matches a name decides.  Whatever `strict` says, it is a `MismatchError`
+    if `state` has tensors and none of them on any rank would be restored (unless the checkpoint has only
+    values, and some are), or if a pattern matches no name on any rank.  A value that each rank saved for
+    itself (random state, `PerRank`) is restored when the ranks are the same, and otherwise left alone and
+    mentioned in `LoadReport.notes`.
 
     Raises `CheckpointNotFoundError`, `MismatchError`, `CorruptError`, `VersionError`, `StorageError`,
     `CommError`: on every rank the same error, naming rank and phase.

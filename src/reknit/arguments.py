@@ -13,7 +13,8 @@ import numpy as np
 
 from reknit.engine.saving.commit import check_absent
 from reknit.engine.stored.moving import STAYS, moved_to
-from reknit.errors import ReknitError, UsageError, shown
+from reknit.errors import ReknitError, UsageError, did_you_mean, shown
+from reknit.keywords import unpacked
 from reknit.storage.registry import MovedStorage, StoreRecipe, open_storage, recipe
 
 if TYPE_CHECKING:
@@ -73,11 +74,10 @@ def _check_used(options: Any, call: str, unused: Sequence[str]) -> None:
 
 def _no_options(options: Any, kind: type[_Options]) -> UsageError:
     """Return the error for what is no options object of this kind."""
-    unpacked = isinstance(options, Mapping) and all(isinstance(name, str) for name in options)
-    inside = ", ".join(f"{name}={shown(value)}" for name, value in options.items()) if unpacked else "..."
+    by_name = isinstance(options, Mapping) and all(isinstance(name, str) for name in options)
     return UsageError(
         f"options is a reknit.{kind.__name__} here, not a {type(options).__name__}",
-        remedy=f"pass options=reknit.{kind.__name__}({inside})",
+        remedy=unpacked(options, kind) if by_name else f"pass options=reknit.{kind.__name__}(...)",
     )
 
 
@@ -156,7 +156,10 @@ def part_of(state: Mapping[str, Any], items: Sequence[str] | None) -> dict[str, 
         raise UsageError(f"items is a list of names, not {shown(items)}")
     names = tuple(state) if items is None else tuple(items)
     if absent := [name for name in names if name not in state]:
-        raise UsageError(f"items names {absent[0]!r}, but state has only {', '.join(map(repr, state))}")
+        raise UsageError(
+            f"items names {absent[0]!r}, but state has only {', '.join(map(repr, state))}",
+            remedy=did_you_mean(str(absent[0]), state),
+        )
     return {name: state[name] for name in names}
 
 

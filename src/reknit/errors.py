@@ -5,6 +5,7 @@
     ReknitError                        catch this to catch everything
     ├── UsageError (ValueError)        the call is wrong: mend the code
     │   ├── StateError                 `state` holds something that cannot be saved or filled
+    │   ├── KeywordError (TypeError)   the call has no such keyword
     │   ├── UnknownSchemeError         no storage is registered for this URL
     │   └── MissingExtraError          an optional dependency is not installed
     ├── CheckpointNotFoundError        there is no committed checkpoint here
@@ -105,6 +106,10 @@ class UsageError(ReknitError, ValueError):
 
 class StateError(UsageError):
     """`state` holds something that cannot be saved or filled."""
+
+
+class KeywordError(UsageError, TypeError):
+    """The call has no such keyword, or the options no such option."""
 
 
 class UnknownSchemeError(UsageError):
@@ -223,7 +228,7 @@ def nearest(name: str, names: Iterable[str]) -> list[str]:
 
 
 def did_you_mean(name: str, names: Iterable[str]) -> str | None:
-    """Return a question that offers the most similar of `names`, None where none resembles `name`."""
+    """Return the question whether `name` stands for the most similar of `names`, None for none."""
     near = nearest(name, names)
     return f"did you mean {near[0]!r}?" if near else None
 

@@ -10,6 +10,7 @@ from typing import Any, Literal, Protocol, runtime_checkable
 
 from reknit.errors import UsageError, shown
 from reknit.events import Events, check_events
+from reknit.keywords import checked_call
 
 MIB = 1 << 20
 LEAST_INFLIGHT_NBYTES = 16 * MIB
@@ -36,6 +37,7 @@ class Transform(Protocol):
         """Return the rule that leads back."""
 
 
+@checked_call
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Tls:
     """Certificates by which ranks know each other, as paths of PEM files."""
@@ -63,6 +65,7 @@ class Tls:
         )
 
 
+@checked_call
 @dataclass(frozen=True, kw_only=True, slots=True)
 class CommOptions:
     """How ranks reach each other.  The first save or load of a group decides for all later ones."""
@@ -132,6 +135,7 @@ class PromotionTarget:
 _Place = str | os.PathLike[str] | PromotionTarget
 
 
+@checked_call
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SaveOptions:
     """How `reknit.save` writes."""
@@ -205,10 +209,8 @@ class SaveOptions:
         _require(
             self.host_nbytes is None or self.host_nbytes >= 64 * MIB, "host_nbytes must be at least 64 MiB"
         )
-        _require(
-            self.piece_nbytes in (None, 4 * MIB, 8 * MIB, 16 * MIB, 32 * MIB),
-            "piece_nbytes is 4, 8, 16 or 32 MiB",
-        )
+        sizes = [nbytes * MIB for nbytes in (4, 8, 16, 32)]
+        _require(self.piece_nbytes in (None, *sizes), "piece_nbytes is 4, 8, 16 or 32 MiB")
         _require(self.exit_wait_s >= 0, "exit_wait_s must not be negative")
 
     @property
@@ -221,6 +223,7 @@ class SaveOptions:
         return tuple(one if isinstance(one, PromotionTarget) else PromotionTarget(one) for one in several)
 
 
+@checked_call
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LoadOptions:
     """How `reknit.load` reads.  Patterns are those of ``fnmatch``, for names ``item/fqn`` of the state."""
@@ -269,7 +272,11 @@ class LoadOptions:
         _check_choices(self, share=("auto", "always", "never"), verify=("touched", "full", "off"))
         for name in ("only", "allow_shape_mismatch"):
             _check_patterns(name, getattr(self, name))
-        _check_transforms(self.transforms)
+        _require(
+            isinstance(self.transforms, Sequence)
+            and all(isinstance(one, Transform) for one in self.transforms),
+            f"transforms is a list of rules of reknit.transforms, not {self.transforms!r}",
+        )
         _check_resources(self)
         check_events(self.events)
         _require(self.gap_nbytes is None or self.gap_nbytes >= 0, "gap_nbytes must not be negative")
@@ -340,11 +347,4 @@ def _check_patterns(name: str, patterns: object) -> None:
     _require(
         isinstance(patterns, (tuple, list)) and all(isinstance(p, str) and p for p in patterns),
         f"{name} is a tuple of patterns, which are texts that are not empty, not {patterns!r}",
-    )
-
-
-def _check_transforms(transforms: object) -> None:
-    _require(
-        isinstance(transforms, Sequence) and all(isinstance(one, Transform) for one in transforms),
-        f"transforms is a list of rules of reknit.transforms, not {transforms!r}",
     )

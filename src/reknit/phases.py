@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 from reknit.errors import UsageError, shown
 from reknit.events import check_events
+from reknit.keywords import checked_call
 from reknit.monitor.own_phase import ACTION, around, own_phase
 from reknit.monitor.phase import Recorder
 from reknit.monitor.sinks.choosing import outlets_for
@@ -20,6 +21,7 @@ if TYPE_CHECKING:
     from reknit.monitor.phase import Running
 
 
+@checked_call
 def phase(
     name: str,
     *,

@@ -19,6 +19,7 @@ from reknit.frameworks.jax import job as jax_job
 from reknit.frameworks.jax.job import coordination_store
 from reknit.frameworks.torch.carrier import TorchCarrier
 from reknit.frameworks.torch.job import TorchStore, current_job, subgroup_job
+from reknit.keywords import checked_call
 from reknit.options import CommOptions
 
 if TYPE_CHECKING:
@@ -104,6 +105,7 @@ def _tree(store: Store, rank: int, size: int, job: str, options: CommOptions) ->
     return TreeGroup.join(store, rank, size, job=job, options=options)
 
 
+@checked_call
 def connect(
     rank: int,
     size: int,

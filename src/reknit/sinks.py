@@ -6,6 +6,7 @@ method `take(records)` can take its place.
 
 from reknit.errors import UsageError, shown
 from reknit.events import Sink
+from reknit.keywords import checked_call
 from reknit.monitor.outlet import flush_all
 from reknit.monitor.sinks.clickhouse import ClickHouse
 from reknit.monitor.sinks.duckdb import DuckDB
@@ -28,6 +29,7 @@ __all__ = [
 ]
 
 
+@checked_call
 def flush(timeout_s: float = 10.0) -> bool:
     """Wait until all sinks of this process have had what was told so far; tell whether they have.
 

@@ -29,6 +29,7 @@ from reknit.engine.stored.steps import steps_below
 from reknit.engine.stored.verify import verify as verify_story
 from reknit.errors import UsageError, shown, typed_shortage
 from reknit.frameworks import arrays
+from reknit.keywords import checked_call
 from reknit.monitor.phase import Recorder
 from reknit.monitor.sinks.choosing import outlets_for
 from reknit.options import LoadOptions, SaveOptions, check_rate
@@ -43,6 +44,7 @@ if TYPE_CHECKING:
     from reknit.types.saved_step import SavedStep
 
 
+@checked_call
 @typed_shortage()
 def open(path: str | PathLike[str], *, options: LoadOptions | None = None) -> Checkpoint:
     """Open a checkpoint for looking and for reading any part of any tensor; no other rank is needed.
@@ -64,6 +66,7 @@ def open(path: str | PathLike[str], *, options: LoadOptions | None = None) -> Ch
     return checkpoint
 
 
+@checked_call
 @typed_shortage()
 def verify(
     path: str | PathLike[str],
@@ -83,6 +86,7 @@ def verify(
         return verify_story(storage, level, options)
 
 
+@checked_call
 @typed_shortage()
 def latest(
     root: str | PathLike[str],
@@ -113,6 +117,7 @@ def latest(
         return newest(storage)
 
 
+@checked_call
 @typed_shortage()
 def steps(root: str | PathLike[str]) -> list[SavedStep]:
     """Return the committed checkpoints directly below `root`, by step, with time, size, items and metrics.
@@ -124,6 +129,7 @@ def steps(root: str | PathLike[str]) -> list[SavedStep]:
         return steps_below(storage)
 
 
+@checked_call
 @typed_shortage()
 def delete(path: str | PathLike[str], *, items: Sequence[str] | None = None, dry_run: bool = False) -> int:
     """Remove the checkpoint at `path`, or only some of its `items`, and return the bytes that this freed.
@@ -144,6 +150,7 @@ def delete(path: str | PathLike[str], *, items: Sequence[str] | None = None, dry
         return drop(storage, tuple(items), dry_run=dry_run)
 
 
+@checked_call
 @typed_shortage()
 def pin(path: str | PathLike[str], reason: str = "") -> None:
     """Keep the checkpoint at `path` from being removed, by a run's `keep` and by `reknit.delete`.
@@ -156,6 +163,7 @@ def pin(path: str | PathLike[str], reason: str = "") -> None:
         notes.pin(storage, reason)
 
 
+@checked_call
 @typed_shortage()
 def unpin(path: str | PathLike[str]) -> bool:
     """Let the checkpoint at `path` be removed again, and tell whether it was pinned.
@@ -166,6 +174,7 @@ def unpin(path: str | PathLike[str]) -> bool:
         return notes.unpin(storage)
 
 
+@checked_call
 @typed_shortage()
 def note(path: str | PathLike[str], metrics: Mapping[str, float], *, write_id: str | None = None) -> None:
     """Add metrics to the committed checkpoint at `path`, such as a score that an evaluation has found.
@@ -182,6 +191,7 @@ def note(path: str | PathLike[str], metrics: Mapping[str, float], *, write_id: s
         notes.add_metrics(storage, numbers, write_id)
 
 
+@checked_call
 @typed_shortage()
 def promote(
     path: str | PathLike[str],
@@ -212,6 +222,7 @@ def promote(
             return promote_alone(Promotion(*places, overwrite, options, recorder))
 
 
+@checked_call
 @typed_shortage()
 def cool(path: str | PathLike[str], to: str | PathLike[str], *, bytes_per_s: float | None = None) -> int:
     """Move the files of the committed checkpoint at `path` to `to`, and return the bytes freed at `path`.

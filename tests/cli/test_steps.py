@@ -74,6 +74,13 @@ def test_prune_without_a_sensible_wish_removes_nothing(
     assert steps(root) == [10, 20, 30, 40]
 
 
+def test_prune_says_the_nearest_item_to_one_that_no_step_has(command: Command, root: Path) -> None:
+    ran = command("prune", root, "--keep-last", "9", "--drop", "modle:1")
+    assert ran.code == 2
+    assert "without names 'modle'" in ran.err
+    assert "did you mean 'model'?" in ran.err
+
+
 def test_prune_of_a_wrong_path_says_so(command: Command, root: Path) -> None:
     assert command("prune", root / "typo", "--keep-last", "1").code == 3
     ran = command("prune", root / "step_00000010", "--keep-last", "1")

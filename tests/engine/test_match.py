@@ -217,12 +217,13 @@ def test_damage_comes_first_and_makes_it_another_error() -> None:
     assert lines[-1] == "  ... and 11 more"
 
 
-def test_a_pattern_is_idle_when_it_is_on_all_ranks() -> None:
-    only = ("a*", "b*")
-    require_fit([asked(0, idle=["a*"]), asked(1, idle=["b*"])], [], only, (), "here")
-    with pytest.raises(MismatchError, match=r"only: the pattern 'b\*' matches nothing"):
-        require_fit([asked(0, idle=["a*", "b*"]), asked(1, idle=["b*"])], [], only, (), "here")
-    require_fit([asked(0, idle=["b*"])], [], ("b*",), ("*",), "here")
+def test_a_pattern_that_matches_nothing_comes_before_what_it_may_explain() -> None:
+    many = [f"n{number}" for number in range(30)]
+    with pytest.raises(MismatchError) as caught:
+        require_fit([asked(0, missing=many)], [], ["only: the pattern 'b*' matches nothing"], (), "here")
+    assert caught.value.message.splitlines()[1] == "  only: the pattern 'b*' matches nothing"
+    with pytest.raises(MismatchError):
+        require_fit([asked(0)], [], ["only: the pattern 'b*' matches nothing"], ("*",), "here")
 
 
 def test_a_pattern_means_names_as_they_are_spelled() -> None:

@@ -212,9 +212,9 @@ def test_restore_is_not_called_for_what_does_not_come(tmp_path: Path) -> None:
     bag = Bag(
         [whole("w", np.ones(3), "float64", (3,)), whole("v", np.ones(2), "float64", (2,)), Value("n", 1)]
     )
-    reknit.save(tmp_path / "x", {"bag": bag}).result()
+    reknit.save(tmp_path / "x", {"bag": bag, "beside": np.ones(1)}).result()
     other = Bag([whole("w", np.zeros(4), "float64", (4,)), whole("u", np.zeros(2), "float64", (2,))])
-    reknit.load(tmp_path / "x", {"bag": other}, strict=False)
+    reknit.load(tmp_path / "x", {"bag": other, "beside": np.zeros(1)}, strict=False)
     assert other.restored == []
     some = Bag(
         [whole("w", np.zeros(3, np.float32), "float32", (3,)), whole("v", np.zeros(2), "float64", (2,))]

@@ -48,8 +48,8 @@ def test_what_a_split_makes_may_be_taken_by_several_ranks(tmp_path: Path) -> Non
 
 
 def test_padding_of_what_a_lenient_load_leaves_is_left_too(tmp_path: Path) -> None:
-    reknit.save(tmp_path, {"m": {"a": torch.arange(2.0)}})
-    state = {"m": {"a": torch.ones(3, dtype=torch.float16)}}
+    reknit.save(tmp_path, {"m": {"a": torch.arange(2.0), "b": torch.ones(1)}})
+    state = {"m": {"a": torch.ones(3, dtype=torch.float16), "b": torch.zeros(1)}}
     options = reknit.LoadOptions(transforms=[t.pad("a", 3)])
     assert "m/a" in reknit.load(tmp_path, state, strict=False, options=options).mismatched
     assert state["m"]["a"].tolist() == [1, 1, 1]
@@ -91,11 +91,11 @@ class Copies:
     "saved", [np.ones(2, np.complex64), np.ones((2, 1), np.float32)], ids=["another kind", "more dimensions"]
 )
 def test_a_framework_gets_no_memory_that_was_not_filled(saved: Any, tmp_path: Path) -> None:
-    reknit.save(tmp_path, {"x": saved})
+    reknit.save(tmp_path, {"x": saved, "other": np.ones(1)})
     x = Copied(np.zeros(2, np.float32))
     options = reknit.LoadOptions(cast=True, allow_shape_mismatch=("x",))
     with registered(Copies()):
-        report = reknit.load(tmp_path, {"x": x}, strict=False, options=options)
+        report = reknit.load(tmp_path, {"x": x, "other": np.zeros(1)}, strict=False, options=options)
     assert "x" in report.mismatched
     assert x.values.tolist() == [0, 0]
 

@@ -17,8 +17,10 @@ from reknit.policies import at, best, latest, without
 from reknit.runs.retention import Retention
 from reknit.storage.local.store import LocalStorage
 from reknit.storage.registry import open_storage
+from reknit.testing.world import run_ranks
 
 if TYPE_CHECKING:
+    from reknit.comm.base import Group
     from reknit.policies import Policy
 
 STATE: dict[str, Any] = {"model": {"w": np.arange(10.0)}}
@@ -322,3 +324,44 @@ def test_a_follower_does_not_meet_a_step_again_of_which_items_went(tmp_path: Pat
     assert list(reknit.watch(tmp_path, name="eval", poll_s=0.01, idle_s=0.01)) == []
     (first,) = [each for each in reknit.watch(tmp_path, poll_s=0.01, idle_s=0.01) if each.step == 1]
     assert (first.items, first.dropped) == (("model",), ("optimizer",))
+
+
+# Names in policies that nothing has.
+
+
+def test_an_item_that_neither_state_nor_step_has_is_an_error_on_all_ranks_before_anything_is_saved(
+    tmp_path: Path,
+) -> None:
+    def act(group: Group) -> None:
+        keep = latest(1) & without("optimzer", "model", after_hours=1)
+        run = reknit.Checkpointer(tmp_path, keep=keep, group=group, wait=True)
+        mine = {("model", "optimizer")[group.rank]: {"w": np.ones(2)}}
+        for _ in range(2):
+            with pytest.raises(reknit.UsageError, match="without names 'optimzer'") as caught:
+                run.save(1, mine)
+            assert caught.value.remedy == "did you mean 'optimizer'?"
+        run.close()
+        keep = latest(1) & without("optimizer", "model", after_hours=1)
+        with reknit.Checkpointer(tmp_path, keep=keep, group=group, wait=True) as run:
+            run.save(1, mine)
+            run.save(2, mine)
+
+    run_ranks(2, act)
+    assert len(reknit.steps(tmp_path)) == 1
+
+
+def test_an_item_that_only_older_steps_have_may_be_named(tmp_path: Path) -> None:
+    two_items(tmp_path, 1, 2, 3)
+    reknit.delete(tmp_path / "step_00000001", items=["optimizer"])
+    keep = latest(9) & without("optimizer", after_hours=1e-9)
+    with reknit.Checkpointer(tmp_path, keep=keep, wait=True) as run:
+        run.save(4, {"model": {"w": np.zeros(10)}})
+
+
+def test_a_metric_that_is_like_one_of_the_step_is_logged(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    with reknit.Checkpointer(tmp_path, keep=best(1, "los") | best(1, "score"), wait=True) as run:
+        run.save(1, {"model": {"w": np.zeros(10)}}, {"loss": 1.0})
+    said = [record.message for record in caplog.records if "metric" in record.message]
+    assert said == ["keep names the metric 'los', which the first step lacks: did you mean 'loss'?"]

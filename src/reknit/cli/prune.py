@@ -11,6 +11,8 @@ from reknit.engine.stored.newest import absent
 from reknit.engine.stored.steps import numbered
 from reknit.errors import UsageError
 from reknit.monitor.progress_text import amount
+from reknit.policies.keeping import named_items, require_items
+from reknit.runs.arguments import items_of
 from reknit.runs.retention import Retention
 from reknit.storage.registry import open_storage
 
@@ -53,6 +55,7 @@ def run(args: argparse.Namespace) -> int:
         if not numbered(storage):
             raise absent(storage, "are no steps in")
         retention = Retention(storage, keep)
+        require_items(named_items([keep]), items_of(retention.steps()))
         aged = retention.aged()
         gone = retention.surplus() if args.dry_run else retention.prune()
     if args.json:

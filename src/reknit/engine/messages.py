@@ -217,8 +217,10 @@ class SharePlan(msgspec.Struct, array_like=True):
 class LoadRequest(msgspec.Struct, array_like=True):
     """Before a load's reading: what does not fit on a rank, and what it would read.
 
-    `idle` are patterns of `LoadOptions.only` that match nothing in the rank's target, `damaged` sentences
-    about files.
+    `idle` are patterns of the load that match nothing in the rank's target, `idle_rules` numbers of
+    transforms that match nothing in its items, `damaged` sentences about files.  `num_tensors` are those that
+    the rank asks for, `num_filled` those that it finds, `num_values` other values that it finds.  `lacking`
+    and `unfit` are what is missing and mismatched in a lenient load on a rank that finds no tensor at all.
     """
 
     rank: int
@@ -227,6 +229,12 @@ class LoadRequest(msgspec.Struct, array_like=True):
     idle: list[str]
     damaged: list[str]
     offer: Offer | None
+    idle_rules: list[int] = []
+    num_tensors: int = 0
+    num_filled: int = 0
+    num_values: int = 0
+    lacking: list[tuple[str, str]] = []
+    unfit: list[tuple[str, str]] = []
 
 
 class Stopped(msgspec.Struct, array_like=True):

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Generic, TypeVar
 from reknit.engine.display import Shown, logged, ranks
 from reknit.engine.report import PromotionReport, SaveReport
 from reknit.errors import DeadlineError, SkippedError, UsageError
+from reknit.keywords import checked_call
 from reknit.monitor.phase import Deadline
 from reknit.monitor.progress_text import amount
 
@@ -161,6 +162,7 @@ class SaveOutcome(Awaited[SaveReport]):
         return logged("saved", self.report.path, self.report.step, self.report.total_nbytes, by, seconds)
 
 
+@checked_call
 class PendingSave(Shown):
     """A save that is under way or has ended, as `reknit.save` returns it."""
 

@@ -23,6 +23,7 @@ from reknit.errors import StateError, UsageError, shortage
 from reknit.frameworks.neutral import to_neutral
 from reknit.frameworks.walk.adapter import Adapter
 from reknit.frameworks.walk.walk import View
+from reknit.keywords import checked_call
 from reknit.types.box import Box
 from reknit.types.dtype import ITEMSIZE, numpy_dtype
 from reknit.types.shard import TensorSpec
@@ -92,6 +93,7 @@ class CustomFramework(Protocol):
 registered_frameworks: list[CustomFramework] = []
 
 
+@checked_call
 def register_framework(framework: CustomFramework) -> None:
     """Make a framework known to all later saves and loads of this process; the first that matches is taken.
 

@@ -15,6 +15,7 @@ from reknit.frameworks import tree
 from reknit.frameworks.neutral import from_neutral, put_array, to_neutral
 from reknit.frameworks.stateful import is_stateful
 from reknit.frameworks.walk.adapter import Adapter
+from reknit.keywords import checked_call
 
 if TYPE_CHECKING:
     from reknit.frameworks.walk.loading import Loading
@@ -22,6 +23,7 @@ if TYPE_CHECKING:
     from reknit.frameworks.walk.walk import Assign, Place, World
 
 
+@checked_call
 class PerRank:
     """A value, or an object with `state_dict` and `load_state_dict`, of which every rank has its own.
 
@@ -79,6 +81,7 @@ def _key(coordinate: Mapping[str, int]) -> frozenset[tuple[str, int]]:
     return frozenset(coordinate.items())
 
 
+@checked_call
 class RngState(PerRank):
     """The random generators of this process: Python's, NumPy's global one, torch's, and the current GPU's.
 

@@ -5,11 +5,12 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
-from reknit.errors import UsageError, shown
+from reknit.errors import UsageError, did_you_mean, shown
+from reknit.keywords import checked_call
 from reknit.policies.base import KeepPolicy, Policy, at_least_1, stretch_s
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Iterable, Sequence
     from collections.abc import Set as AbstractSet
 
     from reknit.types.saved_step import SavedStep
@@ -76,11 +77,13 @@ class _Without(KeepPolicy):
         return found
 
 
+@checked_call
 def latest(count: int) -> Policy:
     """Keep the newest `count` steps."""
     return _Latest(at_least_1("count", count))
 
 
+@checked_call
 def best(count: int, metric: str, *, mode: Literal["min", "max"] = "min") -> Policy:
     """Keep the `count` steps with the lowest (or with ``mode="max"`` the highest) `metric`."""
     if mode not in ("min", "max"):
@@ -92,6 +95,7 @@ def best(count: int, metric: str, *, mode: Literal["min", "max"] = "min") -> Pol
     return _Best(at_least_1("count", count), metric, mode)
 
 
+@checked_call
 def younger(
     *,
     seconds: float | None = None,
@@ -103,6 +107,7 @@ def younger(
     return _Younger(stretch_s("younger", seconds=seconds, minutes=minutes, hours=hours, days=days))
 
 
+@checked_call
 def without(*items: str, after_hours: float) -> Policy:
     """Keep all of every step, but for these items of steps that were saved longer ago than that.
 
@@ -112,6 +117,29 @@ def without(*items: str, after_hours: float) -> Policy:
     if not items or not all(isinstance(item, str) for item in items):
         raise UsageError(f'without takes names of items, such as "optimizer", not {shown(items)}')
     return _Without(frozenset(items), stretch_s("without", hours=after_hours))
+
+
+def named_items(policies: Iterable[Policy]) -> list[str]:
+    """Return the items that `without` names in policies."""
+    leaves = [leaf for policy in policies for leaf in policy.leaves()]
+    return sorted({name for leaf in leaves if isinstance(leaf, _Without) for name in leaf.names})
+
+
+def named_metrics(policies: Iterable[Policy]) -> list[str]:
+    """Return the metrics that `best` names in policies."""
+    leaves = [leaf for policy in policies for leaf in policy.leaves()]
+    return sorted({leaf.metric for leaf in leaves if isinstance(leaf, _Best)})
+
+
+def require_items(named: Iterable[str], items: Iterable[str]) -> None:
+    """Raise `UsageError` for an item that `without` names and no step has: its rule would do nothing."""
+    known = dict.fromkeys(items)
+    if absent := [name for name in named if name not in known]:
+        question = did_you_mean(absent[0], known)
+        raise UsageError(
+            f"without names {absent[0]!r}, an item that neither the state nor any step has",
+            remedy=question or f"the items are {', '.join(map(repr, known))}",
+        )
 
 
 def ranked(policy: Policy | None, steps: Sequence[SavedStep]) -> list[SavedStep]:

@@ -8,6 +8,7 @@ from os import PathLike
 from typing import Literal
 
 from reknit.errors import UsageError, shown
+from reknit.keywords import checked_call
 from reknit.policies.base import HOUR_S, Moment, Policy, SavePolicy, positive
 from reknit.policies.interval import RunCosts
 
@@ -66,11 +67,13 @@ class OnPreemption(SavePolicy):
         return None if moment.facts is None else moment.facts.preempted and moment.facts.in_time
 
 
+@checked_call
 def first() -> Policy:
     """Save at the first step of a run that starts from nothing."""
     return _First()
 
 
+@checked_call
 def continuous(*, least_gap_s: float = 0.0) -> Policy:
     """Save whenever the last save is written, but not more often than `least_gap_s` seconds apart."""
     if not positive(least_gap_s) and least_gap_s != 0:
@@ -78,6 +81,7 @@ def continuous(*, least_gap_s: float = 0.0) -> Policy:
     return _Continuous(float(least_gap_s))
 
 
+@checked_call
 def auto(*, overhead: float | None = None, mttf_hours: float | None = None) -> Policy:
     """Save as often as failures and saves together cost least, by what the saves of this run take.
 
@@ -94,6 +98,7 @@ def auto(*, overhead: float | None = None, mttf_hours: float | None = None) -> P
     return _Auto(overhead, None if mttf_hours is None else mttf_hours * HOUR_S)
 
 
+@checked_call
 def on_preemption(
     *signals: signal.Signals | int,
     file: str | PathLike[str] | None = None,

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from reknit.keywords import checked_call
 from reknit.policies.base import Moment, Policy, at_least_1, stretch_s, whole
 
 if TYPE_CHECKING:
@@ -49,6 +50,7 @@ class _At(Policy):
         return self.steps
 
 
+@checked_call
 def every(
     steps: int | None = None,
     *,
@@ -65,11 +67,13 @@ def every(
     return _EverySteps(at_least_1("steps", steps)) if steps is not None else _EverySeconds(stretch)
 
 
+@checked_call
 def at(*steps: int) -> Policy:
     """Save at these steps; or keep them, whatever the other policies say."""
     return _At(frozenset(whole("a step", step, least=0) for step in steps))
 
 
+@checked_call
 def last(total: int) -> Policy:
     """Save at the last step of `total`, which is ``total - 1``."""
     return _At(frozenset({at_least_1("total", total) - 1}))

@@ -2,16 +2,25 @@
 
 from __future__ import annotations
 
+import json
+import logging
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from reknit.arguments import checked_step
-from reknit.errors import UsageError, shown
+from reknit.comm import base as comm
+from reknit.errors import UsageError, did_you_mean, shown
 from reknit.policies.base import policy_of
+from reknit.policies.keeping import named_items, named_metrics, require_items
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Callable, Iterable, Sequence
 
+    from reknit.comm.base import Group
     from reknit.policies.base import Policy
+    from reknit.types.saved_step import SavedStep
+
+logger = logging.getLogger("reknit")
 
 
 def policy_for(role: str, value: object) -> Policy:
@@ -48,3 +57,41 @@ def check_one_root(root: object, tiers: object, given: Mapping[str, object], *op
     for name in ("promote_to", "replicas"):
         if any(getattr(each, name, None) for each in options):
             raise UsageError(f"{name} means nothing beside tiers", remedy="make that place a tier")
+
+
+def items_of(steps: Iterable[SavedStep]) -> list[str]:
+    """Return the items that steps have, or had before these were dropped."""
+    return list(dict.fromkeys(item for step in steps for item in (*step.items, *step.dropped)))
+
+
+def check_keep(
+    group: Group,
+    policies: Sequence[Policy],
+    state: object,
+    metrics: Mapping[str, object],
+    *,
+    steps: Callable[[], Sequence[SavedStep]],
+    timeout_s: float,
+) -> list[Policy]:
+    """Raise `UsageError` on all ranks for an item that policies name, but no rank's state has and no step.
+
+    Return the policies that are still to be checked: none.  Where items are named, the ranks hold a round.
+    A metric may be added to a step later, so one that is like one of `metrics` is only logged.
+    """
+    for name in named_metrics(policies) if group.rank == 0 else ():
+        if name not in metrics and (question := did_you_mean(name, metrics)) is not None:
+            logger.warning("keep names the metric %r, which the first step lacks: %s", name, question)
+    if not (named := named_items(policies)):
+        return []
+
+    def decide(requests: Sequence[bytes]) -> list[bytes]:
+        items = [item for request in requests for item in json.loads(request)]
+        if not set(named) <= set(items):
+            require_items(named, [*items, *items_of(steps())])
+        return [b""] * len(requests)
+
+    # What is no state of items `reknit.save` refuses, with every rank.
+    items = [item for item in state if isinstance(item, str)] if isinstance(state, Mapping) else named
+    with comm.turn(group, "items", timeout_s) as turn:
+        turn.exchange(json.dumps(items).encode(), decide)
+    return []

@@ -11,14 +11,15 @@ from reknit import api
 from reknit.arguments import checked_metrics
 from reknit.engine.stored.notes import add_metrics
 from reknit.engine.stored.steps import METRICS, step_name
-from reknit.errors import CheckpointNotFoundError, CorruptError, DroppedError, VersionError
+from reknit.errors import CorruptError, DroppedError, VersionError
+from reknit.keywords import checked_call
 from reknit.monitor.phase import Recorder, monotonic, now
 from reknit.monitor.sinks.choosing import outlets_for
 from reknit.options import LoadOptions, SaveOptions
 from reknit.policies.base import Facts
 from reknit.ranks import acting
 from reknit.runs.agreement import Agreement, asked
-from reknit.runs.arguments import check_one_root, policy_for, step_number
+from reknit.runs.arguments import check_keep, check_one_root, policy_for, step_number
 from reknit.runs.cadence import Cadence, late, missing
 from reknit.runs.load_step import UNSOUND, load_step
 from reknit.runs.other_hosts import OtherHosts
@@ -40,6 +41,7 @@ logger = logging.getLogger("reknit")
 _SETTLE_S = 300.0
 
 
+@checked_call
 class Checkpointer:
     """Saves the steps of a run below one folder, resumes from the newest, and keeps those that are wanted.
 
@@ -84,6 +86,7 @@ class Checkpointer:
         decides, sinks = self._group.rank == 0, outlets_for(options.events)
         self._sinks = sinks if decides else ()
         self._retentions = self._tiers.retentions(sinks, apart=self._other_hosts.apart) if decides else {}
+        self._keeps = [level.keep for level in self._tiers.levels if level.keep is not None]
         self._resumed = False
         self._saved: int | None = None
         self._saved_at = monotonic()
@@ -138,8 +141,9 @@ class Checkpointer:
         The last step can be saved again with `force`, which waits until it is there; if its save failed, that
         is one more try.
 
-        Raises what `reknit.save` does.  A step that is there already is replaced where this run has resumed
-        from an earlier one; otherwise that is `CheckpointExistsError`.
+        Raises what `reknit.save` does, and `UsageError` where `keep` is `without` an item that nothing has.
+        A step that is there already is replaced where this run has resumed from an earlier
+        one; otherwise that is `CheckpointExistsError`.
         """
         step = step_number(step)
         if not (force or self.should_save(step)):
@@ -147,6 +151,9 @@ class Checkpointer:
         numbers = checked_metrics(metrics)
         if (last := self._under_way.last(step, sure=force or self._wait)) is not None:
             return last
+        self._keeps = check_keep(
+            self._group, self._keeps, state, numbers, steps=self._tiers.steps, timeout_s=self._timeout_s
+        )
         begin = monotonic()
         tiers = self._cadence.due(step, self._under_way.busy_with, preempted=self.preempted is not None)
         pending = api.save(
@@ -219,7 +226,7 @@ class Checkpointer:
 
         def add() -> None:
             if (found := self._tiers.newest(number=number)) is None:
-                raise self._missing(f"step {number}")
+                raise self._tiers.missing(f"step {number}")
             for tier in found.tiers:
                 add_metrics(self._tiers.levels[tier].storage.sub(found.name), numbers)
 
@@ -232,7 +239,7 @@ class Checkpointer:
         """
         number = step if step in ("latest", "best") else step_number(step)
         if (found := self._find("find", number)) is None:
-            raise self._missing(f"step {number}" if isinstance(number, int) else f"{number} step")
+            raise self._tiers.missing(f"step {number}" if isinstance(number, int) else f"{number} step")
         return self._load(found, state)[0]
 
     def steps(self) -> list[SavedStep]:
@@ -307,13 +314,6 @@ class Checkpointer:
 
         found = self._ask(name, find, f"step {step}" if before is None else "")
         return None if found is None else FoundStep(*found)
-
-    def _missing(self, what: str) -> CheckpointNotFoundError:
-        return CheckpointNotFoundError(
-            f"there is no {what} below {self._tiers.where}",
-            path=self._root,
-            remedy=f"look there: reknit ls {self._root}",
-        )
 
     def _ask(self, name: str, question: Callable[[], Any], subject: str = "") -> Any:
         """Return what rank 0 finds; its errors are raised on all ranks."""

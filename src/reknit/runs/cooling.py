@@ -13,6 +13,7 @@ from reknit.engine.stored.copy_files import Promotion
 from reknit.engine.stored.moving import move
 from reknit.errors import ReknitError, UsageError, shown
 from reknit.format.paths import wrong_place
+from reknit.keywords import checked_call
 from reknit.monitor.phase import Recorder, monotonic, now
 from reknit.options import SaveOptions, check_rate
 from reknit.runs.arguments import policy_for
@@ -32,6 +33,7 @@ _MOST_LOOKED_INTO = 16
 """Steps, the newest that have moved, of which a run looks whether the move was cut short."""
 
 
+@checked_call
 @dataclass(frozen=True, slots=True)
 class Cool:
     """Where old steps of a run move, for `Checkpointer` and `Tier`.

@@ -66,6 +66,10 @@ class Retention:
         """Treat the step in a folder, which could not be loaded, like one that cannot be read."""
         self._damaged[self._root.sub(name).url] = number
 
+    def steps(self) -> list[SavedStep]:
+        """Return the steps that can be read, ascending."""
+        return self._look()
+
     def surplus(self, needed: Container[int] = (), reached: int | None = None) -> list[SavedStep]:
         """Return the steps that the policy does not keep, oldest first; `needed` are numbers that stay.
 

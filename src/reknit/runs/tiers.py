@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING, NamedTuple
 from reknit.engine.saving.commit import manifest_exists
 from reknit.engine.stored.newest import refuse_other
 from reknit.engine.stored.steps import numbered, steps_below
-from reknit.errors import UsageError, shown
+from reknit.errors import CheckpointNotFoundError, UsageError, shown
+from reknit.keywords import checked_call
 from reknit.monitor.phase import Deadline
 from reknit.options import PromotionTarget, check_rate
 from reknit.policies.keeping import ranked
@@ -34,6 +35,7 @@ if TYPE_CHECKING:
     """Number and name of the folder of a step."""
 
 
+@checked_call
 @dataclass(frozen=True, slots=True)
 class Tier:
     """A store of a run, for `Checkpointer`.
@@ -126,6 +128,13 @@ class Tiers:
             for level in self.levels:
                 refuse_other(level.storage)
         return None
+
+    def missing(self, what: str) -> CheckpointNotFoundError:
+        """Return the error of a step that no tier has."""
+        root = self.levels[0].url
+        return CheckpointNotFoundError(
+            f"there is no {what} below {self.where}", path=root, remedy=f"look there: reknit ls {root}"
+        )
 
     def steps(self) -> list[SavedStep]:
         """Return the steps of all tiers, ascending, each as in the fastest tier that has it."""

@@ -20,6 +20,7 @@ from reknit.errors import (
 )
 from reknit.format import paths
 from reknit.format.notes import MAX_FOLLOWER_NBYTES, Follower, decode_note, encode_note
+from reknit.keywords import checked_call
 from reknit.monitor.phase import Deadline
 from reknit.options import CommOptions
 from reknit.policies.base import positive
@@ -45,6 +46,7 @@ _ROUND_TIMEOUT_S = 1800.0
 _MOST_S = 30 * 86400
 
 
+@checked_call
 def watch(
     root: str | PathLike[str],
     *,

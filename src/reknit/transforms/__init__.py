@@ -12,6 +12,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from reknit.errors import UsageError
+from reknit.keywords import checked_call
 from reknit.transforms import cuts, rules
 from reknit.transforms.base import Rule
 from reknit.transforms.hugging_face import megatron_to_hugging_face
@@ -40,6 +41,7 @@ __all__ = [
 ]
 
 
+@checked_call
 def names(
     rename: Mapping[str, str] | None = None,
     *,
@@ -56,26 +58,31 @@ def names(
     return Names({} if rename is None else rename, tuple(rewrite), optional)
 
 
+@checked_call
 def rename(source: str, target: str, *, optional: bool = False) -> Rule:
     """Give another name."""
     return rules.Rename((Pattern(source),), (Pattern(target),), optional=optional)
 
 
+@checked_call
 def copy(source: str, target: str, *, optional: bool = False) -> Rule:
     """Give a second name, for weights that are tied in the checkpoint and not in the state."""
     return rules.Rename((Pattern(source),), (Pattern(target),), optional=optional, keeps=True)
 
 
+@checked_call
 def rewrite(expression: str, replacement: str, *, optional: bool = False) -> Rule:
     """Give other names by a regular expression, as `re.sub` does it."""
     return rules.Rewrite(expression, replacement, optional)
 
 
+@checked_call
 def drop(source: str, *, optional: bool = False) -> Rule:
     """Leave out what the state has no use for, which is an error otherwise."""
     return rules.Drop((Pattern(source),), (), optional=optional)
 
 
+@checked_call
 def split(
     source: str,
     targets: Sequence[str],
@@ -95,6 +102,7 @@ def split(
     return cuts.Split((Pattern(source),), tuple(map(Pattern, targets)), numbers, optional=optional)
 
 
+@checked_call
 def fuse(
     sources: Sequence[str],
     target: str,
@@ -120,6 +128,7 @@ def _cuts(names: Sequence[str], dim: int, parts: Sequence[int] | None, repeat: i
     return cuts.Cuts(dim, given, repeat)
 
 
+@checked_call
 def transpose(
     source: str, target: str | None = None, *, order: Sequence[int] = (1, 0), optional: bool = False
 ) -> Rule:
@@ -127,21 +136,25 @@ def transpose(
     return rules.Transpose((Pattern(source),), (Pattern(target or source),), tuple(order), optional=optional)
 
 
+@checked_call
 def stack(source: str, target: str, *, over: str, dim: int = 0, optional: bool = False) -> Rule:
     """Join tensors numbered by the field `over` (layers, experts) to one with a dimension more."""
     return cuts.Stack(Pattern(source), Pattern(target), over, dim, optional)
 
 
+@checked_call
 def unstack(source: str, target: str, *, over: str, dim: int = 0, optional: bool = False) -> Rule:
     """Take a tensor apart along `dim`, into one for each number in the field `over`."""
     return cuts.Unstack(Pattern(source), Pattern(target), over, dim, optional)
 
 
+@checked_call
 def pad(source: str, size: int, *, dim: int = 0, was: int | None = None, optional: bool = False) -> Rule:
     """Make a tensor longer, with zeros.  `was` is its length, which only `inverted` needs."""
     return _resize(source, size, dim, True, was, optional)
 
 
+@checked_call
 def trim(source: str, size: int, *, dim: int = 0, was: int | None = None, optional: bool = False) -> Rule:
     """Leave out the end of a tensor, which is padding.  `was` is its length, which only `inverted` needs."""
     return _resize(source, size, dim, False, was, optional)
@@ -152,6 +165,7 @@ def _resize(source: str, size: int, dim: int, grows: bool, was: int | None, opti
     return rules.Resize(both, both, size, dim, grows, was, optional=optional)
 
 
+@checked_call
 def inverted(steps: Iterable[Rule]) -> list[Rule]:
     """Return the rules that lead back.  Raises `UsageError` where one has no inverse."""
     return [step.inverse() for step in reversed(list(steps))]

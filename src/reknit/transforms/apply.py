@@ -19,6 +19,7 @@ from reknit.types.shard import Shard, TensorSpec, full_name
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Sequence
 
+    from reknit.errors import MismatchError
     from reknit.transforms.base import Piece, Rule, Shape
     from reknit.transforms.step import Name, SourcePart, Step
     from reknit.types.manifest import Catalog
@@ -40,9 +41,17 @@ class Transformed:
     _steps: list[Step]
     _specs: dict[Name, TensorSpec]
 
+    @property
+    def idle(self) -> dict[int, MismatchError]:
+        """The errors of the rules, by number, that match nothing in the catalog and are not optional."""
+        return {number: step.idle for number, step in enumerate(self._steps) if step.idle is not None}
+
     @classmethod
     def of(cls, rules: Sequence[Rule], catalog: Catalog) -> Transformed:
-        """Apply the rules, one after the other.  Raises `MismatchError` as `apply_rule` does."""
+        """Apply the rules, one after the other.  Raises `MismatchError` as `apply_rule` does.
+
+        A rule that matches nothing is `idle`: the catalog is that of one rank, and others may have the names.
+        """
         tensors = {(item, fqn): spec for item, all_ in catalog.tensors.items() for fqn, spec in all_.items()}
         values = {(item, fqn): value for item, all_ in catalog.blobs.items() for fqn, value in all_.items()}
         specs = dict(tensors)

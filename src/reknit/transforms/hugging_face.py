@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from reknit.errors import UsageError
+from reknit.keywords import checked_call
 from reknit.transforms.cuts import Cuts, Split, Stack
 from reknit.transforms.pattern import Pattern
 from reknit.transforms.rules import Rename, Resize
@@ -17,6 +18,7 @@ if TYPE_CHECKING:
 _LAYER, _THERE = "decoder.layers.{i}", "model.layers.{i}"
 
 
+@checked_call
 def megatron_to_hugging_face(
     *,
     heads: int,

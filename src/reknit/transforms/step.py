@@ -7,11 +7,13 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from reknit.errors import MismatchError
 from reknit.transforms.base import Binding, Made, Piece
+from reknit.transforms.pattern import Pattern
 from reknit.types.box import Box
+from reknit.types.meant import meant, some_of
 from reknit.types.shard import TensorSpec, full_name
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping
+    from collections.abc import Callable, Iterable, Mapping
 
     from reknit.transforms.base import Rule, Shape
 
@@ -42,11 +44,15 @@ class SourcePart(NamedTuple):
 
 
 class Step(NamedTuple):
-    """What one rule makes: tensors and values by their new names, of others by the names before."""
+    """What one rule makes: tensors and values by their new names, of others by the names before.
+
+    `idle` is the error of a rule that matches nothing, and has to.
+    """
 
     tensors: dict[Name, SourcePart]
     values: dict[Name, tuple[Name, ...]]
     dropped: set[Name]
+    idle: MismatchError | None = None
 
     def sources(self, name: Name, *, tensors: bool) -> tuple[Name, ...]:
         """Return the names before of what a tensor, or a value, is made of."""
@@ -58,17 +64,12 @@ class Step(NamedTuple):
 def apply_rule(rule: Rule, tensors: dict[Name, TensorSpec], values: dict[Name, Any]) -> Step:
     """Apply a rule to all names, in place.
 
-    Raises `MismatchError` for a rule that matches nothing, that is not for what it matches, or that gives two
-    things one name.
+    Raises `MismatchError` for a rule that is not for what it matches, or that gives two things one name.
     """
     families = _families(tensors, values)
-    bindings = rule.bind(_parameters(families, tensors))
-    if not bindings and not rule.optional:
-        raise MismatchError(
-            f"the transform {rule} matches no name in the checkpoint",
-            remedy="templates match names as in `reknit show`, without the item",
-        )
-    step = Step({}, {}, set())
+    parameters = _parameters(families, tensors)
+    bindings = rule.bind(parameters)
+    step = Step({}, {}, set(), None if bindings or rule.optional else _idle(rule, parameters))
     specs: dict[Name, TensorSpec] = {}
     gone: set[Name] = set()
     for binding in bindings:
@@ -95,6 +96,23 @@ def apply_rule(rule: Rule, tensors: dict[Name, TensorSpec], values: dict[Name, A
     tensors |= specs
     values |= fresh
     return step
+
+
+def _idle(rule: Rule, names: Iterable[str]) -> MismatchError:
+    """Return the error of a rule that matches none of the names."""
+    known = list(names)
+    source = getattr(rule, "source", None) or next(iter(getattr(rule, "sources", ())), None)
+    near = some_of(known) if source is None else meant(str(source), known, _matcher)
+    remedy = "templates match names as in `reknit show`, without the item"
+    return MismatchError(
+        f"the transform {rule} matches no name in the checkpoint",
+        remedy=f"{near}  {remedy}" if near.endswith("?") else "; ".join(filter(None, (remedy, near))),
+    )
+
+
+def _matcher(template: str) -> Callable[[str], object]:
+    """Return what tells whether a name is one that a template means."""
+    return Pattern(template).match
 
 
 def _families(tensors: Iterable[Name], values: Iterable[Name]) -> dict[_Family, dict[str, None]]:

@@ -33,11 +33,13 @@ class Terms:
 
     `only` are patterns of the names that are loaded, none for all.  `resizable` are patterns of tensors that
     may have another shape in the checkpoint.  `cast` tells whether another dtype will be converted.
+    `watched` are other patterns of which it is to be found out whether they match anything.
     """
 
     only: tuple[str, ...] = ()
     resizable: tuple[str, ...] = ()
     cast: bool = False
+    watched: tuple[str, ...] = ()
 
     def takes(self, name: str) -> bool:
         """Tell whether what has this name is loaded."""
@@ -62,7 +64,8 @@ class Wanted:
     `resized`: (name, what) of wanted tensors whose shards say no more that the saved one has another shape.
     `superseded`: (item, fqn) of what was saved and is not needed: another tensor says more, or it is dropped.
     `labels`: the name of each shard in messages to users, where that is not its own.
-    `idle`: patterns of `Terms.only` that match no name of this rank's target.
+    `idle`: patterns of `Terms`, of any kind, that match no name of this rank's target.
+    `num_tensors`: how many tensors of the target are to be loaded, `num_kept` how many come from `own`.
     `coordinate`: as in `Holdings`.
     `deliver`: called with nothing once every byte has arrived; puts values into the live objects.  Until then
     nothing live has changed but the memory behind `shards`.
@@ -81,5 +84,7 @@ class Wanted:
     superseded: tuple[tuple[str, str], ...] = ()
     labels: tuple[str, ...] = ()
     idle: tuple[str, ...] = ()
+    num_tensors: int = 0
+    num_kept: int = 0
     coordinate: Mapping[str, int] = field(default_factory=dict)
     deliver: Callable[[], None] = field(default=lambda: None)

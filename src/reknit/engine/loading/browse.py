@@ -20,8 +20,10 @@ from reknit.engine.stored.opening import (
 )
 from reknit.engine.stored.renaming import Naming
 from reknit.errors import MismatchError, UsageError, did_you_mean
+from reknit.keywords import checked_call
 from reknit.monitor.progress_text import amount
 from reknit.types.box import Box
+from reknit.types.meant import meant
 from reknit.types.shard import TensorSpec, full_name
 from reknit.types.wanted import matches
 
@@ -47,6 +49,7 @@ class NewArrays(Protocol):
         """Return a saved value in the types that it had, with the tensors that it refers to."""
 
 
+@checked_call
 class Checkpoint(Shown):
     """An open checkpoint.  It holds metadata only; every `read` goes to storage, and is verified.
 
@@ -209,12 +212,14 @@ class Checkpoint(Shown):
         tensors = [(item, fqn) for item in wanted for fqn in self.tensors[item]]
         values = [(item, fqn) for item in wanted for fqn in self.values[item]]
         if only:
+            known = [full_name(*name) for name in (*tensors, *values)]
             for pattern in only:
-                if not any(matches(full_name(*name), [pattern]) for name in (*tensors, *values)):
+                if not any(matches(name, [pattern]) for name in known):
+                    near = meant(pattern, known)
                     raise MismatchError(
                         f"only has the pattern {pattern!r}, which matches nothing in the items read",
                         path=url,
-                        remedy="names are item/fqn; `reknit show` lists them",
+                        remedy=f"{near}  names are item/fqn; `reknit show` lists them",
                     )
             tensors = [name for name in tensors if matches(full_name(*name), only)]
             values = [name for name in values if matches(full_name(*name), only)]

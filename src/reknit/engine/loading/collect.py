@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, NamedTuple
 from reknit.engine import messages
 from reknit.engine.columns import Name, bitmaps, left_over
 from reknit.engine.loading.index_part import Reach
-from reknit.engine.loading.match import Fill, Problems, match, terms
+from reknit.engine.loading.match import Fill, Problems, match, strict_patterns, terms
 from reknit.format.checksum import digest
 from reknit.transforms.apply import Transformed
 from reknit.transforms.names import parted
@@ -76,7 +76,7 @@ def collect(job: LoadJob, checkpoint: OpenCheckpoint) -> Collected:
     """Find out what this rank takes, by the names and shapes in the checkpoint."""
     options, part = job.options, checkpoint.of_items(job.items)
     with job.recorder.phase("collect"):
-        catalog = part.catalog(terms(options))
+        catalog = part.catalog(terms(options, strict_patterns(job.lenient)))
         catalog = replace(
             catalog, own=partial(_own, job, catalog), read_ahead=partial(_read_ahead, job, catalog)
         )

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import logging
+from functools import partial
 from typing import TYPE_CHECKING
 
 from reknit.engine import messages
 from reknit.engine.loading.collect import left_of_made
+from reknit.engine.loading.effects import idle_patterns, known_names, require_rules, require_some
 from reknit.engine.loading.match import require_fit, terms
 from reknit.engine.loading.metadata import Handout, RootMetadata, hand_out, read_for_all
+from reknit.engine.loading.prefixes import prefix_hint
 from reknit.engine.sharing.share_out import share_out
 from reknit.engine.stored.opening import is_replaced
 from reknit.errors import CommError
@@ -20,6 +24,8 @@ if TYPE_CHECKING:
     from reknit.engine.loading.job import LoadJob
     from reknit.errors import ReknitError
 
+logger = logging.getLogger("reknit")
+
 
 class LoadCoordinator:
     """The decisions of one load.  Every rank makes one; only rank 0 calls its methods."""
@@ -27,6 +33,7 @@ class LoadCoordinator:
     def __init__(self, job: LoadJob) -> None:
         self._job = job
         self._handout: Handout | None = None
+        self._collected: Collected | None = None
         self.metadata: RootMetadata | None = None
         """What rank 0 has read of the checkpoint; None on other ranks."""
 
@@ -43,6 +50,7 @@ class LoadCoordinator:
         assert self.metadata is not None
         asked = [messages.decode(request, messages.Asked) for request in requests]
         handout = hand_out(self.metadata.checkpoint, asked)
+        self._collected = collected
         left = handout.left + left_of_made(collected, asked, handout.left)
         self._handout = handout._replace(left=left)
         return handout.answers
@@ -54,9 +62,32 @@ class LoadCoordinator:
         loads = [messages.decode(request, messages.LoadRequest) for request in requests]
         taken = terms(job.options).takes
         unexpected = [name for key in handout.left if taken(name := full_name(*key))]
-        require_fit(loads, unexpected, job.options.only, job.lenient, job.storage.url, handout.damaged)
+        self._require_use(loads, unexpected, handout)
         shares = share_out([load.offer for load in loads], job.options)
         return [messages.encode(messages.LoadDecision(unexpected, handout.items, share)) for share in shares]
+
+    def _require_use(
+        self, loads: Sequence[messages.LoadRequest], unexpected: Sequence[str], handout: Handout
+    ) -> None:
+        """Raise what does not fit, what matches nothing, and that nothing would be loaded."""
+        assert self.metadata is not None
+        assert self._collected is not None
+        job, url, collected = self._job, self._job.storage.url, self._collected
+        whole, checkpoint = self.metadata.tensors, self.metadata.checkpoint
+        saved = [*checkpoint.index.ids, *checkpoint.blob_names()]
+
+        def hint(missing: Sequence[str]) -> str | None:
+            left = set(unexpected)
+            settled = [name for key in saved if (name := full_name(*key)) not in left]
+            return prefix_hint(missing, left, settled, free=not job.options.transforms)
+
+        require_rules(loads, collected)
+        items, every = [*checkpoint.items, *handout.items], [*saved, *(each[:2] for each in whole)]
+        idle = idle_patterns(loads, job.options, job.lenient, partial(known_names, every, collected), items)
+        require_fit(loads, unexpected, idle, job.lenient, url, handout.damaged, hint=hint)
+        odd = require_some(loads, bool(whole), lambda: [full_name(*each[:2]) for each in whole], hint, url)
+        if odd is not None:
+            logger.warning("the load of %s is done, but %s", url, odd)
 
     def finish(self, requests: Sequence[bytes]) -> list[bytes]:
         """Raise an error when ranks stopped because of others and no rank says why."""

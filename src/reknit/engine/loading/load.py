@@ -14,6 +14,7 @@ from reknit.engine import messages
 from reknit.engine.columns import unpacked
 from reknit.engine.loading.collect import collect, request_items
 from reknit.engine.loading.coordinator import LoadCoordinator
+from reknit.engine.loading.effects import MOST_LACKING
 from reknit.engine.loading.load_report import load_report
 from reknit.engine.loading.metadata import ReceivedMetadata
 from reknit.engine.loading.read import RangeReader
@@ -148,15 +149,23 @@ def _damaged(job: LoadJob, reader: RangeReader, alike: list[int]) -> list[str]:
 
 def _request(job: LoadJob, collected: Collected, shared: SharedRead | None) -> bytes:
     """Return what does not fit, less what a lenient load accepts, and what this rank would read."""
-    problems, lenient = collected.problems, job.lenient
+    wanted, problems, lenient = collected.wanted, collected.problems, job.lenient
+    num_filled = len({fill.name for fill in collected.fills} | problems.resized.keys()) + wanted.num_kept
+    most = MOST_LACKING if lenient and not num_filled else 0
     return messages.encode(
         messages.LoadRequest(
             rank=job.group.rank,
             missing=[p for p in problems.missing if not selects(p[0], lenient)],
             mismatched=[p for p in problems.mismatched if not selects(p[0], lenient)],
-            idle=list(collected.wanted.idle),
+            idle=list(wanted.idle),
             damaged=problems.damaged,
             offer=None if shared is None else shared.offer(),
+            idle_rules=[] if collected.transformed is None else list(collected.transformed.idle),
+            num_tensors=wanted.num_tensors,
+            num_filled=num_filled,
+            num_values=len(wanted.blobs) + len(wanted.own) - wanted.num_kept,
+            lacking=problems.missing[:most],
+            unfit=problems.mismatched[:most],
         )
     )
 

@@ -13,7 +13,7 @@ from reknit.types.shard import full_name
 from reknit.types.wanted import RESIZE, Terms, matches, selects
 
 if TYPE_CHECKING:
-    from collections.abc import Container, Mapping, Sequence
+    from collections.abc import Callable, Container, Mapping, Sequence
 
     from reknit.engine.messages import LoadRequest
     from reknit.options import LoadOptions
@@ -44,9 +44,14 @@ class Problems(NamedTuple):
     damaged: list[str]
 
 
-def terms(options: LoadOptions) -> Terms:
+def terms(options: LoadOptions, watched: Sequence[str] = ()) -> Terms:
     """Return what those who decide what is wanted have to know of the options."""
-    return Terms(tuple(options.only), tuple(options.allow_shape_mismatch), options.cast)
+    return Terms(tuple(options.only), tuple(options.allow_shape_mismatch), options.cast, tuple(watched))
+
+
+def strict_patterns(lenient: Sequence[str]) -> tuple[str, ...]:
+    """Return what the patterns of `strict` match, given those that a load made of them."""
+    return tuple(dict.fromkeys(name for p in lenient if (name := p.removeprefix("!")) != "*"))
 
 
 def match(
@@ -134,15 +139,18 @@ def uncovered(index: Index, wanted: Container[int]) -> list[str]:
 def require_fit(
     requests: Sequence[LoadRequest],
     unexpected: Sequence[str],
-    only: Sequence[str],
+    idle: Sequence[str],
     lenient: Sequence[str],
     url: str,
     damaged: Sequence[str] = (),
+    *,
+    hint: Callable[[Sequence[str]], str | None] = lambda _: None,
 ) -> None:
     """Raise one error that lists all that does not fit on any rank, if anything does not.
 
     `damaged` is what the root found.  Damaged files make it a `CorruptError`, which no option permits;
-    otherwise it is a `MismatchError`.  `only` and `lenient` are patterns of the load.
+    otherwise it is a `MismatchError`.  `idle` are lines about patterns that match nothing, which no option
+    permits either.  `lenient` are patterns of the load, and `hint` says what makes missing names fit.
     """
     everyone = {request.rank for request in requests}
     found: dict[str, set[int]] = {f"damaged: {what}": everyone for what in damaged}
@@ -159,16 +167,18 @@ def require_fit(
         for name in unexpected
         if not selects(name, lenient)
     ]
-    problems += [
-        f"only: the pattern {pattern!r} matches nothing in the target of any rank"
-        for pattern in only
-        if all(pattern in request.idle for request in requests) and not selects(pattern, lenient)
-    ]
+    # First, as they may be why the rest does not fit, and must not be cut off.
+    problems[:0] = idle
     if problems:
-        raise _refusal(problems, url, damaged=bool(damaged) or any(request.damaged for request in requests))
+        raise _refusal(
+            problems,
+            url,
+            hint(list(dict.fromkeys(name for request in requests for name, _ in request.missing))),
+            damaged=bool(damaged) or any(request.damaged for request in requests),
+        )
 
 
-def _refusal(problems: Sequence[str], url: str, *, damaged: bool) -> ReknitError:
+def _refusal(problems: Sequence[str], url: str, hint: str | None, *, damaged: bool) -> ReknitError:
     """Return the error that lists the first problems and counts the others."""
     more = f"\n  ... and {len(problems) - SHOWN} more" if len(problems) > SHOWN else ""
     lines = "\n  ".join(problems[:SHOWN]) + more
@@ -180,11 +190,14 @@ def _refusal(problems: Sequence[str], url: str, *, damaged: bool) -> ReknitError
             path=url,
             remedy="restore the files that are damaged, or load another checkpoint",
         )
+    usual = (
+        "mend the names or shapes, load fewer items, or pass what a line names; strict=False (or "
+        "patterns, as in strict=['!model/head.*']) leaves out all that does not fit, and reports it"
+    )
     return MismatchError(
         f"the checkpoint does not fit the target in {places}; nothing was changed:\n  {lines}",
         path=url,
-        remedy="mend the names or shapes, load fewer items, or pass what a line names; strict=False (or "
-        "patterns, as in strict=['!model/head.*']) leaves out all that does not fit, and reports it",
+        remedy=usual if hint is None else f"{hint}\n  -> otherwise {usual}",
     )
 
 

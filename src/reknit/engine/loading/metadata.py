@@ -32,11 +32,13 @@ if TYPE_CHECKING:
 class RootMetadata(NamedTuple):
     """On the root: the items that any rank loads, and the answer to each rank.
 
-    The answer to ranks that asked for the same items is one object, which is sent once.
+    The answer to ranks that asked for the same items is one object, which is sent once.  `tensors` are all
+    that the checkpoint has.
     """
 
     checkpoint: OpenCheckpoint
     answers: list[bytes]
+    tensors: tuple[TensorEntry, ...] = ()
 
     def with_rows(self, checkpoint: OpenCheckpoint, reach: Reach, _: messages.Answer) -> OpenCheckpoint:
         """Return the root's own part of the checkpoint, with the rows of its index that it needs."""
@@ -95,7 +97,7 @@ def read_for_all(job: LoadJob, wanted: Sequence[messages.Items]) -> RootMetadata
             part = _part(contents, everything if renaming else asked, job.options.verify == "full")
             parts[asked] = messages.encode(part)
     answers = [b"", *(parts[frozenset(rank.names)] for rank in wanted[1:])]
-    return RootMetadata(whole.of_items(items), answers)
+    return RootMetadata(whole.of_items(items), answers, whole.index.tensors)
 
 
 def _part(contents: Contents, items: AbstractSet[str], whole_manifest: bool) -> messages.ItemContents:

@@ -13,10 +13,11 @@ from reknit.errors import CorruptError, MismatchError
 from reknit.format.values.msgpack_reader import read_msgpack
 from reknit.transforms.names import parted
 from reknit.types.manifest import TensorEntry
+from reknit.types.meant import meant, some_of
 from reknit.types.shard import Tagged, full_name
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping, Sequence
+    from collections.abc import Callable, Iterable, Mapping, Sequence
 
     from reknit.options import LoadOptions
     from reknit.types.manifest import Index
@@ -58,13 +59,22 @@ class Naming:
         """Say which names and expressions were not among the used ones, but had to be."""
         if self.optional:
             return []
-        lines = [f"rename has {old!r}" for old in self.rename if old not in used]
+        lines = [f"rename has {old!r}" for old in self._idle(used)]
         lines += [
             f"rewrite has {expression!r}"
             for number, (expression, _) in enumerate(self.rewrite)
             if number not in used
         ]
         return lines
+
+    def meant(self, used: set[object], names: Iterable[Name]) -> str:
+        """Return what is asked about the first of them, given all names in the checkpoint."""
+        known = [full_name(*name) for name in names]
+        idle = self._idle(used)
+        return meant(idle[0], known, _prefixed) if idle else some_of(known)
+
+    def _idle(self, used: set[object]) -> list[str]:
+        return [old for old in self.rename if old not in used]
 
     def _rule(self, name: str) -> str | None:
         """Return the name itself, or the longest prefix of it, that `rename` has."""
@@ -111,6 +121,11 @@ class Renamed:
         }
 
 
+def _prefixed(old: str) -> Callable[[str], object]:
+    """Return what tells whether a name is one that the left side of `rename` means."""
+    return lambda name: name == old or (old.endswith(("/", ".")) and name.startswith(old))
+
+
 def names_in(data: bytes) -> list[str]:
     """Return the names in a file of blobs, whose values are not built: they may be pickled, or of no use."""
     values = read_msgpack(data, lambda _code, _payload: None)
@@ -141,7 +156,8 @@ def renamed(
     if (unused := naming.unused(used)) and not unknown:
         raise MismatchError(
             f"{', '.join(unused)}, which matches no name in the checkpoint",
-            remedy="rules are for names item/fqn as `reknit show` lists them; a prefix ends in / or .",
+            remedy="rules are for names item/fqn as `reknit show` lists them; a prefix ends in / or .; "
+            + naming.meant(used, new),
         )
     _require_distinct(new)
     offered: dict[str, dict[str, Any]] = {}

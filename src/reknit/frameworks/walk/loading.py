@@ -69,11 +69,14 @@ class Loading(Walk):
     _better: dict[Place, Place] = field(default_factory=dict)
     _superseded: list[Entry] = field(default_factory=list)
     _needless: dict[Entry, str] = field(default_factory=dict)
-    _used: set[str] = field(default_factory=set)
+    _idle: tuple[str, ...] = field(init=False)
+    _num_kept: int = 0
     _filled: list[Any] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         self.saved = RankCatalog(self.catalog, self.world)
+        terms = self.catalog.terms
+        self._idle = tuple(dict.fromkeys((*terms.only, *terms.resizable, *terms.watched)))
 
     def visit(self, value: Any, place: Place, assign: Assign) -> None:
         """Request what a value of any kind needs."""
@@ -90,12 +93,12 @@ class Loading(Walk):
     def takes(self, place: Place) -> bool:
         """Tell whether to load this name; if not, leave the target as it is."""
         terms = self.catalog.terms
-        if not terms.only:
+        if not (terms.only or self._idle):
             return True
         name = full_name(place.item, place.fqn)
-        used = [pattern for pattern in terms.only if fnmatchcase(name, pattern)]
-        self._used.update(used)
-        return bool(used)
+        if self._idle:
+            self._idle = tuple(pattern for pattern in self._idle if not fnmatchcase(name, pattern))
+        return terms.takes(name)
 
     def may_resize(self, place: Place) -> bool:
         """Tell whether a tensor with this name may have another shape in the checkpoint."""
@@ -198,7 +201,9 @@ class Loading(Walk):
             tuple(self.taken_back),
             resizable=tuple(self._resizable),
             superseded=tuple(self._superseded),
-            idle=tuple(pattern for pattern in self.catalog.terms.only if pattern not in self._used),
+            idle=self._idle,
+            num_tensors=len(self._requests),
+            num_kept=self._num_kept,
             coordinate=self.world.coordinate,
             deliver=self._deliver,
         )
@@ -269,6 +274,7 @@ class Loading(Walk):
         kept = self.saved.kept(place)
         assert kept is not None
         self.taken_back.append((place.item, place.fqn))
+        self._num_kept += 1
 
         def fill() -> None:
             for shard in wanted:

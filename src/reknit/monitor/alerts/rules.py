@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from statistics import median
 from typing import TYPE_CHECKING
 
+from reknit.keywords import checked_call
 from reknit.monitor.alerts.base import Alert, AlertRule, Unmoved, Watch, positive, source
 from reknit.monitor.alerts.stores import CoolingBehind, Retries, SlowWrite, StorageFull
 from reknit.monitor.records import PhaseRecord
@@ -21,6 +22,7 @@ def _ended_save(record: PhaseRecord) -> bool:
     return record.action == record.phase == "save"
 
 
+@checked_call
 @dataclass(frozen=True, slots=True)
 class Failures:
     """A save, load or other action failed, or an own phase did."""
@@ -37,6 +39,7 @@ class Failures:
             yield Alert("failures", f"{record.action} {record.outcome}", text, record.rank, record.step)
 
 
+@checked_call
 @dataclass(frozen=True, slots=True)
 class Stragglers:
     """A rank was busy in a phase `ratio` times as long as the median of all ranks, and `least_s` longer.
@@ -106,6 +109,7 @@ def _busy_s(record: PhaseRecord) -> float:
     return min(record.seconds, record.ended - record.started)
 
 
+@checked_call
 @dataclass(frozen=True, slots=True)
 class LongSave:
     """A save took longer than `share` of the time between the ends of the last two saves.
@@ -147,6 +151,7 @@ class LongSave:
         return Unmoved(look)
 
 
+@checked_call
 @dataclass(frozen=True, slots=True)
 class NoCommit:
     """No save has ended well for `within_s`, counted from the first event or the last good end."""

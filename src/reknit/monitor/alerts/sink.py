@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from reknit.errors import UsageError, shown
 from reknit.events import Sink
+from reknit.keywords import checked_call
 from reknit.monitor.alerts.base import AlertRule
 from reknit.monitor.alerts.following import Following
 from reknit.monitor.alerts.grouping import Grouping
@@ -33,6 +34,7 @@ _MOST_WAITING = 100
 """Alerts that wait for one way to tell them."""
 
 
+@checked_call
 class Alerts:
     """Looks at events by `rules`, and tells alerts to each of `to`: `Log`, `Webhook`, ..., or a function.
 

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from reknit.errors import UsageError
+from reknit.keywords import checked_call
 from reknit.monitor.alerts.base import Alert, Unmoved, Watch, positive, source
 from reknit.monitor.records import PhaseRecord, StorageRecord
 
@@ -18,6 +19,7 @@ if TYPE_CHECKING:
     from reknit.monitor.records import Record
 
 
+@checked_call
 @dataclass(frozen=True, slots=True)
 class Retries:
     """Operations of a store were repeated at least `number` times within `within_s`."""
@@ -49,6 +51,7 @@ class Retries:
         return Unmoved(look)
 
 
+@checked_call
 @dataclass(frozen=True, slots=True)
 class SlowWrite:
     """A rank wrote, over a whole phase, less than `mib_per_s`; phases of less than `least_s` do not count."""
@@ -73,6 +76,7 @@ class SlowWrite:
             yield Alert("slow write", record.host, text, record.rank, record.step)
 
 
+@checked_call
 @dataclass(frozen=True, slots=True)
 class StorageFull:
     """A store said that it is full, or the file system that is saved to has less than `free_share` free."""
@@ -120,6 +124,7 @@ class _FullWatch:
             yield Alert("storage full", "file", text)
 
 
+@checked_call
 @dataclass(frozen=True, slots=True)
 class CoolingBehind:
     """Old steps move to the cold store more slowly than they become old.

@@ -13,6 +13,7 @@ from urllib.parse import urlsplit
 from urllib.request import Request, urlopen
 
 from reknit.errors import StorageError, UsageError
+from reknit.keywords import checked_call
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -31,6 +32,7 @@ class Log:
             logger.warning("%s", one)
 
 
+@checked_call
 @dataclass(frozen=True, slots=True)
 class Webhook:
     """Alerts are posted as JSON to `url`: ``{"text": ..., "alerts": [...]}``, which chat services show.
@@ -60,6 +62,7 @@ class Webhook:
             return  # what it answers is of no interest
 
 
+@checked_call
 @dataclass(frozen=True, slots=True)
 class Command:
     """Alerts are the input of a program, a line each; it is given `timeout_s`, and no shell is between."""
@@ -83,6 +86,7 @@ class Command:
             raise StorageError(f"{self.arguments[0]} ended with status {done.returncode}: {said}")
 
 
+@checked_call
 @dataclass(frozen=True, slots=True)
 class Email:
     """Alerts are sent by e-mail, through the server at `host` and `port`, which is given `timeout_s`.

@@ -10,6 +10,7 @@ from urllib.parse import unquote, urlencode, urlsplit
 from urllib.request import Request, urlopen
 
 from reknit.errors import StorageError, UsageError
+from reknit.keywords import checked_call
 from reknit.monitor.sinks.columns import TABLES, by_table
 
 if TYPE_CHECKING:
@@ -29,6 +30,7 @@ _TYPES = {
 _WORD = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
 
 
+@checked_call
 class ClickHouse:
     """Writes events to tables of a server: ``reknit_phases``, ``reknit_operations`` and ``reknit_dropped``.
 

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 import pyarrow as pa
 
 from reknit.errors import MissingExtraError
+from reknit.keywords import checked_call
 from reknit.monitor.outlet import ending
 from reknit.monitor.phase import Deadline
 from reknit.monitor.sinks.columns import TABLES, by_table
@@ -31,6 +32,7 @@ _BUSY_S = 10.0
 """How long to wait for somebody who reads the file."""
 
 
+@checked_call
 class DuckDB:
     """Writes events to the tables ``phases``, ``operations`` and ``dropped`` of a DuckDB file.
 

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from reknit.errors import StorageError
+from reknit.keywords import checked_call
 from reknit.monitor.sinks.files import file_of_process
 
 if TYPE_CHECKING:
@@ -17,6 +18,7 @@ if TYPE_CHECKING:
     from reknit.monitor.records import Record
 
 
+@checked_call
 class JsonLines:
     """Appends records to the file `path`, many with one call, so that ranks of a host may share the file.
 

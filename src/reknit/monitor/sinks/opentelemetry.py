@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from reknit.errors import MissingExtraError
+from reknit.keywords import checked_call
 from reknit.monitor.own_phase import ACTION
 from reknit.monitor.records import PhaseRecord
 from reknit.monitor.sinks.gathering import Gathering
@@ -15,6 +16,7 @@ if TYPE_CHECKING:
     from reknit.monitor.records import Record
 
 
+@checked_call
 class OpenTelemetry:
     """Makes spans with a tracer provider, by default the one that the program has set.
 

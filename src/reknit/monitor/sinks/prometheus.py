@@ -6,6 +6,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from reknit.errors import MissingExtraError, UsageError
+from reknit.keywords import checked_call
 from reknit.monitor.records import DroppedRecord, PhaseRecord
 
 if TYPE_CHECKING:
@@ -29,6 +30,7 @@ _METRICS: dict[str, tuple[str, str, str, tuple[str, ...]]] = {
 }
 
 
+@checked_call
 class Prometheus:
     """Keeps metrics of saves and loads in a registry of ``prometheus_client``, by default its global one.
 

@@ -6,6 +6,7 @@ from abc import ABC, abstractmethod
 from typing import TYPE_CHECKING, Any
 
 from reknit.errors import MissingExtraError, UsageError
+from reknit.keywords import checked_call
 from reknit.monitor.own_phase import ACTION
 from reknit.monitor.records import PhaseRecord
 from reknit.monitor.sinks.gathering import Gathering
@@ -44,6 +45,7 @@ class ScalarSink(ABC):
             self.log(figures, steps[0] if steps else 0)
 
 
+@checked_call
 class TensorBoard(ScalarSink):
     """Adds scalars to `writer`, a ``SummaryWriter`` of TensorBoard or whatever has its `add_scalar`."""
 
@@ -62,6 +64,7 @@ class TensorBoard(ScalarSink):
             self._writer.add_scalar(name, value, step)
 
 
+@checked_call
 class WandB(ScalarSink):
     """Logs to `run`, a run of Weights & Biases, such as ``wandb.init()`` returns.
 
@@ -83,6 +86,7 @@ class WandB(ScalarSink):
         self._run.log({"reknit/step": step, **figures})
 
 
+@checked_call
 class MLflow(ScalarSink):
     """Logs to the run of MLflow with this id, by default the one that is active now."""
 

@@ -1,0 +1,184 @@
+"""A call with a keyword that it does not have: where does that belong, or which one is meant?"""
+
+from __future__ import annotations
+
+import re
+from functools import wraps
+from inspect import Parameter, signature
+from types import FunctionType
+from typing import TYPE_CHECKING, Any, TypeVar
+
+from reknit.errors import KeywordError, nearest, shown
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable, Iterator, Mapping
+
+    Place = tuple[tuple[str, str], ...]
+    """A parameter and the checked class for it, then a parameter of that class, and so on."""
+
+_Target = TypeVar("_Target", bound="Callable[..., Any]")
+
+_known: dict[str, Callable[..., Any]] = {}
+"""Every checked call by the name that users know: functions, classes and their methods."""
+
+_classes: dict[str, str] = {}
+"""Names in `_known` of the classes, by the names that annotations have."""
+
+_FIRST = ("save", "load", "SaveOptions", "LoadOptions", "CommOptions", "Checkpointer")
+"""Names in `reknit` whose keywords are looked at for one that another call does not have."""
+
+_NAMESPACES = {
+    "reknit.policies": "reknit.policies",
+    "reknit.transforms": "reknit.transforms",
+    "reknit.sinks": "reknit.sinks",
+    "reknit.monitor.sinks": "reknit.sinks",
+    "reknit.monitor.alerts": "reknit.alerts",
+}
+"""Where users find what is defined in a package; everything else is in `reknit` itself."""
+
+_A_CLASS = re.compile(r"(\w+)( \| None)?")
+
+
+def checked_call(target: _Target) -> _Target:
+    """Let a function, or a class with its public methods, say what is meant by a keyword it does not have.
+
+    Such a call raises `KeywordError`; one that is right costs a frame.
+    """
+    module = f"{target.__module__}."
+    places = (public for package, public in _NAMESPACES.items() if module.startswith(f"{package}."))
+    name = f"{next(places, 'reknit')}.{target.__name__}"
+    _known[name] = target
+    if not isinstance(target, type):
+        return _checked(target, name)  # type: ignore[no-any-return]
+    _classes[target.__name__] = name
+    for member, method in list(vars(target).items()):
+        if isinstance(method, FunctionType) and (member == "__init__" or not member.startswith("_")):
+            called = name if member == "__init__" else f"{name}.{member}"
+            _known.setdefault(called, method)
+            setattr(target, member, _checked(method, called))
+    return target
+
+
+def _checked(function: Any, name: str) -> Any:
+    @wraps(function)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        try:
+            return function(*args, **kwargs)
+        except TypeError:
+            if (wrong := _wrong(function, name, args, kwargs)) is not None:
+                raise wrong from None
+            raise
+
+    return call
+
+
+def _wrong(
+    function: Callable[..., Any], name: str, args: tuple[Any, ...], given: Mapping[str, Any]
+) -> KeywordError | None:
+    """Return the error of keywords that a call does not have, or does not take by place; None for others.
+
+    A `TypeError` may be about something else, or come from the inside of the call.
+    """
+    parameters = _parameters(function)
+    kinds = [parameter.kind for parameter in parameters.values()]
+    wrong = {keyword: value for keyword, value in given.items() if keyword not in parameters}
+    if wrong and Parameter.VAR_KEYWORD not in kinds:
+        listed, is_option = ", ".join(map(repr, wrong)), _called(name) == "option"
+        return KeywordError(
+            f"{name} has no option {listed}" if is_option else f"{name} has no keyword {listed}",
+            remedy=_joined(_remedies(name, parameters, wrong, given)),
+        )
+    most, own = kinds.count(Parameter.POSITIONAL_OR_KEYWORD), "self" in parameters
+    if Parameter.VAR_POSITIONAL in kinds or len(args) <= most:
+        return None
+    by_name = [keyword for keyword, each in parameters.items() if each.kind is each.KEYWORD_ONLY]
+    return KeywordError(
+        f"{name} takes {most - own or 'no'} arguments without their names, not {len(args) - own}",
+        remedy=f"pass by their names {', '.join(by_name)}" if by_name else "leave the last ones out",
+    )
+
+
+def unpacked(options: Mapping[str, Any], kind: type) -> str:
+    """Return what to pass in place of a mapping of options of a kind: an object, and keywords beside it."""
+    fields = _parameters(kind)
+    inside = {name: value for name, value in options.items() if name in fields}
+    rest = {name: value for name, value in options.items() if name not in fields}
+    said = list(_remedies(f"reknit.{kind.__name__}", fields, rest, ()))
+    if inside or not rest:
+        said.insert(0, f"pass options=reknit.{kind.__name__}({_spelled(inside)})")
+    return _joined(said)
+
+
+def _joined(remedies: Iterable[str]) -> str:
+    return "; ".join(remedies).replace("?;", "? ")
+
+
+def _remedies(
+    name: str, own: Mapping[str, Parameter], wrong: Mapping[str, Any], given: Iterable[str]
+) -> Iterator[str]:
+    """Yield what to do about each wrong keyword of a call; those for the same options together."""
+    places = _places(own)
+    in_options = [each for each, place in places.items() if _called(place[-1][1]) == "option"]
+    inside: dict[Place, dict[str, Any]] = {}
+    for keyword, value in wrong.items():
+        if keyword in places:
+            inside.setdefault(places[keyword], {})[keyword] = value
+        elif (taker := _taker(name, keyword)) is not None:
+            beside = " itself" if _takes(taker, name) else ""
+            what = "an option" if _called(taker) == "option" else "a keyword"
+            yield f"{keyword} is {what} of {taker}{beside}: {keyword}={shown(value)}"
+        elif near := nearest(keyword, [*own, *in_options]):
+            paste = f"  pass {_made(places[near[0]], {near[0]: value}, given)}" if near[0] in places else ""
+            yield f"did you mean {near[0]!r}?{paste}"
+        else:
+            yield f"{name} takes {', '.join(each for each in own if each != 'self')}"
+    for place, options in inside.items():
+        yield f"pass {_made(place, options, given)}"
+
+
+def _made(place: Place, options: Mapping[str, Any], given: Iterable[str]) -> str:
+    """Return the code that gives options their place in a call, to which some keywords were given."""
+    (parameter, kind), *deeper = place
+    inside = _made(tuple(deeper), options, ()) if deeper else _spelled(options)
+    return f"{parameter}={kind}({'..., ' if parameter in given else ''}{inside})"
+
+
+def _places(own: Mapping[str, Parameter]) -> dict[str, Place]:
+    """Return the keywords of the checked classes that a call takes, such as options, with their places."""
+    found: dict[str, Place] = {}
+    for parameter, each in own.items():
+        annotation = _A_CLASS.fullmatch(str(each.annotation))
+        if annotation is not None and (kind := _classes.get(annotation[1])) is not None:
+            fields = _parameters(_known[kind])
+            here = ((parameter, kind),)
+            deeper = {keyword: (*here, *place) for keyword, place in _places(fields).items()}
+            found = dict.fromkeys(fields, here) | deeper | found
+    return {keyword: place for keyword, place in found.items() if keyword not in own}
+
+
+def _taker(name: str, keyword: str) -> str | None:
+    """Return a call that has the keyword which another one lacks: first those that take it as options."""
+    if name.startswith(tuple(f"{namespace}." for namespace in _NAMESPACES.values())):
+        return None
+    calls = [call for first in _FIRST if (call := f"reknit.{first}") in _known and call != name]
+    calls.sort(key=lambda call: not _takes(call, name))
+    return next((call for call in calls if keyword in _parameters(_known[call])), None)
+
+
+def _takes(call: str, kind: str) -> bool:
+    """Tell whether a call has a parameter for an object of a checked class."""
+    annotations = (_A_CLASS.fullmatch(str(each.annotation)) for each in _parameters(_known[call]).values())
+    return any(each is not None and _classes.get(each[1]) == kind for each in annotations)
+
+
+def _called(name: str) -> str:
+    """Return what users call the keywords of a call."""
+    return "option" if name.endswith("Options") else "keyword"
+
+
+def _parameters(function: Callable[..., Any]) -> Mapping[str, Parameter]:
+    return signature(function).parameters
+
+
+def _spelled(options: Mapping[str, Any]) -> str:
+    return ", ".join(f"{name}={shown(value)}" for name, value in options.items())
