@@ -124,8 +124,8 @@ def _flat(steps: tuple[Message | Note | Frame, ...] | list[Message | Note | Fram
 
 def columns(diagram: Diagram) -> tuple[list[float], float]:
     """Return where the lines of the participants stand, and the width of the drawing."""
-    halves = [_width(label, BOLD) / 2 + 8 for label in diagram.participants]
-    gaps = [max(LEAST_GAP, left + right + 16) for left, right in pairwise(halves)]
+    halves: list[float] = [_width(label, BOLD) / 2 + 8 for label in diagram.participants]
+    gaps: list[float] = [max(LEAST_GAP, left + right + 16) for left, right in pairwise(halves)]
     gaps.append(halves[-1])
     for step in sorted(_flat(diagram.steps), key=lambda step: abs(step.target - step.source)):
         left, right = sorted((step.source, step.target))
@@ -135,7 +135,7 @@ def columns(diagram: Diagram) -> tuple[list[float], float]:
             missing = _width(step.text) + 28 - sum(gaps[left:right])
             for gap in range(left, right):
                 gaps[gap] += max(0.0, missing) / (right - left)
-    xs = [MARGIN + max(halves[0], 24)]
+    xs: list[float] = [MARGIN + max(halves[0], 24)]
     for gap in gaps[:-1]:
         xs.append(round(xs[-1] + gap, 1))
     return xs, round(xs[-1] + gaps[-1] + MARGIN + 8)
@@ -235,8 +235,8 @@ class _Drawing:
             self.y += LINE
             self.text(left + 8, self.y, (frame.label,), 'font-weight="600"')
             self.y += 2
-        for step in frame.steps:
-            self.step(step, depth + 1)
+        for each in frame.steps:
+            self.step(each, depth + 1)
         self.y += 8
         fill = "none" if frame.label else self.palette.frame
         stroke = f' stroke="{self.palette.line}" stroke-dasharray="2 2"' if frame.label else ""

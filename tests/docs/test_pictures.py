@@ -1,4 +1,4 @@
-"""The diagrams of the pages are what `docs/diagrams/draw.py` draws, and show all that their sources say."""
+"""Pictures suit light pages and dark ones; diagrams are what `docs/diagrams/draw.py` draws of their sources."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from xml.etree import ElementTree
 import pytest
 
 from docs.diagrams.draw import HERE, Frame, Message, columns, drawings, parse
+from tests.docs.links import links
 from tests.docs.pages import ROOT, blocks
 
 TEXT = "{http://www.w3.org/2000/svg}text"
@@ -36,6 +37,14 @@ def test_a_picture_shows_each_text_of_its_source_inside_its_bounds(source: str) 
     for each in picture.iter(TEXT):
         assert 0 < float(each.attrib["x"]) < width
         assert 0 < float(each.attrib["y"]) < height
+
+
+def test_every_picture_of_the_pages_has_a_variant_for_dark_pages() -> None:
+    pages = [page for page in ROOT.glob("docs/**/*.md") if "![" in page.read_text()]
+    pictures = [page.parent / link.target for page in pages for link in links(page.read_text())]
+    pictures = [path for path in pictures if path.suffix in {".png", ".svg"}]
+    assert len(pictures) > 5
+    assert [path.name for path in pictures if not path.with_stem(f"{path.stem}-dark").exists()] == []
 
 
 def test_every_diagram_is_on_a_page_as_a_picture() -> None:
