@@ -22,8 +22,8 @@ def draw_both(draw: Callable[[], Figure], path: Path, dpi: int) -> None:
     from matplotlib import pyplot
 
     dark = {"figure.facecolor": GROUND, "axes.facecolor": GROUND, "savefig.facecolor": GROUND}
-    for suffix, style in (("", "default"), ("-dark", ["dark_background", dark])):
-        with pyplot.style.context(style):
+    for suffix, styles in (("", ()), ("-dark", ("dark_background", dark))):
+        with pyplot.style.context(["default", *styles]):
             figure = draw()
             figure.savefig(path.with_stem(path.stem + suffix), dpi=dpi, metadata={"Software": None})
             pyplot.close(figure)

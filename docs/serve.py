@@ -20,7 +20,8 @@ def main(folder: str, port: str) -> int:
         server = ThreadingHTTPServer(("127.0.0.1", int(port)), partial(Pages, directory=folder))
     except (OSError, OverflowError) as error:
         print(
-            f"scripts/docs: cannot listen on port {port}: {error}; pass another: scripts/docs serve 8001",
+            f"scripts/docs: cannot listen on port {port}: {error}; "
+            f"pass another: scripts/docs serve {int(port) % 65535 + 1}",
             file=sys.stderr,
         )
         return 1

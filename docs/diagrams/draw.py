@@ -133,8 +133,8 @@ def columns(diagram: Diagram) -> tuple[list[float], float]:
             gaps[left] = max(gaps[left], _width(step.text) + HOOK + 16)
         else:
             missing = _width(step.text) + 28 - sum(gaps[left:right])
-            for gap in range(left, right):
-                gaps[gap] += max(0.0, missing) / (right - left)
+            for place in range(left, right):
+                gaps[place] += max(0.0, missing) / (right - left)
     xs: list[float] = [MARGIN + max(halves[0], 24)]
     for gap in gaps[:-1]:
         xs.append(round(xs[-1] + gap, 1))

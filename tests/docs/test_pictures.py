@@ -1,4 +1,4 @@
-"""Pictures suit light pages and dark ones; diagrams are what `docs/diagrams/draw.py` draws of their sources."""
+"""Pictures suit light pages and dark ones; diagrams are what `docs/diagrams/draw.py` draws."""
 
 from __future__ import annotations
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 import shutil
 import signal
+import socket
 import subprocess
 import sys
 from html.parser import HTMLParser
@@ -15,6 +16,7 @@ import pytest
 
 pytest.importorskip("sphinx", reason="needs Sphinx")
 
+from docs import serve
 from tests.docs.pages import ROOT
 
 if TYPE_CHECKING:
@@ -166,6 +168,17 @@ def test_the_site_is_served_here_alone_until_ctrl_c(tmp_path: Path) -> None:
         _, errors = server.communicate(timeout=LIMIT_S)
     assert errors == "\nscripts/docs: ended\n"
     assert server.returncode == 0
+
+
+def test_a_port_that_is_taken_is_named_with_another_to_try(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as other:
+        port = other.getsockname()[1]
+        assert serve.main(str(tmp_path), str(port)) == 1
+    message = capsys.readouterr().err
+    assert f"cannot listen on port {port}: " in message
+    assert "pass another: scripts/docs serve " in message
 
 
 @pytest.mark.parametrize("arguments", [["show"], ["serve", "port"], ["serve", "1", "2"]])
