@@ -16,6 +16,7 @@ from __future__ import annotations
 import argparse
 import json
 import sys
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -23,10 +24,13 @@ import numpy as np
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
+from benchmarks.pictures import draw_both
 from reknit.policies import Facts, Moment, auto, every
 from reknit.policies.interval import RunCosts
 
 if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
     from reknit.policies import Policy
 
 DAY_S = 86400.0
@@ -124,9 +128,13 @@ def told(found: dict[str, Any]) -> None:
 
 
 def plot(found: dict[str, Any], restart_s: float) -> None:
-    import matplotlib
+    """Keep the ratios, as pictures and as data."""
+    draw_both(partial(figure_of, found, restart_s), RESULTS / "ettr.png", dpi=120)
+    (RESULTS / "ettr.json").write_text(json.dumps(found, indent=1) + "\n")
 
-    matplotlib.use("agg")
+
+def figure_of(found: dict[str, Any], restart_s: float) -> Figure:
+    """Return a figure with a curve for each system."""
     from matplotlib import pyplot
 
     figure, axes = pyplot.subplots(figsize=(7, 4), layout="constrained")
@@ -139,8 +147,7 @@ def plot(found: dict[str, Any], restart_s: float) -> None:
     axes.set(xscale="log", xlabel="minutes between saves", ylabel="effective training time ratio")
     axes.set_title("a failure every 3.1 hours; lines: formula, dots: `auto` on the trace")
     axes.legend()
-    figure.savefig(RESULTS / "ettr.png", dpi=120)
-    (RESULTS / "ettr.json").write_text(json.dumps(found, indent=1) + "\n")
+    return figure
 
 
 if __name__ == "__main__":

@@ -2,20 +2,27 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import TYPE_CHECKING, Any
+
+from benchmarks.pictures import draw_both
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
     from pathlib import Path
+
+    from matplotlib.figure import Figure
 
 OTHERS = (("rival", "the best rival", "o"), ("limit", "the limit", "|"))
 
 
 def draw(rows: Sequence[dict[str, Any]], path: Path) -> None:
     """Draw reknit's figure in each row over that of the best rival and over the limit."""
-    import matplotlib as mpl
+    draw_both(partial(figure_of, rows), path, dpi=100)
 
-    mpl.use("agg")
+
+def figure_of(rows: Sequence[dict[str, Any]]) -> Figure:
+    """Return a figure with a line for each row."""
     from matplotlib import pyplot
 
     rows = [row for row in rows if any(row[f"ours_over_{kind}"] is not None for kind, _, _ in OTHERS)]
@@ -32,7 +39,6 @@ def draw(rows: Sequence[dict[str, Any]], path: Path) -> None:
     axes.axvline(1.0, color="0.6", lw=1)
     axes.set(xscale="log", xlabel="less is better")
     axes.set_yticks(list(places), [row["row"] for row in rows], fontsize=8)
-    axes.grid(axis="x", color="0.9")
+    axes.grid(axis="x", color="0.6", alpha=0.3)
     axes.legend(fontsize=8)
-    figure.savefig(path, dpi=100, metadata={"Software": None})
-    pyplot.close(figure)
+    return figure

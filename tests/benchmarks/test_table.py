@@ -91,7 +91,8 @@ def test_a_table_is_kept_as_data_text_and_picture(tmp_path: Path) -> None:
     assert text == markdown(result)
     assert all(f"| {row.name} |" in text for row in rows)
     assert "it broke" in text
-    assert (tmp_path / "table.png").read_bytes().startswith(b"\x89PNG")
+    for picture in ("table.png", "table-dark.png"):
+        assert (tmp_path / picture).read_bytes().startswith(b"\x89PNG")
 
 
 def test_the_table_that_the_pages_show_is_that_of_the_figures_kept_and_has_the_rows_of_today() -> None:

@@ -24,7 +24,7 @@ BUDGETS: dict[str, Budget] = {
     "comm": Budget(80, 100),
     "dataloader": Budget(40, 60),
     "deepspeed": Budget(80, 30),
-    "docs": Budget(50, 30),
+    "docs": Budget(75, 32),
     "engine": Budget(100, 70),
     "examples": Budget(35, 48),
     "faults": Budget(240, 750),

@@ -1,0 +1,96 @@
+"""Every link of every page has a text that a forge shows, and points to what exists."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from urllib.parse import unquote, urlsplit
+
+import pytest
+
+from tests.docs.links import Link, anchors, links
+from tests.docs.pages import ROOT
+
+BUILT = {"_build", "build", "dist"}
+
+
+def pages() -> list[str]:
+    """Return every Markdown page of the repository."""
+    found = []
+    for folder, folders, files in os.walk(ROOT):
+        folders[:] = [each for each in folders if not each.startswith(".") and each not in BUILT]
+        found += [Path(folder, file).relative_to(ROOT).as_posix() for file in files if file.endswith(".md")]
+    return sorted(found)
+
+
+PAGES = pages()
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_every_link_has_a_text(page: str) -> None:
+    empty = [
+        f"{page}:{link.line}: [](…) has no text: {link.target}" for link in links(read(page)) if not link.text
+    ]
+    assert not empty, "\n".join(empty)
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_every_link_points_to_a_file_and_a_heading_that_exist(page: str) -> None:
+    lost = [
+        f"{page}:{link.line}: {link.target} does not exist"
+        for link in links(read(page))
+        if not exists(link.target, page)
+    ]
+    assert not lost, "\n".join(lost)
+
+
+def read(page: str) -> str:
+    return (ROOT / page).read_text()
+
+
+def exists(target: str, page: str) -> bool:
+    """Say whether a page links to something that is there; nothing outside the repository is looked at."""
+    scheme, host, path, _, anchor = urlsplit(target)
+    if scheme or host:
+        return True
+    file = (ROOT / page).parent / unquote(path) if path else ROOT / page
+    if not anchor or file.suffix != ".md":
+        return file.exists()
+    return file.exists() and anchor in anchors(file.read_text())
+
+
+def test_links_are_found_with_their_lines_in_paragraphs_lists_and_tables() -> None:
+    page = (
+        "# A\n\n[one](a.md), [`two`](b.md#c)\n[](d.md)\n\n- ![four](e.png)\n\n| f |\n|---|\n| [ ](g.md) |\n"
+    )
+    assert links(page) == [
+        Link(3, "one", "a.md"),
+        Link(3, "two", "b.md#c"),
+        Link(3, "", "d.md"),
+        Link(6, "four", "e.png"),
+        Link(10, "", "g.md"),
+    ]
+
+
+def test_what_a_code_block_shows_is_not_a_link() -> None:
+    assert links("```text\n[](a.md)\n```\n\n`[](b.md)`\n") == []
+
+
+def test_anchors_are_those_that_forges_make_of_headings() -> None:
+    page = "# `reknit ls`: A_b, c-d\n## Same\n## Same\n"
+    assert anchors(page) == {"reknit-ls-a_b-c-d", "same", "same-1"}
+
+
+@pytest.mark.parametrize(
+    ("target", "is_there"),
+    [
+        ("glossary.md", True),
+        ("glossary.md#glossary", True),
+        ("#glossary", True),
+        ("https://example.org/nowhere", True),
+        ("glossary.md#nowhere", False),
+        ("nowhere.md", False),
+    ],
+)
+def test_a_link_to_a_lost_file_or_heading_is_found(target: str, is_there: bool) -> None:
+    assert exists(target, "docs/glossary.md") is is_there
