@@ -8,15 +8,23 @@ import runpy
 import shlex
 import subprocess
 import sys
+from functools import partial
 from importlib.metadata import metadata
+from itertools import pairwise
 from pathlib import Path
-from typing import Any
+from time import sleep
+from typing import TYPE_CHECKING, Any
 
 import pytest
 
 from reknit.cli.main import parser
+from tests.docs.outputs import HERE, Printed, after_commands, captured, normalised, with_real_outputs
 from tests.docs.pages import ROOT, Block, blocks, commands
 from tests.ranks import run
+
+if TYPE_CHECKING:
+    import io
+    from collections.abc import Callable
 
 NAMES = sorted(
     ["README.md", "docs/index.md", "docs/tutorial.md", "docs/troubleshooting.md"]
@@ -30,10 +38,13 @@ NOT_FOLLOWED = "scripts/"
 
 
 # Elsewhere its processes are forked, which takes a tenth of the time.
-TORCHRUN, WITH_TORCHRUN_ITSELF = "torchrun --nproc-per-node ", "docs/tutorial.md"
+TORCHRUN, TUTORIAL = "torchrun --nproc-per-node ", "docs/tutorial.md"
+
+WRITE = "REKNIT_WRITE_OUTPUTS"
+"""With this environment variable, the tutorial gets the outputs that there were."""
 
 
-@pytest.mark.parametrize("page", NAMES)
+@pytest.mark.parametrize("page", [name for name in NAMES if name != TUTORIAL])
 def test_a_reader_can_follow_the_page(page: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     names: dict[str, Any] = {"__name__": "__main__"}
@@ -41,10 +52,63 @@ def test_a_reader_can_follow_the_page(page: str, tmp_path: Path, monkeypatch: py
         if block.file is not None:
             Path(block.file).write_text(block.text)
         elif block.language == "python":
-            # Empty lines in front give tracebacks the line of the page.
-            exec(compile("\n" * (block.line - 1) + block.text, ROOT / page, "exec"), names)
+            run_snippet(block, page, names)
         elif block.language == "console" and page not in ILLUSTRATED:
             follow(block, page)
+
+
+def test_the_tutorial_shows_what_its_snippets_and_commands_print(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    text = (ROOT / TUTORIAL).read_text()
+    found = blocks(text)
+    names: dict[str, Any] = {"__name__": "__main__"}
+    outputs: list[Printed] = []
+    with captured() as stream:
+        for block, after in pairwise([*found, Block("", "", 0)]):
+            if block.file is not None:
+                Path(block.file).write_text(block.text)
+            elif block.language == "python":
+                stream.seek(0)
+                stream.truncate()
+                run_snippet(block, TUTORIAL, names)
+                shown = after.text if after.language == "text" else ""
+                # A save in the background logs its end while the program goes on.
+                until(partial(has_printed, stream, shown))
+                line = after.line if after.language == "text" else 0
+                outputs.append(Printed(line, shown, at_home(stream.getvalue())))
+            elif block.language == "console":
+                for command, line, shown in after_commands(block):
+                    outputs.append(Printed(line, shown, at_home(printed_by(command, block, TUTORIAL))))
+    if os.environ.get(WRITE):
+        (ROOT / TUTORIAL).write_text(with_real_outputs(text, outputs))
+        return
+    shown_lines = [normalised(output.shown) for output in outputs]
+    real_lines = [normalised(output.real) for output in outputs]
+    assert shown_lines == real_lines, f"{WRITE}=1 writes the real outputs into the page"
+
+
+def at_home(output: str) -> str:
+    """Return the output as it is in the folder in which the page is said to be followed."""
+    return output.replace(os.getcwd(), HERE)
+
+
+def has_printed(stream: io.StringIO, shown: str) -> bool:
+    return len(normalised(stream.getvalue())) >= len(normalised(shown))
+
+
+def until(condition: Callable[[], bool]) -> None:
+    """Wait until the condition holds, but not for long: what follows says what is missing."""
+    for _ in range(100):
+        if condition():
+            return
+        sleep(0.05)
+
+
+def run_snippet(block: Block, page: str, names: dict[str, Any]) -> None:
+    """Run a snippet; empty lines in front of it give tracebacks the line of the page."""
+    exec(compile("\n" * (block.line - 1) + block.text, ROOT / page, "exec"), names)
 
 
 @pytest.mark.parametrize("page", ["README.md", "docs/index.md"])
@@ -85,23 +149,35 @@ def run_script(folder: str, script: str, *arguments: str) -> None:
 
 
 def follow(block: Block, page: str) -> None:
+    for command in commands(block):
+        if command.startswith(NOT_FOLLOWED):
+            continue
+        if command.startswith(TORCHRUN):
+            world, *script = shlex.split(command.removeprefix(TORCHRUN))
+            run(int(world), run_script, os.getcwd(), *script, joined=False)
+            continue
+        printed_by(command, block, page)
+
+
+def printed_by(command: str, block: Block, page: str) -> str:
+    """Run a command of a page in a shell; return what it writes to both streams."""
     folder = Path(sys.executable).parent
     environment = os.environ | {
         "PATH": f"{folder}{os.pathsep}{os.environ['PATH']}",
         "OMP_NUM_THREADS": "1",
         "PYTHONPATH": str(ROOT / "src"),
     }
-    for command in commands(block):
-        if command.startswith(NOT_FOLLOWED):
-            continue
-        if command.startswith(TORCHRUN) and page != WITH_TORCHRUN_ITSELF:
-            world, *script = shlex.split(command.removeprefix(TORCHRUN))
-            run(int(world), run_script, os.getcwd(), *script, joined=False)
-            continue
-        done = subprocess.run(
-            ["bash", "-c", command], env=environment, capture_output=True, text=True, timeout=200, check=False
-        )
-        assert done.returncode == 0, f"{page}:{block.line}: {command}\n{done.stdout}\n{done.stderr}"
+    done = subprocess.run(
+        ["bash", "-c", command],
+        env=environment,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        timeout=200,
+        check=False,
+    )
+    assert done.returncode == 0, f"{page}:{block.line}: {command}\n{done.stdout}"
+    return done.stdout
 
 
 def test_blocks_are_found_with_their_lines_and_files() -> None:
@@ -115,3 +191,19 @@ def test_blocks_are_found_with_their_lines_and_files() -> None:
 
 def test_only_lines_with_a_dollar_are_commands() -> None:
     assert commands(Block("console", "$ reknit ls\nstep 1\n$ true\n", 1)) == ["reknit ls", "true"]
+
+
+def test_outputs_agree_although_times_sizes_and_ids_differ() -> None:
+    one = "saved /a/b (step 1): 408.7 KiB by 1 rank in 0.0728 s, 5.5 MiB/s\nINFO:reknit:save to /a: 41 %\n"
+    two = "saved /a/b (step 1): 1 MiB by 1 rank in 1.2e-05 s, 15 GiB/s\n"
+    assert Printed(1, one, two).agrees()
+    assert not Printed(1, one, two.replace("step 1", "step 2")).agrees()
+    assert not Printed(1, one, "").agrees()
+
+
+def test_a_page_is_rewritten_only_where_the_output_is_another() -> None:
+    page = "```console\n$ a\nin 1 s\n$ b\nold\n```\n"
+    (block,) = blocks(page)
+    real = {"a": "in 2 s\n", "b": "new\nand more\n"}
+    outputs = [Printed(line, shown, real[command]) for command, line, shown in after_commands(block)]
+    assert with_real_outputs(page, outputs) == page.replace("old\n", "new\nand more\n")

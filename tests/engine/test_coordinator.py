@@ -286,7 +286,7 @@ def test_copies_that_differ_are_warned_of_with_the_ranks_that_hold_them() -> Non
     counted = receipts_to_manifest(unpack(merge_receipts(told))[0], write_id)
     assert counted.kept == {("m", "kept")}
     own, lost = counted.warnings
-    assert "different values of m/kept (ranks 0, 2), m/both (ranks 0, 1); each rank's own was stored" in own
+    assert "different values of m/kept (ranks 0, 2), m/both (ranks 0, 1); each rank's copy was stored" in own
     assert "different values of m/lost (ranks 0, 3), m/both (ranks 0, 1); one rank's copy was stored" in lost
 
 

@@ -17,6 +17,8 @@ from reknit.frameworks.walk.walk import World
 from tests.frameworks.checkpoint import Checkpoint, assemble, fill, load, save
 from tests.ranks import run
 
+KEPT = ": each rank keeps its present value"
+
 
 def save_as(size: int, make: Any) -> Checkpoint:
     """Save what `make(rank)` gives for every rank of a world."""
@@ -67,7 +69,7 @@ def test_the_random_state_of_other_ranks_is_left_alone_and_noted() -> None:
     seed(5)
     want = wanted({"rng": RngState()}, checkpoint.catalog(), 0, 2)
     fill(want, checkpoint)
-    assert want.notes == (("rng", "", "random state of 4 ranks not restored onto 2: left as it is"),)
+    assert want.notes == (("rng", "", "random states of 4 ranks cannot be restored on 2 ranks" + KEPT),)
     assert want.missing == ()
     assert drawn() == expected
 
@@ -119,10 +121,11 @@ def test_given_coordinates_have_to_be_as_many_as_the_ranks() -> None:
     for rank, size in ((0, 1), (1, 4), (3, 4)):
         target = make(rank)
         want = wanted(target, checkpoint.catalog(), rank, size)
-        assert want.notes == (("a", "", f"values of 2 ranks not restored onto {size}: left as they are"),)
+        here = "1 rank" if size == 1 else f"{size} ranks"
+        assert want.notes == (("a", "", f"values of 2 ranks cannot be restored on {here}" + KEPT),)
     other = {"a": PerRank(0)}
     (note,) = wanted(other, checkpoint.catalog(), 0, 2).notes
-    assert note[2] == "values of ranks with other coordinates not restored onto 2: left as they are"
+    assert note[2] == "values of ranks with other coordinates cannot be restored on 2 ranks" + KEPT
 
 
 def test_what_no_rank_saved_is_missing() -> None:
@@ -152,7 +155,7 @@ def test_ranks_of_one_place_on_a_mesh_share_a_value_that_any_world_with_those_pl
     assert run(4, on_a_mesh, (2, 2), ("dp", "tp"), checkpoint) == [("dp 0", [])] * 2 + [("dp 1", [])] * 2
     assert run(2, on_a_mesh, (2,), ("dp",), checkpoint) == [("dp 0", []), ("dp 1", [])]
     kept = run(3, on_a_mesh, (3,), ("dp",), checkpoint)
-    assert kept[2] == ("of 2", ["values of 2 ranks not restored onto 3: left as they are"])
+    assert kept[2] == ("of 2", ["values of 2 ranks cannot be restored on 3 ranks" + KEPT])
 
 
 def without_names() -> None:

@@ -173,9 +173,11 @@ def _was_saved(place: Place, loading: Loading) -> bool:
 
 
 def _left(value: PerRank, num_saved: int, loading: Loading) -> str:
-    what, left = ("random state", "it is") if isinstance(value, RngState) else ("values", "they are")
-    ranks = f"{num_saved} ranks" if num_saved else "ranks with other coordinates"
-    return f"{what} of {ranks} not restored onto {loading.world.size}: left as {left}"
+    what = "random states" if isinstance(value, RngState) else "values"
+    saved = f"{num_saved} ranks" if num_saved else "ranks with other coordinates"
+    size = loading.world.size
+    here = "1 rank" if size == 1 else f"{size} ranks"
+    return f"{what} of {saved} cannot be restored on {here}: each rank keeps its present value"
 
 
 def _lost_gpu(state: Any) -> bool:

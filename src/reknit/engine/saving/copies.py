@@ -152,9 +152,9 @@ def split(
         more = f", and of {len(done.unequal) - 1} more" if len(done.unequal) > 1 else ""
         raise StateError(
             f"ranks hold different values of {full_name(item, fqn)} (ranks {ranks}){more}, "
-            "and one of them would be stored for all; nothing was committed",
-            remedy="make them equal (broadcast them), or wrap what each rank has for itself in "
-            "reknit.PerRank; SaveOptions(check_replicas='warn') stores one rank's copy all the same",
+            "and only one value can be stored; nothing was committed",
+            remedy="make them equal (broadcast them), or wrap values that differ by design in "
+            "reknit.PerRank; SaveOptions(check_replicas='warn') stores the copy of one rank",
         )
     return done
 

@@ -114,7 +114,8 @@ def _differing_copies(tables: Mapping[str, list[Any]]) -> list[str]:
     for table, what in (
         (
             "kept",
-            "each rank's own was stored, for as many ranks again; reknit.PerRank says that they are its own",
+            "each rank's copy was stored, and loads on the same number of ranks only. "
+            "Make them equal, or wrap them in reknit.PerRank",
         ),
         (
             "unequal",
@@ -153,6 +154,6 @@ def _shared_places(files: FileTable, items: Sequence[str], ranks: Ints) -> list[
                 item = items[keys[group[0], 0]]
                 lines.append(
                     f"ranks {shown} saved different values of {item} under one coordinate {place}; "
-                    "a load gives all of them the first. Give each rank a coordinate of its own."
+                    "a load restores the first value on each of them. Give each rank a coordinate of its own."
                 )
     return lines
