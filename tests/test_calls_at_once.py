@@ -16,7 +16,8 @@ import reknit
 from reknit import calls
 from reknit.calls import background_of
 from reknit.comm.base import SoloGroup
-from reknit.ranks import alone
+from reknit.options import CommOptions
+from reknit.ranks import acting
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -47,7 +48,9 @@ def at_once(make: Callable[[], Any]) -> int:
 
 
 def test_threads_that_come_at_once_are_in_one_group() -> None:
-    assert {at_once(lambda n=n: alone(1_000_000 + n)) for n in range(200)} == {1}  # type: ignore[misc]
+    assert {
+        at_once(lambda n=n: acting(None, CommOptions(generation=1_000_000 + n)).group) for n in range(200)
+    } == {1}  # type: ignore[misc]
 
 
 def test_threads_that_come_at_once_have_the_same_background_saves() -> None:

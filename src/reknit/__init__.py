@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from reknit.frameworks.per_rank import PerRank, RngState
     from reknit.options import CommOptions, LoadOptions, SaveOptions, Tls
     from reknit.phases import phase
-    from reknit.ranks import connect
+    from reknit.ranks import alone, connect
     from reknit.runs.checkpointer import Checkpointer
     from reknit.runs.cooling import Cool
     from reknit.runs.tiers import Tier
@@ -61,6 +61,7 @@ __all__ = [
     "UsageError",
     "VerifyReport",
     "alerts",
+    "alone",
     "close",
     "connect",
     "cool",
@@ -107,7 +108,7 @@ _HOMES = {
         "frameworks.per_rank": ("PerRank", "RngState"),
         "options": ("CommOptions", "LoadOptions", "SaveOptions", "Tls"),
         "phases": ("phase",),
-        "ranks": ("connect",),
+        "ranks": ("alone", "connect"),
         "runs.checkpointer": ("Checkpointer",),
         "runs.cooling": ("Cool",),
         "runs.tiers": ("Tier",),

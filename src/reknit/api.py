@@ -85,7 +85,7 @@ def save(
 
     `step` and `metadata` (JSON-like) are stored in the manifest.  `overwrite=True` replaces a checkpoint at
     `path` by a safe switch.  `group`: a torch process group or a `reknit` group, default all ranks of the
-    job; a process without torch.distributed or jax.distributed is alone.
+    job.  A process without one is alone; if a launcher started it with others, it passes `reknit.alone()`.
 
     Raises `StateError` (something cannot be saved; nothing was written), `CheckpointExistsError`,
     `CommitError` (the ranks' parts leave a hole), `StorageError`, `CommError`: on every rank the same error,

@@ -4,12 +4,26 @@ from __future__ import annotations
 
 import getpass
 import os
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from reknit.errors import UsageError
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
+
+_LAUNCHED = {
+    "WORLD_SIZE": "torchrun or a launcher like it",
+    "JAX_NUM_PROCESSES": "a launcher of JAX",
+    "OMPI_COMM_WORLD_SIZE": "Open MPI",
+    "MV2_COMM_WORLD_SIZE": "MVAPICH",
+    "PMI_SIZE": "MPI",
+    "SLURM_STEP_NUM_TASKS": "Slurm",
+    "SLURM_NTASKS": "Slurm",
+}
+"""The variables in which launchers say how many processes they start.  The first that is set decides: a
+launcher may itself be started by one further down, such as torchrun by Slurm."""
+
+_SHELLS = {"interactive", "bash", "sh", "zsh"}
 
 _OF_STORES = ("AWS_", "AZURE_", "GOOGLE_", "HADOOP_", "KRB5", "REKNIT_MEMORY")
 
@@ -23,6 +37,29 @@ def local_ranks() -> int:
 def cores_per_rank() -> int:
     """Return this rank's share of the machine's cores, at least 1."""
     return max(1, (os.cpu_count() or 1) // local_ranks())
+
+
+class Launch(NamedTuple):
+    """A launcher that started this process, with others: `variable` says that they are `size`."""
+
+    launcher: str
+    variable: str
+    size: int
+
+
+def launch() -> Launch | None:
+    """Return how this process was started with others, None if it was started alone or that is not known.
+
+    In a shell inside an allocation of Slurm, SLURM_NTASKS is what could be started, not what was.
+    """
+    variable = next((name for name in _LAUNCHED if os.environ.get(name, "").isdecimal()), None)
+    if variable is None:
+        return None
+    in_shell = "SLURM_PROCID" not in os.environ and os.environ.get("SLURM_JOB_NAME") in _SHELLS
+    size = int(os.environ[variable])
+    if size < 2 or (variable == "SLURM_NTASKS" and in_shell):
+        return None
+    return Launch(_LAUNCHED[variable], variable, size)
 
 
 def host_name() -> str | None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import operator
 import os
+import sys
 import weakref
 from contextlib import ExitStack
 from functools import partial
@@ -13,7 +14,7 @@ from urllib.request import url2pathname
 
 from reknit.comm.base import SoloGroup, barrier
 from reknit.comm.meeting.rendezvous import FolderStore
-from reknit.environment import quiet_grpc, store_token
+from reknit.environment import launch, quiet_grpc, store_token
 from reknit.errors import UsageError
 from reknit.frameworks.jax import job as jax_job
 from reknit.frameworks.jax.job import coordination_store
@@ -32,7 +33,16 @@ if TYPE_CHECKING:
 _alone: dict[int | None, SoloGroup] = {}
 
 
-def alone(generation: int | None) -> SoloGroup:
+@checked_call
+def alone() -> Group:
+    """Return a group of this process alone, to pass as `group=` where a launcher started several processes.
+
+    Each of them then saves and loads by itself, to and from a path of its own.
+    """
+    return _alone_as(None)
+
+
+def _alone_as(generation: int | None) -> SoloGroup:
     """Return the group of a process that is alone, the same one each time for a generation or None."""
     # Not `functools.cache`, which gives two threads that come at once two groups.
     return _alone.setdefault(generation, SoloGroup(generation))
@@ -54,16 +64,38 @@ def acting(group: Any, options: CommOptions) -> Ranks:
 
     `group` is a torch process group, a group of reknit's own (`comm.base.Group`), or None for all ranks of
     torch's job, for all processes of JAX's, or for a process that is alone.  Raises `UsageError` where torch
-    and JAX have different jobs.
+    and JAX have different jobs, and where a launcher started several processes that nothing connects: each
+    would save alone, over what the others saved.
     """
+    if group is not None and group is _alone.get(None):
+        return Ranks(_alone_as(options.generation), None, None)
     if group is not None and hasattr(group, "exchange"):
         return Ranks(group, None, None)
     of_jax = jax_job.current_job() if group is None else None
     job = _of_all(current_job(), of_jax) if group is None else subgroup_job(group)
+    if job is None:
+        _check_launch()
     if job is None or job.size == 1:
-        return Ranks(alone(options.generation), None if job is None else job.ranks, None)
+        return Ranks(_alone_as(options.generation), None if job is None else job.ranks, None)
     carrier = None if job is of_jax else partial(TorchCarrier, weakref.ref(job.identity))
     return Ranks(_joined(job, options), job.ranks, carrier)
+
+
+def _check_launch() -> None:
+    """Raise `UsageError` if this process, which is in no job, was started with others."""
+    if (started := launch()) is None:
+        return
+    torch_call, jax_call = "torch.distributed.init_process_group()", "jax.distributed.initialize()"
+    if started.variable == "JAX_NUM_PROCESSES" or ("jax" in sys.modules and "torch" not in sys.modules):
+        calls = jax_call
+    else:
+        calls = f"{torch_call} or {jax_call}" if "jax" in sys.modules else torch_call
+    raise UsageError(
+        f"{started.launcher} started {started.size} processes ({started.variable}={started.size}), but this "
+        f"one is not connected to the others: each would act alone, on the same path",
+        remedy=f"call {calls} before this call, in every process; pass group=reknit.alone() only if this "
+        f"process is to save and load by itself",
+    )
 
 
 def own_rank() -> int:

@@ -599,7 +599,7 @@ def test_what_is_saved_is_collected_and_copied_while_the_first_agent_starts(
         def state_dict(self) -> dict[str, Any]:
             # A process that has just been started is without a command line for an instant.
             wait_until(lambda: len(set(agents_of(os.getpid())) - before) == 1, LIMIT_S)
-            seen.append(calls.backgrounds[ranks.alone(None)][True].agents)
+            seen.append(calls.backgrounds[ranks.alone()][True].agents)
             return {}
 
         def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -632,7 +632,7 @@ def test_a_first_save_of_much_is_written_while_it_is_copied(monkeypatch: pytest.
     take = Snapshot.take
 
     def watched(self: Snapshot) -> None:
-        taken_with.append(calls.backgrounds[ranks.alone(None)][False].agents is not None)
+        taken_with.append(calls.backgrounds[ranks.alone()][False].agents is not None)
         take(self)
 
     monkeypatch.setattr(Snapshot, "take", watched)
@@ -643,7 +643,7 @@ def test_a_first_save_of_much_is_written_while_it_is_copied(monkeypatch: pytest.
 def test_a_second_arena_is_made_when_a_save_comes_while_the_one_before_is_written() -> None:
     for k in range(2):
         background(f"gated://apart/{k}", {"model": weights(k)}).result(LIMIT_S)
-    agents = calls.backgrounds[ranks.alone(None)][False].agents
+    agents = calls.backgrounds[ranks.alone()][False].agents
     assert agents is not None
     assert agents.arenas == {1}
     GATE.open.clear()
@@ -671,7 +671,7 @@ def test_saves_that_fail_and_only_warn_are_not_kept() -> None:
     options = reknit.SaveOptions(on_error="warn")
     for k in range(5):
         background(f"gated://kept/{k}", {"model": weights(k)}, options=options).wait(LIMIT_S)
-    assert len(calls.backgrounds[ranks.alone(None)][False].pending) == 1
+    assert len(calls.backgrounds[ranks.alone()][False].pending) == 1
 
 
 def test_a_message_that_is_interrupted_closes_the_channel() -> None:

@@ -73,7 +73,7 @@ def state_of(rank: int, value: float = 1.0) -> dict[str, Any]:
 
 
 def background_of(group: Group | None = None, *, elsewhere: bool = False) -> Background:
-    return calls.backgrounds[group or ranks.alone(None)][elsewhere]
+    return calls.backgrounds[group or ranks.alone()][elsewhere]
 
 
 def crew_of(group: Group | None = None, *, elsewhere: bool = False) -> Agents:
