@@ -207,6 +207,7 @@ def keep(result: dict[str, Any], out: Path) -> None:
     (out / "table.json").write_text(json.dumps(result, indent=1, ensure_ascii=False) + "\n")
     (out / "table.md").write_text(markdown(result))
     picture.draw(result["rows"], out / "table.png")
+    picture.draw_stall(result["rows"], out / "stall.png")
 
 
 if __name__ == "__main__":
