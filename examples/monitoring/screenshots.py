@@ -38,7 +38,7 @@ def main() -> None:
     parser.add_argument("folder", type=Path)
     parser.add_argument("--browser", default=shutil.which("chromium") or shutil.which("google-chrome"))
     args = parser.parse_args()
-    command = [sys.executable, "-m", "reknit.cli.main", "dash", args.events, "--port=0"]
+    command = [sys.executable, "-m", "reknit", "dash", args.events, "--port=0"]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as dash, sync_playwright() as drivers:
         try:
             line = "" if dash.stdout is None else dash.stdout.readline()

@@ -50,7 +50,7 @@ class Dash:
     """`reknit dash` in a process of its own."""
 
     def __init__(self, folder: Path, *arguments: str) -> None:
-        command = [sys.executable, "-m", "reknit.cli.main", "dash", str(folder), "--port=0", *arguments]
+        command = [sys.executable, "-m", "reknit", "dash", str(folder), "--port=0", *arguments]
         self.process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
         assert self.process.stdout is not None
         line = self.process.stdout.readline()
