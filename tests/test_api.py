@@ -70,7 +70,7 @@ def test_a_typo_in_the_path_says_which_checkpoints_are_there(path: Path) -> None
         reknit.load(path.parent, target())
     assert caught.value.phase == "open"
     assert not path.with_name("none").exists()
-    with pytest.raises(reknit.CheckpointNotFoundError, match="check the path"):
+    with pytest.raises(reknit.CheckpointNotFoundError, match="none does not exist"):
         reknit.load(path.with_name("none"), target())
     for ask in (reknit.open, reknit.verify):
         with pytest.raises(reknit.CheckpointNotFoundError):

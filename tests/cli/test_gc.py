@@ -295,7 +295,7 @@ def test_what_a_store_does_not_list_is_said(
 def test_a_folder_with_nothing_in_it_is_not_found(command: Command, tmp_path: Path) -> None:
     ran = command("gc", tmp_path / "absent")
     assert ran.code == 3
-    assert "check the path" in ran.err
+    assert f"-> {tmp_path}/absent does not exist" in ran.err
 
 
 @pytest.mark.parametrize("url", ["mem://somewhere", "memory://somewhere"])

@@ -33,7 +33,8 @@ def test_latest_prints_a_path(command: Command, root: Path) -> None:
     assert command("latest", root, "--json").json == {"path": f"{root}/step_00000040"}
     ran = command("latest", root / "typo")
     assert (ran.code, ran.out) == (3, "")
-    assert "check the path" in ran.err
+    assert f"there is no checkpoint directly below {root}/typo" in ran.err
+    assert f"-> {root}/typo does not exist" in ran.err
 
 
 def test_rm_removes_what_is_named_and_no_more(command: Command, root: Path) -> None:

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from reknit.cli.output import print_json, print_table, printable, time_text
 from reknit.engine.stored.leftovers import Leftover, leftovers, remove
+from reknit.engine.stored.other_formats import elsewhere
 from reknit.errors import StorageError, StorageNotFoundError, UsageError
 from reknit.monitor.phase import now
 from reknit.monitor.progress_text import amount
@@ -89,7 +90,9 @@ def _something(storage: Storage, held: Iterable[Dated]) -> Iterator[Dated]:
         yield each
     if empty:
         raise StorageNotFoundError(
-            f"there is nothing in {storage.url}", remedy="check the path", path=storage.url
+            f"there is nothing in {storage.url}",
+            remedy=elsewhere(storage, "pass a folder or URL to which checkpoints were saved"),
+            path=storage.url,
         )
 
 

@@ -8,6 +8,7 @@ from importlib.metadata import PackageNotFoundError, entry_points, version
 from typing import TYPE_CHECKING
 
 from reknit.format.versions import FORMAT_VERSION, OLDEST_READABLE
+from reknit.storage.registry import ENTRY_POINTS
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -34,7 +35,7 @@ def version_lines() -> Iterator[str]:
         yield f"{name} {_installed(name)}"
     for name, schemes in _CLIENTS.items():
         yield f"{name} {_installed(name)} (for {schemes})"
-    for entry in entry_points(group="reknit.storage"):
+    for entry in entry_points(group=ENTRY_POINTS):
         if entry.dist is not None:
             yield f"{entry.dist.name} {entry.dist.version} (for {entry.name}://)"
 
