@@ -116,9 +116,12 @@ def test_a_folder_as_large_as_a_disk_is_not_searched_to_the_end_and_named(
         for k in range(5):
             (folder / f"{k}").write_bytes(b"x")
     opened: list[str] = []
-    monkeypatch.setattr(
-        store, "entries", lambda folder, **more: opened.append(folder) or entries(folder, **more)
-    )
+
+    def noted(folder: str, **more: bool) -> list[Any]:
+        opened.append(folder)
+        return entries(folder, **more)
+
+    monkeypatch.setattr(store, "entries", noted)
     (root / "step_11").mkdir()
     (root / "step_11" / "pending.0123456789abcdef.01234567").write_bytes(b"")
     (root / "step_11" / "other").symlink_to(root / "disk")
