@@ -80,18 +80,33 @@ def test_a_slow_rank_and_a_failed_one_are_named_with_their_places(tmp_path: Path
     assert [(rank, round(seconds, 3)) for rank, seconds in slow["write (agent)"]] == [(SLOW, 3.0)]
 
 
-def test_what_all_ranks_hear_is_told_of_each_with_one_remedy(tmp_path: Path) -> None:
+def test_ranks_that_failed_alike_are_one_line(tmp_path: Path) -> None:
     failed = {"outcome": "CommitError", "detail": "save again"}
     full = {"outcome": "StorageFullError", "detail": "make room"}
-    lines = [record("commit", rank, rank, 1, **(full if rank == 2 else failed)) for rank in range(4)]
-    JsonLines(str(tmp_path / "e.jsonl")).take([*lines, record("commit", 4, 4, 1, outcome="OSError")])
+    lines = [record("commit", rank, rank, 1, **(full if rank == 17 else failed)) for rank in range(9_000)]
+    JsonLines(str(tmp_path / "e.jsonl")).take([*lines, record("plan", 17, 0, 1)])
     (operation,) = read_operations([str(tmp_path)]).operations
-    assert [remark.partition(": ")[2] for remark in remarks(operation)] == [
-        "CommitError -> save again",
-        "CommitError",
-        "StorageFullError -> make room",
-        "CommitError",
-        "OSError",
+    assert list(remarks(operation)) == [
+        "ranks 0-8,999 except 17 failed in phase commit: CommitError -> save again",
+        "rank 17 (dp 4, tp 1) on host2 failed in phase commit: StorageFullError -> make room",
+    ]
+
+
+def test_ranks_that_failed_in_their_own_way_have_lines_of_their_own(tmp_path: Path) -> None:
+    lines = [
+        record("commit", 1, 1, 1, outcome="OSError"),
+        record("commit", 3, 2, 1, outcome="CommitError"),
+        record("assign", 2, 3, 1, outcome="CommitError"),
+        record("commit", 4, 4, 1, outcome="CommitError", detail="save again"),
+        record("commit", 5, 5, 1, outcome="CommitError"),
+    ]
+    JsonLines(str(tmp_path / "e.jsonl")).take(lines)
+    (operation,) = read_operations([str(tmp_path)]).operations
+    assert list(remarks(operation)) == [
+        "rank 1 (dp 0, tp 1) on host0 failed in phase commit: OSError",
+        "ranks 3, 5 on host0 failed in phase commit: CommitError",
+        "rank 2 (dp 0, tp 2) on host0 failed in phase assign: CommitError",
+        "rank 4 (dp 1, tp 0) on host0 failed in phase commit: CommitError -> save again",
     ]
 
 
