@@ -20,8 +20,9 @@ if TYPE_CHECKING:
 class JsonLines:
     """Appends records to the file `path`, many with one call, so that ranks of a host may share the file.
 
-    In a folder (an existing one, or a path that ends in a slash) each process has a file of its own, so that
-    ranks of many hosts may share it.  A file that cannot be opened raises `StorageError` at once.
+    In a folder (an existing one, a path that ends in a slash, or a new one without a suffix) each process has
+    a file of its own, so that ranks of many hosts may share it.  Folders that are missing are made.  A file
+    that cannot be opened raises `StorageError` at once.
     """
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
