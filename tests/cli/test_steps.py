@@ -66,7 +66,16 @@ def test_prune_removes_what_no_option_keeps(command: Command, root: Path) -> Non
 
 @pytest.mark.parametrize(
     ("options", "code"),
-    [([], 2), (["--keep-last", "0"], 2), (["--keep-best", "loss"], 2), (["--keep-best", "1:loss:up"], 2)],
+    [
+        ([], 2),
+        (["--keep-last", "0"], 2),
+        (["--keep-best", "loss"], 2),
+        (["--keep-best", "1:loss:up"], 2),
+        (["--keep-best", "9" * 5_000 + ":loss"], 2),
+        (["--keep-every", "9" * 4_000], 2),
+        (["--keep-days", "9" * 4_000], 2),
+        (["--keep-last", "1", "--drop", "m:" + "9" * 5_000], 2),
+    ],
 )
 def test_prune_without_a_sensible_wish_removes_nothing(
     command: Command, root: Path, options: list[str], code: int

@@ -9,7 +9,7 @@ from reknit import policies
 from reknit.cli.output import print_json, printable
 from reknit.engine.stored.newest import absent
 from reknit.engine.stored.steps import numbered
-from reknit.errors import UsageError
+from reknit.errors import UsageError, shown
 from reknit.monitor.progress_text import amount
 from reknit.runs.retention import Retention
 from reknit.storage.registry import open_storage
@@ -18,6 +18,9 @@ if TYPE_CHECKING:
     import argparse
 
     from reknit.policies import Policy
+
+_MOST_DIGITS = 18
+"""Digits of a number that counts steps."""
 
 
 def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
@@ -96,12 +99,16 @@ def _without(text: str) -> Policy:
     try:
         return policies.without(item, after_hours=24 * float(days))
     except ValueError as error:
-        raise UsageError(f"--drop is ITEM:DAYS, not {text!r}") from error
+        raise UsageError(
+            f"--drop is ITEM:DAYS, not {shown(text)}", remedy="for instance optimizer:7"
+        ) from error
 
 
 def _best(text: str) -> Policy:
     number, _, rest = text.partition(":")
     metric, _, mode = rest.partition(":")
-    if not number.isdecimal() or not metric or mode not in ("", "min", "max"):
-        raise UsageError(f"--keep-best is N:METRIC, or N:METRIC:max, not {text!r}")
+    if not number.isdecimal() or len(number) > _MOST_DIGITS or not metric or mode not in ("", "min", "max"):
+        raise UsageError(
+            f"--keep-best is N:METRIC, or N:METRIC:max, not {shown(text)}", remedy="for instance 3:loss"
+        )
     return policies.best(int(number), metric, mode="max" if mode == "max" else "min")

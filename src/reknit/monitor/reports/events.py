@@ -197,13 +197,14 @@ class EventFiles:
         run = sorted(self._run, key=lambda event: event.end)
         return ReadEvents(ordered, num_foreign, self._num_dropped, run)
 
-    def forget(self, most_events: int) -> None:
-        """Keep only the last operations, with at most so many events, but for the very last one."""
-        num_events = 0
+    def forget(self, most_events: int) -> list[RecordedOperation]:
+        """Keep the last operations, with at most so many events, but at least one; return the others."""
+        num_events, others = 0, []
         for number, operation in enumerate(reversed(self.known().operations)):
             num_events += len(operation.events)
             if number and num_events > most_events:
-                del self._found[operation.action, operation.path, operation.step]
+                others.append(self._found.pop((operation.action, operation.path, operation.step)).in_step())
+        return others[::-1]
 
     def _take(self, line: bytes) -> None:
         try:

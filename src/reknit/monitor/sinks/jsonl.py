@@ -31,9 +31,10 @@ class JsonLines:
         try:
             self.path = file_of_process(path, "jsonl")
             self._append(b"")
-        except OSError as error:
+        except (OSError, ValueError) as error:
+            why = error.strerror if isinstance(error, OSError) else error
             raise StorageError(
-                f"cannot append to the event file {path}: {error.strerror}",
+                f"cannot append to the event file {path}: {why}",
                 path=os.fspath(path),
                 remedy="name a writable file in `events`, or leave it out",
             ) from error
