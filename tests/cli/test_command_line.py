@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 import pytest
 
 from reknit.cli.main import parser
+from reknit.errors import shown
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -78,3 +79,23 @@ def test_what_resembles_nothing_is_answered_with_the_help(
     ran = command(*arguments)
     assert ran.code == 2
     assert ran.err.endswith("\n  -> reknit ls --help lists what it takes\n")
+
+
+@pytest.mark.parametrize("wrong", ["0", "-1", "x", "1.5", "", "9" * 19, "9" * 5_000])
+def test_what_is_no_count_is_refused_with_the_name_of_the_option(command: Command, wrong: str) -> None:
+    ran = command("prune", "runs", f"--keep-last={wrong}")
+    assert (ran.code, ran.out) == (2, "")
+    assert f"argument --keep-last: {shown(wrong)} is not a whole number from 1 on\n" in ran.err
+
+
+def test_what_is_no_port_is_refused_with_those_that_are(command: Command) -> None:
+    ran = command("dash", "events", "--port=70000")
+    assert ran.code == 2
+    assert "argument --port: '70000' is not a whole number from 0 to 65535\n" in ran.err
+
+
+@pytest.mark.parametrize("wrong", ["0", "-1", "x", "nan", "inf", "1e10", "9" * 5_000])
+def test_what_is_no_amount_is_refused_with_the_name_of_the_option(command: Command, wrong: str) -> None:
+    ran = command("report", "events", f"--mttf={wrong}")
+    assert (ran.code, ran.out) == (2, "")
+    assert f"argument --mttf: {shown(wrong)} is not a number from 1e-06 to 1e+09\n" in ran.err

@@ -63,10 +63,10 @@ def run(args: argparse.Namespace) -> int:
         sweep = sweepable(storage)
         if sweep is None:
             raise UsageError(
-                f"{storage.url}: nothing tells what here is left over from killed saves",
-                remedy="gc works on folders, s3://, gs://, az:// and hdfs://; in mem:// may be files of "
-                "a checkpoint whose manifest is on another host: delete what is not needed there by hand, or "
-                "let a later save to the same path do it",
+                f"gc cannot tell which files in {storage.url} killed saves have left",
+                remedy="gc works on folders, s3://, gs://, az:// and hdfs://; mem:// may hold files of a "
+                "checkpoint whose manifest is on another host: delete what is not needed there by hand, or let "
+                "a later save to the same path do it",
             )
         moment = now()
         # A store's clock may be ahead, and "0" means all.

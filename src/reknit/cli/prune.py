@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 from reknit import policies
 from reknit.cli.output import print_json, printable
+from reknit.cli.program.numbers import amount_of, whole
 from reknit.engine.stored.newest import absent
 from reknit.engine.stored.steps import numbered
 from reknit.errors import UsageError, shown
@@ -33,10 +34,10 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
         "cannot be read, and those that are being saved.",
     )
     parser.add_argument("root", metavar="ROOT", help="a folder or URL that holds checkpoints")
-    parser.add_argument("--keep-last", type=int, metavar="N", help="keep the newest N steps")
-    parser.add_argument("--keep-every", type=int, metavar="N", help="keep one step of each N")
+    parser.add_argument("--keep-last", type=whole(1), metavar="N", help="keep the newest N steps")
+    parser.add_argument("--keep-every", type=whole(1), metavar="N", help="keep one step of each N")
     parser.add_argument("--keep-best", metavar="N:METRIC[:max]", help="keep the N with the lowest metric")
-    parser.add_argument("--keep-days", type=float, metavar="D", help="keep steps younger than D days")
+    parser.add_argument("--keep-days", type=amount_of, metavar="D", help="keep steps younger than D days")
     parser.add_argument(
         "--drop",
         action="append",
@@ -85,7 +86,7 @@ def _keep(args: argparse.Namespace) -> Policy:
     if args.keep_best is not None:
         found.append(_best(args.keep_best))
     if not found:
-        raise UsageError("nothing says what to keep", remedy="for instance --keep-last 3")
+        raise UsageError("no --keep option was given", remedy="give at least one, for instance --keep-last 3")
     keep = found[0]
     for each in found[1:]:
         keep = keep | each

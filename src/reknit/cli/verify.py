@@ -81,7 +81,10 @@ class _Findings:
 def run(args: argparse.Namespace) -> int:
     """Verify, and return the exit code."""
     if args.output and not args.rebuild_index:
-        raise UsageError("--output is where --rebuild-index writes to", remedy="give both, or none")
+        raise UsageError(
+            "--output names the file for the rebuilt index, and no index is rebuilt",
+            remedy="add --rebuild-index, or leave --output out",
+        )
     report = stored.verify(args.path, "data" if args.data else "metadata")
     findings = _Findings(quiet=args.json)
     for problem in report.problems:

@@ -1,4 +1,4 @@
-"""Which ranks are these, in words?"""
+"""Which ranks or steps are these, in words?"""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ _PER_HOLE = 8
 
 
 class _Span(NamedTuple):
-    """The ranks from `low` to `high`, both included."""
+    """The numbers from `low` to `high`, both included."""
 
     low: int
     high: int
@@ -32,24 +32,29 @@ def spelled(ranks: Iterable[int], limit: int = 16) -> str:
     Where few are left out between the first and the last, these are named: ``ranks 0-8,999 except 17``.  At
     most `limit` spans are named.
     """
-    spans = _spans(ranks)
+    return named(ranks, "rank", limit)
+
+
+def named(numbers: Iterable[int], noun: str, limit: int = 16) -> str:
+    """Return the numbers of things that are called `noun` as text, as `spelled` does it with ranks."""
+    spans = _spans(numbers)
     if not spans:
-        return "no rank"
+        return f"no {noun}"
     if len(spans) == 1 and spans[0].size == 1:
-        return f"rank {spans[0]}"
+        return f"{noun} {spans[0]}"
     holes = [_Span(before.high + 1, after.low - 1) for before, after in pairwise(spans)]
     if 0 < len(holes) <= limit and _PER_HOLE * _num(holes) <= _num(spans):
-        return f"ranks {_Span(spans[0].low, spans[-1].high)} except {', '.join(map(str, holes))}"
+        return f"{noun}s {_Span(spans[0].low, spans[-1].high)} except {', '.join(map(str, holes))}"
     rest = _num(spans[limit:])
-    return f"ranks {', '.join(map(str, spans[:limit]))}" + (f" and {rest:,} more" if rest else "")
+    return f"{noun}s {', '.join(map(str, spans[:limit]))}" + (f" and {rest:,} more" if rest else "")
 
 
-def _spans(ranks: Iterable[int]) -> list[_Span]:
+def _spans(numbers: Iterable[int]) -> list[_Span]:
     """Return the spans of neighbours, in order."""
     spans: list[_Span] = []
-    for rank in sorted(set(ranks)):
-        low = spans.pop().low if spans and rank == spans[-1].high + 1 else rank
-        spans.append(_Span(low, rank))
+    for number in sorted(set(numbers)):
+        low = spans.pop().low if spans and number == spans[-1].high + 1 else number
+        spans.append(_Span(low, number))
     return spans
 
 

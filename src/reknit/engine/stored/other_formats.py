@@ -198,8 +198,11 @@ def _missing(url: str) -> str | None:
         names = sorted(os.listdir(above))
     except OSError:
         names = []
-    question = did_you_mean(os.path.basename(missing), names)
-    return f"{missing} does not exist" + (f": {question}" if question else "; the folder above it does")
+    shown = ", ".join(names[:_MOST_NAMED]) + (
+        f" and {len(names) - _MOST_NAMED} more" * (len(names) > _MOST_NAMED)
+    )
+    question = did_you_mean(os.path.basename(missing), names) or f"{above} holds {shown or 'nothing'}"
+    return f"{missing} does not exist: {question}"
 
 
 def _is_checkpoint(storage: Storage, folder: str) -> bool:
