@@ -65,8 +65,8 @@ def run(args: argparse.Namespace) -> int:
             raise UsageError(
                 f"gc cannot tell which files in {storage.url} killed saves have left",
                 remedy="gc works on folders, s3://, gs://, az:// and hdfs://; mem:// may hold files of a "
-                "checkpoint whose manifest is on another host: delete what is not needed there by hand, or let "
-                "a later save to the same path do it",
+                "checkpoint whose manifest is on another host: delete by hand what is not needed there, or "
+                "let a later save to the same path do it",
             )
         moment = now()
         # A store's clock may be ahead, and "0" means all.
