@@ -48,6 +48,17 @@ class Collected:
         return [record for record in self.records if isinstance(record, StorageRecord)]
 
 
+@pytest.mark.parametrize("named", ["run", "run/", "run/events.jsonl", "run/events", "run/events/"])
+def test_events_in_a_run_folder_that_is_not_there_yet_make_it(tmp_path: Path, named: str) -> None:
+    for step in (1, 2):  # the second run finds the folder
+        options = reknit.SaveOptions(events=f"{tmp_path}/{named}")
+        reknit.save(tmp_path / "run" / f"step_{step}", STATE, step=step, options=options)
+    assert reknit.sinks.flush(LIMIT_S)
+    lines = [line for path in (tmp_path / "run").rglob("*.jsonl") for line in path.read_text().splitlines()]
+    assert {json.loads(line)["step"] for line in lines} == {1, 2}
+    assert reknit.latest(tmp_path / "run") == f"{tmp_path}/run/step_2"
+
+
 def test_a_sink_hears_of_phases_and_operations_and_of_the_end(tmp_path: Path) -> None:
     collected, called = Collected(), list[Record]()
     events: list[Any] = [collected, called.append, tmp_path / "events/", f"{tmp_path}/events.jsonl"]

@@ -20,6 +20,7 @@ SOURCES = Path(__file__).parents[1] / "src" / "reknit"
 
 # An import points to a lower row, and packages of one row never import each other.
 ROWS = (
+    ("__main__",),
     ("cli", "integrations", "testing"),
     ("runs", "interop"),
     ("api",),

@@ -49,7 +49,7 @@ def test_a_phase_is_recorded_with_all_that_one_of_a_save_has(tmp_path: Path) -> 
 
 
 def test_phases_inside_go_where_the_one_around_them_goes_unless_they_say_otherwise(tmp_path: Path) -> None:
-    outside, aside = tmp_path / "outside", tmp_path / "aside"
+    outside, aside = tmp_path / "outside.jsonl", tmp_path / "aside.jsonl"
     with reknit.phase("evaluate", step=7, rank=3, events=str(outside)):
         with reknit.phase("generate"), reknit.phase("sample", step=8):
             pass
@@ -61,7 +61,7 @@ def test_phases_inside_go_where_the_one_around_them_goes_unless_they_say_otherwi
 
 
 def test_a_phase_of_another_thread_is_not_inside(tmp_path: Path) -> None:
-    events = tmp_path / "events"
+    events = tmp_path / "events.jsonl"
 
     def work() -> None:
         with reknit.phase("elsewhere"):
@@ -78,7 +78,7 @@ def test_a_phase_of_another_thread_is_not_inside(tmp_path: Path) -> None:
 def test_an_exception_is_the_outcome_and_passes_as_it_is(
     raised: Callable[[str], BaseException], tmp_path: Path
 ) -> None:
-    events, error = tmp_path / "events", raised("mine")
+    events, error = tmp_path / "events.jsonl", raised("mine")
     with pytest.raises(type(error)) as caught, reknit.phase("evaluate", events=str(events)):
         raise error
     assert caught.value is error
@@ -90,7 +90,7 @@ def test_an_exception_is_the_outcome_and_passes_as_it_is(
 
 
 def test_a_function_is_a_phase_at_each_call_also_within_itself(tmp_path: Path) -> None:
-    events = tmp_path / "events"
+    events = tmp_path / "events.jsonl"
 
     @reknit.phase("countdown", events=str(events))
     def countdown(number: int) -> int:

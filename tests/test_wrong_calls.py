@@ -190,7 +190,7 @@ def test_a_folder_of_other_checkpoints_has_no_newest_and_says_what_is_in_it(
     (tmp_path / "step_1" / ".metadata").write_bytes(b"x")
     assert reknit.latest(tmp_path) is None
     assert "step_1 in it is a checkpoint of torch.distributed.checkpoint" in caplog.text
-    with pytest.raises(reknit.CheckpointNotFoundError, match="check the path: step_1 in it is a checkpoint"):
+    with pytest.raises(reknit.CheckpointNotFoundError, match="saved: step_1 in it is a checkpoint"):
         reknit.load(tmp_path, STATE)
     reknit.save(tmp_path / "step_2", STATE, step=2)
     caplog.clear()

@@ -46,11 +46,9 @@ def main() -> None:
     parser.add_argument("folder", type=Path)
     parser.add_argument("--browser", default=shutil.which("chromium") or shutil.which("google-chrome"))
     args = parser.parse_args()
-    command = [sys.executable, "-m", "reknit.cli.main", "dash", args.events, "--port=0"]
+    command = [sys.executable, "-m", "reknit", "dash", args.events, "--port=0"]
     report = Path(args.events).resolve().with_name("report.html")
-    subprocess.run(
-        [sys.executable, "-m", "reknit.cli.main", "report", args.events, "-o", str(report)], check=True
-    )
+    subprocess.run([sys.executable, "-m", "reknit", "report", args.events, "-o", str(report)], check=True)
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as dash, sync_playwright() as drivers:
         try:
             line = "" if dash.stdout is None else dash.stdout.readline()

@@ -137,8 +137,9 @@ if not TYPE_CHECKING:  # who checks types would take every name for one that is 
         is_module = name.startswith("_") or find_spec(f"{__name__}.{name}") is not None  # which comes next
         return "" if is_module or not (question := did_you_mean(name, __all__)) else f": {question}"
 
-    # Agents and workers run such a module, and start sooner without all this; others would miss it later.
-    if not (sys.orig_argv[1:2] == ["-m"] and sys.orig_argv[2].startswith("reknit.")):
+    # Agents, workers and the program start sooner without all this; others would miss it later.
+    _first, _module = (*sys.orig_argv[1:3], "", "")[:2]
+    if (_module.partition(".")[0] if _first == "-m" else _first.rpartition("/")[2]) != "reknit":
         for _name in __all__:
             __getattr__(_name)
 

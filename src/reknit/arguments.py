@@ -203,7 +203,10 @@ def check_promotion(storage: Storage, options: SaveOptions, rank: int, *, overwr
 def check_places(source: Storage, target: Storage) -> None:
     """Raise `UsageError` where source and target are one place, or one lies in the other."""
     if source.url == target.url:
-        raise UsageError(f"a checkpoint cannot be promoted to where it is: {source.url}")
+        raise UsageError(
+            f"a checkpoint cannot be promoted to where it is: {source.url}",
+            remedy="name the folder of the copy, such as archive/step_100",
+        )
     if f"{source.url}/".startswith(f"{target.url}/") or f"{target.url}/".startswith(f"{source.url}/"):
         raise UsageError(
             f"a checkpoint cannot be promoted to a folder above or below its own: {source.url}, {target.url}",

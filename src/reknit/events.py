@@ -22,7 +22,7 @@ class Sink(Protocol):
 
 EventsTo = str | os.PathLike[str] | Sink | Callable[[Any], object]
 Events = EventsTo | Sequence[EventsTo] | None
-"""Where events go: files, folders that end in a slash, sinks, functions of one record; or several."""
+"""Where events go: files, folders, sinks, functions of one record; or several."""
 
 
 def listed(events: Events) -> Sequence[EventsTo]:

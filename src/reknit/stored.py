@@ -70,17 +70,19 @@ def open(path: str | PathLike[str], *, options: LoadOptions | None = None) -> Ch
 @typed_shortage()
 def verify(
     path: str | PathLike[str],
-    level: Literal["structure", "data"] = "structure",
+    level: Literal["metadata", "data"] = "metadata",
     *,
     options: LoadOptions | None = None,
 ) -> VerifyReport:
     """Check a checkpoint without loading it; `report.ok`, or `report.problems` naming file and place.
 
-    ``"structure"`` reads metadata only, ``"data"`` also compares the digest of every block of every file.
-    Raises `CheckpointNotFoundError` when there is nothing to check.
+    ``"metadata"`` reads no tensors, and `report.unread` says so; ``"data"`` reads every byte of every file
+    and compares it with its digest.  Raises `CheckpointNotFoundError` when there is nothing to check.
     """
-    if level not in ("structure", "data"):
-        raise UsageError(f"level is 'structure' or 'data', not {level!r}")
+    if str(level) == "structure":  # the word for it in version 0.1
+        level = "metadata"
+    if level not in ("metadata", "data"):
+        raise UsageError(f"level is 'metadata' or 'data', not {shown(level)}")
     options = options_of(options, LoadOptions, "reknit.verify", NOT_FOR_VERIFY)
     with closing(open_checkpoint(path)) as storage:
         return verify_story(storage, level, options)

@@ -33,7 +33,14 @@ def test_sizes_are_understood(text: str, nbytes: int) -> None:
     assert parse_size(text) == nbytes
 
 
-@pytest.mark.parametrize("text", ["", "GB", "-5GB", "5 apples", "0", "0.5B", "1e9", "5iB"])
+def test_a_path_that_is_too_long_is_one_message(command: Command, path: Path) -> None:
+    for out in ("a" * 300, "a/" * 3_000, "a" * 5_000):
+        ran = command("export", "hf", path, path.parent / out)
+        assert (ran.code, ran.out) == (4, "")
+        assert "File name too long (ENAMETOOLONG)" in ran.err
+
+
+@pytest.mark.parametrize("text", ["", "GB", "-5GB", "5 apples", "0", "0.5B", "1e9", "5iB", "9" * 400 + "GB"])
 def test_what_is_no_size_is_refused(text: str) -> None:
     with pytest.raises(argparse.ArgumentTypeError):
         parse_size(text)

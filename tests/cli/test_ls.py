@@ -1,13 +1,18 @@
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pytest
 
 import reknit
+from reknit.cli import ls
 from reknit.cli.ls import rows_of
+from reknit.engine.stored import other_formats
 from reknit.engine.stored.delete import delete
+from reknit.errors import StoragePermissionError
+from reknit.storage.local import store
+from reknit.storage.local.posix import entries
 from tests.cli.command import Command, damage
 from tests.engine.runs import pausing, save_as
 from tests.storage.process_memory import ProcessMemory
@@ -92,13 +97,73 @@ def test_a_checkpoint_that_is_deleted_meanwhile_is_listed_or_not(at: int) -> Non
     ProcessMemory.clear("listed")
     place = ProcessMemory("listed")
     assert save_as(place, 1, 1) is None
-    rows = rows_of(pausing(place, [at], lambda: delete(place)))
+    rows, _ = rows_of(pausing(place, [at], lambda: delete(place)))
     assert [row.state for row in rows] in ([], ["committed"])
 
 
 def test_a_checkpoint_itself_is_listed_too(command: Command, root: Path) -> None:
     (row,) = command("ls", root / "step_9", "--json").json
     assert (row["name"], row["step"]) == (".", 9)
+
+
+def test_a_folder_as_large_as_a_disk_is_not_searched_to_the_end_and_named(
+    command: Command, root: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(other_formats, "MOST_FOREIGN", 20)
+    monkeypatch.setattr(ls, "MOST_FOREIGN", 20)
+    for folder in (root / "disk" / f"{k}" for k in range(5)):
+        folder.mkdir(parents=True)
+        for k in range(5):
+            (folder / f"{k}").write_bytes(b"x")
+    opened: list[str] = []
+
+    def noted(folder: str, **more: bool) -> list[Any]:
+        opened.append(folder)
+        return entries(folder, **more)
+
+    monkeypatch.setattr(store, "entries", noted)
+    (root / "step_11").mkdir()
+    (root / "step_11" / "pending.0123456789abcdef.01234567").write_bytes(b"")
+    (root / "step_11" / "other").symlink_to(root / "disk")
+    ran = command("ls", root)
+    assert ran.code == 0
+    assert [line.split()[0] for line in ran.out.splitlines()[1:]] == ["final", "step_9", "step_10", "step_11"]
+    assert ran.err == ("reknit: left out disk: nothing of reknit in the first 20 files, or within 5 s\n")
+    assert len([folder for folder in opened if "/disk" in folder]) == 6
+    assert [row["name"] for row in command("ls", root, "--json").json][-1] == "step_11"
+
+
+def test_where_the_checkpoints_are_is_said_from_a_folder_above(command: Command, root: Path) -> None:
+    for name in ("ls", "latest"):
+        ran = command(name, root.parent)
+        assert (ran.code, ran.out) == (3, "")
+        assert ran.err.endswith(f"\n  -> there are checkpoints in {root}: pass that folder\n")
+    far = root.parent / "a" / "b" / "runs"
+    far.parent.mkdir(parents=True)
+    root.rename(far)
+    assert f"there are checkpoints in {far}: " in command("latest", root.parent).err
+
+
+def test_a_misspelt_folder_is_answered_with_the_right_one(command: Command, root: Path) -> None:
+    for arguments in (("ls",), ("latest",), ("show",), ("verify",), ("gc",)):
+        ran = command(*arguments, root.parent / "rusn" / "step_9")
+        assert (ran.code, ran.out) == (3, "")
+        assert ran.err.endswith(f"\n  -> {root.parent}/rusn does not exist: did you mean 'runs'?\n")
+
+
+def test_a_closed_folder_below_does_not_hide_that_there_is_no_checkpoint(
+    command: Command, root: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def closed(folder: str, **more: bool) -> list[Any]:
+        if folder.endswith("/notes"):
+            raise StoragePermissionError(f"cannot list {folder}")
+        return entries(folder, **more)
+
+    monkeypatch.setattr(store, "entries", closed)
+    for name in ("show", "latest"):
+        ran = command(name, root.parent)
+        assert ran.code == 3
+        assert f"there are checkpoints in {root}" in ran.err
 
 
 @pytest.mark.parametrize("where", ["absent", "runs/notes"])
@@ -118,7 +183,7 @@ def test_names_of_items_cannot_steer_the_terminal(command: Command, tmp_path: Pa
 
 
 def test_what_other_programs_saved_is_called_by_its_name(command: Command, tmp_path: Path) -> None:
-    assert "check the path: it is that of the folder above" in command("ls", tmp_path).err
+    assert "pass the folder that holds the checkpoints" in command("ls", tmp_path).err
     (tmp_path / "step_1").mkdir()
     (tmp_path / "step_1" / ".metadata").write_bytes(b"x")
     ran = command("ls", tmp_path / "step_1")

@@ -4,7 +4,6 @@ import argparse
 import os
 import subprocess
 import sys
-from importlib.metadata import version
 from pathlib import Path
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
@@ -30,7 +29,7 @@ def path(tmp_path: Path) -> Path:
     return tmp_path / "c"
 
 
-@pytest.mark.parametrize("program", [[str(PROGRAM)], [sys.executable, "-m", "reknit.cli.main"]])
+@pytest.mark.parametrize("program", [[str(PROGRAM)], [sys.executable, "-m", "reknit"]])
 def test_the_program_lists_a_checkpoint(path: Path, program: list[str]) -> None:
     ran = subprocess.run([*program, "ls", path.parent], capture_output=True, text=True, check=False)
     assert (ran.returncode, ran.stderr) == (0, "")
@@ -53,10 +52,6 @@ def test_help_names_commands_and_exit_codes(command: Command) -> None:
     assert all(name in ran.out for name in (*COMMANDS, "exit codes:", "130"))
     for name in COMMANDS:
         assert command(name, "--help").code == 0
-
-
-def test_version_is_that_of_the_package(command: Command) -> None:
-    assert command("--version").out == f"reknit {version('reknit')}\n"
 
 
 @pytest.mark.parametrize("arguments", [(), ("fly",), ("show",), ("show", "a", "--fast"), ("export", "gguf")])
@@ -118,6 +113,28 @@ def test_an_interrupt_is_code_130_and_one_line(
 
     monkeypatch.setattr(ls, "rows_of", interrupted)
     assert command("ls", path) == (130, "", "reknit: interrupted\n")
+
+
+@pytest.mark.parametrize("options", [(), ("--help",)])
+@pytest.mark.parametrize("unbuffered", ["", "1"])
+def test_a_full_disk_is_one_line_and_code_six(path: Path, options: tuple[str, ...], unbuffered: str) -> None:
+    with open("/dev/full", "w") as full:
+        ran = subprocess.run(
+            [sys.executable, "-m", "reknit", "show", str(path), *options],
+            stdout=full,
+            stderr=subprocess.PIPE,
+            env=os.environ | {"PYTHONUNBUFFERED": unbuffered},
+            text=True,
+            check=False,
+        )
+    said = "reknit: the output could not be written, and is incomplete: No space left on device\n"
+    assert (ran.returncode, ran.stderr) == (6, said)
+
+
+def test_closed_streams_are_no_error(path: Path) -> None:
+    command = f"{sys.executable} -m reknit"
+    ran = subprocess.run(["bash", "-c", f"{command} ls {path} >&- 2>&-"], check=False)
+    assert ran.returncode == 0
 
 
 @pytest.mark.parametrize("arguments", [("show", "c", "--tensors", "*"), ("ls", "."), ("--help",)])

@@ -87,11 +87,25 @@ def test_a_page_and_a_trace_are_written(command: Command, events: str, tmp_path:
     assert {"save"} == {e["cat"] for e in json.loads(trace.read_text())["traceEvents"] if e["ph"] == "X"}
 
 
+def test_the_folder_of_the_events_is_named_from_the_one_above(
+    command: Command, events: str, tmp_path: Path
+) -> None:
+    ran = command("report", tmp_path)
+    assert ran.code == 2
+    assert ran.err.endswith(f"\n  -> there are events in {events}: name that folder\n")
+
+
 def test_what_is_not_there_is_said(command: Command, events: str, tmp_path: Path) -> None:
     for arguments, why in (
-        (["nowhere"], "there is no file or folder nowhere"),
+        (
+            ["nowhere"],
+            "no file or folder nowhere\n  -> name a file of events, or the folder that events= names\n",
+        ),
         ([tmp_path / "step_1"], "there are no events in"),
-        ([events, "--step", "9"], "no event is of step 9"),
+        (
+            [events, "--step", "9"],
+            f"there are no events of step 9 in {events}\n  -> there are events of steps 1-2\n",
+        ),
         ([events, "-o", tmp_path / "no/page.html"], "no/page.html"),
     ):
         ran = command("report", *arguments)

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+from importlib.metadata import version
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -7,6 +8,7 @@ import pytest
 import torch
 
 import reknit
+from reknit.cli.output import readable
 from tests.interop.checkpoints import columns, save_in_boxes
 
 if TYPE_CHECKING:
@@ -31,11 +33,37 @@ def test_summary_tells_record_items_and_files(command: Command, path: Path) -> N
     assert fields["step"] == "12"
     assert fields["metadata.run"] == "blue"
     assert fields["origin.world_size"] == "1"
+    assert fields["origin.versions"].startswith(f"reknit {version('reknit')}, ")
+    assert "{" not in ran.out
     items = ran.out.split("\n\n")[1].splitlines()
     assert [line.split()[:3] for line in items[1:]] == [["model", "2", "620"], ["extra", "1", "7"]]
     for file in path.rglob("*"):
         if file.is_file() and file.name != "manifest.json":
             assert str(file.relative_to(path)) in ran.out
+
+
+def test_plain_data_is_shown_as_words() -> None:
+    assert readable({"loss": 0.5, "at": [1, {"dp": 2}], "no": None}) == "loss 0.5, at (1, (dp 2)), no -"
+    assert readable({}) == readable([]) == readable(None) == "-"
+    assert readable("a, b") == "a, b"
+
+
+@pytest.mark.parametrize("options", [(), ("--json",)])
+def test_a_checkpoint_without_tensors_says_so(
+    command: Command, tmp_path: Path, options: tuple[str, ...]
+) -> None:
+    reknit.save(tmp_path / "c", {"lr": 0.5, "names": ["a"]})
+    said = "it holds no tensors, only values: lr, names"
+    ran = command("show", tmp_path / "c", "--tensors", "*", *options)
+    assert (ran.code, ran.err) == (0, "")
+    assert ran.out == ("[]\n" if options else f"{tmp_path}/c: {said}\n")
+    ran = command("show", tmp_path / "c", "--tensors", "w*", *options)
+    assert (ran.code, ran.out) == (2, "")
+    assert ran.err.endswith(f"matches 'w*'\n  -> {said}\n")
+
+
+def test_a_misspelt_tensor_is_answered_with_the_right_one(command: Command, path: Path) -> None:
+    assert "-> did you mean 'weight'?  it has extra/ids" in command("show", path, "--tensors", "wieght").err
 
 
 def test_json_summary_has_the_same(command: Command, path: Path) -> None:

@@ -33,7 +33,8 @@ def test_latest_prints_a_path(command: Command, root: Path) -> None:
     assert command("latest", root, "--json").json == {"path": f"{root}/step_00000040"}
     ran = command("latest", root / "typo")
     assert (ran.code, ran.out) == (3, "")
-    assert "check the path" in ran.err
+    assert f"there is no checkpoint directly below {root}/typo" in ran.err
+    assert f"-> {root}/typo does not exist" in ran.err
 
 
 def test_rm_removes_what_is_named_and_no_more(command: Command, root: Path) -> None:
@@ -65,7 +66,16 @@ def test_prune_removes_what_no_option_keeps(command: Command, root: Path) -> Non
 
 @pytest.mark.parametrize(
     ("options", "code"),
-    [([], 2), (["--keep-last", "0"], 2), (["--keep-best", "loss"], 2), (["--keep-best", "1:loss:up"], 2)],
+    [
+        ([], 2),
+        (["--keep-last", "0"], 2),
+        (["--keep-best", "loss"], 2),
+        (["--keep-best", "1:loss:up"], 2),
+        (["--keep-best", "9" * 5_000 + ":loss"], 2),
+        (["--keep-every", "9" * 4_000], 2),
+        (["--keep-days", "9" * 4_000], 2),
+        (["--keep-last", "1", "--drop", "m:" + "9" * 5_000], 2),
+    ],
 )
 def test_prune_without_a_sensible_wish_removes_nothing(
     command: Command, root: Path, options: list[str], code: int

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import shlex
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -8,6 +9,7 @@ import torch
 
 import reknit
 from reknit.format.index.file import decode_index, encode_index
+from reknit.monitor.progress_text import amount
 from reknit.types.manifest import Index
 from tests.cli.command import damage
 from tests.interop.checkpoints import columns, save_in_boxes
@@ -35,11 +37,43 @@ def index_of(path: Path) -> Path:
     return index
 
 
-@pytest.mark.parametrize("options", [(), ("--data",)])
-def test_a_whole_checkpoint_has_no_problems(command: Command, path: Path, options: tuple[str, ...]) -> None:
-    ran = command("verify", path, *options)
+def test_a_whole_checkpoint_has_no_problems(command: Command, path: Path) -> None:
+    ran = command("verify", path, "--data")
     assert (ran.code, ran.err) == (0, "")
     assert ran.out.startswith("no problems in 5 files")
+    assert len(ran.out.splitlines()) == 1
+
+
+def test_what_was_not_read_is_said_with_the_command_that_reads_it(command: Command, path: Path) -> None:
+    place = path.rename(path.with_name("a run"))
+    nbytes = sum(file.stat().st_size for file in place.glob("*/*.safetensors"))
+    whole = sum(file.stat().st_size for file in place.rglob("*") if file.is_file())
+    ran = command("verify", place)
+    assert (ran.code, ran.err) == (0, "")
+    checked, unread = ran.out.splitlines()
+    assert checked.startswith("no problems in the metadata of 5 files (")
+    assert unread == (
+        f"the tensors in 2 data files ({amount(nbytes)}) were not read; this reads them: "
+        f"reknit verify '{place}' --data"
+    )
+    facts = command("verify", place, "--json").json
+    assert (facts["num_unread"], facts["nbytes_unread"], facts["unread"]) == (2, nbytes, unread)
+    assert facts["nbytes_checked"] == whole - nbytes
+    assert command("verify", *shlex.split(unread)[-2:]).out.startswith(
+        f"no problems in 5 files ({amount(whole)}"
+    )
+
+
+def test_the_report_says_what_was_not_read_and_the_call_that_reads_it(path: Path) -> None:
+    report, deeper = reknit.verify(path), reknit.verify(path, "data")
+    assert (report.level, deeper.level) == ("metadata", "data")
+    assert report.unread is not None
+    assert report.unread.endswith(f"were not read; reknit.verify({str(path)!r}, 'data') reads them")
+    assert report.unread in repr(report)
+    assert (deeper.num_unread, deeper.nbytes_unread, deeper.unread) == (0, 0, None)
+    assert reknit.verify(path, "structure") == report, "its name in version 0.1"  # type: ignore[arg-type]
+    with pytest.raises(reknit.UsageError, match="level is 'metadata' or 'data', not 'all'"):
+        reknit.verify(path, "all")  # type: ignore[arg-type]
 
 
 def test_a_flipped_bit_is_one_line_and_exit_code_one(command: Command, path: Path) -> None:
@@ -87,10 +121,13 @@ def test_json_tells_all_that_the_lines_tell(command: Command, path: Path) -> Non
     facts = command("verify", path, "--json").json
     assert facts == {
         "path": str(path),
-        "level": "structure",
+        "level": "metadata",
         "ok": True,
         "num_files": facts["num_files"],
         "nbytes_checked": facts["nbytes_checked"],
+        "num_unread": 2,
+        "nbytes_unread": facts["nbytes_unread"],
+        "unread": facts["unread"],
         "problems": [],
         "notes": [],
     }

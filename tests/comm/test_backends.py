@@ -10,10 +10,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from reknit.comm import round_errors
 from reknit.comm.topology import Topology
 from reknit.comm.tree.threads import thread_groups
 from reknit.errors import CommError, DeadlineError, GroupClosedError, ProtocolError, ReknitError
+from reknit.monitor.rank_text import spelled
 from tests.comm.worlds import ask, endings
 from tests.running.examples import examples
 
@@ -79,7 +79,7 @@ def test_a_tree_names_absent_ranks_to_all_that_can_be_told(
     for group, error in zip(present, errors, strict=True):
         assert type(error) is DeadlineError
         if group.rank not in silent:
-            named = f"{round_errors.spelled(silent)} did not come to round 0 ('plan') within 0.2 s"
+            named = f"{spelled(silent)} did not come to round 0 ('plan') within 0.2 s"
         else:  # below an absent rank nothing is heard but its silence
             above = group.rank
             while above not in absent:

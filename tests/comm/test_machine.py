@@ -15,6 +15,7 @@ from reknit.comm.topology import Topology
 from reknit.comm.tree.effects import Call, Decide, Refuse, RoundDone, SendOutcome, SendReport, Tell
 from reknit.comm.tree.machine import RoundMachine
 from reknit.errors import CommError, DeadlineError, MismatchError, ProtocolError, ReknitError, from_wire
+from reknit.monitor.rank_text import spelled
 from tests.comm.loop import Loop
 from tests.running.examples import examples
 
@@ -179,7 +180,7 @@ def test_ranks_in_different_places_all_hear_who_is_where(
             continue
         assert type(ending) is ProtocolError
         for spot, ranks in places.items():
-            assert f"{round_errors.spelled(ranks)} in {spot}" in ending.message
+            assert f"{spelled(ranks)} in {spot}" in ending.message
     loop.enter_all("again")
     loop.run()
     assert [endings[1:] for endings in loop.endings.values()] == [[b"%d" % rank] for rank in where]
@@ -201,10 +202,7 @@ def test_every_rank_that_came_hears_in_time_who_did_not(
         assert type(ending) is DeadlineError
         assert loop.ended_at[rank] <= LATEST_S
         if rank not in silent:
-            assert (
-                ending.message
-                == f"{round_errors.spelled(silent)} did not come to round 0 ('plan') within 30 s"
-            )
+            assert ending.message == f"{spelled(silent)} did not come to round 0 ('plan') within 30 s"
         else:
             above = rank
             while above not in absent:

@@ -1,27 +1,10 @@
 from __future__ import annotations
 
-import re
-
-from hypothesis import given
-from hypothesis import strategies as st
-
 from reknit.comm import round_errors
 from reknit.comm.messages import Heading, Hello
 from reknit.errors import DeadlineError, ProtocolError
 
 ROUND = Heading("job", 7, 4, "plan", "")
-
-
-@given(st.sets(st.integers(0, 200), min_size=1))
-def test_ranks_are_spelled_so_that_they_can_be_read_back(ranks: set[int]) -> None:
-    text = round_errors.spelled(ranks, limit=200)
-    spans = [span.split("-") for span in re.findall(r"\d+(?:-\d+)?", text)]
-    assert {rank for span in spans for rank in range(int(span[0]), int(span[-1]) + 1)} == ranks
-    assert text.startswith("rank ") == (len(ranks) == 1)
-
-
-def test_a_long_list_of_ranks_is_cut_and_says_how_many_more_there_are() -> None:
-    assert round_errors.spelled(range(0, 100, 2), limit=3) == "ranks 0, 2, 4 and 47 more"
 
 
 def test_a_round_with_one_name_failed_for_the_ranks_that_did_not_come() -> None:

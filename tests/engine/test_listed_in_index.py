@@ -88,8 +88,8 @@ def test_whoever_knows_only_the_manifest_of_a_checkpoint_of_many_ranks_knows_all
     assert (whole.num_files, whole.nbytes) == (record(saved).num_files, record(saved).nbytes)
 
 
-@pytest.mark.parametrize("level", ["structure", "data"])
-def test_damage_to_the_table_is_found(saved: Path, level: Literal["structure", "data"]) -> None:
+@pytest.mark.parametrize("level", ["metadata", "data"])
+def test_damage_to_the_table_is_found(saved: Path, level: Literal["metadata", "data"]) -> None:
     damage_table(saved)
     report = reknit.verify(saved, level)
     assert not report.ok

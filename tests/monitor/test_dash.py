@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import gzip
 import json
 import re
@@ -21,6 +22,7 @@ pytest.importorskip("uvicorn", reason="the dashboard needs uvicorn")
 
 from reknit.errors import UsageError
 from reknit.monitor.dash import live
+from reknit.monitor.dash.server import app
 from reknit.monitor.sinks.jsonl import JsonLines
 from tests.faults.nursery import wait_until
 from tests.monitor.test_reports import record
@@ -50,7 +52,7 @@ class Dash:
     """`reknit dash` in a process of its own."""
 
     def __init__(self, folder: Path, *arguments: str) -> None:
-        command = [sys.executable, "-m", "reknit.cli.main", "dash", str(folder), "--port=0", *arguments]
+        command = [sys.executable, "-m", "reknit", "dash", str(folder), "--port=0", *arguments]
         self.process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
         assert self.process.stdout is not None
         line = self.process.stdout.readline()
@@ -105,6 +107,67 @@ def test_a_save_that_is_written_meanwhile_is_told_and_shown(folder: Path, dash: 
     assert set(columns) == {"lane", "rank", "start", "busy", "length", "failed"}
     assert dash.status(f"columns/{after['version'] - 1}/0") == 409
     assert dash.status(f"columns/{after['version']}/2") == 409
+
+
+@pytest.fixture
+def one_save_in_memory(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[live.LiveEvents]:
+    """Events of three saves, of which only those of the last fit."""
+    monkeypatch.setattr(live, "_LOOK_S", 0.01)
+    monkeypatch.setattr(live, "_MOST_EVENTS", 4)
+    events = live.LiveEvents([str(folder)], lambda _: None)
+    try:
+        for step in (2, 3):
+            write(folder, step, slow_s=float(step))
+            wait_until(lambda n=step: len(events.view.columns) == n, LIMIT_S)  # type: ignore[misc,union-attr]
+        yield events
+    finally:
+        events.close()
+
+
+def test_old_operations_stay_when_their_events_do_not_fit_any_more(
+    one_save_in_memory: live.LiveEvents,
+) -> None:
+    view = one_save_in_memory.view
+    assert view is not None
+    shown = view.shown["operations"]
+    assert [each["step"] for each in shown] == [1, 2, 3]
+    assert [each.get("past", False) for each in shown] == [True, True, False]
+    assert "rank 3 (dp 0, tp 3) 2.000 s" in shown[1]["remarks"][0]
+    assert shown[1]["phases"][0]["num_ranks"] == 4
+    assert "lane" not in shown[1]
+    assert view.columns[:2] == [None, None]
+    version = view.version
+    assert [answer(one_save_in_memory, f"/columns/{version}/{n}") for n in range(4)] == [410, 410, 200, 409]
+
+
+def answer(events: live.LiveEvents, path: str, query: bytes = b"", token: str | None = None) -> int:
+    """Return the status of the answer to a request, as a server passes it to the application."""
+    statuses: list[int] = []
+
+    async def receive() -> dict[str, Any]:
+        return {"type": "http.request", "body": b"", "more_body": False}
+
+    async def send(message: Any) -> None:
+        statuses.append(message.get("status", 0))
+
+    headers = [(b"host", b"localhost"), (b"cookie", b"reknit_token=\xff%zz; \x00")]
+    scope = {"type": "http", "method": "GET", "path": path, "query_string": query, "headers": headers}
+    asyncio.run(app(events, token, lambda: True)(scope, receive, send))
+    return statuses[0]
+
+
+@pytest.mark.parametrize(
+    "wrong", ["9" * 5_000, "9" * 19, "-1", "1.5", "x", "²", "٣", "\0", "%", "a" * 100_000]
+)
+def test_what_is_no_number_in_a_path_is_a_bad_request(folder: Path, wrong: str) -> None:
+    events = live.LiveEvents([str(folder)], lambda _: None)
+    events.close()
+    assert answer(events, "/columns/1/0") == 200
+    assert answer(events, f"/columns/{wrong}/0") == answer(events, f"/columns/1/{wrong}") == 400
+    assert answer(events, f"/{wrong}") == 404
+    query = f"token={wrong}&%ff=%zz".encode() + b"\xff&"
+    assert answer(events, "/data", query) == 200
+    assert answer(events, "/data", query, token="secret") == 401
 
 
 def test_it_goes_on_when_events_could_not_be_read_for_a_moment(
@@ -165,7 +228,6 @@ def test_it_waits_for_the_first_event(tmp_path: Path) -> None:
     ("arguments", "text"),
     [
         (["nowhere"], "no file or folder nowhere"),
-        (["--port=70000"], "from 0 to 65535"),
         (["--host=203.0.113.7"], "cannot listen on 203.0.113.7"),
     ],
 )

@@ -80,18 +80,33 @@ def test_a_slow_rank_and_a_failed_one_are_named_with_their_places(tmp_path: Path
     assert [(rank, round(seconds, 3)) for rank, seconds in slow["write (agent)"]] == [(SLOW, 3.0)]
 
 
-def test_what_all_ranks_hear_is_told_of_each_with_one_remedy(tmp_path: Path) -> None:
+def test_ranks_that_failed_alike_are_one_line(tmp_path: Path) -> None:
     failed = {"outcome": "CommitError", "detail": "save again"}
     full = {"outcome": "StorageFullError", "detail": "make room"}
-    lines = [record("commit", rank, rank, 1, **(full if rank == 2 else failed)) for rank in range(4)]
-    JsonLines(str(tmp_path / "e.jsonl")).take([*lines, record("commit", 4, 4, 1, outcome="OSError")])
+    lines = [record("commit", rank, rank, 1, **(full if rank == 17 else failed)) for rank in range(9_000)]
+    JsonLines(str(tmp_path / "e.jsonl")).take([*lines, record("plan", 17, 0, 1)])
     (operation,) = read_operations([str(tmp_path)]).operations
-    assert [remark.partition(": ")[2] for remark in remarks(operation)] == [
-        "CommitError -> save again",
-        "CommitError",
-        "StorageFullError -> make room",
-        "CommitError",
-        "OSError",
+    assert list(remarks(operation)) == [
+        "ranks 0-8,999 except 17 failed in phase commit: CommitError -> save again",
+        "rank 17 (dp 4, tp 1) on host2 failed in phase commit: StorageFullError -> make room",
+    ]
+
+
+def test_ranks_that_failed_in_their_own_way_have_lines_of_their_own(tmp_path: Path) -> None:
+    lines = [
+        record("commit", 1, 1, 1, outcome="OSError"),
+        record("commit", 3, 2, 1, outcome="CommitError"),
+        record("assign", 2, 3, 1, outcome="CommitError"),
+        record("commit", 4, 4, 1, outcome="CommitError", detail="save again"),
+        record("commit", 5, 5, 1, outcome="CommitError"),
+    ]
+    JsonLines(str(tmp_path / "e.jsonl")).take(lines)
+    (operation,) = read_operations([str(tmp_path)]).operations
+    assert list(remarks(operation)) == [
+        "rank 1 (dp 0, tp 1) on host0 failed in phase commit: OSError",
+        "ranks 3, 5 on host0 failed in phase commit: CommitError",
+        "rank 2 (dp 0, tp 2) on host0 failed in phase assign: CommitError",
+        "rank 4 (dp 1, tp 0) on host0 failed in phase commit: CommitError -> save again",
     ]
 
 
@@ -163,10 +178,36 @@ def test_a_trace_has_a_slice_for_each_phase(tmp_path: Path) -> None:
     assert names[SLOW] == "rank 13, dp 3, tp 1 on host1"
     slices = [event for event in events if event["ph"] == "X"]
     assert len(slices) == 34
+    assert len({event["pid"] for event in slices}) == 16
     (slow,) = [event for event in slices if event["dur"] == pytest.approx(3e6)]
     assert (slow["pid"], slow["ts"], slow["name"]) == (SLOW, pytest.approx(1e5, abs=1), "write")
     rows = {(e["pid"], e["tid"]): e["args"]["name"] for e in events if e["name"] == "thread_name"}
     assert rows[SLOW, slow["tid"]] == "write (agent)"
+
+
+def test_a_trace_shows_the_steps_of_the_run_its_failures_and_what_it_did_beside(tmp_path: Path) -> None:
+    sixteen_ranks(tmp_path)
+    lines = [record("write", rank, 20, 1, step=8, path="run/step_8") for rank in range(16)]
+    resumed = record("resume", 0, -9, 0, action="resume", detail="world size 16", path="run/step_6")
+    removed = record("remove", 0, 30, 0, action="remove", path="run/step_6")
+    JsonLines(str(tmp_path / "more.jsonl")).take([resumed, *lines, removed])
+    operations, *_, beside = read_operations([str(tmp_path)])
+    events = trace(operations, beside)["traceEvents"]
+    (run,) = [e["pid"] for e in events if e["name"] == "process_name" and e["args"]["name"] == "run"]
+    begun = [(event["name"], event["ts"]) for event in events if event["ph"] == "b"]
+    assert begun == [("save step 7", 9e6), ("save step 8", 29e6)]
+    ended = [(event["id"], event["ts"]) for event in events if event["ph"] == "e"]
+    assert ended == [(0, pytest.approx(12.1e6)), (1, 30e6)]
+    marks = {(e["pid"], e["name"]): e["args"] for e in events if e["ph"] == "i"}
+    assert set(marks) == {
+        (run, "resume"),
+        (run, "remove"),
+        (run, "save step 7 failed: StorageFullError on rank 6"),
+        (FAILED, "StorageFullError"),
+    }
+    assert marks[run, "resume"]["detail"] == "world size 16"
+    assert min(event["ts"] for event in events if "ts" in event) == 0
+    json.dumps(events, allow_nan=False)
 
 
 def test_what_is_written_later_is_read_later_and_a_half_line_when_it_is_whole(tmp_path: Path) -> None:
@@ -184,9 +225,9 @@ def test_what_is_written_later_is_read_later_and_a_half_line_when_it_is_whole(tm
     assert files.read()
     assert [len(each.events) for each in files.known().operations] == [3, 3]
     assert files.known().num_foreign == 0
-    files.forget(5)
+    assert [each.step for each in files.forget(5)] == [1]
     assert [each.step for each in files.known().operations] == [2]
-    files.forget(1)
+    assert files.forget(1) == []
     assert [each.step for each in files.known().operations] == [2]
 
 

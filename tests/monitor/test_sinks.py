@@ -160,6 +160,13 @@ def small_disk(tmp_path: Path) -> Iterator[Path]:
     subprocess.run(["umount", str(target)], check=True)
 
 
+@pytest.mark.parametrize("name", ["a" * 300, "a/" * 3_000, "a\0b", "a" * 5_000 + "/", "file.jsonl/x"])
+def test_a_path_that_no_file_can_have_is_told_at_once(name: str, tmp_path: Path) -> None:
+    (tmp_path / "file.jsonl").touch()
+    with pytest.raises(reknit.StorageError, match="cannot append to the event file"):
+        sinks.JsonLines(f"{tmp_path}/{name}")
+
+
 @pytest.mark.parametrize("kind", ["lines", "database"])
 def test_a_full_disk_for_events_disturbs_no_save_and_is_told(
     kind: str, small_disk: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import argparse
 from contextlib import closing
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from reknit.cli.output import print_fields, print_json, print_table
+from reknit.cli.program.numbers import amount_of, whole
 from reknit.cli.reports.interval_costs import HEADS, cells, duration, rows_around
 from reknit.engine.stored.newest import absent
 from reknit.engine.stored.opening import manifest_in
@@ -17,8 +17,8 @@ from reknit.policies.base import HOUR_S
 from reknit.policies.interval import RunCosts
 from reknit.storage.registry import open_storage
 
-_LEAST, _MOST = 1e-6, 1e9
-"""What can be given: far beyond any job, and near enough to compute with."""
+if TYPE_CHECKING:
+    import argparse
 
 
 def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
@@ -33,7 +33,7 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
     parser.add_argument(
         "root", metavar="ROOT", nargs="?", help="a folder of checkpoints; the newest one gives size and ranks"
     )
-    seconds: dict[str, Any] = {"type": _amount, "metavar": "S"}
+    seconds: dict[str, Any] = {"type": amount_of, "metavar": "S"}
     parser.add_argument("--stall", required=True, help="seconds that a save blocks training", **seconds)
     parser.add_argument(
         "--write", required=True, help="seconds from the beginning of a save to its commit", **seconds
@@ -43,13 +43,15 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
     )
     often = parser.add_mutually_exclusive_group(required=True)
     often.add_argument(
-        "--mttf", type=_amount, metavar="H", help="hours between failures of the job, on average"
+        "--mttf", type=amount_of, metavar="H", help="hours between failures of the job, on average"
     )
-    often.add_argument("--rank-mttf", type=_amount, metavar="H", help="the same for one rank; see --ranks")
-    parser.add_argument("--ranks", type=_count, metavar="N", help="ranks of the job (default: as in ROOT)")
-    parser.add_argument("--step", type=_amount, metavar="S", help="seconds that a training step takes")
+    often.add_argument("--rank-mttf", type=amount_of, metavar="H", help="the same for one rank; see --ranks")
     parser.add_argument(
-        "--interval", type=_amount, metavar="S", help="also show the cost of this time between saves"
+        "--ranks", type=whole(1, 10**9), metavar="N", help="ranks of the job (default: as in ROOT)"
+    )
+    parser.add_argument("--step", type=amount_of, metavar="S", help="seconds that a training step takes")
+    parser.add_argument(
+        "--interval", type=amount_of, metavar="S", help="also show the cost of this time between saves"
     )
     parser.add_argument("--json", action="store_true", help="print JSON")
     parser.set_defaults(run=run)
@@ -60,7 +62,10 @@ def run(args: argparse.Namespace) -> int:
     nbytes, ranks = (None, None) if args.root is None else _newest(args.root)
     ranks = args.ranks or ranks
     if args.rank_mttf is not None and ranks is None:
-        raise UsageError("--rank-mttf needs --ranks, or a ROOT that tells them")
+        raise UsageError(
+            "--rank-mttf is the time between failures of one rank, and the number of ranks is not known",
+            remedy="add --ranks, or the folder of a run",
+        )
     mttf_h = args.rank_mttf / ranks if args.mttf is None else args.mttf
     costs = RunCosts(
         stall_s=args.stall,
@@ -97,17 +102,3 @@ def _newest(root: str) -> tuple[int, int | None]:
                 ranks = manifest.origin.get("world_size")
                 return manifest.nbytes, ranks if isinstance(ranks, int) and ranks > 0 else None
         raise absent(storage, "is no step in")
-
-
-def _amount(text: str) -> float:
-    number = float(text)
-    if not _LEAST <= number <= _MOST:
-        raise argparse.ArgumentTypeError(f"{text} is not a number from {_LEAST:g} to {_MOST:g}")
-    return number
-
-
-def _count(text: str) -> int:
-    number = int(text)
-    if not 1 <= number <= _MOST:
-        raise argparse.ArgumentTypeError(f"{text} is not a number from 1 to {_MOST:g}")
-    return number

@@ -9,6 +9,7 @@ from dataclasses import asdict
 from typing import get_args
 
 from reknit.cli.output import print_fields, print_json, printable
+from reknit.errors import shown
 from reknit.interop.safetensors_export import MAX_SHARD_NBYTES, Dtype, ExportReport, export_hf
 from reknit.monitor.progress_text import amount
 
@@ -56,10 +57,12 @@ def parse_size(text: str) -> int:
         raise argparse.ArgumentTypeError(f"{text!r} is not a size: write 5GB, 500MB or 4GiB")
     base = 1024 if match[3] else 1000
     power = "KMGT".index(match[2].upper()) + 1 if match[2] else 0
-    nbytes = int(float(match[1]) * base**power)
+    nbytes = float(match[1]) * base**power
     if nbytes < 1:
         raise argparse.ArgumentTypeError(f"{text!r} is too small: at least one byte")
-    return nbytes
+    if nbytes >= 2**63:
+        raise argparse.ArgumentTypeError(f"{shown(text)} is too large: less than 2**63 bytes")
+    return int(nbytes)
 
 
 def run_hf(args: argparse.Namespace) -> int:

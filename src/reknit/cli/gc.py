@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from reknit.cli.output import print_json, print_table, printable, time_text
 from reknit.engine.stored.leftovers import Leftover, leftovers, remove
+from reknit.engine.stored.other_formats import elsewhere
 from reknit.errors import StorageError, StorageNotFoundError, UsageError
 from reknit.monitor.phase import now
 from reknit.monitor.progress_text import amount
@@ -62,9 +63,9 @@ def run(args: argparse.Namespace) -> int:
         sweep = sweepable(storage)
         if sweep is None:
             raise UsageError(
-                f"{storage.url}: nothing tells what here is left over from killed saves",
-                remedy="gc works on folders, s3://, gs://, az:// and hdfs://; in mem:// may be files of "
-                "a checkpoint whose manifest is on another host: delete what is not needed there by hand, or "
+                f"gc cannot tell which files in {storage.url} killed saves have left",
+                remedy="gc works on folders, s3://, gs://, az:// and hdfs://; mem:// may hold files of a "
+                "checkpoint whose manifest is on another host: delete by hand what is not needed there, or "
                 "let a later save to the same path do it",
             )
         moment = now()
@@ -89,7 +90,9 @@ def _something(storage: Storage, held: Iterable[Dated]) -> Iterator[Dated]:
         yield each
     if empty:
         raise StorageNotFoundError(
-            f"there is nothing in {storage.url}", remedy="check the path", path=storage.url
+            f"there is nothing in {storage.url}",
+            remedy=elsewhere(storage, "pass a folder or URL to which checkpoints were saved"),
+            path=storage.url,
         )
 
 

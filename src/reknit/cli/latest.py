@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from contextlib import closing
 from typing import TYPE_CHECKING
 
 from reknit import stored
 from reknit.cli.output import print_json
-from reknit.errors import CheckpointNotFoundError
+from reknit.engine.stored.newest import absent
+from reknit.storage.registry import open_storage
 
 if TYPE_CHECKING:
     import argparse
@@ -29,9 +31,8 @@ def run(args: argparse.Namespace) -> int:
     """Print it, and return the exit code."""
     newest = stored.latest(args.root)
     if newest is None:
-        raise CheckpointNotFoundError(
-            f"there is no checkpoint in {args.root}", path=args.root, remedy="check the path"
-        )
+        with closing(open_storage(args.root)) as storage:
+            raise absent(storage, "is no checkpoint directly below")
     if args.json:
         print_json({"path": newest})
     else:

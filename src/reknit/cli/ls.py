@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
+import sys
 from contextlib import closing
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING
 
-from reknit.cli.output import print_json, print_table, time_text
+from reknit.cli.output import print_json, print_table, printable, time_text
 from reknit.engine.stored.newest import folder_in
 from reknit.engine.stored.opening import manifest_in
-from reknit.engine.stored.other_formats import foreign, foreign_inside
+from reknit.engine.stored.other_formats import MOST_FOREIGN, elsewhere, foreign, foreign_inside, own_files
 from reknit.errors import CheckpointNotFoundError, FormatError, StorageError
-from reknit.format.paths import parse_path
+from reknit.monitor.phase import Deadline
 from reknit.monitor.progress_text import amount
 from reknit.storage.registry import open_storage
 
@@ -19,6 +20,10 @@ if TYPE_CHECKING:
     import argparse
 
     from reknit.storage.base import Storage
+
+_SEARCH_S = 5.0
+"""How long all folders in which nothing is of reknit are searched."""
+_MOST_NAMED = 10
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,7 +61,9 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
 def run(args: argparse.Namespace) -> int:
     """List, and return the exit code."""
     with closing(open_storage(args.root)) as storage:
-        rows = rows_of(storage)
+        rows, left_out = rows_of(storage)
+        if left_out:
+            print(f"reknit: {_left_out(left_out)}", file=sys.stderr)
         if not rows:
             raise _nothing(storage)
     if args.json:
@@ -73,34 +80,55 @@ def run(args: argparse.Namespace) -> int:
 def _nothing(storage: Storage) -> CheckpointNotFoundError:
     """Return the error of a folder in which nothing is reknit's."""
     message = f"there is no checkpoint in {storage.url}"
-    remedy = foreign_inside(storage) or "check the path: it is that of the folder above the checkpoints"
+    remedy = foreign_inside(storage) or elsewhere(
+        storage, "pass the folder that holds the checkpoints, such as runs for runs/step_00000010"
+    )
     if (other := foreign(storage)) is not None:
         message, remedy = f"{message}: it is {other.what}", other.remedy
     return CheckpointNotFoundError(message, path=storage.url, remedy=remedy)
 
 
-def rows_of(storage: Storage) -> list[Row]:
-    """Return a row for every checkpoint directly below a folder, or for the folder itself when it is one."""
+def rows_of(storage: Storage) -> tuple[list[Row], list[str]]:
+    """Return a row for every checkpoint directly below a folder, or for the folder itself when it is one.
+
+    The names beside them are those of folders that were not searched to the end.
+    """
     if (itself := _committed(".", storage)) is not None:
-        return [itself]
+        return [itself], []
+    deadline, left_out = Deadline(_SEARCH_S), list[str]()
     found = [(name, folder_in(storage, name)) for name in storage.folders()]
-    rows = [row for name, folder in found if folder is not None and (row := _row(name, folder)) is not None]
-    return sorted(rows, key=lambda row: (row.state != "committed", _age(row), row.name))
+    rows = [
+        row
+        for name, folder in found
+        if folder is not None and (row := _row(name, folder, deadline, left_out)) is not None
+    ]
+    return sorted(rows, key=lambda row: (row.state != "committed", _age(row), row.name)), left_out
+
+
+def _left_out(names: list[str]) -> str:
+    """Say which folders were not searched to the end, and why."""
+    more = f" and {len(names) - _MOST_NAMED} more" if len(names) > _MOST_NAMED else ""
+    named = printable(", ".join(names[:_MOST_NAMED])) + more
+    return (
+        f"left out {named}: nothing of reknit in the first {MOST_FOREIGN:,} files, or within {_SEARCH_S:g} s"
+    )
 
 
 def _age(row: Row) -> tuple[int, float]:
     return (-1 if row.step is None else row.step, row.created or 0.0)
 
 
-def _row(name: str, storage: Storage) -> Row | None:
-    """Return the row of a folder, or None when nothing in it is reknit's."""
+def _row(name: str, storage: Storage, deadline: Deadline, left_out: list[str]) -> Row | None:
+    """Return the row of a folder, or None when nothing in it is reknit's, as far as it was searched."""
     try:
         if (row := _committed(name, storage)) is not None:
             return row
-        sizes = [listed.nbytes for listed in storage.list() if parse_path(listed.path) is not None]
+        files, is_whole = own_files(storage, deadline)
     except StorageError as error:  # one closed folder must not hide the others
         return Row(name, storage.url, "unreadable", problem=error.message)
-    return Row(name, storage.url, "uncommitted", nbytes=sum(sizes)) if sizes else None
+    if not is_whole:
+        left_out.append(name)
+    return Row(name, storage.url, "uncommitted", nbytes=sum(f.nbytes for f in files)) if files else None
 
 
 def _committed(name: str, storage: Storage) -> Row | None:

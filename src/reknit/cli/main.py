@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import argparse
-import io
-import os
 import re
 import sys
-from importlib.metadata import version
 from typing import TYPE_CHECKING
 
 from reknit.cli import advise, agents, certify, diff, export, gc, latest, ls, promote, prune, rm, show, verify
+from reknit.cli.program.command_line import CommandLine
+from reknit.cli.program.streams import complain, discard_output, is_of_output, open_streams
+from reknit.cli.program.versions import PrintVersions
 from reknit.cli.reports import dash, report, trace
 from reknit.environment import completing
 from reknit.errors import (
@@ -32,6 +32,7 @@ USAGE = 2
 NOT_FOUND = 3
 FAILED = 4
 SHORT = 5
+UNWRITTEN = 6
 INTERRUPTED = 130
 PIPE_CLOSED = 141
 
@@ -43,19 +44,26 @@ exit codes:
   3    there is no checkpoint at the path
   4    a checkpoint is damaged, or a storage failed
   5    too little memory, threads or open files; the checkpoint may be intact
+  6    the output could not be written: the disk is full, for example
   130  interrupted
+  141  the reader of the output closed the pipe
 """
 
 
 def parser() -> argparse.ArgumentParser:
     """Return the parser of the command line."""
-    program = argparse.ArgumentParser(
+    program = CommandLine(
         prog="reknit",
         description="Look at, check, compare and export checkpoints, and clean up after saves.",
         epilog=_EXIT_CODES,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    program.add_argument("--version", action="version", version=f"reknit {version('reknit')}")
+    program.add_argument(
+        "--version",
+        action=PrintVersions,
+        nargs=0,
+        help="print the versions of reknit, its format, and what it works with",
+    )
     commands = program.add_subparsers(dest="command", metavar="COMMAND", required=True)
     looking = (ls, latest, show, verify, diff, report, trace, dash, advise)
     for command in (*looking, export, promote, rm, prune, gc, agents, certify):
@@ -65,23 +73,26 @@ def parser() -> argparse.ArgumentParser:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the program with these arguments (default: those of the process) and return its exit code."""
-    if isinstance(sys.stdout, io.TextIOWrapper):
-        # A name that the terminal's encoding lacks is shown escaped.
-        sys.stdout.reconfigure(errors="backslashreplace")
+    open_streams()
     try:
         with typed_shortage():
             code = _run(argv)
             sys.stdout.flush()
-    except BrokenPipeError:
-        # Whoever read the output has enough.  What is still buffered must not fail again when Python exits.
-        _discard_output()
+    except BrokenPipeError:  # whoever read the output has enough
+        discard_output()
         return PIPE_CLOSED
     except KeyboardInterrupt:
-        print("reknit: interrupted", file=sys.stderr)
+        complain("interrupted")
         return INTERRUPTED
     except ReknitError as error:
-        print(f"reknit: {error}", file=sys.stderr)
+        complain(str(error))
         return exit_code(error)
+    except OSError as error:
+        if not is_of_output(error):
+            raise
+        discard_output()
+        complain(f"the output could not be written, and is incomplete: {error.strerror}")
+        return UNWRITTEN
     return code
 
 
@@ -123,15 +134,6 @@ def exit_code(error: ReknitError) -> int:
     if isinstance(error, CheckpointNotFoundError | StorageNotFoundError):
         return NOT_FOUND
     return SHORT if isinstance(error, ShortageError) else FAILED
-
-
-def _discard_output() -> None:
-    """Point standard output to where nothing fails."""
-    nowhere = os.open(os.devnull, os.O_WRONLY)
-    try:
-        os.dup2(nowhere, sys.stdout.fileno())
-    finally:
-        os.close(nowhere)
 
 
 if __name__ == "__main__":

@@ -35,12 +35,27 @@ def printable(value: object) -> str:
     return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in str(value))
 
 
+def readable(value: object) -> str:
+    """Return plain data as words: ``torch 2.9.0, numpy 2.1.0`` for a dict, ``a, b`` for a list."""
+    if isinstance(value, dict):
+        return ", ".join(f"{name} {_inside(inner)}" for name, inner in value.items()) or "-"
+    if isinstance(value, (list, tuple)):
+        return ", ".join(map(_inside, value)) or "-"
+    return "-" if value is None else str(value)
+
+
+def _inside(value: object) -> str:
+    return f"({readable(value)})" if isinstance(value, (dict, list, tuple)) else readable(value)
+
+
 def write_text(path: str, text: str) -> None:
     """Write a file that a user named.  Raises `UsageError` where it cannot be written."""
     try:
         Path(path).write_text(text, encoding="utf-8")
     except OSError as error:
-        raise UsageError(f"cannot write {path}: {error.strerror}") from error
+        raise UsageError(
+            f"cannot write {path}: {error.strerror}", remedy="name a file in a folder that can be written to"
+        ) from error
 
 
 def print_json(value: Any) -> None:

@@ -53,7 +53,10 @@ def run(args: argparse.Namespace) -> int:
 
 def _cool(args: argparse.Namespace) -> int:
     if args.overwrite:
-        raise UsageError("--overwrite means nothing to --cool: the destination is of this checkpoint alone")
+        raise UsageError(
+            "--cool replaces no other checkpoint at DST, so --overwrite has no meaning with it",
+            remedy="leave --overwrite out, or name a DST of its own for this checkpoint",
+        )
     freed = stored.cool(args.path, args.to)
     if args.json:
         print_json({"path": args.path, "moved_to": args.to, "freed_nbytes": freed})

@@ -7,9 +7,10 @@ from typing import TYPE_CHECKING
 
 from reknit import policies
 from reknit.cli.output import print_json, printable
+from reknit.cli.program.numbers import amount_of, whole
 from reknit.engine.stored.newest import absent
 from reknit.engine.stored.steps import numbered
-from reknit.errors import UsageError
+from reknit.errors import UsageError, shown
 from reknit.monitor.progress_text import amount
 from reknit.policies.keeping import named_items, require_items
 from reknit.runs.arguments import items_of
@@ -20,6 +21,9 @@ if TYPE_CHECKING:
     import argparse
 
     from reknit.policies import Policy
+
+_MOST_DIGITS = 18
+"""Digits of a number that counts steps."""
 
 
 def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
@@ -32,10 +36,10 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
         "cannot be read, and those that are being saved.",
     )
     parser.add_argument("root", metavar="ROOT", help="a folder or URL that holds checkpoints")
-    parser.add_argument("--keep-last", type=int, metavar="N", help="keep the newest N steps")
-    parser.add_argument("--keep-every", type=int, metavar="N", help="keep one step of each N")
+    parser.add_argument("--keep-last", type=whole(1), metavar="N", help="keep the newest N steps")
+    parser.add_argument("--keep-every", type=whole(1), metavar="N", help="keep one step of each N")
     parser.add_argument("--keep-best", metavar="N:METRIC[:max]", help="keep the N with the lowest metric")
-    parser.add_argument("--keep-days", type=float, metavar="D", help="keep steps younger than D days")
+    parser.add_argument("--keep-days", type=amount_of, metavar="D", help="keep steps younger than D days")
     parser.add_argument(
         "--drop",
         action="append",
@@ -85,7 +89,7 @@ def _keep(args: argparse.Namespace) -> Policy:
     if args.keep_best is not None:
         found.append(_best(args.keep_best))
     if not found:
-        raise UsageError("nothing says what to keep", remedy="for instance --keep-last 3")
+        raise UsageError("no --keep option was given", remedy="give at least one, for instance --keep-last 3")
     keep = found[0]
     for each in found[1:]:
         keep = keep | each
@@ -99,12 +103,16 @@ def _without(text: str) -> Policy:
     try:
         return policies.without(item, after_hours=24 * float(days))
     except ValueError as error:
-        raise UsageError(f"--drop is ITEM:DAYS, not {text!r}") from error
+        raise UsageError(
+            f"--drop is ITEM:DAYS, not {shown(text)}", remedy="for instance optimizer:7"
+        ) from error
 
 
 def _best(text: str) -> Policy:
     number, _, rest = text.partition(":")
     metric, _, mode = rest.partition(":")
-    if not number.isdecimal() or not metric or mode not in ("", "min", "max"):
-        raise UsageError(f"--keep-best is N:METRIC, or N:METRIC:max, not {text!r}")
+    if not number.isdecimal() or len(number) > _MOST_DIGITS or not metric or mode not in ("", "min", "max"):
+        raise UsageError(
+            f"--keep-best is N:METRIC, or N:METRIC:max, not {shown(text)}", remedy="for instance 3:loss"
+        )
     return policies.best(int(number), metric, mode="max" if mode == "max" else "min")

@@ -8,8 +8,16 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from reknit.cli.output import count_text, print_fields, print_json, print_table, printable, time_text
-from reknit.errors import UsageError
+from reknit.cli.output import (
+    count_text,
+    print_fields,
+    print_json,
+    print_table,
+    printable,
+    readable,
+    time_text,
+)
+from reknit.errors import UsageError, did_you_mean
 from reknit.format.paths import parse_path
 from reknit.interop.tensor_stream import tensors_of
 from reknit.monitor.progress_text import amount
@@ -46,9 +54,9 @@ def run(args: argparse.Namespace) -> int:
     with tensors_of(args.path) as checkpoint:
         if args.tensors is not None:
             rows = tensor_rows(checkpoint, args.tensors)
-            if not rows:
+            if not rows and (checkpoint.index.tensors or args.tensors != "*"):
                 raise _nothing(checkpoint, args.tensors)
-            _show_tensors(rows, args)
+            _show_tensors(checkpoint, rows, args)
         elif args.json:
             print_json(summary(checkpoint))
         else:
@@ -124,17 +132,27 @@ def tensor_rows(checkpoint: OpenCheckpoint, pattern: str) -> list[dict[str, Any]
 def _nothing(checkpoint: OpenCheckpoint, pattern: str) -> UsageError:
     """Return the error of a pattern that matches no tensor."""
     names = [full_name(*entry[:2]) for entry in checkpoint.index.tensors]
-    some = f"it has {printable(_some(names))}; " if names else "it has none; "
+    meant = did_you_mean(pattern, [*names, *(entry.fqn for entry in checkpoint.index.tensors)])
+    remedy = f"{meant + '  ' if meant else ''}it has {printable(_some(names))}; --tensors '*' lists all"
     return UsageError(
         f"no tensor of {checkpoint.storage.url} matches {pattern!r}",
-        remedy=f"{some}--tensors '*' lists all",
+        remedy=remedy if names else _no_tensors(checkpoint),
         path=checkpoint.storage.url,
     )
 
 
-def _show_tensors(rows: list[dict[str, Any]], args: argparse.Namespace) -> None:
+def _no_tensors(checkpoint: OpenCheckpoint) -> str:
+    """Say what a checkpoint without tensors holds."""
+    items = printable(", ".join(checkpoint.manifest.items)) or "no items"
+    return f"it holds no tensors, only values: {items}"
+
+
+def _show_tensors(checkpoint: OpenCheckpoint, rows: list[dict[str, Any]], args: argparse.Namespace) -> None:
     if args.json:
         print_json(rows)
+        return
+    if not rows:
+        print(f"{printable(checkpoint.storage.url)}: {_no_tensors(checkpoint)}")
         return
     print_table(
         ("TENSOR", "DTYPE", "SHAPE", "SIZE", "CHUNKS", "FILES"),
@@ -168,7 +186,7 @@ def _show_summary(facts: dict[str, Any]) -> None:
         "pickle": "yes: load it only if you trust where it comes from" if facts["uses_pickle"] else "no",
     }
     for part in ("origin", "metadata"):
-        fields |= {f"{part}.{name}": value for name, value in facts[part].items()}
+        fields |= {f"{part}.{name}": readable(value) for name, value in facts[part].items()}
     print_fields({printable(name): value for name, value in fields.items()})
     print()
     print_table(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shlex
 from contextlib import closing
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -28,6 +29,7 @@ from reknit.types.shard import full_name
 if TYPE_CHECKING:
     import argparse
 
+    from reknit.engine.report import VerifyReport
     from reknit.storage.base import Storage
     from reknit.types.manifest import Index, Manifest
 
@@ -37,11 +39,11 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
     parser = commands.add_parser(
         "verify",
         help="check a checkpoint without loading it",
-        description="Check a checkpoint, print every problem on a line of its own, and exit with 1 if there "
-        "is one.  Nothing in the checkpoint is changed.",
+        description="Check the metadata of a checkpoint, or every byte with --data; print every problem on a "
+        "line of its own, and exit with 1 if there is one.  Nothing in the checkpoint is changed.",
     )
     parser.add_argument("path", metavar="PATH", help="a checkpoint: a folder or URL")
-    parser.add_argument("--data", action="store_true", help="read every byte and compare its digest too")
+    parser.add_argument("--data", action="store_true", help="also read the tensors, and compare every digest")
     parser.add_argument(
         "--rebuild-index",
         action="store_true",
@@ -79,8 +81,11 @@ class _Findings:
 def run(args: argparse.Namespace) -> int:
     """Verify, and return the exit code."""
     if args.output and not args.rebuild_index:
-        raise UsageError("--output is where --rebuild-index writes to", remedy="give both, or none")
-    report = stored.verify(args.path, "data" if args.data else "structure")
+        raise UsageError(
+            "--output names the file for the rebuilt index, and no index is rebuilt",
+            remedy="add --rebuild-index, or leave --output out",
+        )
+    report = stored.verify(args.path, "data" if args.data else "metadata")
     findings = _Findings(quiet=args.json)
     for problem in report.problems:
         findings.problem(problem)
@@ -89,11 +94,22 @@ def run(args: argparse.Namespace) -> int:
     if args.json:
         facts = {"path": report.path, "level": report.level, "ok": not findings.problems}
         facts |= {"num_files": report.num_files, "nbytes_checked": report.nbytes_checked}
+        facts |= {"num_unread": report.num_unread, "nbytes_unread": report.nbytes_unread}
+        facts["unread"] = _unread(report, args.path)
         print_json(facts | {"problems": findings.problems, "notes": findings.notes})
     elif not findings.problems:
-        checked = amount(report.nbytes_checked) if args.data else "metadata"
-        print(f"no problems in {report.num_files} files ({checked} checked)")
+        where = "in" if args.data else "in the metadata of"
+        print(f"no problems {where} {report.num_files} files ({amount(report.nbytes_checked)} checked)")
+        if unread := _unread(report, args.path):
+            print(printable(unread))
     return 1 if findings.problems else 0
+
+
+def _unread(report: VerifyReport, path: str) -> str | None:
+    """Say which bytes were not read, and which command reads them; None where all were read."""
+    if not report.num_unread:
+        return None
+    return f"{report.unread_bytes()}; this reads them: reknit verify {shlex.quote(path)} --data"
 
 
 def _rebuild(path: str, output: str | None, findings: _Findings) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from reknit.errors import CommError, DeadlineError, GroupClosedError, ProtocolError, ReknitError, from_wire
+from reknit.monitor.rank_text import spelled
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence
@@ -45,20 +46,6 @@ _LOGS = "look at the logs of the ranks named here: they stopped, fail elsewhere,
 def copied(error: ReknitError) -> ReknitError:
     """Return an equal error of its own, since whoever raises one signs it and adds a traceback."""
     return from_wire(error.to_wire())
-
-
-def spelled(ranks: Iterable[int], limit: int = 16) -> str:
-    """Return the ranks as text, with neighbours joined: ``rank 3`` or ``ranks 0-4, 7``."""
-    spans: list[list[int]] = []
-    for rank in sorted(ranks):
-        if spans and rank == spans[-1][1] + 1:
-            spans[-1][1] = rank
-        else:
-            spans.append([rank, rank])
-    parts = [f"{low}" if low == high else f"{low}-{high}" for low, high in spans[:limit]]
-    rest = sum(high - low + 1 for low, high in spans[limit:])
-    noun = "rank" if len(spans) == 1 and spans[0][0] == spans[0][1] else "ranks"
-    return f"{noun} {', '.join(parts)}" + (f" and {rest} more" if rest else "")
 
 
 def failed_round(

@@ -111,18 +111,36 @@ class LoadReport(Shown):
 
 @dataclass(frozen=True, slots=True, repr=False)
 class VerifyReport(Shown):
-    """What `reknit.verify` found: `problems` name file and place, and are empty for a sound checkpoint."""
+    """What `reknit.verify` found: `problems` name file and place, and are empty for a sound checkpoint.
+
+    `level` is ``"metadata"`` or ``"data"``.  With ``"metadata"``, the tensors in `num_unread` data files of
+    `nbytes_unread` bytes were not read, and `unread` says how to read them.
+    """
 
     path: str
     level: str
     num_files: int
     nbytes_checked: int
     problems: tuple[str, ...]
+    num_unread: int = 0
+    nbytes_unread: int = 0
 
     @property
     def ok(self) -> bool:
-        """Tell whether the checkpoint is sound."""
+        """Tell whether no problem was found in what was read."""
         return not self.problems
+
+    @property
+    def unread(self) -> str | None:
+        """Say which bytes were not read, and which call reads them; None where all were read."""
+        if not self.num_unread:
+            return None
+        return f"{self.unread_bytes()}; reknit.verify({self.path!r}, 'data') reads them"
+
+    def unread_bytes(self) -> str:
+        """Say which bytes were not read."""
+        files = f"{self.num_unread} data file{'s' * (self.num_unread != 1)}"
+        return f"the tensors in {files} ({amount(self.nbytes_unread)}) were not read"
 
     def _facts(self) -> dict[str, object]:
         return {
@@ -130,5 +148,6 @@ class VerifyReport(Shown):
             "level": self.level,
             "ok": self.ok,
             "files": self.num_files,
+            "unread": self.unread,
             "problems": some(self.problems),
         }

@@ -6,7 +6,7 @@ import os
 import re
 import shutil
 import uuid
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import TYPE_CHECKING
 
 from reknit.errors import UsageError
@@ -39,6 +39,8 @@ class ExportFolder:
         self._check()
 
     def _check(self) -> None:
+        with translated("create", self.path), suppress(FileNotFoundError, NotADirectoryError):
+            os.lstat(self.path)  # a path that is too long fails here, before its folders are made
         if not os.path.lexists(self.path):
             return
         if not os.path.isdir(self.path):

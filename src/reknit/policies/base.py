@@ -215,7 +215,12 @@ def stretch_s(call: str, **given: float | None) -> float:
 
 def positive(value: object) -> bool:
     """Tell whether a value is a finite number above 0."""
-    return isinstance(value, (int, float)) and not isinstance(value, bool) and isfinite(value) and value > 0
+    if isinstance(value, bool) or not isinstance(value, (int, float)):
+        return False
+    try:
+        return isfinite(value) and value > 0
+    except OverflowError:  # an integer beyond all floats
+        return False
 
 
 def whole(what: str, value: Any, *, least: int) -> int:

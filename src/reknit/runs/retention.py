@@ -217,7 +217,7 @@ class Retention:
         return not step.dropped and self._is_sound(step)
 
     def _problems(self, folder: Storage) -> tuple[str, ...]:
-        return _problems_here(folder) if self._apart else verify(folder, "structure", LoadOptions()).problems
+        return _problems_here(folder) if self._apart else verify(folder, "metadata", LoadOptions()).problems
 
     def _is_sound(self, step: SavedStep) -> bool:
         """Tell whether all files of a checkpoint are there; one that was found so is not verified again."""

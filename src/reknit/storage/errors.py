@@ -18,9 +18,13 @@ def existing(url: str, action: str = "create") -> ExistingError:
     )
 
 
+SPELLING = "check how it is spelled, and whether another process moved or deleted it"
+"""The remedy for a file that is not there."""
+
+
 def missing(url: str) -> StorageNotFoundError:
     """Return the error of a file that is not there."""
-    return StorageNotFoundError(f"there is no file {url}", remedy="check the path", path=url)
+    return StorageNotFoundError(f"there is no file {url}", remedy=SPELLING, path=url)
 
 
 def shorter(url: str, start: int, end: int, nbytes: int) -> StorageError:

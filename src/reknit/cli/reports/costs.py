@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-import argparse
 from typing import TYPE_CHECKING
 
+from reknit.cli.program.numbers import amount_of
 from reknit.cli.reports.interval_costs import HEADS, cells, duration, rows_around
 from reknit.monitor.reports.costs import CostTable, measured_saves
 from reknit.policies.base import HOUR_S
 from reknit.policies.interval import RunCosts
 
 if TYPE_CHECKING:
+    import argparse
     from collections.abc import Sequence
 
     from reknit.monitor.reports.events import RecordedOperation
@@ -23,13 +24,13 @@ def add_costs(parser: argparse.ArgumentParser) -> None:
     """Add the options that say what failures cost."""
     parser.add_argument(
         "--mttf",
-        type=_positive,
+        type=amount_of,
         metavar="H",
         help="hours between failures of the job, on average (default: 50,000 by the number of ranks)",
     )
     parser.add_argument(
         "--restart",
-        type=_positive,
+        type=amount_of,
         default=300.0,
         metavar="S",
         help="seconds from a failure until training continues (default: 300)",
@@ -60,10 +61,3 @@ def cost_table(operations: Sequence[RecordedOperation], args: argparse.Namespace
         f"best would be to save every {duration(best_s)}: {costs.ettr(best_s):.2%}",
     )
     return CostTable(remarks, HEADS, [cells(row) for row in rows_around(costs, interval_s)])
-
-
-def _positive(text: str) -> float:
-    number = float(text)
-    if not 1e-6 <= number <= 1e9:
-        raise argparse.ArgumentTypeError(f"{text} is not a number from 1e-06 to 1e+09")
-    return number

@@ -5,9 +5,9 @@ from __future__ import annotations
 import secrets
 from typing import TYPE_CHECKING
 
+from reknit.cli.program.numbers import whole
 from reknit.cli.reports.costs import add_costs, cost_table
 from reknit.cli.reports.report import add_places
-from reknit.errors import UsageError
 
 if TYPE_CHECKING:
     import argparse
@@ -26,7 +26,9 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
     parser.add_argument(
         "--host", default="127.0.0.1", help="address to listen on (default: this machine only)"
     )
-    parser.add_argument("--port", type=int, default=8787, help="(default: 8787; 0 takes any that is free)")
+    parser.add_argument(
+        "--port", type=whole(0, 65535), default=8787, help="(default: 8787; 0 takes any that is free)"
+    )
     parser.set_defaults(run=run)
 
 
@@ -35,8 +37,6 @@ def run(args: argparse.Namespace) -> int:
     from reknit.monitor.dash.live import LiveEvents
     from reknit.monitor.dash.server import is_loopback, listen, server
 
-    if not 0 <= args.port < 1 << 16:
-        raise UsageError(f"a port is a number from 0 to 65535, not {args.port}")
     token = None if is_loopback(args.host) else secrets.token_urlsafe()
     events = LiveEvents(args.events, lambda operations: cost_table(operations, args))
     try:

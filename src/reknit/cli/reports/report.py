@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from reknit.cli.output import print_table, printable, write_text
+from reknit.cli.program.numbers import whole
 from reknit.cli.reports.costs import add_costs, cost_table
 from reknit.errors import UsageError
 
@@ -23,7 +24,9 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
         "events that SaveOptions(events=...) and LoadOptions(events=...) wrote.",
     )
     add_places(parser)
-    parser.add_argument("--step", type=int, help="show the last save of this step (default: what came last)")
+    parser.add_argument(
+        "--step", type=whole(0), help="show the last save of this step (default: what came last)"
+    )
     parser.add_argument("-o", "--output", metavar="FILE", help="write a page: heat map, timeline, throughput")
     add_costs(parser)
     parser.set_defaults(run=run)
@@ -36,6 +39,7 @@ def add_places(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Print a report, or write a page."""
+    from reknit.monitor.rank_text import named
     from reknit.monitor.reports.events import read_operations
     from reknit.monitor.reports.page import page
     from reknit.monitor.reports.storage import HEADS, error_texts, histogram_lines, storage_rows
@@ -45,7 +49,7 @@ def run(args: argparse.Namespace) -> int:
     if num_dropped:
         print(f"{num_dropped} events were lost, as sinks failed or did not keep up")
     if num_foreign:
-        print(f"{num_foreign} lines are no events; they are left out")
+        print(f"{num_foreign} lines are not events, and are left out")
     costs = cost_table(operations, args)
     if args.output is not None:
         write_text(args.output, page(operations, costs, done))
@@ -53,7 +57,13 @@ def run(args: argparse.Namespace) -> int:
         return 0
     of_step = [operation for operation in operations if args.step in (None, operation.step)]
     if not of_step:
-        raise UsageError(f"no event is of step {args.step}")
+        steps = sorted({operation.step for operation in operations if operation.step is not None})
+        has = (
+            f"there are events of {named(steps, 'step')}"
+            if steps
+            else "leave --step out: no event has a step"
+        )
+        raise UsageError(f"there are no events of step {args.step} in {', '.join(args.events)}", remedy=has)
     for operation in operations[-_MOST_LISTED:]:
         print(printable(headline(operation)))
     shown = of_step[-1]

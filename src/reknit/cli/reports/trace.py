@@ -18,7 +18,7 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
         "trace",
         help="write a trace of all ranks for Perfetto or Chrome, from events",
         description="Write a trace that ui.perfetto.dev and chrome://tracing open: a process for each rank, "
-        "a row for each phase.",
+        "a row for each phase, and one more process with the steps and failures of the run.",
     )
     add_places(parser)
     parser.add_argument("-o", "--output", metavar="FILE", default="trace.json", help="(default: trace.json)")
@@ -30,7 +30,7 @@ def run(args: argparse.Namespace) -> int:
     from reknit.monitor.reports.events import read_operations
     from reknit.monitor.reports.trace import trace
 
-    operations = read_operations(args.events).operations
-    write_text(args.output, json.dumps(trace(operations)))
+    operations, *_, beside = read_operations(args.events)
+    write_text(args.output, json.dumps(trace(operations, beside)))
     print(f"wrote {args.output}: {len(operations)} saves and loads")
     return 0

@@ -15,6 +15,7 @@ from reknit.engine.loading.prefixes import prefix_hint
 from reknit.engine.sharing.share_out import share_out
 from reknit.engine.stored.opening import is_replaced
 from reknit.errors import CommError
+from reknit.monitor.rank_text import spelled
 from reknit.types.shard import full_name
 
 if TYPE_CHECKING:
@@ -93,10 +94,8 @@ class LoadCoordinator:
         """Raise an error when ranks stopped because of others and no rank says why."""
         stopped = [messages.decode(request, messages.Stopped) for request in requests if request]
         if stopped:
-            ranks = ", ".join(str(one.rank) for one in stopped[:8])
-            raise CommError(
-                f"rank {ranks} could not go on: {stopped[0].why}", rank=stopped[0].rank, phase="load"
-            )
+            ranks = spelled(one.rank for one in stopped)
+            raise CommError(f"{ranks} could not go on: {stopped[0].why}", rank=stopped[0].rank, phase="load")
         return [b""] * len(requests)
 
     def look_again(self, error: ReknitError, requests: Sequence[bytes]) -> list[bytes]:

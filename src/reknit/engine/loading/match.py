@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from reknit.errors import CorruptError, MismatchError, ReknitError
+from reknit.monitor.rank_text import spelled
 from reknit.planner.assemble import SHOWN
 from reknit.planner.tiling import untiled
 from reknit.types.box import Box
@@ -205,4 +206,4 @@ def _on(ranks: set[int], size: int) -> str:
     """Say which ranks have a problem, unless all have it."""
     if len(ranks) == size:
         return ""
-    return f" (rank {', '.join(map(str, sorted(ranks)[:8]))}{' and more' if len(ranks) > 8 else ''})"
+    return f" ({spelled(ranks)})"

@@ -186,11 +186,17 @@ def replace_manifest(storage: Storage, old: Manifest, mine: Marker, write: Calla
         data = write()
         storage.put(mine.path, b"", if_absent=True)
         if others := [each for each in begun_in(storage) if each.path != mine.path]:
-            raise UsageError(f"a save to {storage.url} has begun: {named(others)}", path=storage.url)
+            raise UsageError(
+                f"a save to {storage.url} has begun: {named(others)}",
+                path=storage.url,
+                remedy="wait until it is over, then try again",
+            )
         removal.check()
         now_there = committed(storage)
         if (now_there.write_id, now_there.moved_to) != (old.write_id, old.moved_to):
-            raise UsageError(f"{storage.url} was changed meanwhile", path=storage.url)
+            raise UsageError(
+                f"{storage.url} was changed meanwhile", path=storage.url, remedy="look at it, then try again"
+            )
         _commit(storage, mine, data)
     except BaseException:
         take_down(storage, mine)

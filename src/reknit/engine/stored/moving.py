@@ -98,7 +98,12 @@ def move(job: Promotion, place: str, open_at: Callable[[str], Storage]) -> int:
             raise
         manifest = redirect
     elif manifest.moved_to != place:
-        raise UsageError(f"{hot.url} has moved to {manifest.moved_to} already", path=hot.url)
+        raise UsageError(
+            f"{hot.url} has moved to {manifest.moved_to} already",
+            path=hot.url,
+            remedy="name that place, or bring the files back first: "
+            f"reknit promote {manifest.moved_to} {hot.url} --overwrite",
+        )
     return _clear(hot, manifest)
 
 

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from reknit.engine.saving.commit import manifest_exists
 from reknit.engine.stored.opening import manifest_in
-from reknit.engine.stored.other_formats import foreign, foreign_inside
+from reknit.engine.stored.other_formats import elsewhere, foreign, foreign_inside, own_files
 from reknit.engine.stored.pending import begun_in, named
 from reknit.errors import (
     CheckpointNotFoundError,
@@ -70,7 +70,10 @@ def folder_in(root: Storage, name: str) -> Storage | None:
 def absent(root: Storage, what: str = "is no checkpoint at") -> CheckpointNotFoundError:
     """Return the error of a place without what is looked for there.  Raises as `refuse_other`."""
     refuse_other(root)
-    return CheckpointNotFoundError(f"there {what} {root.url}", path=root.url, remedy="check the path")
+    remedy = elsewhere(
+        root, "pass the folder that holds the checkpoints, such as runs for runs/step_00000010"
+    )
+    return CheckpointNotFoundError(f"there {what} {root.url}", path=root.url, remedy=remedy)
 
 
 def refuse_other(root: Storage) -> None:
@@ -99,7 +102,7 @@ def _age(root: Storage, name: str, begun: list[Begun]) -> _Age | None:
         return None
     try:
         if (manifest := manifest_in(folder)) is None:
-            begun += begun_in(folder)
+            begun += begun_in(folder, own_files(folder).files)
             return None
     except (FormatError, StoragePermissionError) as error:
         logger.warning("passed over %s: %s", folder.url, error.message)

@@ -5,13 +5,23 @@ from __future__ import annotations
 import os
 from typing import TYPE_CHECKING, NamedTuple
 
-from reknit.errors import StorageError
+from reknit.errors import StorageError, did_you_mean
 from reknit.format import paths
+from reknit.monitor.phase import Deadline
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from reknit.storage.base import Storage
+    from reknit.storage.base import Listed, Storage
+
+MOST_FOREIGN = 1_000
+"""Files of a folder that are looked at before it is held to be of another program."""
+_DEPTH = 3
+_MOST_FOLDERS = 2_000
+_LOOK_S = 2.0
+_NEWEST = 16
+"""Folders of a folder, the last by name, that are looked at for a checkpoint."""
+_MOST_NAMED = 3
 
 
 class Foreign(NamedTuple):
@@ -51,7 +61,7 @@ def foreign(storage: Storage) -> Foreign | None:
     if os.path.isfile(storage.url):
         what = _FILES.get(os.path.splitext(storage.url)[1].lower())
         if what is None:
-            return Foreign("a file", "a checkpoint is a folder: check the path")
+            return Foreign("a file", "pass the folder of a checkpoint: the one that holds manifest.json")
         return Foreign(f"{what}, which reknit cannot read", _RESAVE)
     return _known(storage, _CHECKPOINTS)
 
@@ -79,17 +89,120 @@ def _known(storage: Storage, kinds: Sequence[tuple[str, str]]) -> Foreign | None
 
 def suggestion(storage: Storage) -> str:
     """Say what a user may have meant by a path that holds no checkpoint."""
-    inside = [name for name in storage.folders() if _is_checkpoint(storage, name)]
-    if inside:
+    if (inside := _newest_in(storage)) is not None:
         return (
-            f"it holds checkpoints: did you mean {storage.url}/{inside[-1]}?  `reknit ls` lists them, and "
+            f"it holds checkpoints: did you mean {storage.url}/{inside}?  `reknit ls` lists them, and "
             "reknit.latest finds the newest"
         )
-    if any(paths.parse_path(listed.path) for listed in storage.list()):
+    if _begun(storage):
         return "it holds files of a save that never committed; load an older checkpoint"
     if (other := foreign_inside(storage)) is not None:
-        return f"check the path: {other}"
-    return "check the path; `reknit ls` on the folder above shows what is there"
+        return f"pass the folder of a checkpoint that reknit saved: {other}"
+    return elsewhere(
+        storage, "pass the folder of a checkpoint: nothing that reknit saved is at or below this one"
+    )
+
+
+def _begun(storage: Storage) -> bool:
+    """Tell whether a folder holds files of reknit, as far as a short look and this user's rights show it."""
+    try:
+        return bool(own_files(storage, Deadline(_LOOK_S)).files)
+    except StorageError:
+        return False
+
+
+def elsewhere(storage: Storage, otherwise: str) -> str:
+    """Say where checkpoints are, if none are where a user looked: below, or in a folder of another name.
+
+    Where a short look finds none, the answer is `otherwise`.
+    """
+    if runs := runs_below(storage):
+        more = ", and maybe in others" if len(runs) == _MOST_NAMED else ""
+        return f"there are checkpoints in {', '.join(runs)}{more}: pass that folder"
+    return _missing(storage.url) or otherwise
+
+
+def runs_below(root: Storage) -> list[str]:
+    """Return up to three folders below that hold checkpoints, the highest first, as a short look finds them.
+
+    It goes three folders deep, into no hidden ones, and ends after 2,000 folders or two seconds.
+    """
+    deadline, left = Deadline(_LOOK_S), _MOST_FOLDERS
+    found: list[str] = []
+    level = [root]
+    for _ in range(_DEPTH + 1):
+        below: list[Storage] = []
+        for folder in level:
+            left -= 1
+            if deadline.passed() or left < 0 or len(found) == _MOST_NAMED:
+                return found
+            if folder is not root and _newest_in(folder) is not None:
+                found.append(folder.url)
+            else:
+                below += _folders(folder)
+        level = below
+    return found
+
+
+class OwnFiles(NamedTuple):
+    """Files that reknit wrote below a folder; without `is_whole`, the search ended before all were seen."""
+
+    files: list[Listed]
+    is_whole: bool
+
+
+def own_files(storage: Storage, deadline: Deadline | None = None) -> OwnFiles:
+    """Return the files below a folder that reknit wrote, of a checkpoint or of a save.
+
+    Where none of the first thousand is of reknit, or none before the deadline, the folder is of another
+    program, and may be as large as a disk: the search ends.
+    """
+    files: list[Listed] = []
+    for number, listed in enumerate(storage.list()):
+        if paths.parse_path(listed.path) is not None:
+            files.append(listed)
+        elif not files and (number >= MOST_FOREIGN or (deadline is not None and deadline.passed())):
+            return OwnFiles(files, is_whole=False)
+    return OwnFiles(files, is_whole=True)
+
+
+def _newest_in(folder: Storage) -> str | None:
+    """Return the last folder in a folder, by name, that holds a checkpoint; None without one."""
+    try:
+        names = folder.folders()[-_NEWEST:]
+    except StorageError:
+        return None
+    return next((name for name in reversed(names) if _is_checkpoint(folder, name)), None)
+
+
+def _folders(folder: Storage) -> list[Storage]:
+    """Return the folders in a folder, as far as they can be opened, but for hidden ones."""
+    found = []
+    try:
+        for name in folder.folders():
+            if not name.startswith("."):
+                found.append(folder.sub(name))
+    except StorageError:  # closed to this user, or a name that no store takes
+        pass
+    return found
+
+
+def _missing(url: str) -> str | None:
+    """Say which part of a local path is missing, and what its name resembles; None where all are there."""
+    if not os.path.isabs(url) or os.path.exists(url):
+        return None
+    missing = url
+    while not os.path.isdir(above := os.path.dirname(missing)):
+        missing = above
+    try:
+        names = sorted(os.listdir(above))
+    except OSError:
+        names = []
+    shown = ", ".join(names[:_MOST_NAMED]) + (
+        f" and {len(names) - _MOST_NAMED} more" * (len(names) > _MOST_NAMED)
+    )
+    question = did_you_mean(os.path.basename(missing), names) or f"{above} holds {shown or 'nothing'}"
+    return f"{missing} does not exist: {question}"
 
 
 def _is_checkpoint(storage: Storage, folder: str) -> bool:

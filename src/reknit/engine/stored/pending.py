@@ -19,10 +19,10 @@ from reknit.format import paths
 from reknit.monitor.phase import Deadline
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Iterable, Sequence
 
     from reknit.engine.stored.running_agents import AtWork
-    from reknit.storage.base import Storage
+    from reknit.storage.base import Listed, Storage
 
 logger = logging.getLogger("reknit")
 
@@ -43,9 +43,10 @@ class Begun(NamedTuple):
         return f"{self.folder.url}/{self.path}"
 
 
-def begun_in(folder: Storage) -> list[Begun]:
-    """Return the saves that may yet commit in the folder of a checkpoint."""
-    names = {listed.path: paths.parse_path(listed.path) for listed in folder.list()}
+def begun_in(folder: Storage, files: Iterable[Listed] | None = None) -> list[Begun]:
+    """Return the saves that may yet commit in a checkpoint's folder, by its `files` (default: all)."""
+    listing = folder.list() if files is None else files
+    names = {listed.path: paths.parse_path(listed.path) for listed in listing}
     return [
         Begun(folder, path, name.generation)
         for path, name in names.items()

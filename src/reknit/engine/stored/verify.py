@@ -18,6 +18,7 @@ from reknit.format.data_file import data_start, decode_header
 from reknit.format.index.checks import check_extents
 from reknit.format.index.file import decode_index
 from reknit.format.manifest_file import decode_record
+from reknit.format.paths import parse_path
 from reknit.format.values.blob_codec import decode_blobs
 from reknit.planner.tiling import untiled
 from reknit.types.shard import full_name
@@ -39,8 +40,8 @@ _TRIES = 4
 def verify(storage: Storage, level: str, options: LoadOptions) -> VerifyReport:
     """Check a checkpoint and return every problem found; only a path without a checkpoint raises.
 
-    ``"structure"`` reads metadata: the manifest and its digest, sizes of all files, the index, tiling,
-    extents, the headers of data files.  ``"data"`` also reads every byte and compares every block's digest.
+    ``"metadata"`` reads the manifest and its digest, sizes of all files, the index, tiling, extents, files
+    of values, the headers of data files.  ``"data"`` also reads every byte and compares every block's digest.
     If another checkpoint takes the place of this one meanwhile, that one is checked.
     """
     data = read_manifest(storage)
@@ -67,14 +68,27 @@ def _verified(storage: Storage, data: bytes, level: str, options: LoadOptions) -
     found = {file.path: file for file in sound}
     if manifest.index_path in found:
         _tried(problems, manifest.index_path, _check_index, storage, manifest, found, problems)
-    nbytes = len(data)
+    unread = [] if level == "data" else [file for file in sound if _holds_tensors(file)]
     if level == "data":
-        nbytes += _check_data(storage, manifest, sound, options, problems)
+        _check_data(storage, manifest, sound, options, problems)
     for blob in manifest.blobs:
         if blob.path in found:
             _tried(problems, blob.path, _check_blobs, storage, manifest, found[blob.path], options)
-    unique = tuple(dict.fromkeys(problems))
-    return VerifyReport(storage.url, level, len(manifest.files) + 1, nbytes, unique)
+    nbytes_unread = sum(file.nbytes for file in unread)
+    return VerifyReport(
+        storage.url,
+        level,
+        num_files=len(manifest.files) + 1,
+        nbytes_checked=len(data) + sum(file.nbytes for file in sound) - nbytes_unread,
+        problems=tuple(dict.fromkeys(problems)),
+        num_unread=len(unread),
+        nbytes_unread=nbytes_unread,
+    )
+
+
+def _holds_tensors(file: FileEntry) -> bool:
+    name = parse_path(file.path)
+    return name is not None and name.kind == "data"
 
 
 def _tried(problems: list[str], path: str, check: Callable[..., None], *args: object) -> bool:
@@ -134,12 +148,11 @@ def check_header(storage: Storage, index: Index, number: int, file: FileEntry) -
 
 def _check_data(
     storage: Storage, manifest: Manifest, sound: list[FileEntry], options: LoadOptions, problems: list[str]
-) -> int:
-    """Compare the digest of every block of every file; return the bytes read."""
+) -> None:
+    """Compare the digest of every block of every file."""
     pieces = _share(sound, 0, 1, manifest.block_nbytes)
     found = _check_pieces(storage, manifest.block_nbytes, pieces, options, (FormatError, StorageError))
     problems += [_problem(path, error) for path, error in found]
-    return sum(file.nbytes for file in sound)
 
 
 def check_sizes(storage: Storage, files: Iterable[FileEntry], replicas: Sequence[Storage] = ()) -> list[str]:

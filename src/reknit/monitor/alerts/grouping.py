@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
+from reknit.monitor.rank_text import spelled
+
 if TYPE_CHECKING:
     from reknit.monitor.alerts.base import Alert
 
@@ -24,7 +26,7 @@ class Told:
     ranks: tuple[int, ...] = ()
 
     def __str__(self) -> str:
-        named = ", ranks " + ", ".join(map(str, self.ranks)) if len(self.ranks) > 1 else ""
+        named = f", {spelled(self.ranks)}" if len(self.ranks) > 1 else ""
         more = f" ({self.number} of the kind{named})" if self.number > 1 else ""
         return f"{self.alert.rule}: {self.alert.text}{more}"
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import threading
+from collections import deque
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from reknit.errors import ReknitError
@@ -22,6 +23,8 @@ logger = logging.getLogger("reknit")
 
 _MOST_EVENTS = 1_000_000
 """Events that are kept in memory, some 400 bytes each."""
+_MOST_PAST = 1_000
+"""Older operations of which the page still says what they did, without their events."""
 _LOOK_S = 1.0
 _IDLE_SHARE = 4
 """So many times as long as a look took, there is none."""
@@ -33,7 +36,8 @@ class LiveView(NamedTuple):
 
     version: int
     shown: dict[str, Any]
-    columns: list[dict[str, str]]
+    columns: list[dict[str, str] | None]
+    """None for an operation whose events are not kept."""
 
 
 class LiveEvents:
@@ -49,6 +53,7 @@ class LiveEvents:
         self._files = EventFiles(places)
         self._files.read()  # a wrong place is told at once
         self._problem = ""
+        self._past: deque[dict[str, Any]] = deque(maxlen=_MOST_PAST)
         self._end = threading.Event()
         self.view: LiveView | None = None
         self._build()
@@ -78,13 +83,22 @@ class LiveEvents:
         return changed
 
     def _build(self) -> None:
-        self._files.forget(_MOST_EVENTS)
+        self._past += map(_without_events, self._files.forget(_MOST_EVENTS))
         known = self._files.known()
         if operations := known.operations:
             shown = content(operations, self._costs(operations), known.run)
-            columns = [{name: each[name] for name in _COLUMNS} for each in shown["operations"]]
+            columns: list[dict[str, str] | None] = [None] * len(self._past)
+            columns += [{name: each[name] for name in _COLUMNS} for each in shown["operations"]]
             for each in shown["operations"][:-1]:
                 for name in _COLUMNS:
                     del each[name]
+            shown["operations"] = [*self._past, *shown["operations"]]
             version = 1 if self.view is None else self.view.version + 1
             self.view = LiveView(version, {"version": version, **shown}, columns)
+
+
+def _without_events(operation: RecordedOperation) -> dict[str, Any]:
+    """Return what the page says of an operation as a whole."""
+    (shown,) = content([operation])["operations"]
+    of_all = ("name", "action", "step", "headline", "remarks", "seconds", "nbytes", "phases")
+    return {name: shown[name] for name in of_all} | {"past": True}

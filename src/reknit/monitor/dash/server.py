@@ -35,6 +35,7 @@ if TYPE_CHECKING:
 _POLL_S = 0.2
 _ALIVE_S = 15.0
 """Proxies end connections in which nothing comes for longer."""
+_MOST_DIGITS = 18
 _COOKIE = "reknit_token"
 _HEADERS = {
     "Cache-Control": "no-store",
@@ -64,10 +65,15 @@ def app(events: LiveEvents, token: str | None, is_closing: Callable[[], bool]) -
         return JSONResponse(None if view is None else view.shown, 404 if view is None else 200, _HEADERS)
 
     async def columns(request: Request) -> Response:
-        view, number = events.view, request.path_params["number"]
-        if view is None or request.path_params["version"] != view.version or number >= len(view.columns):
+        view = events.view
+        version, number = (_count(request.path_params[name]) for name in ("version", "number"))
+        if version is None or number is None:
+            return PlainTextResponse("the path is /columns/VERSION/NUMBER", 400, _HEADERS)
+        if view is None or version != view.version or number >= len(view.columns):
             return PlainTextResponse("there is a newer view", 409, _HEADERS)
-        return JSONResponse(view.columns[number], headers=_HEADERS)
+        if (found := view.columns[number]) is None:
+            return PlainTextResponse("these events are no longer in memory", 410, _HEADERS)
+        return JSONResponse(found, headers=_HEADERS)
 
     async def changes(request: Request) -> Response:
         return StreamingResponse(_versions(events, is_closing), 200, _HEADERS, media_type="text/event-stream")
@@ -81,13 +87,18 @@ def app(events: LiveEvents, token: str | None, is_closing: Callable[[], bool]) -
 
         return guard
 
-    pages = {"/": index, "/data": data, "/columns/{version:int}/{number:int}": columns, "/changes": changes}
+    pages = {"/": index, "/data": data, "/columns/{version}/{number}": columns, "/changes": changes}
     middleware = [Middleware(GZipMiddleware)]
     if token is None:  # a page of another site must not read from here by a name that means this machine
         hosts = ["localhost", "127.0.0.1", "[::1]", "::1"]
         middleware.insert(0, Middleware(TrustedHostMiddleware, allowed_hosts=hosts))
     routes = [Route(path, guarded(answer)) for path, answer in pages.items()]
     return Starlette(routes=routes, middleware=middleware)
+
+
+def _count(text: str) -> int | None:
+    """Return the number that a part of a path is; None where it is none, or longer than any here."""
+    return int(text) if text.isascii() and text.isdecimal() and len(text) <= _MOST_DIGITS else None
 
 
 async def _versions(events: LiveEvents, is_closing: Callable[[], bool]) -> AsyncIterator[str]:

@@ -169,7 +169,8 @@ class EventFiles:
             for path in _files(self._places):
                 self._read(path)
         except OSError as error:
-            raise StorageError(f"events cannot be read: {error}", remedy="check the file") from error
+            remedy = "let this user read the file, or name other files of events"
+            raise StorageError(f"events cannot be read: {error}", remedy=remedy) from error
         return sum(self._positions.values()) > before
 
     def _read(self, path: Path) -> None:
@@ -197,13 +198,14 @@ class EventFiles:
         run = sorted(self._run, key=lambda event: event.end)
         return ReadEvents(ordered, num_foreign, self._num_dropped, run)
 
-    def forget(self, most_events: int) -> None:
-        """Keep only the last operations, with at most so many events, but for the very last one."""
-        num_events = 0
+    def forget(self, most_events: int) -> list[RecordedOperation]:
+        """Keep the last operations, with at most so many events, but at least one; return the others."""
+        num_events, others = 0, []
         for number, operation in enumerate(reversed(self.known().operations)):
             num_events += len(operation.events)
             if number and num_events > most_events:
-                del self._found[operation.action, operation.path, operation.step]
+                others.append(self._found.pop((operation.action, operation.path, operation.step)).in_step())
+        return others[::-1]
 
     def _take(self, line: bytes) -> None:
         try:
@@ -250,7 +252,8 @@ def read_operations(places: Sequence[str]) -> ReadEvents:
     if not found.operations:
         raise UsageError(
             f"there are no events in {', '.join(places)}",
-            remedy="let saves and loads write some: SaveOptions(events=...), LoadOptions(events=...)",
+            remedy=_below(places)
+            or "let saves and loads write some: SaveOptions(events=...), LoadOptions(events=...)",
         )
     return found
 
@@ -263,4 +266,15 @@ def _files(places: Iterable[str]) -> Iterator[Path]:
         elif place.is_file():
             yield place
         else:
-            raise UsageError(f"there is no file or folder {os.fspath(place)}")
+            raise UsageError(
+                f"there is no file or folder {os.fspath(place)}",
+                remedy="name a file of events, or the folder that events= names",
+            )
+
+
+def _below(places: Iterable[str]) -> str | None:
+    """Say in which folder directly below there are events; None where there is none."""
+    for place in map(Path, places):
+        for found in place.glob("*/*.jsonl"):
+            return f"there are events in {found.parent}: name that folder"
+    return None

@@ -5,6 +5,7 @@ from __future__ import annotations
 from datetime import datetime, timezone
 from typing import TYPE_CHECKING
 
+from reknit.monitor.rank_text import spelled
 from reknit.monitor.reports.summary import summaries
 
 if TYPE_CHECKING:
@@ -72,15 +73,23 @@ def run_rows(events: Iterable[Event]) -> list[tuple[str, ...]]:
 def remarks(operation: RecordedOperation) -> Iterator[str]:
     """Yield what deserves attention: failures, and stragglers with their place in the parallel grid."""
     places = {event.rank: place_text(event.coordinate) for event in operation.events if event.coordinate}
-    told = {""}
-    for event in operation.failures:
-        where = f"rank {event.rank}{places.get(event.rank, '')}" + (f" on {event.host}" if event.host else "")
-        said = event.outcome if event.detail in told else _failed(event)
-        told.add(event.detail)  # what all ranks hear has one remedy
-        yield f"{where} failed in phase {event.lane}: {said}"
+    yield from _failures(operation, places)
     slow = [each for each in summaries(operation) if each.stragglers]
     for each in sorted(slow, key=lambda each: each.median_s - each.most_s):
         yield _stragglers(each, places)
+
+
+def _failures(operation: RecordedOperation, places: Mapping[int, str]) -> Iterator[str]:
+    """Yield a line for all ranks that failed alike, in the order in which the first of them did."""
+    alike: dict[tuple[str, str, str], list[Event]] = {}
+    for event in operation.failures:
+        alike.setdefault((event.lane, event.outcome, event.detail), []).append(event)
+    for (lane, *_), events in alike.items():
+        hosts = {event.host for event in events}
+        place = places.get(events[0].rank, "") if len(events) == 1 else ""
+        where = spelled(event.rank for event in events) + place
+        on = f" on {events[0].host}" if len(hosts) == 1 and events[0].host else ""
+        yield f"{where}{on} failed in phase {lane}: {_failed(events[0])}"
 
 
 def _failed(event: Event) -> str:

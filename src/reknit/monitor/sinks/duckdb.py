@@ -36,10 +36,10 @@ _BUSY_S = 10.0
 class DuckDB:
     """Writes events to the tables ``phases``, ``operations`` and ``dropped`` of a DuckDB file.
 
-    DuckDB lets one process at a time open a file for writing.  So give a folder (an existing one, or a path
-    that ends in a slash): each process has a file of its own there.  It is open only while there are events
-    to write, and whoever reads it meanwhile is waited for.  Times are those of UTC.  Raises
-    `MissingExtraError`, `OSError`.
+    DuckDB lets one process at a time open a file for writing.  So give a folder (an existing one, a path
+    that ends in a slash, or a new one without a suffix): each process has a file of its own there.  It is
+    open only while there are events to write, and whoever reads it meanwhile is waited for.  Times
+    are those of UTC.  Raises `MissingExtraError`, `OSError`.
     """
 
     def __init__(self, path: str | os.PathLike[str]) -> None:

@@ -3,25 +3,30 @@
 from __future__ import annotations
 
 import os
+from contextlib import suppress
 
 from reknit.monitor.records import HOST
 
 
 def file_of_process(path: str | os.PathLike[str], suffix: str) -> str:
-    """Return `path`, or the file of this process in it if it is a folder, which is made where it is missing.
-
-    A folder is one that exists, or a path that ends in a slash.
-    """
+    """Return `path`, or the file of this process in it if it is a folder; make folders that are missing."""
     text = os.fspath(path)
-    if not is_folder(text):
-        return text
-    os.makedirs(text, exist_ok=True)
-    return os.path.join(text, f"{HOST}-{os.getpid()}.{suffix}")
+    file = os.path.join(text, f"{HOST}-{os.getpid()}.{suffix}") if is_folder(text) else text
+    with suppress(FileNotFoundError):
+        os.stat(file)  # a path that is too long fails here, before its folders are made
+    os.makedirs(os.path.dirname(file) or os.curdir, exist_ok=True)
+    return file
 
 
 def is_folder(path: str) -> bool:
-    """Tell whether a path names a folder."""
-    return path.endswith(os.sep) or os.path.isdir(path)
+    """Tell whether a path names a folder.
+
+    It does where there is one, where it ends in a slash, and where nothing is there yet and the name has no
+    suffix: of a run that is about to begin, events must not be a file in the place of its folder.
+    """
+    if path.endswith(os.sep) or os.path.isdir(path):
+        return True
+    return not os.path.splitext(path)[1] and not os.path.lexists(path)
 
 
 def absolute(path: str) -> str:

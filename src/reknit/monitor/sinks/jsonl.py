@@ -22,8 +22,9 @@ if TYPE_CHECKING:
 class JsonLines:
     """Appends records to the file `path`, many with one call, so that ranks of a host may share the file.
 
-    In a folder (an existing one, or a path that ends in a slash) each process has a file of its own, so that
-    ranks of many hosts may share it.  A file that cannot be opened raises `StorageError` at once.
+    In a folder (an existing one, a path that ends in a slash, or a new one without a suffix) each process has
+    a file of its own, so that ranks of many hosts may share it.  Folders that are missing are made.  A file
+    that cannot be opened raises `StorageError` at once.
     """
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
@@ -32,9 +33,10 @@ class JsonLines:
         try:
             self.path = file_of_process(path, "jsonl")
             self._append(b"")
-        except OSError as error:
+        except (OSError, ValueError) as error:
+            why = error.strerror if isinstance(error, OSError) else error
             raise StorageError(
-                f"cannot append to the event file {path}: {error.strerror}",
+                f"cannot append to the event file {path}: {why}",
                 path=os.fspath(path),
                 remedy="name a writable file in `events`, or leave it out",
             ) from error

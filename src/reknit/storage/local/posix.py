@@ -18,7 +18,7 @@ from reknit.errors import (
     StoragePermissionError,
     shortage,
 )
-from reknit.storage.errors import shorter, too_large
+from reknit.storage.errors import SPELLING, shorter, too_large
 from reknit.storage.local.nofollow import open_regular
 from reknit.storage.local.space import making_room
 from reknit.storage.paths import is_temporary
@@ -274,7 +274,7 @@ def _typed(error: OSError, action: str, full: str) -> ReknitError:
         remedy = "replace the link with its target, then verify the checkpoint"
         return StoragePermissionError(message, remedy=remedy, path=full)
     if error.errno in (errno.ENOENT, errno.ENOTDIR):
-        return StorageNotFoundError(message, remedy="check the path", path=full)
+        return StorageNotFoundError(message, remedy=SPELLING, path=full)
     if error.errno == errno.EEXIST:
         remedy = "files are never written twice: use another name, or delete the old one first"
         return StorageError(message, remedy=remedy, path=full)

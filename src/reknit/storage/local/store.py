@@ -258,7 +258,8 @@ class LocalStorage:
         return self._walk(folder, prefix)
 
     def _walk(self, folder: str, prefix: str) -> Iterator[Listed]:
-        for name, found in entries(folder):
+        # Files first: those of a checkpoint are not deep, so a reader that looks for them sees them early.
+        for name, found in sorted(entries(folder), key=lambda entry: stat.S_ISDIR(entry[1].st_mode)):
             path = f"{prefix}/{name}" if prefix else name
             if stat.S_ISREG(found.st_mode):
                 yield Listed(path, found.st_size)

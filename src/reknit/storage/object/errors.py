@@ -14,11 +14,11 @@ from reknit.errors import (
     ShortageError,
     StorageError,
     StorageFullError,
-    StorageNotFoundError,
     StoragePermissionError,
     StorageUnavailableError,
     shortage,
 )
+from reknit.storage.errors import missing
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -66,7 +66,7 @@ def as_ours(action: str, url: str, error: BaseException) -> ReknitError:
             path=url,
         )
     if isinstance(error, FileNotFoundError):
-        return StorageNotFoundError(f"there is no file {url}", remedy="check the path", path=url)
+        return missing(url)
     kind, remedy = _kind(error, text)
     return kind(f"cannot {action} {url}: {plain(error)}", remedy=remedy, path=url)
 
