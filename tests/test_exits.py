@@ -13,7 +13,7 @@ import pytest
 
 import reknit
 from reknit.comm.tree import rounds
-from reknit.exits import AtExit
+from reknit.system import AtExit
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from reknit.comm.tree.rounds import Visit
 
 SCRIPT = """
-from reknit.exits import AtExit
+from reknit.system import AtExit
 AtExit(lambda: print("after them"), last=True)
 for word in ("first", "second", "third"):
     made = AtExit(lambda word=word: print(word))
@@ -62,7 +62,7 @@ def test_a_process_that_was_forked_leaves_to_its_parent_what_that_asked_for(tmp_
     script = f"""
 import multiprocessing, os
 from pathlib import Path
-from reknit.exits import AtExit
+from reknit.system import AtExit
 AtExit(lambda: Path({str(tmp_path / "told")!r}).open("a").write(f"{{os.getpid()}} "))
 process = multiprocessing.get_context("fork").Process(target=print, args=("child",))
 process.start()

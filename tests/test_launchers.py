@@ -54,8 +54,8 @@ def test_a_process_that_is_not_connected_to_the_others_makes_no_call_alone(
         "torchrun or a launcher like it started 2 processes (WORLD_SIZE=2), but this one is not connected "
         "to the others: each would act alone, on the same path"
     )
-    assert f"call {INIT}" in error.value.remedy.replace(f" or {JAX_INIT}", "")
-    assert "pass group=reknit.alone()" in error.value.remedy
+    assert f"call {INIT}" in str(error.value).replace(f" or {JAX_INIT}", "")
+    assert "pass group=reknit.alone()" in str(error.value)
     assert [path.name for path in tmp_path.iterdir()] == ["there"]
     CALLS[call](tmp_path, state(), group=reknit.alone())
 
@@ -130,7 +130,7 @@ def test_the_call_that_is_missing_is_that_of_the_framework_in_use(
         monkeypatch.setitem(sys.modules, name, ModuleType(name))
     with pytest.raises(UsageError) as error:
         ranks.acting(None, reknit.CommOptions())
-    assert calls in error.value.remedy
+    assert calls in str(error.value)
 
 
 def test_a_process_group_decides_whatever_the_launcher_says(

@@ -34,12 +34,12 @@ ROWS = (
     ("types",),
     ("options", "environment", "system"),
     ("events", "keywords"),
-    ("errors", "exits"),
+    ("errors",),
 )
 ROW = {package: number for number, packages in enumerate(ROWS) for package in packages}
 
 # Below the door a package may not use all that lies lower.  A dotted name is one module of a package.
-LOWEST = {"options", "environment", "system", "events", "keywords", "errors", "exits"}
+LOWEST = {"options", "environment", "system", "events", "keywords", "errors"}
 MAY_IMPORT = {
     "api": {
         "stored",
@@ -103,7 +103,6 @@ MAY_IMPORT = {
     "environment": {"errors"},
     "system": {"errors"},
     "errors": set(),
-    "exits": set(),
 }
 
 # The agent is a process of its own, and a door: it picks the stores and the tree as `api` does.  Agents are
@@ -188,7 +187,6 @@ ROOMS = {
             "storage/hdfs/threads.py",
             "storage/object/upload.py",
             "system.py",
-            "exits.py",  # how processes of multiprocessing end
             "comm/",
             "monitor/dash/server.py",
             "runs/under_way.py",

@@ -1,7 +1,8 @@
-"""What the operating system gives a process, or refuses: memory, and descriptors that nobody prints to."""
+"""What the operating system gives a process or refuses (memory, quiet descriptors), and its last actions."""
 
 from __future__ import annotations
 
+import atexit
 import fcntl
 import gc
 import mmap
@@ -10,6 +11,7 @@ import socket
 import subprocess
 import threading
 from contextlib import contextmanager
+from multiprocessing.util import Finalize
 from typing import TYPE_CHECKING
 
 from reknit.errors import ShortageError, shortage, typed_shortage
@@ -109,3 +111,29 @@ def output_of_child(fd: int) -> int | None:
     except OSError:
         return subprocess.DEVNULL
     return None
+
+
+class AtExit:
+    """Calls `action` once when this process ends by itself, the last one made first; `cancel` takes it back.
+
+    One that is `last` comes after all that are not.  Processes that `multiprocessing` forks, from this one or
+    from its fork server, end without the functions of `atexit`, but with finalizers of their own.
+    """
+
+    def __init__(self, action: Callable[[], object], *, last: bool = False) -> None:
+        self._action: Callable[[], object] | None = action
+        if not last:  # the finalizers run later: `multiprocessing` was imported before
+            atexit.register(self._run)
+        self._finalizer = Finalize(None, self._run, exitpriority=-1 if last else 0)
+
+    def cancel(self) -> None:
+        """Forget the action; nothing happens if it was called."""
+        self._action = None
+        atexit.unregister(self._run)
+        self._finalizer.cancel()
+
+    def _run(self) -> None:
+        action = self._action
+        self.cancel()
+        if action is not None:
+            action()

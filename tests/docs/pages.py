@@ -11,6 +11,7 @@ ROOT = Path(__file__).parents[2]
 _FENCE = re.compile(
     r"^(?P<fence>```+)(?P<language>[^\n`]*)\n(?P<text>.*?)^(?P=fence)[ ]*$", re.MULTILINE | re.DOTALL
 )
+_COMMENT = re.compile(r"<!-- (?P<name>\S+\.\w+) -->\n\Z")
 _CAPTION = re.compile(r":caption:[ ]*(?P<name>\S+)[ ]*\n\n")
 
 
@@ -24,7 +25,10 @@ class Block(NamedTuple):
 
 
 def blocks(page: str) -> list[Block]:
-    """Return the fenced blocks of a page; one with a caption is the content of a file of that name."""
+    """Return the fenced blocks of a page.
+
+    One with a caption, or right after a comment that is the name of a file, is the content of that file.
+    """
     found = []
     for match in _FENCE.finditer(page):
         language, text = match["language"].strip(), match["text"]
@@ -34,7 +38,8 @@ def blocks(page: str) -> list[Block]:
             language = language.removeprefix("{code-block}").strip()
             found.append(Block(language, text[caption.end() :], line + 2, caption["name"]))
         else:
-            found.append(Block(language, text, line))
+            named = _COMMENT.search(page, 0, match.start())
+            found.append(Block(language, text, line, None if named is None else named["name"]))
     return found
 
 

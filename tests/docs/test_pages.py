@@ -75,11 +75,8 @@ def test_a_drawn_tree_is_read_with_its_folders() -> None:
     assert listed(tree) == {"a/", "a/c/", "a/c/e/"}
 
 
-def test_every_folder_of_the_source_is_in_the_readme() -> None:
-    page = (ROOT / "README.md").read_text()
-    tree = next(block.text for block in blocks(page) if block.text.startswith("src/reknit/"))
-    folders = {path.parent.relative_to(SOURCES).parts[:1] for path in SOURCES.rglob("*.py")} - {()}
-    assert {folder for (folder,) in folders} <= set(re.findall(r"(\w+)/", tree))
+def test_the_readme_is_short_enough_to_be_read() -> None:
+    assert len((ROOT / "README.md").read_text().splitlines()) <= 120
 
 
 @pytest.mark.parametrize("page", MARKDOWN)

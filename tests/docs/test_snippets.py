@@ -27,15 +27,11 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
 NAMES = sorted(
-    ["README.md", "docs/index.md", "docs/tutorial.md", "docs/troubleshooting.md"]
+    ["docs/index.md", "docs/tutorial.md", "docs/troubleshooting.md"]
     + [page.relative_to(ROOT).as_posix() for page in ROOT.glob("docs/howto/*.md")]
 )
 # On these pages the commands stand for themselves: they name checkpoints of a job that nobody ran.
 ILLUSTRATED = {"docs/howto/command-line.md", "docs/howto/export-to-hugging-face.md"}
-
-# The README's commands are the scripts of this repository: they set up, and run these very tests.
-NOT_FOLLOWED = "scripts/"
-
 
 # Elsewhere its processes are forked, which takes a tenth of the time.
 TORCHRUN, TUTORIAL = "torchrun --nproc-per-node ", "docs/tutorial.md"
@@ -111,11 +107,11 @@ def run_snippet(block: Block, page: str, names: dict[str, Any]) -> None:
     exec(compile("\n" * (block.line - 1) + block.text, ROOT / page, "exec"), names)
 
 
-@pytest.mark.parametrize("page", ["README.md", "docs/index.md"])
 def test_the_first_example_goes_on_when_it_is_run_again(
-    page: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
+    page = "docs/index.md"
     (example,) = [block.text for block in blocks((ROOT / page).read_text()) if block.language == "python"]
     for _ in range(2):
         exec(compile(example, ROOT / page, "exec"), {"__name__": "__main__"})
@@ -150,8 +146,6 @@ def run_script(folder: str, script: str, *arguments: str) -> None:
 
 def follow(block: Block, page: str) -> None:
     for command in commands(block):
-        if command.startswith(NOT_FOLLOWED):
-            continue
         if command.startswith(TORCHRUN):
             world, *script = shlex.split(command.removeprefix(TORCHRUN))
             run(int(world), run_script, os.getcwd(), *script, joined=False)

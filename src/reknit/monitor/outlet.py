@@ -12,9 +12,8 @@ from contextlib import suppress
 from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
 from reknit.errors import ShortageError
-from reknit.exits import AtExit
 from reknit.monitor.records import HOST, DroppedRecord
-from reknit.system import start_thread
+from reknit.system import AtExit, start_thread
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence

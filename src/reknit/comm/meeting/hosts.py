@@ -137,8 +137,9 @@ class _Gathering:
         """Return the values of all keys; raises `DeadlineError` that names the ranks missing."""
         noticed = False
         for slice_s in doubling(*_SLICES_S):
+            until_notice_s = slice_s if noticed else self._notice.remaining()
             try:
-                return self._get_many(keys, min(slice_s, self._deadline.remaining()))
+                return self._get_many(keys, min(slice_s, until_notice_s, self._deadline.remaining()))
             except DeadlineError as error:
                 if self._current_run() != run:
                     raise self._replaced() from error

@@ -24,10 +24,9 @@ from reknit.comm.tree.machine import RoundMachine
 from reknit.comm.tree.rounds import Rounds
 from reknit.comm.tree.server import Server
 from reknit.errors import CommError, ProtocolError, ReknitError, UsageError, typed_shortage
-from reknit.exits import AtExit
 from reknit.monitor.phase import Deadline
 from reknit.options import UNIX
-from reknit.system import start_thread
+from reknit.system import AtExit, start_thread
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence

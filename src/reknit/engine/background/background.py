@@ -16,10 +16,9 @@ from reknit.engine.background.stage_for_agent import stage_for_agent, warm_up
 from reknit.engine.memory.arena_pool import Arenas
 from reknit.engine.outcome import SaveOutcome
 from reknit.errors import AgentError, DeadlineError, ShortageError, shortage
-from reknit.exits import AtExit
 from reknit.monitor.phase import Deadline
 from reknit.options import SaveOptions
-from reknit.system import start_thread
+from reknit.system import AtExit, start_thread
 
 if TYPE_CHECKING:
     from collections.abc import Callable

@@ -1,0 +1,142 @@
+"""The README as a stranger follows it, and the mistakes of the first hour, typed literally into a shell."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.docs.pages import ROOT, blocks, commands
+from tests.ports import free_port
+
+
+def typed(command: str, folder: Path) -> tuple[int, str]:
+    """Run a command in a shell, and return its exit code and what it writes to both streams."""
+    search = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
+    done = subprocess.run(
+        ["bash", "-c", command],
+        cwd=folder,
+        env=os.environ | {"PATH": search, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT / "src")},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+    return done.returncode, done.stdout
+
+
+def torchrun(script: str) -> str:
+    """Return a command for two ranks, which meet at a port that no other test uses."""
+    return f"torchrun --nproc-per-node 2 --master-port {free_port()} {script}"
+
+
+def test_the_loop_of_the_readme_goes_on_from_one_process_to_two_and_back(tmp_path: Path) -> None:
+    page = blocks((ROOT / "README.md").read_text())
+    (script,) = [block for block in page if block.file == "train.py"]
+    (tmp_path / "train.py").write_text(script.text)
+    shown = [command for block in page if block.language == "console" for command in commands(block)]
+    lines = [command for command in shown if "train.py" in command]
+    assert lines == ["python train.py", "torchrun --nproc-per-node 2 train.py", "python train.py"]
+    for number, line in enumerate(lines):
+        code, output = typed(torchrun("train.py") if line.startswith("torchrun") else line, tmp_path)
+        assert code == 0, output
+        said = f"trained from step {100 * number} to step {100 * number + 100}"
+        assert output.count(said) == (2 if line.startswith("torchrun") else 1), output
+    assert len(list((tmp_path / "checkpoints").iterdir())) == 6
+
+
+def test_the_other_commands_of_the_readme_are_scripts_of_the_repository() -> None:
+    page = blocks((ROOT / "README.md").read_text())
+    shown = [command for block in page if block.language == "console" for command in commands(block)]
+    scripts = [command for command in shown if "train.py" not in command]
+    assert scripts == ["scripts/demo", "scripts/test"]
+    assert all(os.access(ROOT / script, os.X_OK) for script in scripts)
+
+
+# What a stranger gets wrong in a script, and what the answer says: the cause, the place and the remedy.
+STATE = "import torch, reknit; model = torch.nn.Linear(4, 4); state = {'model': model}; "
+INIT = "import torch.distributed as dist; dist.init_process_group('gloo'); "
+
+
+@pytest.mark.parametrize(
+    ("script", "said"),
+    [
+        (
+            "reknit.save('ckpt', state, overwrite=True)",
+            ("2 processes (WORLD_SIZE=2)", "not connected", "init_process_group()", "reknit.alone()"),
+        ),
+        (
+            INIT + "dist.get_rank() == 0 and reknit.save('ckpt', state, options=reknit.SaveOptions("
+            "timeout_s=6, comm=reknit.CommOptions(connect_timeout_s=6)))\n"
+            "dist.get_rank() == 1 and __import__('time').sleep(9)",
+            ("rank 0 has waited 5 s for rank 1", "not rank 0 alone as with torch.save", "did not come"),
+        ),
+    ],
+)
+def test_a_mistake_under_torchrun_is_answered(script: str, said: tuple[str, ...], tmp_path: Path) -> None:
+    (tmp_path / "train.py").write_text(STATE + script)
+    code, output = typed(torchrun("train.py"), tmp_path)
+    assert code != 0
+    assert [part for part in said if part not in output] == [], output
+    assert not (tmp_path / "ckpt").exists()
+
+
+@pytest.mark.parametrize(
+    ("command", "code", "said"),
+    [
+        ("reknit shwo ckpt", 2, ("shwo", "did you mean 'show'")),
+        ("reknit show ckpt --tensor 'model/*' --jsn", 2, ("--jsn", "did you mean '--json'")),
+        ("reknit show chpt", 3, ("chpt", "ckpt")),
+        ("reknit verify ckpt", 0, ("not read", "reknit verify ckpt --data")),
+        ("python -m reknit --version", 0, ("reknit", "torch", "format")),
+    ],
+)
+def test_a_mistake_in_the_terminal_is_answered(
+    command: str, code: int, said: tuple[str, ...], tmp_path: Path
+) -> None:
+    import numpy as np
+
+    import reknit
+
+    reknit.save(tmp_path / "ckpt", {"model": {"w": np.ones(4)}})
+    found, output = typed(command, tmp_path)
+    assert [part for part in said if part not in output] == [], output
+    assert found == code, output
+
+
+@pytest.mark.parametrize(
+    ("call", "said"),
+    [
+        ("reknit.save('new', state, stage='lazy')", ("stage", "options=reknit.SaveOptions(stage='lazy')")),
+        ("reknit.sav('new', state)", ("'sav'", "did you mean 'save'?")),
+        ("reknit.save('new', state, options={'wait': False})", ("wait=False",)),
+        ("reknit.load('ckpt', {'model': {'v': w}}, strict=False)", ("no tensor", "w")),
+        (
+            "reknit.load('ckpt', {'model': {'module.w': w}})",
+            ("module.", "reknit.transforms.names("),
+        ),
+        (
+            "reknit.load('ckpt', state, options=reknit.LoadOptions(only=['modle/*']))",
+            ("modle/*", "did you mean 'model/*'?"),
+        ),
+    ],
+)
+def test_a_mistake_in_a_call_is_answered(
+    call: str, said: tuple[str, ...], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import numpy as np
+
+    import reknit
+
+    monkeypatch.chdir(tmp_path)
+    w = np.ones(4)
+    state = {"model": {"w": w}}
+    reknit.save("ckpt", state)
+    with pytest.raises((reknit.ReknitError, AttributeError)) as error:
+        eval(call, {"reknit": reknit, "w": w, "state": state})
+    assert [part for part in said if part not in str(error.value)] == [], str(error.value)
+    assert not Path("new").exists()
