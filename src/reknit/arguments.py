@@ -7,6 +7,7 @@ from collections.abc import Iterable, Mapping
 from contextlib import closing
 from dataclasses import MISSING, fields
 from math import isfinite
+from os import PathLike
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
@@ -20,7 +21,6 @@ from reknit.storage.registry import MovedStorage, StoreRecipe, open_storage, rec
 if TYPE_CHECKING:
     from collections.abc import Sequence
     from contextlib import ExitStack
-    from os import PathLike
 
     from reknit.options import LoadOptions, SaveOptions
     from reknit.storage.base import Storage
@@ -89,10 +89,19 @@ def check_flag(name: str, value: Any) -> None:
 
 def check_state(state: Mapping[str, Any]) -> None:
     """Raise `UsageError` for a state that is not a mapping of items."""
+    if isinstance(state, (str, PathLike)):
+        raise UsageError(
+            f"state is a mapping of items, not the path {shown(state)}",
+            remedy=f'the path comes first: path={shown(state)}, state={{"model": model}}',
+        )
     if not isinstance(state, Mapping):
+        name = "optimizer" if hasattr(state, "param_groups") else "model"
+        several = isinstance(state, (list, tuple))
         raise UsageError(
             f"state is a mapping of items, not a {type(state).__name__}",
-            remedy='wrap it: {"model": model}',
+            remedy='give each a name: {"model": model, "optimizer": optimizer}'
+            if several
+            else f'wrap it: {{"{name}": {name}}}',
         )
     if wrong := [name for name in state if not isinstance(name, str) or not name]:
         raise UsageError(f"item names are non-empty strings, not {wrong[0]!r}")

@@ -36,6 +36,13 @@ _NAMESPACES = {
 }
 """Where users find what is defined in a package; everything else is in `reknit` itself."""
 
+_CALLS = {
+    "reknit.save": 'call reknit.save(path, {"model": model})',
+    "reknit.load": 'call reknit.load(path, {"model": model}), which fills these objects; '
+    "reknit.open(path) reads a checkpoint without them",
+}
+"""What to call where an argument is missing; `torch.load` needs no state."""
+
 _A_CLASS = re.compile(r"(\w+)( \| None)?")
 
 
@@ -75,7 +82,7 @@ def _checked(function: Any, name: str) -> Any:
 def _wrong(
     function: Callable[..., Any], name: str, args: tuple[Any, ...], given: Mapping[str, Any]
 ) -> KeywordError | None:
-    """Return the error of keywords that a call does not have, or does not take by place; None for others.
+    """Return the error of keywords that a call does not have, lacks, or does not take by place; else None.
 
     A `TypeError` may be about something else, or come from the inside of the call.
     """
@@ -88,6 +95,11 @@ def _wrong(
             f"{name} has no option {listed}" if is_option else f"{name} has no keyword {listed}",
             remedy=_joined(_remedies(name, parameters, wrong, given)),
         )
+    needed = [each for each, parameter in parameters.items() if _is_needed(parameter)]
+    if missing := [each for each in needed[len(args) :] if each not in given]:
+        call = f"{name}({', '.join(each for each in needed if each != 'self')})"
+        remedy = _CALLS.get(name, f"call {call}")
+        return KeywordError(f"{name} needs {' and '.join(missing)} as well", remedy=remedy)
     most, own = kinds.count(Parameter.POSITIONAL_OR_KEYWORD), "self" in parameters
     if Parameter.VAR_POSITIONAL in kinds or len(args) <= most:
         return None
@@ -174,6 +186,11 @@ def _takes(call: str, kind: str) -> bool:
 def _called(name: str) -> str:
     """Return what users call the keywords of a call."""
     return "option" if name.endswith("Options") else "keyword"
+
+
+def _is_needed(parameter: Parameter) -> bool:
+    variable = (Parameter.VAR_POSITIONAL, Parameter.VAR_KEYWORD)
+    return parameter.default is Parameter.empty and parameter.kind not in variable
 
 
 def _parameters(function: Callable[..., Any]) -> Mapping[str, Parameter]:

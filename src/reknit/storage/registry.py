@@ -5,12 +5,12 @@ from __future__ import annotations
 import os
 import re
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from importlib.metadata import entry_points
 from typing import TYPE_CHECKING, NamedTuple
 from urllib.parse import unquote
 
-from reknit.errors import MissingExtraError, UnknownSchemeError, UsageError
+from reknit.errors import MissingExtraError, UnknownSchemeError, UsageError, shown
 from reknit.options import Durability
 from reknit.storage.base import Storage
 from reknit.storage.local.memory import MemoryStorage
@@ -92,9 +92,13 @@ def _text(url: object) -> str:
     remedy = "give a path or a URL"
     if isinstance(text, bytes):
         remedy = "give a path or a URL as text: os.fsdecode makes it of bytes"
+    elif hasattr(text, "read") or hasattr(text, "write"):  # as torch.save takes it
+        remedy = "a checkpoint is a folder, not an open file: give its path or URL"
+    elif isinstance(text, Mapping) or hasattr(text, "state_dict"):  # as torch.save takes it
+        remedy = 'the path comes first, then the state: "checkpoints/step_1", {"model": model}'
     elif text is None:
         remedy += "; reknit.latest returns None where there is no checkpoint yet: check before you load"
-    raise UsageError(f"a place to store is needed, not {url!r}", remedy=remedy)
+    raise UsageError(f"a place to store is needed, not {shown(url)}", remedy=remedy)
 
 
 def register(scheme: str, factory: Factory) -> None:

@@ -51,18 +51,26 @@ _RUNS = (
 """Files that identify folders in which other programs save their checkpoints, and reknit may too."""
 
 _FILES = {
-    **dict.fromkeys((".pt", ".pth", ".bin", ".ckpt"), "a single file, as torch.save writes it"),
-    ".safetensors": "a file of safetensors",
+    **dict.fromkeys(
+        (".pt", ".pth", ".bin", ".ckpt"), ("a single file, as torch.save writes it", "torch.load")
+    ),
+    ".safetensors": ("a file of safetensors", "safetensors.torch.load_file"),
 }
+"""What files are, by the end of their names, and the call that reads them."""
 
 
 def foreign(storage: Storage) -> Foreign | None:
     """Return what another program has saved in a folder, None if it is not known."""
     if os.path.isfile(storage.url):
-        what = _FILES.get(os.path.splitext(storage.url)[1].lower())
-        if what is None:
+        end = os.path.splitext(storage.url)[1].lower()
+        if end not in _FILES:
             return Foreign("a file", "pass the folder of a checkpoint: the one that holds manifest.json")
-        return Foreign(f"{what}, which reknit cannot read", _RESAVE)
+        what, call = _FILES[end]
+        remedy = (
+            f"read it with {call}({storage.url!r}) and model.load_state_dict, then "
+            'reknit.save(folder, {"model": model})'
+        )
+        return Foreign(f"{what}, which reknit cannot read", remedy)
     return _known(storage, _CHECKPOINTS)
 
 

@@ -273,7 +273,10 @@ def _typed(error: OSError, action: str, full: str) -> ReknitError:
     if error.errno == errno.ELOOP:
         remedy = "replace the link with its target, then verify the checkpoint"
         return StoragePermissionError(message, remedy=remedy, path=full)
-    if error.errno in (errno.ENOENT, errno.ENOTDIR):
+    if error.errno == errno.ENOTDIR:
+        remedy = "a checkpoint is a folder, and a file has this path or one above it: choose another path"
+        return StorageNotFoundError(message, remedy=remedy, path=full)
+    if error.errno == errno.ENOENT:
         return StorageNotFoundError(message, remedy=SPELLING, path=full)
     if error.errno == errno.EEXIST:
         remedy = "files are never written twice: use another name, or delete the old one first"
