@@ -214,6 +214,8 @@ def close(timeout_s: float | None = None) -> bool:
     agents all the same.  Later saves start new agents.  At the end of the interpreter this happens by itself.
     Every rank calls it, or none.
     """
+    if timeout_s is not None:
+        timeout_s = arguments.checked_seconds("timeout_s", timeout_s)
     ended = True
     for background in taken_backgrounds():
         ended = background.close(timeout_s) and ended

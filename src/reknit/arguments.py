@@ -7,6 +7,7 @@ from collections.abc import Iterable, Mapping
 from contextlib import closing
 from dataclasses import MISSING, fields
 from math import isfinite
+from numbers import Real
 from os import PathLike
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -85,6 +86,13 @@ def check_flag(name: str, value: Any) -> None:
     """Raise `UsageError` for what is neither true nor false: the text "no" would count as true."""
     if not isinstance(value, (bool, np.bool_)):  # such as `step % 100 == 0` may be
         raise UsageError(f"{name} is True or False, not {shown(value)}")
+
+
+def checked_seconds(name: str, value: Any) -> float:
+    """Return a number of seconds from 0 on.  Raises `UsageError`."""
+    if not isinstance(value, Real) or isinstance(value, bool) or not value >= 0:
+        raise UsageError(f"{name} is a number of seconds from 0 on, not {shown(value)}")
+    return float(value)
 
 
 def check_state(state: Mapping[str, Any]) -> None:

@@ -1,14 +1,19 @@
-"""A call with a keyword that it does not have: where does that belong, or which one is meant?"""
+"""A call with a wrong keyword or argument: where does it belong, which one is meant, which type is needed?"""
 
 from __future__ import annotations
 
 import re
+from collections.abc import Callable as AnyCallable
+from collections.abc import Iterable as AnyIterable
+from collections.abc import Mapping as AnyMapping
 from functools import wraps
 from inspect import Parameter, signature
-from types import FunctionType
+from numbers import Integral, Real
+from os import PathLike
+from types import FunctionType, NoneType
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from reknit.errors import KeywordError, nearest, shown
+from reknit.errors import KeywordError, ReknitError, UsageError, nearest, shown
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -43,6 +48,22 @@ _CALLS = {
 }
 """What to call where an argument is missing; `torch.load` needs no state."""
 
+_TYPES: dict[str, type] = {
+    "str": str,
+    "bytes": bytes,
+    "bool": bool,
+    "int": Integral,
+    "float": Real,
+    "None": NoneType,
+    "PathLike": PathLike,
+    "Path": PathLike,
+    "Callable": AnyCallable,
+    "Mapping": AnyMapping,
+    **dict.fromkeys(("Sequence", "Iterable", "Collection", "list", "tuple", "set"), AnyIterable),
+}
+"""The types of arguments, by the names that annotations have without their brackets."""
+
+_BRACKETS = re.compile(r"\[[^\[\]]*\]")
 _A_CLASS = re.compile(r"(\w+)( \| None)?")
 
 
@@ -71,9 +92,13 @@ def _checked(function: Any, name: str) -> Any:
     def call(*args: Any, **kwargs: Any) -> Any:
         try:
             return function(*args, **kwargs)
-        except TypeError:
+        except (TypeError, AttributeError) as error:
+            if isinstance(error, ReknitError):
+                raise
             if (wrong := _wrong(function, name, args, kwargs)) is not None:
                 raise wrong from None
+            if (mistyped := _mistyped(function, name, args, kwargs)) is not None:
+                raise mistyped from error
             raise
 
     return call
@@ -123,6 +148,31 @@ def unpacked(options: Mapping[str, Any], kind: type) -> str:
 
 def _joined(remedies: Iterable[str]) -> str:
     return "; ".join(remedies).replace("?;", "? ")
+
+
+def _mistyped(
+    function: Callable[..., Any], name: str, args: tuple[Any, ...], given: Mapping[str, Any]
+) -> UsageError | None:
+    """Return the error of the first argument whose type is not that of its annotation; None without one.
+
+    Annotations that are protocols or anything else that is not in `_TYPES` are not looked at.
+    """
+    parameters = _parameters(function)
+    for parameter, value in {**dict(zip(parameters, args, strict=False)), **given}.items():
+        annotation = str(parameters[parameter].annotation) if parameter in parameters else "Any"
+        plain = annotation
+        while plain != (plain := _BRACKETS.sub("", plain)):
+            pass
+        kinds = [_TYPES.get(kind.rpartition(".")[2]) or _class(kind) for kind in plain.split(" | ")]
+        if None not in kinds and not isinstance(value, tuple(kind for kind in kinds if kind is not None)):
+            return UsageError(f"{parameter} of {name} is a {annotation}, not {shown(value)}")
+    return None
+
+
+def _class(name: str) -> type | None:
+    """Return a checked class by its name in annotations, None for anything else."""
+    kind = _known.get(_classes.get(name, ""))
+    return kind if isinstance(kind, type) else None
 
 
 def _remedies(

@@ -12,6 +12,7 @@ from reknit.arguments import (
     check_flag,
     check_places,
     checked_metrics,
+    checked_seconds,
     open_checkpoint,
     open_places,
     options_of,
@@ -111,6 +112,7 @@ def latest(
     """
     if pending not in ("tell", "wait", "fence"):
         raise UsageError(f"pending is 'tell', 'wait' or 'fence', not {pending!r}")
+    timeout_s = checked_seconds("timeout_s", timeout_s)
     with closing(open_storage(root)) as storage:
         if pending == "wait":
             wait_for_saves(storage, timeout_s)
@@ -146,6 +148,7 @@ def delete(path: str | PathLike[str], *, items: Sequence[str] | None = None, dry
     """
     if isinstance(items, str):
         raise UsageError("items is a list of names: put the text into a list")
+    check_flag("dry_run", dry_run)
     with closing(open_storage(path)) as storage:
         if items is None:
             return delete_moved(storage, open_storage, dry_run=dry_run)

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from reknit.errors import StateError, UsageError
+from reknit.errors import StateError, UsageError, shown
 from reknit.frameworks import tree
 from reknit.frameworks.neutral import from_neutral, put_array, to_neutral
 from reknit.frameworks.stateful import is_stateful
@@ -39,6 +39,8 @@ class PerRank:
             raise UsageError("a PerRank has a coordinate or a mesh, not both")
         self.value = value
         self.coordinate = None if coordinate is None else _checked(coordinate)
+        if mesh is not None and not hasattr(mesh, "get_coordinate"):
+            raise UsageError(f"mesh is a DeviceMesh of torch, not {shown(mesh)}")
         self.mesh = mesh
 
     def place_of(self, world: World) -> dict[str, int]:
@@ -92,6 +94,8 @@ class RngState(PerRank):
         self, *, coordinate: Mapping[str, int] | None = None, mesh: Any = None, cuda: bool = True
     ) -> None:
         super().__init__(self, coordinate=coordinate, mesh=mesh)
+        if not isinstance(cuda, bool):
+            raise UsageError(f"cuda is True or False, not {shown(cuda)}")
         self._cuda = cuda
 
     def state_dict(self) -> dict[str, Any]:

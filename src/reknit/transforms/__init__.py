@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from reknit.errors import UsageError
+from reknit.errors import UsageError, shown
 from reknit.keywords import checked_call
 from reknit.transforms import cuts, rules
 from reknit.transforms.base import Rule
@@ -55,6 +55,8 @@ def names(
     expression and its replacement, as for ``re.sub``, applied one after the other to what `rename` made.
     This is the first rule of a list, and there is one.  Raises `UsageError`.
     """
+    if not isinstance(optional, bool):
+        raise UsageError(f"optional is True or False, not {shown(optional)}")
     return Names({} if rename is None else rename, tuple(rewrite), optional)
 
 

@@ -1,0 +1,122 @@
+"""An argument of a wrong type, in every public call: the error names it, and says what is needed."""
+
+from __future__ import annotations
+
+import inspect
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import pytest
+
+import reknit
+from tests.test_keywords import NOT_CALLED, public
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+STATE: dict[str, Any] = {"model": {"w": np.ones(4)}}
+
+NEEDED: dict[str, dict[str, Any]] = {
+    "save": {"path": "new", "state": STATE},
+    "load": {"path": "ckpt", "state": STATE},
+    "prepare": {"path": "new"},
+    "promote": {"path": "ckpt", "to": "copy"},
+    "cool": {"path": "ckpt", "to": "cold"},
+    "note": {"path": "ckpt", "metrics": {"loss": 1.0}},
+    "connect": {"rank": 0, "size": 1, "at": "meet"},
+    "Checkpointer": {"root": "run"},
+    "Tier": {"root": "run"},
+    "phase": {"name": "data"},
+    "policies.without": {"items": "optimizer"},
+    **{call: {"path": "ckpt"} for call in ("open", "verify", "pin", "unpin", "delete")},
+    **{call: {"root": "runs"} for call in ("latest", "steps", "watch")},
+}
+"""Other arguments without which a call does nothing."""
+
+BESIDE = {
+    ("Checkpointer", "tiers"): {},
+    ("connect", "token"): {"rank": 0, "size": 1, "at": "tcp://127.0.0.1:9"},
+}
+"""Those where an argument stands in the place of another."""
+
+LATER = {
+    ("Checkpointer", "wait"): "raised by its first save, on all ranks",
+    ("Checkpointer", "options"): "raised by its first save, on all ranks",
+    ("Checkpointer", "load_options"): "raised by its first load, on all ranks",
+    ("Tier", "every"): "raised by the Checkpointer that it is for",
+    ("Tier", "keep"): "raised by the Checkpointer that it is for",
+}
+ANYTHING = {
+    ("PerRank", "value"): "any value can differ between ranks",
+    ("alerts.Alerts", "clock"): "for tests",
+    ("sinks.MLflow", "run_id"): "looked up by MLflow",
+    ("sinks.OpenTelemetry", "tracer_provider"): "duck-typed by OpenTelemetry",
+    ("sinks.Prometheus", "registry"): "duck-typed by Prometheus",
+}
+NOT_MADE = {"PendingSave", "Checkpoint"}
+"""Classes whose objects reknit makes."""
+
+ALSO_CALLED = {
+    **dict.fromkeys(("path", "root", "to", "at"), "place"),
+    **dict.fromkeys(("save", "keep"), "policy"),
+    "since": "step",
+}
+"""What errors may call an argument instead."""
+
+
+class Wrong:
+    """A value of a type that no argument has."""
+
+    def __repr__(self) -> str:
+        return "<wrong>"
+
+
+def arguments() -> list[tuple[str, Any, str]]:
+    """Return every argument of every public call."""
+    found = []
+    for name, call in public():
+        is_made_here = isinstance(call, type) and (issubclass(call, Exception) or name.endswith("Report"))
+        if not callable(call) or is_made_here or name in NOT_CALLED | NOT_MADE:
+            continue
+        for parameter in inspect.signature(call).parameters.values():
+            variable = parameter.kind in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD)
+            if not variable and (name, parameter.name) not in LATER | ANYTHING:
+                found.append((name, call, parameter.name))
+    return found
+
+
+@pytest.fixture(autouse=True)
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Return the working folder, which has the checkpoints that calls are about."""
+    monkeypatch.chdir(tmp_path)
+    reknit.save("ckpt", STATE, step=1)
+    reknit.save("runs/step_00000001", STATE, step=1)
+    return tmp_path
+
+
+def ended(under_way: Any) -> None:
+    """Wait for a save, or enter a phase."""
+    if hasattr(under_way, "result"):
+        under_way.result()
+    if hasattr(under_way, "__enter__"):
+        under_way.__enter__()
+
+
+@pytest.mark.parametrize(("name", "call", "argument"), arguments())
+def test_an_argument_of_a_wrong_type_is_named(name: str, call: Any, argument: str, folder: Path) -> None:
+    given = BESIDE.get((name, argument), NEEDED.get(name, {})) | {argument: Wrong()}
+    kinds = inspect.signature(call).parameters
+    first = [each for each in kinds if each in given and kinds[each].kind is kinds[each].POSITIONAL_ONLY]
+    with pytest.raises(reknit.UsageError) as error:
+        ended(call(*(given.pop(each) for each in first), **given))
+    said = error.value.message
+    if "needs" in said:  # another argument is missing, and the error names it
+        return
+    assert argument in said or ALSO_CALLED[argument] in said
+    assert "<wrong>" in said or "Wrong" in said
+    assert sorted(path.name for path in folder.iterdir() if path.name != "meet") == ["ckpt", "runs"]
+
+
+def test_numbers_of_numpy_are_numbers() -> None:
+    assert reknit.close(np.float32(1.0))  # type: ignore[arg-type]
+    assert reknit.latest("runs", timeout_s=np.int64(3)) is not None
