@@ -6,6 +6,8 @@ from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    __version__: str
+
     from reknit import alerts, errors, policies, sinks, transforms
     from reknit.api import close, load, prepare, save
     from reknit.engine.loading.browse import Checkpoint
@@ -124,6 +126,11 @@ _HOMES = {
 if not TYPE_CHECKING:  # who checks types would take every name for one that is there
 
     def __getattr__(name: str) -> Any:
+        if name == "__version__":
+            from importlib.metadata import version
+
+            globals()[name] = found = version("reknit")
+            return found
         if name not in __all__:
             raise AttributeError(f"module {__name__!r} has no attribute {name!r}{_near(name)}", name=name)
         home = _HOMES.get(name)

@@ -80,6 +80,9 @@ class SoloGroup:
     def __init__(self, generation: int | None = None) -> None:
         self.given = generation
 
+    def __repr__(self) -> str:
+        return "<SoloGroup: this process alone>"
+
     @property
     def topology(self) -> Topology:
         """A tree of one rank."""

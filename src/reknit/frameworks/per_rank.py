@@ -43,6 +43,11 @@ class PerRank:
             raise UsageError(f"mesh is a DeviceMesh of torch, not {shown(mesh)}")
         self.mesh = mesh
 
+    def __repr__(self) -> str:
+        value = "" if self.value is self else " ".join(shown(self.value).split())
+        where = "each rank" if self.coordinate is None else f"{self.coordinate}"
+        return f"<{type(self).__name__} of {where if self.mesh is None else 'a mesh'}: {value}>"
+
     def place_of(self, world: World) -> dict[str, int]:
         """Return the coordinate of this rank."""
         if self.mesh is not None:
@@ -97,6 +102,10 @@ class RngState(PerRank):
         if not isinstance(cuda, bool):
             raise UsageError(f"cuda is True or False, not {shown(cuda)}")
         self._cuda = cuda
+
+    def __repr__(self) -> str:
+        torch = "and torch" if "torch" in sys.modules else "without torch, which is not imported"
+        return f"<RngState of this process: Python, NumPy {torch}>"
 
     def state_dict(self) -> dict[str, Any]:
         """Return the states of the generators."""

@@ -37,7 +37,6 @@ if TYPE_CHECKING:
     from reknit.types.saved_step import SavedStep
 
 logger = logging.getLogger("reknit")
-
 _SETTLE_S = 300.0
 
 
@@ -87,12 +86,14 @@ class Checkpointer:
         self._sinks = sinks if decides else ()
         self._retentions = self._tiers.retentions(sinks, apart=self._other_hosts.apart) if decides else {}
         self._keeps = [level.keep for level in self._tiers.levels if level.keep is not None]
-        self._resumed = False
+        self._resumed, self._saved_at = False, monotonic()
         self._saved: int | None = None
-        self._saved_at = monotonic()
         self._decided: tuple[int, bool] | None = None
         self._stall_s: float | None = None
         self._under_way = UnderWay(self._retentions, self._tiers.coolings(sinks) if decides else {})
+
+    def __repr__(self) -> str:
+        return f"<Checkpointer below: {self._tiers.where}, last step: {self._saved}>"
 
     def __enter__(self) -> Checkpointer:
         return self
@@ -142,8 +143,7 @@ class Checkpointer:
         is one more try.
 
         Raises what `reknit.save` does, and `UsageError` where `keep` is `without` an item that nothing has.
-        A step that is there already is replaced where this run has resumed from an earlier
-        one; otherwise that is `CheckpointExistsError`.
+        A step that exists is replaced if this run resumed from an earlier one, else `CheckpointExistsError`.
         """
         step = step_number(step)
         if not (force or self.should_save(step)):

@@ -106,6 +106,9 @@ class TreeGroup:
         self.host = self.server.host if self.server is not None else None
         self._at_exit = AtExit(self.close)
 
+    def __repr__(self) -> str:
+        return f"<TreeGroup rank: {self.rank} of {self.size}>"
+
     @classmethod
     def join(cls, store: Store, rank: int, size: int, *, job: str, options: CommOptions) -> TreeGroup:
         """Join the group of `job`: return when this rank reached the rank above it, and can be reached.
