@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import re
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -85,6 +86,25 @@ def arguments() -> list[tuple[str, Any, str]]:
     return found
 
 
+UNTYPED = {
+    ("PerRank", "value"): "any value can differ between ranks",
+    ("PerRank", "mesh"): "a DeviceMesh of torch, which need not be installed",
+    ("RngState", "mesh"): "a DeviceMesh of torch, which need not be installed",
+    ("register_framework", "framework"): "an object or a factory of one",
+    ("sinks.OpenTelemetry", "tracer_provider"): "of a library that need not be installed",
+    ("sinks.Prometheus", "registry"): "of a library that need not be installed",
+    ("sinks.TensorBoard", "writer"): "of a library that need not be installed",
+    ("sinks.WandB", "run"): "of a library that need not be installed",
+}
+
+
+@pytest.mark.parametrize(("name", "call", "argument"), arguments())
+def test_an_editor_knows_what_an_argument_takes(name: str, call: Any, argument: str) -> None:
+    annotation = str(inspect.signature(call).parameters[argument].annotation)
+    vague = {"object", "Any"} & set(re.split(r" \| ", annotation))
+    assert not vague or (name, argument) in UNTYPED, annotation
+
+
 @pytest.fixture(autouse=True)
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """Return the working folder, which has the checkpoints that calls are about."""
@@ -118,5 +138,5 @@ def test_an_argument_of_a_wrong_type_is_named(name: str, call: Any, argument: st
 
 
 def test_numbers_of_numpy_are_numbers() -> None:
-    assert reknit.close(np.float32(1.0))  # type: ignore[arg-type]
+    assert reknit.close(np.float32(1.0))
     assert reknit.latest("runs", timeout_s=np.int64(3)) is not None

@@ -50,4 +50,4 @@ def test_what_users_hold_shows_in_one_line_what_it_is_and_where(tmp_path: Path) 
 def test_the_version_is_that_of_the_package() -> None:
     assert reknit.__version__ == version("reknit")
     with pytest.raises(AttributeError, match="__versoin__"):
-        reknit.__versoin__  # noqa: B018
+        reknit.__versoin__  # type: ignore[attr-defined]  # noqa: B018

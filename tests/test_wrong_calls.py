@@ -145,7 +145,7 @@ def test_items_and_groups_that_are_none_are_refused(path: Path) -> None:
         reknit.load(path, STATE, items=3)  # type: ignore[arg-type]
     for group in ("world", [0, 1]):
         with pytest.raises(reknit.UsageError, match="group is a process group of torch or a group of"):
-            reknit.load(path, STATE, group=group)
+            reknit.load(path, STATE, group=group)  # type: ignore[arg-type]
 
 
 # What is there instead of a checkpoint?

@@ -52,6 +52,7 @@ if TYPE_CHECKING:
     from os import PathLike
 
     from reknit.engine.report import LoadReport
+    from reknit.ranks import AnyGroup
 
 logger = logging.getLogger("reknit")
 
@@ -68,7 +69,7 @@ def save(
     overwrite: bool = False,
     metadata: Mapping[str, Any] | None = None,
     options: SaveOptions | None = None,
-    group: object = None,
+    group: AnyGroup | None = None,
 ) -> PendingSave:
     """Save `state` as one checkpoint, together with all ranks of the job.
 
@@ -154,7 +155,7 @@ def prepare(
     state: Mapping[str, Any] | None = None,
     *,
     options: SaveOptions | None = None,
-    group: object = None,
+    group: AnyGroup | None = None,
 ) -> None:
     """Do ahead what the first `save(path, state, wait=False)` would do, so that it blocks like later ones.
 
@@ -232,7 +233,7 @@ def load(
     items: Sequence[str] | None = None,
     strict: bool | Sequence[str] = True,
     options: LoadOptions | None = None,
-    group: object = None,
+    group: AnyGroup | None = None,
 ) -> LoadReport:
     """Fill `state` in place from the checkpoint at `path`, whatever layout it was saved in.
 

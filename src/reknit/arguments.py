@@ -7,7 +7,6 @@ from collections.abc import Iterable, Mapping
 from contextlib import closing
 from dataclasses import MISSING, fields
 from math import isfinite
-from numbers import Real
 from os import PathLike
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -90,7 +89,7 @@ def check_flag(name: str, value: Any) -> None:
 
 def checked_seconds(name: str, value: Any) -> float:
     """Return a number of seconds from 0 on.  Raises `UsageError`."""
-    if not isinstance(value, Real) or isinstance(value, bool) or not value >= 0:
+    if not isinstance(value, (int, float, np.number)) or isinstance(value, bool) or not value >= 0:
         raise UsageError(f"{name} is a number of seconds from 0 on, not {shown(value)}")
     return float(value)
 

@@ -48,7 +48,7 @@ _CALLS = {
 }
 """What to call where an argument is missing; `torch.load` needs no state."""
 
-_TYPES: dict[str, type] = {
+_TYPES: dict[str, Any] = {
     "str": str,
     "bytes": bytes,
     "bool": bool,

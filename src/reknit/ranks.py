@@ -8,7 +8,7 @@ import sys
 import weakref
 from contextlib import ExitStack
 from functools import partial
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, TypeAlias, cast
 from urllib.parse import urlsplit
 from urllib.request import url2pathname
 
@@ -29,6 +29,29 @@ if TYPE_CHECKING:
     from reknit.comm.base import Group
     from reknit.comm.meeting.rendezvous import Store
     from reknit.frameworks.job import Job
+
+
+class ProcessGroup(Protocol):
+    """The interface of a process group of torch, as far as users pass one."""
+
+    def rank(self) -> int:
+        """Return this rank's number in the group."""
+
+    def size(self) -> int:
+        """Return the number of ranks."""
+
+
+class MeetingStore(Protocol):
+    """The interface of a store of torch.distributed, as far as ranks meet there."""
+
+    def wait(self, keys: Any, /) -> object:
+        """Wait until all keys are there."""
+
+    def check(self, keys: Any, /) -> bool:
+        """Tell whether all keys are there."""
+
+
+AnyGroup: TypeAlias = "Group | ProcessGroup"
 
 _alone: dict[int | None, SoloGroup] = {}
 
@@ -59,7 +82,7 @@ class Ranks(NamedTuple):
     carrier: Callable[[], TorchCarrier] | None
 
 
-def acting(group: Any, options: CommOptions) -> Ranks:
+def acting(group: AnyGroup | None, options: CommOptions) -> Ranks:
     """Return the ranks that act together.
 
     `group` is a torch process group, a group of reknit's own (`comm.base.Group`), or None for all ranks of
@@ -70,7 +93,7 @@ def acting(group: Any, options: CommOptions) -> Ranks:
     if group is not None and group is _alone.get(None):
         return Ranks(_alone_as(options.generation), None, None)
     if group is not None and hasattr(group, "exchange"):
-        return Ranks(group, None, None)
+        return Ranks(cast("Group", group), None, None)
     of_jax = jax_job.current_job() if group is None else None
     job = _of_all(current_job(), of_jax) if group is None else subgroup_job(group)
     if job is None:
@@ -142,7 +165,7 @@ def connect(
     rank: int,
     size: int,
     *,
-    at: object,
+    at: str | os.PathLike[str] | MeetingStore,
     job: str = "job",
     token: str | None = None,
     options: CommOptions | None = None,

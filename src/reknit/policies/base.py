@@ -5,7 +5,7 @@ from __future__ import annotations
 import operator
 from dataclasses import dataclass
 from math import isfinite
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 from reknit.errors import UsageError, shown
 
@@ -14,6 +14,12 @@ if TYPE_CHECKING:
     from collections.abc import Set as AbstractSet
 
     from reknit.types.saved_step import SavedStep
+
+SaveRule: TypeAlias = "Policy | Callable[[Moment], object]"
+"""A policy that says when to save, or a function that does."""
+
+KeepRule: TypeAlias = "Policy | Callable[[Sequence[SavedStep]], Iterable[int]]"
+"""A policy that says which steps to keep, or a function that returns their numbers."""
 
 MINUTE_S, HOUR_S, DAY_S = 60.0, 3600.0, 86400.0
 

@@ -16,8 +16,8 @@ from reknit.keywords import checked_call
 from reknit.monitor.phase import Recorder, monotonic, now
 from reknit.monitor.sinks.choosing import outlets_for
 from reknit.options import LoadOptions, SaveOptions
-from reknit.policies.base import Facts
-from reknit.ranks import acting
+from reknit.policies.base import Facts, KeepRule, SaveRule
+from reknit.ranks import AnyGroup, acting
 from reknit.runs.agreement import Agreement, asked
 from reknit.runs.arguments import check_keep, check_one_root, policy_for, step_number
 from reknit.runs.cadence import Cadence, late, missing
@@ -61,13 +61,13 @@ class Checkpointer:
         root: str | PathLike[str] | None = None,
         *,
         tiers: Sequence[Tier] | None = None,
-        save: object = None,
-        keep: object = None,
+        save: SaveRule | None = None,
+        keep: KeepRule | None = None,
         cool: Cool | None = None,
         wait: bool = False,
         options: SaveOptions | None = None,
         load_options: LoadOptions | None = None,
-        group: object = None,
+        group: AnyGroup | None = None,
     ) -> None:
         self._wait, self._options, self._load_options, self._given = wait, options, load_options, group
         check_one_root(root, tiers, {"save": save, "keep": keep, "cool": cool}, options, load_options)

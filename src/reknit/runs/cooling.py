@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from collections.abc import Container
 
     from reknit.monitor.outlet import Outlet
+    from reknit.policies.base import KeepRule
     from reknit.storage.base import Storage
     from reknit.types.saved_step import SavedStep
 
@@ -43,7 +44,7 @@ class Cool:
     """
 
     root: str | os.PathLike[str]
-    after: object
+    after: KeepRule
     bytes_per_s: float | None = None
 
     def __post_init__(self) -> None:

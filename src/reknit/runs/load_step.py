@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
 
     from reknit.engine.report import LoadReport
+    from reknit.ranks import AnyGroup
     from reknit.runs.tiers import FoundStep, Level
 
 UNSOUND = (FormatError, CheckpointNotFoundError, DroppedError)
@@ -27,7 +28,7 @@ def load_step(
     found: FoundStep,
     state: Mapping[str, Any],
     options: LoadOptions | None,
-    group: object,
+    group: AnyGroup | None,
     say: Callable[..., None],
 ) -> LoadReport:
     """Load a step from the fastest tier with the others as replicas; if that fails, from the next.

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
     from reknit.monitor.outlet import Outlet
     from reknit.options import Durability, SaveOptions
-    from reknit.policies.base import Policy
+    from reknit.policies.base import KeepRule, Policy, SaveRule
     from reknit.storage.base import Storage
     from reknit.types.saved_step import SavedStep
 
@@ -46,8 +46,8 @@ class Tier:
     """
 
     root: str | os.PathLike[str]
-    every: object = None
-    keep: object = None
+    every: float | SaveRule | None = None
+    keep: KeepRule | None = None
     bytes_per_s: float | None = None
     cool: Cool | None = None
 

@@ -24,7 +24,7 @@ from reknit.keywords import checked_call
 from reknit.monitor.phase import Deadline
 from reknit.options import CommOptions
 from reknit.policies.base import positive
-from reknit.ranks import acting
+from reknit.ranks import AnyGroup, acting
 from reknit.runs.agreement import asked
 from reknit.runs.arguments import step_number
 from reknit.storage.registry import open_storage
@@ -56,7 +56,7 @@ def watch(
     idle_s: float | None = None,
     lease_s: float = 300.0,
     comm: CommOptions | None = None,
-    group: object = None,
+    group: AnyGroup | None = None,
 ) -> Iterator[SavedStep]:
     """Yield each committed step directly below `root` once, the oldest first, and wait for the next.
 
