@@ -105,7 +105,7 @@ def test_an_editor_knows_what_an_argument_takes(name: str, call: Any, argument: 
     assert not vague or (name, argument) in UNTYPED, annotation
 
 
-@pytest.fixture(autouse=True)
+@pytest.fixture
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """Return the working folder, which has the checkpoints that calls are about."""
     monkeypatch.chdir(tmp_path)
@@ -137,6 +137,7 @@ def test_an_argument_of_a_wrong_type_is_named(name: str, call: Any, argument: st
     assert sorted(path.name for path in folder.iterdir() if path.name != "meet") == ["ckpt", "runs"]
 
 
+@pytest.mark.usefixtures("folder")
 def test_numbers_of_numpy_are_numbers() -> None:
     assert reknit.close(np.float32(1.0))
     assert reknit.latest("runs", timeout_s=np.int64(3)) is not None
