@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pytest
+import torch
 
 import reknit
 from reknit.errors import KeywordError, from_wire
@@ -114,9 +115,11 @@ def test_a_type_error_from_inside_of_a_call_stays_as_it_is(tmp_path: Path) -> No
 
         def load_state_dict(self, state: dict[str, Any]) -> None: ...
 
-    with pytest.raises(TypeError, match="mine") as caught:
-        reknit.save(tmp_path / "x", {"failing": Failing()})
-    assert type(caught.value) is TypeError
+    like_python: list[dict[str, Any]] = [{}, {"step": np.int64(3)}, {"step": torch.tensor(3)}]
+    for given in [*like_python, {"overwrite": np.bool_(True)}]:
+        with pytest.raises(TypeError, match="mine") as caught:
+            reknit.save(tmp_path / "x", {"failing": Failing()}, **given)
+        assert type(caught.value) is TypeError
 
 
 def test_the_error_reaches_other_processes_as_it_is() -> None:

@@ -8,10 +8,9 @@ from collections.abc import Iterable as AnyIterable
 from collections.abc import Mapping as AnyMapping
 from functools import wraps
 from inspect import Parameter, signature
-from numbers import Integral, Real
 from os import PathLike
 from types import FunctionType, NoneType
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, SupportsFloat, SupportsIndex, TypeVar
 
 from reknit.errors import KeywordError, ReknitError, UsageError, nearest, shown
 
@@ -51,9 +50,9 @@ _CALLS = {
 _TYPES: dict[str, Any] = {
     "str": str,
     "bytes": bytes,
-    "bool": bool,
-    "int": Integral,
-    "float": Real,
+    "bool": (bool, SupportsFloat),
+    "int": SupportsIndex,
+    "float": (SupportsFloat, SupportsIndex),
     "None": NoneType,
     "PathLike": PathLike,
     "Path": PathLike,
@@ -61,7 +60,11 @@ _TYPES: dict[str, Any] = {
     "Mapping": AnyMapping,
     **dict.fromkeys(("Sequence", "Iterable", "Collection", "list", "tuple", "set"), AnyIterable),
 }
-"""The types of arguments, by the names that annotations have without their brackets."""
+"""The types of arguments, by the names that annotations have without their brackets.
+
+Those of numbers are wide, for tensors of one element: an error that is raised inside of a call, maybe by code of
+the user, must not be taken for one about its arguments.
+"""
 
 _BRACKETS = re.compile(r"\[[^\[\]]*\]")
 _A_CLASS = re.compile(r"(\w+)( \| None)?")
