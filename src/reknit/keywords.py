@@ -62,8 +62,8 @@ _TYPES: dict[str, Any] = {
 }
 """The types of arguments, by the names that annotations have without their brackets.
 
-Those of numbers are wide, for tensors of one element: an error that is raised inside of a call, maybe by code of
-the user, must not be taken for one about its arguments.
+Those of numbers are wide, for tensors of one element: an error that is raised inside of a call, maybe by
+code of the user, must not be taken for one about its arguments.
 """
 
 _BRACKETS = re.compile(r"\[[^\[\]]*\]")
