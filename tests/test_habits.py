@@ -55,6 +55,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         (lambda: prepare(io.BytesIO(), STATE), [A_FOLDER]),
         (lambda: save("new", MODEL), ['wrap it: {"model": model}']),
         (lambda: save("new", OPTIMIZER), ['wrap it: {"optimizer": optimizer}']),
+        (lambda: save("new", OPTIMIZER.state_dict()), ["of an optimizer", '{"optimizer": optimizer}']),
         (lambda: save("new", [MODEL, OPTIMIZER]), ['{"model": model, "optimizer": optimizer}']),
         (lambda: load("ckpt", MODEL), ['wrap it: {"model": model}']),
         (lambda: load("ckpt", MODEL.state_dict()), ["no item 'weight', 'bias'", "{'model': ...}"]),
@@ -85,9 +86,26 @@ def test_a_path_that_ends_like_a_file_is_a_folder_as_any_other() -> None:
     assert reknit.load("step_1.pt", STATE).step == 1
 
 
-def test_a_state_dict_is_a_state_whose_items_are_its_tensors() -> None:
-    saved = MODEL.state_dict()
+def test_a_state_dict_is_a_state_whose_items_are_its_tensors(caplog: pytest.LogCaptureFixture) -> None:
+    saved = torch.nn.Sequential(MODEL).state_dict()
     reknit.save("bare", saved)
     into = {name: torch.zeros_like(tensor) for name, tensor in saved.items()}
+    assert "the state has 2 tensors as items of their own, such as '0.weight'" in caplog.text
     reknit.load("bare", into)
     assert all(torch.equal(into[name], saved[name]) for name in saved)
+
+
+@pytest.mark.parametrize(
+    "state", [{"w": torch.zeros(2)}, {"model": MODEL, "a.b": 1}, {"a": {"b.c": torch.zeros(2)}}]
+)
+def test_states_with_few_items_are_saved_without_a_word(
+    state: dict[str, Any], caplog: pytest.LogCaptureFixture
+) -> None:
+    reknit.save("few", state)
+    assert "items of their own" not in caplog.text
+
+
+@pytest.mark.parametrize("state", ["run", MODEL, [MODEL]])
+def test_a_run_refuses_what_is_no_state_before_it_says_that_it_begins(state: Any) -> None:
+    with reknit.Checkpointer("run") as run, pytest.raises(reknit.UsageError, match="state is a mapping"):
+        run.resume(state)

@@ -30,10 +30,13 @@ def shown(path: Path) -> dict[str, tuple[Any, str]]:
         "VerifyReport": (reknit.verify(path / "a"), f"{path}/a"),
         "PromotionReport": (reknit.promote(path / "a", path / "b"), f"{path}/b"),
         "Checkpoint": (reknit.open(path / "a"), f"{path}/a, step: 7"),
-        "Checkpointer": (run, f"{path}/run, last step: 5"),
-        "PerRank": (reknit.PerRank(STATE), "of each rank: {'model'"),
-        "PerRank at a coordinate": (reknit.PerRank("x", coordinate={"pp": 1}), "{'pp': 1}: 'x'"),
-        "RngState": (reknit.RngState(), "of this process: Python, NumPy and torch"),
+        "Checkpointer": (run, f"root: {path}/run, step: 5"),
+        "PerRank": (reknit.PerRank(STATE), "value: dict, of each rank"),
+        "PerRank at a coordinate": (reknit.PerRank("x", coordinate={"pp": 1}), "of the rank at {'pp': 1}"),
+            reknit.PerRank("x", coordinate={"pp": 1}),
+            "value: str, of the rank at {'pp': 1}",
+        ),
+        "RngState": (reknit.RngState(), "of each rank"),
         "SoloGroup": (reknit.alone(), ": this process alone"),
     }
 

@@ -21,6 +21,7 @@ from reknit.arguments import (
     part_of,
     place_of,
     tried_options,
+    warn_of_loose_tensors,
 )
 from reknit.calls import (
     all_backgrounds,
@@ -101,6 +102,7 @@ def save(
         if wrong is not None:
             raise wrong
         check_state(state)
+        warn_of_loose_tensors(state)
         check_metadata(metadata or {})
         check_flag("wait", wait)
         check_flag("overwrite", overwrite)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import operator
 from collections.abc import Iterable, Mapping
 from contextlib import closing
@@ -24,6 +25,8 @@ if TYPE_CHECKING:
 
     from reknit.options import LoadOptions, SaveOptions
     from reknit.storage.base import Storage
+
+logger = logging.getLogger("reknit")
 
 _Options = TypeVar("_Options", "SaveOptions", "LoadOptions")
 
@@ -110,8 +113,27 @@ def check_state(state: Mapping[str, Any]) -> None:
             if several
             else f'wrap it: {{"{name}": {name}}}',
         )
+    if state.keys() == {"state", "param_groups"}:
+        raise UsageError(
+            "state is the state_dict of an optimizer, in which numbers stand for the parameters",
+            remedy='pass the optimizer itself: {"optimizer": optimizer}',
+        )
     if wrong := [name for name in state if not isinstance(name, str) or not name]:
         raise UsageError(f"item names are non-empty strings, not {wrong[0]!r}")
+
+
+def warn_of_loose_tensors(state: Mapping[str, Any]) -> None:
+    """Log a warning for a state that looks like a state_dict: each of its tensors is an item."""
+    if len(state) > 1 and any("." in name for name in state) and all(map(_is_tensor, state.values())):
+        logger.warning(
+            "the state has %d tensors as items of their own, such as %r: as one item, a state_dict is saved in "
+            'fewer files, and loads into {"model": model}: pass {"model": state_dict}, or the model itself',
+            *(len(state), next(iter(state))),
+        )
+
+
+def _is_tensor(value: Any) -> bool:
+    return hasattr(value, "shape") and hasattr(value, "dtype")
 
 
 def checked_metrics(metrics: Any) -> dict[str, float | None]:

@@ -84,6 +84,29 @@ def test_other_reports_and_an_open_checkpoint_are_short_too(tmp_path: Path) -> N
     assert f"source: {tmp_path / 'a'}, step: 2, copied: " in repr(promoted)
 
 
+class Unspeakable(Exception):
+    def __str__(self) -> str:
+        raise RuntimeError
+
+
+def test_what_is_shown_is_one_short_line_whatever_it_is_about() -> None:
+    outcome = SaveOutcome("/x" * 2000 + "/last", 3, promote_to=[PromotionTarget("/y" * 2000)])
+    outcome.end(reknit.errors.CommitError("hole\r" * 2000, remedy="mend it"))
+    shown = repr(PendingSave(outcome))
+    assert shown.startswith("<PendingSave path: /x/x")
+    assert "/last, step: 3, now: failed: CommitError: " in shown, "paths differ at their ends"
+    assert len(shown) < 600
+    assert len(shown.splitlines()) == 1
+
+
+def test_what_cannot_be_shown_is_its_kind() -> None:
+    outcome = SaveOutcome("/x")
+    outcome.end(Unspeakable())
+    assert repr(PendingSave(outcome)) == "<PendingSave>"
+    assert repr(object.__new__(reknit.Checkpoint)) == "<Checkpoint>"
+    assert repr(object.__new__(reknit.Checkpointer)) == "<Checkpointer>"
+
+
 def test_what_went_well_is_one_line_of_the_log(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.INFO, "reknit"):
         reknit.save(tmp_path / "a", state(), step=7)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -15,7 +16,7 @@ import numpy as np
 import pytest
 
 import reknit
-from reknit import Checkpointer
+from reknit import Checkpointer, Tier
 from reknit.engine.stored.running_agents import AtWork
 from reknit.errors import (
     CheckpointExistsError,
@@ -50,6 +51,17 @@ def train(run: Checkpointer, held: dict[str, Any], total: int) -> list[int]:
             pending.result()
             saved.append(step)
     return saved
+
+
+def test_a_run_says_in_a_line_where_and_how_far_it_is_without_a_look_at_its_store(tmp_path: Path) -> None:
+    with Checkpointer(tmp_path / "run", save=every(2), wait=True) as run:
+        assert repr(run) == f"<Checkpointer root: {tmp_path / 'run'}>"
+        run.save(2, state())
+        shutil.rmtree(tmp_path / "run")
+        assert repr(run) == f"<Checkpointer root: {tmp_path / 'run'}, step: 2>"
+    tiers = [Tier(tmp_path / "fast"), Tier(tmp_path / "slow", every=10)]
+    with Checkpointer(tiers=tiers) as run:
+        assert repr(run) == f"<Checkpointer root: {tmp_path / 'fast'} and {tmp_path / 'slow'}>"
 
 
 def test_a_run_goes_on_where_it_was_and_keeps_what_it_was_told_to(tmp_path: Path) -> None:

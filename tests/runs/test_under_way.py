@@ -49,6 +49,16 @@ def test_a_save_that_was_skipped_as_asked_for_is_no_failure_at_the_end() -> None
     mine.wait(1.0)
 
 
+def test_the_steps_under_way_are_those_whose_save_has_not_ended() -> None:
+    mine, outcomes = UnderWay({}), [SaveOutcome(f"/run/{step}", step) for step in (1, 2)]
+    for step, outcome in enumerate(outcomes, start=1):
+        mine.add(step, PendingSave(outcome), 0.0)
+    assert mine.steps() == ["1", "2"]
+    outcomes[0].end(WELL)
+    assert mine.steps() == ["2"]
+    outcomes[1].end(WELL)
+
+
 def test_a_save_that_failed_is_one_at_the_end() -> None:
     mine, outcome = UnderWay({}), SaveOutcome("/run/1", 1)
     mine.add(1, PendingSave(outcome), 0.0)

@@ -13,6 +13,8 @@ if TYPE_CHECKING:
 
 _SHOWN = 3
 """Names that are shown of many."""
+_MOST, _LAST = 160, 100
+"""Characters that are shown of a fact, and how many of them are its last: paths differ at their ends."""
 
 
 class Shown(ABC):
@@ -25,7 +27,10 @@ class Shown(ABC):
         """Return what is worth seeing by its name; None is left out."""
 
     def __repr__(self) -> str:
-        facts = (f"{name}: {fact}" for name, fact in self._facts().items() if fact is not None)
+        try:
+            facts = [f"{name}: {_line(fact)}" for name, fact in self._facts().items() if fact is not None]
+        except Exception:  # a debugger shows objects that are half made, and errors whose text cannot be made
+            return f"<{type(self).__name__}>"
         return f"<{type(self).__name__} {', '.join(facts)}>"
 
     def _repr_html_(self) -> str:
@@ -37,6 +42,12 @@ class Shown(ABC):
             if fact is not None
         )
         return f"<table><caption>{type(self).__name__}</caption>{rows}</table>"
+
+
+def _line(fact: object) -> str:
+    """Return a fact as one line without its middle, where it is long."""
+    text = " ".join(str(fact).splitlines())
+    return text if len(text) <= _MOST else f"{text[: _MOST - _LAST]}...{text[-_LAST:]}"
 
 
 def some(names: Collection[str]) -> str | None:

@@ -44,9 +44,16 @@ class PerRank:
         self.mesh = mesh
 
     def __repr__(self) -> str:
-        value = "" if self.value is self else " ".join(shown(self.value).split())
-        where = "each rank" if self.coordinate is None else f"{self.coordinate}"
-        return f"<{type(self).__name__} of {where if self.mesh is None else 'a mesh'}: {value}>"
+        what = "" if self is (value := vars(self).get("value")) else f" value: {type(value).__name__},"
+        return f"<{type(self).__name__}{what} of {self._whose()}>"
+
+    def _whose(self) -> str:
+        """Return in words the coordinate of this rank, of which a mesh or a process group is not asked."""
+        given = vars(self)  # which lacks them as long as the object is half made
+        mesh, coordinate = given.get("mesh"), given.get("coordinate")
+        if mesh is not None:
+            return " ".join(f"each place on {shown(mesh)}".splitlines())
+        return "each rank" if coordinate is None else f"the rank at {shown(coordinate)}"
 
     def place_of(self, world: World) -> dict[str, int]:
         """Return the coordinate of this rank."""
@@ -102,10 +109,6 @@ class RngState(PerRank):
         if not isinstance(cuda, bool):
             raise UsageError(f"cuda is True or False, not {shown(cuda)}")
         self._cuda = cuda
-
-    def __repr__(self) -> str:
-        torch = "and torch" if "torch" in sys.modules else "without torch, which is not imported"
-        return f"<RngState of this process: Python, NumPy {torch}>"
 
     def state_dict(self) -> dict[str, Any]:
         """Return the states of the generators."""

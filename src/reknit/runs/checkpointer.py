@@ -8,10 +8,12 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, Literal
 
 from reknit import api
-from reknit.arguments import checked_metrics
+from reknit.arguments import check_state, checked_metrics
+from reknit.calls import all_told
+from reknit.engine.display import Shown, some
 from reknit.engine.stored.notes import add_metrics
 from reknit.engine.stored.steps import METRICS, step_name
-from reknit.errors import CorruptError, DroppedError, VersionError
+from reknit.errors import DroppedError, VersionError
 from reknit.keywords import checked_call
 from reknit.monitor.phase import Recorder, monotonic, now
 from reknit.monitor.sinks.choosing import outlets_for
@@ -41,7 +43,7 @@ _SETTLE_S = 300.0
 
 
 @checked_call
-class Checkpointer:
+class Checkpointer(Shown):
     """Saves the steps of a run below one folder, resumes from the newest, and keeps those that are wanted.
 
     All ranks make one and make the same calls, as for `reknit.save`.  `save` says when (default: at each
@@ -92,9 +94,6 @@ class Checkpointer:
         self._stall_s: float | None = None
         self._under_way = UnderWay(self._retentions, self._tiers.coolings(sinks) if decides else {})
 
-    def __repr__(self) -> str:
-        return f"<Checkpointer below: {self._tiers.where}, last step: {self._saved}>"
-
     def __enter__(self) -> Checkpointer:
         return self
 
@@ -122,7 +121,7 @@ class Checkpointer:
             return True
         if self._decided is None or self._decided[0] != step:
             before = self.preempted
-            self._decided = step, self._agreement.due(step, self._saved, self._facts)
+            self._decided = step, self._agreement.due(step, self._saved, self._measured)
             if self.preempted and not before:
                 recorder = Recorder("preemption", 0, step, self._root, self._sinks)
                 recorder.end(now(), 0.0, 0, detail=self.preempted)
@@ -183,6 +182,8 @@ class Checkpointer:
         The saves of this run are waited for.  So are agents of an earlier run that are at work on the host of
         rank 0, up to five minutes; what that run has begun and nobody finished can never commit afterwards.
         """
+        with all_told(self._group, "settle", self._timeout_s):
+            check_state(state)
         self._under_way.settle()
         self._ask("settle", partial(self._tiers.settle, min(_SETTLE_S, self._timeout_s / 2)))
         bad: list[str] = []
@@ -205,15 +206,11 @@ class Checkpointer:
                 self._under_way.tend(surplus=True)  # the run before may have ended before it removed that
                 self._say(logging.INFO, "resumed from %s: the next step is %d", report.path, reached + 1)
                 return reached + 1
-        where = self._tiers.where
         if bad:
-            raise CorruptError(
-                f"none of the {len(bad)} steps below {where} can be loaded; the newest is {bad[0]}",
-                path=self._root,
-                remedy="reknit verify shows the damage; to start from step 0, use another folder",
-            )
+            raise self._tiers.unsound(bad)
         recorder = Recorder("resume", 0, None, self._root, self._sinks)
         recorder.end(now(), 0.0, 0, detail="there is no checkpoint yet")
+        where = self._tiers.where
         self._say(logging.WARNING, "there is no checkpoint below %s yet: starting with step 0", where)
         return 0
 
@@ -295,7 +292,11 @@ class Checkpointer:
         if self._agreement is not None:
             self._agreement.close()
 
-    def _facts(self) -> Facts:
+    def _facts(self) -> dict[str, object]:
+        steps, why = some(self._under_way.steps()), self.preempted
+        return {"root": self._tiers.where, "step": self._saved, "under way": steps, "preempted": why}
+
+    def _measured(self) -> Facts:
         return Facts(
             seconds=monotonic() - self._saved_at,
             busy=self._under_way.busy(),
@@ -305,14 +306,9 @@ class Checkpointer:
 
     def _find(self, name: str, step: int | str = "latest", before: Folder | None = None) -> FoundStep | None:
         """Return a step as rank 0 finds it."""
-
-        def find() -> FoundStep | None:
-            if step != "best":
-                return self._tiers.newest(before, None if isinstance(step, str) else step)
-            best = self.best()
-            return None if best is None else self._tiers.newest(number=best.step)
-
-        found = self._ask(name, find, f"step {step}" if before is None else "")
+        found = self._ask(
+            name, partial(self._tiers.find, step, before), f"step {step}" if before is None else ""
+        )
         return None if found is None else FoundStep(*found)
 
     def _ask(self, name: str, question: Callable[[], Any], subject: str = "") -> Any:

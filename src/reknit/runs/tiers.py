@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, NamedTuple
 from reknit.engine.saving.commit import manifest_exists
 from reknit.engine.stored.newest import refuse_other
 from reknit.engine.stored.steps import numbered, steps_below
-from reknit.errors import CheckpointNotFoundError, UsageError, shown
+from reknit.errors import CheckpointNotFoundError, CorruptError, UsageError, shown
 from reknit.keywords import checked_call
 from reknit.monitor.phase import Deadline
 from reknit.options import PromotionTarget, check_rate
@@ -129,11 +129,26 @@ class Tiers:
                 refuse_other(level.storage)
         return None
 
+    def find(self, step: int | str, below: Folder | None = None) -> FoundStep | None:
+        """Return a step by its number, the best by ``"best"``, or the newest that comes before a folder."""
+        if step == "best":
+            best = self.best()
+            return None if best is None else self.newest(number=best.step)
+        return self.newest(below, None if isinstance(step, str) else step)
+
     def missing(self, what: str) -> CheckpointNotFoundError:
         """Return the error of a step that no tier has."""
         root = self.levels[0].url
         return CheckpointNotFoundError(
             f"there is no {what} below {self.where}", path=root, remedy=f"look there: reknit ls {root}"
+        )
+
+    def unsound(self, paths: Sequence[str]) -> CorruptError:
+        """Return the error of a run of which none of the steps, the newest first, can be loaded."""
+        return CorruptError(
+            f"none of the {len(paths)} steps below {self.where} can be loaded; the newest is {paths[0]}",
+            path=self.levels[0].url,
+            remedy="reknit verify shows the damage; to start from step 0, use another folder",
         )
 
     def steps(self) -> list[SavedStep]:

@@ -106,6 +106,10 @@ class UnderWay:
         """Tell whether a save is under way."""
         return any(not save.pending.done() for save in self._saves)
 
+    def steps(self) -> list[str]:
+        """Return the steps of which the save is under way, as texts."""
+        return [str(save.step) for save in self._saves if not save.pending.done()]
+
     def busy_with(self, tier: int) -> bool:
         """Tell whether a step is still on its way to a tier."""
         return any(save.on_its_way(tier) for save in self._saves)
