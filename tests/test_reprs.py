@@ -33,9 +33,6 @@ def shown(path: Path) -> dict[str, tuple[Any, str]]:
         "Checkpointer": (run, f"root: {path}/run, step: 5"),
         "PerRank": (reknit.PerRank(STATE), "value: dict, of each rank"),
         "PerRank at a coordinate": (reknit.PerRank("x", coordinate={"pp": 1}), "of the rank at {'pp': 1}"),
-            reknit.PerRank("x", coordinate={"pp": 1}),
-            "value: str, of the rank at {'pp': 1}",
-        ),
         "RngState": (reknit.RngState(), "of each rank"),
         "SoloGroup": (reknit.alone(), ": this process alone"),
     }

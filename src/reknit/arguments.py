@@ -126,7 +126,7 @@ def warn_of_loose_tensors(state: Mapping[str, Any]) -> None:
     """Log a warning for a state that looks like a state_dict: each of its tensors is an item."""
     if len(state) > 1 and any("." in name for name in state) and all(map(_is_tensor, state.values())):
         logger.warning(
-            "the state has %d tensors as items of their own, such as %r: as one item, a state_dict is saved in "
+            "the state has %d tensors as items of their own, such as %r; a state_dict that is one item needs "
             'fewer files, and loads into {"model": model}: pass {"model": state_dict}, or the model itself',
             *(len(state), next(iter(state))),
         )
