@@ -38,6 +38,9 @@ def stall_of(rows: Sequence[dict[str, Any]]) -> Figure:
         found = {
             name: each for row in blocked for name, each in row["all"].items() if each["kind"] != "beside"
         }
+        if not found:
+            axes.set_axis_off()
+            continue
         bars = sorted(found.items(), key=lambda bar: -bar[1]["median"])
         names = [name.replace(", stager", "\nstager") for name, _ in bars]
         seconds = [each["median"] for _, each in bars]

@@ -32,6 +32,8 @@ NAMES = sorted(
 )
 # On these pages the commands stand for themselves: they name checkpoints of a job that nobody ran.
 ILLUSTRATED = {"docs/howto/command-line.md", "docs/howto/export-to-hugging-face.md"}
+# Scripts of this repository set up, measure, or run these very tests.
+NOT_FOLLOWED = "scripts/"
 
 # Elsewhere its processes are forked, which takes a tenth of the time.
 TORCHRUN, TUTORIAL = "torchrun --nproc-per-node ", "docs/tutorial.md"
@@ -146,6 +148,8 @@ def run_script(folder: str, script: str, *arguments: str) -> None:
 
 def follow(block: Block, page: str) -> None:
     for command in commands(block):
+        if command.startswith(NOT_FOLLOWED):
+            continue
         if command.startswith(TORCHRUN):
             world, *script = shlex.split(command.removeprefix(TORCHRUN))
             run(int(world), run_script, os.getcwd(), *script, joined=False)
