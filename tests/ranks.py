@@ -24,6 +24,7 @@ import sys
 import tempfile
 import traceback
 import warnings
+from datetime import timedelta
 from multiprocessing.connection import wait
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, BinaryIO, NamedTuple
@@ -269,6 +270,11 @@ def _be(rank: int, job: _Job) -> None:
         # No clean-up: it would wait for peers that are about to be killed.
         os._exit(1)
     faulthandler.cancel_dump_traceback_later()
+    if job.joined and not job.some_die:
+        # A peer may still be connecting to a group that the function made, and would find it closed.
+        store.set(f"done-{rank}", "")
+        ended = [f"done-{peer}" for peer in range(job.world)]
+        store.wait(ended, timedelta(seconds=job.timeout + _GRACE_S))
     if dist.is_initialized():
         dist.destroy_process_group()
 

@@ -8,6 +8,7 @@ import sys
 import time
 from typing import Any
 
+import psutil
 import pytest
 import torch
 import torch.distributed as dist
@@ -46,6 +47,15 @@ def die_quietly() -> int:
     return dist.get_rank()
 
 
+def look_at_the_first() -> bool:
+    numbers = [torch.zeros(1, dtype=torch.int64) for _ in range(dist.get_world_size())]
+    dist.all_gather(numbers, torch.tensor([os.getpid()]))
+    if dist.get_rank() == 0:
+        return True
+    time.sleep(0.3)  # by now it has returned
+    return psutil.Process(int(numbers[0])).status() != psutil.STATUS_ZOMBIE
+
+
 def imported() -> set[str]:
     return {name.partition(".")[0] for name in sys.modules}
 
@@ -69,6 +79,10 @@ def test_every_rank_answers_in_its_place() -> None:
         ([33], 1, "1"),
         ([33], 2, "1"),
     ]
+
+
+def test_a_rank_that_is_done_stays_until_all_are() -> None:
+    assert run(2, look_at_the_first) == [True, True]
 
 
 def test_a_rank_that_raises_is_reported_and_the_others_do_not_hang() -> None:
