@@ -9,11 +9,16 @@ import os
 import shutil
 import signal
 import tempfile
+from typing import TYPE_CHECKING, Any
 
+import pytest
 from hypothesis import settings
 
 from reknit.storage.registry import register
 from tests.storage.process_memory import open_process_memory
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
 
 pytest_plugins = ["tests.running.budget", "tests.running.lanes"]
 
@@ -34,6 +39,19 @@ _MEMORY = tempfile.mkdtemp(prefix="reknit-tests-", dir="/dev/shm" if os.path.isd
 os.environ["REKNIT_MEMORY"] = _MEMORY
 
 register("process", lambda url, durability: open_process_memory(url))
+
+
+@pytest.fixture(scope="module")
+def browser() -> Iterator[Any]:
+    """Open Chromium where it and playwright are there."""
+    program = shutil.which("chromium") or shutil.which("google-chrome")
+    if program is None:
+        pytest.skip("needs Chromium")
+    playwright = pytest.importorskip("playwright.sync_api", reason="needs playwright")
+    with playwright.sync_playwright() as drivers:
+        opened = drivers.chromium.launch(executable_path=program, args=["--no-sandbox"])
+        yield opened
+        opened.close()
 
 
 def pytest_unconfigure() -> None:

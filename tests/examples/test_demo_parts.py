@@ -14,10 +14,10 @@ from typing import TYPE_CHECKING, Any
 import pytest
 import torch
 import torch.distributed as dist
+import transformers
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors.torch import load_file
-from transformers import AutoConfig, AutoModelForCausalLM
 
 import reknit
 from reknit.cli import main as cli
@@ -96,8 +96,8 @@ def model() -> Any:
 
 def test_transformers_computes_the_same_logits_and_loss(model: Any, tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps(tiny_llama.Config().hugging_face()))
-    loader: Any = AutoModelForCausalLM
-    theirs = loader.from_config(AutoConfig.from_pretrained(tmp_path)).eval()
+    loader: Any = transformers.AutoModelForCausalLM
+    theirs = loader.from_config(transformers.AutoConfig.from_pretrained(tmp_path)).eval()
     theirs.load_state_dict(model.state_dict(), strict=True)
     rows = batches().__next__()
     with torch.no_grad():

@@ -4,7 +4,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
+import transformers
 
 import reknit
 from reknit.interop.safetensors_export import export_hf
@@ -15,9 +15,9 @@ if TYPE_CHECKING:
 TOKENS = torch.arange(20).reshape(2, 10)
 
 
-def tiny(*, tie: bool) -> tuple[LlamaConfig, Any]:
+def tiny(*, tie: bool) -> tuple[transformers.LlamaConfig, Any]:
     torch.manual_seed(0)
-    config = LlamaConfig(
+    config = transformers.LlamaConfig(
         vocab_size=64,
         hidden_size=16,
         intermediate_size=32,
@@ -25,12 +25,12 @@ def tiny(*, tie: bool) -> tuple[LlamaConfig, Any]:
         num_attention_heads=2,
         tie_word_embeddings=tie,
     )
-    model: Any = LlamaForCausalLM(config)
+    model: Any = transformers.LlamaForCausalLM(config)
     return config, model.eval()
 
 
 def reloaded(out: Path) -> tuple[Any, dict[str, Any]]:
-    loader: Any = AutoModelForCausalLM
+    loader: Any = transformers.AutoModelForCausalLM
     model, loading = loader.from_pretrained(out, output_loading_info=True)
     return model.eval(), {name: found for name, found in loading.items() if found}
 

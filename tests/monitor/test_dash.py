@@ -6,7 +6,6 @@ import asyncio
 import gzip
 import json
 import re
-import shutil
 import signal
 import subprocess
 import sys
@@ -237,18 +236,6 @@ def test_wrong_arguments_say_what_is_wrong(arguments: list[str], text: str, fold
 
     with pytest.raises(UsageError, match=text):
         dash.run(parser().parse_args(["dash", str(folder), *arguments]))
-
-
-@pytest.fixture(scope="module")
-def browser() -> Iterator[Any]:
-    program = shutil.which("chromium") or shutil.which("google-chrome")
-    if program is None:
-        pytest.skip("needs Chromium")
-    playwright = pytest.importorskip("playwright.sync_api", reason="needs playwright")
-    with playwright.sync_playwright() as drivers:
-        opened = drivers.chromium.launch(executable_path=program, args=["--no-sandbox"])
-        yield opened
-        opened.close()
 
 
 def test_a_browser_goes_on_to_the_newest_save_and_stays_at_a_chosen_one(
