@@ -44,8 +44,10 @@ def _change_options(trained: Trained) -> None:
         group["max_lr"] = 0.5
 
 
-def load_all(root: str, world: int) -> dict[tuple[str, str, str], list[str]]:
-    """Load every checkpoint of a family into every layout of so many ranks; return what differs."""
+def load_all(
+    root: str, world: int, sources: dict[tuple[str, str], list[str]]
+) -> dict[tuple[str, str, str], list[str]]:
+    """Load the checkpoints of its `sources` into every layout of so many ranks; return what differs."""
     from tests.megatron import gpt
 
     differing = {}
@@ -54,7 +56,7 @@ def load_all(root: str, world: int) -> dict[tuple[str, str, str], list[str]]:
             if layout.world != world:
                 continue
             trained = gpt.build(layout, steps=0, seed=1)
-            for number, source in enumerate(layouts):
+            for number, source in enumerate(sources[family, name]):
                 # Every second time the optimizer has states already, of another training.
                 _forget(trained, keep_states=number % 2 == 1)
                 differing[family, source, name] = _load(f"{root}/{family}/{source}", trained)

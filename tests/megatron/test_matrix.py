@@ -1,7 +1,7 @@
-"""Every layout's checkpoint loads into every other layout, bit for bit, and all of it.
+"""The checkpoints of all layouts load into other layouts, bit for bit, and all of them.
 
 Each layout is trained and saved once by real Megatron.  Then each layout's ranks build a fresh model (other
-weights, an optimizer without state), load every checkpoint, and are taken apart by the test itself.
+weights, an optimizer without state), load the checkpoints of its partners, and are taken apart by the test.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from tests import ranks
 from tests.megatron import jobs
 from tests.megatron.layouts import FAMILIES
 from tests.optional import needs
+from tests.running.examples import partners
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -37,7 +38,12 @@ def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.mark.parametrize("world", WORLDS)
 def test_checkpoints_of_all_layouts_load_into_those_of_so_many_ranks(world: int, root: Path) -> None:
-    for differing in run(world, jobs.load_all, str(root), world):
+    sources = {
+        (family, name): partners(name, list(layouts))
+        for family, layouts in FAMILIES.items()
+        for name in layouts
+    }
+    for differing in run(world, jobs.load_all, str(root), world, sources):
         assert differing == {pair: [] for pair in differing}
         assert differing
 
