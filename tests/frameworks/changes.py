@@ -350,7 +350,7 @@ def change_form(state: State, random: random.Random) -> None:
         state["ema"]["shadow"] = torch.rand(4)
 
 
-REFUSED = (AttributeError, RuntimeError, TypeError, ValueError)
+REFUSED = (AttributeError, IndexError, RuntimeError, TypeError, ValueError)
 """What torch raises for a change that cannot be made after others; what was changed until then counts."""
 
 ALL: list[Callable[[State, random.Random], object]] = [
