@@ -5,6 +5,7 @@ What tests leave in shared memory goes with them.  ``process://name`` is a store
 
 from __future__ import annotations
 
+import gc
 import os
 import shutil
 import signal
@@ -44,6 +45,12 @@ os.environ["REKNIT_MEMORY"] = _MEMORY
 register("process", lambda url, durability: open_process_memory(url))
 
 
+def pytest_collection_finish() -> None:
+    """Let no search for garbage go through all that has been imported and collected, test after test."""
+    gc.collect()
+    gc.freeze()
+
+
 @pytest.fixture(scope="module")
 def browser() -> Iterator[Any]:
     """Open Chromium where it and playwright are there."""
@@ -59,4 +66,5 @@ def browser() -> Iterator[Any]:
 
 def pytest_unconfigure() -> None:
     """Remove what is left in the memory of the tests."""
+    gc.unfreeze()  # libraries complain of objects that outlive the interpreter
     shutil.rmtree(_MEMORY, ignore_errors=True)
