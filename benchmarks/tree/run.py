@@ -59,7 +59,7 @@ def hosts(folder: Path, num_hosts: int = HOSTS) -> dict[str, Any]:
     with Wire(num_hosts, delay_s=0.02, loss=0.01) as wire:
         quiet = _endured(folder, wire, "whole", saves=3, first_step=0)
         packets = {"forwarded": wire.forwarded, "lost": wire.dropped}
-        cut = _endured(folder, wire, "cut", saves=1000, first_step=100, cut=max(1, num_hosts - 3))
+        cut = _endured(folder, wire, "cut", saves=1000, first_step=100, cut=num_hosts - 3)
         again = _endured(folder, wire, "again", saves=1, first_step=10_000)
     steps = sorted(path for path in folder.iterdir() if path.name.startswith("step_"))
     committed = [path for path in steps if (path / "manifest.json").exists()]

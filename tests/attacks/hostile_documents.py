@@ -234,7 +234,7 @@ def blobs() -> Iterator[tuple[str, bytes]]:
     yield "text_not_utf8", b"\x81\xa1x\xa1\xff"
     yield "timestamp_extension", b"\x81\xa1x\xd6\xff\0\0\0\0"
     for name, part in _VALUE_FLOODS.items():
-        count = (3 << 20) // len(part)
+        count = (4 << 20) // len(part)
         yield f"flood_of_{name}", b"\x81\xa1x\xdd" + struct.pack(">I", count) + part * count
     for name, (code, payload) in _EXTENSIONS.items():
         yield name, msgspec.msgpack.encode({"x": Ext(code, msgspec.msgpack.encode(payload))})

@@ -12,7 +12,7 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 
 USUAL = 100
-_STEPS = (0, 1, 4)
+_STEPS = (0, 1, 4, 6)
 _FEW = 20
 
 
@@ -35,7 +35,7 @@ def some(cases: Iterable[T]) -> list[T]:
 
 
 def partners(one: str, every: list[str]) -> list[str]:
-    """Return what to try one with: itself and two others, so that each is tried with two; at night all.
+    """Return what to try one with: itself and three others, so that each is tried with three; at night all.
 
     What a pair does is what its halves do; that any two halves fit is tried elsewhere, with random layouts.
     """
