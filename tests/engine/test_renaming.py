@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from argparse import Namespace
+from collections import Counter, OrderedDict, defaultdict, deque
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -13,6 +15,7 @@ from hypothesis import strategies as st
 import reknit
 from reknit.engine.stored import renaming
 from reknit.engine.stored.renaming import Naming, renamed
+from reknit.frameworks.stateful import Accessors
 from reknit.frameworks.tree import SKELETON
 from reknit.testing.world import run_ranks
 from reknit.transforms import names
@@ -248,6 +251,21 @@ def test_a_tensor_inside_an_object_is_found_under_its_new_name(path: Path) -> No
     rules = options(rename={"average/shadow/": "average/mean/"})
     reknit.load(path, {"average": target}, options=rules)
     assert target.shadow["w"].tolist() == [3, 3, 3]  # type: ignore[attr-defined]
+
+
+def test_a_value_under_a_new_name_keeps_its_types_and_attributes(tmp_path: Path) -> None:
+    versioned = OrderedDict(b=1, a=2)
+    vars(versioned).update(_metadata=3)
+    value = [versioned, Counter("aab"), deque([1], 2), defaultdict(list, a=[1]), Namespace(a={1})]
+    reknit.save(tmp_path / "c", {"old": {"v": value}, "object": Accessors(lambda: value, print)})
+    taken: list[Any] = []
+    state: dict[str, Any] = {"new": {"v": []}, "other": Accessors(dict, taken.append)}
+    reknit.load(tmp_path / "c", state, options=options(rename={"old/": "new/", "object/": "other/"}))
+    for found in (state["new"]["v"], taken[0]):
+        assert [(type(one), vars(one) if hasattr(one, "__dict__") else one) for one in found] == [
+            (type(one), vars(one) if hasattr(one, "__dict__") else one) for one in value
+        ]
+        assert found == value
 
 
 def test_a_checkpoint_that_is_looked_into_has_the_new_names(path: Path) -> None:

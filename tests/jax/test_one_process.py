@@ -28,3 +28,9 @@ def test_of_arrays(alone: Job, tmp_path: Path, name: str) -> None:
 def test_of_jax_beside_torch(alone: Job, tmp_path: Path, name: str) -> None:
     pytest.importorskip("torch", reason="torch is not installed")
     alone.call(f"beside_torch.check_{name}", tmp_path / "checkpoint")
+
+
+@pytest.mark.parametrize("name", checks("exact"))
+def test_of_values(alone: Job, tmp_path: Path, name: str) -> None:
+    pytest.importorskip("torch", reason="torch is not installed")
+    alone.call(f"exact.check_{name}", tmp_path / "checkpoint")

@@ -8,12 +8,14 @@ import torch
 
 import reknit
 from reknit.frameworks.registry import collect
+from tests import values
 from tests.frameworks.silence import Silence
 from tests.megatron.layouts import FAMILIES, WORDS
 
 if TYPE_CHECKING:
     from tests.megatron.gpt import Trained
 
+WAYS = ("full", "lenient", "renamed")
 OPTIONS = reknit.SaveOptions(durability="process", threads=2, timeout_s=60)
 
 
@@ -30,7 +32,8 @@ def save_all(root: str, world: int) -> None:
             rank = torch.distributed.get_rank()
             with Silence():
                 collect(trained.state(), rank, world)
-            report = reknit.save(f"{root}/{family}/{name}", trained.state(), step=2, options=OPTIONS).result()
+            state = trained.state() | {"values": values.filled()}
+            report = reknit.save(f"{root}/{family}/{name}", state, step=2, options=OPTIONS).result()
             assert report.warnings == (), report.warnings
             known = truth.truth(trained)
             if rank == 0:
@@ -59,7 +62,9 @@ def load_all(
             for number, source in enumerate(sources[family, name]):
                 # Every second time the optimizer has states already, of another training.
                 _forget(trained, keep_states=number % 2 == 1)
-                differing[family, source, name] = _load(f"{root}/{family}/{source}", trained)
+                way = WAYS[number % len(WAYS)]
+                wrong = _load(f"{root}/{family}/{source}", trained, way, with_values=source == name)
+                differing[family, source, name] = wrong
             gpt.train(trained, 1)
     return differing
 
@@ -84,15 +89,26 @@ def _forget(trained: Trained, *, keep_states: bool) -> None:
                 inner.state.clear()
 
 
-def _load(path: str, trained: Trained) -> list[str]:
+def _load(path: str, trained: Trained, way: str, *, with_values: bool) -> list[str]:
+    """Load a checkpoint, and with it perhaps values of every kind; return what differs."""
     from tests.megatron import truth
 
-    report = reknit.load(path, trained.state(), options=reknit.LoadOptions(timeout_s=120))
-    assert not report.missing, report.missing
+    state = trained.state()
+    if way == "lenient":
+        state["more"] = 5
+    if with_values:
+        state["values"] = values.blank()
+    rules = [reknit.transforms.names({"model/": "weights/"})] if way == "renamed" else []
+    if way == "renamed":
+        state["weights"] = state.pop("model")
+    options = reknit.LoadOptions(timeout_s=120, transforms=rules)
+    report = reknit.load(path, state, strict=way != "lenient", options=options)
+    assert list(report.missing) == ["more"] * (way == "lenient"), report.missing
     assert not report.unexpected, report.unexpected
     assert report.step == 2
     expected = torch.load(f"{path}.truth", weights_only=False)
-    return compare(expected, truth.truth(trained))
+    beside = values.differing(values.filled(), state["values"], "values") if with_values else []
+    return compare(expected, truth.truth(trained)) + beside
 
 
 def compare(expected: dict[str, Any], found: dict[str, Any]) -> list[str]:

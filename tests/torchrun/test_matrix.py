@@ -3,7 +3,9 @@
 Each layout is trained and saved once by real processes.  Then each layout's processes build a target and load
 checkpoints of several (at night: all) layouts one after another, each time with other weights and optimizers
 without state; what they then hold is put together from the memory of all ranks and compared with what the
-saver put together the same way.
+saver put together the same way.  Before the save, all elements get other bits, so that there are numbers of
+every kind and not-a-numbers with payloads.  Loads are in full, lenient, or through transforms, in turn (at
+night each in every way), and once for each target with values of every kind beside the model.
 """
 
 from __future__ import annotations
@@ -14,15 +16,18 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch.distributed.fsdp import FullyShardedDataParallel
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
 import reknit
+from tests import values
 from tests.ranks import run
-from tests.running.examples import partners
+from tests.running.examples import is_night, partners
 from tests.torchrun import flat_truth, models
 
 if TYPE_CHECKING:
     from pathlib import Path
+
+    from torch.distributed.device_mesh import DeviceMesh
 
 LAYOUTS = list(models.LAYOUTS)
 ONE_GROUP = list(models.ONE_GROUP)
@@ -33,9 +38,47 @@ def scheduler_state(trained: models.Trained) -> dict[str, Any]:
     return dict(trained.schedulers[0].state_dict())
 
 
+WAYS = ("full", "lenient", "renamed")
+RENAMED: list[Any] = [
+    reknit.transforms.names({"model/": "weights/"}),
+    reknit.transforms.rename("layers.{i}.up.weight", "up.{i}"),
+    reknit.transforms.rename("up.{i}", "layers.{i}.up.weight"),
+]
+
+
+def beside(trained: models.Trained, content: int) -> dict[str, Any]:
+    """Return values of every kind, and tensors of every dtype, cut as the layout cuts them."""
+    cut = {name: values.bits(name, content) for name in values.DTYPES}
+    if trained.mesh is not None:
+        cut = {name: by_rows(tensor, trained.mesh) for name, tensor in cut.items()}
+    return (values.filled() if content else values.blank()) | {"cut": cut}
+
+
+def by_rows(tensor: torch.Tensor, mesh: DeviceMesh) -> DTensor:
+    """Return a tensor cut by rows over the first dimension of a mesh; torch cannot do it with every dtype."""
+    placed: list[Any] = [Shard(0), *[Replicate()] * (mesh.ndim - 1)]
+    data = distribute_tensor(tensor.view(torch.uint8), mesh, placed, src_data_rank=None)
+    local = data.to_local().view(tensor.dtype)
+    return DTensor.from_local(local, mesh, placed, shape=tensor.shape, stride=tensor.stride())
+
+
+def scramble(trained: models.Trained) -> None:
+    """Give every element other bits, the same for the same bits: not-a-numbers among them."""
+    states = [state for optimizer in trained.optimizers for state in optimizer.state.values()]
+    held = [tensor for part in trained.parts for tensor in (*part.parameters(), *part.buffers())]
+    held += [value for state in states for value in state.values() if isinstance(value, torch.Tensor)]
+    for tensor in {id(tensor): tensor for tensor in held}.values():
+        local = tensor.to_local() if isinstance(tensor, DTensor) else tensor.detach()
+        if local.dtype == torch.float32 and local.ndim:
+            whole = local.view(torch.int32)
+            whole.mul_(-1640531527)
+
+
 def save(layout: str, root: str) -> None:
     trained = models.build(layout)
-    report = reknit.save(f"{root}/{layout}", models.state(trained), step=2, options=OPTIONS).result()
+    scramble(trained)
+    state = models.state(trained) | {"values": beside(trained, 1)}
+    report = reknit.save(f"{root}/{layout}", state, step=2, options=OPTIONS).result()
     assert report.warnings == (), report.warnings
     truth = models.truth(trained)
     if not dist.is_initialized() or dist.get_rank() == 0:
@@ -58,30 +101,51 @@ def forget(trained: models.Trained) -> None:
     trained.progress.update(step=0, losses=[])
 
 
-def load_all(layout: str, root: str, saved: list[str]) -> dict[str, list[str]]:
-    """Load each checkpoint into a target that is as if it were new; return what differs."""
-    differing: dict[str, list[str]] = {}
+def load_all(layout: str, root: str, saved: list[tuple[str, str]]) -> dict[tuple[str, str], list[str]]:
+    """Load each checkpoint, in a way, into a target that is as if it were new; return what differs."""
+    differing: dict[tuple[str, str], list[str]] = {}
     # Its groups of ranks are made once: that takes longer than the loads.
     trained = models.build(layout, steps=0, seed=1)
-    for source in saved:
+    for source, way in saved:
         forget(trained)
         state = models.state(trained)
-        report = reknit.load(f"{root}/{source}", state, options=reknit.LoadOptions(timeout_s=60))
-        assert not report.missing
+        item = "model"
+        if way == "renamed":
+            item = "weights"
+            state[item] = state.pop("model")
+        if way == "lenient":
+            state["more"] = {"tensor": torch.ones(2), "value": 5}
+        if source == layout:
+            state["values"] = beside(trained, 0)
+        options = reknit.LoadOptions(timeout_s=60, transforms=RENAMED if way == "renamed" else ())
+        report = reknit.load(f"{root}/{source}", state, strict=way != "lenient", options=options)
+        assert bool(report.missing) == (way == "lenient")
         assert not report.unexpected
         assert report.step == 2
-        mine = {f"model/{name}" for part in trained.parts for name in plain_names(part)}
+        mine = {f"{item}/{name}" for part in trained.parts for name in plain_names(part)}
         assert mine <= set(report.restored)
         expected, scheduler, progress = torch.load(f"{root}/{source}.truth", weights_only=False)
         found = models.truth(trained)
-        wrong = differing.setdefault(source, [])
-        for item, values in expected.items():
-            if set(values) != set(found[item]):
-                wrong.append(f"{item}: {sorted(set(values) ^ set(found[item]))}")
-            wrong += [f"{item}/{k}" for k, v in values.items() if not same(v, found[item].get(k))]
+        wrong = differing.setdefault((source, way), [])
+        for item, tensors in expected.items():
+            if set(tensors) != set(found[item]):
+                wrong.append(f"{item}: {sorted(set(tensors) ^ set(found[item]))}")
+            wrong += [f"{item}/{k}" for k, v in tensors.items() if not same(v, found[item].get(k))]
         wrong += [] if scheduler_state(trained) == scheduler else ["scheduler"]
         wrong += [] if state["progress"] == progress == trained.progress else ["progress"]
+        if source == layout:
+            wrong += values.differing(beside(trained, 1), state["values"], "values")
+        if way == "lenient" and (state["more"]["tensor"].sum(), state["more"]["value"]) != (2, 5):
+            wrong.append("more")
     return differing
+
+
+def ways(target: str, layouts: list[str]) -> list[tuple[str, str]]:
+    """Return from which checkpoints to load, and how."""
+    sources = partners(target, layouts)
+    if is_night():
+        return [(source, way) for source in sources for way in WAYS]
+    return [(source, WAYS[number % len(WAYS)]) for number, source in enumerate(sources)]
 
 
 def plain_names(part: torch.nn.Module) -> list[str]:
@@ -121,7 +185,7 @@ def saved_by(layouts: dict[str, int], tmp_path_factory: pytest.TempPathFactory) 
 
 @pytest.mark.parametrize("target", LAYOUTS)
 def test_checkpoints_of_other_layouts_load_into(target: str, checkpoints: Path) -> None:
-    sources = partners(target, LAYOUTS)
+    sources = ways(target, LAYOUTS)
     results = run(models.LAYOUTS[target], load_all, target, str(checkpoints), sources, timeout=240)
     for differing in results:
         assert differing == {source: [] for source in sources}
@@ -129,7 +193,7 @@ def test_checkpoints_of_other_layouts_load_into(target: str, checkpoints: Path) 
 
 @pytest.mark.parametrize("target", ONE_GROUP)
 def test_checkpoints_with_one_parameter_group_load_into(target: str, one_group: Path) -> None:
-    sources = partners(target, ONE_GROUP)
+    sources = ways(target, ONE_GROUP)
     results = run(models.ONE_GROUP[target], load_all, target, str(one_group), sources, timeout=240)
     for differing in results:
         assert differing == {source: [] for source in sources}

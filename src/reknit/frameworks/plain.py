@@ -15,6 +15,7 @@ from reknit.frameworks.neutral import to_neutral
 from reknit.frameworks.walk.adapter import Adapter
 from reknit.frameworks.walk.walk import View, first_match
 from reknit.types.box import Box
+from reknit.types.containers import REBUILT
 from reknit.types.dtype import ITEMSIZE, numpy_dtype
 from reknit.types.shard import TensorSpec
 
@@ -123,7 +124,7 @@ class ContainerAdapter(Adapter):
         """Collect what is inside, or the whole as one value."""
         if _is_value(value, saving):
             # A mapping is its keys: empty or not, its type is that of the one that the target has.
-            foreign = isinstance(value, Mapping) and type(value) not in tree.REBUILT
+            foreign = isinstance(value, Mapping) and type(value) not in REBUILT
             saving.blob({} if foreign else to_neutral(value, str(place)), place)
             return
         _enter(value, place, saving)

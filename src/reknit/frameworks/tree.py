@@ -3,17 +3,16 @@
 from __future__ import annotations
 
 import re
-from argparse import Namespace
-from collections import Counter, OrderedDict, defaultdict, deque
+from collections import deque
 from collections.abc import Mapping, MutableMapping
 from functools import lru_cache
 from itertools import count
-from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any, Final
 
 import numpy as np
 
 from reknit.errors import StateError
+from reknit.types.containers import NAMESPACES, REBUILT, rebuilt
 from reknit.types.shard import MAX_DEPTH
 
 if TYPE_CHECKING:
@@ -26,10 +25,6 @@ SKELETON: Final = "~s"
 
 _PLAIN: Final = frozenset({int, float, complex, str, bytes, bool, type(None)})
 """Types of most leaves, which nobody has to look at twice: histories can be millions of numbers long."""
-
-_NAMESPACES: Final = frozenset({Namespace, SimpleNamespace})
-REBUILT: Final = _NAMESPACES | {dict, list, tuple, deque, OrderedDict, defaultdict, Counter}
-"""Types whose values can be made again of what is in them; of a class derived from one, nobody knows that."""
 
 _INTEGER = re.compile(r"-?[0-9]+")
 
@@ -116,30 +111,10 @@ def map_leaves(value: Any, leaf: Callable[[Path, Any], Any], where: object = "a 
             raise too_deep(f"{where} {dotted(path)}")
         if next(number) == COUNTED:
             require_bounded(root, where)
-        return _rebuilt(value, lambda key, child: mapped(child, (*path, key)))
+        return rebuilt(value, lambda key, child: mapped(child, (*path, key)))
 
     root = value
     return mapped(root, ())
-
-
-def _rebuilt(value: Any, child: Callable[[Any, Any], Any]) -> Any:
-    """Return a container of the same type whose children went through `child(key, value)`."""
-    kind = type(value)
-    if kind in _NAMESPACES:
-        made = kind()
-        vars(made).update({name: child(name, inner) for name, inner in vars(value).items()})
-        return made
-    if issubclass(kind, dict):
-        pairs = {key: child(key, inner) for key, inner in value.items()}
-        if kind is dict:
-            return pairs
-        if kind is defaultdict:
-            return defaultdict(value.default_factory, pairs)
-        made = kind(pairs)
-        vars(made).update(vars(value))  # as the versions that torch's modules tell beside their state
-        return made
-    inner = [child(index, inner) for index, inner in enumerate(value)]
-    return deque(inner, value.maxlen) if kind is deque else kind(inner)
 
 
 def dotted(path: Path) -> str:
@@ -163,7 +138,7 @@ def require_bounded(value: Any, where: object) -> None:
     def size(value: Any, depth: int) -> int:
         if type(value) in _PLAIN or depth > MAX_DEPTH:
             return 1
-        if type(value) in _NAMESPACES:
+        if type(value) in NAMESPACES:
             value = vars(value)
         inside = value.values() if isinstance(value, Mapping) else value
         if inside is value and not isinstance(value, (list, tuple, deque)):

@@ -12,6 +12,7 @@ import numpy as np
 from reknit.errors import CorruptError, MismatchError
 from reknit.format.values.msgpack_reader import read_msgpack
 from reknit.transforms.names import parted
+from reknit.types.containers import REBUILT, rebuilt
 from reknit.types.manifest import TensorEntry
 from reknit.types.meant import meant, some_of
 from reknit.types.shard import Tagged, full_name
@@ -222,10 +223,8 @@ def _repointed(value: Any, at: Name, new: Mapping[Name, Name]) -> Any:
                 remedy="rename the item or all that is below it, not parts of what load_state_dict takes",
             )
         return Tagged("tensor", {**value.value, "path": target[1].removeprefix(to[1])})
-    if isinstance(value, dict):
-        return {key: _repointed(inner, at, new) for key, inner in value.items()}
-    if type(value) in (list, tuple):
-        return type(value)(_repointed(inner, at, new) for inner in value)
+    if type(value) in REBUILT:
+        return rebuilt(value, lambda _, inner: _repointed(inner, at, new))
     return value
 
 
