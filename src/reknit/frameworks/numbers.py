@@ -1,4 +1,4 @@
-"""Does a number fit into an element of another type?  It does if all its bits are kept, else it is refused."""
+"""Does a number fit into an element of another type?  It does if all its bits are kept."""
 
 from __future__ import annotations
 
@@ -81,7 +81,7 @@ def whole(number: Any) -> int | None:
 
 def _dtype_of(number: Any) -> str:
     if isinstance(number, np.generic):
-        return number.dtype.name
+        return str(number.dtype.name)
     return "int64" if isinstance(number, int) else "float64" if isinstance(number, float) else "complex128"
 
 

@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 from reknit.errors import StateError
 from reknit.frameworks import tree
+from reknit.frameworks.numbers import is_number
 from reknit.frameworks.optimizer import memory as optimizer_memory
 from reknit.frameworks.optimizer import param_options as optimizer_options
 from reknit.frameworks.optimizer.slots import MASTER, ParamSlot, Slots, element
 from reknit.frameworks.stateful import rebuild, tensors_of
+from reknit.frameworks.torch import numbers
 from reknit.frameworks.walk.walk import Place
 
 if TYPE_CHECKING:
@@ -102,6 +105,8 @@ class OptimizerLoad:
                 if counts := len(members) > 1 and optimizer_memory.is_counter(spec, slot, at):
                     present = None  # each member has its own, to be compared with the others
                 whole, state = self._want_state(present, slot, at, spec)
+                if whole and slot.whole_steps and name == "step":
+                    loading.check(partial(numbers.require_whole, state, at))
                 if whole:
                     given[name] = state
                 elif name in current:
@@ -113,7 +118,7 @@ class OptimizerLoad:
             loading.check(lambda: _require_equal(counters))
         fresh |= given
         if any(asked.values()) or len(fresh) < len(current):
-            loading.later(lambda: slots.put(members[0], fresh))
+            loading.later(lambda: slots.put(members[0], _in_kind(fresh, current)))
 
     def _asked(self, slot: ParamSlot, members: list[ParamSlot]) -> Asked | None:
         """Return which states of a parameter are to be loaded, None where they cannot be taken."""
@@ -189,6 +194,12 @@ class OptimizerLoad:
         found = loading.value(at)
         if found.why is not None:
             return False, None
+        if type(current) is torch.Tensor and is_number(found.value):
+            made, why = numbers.fitted(current, found.value, cast=loading.catalog.terms.cast)
+            if why is not None:
+                loading.report_mismatched(at, why)
+                return False, None
+            return True, numbers.put(torch.empty_like(current, requires_grad=False), made)
 
         def ask(spec: TensorSpec, like: Any, inside: Place) -> Any:
             if not isinstance(like, torch.Tensor):
@@ -268,6 +279,14 @@ class SavedStates:
     def states(self, name: str) -> list[str]:
         """Return the names (path elements) of a parameter's saved states."""
         return self._states.get(tree.escape(name, str(self._place)), [])
+
+
+def _in_kind(states: dict[Any, Any], current: Mapping[Any, Any]) -> dict[Any, Any]:
+    """Return states with a number, and not a tensor of one element, in the place of each present number."""
+    return {
+        name: numbers.number_in(state) if is_number(current.get(name)) else state
+        for name, state in states.items()
+    }
 
 
 def _require_equal(counters: Mapping[Any, list[tuple[Place, torch.Tensor]]]) -> None:

@@ -11,6 +11,7 @@ import torch
 from reknit.frameworks import tree
 from reknit.frameworks.neutral import to_neutral
 from reknit.frameworks.optimizer import protocol as optimizer_protocol
+from reknit.frameworks.torch import numbers
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
@@ -122,7 +123,13 @@ def _want_group(
                     "but the target has both in one group",
                 )
                 return
-    loading.later(lambda: _set(group, options, slots.groups))
+    made, cast = {}, loading.catalog.terms.cast
+    for key, value in options.items():
+        made[key], misfit = numbers.fitted(group.get(key), value, cast=cast)
+        if misfit is not None:
+            loading.report_mismatched(first, f"its {key}: {misfit}")
+            return
+    loading.later(lambda: _set(group, made, slots.groups))
 
 
 def _note_plain(options: Any, noted: OptionNotes) -> None:
@@ -138,13 +145,8 @@ def _plain(value: Any) -> Any:
 def _set(group: dict[str, Any], options: dict[str, Any], groups: list[dict[str, Any]]) -> None:
     for key, value in options.items():
         present = group.get(key)
-        if isinstance(present, torch.Tensor) and isinstance(value, (torch.Tensor, int, float)):
-            # torch gives the same default, a learning rate that is a tensor, to all groups without their own.
-            if any(other is not group and other.get(key) is present for other in groups):
-                group[key] = present = present.detach().clone()
-            with torch.no_grad():
-                present.copy_(torch.as_tensor(value))
-        elif isinstance(value, torch.Tensor) and isinstance(present, (int, float)) and value.numel() == 1:
-            group[key] = value.item()
-        else:
-            group[key] = value
+        # torch gives the same default, a learning rate that is a tensor, to all groups without their own.
+        shared = any(other is not group and other.get(key) is present for other in groups)
+        if shared and isinstance(present, torch.Tensor):
+            present = present.detach().clone()
+        group[key] = numbers.put(present, value)
