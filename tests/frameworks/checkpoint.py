@@ -9,7 +9,7 @@ import torch
 from msgspec import structs
 
 from reknit.frameworks.registry import collect, wanted
-from reknit.frameworks.tree import same_value
+from reknit.frameworks.same import same_value
 from reknit.types.manifest import Catalog
 
 if TYPE_CHECKING:

@@ -8,9 +8,9 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from reknit.frameworks import tree
 from reknit.frameworks.neutral import to_neutral
 from reknit.frameworks.optimizer import protocol as optimizer_protocol
+from reknit.frameworks.same import same_value
 from reknit.frameworks.torch import numbers
 
 if TYPE_CHECKING:
@@ -116,7 +116,7 @@ def _want_group(
     first, options = known[0]
     for at, others in known[1:]:
         for key in options.keys() | others.keys():
-            if not tree.same_value(_plain(options.get(key)), _plain(others.get(key))):
+            if not same_value(options.get(key), others.get(key)):
                 loading.report_mismatched(
                     at,
                     f"its {key} is {others.get(key)!r} and that of {first} {options.get(key)!r}, "
@@ -136,10 +136,6 @@ def _note_plain(options: Any, noted: OptionNotes) -> None:
     paths = options.get(PLAIN) if isinstance(options, Mapping) else None
     if isinstance(paths, list):
         noted.plain.update(path for path in paths if isinstance(path, str))
-
-
-def _plain(value: Any) -> Any:
-    return to_neutral(value, "an option")
 
 
 def _set(group: dict[str, Any], options: dict[str, Any], groups: list[dict[str, Any]]) -> None:
