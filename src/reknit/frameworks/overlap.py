@@ -1,18 +1,24 @@
-"""Targets of which two elements share memory: they cannot hold what was saved of both."""
+"""Targets of which two elements share memory: they can only hold what was saved of both if that agrees."""
 
 from __future__ import annotations
 
+import sys
 from math import gcd
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
+from msgspec import structs
 from numpy.lib.stride_tricks import as_strided
 
 from reknit.errors import StateError
-from reknit.types.shard import Shard, Strided, full_name
+from reknit.types.shard import Strided, full_name
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Sequence
+    from collections.abc import Sequence
+
+    from numpy.typing import NDArray
+
+    from reknit.types.shard import Shard
 
 
 def is_distinct(shape: Sequence[int], strides: Sequence[int]) -> bool:
@@ -47,20 +53,21 @@ class _Where(NamedTuple):
     itemsize: int
 
 
-def require_apart(shards: Iterable[Shard]) -> None:
-    """Raise `StateError` if two shards of different names share memory.
+def overlapping(shards: Sequence[Shard]) -> list[list[int]]:
+    """Return the shards, by their numbers, that share elements with one of another name, in groups.
 
     One sort; what lies apart (nearly all) is not looked at again.
     """
-    spaces: dict[Any, tuple[list[Shard], list[int], list[int]]] = {}
+    spaces: dict[Any, tuple[list[int], list[int], list[int]]] = {}
     flats: dict[int, tuple[int, int]] = {}
-    for shard in shards:
+    for number, shard in enumerate(shards):
         space, low, high = _ends(shard.memory, flats)
         if low < high:
             held, lows, highs = spaces.setdefault(space, ([], [], []))
-            held.append(shard)
+            held.append(number)
             lows.append(low)
             highs.append(high)
+    groups: list[list[int]] = []
     for held, lows, highs in spaces.values():
         low_ends, high_ends = np.array(lows, np.uint64), np.array(highs, np.uint64)
         order = np.argsort(low_ends, kind="stable")
@@ -68,7 +75,10 @@ def require_apart(shards: Iterable[Shard]) -> None:
         begins[1:-1] = low_ends[order][1:] >= np.maximum.accumulate(high_ends[order])[:-1]
         firsts = np.flatnonzero(begins)
         for group in np.flatnonzero(np.diff(firsts) > 1).tolist():
-            _require_apart([held[n] for n in order[firsts[group] : firsts[group + 1]].tolist()])
+            near = [held[n] for n in order[firsts[group] : firsts[group + 1]].tolist()]
+            if _share(near, shards):
+                groups.append(sorted(near))
+    return groups
 
 
 def _ends(memory: Any, flats: dict[int, tuple[int, int]]) -> tuple[Any, int, int]:
@@ -120,39 +130,120 @@ def _where(memory: Any) -> _Where:
     return _Where(memory.data_ptr(), tuple(memory.shape), steps, size)
 
 
-def _require_apart(group: Sequence[Shard]) -> None:
-    """Raise `StateError` if shards share elements, of which it is known that their ranges in memory meet.
+def _share(near: Sequence[int], shards: Sequence[Shard]) -> bool:
+    """Tell whether shards share elements, of which it is known that their ranges in memory meet.
 
     Parts of one tensor do not share any.
     """
-    if len({(shard.item, shard.fqn) for shard in group}) == 1:
-        return
-    found = [_where(shard.data) for shard in group]
-    ends = [_reach(*where, 1) for where in found]
-    start = min(low for low, _ in ends)
-    unit = gcd(*(n for at in found for n in (at.itemsize, at.address - start, *at.strides)))
-    marks = np.zeros((max(high for _, high in ends) - start) // unit, np.bool_)
-    views = [
-        as_strided(
-            marks[(at.address - start) // unit :],
-            (*at.shape, at.itemsize // unit),
-            (*(step // unit for step in at.strides), 1),
-        )
-        for at in found
-    ]
-    for number, (shard, mine) in enumerate(zip(group, views, strict=True)):
+    names = [(shards[n].item, shards[n].fqn) for n in near]
+    if len(set(names)) == 1:
+        return False
+    found = [_where(shards[n].data) for n in near]
+    taken = _Image.of(found)
+    for number, name in enumerate(names):
+        mine = taken.view(taken.marks, found[number])
         if mine.any():
             mine[...] = False
-            for other, theirs in zip(group[:number], views, strict=False):
-                if (other.item, other.fqn) != (shard.item, shard.fqn) and not theirs.all():
-                    raise _refusal(other, shard)
+            for other, theirs in zip(names[:number], found, strict=False):
+                if other != name and not taken.view(taken.marks, theirs).all():
+                    return True
         mine[...] = True
+    return False
 
 
-def _refusal(one: Shard, other: Shard) -> StateError:
+class _Image(NamedTuple):
+    """The memory that arrays have together: its first address, its content in units, and a mark for each.
+
+    A unit is as many bytes as every element begins at and is a multiple of, at most 8.
+    """
+
+    start: int
+    content: NDArray[Any]
+    marks: NDArray[np.bool_]
+
+    @classmethod
+    def of(cls, found: Sequence[_Where]) -> _Image:
+        """Return the image of memory that some arrays have, without a mark."""
+        ends = [_reach(*where, 1) for where in found]
+        start, stop = min(low for low, _ in ends), max(high for _, high in ends)
+        unit = gcd(8, *(n for at in found for n in (at.itemsize, at.address - start, *at.strides)))
+        num = (stop - start) // unit
+        return cls(start, np.zeros(num, f"u{unit}"), np.zeros(num, np.bool_))
+
+    def view(self, rows: NDArray[Any], at: _Where) -> NDArray[Any]:
+        """Return what lies in `rows`, content or marks, for an array: its elements, each with its units."""
+        unit, size = self.content.itemsize, rows.itemsize
+        steps = (*(step // unit * size for step in at.strides), size)
+        return as_strided(rows[(at.address - self.start) // unit :], (*at.shape, at.itemsize // unit), steps)
+
+    def units(self, dense: Any) -> NDArray[Any]:
+        """Return the elements of a dense array, each with its units."""
+        shape = tuple(dense.shape)
+        if not isinstance(dense, np.ndarray):
+            dense = dense.cpu().reshape(-1).view(sys.modules["torch"].uint8).numpy()
+        units: NDArray[Any] = dense.reshape(-1).view(self.content.dtype)
+        return units.reshape((*shape, -1))
+
+
+class FilledBeside:
+    """Shards that share memory, each filled beside it; `put` what they agree on where it belongs."""
+
+    def __init__(self, shards: Sequence[Shard]) -> None:
+        self._live = [shard.data for shard in shards]
+        self._beside = [_copy(live) for live in self._live]
+        self.shards = [
+            structs.replace(shard, memory=memory) for shard, memory in zip(shards, self._beside, strict=True)
+        ]
+
+    def require_agreement(self) -> None:
+        """Raise `StateError` if two names have different values for the same memory."""
+        found = [_where(live) for live in self._live]
+        image = _Image.of(found)
+        for number, (at, beside) in enumerate(zip(found, self._beside, strict=True)):
+            content, marks = image.view(image.content, at), image.view(image.marks, at)
+            mine = image.units(beside)
+            differ = marks & (content != mine)
+            if differ.any():
+                raise self._refusal(number, image, differ, at)
+            content[...] = mine
+            marks[...] = True
+
+    def put(self) -> None:
+        """Copy what was filled into the live memory."""
+        for live, beside in zip(self._live, self._beside, strict=True):
+            if isinstance(live, np.ndarray):
+                np.copyto(live, beside)
+            else:
+                torch = sys.modules["torch"]
+                with torch.inference_mode(live.is_inference()), torch.no_grad():
+                    live.copy_(beside)
+
+    def _refusal(self, number: int, image: _Image, differ: NDArray[np.bool_], at: _Where) -> StateError:
+        """Return the error for a shard that contradicts an earlier one, which is searched for."""
+        image.marks[...] = False
+        image.view(image.marks, at)[...] = differ
+        earlier = zip(self.shards, self._live, strict=True)
+        other = next(one for one, live in earlier if image.view(image.marks, _where(live)).any())
+        one, two = (full_name(shard.item, shard.fqn) for shard in (other, self.shards[number]))
+        return StateError(
+            f"{one} and {two} share memory in the target, and differ in the checkpoint where they do",
+            remedy="load only one of them, or put a copy of the other into the state",
+        )
+
+
+def refusal(one: Shard, other: Shard) -> StateError:
+    """Return the error for shards that share memory and cannot be compared."""
     first, second = (full_name(shard.item, shard.fqn) for shard in (one, other))
     return StateError(
-        f"{first} and {second} share memory and are not one tensor: what is loaded into one changes the "
-        "other",
+        f"{first} and {second} share memory and are not one tensor, and one has another shape in the "
+        "checkpoint: what is loaded into one changes the other",
         remedy="load only one of them, or put a copy of the other into the state",
     )
+
+
+def _copy(live: Any) -> Any:
+    """Return a copy of an array, dense and in row-major order."""
+    if isinstance(live, np.ndarray):
+        return live.copy(order="C")
+    torch = sys.modules["torch"]
+    return live.detach().clone(memory_format=torch.contiguous_format)

@@ -238,18 +238,17 @@ class OptimizerLoad:
         found = loading.value(at)
         if found.why is not None:
             return False, None
+        value = value or _JointValue()
+        value.saved = found.value
         if type(current) is torch.Tensor and is_number(found.value):
             made, why = numbers.fitted(current, found.value, cast=loading.catalog.terms.cast)
             if why is not None:
                 loading.report_mismatched(at, why)
                 return False, None
             return True, numbers.put(torch.empty_like(current, requires_grad=False), made)
-
-        asks = None
-        if slot is not None and slot.parameter is not None:
-            value = value or _JointValue()
-            value.saved = found.value
-            asks = partial(self._ask, value, slot, at)
+        asks = (
+            partial(self._ask, value, slot, at) if slot is not None and slot.parameter is not None else None
+        )
         return rebuild(found.value, at, loading, tensors_of(current, at, loading), asks)
 
     def _want_shared(self, name: Any) -> None:

@@ -6,10 +6,10 @@ from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 from typing import TYPE_CHECKING, Any, Protocol
 
+from reknit.frameworks import overlap
 from reknit.frameworks.neutral import put_array
-from reknit.frameworks.overlap import require_apart
 from reknit.frameworks.walk.rank_catalog import Found, RankCatalog
-from reknit.frameworks.walk.walk import Matcher, Walk, first_match
+from reknit.frameworks.walk.walk import Matcher, Place, Walk, first_match
 from reknit.types.dtype import converts
 from reknit.types.shard import Shard, full_name
 from reknit.types.wanted import RESIZE, Wanted, matches
@@ -17,7 +17,7 @@ from reknit.types.wanted import RESIZE, Wanted, matches
 if TYPE_CHECKING:
     from collections.abc import Callable, Hashable, Sequence
 
-    from reknit.frameworks.walk.walk import Assign, Place, View
+    from reknit.frameworks.walk.walk import Assign, View
     from reknit.types.manifest import Catalog
     from reknit.types.shard import TensorSpec
 
@@ -189,7 +189,7 @@ class Loading(Walk):
             self.notes.append((item, fqn, self._needless[item, fqn]))
         for request in self._requests.values():
             self._settle(request)
-        require_apart(self._shards)
+        self._fill_beside()
         return Wanted(
             tuple(self.state),
             tuple(self._shards),
@@ -207,6 +207,26 @@ class Loading(Walk):
             coordinate=self.world.coordinate,
             deliver=self._deliver,
         )
+
+    def _fill_beside(self) -> None:
+        """Fill tensors that share memory beside it, and put what they agree on there before all else."""
+        fills = [shard for shard in self._shards if self._is_filled(shard)]
+        taken = {id(shard): number for number, shard in enumerate(self._shards)}
+        for group in overlap.overlapping(fills):
+            held = [fills[number] for number in group]
+            for shard in held:
+                if (shard.item, shard.fqn) in self._resizable:
+                    raise overlap.refusal(*held[:2])
+            shared = overlap.FilledBeside(held)
+            for shard, beside in zip(held, shared.shards, strict=True):
+                self._shards[taken[id(shard)]] = beside
+            self.check(shared.require_agreement)
+            self._settles.insert(0, shared.put)
+
+    def _is_filled(self, shard: Shard) -> bool:
+        """Tell whether a shard will be filled: a lenient load leaves one that does not fit as it is."""
+        spec = self.saved.spec(Place(shard.item, shard.fqn))
+        return spec is not None and self._converts(spec, shard.spec)
 
     def _settle(self, request: _Request) -> None:
         """Load a tied tensor from the first of its names that the checkpoint has."""
