@@ -246,9 +246,9 @@ class OptimizerLoad:
                 loading.report_mismatched(at, why)
                 return False, None
             return True, numbers.put(torch.empty_like(current, requires_grad=False), made)
-        asks = (
-            partial(self._ask, value, slot, at) if slot is not None and slot.parameter is not None else None
-        )
+        asks = None
+        if slot is not None and slot.parameter is not None:
+            asks = partial(self._ask, value, slot, at)
         return rebuild(found.value, at, loading, tensors_of(current, at, loading), asks)
 
     def _want_shared(self, name: Any) -> None:
