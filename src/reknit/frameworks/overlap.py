@@ -81,6 +81,11 @@ def overlapping(shards: Sequence[Shard]) -> list[list[int]]:
     return groups
 
 
+def ends(memory: Any) -> tuple[int, int]:
+    """Return the address of the first byte of an array, and that behind its last; equal if it is empty."""
+    return _ends(memory, {})[1:]
+
+
 def _ends(memory: Any, flats: dict[int, tuple[int, int]]) -> tuple[Any, int, int]:
     """Return where an array is, its first byte there, and the one behind its last; equal where it is empty.
 

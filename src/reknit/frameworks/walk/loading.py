@@ -10,6 +10,7 @@ from reknit.frameworks import overlap
 from reknit.frameworks.neutral import put_array
 from reknit.frameworks.walk.rank_catalog import Found, RankCatalog
 from reknit.frameworks.walk.walk import Matcher, Place, Walk, first_match
+from reknit.frameworks.writable import require_writable
 from reknit.types.dtype import converts
 from reknit.types.shard import Shard, full_name
 from reknit.types.wanted import RESIZE, Wanted, matches
@@ -189,6 +190,11 @@ class Loading(Walk):
             self.notes.append((item, fqn, self._needless[item, fqn]))
         for request in self._requests.values():
             self._settle(request)
+        require_writable(
+            (request.places[0], memory)
+            for request in self._requests.values()
+            for _, memory in request.view.parts
+        )
         self._fill_beside()
         return Wanted(
             tuple(self.state),
