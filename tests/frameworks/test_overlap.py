@@ -20,8 +20,8 @@ import reknit
 from reknit import transforms
 from reknit.engine.loading import ties
 from reknit.errors import MismatchError, StateError
-from reknit.frameworks import overlap
 from reknit.frameworks.registry import wanted
+from reknit.frameworks.walk import overlap
 from reknit.testing.world import run_ranks
 from reknit.types.box import Box
 from reknit.types.shard import Shard, Strided, TensorSpec

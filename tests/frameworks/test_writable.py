@@ -11,7 +11,7 @@ import torch
 
 import reknit
 from reknit.errors import StateError
-from reknit.frameworks import writable
+from reknit.frameworks.walk import writable
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -48,6 +48,25 @@ def test_a_tensor_over_a_read_only_mapping_is_refused_before_anything_changes(
     with pytest.raises(StateError, match=r"m(/x)? is a tensor over a read-only mapping"):
         reknit.load(tmp_path / "saved", {"other": other, "m": made[form]})
     assert other.tolist() == [0, 0, 0]
+
+
+def test_a_value_of_a_rank_is_replaced_where_it_cannot_be_filled(tmp_path: Path) -> None:
+    (tmp_path / "values").write_bytes(bytes(4 * 8))
+    presents: list[Any] = [
+        _over_memmap(tmp_path / "values").reshape(2, 4),
+        np.broadcast_to(np.zeros(4, np.float32), (2, 4)),
+        np.lib.stride_tricks.as_strided(np.zeros(4, np.float32), (2, 4), (0, 4)),
+        torch.zeros(4).expand(2, 4),
+    ]
+    for number, present in enumerate(presents):
+        saved = np.arange(8, dtype=np.float32).reshape(2, 4)
+        given = saved if isinstance(present, np.ndarray) else torch.from_numpy(saved)
+        reknit.save(tmp_path / str(number), {"m": reknit.PerRank(given)})
+        target = reknit.PerRank(present)
+        reknit.load(tmp_path / str(number), {"m": target})
+        assert type(target.value) is type(present)
+        assert target.value.tolist() == saved.tolist()
+        assert not np.asarray(present).any()
 
 
 def test_a_tensor_over_a_mapping_that_may_be_written_is_filled(tmp_path: Path) -> None:

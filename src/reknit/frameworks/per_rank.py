@@ -15,6 +15,7 @@ from reknit.frameworks import tree
 from reknit.frameworks.neutral import from_neutral, put_array, to_neutral
 from reknit.frameworks.stateful import is_stateful
 from reknit.frameworks.walk.adapter import Adapter
+from reknit.frameworks.walk.writable import may_fill
 from reknit.keywords import checked_call
 
 if TYPE_CHECKING:
@@ -217,7 +218,8 @@ def _holds(present: Any, state: Any) -> bool:
     torch = sys.modules.get("torch")
     tensor: Any = () if torch is None else torch.Tensor
     fills = isinstance(present, tensor) or (isinstance(present, np.ndarray) and isinstance(state, np.ndarray))
-    return fills and isinstance(state, (np.ndarray, tensor)) and _form(present) == _form(state)
+    fits = fills and isinstance(state, (np.ndarray, tensor)) and _form(present) == _form(state)
+    return fits and may_fill(present)
 
 
 def _form(array: Any) -> tuple[tuple[int, ...], str]:

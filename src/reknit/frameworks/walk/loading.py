@@ -6,11 +6,11 @@ from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 from typing import TYPE_CHECKING, Any, Protocol
 
-from reknit.frameworks import overlap
 from reknit.frameworks.neutral import put_array
+from reknit.frameworks.walk import overlap
 from reknit.frameworks.walk.rank_catalog import Found, RankCatalog
 from reknit.frameworks.walk.walk import Matcher, Place, Walk, first_match
-from reknit.frameworks.writable import require_writable
+from reknit.frameworks.walk.writable import require_writable
 from reknit.types.dtype import converts
 from reknit.types.shard import Shard, full_name
 from reknit.types.wanted import RESIZE, Wanted, matches

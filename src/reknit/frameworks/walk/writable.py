@@ -6,13 +6,24 @@ from bisect import bisect_right
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
+
 from reknit.errors import StateError
-from reknit.frameworks import overlap
+from reknit.frameworks.walk import overlap
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
 _MAPS = Path("/proc/self/maps")
+
+
+def may_fill(array: Any) -> bool:
+    """Tell whether an array of NumPy or torch can be filled: its memory may be written, and is apart."""
+    if isinstance(array, np.ndarray):
+        return array.flags.writeable and overlap.is_distinct(array.shape, array.strides)
+    if not overlap.is_distinct(array.shape, array.stride()):
+        return False
+    return not _is_foreign(array) or not _is_within(array, *_read_only())
 
 
 def require_writable(held: Iterable[tuple[object, Any]]) -> None:
@@ -26,13 +37,18 @@ def require_writable(held: Iterable[tuple[object, Any]]) -> None:
         return
     starts, stops = _read_only()
     for place, memory in foreign:
-        low, high = overlap.ends(memory)
-        near = bisect_right(starts, high - 1) - 1
-        if near >= 0 and low < high and stops[near] > low:
+        if _is_within(memory, starts, stops):
             raise StateError(
                 f"{place} is a tensor over a read-only mapping of a file",
                 remedy="load into a copy of it, or map the file so that it may be written",
             )
+
+
+def _is_within(memory: Any, starts: list[int], stops: list[int]) -> bool:
+    """Tell whether an array has bytes in one of some ranges, which are in order."""
+    low, high = overlap.ends(memory)
+    near = bisect_right(starts, high - 1) - 1
+    return near >= 0 and low < high and stops[near] > low
 
 
 def _is_foreign(memory: Any) -> bool:
