@@ -131,6 +131,16 @@ def test_a_counter_stays_a_number_or_a_tensor(saved: Any, present: Any) -> None:
     assert isinstance(step, torch.Tensor) == isinstance(present, torch.Tensor)
 
 
+@pytest.mark.parametrize(("saved", "present"), [(torch.tensor(3.0), 0), (3, torch.zeros(()))])
+def test_a_counter_of_no_parameter_stays_a_number_or_a_tensor(saved: Any, present: Any) -> None:
+    source, target = _state({"lr": 1.0}), _state({"lr": 1.0})
+    source["optimizer"].state["count"], target["optimizer"].state["count"] = saved, present
+    load(target, save(source))
+    count = target["optimizer"].state["count"]
+    assert count == 3
+    assert type(count) is type(present)
+
+
 def test_a_counter_that_a_tensor_cannot_hold_is_mismatched() -> None:
     target = _state({"lr": 1.0}, {"step": torch.zeros(())})
     catalog = save(_state({"lr": 1.0}, {"step": 2**24 + 1})).catalog()

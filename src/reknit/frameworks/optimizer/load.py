@@ -258,9 +258,10 @@ class OptimizerLoad:
         if self.noted.foreign:
             loading.report_mismatched(at, next(iter(self.noted.foreign.values())))
             return
-        whole, state = self._want_state(slots.shared().get(name), None, at, loading.saved.spec(at))
+        current = slots.shared()
+        whole, state = self._want_state(current.get(name), None, at, loading.saved.spec(at))
         if whole:
-            loading.later(lambda: slots.state.__setitem__(name, state))
+            loading.later(lambda: slots.state.update(_in_kind({name: state}, current)))
 
     def _want_more(self) -> None:
         """Ask for what an optimizer's own `state_dict` has beside states and options, and let it load it all.
