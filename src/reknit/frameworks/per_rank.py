@@ -10,11 +10,12 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from reknit.errors import StateError, UsageError, shown
+from reknit.errors import StateError, UsageError, shortage, shown
 from reknit.frameworks import tree
 from reknit.frameworks.neutral import from_neutral, put_array, to_neutral
 from reknit.frameworks.stateful import is_stateful
 from reknit.frameworks.walk.adapter import Adapter
+from reknit.frameworks.walk.own_code import cause
 from reknit.keywords import checked_call
 
 if TYPE_CHECKING:
@@ -173,10 +174,31 @@ class PerRankAdapter(Adapter):
     def _want(self, value: PerRank, state: Any, place: Place, loading: Loading) -> None:
         if isinstance(value, RngState) and _lost_gpu(state):
             loading.note(place, "the random state of a GPU is not restored: this process uses none")
-        if is_stateful(value.value):
-            loading.later(lambda: value.value.load_state_dict(state))
+        if isinstance(value, RngState):
+            if why := _refused(state):
+                loading.report_mismatched(place, why)
+                return
+            # Not early: code of other objects may draw numbers while they are loaded.
+            loading.later(lambda: value.load_state_dict(state))
+        elif is_stateful(value.value):
+            loading.early(lambda: value.value.load_state_dict(state))
         else:
             loading.later(lambda: _refill(value, state))
+
+
+def _refused(state: Any) -> str | None:
+    """Say why generators cannot take a saved state, tried on others than those of this process."""
+    try:
+        version, words, cached = state["python"]
+        random.Random().setstate((version, tuple(words), cached))
+        np.random.RandomState().set_state(tuple(state["numpy"]))
+        if "torch" in state and (torch := sys.modules.get("torch")):
+            torch.Generator().set_state(state["torch"])
+    except Exception as error:
+        if short := shortage(error):
+            raise short from error
+        return f"what was saved is no state of random generators: {cause(error)}"
+    return None
 
 
 def _was_saved(place: Place, loading: Loading) -> bool:

@@ -88,9 +88,9 @@ class StatefulAdapter(Adapter):
         if found.why is not None:
             return
         current = tensors_of(value.state_dict(), place, loading)
-        whole, state = rebuild(found.value, place, loading, current)
+        whole, state = rebuild(found.value, place, loading, current, early=True)
         if whole:
-            loading.later(lambda: value.load_state_dict(_completed(state)))
+            loading.early(lambda: value.load_state_dict(_completed(state)))
 
 
 def _want_tensors(value: Any, place: Place, loading: Loading) -> None:
@@ -110,12 +110,12 @@ def _want_tensors(value: Any, place: Place, loading: Loading) -> None:
             loading.report_missing(at, "the checkpoint does not have it")
             return leaf
         tensor = library.fresh(spec, leaf)
-        loading.tensor(tensor, at)
+        loading.tensor(tensor, at, early=True)
         return tensor
 
     state = tree.map_leaves(value.state_dict(), fill, place)
     if any(loading.saved.spec(at) is not None for at in asked):
-        loading.later(lambda: value.load_state_dict(_completed(state)))
+        loading.early(lambda: value.load_state_dict(_completed(state)))
 
 
 def skeleton(
@@ -155,12 +155,15 @@ def rebuild(
     loading: Loading,
     current: dict[str, Any],
     ask: Callable[[TensorSpec, Any, Place], Any] | None = None,
+    *,
+    early: bool = False,
 ) -> tuple[bool, Any]:
     """Ask for the tensors that a saved value names; return whether all are there, and the value with them.
 
     A tensor comes in fresh memory, shaped and placed like that in `current` where there is one of its path:
     a `state_dict` may return what the object shares with others, and that must not change before delivery.
     One that is not to be loaded stays the present one.  `ask` asks for a tensor of torch in another way.
+    With `early` the tensors are filled before any live one.
     """
     absent: list[Place] = []
 
@@ -183,7 +186,7 @@ def rebuild(
         if ask is not None and library == "torch":
             return ask(spec, like, at)
         tensor = arrays.fresh(spec, like if arrays.matches(like) else None)
-        loading.tensor(tensor, at)
+        loading.tensor(tensor, at, early=early)
         return trained(tensor, leaf.value)
 
     filled = tree.map_leaves(value, fill)
