@@ -69,11 +69,11 @@ def _load(job: LoadJob, root: LoadCoordinator) -> LoadReport:
     with progress(recorder, start_thread, wanted=options.progress), ExitStack() as last:
         # 1 Open: the root reads manifest, index and shared values for everyone.
         with recorder.phase("open"), comm.turn(group, FIRST_ROUND, timeout_s, opens=True) as turn:
-            part = turn.exchange(request_items(job), root.open)
+            contents = turn.exchange(request_items(job), root.open)
 
         # 2 Collect what the target takes; the root answers where that lies.
         with recorder.phase("locate"), comm.turn(group, "locate", timeout_s) as turn:
-            metadata = root.metadata or ReceivedMetadata.of(part, job)
+            metadata = root.metadata or ReceivedMetadata.of(contents, job)
             collected = collect(job, metadata.checkpoint)
             answer = turn.exchange(collected.request(), partial(root.locate, collected))
 
@@ -83,8 +83,8 @@ def _load(job: LoadJob, root: LoadCoordinator) -> LoadReport:
             parts = _plan(job, metadata, collected, messages.decode(answer, messages.Answer))
             early, late = parts
             if group.size > 1 and options.share != "never":
-                for part in filter(None, parts):
-                    part.share(job, last)
+                for each in filter(None, parts):
+                    each.share(job, last)
             request = _request(job, collected, early, late)
             decision = messages.decode(turn.exchange(request, root.agree), messages.LoadDecision)
 
@@ -172,7 +172,7 @@ def _request(job: LoadJob, collected: Collected, early: LoadPart | None, late: L
             lacking=problems.missing[:most],
             unfit=problems.mismatched[:most],
             early=wanted.has_early,
-            early_offer=early and early.offer(),
+            early_offer=None if early is None else early.offer(),
         )
     )
 
