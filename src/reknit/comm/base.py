@@ -221,8 +221,8 @@ def turn(
     associative.  `opens` says that this is the first round of a call that all ranks have to make.
 
     When the body fails before its exchange, or `merge` or `decide` fail, every rank raises the same error,
-    naming the rank where it began.  An exception that is no `ReknitError` (a bug) becomes one that describes it;
-    where it happened, it is the cause.  What is no `Exception` (Ctrl-C) is raised unchanged where it
+    naming the rank where it began.  An exception that is no `ReknitError` (a bug) becomes one that describes
+    it, and is its cause where it happened.  What is no `Exception` (Ctrl-C) is raised unchanged where it
     happened.  What fails after the exchange concerns this rank only.
     """
     return Turn(group, name, timeout_s, merge, subject=subject, opens=opens)
