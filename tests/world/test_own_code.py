@@ -346,9 +346,9 @@ def test_objects_that_another_rank_has_alone_are_loaded_before_tensors_of_any_ra
 
 
 def test_a_scaler_that_was_disabled_does_not_load_into_one_that_is_not() -> None:
-    saved = {"model": nn.Linear(1, 1), "scaler": torch.amp.GradScaler("cpu", enabled=False)}
+    saved: dict[str, Any] = {"model": nn.Linear(1, 1), "scaler": torch.amp.GradScaler("cpu", enabled=False)}
     reknit.save("process://planted/x", saved)
-    target = {"model": nn.Linear(1, 1), "scaler": torch.amp.GradScaler("cpu")}
+    target: dict[str, Any] = {"model": nn.Linear(1, 1), "scaler": torch.amp.GradScaler("cpu")}
     before = target["model"].weight.item()
     with pytest.raises(reknit.ReknitError, match="scaler"):
         reknit.load("process://planted/x", target)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import sys
+from collections.abc import Container, Iterable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -27,6 +29,24 @@ def is_stateful(value: Any) -> bool:
         and callable(getattr(value, "state_dict", None))
         and callable(getattr(value, "load_state_dict", None))
     )
+
+
+def has_effects(value: Any) -> bool:
+    """Tell whether `state_dict` may change the object, so that a load must not call it.
+
+    The object says so by its attribute `state_dict_has_effects`.  By default it is so for what can be
+    iterated and is no container: data loaders make an iterator, start workers and draw random numbers.
+    """
+    declared = getattr(value, "state_dict_has_effects", None)
+    if declared is not None:
+        return bool(declared)
+    return isinstance(value, Iterable) and not isinstance(value, Container)
+
+
+_PARTIAL = (
+    "only a part of it is to be loaded, and its present state is not asked for: name all of it or nothing in "
+    "`only`, or set `state_dict_has_effects = False` in its class if state_dict() changes nothing"
+)
 
 
 @dataclass(frozen=True)
@@ -85,16 +105,57 @@ class StatefulAdapter(Adapter):
             _want_tensors(value, place, loading)
             return
         found = loading.value(record)
-        if found.why is not None:
+        if found.why is not None or not _fits(value, found.value, place, loading):
             return
-        current = tensors_of(value.state_dict(), place, loading)
+        named = _named_tensors(found.value, place)
+        current: dict[str, Any] = {}
+        if named and not has_effects(value):
+            current = tensors_of(value.state_dict(), place, loading)
+        elif not all(loading.takes(at) for at in named):
+            loading.report_mismatched(place, _PARTIAL)
+            return
         whole, state = rebuild(found.value, place, loading, current, early=True)
         if whole:
             loading.early(lambda: value.load_state_dict(_completed(state)))
 
 
+def _fits(value: Any, saved: Any, place: Place, loading: Loading) -> bool:
+    """Tell whether a library's object can take a saved value, as far as its class says that beforehand."""
+    torch = sys.modules.get("torch")
+    if torch is None or not isinstance(value, torch.amp.GradScaler):
+        return True
+    if value.is_enabled() and saved == {}:
+        loading.report_mismatched(
+            place, "a disabled scaler was saved, without values, and this one is enabled"
+        )
+        return False
+    if not value.is_enabled() and saved != {}:
+        loading.note(place, "this scaler is disabled, and takes none of the saved values")
+    return True
+
+
+def _named_tensors(value: Any, place: Place) -> list[Place]:
+    """Return the places of the tensors that a saved value names."""
+    found: list[Place] = []
+
+    def find(path: tree.Path, leaf: Any) -> Any:
+        if isinstance(leaf, Tagged) and leaf.tag == "tensor":
+            found.append(place.below(_placeholder(leaf, place)[1]))
+            return None
+        return tree.DESCEND
+
+    tree.map_leaves(value, find)
+    return found
+
+
 def _want_tensors(value: Any, place: Place, loading: Loading) -> None:
     """Ask for those tensors of the object's present state that are to be loaded, and keep all else."""
+    if not loading.may_take_below(place):
+        return
+    if has_effects(value):
+        if any(loading.takes(at) for at in loading.saved.tensors_below(place)):
+            loading.report_mismatched(place, _PARTIAL)
+        return
     asked: list[Place] = []
 
     def fill(path: tree.Path, leaf: Any) -> Any:

@@ -137,8 +137,6 @@ class Background:
             # What came first; but Ctrl-C, whenever it came, is no matter of this save alone.
             first = caught if wrong is None or not isinstance(caught, Exception) else wrong
             error = typed(first) if isinstance(first, Exception) else first
-            if error is not first:
-                error.__cause__ = first
             if save is not None:
                 save.abandon(error, options.timeout_s)
             else:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 from typing import TYPE_CHECKING, Any, Protocol
@@ -118,6 +119,12 @@ class Loading(Walk):
         if self._idle:
             self._idle = tuple(pattern for pattern in self._idle if not fnmatchcase(name, pattern))
         return terms.takes(name)
+
+    def may_take_below(self, place: Place) -> bool:
+        """Tell whether a pattern of names to load may match a name below a place, whatever that is."""
+        below = full_name(place.item, place.fqn).rstrip("/") + "/"
+        literal = [re.split(r"[*?\[]", pattern, maxsplit=1)[0] for pattern in self.catalog.terms.only]
+        return any(below.startswith(start) or start.startswith(below) for start in literal)
 
     def may_resize(self, place: Place) -> bool:
         """Tell whether a tensor with this name may have another shape in the checkpoint."""
