@@ -5,16 +5,17 @@ from __future__ import annotations
 import sys
 from collections.abc import Container, Iterable
 from dataclasses import dataclass, field
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 from reknit.errors import FormatError, StateError
 from reknit.frameworks import tree
-from reknit.frameworks.neutral import is_renewable, to_neutral, trained, training
+from reknit.frameworks.neutral import conflict, is_renewable, record_of, to_neutral, trained
 from reknit.frameworks.walk.adapter import Adapter
 from reknit.types.shard import Tagged
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Mapping
 
     from reknit.frameworks.walk.loading import Loading
     from reknit.frameworks.walk.saving import Saving
@@ -74,6 +75,9 @@ class Kept:
 
 class Unfilled:
     """Memory to fill in the place of a tensor of a library whose tensors cannot be changed."""
+
+    record: Mapping[str, Any] = MappingProxyType({})
+    """What the saved tensor was, as `record_of` says it, where the new one is to be the same."""
 
     def filled(self) -> Any:
         """Return the tensor with what the memory holds."""
@@ -191,7 +195,7 @@ def skeleton(
             return tree.DESCEND
         add(leaf, place.child(*path))
         hole = {"library": library.library, "path": _relative(path, place)}
-        return Tagged("tensor", {**hole, **training(leaf)})
+        return Tagged("tensor", {**hole, **record_of(leaf)})
 
     return to_neutral(tree.map_leaves(value, hole, place), str(place))
 
@@ -246,8 +250,15 @@ def rebuild(
         like = current.get(relative)
         if ask is not None and library == "torch":
             return ask(spec, like, at)
+        if why := conflict(leaf.value, record_of(like)):
+            loading.report_mismatched(at, why)
+            absent.append(at)
+            return None
         tensor = arrays.fresh(spec, like if arrays.matches(like) else None)
         loading.tensor(tensor, at, early=early)
+        if isinstance(tensor, Unfilled):
+            tensor.record = leaf.value
+            return tensor
         return trained(tensor, leaf.value)
 
     filled = tree.map_leaves(value, fill)

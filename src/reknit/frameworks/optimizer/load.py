@@ -101,7 +101,7 @@ class OptimizerLoad:
                 present = given.get(name, current.get(name))
                 if counts := len(members) > 1 and optimizer_memory.is_counter(spec, slot, at):
                     present = None  # each member has its own, to be compared with the others
-                whole, state = self._want_state(present, slot, at, spec, early=counts)
+                whole, state = self._want_state(present, slot, at, spec)
                 if whole:
                     given[name] = state
                 elif name in current:
@@ -172,18 +172,9 @@ class OptimizerLoad:
                     )
 
     def _want_state(
-        self,
-        current: Any,
-        slot: ParamSlot | None,
-        at: Place,
-        spec: TensorSpec | None,
-        *,
-        early: bool = False,
+        self, current: Any, slot: ParamSlot | None, at: Place, spec: TensorSpec | None
     ) -> tuple[bool, Any]:
-        """Ask for a state, a tensor of the shape `spec` here or a value; return whether it comes, and it.
-
-        An `early` tensor is new memory, and filled before any live tensor changes.
-        """
+        """Ask for a state, a tensor of the shape `spec` here or a value; return whether it comes, and it."""
         loading, noted = self.loading, self.noted
         if spec is not None:
             state = optimizer_memory.memory_for(spec, current, slot, at, loading, noted)
@@ -193,8 +184,7 @@ class OptimizerLoad:
             resize = spec != loading.saved.spec(at)
             if resize and state is not current:
                 state.zero_()  # as optimizers begin
-            view = optimizer_memory.view(state, slot, at, loading)
-            loading.view(view, at, state, resize=resize, early=early)
+            loading.view(optimizer_memory.view(state, slot, at, loading), at, state, resize=resize)
             return True, state
         found = loading.value(at)
         if found.why is not None:

@@ -41,19 +41,20 @@ class Delivery(NamedTuple):
 
 @dataclass(slots=True)
 class DeliveryPart:
-    """The memory that is filled, what settles it, and actions that follow; `names` where it comes first."""
+    """The memory that is filled, what checks and settles it, and what follows; `names` if it is early."""
 
     names: list[str] = field(default_factory=list)
     filled: list[Any] = field(default_factory=list)
+    checks: list[Callable[[], None]] = field(default_factory=list)
     settles: list[Callable[[], None]] = field(default_factory=list)
     actions: list[Delivery] = field(default_factory=list)
 
     def settle(self, libraries: Iterable[Arrays]) -> None:
-        """Let the libraries know what was filled, and copy filled memory to where it belongs."""
+        """Let the libraries know what was filled, check it, and copy filled memory to where it belongs."""
         for library in libraries:
             library.changed(self.filled)
-        for settle in self.settles:
-            settle()
+        for action in (*self.checks, *self.settles):
+            action()
 
     def run(self) -> None:
         """Run all actions."""

@@ -67,7 +67,6 @@ class Loading(Walk):
     notes: list[Remark] = field(default_factory=list)
     _early: DeliveryPart = field(default_factory=DeliveryPart)
     _late: DeliveryPart = field(default_factory=DeliveryPart)
-    _checks: list[Callable[[], None]] = field(default_factory=list)
     _at: tuple[Place, str] = field(default=(Place(""), ""))
     _requests: dict[Hashable, _Request] = field(default_factory=dict)
     _shards: list[Shard] = field(default_factory=list)
@@ -106,9 +105,12 @@ class Loading(Walk):
         """Run `action` after all bytes have been read, in the order of these calls."""
         self._late.actions.append(Delivery(*self._at, action))
 
-    def check(self, action: Callable[[], None]) -> None:
-        """Run `action`, which may raise an error about `early` memory, before all actions of `early`."""
-        self._checks.append(action)
+    def check(self, action: Callable[[], None], *, early: bool = False) -> None:
+        """Run `action`, which may raise an error about the values read, before all actions of `later`.
+
+        With `early` it is about early memory alone, and runs before all actions of `early`.
+        """
+        (self._early if early else self._late).checks.append(action)
 
     def takes(self, place: Place) -> bool:
         """Tell whether to load this name; if not, leave the target as it is."""
@@ -234,7 +236,7 @@ class Loading(Walk):
             num_kept=self._num_kept,
             coordinate=self.world.coordinate,
             early=frozenset(self._early.names),
-            has_early=bool(self._early.actions or self._checks),
+            has_early=bool(self._early.actions or self._early.checks),
             deliver_early=self._deliver_early,
             deliver=self._deliver,
         )
@@ -331,8 +333,6 @@ class Loading(Walk):
 
     def _deliver_early(self) -> None:
         self._early.settle(self.libraries)
-        for check in self._checks:
-            check()
         self._early.run_each(self.world.size)
 
     def _deliver(self) -> None:
