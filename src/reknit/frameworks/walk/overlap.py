@@ -14,7 +14,7 @@ from reknit.errors import StateError
 from reknit.types.shard import Strided, full_name
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Collection, Sequence
 
     from numpy.typing import NDArray
 
@@ -191,27 +191,37 @@ class _Image(NamedTuple):
 
 
 class FilledBeside:
-    """Shards that share memory, each filled beside it; `put` what they agree on where it belongs."""
+    """Shards that share memory, each filled beside it; `put` what they agree on where it belongs.
 
-    def __init__(self, shards: Sequence[Shard]) -> None:
-        self._live = [shard.data for shard in shards]
+    `names` are those of the shards, and no other shard has one of these.
+    """
+
+    def __init__(self, shards: Sequence[Shard], groups: Sequence[Sequence[int]]) -> None:
+        shared = {(shards[number].item, shards[number].fqn) for group in groups for number in group}
+        held = [number for number, one in enumerate(shards) if (one.item, one.fqn) in shared]
+        place = {number: at for at, number in enumerate(held)}
+        self.names = [full_name(*name) for name in shared]
+        self._groups = [[place[number] for number in group] for group in groups]
+        self._live = [shards[number].data for number in held]
         self._beside = [_copy(live) for live in self._live]
-        self.shards = [
-            structs.replace(shard, memory=memory) for shard, memory in zip(shards, self._beside, strict=True)
-        ]
+        self.shards = {
+            id(shards[number]): structs.replace(shards[number], memory=memory)
+            for number, memory in zip(held, self._beside, strict=True)
+        }
 
     def require_agreement(self) -> None:
         """Raise `StateError` if two names have different values for the same memory."""
-        found = [_where(live) for live in self._live]
-        image = _Image.of(found)
-        for number, (at, beside) in enumerate(zip(found, self._beside, strict=True)):
-            content, marks = image.view(image.content, at), image.view(image.marks, at)
-            mine = image.units(beside)
-            differ = marks & (content != mine)
-            if differ.any():
-                raise self._refusal(number, image, differ, at)
-            content[...] = mine
-            marks[...] = True
+        for group in self._groups:
+            found = [_where(self._live[number]) for number in group]
+            image = _Image.of(found)
+            for at, number in zip(found, group, strict=True):
+                content, marks = image.view(image.content, at), image.view(image.marks, at)
+                mine = image.units(self._beside[number])
+                differ = marks & (content != mine)
+                if differ.any():
+                    raise self._refusal(number, image, differ, at)
+                content[...] = mine
+                marks[...] = True
 
     def put(self) -> None:
         """Copy what was filled into the live memory."""
@@ -227,16 +237,29 @@ class FilledBeside:
         """Return the error for a shard that contradicts an earlier one, which is searched for."""
         image.marks[...] = False
         image.view(image.marks, at)[...] = differ
-        earlier = zip(self.shards, self._live, strict=True)
-        other = next(one for one, live in earlier if image.view(image.marks, _where(live)).any())
-        one, two = (full_name(shard.item, shard.fqn) for shard in (other, self.shards[number]))
+        group = next(group for group in self._groups if number in group)
+        other = next(one for one in group if image.view(image.marks, _where(self._live[one])).any())
+        shards = list(self.shards.values())
+        one, two = (full_name(shards[n].item, shards[n].fqn) for n in (other, number))
         return StateError(
             f"{one} and {two} share memory in the target, and differ in the checkpoint where they do",
             remedy="load only one of them, or put a copy of the other into the state",
         )
 
 
-def refusal(one: Shard, other: Shard) -> StateError:
+def fill_beside(shards: list[Shard], resizable: Collection[tuple[str, str]]) -> FilledBeside | None:
+    """Return those shards that are to be filled beside their memory, or None.
+
+    Raises `StateError` if one of them has another shape in the checkpoint.
+    """
+    groups = overlapping(shards)
+    for group in groups:
+        if any((shards[number].item, shards[number].fqn) in resizable for number in group):
+            raise _reshaped(*(shards[number] for number in group[:2]))
+    return FilledBeside(shards, groups) if groups else None
+
+
+def _reshaped(one: Shard, other: Shard) -> StateError:
     """Return the error for shards that share memory and cannot be compared."""
     first, second = (full_name(shard.item, shard.fqn) for shard in (one, other))
     return StateError(

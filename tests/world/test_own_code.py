@@ -1,0 +1,371 @@
+"""Exceptions in code of users: each is an error on all ranks, which names the object and the cause."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import torch
+from torch import nn
+
+import reknit
+from reknit.frameworks.custom import Held, Value, registered
+from reknit.testing.world import run_ranks
+from reknit.types.shard import LoaderShard
+from tests.storage.process_memory import ProcessMemory
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    from reknit.comm.base import Group
+
+
+class PlantedError(Exception):
+    """What no library raises."""
+
+
+def fails(*_: Any, **__: Any) -> Any:
+    raise PlantedError("boom")
+
+
+class Keeper:
+    def __init__(self, state: Any = 1) -> None:
+        self.state = state
+
+    def state_dict(self) -> Any:
+        return {"n": self.state}
+
+    def load_state_dict(self, state: Any) -> None:
+        self.state = state["n"]
+
+
+class ByProperty:
+    @property
+    def state_dict(self) -> Any:
+        return fails()
+
+    def load_state_dict(self, state: Any) -> None:
+        """Take nothing."""
+
+
+class Entries(Mapping[str, Any]):
+    """A mapping whose entries cannot be looked at."""
+
+    def __getitem__(self, key: str) -> Any:
+        return fails()
+
+    def __iter__(self) -> Iterator[str]:
+        yield fails()
+
+    def __len__(self) -> int:
+        return 1
+
+
+class Locked(dict[str, Any]):
+    """A dict that takes no other values."""
+
+    def __setitem__(self, key: str, value: Any) -> None:
+        fails()
+
+
+class Stream:
+    """A data loader of which all ranks share the state."""
+
+    def stream_state(self) -> Any:
+        return {"at": 3}
+
+    def check_stream(self, state: Any) -> None:
+        """Take any state."""
+
+    def load_stream(self, state: Any) -> None:
+        """Go on there."""
+
+
+class Shards:
+    """A data loader with shards."""
+
+    def replicated_state(self) -> Any:
+        return {"epoch": 1}
+
+    def sharded_state(self) -> Any:
+        return [LoaderShard(0, 0, 0, 1, 1, {"at": 3})]
+
+    def choose_shards(self, state: Any, shards: Sequence[LoaderShard]) -> Sequence[LoaderShard]:
+        return shards
+
+    def load_shards(self, state: Any, shards: Sequence[LoaderShard]) -> None:
+        """Go on with these."""
+
+
+class Extra(nn.Module):
+    def get_extra_state(self) -> Any:
+        return {"n": 1}
+
+    def set_extra_state(self, state: Any) -> None:
+        """Take it."""
+
+
+class Bag:
+    """A value of a custom framework, with memory or without."""
+
+    def __init__(self, memory: torch.Tensor | None = None) -> None:
+        self.memory = memory
+
+
+class Bags:
+    def __init__(self, failing: str = "") -> None:
+        if failing:
+            setattr(self, failing, fails)
+
+    def matches(self, value: Any) -> bool:
+        return isinstance(value, Bag)
+
+    def holdings(self, value: Bag, rank: int, size: int) -> Iterator[Held | Value]:
+        yield Value("n", 1)
+        if value.memory is not None:
+            yield Held("w", (2,), "float32", (0,), (2,), value.memory)
+
+    def restore(self, value: Bag, held: Sequence[Held], values: Mapping[str, Any]) -> None:
+        """Take nothing."""
+
+
+def planted(make: Callable[[], Any], *names: str) -> Any:
+    """Return an object of which a method fails."""
+    made = make()
+    for name in names:
+        setattr(made, name, fails)
+    return made
+
+
+def hooked(name: str) -> nn.Module:
+    module = nn.Linear(1, 1)
+    getattr(module, name)(fails)
+    return module
+
+
+def stepped(name: str) -> Any:
+    optimizer = torch.optim.SGD([("w", nn.Parameter(torch.ones(1)))], lr=0.1)
+    getattr(optimizer, name)(fails)
+    return optimizer
+
+
+def wrapped(cls: type[Any]) -> Any:
+    return cls(planted(Keeper, "state_dict"))
+
+
+ON_SAVE: dict[str, Callable[[], Any]] = {
+    "state_dict": lambda: planted(Keeper, "state_dict"),
+    "state_dict as a property": ByProperty,
+    "state_dict of a PerRank": lambda: wrapped(reknit.PerRank),
+    "state_dict in a container": lambda: {"a": [planted(Keeper, "state_dict")]},
+    "__iter__ of a mapping": Entries,
+    "stream_state": lambda: planted(Stream, "stream_state"),
+    "replicated_state": lambda: planted(Shards, "replicated_state"),
+    "sharded_state": lambda: planted(Shards, "sharded_state"),
+    "get_extra_state": lambda: planted(Extra, "get_extra_state"),
+    "state_dict of a module": lambda: planted(nn.ReLU, "state_dict"),
+    "a hook of a module": lambda: hooked("register_state_dict_pre_hook"),
+}
+ON_LOAD: dict[str, tuple[Callable[[], Any], Callable[[], Any]]] = {
+    "load_state_dict": (Keeper, lambda: planted(Keeper, "load_state_dict")),
+    "load_state_dict with a tensor": (
+        lambda: Keeper(torch.ones(2)),
+        lambda: planted(lambda: Keeper(torch.zeros(2)), "load_state_dict"),
+    ),
+    "state_dict of the target": (
+        lambda: Keeper(torch.ones(2)),
+        lambda: planted(Keeper, "state_dict"),
+    ),
+    "check_stream": (Stream, lambda: planted(Stream, "check_stream")),
+    "load_stream": (Stream, lambda: planted(Stream, "load_stream")),
+    "choose_shards": (Shards, lambda: planted(Shards, "choose_shards")),
+    "load_shards": (Shards, lambda: planted(Shards, "load_shards")),
+    "load_state_dict of a PerRank": (
+        lambda: reknit.PerRank(Keeper()),
+        lambda: reknit.PerRank(planted(Keeper, "load_state_dict")),
+    ),
+}
+AFTER_TENSORS: dict[str, tuple[Callable[[], Any], Callable[[], Any]]] = {
+    "set_extra_state": (Extra, lambda: planted(Extra, "set_extra_state")),
+    "__setitem__": (lambda: {"n": 1}, lambda: Locked(n=0)),
+    "a hook of a module": (
+        lambda: nn.Linear(1, 1),
+        lambda: hooked("register_load_state_dict_post_hook"),
+    ),
+    "a hook of an optimizer": (
+        lambda: torch.optim.SGD([("w", nn.Parameter(torch.ones(1)))], lr=0.1),
+        lambda: stepped("register_load_state_dict_post_hook"),
+    ),
+}
+
+
+def told(error: BaseException, *, own: bool) -> str:
+    """Return the text of an error that is as it should be."""
+    assert isinstance(error, reknit.ReknitError)
+    assert "PlantedError: boom" in error.message
+    assert error.remedy
+    if own:
+        cause = error.__cause__
+        assert isinstance(cause, PlantedError), cause
+    return str(error)
+
+
+def of_all(act: Callable[[dict[str, Any], Group | None], object], make: Callable[[], Any]) -> list[str]:
+    """Return the error of a process that is alone, and those of two ranks of which one has the object."""
+    with pytest.raises(reknit.ReknitError) as alone:
+        act({"odd": make()}, None)
+
+    def rank(group: Group) -> str:
+        with pytest.raises(reknit.ReknitError) as caught:
+            act({"odd": make()} if group.rank else {"other": 1}, group)
+        return told(caught.value, own=group.rank == 1)
+
+    texts = run_ranks(2, rank)
+    assert texts[0] == texts[1]
+    assert "rank 1" in texts[0]
+    return [told(alone.value, own=True), texts[0]]
+
+
+def saves(state: dict[str, Any], group: Group | None, *, wait: bool = True) -> None:
+    reknit.save("process://planted/x", state, group=group, wait=wait).result()
+
+
+def saves_in_a_run(state: dict[str, Any], group: Group | None) -> None:
+    with reknit.Checkpointer("process://planted", group=group, wait=True) as run:
+        run.save(1, state, force=True)
+
+
+@pytest.fixture(autouse=True)
+def _clean() -> Iterator[None]:
+    yield
+    ProcessMemory.clear("planted")
+
+
+@pytest.mark.parametrize(
+    "act", [saves, partial(saves, wait=False), saves_in_a_run], ids=["now", "later", "run"]
+)
+@pytest.mark.parametrize("kind", ON_SAVE)
+def test_an_exception_of_an_object_that_is_saved_is_an_error_that_names_it(
+    kind: str, act: Callable[[dict[str, Any], Group | None], object]
+) -> None:
+    for text in of_all(act, ON_SAVE[kind]):
+        assert "odd" in text
+    assert reknit.close()
+
+
+@pytest.mark.parametrize("failing", ["matches", "holdings", "restore"])
+def test_an_exception_of_a_framework_of_a_user_is_an_error(failing: str) -> None:
+    with registered(Bags()):
+        saves({"odd": Bag(), "w": torch.ones(2)}, None)
+    live = torch.zeros(2)
+    with registered(Bags(failing)), pytest.raises(reknit.ReknitError) as caught:
+        reknit.load("process://planted/x", {"odd": Bag(), "w": live})
+    told(caught.value, own=True)
+    assert live.tolist() == [0, 0]
+    if failing == "restore":
+        return
+    with registered(Bags(failing)), pytest.raises(reknit.ReknitError) as caught:
+        saves({"odd": Bag()}, None)
+    told(caught.value, own=True)
+
+
+def loads(state: dict[str, Any], group: Group | None) -> None:
+    reknit.load("process://planted/x", state, group=group)
+
+
+def resumes(state: dict[str, Any], group: Group | None) -> None:
+    with reknit.Checkpointer("process://planted", group=group) as run:
+        run.resume(state)
+
+
+def save_for_both(saved: Callable[[], Any], *, ranks: int) -> None:
+    def rank(group: Group) -> None:
+        state = {"w": torch.ones(2), "good": Keeper(7), "odd": saved()}
+        with reknit.Checkpointer("process://planted", group=group, wait=True) as run:
+            run.save(1, state, force=True)
+        reknit.save("process://planted/x", state, group=group)
+
+    run_ranks(ranks, rank)
+
+
+@pytest.mark.parametrize("act", [loads, resumes])
+@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize("kind", ON_LOAD)
+def test_an_exception_of_an_object_that_is_loaded_is_an_error_and_changes_no_tensor_on_any_rank(
+    kind: str, ranks: int, act: Callable[[dict[str, Any], Group | None], object]
+) -> None:
+    saved, target = ON_LOAD[kind]
+    save_for_both(saved, ranks=ranks)
+
+    def rank(group: Group) -> str:
+        good, live, is_odd = Keeper(0), torch.zeros(2), group.rank == ranks - 1
+        state = {"w": live, "good": good, "odd": target() if is_odd else saved()}
+        with pytest.raises(reknit.ReknitError) as caught:
+            act(state, group)
+        assert live.tolist() == [0, 0]
+        text = told(caught.value, own=is_odd)
+        if good.state != 0:
+            assert "loaded before it: good" in text
+        assert ("no tensor of the target was changed" in text) != ("nothing was changed" in text)
+        return text
+
+    texts = run_ranks(ranks, rank)
+    assert len(set(texts)) == 1
+    assert "odd" in texts[0]
+
+
+@pytest.mark.parametrize("kind", AFTER_TENSORS)
+def test_an_exception_of_code_that_needs_the_tensors_says_that_the_target_is_partly_written(
+    kind: str,
+) -> None:
+    saved, target = AFTER_TENSORS[kind]
+    save_for_both(saved, ranks=1)
+    with pytest.raises(reknit.ReknitError) as caught:
+        loads({"w": torch.zeros(2), "good": Keeper(0), "odd": target()}, None)
+    text = told(caught.value, own=True)
+    assert "odd" in text
+    assert "the target is partly written" in text
+
+
+def test_objects_that_another_rank_has_alone_are_loaded_before_tensors_of_any_rank() -> None:
+    save_for_both(Keeper, ranks=1)
+
+    def rank(group: Group) -> str:
+        live = torch.zeros(2)
+        more = {"odd": planted(Keeper, "load_state_dict")} if group.rank else {}
+        with pytest.raises(reknit.ReknitError) as caught:
+            loads({"w": live, **more}, group)
+        assert live.tolist() == [0, 0]
+        return told(caught.value, own=group.rank == 1)
+
+    first, second = run_ranks(2, rank)
+    assert first == second
+    assert "other ranks may have loaded their objects; no tensor of the target was changed" in first
+
+
+def test_a_scaler_that_was_disabled_does_not_load_into_one_that_is_not() -> None:
+    saved: dict[str, Any] = {"model": nn.Linear(1, 1), "scaler": torch.amp.GradScaler("cpu", enabled=False)}
+    reknit.save("process://planted/x", saved)
+    target: dict[str, Any] = {"model": nn.Linear(1, 1), "scaler": torch.amp.GradScaler("cpu")}
+    before = target["model"].weight.item()
+    with pytest.raises(reknit.ReknitError, match="scaler"):
+        reknit.load("process://planted/x", target)
+    assert target["model"].weight.item() == before
+
+
+@pytest.mark.parametrize("error", [KeyboardInterrupt, SystemExit])
+def test_an_interrupt_is_raised_as_it_is(error: type[BaseException]) -> None:
+    class Interrupted(Keeper):
+        def load_state_dict(self, state: Any) -> None:
+            raise error
+
+        def state_dict(self) -> Any:
+            raise error
+
+    save_for_both(Keeper, ranks=1)
+    with pytest.raises(error):
+        loads({"w": torch.zeros(2), "good": Keeper(), "odd": Interrupted()}, None)
+    with pytest.raises(error):
+        saves({"odd": Interrupted()}, None)
