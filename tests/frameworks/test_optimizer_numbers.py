@@ -10,8 +10,10 @@ import torch
 
 import reknit
 from reknit.errors import MismatchError, StateError
+from reknit.frameworks.deepspeed import optimizers as deepspeed_optimizers
 from reknit.frameworks.registry import wanted
 from reknit.frameworks.torch import numbers
+from reknit.frameworks.walk.walk import Place
 from reknit.types.wanted import Terms
 from tests.frameworks.checkpoint import fill, load, save
 
@@ -160,3 +162,13 @@ def test_steps_are_counted_in_as_many_bits_as_they_need() -> None:
         numbers.counter(10**30, "here")
     with pytest.raises(StateError, match=r"here is 2.5 .* counts in integers"):
         numbers.require_whole(torch.tensor(2.5), "here")
+
+
+@pytest.mark.parametrize("step", [0, 3, 2**24 + 1, 2**53 + 1])
+def test_the_integers_in_which_deepspeed_counts_come_back(step: int) -> None:
+    states = {"step": step, "exp_avg": torch.ones(1)}
+    made = deepspeed_optimizers._with_tensor(states, Place("o"))
+    assert made["step"].item() == step
+    for given in (made, {**made, "step": made["step"].item()}):
+        found = deepspeed_optimizers._with_number(given)["step"]
+        assert (found, type(found)) == (step, int)
