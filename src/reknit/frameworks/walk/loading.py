@@ -234,6 +234,8 @@ class Loading(Walk):
 
     def _fill_beside(self) -> None:
         """Fill tensors that share memory beside it, early, and put there what they agree on."""
+        if not overlap.overlapping(self._shards):
+            return
         shared = overlap.fill_beside(list(filter(self._is_filled, self._shards)), self._resizable)
         if shared is not None:
             self._shards = [shared.shards.get(id(shard), shard) for shard in self._shards]
