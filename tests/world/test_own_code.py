@@ -369,3 +369,23 @@ def test_an_interrupt_is_raised_as_it_is(error: type[BaseException]) -> None:
         loads({"w": torch.zeros(2), "good": Keeper(), "odd": Interrupted()}, None)
     with pytest.raises(error):
         saves({"odd": Interrupted()}, None)
+
+
+@pytest.mark.parametrize("everywhere", [True, False])
+@pytest.mark.parametrize("share", ["always", "never"])
+def test_tensors_of_objects_are_read_once_for_ranks_that_have_the_same(share: Any, everywhere: bool) -> None:
+    model, average = torch.arange(70_000.0), torch.arange(90_000.0)
+    reknit.save("process://planted/x", {"w": model, "average": Keeper(average)})
+
+    def rank(group: Group) -> int:
+        live, keeper = torch.zeros(70_000), Keeper(torch.zeros(90_000))
+        state = {"w": live, "average": keeper} if everywhere or group.rank else {"w": live}
+        options = reknit.LoadOptions(share=share)
+        report = reknit.load("process://planted/x", state, group=group, options=options)
+        assert torch.equal(live, model)
+        assert "average" not in state or torch.equal(keeper.state, average)
+        return report.nbytes_read
+
+    read = sum(run_ranks(2, rank))
+    once, twice = 4 * (70_000 + 90_000), 4 * (2 * 70_000 + (90_000 if not everywhere else 2 * 90_000))
+    assert read == pytest.approx(once if share == "always" else twice, rel=0.1)
