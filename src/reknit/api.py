@@ -91,8 +91,9 @@ def save(
 
     Raises `StateError` (something cannot be saved; nothing was written), `CheckpointExistsError`,
     `CommitError` (the ranks' parts leave a hole), `StorageError`, `CommError`: on every rank the same error,
-    naming rank and phase.  An exception of your own code (a `state_dict` that fails, Ctrl-C) is raised as it
-    is where it began, and described by a `ReknitError` on the other ranks.
+    naming rank and phase.  An exception of your own code (a `state_dict` that fails) becomes a `StateError`
+    that names the object, on every rank; where it began, `__cause__` is the exception.  Only Ctrl-C and
+    `SystemExit` are raised as they are.
     """
     unused = arguments.BACKGROUND_ONLY if wait is True else ()
     options, wrong = tried_options(options, SaveOptions, "a save with wait=True", unused)
@@ -252,8 +253,13 @@ def load(
     itself (random state, `PerRank`) is restored when the ranks are the same, and otherwise left alone and
     mentioned in `LoadReport.notes`.
 
-    Raises `CheckpointNotFoundError`, `MismatchError`, `CorruptError`, `VersionError`, `StorageError`,
-    `CommError`: on every rank the same error, naming rank and phase.
+    Objects with `load_state_dict` are loaded before any tensor of `state` changes.  If one raises an
+    exception, that is a `StateError`: no tensor was changed on any rank, and the error names the objects that
+    were loaded before.
+
+    Raises `CheckpointNotFoundError`, `MismatchError`, `CorruptError`, `VersionError`, `StateError`,
+    `StorageError`, `CommError`: on every rank the same error, naming rank and phase, and never an exception
+    of your own code, as for `save`.
     """
     options, wrong = tried_options(options, LoadOptions, "reknit.load")
     joined, ranks, carrier = acting(group, options.comm)

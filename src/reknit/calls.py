@@ -20,7 +20,7 @@ from reknit.engine.saving import save as save_story
 from reknit.engine.saving.reuse import Committed
 from reknit.engine.saving.rounds import ASSIGN
 from reknit.engine.stored.promote import Target, promote_saved
-from reknit.errors import ReknitError
+from reknit.errors import ReknitError, typed
 from reknit.storage.registry import open_storage, recorded
 
 if TYPE_CHECKING:
@@ -96,7 +96,9 @@ def all_told(group: Group, first_round: str, timeout_s: float) -> Iterator[None]
         yield
     except BaseException as error:  # Ctrl-C too: whatever it is, this rank will not come
         if group.size == 1:
-            raise
+            if isinstance(error, ReknitError) or not isinstance(error, Exception):
+                raise
+            raise typed(error) from error
         comm.fail(group, first_round, error, timeout_s)
 
 

@@ -248,10 +248,12 @@ def from_wire(data: dict[str, Any]) -> ReknitError:
 
 
 def typed(error: BaseException) -> ReknitError:
-    """Return the error itself, or what tells a foreign one to those who did not see it."""
+    """Return the error itself, or what tells a foreign one to those who did not see it: that is the cause."""
     if isinstance(error, ReknitError):
         return error
-    return shortage(error) or ReknitError(f"{type(error).__name__}: {error}")
+    made = shortage(error) or ReknitError(f"{type(error).__name__}: {error}")
+    made.__cause__ = error
+    return made
 
 
 _NO_FILES = frozenset({errno.EMFILE, errno.ENFILE, errno.ETOOMANYREFS})

@@ -61,9 +61,9 @@ class Case(NamedTuple):
 @st.composite
 def cases(draw: st.DrawFn) -> Case:
     shape = st.lists(st.integers(0, 9), max_size=4).map(tuple)
-    shapes = draw(st.lists(shape, min_size=1, max_size=3))
+    shapes = draw(st.lists(shape, max_size=3))
     wanted = []
-    for _ in range(draw(st.integers(0, 4))):
+    for _ in range(draw(st.integers(0, 4)) if shapes else 0):
         t = draw(st.integers(0, len(shapes) - 1))
         offsets = tuple(draw(st.integers(0, n)) for n in shapes[t])
         lengths = tuple(draw(st.integers(0, n - o)) for n, o in zip(shapes[t], offsets, strict=True))

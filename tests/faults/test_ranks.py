@@ -167,13 +167,18 @@ def raise_in_state_dict(root: str) -> list[Answer]:
     return [*answers, attempt(lambda: saved(f"{root}/b", 2))]
 
 
-def test_a_foreign_exception_is_raised_where_it_began_and_named_elsewhere(tmp_path: Path) -> None:
+def test_an_exception_of_an_object_is_one_error_on_all_ranks_and_an_interrupt_is_raised_where_it_began(
+    tmp_path: Path,
+) -> None:
     answers = run(3, raise_in_state_dict, str(tmp_path), timeout=RUN_S)
     for number, error in enumerate(FOREIGN):
-        assert answers[1][number] == {"type": type(error).__name__, "message": str(error)}
-        for rank in (0, 2):
+        is_own = isinstance(error, Exception)
+        if not is_own:
+            assert answers[1][number] == {"type": type(error).__name__, "message": str(error)}
+        kind, phase = ("StateError", "collect") if is_own else ("ReknitError", "assign")
+        for rank in (0, 1, 2) if is_own else (0, 2):
             told = answers[rank][number]
-            assert (told["type"], told["rank"], told["phase"]) == ("ReknitError", 1, "assign")
+            assert (told["type"], told["rank"], told["phase"]) == (kind, 1, phase)
             assert type(error).__name__ in told["message"]
     assert [answer[-1]["type"] for answer in answers] == ["ok"] * 3
     assert files(tmp_path / "a") == {}

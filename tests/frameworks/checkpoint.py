@@ -9,13 +9,14 @@ import torch
 from msgspec import structs
 
 from reknit.frameworks.registry import collect, wanted
-from reknit.frameworks.tree import same_value
+from reknit.frameworks.same import same_value
 from reknit.types.manifest import Catalog
+from reknit.types.shard import full_name
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
-    from reknit.types.shard import Holdings, TensorSpec
+    from reknit.types.shard import Holdings, Shard, TensorSpec
     from reknit.types.wanted import Wanted
 
 Name = tuple[str, str]
@@ -126,14 +127,21 @@ def save(state: Mapping[str, Any]) -> Checkpoint:
 
 
 def fill(want: Wanted, checkpoint: Checkpoint) -> None:
-    """Do an engine's part of a load: fill the memory of the wanted shards, then deliver."""
-    for shard in want.shards:
+    """Do an engine's part of a load: fill the memory for objects, deliver these, then all the rest."""
+    early = [full_name(shard.item, shard.fqn) in want.early for shard in want.shards]
+    _fill([shard for shard, first in zip(want.shards, early, strict=True) if first], checkpoint)
+    want.deliver_early()
+    _fill([shard for shard, first in zip(want.shards, early, strict=True) if not first], checkpoint)
+    want.deliver()
+
+
+def _fill(shards: Sequence[Shard], checkpoint: Checkpoint) -> None:
+    for shard in shards:
         whole = checkpoint.tensors[shard.item, shard.fqn]
         assert checkpoint.specs[shard.item, shard.fqn] == shard.spec
         assert tuple(shard.data.shape) == shard.box.lengths
         target = shard.data if isinstance(shard.data, torch.Tensor) else torch.from_numpy(shard.data)
         target.copy_(whole[shard.box.slices()])
-    want.deliver()
 
 
 def load(state: Mapping[str, Any], checkpoint: Checkpoint, rank: int = 0, size: int = 1) -> Wanted:

@@ -193,6 +193,41 @@ def a_forward_after_loading_sees_what_was_loaded() -> None:
                 assert_equal(tensors(gather({"m": module})), source.state_dict())
 
 
+def with_lists(*, flat: bool, scale: float) -> dict[str, Any]:
+    """Return a module, and an optimizer whose states are tensors in a list and in a dict in it."""
+    module = wrap(Net(), flat=flat)
+    optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
+    for parameter in module.parameters():
+        if parameter.numel():
+            mean, old = parameter.detach() * scale, parameter.detach() + scale
+            count = torch.tensor(scale)
+            optimizer.state[parameter] = {"history": [old, {"mean": mean, "count": count, "name": "x"}]}
+    return {"m": module, "o": optimizer}
+
+
+@case
+def a_list_of_tensors_comes_back_in_each_layout_also_of_a_flat_parameter() -> None:
+    for flat in (False, True):
+        source = gather(with_lists(flat=flat, scale=2.0))
+        names = {name for name in tensors(source, "o") if name.endswith("history/1/mean")}
+        assert names == {f"state/{name}/history/1/mean" for name, _ in Net().named_parameters()}
+        for other in (False, True):
+            target = with_lists(flat=other, scale=3.0)
+            load(target, source)
+            assert_equal(tensors(gather(target), "o"), tensors(source, "o"))
+
+
+@case
+def a_list_of_tensors_with_another_count_is_refused_in_a_flat_parameter() -> None:
+    state = with_lists(flat=False, scale=2.0)
+    source = gather(state)
+    for (_, fqn), tensor in source.tensors.items():
+        if fqn == "state/up.bias/history/1/count":
+            tensor += 1
+    with pytest.raises(StateError, match=r"up\.(bias|weight)/history/1/count is .* one counter together"):
+        load(with_lists(flat=True, scale=3.0), source)
+
+
 @case
 def training_goes_on_from_a_loaded_state_as_if_it_had_never_stopped() -> None:
     for strategy, flat in VARIANTS:

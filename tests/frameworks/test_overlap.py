@@ -11,6 +11,7 @@ import torch.distributed as dist
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from numpy.lib.stride_tricks import as_strided
+from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard as Cut
 from torch.distributed.tensor import distribute_tensor
@@ -19,8 +20,8 @@ import reknit
 from reknit import transforms
 from reknit.engine.loading import ties
 from reknit.errors import MismatchError, StateError
-from reknit.frameworks import overlap
 from reknit.frameworks.registry import wanted
+from reknit.frameworks.walk import overlap
 from reknit.testing.world import run_ranks
 from reknit.types.box import Box
 from reknit.types.shard import Shard, Strided, TensorSpec
@@ -73,11 +74,35 @@ def test_shards_share_memory_when_numpy_says_so(data: st.DataObject) -> None:
         for n in range(len(arrays))
         for m in range(n)
     )
-    if shared:
-        with pytest.raises(StateError, match="share memory"):
-            overlap.require_apart(shards)
-    else:
-        overlap.require_apart(shards)
+    groups = overlap.overlapping(shards)
+    assert bool(groups) == shared
+    apart = set(range(len(shards))) - {number for group in groups for number in group}
+    assert not any(
+        np.shares_memory(arrays[n], arrays[m]) and shards[n].fqn != shards[m].fqn
+        for n in apart
+        for m in range(len(shards))
+    )
+    before = memory.tobytes()
+    if groups:
+        beside = overlap.FilledBeside(shards, groups)
+        beside.require_agreement()
+        filled, agree = [beside.shards.get(id(shard), shard) for shard in shards], True
+        for group in groups:
+            rows = np.full(64, -1)
+            for n in group:
+                assert not np.shares_memory(np.asarray(filled[n].data), arrays[n])
+                filled[n].data[...] = torch.arange(arrays[n].size).reshape(arrays[n].shape)
+                first = arrays[n].__array_interface__["data"][0] - memory.ctypes.data
+                view = as_strided(rows[first:], arrays[n].shape, [step * 8 for step in arrays[n].strides])
+                mine = np.arange(arrays[n].size).reshape(arrays[n].shape)
+                agree &= bool(((view == -1) | (view == mine)).all())
+                view[...] = mine
+        if agree:
+            beside.require_agreement()
+        else:
+            with pytest.raises(StateError, match="share memory in the target, and differ"):
+                beside.require_agreement()
+    assert memory.tobytes() == before
 
 
 BASE = torch.zeros(4, 6)
@@ -92,15 +117,78 @@ SHARING: dict[str, Any] = {
 }
 
 
+def _shared(parts: Any, items: int) -> Any:
+    return {"m": parts} if items == 1 else {name: {"x": part} for name, part in parts.items()}
+
+
 @pytest.mark.parametrize("parts", SHARING.values(), ids=SHARING)
 @pytest.mark.parametrize("items", [1, 2])
-def test_tensors_that_share_memory_in_part_are_refused(parts: Any, items: int) -> None:
-    state = {"m": parts} if items == 1 else {name: {"x": part} for name, part in parts.items()}
+def test_tensors_that_share_memory_in_part_are_loaded_if_they_agree(parts: Any, items: int) -> None:
+    state = _shared(parts, items)
+    BASE.copy_(torch.randn(4, 6))
+    BASE[0, 0], BASE[3, 5] = float("nan"), -0.0
+    true = [np.asarray(part).tobytes() for part in parts.values()]
+    checkpoint = save(state)
+    BASE.zero_()
+    load(state, checkpoint)
+    assert [np.asarray(part).tobytes() for part in parts.values()] == true
+    BASE.zero_()
+
+
+@pytest.mark.parametrize("parts", SHARING.values(), ids=SHARING)
+@pytest.mark.parametrize("items", [1, 2])
+def test_tensors_that_share_memory_and_contradict_each_other_are_refused(parts: Any, items: int) -> None:
+    state = _shared(parts, items)
     kept = BASE.clone()
-    catalog = save(state).catalog()
-    with pytest.raises(StateError, match=r"(m/)?a.* and (m/)?b.* share memory and are not one tensor"):
-        wanted(state, catalog, 0, 1)
+    checkpoint = save(state)
+    for number, (name, tensor) in enumerate(checkpoint.tensors.items()):
+        checkpoint.tensors[name] = torch.full_like(tensor, number)
+    with pytest.raises(StateError, match=r"[abc].* and .*[bc].* share memory in the target, and diff"):
+        load(state, checkpoint)
     assert torch.equal(BASE, kept)
+
+
+class Tied(nn.Module):
+    """A weight tied to its transpose, and a view of a larger buffer that is a buffer too."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up = nn.Linear(3, 4)
+        self.down = nn.Linear(4, 3)
+        self.down.weight = nn.Parameter(self.up.weight.detach().t())
+        self.register_buffer("table", torch.randn(6, 2))
+        self.register_buffer("row", self.get_buffer("table")[2])
+
+
+def test_a_module_with_a_transposed_weight_and_a_view_of_a_buffer_comes_back(tmp_path: Path) -> None:
+    source, target = Tied(), Tied()
+    reknit.save(tmp_path / "x", {"m": source})
+    reknit.load(tmp_path / "x", {"m": target})
+    for name, tensor in target.state_dict().items():
+        assert torch.equal(tensor, source.state_dict()[name]), name
+    assert target.down.weight.data_ptr() == target.up.weight.data_ptr()
+    with torch.no_grad():
+        source.down.weight = nn.Parameter(source.down.weight + 1)
+    reknit.save(tmp_path / "y", {"m": source})
+    before = {name: tensor.clone() for name, tensor in target.state_dict().items()}
+    with pytest.raises(StateError, match=r"m/up.weight and m/down.weight share memory in the target"):
+        reknit.load(tmp_path / "y", {"m": target})
+    assert all(torch.equal(tensor, before[name]) for name, tensor in target.state_dict().items())
+    report = reknit.load(tmp_path / "y", {"m": target}, options=reknit.LoadOptions(only=("m/up.*",)))
+    assert report is not None
+    assert torch.equal(target.down.weight, source.up.weight.t())
+
+
+def test_tensors_that_share_memory_are_not_compared_where_one_is_left_as_it_is(tmp_path: Path) -> None:
+    flat = torch.zeros(6)
+    reknit.save(tmp_path / "x", {"a": torch.ones(6), "b": torch.ones(2, dtype=torch.float64)})
+    report = reknit.load(tmp_path / "x", {"a": flat, "b": flat[:2]}, strict=False)
+    assert list(report.mismatched) == ["b"]
+    assert flat.tolist() == [1] * 6
+    reknit.load(tmp_path / "x", {"a": flat, "b": flat[:2]}, options=reknit.LoadOptions(cast=True))
+    options = reknit.LoadOptions(cast=True, allow_shape_mismatch=("b",))
+    with pytest.raises(StateError, match=r"a and b share memory and .* another shape"):
+        reknit.load(tmp_path / "x", {"a": flat, "b": flat[:3]}, options=options)
 
 
 def test_parts_that_lie_between_each_other_are_filled() -> None:

@@ -373,6 +373,7 @@ catalog = Catalog(held.items, tensors, blobs, {"r": ({"rank": 0},)}, lambda *_: 
 want = wanted(target, catalog, 0, 1)
 data = {(s.item, s.fqn): s.data for s in held.shards}
 for s in want.shards: s.data[...] = data[s.item, s.fqn]
+want.deliver_early()
 want.deliver()
 assert not want.missing and target["a"]["n"] == [1] and target["a"]["w"].tolist() == [1, 1, 1]
 assert target["s"].state["seen"] == 3 and target["s"].state["order"].tolist() == [0, 1]

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
-from typing import Any
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pytest
@@ -13,9 +14,15 @@ from torch.distributed.tensor import Shard, distribute_tensor
 from reknit.errors import FormatError
 from reknit.frameworks.registry import collect, wanted
 from reknit.types.shard import Tagged
+from reknit.types.wanted import Terms
 from tests.frameworks.checkpoint import assemble, fill, load, portable, save
 from tests.ranks import run
 from tests.torchrun import pieces
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from reknit.types.wanted import Wanted
 
 
 class Keeper:
@@ -112,6 +119,119 @@ def test_a_gradient_scaler_goes_on_where_it_was() -> None:
     load({"scaler": target}, save({"scaler": source}))
     assert target.state_dict() == source.state_dict()
     assert target.get_scale() == 512.0
+
+
+class Counted(Keeper):
+    """A keeper that counts how often its state is asked for."""
+
+    asked = 0
+
+    def state_dict(self) -> Any:
+        self.asked += 1
+        return self.state
+
+
+class Stream(Counted):
+    """What a data loader is to a load: it can be iterated."""
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(())
+
+
+class Frank(Stream):
+    """An iterable object that declares that its state may be asked for."""
+
+    state_dict_has_effects = False
+
+
+class Shy(Counted):
+    """An object that declares the opposite."""
+
+    state_dict_has_effects = True
+
+
+@pytest.mark.parametrize(
+    ("kind", "state", "asked"),
+    [
+        (Counted, {"n": 1}, 0),
+        (Counted, {"w": torch.ones(2)}, 1),
+        (Stream, {"w": torch.ones(2)}, 0),
+        (Frank, {"w": torch.ones(2)}, 1),
+        (Frank, {"n": 1}, 0),
+        (Shy, {"w": torch.ones(2)}, 0),
+    ],
+)
+def test_the_present_state_is_asked_for_where_a_tensor_comes_and_that_has_no_effects(
+    kind: type[Counted], state: Any, asked: int
+) -> None:
+    target = kind({"w": torch.zeros(2)})
+    load({"k": target}, save({"k": Keeper(state)}))
+    assert (target.asked, target.loads) == (asked, 1)
+    assert repr(target.state) == repr(state)
+
+
+def part(target: Any, *only: str) -> Wanted:
+    catalog = save({"k": Keeper({"v": torch.ones(2), "w": torch.ones(2), "n": 1})}).catalog()
+    return wanted({"k": target}, replace(catalog, terms=Terms(only)), 0, 1)
+
+
+@pytest.mark.parametrize("kind", [Counted, Stream])
+def test_a_load_of_other_names_does_not_ask_for_the_present_state(kind: type[Counted]) -> None:
+    target = kind({"w": torch.zeros(2)})
+    want = part(target, "model/*", "other")
+    assert (target.asked, want.shards, want.mismatched) == (0, (), ())
+
+
+@pytest.mark.parametrize("only", [["k/w"], ["k/~s", "k/w"]])
+def test_a_part_of_an_object_needs_its_present_state(only: list[str]) -> None:
+    frank, shy = Frank({"v": torch.zeros(2), "w": torch.zeros(2), "n": 0}), Shy({"w": torch.zeros(2)})
+    assert [shard.fqn for shard in part(frank, *only).shards] == ["w"]
+    want = part(shy, *only)
+    assert (shy.asked, want.shards) == (0, ())
+    ((*place, why),) = want.mismatched
+    assert (place, why[:34]) == (["k", ""], "only a part of it is to be loaded,")
+
+
+@pytest.mark.parametrize("num_read", [0, 3])
+@pytest.mark.parametrize("kind", ["numbers", "drawn"])
+def test_a_loader_of_nodes_goes_on_where_it_was(kind: str, num_read: int) -> None:
+    nodes = pytest.importorskip("torchdata.nodes")
+
+    class Drawn(nodes.BaseNode):  # type: ignore[name-defined,misc]
+        """A node with a tensor in its state."""
+
+        def reset(self, state: Any = None) -> None:
+            super().reset(state)
+            self.at = torch.zeros((), dtype=torch.int64) if state is None else state["at"].clone()
+
+        def next(self) -> int:
+            if self.at == 9:
+                raise StopIteration
+            self.at += 1
+            return int(self.at)
+
+        def get_state(self) -> dict[str, Any]:
+            return {"at": self.at.clone()}
+
+    def make() -> Any:
+        return nodes.Loader(Drawn() if kind == "drawn" else nodes.IterableWrapper(range(9)))
+
+    source, target = make(), make()
+    rest = iter(source)
+    for _ in range(num_read):
+        next(rest)
+    load({"k": target}, save({"k": source}))
+    assert list(target) == list(rest)
+
+
+def test_a_scaler_that_is_disabled_and_one_that_is_not_do_not_fit() -> None:
+    on, off = (torch.amp.GradScaler("cpu", enabled=enabled) for enabled in (True, False))
+    want = wanted({"k": on}, save({"k": off}).catalog(), 0, 1)
+    assert want.mismatched == (
+        ("k", "", "a disabled scaler was saved, without values, and this one is enabled"),
+    )
+    want = wanted({"k": off}, save({"k": on}).catalog(), 0, 1)
+    assert want.notes == (("k", "", "this scaler is disabled, and takes none of the saved values"),)
 
 
 def average() -> Any:

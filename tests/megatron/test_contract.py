@@ -182,10 +182,17 @@ def computing_factories() -> None:
     ]
     for build, merge in bad:
         factory = ShardedTensorFactory("k", data.clone(), build, merge)
-        with pytest.raises(
-            StateError, match=r"i/f: the factory of k computes what is saved, or its merge_fn"
-        ):
-            collect({"i": {"f": factory}}, 0, 1)
+        wrong = merge if build is halves or build is copies else build
+        name = f"{wrong.__module__}.{wrong.__qualname__}"
+        why = "does not put the parts together" if wrong is merge else "computes what is saved"
+        state = {"i": {"f": factory}}
+        for act in (partial(collect, state, 0, 1), partial(load, state, saved)):
+            with pytest.raises(StateError) as caught:
+                act()
+            assert str(caught.value).startswith(f"i/f: {name} (")
+            assert why in str(caught.value)
+            assert "in the factory of k" in str(caught.value)
+        assert torch.equal(factory.data, data)
 
 
 def test_a_factory_that_does_more_than_to_part_a_tensor_is_refused() -> None:

@@ -13,6 +13,7 @@ import reknit
 from reknit.errors import StateError
 from reknit.frameworks.megatron import private as megatron_private
 from reknit.frameworks.registry import collect
+from reknit.frameworks.walk.walk import Place
 from tests import ranks
 from tests.megatron.layouts import Layout
 from tests.optional import needs
@@ -65,6 +66,42 @@ def test_states_of_a_transposed_parameter_are_saved_and_loaded_as_they_are(tmp_p
     (found,) = run(1, transposed, layout, str(tmp_path))
     assert len(found) == 7
     assert all(same for _, same in found), found
+
+
+def counted(layout: Layout, folder: str) -> list[Any]:
+    """Return the steps that groups count after a load, in a number and in a tensor, and what is refused."""
+    from tests.megatron import gpt
+
+    def groups(trained: Any) -> list[Any]:
+        works = [
+            work
+            for optimizer in megatron_private.chained(trained.optimizer, Place("o"))
+            for work in megatron_private.working(optimizer, Place("o"))
+        ]
+        return [work.group for work in works]
+
+    source, target = gpt.build(layout), gpt.build(layout)
+    for group in groups(source):
+        group["step"] = 2**24 + 1
+    reknit.save(folder, source.state())
+    reknit.load(folder, target.state())
+    found = [group["step"] for group in groups(target)]
+    tensors = [torch.zeros(1, dtype=dtype) for dtype in (torch.int32, torch.float64)]
+    for tensor in tensors:
+        for group in groups(target):
+            group["step"] = tensor
+        reknit.load(folder, target.state())
+        assert all(group["step"] is tensor for group in groups(target))
+    for group in groups(target):
+        group["step"] = torch.zeros(1)
+    with pytest.raises(StateError, match="would round it"):
+        reknit.load(folder, target.state())
+    return [set(found), [tensor.item() for tensor in tensors]]
+
+
+def test_a_group_counts_its_steps_exactly_in_a_number_or_a_tensor(tmp_path: Path) -> None:
+    layout = Layout(1, distributed=False, layers=1)
+    assert run(1, counted, layout, str(tmp_path / "x")) == [[{2**24 + 1}, [2**24 + 1] * 2]]
 
 
 def gathered_late(layout: Layout) -> tuple[bool, str | None, int]:

@@ -56,9 +56,9 @@ def saved(shapes: list[tuple[int, ...]], rng: random.Random) -> tuple[Index, lis
 def cases(draw: st.DrawFn) -> tuple[list[tuple[int, ...]], list[tuple[int, Box]], int]:
     # Every byte is looked at, so no tensor is large.
     shape = st.lists(st.integers(0, 9), max_size=4).map(tuple).filter(lambda lengths: prod(lengths) <= 1000)
-    shapes = draw(st.lists(shape, min_size=1, max_size=4))
+    shapes = draw(st.lists(shape, max_size=4))
     wanted = [(t, Box.whole(shape)) for t, shape in enumerate(shapes) if draw(st.booleans())]
-    for _ in range(draw(st.integers(0, 5))):
+    for _ in range(draw(st.integers(0, 5)) if shapes else 0):
         t = draw(st.integers(0, len(shapes) - 1))
         offsets = tuple(draw(st.integers(0, n)) for n in shapes[t])
         lengths = tuple(draw(st.integers(0, n - o)) for n, o in zip(shapes[t], offsets, strict=True))

@@ -61,7 +61,7 @@ def cut(shape: tuple[int, ...], rng: random.Random, depth: int) -> list[Box]:
 @st.composite
 def checkpoints(draw: st.DrawFn) -> tuple[list[tuple[int, ...]], list[tuple[int, Box]]]:
     rng = random.Random(draw(st.integers(0, 1 << 30)))
-    shapes = draw(st.lists(st.lists(st.integers(0, 6), max_size=3).map(tuple), min_size=1, max_size=4))
+    shapes = draw(st.lists(st.lists(st.integers(0, 6), max_size=3).map(tuple), max_size=4))
     chunks = [(t, box) for t, shape in enumerate(shapes) for box in cut(shape, rng, rng.randrange(5))]
     for _ in range(draw(st.integers(0, 2))):  # damage
         if not chunks:

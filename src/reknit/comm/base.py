@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, NoReturn, Protocol
 
 from reknit.comm.envelope import Envelope, decode, encode, failed, merged
 from reknit.comm.topology import Topology
-from reknit.errors import ReknitError, shortage
+from reknit.errors import ReknitError
 from reknit.monitor.phase import now, root_decided
 
 if TYPE_CHECKING:
@@ -165,12 +165,12 @@ class Turn:
         if answer.at is not None and self._group.size > 1:
             root_decided(answer.at if self._group.rank else now())
         own = self._own
-        if own is not None and not isinstance(own, ReknitError) and shortage(own) is None:
+        if own is not None and not isinstance(own, Exception):
             raise own
         failure = answer.failure()
         if failure is not None:
-            # It says all that `own` does; what a reader may miss is why that came about.
-            raise failure from (own and own.__cause__)
+            # It says all that a `ReknitError` does; what a reader may miss is why that came about.
+            raise failure from (own.__cause__ if isinstance(own, ReknitError) else own)
         return answer.payload
 
     def _merged(self, requests: Sequence[bytes]) -> bytes:
@@ -221,9 +221,9 @@ def turn(
     associative.  `opens` says that this is the first round of a call that all ranks have to make.
 
     When the body fails before its exchange, or `merge` or `decide` fail, every rank raises the same error,
-    naming the rank where it began.  An error that is not a `ReknitError` (a bug, Ctrl-C) is raised unchanged
-    where it happened, and reaches the other ranks as a `ReknitError` that describes it.  What fails after the
-    exchange concerns this rank only.
+    naming the rank where it began.  An exception that is no `ReknitError` (a bug) becomes one that describes
+    it, and is its cause where it happened.  What is no `Exception` (Ctrl-C) is raised unchanged where it
+    happened.  What fails after the exchange concerns this rank only.
     """
     return Turn(group, name, timeout_s, merge, subject=subject, opens=opens)
 

@@ -221,6 +221,8 @@ class LoadRequest(msgspec.Struct, array_like=True):
     transforms that match nothing in its items, `damaged` sentences about files.  `num_tensors` are those that
     the rank asks for, `num_filled` those that it finds, `num_values` other values that it finds.  `lacking`
     and `unfit` are what is missing and mismatched in a lenient load on a rank that finds no tensor at all.
+    `early` tells whether the rank has objects, which are loaded before tensors, and `early_offer` is about
+    what it would read for them.
     """
 
     rank: int
@@ -235,6 +237,8 @@ class LoadRequest(msgspec.Struct, array_like=True):
     num_values: int = 0
     lacking: list[tuple[str, str]] = []
     unfit: list[tuple[str, str]] = []
+    early: bool = False
+    early_offer: Offer | None = None
 
 
 class Stopped(msgspec.Struct, array_like=True):
@@ -248,12 +252,15 @@ class LoadDecision(msgspec.Struct, array_like=True):
     """The root's answer to `LoadRequest`: names that no rank takes, which a lenient load puts up with.
 
     `left` are items of the checkpoint that no rank asked for.  `share` is this rank's part in reading
-    together, None where it reads alone.
+    together, None where it reads alone.  With `early` some rank has objects, and there is a round for them;
+    `early_share` is as `share`, for what is read for them.
     """
 
     unexpected: list[str]
     left: list[str]
     share: SharePlan | None
+    early: bool = False
+    early_share: SharePlan | None = None
 
 
 class ListenAddress(msgspec.Struct, array_like=True):

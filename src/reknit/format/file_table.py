@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from itertools import pairwise
 from typing import TYPE_CHECKING, NoReturn, cast
 
 import msgspec
@@ -120,12 +121,10 @@ def _numbers(data: bytes, kind: str) -> NDArray[Any]:
 def entries(table: FileTable, block_nbytes: int) -> tuple[FileEntry, ...]:
     """Return the files of a table one by one."""
     digests = table.digests.tolist()
-    ends = np.cumsum(num_blocks(table.nbytes, block_nbytes)).tolist()
+    ends = [0, *np.cumsum(num_blocks(table.nbytes, block_nbytes)).tolist()]
     return tuple(
         FileEntry(path, nbytes, tuple(digests[begin:end]))
-        for path, nbytes, begin, end in zip(
-            table.paths, table.nbytes.tolist(), [0, *ends[:-1]], ends, strict=True
-        )
+        for path, nbytes, (begin, end) in zip(table.paths, table.nbytes.tolist(), pairwise(ends), strict=True)
     )
 
 

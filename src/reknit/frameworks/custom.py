@@ -188,8 +188,10 @@ class CustomAdapter(Adapter):
                 answer = loading.value(at)
                 if answer.why is None:
                     found[one.name] = answer.value
-        if held or found:
+        if held:
             loading.later(lambda: self._framework.restore(value, held, found))
+        elif found:  # no live memory is filled for it
+            loading.early(lambda: self._framework.restore(value, held, found))
 
     def _read(self, value: Any, place: Place, walk: Walk) -> tuple[list[_Tensor], list[tuple[Place, Value]]]:
         """Return what the framework says that this rank has, checked, by name."""

@@ -81,7 +81,7 @@ class LoaderAdapter(Adapter):
             except StateError as error:
                 loading.report_mismatched(place, _why(error))
                 return
-            loading.later(lambda: value.load_stream(found.value))
+            loading.early(lambda: value.load_stream(found.value))
             return
         table = _table(place, loading)
         try:
@@ -98,7 +98,7 @@ class LoaderAdapter(Adapter):
             state = loading.catalog.own(place.item, coordinate)[part.fqn]
             shards.append(shard._replace(value=from_neutral(state)))
         loading.taken_back.append((part.item, part.fqn))
-        loading.later(lambda: value.load_shards(found.value, shards))
+        loading.early(lambda: value.load_shards(found.value, shards))
 
 
 def _why(error: StateError) -> str:

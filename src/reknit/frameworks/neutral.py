@@ -68,7 +68,7 @@ def _neutral_tensor(torch: ModuleType, tensor: Any, where: str) -> dict[str, Any
         "dtype": dtype,
         "shape": list(tensor.shape),
         "data": dense.view(torch.uint8).numpy().tobytes(),
-        **training(tensor),
+        **record_of(tensor),
     }
 
 
@@ -80,19 +80,34 @@ def is_renewable(tensor: Any) -> bool:
     return not isinstance(tensor, np.ndarray) or (type(tensor) is np.ndarray and tensor.dtype.isnative)
 
 
-def training(tensor: Any) -> dict[str, Any]:
-    """Return what is to be known of a tensor that training changes, beside its values; of others nothing."""
+def record_of(array: Any) -> dict[str, Any]:
+    """Return what an array is beside its values, shape and dtype; of most arrays nothing.
+
+    That is for torch whether it is a parameter, and trained; for JAX the random generator of keys, a weak
+    type, and memory of a device other than the usual.  Every way to a checkpoint records it.
+    """
+    if sys.modules.get(_JAX) is not None and (jax_values := import_module(_JAX_VALUES)).is_array(array):
+        found: dict[str, Any] = jax_values.record_of(array)
+        return found
     torch = sys.modules.get("torch")
-    if torch is None or not isinstance(tensor, torch.Tensor):
+    if torch is None or not isinstance(array, torch.Tensor):
         return {}
-    flags = {"parameter": isinstance(tensor, torch.nn.Parameter), "requires_grad": tensor.requires_grad}
+    flags = {"parameter": isinstance(array, torch.nn.Parameter), "requires_grad": array.requires_grad}
     return flags if any(flags.values()) else {}
 
 
-def trained(tensor: Any, flags: Mapping[str, Any]) -> Any:
-    """Return a new tensor as `training` said of the one that was saved, in the same memory."""
-    requires_grad = bool(flags.get("requires_grad"))
-    if flags.get("parameter"):
+def conflict(saved: Mapping[str, Any], present: Mapping[str, Any]) -> str | None:
+    """Say why an array with one record cannot become one with another; None where it can."""
+    made_for, mine = saved.get("keys"), present.get("keys")
+    if made_for is None or mine is None or made_for == mine:
+        return None
+    return f"it holds keys of {made_for} in the checkpoint and of {mine} here"
+
+
+def trained(tensor: Any, record: Mapping[str, Any]) -> Any:
+    """Return a new tensor of torch as the record of the one that was saved says, in the same memory."""
+    requires_grad = bool(record.get("requires_grad"))
+    if record.get("parameter"):
         return sys.modules["torch"].nn.Parameter(tensor, requires_grad)
     return tensor.requires_grad_() if requires_grad else tensor
 

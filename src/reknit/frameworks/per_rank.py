@@ -10,11 +10,13 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from reknit.errors import StateError, UsageError, shown
+from reknit.errors import StateError, UsageError, shortage, shown
 from reknit.frameworks import tree
-from reknit.frameworks.neutral import from_neutral, put_array, to_neutral
-from reknit.frameworks.stateful import is_stateful
+from reknit.frameworks.neutral import conflict, from_neutral, put_array, record_of, to_neutral
+from reknit.frameworks.stateful import has_effects, is_stateful, tensors_of
 from reknit.frameworks.walk.adapter import Adapter
+from reknit.frameworks.walk.own_code import cause
+from reknit.frameworks.walk.writable import may_fill
 from reknit.keywords import checked_call
 
 if TYPE_CHECKING:
@@ -171,12 +173,47 @@ class PerRankAdapter(Adapter):
             loading.report_missing(place, "the checkpoint does not have it")
 
     def _want(self, value: PerRank, state: Any, place: Place, loading: Loading) -> None:
+        if why := _conflict(value.value, state, place, loading):
+            loading.report_mismatched(place, why)
+            return
         if isinstance(value, RngState) and _lost_gpu(state):
             loading.note(place, "the random state of a GPU is not restored: this process uses none")
-        if is_stateful(value.value):
-            loading.later(lambda: value.value.load_state_dict(state))
+        if isinstance(value, RngState):
+            if why := _refused(state):
+                loading.report_mismatched(place, why)
+                return
+            # Not early: code of other objects may draw numbers while they are loaded.
+            loading.later(lambda: value.load_state_dict(state))
+        elif is_stateful(value.value):
+            loading.early(lambda: value.value.load_state_dict(state))
         else:
             loading.later(lambda: _refill(value, state))
+
+
+def _conflict(present: Any, state: Any, place: Place, loading: Loading) -> str | None:
+    """Say why a saved value has arrays of which the present ones are another kind, if that is so."""
+    records = {path: record_of(array) for path, array in tensors_of(state, place, loading).items()}
+    records = {path: record for path, record in records.items() if "keys" in record}
+    if not records or (is_stateful(present) and has_effects(present)):
+        return None
+    held = tensors_of(present.state_dict() if is_stateful(present) else present, place, loading)
+    whys = (conflict(record, record_of(held.get(path))) for path, record in records.items())
+    return next((why for why in whys if why is not None), None)
+
+
+def _refused(state: Any) -> str | None:
+    """Say why generators cannot take a saved state, tried on others than those of this process."""
+    try:
+        version, words, cached = state["python"]
+        random.Random().setstate((version, tuple(words), cached))
+        np.random.RandomState().set_state(tuple(state["numpy"]))
+        if "torch" in state and (torch := sys.modules.get("torch")):
+            torch.Generator().set_state(state["torch"])
+    except Exception as error:
+        if short := shortage(error):
+            raise short from error
+        return f"what was saved is no state of random generators: {cause(error)}"
+    return None
 
 
 def _was_saved(place: Place, loading: Loading) -> bool:
@@ -217,7 +254,8 @@ def _holds(present: Any, state: Any) -> bool:
     torch = sys.modules.get("torch")
     tensor: Any = () if torch is None else torch.Tensor
     fills = isinstance(present, tensor) or (isinstance(present, np.ndarray) and isinstance(state, np.ndarray))
-    return fills and isinstance(state, (np.ndarray, tensor)) and _form(present) == _form(state)
+    fits = fills and isinstance(state, (np.ndarray, tensor)) and _form(present) == _form(state)
+    return fits and may_fill(present)
 
 
 def _form(array: Any) -> tuple[tuple[int, ...], str]:

@@ -10,8 +10,9 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from reknit.errors import StateError
-from reknit.frameworks import overlap, tree
+from reknit.frameworks import tree
 from reknit.frameworks.neutral import to_neutral
+from reknit.frameworks.walk import overlap
 from reknit.frameworks.walk.adapter import Adapter
 from reknit.frameworks.walk.walk import View, first_match
 from reknit.types.box import Box

@@ -80,7 +80,8 @@ def wanted(
 ) -> Wanted:
     """Return what this rank wants of a checkpoint.  Local, sends no messages.
 
-    Nothing live changes before the memory of the wanted shards is filled, and no object before `deliver`.
+    No object changes before `deliver_early`, and nothing else before memory that is not for objects is
+    filled.
     Raises `StateError` for what cannot be filled, with the key path to it.
     """
     loading = Loading(_checked(state), _world(rank, size, ranks), *_known(), catalog=catalog)
@@ -89,7 +90,8 @@ def wanted(
             loading.visit(value, Place(item), setter(state, item))
         found = loading.wanted()
 
-    return replace(found, deliver=_lasting_tensors()(found.deliver))
+    lasting = _lasting_tensors
+    return replace(found, deliver_early=lasting()(found.deliver_early), deliver=lasting()(found.deliver))
 
 
 @contextmanager

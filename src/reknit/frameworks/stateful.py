@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+import sys
+from collections.abc import Container, Iterable
 from dataclasses import dataclass, field
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 from reknit.errors import FormatError, StateError
 from reknit.frameworks import tree
-from reknit.frameworks.neutral import is_renewable, to_neutral, trained, training
+from reknit.frameworks.neutral import conflict, is_renewable, record_of, to_neutral, trained
 from reknit.frameworks.walk.adapter import Adapter
 from reknit.types.shard import Tagged
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Mapping
 
     from reknit.frameworks.walk.loading import Loading
     from reknit.frameworks.walk.saving import Saving
@@ -27,6 +30,24 @@ def is_stateful(value: Any) -> bool:
         and callable(getattr(value, "state_dict", None))
         and callable(getattr(value, "load_state_dict", None))
     )
+
+
+def has_effects(value: Any) -> bool:
+    """Tell whether `state_dict` may change the object, so that a load must not call it.
+
+    The object says so by its attribute `state_dict_has_effects`.  By default it is so for what can be
+    iterated and is no container: data loaders make an iterator, start workers and draw random numbers.
+    """
+    declared = getattr(value, "state_dict_has_effects", None)
+    if declared is not None:
+        return bool(declared)
+    return isinstance(value, Iterable) and not isinstance(value, Container)
+
+
+_PARTIAL = (
+    "only a part of it is to be loaded, and its present state is not asked for: name all of it or nothing in "
+    "`only`, or set `state_dict_has_effects = False` in its class if state_dict() changes nothing"
+)
 
 
 @dataclass(frozen=True)
@@ -54,6 +75,9 @@ class Kept:
 
 class Unfilled:
     """Memory to fill in the place of a tensor of a library whose tensors cannot be changed."""
+
+    record: Mapping[str, Any] = MappingProxyType({})
+    """What the saved tensor was, as `record_of` says it, where the new one is to be the same."""
 
     def filled(self) -> Any:
         """Return the tensor with what the memory holds."""
@@ -85,16 +109,57 @@ class StatefulAdapter(Adapter):
             _want_tensors(value, place, loading)
             return
         found = loading.value(record)
-        if found.why is not None:
+        if found.why is not None or not _fits(value, found.value, place, loading):
             return
-        current = tensors_of(value.state_dict(), place, loading)
-        whole, state = rebuild(found.value, place, loading, current)
+        named = _named_tensors(found.value, place)
+        current: dict[str, Any] = {}
+        if named and not has_effects(value):
+            current = tensors_of(value.state_dict(), place, loading)
+        elif not all(loading.takes(at) for at in named):
+            loading.report_mismatched(place, _PARTIAL)
+            return
+        whole, state = rebuild(found.value, place, loading, current, early=True)
         if whole:
-            loading.later(lambda: value.load_state_dict(_completed(state)))
+            loading.early(lambda: value.load_state_dict(_completed(state)))
+
+
+def _fits(value: Any, saved: Any, place: Place, loading: Loading) -> bool:
+    """Tell whether a library's object can take a saved value, as far as its class says that beforehand."""
+    torch = sys.modules.get("torch")
+    if torch is None or not isinstance(value, torch.amp.GradScaler):
+        return True
+    if value.is_enabled() and saved == {}:
+        loading.report_mismatched(
+            place, "a disabled scaler was saved, without values, and this one is enabled"
+        )
+        return False
+    if not value.is_enabled() and saved != {}:
+        loading.note(place, "this scaler is disabled, and takes none of the saved values")
+    return True
+
+
+def _named_tensors(value: Any, place: Place) -> list[Place]:
+    """Return the places of the tensors that a saved value names."""
+    found: list[Place] = []
+
+    def find(path: tree.Path, leaf: Any) -> Any:
+        if isinstance(leaf, Tagged) and leaf.tag == "tensor":
+            found.append(place.below(_placeholder(leaf, place)[1]))
+            return None
+        return tree.DESCEND
+
+    tree.map_leaves(value, find)
+    return found
 
 
 def _want_tensors(value: Any, place: Place, loading: Loading) -> None:
     """Ask for those tensors of the object's present state that are to be loaded, and keep all else."""
+    if not loading.may_take_below(place):
+        return
+    if has_effects(value):
+        if any(loading.takes(at) for at in loading.saved.tensors_below(place)):
+            loading.report_mismatched(place, _PARTIAL)
+        return
     asked: list[Place] = []
 
     def fill(path: tree.Path, leaf: Any) -> Any:
@@ -110,12 +175,12 @@ def _want_tensors(value: Any, place: Place, loading: Loading) -> None:
             loading.report_missing(at, "the checkpoint does not have it")
             return leaf
         tensor = library.fresh(spec, leaf)
-        loading.tensor(tensor, at)
+        loading.tensor(tensor, at, early=True)
         return tensor
 
     state = tree.map_leaves(value.state_dict(), fill, place)
     if any(loading.saved.spec(at) is not None for at in asked):
-        loading.later(lambda: value.load_state_dict(_completed(state)))
+        loading.early(lambda: value.load_state_dict(_completed(state)))
 
 
 def skeleton(
@@ -130,7 +195,7 @@ def skeleton(
             return tree.DESCEND
         add(leaf, place.child(*path))
         hole = {"library": library.library, "path": _relative(path, place)}
-        return Tagged("tensor", {**hole, **training(leaf)})
+        return Tagged("tensor", {**hole, **record_of(leaf)})
 
     return to_neutral(tree.map_leaves(value, hole, place), str(place))
 
@@ -155,12 +220,15 @@ def rebuild(
     loading: Loading,
     current: dict[str, Any],
     ask: Callable[[TensorSpec, Any, Place], Any] | None = None,
+    *,
+    early: bool = False,
 ) -> tuple[bool, Any]:
     """Ask for the tensors that a saved value names; return whether all are there, and the value with them.
 
     A tensor comes in fresh memory, shaped and placed like that in `current` where there is one of its path:
     a `state_dict` may return what the object shares with others, and that must not change before delivery.
     One that is not to be loaded stays the present one.  `ask` asks for a tensor of torch in another way.
+    With `early` the tensors are filled before any live one.
     """
     absent: list[Place] = []
 
@@ -182,8 +250,15 @@ def rebuild(
         like = current.get(relative)
         if ask is not None and library == "torch":
             return ask(spec, like, at)
+        if why := conflict(leaf.value, record_of(like)):
+            loading.report_mismatched(at, why)
+            absent.append(at)
+            return None
         tensor = arrays.fresh(spec, like if arrays.matches(like) else None)
-        loading.tensor(tensor, at)
+        loading.tensor(tensor, at, early=early)
+        if isinstance(tensor, Unfilled):
+            tensor.record = leaf.value
+            return tensor
         return trained(tensor, leaf.value)
 
     filled = tree.map_leaves(value, fill)

@@ -9,8 +9,6 @@ from functools import lru_cache
 from itertools import count
 from typing import TYPE_CHECKING, Any, Final
 
-import numpy as np
-
 from reknit.errors import StateError
 from reknit.types.containers import NAMESPACES, REBUILT, rebuilt
 from reknit.types.shard import MAX_DEPTH
@@ -221,15 +219,3 @@ def refits(target: Any, value: Any) -> bool:
     if isinstance(target, list):
         return isinstance(value, list)
     return isinstance(target, MutableMapping) and isinstance(value, Mapping)
-
-
-def same_value(a: Any, b: Any) -> bool:
-    """Tell whether two plain values are equal, where NaN equals NaN and arrays compare as a whole."""
-    if isinstance(a, Mapping) and isinstance(b, Mapping):
-        return a.keys() == b.keys() and all(same_value(a[key], b[key]) for key in a)
-    if isinstance(a, (list, tuple)) and isinstance(b, (list, tuple)):
-        return len(a) == len(b) and all(map(same_value, a, b))
-    if isinstance(a, np.ndarray) or isinstance(b, np.ndarray):
-        left, right = np.asarray(a), np.asarray(b)
-        return left.dtype == right.dtype and left.shape == right.shape and left.tobytes() == right.tobytes()
-    return bool(a == b or (a != a and b != b))

@@ -32,6 +32,11 @@ class _Found(NamedTuple):
     blanks: list[Any]
     equal: dict[tuple[str, str, str, str], None]
 
+    def clear(self) -> None:
+        """Fill with zeros what is to be."""
+        for blank in self.blanks:
+            blank[...] = 0
+
 
 @dataclass
 class Transformed:
@@ -70,15 +75,16 @@ class Transformed:
         labels: list[str] = []
         taken: dict[Name, None] = {}
         resized: dict[str, str] = {}
-        found = _Found([], {})
+        found, early = _Found([], {}), _Found([], {})
         for whole in wanted.shards:
             shard, name = self._clipped(whole), full_name(whole.item, whole.fqn)
             if shard.spec.shape != whole.spec.shape:
                 resized[name] = _resized(shard.spec.shape, whole.spec.shape)
-            for part in self._back(shard, len(self._steps), found):
+            for part in self._back(shard, len(self._steps), early if name in wanted.early else found):
                 shards.append(part)
                 labels.append(name)
                 taken[part.item, part.fqn] = None
+        found.equal.update(early.equal)
         taken.update((alias[:2], None) for alias in found.equal)
         for entry in (*(alias[:2] for alias in wanted.aliases), *wanted.superseded):
             taken.update(dict.fromkeys(self.origins(entry)))
@@ -88,9 +94,12 @@ class Transformed:
                     taken.update(dict.fromkeys(self.origins(entry, tensors=tensors, depth=depth)))
         blobs = dict.fromkeys(name for entry in wanted.blobs for name in self.origins(entry, tensors=False))
 
+        def deliver_early() -> None:
+            early.clear()
+            wanted.deliver_early()
+
         def deliver() -> None:
-            for blank in found.blanks:
-                blank[...] = 0
+            found.clear()
             wanted.deliver()
 
         return replace(
@@ -102,6 +111,7 @@ class Transformed:
             resized=tuple(resized.items()),
             superseded=tuple(taken),
             blobs=tuple(blobs),
+            deliver_early=deliver_early,
             deliver=deliver,
         )
 

@@ -45,7 +45,7 @@ def numpy_dtype(name: str) -> np.dtype[Any]:
     return np.dtype(getattr(ml_dtypes, name, name))
 
 
-_INTEGERS = frozenset(name for name in ITEMSIZE if "int" in name)
+INTEGERS = frozenset(name for name in ITEMSIZE if "int" in name)
 _COMPLEX = frozenset({"complex64", "complex128"})
 _FLOATS = frozenset(name for name in ITEMSIZE if "float" in name) - {"float8_e8m0fnu", "float4_e2m1fn_x2"}
 
@@ -60,12 +60,12 @@ def converts(saved: str, wanted: str) -> bool:
     """
     if saved == wanted:
         return True
-    number = wanted in _INTEGERS or wanted in _FLOATS or wanted in _COMPLEX
+    number = wanted in INTEGERS or wanted in _FLOATS or wanted in _COMPLEX
     if saved == "bool":
         return number
-    if saved in _INTEGERS and wanted in _INTEGERS:
+    if saved in INTEGERS and wanted in INTEGERS:
         return np.can_cast(saved, wanted)
-    if saved in _INTEGERS:
+    if saved in INTEGERS:
         return wanted in _FLOATS
     if saved in _FLOATS:
         return wanted in _FLOATS

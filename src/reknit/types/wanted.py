@@ -67,6 +67,9 @@ class Wanted:
     `idle`: patterns of `Terms`, of any kind, that match no name of this rank's target.
     `num_tensors`: how many tensors of the target are to be loaded, `num_kept` how many come from `own`.
     `coordinate`: as in `Holdings`.
+    `early`: names (`full_name`) of wanted tensors whose memory is new, and for objects with a `state_dict`.
+    `deliver_early`: called with nothing once these have arrived, before any other memory is filled; gives
+    objects their states, and may raise an error.  `has_early` tells whether it does anything.
     `deliver`: called with nothing once every byte has arrived; puts values into the live objects.  Until then
     nothing live has changed but the memory behind `shards`.
     """
@@ -87,4 +90,7 @@ class Wanted:
     num_tensors: int = 0
     num_kept: int = 0
     coordinate: Mapping[str, int] = field(default_factory=dict)
+    early: frozenset[str] = frozenset()
+    has_early: bool = False
+    deliver_early: Callable[[], None] = field(default=lambda: None)
     deliver: Callable[[], None] = field(default=lambda: None)

@@ -15,7 +15,7 @@ from reknit.engine.background.side_group import side_group
 from reknit.engine.background.stage_for_agent import stage_for_agent, warm_up
 from reknit.engine.memory.arena_pool import Arenas
 from reknit.engine.outcome import SaveOutcome
-from reknit.errors import AgentError, DeadlineError, ShortageError, shortage
+from reknit.errors import AgentError, DeadlineError, ShortageError, typed
 from reknit.monitor.phase import Deadline
 from reknit.options import SaveOptions
 from reknit.system import AtExit, start_thread
@@ -136,7 +136,7 @@ class Background:
         except BaseException as caught:  # whatever it is, the other ranks must hear of it
             # What came first; but Ctrl-C, whenever it came, is no matter of this save alone.
             first = caught if wrong is None or not isinstance(caught, Exception) else wrong
-            error = shortage(first) or first
+            error = typed(first) if isinstance(first, Exception) else first
             if save is not None:
                 save.abandon(error, options.timeout_s)
             else:

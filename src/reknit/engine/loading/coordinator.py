@@ -65,7 +65,12 @@ class LoadCoordinator:
         unexpected = [name for key in handout.left if taken(name := full_name(*key))]
         self._require_use(loads, unexpected, handout)
         shares = share_out([load.offer for load in loads], job.options)
-        return [messages.encode(messages.LoadDecision(unexpected, handout.items, share)) for share in shares]
+        early = any(load.early for load in loads)
+        early_shares = share_out([load.early_offer for load in loads], job.options)
+        return [
+            messages.encode(messages.LoadDecision(unexpected, handout.items, share, early, early_share))
+            for share, early_share in zip(shares, early_shares, strict=True)
+        ]
 
     def _require_use(
         self, loads: Sequence[messages.LoadRequest], unexpected: Sequence[str], handout: Handout

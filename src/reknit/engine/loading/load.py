@@ -17,10 +17,9 @@ from reknit.engine.loading.coordinator import LoadCoordinator
 from reknit.engine.loading.effects import MOST_LACKING
 from reknit.engine.loading.load_report import load_report
 from reknit.engine.loading.metadata import ReceivedMetadata
-from reknit.engine.loading.read import RangeReader
+from reknit.engine.loading.read import LoadPart
 from reknit.engine.loading.ties import unequal
 from reknit.engine.sharing.fetch_tracker import StoppedError
-from reknit.engine.sharing.shared_read import SharedRead
 from reknit.engine.stored.opening import REPLACED, REPLACED_TRIES
 from reknit.engine.stored.verify import check_all, check_sizes
 from reknit.errors import ReknitError
@@ -29,18 +28,20 @@ from reknit.system import start_thread
 from reknit.types.wanted import selects
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Iterator, Sequence
 
     from reknit.engine.loading.collect import Collected
     from reknit.engine.loading.job import LoadJob
     from reknit.engine.loading.metadata import RootMetadata
     from reknit.engine.report import LoadReport
+    from reknit.engine.stored.opening import OpenCheckpoint
 
 logger = logging.getLogger("reknit")
 
 FIRST_ROUND = "open"
 """The round in which a load begins."""
 
+_UNCHANGED = "; no tensor of the target was changed"
 _PARTLY = "; the target is partly written"
 
 
@@ -68,86 +69,90 @@ def _load(job: LoadJob, root: LoadCoordinator) -> LoadReport:
     with progress(recorder, start_thread, wanted=options.progress), ExitStack() as last:
         # 1 Open: the root reads manifest, index and shared values for everyone.
         with recorder.phase("open"), comm.turn(group, FIRST_ROUND, timeout_s, opens=True) as turn:
-            part = turn.exchange(request_items(job), root.open)
+            contents = turn.exchange(request_items(job), root.open)
 
         # 2 Collect what the target takes; the root answers where that lies.
         with recorder.phase("locate"), comm.turn(group, "locate", timeout_s) as turn:
-            metadata = root.metadata or ReceivedMetadata.of(part, job)
+            metadata = root.metadata or ReceivedMetadata.of(contents, job)
             collected = collect(job, metadata.checkpoint)
             answer = turn.exchange(collected.request(), partial(root.locate, collected))
 
         # 3 Plan the reads.  4 Agree: what does not fit on any rank is an error on all, before a byte of any
         # target changes.  Ranks that want the same bytes divide the reading.
         with recorder.phase("agree"), comm.turn(group, "agree", timeout_s) as turn:
-            reader = _plan(job, metadata, collected, messages.decode(answer, messages.Answer))
-            shared = None
+            parts = _plan(job, metadata, collected, messages.decode(answer, messages.Answer))
+            early, late = parts
             if group.size > 1 and options.share != "never":
-                shared = SharedRead.begin(group, job.carrier, reader, reader.checkpoint.index.files, options)
-                last.callback(shared.close)
-            request = _request(job, collected, shared)
+                for each in filter(None, parts):
+                    each.share(job, last)
+            request = _request(job, collected, early, late)
             decision = messages.decode(turn.exchange(request, root.agree), messages.LoadDecision)
 
-        # 5 Read, verify, deliver tensors.  6 Deliver values.
-        recorder.expect(reader.plan.nbytes)
-        received, stopped = 0, b""
-        with comm.turn(group, "load", timeout_s) as turn:
-            try:
-                with _partly_written(job):
-                    if shared is not None and decision.share is not None:
-                        received = shared.run(decision.share, recorder, timeout_s)
-                    else:
-                        reader.run(recorder, timeout_s)
-                    with recorder.phase("deliver"):
-                        collected.wanted.deliver()
-            except StoppedError as error:  # the rank that failed says why; unless none does
-                stopped = messages.encode(messages.Stopped(group.rank, error.message))
-            turn.exchange(stopped, root.finish)
-    return load_report(job, collected, reader, decision, received)
+        # 5 Read, verify, deliver: first for objects, whose tensors come in memory of their own.  One that
+        # refuses leaves all live tensors, on all ranks, as they are.
+        recorder.expect(sum(part.reader.plan.nbytes for part in parts if part is not None))
+        for name, part, share, deliver, left in (
+            ("objects", early, decision.early_share, collected.wanted.deliver_early, _UNCHANGED),
+            ("load", late, decision.share, collected.wanted.deliver, _PARTLY),
+        ):
+            if name == "objects" and not decision.early:
+                continue
+            stopped = b""
+            with comm.turn(group, name, timeout_s) as turn:
+                try:
+                    with _said(job, left):
+                        if part is not None and part.shared is not None and share is not None:
+                            part.nbytes_received = part.shared.run(share, recorder, timeout_s)
+                        elif part is not None:
+                            part.reader.run(recorder, timeout_s)
+                        with recorder.phase("deliver"):
+                            deliver()
+                except StoppedError as error:  # the rank that failed says why; unless none does
+                    stopped = messages.encode(messages.Stopped(group.rank, error.message))
+                turn.exchange(stopped, root.finish)
+    return load_report(job, collected, [early, late] if early else [late], decision)
 
 
 def _plan(
     job: LoadJob, metadata: RootMetadata | ReceivedMetadata, collected: Collected, answer: messages.Answer
-) -> RangeReader:
-    """Plan what this rank reads, and add to its problems what is wrong with the files.
+) -> tuple[LoadPart | None, LoadPart]:
+    """Plan what this rank reads first, for objects, and then; add what is wrong with files to its problems.
 
-    The checkpoint of the reader has the rows of the index that it needs.
+    The checkpoint of the readers has the rows of the index that they need.
     """
     _, wanted, fills, problems, *_ = collected
     with job.recorder.phase("plan"):
         checkpoint = metadata.with_rows(collected.checkpoint, collected.reach, answer)
-        reader = RangeReader(
-            checkpoint,
-            [(fill.tensor, fill.box, fill.target) for fill in fills],
-            job.options,
-            cast=frozenset(number for number, fill in enumerate(fills) if fill.cast),
-            replicas=job.replicas,
-            moved=job.recorder.advance,
-        )
+        first = [fill for fill in fills if fill.name in wanted.early]
+        early = LoadPart.of(job, checkpoint, first) if first else None
+        others = [fill for fill in fills if fill.name not in wanted.early] if first else fills
+        late = LoadPart.of(job, checkpoint, others)
     kinds = unpacked(answer.alike, "i4")
     alike = np.flatnonzero(kinds == kinds[job.group.rank]).tolist()
-    problems.damaged.extend(_damaged(job, reader, alike))
+    problems.damaged.extend(_damaged(job, checkpoint, [early, late] if early else [late], alike))
     if wanted.aliases and not problems.damaged:
         problems.mismatched.extend(unequal(job, checkpoint, wanted, fills))
-    return reader
+    return early, late
 
 
-def _damaged(job: LoadJob, reader: RangeReader, alike: list[int]) -> list[str]:
+def _damaged(
+    job: LoadJob, checkpoint: OpenCheckpoint, parts: Sequence[LoadPart], alike: list[int]
+) -> list[str]:
     """Say what is wrong with the files that this rank reads; with ``verify="full"``, with its share of all.
 
     The ranks `alike` read the same files: each looks at some of them.
     """
-    checkpoint = reader.checkpoint
     if job.options.verify == "full":
         with job.recorder.phase("verify"):
             check = partial(check_all, checkpoint, job.group.rank, job.group.size, job.options)
             return job.within_deadline("checking all files of", check)
-    paths = [checkpoint.index.files[file] for file in reader.plan.files]
+    paths = {checkpoint.index.files[file] for part in parts for file in part.reader.plan.files}
     files = [checkpoint.files[path] for path in sorted(paths)[alike.index(job.group.rank) :: len(alike)]]
     check = partial(check_sizes, checkpoint.storage, files, job.replicas)
     return job.within_deadline("looking for files of", check)
 
 
-def _request(job: LoadJob, collected: Collected, shared: SharedRead | None) -> bytes:
+def _request(job: LoadJob, collected: Collected, early: LoadPart | None, late: LoadPart) -> bytes:
     """Return what does not fit, less what a lenient load accepts, and what this rank would read."""
     wanted, problems, lenient = collected.wanted, collected.problems, job.lenient
     num_filled = len({fill.name for fill in collected.fills} | problems.resized.keys()) + wanted.num_kept
@@ -159,25 +164,27 @@ def _request(job: LoadJob, collected: Collected, shared: SharedRead | None) -> b
             mismatched=[p for p in problems.mismatched if not selects(p[0], lenient)],
             idle=list(wanted.idle),
             damaged=problems.damaged,
-            offer=None if shared is None else shared.offer(),
+            offer=late.offer(),
             idle_rules=[] if collected.transformed is None else list(collected.transformed.idle),
             num_tensors=wanted.num_tensors,
             num_filled=num_filled,
             num_values=len(wanted.blobs) + len(wanted.own) - wanted.num_kept,
             lacking=problems.missing[:most],
             unfit=problems.mismatched[:most],
+            early=wanted.has_early,
+            early_offer=None if early is None else early.offer(),
         )
     )
 
 
 @contextmanager
-def _partly_written(job: LoadJob) -> Iterator[None]:
-    """Say in errors that the target is partly written."""
+def _said(job: LoadJob, left: str) -> Iterator[None]:
+    """Say in errors how the target is left."""
     try:
         yield
     except ReknitError as error:
-        error.message += _PARTLY
+        error.message += left
         raise
-    except BaseException as error:  # an interrupt, or a `load_state_dict` that fails, is raised as it is
-        logger.warning("the load of %s was ended by %s" + _PARTLY, job.storage.url, type(error).__name__)
+    except BaseException as error:  # an interrupt is raised as it is
+        logger.warning("the load of %s was ended by %s" + left, job.storage.url, type(error).__name__)
         raise

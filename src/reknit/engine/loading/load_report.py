@@ -8,43 +8,52 @@ from reknit.engine.report import LoadReport
 from reknit.types.shard import full_name
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from reknit.engine.loading.collect import Collected
     from reknit.engine.loading.job import LoadJob
-    from reknit.engine.loading.read import RangeReader
+    from reknit.engine.loading.read import LoadPart
     from reknit.engine.messages import LoadDecision
 
 
 def load_report(
     job: LoadJob,
     collected: Collected,
-    reader: RangeReader,
+    parts: Sequence[LoadPart],
     decision: LoadDecision,
-    nbytes_received: int,
 ) -> LoadReport:
     """Return the report of a load that ended well."""
     _, wanted, fills, problems, *_ = collected
-    index, plan, manifest = reader.checkpoint.index, reader.plan, reader.checkpoint.manifest
-    rows = zip(plan.wanted.tolist(), index.lengths[plan.chunk].prod(axis=1).tolist(), strict=True)
-    whole = {number for number, numel in rows if fills[number].box.numel == numel}
-    full = [(number, fill) for number, fill in enumerate(fills) if fill.name not in problems.resized]
+    checkpoint = parts[-1].reader.checkpoint
+    index, manifest = checkpoint.index, checkpoint.manifest
+    cut = {name for part in parts for name in _cut(part)}
+    full = [fill.name for fill in fills if fill.name not in problems.resized]
     values = [full_name(*key) for key in wanted.blobs + wanted.own]
     return LoadReport(
         path=job.storage.url,
         step=manifest.step,
         metadata=manifest.metadata,
-        restored=_unique([fill.name for _, fill in full] + values),
+        restored=_unique(full + values),
         missing=tuple(name for name, _ in problems.missing),
         unexpected=tuple(decision.unexpected),
         mismatched=dict(problems.mismatched) | problems.resized,
         left=tuple(decision.left),
         cast=_unique([fill.name for fill in fills if fill.cast]),
-        resharded=_unique([fill.name for n, fill in full if n not in whole and fill.box.numel]),
+        resharded=_unique([name for name in full if name in cut]),
         notes={full_name(item, fqn): what for item, fqn, what in wanted.notes},
         nbytes_wanted=sum(fill.box.numel * index.tensors[fill.tensor].spec.itemsize for fill in fills),
-        nbytes_read=reader.nbytes_read,
-        nbytes_received=nbytes_received,
+        nbytes_read=sum(part.reader.nbytes_read for part in parts),
+        nbytes_received=sum(part.nbytes_received for part in parts),
         phases=tuple(job.recorder.records),
     )
+
+
+def _cut(part: LoadPart) -> list[str]:
+    """Return the names of the boxes that no chunk holds alone and whole."""
+    plan, lengths = part.reader.plan, part.reader.checkpoint.index.lengths
+    rows = zip(plan.wanted.tolist(), lengths[plan.chunk].prod(axis=1).tolist(), strict=True)
+    whole = {number for number, numel in rows if part.fills[number].box.numel == numel}
+    return [fill.name for number, fill in enumerate(part.fills) if number not in whole and fill.box.numel]
 
 
 def _unique(names: list[str]) -> tuple[str, ...]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -11,6 +12,7 @@ import numpy as np
 from reknit.engine.loading.deliver import Deliverer, ReadSpan, put, spans_of
 from reknit.engine.loading.repair import UNREADABLE, Repairer
 from reknit.engine.memory.workers import Gate, run_jobs
+from reknit.engine.sharing.shared_read import SharedRead
 from reknit.engine.stored.file_checks import corrupt_block
 from reknit.environment import num_threads
 from reknit.errors import ReknitError, UsageError
@@ -21,9 +23,13 @@ from reknit.storage.base import Reading
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Sequence
+    from contextlib import ExitStack
 
     from numpy.typing import NDArray
 
+    from reknit.engine import messages
+    from reknit.engine.loading.job import LoadJob
+    from reknit.engine.loading.match import Fill
     from reknit.engine.memory.arena import Arena
     from reknit.engine.stored.opening import OpenCheckpoint
     from reknit.errors import CorruptError
@@ -292,3 +298,36 @@ class RangeReader:
         names = self._deliverer.names(files.index(path), low, low + block_nbytes) if path in files else []
         names = [self.checkpoint.shown(name) for name in names]
         return corrupt_block(self.checkpoint.files[path], block, block_nbytes, names)
+
+
+@dataclass
+class LoadPart:
+    """Boxes that are filled together, what reads them, and how many bytes came from other ranks."""
+
+    fills: Sequence[Fill]
+    reader: RangeReader
+    nbytes_received: int = 0
+    shared: SharedRead | None = None
+
+    @classmethod
+    def of(cls, job: LoadJob, checkpoint: OpenCheckpoint, fills: Sequence[Fill]) -> LoadPart:
+        """Plan the reads for some boxes; the checkpoint has the rows of the index that they need."""
+        reader = RangeReader(
+            checkpoint,
+            [(fill.tensor, fill.box, fill.target) for fill in fills],
+            job.options,
+            cast=frozenset(number for number, fill in enumerate(fills) if fill.cast),
+            replicas=job.replicas,
+            moved=job.recorder.advance,
+        )
+        return cls(fills, reader)
+
+    def share(self, job: LoadJob, last: ExitStack) -> None:
+        """Begin this rank's side of a shared read, which ends with `last`."""
+        files = self.reader.checkpoint.index.files
+        self.shared = SharedRead.begin(job.group, job.carrier, self.reader, files, job.options)
+        last.callback(self.shared.close)
+
+    def offer(self) -> messages.Offer | None:
+        """Return what this rank would read, if that may be shared."""
+        return None if self.shared is None else self.shared.offer()

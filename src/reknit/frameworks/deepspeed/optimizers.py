@@ -9,15 +9,17 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-import torch
+import msgspec
 
 from reknit.errors import StateError
 from reknit.frameworks.deepspeed import parameters as deepspeed_parameters
 from reknit.frameworks.deepspeed import private as deepspeed_private
 from reknit.frameworks.deepspeed.parameters import DeepSpeedModules
+from reknit.frameworks.numbers import whole
 from reknit.frameworks.optimizer import protocol as optimizer_protocol
 from reknit.frameworks.optimizer.slots import MASTER, ParamSlot, Slots, named
 from reknit.frameworks.optimizer.states import OptimizerAdapter
+from reknit.frameworks.torch import numbers
 from reknit.frameworks.torch.flat import FlatPart
 from reknit.frameworks.walk.loading import Loading
 
@@ -51,11 +53,16 @@ def read(optimizer: Any, place: Place, walk: Walk) -> Slots:
     inner = deepspeed_private.inner(optimizer)
     kind = optimizer_protocol.inner_kind(inner, place)
     each = tuple(_slot(group, member, names, kind, walk) for group in groups for member in group.members)
+    if deepspeed_private.steps_are_numbers(optimizer):
+        each = tuple(msgspec.structs.replace(slot, whole_steps=True) for slot in each)
     if isinstance(walk, Loading):
         _note_masters(each, groups, place, walk)
     live = state = inner.state
     if deepspeed_private.steps_are_numbers(optimizer):
-        state = {flat: _with_tensor(states) for flat, states in live.items()}
+        # A load makes the counter in the dtype that was saved, and leaves that of the optimizer as it is.
+        state = {
+            flat: dict(states) if walk.fills else _with_tensor(states, place) for flat, states in live.items()
+        }
 
     def deliver() -> None:
         if state is not live:
@@ -102,13 +109,15 @@ def _note_masters(
             )
 
 
-def _with_tensor(states: dict[str, Any]) -> dict[str, Any]:
+def _with_tensor(states: dict[str, Any], place: Place) -> dict[str, Any]:
     """Return states with their steps counted in a tensor, as torch does."""
     step = states.get("step")
-    return {**states, "step": torch.tensor(float(step))} if isinstance(step, int) else dict(states)
+    return {**states, "step": numbers.counter(step, place)} if isinstance(step, int) else dict(states)
 
 
 def _with_number(states: dict[str, Any]) -> dict[str, Any]:
-    """Return states with their steps counted in a plain number, as DeepSpeed's own optimizers do."""
-    step = states.get("step")
-    return {**states, "step": int(step.item())} if isinstance(step, torch.Tensor) else states
+    """Return states with their steps counted in an integer, as DeepSpeed's own optimizers do."""
+    if "step" not in states:
+        return states
+    step = numbers.number_in(states["step"])
+    return {**states, "step": step if (count := whole(step)) is None else count}

@@ -9,6 +9,7 @@ import numpy as np
 
 from reknit.errors import StateError
 from reknit.frameworks.jax import private as jax_private
+from reknit.frameworks.jax import values as jax_values
 from reknit.frameworks.stateful import Unfilled
 from reknit.frameworks.walk.walk import View
 from reknit.types.box import Box
@@ -116,7 +117,8 @@ class Filling(Unfilled):
                 lambda index: self._part(box_of(index or (), self._shape)),
                 dtype=self._dtype,
             )
-        return jax_private.weakly_typed(array) if self._weak else array
+        array = jax_private.weakly_typed(array) if self._weak else array
+        return jax_values.as_recorded(array, self.record)
 
     @property
     def _is_key(self) -> bool:

@@ -24,10 +24,10 @@ def key_shape(dtype: Any) -> tuple[int, ...]:
     return tuple(dtype._impl.key_shape)
 
 
-def weakly_typed(array: Any) -> Any:
-    """Return an array on the same memory whose type gives way in promotion, as Python's numbers do.
+def weakly_typed(array: Any, weak: bool = True) -> Any:
+    """Return an array on the same memory whose type gives way in promotion, as Python's numbers do, or not.
 
     The public ways to such arrays are computations, which all processes of a job would have to begin.
     """
     memory = [shard.data for shard in array.addressable_shards]
-    return ArrayImpl(array.aval.update(weak_type=True), array.sharding, memory, committed=array.committed)
+    return ArrayImpl(array.aval.update(weak_type=weak), array.sharding, memory, committed=array.committed)

@@ -10,8 +10,10 @@ import torch
 from reknit.errors import StateError
 from reknit.frameworks.megatron import private
 from reknit.frameworks.megatron.model import groups, tensors
+from reknit.frameworks.numbers import whole
 from reknit.frameworks.optimizer import protocol as optimizer_protocol
 from reknit.frameworks.optimizer.slots import ParamSlot, Slots
+from reknit.frameworks.torch import numbers
 
 if TYPE_CHECKING:
     from reknit.frameworks.megatron.model import HeldPart
@@ -92,7 +94,10 @@ class _Reading:
         present = work.inner.state.get(work.main) or {}
         states = {name: self._flat(state, work.parameter) for name, state in present.items()}
         if states and _STEP not in states and _STEP in work.group:
-            states[_STEP] = torch.tensor(float(work.group[_STEP]))
+            # A load makes the counter in the dtype that was saved, whatever the group counts in.
+            step = work.group[_STEP]
+            fills = self.walk.fills
+            states[_STEP] = numbers.number_in(step) if fills else numbers.counter(step, self.place)
         if not counts:
             states.pop(_STEP, None)
         return states
@@ -124,6 +129,7 @@ class _Reading:
             main if work.exact else None,
             one.resizable,
             self.kind,
+            _counts_in_integers(work),
         )
 
     def _replicas(self, work: Working, one: HeldPart) -> tuple[Replicas, Replicas]:
@@ -154,28 +160,37 @@ class _Reading:
             self._put(work, self.state.get(work.main, {}))
         for key, (group, options) in self.groups.items():
             group.update(options)
-            if key in steps and isinstance(group.get(_STEP), torch.Tensor):
-                group[_STEP].fill_(steps[key])
-            elif key in steps:
-                group[_STEP] = int(steps[key])
+            if key in steps:
+                group[_STEP] = self._counted(group.get(_STEP), steps[key])
         for scaler in self.scalers:
             scaler.load_state_dict(self.state[_GRAD_SCALER])
 
-    def _steps(self) -> dict[int, float]:
+    def _counted(self, present: Any, step: Any) -> Any:
+        """Return the counter of a group for a number of steps: the present one if that is a tensor."""
+        count = whole(step)
+        made, why = numbers.fitted(present, step if count is None else count, cast=False)
+        if why is not None:
+            raise StateError(
+                f"{self.place} counts its steps in a tensor, and {why}", remedy="count in float64"
+            )
+        return numbers.put(present, made)
+
+    def _steps(self) -> dict[int, Any]:
         """Return how many steps each group that counts them has taken, by its id.
 
         Raises `StateError` where the parameters of one group have taken different numbers of them.
         """
-        steps: dict[int, tuple[float, str]] = {}
+        steps: dict[int, tuple[Any, str]] = {}
         for work, name in self.works:
             step = self.state.get(work.main, {}).get(_STEP)
             if step is None or not private.counts_in_group(work.inner):
                 continue
-            known, first = steps.setdefault(id(work.group), (float(step), name))
-            if known != float(step):
+            number = numbers.number_in(step)
+            known, first = steps.setdefault(id(work.group), (number, name))
+            if known != number:
                 raise StateError(
                     f"{self.place}: {first} has taken {known:.0f} steps in the checkpoint and {name} has "
-                    f"taken {float(step):.0f}, and here the two are in one group, which counts them",
+                    f"taken {number:.0f}, and here the two are in one group, which counts them",
                     remedy="give the parameters groups of their own",
                 )
         return {key: number for key, (number, _) in steps.items()}
@@ -196,6 +211,13 @@ class _Reading:
             work.inner.state[main] = fresh
         else:
             work.inner.state.pop(main, None)
+
+
+def _counts_in_integers(work: Working) -> bool:
+    """Tell whether the group of a parameter counts its steps, and does so in integers."""
+    step = work.group.get(_STEP)
+    floats = isinstance(step, torch.Tensor) and step.is_floating_point()
+    return private.counts_in_group(work.inner) and step is not None and not floats
 
 
 def _row(tensor: torch.Tensor, parameter: Any, place: Place) -> torch.Tensor:

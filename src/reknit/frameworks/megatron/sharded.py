@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+from contextlib import suppress
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -115,26 +116,36 @@ def _require_parts(factory: Any, built: list[Any], place: Place) -> None:
     """
     local = factory.data.detach()
     numbers = _numbers(local)
-    try:
+    parts = merges = False
+    with suppress(Exception):  # of a user's own code: whatever it makes of numbers, or raises, is not known
         made = factory.build_fn(factory.key, numbers, factory.replica_id, None)
         copies = list(filter(is_tensor, nested(made)))
-        whole = factory.merge_fn(unwrapped(made))
-        same = len(copies) == len(built) and torch.equal(whole, numbers)
-        same = same and all(
+        parts = len(copies) == len(built) and all(
             _bytes(local.reshape(-1)[copy.data]).equal(_bytes(part.data))
             for part, copy in zip(built, copies, strict=True)
         )
-    except (
-        Exception
-    ):  # a user's own code, and what it makes of numbers; whatever it raises, it cannot be known
-        same = False
-    if not same:
-        raise StateError(
-            f"{place}: the factory of {factory.key} computes what is saved, or its merge_fn does not put the "
-            "parts together as they were",
-            remedy="put the tensor into the state that is to be saved, and compute before the save and after "
-            "the load",
-        )
+        whole = factory.merge_fn(unwrapped(made))
+        merges = whole.dtype == numbers.dtype and torch.equal(whole, numbers)
+    if not parts:
+        raise _computes(f"{_called(factory.build_fn)} (build_fn) computes what is saved", factory, place)
+    if not merges:
+        merge = f"{_called(factory.merge_fn)} (merge_fn) does not put the parts together as they were"
+        raise _computes(merge, factory, place)
+
+
+def _computes(what: str, factory: Any, place: Place) -> StateError:
+    return StateError(
+        f"{place}: {what}, in the factory of {factory.key}",
+        remedy="put the tensor itself into the state that is to be saved, and call that function before the "
+        "save or after the load",
+    )
+
+
+def _called(function: Any) -> str:
+    """Return the module and name of a function."""
+    function = getattr(function, "func", function)
+    name = getattr(function, "__qualname__", type(function).__qualname__)
+    return f"{getattr(function, '__module__', None) or type(function).__module__}.{name}"
 
 
 def _bytes(tensor: torch.Tensor) -> torch.Tensor:

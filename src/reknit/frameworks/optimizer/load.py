@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 from reknit.errors import StateError
 from reknit.frameworks import tree
+from reknit.frameworks.numbers import is_number
 from reknit.frameworks.optimizer import memory as optimizer_memory
 from reknit.frameworks.optimizer import param_options as optimizer_options
 from reknit.frameworks.optimizer.slots import MASTER, ParamSlot, Slots, element
+from reknit.frameworks.same import same_value
 from reknit.frameworks.stateful import rebuild, tensors_of
+from reknit.frameworks.torch import numbers
 from reknit.frameworks.walk.walk import Place
 
 if TYPE_CHECKING:
@@ -23,6 +27,18 @@ if TYPE_CHECKING:
 
 Asked = dict[str, "TensorSpec | None"]
 """States that are asked for, by their path elements: the spec that each has here, None for a value."""
+
+
+@dataclass
+class _JointValue:
+    """A saved value of parameters that have one flat tensor together.
+
+    `tensors` inside it are as long as that one, but each parameter has `counters` of its own, to be compared.
+    """
+
+    saved: Any = None
+    tensors: dict[str, torch.Tensor] = field(default_factory=dict)
+    counters: dict[Any, list[tuple[Place, torch.Tensor]]] = field(default_factory=dict)
 
 
 @dataclass
@@ -90,18 +106,22 @@ class OptimizerLoad:
             return
         fresh = self._left(current, members)
         given: dict[Any, Any] = {}
+        values: dict[Any, _JointValue] = {}
         counters: dict[Any, list[tuple[Place, torch.Tensor]]] = {}
         for slot in members:
             below = self._states_of(slot)
             for one, spec in asked.get(slot.name, {}).items():
                 name, at = tree.unescape(one), below.below(one)
                 if spec is None and name in given:
-                    self._require_same_value(given[name], at)
+                    self._want_again(values.get(name), slot, at)
                     continue
                 present = given.get(name, current.get(name))
                 if counts := len(members) > 1 and optimizer_memory.is_counter(spec, slot, at):
                     present = None  # each member has its own, to be compared with the others
-                whole, state = self._want_state(present, slot, at, spec)
+                value = values.setdefault(name, _JointValue()) if spec is None else None
+                whole, state = self._want_state(present, slot, at, spec, value)
+                if whole and slot.whole_steps and name == "step":
+                    loading.check(partial(numbers.require_whole, state, at))
                 if whole:
                     given[name] = state
                 elif name in current:
@@ -110,10 +130,11 @@ class OptimizerLoad:
                     counters.setdefault(name, []).append((at, state))
         if len(members) > 1:
             self._report_lacking(members, asked, current)
-            loading.check(lambda: _require_equal(counters))
+            for each in (counters, *(value.counters for value in values.values())):
+                loading.check(partial(_require_equal, each))
         fresh |= given
         if any(asked.values()) or len(fresh) < len(current):
-            loading.later(lambda: slots.put(members[0], fresh))
+            loading.later(lambda: slots.put(members[0], _in_kind(fresh, current)))
 
     def _asked(self, slot: ParamSlot, members: list[ParamSlot]) -> Asked | None:
         """Return which states of a parameter are to be loaded, None where they cannot be taken."""
@@ -148,14 +169,37 @@ class OptimizerLoad:
             if not all(loading.takes(at.below(element(name, at))) for at in map(self._states_of, members))
         }
 
-    def _require_same_value(self, given: Any, at: Place) -> None:
-        """Ask for a value that must be the one that another parameter of the same flat one has given."""
+    def _want_again(self, value: _JointValue | None, slot: ParamSlot, at: Place) -> None:
+        """Ask for a value that another parameter of the same flat one has given, and its part of tensors."""
         found = self.loading.value(at)
-        differs = isinstance(given, torch.Tensor) or not tree.same_value(given, found.value)
-        if found.why is None and differs:
+        if found.why is not None:
+            return
+        if value is None or not same_value(value.saved, found.value):
             self.loading.report_mismatched(
                 at, f"its value {found.value!r} is not that of the other parameters in its flat parameter"
             )
+        else:
+            rebuild(found.value, at, self.loading, {}, partial(self._ask, value, slot, at))
+
+    def _ask(
+        self, value: _JointValue, slot: ParamSlot, at: Place, spec: TensorSpec, like: Any, inside: Place
+    ) -> Any:
+        """Ask for a tensor inside a value; parameters with one flat tensor have one here too."""
+        loading, name = self.loading, inside.fqn.removeprefix(f"{at.fqn}/")
+        counts = slot.joint and optimizer_memory.is_counter(spec, slot, inside)
+        if name not in value.tensors or counts:
+            if not isinstance(like, torch.Tensor):
+                like = None
+            elif optimizer_memory.fits(like, slot, spec):
+                like = torch.empty_like(like, requires_grad=False)
+            tensor = optimizer_memory.memory_for(spec, like, slot, inside, loading, self.noted)
+            value.tensors.setdefault(name, tensor)
+        else:
+            tensor = value.tensors[name]
+        if counts:
+            value.counters.setdefault(name, []).append((inside, tensor))
+        loading.view(optimizer_memory.view(tensor, slot, inside, loading), inside, tensor)
+        return tensor
 
     def _report_lacking(
         self, members: list[ParamSlot], asked: Mapping[str, Asked], current: Mapping[Any, Any]
@@ -172,7 +216,12 @@ class OptimizerLoad:
                     )
 
     def _want_state(
-        self, current: Any, slot: ParamSlot | None, at: Place, spec: TensorSpec | None
+        self,
+        current: Any,
+        slot: ParamSlot | None,
+        at: Place,
+        spec: TensorSpec | None,
+        value: _JointValue | None = None,
     ) -> tuple[bool, Any]:
         """Ask for a state, a tensor of the shape `spec` here or a value; return whether it comes, and it."""
         loading, noted = self.loading, self.noted
@@ -189,17 +238,17 @@ class OptimizerLoad:
         found = loading.value(at)
         if found.why is not None:
             return False, None
-
-        def ask(spec: TensorSpec, like: Any, inside: Place) -> Any:
-            if not isinstance(like, torch.Tensor):
-                like = None
-            elif optimizer_memory.fits(like, slot, spec):
-                like = torch.empty_like(like, requires_grad=False)
-            tensor = optimizer_memory.memory_for(spec, like, slot, inside, loading, noted)
-            loading.view(optimizer_memory.view(tensor, slot, inside, loading), inside, tensor)
-            return tensor
-
-        asks = ask if slot is not None and slot.parameter is not None else None
+        value = value or _JointValue()
+        value.saved = found.value
+        if type(current) is torch.Tensor and is_number(found.value):
+            made, why = numbers.fitted(current, found.value, cast=loading.catalog.terms.cast)
+            if why is not None:
+                loading.report_mismatched(at, why)
+                return False, None
+            return True, numbers.put(torch.empty_like(current, requires_grad=False), made)
+        asks = None
+        if slot is not None and slot.parameter is not None:
+            asks = partial(self._ask, value, slot, at)
         return rebuild(found.value, at, loading, tensors_of(current, at, loading), asks)
 
     def _want_shared(self, name: Any) -> None:
@@ -209,9 +258,10 @@ class OptimizerLoad:
         if self.noted.foreign:
             loading.report_mismatched(at, next(iter(self.noted.foreign.values())))
             return
-        whole, state = self._want_state(slots.shared().get(name), None, at, loading.saved.spec(at))
+        current = slots.shared()
+        whole, state = self._want_state(current.get(name), None, at, loading.saved.spec(at))
         if whole:
-            loading.later(lambda: slots.state.__setitem__(name, state))
+            loading.later(lambda: slots.state.update(_in_kind({name: state}, current)))
 
     def _want_more(self) -> None:
         """Ask for what an optimizer's own `state_dict` has beside states and options, and let it load it all.
@@ -268,6 +318,14 @@ class SavedStates:
     def states(self, name: str) -> list[str]:
         """Return the names (path elements) of a parameter's saved states."""
         return self._states.get(tree.escape(name, str(self._place)), [])
+
+
+def _in_kind(states: dict[Any, Any], current: Mapping[Any, Any]) -> dict[Any, Any]:
+    """Return states with a number, and not a tensor of one element, in the place of each present number."""
+    return {
+        name: numbers.number_in(state) if is_number(current.get(name)) else state
+        for name, state in states.items()
+    }
 
 
 def _require_equal(counters: Mapping[Any, list[tuple[Place, torch.Tensor]]]) -> None:

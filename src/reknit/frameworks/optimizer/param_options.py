@@ -8,9 +8,10 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from reknit.frameworks import tree
 from reknit.frameworks.neutral import to_neutral
 from reknit.frameworks.optimizer import protocol as optimizer_protocol
+from reknit.frameworks.same import same_value
+from reknit.frameworks.torch import numbers
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
@@ -115,14 +116,20 @@ def _want_group(
     first, options = known[0]
     for at, others in known[1:]:
         for key in options.keys() | others.keys():
-            if not tree.same_value(_plain(options.get(key)), _plain(others.get(key))):
+            if not same_value(options.get(key), others.get(key)):
                 loading.report_mismatched(
                     at,
                     f"its {key} is {others.get(key)!r} and that of {first} {options.get(key)!r}, "
                     "but the target has both in one group",
                 )
                 return
-    loading.later(lambda: _set(group, options, slots.groups))
+    made, cast = {}, loading.catalog.terms.cast
+    for key, value in options.items():
+        made[key], misfit = numbers.fitted(group.get(key), value, cast=cast)
+        if misfit is not None:
+            loading.report_mismatched(first, f"its {key}: {misfit}")
+            return
+    loading.later(lambda: _set(group, made, slots.groups))
 
 
 def _note_plain(options: Any, noted: OptionNotes) -> None:
@@ -131,20 +138,11 @@ def _note_plain(options: Any, noted: OptionNotes) -> None:
         noted.plain.update(path for path in paths if isinstance(path, str))
 
 
-def _plain(value: Any) -> Any:
-    return to_neutral(value, "an option")
-
-
 def _set(group: dict[str, Any], options: dict[str, Any], groups: list[dict[str, Any]]) -> None:
     for key, value in options.items():
         present = group.get(key)
-        if isinstance(present, torch.Tensor) and isinstance(value, (torch.Tensor, int, float)):
-            # torch gives the same default, a learning rate that is a tensor, to all groups without their own.
-            if any(other is not group and other.get(key) is present for other in groups):
-                group[key] = present = present.detach().clone()
-            with torch.no_grad():
-                present.copy_(torch.as_tensor(value))
-        elif isinstance(value, torch.Tensor) and isinstance(present, (int, float)) and value.numel() == 1:
-            group[key] = value.item()
-        else:
-            group[key] = value
+        # torch gives the same default, a learning rate that is a tensor, to all groups without their own.
+        shared = any(other is not group and other.get(key) is present for other in groups)
+        if shared and isinstance(present, torch.Tensor):
+            present = present.detach().clone()
+        group[key] = numbers.put(present, value)

@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from reknit.errors import StateError
-from reknit.frameworks import tree
 from reknit.frameworks.imported import imported
+from reknit.frameworks.same import same_value
 from reknit.frameworks.torch import private as torch_private
 
 if TYPE_CHECKING:
@@ -167,21 +167,19 @@ def _changed(given: Any, optimizer: Any) -> str | None:
     ):
         return "is not the dict that torch has"
     states, groups = list(given["state"].values()), given["param_groups"]
-    if not _same(states, list(optimizer.state.values())):
+    if not _same_objects(states, list(optimizer.state.values())):
         return "has other states than the optimizer"
     live = [
         {key: value for key, value in group.items() if key != "params"} for group in optimizer.param_groups
     ]
     options = [{key: value for key, value in group.items() if key != "params"} for group in groups]
-    return None if _same(options, live) else "has other options than the optimizer"
+    return None if _same_objects(options, live) else "has other options than the optimizer"
 
 
-def _same(given: Any, live: Any) -> bool:
-    """Tell whether two values are the same tensors in equal containers of equal numbers."""
-    if given is live:
-        return True
+def _same_objects(given: Any, live: Any) -> bool:
+    """Tell whether two values are the very same tensors in containers of the same values."""
     if isinstance(given, Mapping) and isinstance(live, Mapping):
-        return given.keys() == live.keys() and all(_same(given[key], live[key]) for key in given)
+        return given.keys() == live.keys() and all(_same_objects(given[key], live[key]) for key in given)
     if isinstance(given, (list, tuple)) and isinstance(live, (list, tuple)):
-        return len(given) == len(live) and all(map(_same, given, live))
-    return not isinstance(given, torch.Tensor) and type(given) is type(live) and tree.same_value(given, live)
+        return len(given) == len(live) and all(map(_same_objects, given, live))
+    return given is live if isinstance(given, torch.Tensor) else same_value(given, live)

@@ -44,7 +44,8 @@ class ParamSlot(msgspec.Struct, frozen=True, eq=False):
     counters; several slots are `joint` where they have one key together.  `kept` tells whether this rank
     keeps the states at all.  `master` are the weights of higher precision that the optimizer works on, where
     it has some beside the parameter, in the form of the states.  `resizable` tells that the checkpoint may
-    have them all in another shape.  `kind` is that of the optimizer (`protocol.kind`).
+    have them all in another shape.  `kind` is that of the optimizer (`protocol.kind`).  `whole_steps` tells
+    that its steps are counted in integers.
     """
 
     name: str
@@ -60,6 +61,7 @@ class ParamSlot(msgspec.Struct, frozen=True, eq=False):
     master: torch.Tensor | None = None
     resizable: bool = False
     kind: tuple[str, ...] = ()
+    whole_steps: bool = False
 
     @property
     def shape(self) -> tuple[int, ...] | None:

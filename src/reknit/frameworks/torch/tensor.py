@@ -8,9 +8,9 @@ import torch
 from torch.autograd.graph import increment_version
 
 from reknit.errors import StateError
-from reknit.frameworks import overlap
 from reknit.frameworks.torch import dtensor, meta
 from reknit.frameworks.torch import private as torch_private
+from reknit.frameworks.walk import overlap
 from reknit.frameworks.walk.walk import View
 from reknit.types.box import Box
 from reknit.types.dtype import ITEMSIZE

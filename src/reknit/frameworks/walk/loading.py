@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 from typing import TYPE_CHECKING, Any, Protocol
 
+from reknit.errors import ReknitError
 from reknit.frameworks.neutral import put_array
-from reknit.frameworks.overlap import require_apart
+from reknit.frameworks.walk import overlap
+from reknit.frameworks.walk.delivery import Delivery, DeliveryPart
+from reknit.frameworks.walk.own_code import failed_search
 from reknit.frameworks.walk.rank_catalog import Found, RankCatalog
-from reknit.frameworks.walk.walk import Matcher, Walk, first_match
+from reknit.frameworks.walk.request import Request
+from reknit.frameworks.walk.walk import Matcher, Place, Walk, first_match
+from reknit.frameworks.walk.writable import require_writable
 from reknit.types.dtype import converts
 from reknit.types.shard import Shard, full_name
 from reknit.types.wanted import RESIZE, Wanted, matches
@@ -17,26 +23,12 @@ from reknit.types.wanted import RESIZE, Wanted, matches
 if TYPE_CHECKING:
     from collections.abc import Callable, Hashable, Sequence
 
-    from reknit.frameworks.walk.walk import Assign, Place, View
+    from reknit.frameworks.walk.walk import Assign, View
     from reknit.types.manifest import Catalog
     from reknit.types.shard import TensorSpec
 
 Entry = tuple[str, str]
 Remark = tuple[str, str, str]
-
-
-@dataclass(slots=True)
-class _Request:
-    """Memory to fill, with all its names in the target; with `resize`, also from another shape.
-
-    If the checkpoint has none of these names, the load looks for those in `instead`.
-    """
-
-    view: View
-    tensor: Any
-    resize: bool = False
-    places: list[Place] = field(default_factory=list)
-    instead: list[Place] = field(default_factory=list)
 
 
 class LoadAdapter(Matcher, Protocol):
@@ -59,10 +51,10 @@ class Loading(Walk):
     missing: list[Remark] = field(default_factory=list)
     mismatched: list[Remark] = field(default_factory=list)
     notes: list[Remark] = field(default_factory=list)
-    _checks: list[Callable[[], None]] = field(default_factory=list)
-    _settles: list[Callable[[], None]] = field(default_factory=list)
-    _actions: list[Callable[[], None]] = field(default_factory=list)
-    _requests: dict[Hashable, _Request] = field(default_factory=dict)
+    _early: DeliveryPart = field(default_factory=DeliveryPart)
+    _late: DeliveryPart = field(default_factory=DeliveryPart)
+    _at: tuple[Place, str] = field(default=(Place(""), ""))
+    _requests: dict[Hashable, Request] = field(default_factory=dict)
     _shards: list[Shard] = field(default_factory=list)
     _aliases: list[tuple[str, str, str, str]] = field(default_factory=list)
     _resizable: list[Entry] = field(default_factory=list)
@@ -71,7 +63,6 @@ class Loading(Walk):
     _needless: dict[Entry, str] = field(default_factory=dict)
     _idle: tuple[str, ...] = field(init=False)
     _num_kept: int = 0
-    _filled: list[Any] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         self.saved = RankCatalog(self.catalog, self.world)
@@ -80,15 +71,32 @@ class Loading(Walk):
 
     def visit(self, value: Any, place: Place, assign: Assign) -> None:
         """Request what a value of any kind needs."""
-        first_match(self.adapters, value).wanted(value, place, self, assign)
+        outer, self._at = self._at, (place, type(value).__name__)
+        try:
+            first_match(self.adapters, value).wanted(value, place, self, assign)
+        except ReknitError:
+            raise
+        except Exception as error:  # of a `state_dict`, a hook, an iterator: whatever the value runs
+            raise failed_search(error, value, place) from error
+        self._at = outer
+
+    def early(self, action: Callable[[], None]) -> None:
+        """Run `action`, which gives an object its state, before any live tensor changes.
+
+        Only memory that was requested as `early` is filled by then.  Actions run in the order of these calls.
+        """
+        self._early.actions.append(Delivery(*self._at, action))
 
     def later(self, action: Callable[[], None]) -> None:
         """Run `action` after all bytes have been read, in the order of these calls."""
-        self._actions.append(action)
+        self._late.actions.append(Delivery(*self._at, action))
 
-    def check(self, action: Callable[[], None]) -> None:
-        """Run `action`, which may raise an error about the values read, before all actions of `later`."""
-        self._checks.append(action)
+    def check(self, action: Callable[[], None], *, early: bool = False) -> None:
+        """Run `action`, which may raise an error about the values read, before all actions of `later`.
+
+        With `early` it is about early memory alone, and runs before all actions of `early`.
+        """
+        (self._early if early else self._late).checks.append(action)
 
     def takes(self, place: Place) -> bool:
         """Tell whether to load this name; if not, leave the target as it is."""
@@ -99,6 +107,12 @@ class Loading(Walk):
         if self._idle:
             self._idle = tuple(pattern for pattern in self._idle if not fnmatchcase(name, pattern))
         return terms.takes(name)
+
+    def may_take_below(self, place: Place) -> bool:
+        """Tell whether a pattern of names to load may match a name below a place, whatever that is."""
+        below = full_name(place.item, place.fqn).rstrip("/") + "/"
+        literal = [re.split(r"[*?\[]", pattern, maxsplit=1)[0] for pattern in self.catalog.terms.only]
+        return any(below.startswith(start) or start.startswith(below) for start in literal)
 
     def may_resize(self, place: Place) -> bool:
         """Tell whether a tensor with this name may have another shape in the checkpoint."""
@@ -117,10 +131,10 @@ class Loading(Walk):
             self.catalog.terms.cast and converts(saved.dtype, wanted.dtype)
         )
 
-    def tensor(self, tensor: Any, place: Place) -> None:
-        """Request a tensor, to fill it in place."""
+    def tensor(self, tensor: Any, place: Place, *, early: bool = False) -> None:
+        """Request a tensor, to fill it in place; `early` for memory that no live object uses."""
         if self.takes(place):
-            self.view(self.look(tensor, place, fill=True), place, tensor)
+            self.view(self.look(tensor, place, fill=True), place, tensor, early=early)
 
     def view(
         self,
@@ -129,14 +143,16 @@ class Loading(Walk):
         tensor: Any,
         *,
         resize: bool = False,
+        early: bool = False,
         instead: Sequence[Place] = (),
     ) -> None:
         """Request a tensor by its view; with `resize`, from any saved shape.
 
         If the checkpoint has no tensor with this name, the first in `instead` that it has is loaded.
+        What is `early` is filled before any live tensor changes.
         """
         if self.claim_name(place, ("tensor", view.memory), tensor):
-            request = self._requests.setdefault(view.memory, _Request(view, tensor))
+            request = self._requests.setdefault(view.memory, Request(view, tensor, early=early))
             request.places.append(place)
             request.instead += instead
             request.resize |= resize or self.may_resize(place)
@@ -189,7 +205,12 @@ class Loading(Walk):
             self.notes.append((item, fqn, self._needless[item, fqn]))
         for request in self._requests.values():
             self._settle(request)
-        require_apart(self._shards)
+        require_writable(
+            (request.places[0], memory)
+            for request in self._requests.values()
+            for _, memory in request.view.parts
+        )
+        self._fill_beside()
         return Wanted(
             tuple(self.state),
             tuple(self._shards),
@@ -205,10 +226,29 @@ class Loading(Walk):
             num_tensors=len(self._requests),
             num_kept=self._num_kept,
             coordinate=self.world.coordinate,
+            early=frozenset(self._early.names),
+            has_early=bool(self._early.actions or self._early.checks),
+            deliver_early=self._deliver_early,
             deliver=self._deliver,
         )
 
-    def _settle(self, request: _Request) -> None:
+    def _fill_beside(self) -> None:
+        """Fill tensors that share memory beside it, early, and put there what they agree on."""
+        if not overlap.overlapping(self._shards):
+            return
+        shared = overlap.fill_beside(list(filter(self._is_filled, self._shards)), self._resizable)
+        if shared is not None:
+            self._shards = [shared.shards.get(id(shard), shard) for shard in self._shards]
+            self._early.names += shared.names
+            self.check(shared.require_agreement, early=True)
+            self._late.settles.insert(0, shared.put)
+
+    def _is_filled(self, shard: Shard) -> bool:
+        """Tell whether a shard will be filled: a lenient load leaves one that does not fit as it is."""
+        spec = self.saved.spec(Place(shard.item, shard.fqn))
+        return spec is not None and self._converts(spec, shard.spec)
+
+    def _settle(self, request: Request) -> None:
         """Load a tied tensor from the first of its names that the checkpoint has."""
         saved = [place for place in request.places if self.saved.spec(place) is not None]
         saved = saved or [place for place in request.instead if self.saved.spec(place) is not None][:1]
@@ -252,20 +292,24 @@ class Loading(Walk):
             else:
                 self._aliases.append((alias.item, alias.fqn, place.item, place.fqn))
         if self._is_kept(place):
-            self._take_back(place, spec, wanted, view)
+            self._take_back(place, spec, wanted, request)
             return
+        part = self._early if request.early else self._late
+        if request.early:
+            part.names.append(full_name(place.item, place.fqn))
         self._shards += wanted
         memories = [getattr(memory, "memory", memory) for _, memory in view.parts]
-        self._filled += [request.tensor, *(memory for memory in memories if memory is not request.tensor)]
+        part.filled += [request.tensor, *(memory for memory in memories if memory is not request.tensor)]
         if view.settle is not None and self._converts(spec, view.spec):
-            self._settles.append(view.settle)
+            part.settles.append(view.settle)
 
     def _is_kept(self, place: Place) -> bool:
         """Tell whether the checkpoint stores a tensor for each rank separately."""
         return place.fqn not in self.catalog.tensors.get(place.item, {})
 
-    def _take_back(self, place: Place, spec: TensorSpec, wanted: Sequence[Shard], view: View) -> None:
+    def _take_back(self, place: Place, spec: TensorSpec, wanted: Sequence[Shard], request: Request) -> None:
         """Fill a tensor with the value that this rank saved."""
+        view, part = request.view, self._early if request.early else self._late
         if spec != view.spec:
             self.report_mismatched(
                 place, f"it is {spec} for this rank in the checkpoint, and {view.spec} here"
@@ -280,11 +324,11 @@ class Loading(Walk):
             for shard in wanted:
                 put_array(kept[shard.box.slices()], shard.data)
 
-        self._settles.append(fill)
+        part.settles.append(fill)
         if view.settle is not None:
-            self._settles.append(view.settle)
+            part.settles.append(view.settle)
 
-    def _more_exact(self, saved: Place, request: _Request) -> Place | None:
+    def _more_exact(self, saved: Place, request: Request) -> Place | None:
         """Return the place to load instead of a saved tensor of another precision, or None."""
         spec = self.saved.spec(saved)
         if spec is None or spec.dtype == request.view.spec.dtype:
@@ -294,8 +338,10 @@ class Loading(Walk):
             self.note(saved, f"it has another precision in the checkpoint, so it is loaded from {better}")
         return better
 
+    def _deliver_early(self) -> None:
+        self._early.settle(self.libraries)
+        self._early.run_each(self.world.size)
+
     def _deliver(self) -> None:
-        for library in self.libraries:
-            library.changed(self._filled)
-        for action in (*self._checks, *self._settles, *self._actions):
-            action()
+        self._late.settle(self.libraries)
+        self._late.run()

@@ -79,6 +79,12 @@ class RankCatalog:
         below = f"{place.fqn}/" if place.fqn else ""
         return place.fqn not in shared and any(fqn.startswith(below) for fqn in (*tensors, *shared))
 
+    def tensors_below(self, place: Place) -> list[Place]:
+        """Return the places of all shared tensors that were saved below a place."""
+        below = f"{place.fqn}/" if place.fqn else ""
+        saved = self._catalog.tensors.get(place.item, {})
+        return [type(place)(place.item, fqn) for fqn in saved if fqn.startswith(below)]
+
     def ranks_saved(self, item: str) -> int:
         """Return how many ranks saved values of their own in an item, by their plain number."""
         if item not in self._num_saved:

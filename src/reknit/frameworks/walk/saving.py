@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from msgspec import structs
 
-from reknit.errors import StateError
+from reknit.errors import ReknitError, StateError
+from reknit.frameworks.walk.own_code import failed_save
 from reknit.frameworks.walk.walk import Matcher, Place, Walk, first_match
 from reknit.types.box import Box
 from reknit.types.shard import MAX_NDIM, Alias, Blob, Holdings, Shard, Witness
@@ -43,7 +44,12 @@ class Saving(Walk):
 
     def visit(self, value: Any, place: Place) -> None:
         """Collect a value, whatever it is."""
-        first_match(self.adapters, value).collect(value, place, self)
+        try:
+            first_match(self.adapters, value).collect(value, place, self)
+        except ReknitError:
+            raise
+        except Exception as error:  # of a `state_dict`, a hook, an iterator: whatever the value runs
+            raise failed_save(error, value, place) from error
 
     def tensor(
         self, tensor: Any, place: Place, replicas: Replicas | EllipsisType = ..., *, frozen: bool = False

@@ -6,6 +6,7 @@ from collections import OrderedDict
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, runtime_checkable
 
+from reknit.errors import ReknitError
 from reknit.frameworks import tree
 from reknit.frameworks.walk.walk import Place, first_match
 from reknit.types.shard import MAX_DEPTH
@@ -94,6 +95,10 @@ def sign(saving: Saving, kinds: frozenset[type]) -> Signature | None:
             signature.facts.append(item)
             _sign(value, Place(item), saving, kinds, signature)
     except _Unusual:
+        return None
+    except ReknitError:
+        raise
+    except Exception:  # of an object's own code: a walk meets it again, and names the object
         return None
     return signature
 

@@ -1,0 +1,120 @@
+"""Does a number fit into an element of another type?  It does if all its bits are kept."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from reknit.errors import shown
+from reknit.types.dtype import INTEGERS, converts, numpy_dtype
+
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
+
+
+def is_number(value: object) -> bool:
+    """Tell whether a value is a number of Python or a scalar of NumPy; a boolean is neither."""
+    return isinstance(value, (int, float, complex, np.number)) and not isinstance(value, bool)
+
+
+def misfit(number: Any, dtype: str, *, cast: bool = False) -> str | None:
+    """Say why a saved number cannot become an element of a dtype here, if it cannot.
+
+    With `cast` it may be rounded, as tensors are: a float of Python is a float64, an integer an int64.  A
+    float never becomes an integer, nor anything a boolean.  Zero keeps its sign, and NaN is NaN.
+    """
+    saved = _dtype_of(number)
+    what = f"it is the number {shown(number)} in the checkpoint and {dtype} here"
+    whole = saved in INTEGERS
+    if not converts(saved, dtype) and not (whole and dtype in INTEGERS):
+        return f"{what}, which is another kind of number"
+    if _is_exact(number, dtype) or (cast and _is_rounded(number, saved, dtype)):
+        return None
+    if _is_rounded(number, saved, dtype):
+        return f"{what}, which would round it (LoadOptions(cast=True) allows that)"
+    return f"{what}, which cannot hold it"
+
+
+def element(number: Any, dtype: str) -> NDArray[Any]:
+    """Return an array without dimensions that holds a number, of which `misfit` said that it fits.
+
+    What has to be rounded goes to the nearest element, ties to even, in the way that tensors are converted.
+    """
+    kind = numpy_dtype(dtype)
+    if dtype in INTEGERS:
+        return np.asarray(int(number), kind)
+    array = np.asarray(number if _is_complex(number) else float(number))
+    with np.errstate(over="ignore", invalid="ignore"):  # what is too large becomes infinite, or NaN
+        if kind.itemsize < 4:
+            array = array.astype(np.float32)
+            if dtype == "float8_e4m3fn":  # it has no infinity: the largest number stands for more
+                array = np.clip(array, -448, 448)
+        return array.astype(kind)
+
+
+def number_of(array: Any) -> int | float | complex | None:
+    """Return the one element of an array of NumPy as a number of Python with the same value.
+
+    None for a boolean, for a packed element, and where there are more or fewer elements.
+    """
+    if array.size != 1:
+        return None
+    name, one = array.dtype.name, array.reshape(())
+    if name in INTEGERS:
+        return int(one)
+    if converts(name, "float64"):
+        return float(one) if name != "bool" else None
+    return complex(one) if converts(name, "complex128") else None
+
+
+def whole(number: Any) -> int | None:
+    """Return a number as an integer of the same value, None where it is none or is minus zero."""
+    if not is_number(number) or _is_complex(number):
+        return None
+    if isinstance(number, (float, np.floating)) and (
+        not np.isfinite(number) or number % 1 or (not number and np.signbit(number))
+    ):
+        return None
+    return int(number)
+
+
+def _dtype_of(number: Any) -> str:
+    if isinstance(number, np.generic):
+        return str(number.dtype.name)
+    return "int64" if isinstance(number, int) else "float64" if isinstance(number, float) else "complex128"
+
+
+def _is_complex(number: Any) -> bool:
+    return isinstance(number, (complex, np.complexfloating))
+
+
+def _is_rounded(number: Any, saved: str, dtype: str) -> bool:
+    """Tell whether a load that may convert rounds this number to an element of a dtype."""
+    if not converts(saved, dtype):
+        return False
+    return saved not in INTEGERS or -(2**63) <= int(number) < 2**64
+
+
+def _is_exact(number: Any, dtype: str) -> bool:
+    if dtype in INTEGERS:
+        limits = np.iinfo(dtype)
+        return bool(limits.min <= int(number) <= limits.max)
+    if _is_complex(number):
+        found, whole = element(number, dtype), np.asarray(number).astype(np.complex128)
+        return _is_same(found.real, whole.real) and _is_same(found.imag, whole.imag)
+    try:
+        wide = float(number)
+    except OverflowError:
+        return False
+    if isinstance(number, (int, np.integer)) and int(wide) != int(number):
+        return False
+    return _is_same(element(number, dtype), np.asarray(wide))
+
+
+def _is_same(found: NDArray[Any], number: NDArray[Any]) -> bool:
+    """Tell whether two real numbers are one: NaN is NaN, and zero has its sign."""
+    one, other = float(found), float(number)
+    if one != one or other != other:
+        return one != one and other != other
+    return one == other and bool(np.signbit(one) == np.signbit(other))

@@ -1,0 +1,71 @@
+"""What a load does with the live objects: first those that take their state whole, then everything else."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from reknit.errors import ReknitError, StateError, shortage
+from reknit.frameworks.walk.own_code import cause
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable
+
+    from reknit.frameworks.walk.walk import Arrays, Place
+
+
+class Delivery(NamedTuple):
+    """An action on what is at a place of the target; `kind` is the type of the object there."""
+
+    place: Place
+    kind: str
+    action: Callable[[], None]
+
+    def run(self, others: str = "") -> None:
+        """Run the action.  Raises a `StateError` for an exception of the object's own code.
+
+        `others` says in the error what has happened to other objects.
+        """
+        try:
+            self.action()
+        except ReknitError as error:
+            error.message += others
+            raise
+        except Exception as error:
+            raise shortage(error) or StateError(
+                f"{self.place} ({self.kind}) could not be loaded: {cause(error)}{others}",
+                remedy="load into an object that takes the saved state, or leave it out of the load with "
+                "`items` or LoadOptions(only=...)",
+            ) from error
+
+
+@dataclass(slots=True)
+class DeliveryPart:
+    """The memory that is filled, what checks and settles it, and what follows; `names` if it is early."""
+
+    names: list[str] = field(default_factory=list)
+    filled: list[Any] = field(default_factory=list)
+    checks: list[Callable[[], None]] = field(default_factory=list)
+    settles: list[Callable[[], None]] = field(default_factory=list)
+    actions: list[Delivery] = field(default_factory=list)
+
+    def settle(self, libraries: Iterable[Arrays]) -> None:
+        """Let the libraries know what was filled, check it, and copy filled memory to where it belongs."""
+        for library in libraries:
+            library.changed(self.filled)
+        for action in (*self.checks, *self.settles):
+            action()
+
+    def run(self) -> None:
+        """Run all actions."""
+        for delivery in self.actions:
+            delivery.run()
+
+    def run_each(self, num_ranks: int) -> None:
+        """Run all actions; an error names the objects that were loaded, and that cannot be taken back."""
+        others = "" if num_ranks == 1 else "; other ranks may have loaded their objects"
+        loaded: list[str] = []
+        for delivery in self.actions:
+            before = f"; loaded before it: {', '.join(loaded)}" if loaded else ""
+            delivery.run(before + others)
+            loaded.append(str(delivery.place))

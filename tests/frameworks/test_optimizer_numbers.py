@@ -1,0 +1,174 @@
+"""Numbers of optimizers that meet tensors: options, counters and states, in both directions."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import torch
+
+import reknit
+from reknit.errors import MismatchError, StateError
+from reknit.frameworks.deepspeed import optimizers as deepspeed_optimizers
+from reknit.frameworks.registry import wanted
+from reknit.frameworks.torch import numbers
+from reknit.frameworks.walk.walk import Place
+from reknit.types.wanted import Terms
+from tests.frameworks.checkpoint import fill, load, save
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+_TENTH = torch.tensor(0.1, dtype=torch.float64)
+
+
+class Optimizer(torch.optim.Optimizer):
+    """An optimizer with any options and states."""
+
+    def __init__(self, parameter: Any, options: dict[str, Any], state: dict[str, Any] | None = None) -> None:
+        super().__init__([parameter], options)
+        if state is not None:
+            self.state[parameter] = state
+
+
+def _state(options: dict[str, Any], state: dict[str, Any] | None = None) -> dict[str, Any]:
+    model = torch.nn.Linear(1, 1, bias=False)
+    return {"model": model, "optimizer": Optimizer(model.weight, options, state)}
+
+
+def _option(saved: Any, present: Any, *, cast: bool = False) -> tuple[Any, list[str]]:
+    """Return an option after a load of what was saved, and why it did not fit."""
+    target = _state({"lr": present})
+    checkpoint = save(_state({"lr": saved}))
+    catalog = replace(checkpoint.catalog(), terms=Terms(cast=cast))
+    want = wanted(target, catalog, 0, 1)
+    if not want.mismatched:
+        fill(want, checkpoint)
+    return target["optimizer"].param_groups[0]["lr"], [why for _, _, why in want.mismatched]
+
+
+@pytest.mark.parametrize(
+    ("saved", "present", "true"),
+    [
+        (0.1, torch.zeros((), dtype=torch.float64), 0.1),
+        (-0.0, torch.ones(1), -0.0),
+        (3, torch.zeros(()), 3.0),
+        (2**40 + 1, torch.zeros((), dtype=torch.int64), 2**40 + 1),
+        (_TENTH, 0.5, 0.1),
+        (torch.tensor(0.1), 0.5, torch.tensor(0.1).item()),
+        (torch.tensor(0.1), torch.zeros(1, dtype=torch.float64), torch.tensor(0.1).item()),
+        (_TENTH, torch.zeros(()).double(), 0.1),
+        (3, 0.5, 3),
+        (0.5, 3, 0.5),
+        ((0.5, torch.tensor(0.25)), (torch.zeros(()), 0.5), (0.5, 0.25)),
+    ],
+)
+def test_an_option_keeps_all_bits_and_the_kind_that_the_target_has(
+    saved: Any, present: Any, true: Any
+) -> None:
+    loaded, why = _option(saved, present)
+    assert why == []
+    if isinstance(present, torch.Tensor):
+        assert loaded is present
+        loaded = loaded.item()
+    elif isinstance(present, tuple):
+        assert loaded[0] is present[0]
+        loaded = (loaded[0].item(), loaded[1])
+    assert repr(loaded) == repr(true)
+
+
+@pytest.mark.parametrize(
+    ("saved", "present", "why"),
+    [
+        (0.1, torch.zeros(()), "number 0.1 in the checkpoint and float32 here, which would round it"),
+        (2**24 + 1, torch.zeros(()), "would round it"),
+        (_TENTH, torch.zeros(()), "would round it"),
+        (0.5, torch.zeros((), dtype=torch.int64), "another kind of number"),
+        (2**40, torch.zeros((), dtype=torch.int32), "cannot hold it"),
+        (0.5, torch.zeros(2), "of shape"),
+        (torch.ones(2), torch.zeros(3), "its shape is"),
+        (torch.ones(2), torch.zeros(2, dtype=torch.float64), "cast=True"),
+        ((0.1, 0.5), (torch.zeros(()), 0.5), "would round it"),
+    ],
+)
+def test_an_option_that_would_lose_bits_is_mismatched_and_left(saved: Any, present: Any, why: str) -> None:
+    before = repr(present)
+    loaded, found = _option(saved, present)
+    assert len(found) == 1
+    assert found[0].startswith("its lr: ")
+    assert why in found[0]
+    assert repr(loaded) == before
+
+
+def test_a_load_that_may_convert_rounds_an_option_as_a_tensor() -> None:
+    for saved, present in ((0.1, torch.zeros(())), (_TENTH, torch.zeros(1)), (0.1, torch.zeros(()).half())):
+        loaded, why = _option(saved, present, cast=True)
+        assert why == []
+        assert loaded.item() == _TENTH.to(present.dtype).item()
+
+
+def test_a_learning_rate_that_would_be_rounded_is_refused_with_what_helps(tmp_path: Path) -> None:
+    reknit.save(tmp_path / "a", _state({"lr": 0.1}))
+    target = _state({"lr": torch.tensor(1.0)})
+    weight = target["model"].weight.item()
+    with pytest.raises(MismatchError, match=r"weight: its lr: .*LoadOptions\(cast=True\)"):
+        reknit.load(tmp_path / "a", target)
+    assert target["model"].weight.item() == weight
+    assert target["optimizer"].param_groups[0]["lr"] == 1
+    reknit.load(tmp_path / "a", target, options=reknit.LoadOptions(cast=True))
+    assert target["optimizer"].param_groups[0]["lr"] == torch.tensor(0.1)
+
+
+@pytest.mark.parametrize("saved", [3, torch.tensor(3.0), torch.tensor([3])])
+@pytest.mark.parametrize("present", [0, torch.zeros(()), torch.zeros((), dtype=torch.int64)])
+def test_a_counter_stays_a_number_or_a_tensor(saved: Any, present: Any) -> None:
+    target = _state({"lr": 1.0}, {"step": present})
+    checkpoint = save(_state({"lr": 1.0}, {"step": saved}))
+    if isinstance(saved, torch.Tensor) and isinstance(present, torch.Tensor):
+        return  # as all tensors do
+    load(target, checkpoint)
+    step = target["optimizer"].state[target["model"].weight]["step"]
+    assert step == 3
+    assert isinstance(step, torch.Tensor) == isinstance(present, torch.Tensor)
+
+
+@pytest.mark.parametrize(("saved", "present"), [(torch.tensor(3.0), 0), (3, torch.zeros(()))])
+def test_a_counter_of_no_parameter_stays_a_number_or_a_tensor(saved: Any, present: Any) -> None:
+    source, target = _state({"lr": 1.0}), _state({"lr": 1.0})
+    source["optimizer"].state["count"], target["optimizer"].state["count"] = saved, present
+    load(target, save(source))
+    count = target["optimizer"].state["count"]
+    assert count == 3
+    assert isinstance(count, torch.Tensor) == isinstance(present, torch.Tensor)
+
+
+def test_a_counter_that_a_tensor_cannot_hold_is_mismatched() -> None:
+    target = _state({"lr": 1.0}, {"step": torch.zeros(())})
+    catalog = save(_state({"lr": 1.0}, {"step": 2**24 + 1})).catalog()
+    want = wanted(target, catalog, 0, 1)
+    assert [(fqn, "would round it" in why) for _, fqn, why in want.mismatched] == [
+        ("state/weight/step", True)
+    ]
+
+
+def test_steps_are_counted_in_as_many_bits_as_they_need() -> None:
+    for step in (0, 5, 2**24 + 1, 2**53 + 1, torch.tensor([7], dtype=torch.int32), 0.5):
+        counter = numbers.counter(step, "here")
+        assert counter.ndim == 0
+        assert counter.item() == step
+    assert numbers.counter(5, "here").dtype == torch.float32
+    with pytest.raises(StateError, match=r"here has taken 10+ steps"):
+        numbers.counter(10**30, "here")
+    with pytest.raises(StateError, match=r"here is 2.5 .* counts in integers"):
+        numbers.require_whole(torch.tensor(2.5), "here")
+
+
+@pytest.mark.parametrize("step", [0, 3, 2**24 + 1, 2**53 + 1])
+def test_the_integers_in_which_deepspeed_counts_come_back(step: int) -> None:
+    states = {"step": step, "exp_avg": torch.ones(1)}
+    made = deepspeed_optimizers._with_tensor(states, Place("o"))
+    assert made["step"].item() == step
+    for given in (made, {**made, "step": made["step"].item()}):
+        found = deepspeed_optimizers._with_number(given)["step"]
+        assert (found, type(found)) == (step, int)

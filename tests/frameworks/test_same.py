@@ -1,0 +1,142 @@
+"""One comparison of values: numbers, arrays of every library, and containers of these."""
+
+from __future__ import annotations
+
+from decimal import Decimal
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Replicate, distribute_tensor
+from torch.distributed.tensor import Shard as Cut
+
+from reknit.frameworks.neutral import to_neutral
+from reknit.frameworks.same import same_value
+from reknit.types.dtype import ITEMSIZE
+from tests.ranks import run
+
+_NAN = float("nan")
+
+
+class Odd:
+    """An object that refuses to be compared."""
+
+    def __eq__(self, other: object) -> bool:
+        raise RuntimeError("not with me")
+
+    __hash__ = None  # type: ignore[assignment]
+
+
+def _masked(mask: bool) -> Any:
+    return np.ma.masked_array(np.arange(2), [mask, False])
+
+
+SAME: list[Any] = [
+    lambda: 1,
+    lambda: float("nan"),
+    lambda: complex(_NAN, -0.0),
+    lambda: {"a": [1, (2, {"b": _NAN})]},
+    lambda: np.arange(3),
+    lambda: np.array([_NAN, -0.0]),
+    lambda: np.array([1, "a", _NAN], object),
+    lambda: np.zeros(2, [("a", "i1"), ("b", "f8")]),
+    lambda: np.float32(_NAN),
+    lambda: np.datetime64("NaT"),
+    lambda: np.dtype("f4"),
+    lambda: _masked(True),
+    lambda: Decimal("NaN"),
+    lambda: torch.tensor([_NAN, -0.0]),
+    lambda: [{"a": torch.ones(2)}, torch.zeros(())],
+    lambda: torch.ones(2, dtype=torch.complex64).conj(),
+    lambda: torch.ones(2, dtype=torch.complex64).conj().imag,
+    lambda: torch.empty(2, 0),
+    lambda: torch.ones(4)[::3][:1],
+    lambda: torch.ones(2, 3).t(),
+    lambda: torch.Size([1]),
+    lambda: torch.float32,
+    lambda: to_neutral({"a": torch.ones(2)}, "here"),
+    lambda: jnp.array([_NAN, -0.0]),
+    lambda: [jnp.ones(()), jax.random.key(3)],
+]
+
+
+@pytest.mark.parametrize("make", SAME)
+def test_a_value_is_the_same_as_one_made_alike(make: Any) -> None:
+    assert same_value(make(), make())
+    assert not same_value(make(), None)
+    assert not same_value(None, make())
+    assert not same_value(make(), [make()])
+
+
+@pytest.mark.parametrize(
+    ("a", "b"),
+    [
+        (1, True),
+        (1, 1.0),
+        (0.0, -0.0),
+        (0j, complex(0, -0.0)),
+        (np.float64(1), 1.0),
+        (np.zeros(2), np.zeros(2, np.float32)),
+        (np.zeros(2), -np.zeros(2)),
+        (np.zeros(2), np.zeros((2, 1))),
+        (np.zeros(2), np.zeros(2, ">f8")),
+        (np.array([1, None]), np.array([1.0, None])),
+        (np.zeros(1), np.zeros(1).view(np.matrix)),
+        (_masked(True), _masked(False)),
+        (_masked(False), np.arange(2)),
+        ([1], [1, 2]),
+        ({"a": 1}, {"b": 1}),
+        (torch.zeros(2), -torch.zeros(2)),
+        (torch.zeros(2), torch.zeros(2, dtype=torch.float64)),
+        (torch.zeros(2), torch.zeros(1, 2)),
+        (torch.zeros(2), np.zeros(2, np.float32)),
+        (np.zeros(2, np.float32), torch.zeros(2)),
+        ([torch.zeros(2)], [torch.ones(2)]),
+        (torch.zeros(2, device="meta"), torch.zeros(2, device="meta")),
+        (torch.zeros(2).to_sparse(), torch.zeros(2)),
+        (torch.float32, torch.float64),
+        (to_neutral(torch.ones(2), "here"), to_neutral(torch.zeros(2), "here")),
+        (jnp.zeros(2), jnp.ones(2)),
+        (jnp.zeros(2), np.zeros(2, np.float32)),
+        (jnp.asarray(1.0), jnp.float32(1.0)),
+        (jax.random.key(0), jax.random.key(1)),
+        (jax.random.key(0, impl="rbg"), jax.random.key(0, impl="unsafe_rbg")),
+        (Odd(), Odd()),
+    ],
+)
+def test_a_value_is_not_the_same_as_one_of_another_type_or_of_other_bits(a: Any, b: Any) -> None:
+    assert not same_value(a, b)
+    assert not same_value(b, a)
+    assert same_value(a, a)
+
+
+@pytest.mark.filterwarnings("ignore:ComplexHalf")
+@pytest.mark.parametrize("name", ITEMSIZE)
+def test_tensors_of_every_dtype_are_compared_by_their_bytes(name: str) -> None:
+    if (dtype := getattr(torch, name, None)) is None:
+        pytest.skip(f"this torch has no {name}")
+    one, other = (torch.full((ITEMSIZE[name],), n, dtype=torch.uint8).view(dtype) for n in (0, 1))
+    assert same_value(one, one.clone())
+    assert not same_value(one, other)
+
+
+def _distributed() -> list[bool]:
+    mesh = init_device_mesh("cpu", (2,))
+    whole = torch.arange(4.0)
+    one, other, apart = (
+        distribute_tensor(tensor, mesh, [placement])
+        for tensor, placement in ((whole, Cut(0)), (whole.clone(), Cut(0)), (whole, Replicate()))
+    )
+    changed = distribute_tensor(whole, mesh, [Cut(0)])
+    if dist.get_rank():
+        changed.to_local()[0] = 7
+    return [same_value(one, it) for it in (other, apart, changed, whole)]
+
+
+def test_a_distributed_tensor_is_compared_by_what_each_rank_holds() -> None:
+    assert run(2, _distributed) == [[True, False, True, False], [True, False, False, False]]

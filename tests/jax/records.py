@@ -1,0 +1,96 @@
+"""What one process checks about the record of arrays: keys, weak types and memory, on every way."""
+
+# mypy: disallow-untyped-calls=False
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import SingleDeviceSharding
+
+import reknit
+from reknit.errors import MismatchError
+from reknit.frameworks.jax.values import record_of
+from tests.jax.trees import raises
+
+
+class Keeper:
+    """An object that keeps what its state dict says."""
+
+    def __init__(self, state: Any) -> None:
+        self.state = state
+
+    def state_dict(self) -> Any:
+        return self.state
+
+    def load_state_dict(self, state: Any) -> None:
+        self.state = state
+
+
+def _on_host() -> Any:
+    device = jax.devices()[0]
+    return jax.device_put(jnp.arange(4.0), SingleDeviceSharding(device, memory_kind="unpinned_host"))
+
+
+KINDS = {
+    "key": lambda: jax.random.key(3),
+    "rbg key": lambda: jax.random.key(3, impl="rbg"),
+    "keys": lambda: jax.random.split(jax.random.key(5, impl="unsafe_rbg"), 3),
+    "old key": lambda: jax.random.PRNGKey(3),
+    "weak": lambda: jax.jit(lambda: 2.0)(),
+    "strong": lambda: jnp.float32(2),
+    "on host": _on_host,
+}
+WAYS = {
+    "entry": (lambda value: {"x": value}, lambda state: state["x"]),
+    "object": (lambda value: Keeper({"x": value}), lambda state: state.state["x"]),
+    "deep in an object": (lambda value: Keeper([{"x": (value,)}]), lambda state: state.state[0]["x"][0]),
+    "own": (lambda value: reknit.PerRank(value), lambda state: state.value),
+    "deep in own": (lambda value: reknit.PerRank({"x": [value]}), lambda state: state.value["x"][0]),
+    "own object": (
+        lambda value: reknit.PerRank(Keeper({"x": value})),
+        lambda state: state.value.state["x"],
+    ),
+}
+
+
+def _bytes(array: Any) -> bytes:
+    return np.asarray(jax.random.key_data(array) if "keys" in record_of(array) else array).tobytes()
+
+
+def check_arrays_come_back_as_they_were_on_every_way(folder: str) -> None:
+    for way, (make, find) in WAYS.items():
+        for kind, value in KINDS.items():
+            reknit.save(folder, {"item": make(value())}, overwrite=True)
+            for present in (value(), None) if way != "entry" else (value(),):
+                target = {"item": make(present)}
+                reknit.load(folder, target)
+                found, saved = find(target["item"]), value()
+                assert found.dtype == saved.dtype, (way, kind)
+                assert record_of(found) == record_of(saved), (way, kind)
+                assert _bytes(found) == _bytes(saved), (way, kind)
+
+
+def check_keys_do_not_become_keys_of_another_generator_on_any_way(folder: str) -> None:
+    for make, find in WAYS.values():
+        saved = {"item": make(jax.random.key(3, impl="rbg")), "more": np.ones(2)}
+        reknit.save(folder, saved, overwrite=True)
+        target: dict[str, Any] = {"item": make(jax.random.key(0, impl="unsafe_rbg")), "more": np.zeros(2)}
+        why = "keys of rbg in the checkpoint and of unsafe_rbg here"
+        raises(MismatchError, why, lambda target=target: reknit.load(folder, target))
+        assert target["more"].tolist() == [0, 0]
+        assert reknit.load(folder, target, strict=False).mismatched
+        assert target["more"].tolist() == [1, 1]
+        assert _bytes(find(target["item"])) == _bytes(jax.random.key(0, impl="unsafe_rbg"))
+
+
+def check_what_was_saved_without_a_record_becomes_what_the_target_has(folder: str) -> None:
+    key = jax.random.key(3, impl="rbg")
+    reknit.save(folder, {"item": Keeper({"x": jax.random.key_data(key)})}, overwrite=True)
+    target = Keeper({"x": jax.random.key(0, impl="rbg")})
+    reknit.load(folder, {"item": target})
+    assert target.state["x"].dtype == key.dtype
+    assert _bytes(target.state["x"]) == _bytes(key)
