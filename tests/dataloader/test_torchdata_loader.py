@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import warnings
+from functools import cache
 from itertools import islice
 from typing import TYPE_CHECKING, Any
 
@@ -15,6 +16,7 @@ from torchdata.stateful_dataloader import StatefulDataLoader
 from reknit.dataloader import ConsumedSamples, GlobalSampler, ReaderPlace, SourceLoader
 from reknit.dataloader.torchdata_loader import ShardedDataLoader, SourceDataset
 from reknit.errors import UsageError
+from reknit.frameworks.per_rank import PerRank
 from reknit.frameworks.registry import collect, wanted
 from tests.frameworks.checkpoint import assemble, load
 
@@ -104,15 +106,74 @@ def test_on_the_same_layout_the_very_same_batches_follow(workers: int) -> None:
     first = list(islice(one, 5))
     checkpoint = saved([one])
     rest = list(one)
-    assert list(resumed([of_torch(0, 1, workers)], checkpoint)[0]) == rest
+    again = resumed([of_torch(0, 1, workers)], checkpoint)[0]
+    assert list(again) == rest
     in_order([pair for batch in first + rest for pair in batch])
+    assert list(again) == first + rest, "a second `for` is the next epoch"
 
 
 @pytest.mark.filterwarnings("ignore")
-def test_a_loader_at_its_end_does_not_begin_anew() -> None:
+def test_a_loader_at_its_end_does_not_begin_anew_before_that_end_was_given() -> None:
     one = of_torch(0, 1, 0)
     list(one)
-    assert list(resumed([of_torch(0, 1, 0)], saved([one]))[0]) == []
+    again = resumed([of_torch(0, 1, 0)], saved([one]))[0]
+    assert list(again) == [], "this was the end of the first epoch"
+    in_order([pair for batch in again for pair in batch])
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("wrapped", [lambda loader: loader, PerRank], ids=["as it is", "PerRank"])
+@pytest.mark.parametrize(("before", "now"), [(2, 1), (2, 0), (0, 2)])
+def test_a_stateful_data_loader_with_other_workers_is_refused_before_anything_changes(
+    before: int, now: int, wrapped: Any
+) -> None:
+    other = map_style(now)
+    want = wanted({"data": wrapped(other)}, checkpoint_of(before, wrapped).catalog(), 0, 1)
+    (refused,) = want.mismatched
+    assert refused[:2] == ("data", "")
+    assert f"num_workers={before} was saved, and this one has num_workers={now}; keep that" in refused[2]
+    want.deliver()
+    assert other.next_iter_state is None
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("wrapped", [lambda loader: loader, PerRank], ids=["as it is", "PerRank"])
+def test_a_stateful_data_loader_with_the_same_workers_is_resumed(wrapped: Any) -> None:
+    other = map_style(0)
+    load({"data": wrapped(other)}, checkpoint_of(0, wrapped))
+    assert list(other) == [2, 3, 4, 5]
+
+
+def map_style(num_workers: int) -> Any:
+    context = "forkserver" if num_workers else None
+    return StatefulDataLoader(
+        range(6), batch_size=None, num_workers=num_workers, multiprocessing_context=context
+    )
+
+
+@cache
+def state_of(num_workers: int) -> Any:
+    """Return the state of a loader with so many workers after two values."""
+    loader = map_style(num_workers)
+    list(islice(iter(loader), 2))
+    return loader.state_dict()
+
+
+class Saved:
+    """What a loader is for a save: its state."""
+
+    def __init__(self, state: Any) -> None:
+        self.state = state
+
+    def state_dict(self) -> Any:
+        return self.state
+
+    def load_state_dict(self, state: Any) -> None:
+        raise AssertionError("it is only saved")
+
+
+def checkpoint_of(num_workers: int, wrapped: Any) -> Any:
+    return saved([wrapped(Saved(state_of(num_workers)))])
 
 
 @pytest.mark.filterwarnings("ignore")
@@ -170,10 +231,3 @@ def test_sources_without_a_loader_are_dealt_out_anew_as_well() -> None:
         for one in job:
             next(one, None)
     in_order(seen)
-
-
-def test_sources_that_do_not_know_their_state_are_refused() -> None:
-    one = SourceLoader(lambda n: [1, 2], 1)
-    next(one)
-    with pytest.raises(UsageError, match="has no resumable state"):
-        one.sharded_state()

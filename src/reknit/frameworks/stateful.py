@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 from reknit.errors import FormatError, StateError
 from reknit.frameworks import tree
 from reknit.frameworks.neutral import is_renewable, to_neutral, trained, training
+from reknit.frameworks.torchdata import mismatched_workers
 from reknit.frameworks.walk.adapter import Adapter
 from reknit.types.shard import Tagged
 
@@ -86,6 +87,9 @@ class StatefulAdapter(Adapter):
             return
         found = loading.value(record)
         if found.why is not None:
+            return
+        if why := mismatched_workers(value, found.value):
+            loading.report_mismatched(place, why)
             return
         current = tensors_of(value.state_dict(), place, loading)
         whole, state = rebuild(found.value, place, loading, current)
