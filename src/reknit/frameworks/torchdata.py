@@ -19,7 +19,8 @@ def mismatched_workers(value: Any, state: Any) -> str | None:
     return (
         f"a StatefulDataLoader with num_workers={saved} was saved, and this one has "
         f"num_workers={value.num_workers}; keep that number, or, before the next save, wrap the "
-        "loader for any number: in ConsumedSamples for a map-style dataset, in ShardedDataLoader for a SourceDataset"
+        "loader for any number: in ConsumedSamples for a map-style dataset, in ShardedDataLoader for a "
+        "SourceDataset"
     )
 
 
