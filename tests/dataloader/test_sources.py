@@ -10,6 +10,7 @@ import pytest
 from reknit.dataloader import ReaderPlace, SourceLoader
 from reknit.errors import UsageError
 from reknit.frameworks.registry import collect
+from reknit.frameworks.stateful import Kept
 from tests.dataloader.source_kinds import KINDS, SIZES, VALUES, Counted, installed, numbers
 from tests.frameworks.checkpoint import assemble, load
 
@@ -106,6 +107,21 @@ def test_a_node_that_was_read_before_begins_anew() -> None:
     made = {n: nodes.IterableWrapper(numbers(n)) for n in range(len(SIZES))}
     one = SourceLoader(made.__getitem__, len(SIZES))
     assert [sorted(one), sorted(one)] == [VALUES, VALUES]
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("restart", [True, False])
+def test_a_node_loader_in_the_state_does_at_its_end_what_torchdata_does(restart: bool) -> None:
+    nodes = installed("torchdata.nodes")
+    job = [
+        nodes.Loader(nodes.IterableWrapper(numbers(0)), restart_on_stop_iteration=restart) for _ in range(3)
+    ]
+    assert list(islice(job[0], SIZES[0])) == numbers(0)
+    kept = Kept()
+    load({"data": kept}, assemble([collect({"data": job[0]}, 0, 1)]))
+    job[1].load_state_dict(kept.values)
+    job[2].load_state_dict(job[0].state_dict())
+    assert list(job[1]) == list(job[2]) == (numbers(0) if restart else [])
 
 
 def test_an_error_of_the_value_after_a_save_comes_when_that_value_is_taken() -> None:

@@ -11,6 +11,7 @@ import pytest
 
 pytest.importorskip("torchdata.stateful_dataloader", reason="torchdata is not installed")
 
+from torch.utils.data import IterableDataset
 from torchdata.stateful_dataloader import StatefulDataLoader
 
 from reknit.dataloader import ConsumedSamples, GlobalSampler, ReaderPlace, SourceLoader
@@ -119,6 +120,38 @@ def test_a_loader_at_its_end_does_not_begin_anew_before_that_end_was_given() -> 
     again = resumed([of_torch(0, 1, 0)], saved([one]))[0]
     assert list(again) == [], "this was the end of the first epoch"
     in_order([pair for batch in again for pair in batch])
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_a_second_for_over_sources_without_a_wrapper_is_the_next_epoch() -> None:
+    loader = StatefulDataLoader(SourceDataset(Counted, len(SIZES)), batch_size=2, collate_fn=pairs)
+    assert list(loader) == list(loader) != []
+
+
+class OwnDataset(IterableDataset[Any]):
+    """A user's dataset that owns its shards."""
+
+    place, sizes = ReaderPlace(), [2]
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(range(2))
+
+    def state_dict(self) -> dict[str, Any]:
+        shard = {"source": 0, "left": 0, "num_items": 0, "value": "in a form of its own"}
+        return {"shards": [shard]}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Stay at the beginning."""
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_a_second_for_over_another_dataset_is_refused_instead_of_giving_nothing() -> None:
+    one = ShardedDataLoader(StatefulDataLoader(OwnDataset(), batch_size=None, collate_fn=int))
+    assert list(one) == [0, 1]
+    with pytest.raises(
+        UsageError, match="make a new StatefulDataLoader and ShardedDataLoader for each epoch"
+    ):
+        iter(one)
 
 
 @pytest.mark.filterwarnings("ignore")
