@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import multiprocessing
 import warnings
 from functools import cache
 from itertools import islice
@@ -24,6 +25,7 @@ from tests.frameworks.checkpoint import assemble, load
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
+multiprocessing.set_forkserver_preload(["torchdata.stateful_dataloader"])  # once for all workers
 SIZES = [7, 0, 12, 3, 9, 5, 11, 4]
 WHOLE = {(source, n) for source, size in enumerate(SIZES) for n in range(size)}
 
