@@ -76,6 +76,12 @@ def in_order(seen: Sequence[tuple[int, int]]) -> None:
         assert numbers == sorted(numbers)
 
 
+def end_workers(loader: Any) -> None:
+    """End the workers of a StatefulDataLoader, for which garbage collection waits seconds."""
+    if end := getattr(loader._iterator, "_shutdown_workers", None):
+        end()
+
+
 def resumed(job: list[Any], checkpoint: Any) -> list[Any]:
     for rank, one in enumerate(job):
         load({"data": one}, checkpoint, rank, len(job))
@@ -99,6 +105,7 @@ def test_worker_states_are_rewritten_for_other_ranks_and_workers() -> None:
         checkpoint = saved(job)
         for one in job:
             next(one, None)  # lost in the crash
+            end_workers(one._loader)
     in_order(seen)
 
 
@@ -109,10 +116,12 @@ def test_on_the_same_layout_the_very_same_batches_follow(workers: int) -> None:
     first = list(islice(one, 5))
     checkpoint = saved([one])
     rest = list(one)
+    end_workers(one._loader)
     again = resumed([of_torch(0, 1, workers)], checkpoint)[0]
     assert list(again) == rest
     in_order([pair for batch in first + rest for pair in batch])
     assert list(again) == first + rest, "a second `for` is the next epoch"
+    end_workers(again._loader)
 
 
 @pytest.mark.filterwarnings("ignore")
@@ -191,7 +200,9 @@ def state_of(num_workers: int) -> Any:
     """Return the state of a loader with so many workers after two values."""
     loader = map_style(num_workers)
     list(islice(iter(loader), 2))
-    return loader.state_dict()
+    state = loader.state_dict()
+    end_workers(loader)
+    return state
 
 
 class Saved:
@@ -247,6 +258,8 @@ def test_a_map_style_dataset_goes_on_by_its_position_whatever_workers_read_ahead
         for one in job:
             seen += [n for batch in islice(one, steps) for n in batch]
         checkpoint = saved(job)
+        for one in job:
+            end_workers(one)
     assert sorted(seen) == list(range(60))
 
 
