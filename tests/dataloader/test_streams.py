@@ -103,3 +103,12 @@ def test_samplers_that_cannot_be_are_refused() -> None:
         ConsumedSamples(lambda n: [], batch_size=0)
     with pytest.raises(TypeError):
         len(GlobalSampler(3, ReaderPlace(), epochs=None))
+
+
+def test_an_iterator_of_consumed_samples_stays_at_its_end_and_its_sampler_has_the_epochs() -> None:
+    one = ConsumedSamples(
+        lambda position: [[n] for n in GlobalSampler(4, ReaderPlace(), start=position, epochs=2)],
+        batch_size=1,
+    )
+    assert sorted(n for batch in one for n in batch) == [0, 0, 1, 1, 2, 2, 3, 3]
+    assert list(one) == []

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import multiprocessing
 import warnings
+from functools import cache
 from itertools import islice
 from typing import TYPE_CHECKING, Any
 
@@ -10,17 +12,20 @@ import pytest
 
 pytest.importorskip("torchdata.stateful_dataloader", reason="torchdata is not installed")
 
+from torch.utils.data import IterableDataset
 from torchdata.stateful_dataloader import StatefulDataLoader
 
 from reknit.dataloader import ConsumedSamples, GlobalSampler, ReaderPlace, SourceLoader
 from reknit.dataloader.torchdata_loader import ShardedDataLoader, SourceDataset
 from reknit.errors import UsageError
+from reknit.frameworks.per_rank import PerRank
 from reknit.frameworks.registry import collect, wanted
 from tests.frameworks.checkpoint import assemble, load
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
+multiprocessing.set_forkserver_preload(["torchdata.stateful_dataloader"])  # once for all workers
 SIZES = [7, 0, 12, 3, 9, 5, 11, 4]
 WHOLE = {(source, n) for source, size in enumerate(SIZES) for n in range(size)}
 
@@ -71,6 +76,12 @@ def in_order(seen: Sequence[tuple[int, int]]) -> None:
         assert numbers == sorted(numbers)
 
 
+def end_workers(loader: Any) -> None:
+    """End the workers of a StatefulDataLoader, for which garbage collection waits seconds."""
+    if end := getattr(loader._iterator, "_shutdown_workers", None):
+        end()
+
+
 def resumed(job: list[Any], checkpoint: Any) -> list[Any]:
     for rank, one in enumerate(job):
         load({"data": one}, checkpoint, rank, len(job))
@@ -94,6 +105,7 @@ def test_worker_states_are_rewritten_for_other_ranks_and_workers() -> None:
         checkpoint = saved(job)
         for one in job:
             next(one, None)  # lost in the crash
+            end_workers(one._loader)
     in_order(seen)
 
 
@@ -104,15 +116,110 @@ def test_on_the_same_layout_the_very_same_batches_follow(workers: int) -> None:
     first = list(islice(one, 5))
     checkpoint = saved([one])
     rest = list(one)
-    assert list(resumed([of_torch(0, 1, workers)], checkpoint)[0]) == rest
+    end_workers(one._loader)
+    again = resumed([of_torch(0, 1, workers)], checkpoint)[0]
+    assert list(again) == rest
     in_order([pair for batch in first + rest for pair in batch])
+    assert list(again) == first + rest, "a second `for` is the next epoch"
+    end_workers(again._loader)
 
 
 @pytest.mark.filterwarnings("ignore")
-def test_a_loader_at_its_end_does_not_begin_anew() -> None:
+def test_a_loader_at_its_end_does_not_begin_anew_before_that_end_was_given() -> None:
     one = of_torch(0, 1, 0)
     list(one)
-    assert list(resumed([of_torch(0, 1, 0)], saved([one]))[0]) == []
+    again = resumed([of_torch(0, 1, 0)], saved([one]))[0]
+    assert list(again) == [], "this was the end of the first epoch"
+    in_order([pair for batch in again for pair in batch])
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_a_second_for_over_sources_without_a_wrapper_is_the_next_epoch() -> None:
+    loader = StatefulDataLoader(SourceDataset(Counted, len(SIZES)), batch_size=2, collate_fn=pairs)
+    assert list(loader) == list(loader) != []
+
+
+class OwnDataset(IterableDataset[Any]):
+    """A user's dataset that owns its shards."""
+
+    place, sizes = ReaderPlace(), [2]
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(range(2))
+
+    def state_dict(self) -> dict[str, Any]:
+        shard = {"source": 0, "left": 0, "num_items": 0, "value": "in a form of its own"}
+        return {"shards": [shard]}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Stay at the beginning."""
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_a_second_for_over_another_dataset_is_refused_instead_of_giving_nothing() -> None:
+    one = ShardedDataLoader(StatefulDataLoader(OwnDataset(), batch_size=None, collate_fn=int))
+    assert list(one) == [0, 1]
+    with pytest.raises(
+        UsageError, match="make a new StatefulDataLoader and ShardedDataLoader for each epoch"
+    ):
+        iter(one)
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("wrapped", [lambda loader: loader, PerRank], ids=["as it is", "PerRank"])
+@pytest.mark.parametrize(("before", "now"), [(2, 1), (2, 0), (0, 2)])
+def test_a_stateful_data_loader_with_other_workers_is_refused_before_anything_changes(
+    before: int, now: int, wrapped: Any
+) -> None:
+    other = map_style(now)
+    want = wanted({"data": wrapped(other)}, checkpoint_of(before, wrapped).catalog(), 0, 1)
+    (refused,) = want.mismatched
+    assert refused[:2] == ("data", "")
+    assert f"num_workers={before} was saved, and this one has num_workers={now}; keep that" in refused[2]
+    want.deliver()
+    assert other.next_iter_state is None
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("wrapped", [lambda loader: loader, PerRank], ids=["as it is", "PerRank"])
+def test_a_stateful_data_loader_with_the_same_workers_is_resumed(wrapped: Any) -> None:
+    other = map_style(0)
+    load({"data": wrapped(other)}, checkpoint_of(0, wrapped))
+    assert list(other) == [2, 3, 4, 5]
+
+
+def map_style(num_workers: int) -> Any:
+    context = "forkserver" if num_workers else None
+    return StatefulDataLoader(
+        range(6), batch_size=None, num_workers=num_workers, multiprocessing_context=context
+    )
+
+
+@cache
+def state_of(num_workers: int) -> Any:
+    """Return the state of a loader with so many workers after two values."""
+    loader = map_style(num_workers)
+    list(islice(iter(loader), 2))
+    state = loader.state_dict()
+    end_workers(loader)
+    return state
+
+
+class Saved:
+    """What a loader is for a save: its state."""
+
+    def __init__(self, state: Any) -> None:
+        self.state = state
+
+    def state_dict(self) -> Any:
+        return self.state
+
+    def load_state_dict(self, state: Any) -> None:
+        raise AssertionError("it is only saved")
+
+
+def checkpoint_of(num_workers: int, wrapped: Any) -> Any:
+    return saved([wrapped(Saved(state_of(num_workers)))])
 
 
 @pytest.mark.filterwarnings("ignore")
@@ -151,6 +258,8 @@ def test_a_map_style_dataset_goes_on_by_its_position_whatever_workers_read_ahead
         for one in job:
             seen += [n for batch in islice(one, steps) for n in batch]
         checkpoint = saved(job)
+        for one in job:
+            end_workers(one)
     assert sorted(seen) == list(range(60))
 
 
@@ -170,10 +279,3 @@ def test_sources_without_a_loader_are_dealt_out_anew_as_well() -> None:
         for one in job:
             next(one, None)
     in_order(seen)
-
-
-def test_sources_that_do_not_know_their_state_are_refused() -> None:
-    one = SourceLoader(lambda n: [1, 2], 1)
-    next(one)
-    with pytest.raises(UsageError, match="has no resumable state"):
-        one.sharded_state()

@@ -52,9 +52,7 @@ def state(shape: tuple[int, int], content: int) -> dict[str, Any]:
             "key": jax.random.key(content),
         },
         "opt": OPTIMIZER.init({"w": arrays["float32"], "b": arrays["bfloat16"]}),
-        "values": {
-            kind.__name__: kind(content) for kind in PLAIN
-        },
+        "values": {kind.__name__: kind(content) for kind in PLAIN},
     }
 
 

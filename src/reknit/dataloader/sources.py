@@ -6,109 +6,28 @@ from typing import TYPE_CHECKING, Any
 
 from reknit.dataloader.place import ReaderPlace
 from reknit.dataloader.reshard import Readers, shards_of_rank, unread
+from reknit.dataloader.turns import Turns
 from reknit.errors import StateError, UsageError
-from reknit.types.shard import LoaderShard
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+    from collections.abc import Callable, Iterable, Iterator, Sequence
 
-_METHODS = (("state_dict", "load_state_dict"), ("get_state", "set_state"))
-"""How sources give and take their state: most of them, and Grain's iterators."""
-
-_BEGINNING: dict[str, Any] = {"state": None, "given": 0, "ended": False}
-
-
-class Turns:
-    """Reads sources in turns: the next value comes from the one that has given the fewest.
-
-    It has no state but those of the sources; None is the state of a source from which nothing was read.
-    """
-
-    def __init__(
-        self, open_source: Callable[[int], Any], sizes: Sequence[int], states: Mapping[int, Any]
-    ) -> None:
-        self._open, self._sizes = open_source, sizes
-        self._opened: dict[int, tuple[Any, Iterator[Any]]] = {}
-        known = {source: state or _BEGINNING for source, state in states.items()}
-        self._given = {source: int(state["given"]) for source, state in known.items()}
-        self._ended = {source for source, state in known.items() if state["ended"]}
-        self._saved = {source: state["state"] for source, state in known.items()}
-
-    def __iter__(self) -> Iterator[Any]:
-        return self
-
-    def __next__(self) -> Any:
-        while live := [(given, source) for source, given in self._given.items() if source not in self._ended]:
-            source = min(live)[1]
-            try:
-                value = next(self._iterator(source))
-            except StopIteration:
-                self._ended.add(source)
-                continue
-            self._given[source] += 1
-            return value
-        raise StopIteration
-
-    def shards(self) -> list[LoaderShard]:
-        """Return the states of all sources, as of the last value."""
-        return [
-            LoaderShard(
-                source,
-                0,
-                0,
-                0 if source in self._ended else max(self._sizes[source] - given, 1),
-                0,
-                {"state": self._state(source), "given": given, "ended": source in self._ended},
-            )
-            for source, given in sorted(self._given.items())
-        ]
-
-    def _iterator(self, source: int) -> Iterator[Any]:
-        if source not in self._opened:
-            opened = self._open(source)
-            keeper, saved = opened, self._saved[source]
-            if saved is not None and _methods(opened) is not None:
-                _call(opened, 1, saved)
-            iterator = iter(opened)
-            if _methods(opened) is None:  # then it is the iterator that knows its state
-                keeper = iterator
-                if saved is not None:
-                    _call(iterator, 1, saved)
-            self._opened[source] = keeper, iterator
-        return self._opened[source][1]
-
-    def _state(self, source: int) -> Any:
-        if source not in self._opened:
-            return self._saved[source]
-        return _call(self._opened[source][0], 0)
-
-
-def _methods(value: Any) -> tuple[str, str] | None:
-    """Return the names of the methods by which a source gives and takes its state."""
-    for names in _METHODS:
-        if all(callable(getattr(value, name, None)) for name in names):
-            return names
-    return None
-
-
-def _call(source: Any, which: int, *state: Any) -> Any:
-    names = _methods(source)
-    if names is None:
-        raise UsageError(
-            f"a source is a {type(source).__name__}, which has no resumable state",
-            remedy="give it, or its iterator, state_dict and load_state_dict",
-        )
-    return getattr(source, names[which])(*state)
+    from reknit.types.shard import LoaderShard
 
 
 class SourceLoader:
     """An iterator over the values of this rank's sources, which are read in turns.
 
-    `open_source(n)` returns source `n` of `num_sources`: an iterable that has ``state_dict`` and
-    ``load_state_dict``, or whose iterator has them, such as ``dataset.shard(num_sources, n)`` of a streaming
-    Hugging Face dataset, a node of torchdata, or a Grain dataset.  It must give its values in the same order
-    each time, and its state must be as of the last value that it gave, with all values that wait in buffers
-    of its own.  `sizes` are the approximate numbers of values of the sources, to balance the ranks.
+    `open_source(n)` returns source `n` of `num_sources` at its beginning: an iterable that has ``state_dict``
+    and ``load_state_dict``, or whose iterator has them, such as ``dataset.shard(num_sources, n)`` of a
+    streaming Hugging Face dataset, a node of torchdata, or a Grain dataset.  It must give its values in the
+    same order each time, each as a new object, and its state must be as of the last value that it gave, with
+    all values that wait in buffers of its own.  `sizes` are the approximate numbers of values of the sources,
+    to balance the ranks.
+
+    A save reads the next value of each source that is open, and keeps it.  So the end of a source is known,
+    and a source that begins anew when it is loaded at its end is not read twice.  A ``for`` after the end is
+    the next pass over the same sources.
     """
 
     def __init__(
@@ -127,6 +46,9 @@ class SourceLoader:
         self._turns: Turns | None = None
 
     def __iter__(self) -> Iterator[Any]:
+        """Return this loader; after its end, at the beginning of the next pass."""
+        if self._turns is not None and self._turns.is_over:
+            self._turns = self._turns.next_pass()
         return self
 
     def __next__(self) -> Any:

@@ -9,7 +9,8 @@ from torch.utils.data import IterableDataset, get_worker_info
 
 from reknit.dataloader.place import ReaderPlace
 from reknit.dataloader.reshard import Readers, shards_of_rank, unread
-from reknit.dataloader.sources import Turns, check_sources
+from reknit.dataloader.sources import check_sources
+from reknit.dataloader.turns import Turns, states_of_next_pass
 from reknit.errors import StateError, UsageError
 from reknit.types.shard import LoaderShard
 
@@ -41,7 +42,10 @@ class SourceDataset(IterableDataset[Any]):
         self._turns: Turns | None = None
 
     def __iter__(self) -> Iterator[Any]:
-        return iter(self._started())
+        turns = self._started()
+        if turns.is_over:
+            turns = self._turns = turns.next_pass()
+        return turns
 
     def _started(self) -> Turns:
         if self._turns is None:
@@ -68,7 +72,8 @@ class ShardedDataLoader:
     """An iterator over a StatefulDataLoader that can go on with other numbers of ranks and of workers.
 
     Its dataset is a `SourceDataset`, or one with a `place`, `sizes` and a state like that one's.  The loader
-    has to take its snapshot with every batch, as it does unless told otherwise.
+    has to take its snapshot with every batch, which is its default.  A ``for`` after the end is the next
+    epoch; each reader keeps its sources.
     """
 
     def __init__(self, loader: Any) -> None:
@@ -82,14 +87,22 @@ class ShardedDataLoader:
         self._sizes: list[int] = loader.dataset.sizes
         self._readers = Readers(self._place.size, max(loader.num_workers, 1))
         self._iterator: Iterator[Any] | None = None
+        self._is_over = False
 
     def __iter__(self) -> Iterator[Any]:
+        """Return this loader; after its end, at the beginning of the next epoch."""
+        if self._is_over:
+            self._begin(self._next_epoch(), _first_turn(self._readers.num_workers))
         return self
 
     def __next__(self) -> Any:
         if self._iterator is None:
             self._iterator = iter(self._loader)
-        return next(self._iterator)
+        try:
+            return next(self._iterator)
+        except StopIteration:
+            self._is_over = True
+            raise
 
     def replicated_state(self) -> dict[str, Any]:
         """Return how many sources there are, and how many ranks and workers read them."""
@@ -121,15 +134,44 @@ class ShardedDataLoader:
 
     def load_shards(self, replicated: Any, shards: Sequence[LoaderShard]) -> None:
         """Continue with these shards in the present workers."""
-        self._iterator = None
         workers: list[dict[str, Any]] = [{"shards": []} for _ in range(self._readers.num_workers)]
         for shard in shards:
             entry = {name: getattr(shard, name) for name in _FIELDS} | {"value": shard.value["value"]}
             workers[shard.worker]["shards"].append(entry)
         same = (replicated["ranks"], replicated["workers"]) == tuple(self._readers)
         turn = shards[0].value["turn"] if same and shards else _first_turn(len(workers))
+        self._begin(workers, turn)
+
+    def _begin(self, workers: Sequence[dict[str, Any]], turn: dict[str, int]) -> None:
+        """Continue with these states of the workers' datasets."""
+        self._iterator, self._is_over = None, False
         one_process = self._loader.num_workers == 0
         self._loader.load_state_dict(_alone(workers[0]) if one_process else _with_workers(workers, turn))
+
+    def _next_epoch(self) -> list[dict[str, Any]]:
+        """Return the states with which the workers' datasets begin the next epoch."""
+        if not isinstance(self._loader.dataset, SourceDataset):
+            raise UsageError(
+                f"this loader has given all its batches, and its dataset is a "
+                f"{type(self._loader.dataset).__name__}, whose next epoch cannot be derived from its state",
+                remedy="make a new StatefulDataLoader and ShardedDataLoader for each epoch",
+            )
+        workers, _ = _parts(self._loader.state_dict())
+        return [
+            {
+                "shards": [
+                    shard | {"value": value}
+                    for shard, value in zip(worker["shards"], _anew(worker["shards"]), strict=True)
+                ]
+            }
+            for worker in workers
+        ]
+
+
+def _anew(shards: Sequence[dict[str, Any]]) -> list[Any]:
+    """Return the value of each shard of a worker at the beginning of the next epoch."""
+    states = states_of_next_pass({shard["source"]: shard["value"] for shard in shards})
+    return [states[shard["source"]] for shard in shards]
 
 
 # From here on: the form of torchdata's state (0.11).  Nothing but the datasets' own states and whose turn it

@@ -14,6 +14,7 @@ from reknit.errors import StateError, UsageError, shortage, shown
 from reknit.frameworks import tree
 from reknit.frameworks.neutral import conflict, from_neutral, put_array, record_of, to_neutral
 from reknit.frameworks.stateful import has_effects, is_stateful, tensors_of
+from reknit.frameworks.torchdata import mismatched_workers
 from reknit.frameworks.walk.adapter import Adapter
 from reknit.frameworks.walk.own_code import cause
 from reknit.frameworks.walk.writable import may_fill
@@ -166,7 +167,11 @@ class PerRankAdapter(Adapter):
             same = mine in saved and len(saved) == loading.world.size
         if same and place.fqn in (own := loading.saved.own(place.item, mine)):
             loading.taken_back.append((place.item, place.fqn))
-            self._want(value, from_neutral(own[place.fqn]), place, loading)
+            state = from_neutral(own[place.fqn])
+            if why := mismatched_workers(value.value, state):
+                loading.report_mismatched(place, why)
+                return
+            self._want(value, state, place, loading)
         elif not same and _was_saved(place, loading):
             loading.note(place, _left(value, len(saved), loading))
         else:

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 from reknit.errors import FormatError, StateError
 from reknit.frameworks import tree
 from reknit.frameworks.neutral import conflict, is_renewable, record_of, to_neutral, trained
+from reknit.frameworks.torchdata import mismatched_workers
 from reknit.frameworks.walk.adapter import Adapter
 from reknit.types.shard import Tagged
 
@@ -125,6 +126,9 @@ class StatefulAdapter(Adapter):
 
 def _fits(value: Any, saved: Any, place: Place, loading: Loading) -> bool:
     """Tell whether a library's object can take a saved value, as far as its class says that beforehand."""
+    if why := mismatched_workers(value, saved):
+        loading.report_mismatched(place, why)
+        return False
     torch = sys.modules.get("torch")
     if torch is None or not isinstance(value, torch.amp.GradScaler):
         return True
