@@ -23,6 +23,7 @@ FOREIGN = {
     "_devices",
     "_handle",
     "_hp_optimizer_states_linked",
+    "_iterator",
     "_shapes",
     "_spec",
     "_strides",

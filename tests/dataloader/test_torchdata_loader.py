@@ -7,6 +7,7 @@ import warnings
 from functools import cache
 from itertools import islice
 from typing import TYPE_CHECKING, Any
+from weakref import WeakKeyDictionary
 
 import pytest
 
@@ -52,6 +53,10 @@ def pairs(batch: list[Any]) -> list[tuple[int, int]]:
     return [tuple(pair) for pair in batch]
 
 
+INSIDE: WeakKeyDictionary[Any, Any] = WeakKeyDictionary()
+"""The loader of torchdata inside each of ours."""
+
+
 def of_torch(rank: int, size: int, num_workers: int, **more: Any) -> ShardedDataLoader:
     dataset = SourceDataset(Counted, len(SIZES), place=ReaderPlace(rank, size), sizes=SIZES)
     context = "forkserver" if num_workers else None
@@ -65,7 +70,9 @@ def of_torch(rank: int, size: int, num_workers: int, **more: Any) -> ShardedData
             multiprocessing_context=context,
             **more,
         )
-    return ShardedDataLoader(loader)
+    made = ShardedDataLoader(loader)
+    INSIDE[made] = loader
+    return made
 
 
 def in_order(seen: Sequence[tuple[int, int]]) -> None:
@@ -77,8 +84,8 @@ def in_order(seen: Sequence[tuple[int, int]]) -> None:
 
 
 def end_workers(loader: Any) -> None:
-    """End the workers of a StatefulDataLoader, for which garbage collection waits seconds."""
-    if end := getattr(loader._iterator, "_shutdown_workers", None):
+    """End the workers of a loader, for which garbage collection waits seconds."""
+    if end := getattr(INSIDE.get(loader, loader)._iterator, "_shutdown_workers", None):
         end()
 
 
@@ -105,7 +112,7 @@ def test_worker_states_are_rewritten_for_other_ranks_and_workers() -> None:
         checkpoint = saved(job)
         for one in job:
             next(one, None)  # lost in the crash
-            end_workers(one._loader)
+            end_workers(one)
     in_order(seen)
 
 
@@ -116,12 +123,12 @@ def test_on_the_same_layout_the_very_same_batches_follow(workers: int) -> None:
     first = list(islice(one, 5))
     checkpoint = saved([one])
     rest = list(one)
-    end_workers(one._loader)
+    end_workers(one)
     again = resumed([of_torch(0, 1, workers)], checkpoint)[0]
     assert list(again) == rest
     in_order([pair for batch in first + rest for pair in batch])
     assert list(again) == first + rest, "a second `for` is the next epoch"
-    end_workers(again._loader)
+    end_workers(again)
 
 
 @pytest.mark.filterwarnings("ignore")

@@ -167,8 +167,8 @@ def test_steps_are_counted_in_as_many_bits_as_they_need() -> None:
 @pytest.mark.parametrize("step", [0, 3, 2**24 + 1, 2**53 + 1])
 def test_the_integers_in_which_deepspeed_counts_come_back(step: int) -> None:
     states = {"step": step, "exp_avg": torch.ones(1)}
-    made = deepspeed_optimizers._with_tensor(states, Place("o"))
+    made = deepspeed_optimizers.counted_in_tensor(states, Place("o"))
     assert made["step"].item() == step
     for given in (made, {**made, "step": made["step"].item()}):
-        found = deepspeed_optimizers._with_number(given)["step"]
+        found = deepspeed_optimizers.counted_in_number(given)["step"]
         assert (found, type(found)) == (step, int)

@@ -61,13 +61,14 @@ def read(optimizer: Any, place: Place, walk: Walk) -> Slots:
     if deepspeed_private.steps_are_numbers(optimizer):
         # A load makes the counter in the dtype that was saved, and leaves that of the optimizer as it is.
         state = {
-            flat: dict(states) if walk.fills else _with_tensor(states, place) for flat, states in live.items()
+            flat: dict(states) if walk.fills else counted_in_tensor(states, place)
+            for flat, states in live.items()
         }
 
     def deliver() -> None:
         if state is not live:
             live.clear()
-            live.update({flat: _with_number(states) for flat, states in state.items()})
+            live.update({flat: counted_in_number(states) for flat, states in state.items()})
         deepspeed_private.relink(optimizer)
 
     return Slots(state, inner.param_groups, each, deliver)
@@ -109,13 +110,13 @@ def _note_masters(
             )
 
 
-def _with_tensor(states: dict[str, Any], place: Place) -> dict[str, Any]:
+def counted_in_tensor(states: dict[str, Any], place: Place) -> dict[str, Any]:
     """Return states with their steps counted in a tensor, as torch does."""
     step = states.get("step")
     return {**states, "step": numbers.counter(step, place)} if isinstance(step, int) else dict(states)
 
 
-def _with_number(states: dict[str, Any]) -> dict[str, Any]:
+def counted_in_number(states: dict[str, Any]) -> dict[str, Any]:
     """Return states with their steps counted in an integer, as DeepSpeed's own optimizers do."""
     if "step" not in states:
         return states
