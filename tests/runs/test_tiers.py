@@ -199,6 +199,23 @@ def test_all_ranks_promote_the_same_steps_where_rank_0_decides(tmp_path: Path) -
     assert steps == [1, 2, 3, 4]
 
 
+@pytest.mark.parametrize("asked", [False, True])
+def test_the_last_step_before_the_end_goes_to_the_tiers_that_ask_for_it(tmp_path: Path, asked: bool) -> None:
+    a, b, notice = tmp_path / "a", tmp_path / "b", tmp_path / "notice"
+    end = on_preemption(file=notice)
+    pace = every(steps=4) | end if asked else every(steps=4)
+    with run_of(Tier(a, every=every(steps=1) | end), Tier(b, every=pace)) as run:
+        for step in range(1, 8):
+            if step == 6:
+                notice.touch()
+            run.save(step, state(float(step)))
+            run.wait()  # a tier that is busy is passed over
+            if run.preempted:
+                break
+    assert numbers(a) == [1, 2, 3, 4, 5, 6]
+    assert numbers(b) == ([4, 6] if asked else [4])
+
+
 @pytest.mark.parametrize(
     ("arguments", "match"),
     [
