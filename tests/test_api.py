@@ -367,6 +367,16 @@ def test_patterns_say_what_may_differ(path: Path) -> None:
         reknit.load(path, state, strict=("!model/n*",))
 
 
+def test_of_several_patterns_that_match_a_name_the_last_one_decides(path: Path) -> None:
+    state = target()
+    state["model"]["b"] = np.zeros(4, np.int32)
+    for accepted in (["model/*", "!model/b"], ["!*", "model/w"], ["extra/*"], ["model/b", "!model/*"]):
+        assert set(reknit.load(path, state, strict=accepted).mismatched) == {"model/b"}
+    for refused in (["!model/b", "model/*"], ["!*", "model/b"], ["extra/*", "*"], ["!model/*", "model/b"]):
+        with pytest.raises(reknit.MismatchError, match="model/b"):
+            reknit.load(path, state, strict=refused)
+
+
 def test_without_strict_everything_is_reported(path: Path) -> None:
     model = {"b": np.zeros(4, np.int32), "new": np.full(1, 7), "w": np.zeros((2, 3, 4))}
     state = {"model": model, "extra": {"more": 1}}
