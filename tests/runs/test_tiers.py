@@ -9,14 +9,17 @@ import pytest
 
 import reknit
 from reknit import Checkpointer, SaveOptions, Tier
+from reknit.engine.background import agent_save
 from reknit.errors import UsageError
 from reknit.policies import at, best, every, latest, on_preemption, without
+from reknit.runs import cadence
 from reknit.testing.faulty_storage import Fault
 from reknit.testing.world import run_ranks
 from tests.faults.nursery import wait_until
 from tests.runs.pieces import damage, numbers, state
 from tests.servers import environment, new_url
 from tests.storage.killpoint import faulty_url, register_faulty
+from tests.storage.process_memory import ProcessMemory
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -162,6 +165,32 @@ def test_a_tier_that_is_busy_gets_the_next_step_that_is_saved_and_delays_no_othe
         first.wait_promoted(60)
         run.save(7, state(7.0))
     assert (numbers(a), numbers(b), numbers(c)) == ([7], [2, 7], [5, 7])
+
+
+def test_all_tiers_together_take_the_memory_of_one_save(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ProcessMemory.clear("tiers")  # threads of this process copy: no other opens such a store
+    taken: list[int] = []
+
+    def noted(call: Any, options: Any) -> Any:
+        def copy(*args: Any, **more: Any) -> Any:
+            taken.append(options(*args).inflight_nbytes)
+            return call(*args, **more)
+
+        return copy
+
+    monkeypatch.setattr(
+        agent_save, "promote_saved", noted(agent_save.promote_saved, lambda job, *_: job.options)
+    )
+    monkeypatch.setattr(cadence, "promote_alone", noted(cadence.promote_alone, lambda job: job.options))
+    options = SaveOptions(durability="process", threads=1, inflight_nbytes=48 << 20)
+    a, b, c, d, e = ("process://tiers/" + name for name in "abcde")
+    with Checkpointer(tiers=[Tier(a), Tier(b), Tier(c)], options=options) as run:
+        run.save(1, state(1.0))
+    with Checkpointer(tiers=[Tier(a), Tier(d), Tier(e)], options=options) as run:
+        run.resume(state())
+    assert taken == [24 << 20] * 4
 
 
 def test_scores_are_noted_in_each_tier_and_the_best_is_found_in_any(tmp_path: Path) -> None:
