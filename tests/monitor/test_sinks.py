@@ -143,6 +143,31 @@ def test_duckdb_goes_on_after_a_batch_that_failed(tmp_path: Path) -> None:
     assert len(read_operations([str(tmp_path)]).operations[0].events) == 5
 
 
+def test_duckdb_waits_for_somebody_who_has_the_file_open(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A reader for a process that writes, and the other way round."""
+    duckdb = pytest.importorskip("duckdb")
+    sink = sinks.DuckDB(tmp_path / "events.duckdb")
+    sink.take(A_SAVE)
+    sink.rest()
+    connect, refused = duckdb.connect, []
+
+    def busy(*args: Any, **more: Any) -> Any:
+        if len(refused) % 3 < 2:
+            refused.append(more)
+            raise duckdb.IOException("could not set lock on the file: another process has it")
+        refused.append(more)
+        return connect(*args, **more)
+
+    monkeypatch.setattr(duckdb, "connect", busy)
+    sink.take(A_SAVE)
+    sink.rest()
+    assert len(refused) == 3
+    assert len(read_operations([str(tmp_path)]).operations[0].events) == 2 * 5
+    assert len(refused) == 6
+
+
 # A full disk
 
 
