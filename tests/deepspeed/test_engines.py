@@ -505,6 +505,32 @@ def a_state_dict_that_makes_something_of_partitions_is_refused() -> None:
 
 
 @case
+def a_load_hook_over_partitions_is_a_mismatch() -> None:
+    class Loads(nn.Linear):
+        def _load_from_state_dict(self, *args: Any) -> None:
+            super()._load_from_state_dict(*args)
+
+    checkpoint = gather({"m": engine(3)})
+    hooked, own = Net(), Net()
+    hooked.up.register_load_state_dict_post_hook(lambda *args: None)
+    own.up = Loads(5, 9)
+    own.up.bias.requires_grad_(False)
+    for net in (hooked, own):
+        want = wanted({"m": engine(3, net=net)}, checkpoint.catalog(), dist.get_rank(), WORLD)
+        ((item, fqn, why),) = want.mismatched
+        assert (item, fqn) == ("m", "up")
+        assert "would run at a load, and up.weight is not whole" in why
+
+
+@case
+def hooks_of_the_optimizer_inside_are_refused() -> None:
+    for stage in (1, 3):
+        made = engine(stage)
+        made.optimizer.optimizer.register_state_dict_post_hook(lambda *args: None)
+        refuses(both(made), "with the hook .*, which cannot be followed where each rank has a part")
+
+
+@case
 def an_optimizer_alone_has_the_names_of_its_engine() -> None:
     for stage in (1, 3):
         made = engine(stage)
