@@ -457,6 +457,23 @@ class Counting(torch.optim.AdamW):
 
 
 @case
+def counters_that_differ_do_not_fit_one_group() -> None:
+    net = Net()
+    optimizer = torch.optim.AdamW(net.parameters(), lr=0.1)
+    nn.functional.cross_entropy(net(IDS).reshape(-1, 7), IDS.reshape(-1)).backward()
+    optimizer.step()
+    for number, parameter in enumerate(p for p in net.parameters() if p.requires_grad):
+        optimizer.state[parameter]["step"] += number
+    checkpoint = gather({"m": net, "o": optimizer})
+    for stage in (1, 2, 3):
+        made = engine(stage, steps=0)
+        with Silence():
+            want = wanted(both(made), checkpoint.catalog(), dist.get_rank(), WORLD)
+            with pytest.raises(StateError, match=r"/step is \d.0 in the checkpoint and .*/step is \d.0"):
+                fill(want, checkpoint)
+
+
+@case
 def the_optimizer_that_was_given_to_deepspeed_is_refused() -> None:
     for stage in (1, 3):
         for named in (False, True):

@@ -1,4 +1,4 @@
-"""The numbers, defaults and flags that the pages give are those of the code."""
+"""The numbers, defaults, flags and fields that the pages give are those of the code."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ import pytest
 
 from reknit import alerts
 from reknit.cli import main
+from reknit.monitor.records import PhaseRecord, StorageRecord
 from tests.docs.pages import ROOT
 
 MIB, GIB, MINUTE, HOUR, DAY = 1 << 20, 1 << 30, 60.0, 3600.0, 86_400.0
@@ -229,6 +230,30 @@ def flags(parser: Any) -> set[str]:
         if isinstance(action.choices, dict):
             found |= set().union(*map(flags, action.choices.values()))
     return found
+
+
+def test_the_lines_of_events_have_the_fields_that_the_page_lists() -> None:
+    _, text = (ROOT / "docs/howto/events-and-phases.md").read_text().split("has the fields of `PhaseRecord`")
+    listed = [
+        name for line in re.findall(r"^- (.*)$", text.split("The last line")[0], re.M) for name in named(line)
+    ]
+    assert sorted(listed) == sorted(field.name for field in dataclasses.fields(PhaseRecord))
+    (said,) = re.findall(r"has the fields of `StorageRecord`\.(.*?)\.\s", page("howto/events-and-phases.md"))
+    (more,) = re.findall(r"The other fields are (.*?), and rank", page("howto/events-and-phases.md"))
+    shown = {*named(said), *named(more)} - {"write", "read", "commit", "s3://bucket", "file"}
+    assert shown <= {field.name for field in dataclasses.fields(StorageRecord)}
+
+
+def named(text: str) -> list[str]:
+    """Return the names in a text up to its colon, or all where there is no such."""
+    return re.findall(r"`([^`]+)`", text.partition(":")[0])
+
+
+def test_the_page_about_options_names_every_environment_variable() -> None:
+    source = (ROOT / "src/reknit/environment.py").read_text()
+    used = set(re.findall(r'environ(?:\.get\(|\[)"(REKNIT_\w+)"', source))
+    (said,) = re.findall(r"Three environment variables (.*?)\. \[The page", page("reference/options.md"))
+    assert set(re.findall(r"`(REKNIT_\w+)`", said)) == used
 
 
 def test_the_exit_codes_of_the_page_are_those_of_the_program() -> None:
