@@ -465,6 +465,20 @@ def test_a_damaged_block_is_named_with_its_place(path: Path) -> None:
     assert reknit.verify(path).ok, "the structure is sound"
 
 
+def test_tensors_outside_a_damaged_block_can_still_be_read(tmp_path: Path) -> None:
+    model = {"a": np.arange(1 << 20), "b": np.arange(1 << 20)}
+    reknit.save(tmp_path / "x", {"model": model})
+    (file,) = tmp_path.glob("x/model/*.safetensors")
+    with file.open("r+b") as damaged:
+        damaged.seek(-1, os.SEEK_END)
+        damaged.write(b"\xff")
+    with reknit.open(tmp_path / "x") as checkpoint:
+        assert np.array_equal(checkpoint.read("model", "a"), model["a"])
+        assert np.array_equal(checkpoint.read("model", "b", slice(0, 9)), model["b"][:9])
+        with pytest.raises(CorruptError, match="in model/b"):
+            checkpoint.read("model", "b")
+
+
 def test_an_open_that_fails_closes_its_store(path: Path) -> None:
     closed = []
 

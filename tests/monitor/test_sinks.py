@@ -6,6 +6,7 @@ import http.client
 import json
 import subprocess
 import sys
+import threading
 import uuid
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any
@@ -166,6 +167,25 @@ def test_duckdb_waits_for_somebody_who_has_the_file_open(
     assert len(refused) == 3
     assert len(read_operations([str(tmp_path)]).operations[0].events) == 2 * 5
     assert len(refused) == 6
+
+
+def test_a_file_of_lines_that_several_write_at_once_has_whole_lines(tmp_path: Path) -> None:
+    path = tmp_path / "events.jsonl"
+    many = 40 * A_SAVE
+
+    def append() -> None:
+        sink = sinks.JsonLines(path)
+        for _ in range(10):
+            sink.take(many)
+
+    threads = [threading.Thread(target=append) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    lines = path.read_bytes().splitlines()
+    assert len(lines) == 4 * 10 * len(many)
+    assert all(json.loads(line)["host"] == "host0" for line in lines)
 
 
 # A full disk

@@ -362,6 +362,16 @@ def test_a_notice_to_one_rank_reaches_all_also_where_every_step_is_saved(tmp_pat
     assert numbers(tmp_path / "run")[-1] == step
 
 
+def test_ranks_decide_alone_where_the_step_alone_does(tmp_path: Path) -> None:
+    quick = reknit.SaveOptions(timeout_s=5)
+
+    def work(group: Group) -> list[int]:
+        with Checkpointer(tmp_path, save=at(3, 9), group=group, options=quick) as run:
+            return [step for step in range(1, 20) if group.rank == 0 and run.should_save(step)]
+
+    assert run_ranks(2, work) == [[3, 9], []], "rank 0 does not wait for the other"
+
+
 def test_the_metrics_of_rank_0_are_those_of_a_step(tmp_path: Path) -> None:
     def work(group: Group) -> None:
         with Checkpointer(tmp_path, wait=True, group=group) as run:
