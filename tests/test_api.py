@@ -367,6 +367,16 @@ def test_patterns_say_what_may_differ(path: Path) -> None:
         reknit.load(path, state, strict=("!model/n*",))
 
 
+def test_of_several_patterns_that_match_a_name_the_last_one_decides(path: Path) -> None:
+    state = target()
+    state["model"]["b"] = np.zeros(4, np.int32)
+    for accepted in (["model/*", "!model/b"], ["!*", "model/w"], ["extra/*"], ["model/b", "!model/*"]):
+        assert set(reknit.load(path, state, strict=accepted).mismatched) == {"model/b"}
+    for refused in (["!model/b", "model/*"], ["!*", "model/b"], ["extra/*", "*"], ["!model/*", "model/b"]):
+        with pytest.raises(reknit.MismatchError, match="model/b"):
+            reknit.load(path, state, strict=refused)
+
+
 def test_without_strict_everything_is_reported(path: Path) -> None:
     model = {"b": np.zeros(4, np.int32), "new": np.full(1, 7), "w": np.zeros((2, 3, 4))}
     state = {"model": model, "extra": {"more": 1}}
@@ -453,6 +463,20 @@ def test_a_damaged_block_is_named_with_its_place(path: Path) -> None:
     assert (caught.value.rank, caught.value.phase, caught.value.path) == (0, "verify", str(file))
     assert not reknit.verify(path, "data").ok
     assert reknit.verify(path).ok, "the structure is sound"
+
+
+def test_tensors_outside_a_damaged_block_can_still_be_read(tmp_path: Path) -> None:
+    model = {"a": np.arange(1 << 20), "b": np.arange(1 << 20)}
+    reknit.save(tmp_path / "x", {"model": model})
+    (file,) = tmp_path.glob("x/model/*.safetensors")
+    with file.open("r+b") as damaged:
+        damaged.seek(-1, os.SEEK_END)
+        damaged.write(b"\xff")
+    with reknit.open(tmp_path / "x") as checkpoint:
+        assert np.array_equal(checkpoint.read("model", "a"), model["a"])
+        assert np.array_equal(checkpoint.read("model", "b", slice(0, 9)), model["b"][:9])
+        with pytest.raises(CorruptError, match="in model/b"):
+            checkpoint.read("model", "b")
 
 
 def test_an_open_that_fails_closes_its_store(path: Path) -> None:

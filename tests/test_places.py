@@ -17,9 +17,10 @@ SOURCES = TESTS.parent / "src" / "reknit"
 
 # Of NamedTuple, of the operating system, and of IPython.
 PUBLIC = {"_asdict", "_fields", "_make", "_replace", "_exit", "_repr_html_"}
-# Torch and DeepSpeed have names that modules here have, too.
+# Torch, DeepSpeed and argparse have names that modules here have, too.
 FOREIGN = {
     "_Options",
+    "_actions",
     "_devices",
     "_handle",
     "_hp_optimizer_states_linked",

@@ -44,6 +44,12 @@ def test_equal_states_do_not_differ(command: Command, tmp_path: Path, options: t
     assert ran.out.startswith("no differences in 2 tensors")
 
 
+def test_values_of_a_rank_are_not_compared(command: Command, tmp_path: Path) -> None:
+    for name in "ab":
+        reknit.save(tmp_path / name, {**state(), "own": reknit.PerRank({"seed": name})})
+    assert command("diff", tmp_path / "a", tmp_path / "b", "--data").code == 0
+
+
 def test_items_and_names_in_one_only_are_told_once(command: Command, tmp_path: Path) -> None:
     other = state()
     del other["extra"], other["model"]["n"]

@@ -35,6 +35,19 @@ def test_a_promoted_checkpoint_is_whole_and_promoting_it_again_copies_nothing(
     )
 
 
+def test_a_checkpoint_moves_behind_a_redirect_and_comes_back(
+    command: Command, path: Path, tmp_path: Path
+) -> None:
+    cold = tmp_path / "b"
+    assert command("promote", "--cool", path, cold).code == 0
+    assert not (path / "model").exists()
+    assert reknit.open(path).read("model", "w")[-1] == (3 << 18) - 1
+    assert command("rm", cold).code == 2, "it is pinned"
+    assert command("promote", cold, path, "--overwrite").code == 0
+    assert command("unpin", cold).code == command("rm", cold).code == 0
+    assert command("verify", path, "--data").code == 0
+
+
 def test_json_tells_what_was_copied(command: Command, path: Path, tmp_path: Path) -> None:
     facts = command("promote", path, tmp_path / "b", "--json").json
     assert (facts["path"], facts["source"]) == (str(tmp_path / "b"), str(path))

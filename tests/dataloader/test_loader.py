@@ -9,6 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+import reknit
 from reknit.dataloader import CanonicalStream, ReaderPlace, ShardOwned, TokenLoader, TokenSet
 from reknit.errors import StateError, UsageError
 from reknit.frameworks.registry import collect, wanted
@@ -17,6 +18,8 @@ from tests.frameworks.checkpoint import assemble, load, save
 from tests.running.examples import examples
 
 if TYPE_CHECKING:
+    from pathlib import Path
+
     from reknit.dataloader import Batch
 
 WEB, CODE = token_set("web", 120, 6, 3.0), token_set("code", 40, 3)
@@ -166,6 +169,18 @@ def test_another_order_of_the_data_is_refused_before_anything_changes(
     want = wanted({"l": other}, checkpoint.catalog(), 0, 1)
     assert [told in why for _, _, why in want.mismatched] == [True]
     assert equal(list(other), list(loader([WEB], **change)))
+
+
+def test_data_begin_anew_where_an_exception_leaves_a_loader_out(tmp_path: Path) -> None:
+    one = loader([WEB])
+    list(islice(one, 3))
+    reknit.save(tmp_path / "x", {"loader": one, "progress": {"step": 3}})
+    other, progress = loader([CODE]), {"step": 0}
+    with pytest.raises(reknit.MismatchError):
+        reknit.load(tmp_path / "x", {"loader": other, "progress": progress})
+    reknit.load(tmp_path / "x", {"loader": other, "progress": progress}, strict=["!loader*"])
+    assert progress == {"step": 3}
+    assert equal(list(other), list(loader([CODE])))
 
 
 def test_other_data_are_refused() -> None:

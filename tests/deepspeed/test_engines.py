@@ -457,6 +457,23 @@ class Counting(torch.optim.AdamW):
 
 
 @case
+def counters_that_differ_do_not_fit_one_group() -> None:
+    net = Net()
+    optimizer = torch.optim.AdamW(net.parameters(), lr=0.1)
+    nn.functional.cross_entropy(net(IDS).reshape(-1, 7), IDS.reshape(-1)).backward()
+    optimizer.step()
+    for number, parameter in enumerate(p for p in net.parameters() if p.requires_grad):
+        optimizer.state[parameter]["step"] += number
+    checkpoint = gather({"m": net, "o": optimizer})
+    for stage in (1, 2, 3):
+        made = engine(stage, steps=0)
+        with Silence():
+            want = wanted(both(made), checkpoint.catalog(), dist.get_rank(), WORLD)
+            with pytest.raises(StateError, match=r"/step is \d.0 in the checkpoint and .*/step is \d.0"):
+                fill(want, checkpoint)
+
+
+@case
 def the_optimizer_that_was_given_to_deepspeed_is_refused() -> None:
     for stage in (1, 3):
         for named in (False, True):
@@ -502,6 +519,32 @@ def a_state_dict_that_makes_something_of_partitions_is_refused() -> None:
 
     made = engine(3, net=Doubled())
     refuses({"m": made.module}, "up.weight was made by a state-dict hook")
+
+
+@case
+def a_load_hook_over_partitions_is_a_mismatch() -> None:
+    class Loads(nn.Linear):
+        def _load_from_state_dict(self, *args: Any) -> None:
+            super()._load_from_state_dict(*args)
+
+    checkpoint = gather({"m": engine(3)})
+    hooked, own = Net(), Net()
+    hooked.up.register_load_state_dict_post_hook(lambda *args: None)
+    own.up = Loads(5, 9)
+    own.up.bias.requires_grad_(False)
+    for net in (hooked, own):
+        want = wanted({"m": engine(3, net=net)}, checkpoint.catalog(), dist.get_rank(), WORLD)
+        ((item, fqn, why),) = want.mismatched
+        assert (item, fqn) == ("m", "up")
+        assert "would run at a load, and up.weight is not whole" in why
+
+
+@case
+def hooks_of_the_optimizer_inside_are_refused() -> None:
+    for stage in (1, 3):
+        made = engine(stage)
+        made.optimizer.optimizer.register_state_dict_post_hook(lambda *args: None)
+        refuses(both(made), "with the hook .*, which cannot be followed where each rank has a part")
 
 
 @case

@@ -153,6 +153,19 @@ def test_an_agent_lives_through_the_signals_that_are_meant_for_its_trainer() -> 
     assert link.ended(60)
 
 
+@pytest.mark.parametrize(("low_priority", "lower_by"), [(True, 10), (False, 0)])
+def test_an_agent_has_a_session_of_its_own_and_gives_way_unless_it_is_asked_not_to(
+    low_priority: bool, lower_by: int
+) -> None:
+    link = agent_link.AgentLink(0, in_process=False, send_timeout_s=5)
+    assert link.pid is not None
+    link.ask(say.Join("agents", 0, [0], 1, 7, {}, low_priority), 60)
+    assert os.getsid(link.pid) == link.pid, "Ctrl-C in a terminal is for the trainer"
+    assert psutil.Process(link.pid).nice() == min(os.nice(0) + lower_by, 19)
+    link.quit()
+    assert link.ended(60)
+
+
 def test_a_save_that_ends_while_the_next_is_taken_up_disturbs_nobody() -> None:
     trainers_end, agents_end = (Channel(end, say.decode) for end in socket_pair())
     agent = Agent(agents_end, None)

@@ -20,6 +20,8 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 
 import reknit
+from reknit.engine.background import stage_for_agent
+from reknit.engine.background.deferred import Deferred
 from reknit.engine.background.snapshot import Snapshot
 from reknit.engine.memory import file_image
 from reknit.errors import DeadlineError, StateError
@@ -233,6 +235,31 @@ def test_what_no_optimizer_of_the_state_has_is_copied_before_save_returns(gate: 
     gate.open.set()
     pending.result(LIMIT_S)
     assert differing("lazy://run/second", {**expected, "frozen/": np.ones(50_000, np.float32)}) == []
+
+
+def test_small_and_scattered_tensors_of_an_optimizer_are_copied_before_save_returns(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    sizes = {"above": (1 << 14) + 1, "small": 1 << 14}
+    parameters = {name: nn.Parameter(torch.ones(numel)) for name, numel in sizes.items()}
+    parameters["scattered"] = nn.Parameter(torch.ones(300, 200).T)
+    optimizer = torch.optim.SGD(list(parameters.items()), lr=0.1)
+    state: State = {**parameters, "optimizer": optimizer}
+    deferred: list[str] = []
+
+    class Noted(Deferred):
+        def __init__(self, holdings: Any, images: Any) -> None:
+            super().__init__(holdings, images)
+            later = [row.shard for image in self.later for row in image.entries.rows()]
+            deferred.extend(holdings.shards[number].item for number in later)
+
+    monkeypatch.setattr(stage_for_agent, "Deferred", Noted)
+    for number in range(2):
+        save(f"lazy://run/{number}", state).result(LIMIT_S)
+        for p in parameters.values():
+            p.grad = torch.ones_like(p)
+        optimizer.step()
+    assert deferred == ["above"], "what has more than 64 KiB in a row"
 
 
 def test_a_model_without_its_optimizer_is_copied_before_save_returns(gate: Gate) -> None:

@@ -5,6 +5,7 @@ Where a moment matters, the store of the script waits in a chosen operation for 
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import subprocess
@@ -165,7 +166,8 @@ def test_a_script_does_not_wait_longer_than_it_was_told_and_its_agent_commits_la
 
 def test_a_process_that_ends_at_once_after_staging_leaves_a_checkpoint(run: _Scripts) -> None:
     # One save is being written, and one waits for its turn.
-    script = run("save(1, gated); save(2); os._exit(7)")
+    to_file = "import dataclasses; options = dataclasses.replace(options, events=root + '/events.jsonl')"
+    script = run(f"{to_file}\nsave(1, gated); save(2); os._exit(7)")
     assert script.process.wait(RUN_S) == 7
     assert "its agent finishes 2 saves" in script.process.stderr.readline()
     assert not script.holds(1)
@@ -174,6 +176,9 @@ def test_a_process_that_ends_at_once_after_staging_leaves_a_checkpoint(run: _Scr
     assert script.ends()[0] == 7
     assert script.holds(1)
     assert script.holds(2)
+    events = [json.loads(line) for line in (script.root / "events.jsonl").read_text().splitlines()]
+    commits = [e["step"] for e in events if e.get("phase") == "commit" and e["process"] == "agent"]
+    assert commits == [1, 2], "the agent goes on to record what it does"
 
 
 def test_an_interrupt_after_staging_ends_the_script_and_the_save_is_committed(run: _Scripts) -> None:

@@ -250,6 +250,24 @@ def test_frameworks_are_asked_in_the_order_in_which_they_were_made_known() -> No
         custom.registered_frameworks[:] = before
 
 
+def test_a_custom_framework_is_asked_before_all_others() -> None:
+    class Layers(Bags):
+        def matches(self, value: Any) -> bool:
+            return isinstance(value, (torch.nn.Linear, torch.optim.Optimizer, np.ndarray, int))
+
+        def holdings(self, value: Any, rank: int, size: int) -> list[Any]:
+            return [Value(type(value).__name__, True)]
+
+    layer = torch.nn.Linear(2, 2)
+    optimizer = torch.optim.SGD(layer.parameters())
+    with registered(Layers()):
+        found = collect({"m": layer, "o": optimizer, "more": {"a": np.ones(2), "n": 3}}, 0, 1)
+    assert found.shards == ()
+    assert {(blob.item, blob.fqn) for blob in found.blobs} == {
+        *{("m", "Linear"), ("o", "SGD"), ("more", "a/ndarray"), ("more", "n/int")}
+    }
+
+
 @pytest.mark.parametrize(
     ("what", "message"), [(object(), "object has no matches"), (Bags, "is a class and no object")]
 )

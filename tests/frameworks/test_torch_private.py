@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Any
+import sys
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -12,8 +13,12 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.placement_types import _StridedShard
 
+import reknit
 from reknit.frameworks.torch import private as torch_private
 from tests.ranks import run
+
+if TYPE_CHECKING:
+    from pathlib import Path
 
 
 def look() -> Any:
@@ -41,6 +46,38 @@ def test_private_parts_of_torch_are_as_expected() -> None:
     first, second = run(2, look)
     assert first[:4] == second[:4] == (b"v", [3, None, None], None, True)
     assert first[4] == second[4] != ""
+
+
+def of_libraries() -> dict[str, Any]:
+    """Return the functions, classes and methods of torch and NumPy by name; their counters are their own."""
+    found = {}
+    for name, module in list(sys.modules.items()):
+        if name.partition(".")[0] in ("torch", "numpy"):
+            for key, value in list(vars(module).items()):
+                found[f"{name}.{key}"] = value
+                if issubclass(type(value), type) and value.__module__ == name:
+                    found.update({f"{name}.{key}.{inner}": one for inner, one in vars(value).items()})
+    kinds = {kind: {"__call__", "__get__"} & set(dir(kind)) for kind in {*map(type, found.values())}}
+    return {name: one for name, one in found.items() if kinds[type(one)]}
+
+
+def test_saves_and_loads_patch_nothing_of_torch_and_numpy(tmp_path: Path) -> None:
+    model = nn.Linear(200, 200)
+    optimizer = torch.optim.AdamW(model.parameters())
+    state = {"model": model, "optimizer": optimizer, "rng": reknit.RngState()}
+    before = of_libraries()
+    assert {"torch.optim.adamw.AdamW.__init__", "torch.serialization.save"} <= before.keys()
+    lazy = reknit.SaveOptions(stage="lazy")
+    for step in range(3):
+        pending = reknit.save(tmp_path / f"{step}", state, wait=False, options=lazy)
+        model(torch.ones(1, 200)).sum().backward()
+        optimizer.step()
+        pending.result(60)
+    reknit.load(tmp_path / "2", state)
+    after = of_libraries()
+    other = [name for name, value in before.items() if after.get(name) is not value]
+    assert other == []
+    assert reknit.close(60)
 
 
 def test_only_types_that_handle_operations_themselves_hide_data() -> None:

@@ -427,6 +427,7 @@ def refusals(root: str) -> None:
     from megatron.core import parallel_state
     from megatron.core.dist_checkpointing.mapping import ShardedObject
     from megatron.core.optimizer.layer_wise_optimizer import LayerWiseDistributedOptimizer
+    from megatron.core.transformer.module import MegatronModule
 
     from tests.megatron import gpt
 
@@ -439,6 +440,22 @@ def refusals(root: str) -> None:
     with pytest.raises(StateError, match="does not support"):
         collect(trained.state(), 0, 1)
     inner.config.use_precision_aware_optimizer = False
+    plain = torch.optim.SGD(trained.chunks[0].parameters())
+    blobs = collect({"model": trained.chunks, "optimizer": plain}, 0, 1).blobs
+    assert {blob.fqn.split(".")[0] for blob in blobs if blob.item == "optimizer"} == {"param_groups/module"}
+    hook = inner.optimizer.register_state_dict_post_hook(lambda *args: None)
+    with pytest.raises(StateError, match=r"with the hook .*, which cannot be followed"):
+        collect(trained.state(), 0, 1)
+    hook.remove()
+    offloaded, inner.optimizer = inner.optimizer, type("HybridDeviceOptimizer", (), {})()
+    with pytest.raises(StateError, match="HybridDeviceOptimizer, which reknit does not support"):
+        collect(trained.state(), 0, 1)
+    inner.optimizer = offloaded
+    for wrapper in ("FullyShardedDataParallel", "TorchFullyShardedDataParallel"):
+        wrapped = type(wrapper, (MegatronModule,), {})(trained.chunks[0].config)
+        wrapped.module = trained.chunks[0]
+        with pytest.raises(StateError, match=f"is wrapped in Megatron's {wrapper}"):
+            collect({"model": wrapped}, 0, 1)
     groups = inner.optimizer.param_groups
     assert len(groups) == 2
     (held,) = [portable(collect(trained.state(), 0, 1))]

@@ -183,6 +183,17 @@ def test_a_slow_save_tells_how_far_it_is_on_rank_0_alone(
     assert [text.split()[0] for text in lines.texts()[count:]] == ["saved"], "that it went well, and no more"
 
 
+def test_a_save_in_the_background_tells_of_its_end_alone(
+    lines: Lines, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(module, "INTERVALS", QUICK)
+    ProcessMemory.clear("quiet")
+    state = {"model": {"w": np.ones(1 << 20, np.float32)}}
+    reknit.save("process://quiet/x", state, wait=False).result(WAIT_S)
+    assert reknit.close(WAIT_S)
+    assert [text.split()[0] for text in lines.texts()] == ["saved"]
+
+
 def test_a_save_counts_every_byte_of_its_data_files() -> None:
     from reknit.engine.memory.file_image import Entries, Image
     from reknit.engine.memory.sources import Sources

@@ -6,6 +6,7 @@ import http.client
 import json
 import subprocess
 import sys
+import threading
 import uuid
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any
@@ -141,6 +142,50 @@ def test_duckdb_goes_on_after_a_batch_that_failed(tmp_path: Path) -> None:
     sink.take(A_SAVE)
     sink.rest()
     assert len(read_operations([str(tmp_path)]).operations[0].events) == 5
+
+
+def test_duckdb_waits_for_somebody_who_has_the_file_open(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A reader for a process that writes, and the other way round."""
+    duckdb = pytest.importorskip("duckdb")
+    sink = sinks.DuckDB(tmp_path / "events.duckdb")
+    sink.take(A_SAVE)
+    sink.rest()
+    connect, refused = duckdb.connect, []
+
+    def busy(*args: Any, **more: Any) -> Any:
+        if len(refused) % 3 < 2:
+            refused.append(more)
+            raise duckdb.IOException("could not set lock on the file: another process has it")
+        refused.append(more)
+        return connect(*args, **more)
+
+    monkeypatch.setattr(duckdb, "connect", busy)
+    sink.take(A_SAVE)
+    sink.rest()
+    assert len(refused) == 3
+    assert len(read_operations([str(tmp_path)]).operations[0].events) == 2 * 5
+    assert len(refused) == 6
+
+
+def test_a_file_of_lines_that_several_write_at_once_has_whole_lines(tmp_path: Path) -> None:
+    path = tmp_path / "events.jsonl"
+    many = 40 * A_SAVE
+
+    def append() -> None:
+        sink = sinks.JsonLines(path)
+        for _ in range(10):
+            sink.take(many)
+
+    threads = [threading.Thread(target=append) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    lines = path.read_bytes().splitlines()
+    assert len(lines) == 4 * 10 * len(many)
+    assert all(json.loads(line)["host"] == "host0" for line in lines)
 
 
 # A full disk

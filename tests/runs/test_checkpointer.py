@@ -340,6 +340,47 @@ def test_ranks_save_together_also_where_the_clock_of_one_and_a_notice_to_another
     assert numbers(tmp_path / "run")[-1] == saved[-1]
 
 
+def test_a_notice_to_one_rank_reaches_all_also_where_every_step_is_saved(tmp_path: Path) -> None:
+    notice = tmp_path / "notice"
+
+    def work(group: Group) -> tuple[int, str | None]:
+        how = every(steps=1) | on_preemption(file=notice if group.rank == 1 else tmp_path / "other")
+        held = {"model": {"w": np.arange(10.0)}}
+        with Checkpointer(tmp_path / "run", save=how, keep=latest(1), wait=True, group=group) as run:
+            for step in range(1, 200):
+                if step == 3 and group.rank == 1:
+                    notice.touch()
+                run.save(step, held)
+                if run.preempted:
+                    break
+            return step, run.preempted
+
+    (step, why), other = run_ranks(2, work)
+    assert other == (step, why)
+    assert why is not None
+    assert "notice" in why
+    assert numbers(tmp_path / "run")[-1] == step
+
+
+def test_ranks_decide_alone_where_the_step_alone_does(tmp_path: Path) -> None:
+    quick = reknit.SaveOptions(timeout_s=5)
+
+    def work(group: Group) -> list[int]:
+        with Checkpointer(tmp_path, save=at(3, 9), group=group, options=quick) as run:
+            return [step for step in range(1, 20) if group.rank == 0 and run.should_save(step)]
+
+    assert run_ranks(2, work) == [[3, 9], []], "rank 0 does not wait for the other"
+
+
+def test_the_metrics_of_rank_0_are_those_of_a_step(tmp_path: Path) -> None:
+    def work(group: Group) -> None:
+        with Checkpointer(tmp_path, wait=True, group=group) as run:
+            run.save(1, {"model": {"w": np.arange(3.0)}}, {"loss": 1.0 + group.rank})
+
+    run_ranks(3, work)
+    assert metadata(tmp_path / "step_00000001") == {"metrics": {"loss": 1.0}}
+
+
 def test_errors_of_rank_0_are_those_of_all(tmp_path: Path) -> None:
     reknit.save(tmp_path / "one", state())
 

@@ -10,8 +10,10 @@ import pytest
 
 import reknit
 from reknit import Checkpointer, Cool, Tier
+from reknit.engine.memory.pace import Pace
 from reknit.errors import StorageError, UsageError
 from reknit.policies import every, latest
+from reknit.runs import cadence, cooling
 from reknit.storage.registry import register
 from tests.engine.test_moving import expire
 from tests.runs.pieces import damage, numbers, state
@@ -77,6 +79,29 @@ def test_what_a_lost_run_has_moved_loads_comes_back_and_goes_once_it_is_unpinned
     assert (moved(hot), numbers(cold)) == ([2], [2])
     reknit.delete(hot / second.name)
     assert not second.exists()
+
+
+def test_steps_move_and_are_promoted_late_at_the_rates_that_were_given(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rates: list[float | None] = []
+
+    class Noted(Pace):
+        def __init__(self, bytes_per_s: float | None = None) -> None:
+            rates.append(bytes_per_s)
+            super().__init__(bytes_per_s)
+
+    monkeypatch.setattr(cooling, "Pace", Noted)
+    monkeypatch.setattr(cadence, "Pace", Noted)
+    cool = Cool(tmp_path / "cold", after=latest(1), bytes_per_s=1e9)
+    with Checkpointer(tmp_path / "hot", cool=cool, wait=True, options=QUICK) as run:
+        for step in (1, 2):
+            run.save(step, state())
+    assert rates == [1e9]
+    with Checkpointer(tiers=[Tier(tmp_path / "hot"), Tier(tmp_path / "b", bytes_per_s=2e9)]) as run:
+        run.resume(state())
+    assert numbers(tmp_path / "b") == [1, 2]
+    assert rates == [1e9, 2e9, 2e9]
 
 
 def test_the_newest_whole_step_never_moves(tmp_path: Path) -> None:

@@ -9,14 +9,17 @@ import pytest
 
 import reknit
 from reknit import Checkpointer, SaveOptions, Tier
+from reknit.engine.background import agent_save
 from reknit.errors import UsageError
 from reknit.policies import at, best, every, latest, on_preemption, without
+from reknit.runs import cadence
 from reknit.testing.faulty_storage import Fault
 from reknit.testing.world import run_ranks
 from tests.faults.nursery import wait_until
 from tests.runs.pieces import damage, numbers, state
 from tests.servers import environment, new_url
 from tests.storage.killpoint import faulty_url, register_faulty
+from tests.storage.process_memory import ProcessMemory
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -164,6 +167,32 @@ def test_a_tier_that_is_busy_gets_the_next_step_that_is_saved_and_delays_no_othe
     assert (numbers(a), numbers(b), numbers(c)) == ([7], [2, 7], [5, 7])
 
 
+def test_all_tiers_together_take_the_memory_of_one_save(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ProcessMemory.clear("tiers")  # threads of this process copy: no other opens such a store
+    taken: list[int] = []
+
+    def noted(call: Any, options: Any) -> Any:
+        def copy(*args: Any, **more: Any) -> Any:
+            taken.append(options(*args).inflight_nbytes)
+            return call(*args, **more)
+
+        return copy
+
+    monkeypatch.setattr(
+        agent_save, "promote_saved", noted(agent_save.promote_saved, lambda job, *_: job.options)
+    )
+    monkeypatch.setattr(cadence, "promote_alone", noted(cadence.promote_alone, lambda job: job.options))
+    options = SaveOptions(durability="process", threads=1, inflight_nbytes=48 << 20)
+    a, b, c, d, e = ("process://tiers/" + name for name in "abcde")
+    with Checkpointer(tiers=[Tier(a), Tier(b), Tier(c)], options=options) as run:
+        run.save(1, state(1.0))
+    with Checkpointer(tiers=[Tier(a), Tier(d), Tier(e)], options=options) as run:
+        run.resume(state())
+    assert taken == [24 << 20] * 4
+
+
 def test_scores_are_noted_in_each_tier_and_the_best_is_found_in_any(tmp_path: Path) -> None:
     a, b = tmp_path / "a", tmp_path / "b"
     with run_of(Tier(a, keep=latest(1)), Tier(b, keep=best(1, "score", mode="max"))) as run:
@@ -197,6 +226,23 @@ def test_all_ranks_promote_the_same_steps_where_rank_0_decides(tmp_path: Path) -
     run_ranks(2, work)
     assert numbers(b) == [1, 3]
     assert steps == [1, 2, 3, 4]
+
+
+@pytest.mark.parametrize("asked", [False, True])
+def test_the_last_step_before_the_end_goes_to_the_tiers_that_ask_for_it(tmp_path: Path, asked: bool) -> None:
+    a, b, notice = tmp_path / "a", tmp_path / "b", tmp_path / "notice"
+    end = on_preemption(file=notice)
+    pace = every(steps=4) | end if asked else every(steps=4)
+    with run_of(Tier(a, every=every(steps=1) | end), Tier(b, every=pace)) as run:
+        for step in range(1, 8):
+            if step == 6:
+                notice.touch()
+            run.save(step, state(float(step)))
+            run.wait()  # a tier that is busy is passed over
+            if run.preempted:
+                break
+    assert numbers(a) == [1, 2, 3, 4, 5, 6]
+    assert numbers(b) == ([4, 6] if asked else [4])
 
 
 @pytest.mark.parametrize(

@@ -53,6 +53,17 @@ def test_the_name_is_the_identity() -> None:
     assert open_storage(f"{one}/").sub("a").sub("b").url == f"{one}/a/b"
 
 
+def test_durability_makes_no_difference_as_memory_needs_no_sync(monkeypatch: pytest.MonkeyPatch) -> None:
+    def synced(fd: int) -> None:
+        raise AssertionError("memory was synced")
+
+    monkeypatch.setattr(os, "fsync", synced)
+    monkeypatch.setattr(os, "fdatasync", synced)
+    url = new_url()
+    reknit.save(f"{url}/x", {"w": np.arange(5)}, options=reknit.SaveOptions(durability="power"))
+    assert reknit.verify(f"{url}/x", "data").ok
+
+
 @pytest.mark.parametrize("name", ["", "a/b", "..", "a\0", ".a.tmp"])
 def test_a_name_is_one_plain_word(name: str) -> None:
     with pytest.raises((StorageError, UsageError)):

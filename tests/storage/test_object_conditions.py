@@ -42,6 +42,16 @@ def opened(**options: object) -> ObjectStorage:
 
 
 @pytest.mark.parametrize("tiny", ["kept"], indirect=True)
+def test_conditions_are_tried_once_with_six_small_requests(tiny: TinyS3) -> None:
+    store = opened()
+    assert store.put("a", b"1", if_absent=True)
+    tried = [path for _, path in tiny.requests if path.endswith(".tmp")]
+    assert (len(tried), len(set(tried))) == (6, 1)
+    assert store.put("b", b"2", if_absent=True)
+    assert len([path for _, path in tiny.requests if path.endswith(".tmp")]) == 6
+
+
+@pytest.mark.parametrize("tiny", ["kept"], indirect=True)
 def test_an_endpoint_that_keeps_to_conditions_is_used_with_them(tiny: TinyS3) -> None:
     reknit.save(f"{URL}/1", {"x": np.arange(5)})
     assert reknit.verify(f"{URL}/1").ok

@@ -22,6 +22,7 @@ class TinyS3:
     def __init__(self, conditions: Conditions) -> None:
         self.conditions = conditions
         self.files: dict[str, bytes] = {}
+        self.requests: list[tuple[str, str]] = []
         self.lock = threading.Lock()
         handler = type("Handler", (_Handler,), {"store": self})
         self._server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), handler)
@@ -55,6 +56,7 @@ class _Handler(http.server.BaseHTTPRequestHandler):
         body = self.rfile.read(int(self.headers.get("Content-Length") or 0))
         url = urlsplit(self.path)
         with self.store.lock:
+            self.store.requests.append((self.command, url.path))
             status, data = self.answer(unquote(url.path).lstrip("/"), parse_qs(url.query, True), body)
         self.send_response_only(status)
         self.send_header("Content-Length", str(len(data)))

@@ -69,6 +69,17 @@ def test_training_goes_on_while_the_state_of_each_save_is_stored(
         assert wrong == []
 
 
+def leave_the_group(path: str) -> tuple[bool, int]:
+    pending = reknit.save(path, {"model": {"w": torch.arange(1000.0)}}, step=1, wait=False)
+    dist.destroy_process_group()
+    return reknit.close(100), pending.result(1).num_files
+
+
+def test_a_save_is_committed_after_its_process_group_was_destroyed(tmp_path: Path) -> None:
+    assert [closed for closed, _ in run(2, leave_the_group, str(tmp_path / "x"))] == [True, True]
+    assert reknit.verify(tmp_path / "x", "data").ok
+
+
 def ddp_share(root: str) -> tuple[int, int]:
     torch.manual_seed(0)
     sizes = (97, 1003, 512, 700, 31)

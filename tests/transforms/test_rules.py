@@ -217,6 +217,8 @@ def test_a_rule_that_makes_no_sense_is_refused_where_it_is_made() -> None:
         t.inverted([t.pad("a", 5)])
     with pytest.raises(UsageError, match="no inverse"):
         t.inverted([t.rewrite("a", "b")])
+    with pytest.raises(UsageError, match="no inverse"):
+        t.inverted([t.names({"m/a": "m/b"})])
     with pytest.raises(UsageError, match="transforms is a list"):
         reknit.LoadOptions(transforms=["rename"])  # type: ignore[list-item]
     with pytest.raises(UsageError, match="field"):

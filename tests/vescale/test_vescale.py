@@ -229,6 +229,11 @@ def corners() -> dict[str, str]:
     for mine, true in zip(fetched, collect({"model": truth.model}, rank, 2).shards, strict=True):
         assert torch.equal(mine.data, true.data)
     collect(job.state(), rank, 2)
+    hook = truth.optimizer.optimizer.register_state_dict_post_hook(lambda *args: None)
+    with pytest.raises(StateError) as caught:
+        collect(truth.state(), rank, 2)
+    found["hooked"] = str(caught.value)
+    hook.remove()
     truth.optimizer.param_groups[1]["params"].append(torch.zeros(1))
     with pytest.raises(StateError) as caught:
         collect(truth.state(), rank, 2)
@@ -240,6 +245,7 @@ def test_parameters_that_are_still_to_be_fetched_are_refused_until_the_next_forw
     for found in run(2, corners):
         assert "are outdated" in found["stepped"]
         assert "other parameters than veScale put into it" in found["groups"]
+        assert "which cannot be followed where each rank has a part of the states" in found["hooked"]
 
 
 def tensor_parallel_alone(root: str) -> tuple[Any, dict[str, list[str]]]:

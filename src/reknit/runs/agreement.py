@@ -36,13 +36,15 @@ def asked(group: Group, name: str, timeout_s: float, question: Callable[[], Any]
 class Agreement:
     """Decides for every step whether all ranks save.
 
-    What follows from the step alone, each rank decides by itself.  For the rest rank 0 decides in a round
+    If a policy depends on the step alone, each rank decides by itself.  Otherwise rank 0 decides in a round
     between the ranks, every two seconds or so: each round also says at which step the next one is held.
+    Between two rounds, each rank decides what follows from the step alone.
     """
 
     def __init__(self, group: Group, policy: Policy, timeout_s: float) -> None:
         self._group, self._policy, self._timeout_s = group, policy, timeout_s
-        self._notices = Notices(leaf for leaf in policy.leaves() if isinstance(leaf, OnPreemption))
+        notices = [leaf for leaf in policy.leaves() if isinstance(leaf, OnPreemption)]
+        self._notices, self._watches = Notices(notices), bool(notices)
         self._next = self._asked = 0
         self._last: tuple[int, float] | None = None
         self._notice: Notice | None = None
@@ -58,7 +60,8 @@ class Agreement:
             self._next, self._last = 0, None
         self._asked = step
         answer = self._policy.due(Moment(step=step, saved=saved))
-        if answer is not None or step < self._next:
+        # A notice has to reach all ranks also where each step is saved in any case.
+        if step < self._next or (answer is not None and not self._watches):
             return bool(answer)
 
         def decide(requests: list[bytes]) -> list[bytes]:

@@ -267,13 +267,14 @@ class Agent:
         except BaseException as error:
             give_up(range(len(save.targets)), error)
             return
+        lanes: list[tuple[int, Lane]] = []
         for target, number in enumerate(numbers):
             try:
-                lane = self._lanes.lane(number, group, self._comm, timeout_s)
+                lanes.append((target, self._lanes.lane(number, group, self._comm, timeout_s)))
             except BaseException as error:
                 give_up([target], error)
-            else:
-                lane.jobs.put(partial(promote, target, lane))
+        for target, lane in lanes:  # when all are there: each takes its part of the memory of one save
+            lane.jobs.put(partial(promote, target, lane))
 
     def _refuse(self, number: int, error: ReknitError, timeout_s: float) -> None:
         """Let all ranks hear, when they come to this save, why it does not begin here."""

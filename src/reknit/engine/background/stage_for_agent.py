@@ -36,6 +36,7 @@ _FOR_AGENT = (
     "allow_pickle",
     "check_replicas",
     "durability",
+    "inflight_nbytes",
     "piece_nbytes",
     "reuse",
     "threads",
