@@ -460,7 +460,7 @@ class Counting(torch.optim.AdamW):
 def counters_that_differ_do_not_fit_one_group() -> None:
     net = Net()
     optimizer = torch.optim.AdamW(net.parameters(), lr=0.1)
-    nn.functional.cross_entropy(net(IDS).reshape(-1, 7), IDS.reshape(-1)).backward()
+    torch.autograd.backward(nn.functional.cross_entropy(net(IDS).reshape(-1, 7), IDS.reshape(-1)))
     optimizer.step()
     for number, parameter in enumerate(p for p in net.parameters() if p.requires_grad):
         optimizer.state[parameter]["step"] += number
@@ -528,7 +528,8 @@ def a_load_hook_over_partitions_is_a_mismatch() -> None:
             super()._load_from_state_dict(*args)
 
     checkpoint = gather({"m": engine(3)})
-    hooked, own = Net(), Net()
+    hooked: Any = Net()
+    own = Net()
     hooked.up.register_load_state_dict_post_hook(lambda *args: None)
     own.up = Loads(5, 9)
     own.up.bias.requires_grad_(False)

@@ -152,7 +152,7 @@ def test_duckdb_waits_for_somebody_who_has_the_file_open(
     sink = sinks.DuckDB(tmp_path / "events.duckdb")
     sink.take(A_SAVE)
     sink.rest()
-    connect, refused = duckdb.connect, []
+    connect, refused = duckdb.connect, list[Any]()
 
     def busy(*args: Any, **more: Any) -> Any:
         if len(refused) % 3 < 2:

@@ -173,17 +173,17 @@ def test_all_tiers_together_take_the_memory_of_one_save(
     ProcessMemory.clear("tiers")  # threads of this process copy: no other opens such a store
     taken: list[int] = []
 
-    def noted(call: Any, options: Any) -> Any:
-        def copy(*args: Any, **more: Any) -> Any:
-            taken.append(options(*args).inflight_nbytes)
-            return call(*args, **more)
+    def noted(module: Any, name: str) -> None:
+        call = getattr(module, name)
 
-        return copy
+        def copy(job: Any, *args: Any) -> Any:
+            taken.append(job.options.inflight_nbytes)
+            return call(job, *args)
 
-    monkeypatch.setattr(
-        agent_save, "promote_saved", noted(agent_save.promote_saved, lambda job, *_: job.options)
-    )
-    monkeypatch.setattr(cadence, "promote_alone", noted(cadence.promote_alone, lambda job: job.options))
+        monkeypatch.setattr(module, name, copy)
+
+    noted(agent_save, "promote_saved")
+    noted(cadence, "promote_alone")
     options = SaveOptions(durability="process", threads=1, inflight_nbytes=48 << 20)
     a, b, c, d, e = ("process://tiers/" + name for name in "abcde")
     with Checkpointer(tiers=[Tier(a), Tier(b), Tier(c)], options=options) as run:

@@ -218,7 +218,7 @@ def test_a_rule_that_makes_no_sense_is_refused_where_it_is_made() -> None:
     with pytest.raises(UsageError, match="no inverse"):
         t.inverted([t.rewrite("a", "b")])
     with pytest.raises(UsageError, match="no inverse"):
-        t.inverted([t.names({"m/a": "m/b"})])
+        t.inverted([t.names({"m/a": "m/b"})])  # type: ignore[list-item]
     with pytest.raises(UsageError, match="transforms is a list"):
         reknit.LoadOptions(transforms=["rename"])  # type: ignore[list-item]
     with pytest.raises(UsageError, match="field"):
