@@ -7,6 +7,7 @@ import os
 import random
 import threading
 import time
+import traceback
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -330,8 +331,13 @@ def test_a_forked_process_waits_for_no_copies(gate: Gate) -> None:
     assert not is_staged(pending)
     child = os.fork()
     if child == 0:
-        state["optimizer"].step()
-        os._exit(7)
+        try:
+            state["optimizer"].step()
+            os._exit(7)
+        except BaseException:
+            traceback.print_exc()
+        finally:
+            os._exit(1)
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 7
     gate.open.set()
     pending.result(LIMIT_S)
