@@ -120,6 +120,28 @@ def from_neutral(value: Any) -> Any:
     return tree.map_leaves(value, _live_leaf)
 
 
+def placed_as(value: Any, present: Any) -> Any:
+    """Return a value whose arrays of JAX are where those at the same paths of `present` are, if they are alike."""
+    if sys.modules.get(_JAX) is None:
+        return value
+    jax_values = import_module(_JAX_VALUES)
+    held: dict[tree.Path, Any] = {}
+
+    def keep(path: tree.Path, leaf: Any) -> Any:
+        if not jax_values.is_array(leaf):
+            return tree.DESCEND
+        held[path] = leaf
+        return leaf
+
+    def put(path: tree.Path, leaf: Any) -> Any:
+        if not jax_values.is_array(leaf):
+            return tree.DESCEND
+        return jax_values.placed_as(leaf, held[path]) if path in held else leaf
+
+    tree.map_leaves(present, keep)
+    return tree.map_leaves(value, put)
+
+
 def put_array(array: NDArray[Any], target: Any) -> None:
     """Copy an array to a tensor of the same shape and dtype, of NumPy or torch."""
     if isinstance(target, np.ndarray):

@@ -12,7 +12,7 @@ import numpy as np
 
 from reknit.errors import StateError, UsageError, shortage, shown
 from reknit.frameworks import tree
-from reknit.frameworks.neutral import conflict, from_neutral, put_array, record_of, to_neutral
+from reknit.frameworks.neutral import conflict, from_neutral, placed_as, put_array, record_of, to_neutral
 from reknit.frameworks.stateful import has_effects, is_stateful, tensors_of
 from reknit.frameworks.torchdata import mismatched_workers
 from reknit.frameworks.walk.adapter import Adapter
@@ -192,7 +192,7 @@ class PerRankAdapter(Adapter):
         elif is_stateful(value.value):
             loading.early(lambda: value.value.load_state_dict(state))
         else:
-            loading.later(lambda: _refill(value, state))
+            loading.later(lambda: _refill(value, placed_as(state, value.value)))
 
 
 def _conflict(present: Any, state: Any, place: Place, loading: Loading) -> str | None:

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import dataclasses
 import enum
+import inspect
 from collections.abc import Iterator
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import msgspec
@@ -237,6 +239,11 @@ def _remedy(value: Any) -> str:
         return "put an object of this class into the state, and not the class"
     if callable(getattr(value, "get_state", None)) and callable(getattr(value, "set_state", None)):
         return "save what its get_state() returns, and pass that to its set_state() after a load"
+    if callable(getattr(value, "getstate", None)) and callable(getattr(value, "setstate", None)):
+        return "save what its getstate() returns, and pass that to its setstate() after a load"
+    if isinstance(value, (np.random.Generator, np.random.BitGenerator)):
+        state = "bit_generator.state" if isinstance(value, np.random.Generator) else "state"
+        return f"save its {state}, and set that in a generator of the same kind after a load"
     if "DataLoader" in type(value).__name__:
         return (
             "it has no resumable position: use torchdata's StatefulDataLoader or a loader of "
@@ -246,6 +253,11 @@ def _remedy(value: Any) -> str:
         return (
             "it has no resumable position: save its position as a number, and skip to it after a load; "
             "or put it into a class with state_dict() and load_state_dict()"
+        )
+    if inspect.isroutine(value) or isinstance(value, (partial, np.ufunc)) or hasattr(value, "__wrapped__"):
+        return (
+            "leave it out of the state, as a function has none: of a module of Equinox, for example, save "
+            "and load eqx.filter(module, eqx.is_array)"
         )
     if dataclasses.is_dataclass(value):
         return (

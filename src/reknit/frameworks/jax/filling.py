@@ -51,9 +51,19 @@ def _spec(shape: tuple[int, ...], dtype: Any, place: Place) -> TensorSpec:
     if name not in ITEMSIZE:
         raise StateError(
             f"{place} is an array of dtype {name}, which is not stored",
-            remedy="save it as plain int8 or uint8",
+            remedy=_other_dtype(name),
         )
     return TensorSpec(shape, name)
+
+
+def _other_dtype(name: str) -> str:
+    """Say as what to save an array of a dtype that is not stored, so that no bit of it is lost."""
+    if "int" in name:
+        kind = "uint8" if name.startswith("u") else "int8"
+        return f"save it as .astype('{kind}'), which has all its values, and load with .astype('{name}')"
+    if name.startswith("float8"):
+        return f"save its bits, .view('uint8'), and load with .view('{name}'); astype would change them"
+    return "save its bits, numpy.asarray(array).view('uint8'); astype would change them"
 
 
 class Filling(Unfilled):
@@ -111,12 +121,15 @@ class Filling(Unfilled):
         if self._sharding is None:
             array = jax.device_put(self._part(Box.whole(self._shape)))
         else:
+            # JAX makes keys in the usual memory of a device alone.
+            usual = self._sharding.with_memory_kind(None) if self._is_key else self._sharding
             array = jax.make_array_from_callback(
                 self._shape,
-                self._sharding,
+                usual,
                 lambda index: self._part(box_of(index or (), self._shape)),
                 dtype=self._dtype,
             )
+            array = array if usual == self._sharding else jax.device_put(array, self._sharding)
         array = jax_private.weakly_typed(array) if self._weak else array
         return jax_values.as_recorded(array, self.record)
 
@@ -137,10 +150,25 @@ class Filling(Unfilled):
 
 def _indices(sharding: Any, shape: tuple[int, ...], place: Place) -> list[tuple[slice, ...]]:
     """Return the index of each device of this process."""
+    require_reduced(sharding, place)
     try:
         return [index or () for index in sharding.addressable_devices_indices_map(shape).values()]
     except ValueError as error:
         raise StateError(f"{place} of shape {list(shape)} cannot be cut so: {error}") from error
+
+
+def is_reduced(sharding: Any) -> bool:
+    """Tell whether devices hold elements of an array, and not the terms of sums."""
+    return not getattr(getattr(sharding, "spec", None), "unreduced", None)
+
+
+def require_reduced(sharding: Any, place: Place) -> None:
+    """Refuse a sharding with which several devices hold the terms of an element."""
+    if not is_reduced(sharding):
+        raise StateError(
+            f"{place} has the sharding {sharding.spec}: its elements are sums of what several devices hold",
+            remedy="let jax.reshard give it a sharding without unreduced axes",
+        )
 
 
 def _require_dtype(name: str, place: Place) -> None:
@@ -154,16 +182,26 @@ def _require_dtype(name: str, place: Place) -> None:
 
 
 def _concrete(sharding: Any, place: Place) -> Any:
-    """Return a sharding over devices: one over a mesh without any takes those of the mesh that is set."""
+    """Return a sharding over devices, in the same kind of memory.
+
+    A sharding over a mesh without devices takes those of the mesh that is set, or the default device.
+    """
     mesh = getattr(sharding, "mesh", None)
     if not isinstance(mesh, jax.sharding.AbstractMesh):
         return sharding
+    kind = sharding.memory_kind
     if mesh.empty:
-        return None
+        return None if kind is None else jax.device_put(0).sharding.with_memory_kind(kind)
     here = jax.sharding.get_mesh()
-    if here.empty or here.abstract_mesh != mesh:
+    if here.empty or not _is_form(mesh, here.abstract_mesh):
         raise StateError(
             f"{place} is sharded over an abstract mesh, which has no devices",
             remedy="load under jax.set_mesh, or give the target a NamedSharding on a mesh of devices",
         )
-    return jax.sharding.NamedSharding(here, sharding.spec)
+    return jax.sharding.NamedSharding(here, sharding.spec, memory_kind=kind)
+
+
+def _is_form(mesh: Any, other: Any) -> bool:
+    """Tell whether abstract meshes have the same axes, and devices of one kind as far as both name these."""
+    devices = {getattr(each, "abstract_device", None) for each in (mesh, other)} - {None}
+    return mesh.shape_tuple == other.shape_tuple and mesh.axis_types == other.axis_types and len(devices) < 2
