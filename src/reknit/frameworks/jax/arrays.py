@@ -10,7 +10,7 @@ import numpy as np
 
 from reknit.errors import StateError
 from reknit.frameworks.jax import private as jax_private
-from reknit.frameworks.jax.filling import Filling, box_of, spec_of, with_data
+from reknit.frameworks.jax.filling import Filling, box_of, is_reduced, require_reduced, spec_of, with_data
 from reknit.frameworks.jax.tree import Into, JaxNodeAdapter, leaves
 from reknit.frameworks.walk.adapter import Adapter
 from reknit.frameworks.walk.walk import Place, View
@@ -60,6 +60,7 @@ class JaxArrays:
                 f"{place} is a jax.Array, which cannot be changed", remedy="put it into a dict or a list"
             )
         _require_values(tensor, place)
+        require_reduced(tensor.sharding, place)
         spec = spec_of(tensor, place)
         shape = tuple(tensor.shape)
         held = local_boxes(tensor, world)
@@ -79,7 +80,7 @@ class JaxArrays:
             filling = Filling.like(like, place)
             if filling.spec == spec:
                 return filling
-            sharding = like.sharding
+            sharding = like.sharding if like.committed else None
         return Filling(spec.shape, numpy_dtype(spec.dtype), sharding, False, place)
 
 
@@ -139,7 +140,8 @@ def _replicas(sharding: Any, shape: tuple[int, ...], world: World) -> dict[Box, 
 def start_copies(state: Any, world: World) -> None:
     """Let the devices begin to copy all arrays in a state to the host, so that none waits for another."""
     for leaf in leaves(state, set()):
-        if isinstance(leaf, jax.Array) and not isinstance(leaf, jax.core.Tracer) and not leaf.is_deleted():
+        live = isinstance(leaf, jax.Array) and not isinstance(leaf, jax.core.Tracer) and not leaf.is_deleted()
+        if live and is_reduced(leaf.sharding):
             for data in local_boxes(leaf, world).values():
                 if not is_on_host(data):
                     data.copy_to_host_async()

@@ -109,14 +109,21 @@ class Filling(Unfilled):
         """Return the array with what the memory holds."""
         if self._sharding is None:
             array = jax.device_put(self._part(Box.whole(self._shape)))
+        elif self._is_key:
+            # JAX makes them in the default memory of each device, and refuses any other.
+            array = jax.device_put(self._cut(self._sharding.with_memory_kind(None)), self._sharding)
         else:
-            array = jax.make_array_from_callback(
-                self._shape,
-                self._sharding,
-                lambda index: self._part(box_of(index or (), self._shape)),
-                dtype=self._dtype,
-            )
+            array = self._cut(self._sharding)
         return jax_private.weakly_typed(array) if self._weak else array
+
+    def _cut(self, sharding: Any) -> Any:
+        """Return the array on the devices of a sharding."""
+        return jax.make_array_from_callback(
+            self._shape,
+            sharding,
+            lambda index: self._part(box_of(index or (), self._shape)),
+            dtype=self._dtype,
+        )
 
     @property
     def _is_key(self) -> bool:
@@ -135,10 +142,25 @@ class Filling(Unfilled):
 
 def _indices(sharding: Any, shape: tuple[int, ...], place: Place) -> list[tuple[slice, ...]]:
     """Return the index of each device of this process."""
+    require_reduced(sharding, place)
     try:
         return [index or () for index in sharding.addressable_devices_indices_map(shape).values()]
     except ValueError as error:
         raise StateError(f"{place} of shape {list(shape)} cannot be cut so: {error}") from error
+
+
+def is_reduced(sharding: Any) -> bool:
+    """Tell whether devices hold elements of an array, and not the terms of sums."""
+    return not getattr(getattr(sharding, "spec", None), "unreduced", None)
+
+
+def require_reduced(sharding: Any, place: Place) -> None:
+    """Refuse a sharding with which several devices hold the terms of an element."""
+    if not is_reduced(sharding):
+        raise StateError(
+            f"{place} has the sharding {sharding.spec}: its elements are sums of what several devices hold",
+            remedy="let jax.reshard give it a sharding without unreduced axes",
+        )
 
 
 def _require_dtype(name: str, place: Place) -> None:
@@ -152,16 +174,26 @@ def _require_dtype(name: str, place: Place) -> None:
 
 
 def _concrete(sharding: Any, place: Place) -> Any:
-    """Return a sharding over devices: one over a mesh without any takes those of the mesh that is set."""
+    """Return a sharding over devices, in the same kind of memory.
+
+    A sharding over a mesh without devices takes those of the mesh that is set, or the default device.
+    """
     mesh = getattr(sharding, "mesh", None)
     if not isinstance(mesh, jax.sharding.AbstractMesh):
         return sharding
+    kind = sharding.memory_kind
     if mesh.empty:
-        return None
+        return None if kind is None else jax.device_put(0).sharding.with_memory_kind(kind)
     here = jax.sharding.get_mesh()
-    if here.empty or here.abstract_mesh != mesh:
+    if here.empty or not _is_form(mesh, here.abstract_mesh):
         raise StateError(
             f"{place} is sharded over an abstract mesh, which has no devices",
             remedy="load under jax.set_mesh, or give the target a NamedSharding on a mesh of devices",
         )
-    return jax.sharding.NamedSharding(here, sharding.spec)
+    return jax.sharding.NamedSharding(here, sharding.spec, memory_kind=kind)
+
+
+def _is_form(mesh: Any, other: Any) -> bool:
+    """Tell whether abstract meshes have the same axes, and devices of one kind as far as both name these."""
+    devices = {getattr(each, "abstract_device", None) for each in (mesh, other)} - {None}
+    return mesh.shape_tuple == other.shape_tuple and mesh.axis_types == other.axis_types and len(devices) < 2
