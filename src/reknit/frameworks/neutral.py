@@ -121,7 +121,7 @@ def from_neutral(value: Any) -> Any:
 
 
 def placed_as(value: Any, present: Any) -> Any:
-    """Return a value whose arrays of JAX are where those at the same paths of `present` are, if they are alike."""
+    """Return a value with its JAX arrays where those at the same paths of `present` are, if alike."""
     if sys.modules.get(_JAX) is None:
         return value
     jax_values = import_module(_JAX_VALUES)

@@ -120,18 +120,22 @@ class Filling(Unfilled):
         """Return the array with what the memory holds."""
         if self._sharding is None:
             array = jax.device_put(self._part(Box.whole(self._shape)))
+        elif self._is_key:
+            # JAX makes them in the default memory of each device, and refuses any other.
+            array = jax.device_put(self._cut(self._sharding.with_memory_kind(None)), self._sharding)
         else:
-            # JAX makes keys in the usual memory of a device alone.
-            usual = self._sharding.with_memory_kind(None) if self._is_key else self._sharding
-            array = jax.make_array_from_callback(
-                self._shape,
-                usual,
-                lambda index: self._part(box_of(index or (), self._shape)),
-                dtype=self._dtype,
-            )
-            array = array if usual == self._sharding else jax.device_put(array, self._sharding)
+            array = self._cut(self._sharding)
         array = jax_private.weakly_typed(array) if self._weak else array
         return jax_values.as_recorded(array, self.record)
+
+    def _cut(self, sharding: Any) -> Any:
+        """Return the array on the devices of a sharding."""
+        return jax.make_array_from_callback(
+            self._shape,
+            sharding,
+            lambda index: self._part(box_of(index or (), self._shape)),
+            dtype=self._dtype,
+        )
 
     @property
     def _is_key(self) -> bool:
