@@ -6,11 +6,13 @@ import contextlib
 import datetime
 import decimal
 import enum
+import random
 import struct
 import subprocess
 import sys
 import types
 import zoneinfo
+from functools import cache, partial
 from typing import Any, NamedTuple
 
 import msgspec
@@ -188,6 +190,30 @@ def test_a_value_without_a_form_is_refused_by_its_path(value: Any, says: str) ->
     assert "extra/foo[1]['k'][0] cannot be saved" in caught.value.message
     assert says in str(caught.value)
     assert caught.value.remedy
+
+
+@pytest.mark.parametrize(
+    ("value", "helps"),
+    [
+        (np.random.default_rng(0), "save its bit_generator.state,"),
+        (np.random.PCG64(0), "save its state,"),
+        (np.random.RandomState(0), "get_state() returns"),
+        (random.Random(0), "getstate() returns"),
+        *((each, "eqx.filter") for each in (len, lambda x: x, np.exp, partial(len), cache(len), "".join)),
+    ],
+    ids=kind_of,
+)
+def test_a_value_without_a_form_is_refused_with_the_call_that_helps(value: Any, helps: str) -> None:
+    with pytest.raises(StateError) as caught:
+        encode_blobs({"foo": value}, item="extra")
+    assert helps in str(caught.value.remedy)
+
+
+def test_the_state_of_a_bit_generator_comes_back() -> None:
+    generator, other = np.random.default_rng(3), np.random.default_rng(4)
+    data = encode_blobs({"state": generator.bit_generator.state}, item="extra")
+    other.bit_generator.state = decode_blobs(data)["state"]
+    assert other.random() == generator.random()
 
 
 def test_the_path_names_keys_of_every_kind_of_table() -> None:

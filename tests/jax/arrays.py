@@ -5,12 +5,14 @@
 from __future__ import annotations
 
 import gc
+import re
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
+import pytest
 from jax.sharding import Mesh, NamedSharding, SingleDeviceSharding
 from jax.sharding import PartitionSpec as P
 
@@ -80,6 +82,18 @@ def check_other_dtypes_are_refused_by_name(folder: str) -> None:
             f"a/x is an array of dtype {name}",
             lambda a=array: reknit.save(folder, {"a": {"x": a}}),
         )
+
+
+def check_the_remedy_for_other_dtypes_keeps_all_bits(folder: str) -> None:
+    for name in REFUSED:
+        array = jnp.asarray([0, 1, 1, 0], name)
+        with pytest.raises(StateError) as caught:
+            reknit.save(folder, {"a": {"x": array}})
+        saves, *loads = re.findall(r"\.(?:astype|view)\('\w+'\)", str(caught.value.remedy))
+        kept = eval(f"np.asarray(array){saves}")
+        found = eval(f"kept{loads[0]}" if loads else f"kept.view('{name}')")
+        assert np.asarray(found).tobytes() == np.asarray(array).tobytes()
+        reknit.save(folder, {"a": {"x": jnp.asarray(kept)}}, overwrite=True)
 
 
 def check_shards_are_distinct_boxes_of_the_live_memory(folder: str) -> None:

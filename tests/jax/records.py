@@ -9,7 +9,8 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import SingleDeviceSharding
+from jax.sharding import NamedSharding, SingleDeviceSharding
+from jax.sharding import PartitionSpec as P
 
 import reknit
 from reknit.errors import MismatchError
@@ -85,6 +86,30 @@ def check_keys_do_not_become_keys_of_another_generator_on_any_way(folder: str) -
         assert reknit.load(folder, target, strict=False).mismatched
         assert target["more"].tolist() == [1, 1]
         assert _bytes(find(target["item"])) == _bytes(jax.random.key(0, impl="unsafe_rbg"))
+
+
+def check_a_value_of_a_rank_is_put_where_the_present_one_is(folder: str) -> None:
+    mesh = jax.make_mesh((4,), ("x",))
+    cut, whole = NamedSharding(mesh, P("x")), NamedSharding(mesh, P())
+
+    def state(content: float) -> Any:
+        keys = jax.random.split(jax.random.key(int(content)), 4)
+        values = {
+            "cut": (jnp.full(8, content), cut),
+            "whole": (jnp.full(3, content), whole),
+            "keys": (keys, cut),
+        }
+        arrays = {name: jax.device_put(*value) for name, value in values.items()}
+        return {"item": reknit.PerRank({**arrays, "free": jnp.full(2, content), "deep": [arrays["cut"]]})}
+
+    reknit.save(folder, state(3))
+    for target in (state(0), {"item": reknit.PerRank(None)}):
+        placed = target["item"].value is not None
+        reknit.load(folder, target)
+        found, saved = target["item"].value, state(3)["item"].value
+        for one, other in zip(jax.tree.leaves(found), jax.tree.leaves(saved), strict=True):
+            assert _bytes(one) == _bytes(other)
+            assert not placed or (one.sharding, one.committed) == (other.sharding, other.committed)
 
 
 def check_what_was_saved_without_a_record_becomes_what_the_target_has(folder: str) -> None:
