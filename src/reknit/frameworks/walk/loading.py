@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from reknit.frameworks.neutral import put_array
 from reknit.frameworks.overlap import require_apart
+from reknit.frameworks.walk.composites import REMEDY, CompositeRequests, record_at
 from reknit.frameworks.walk.rank_catalog import Found, RankCatalog
 from reknit.frameworks.walk.walk import Matcher, Walk, first_match
 from reknit.types.dtype import converts
@@ -17,6 +18,7 @@ from reknit.types.wanted import RESIZE, Wanted, matches
 if TYPE_CHECKING:
     from collections.abc import Callable, Hashable, Sequence
 
+    from reknit.frameworks.walk.composites import Composite
     from reknit.frameworks.walk.walk import Assign, Place, View
     from reknit.types.manifest import Catalog
     from reknit.types.shard import TensorSpec
@@ -63,6 +65,7 @@ class Loading(Walk):
     _settles: list[Callable[[], None]] = field(default_factory=list)
     _actions: list[Callable[[], None]] = field(default_factory=list)
     _requests: dict[Hashable, _Request] = field(default_factory=dict)
+    _composites: CompositeRequests = field(default_factory=CompositeRequests)
     _shards: list[Shard] = field(default_factory=list)
     _aliases: list[tuple[str, str, str, str]] = field(default_factory=list)
     _resizable: list[Entry] = field(default_factory=list)
@@ -119,8 +122,26 @@ class Loading(Walk):
 
     def tensor(self, tensor: Any, place: Place) -> None:
         """Request a tensor, to fill it in place."""
-        if self.takes(place):
+        if not self.takes(place):
+            return
+        if (made := self.opened(tensor, place)) is not None:
+            self.composite(made, place, tensor)
+        else:
             self.view(self.look(tensor, place, fill=True), place, tensor)
+
+    def composite(self, made: Composite, place: Place, tensor: Any) -> None:
+        """Request a tensor that is made of others, to fill these in place."""
+        self._composites.add(made, place, tensor)
+
+    def touch(self, tensor: Any) -> None:
+        """Record that the load changes a tensor by filling what it is made of."""
+        self._filled.append(tensor)
+
+    def pass_over(self, place: Place) -> None:
+        """Record that the tensors below a name are of no use, as the name itself was reported."""
+        below = f"{place.fqn}/"
+        names = self.catalog.tensors.get(place.item, {})
+        self._superseded += [(place.item, fqn) for fqn in names if fqn.startswith(below)]
 
     def view(
         self,
@@ -164,6 +185,10 @@ class Loading(Walk):
         if self.saved.spec(place) is not None:
             what = "it is a tensor in the checkpoint and a plain value in the target"
             self.report_mismatched(place, what)
+        elif (record := record_at(place, self.saved)) is not None:
+            what = f"it is a {record['class']} in the checkpoint, and not in the target: {REMEDY}"
+            self.report_mismatched(place, what)
+            self.pass_over(place)
         elif place.fqn in self.catalog.blobs.get(place.item, {}):
             what = "it is a plain value in the checkpoint and a tensor in the target"
             self.report_mismatched(place, what)
@@ -187,6 +212,7 @@ class Loading(Walk):
         for item, fqn in sorted(self._needless.keys() - set(self.blobs)):
             self._superseded.append((item, fqn))
             self.notes.append((item, fqn, self._needless[item, fqn]))
+        self._composites.settle(self)
         for request in self._requests.values():
             self._settle(request)
         require_apart(self._shards)
@@ -216,6 +242,8 @@ class Loading(Walk):
             self._superseded += [(place.item, place.fqn) for place in saved]
             saved = [better]
         if not saved:
+            if not request.view.num_elements and record_at(request.places[0], self.saved) is not None:
+                return  # other ranks have all of it, as a tensor that is made of others
             self.report_missing(request.places[0], "the checkpoint does not have it")
             return
         place, view = saved[0], request.view

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from math import prod
 from typing import TYPE_CHECKING, Any, ClassVar, Protocol, TypeVar
 
 import msgspec
@@ -16,6 +17,7 @@ from reknit.types.shard import MAX_DEPTH
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Hashable, Iterable, Iterator
 
+    from reknit.frameworks.walk.composites import Composite
     from reknit.types.box import Box
     from reknit.types.shard import TensorSpec
 
@@ -109,6 +111,11 @@ class View(msgspec.Struct, frozen=True):
     fresh: bool = False
     holders: tuple[Replicas, ...] | None = None
 
+    @property
+    def num_elements(self) -> int:
+        """How many elements this rank has."""
+        return sum(prod(box.lengths) for box, _ in self.parts)
+
 
 class Arrays(Protocol):
     """One library's tensors."""
@@ -120,6 +127,9 @@ class Arrays(Protocol):
 
     def view(self, tensor: Any, place: Place, world: World, *, fill: bool) -> View:
         """Look at a tensor, in order to `fill` it or only to read it.  Raises `StateError`."""
+
+    def opened(self, tensor: Any, place: Place, world: World, *, fill: bool) -> Composite | None:
+        """Look at the tensors that a tensor is made of; None for one that has memory of its own."""
 
     def changed(self, memories: Iterable[Any]) -> None:
         """Learn what memory was filled; some of it may be of another library."""
@@ -186,6 +196,11 @@ class Walk:
         if library is None:
             raise StateError(f"{place} is a {type(tensor).__name__} where a tensor was expected")
         return library.view(tensor, place, self.world, fill=fill)
+
+    def opened(self, tensor: Any, place: Place) -> Composite | None:
+        """Look at the tensors that a tensor is made of; None for one that has memory of its own."""
+        library = self.arrays(tensor)
+        return None if library is None else library.opened(tensor, place, self.world, fill=self.fills)
 
     def find(self, kind: type[Any]) -> Iterator[tuple[Any, Place]]:
         """Yield all objects of a type in the state, in its containers, with their places."""
