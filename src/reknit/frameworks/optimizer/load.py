@@ -9,16 +9,19 @@ import torch
 
 from reknit.errors import StateError
 from reknit.frameworks import tree
+from reknit.frameworks.optimizer import composite_states
 from reknit.frameworks.optimizer import memory as optimizer_memory
 from reknit.frameworks.optimizer import param_options as optimizer_options
 from reknit.frameworks.optimizer.slots import MASTER, ParamSlot, Slots, element
 from reknit.frameworks.stateful import rebuild, tensors_of
+from reknit.frameworks.walk.composites import record_at
 from reknit.frameworks.walk.walk import Place
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
     from reknit.frameworks.walk.loading import Loading
+    from reknit.frameworks.walk.composites import Record
     from reknit.types.shard import TensorSpec
 
 Asked = dict[str, "TensorSpec | None"]
@@ -186,6 +189,8 @@ class OptimizerLoad:
                 state.zero_()  # as optimizers begin
             loading.view(optimizer_memory.view(state, slot, at, loading), at, state, resize=resize)
             return True, state
+        if (record := record_at(at, loading.saved)) is not None:
+            return self._want_composite(record, current, slot, at)
         found = loading.value(at)
         if found.why is not None:
             return False, None
@@ -201,6 +206,22 @@ class OptimizerLoad:
 
         asks = ask if slot is not None and slot.parameter is not None else None
         return rebuild(found.value, at, loading, tensors_of(current, at, loading), asks)
+
+    def _want_composite(
+        self, record: Record, current: Any, slot: ParamSlot | None, at: Place
+    ) -> tuple[bool, Any]:
+        """Ask for a state that is made of other tensors; return whether it comes, and it."""
+        loading = self.loading
+        state, why = composite_states.memory_for(record, current, slot, at, loading)
+        if why is not None:
+            loading.report_mismatched(at, why)
+            loading.pass_over(at)
+            return False, None
+        made = composite_states.opened(state, slot, at, loading)
+        if made is None:  # of which this rank has nothing
+            return loading.value(at).why is None, state
+        loading.composite(made, at, state)
+        return True, state
 
     def _want_shared(self, name: Any) -> None:
         loading, slots, at = self.loading, self.slots, self.place.child("shared", name)

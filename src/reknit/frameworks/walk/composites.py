@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, Protocol
 
 from reknit.frameworks import tree
 from reknit.frameworks.neutral import COMPOSITE
@@ -12,32 +12,35 @@ from reknit.types.shard import Tagged
 if TYPE_CHECKING:
     from collections.abc import Hashable
 
-    from reknit.frameworks.walk.loading import Loading
-    from reknit.frameworks.walk.rank_catalog import RankCatalog
-    from reknit.frameworks.walk.walk import Place, View
+    from reknit.frameworks.walk.rank_catalog import Found, RankCatalog
+    from reknit.frameworks.walk.walk import Composite, Place, View
 
 Record = dict[str, Any]
-"""What a composite tensor is: `class`, `shape`, `context` (plain values), and `inner`.
-
-`inner` has the names of the tensors inside, each with None, or the record of one that is made of others too.
-"""
+"""What a composite tensor is, as `Composite` has it."""
 
 
-class Composite(NamedTuple):
-    """A tensor that is made of others: its record, and path, tensor and view of each tensor inside."""
+class CompositeLoad(Protocol):
+    """A load, as far as composite tensors ask for something."""
 
-    record: Record
-    inner: tuple[tuple[str, Any, View], ...]
+    saved: RankCatalog
 
-    @property
-    def memory(self) -> Hashable:
-        """What is equal for two tensors that are made of the same memory."""
-        return ("composite", self.record["class"], tuple(view.memory for _, _, view in self.inner))
+    def value(self, place: Place) -> Found:
+        """Request a saved value."""
 
-    @property
-    def value(self) -> Tagged:
-        """The value that is saved under the tensor's own name."""
-        return Tagged(COMPOSITE, self.record)
+    def view(self, view: View, place: Place, tensor: Any) -> None:
+        """Request a tensor by its view."""
+
+    def touch(self, tensor: Any) -> None:
+        """Record that the load changes a tensor by filling what it is made of."""
+
+    def pass_over(self, place: Place) -> None:
+        """Record that the tensors below a name are of no use."""
+
+    def report_missing(self, place: Place, why: str) -> None:
+        """Record that the checkpoint lacks what the target needs."""
+
+    def report_mismatched(self, place: Place, why: str) -> None:
+        """Record that the checkpoint has something in a form that the target cannot take."""
 
 
 def record_at(place: Place, saved: RankCatalog) -> Record | None:
@@ -73,7 +76,9 @@ def difference(saved: Record, here: Record) -> str | None:
     for name, inside in here["inner"].items():
         before = record_of(Tagged(COMPOSITE, saved["inner"][name]))
         if (before is None) != (inside is None):
-            return f"its {name} is made of other tensors in one of checkpoint and target, and not in the other"
+            return (
+                f"its {name} is made of other tensors in one of checkpoint and target, and not in the other"
+            )
         if before is not None and inside is not None and (why := difference(before, inside)):
             return f"of its {name}: {why}"
     return None
@@ -113,7 +118,7 @@ class CompositeRequests:
         key = made.memory if made.inner else ("composite", id(tensor))
         self._asked.setdefault(key, (made, tensor, {}))[2][place] = None
 
-    def settle(self, loading: Loading) -> None:
+    def settle(self, loading: CompositeLoad) -> None:
         """Request the tensors inside from the names that the checkpoint has; record what does not fit."""
         for made, tensor, places in self._asked.values():
             saved = [place for place in places if record_at(place, loading.saved) is not None]
@@ -133,7 +138,7 @@ class CompositeRequests:
                     loading.view(view, place.below(name), inner)
 
 
-def _report_missing(made: Composite, place: Place, loading: Loading) -> None:
+def _report_missing(made: Composite, place: Place, loading: CompositeLoad) -> None:
     spec = loading.saved.spec(place)
     if spec is None:
         loading.report_missing(place, "the checkpoint does not have it")

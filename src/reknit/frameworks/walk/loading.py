@@ -18,8 +18,7 @@ from reknit.types.wanted import RESIZE, Wanted, matches
 if TYPE_CHECKING:
     from collections.abc import Callable, Hashable, Sequence
 
-    from reknit.frameworks.walk.composites import Composite
-    from reknit.frameworks.walk.walk import Assign, Place, View
+    from reknit.frameworks.walk.walk import Assign, Composite, Place, View
     from reknit.types.manifest import Catalog
     from reknit.types.shard import TensorSpec
 
@@ -138,10 +137,12 @@ class Loading(Walk):
         self._filled.append(tensor)
 
     def pass_over(self, place: Place) -> None:
-        """Record that the tensors below a name are of no use, as the name itself was reported."""
-        below = f"{place.fqn}/"
+        """Record that a name and those below it are of no use, as the name itself was reported."""
+        below = f"{place.fqn}/" if place.fqn else ""
         names = self.catalog.tensors.get(place.item, {})
-        self._superseded += [(place.item, fqn) for fqn in names if fqn.startswith(below)]
+        self._superseded += [
+            (place.item, fqn) for fqn in (place.fqn, *names) if fqn.startswith(below) or fqn == place.fqn
+        ]
 
     def view(
         self,

@@ -17,8 +17,7 @@ from reknit.types.shard import MAX_NDIM, Alias, Blob, Holdings, Shard, Witness
 if TYPE_CHECKING:
     from collections.abc import Hashable, Mapping
 
-    from reknit.frameworks.walk.composites import Composite
-    from reknit.frameworks.walk.walk import Replicas, View
+    from reknit.frameworks.walk.walk import Composite, Replicas, View
     from reknit.types.barrier import Barrier
     from reknit.types.shard import TensorSpec
 

@@ -6,18 +6,18 @@ from collections import defaultdict
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from math import prod
-from typing import TYPE_CHECKING, Any, ClassVar, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, Protocol, TypeVar
 
 import msgspec
 
 from reknit.errors import StateError
 from reknit.frameworks import tree
-from reknit.types.shard import MAX_DEPTH
+from reknit.frameworks.neutral import COMPOSITE
+from reknit.types.shard import MAX_DEPTH, Tagged
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Hashable, Iterable, Iterator
 
-    from reknit.frameworks.walk.composites import Composite
     from reknit.types.box import Box
     from reknit.types.shard import TensorSpec
 
@@ -115,6 +115,29 @@ class View(msgspec.Struct, frozen=True):
     def num_elements(self) -> int:
         """How many elements this rank has."""
         return sum(prod(box.lengths) for box, _ in self.parts)
+
+
+class Composite(NamedTuple):
+    """A tensor that is made of others: its record, and path, tensor and view of each tensor inside.
+
+    The record has its `class`, `shape`, `context` (plain values), and `inner`: the names of the tensors
+    inside, each with None, or with the record of one that is made of others too.  `renew` makes another such
+    tensor, with new memory.
+    """
+
+    record: dict[str, Any]
+    inner: tuple[tuple[str, Any, View], ...]
+    renew: Callable[[], Any]
+
+    @property
+    def memory(self) -> Hashable:
+        """What is equal for two tensors that are made of the same memory."""
+        return ("composite", self.record["class"], tuple(view.memory for _, _, view in self.inner))
+
+    @property
+    def value(self) -> Tagged:
+        """The value that is saved under the tensor's own name."""
+        return Tagged(COMPOSITE, self.record)
 
 
 class Arrays(Protocol):
