@@ -37,7 +37,7 @@ class Pair(torch.Tensor):
     @staticmethod
     def __new__(cls, high: torch.Tensor, low: torch.Tensor, rate: float = 0.5) -> Any:
         """Make a wrapper of the shape of both."""
-        return torch.Tensor._make_wrapper_subclass(cls, high.shape, dtype=torch.float32)  # type: ignore[attr-defined]
+        return torch.Tensor._make_wrapper_subclass(cls, high.shape, dtype=torch.float32)
 
     def __init__(self, high: torch.Tensor, low: torch.Tensor, rate: float = 0.5) -> None:
         self.high, self.low, self.rate = high, low, rate
@@ -53,7 +53,9 @@ class Pair(torch.Tensor):
         return made
 
     @classmethod
-    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(  # type: ignore[override]
+        cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
         first = args[0]
         if func in (torch.ops.aten.detach.default, torch.ops.aten.clone.default):
             high = func(first.high) if isinstance(first.high, Pair) else first.high.clone()
@@ -61,6 +63,8 @@ class Pair(torch.Tensor):
             if func is torch.ops.aten.detach.default:
                 high, low = first.high, first.low
             return cls(high, low, first.rate)
+        if func in (torch.ops.aten.view.default, torch.ops.aten.slice.Tensor):
+            return cls(func(first.high, *args[1:]), func(first.low, *args[1:]), first.rate)
         raise NotImplementedError(func)
 
 
@@ -79,7 +83,7 @@ def eager() -> Iterator[None]:
     torch.compiler.set_stance("default")
 
 
-def model() -> nn.Module:
+def model() -> nn.Sequential:
     """Return a model with weights that torchao quantizes, and some that are too small."""
     torch.manual_seed(0)
     return nn.Sequential(nn.Linear(64, 128), nn.Tanh(), nn.Linear(128, 64))
@@ -231,10 +235,10 @@ def test_no_code_and_no_class_is_in_the_checkpoint(tmp_path: Path) -> None:
         assert b"pickle" not in data or file.name == "manifest.json"  # which says that there is none
         assert b"torch._utils" not in data
     with reknit.open(tmp_path / "c") as opened:
-        assert np.array_equal(opened.read("w/high"), pair(1).high.numpy())
+        assert np.array_equal(opened.read("w", "high"), pair(1).high.numpy())
 
 
-def _sharded(rows: int, columns: int) -> tuple[nn.Module, Any]:
+def _sharded(rows: int, columns: int) -> tuple[nn.Sequential, Any]:
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import fully_shard
 
@@ -245,24 +249,37 @@ def _sharded(rows: int, columns: int) -> tuple[nn.Module, Any]:
     return net, optim.AdamW8bit(net.parameters(), lr=0.01)
 
 
+def _cut_pair(net: nn.Sequential, start: float) -> Any:
+    """Return a DTensor of pairs, cut as a model is."""
+    from torch.distributed.tensor import DTensor, Shard
+
+    weight: Any = net[0].weight
+    mesh, rows = weight.device_mesh, torch.arange(8.0).reshape(8, 1) + start
+    low, size = rows * 2, 8 // mesh.size()
+    part = slice(mesh.get_local_rank() * size, (mesh.get_local_rank() + 1) * size)
+    return DTensor.from_local(Pair(rows[part], low[part]), mesh, [Shard(0)], run_check=False)
+
+
 def _save_sharded(path: str, rows: int, columns: int) -> Any:
     net, optimizer = _sharded(rows, columns)
     net(torch.ones(2, columns)).square().mean().backward()
     optimizer.step()
-    reknit.save(path, {"model": net, "optimizer": optimizer})
+    reknit.save(path, {"model": net, "optimizer": optimizer, "pair": _cut_pair(net, 1)})
     return _parts(net, optimizer)
 
 
 def _load_sharded(path: str, rows: int, columns: int) -> Any:
     net, optimizer = _sharded(rows, columns)
+    cut = _cut_pair(net, 50)
     try:
-        reknit.load(path, {"model": net, "optimizer": optimizer})
+        reknit.load(path, {"model": net, "optimizer": optimizer, "pair": cut})
     except ReknitError as error:
         return str(error), len(optimizer.state)
+    assert bits(cut._local_tensor) == bits(_cut_pair(net, 1)._local_tensor)
     return _parts(net, optimizer)
 
 
-def _parts(net: nn.Module, optimizer: Any) -> dict[str, list[bytes]]:
+def _parts(net: nn.Sequential, optimizer: Any) -> dict[str, list[bytes]]:
     state = optimizer.state[net[0].weight]
     return {name: bits(getattr(state[name], "_local_tensor", state[name])) for name in sorted(state)}
 
@@ -275,20 +292,46 @@ def _joined(parts: list[dict[str, list[bytes]]], name: str) -> tuple[bytes, byte
     )
 
 
-@pytest.mark.parametrize(("before", "after"), [(2, 4), (2, 1), (1, 2)])
-def test_low_bit_states_of_fsdp2_come_back_on_another_number_of_ranks(
-    before: int, after: int, tmp_path: Path
-) -> None:
-    saved = run(before, _save_sharded, str(tmp_path / "c"), 256, 64)
-    loaded = run(after, _load_sharded, str(tmp_path / "c"), 256, 64)
-    for name in ("exp_avg", "exp_avg_sq"):
-        assert _joined(loaded, name) == _joined(saved, name)
+def test_low_bit_states_of_fsdp2_come_back_on_another_number_of_ranks(tmp_path: Path) -> None:
+    saved = run(2, _save_sharded, str(tmp_path / "c"), 256, 64)
+    for after in (4, 1):
+        loaded = run(after, _load_sharded, str(tmp_path / "c"), 256, 64)
+        for name in ("exp_avg", "exp_avg_sq"):
+            assert _joined(loaded, name) == _joined(saved, name)
 
 
 def test_rows_that_are_no_whole_blocks_are_refused_with_rank_and_block(tmp_path: Path) -> None:
     run(1, _save_sharded, str(tmp_path / "c"), 128, 66)
-    for said, num_states in run(4, _load_sharded, str(tmp_path / "c"), 128, 66):
+    for said, num_states in run(2, _load_sharded, str(tmp_path / "c"), 128, 66):
         assert "0.weight/exp_avg" in said
         assert "has the rows" in said
         assert "a block of 256 elements" in said
         assert num_states == 0
+
+
+def _one_row(path: str) -> Any:
+    saved = _save_sharded(path, 1, 8192)
+    return _load_sharded(path, 1, 8192) == saved
+
+
+def test_a_rank_without_rows_leaves_low_bit_states_to_the_others(tmp_path: Path) -> None:
+    assert run(2, _one_row, str(tmp_path / "c")) == [True, True]
+
+
+def test_an_nf4_weight_comes_back_bit_for_bit(tmp_path: Path) -> None:
+    nf4 = pytest.importorskip("torchao.quantization.quantize_.workflows.nf4.nf4_tensor")
+    saved, target = (nf4.to_nf4(torch.randn(256, 256)) for _ in range(2))
+    reknit.save(tmp_path / "c", {"w": saved})
+    reknit.load(tmp_path / "c", {"w": target})
+    assert bits(target) == bits(saved)
+
+
+def test_fake_and_nested_tensors_are_refused_by_name(tmp_path: Path) -> None:
+    from torch._subclasses.fake_tensor import FakeTensorMode
+
+    with FakeTensorMode():
+        fake = torch.ones(3)
+    rows = [torch.ones(2), torch.ones(3)]
+    for tensor in (fake, torch.nested.nested_tensor(rows, layout=torch.jagged)):
+        with pytest.raises(StateError, match="the/name is a"):
+            reknit.save(tmp_path / "c", {"the": {"name": tensor}})

@@ -50,7 +50,7 @@ def opened(state: Any, slot: ParamSlot | None, place: Place, walk: Walk) -> Comp
 def memory_for(
     record: Record, current: Any, slot: ParamSlot | None, at: Place, loading: Loading
 ) -> tuple[Any, str | None]:
-    """Return the tensor for a saved state: the present one where it fits, else a new one; or why there is none.
+    """Return the tensor for a saved state: the present one where it fits, or a new one; or why neither does.
 
     Nothing that is there changes.
     """
@@ -64,8 +64,8 @@ def memory_for(
         return None, f"a {record['class']} was saved, and the state here is not one"
     if module is None or record["class"] != f"{module.__name__}.{name}":
         return None, (
-            f"a {record['class']} was saved, and the optimizer has no such state with these options here: let "
-            "it take a step before the load, so that it makes its states"
+            f"a {record['class']} was saved, and the optimizer has no such state with these options here: "
+            "let it take a step before the load, so that it makes its states"
         )
     if record["shape"] != list(parameter.shape):
         return None, f"its shape is {record['shape']} in the checkpoint and {list(parameter.shape)} here"

@@ -20,8 +20,8 @@ from reknit.frameworks.walk.walk import Place
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
-    from reknit.frameworks.walk.loading import Loading
     from reknit.frameworks.walk.composites import Record
+    from reknit.frameworks.walk.loading import Loading
     from reknit.types.shard import TensorSpec
 
 Asked = dict[str, "TensorSpec | None"]

@@ -42,7 +42,7 @@ def of(tensor: Any, local: Any, place: Place, world: World) -> Cut:
     """Return the part of a DTensor that this rank has.  Raises `StateError` for several boxes."""
     everyone = dtensor.mesh_ranks(tensor.device_mesh, world)
     shape, replicas = tuple(tensor.shape), dtensor.replicas(tensor, world)
-    if tensor.device_mesh.get_coordinate() is None:
+    if tensor.device_mesh.get_coordinate() is None or not prod(local.shape):
         return Cut(shape, Box((0,) * len(shape), (0,) * len(shape)), replicas, everyone, world.global_rank)
     held = dtensor.held(tensor, tuple(local.shape), place)
     if len(held) != 1:
@@ -71,13 +71,13 @@ def whole_names(local: Any, inner: Mapping[str, Any], cut: Cut | None, place: Pl
             with torch.no_grad():
                 part = local.narrow(dim, 0, length)
                 shapes = {name: tuple(getattr(part, name).shape) for name in part.__tensor_flatten__()[0]}
-        except Exception:  # noqa: S112 - a class may refuse any length, and with none it is refused below
+        except Exception:  # a class may refuse any length; one that refuses all is refused below
             continue
         if type(part) is type(local) and shapes.keys() == inner.keys():
             return [name for name, one in inner.items() if shapes[name] == tuple(one.shape)]
     raise StateError(
-        f"{place} is a {type(local).__name__} cut between ranks, and the class cannot take a part of one: how "
-        "the tensors inside are cut is not known",
+        f"{place} is a {type(local).__name__} cut between ranks, and the class cannot take a part of one: "
+        "how the tensors inside are cut is not known",
         remedy="let it implement aten.slice along the first dimension, or keep it whole on each rank",
     )
 
@@ -104,8 +104,8 @@ def misaligned(place: Place, kind: str, numel: int, inner: int, cut: Cut) -> Sta
     rows = f"{cut.box.offsets[0]} to {cut.box.offsets[0] + cut.box.lengths[0]}" if cut.box.ndim else "all"
     block = f"{numel // inner} elements" if inner and numel % inner == 0 else "another size than its own"
     return StateError(
-        f"{place}: rank {cut.rank} has the rows {rows} of a {kind} of shape {list(cut.shape)}, and a block of "
-        f"{block}: not every rank's rows begin and end with a block",
+        f"{place}: rank {cut.rank} has the rows {rows} of a {kind} of shape {list(cut.shape)}, and a block "
+        f"of {block}: not every rank's rows begin and end with a block",
         remedy="use a number of ranks or a block_size with which the rows of each rank are whole blocks, or "
         "do not shard this parameter",
     )

@@ -170,7 +170,7 @@ def _plain(value: Any, own: dict[str, tuple[int, ...]], place: Place, depth: int
         return "~device"
     if isinstance(value, (torch.dtype, torch.layout, torch.memory_format)):
         return str(value)
-    if isinstance(value, type) or callable(value) and hasattr(value, "__qualname__"):
+    if isinstance(value, type) or (callable(value) and hasattr(value, "__qualname__")):
         return f"{value.__module__}.{value.__qualname__}"
     if depth < MAX_DEPTH and isinstance(value, (list, tuple)):
         named = next((name for name, mine in own.items() if value and tuple(value) == mine), None)

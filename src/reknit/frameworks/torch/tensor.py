@@ -59,7 +59,7 @@ class TorchArrays:
         return View(spec, ((Box.whole(spec.shape), local),), world.alone, _memory(tensor, local), settle)
 
     def opened(self, tensor: Any, place: Place, world: World, *, fill: bool) -> Composite | None:
-        """Look at the tensors that a tensor subclass is made of; None for one that has memory of its own."""
+        """Look at the tensors that a tensor is made of; None for one that has memory of its own."""
         return subclasses.opened(tensor, self, place, world, fill=fill)
 
     def changed(self, memories: Iterable[Any]) -> None:
@@ -205,8 +205,8 @@ def _require_memory(tensor: Any, local: Any, place: Place) -> None:
     if torch_private.hides_data(type(local)):
         raise StateError(
             f"{place} is a {type(local).__name__}, which keeps its values somewhere else",
-            remedy="give its class __tensor_flatten__ and __tensor_unflatten__, or put a plain copy of it into "
-            "the state, for example one made by torch.empty(...).copy_(tensor)",
+            remedy="give its class __tensor_flatten__ and __tensor_unflatten__, or put a plain tensor with its "
+            "values into the state",
         )
 
 
