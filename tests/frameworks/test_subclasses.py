@@ -142,7 +142,7 @@ CONFIGS = ["Int8WeightOnlyConfig", "Int8DynamicActivationInt8WeightConfig", "Flo
 def test_a_quantized_model_comes_back_bit_for_bit(config: str, tmp_path: Path) -> None:
     nets = [model().bfloat16() for _ in range(2)]
     with torch.no_grad():
-        nets[1][0].weight.mul_(3)
+        next(nets[1].parameters()).mul_(3)
     for net in nets:
         quantization.quantize_(net, getattr(quantization, config)())
     inside = nets[1][0].weight

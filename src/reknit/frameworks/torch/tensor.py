@@ -205,8 +205,8 @@ def _require_memory(tensor: Any, local: Any, place: Place) -> None:
     if torch_private.hides_data(type(local)):
         raise StateError(
             f"{place} is a {type(local).__name__}, which keeps its values somewhere else",
-            remedy="give its class __tensor_flatten__ and __tensor_unflatten__, or put a plain tensor with its "
-            "values into the state",
+            remedy="give its class __tensor_flatten__ and __tensor_unflatten__, or put a plain tensor "
+            "with its values into the state",
         )
 
 

@@ -80,7 +80,7 @@ class Saving(Walk):
         *,
         frozen: bool = False,
     ) -> None:
-        """Collect a tensor that is made of others: its record, and each of them under a name below its own."""
+        """Collect a tensor that is made of others: its record, and each of these below its name."""
         if not self.claim_name(place, made.memory if made.inner else id(tensor), tensor):
             return
         self.blobs.append(Blob(place.item, place.fqn, made.value))
