@@ -21,6 +21,9 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
 
+COMPOSITE = "composite"
+"""Tag of the record of a tensor that is made of others."""
+
 _JAX = "jax"
 _JAX_VALUES = "reknit.frameworks.jax.values"
 
@@ -115,7 +118,7 @@ def trained(tensor: Any, record: Mapping[str, Any]) -> Any:
 def from_neutral(value: Any) -> Any:
     """Return the value that `to_neutral` made neutral, sharing no memory with its argument.
 
-    `Tagged("tensor", ...)`, which stands for a tensor stored elsewhere, is kept.
+    What stands for tensors stored elsewhere, `Tagged("tensor", ...)` and `Tagged(COMPOSITE, ...)`, is kept.
     """
     return tree.map_leaves(value, _live_leaf)
 
@@ -154,7 +157,7 @@ def put_array(array: NDArray[Any], target: Any) -> None:
 def _live_leaf(path: tree.Path, leaf: Any) -> Any:
     if isinstance(leaf, np.ndarray):
         return leaf.copy()
-    if not isinstance(leaf, Tagged) or leaf.tag == "tensor":
+    if not isinstance(leaf, Tagged) or leaf.tag in ("tensor", COMPOSITE):
         return tree.DESCEND
     if leaf.tag == "enum":
         raise _no_member(leaf.value, tree.dotted(path))

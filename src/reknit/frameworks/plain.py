@@ -67,6 +67,9 @@ class NumpyArrays:
             settle = (lambda: np.copyto(base, data)) if fill else None
         return View(spec, ((Box.whole(base.shape), data),), world.alone, _memory(tensor, base), settle)
 
+    def opened(self, tensor: Any, place: Place, world: World, *, fill: bool) -> None:
+        """Return None: an array has memory of its own."""
+
     def changed(self, memories: Iterable[Any]) -> None:
         """Learn what memory was filled, of which NumPy keeps no account."""
 

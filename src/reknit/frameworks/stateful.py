@@ -175,6 +175,9 @@ def _want_tensors(value: Any, place: Place, loading: Loading) -> None:
         if not loading.takes(at):
             return leaf
         asked.append(at)
+        if spec is None and (made := loading.opened(leaf, at)) is not None:
+            loading.tensor(tensor := made.renew(), at, early=True)
+            return tensor
         if spec is None:
             loading.report_missing(at, "the checkpoint does not have it")
             return leaf
@@ -183,7 +186,7 @@ def _want_tensors(value: Any, place: Place, loading: Loading) -> None:
         return tensor
 
     state = tree.map_leaves(value.state_dict(), fill, place)
-    if any(loading.saved.spec(at) is not None for at in asked):
+    if any(loading.saved.has_tensor(at) for at in asked):
         loading.early(lambda: value.load_state_dict(_completed(state)))
 
 
@@ -246,6 +249,9 @@ def rebuild(
                 absent.append(at)
             return current.get(relative)
         spec = loading.saved.spec(at)
+        if spec is None and (made := loading.opened(current.get(relative), at)) is not None:
+            loading.tensor(tensor := made.renew(), at, early=early)
+            return trained(tensor, leaf.value)
         if spec is None:
             loading.report_missing(at, "the checkpoint does not have it")
             absent.append(at)

@@ -70,6 +70,9 @@ class JaxArrays:
         holders = None if replicas is None else tuple(replicas[box] for box in held)
         return View(spec, parts, world.alone, ("jax", id(tensor)), holders=holders)
 
+    def opened(self, tensor: Any, place: Place, world: World, *, fill: bool) -> None:
+        """Return None: an array has memory of its own."""
+
     def changed(self, memories: Iterable[Any]) -> None:
         """Learn what memory was filled: none that JAX knows of."""
 

@@ -11,17 +11,21 @@ import torch
 from reknit.errors import StateError
 from reknit.frameworks import tree
 from reknit.frameworks.numbers import is_number
+from reknit.frameworks.optimizer import composite_states
 from reknit.frameworks.optimizer import memory as optimizer_memory
 from reknit.frameworks.optimizer import param_options as optimizer_options
+from reknit.frameworks.optimizer.saved_states import SavedStates
 from reknit.frameworks.optimizer.slots import MASTER, ParamSlot, Slots, element
 from reknit.frameworks.same import same_value
 from reknit.frameworks.stateful import rebuild, tensors_of
 from reknit.frameworks.torch import numbers
+from reknit.frameworks.walk.composites import record_at
 from reknit.frameworks.walk.walk import Place
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
+    from reknit.frameworks.walk.composites import Record
     from reknit.frameworks.walk.loading import Loading
     from reknit.types.shard import TensorSpec
 
@@ -235,6 +239,8 @@ class OptimizerLoad:
                 state.zero_()  # as optimizers begin
             loading.view(optimizer_memory.view(state, slot, at, loading), at, state, resize=resize)
             return True, state
+        if (record := record_at(at, loading.saved)) is not None:
+            return self._want_composite(record, current, slot, at)
         found = loading.value(at)
         if found.why is not None:
             return False, None
@@ -250,6 +256,22 @@ class OptimizerLoad:
         if slot is not None and slot.parameter is not None:
             asks = partial(self._ask, value, slot, at)
         return rebuild(found.value, at, loading, tensors_of(current, at, loading), asks)
+
+    def _want_composite(
+        self, record: Record, current: Any, slot: ParamSlot | None, at: Place
+    ) -> tuple[bool, Any]:
+        """Ask for a state that is made of other tensors; return whether it comes, and it."""
+        loading = self.loading
+        state, why = composite_states.memory_for(record, current, slot, at, loading)
+        if why is not None:
+            loading.report_mismatched(at, why)
+            loading.pass_over(at)
+            return False, None
+        made = composite_states.opened(state, slot, at, loading)
+        if made is None:  # of which this rank has nothing
+            return loading.value(at).why is None, state
+        loading.composite(made, at, state)
+        return True, state
 
     def _want_shared(self, name: Any) -> None:
         loading, slots, at = self.loading, self.slots, self.place.child("shared", name)
@@ -284,40 +306,6 @@ class OptimizerLoad:
         assert slots.load is not None
         load = slots.load
         loading.later(lambda: load(fresh))
-
-
-class SavedStates:
-    """What the checkpoint has for the parameters of one optimizer: the names of the states of each."""
-
-    def __init__(self, place: Place, loading: Loading, slots: Slots) -> None:
-        self._place = place
-        self._states: dict[str, list[str]] = {}
-        self._known: set[str] = set()
-        self.others: dict[str, list[str | int]] = {"shared": [], "more": []}
-        self.is_taken = False
-        below = f"{place.fqn}/" if place.fqn else ""
-        for fqn in (*loading.catalog.tensors.get(place.item, {}), *loading.saved.value_names(place.item)):
-            part, _, rest = fqn.removeprefix(below).partition("/")
-            if not (fqn.startswith(below) and rest and part in ("state", "param_groups", "shared", "more")):
-                continue
-            if slots.load is not None and not self.is_taken:
-                self.is_taken = loading.takes(Place(place.item, fqn))
-            first, _, name = rest.partition("/")
-            # A deeper name is a tensor inside a nested state, which that state's own value asks for.
-            if part == "state" and name and "/" not in name and name != MASTER:
-                self._states.setdefault(first, []).append(name)
-            elif part == "param_groups":
-                self._known.add(rest)
-            elif part in self.others and not name:
-                self.others[part].append(tree.unescape(first))
-
-    def knows(self, name: str) -> bool:
-        """Tell whether the saved optimizer had a parameter of this name; one of arrays has states alone."""
-        return tree.escape(name, str(self._place)) in self._known or bool(self.states(name))
-
-    def states(self, name: str) -> list[str]:
-        """Return the names (path elements) of a parameter's saved states."""
-        return self._states.get(tree.escape(name, str(self._place)), [])
 
 
 def _in_kind(states: dict[Any, Any], current: Mapping[Any, Any]) -> dict[Any, Any]:

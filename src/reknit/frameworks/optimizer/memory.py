@@ -9,7 +9,7 @@ from msgspec import structs
 
 from reknit.frameworks import tree
 from reknit.frameworks.optimizer import flat_states as optimizer_flat
-from reknit.frameworks.torch import dtensor
+from reknit.frameworks.torch import dtensor, subclasses
 from reknit.frameworks.torch import private as torch_private
 from reknit.frameworks.torch.tensor import torch_dtype
 from reknit.types.dtype import converts
@@ -166,6 +166,8 @@ def _dtype_for(spec: TensorSpec, slot: ParamSlot, loading: Loading) -> torch.dty
 
 def fits(current: torch.Tensor, slot: ParamSlot | None, spec: TensorSpec) -> bool:
     """Tell whether a present state can take what was saved as `spec`."""
+    if subclasses.local_composite(current) is not None:
+        return False
     if slot is not None and slot.flat is not None and current.ndim and spec.shape:
         return spec.shape == slot.shape and slot.flat.fits(current)
     if tuple(current.shape) == spec.shape:

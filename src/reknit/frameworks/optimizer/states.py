@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from reknit.frameworks.optimizer import composite_states
 from reknit.frameworks.optimizer import flat_states as optimizer_flat
 from reknit.frameworks.optimizer import memory as optimizer_memory
 from reknit.frameworks.optimizer import param_options as optimizer_options
@@ -105,6 +106,9 @@ def _collect_state(state: Any, place: Place, slot: ParamSlot | None, saving: Sav
 def _collect_tensor(
     tensor: torch.Tensor, place: Place, slot: ParamSlot | None, saving: Saving, plain: set[str]
 ) -> None:
+    if (made := composite_states.opened(tensor, slot, place, saving)) is not None:
+        saving.composite(made, place, tensor)
+        return
     if slot is not None and optimizer_memory.is_local(tensor, slot):
         plain.add(optimizer_memory.path_of(place, slot))
     saving.view(optimizer_memory.view(tensor, slot, place, saving), place, tensor)

@@ -8,7 +8,7 @@ import torch
 from torch.autograd.graph import increment_version
 
 from reknit.errors import StateError
-from reknit.frameworks.torch import dtensor, meta
+from reknit.frameworks.torch import dtensor, meta, subclasses
 from reknit.frameworks.torch import private as torch_private
 from reknit.frameworks.walk import overlap
 from reknit.frameworks.walk.walk import View
@@ -19,7 +19,7 @@ from reknit.types.shard import TensorSpec
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
 
-    from reknit.frameworks.walk.walk import Arrays, Place, World
+    from reknit.frameworks.walk.walk import Arrays, Composite, Place, World
 
 
 _NAMES: dict[torch.dtype, str] = {getattr(torch, name): name for name in ITEMSIZE if hasattr(torch, name)}
@@ -57,6 +57,10 @@ class TorchArrays:
             parts, holders = dtensor.look(tensor, local, place, world)
             return View(spec, parts, holders, memory, settle)
         return View(spec, ((Box.whole(spec.shape), local),), world.alone, _memory(tensor, local), settle)
+
+    def opened(self, tensor: Any, place: Place, world: World, *, fill: bool) -> Composite | None:
+        """Look at the tensors that a tensor is made of; None for one that has memory of its own."""
+        return subclasses.opened(tensor, self, place, world, fill=fill)
 
     def changed(self, memories: Iterable[Any]) -> None:
         """Let autograd know of memory that was written to past torch: an older graph must not use it."""
@@ -201,7 +205,8 @@ def _require_memory(tensor: Any, local: Any, place: Place) -> None:
     if torch_private.hides_data(type(local)):
         raise StateError(
             f"{place} is a {type(local).__name__}, which keeps its values somewhere else",
-            remedy="save the plain tensors that it is made of",
+            remedy="give its class __tensor_flatten__ and __tensor_unflatten__, or put a plain tensor "
+            "with its values into the state",
         )
 
 

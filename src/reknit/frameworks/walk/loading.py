@@ -2,29 +2,27 @@
 
 from __future__ import annotations
 
-import re
 from dataclasses import dataclass, field
-from fnmatch import fnmatchcase
 from typing import TYPE_CHECKING, Any, Protocol
 
 from reknit.errors import ReknitError
 from reknit.frameworks.neutral import put_array
 from reknit.frameworks.walk import overlap
+from reknit.frameworks.walk.composites import REMEDY, CompositeRequests, record_at
 from reknit.frameworks.walk.delivery import Delivery, DeliveryPart
 from reknit.frameworks.walk.own_code import failed_search
-from reknit.frameworks.walk.rank_catalog import Found, RankCatalog
+from reknit.frameworks.walk.rank_catalog import Found
 from reknit.frameworks.walk.request import Request
-from reknit.frameworks.walk.walk import Matcher, Place, Walk, first_match
+from reknit.frameworks.walk.selecting import Selecting
+from reknit.frameworks.walk.walk import Matcher, Place, first_match
 from reknit.frameworks.walk.writable import require_writable
-from reknit.types.dtype import converts
 from reknit.types.shard import Shard, full_name
-from reknit.types.wanted import RESIZE, Wanted, matches
+from reknit.types.wanted import RESIZE, Wanted
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Hashable, Sequence
 
-    from reknit.frameworks.walk.walk import Assign, View
-    from reknit.types.manifest import Catalog
+    from reknit.frameworks.walk.walk import Assign, Composite, View
     from reknit.types.shard import TensorSpec
 
 Entry = tuple[str, str]
@@ -39,13 +37,11 @@ class LoadAdapter(Matcher, Protocol):
 
 
 @dataclass
-class Loading(Walk):
+class Loading(Selecting):
     """A walk over the target that collects what to load."""
 
     adapters: tuple[LoadAdapter, ...]
     fills = True
-    catalog: Catalog = field(kw_only=True)
-    saved: RankCatalog = field(init=False)
     blobs: list[Entry] = field(default_factory=list)
     taken_back: list[Entry] = field(default_factory=list)
     missing: list[Remark] = field(default_factory=list)
@@ -55,19 +51,14 @@ class Loading(Walk):
     _late: DeliveryPart = field(default_factory=DeliveryPart)
     _at: tuple[Place, str] = field(default=(Place(""), ""))
     _requests: dict[Hashable, Request] = field(default_factory=dict)
+    _composites: CompositeRequests = field(default_factory=CompositeRequests)
     _shards: list[Shard] = field(default_factory=list)
     _aliases: list[tuple[str, str, str, str]] = field(default_factory=list)
     _resizable: list[Entry] = field(default_factory=list)
     _better: dict[Place, Place] = field(default_factory=dict)
     _superseded: list[Entry] = field(default_factory=list)
     _needless: dict[Entry, str] = field(default_factory=dict)
-    _idle: tuple[str, ...] = field(init=False)
     _num_kept: int = 0
-
-    def __post_init__(self) -> None:
-        self.saved = RankCatalog(self.catalog, self.world)
-        terms = self.catalog.terms
-        self._idle = tuple(dict.fromkeys((*terms.only, *terms.resizable, *terms.watched)))
 
     def visit(self, value: Any, place: Place, assign: Assign) -> None:
         """Request what a value of any kind needs."""
@@ -98,43 +89,30 @@ class Loading(Walk):
         """
         (self._early if early else self._late).checks.append(action)
 
-    def takes(self, place: Place) -> bool:
-        """Tell whether to load this name; if not, leave the target as it is."""
-        terms = self.catalog.terms
-        if not (terms.only or self._idle):
-            return True
-        name = full_name(place.item, place.fqn)
-        if self._idle:
-            self._idle = tuple(pattern for pattern in self._idle if not fnmatchcase(name, pattern))
-        return terms.takes(name)
-
-    def may_take_below(self, place: Place) -> bool:
-        """Tell whether a pattern of names to load may match a name below a place, whatever that is."""
-        below = full_name(place.item, place.fqn).rstrip("/") + "/"
-        literal = [re.split(r"[*?\[]", pattern, maxsplit=1)[0] for pattern in self.catalog.terms.only]
-        return any(below.startswith(start) or start.startswith(below) for start in literal)
-
-    def may_resize(self, place: Place) -> bool:
-        """Tell whether a tensor with this name may have another shape in the checkpoint."""
-        return matches(full_name(place.item, place.fqn), self.catalog.terms.resizable)
-
-    def comes(self, place: Place, spec: TensorSpec) -> bool:
-        """Tell whether the load fills a tensor with this name, in whole or, if it may be resized, in part."""
-        saved = self.saved.spec(place)
-        if saved is None or self._is_kept(place):
-            return saved == spec
-        alike = len(saved.shape) == len(spec.shape) and self.may_resize(place)
-        return (alike or saved.shape == spec.shape) and self._converts(saved, spec)
-
-    def _converts(self, saved: TensorSpec, wanted: TensorSpec) -> bool:
-        return saved.dtype == wanted.dtype or (
-            self.catalog.terms.cast and converts(saved.dtype, wanted.dtype)
-        )
-
     def tensor(self, tensor: Any, place: Place, *, early: bool = False) -> None:
         """Request a tensor, to fill it in place; `early` for memory that no live object uses."""
-        if self.takes(place):
+        if not self.takes(place):
+            return
+        if (made := self.opened(tensor, place)) is not None:
+            self.composite(made, place, tensor, early=early)
+        else:
             self.view(self.look(tensor, place, fill=True), place, tensor, early=early)
+
+    def composite(self, made: Composite, place: Place, tensor: Any, *, early: bool = False) -> None:
+        """Request a tensor that is made of others, to fill these in place."""
+        self._composites.add(made, place, tensor, early=early)
+
+    def touch(self, tensor: Any, *, early: bool) -> None:
+        """Record that the load changes a tensor by filling what it is made of."""
+        (self._early if early else self._late).filled.append(tensor)
+
+    def pass_over(self, place: Place) -> None:
+        """Record that a name and those below it are of no use, as the name itself was reported."""
+        below = f"{place.fqn}/" if place.fqn else ""
+        names = self.catalog.tensors.get(place.item, {})
+        self._superseded += [
+            (place.item, fqn) for fqn in (place.fqn, *names) if fqn.startswith(below) or fqn == place.fqn
+        ]
 
     def view(
         self,
@@ -180,6 +158,10 @@ class Loading(Walk):
         if self.saved.spec(place) is not None:
             what = "it is a tensor in the checkpoint and a plain value in the target"
             self.report_mismatched(place, what)
+        elif (record := record_at(place, self.saved)) is not None:
+            what = f"it is a {record['class']} in the checkpoint, and not in the target: {REMEDY}"
+            self.report_mismatched(place, what)
+            self.pass_over(place)
         elif place.fqn in self.catalog.blobs.get(place.item, {}):
             what = "it is a plain value in the checkpoint and a tensor in the target"
             self.report_mismatched(place, what)
@@ -203,6 +185,7 @@ class Loading(Walk):
         for item, fqn in sorted(self._needless.keys() - set(self.blobs)):
             self._superseded.append((item, fqn))
             self.notes.append((item, fqn, self._needless[item, fqn]))
+        self._composites.settle(self)
         for request in self._requests.values():
             self._settle(request)
         require_writable(
@@ -222,7 +205,7 @@ class Loading(Walk):
             tuple(self.taken_back),
             resizable=tuple(self._resizable),
             superseded=tuple(self._superseded),
-            idle=self._idle,
+            idle=self.idle,
             num_tensors=len(self._requests),
             num_kept=self._num_kept,
             coordinate=self.world.coordinate,
@@ -246,7 +229,7 @@ class Loading(Walk):
     def _is_filled(self, shard: Shard) -> bool:
         """Tell whether a shard will be filled: a lenient load leaves one that does not fit as it is."""
         spec = self.saved.spec(Place(shard.item, shard.fqn))
-        return spec is not None and self._converts(spec, shard.spec)
+        return spec is not None and self.converts_to(spec, shard.spec)
 
     def _settle(self, request: Request) -> None:
         """Load a tied tensor from the first of its names that the checkpoint has."""
@@ -256,6 +239,8 @@ class Loading(Walk):
             self._superseded += [(place.item, place.fqn) for place in saved]
             saved = [better]
         if not saved:
+            if not request.view.num_elements and record_at(request.places[0], self.saved) is not None:
+                return  # other ranks have all of it, as a tensor that is made of others
             self.report_missing(request.places[0], "the checkpoint does not have it")
             return
         place, view = saved[0], request.view
@@ -285,13 +270,13 @@ class Loading(Walk):
                     alias,
                     f"it is {tied} in the checkpoint, and {place}, which is the same tensor here, is {spec}",
                 )
-            elif self._is_kept(place) or self._is_kept(alias):
+            elif self.is_kept(place) or self.is_kept(alias):
                 self.report_mismatched(
                     alias, f"each rank has its own in the checkpoint, but {place} is the same tensor here"
                 )
             else:
                 self._aliases.append((alias.item, alias.fqn, place.item, place.fqn))
-        if self._is_kept(place):
+        if self.is_kept(place):
             self._take_back(place, spec, wanted, request)
             return
         part = self._early if request.early else self._late
@@ -300,12 +285,8 @@ class Loading(Walk):
         self._shards += wanted
         memories = [getattr(memory, "memory", memory) for _, memory in view.parts]
         part.filled += [request.tensor, *(memory for memory in memories if memory is not request.tensor)]
-        if view.settle is not None and self._converts(spec, view.spec):
+        if view.settle is not None and self.converts_to(spec, view.spec):
             part.settles.append(view.settle)
-
-    def _is_kept(self, place: Place) -> bool:
-        """Tell whether the checkpoint stores a tensor for each rank separately."""
-        return place.fqn not in self.catalog.tensors.get(place.item, {})
 
     def _take_back(self, place: Place, spec: TensorSpec, wanted: Sequence[Shard], request: Request) -> None:
         """Fill a tensor with the value that this rank saved."""

@@ -6,9 +6,9 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
-from reknit.frameworks.neutral import from_neutral
+from reknit.frameworks.neutral import COMPOSITE, from_neutral
 from reknit.types.dtype import ITEMSIZE
-from reknit.types.shard import TensorSpec
+from reknit.types.shard import Tagged, TensorSpec
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -41,6 +41,11 @@ class RankCatalog:
             return shared
         kept = self.kept(place)
         return None if kept is None else TensorSpec(kept.shape, kept.dtype.name)
+
+    def has_tensor(self, place: Place) -> bool:
+        """Tell whether a tensor was saved here, for this rank, with memory of its own or made of others."""
+        value = self.look_up(place).value if self.spec(place) is None else None
+        return self.spec(place) is not None or (isinstance(value, Tagged) and value.tag == COMPOSITE)
 
     def kept(self, place: Place) -> NDArray[Any] | None:
         """Return the tensor that this rank kept as its own, as ranks did whose copies differed."""

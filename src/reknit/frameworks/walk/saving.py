@@ -18,7 +18,7 @@ from reknit.types.shard import MAX_NDIM, Alias, Blob, Holdings, Shard, Witness
 if TYPE_CHECKING:
     from collections.abc import Hashable, Mapping
 
-    from reknit.frameworks.walk.walk import Replicas, View
+    from reknit.frameworks.walk.walk import Composite, Replicas, View
     from reknit.types.barrier import Barrier
     from reknit.types.shard import TensorSpec
 
@@ -55,6 +55,9 @@ class Saving(Walk):
         self, tensor: Any, place: Place, replicas: Replicas | EllipsisType = ..., *, frozen: bool = False
     ) -> None:
         """Collect a tensor; `replicas` and `frozen`, as in a `Shard`, say more than the tensor itself can."""
+        if (made := self.opened(tensor, place)) is not None:
+            self.composite(made, place, tensor, replicas, frozen=frozen)
+            return
         view = self.look(tensor, place, fill=False)
         if not isinstance(replicas, EllipsisType):
             view = structs.replace(view, replicas=replicas, holders=None)
@@ -73,6 +76,24 @@ class Saving(Walk):
         holders = view.holders or (view.replicas,) * len(view.parts)
         for (box, memory), replicas in zip(view.parts, holders, strict=True):
             self.shards.append(Shard(item, fqn, view.spec, box, replicas, memory, frozen))
+
+    def composite(
+        self,
+        made: Composite,
+        place: Place,
+        tensor: Any,
+        replicas: Replicas | EllipsisType = ...,
+        *,
+        frozen: bool = False,
+    ) -> None:
+        """Collect a tensor that is made of others: its record, and each of these below its name."""
+        if not self.claim_name(place, made.memory if made.inner else id(tensor), tensor):
+            return
+        self.blobs.append(Blob(place.item, place.fqn, made.value))
+        for name, inner, view in made.inner:
+            if not isinstance(replicas, EllipsisType):
+                view = structs.replace(view, replicas=replicas, holders=None)
+            self.view(view, place.below(name), inner, frozen=frozen)
 
     def witness(self, spec: TensorSpec, place: Place, empty: Any) -> None:
         """Say that there is a tensor of which other ranks hold what is saved; the save fails if none does.

@@ -5,13 +5,15 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, ClassVar, Protocol, TypeVar
+from math import prod
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, Protocol, TypeVar
 
 import msgspec
 
 from reknit.errors import StateError
 from reknit.frameworks import tree
-from reknit.types.shard import MAX_DEPTH
+from reknit.frameworks.neutral import COMPOSITE
+from reknit.types.shard import MAX_DEPTH, Tagged
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Hashable, Iterable, Iterator
@@ -109,6 +111,34 @@ class View(msgspec.Struct, frozen=True):
     fresh: bool = False
     holders: tuple[Replicas, ...] | None = None
 
+    @property
+    def num_elements(self) -> int:
+        """How many elements this rank has."""
+        return sum(prod(box.lengths) for box, _ in self.parts)
+
+
+class Composite(NamedTuple):
+    """A tensor that is made of others: its record, and path, tensor and view of each tensor inside.
+
+    The record has its `class`, `shape`, `context` (plain values), and `inner`: the names of the tensors
+    inside, each with None, or with the record of one that is made of others too.  `renew` makes another such
+    tensor, with new memory.
+    """
+
+    record: dict[str, Any]
+    inner: tuple[tuple[str, Any, View], ...]
+    renew: Callable[[], Any]
+
+    @property
+    def memory(self) -> Hashable:
+        """What is equal for two tensors that are made of the same memory."""
+        return ("composite", self.record["class"], tuple(view.memory for _, _, view in self.inner))
+
+    @property
+    def value(self) -> Tagged:
+        """The value that is saved under the tensor's own name."""
+        return Tagged(COMPOSITE, self.record)
+
 
 class Arrays(Protocol):
     """One library's tensors."""
@@ -120,6 +150,9 @@ class Arrays(Protocol):
 
     def view(self, tensor: Any, place: Place, world: World, *, fill: bool) -> View:
         """Look at a tensor, in order to `fill` it or only to read it.  Raises `StateError`."""
+
+    def opened(self, tensor: Any, place: Place, world: World, *, fill: bool) -> Composite | None:
+        """Look at the tensors that a tensor is made of; None for one that has memory of its own."""
 
     def changed(self, memories: Iterable[Any]) -> None:
         """Learn what memory was filled; some of it may be of another library."""
@@ -186,6 +219,11 @@ class Walk:
         if library is None:
             raise StateError(f"{place} is a {type(tensor).__name__} where a tensor was expected")
         return library.view(tensor, place, self.world, fill=fill)
+
+    def opened(self, tensor: Any, place: Place) -> Composite | None:
+        """Look at the tensors that a tensor is made of; None for one that has memory of its own."""
+        library = self.arrays(tensor)
+        return None if library is None else library.opened(tensor, place, self.world, fill=self.fills)
 
     def find(self, kind: type[Any]) -> Iterator[tuple[Any, Place]]:
         """Yield all objects of a type in the state, in its containers, with their places."""

@@ -11,10 +11,12 @@ from torch import nn
 
 from reknit.errors import StateError
 from reknit.frameworks.torch import private as torch_private
+from reknit.frameworks.torch import subclasses
 from reknit.frameworks.torch.dtensor import is_dtensor
 from reknit.frameworks.torch.modules import ddp, fsdp
 from reknit.frameworks.torch.modules.names import ModuleNames
 from reknit.frameworks.torch.modules.states import EXTRA, SplitStates, module_state
+from reknit.frameworks.walk.walk import Place
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
@@ -22,7 +24,7 @@ if TYPE_CHECKING:
     from reknit.frameworks.torch.modules.extension import ModuleExtension
     from reknit.frameworks.torch.modules.flat_parameter import FlatParameter
     from reknit.frameworks.torch.modules.states import ModuleState
-    from reknit.frameworks.walk.walk import Place, Replicas, Walk, World
+    from reknit.frameworks.walk.walk import Replicas, Walk, World
 
 Kind = Literal["parameter", "buffer", "extra", "other"]
 
@@ -170,6 +172,9 @@ def _identity(tensor: torch.Tensor) -> Any:
     if is_dtensor(tensor):
         local = torch_private.local_of(tensor)
         return ("local", _identity(local) if local.numel() and not local.is_meta else id(tensor))
+    if subclasses.is_composite(tensor):
+        inner, _ = subclasses.flattened(tensor, Place("a tensor of the module", ""))
+        return (type(tensor), tuple(_identity(one) for one in inner.values()))
     if type(tensor).__name__ in ("UninitializedParameter", "UninitializedBuffer") or not tensor.numel():
         return id(tensor)
     if tensor.layout is not torch.strided or tensor.is_meta or tensor.is_nested:

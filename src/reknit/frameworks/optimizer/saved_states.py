@@ -1,0 +1,47 @@
+"""Which parameters and states does a checkpoint have for an optimizer?"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from reknit.frameworks import tree
+from reknit.frameworks.optimizer.slots import MASTER
+from reknit.frameworks.walk.walk import Place
+
+if TYPE_CHECKING:
+    from reknit.frameworks.optimizer.slots import Slots
+    from reknit.frameworks.walk.loading import Loading
+
+
+class SavedStates:
+    """What the checkpoint has for the parameters of one optimizer: the names of the states of each."""
+
+    def __init__(self, place: Place, loading: Loading, slots: Slots) -> None:
+        self._place = place
+        self._states: dict[str, list[str]] = {}
+        self._known: set[str] = set()
+        self.others: dict[str, list[str | int]] = {"shared": [], "more": []}
+        self.is_taken = False
+        below = f"{place.fqn}/" if place.fqn else ""
+        for fqn in (*loading.catalog.tensors.get(place.item, {}), *loading.saved.value_names(place.item)):
+            part, _, rest = fqn.removeprefix(below).partition("/")
+            if not (fqn.startswith(below) and rest and part in ("state", "param_groups", "shared", "more")):
+                continue
+            if slots.load is not None and not self.is_taken:
+                self.is_taken = loading.takes(Place(place.item, fqn))
+            first, _, name = rest.partition("/")
+            # A deeper name is a tensor inside a nested state, which that state's own value asks for.
+            if part == "state" and name and "/" not in name and name != MASTER:
+                self._states.setdefault(first, []).append(name)
+            elif part == "param_groups":
+                self._known.add(rest)
+            elif part in self.others and not name:
+                self.others[part].append(tree.unescape(first))
+
+    def knows(self, name: str) -> bool:
+        """Tell whether the saved optimizer had a parameter of this name; one of arrays has states alone."""
+        return tree.escape(name, str(self._place)) in self._known or bool(self.states(name))
+
+    def states(self, name: str) -> list[str]:
+        """Return the names (path elements) of a parameter's saved states."""
+        return self._states.get(tree.escape(name, str(self._place)), [])

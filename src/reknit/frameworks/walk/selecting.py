@@ -1,0 +1,74 @@
+"""Which names of a checkpoint does a load take, and in what form may they be?"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass, field
+from fnmatch import fnmatchcase
+from typing import TYPE_CHECKING
+
+from reknit.frameworks.walk.rank_catalog import RankCatalog
+from reknit.frameworks.walk.walk import Walk
+from reknit.types.dtype import converts
+from reknit.types.shard import full_name
+from reknit.types.wanted import matches
+
+if TYPE_CHECKING:
+    from reknit.frameworks.walk.walk import Place
+    from reknit.types.manifest import Catalog
+    from reknit.types.shard import TensorSpec
+
+
+@dataclass
+class Selecting(Walk):
+    """A walk over the target of a load, which has the terms of the load and what was saved for this rank.
+
+    `idle` are the patterns of the terms that no name has matched yet.
+    """
+
+    catalog: Catalog = field(kw_only=True)
+    saved: RankCatalog = field(init=False)
+    idle: tuple[str, ...] = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.saved = RankCatalog(self.catalog, self.world)
+        terms = self.catalog.terms
+        self.idle = tuple(dict.fromkeys((*terms.only, *terms.resizable, *terms.watched)))
+
+    def takes(self, place: Place) -> bool:
+        """Tell whether to load this name; if not, leave the target as it is."""
+        terms = self.catalog.terms
+        if not (terms.only or self.idle):
+            return True
+        name = full_name(place.item, place.fqn)
+        if self.idle:
+            self.idle = tuple(pattern for pattern in self.idle if not fnmatchcase(name, pattern))
+        return terms.takes(name)
+
+    def may_take_below(self, place: Place) -> bool:
+        """Tell whether a pattern of names to load may match a name below a place, whatever that is."""
+        below = full_name(place.item, place.fqn).rstrip("/") + "/"
+        literal = [re.split(r"[*?\[]", pattern, maxsplit=1)[0] for pattern in self.catalog.terms.only]
+        return any(below.startswith(start) or start.startswith(below) for start in literal)
+
+    def may_resize(self, place: Place) -> bool:
+        """Tell whether a tensor with this name may have another shape in the checkpoint."""
+        return matches(full_name(place.item, place.fqn), self.catalog.terms.resizable)
+
+    def comes(self, place: Place, spec: TensorSpec) -> bool:
+        """Tell whether the load fills a tensor with this name, in whole or, if it may be resized, in part."""
+        saved = self.saved.spec(place)
+        if saved is None or self.is_kept(place):
+            return saved == spec
+        alike = len(saved.shape) == len(spec.shape) and self.may_resize(place)
+        return (alike or saved.shape == spec.shape) and self.converts_to(saved, spec)
+
+    def converts_to(self, saved: TensorSpec, wanted: TensorSpec) -> bool:
+        """Tell whether what was saved in one dtype may be loaded into another."""
+        return saved.dtype == wanted.dtype or (
+            self.catalog.terms.cast and converts(saved.dtype, wanted.dtype)
+        )
+
+    def is_kept(self, place: Place) -> bool:
+        """Tell whether the checkpoint stores a tensor for each rank separately."""
+        return place.fqn not in self.catalog.tensors.get(place.item, {})
