@@ -20,13 +20,13 @@ from reknit.frameworks.same import same_value
 from reknit.frameworks.stateful import rebuild, tensors_of
 from reknit.frameworks.torch import numbers
 from reknit.frameworks.walk.composites import record_at
-from reknit.frameworks.walk.walk import Place
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
     from reknit.frameworks.walk.composites import Record
     from reknit.frameworks.walk.loading import Loading
+    from reknit.frameworks.walk.walk import Place
     from reknit.types.shard import TensorSpec
 
 Asked = dict[str, "TensorSpec | None"]
