@@ -10,7 +10,7 @@ import jax
 from jax import tree_util
 
 from reknit.errors import StateError
-from reknit.frameworks.plain import want_successor
+from reknit.frameworks.plain import filled_fields, want_successor
 from reknit.frameworks.tree import too_deep
 from reknit.frameworks.walk.adapter import Adapter
 from reknit.types.shard import MAX_DEPTH
@@ -103,6 +103,8 @@ class JaxNodeAdapter(Adapter):
             return tree_util.tree_unflatten(node.build, list((node.children | fresh).values()))
 
         children = [(k, inner, place if node.box else place.child(k)) for k, inner in node.children.items()]
+        if not isinstance(value, Mapping):
+            children = filled_fields(children, loading)
         want_successor(children, rebuilt, loading, assign)
 
 

@@ -8,7 +8,7 @@ from fnmatch import fnmatchcase
 from typing import TYPE_CHECKING, Any, Protocol
 
 from reknit.errors import ReknitError
-from reknit.frameworks.neutral import put_array
+from reknit.frameworks.numbers import element
 from reknit.frameworks.walk import overlap
 from reknit.frameworks.walk.delivery import Delivery, DeliveryPart
 from reknit.frameworks.walk.own_code import failed_search
@@ -17,7 +17,7 @@ from reknit.frameworks.walk.request import Request
 from reknit.frameworks.walk.walk import Matcher, Place, Walk, first_match
 from reknit.frameworks.walk.writable import require_writable
 from reknit.types.dtype import converts
-from reknit.types.shard import Shard, full_name
+from reknit.types.shard import full_name
 from reknit.types.wanted import RESIZE, Wanted, matches
 
 if TYPE_CHECKING:
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
     from reknit.frameworks.walk.walk import Assign, View
     from reknit.types.manifest import Catalog
-    from reknit.types.shard import TensorSpec
+    from reknit.types.shard import Shard, TensorSpec
 
 Entry = tuple[str, str]
 Remark = tuple[str, str, str]
@@ -169,22 +169,25 @@ class Loading(Walk):
         found = self.saved.look_up(place)
         if found.why is not None:
             self.report_missing(place, found.why)
-        elif place.fqn in self.catalog.blobs.get(place.item, {}):
-            self.blobs.append((place.item, place.fqn))
         else:
-            self.taken_back.append((place.item, place.fqn))
+            self._take_value(place)
         return found
+
+    def _take_value(self, place: Place) -> None:
+        is_shared = place.fqn in self.catalog.blobs.get(place.item, {})
+        (self.blobs if is_shared else self.taken_back).append((place.item, place.fqn))
 
     def report_missing(self, place: Place, why: str) -> None:
         """Record that the checkpoint lacks what the target needs."""
         if self.saved.spec(place) is not None:
             what = "it is a tensor in the checkpoint and a plain value in the target"
             self.report_mismatched(place, what)
-        elif place.fqn in self.catalog.blobs.get(place.item, {}):
+        elif self.saved.look_up(place).value is not None:
             what = "it is a plain value in the checkpoint and a tensor in the target"
             self.report_mismatched(place, what)
         else:
-            self.missing.append((place.item, place.fqn, self.saved.differed(place) or why))
+            why = self.saved.differed(place) or self.saved.is_none(place) or why
+            self.missing.append((place.item, place.fqn, why))
 
     def report_mismatched(self, place: Place, why: str) -> None:
         """Record that the checkpoint has something in a form that the target cannot take."""
@@ -256,14 +259,12 @@ class Loading(Walk):
             self._superseded += [(place.item, place.fqn) for place in saved]
             saved = [better]
         if not saved:
-            self.report_missing(request.places[0], "the checkpoint does not have it")
+            self._settle_number(request)
             return
         place, view = saved[0], request.view
         spec = self.saved.spec(place)
         assert spec is not None
-        wanted = [
-            Shard(place.item, place.fqn, view.spec, box, view.replicas, memory) for box, memory in view.parts
-        ]
+        wanted = request.shards(place)
         other = spec.shape != view.spec.shape
         if other and not (request.resize and len(spec.shape) == len(view.spec.shape)):
             why = f"its shape is {list(spec.shape)} in the checkpoint and {list(view.spec.shape)} here"
@@ -292,7 +293,7 @@ class Loading(Walk):
             else:
                 self._aliases.append((alias.item, alias.fqn, place.item, place.fqn))
         if self._is_kept(place):
-            self._take_back(place, spec, wanted, request)
+            self._take_back(place, spec, request)
             return
         part = self._early if request.early else self._late
         if request.early:
@@ -303,11 +304,25 @@ class Loading(Walk):
         if view.settle is not None and self._converts(spec, view.spec):
             part.settles.append(view.settle)
 
+    def _settle_number(self, request: Request) -> None:
+        """Load a tensor without dimensions from the number that was saved under its name, if one was."""
+        found = request.number(self.saved, cast=self.catalog.terms.cast)
+        if found is None:
+            self.report_missing(request.places[0], "the checkpoint does not have it")
+        elif found.why is not None:
+            self.report_mismatched(found.places[0], found.why)
+        else:
+            for place in found.places:
+                self._take_value(place)
+            self._num_kept += 1
+            part = self._early if request.early else self._late
+            part.settles += request.fills(element(found.value, request.view.spec.dtype))
+
     def _is_kept(self, place: Place) -> bool:
         """Tell whether the checkpoint stores a tensor for each rank separately."""
         return place.fqn not in self.catalog.tensors.get(place.item, {})
 
-    def _take_back(self, place: Place, spec: TensorSpec, wanted: Sequence[Shard], request: Request) -> None:
+    def _take_back(self, place: Place, spec: TensorSpec, request: Request) -> None:
         """Fill a tensor with the value that this rank saved."""
         view, part = request.view, self._early if request.early else self._late
         if spec != view.spec:
@@ -319,14 +334,7 @@ class Loading(Walk):
         assert kept is not None
         self.taken_back.append((place.item, place.fqn))
         self._num_kept += 1
-
-        def fill() -> None:
-            for shard in wanted:
-                put_array(kept[shard.box.slices()], shard.data)
-
-        part.settles.append(fill)
-        if view.settle is not None:
-            part.settles.append(view.settle)
+        part.settles += request.fills(kept)
 
     def _more_exact(self, saved: Place, request: Request) -> Place | None:
         """Return the place to load instead of a saved tensor of another precision, or None."""

@@ -73,6 +73,20 @@ class RankCatalog:
             "wrap it in PerRank to declare that each rank has its own"
         )
 
+    def is_none(self, place: Place) -> str | None:
+        """Say that None was saved here, or for something that this place is in, if that is so."""
+        shared, fqn = self._catalog.blobs.get(place.item, {}), place.fqn
+        while fqn not in shared and fqn:
+            fqn = fqn.rpartition("/")[0]
+        if fqn not in shared or shared[fqn] is not None:
+            return None
+        what = "it" if fqn == place.fqn else f"{type(place)(place.item, fqn)}"
+        return f"{what} is None in the checkpoint"
+
+    def lacks(self, place: Place) -> bool:
+        """Tell whether no rank saved a value here, shared or its own."""
+        return self.look_up(place).why is not None and self.differed(place) is None
+
     def is_divided(self, place: Place) -> bool:
         """Tell whether the checkpoint has what is inside this place, and nothing for the place itself."""
         shared, tensors = (by.get(place.item, {}) for by in (self._catalog.blobs, self._catalog.tensors))
