@@ -15,8 +15,9 @@ if TYPE_CHECKING:
 
 
 def is_number(value: object) -> bool:
-    """Tell whether a value is a number of Python or a scalar of NumPy; a boolean is neither."""
-    return isinstance(value, (int, float, complex, np.number)) and not isinstance(value, bool)
+    """Tell whether a value is a number of Python or a scalar of NumPy; a boolean or a time is neither."""
+    is_other = isinstance(value, (bool, np.timedelta64))
+    return isinstance(value, (int, float, complex, np.number)) and not is_other
 
 
 def misfit(number: Any, dtype: str, *, cast: bool = False) -> str | None:

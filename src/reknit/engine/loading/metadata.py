@@ -206,15 +206,13 @@ def _left(checkpoint: OpenCheckpoint, asked: Sequence[messages.Asked]) -> list[N
     refused = {name for rank in asked for name in rank.refused}
     left = left_over(checkpoint.index.ids, [dict(each) for each in tensors])
     values = left_over(checkpoint.blob_names(), [dict(each) for each in blobs])
-    left += [name for name in values if not _holds_nothing(checkpoint, *name)]
+    left += [name for name in values if not _stands_for_more(checkpoint, *name)]
     return [name for name in left if name not in refused]
 
 
-def _holds_nothing(checkpoint: OpenCheckpoint, item: str, fqn: str) -> bool:
-    """Tell whether a value is None, or an empty container on this rank whose members other ranks saved."""
+def _stands_for_more(checkpoint: OpenCheckpoint, item: str, fqn: str) -> bool:
+    """Tell whether a value is an empty container on this rank whose members other ranks saved."""
     value = checkpoint.blobs[item][fqn]
-    if value is None:
-        return True
     if not isinstance(value, (dict, list, tuple)) or value:
         return False
     below = f"{fqn}/" if fqn else ""

@@ -18,7 +18,7 @@ from reknit.frameworks.walk.walk import Matcher, Place, Walk, first_match
 from reknit.frameworks.walk.writable import require_writable
 from reknit.types.dtype import converts
 from reknit.types.shard import full_name
-from reknit.types.wanted import RESIZE, Wanted, matches
+from reknit.types.wanted import Wanted, matches
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Hashable, Sequence
@@ -79,6 +79,11 @@ class Loading(Walk):
         except Exception as error:  # of a `state_dict`, a hook, an iterator: whatever the value runs
             raise failed_search(error, value, place) from error
         self._at = outer
+
+    def enter(self, place: Place) -> None:
+        """Count a container that is looked into; the None that was saved in one like it needs no place."""
+        super().enter(place)
+        self._superseded += self.saved.nones_in(place)
 
     def early(self, action: Callable[[], None]) -> None:
         """Run `action`, which gives an object its state, before any live tensor changes.
@@ -174,20 +179,17 @@ class Loading(Walk):
         return found
 
     def _take_value(self, place: Place) -> None:
-        is_shared = place.fqn in self.catalog.blobs.get(place.item, {})
-        (self.blobs if is_shared else self.taken_back).append((place.item, place.fqn))
+        shared = self.catalog.blobs.get(place.item, {})
+        (self.blobs if place.fqn in shared else self.taken_back).append((place.item, place.fqn))
 
     def report_missing(self, place: Place, why: str) -> None:
         """Record that the checkpoint lacks what the target needs."""
         if self.saved.spec(place) is not None:
-            what = "it is a tensor in the checkpoint and a plain value in the target"
-            self.report_mismatched(place, what)
+            self.report_mismatched(place, "it is a tensor in the checkpoint and a plain value in the target")
         elif self.saved.look_up(place).value is not None:
-            what = "it is a plain value in the checkpoint and a tensor in the target"
-            self.report_mismatched(place, what)
+            self.report_mismatched(place, "it is a plain value in the checkpoint and a tensor in the target")
         else:
-            why = self.saved.differed(place) or self.saved.is_none(place) or why
-            self.missing.append((place.item, place.fqn, why))
+            self.missing.append((place.item, place.fqn, self.saved.lack(place) or why))
 
     def report_mismatched(self, place: Place, why: str) -> None:
         """Record that the checkpoint has something in a form that the target cannot take."""
@@ -265,16 +267,10 @@ class Loading(Walk):
         spec = self.saved.spec(place)
         assert spec is not None
         wanted = request.shards(place)
-        other = spec.shape != view.spec.shape
-        if other and not (request.resize and len(spec.shape) == len(view.spec.shape)):
-            why = f"its shape is {list(spec.shape)} in the checkpoint and {list(view.spec.shape)} here"
-            if request.resize:
-                why += "; the number of dimensions may not differ"
-            elif len(spec.shape) == len(view.spec.shape):
-                why += RESIZE
+        if (why := request.wrong_shape(spec)) is not None:
             self.report_mismatched(place, why)
             return
-        if other:
+        if spec.shape != view.spec.shape:
             self._resizable.append((place.item, place.fqn))
             if view.fresh:
                 for shard in wanted:
@@ -315,8 +311,8 @@ class Loading(Walk):
             for place in found.places:
                 self._take_value(place)
             self._num_kept += 1
-            part = self._early if request.early else self._late
-            part.settles += request.fills(element(found.value, request.view.spec.dtype))
+            fills = request.fills(element(found.value, request.view.spec.dtype))
+            (self._early if request.early else self._late).settles += fills
 
     def _is_kept(self, place: Place) -> bool:
         """Tell whether the checkpoint stores a tensor for each rank separately."""
@@ -324,17 +320,16 @@ class Loading(Walk):
 
     def _take_back(self, place: Place, spec: TensorSpec, request: Request) -> None:
         """Fill a tensor with the value that this rank saved."""
-        view, part = request.view, self._early if request.early else self._late
-        if spec != view.spec:
+        if spec != request.view.spec:
             self.report_mismatched(
-                place, f"it is {spec} for this rank in the checkpoint, and {view.spec} here"
+                place, f"it is {spec} for this rank in the checkpoint, and {request.view.spec} here"
             )
             return
         kept = self.saved.kept(place)
         assert kept is not None
         self.taken_back.append((place.item, place.fqn))
         self._num_kept += 1
-        part.settles += request.fills(kept)
+        (self._early if request.early else self._late).settles += request.fills(kept)
 
     def _more_exact(self, saved: Place, request: Request) -> Place | None:
         """Return the place to load instead of a saved tensor of another precision, or None."""

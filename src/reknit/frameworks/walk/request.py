@@ -9,6 +9,7 @@ from reknit.frameworks.neutral import put_array
 from reknit.frameworks.numbers import is_number, misfit
 from reknit.frameworks.same import same_value
 from reknit.types.shard import Shard
+from reknit.types.wanted import RESIZE
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -17,6 +18,7 @@ if TYPE_CHECKING:
 
     from reknit.frameworks.walk.rank_catalog import RankCatalog
     from reknit.frameworks.walk.walk import Place, View
+    from reknit.types.shard import TensorSpec
 
 
 class FoundNumber(NamedTuple):
@@ -48,6 +50,17 @@ class Request:
         return [
             Shard(place.item, place.fqn, view.spec, box, view.replicas, memory) for box, memory in view.parts
         ]
+
+    def wrong_shape(self, saved: TensorSpec) -> str | None:
+        """Say why the memory cannot take a tensor of the shape that was saved, if it cannot."""
+        here = self.view.spec.shape
+        alike = len(saved.shape) == len(here)
+        if saved.shape == here or (self.resize and alike):
+            return None
+        why = f"its shape is {list(saved.shape)} in the checkpoint and {list(here)} here"
+        if self.resize:
+            return f"{why}; the number of dimensions may not differ"
+        return why + RESIZE if alike else why
 
     def number(self, saved: RankCatalog, *, cast: bool) -> FoundNumber | None:
         """Return the number that was saved in the place of this tensor; None if the tensor has dimensions."""
