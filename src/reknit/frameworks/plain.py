@@ -141,6 +141,7 @@ class ContainerAdapter(Adapter):
             want_value(value, place, loading, assign)
             return
         _enter(value, place, loading)
+        loading.leave_nones(place, (key for key, _ in tree.children(value)))
         if is_united(value, loading):
             for inner in value:
                 loading.visit(inner, place, None)

@@ -94,7 +94,7 @@ class JaxNodeAdapter(Adapter):
     def wanted(self, value: Any, place: Place, loading: Loading, assign: Assign) -> None:
         """Ask for what is inside; if anything in it has to be replaced, so has the node."""
         node = _opened(value, place)
-        loading.enter(place)
+        loading.leave_nones(place, node.children)
         if _is_variable(value):
             for inner in node.children.values():
                 loading.visit(inner, place, Into(value))  # it keeps its place in the model

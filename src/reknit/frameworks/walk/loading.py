@@ -21,7 +21,7 @@ from reknit.types.shard import full_name
 from reknit.types.wanted import Wanted, matches
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Hashable, Sequence
+    from collections.abc import Callable, Hashable, Iterable, Sequence
 
     from reknit.frameworks.walk.walk import Assign, View
     from reknit.types.manifest import Catalog
@@ -80,10 +80,10 @@ class Loading(Walk):
             raise failed_search(error, value, place) from error
         self._at = outer
 
-    def enter(self, place: Place) -> None:
-        """Count a container that is looked into; the None that was saved in one like it needs no place."""
-        super().enter(place)
-        self._superseded += self.saved.nones_in(place)
+    def leave_nones(self, place: Place, keys: Iterable[str | int]) -> None:
+        """Leave out each None saved in a container, here one with these keys, that it has no place for."""
+        if nones := self.saved.nones_in(place):
+            self._superseded += nones - {(place.item, place.child(key).fqn) for key in keys}
 
     def early(self, action: Callable[[], None]) -> None:
         """Run `action`, which gives an object its state, before any live tensor changes.
@@ -190,6 +190,7 @@ class Loading(Walk):
             self.report_mismatched(place, "it is a plain value in the checkpoint and a tensor in the target")
         else:
             self.missing.append((place.item, place.fqn, self.saved.lack(place) or why))
+            self._superseded.append((place.item, place.fqn))  # None, if anything
 
     def report_mismatched(self, place: Place, why: str) -> None:
         """Record that the checkpoint has something in a form that the target cannot take."""
@@ -320,10 +321,8 @@ class Loading(Walk):
 
     def _take_back(self, place: Place, spec: TensorSpec, request: Request) -> None:
         """Fill a tensor with the value that this rank saved."""
-        if spec != request.view.spec:
-            self.report_mismatched(
-                place, f"it is {spec} for this rank in the checkpoint, and {request.view.spec} here"
-            )
+        if spec != (here := request.view.spec):
+            self.report_mismatched(place, f"it is {spec} for this rank in the checkpoint, and {here} here")
             return
         kept = self.saved.kept(place)
         assert kept is not None

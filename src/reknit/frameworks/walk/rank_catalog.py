@@ -34,7 +34,7 @@ class RankCatalog:
         self._catalog, self._world = catalog, world
         self._own: dict[tuple[str, frozenset[tuple[str, int]]], Mapping[str, Any]] = {}
         self._num_saved: dict[str, int] = {}
-        self._nones: dict[str, dict[str, list[tuple[str, str]]]] = {}
+        self._nones: dict[str, dict[str, set[tuple[str, str]]]] = {}
 
     def spec(self, place: Place) -> TensorSpec | None:
         """Return the spec of the tensor that was saved here, if one was that is for this rank."""
@@ -87,14 +87,14 @@ class RankCatalog:
         what = "it" if fqn == place.fqn else f"{type(place)(place.item, fqn)}"
         return f"{what} is None in the checkpoint"
 
-    def nones_in(self, place: Place) -> list[tuple[str, str]]:
+    def nones_in(self, place: Place) -> set[tuple[str, str]]:
         """Return (item, fqn) of each None that all ranks saved directly below a place."""
         if place.item not in self._nones:
-            found = self._nones[place.item] = defaultdict(list)
+            found = self._nones[place.item] = defaultdict(set)
             for fqn, value in self._catalog.blobs.get(place.item, {}).items():
                 if value is None and fqn:
-                    found[fqn.rpartition("/")[0]].append((place.item, fqn))
-        return self._nones[place.item].get(place.fqn, [])
+                    found[fqn.rpartition("/")[0]].add((place.item, fqn))
+        return self._nones[place.item].get(place.fqn, set())
 
     def lacks(self, place: Place) -> bool:
         """Tell whether no rank saved a value here, shared or its own."""
