@@ -64,8 +64,9 @@ def test_an_element_that_becomes_a_number_keeps_its_value(
     array = np.frombuffer(nbytes, numpy_dtype(dtype)).reshape(())
     found = from_element(array, target)
     assert type(found) is type(target)
-    assert repr(complex(found)) == repr(complex(number_of(array)))
-    assert type(target) is not int or found == number_of(array)
+    number: Any = number_of(array)
+    assert repr(complex(found)) == repr(complex(number))
+    assert type(target) is not int or found == number
 
 
 @pytest.mark.parametrize(

@@ -106,7 +106,8 @@ def _holds_all(dtype: str, wanted: str) -> bool:
     if dtype == "bool" or not converts(dtype, wanted):
         return False
     if dtype in INTEGERS and wanted not in INTEGERS:
-        return bool(np.iinfo(dtype).max <= 2 ** (ml_dtypes.finfo(wanted).nmant + 1))
+        digits: int = ml_dtypes.finfo(numpy_dtype(wanted)).nmant + 1  # type: ignore[no-untyped-call]
+        return bool(np.iinfo(dtype).max <= 2**digits)
     if dtype in INTEGERS or wanted in ("float64", "complex128"):
         return True
     return wanted == "float32" and dtype != "float64"

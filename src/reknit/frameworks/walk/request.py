@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+import numpy as np
+
 from reknit.frameworks.neutral import put_array
 from reknit.frameworks.numbers import is_number, misfit
 from reknit.frameworks.same import same_value
@@ -82,6 +84,6 @@ class Request:
 
         def fill() -> None:
             for shard in self.shards(self.places[0]):
-                put_array(array[(*shard.box.slices(), ...)], shard.data)
+                put_array(np.asarray(array[shard.box.slices()]), shard.data)
 
         return [fill] if self.view.settle is None else [fill, self.view.settle]
