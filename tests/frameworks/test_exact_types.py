@@ -216,7 +216,9 @@ def test_a_value_takes_the_place_of_one_of_any_type(tmp_path: Path) -> None:
         target: dict[str, Any] = {"k": {str(n): copy(present) for n in range(len(VALUES))}}
         reknit.load(tmp_path / "c", target)
         found = target["k"].values()
-        assert [value for value, back in zip(VALUES, found, strict=True) if not same(back, value)] == [], (
+        # An integer of NumPy becomes the integer of Python that the target has.
+        wanted = [int(v) if present == 5 and type(v) is np.int8 else v for v in VALUES]
+        assert [value for value, back in zip(wanted, found, strict=True) if not same(back, value)] == [], (
             present
         )
 

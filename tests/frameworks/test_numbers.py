@@ -11,11 +11,21 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from reknit.frameworks.numbers import element, is_number, misfit, number_of, whole
+from reknit.frameworks.numbers import (
+    element,
+    from_element,
+    is_number,
+    like,
+    misfit,
+    number_of,
+    read_as,
+    whole,
+)
 from reknit.types.dtype import ITEMSIZE, converts, numpy_dtype
 from tests.running.examples import examples
 
 _NUMBERS = [name for name in ITEMSIZE if converts("bool", name) and name != "bool"]
+_TARGETS = (0, 0.0, 0j, np.int16(0), np.uint64(0), np.float16(0), np.float32(0), np.complex64(0))
 _FLOATS = [name for name in _NUMBERS if converts("float64", name)]
 
 
@@ -39,6 +49,47 @@ def test_every_element_fits_into_its_own_dtype(dtype: str, data: st.DataObject) 
     assert misfit(number, dtype) is None
     again = number_of(element(number, dtype))
     assert repr(again) == repr(number)
+
+
+@settings(max_examples=examples(200))
+@given(st.sampled_from([*ITEMSIZE]), st.sampled_from(_TARGETS), st.data())
+def test_an_element_that_becomes_a_number_keeps_its_value(
+    dtype: str, target: Any, data: st.DataObject
+) -> None:
+    wanted, why = read_as(dtype, target)
+    if why is not None:
+        return
+    assert wanted == dtype
+    nbytes = data.draw(st.binary(min_size=ITEMSIZE[dtype], max_size=ITEMSIZE[dtype]))
+    array = np.frombuffer(nbytes, numpy_dtype(dtype)).reshape(())
+    found = from_element(array, target)
+    assert type(found) is type(target)
+    number: Any = number_of(array)
+    assert repr(complex(found)) == repr(complex(number))
+    assert type(target) is not int or found == number
+
+
+@pytest.mark.parametrize(
+    ("number", "target", "expected"),
+    [
+        (np.int64(3), 0, 3),
+        (np.int64(3), 0.0, 3.0),
+        (3, np.int8(0), np.int8(3)),
+        (300, np.int8(0), 300),
+        (np.float32(3), 0, np.float32(3)),
+        (0.1, np.float32(0), 0.1),
+        (3, 0.0, 3),
+        (True, np.int8(0), True),
+        (np.timedelta64(3), 0, np.timedelta64(3)),
+        (np.float32(3), None, np.float32(3)),
+    ],
+)
+def test_a_scalar_of_numpy_becomes_the_number_that_is_there_if_no_bit_is_lost(
+    number: Any, target: Any, expected: Any
+) -> None:
+    found = like(number, target)
+    assert type(found) is type(expected)
+    assert found == expected
 
 
 @settings(max_examples=examples(200))
@@ -90,7 +141,7 @@ def test_a_number_is_refused_where_it_would_not_be_the_same(
 
 
 def test_a_boolean_is_not_a_number_and_not_every_array_is_one() -> None:
-    assert not any(map(is_number, (True, np.True_, "1", None, np.zeros(()))))
+    assert not any(map(is_number, (True, np.True_, "1", None, np.zeros(()), np.timedelta64(1))))
     assert all(map(is_number, (1, 1.0, 1j, np.float32(1), np.uint8(1))))
     arrays = (np.ones(2), np.array(True), np.zeros((0,)), np.zeros((), "V4"))
     assert [number_of(array) for array in arrays] == [None] * 4

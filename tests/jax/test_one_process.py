@@ -34,6 +34,11 @@ def test_of_memory(alone: Job, tmp_path: Path, name: str) -> None:
     alone.call(f"memory.check_{name}", tmp_path / "checkpoint")
 
 
+@pytest.mark.parametrize("name", checks("optional"))
+def test_of_optional_parts(alone: Job, tmp_path: Path, name: str) -> None:
+    alone.call(f"optional.check_{name}", tmp_path / "checkpoint")
+
+
 @pytest.mark.parametrize("name", checks("beside_torch"))
 def test_of_jax_beside_torch(alone: Job, tmp_path: Path, name: str) -> None:
     pytest.importorskip("torch", reason="torch is not installed")

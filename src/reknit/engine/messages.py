@@ -163,9 +163,9 @@ class Items(msgspec.Struct, array_like=True):
 class Asked(msgspec.Struct, array_like=True):
     """Once a rank knows what it wants: which tensors and blobs it takes, as `bitmaps` of the names it knows.
 
-    `refused` are tensors that it has names for but cannot take.  `boxes` stands for the boxes that it wants:
-    where these are equal, so are the files.  `made` tells like `tensors` which of those it has names for that
-    transforms make.
+    `refused` are tensors and values that it has names for but cannot take.  `boxes` stands for the boxes that
+    it wants: where these are equal, so are the files.  `made` tells like `tensors` which of those it has
+    names for that transforms make.
     """
 
     tensors: dict[str, bytes]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+import ml_dtypes
 import numpy as np
 
 from reknit.errors import shown
@@ -14,8 +15,9 @@ if TYPE_CHECKING:
 
 
 def is_number(value: object) -> bool:
-    """Tell whether a value is a number of Python or a scalar of NumPy; a boolean is neither."""
-    return isinstance(value, (int, float, complex, np.number)) and not isinstance(value, bool)
+    """Tell whether a value is a number of Python or a scalar of NumPy; a boolean or a time is neither."""
+    is_other = isinstance(value, (bool, np.timedelta64))
+    return isinstance(value, (int, float, complex, np.number)) and not is_other
 
 
 def misfit(number: Any, dtype: str, *, cast: bool = False) -> str | None:
@@ -51,6 +53,64 @@ def element(number: Any, dtype: str) -> NDArray[Any]:
             if dtype == "float8_e4m3fn":  # it has no infinity: the largest number stands for more
                 array = np.clip(array, -448, 448)
         return array.astype(kind)
+
+
+def read_as(dtype: str, target: Any, *, cast: bool = False) -> tuple[str, str | None]:
+    """Return the dtype in which to read a saved element that becomes a number like `target`.
+
+    Returns as well why it cannot become one, if so: each element of its dtype has to fit, or, with `cast`, be
+    rounded.  An integer of Python holds those of any dtype, a float of Python is a float64, and a boolean is
+    no number.
+    """
+    integer = isinstance(target, int) and dtype in INTEGERS
+    wanted = dtype if integer else _dtype_of(target)
+    if _holds_all(dtype, wanted):
+        return dtype, None
+    what = f"it is a tensor of {dtype} in the checkpoint and a number of type {type(target).__name__} here"
+    if dtype == "bool" or not converts(dtype, wanted):
+        return wanted, f"{what}, which is another kind of number"
+    return wanted, None if cast else f"{what}, which may round it (LoadOptions(cast=True) allows that)"
+
+
+def like(number: Any, target: Any) -> Any:
+    """Return a number in the type of another one, where that is of NumPy or its own is, and all bits fit.
+
+    Where they do not, and for what is no number, return it as it is.
+    """
+    if not (is_number(number) and is_number(target)) or type(number) is type(target):
+        return number
+    if not isinstance(number, np.generic) and not isinstance(target, np.generic):
+        return number
+    if isinstance(target, int):
+        return int(number) if isinstance(number, np.integer) else number
+    dtype = _dtype_of(target)
+    return number if misfit(number, dtype) is not None else _as_type(number, target, dtype)
+
+
+def from_element(array: NDArray[Any], target: Any) -> Any:
+    """Return the element of an array, read as `read_as` said, as a number of the type of `target`."""
+    number = number_of(array)
+    return number if isinstance(target, int) else _as_type(number, target, _dtype_of(target))
+
+
+def _as_type(number: Any, target: Any, dtype: str) -> Any:
+    if isinstance(target, np.generic):
+        return element(number, dtype)[()]
+    return float(number) if isinstance(target, float) else complex(number)
+
+
+def _holds_all(dtype: str, wanted: str) -> bool:
+    """Tell whether each element of one dtype, booleans aside, has all its bits in another."""
+    if dtype == wanted:
+        return True
+    if dtype == "bool" or not converts(dtype, wanted):
+        return False
+    if dtype in INTEGERS and wanted not in INTEGERS:
+        digits: int = ml_dtypes.finfo(numpy_dtype(wanted)).nmant + 1  # type: ignore[no-untyped-call]
+        return bool(np.iinfo(dtype).max <= 2**digits)
+    if dtype in INTEGERS or wanted in ("float64", "complex128"):
+        return True
+    return wanted == "float32" and dtype != "float64"
 
 
 def number_of(array: Any) -> int | float | complex | None:

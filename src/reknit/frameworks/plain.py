@@ -12,6 +12,7 @@ import numpy as np
 from reknit.errors import StateError
 from reknit.frameworks import tree
 from reknit.frameworks.neutral import to_neutral
+from reknit.frameworks.numbers import from_element, is_number, like, read_as
 from reknit.frameworks.walk import overlap
 from reknit.frameworks.walk.adapter import Adapter
 from reknit.frameworks.walk.walk import View, first_match
@@ -28,6 +29,8 @@ if TYPE_CHECKING:
     from reknit.frameworks.walk.loading import Loading
     from reknit.frameworks.walk.saving import Saving
     from reknit.frameworks.walk.walk import Assign, Place, Walk, World
+
+    Child = tuple[Any, Any, Place]
 
 
 class NumpyArrays:
@@ -142,19 +145,34 @@ class ContainerAdapter(Adapter):
             want_value(value, place, loading, assign)
             return
         _enter(value, place, loading)
+        loading.leave_nones(place, (key for key, _ in tree.children(value)))
         if is_united(value, loading):
             for inner in value:
                 loading.visit(inner, place, None)
         elif isinstance(value, tuple) or not _is_first(value, loading):
             children = [(key, inner, place.child(key)) for key, inner in tree.children(value)]
+            if tree.is_named(value):
+                children = filled_fields(children, loading)
             want_successor(children, partial(_with, value), loading, assign)
         else:
             for key, inner in tree.children(value):
                 loading.visit(inner, place.child(key), setter(value, key))
 
 
+def filled_fields(children: Iterable[Child], loading: Loading) -> list[Child]:
+    """Return the fields of a class less those that are None and of which the checkpoint has no value.
+
+    None is an empty part of a tree, which needs nothing; a value that was saved takes its place.
+    """
+    return [
+        (key, inner, place)
+        for key, inner, place in children
+        if inner is not None or not loading.takes(place) or not loading.saved.lacks(place)
+    ]
+
+
 def want_successor(
-    children: Iterable[tuple[Any, Any, Place]],
+    children: Iterable[Child],
     make: Callable[[dict[Any, Any]], Any],
     loading: Loading,
     assign: Assign,
@@ -258,6 +276,10 @@ def want_value(target: Any, place: Place, loading: Loading, assign: Assign) -> N
         )
     if isinstance(target, (Mapping, list, tuple)) and not target and loading.saved.is_divided(place):
         return  # it is empty here, as other ranks have what is in it
+    spec = loading.saved.spec(place)
+    if is_number(target) and assign is not None and spec is not None and not spec.shape:
+        _want_element(target, spec.dtype, place, loading, assign)
+        return
     found = loading.value(place)
     if found.why is not None:
         return
@@ -268,7 +290,28 @@ def want_value(target: Any, place: Place, loading: Loading, assign: Assign) -> N
             "in a container that cannot be changed",
         )
     else:
-        loading.later(lambda: _put(target, found.value, assign))
+        loading.later(lambda: _put(target, like(found.value, target), assign))
+
+
+def _want_element(
+    target: Any, dtype: str, place: Place, loading: Loading, assign: Callable[[Any], None]
+) -> None:
+    """Ask for a number that was saved as a tensor without dimensions; it gets the type of the target."""
+    dtype, why = read_as(dtype, target, cast=loading.catalog.terms.cast)
+    if why is not None:
+        loading.report_mismatched(place, why)
+        return
+    array, arrived = np.empty((), numpy_dtype(dtype)), list[bool]()
+    view = View(
+        TensorSpec((), dtype),
+        ((Box.whole(()), array),),
+        loading.world.alone,
+        ("number", id(array)),
+        lambda: arrived.append(True),
+        fresh=True,
+    )
+    loading.view(view, place, array)
+    loading.later(lambda: assign(from_element(array, target)) if arrived else None)
 
 
 def _put(target: Any, value: Any, assign: Assign) -> None:

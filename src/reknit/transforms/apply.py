@@ -87,7 +87,8 @@ class Transformed:
         found.equal.update(early.equal)
         taken.update((alias[:2], None) for alias in found.equal)
         for entry in (*(alias[:2] for alias in wanted.aliases), *wanted.superseded):
-            taken.update(dict.fromkeys(self.origins(entry)))
+            for tensors in (True, False):
+                taken.update(dict.fromkeys(self.origins(entry, tensors=tensors)))
         for depth, step in enumerate(self._steps):
             for entry in step.dropped:
                 for tensors in (True, False):

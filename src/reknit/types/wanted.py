@@ -65,7 +65,8 @@ class Wanted:
     `superseded`: (item, fqn) of what was saved and is not needed: another tensor says more, or it is dropped.
     `labels`: the name of each shard in messages to users, where that is not its own.
     `idle`: patterns of `Terms`, of any kind, that match no name of this rank's target.
-    `num_tensors`: how many tensors of the target are to be loaded, `num_kept` how many come from `own`.
+    `num_tensors`: how many tensors of the target are to be loaded, `num_kept` how many of them come
+    from values, of `own` or `blobs`.
     `coordinate`: as in `Holdings`.
     `early`: names (`full_name`) of wanted tensors whose memory is new, and for objects with a `state_dict`.
     `deliver_early`: called with nothing once these have arrived, before any other memory is filled; gives

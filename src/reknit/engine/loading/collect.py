@@ -47,11 +47,18 @@ class Collected(NamedTuple):
         taken = {index.tensors[fill.tensor][:2] for fill in self.fills}
         taken |= {alias[:2] for alias in wanted.aliases} | set(wanted.superseded)
         mentioned = {name for name, _ in problems.mismatched} | problems.resized.keys()
+        if self.transformed is not None:
+            for entry in wanted.mismatched:
+                for tensors in (True, False):
+                    origins = self.transformed.origins(entry[:2], tensors=tensors)
+                    mentioned.update(full_name(*origin) for origin in origins)
+        values = frozenset((*wanted.blobs, *wanted.superseded))
         refused = [
-            key for key in index.ids if mentioned and full_name(*key) in mentioned and key not in taken
+            key
+            for key in (*index.ids, *self.checkpoint.blob_names())
+            if mentioned and full_name(*key) in mentioned and key not in taken and key not in values
         ]
         boxes = [(fill.tensor, fill.box.offsets, fill.box.lengths) for fill in self.fills]
-        values = frozenset((*wanted.blobs, *wanted.superseded))
         return messages.encode(
             messages.Asked(
                 tensors=bitmaps(index.ids, taken),

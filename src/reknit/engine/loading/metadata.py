@@ -205,9 +205,9 @@ def _left(checkpoint: OpenCheckpoint, asked: Sequence[messages.Asked]) -> list[N
     blobs = {tuple(rank.blobs.items()) for rank in asked}
     refused = {name for rank in asked for name in rank.refused}
     left = left_over(checkpoint.index.ids, [dict(each) for each in tensors])
-    left = [name for name in left if name not in refused]
     values = left_over(checkpoint.blob_names(), [dict(each) for each in blobs])
-    return left + [name for name in values if not _stands_for_more(checkpoint, *name)]
+    left += [name for name in values if not _stands_for_more(checkpoint, *name)]
+    return [name for name in left if name not in refused]
 
 
 def _stands_for_more(checkpoint: OpenCheckpoint, item: str, fqn: str) -> bool:

@@ -10,7 +10,7 @@ import jax
 from jax import tree_util
 
 from reknit.errors import StateError
-from reknit.frameworks.plain import want_successor
+from reknit.frameworks.plain import filled_fields, want_successor
 from reknit.frameworks.tree import too_deep
 from reknit.frameworks.walk.adapter import Adapter
 from reknit.types.shard import MAX_DEPTH
@@ -94,6 +94,7 @@ class JaxNodeAdapter(Adapter):
     def wanted(self, value: Any, place: Place, loading: Loading, assign: Assign) -> None:
         """Ask for what is inside; if anything in it has to be replaced, so has the node."""
         node = _opened(value, place)
+        loading.leave_nones(place, node.children)
         if _is_variable(value):
             for inner in node.children.values():
                 loading.visit(inner, place, Into(value))  # it keeps its place in the model
@@ -103,6 +104,8 @@ class JaxNodeAdapter(Adapter):
             return tree_util.tree_unflatten(node.build, list((node.children | fresh).values()))
 
         children = [(k, inner, place if node.box else place.child(k)) for k, inner in node.children.items()]
+        if not isinstance(value, Mapping):
+            children = filled_fields(children, loading)
         want_successor(children, rebuilt, loading, assign)
 
 

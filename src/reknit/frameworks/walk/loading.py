@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Protocol
 
 from reknit.errors import ReknitError
-from reknit.frameworks.neutral import put_array
+from reknit.frameworks.numbers import element
 from reknit.frameworks.walk import overlap
 from reknit.frameworks.walk.composites import REMEDY, CompositeRequests, record_at
 from reknit.frameworks.walk.delivery import Delivery, DeliveryPart
@@ -16,14 +16,14 @@ from reknit.frameworks.walk.request import Request
 from reknit.frameworks.walk.selecting import Selecting
 from reknit.frameworks.walk.walk import Matcher, Place, first_match
 from reknit.frameworks.walk.writable import require_writable
-from reknit.types.shard import Shard, full_name
-from reknit.types.wanted import RESIZE, Wanted
+from reknit.types.shard import full_name
+from reknit.types.wanted import Wanted
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Hashable, Sequence
+    from collections.abc import Callable, Hashable, Iterable, Sequence
 
     from reknit.frameworks.walk.walk import Assign, Composite, View
-    from reknit.types.shard import TensorSpec
+    from reknit.types.shard import Shard, TensorSpec
 
 Entry = tuple[str, str]
 Remark = tuple[str, str, str]
@@ -70,6 +70,11 @@ class Loading(Selecting):
         except Exception as error:  # of a `state_dict`, a hook, an iterator: whatever the value runs
             raise failed_search(error, value, place) from error
         self._at = outer
+
+    def leave_nones(self, place: Place, keys: Iterable[str | int]) -> None:
+        """Leave out each None saved in a container, here one with these keys, that it has no place for."""
+        if nones := self.saved.nones_in(place):
+            self._superseded += nones - {(place.item, place.child(key).fqn) for key in keys}
 
     def early(self, action: Callable[[], None]) -> None:
         """Run `action`, which gives an object its state, before any live tensor changes.
@@ -147,26 +152,27 @@ class Loading(Selecting):
         found = self.saved.look_up(place)
         if found.why is not None:
             self.report_missing(place, found.why)
-        elif place.fqn in self.catalog.blobs.get(place.item, {}):
-            self.blobs.append((place.item, place.fqn))
         else:
-            self.taken_back.append((place.item, place.fqn))
+            self._take_value(place)
         return found
+
+    def _take_value(self, place: Place) -> None:
+        shared = self.catalog.blobs.get(place.item, {})
+        (self.blobs if place.fqn in shared else self.taken_back).append((place.item, place.fqn))
 
     def report_missing(self, place: Place, why: str) -> None:
         """Record that the checkpoint lacks what the target needs."""
         if self.saved.spec(place) is not None:
-            what = "it is a tensor in the checkpoint and a plain value in the target"
-            self.report_mismatched(place, what)
+            self.report_mismatched(place, "it is a tensor in the checkpoint and a plain value in the target")
         elif (record := record_at(place, self.saved)) is not None:
             what = f"it is a {record['class']} in the checkpoint, and not in the target: {REMEDY}"
             self.report_mismatched(place, what)
             self.pass_over(place)
-        elif place.fqn in self.catalog.blobs.get(place.item, {}):
-            what = "it is a plain value in the checkpoint and a tensor in the target"
-            self.report_mismatched(place, what)
+        elif self.saved.look_up(place).value is not None:
+            self.report_mismatched(place, "it is a plain value in the checkpoint and a tensor in the target")
         else:
-            self.missing.append((place.item, place.fqn, self.saved.differed(place) or why))
+            self.missing.append((place.item, place.fqn, self.saved.lack(place) or why))
+            self._superseded.append((place.item, place.fqn))  # None, if anything
 
     def report_mismatched(self, place: Place, why: str) -> None:
         """Record that the checkpoint has something in a form that the target cannot take."""
@@ -239,26 +245,18 @@ class Loading(Selecting):
             self._superseded += [(place.item, place.fqn) for place in saved]
             saved = [better]
         if not saved:
-            if not request.view.num_elements and record_at(request.places[0], self.saved) is not None:
-                return  # other ranks have all of it, as a tensor that is made of others
-            self.report_missing(request.places[0], "the checkpoint does not have it")
+            if request.view.num_elements or record_at(request.places[0], self.saved) is None:
+                self._settle_number(request)
+            # Or else other ranks have all of it, as a tensor that is made of others.
             return
         place, view = saved[0], request.view
         spec = self.saved.spec(place)
         assert spec is not None
-        wanted = [
-            Shard(place.item, place.fqn, view.spec, box, view.replicas, memory) for box, memory in view.parts
-        ]
-        other = spec.shape != view.spec.shape
-        if other and not (request.resize and len(spec.shape) == len(view.spec.shape)):
-            why = f"its shape is {list(spec.shape)} in the checkpoint and {list(view.spec.shape)} here"
-            if request.resize:
-                why += "; the number of dimensions may not differ"
-            elif len(spec.shape) == len(view.spec.shape):
-                why += RESIZE
+        wanted = request.shards(place)
+        if (why := request.wrong_shape(spec)) is not None:
             self.report_mismatched(place, why)
             return
-        if other:
+        if spec.shape != view.spec.shape:
             self._resizable.append((place.item, place.fqn))
             if view.fresh:
                 for shard in wanted:
@@ -277,7 +275,7 @@ class Loading(Selecting):
             else:
                 self._aliases.append((alias.item, alias.fqn, place.item, place.fqn))
         if self.is_kept(place):
-            self._take_back(place, spec, wanted, request)
+            self._take_back(place, spec, request)
             return
         part = self._early if request.early else self._late
         if request.early:
@@ -288,26 +286,30 @@ class Loading(Selecting):
         if view.settle is not None and self.converts_to(spec, view.spec):
             part.settles.append(view.settle)
 
-    def _take_back(self, place: Place, spec: TensorSpec, wanted: Sequence[Shard], request: Request) -> None:
+    def _settle_number(self, request: Request) -> None:
+        """Load a tensor without dimensions from the number that was saved under its name, if one was."""
+        found = request.number(self.saved, cast=self.catalog.terms.cast)
+        if found is None:
+            self.report_missing(request.places[0], "the checkpoint does not have it")
+        elif found.why is not None:
+            self.report_mismatched(found.places[0], found.why)
+        else:
+            for place in found.places:
+                self._take_value(place)
+            self._num_kept += 1
+            fills = request.fills(element(found.value, request.view.spec.dtype))
+            (self._early if request.early else self._late).settles += fills
+
+    def _take_back(self, place: Place, spec: TensorSpec, request: Request) -> None:
         """Fill a tensor with the value that this rank saved."""
-        view, part = request.view, self._early if request.early else self._late
-        if spec != view.spec:
-            self.report_mismatched(
-                place, f"it is {spec} for this rank in the checkpoint, and {view.spec} here"
-            )
+        if spec != (here := request.view.spec):
+            self.report_mismatched(place, f"it is {spec} for this rank in the checkpoint, and {here} here")
             return
         kept = self.saved.kept(place)
         assert kept is not None
         self.taken_back.append((place.item, place.fqn))
         self._num_kept += 1
-
-        def fill() -> None:
-            for shard in wanted:
-                put_array(kept[shard.box.slices()], shard.data)
-
-        part.settles.append(fill)
-        if view.settle is not None:
-            part.settles.append(view.settle)
+        (self._early if request.early else self._late).settles += request.fills(kept)
 
     def _more_exact(self, saved: Place, request: Request) -> Place | None:
         """Return the place to load instead of a saved tensor of another precision, or None."""

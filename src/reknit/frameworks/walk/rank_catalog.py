@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
@@ -33,6 +34,7 @@ class RankCatalog:
         self._catalog, self._world = catalog, world
         self._own: dict[tuple[str, frozenset[tuple[str, int]]], Mapping[str, Any]] = {}
         self._num_saved: dict[str, int] = {}
+        self._nones: dict[str, dict[str, set[tuple[str, str]]]] = {}
 
     def spec(self, place: Place) -> TensorSpec | None:
         """Return the spec of the tensor that was saved here, if one was that is for this rank."""
@@ -77,6 +79,31 @@ class RankCatalog:
             f"it differed between the {saved} ranks that saved it, and this job has {self._world.size}; "
             "wrap it in PerRank to declare that each rank has its own"
         )
+
+    def lack(self, place: Place) -> str | None:
+        """Say that ranks differed here, or that None is saved for this place or what it is in, if so."""
+        if (why := self.differed(place)) is not None:
+            return why
+        shared, fqn = self._catalog.blobs.get(place.item, {}), place.fqn
+        while fqn not in shared and fqn:
+            fqn = fqn.rpartition("/")[0]
+        if fqn not in shared or shared[fqn] is not None:
+            return None
+        what = "it" if fqn == place.fqn else f"{type(place)(place.item, fqn)}"
+        return f"{what} is None in the checkpoint"
+
+    def nones_in(self, place: Place) -> set[tuple[str, str]]:
+        """Return (item, fqn) of each None that all ranks saved directly below a place."""
+        if place.item not in self._nones:
+            found = self._nones[place.item] = defaultdict(set)
+            for fqn, value in self._catalog.blobs.get(place.item, {}).items():
+                if value is None and fqn:
+                    found[fqn.rpartition("/")[0]].add((place.item, fqn))
+        return self._nones[place.item].get(place.fqn, set())
+
+    def lacks(self, place: Place) -> bool:
+        """Tell whether no rank saved a value here, shared or its own."""
+        return self.look_up(place).why is not None and self.differed(place) is None
 
     def is_divided(self, place: Place) -> bool:
         """Tell whether the checkpoint has what is inside this place, and nothing for the place itself."""
