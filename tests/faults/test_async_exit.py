@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -225,7 +226,8 @@ def test_a_kill_during_staging_leaves_nothing(run: _Scripts) -> None:
     script.process.kill()
     code, errors = script.ends()
     assert code == -signal.SIGKILL
-    assert "finishes 1 saves" in errors
+    # The first is committed, and may still be counted while the agent clears up behind it.
+    assert re.search(r"its agent finishes [12] saves", errors)
     assert not script.holds(2)
     assert script.files(2) == []
 
