@@ -17,7 +17,7 @@ from flax.training.train_state import TrainState
 
 import reknit
 from reknit.errors import MismatchError
-from tests.jax.trees import raises
+from tests.jax.trees import Own, raises
 
 
 class Count(NamedTuple):
@@ -102,6 +102,25 @@ def check_a_module_without_a_bias_and_its_state_fit_each_other(folder: str) -> N
     reknit.save(f"{folder}/biased", {"net": Net(5, bias=True)})
     unexpected = "in 1 place; nothing was changed:\n  unexpected: net/layers/0/bias: "
     raises(MismatchError, unexpected, lambda: reknit.load(f"{folder}/biased", {"net": Net(6)}))
+
+
+def check_a_function_stays_where_none_was_saved_for_it(folder: str) -> None:
+    saved = {"m": Own(jnp.ones(2), None), "n": {"f": None, "x": jnp.ones(1)}}
+    reknit.save(folder, saved)
+    target: dict[str, Any] = {"m": Own(jnp.zeros(2), jax.nn.relu), "n": {"f": len, "x": jnp.zeros(1)}}
+    report = reknit.load(folder, target)
+    assert target["m"].b is jax.nn.relu
+    assert target["n"]["f"] is len
+    assert target["m"].a.tolist() == [1, 1]
+    assert len(report.notes) == 2
+    reknit.save(folder, {"m": Own(jnp.ones(2), 3)}, overwrite=True)
+    wrong = {"m": Own(jnp.zeros(2), jax.nn.relu)}
+    raises(
+        MismatchError,
+        "m/b: it is of type int in the checkpoint and a function here",
+        lambda: reknit.load(folder, wrong),
+    )
+    assert wrong["m"].a.tolist() == [0, 0]
 
 
 def check_a_class_with_a_new_optional_field_reads_its_older_checkpoint(folder: str) -> None:

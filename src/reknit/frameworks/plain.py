@@ -19,6 +19,7 @@ from reknit.frameworks.walk.walk import View, first_match
 from reknit.types.box import Box
 from reknit.types.containers import REBUILT
 from reknit.types.dtype import ITEMSIZE, numpy_dtype
+from reknit.types.functions import is_function
 from reknit.types.shard import TensorSpec
 
 if TYPE_CHECKING:
@@ -283,7 +284,13 @@ def want_value(target: Any, place: Place, loading: Loading, assign: Assign) -> N
     found = loading.value(place)
     if found.why is not None:
         return
-    if assign is None and not tree.refits(target, found.value):
+    if is_function(target):
+        if found.value is None:
+            loading.note(place, "it is a function, of which a checkpoint holds nothing but None: it stays")
+        else:
+            kind = type(found.value).__name__
+            loading.report_mismatched(place, f"it is of type {kind} in the checkpoint and a function here")
+    elif assign is None and not tree.refits(target, found.value):
         loading.report_mismatched(
             place,
             f"a {type(found.value).__name__} was saved, which the {type(target).__name__} here cannot become "

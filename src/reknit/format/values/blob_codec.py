@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import enum
-import inspect
 from collections.abc import Iterator
-from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import msgspec
@@ -30,6 +28,7 @@ from reknit.format.values.blob_types import (
 )
 from reknit.format.values.msgpack_reader import check_structure, read_msgpack
 from reknit.format.values.refused import RefusedError
+from reknit.types.functions import is_function
 from reknit.types.shard import MAX_DEPTH
 
 if TYPE_CHECKING:
@@ -254,7 +253,7 @@ def _remedy(value: Any) -> str:
             "it has no resumable position: save its position as a number, and skip to it after a load; "
             "or put it into a class with state_dict() and load_state_dict()"
         )
-    if inspect.isroutine(value) or isinstance(value, (partial, np.ufunc)) or hasattr(value, "__wrapped__"):
+    if is_function(value):
         return (
             "leave it out of the state, as a function has none: of a module of Equinox, for example, save "
             "and load eqx.filter(module, eqx.is_array)"

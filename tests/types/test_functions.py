@@ -1,0 +1,31 @@
+"""What counts as a function, of which a checkpoint holds nothing."""
+
+from __future__ import annotations
+
+from functools import cache, partial
+from typing import Any
+
+import numpy as np
+import pytest
+
+from reknit.types.functions import is_function
+
+
+class Callable:
+    def __call__(self) -> None: ...
+
+    def method(self) -> None: ...
+
+
+@pytest.mark.parametrize(
+    "value",
+    [len, lambda x: x, np.exp, np.sum, partial(len), cache(len), "".join, Callable().method],
+    ids=repr,
+)
+def test_functions_of_every_kind_are_known(value: Any) -> None:
+    assert is_function(value)
+
+
+@pytest.mark.parametrize("value", [None, 1, "len", [len], int, Callable, Callable(), np.zeros(1)], ids=repr)
+def test_classes_and_objects_are_no_functions(value: Any) -> None:
+    assert not is_function(value)
