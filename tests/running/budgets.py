@@ -29,7 +29,7 @@ BUDGETS: dict[str, Budget] = {
     "examples": Budget(35, 48),
     "faults": Budget(240, 750),
     "format": Budget(20),
-    "frameworks": Budget(80, 290),
+    "frameworks": Budget(80, 300),
     "interop": Budget(10, 3),
     "jax": Budget(50, 6),
     "megatron": Budget(80, 150),
