@@ -16,6 +16,8 @@ from reknit.frameworks.walk import writable
 if TYPE_CHECKING:
     from pathlib import Path
 
+    from numpy.typing import NDArray
+
 pytestmark = pytest.mark.filterwarnings("ignore:.*not writable")
 
 
@@ -23,8 +25,8 @@ def _over_memmap(path: Path) -> torch.Tensor:
     return torch.from_numpy(np.memmap(path, dtype=np.float32, mode="r"))
 
 
-def _array_over_memmap(path: Path) -> np.ndarray:
-    array: np.ndarray = _over_memmap(path).numpy()
+def _array_over_memmap(path: Path) -> NDArray[Any]:
+    array: NDArray[Any] = _over_memmap(path).numpy()
     assert array.flags.writeable  # by the word of torch
     return array
 
@@ -116,8 +118,13 @@ def test_a_lenient_load_takes_memory_that_it_leaves_as_it_is(over: Any, form: st
 
 
 def test_the_kernel_is_asked_about_foreign_memory_alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    asked = []
-    monkeypatch.setattr(writable, "_read_only", lambda: asked.append(1) or ([], []))
+    asked: list[tuple[list[int], list[int]]] = []
+
+    def ask() -> tuple[list[int], list[int]]:
+        asked.append(([], []))
+        return asked[-1]
+
+    monkeypatch.setattr(writable, "_read_only", ask)
     own = (torch.zeros(3), np.zeros(3), np.zeros((3, 4))[1:].T, torch.zeros(2, device="meta"))
     writable.require_writable([("a", memory) for memory in own])
     assert not asked
