@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+from argparse import Namespace
+from collections import Counter, OrderedDict, defaultdict, deque
 from decimal import Decimal
+from types import SimpleNamespace
 from typing import Any
 
 import jax
@@ -62,6 +65,14 @@ SAME: list[Any] = [
     lambda: to_neutral({"a": torch.ones(2)}, "here"),
     lambda: jnp.array([_NAN, -0.0]),
     lambda: [jnp.ones(()), jax.random.key(3)],
+    lambda: deque([float("nan"), torch.ones(2)], 3),
+    lambda: SimpleNamespace(a=torch.ones(2)),
+    lambda: Namespace(a=np.ones(2)),
+    lambda: OrderedDict(a=torch.ones(2)),
+    lambda: defaultdict(list, a=[torch.ones(2)]),
+    lambda: Counter({float("nan"): 2, (1, float("nan")): 1}),
+    lambda: {float("nan"), 1, "a", np.float32(_NAN), frozenset([float("nan")]), range(3)},
+    lambda: slice(0, None),
 ]
 
 
@@ -91,6 +102,25 @@ def test_a_value_is_the_same_as_one_made_alike(make: Any) -> None:
         (_masked(False), np.arange(2)),
         ([1], [1, 2]),
         ({"a": 1}, {"b": 1}),
+        ({1: 2}, {True: 2}),
+        ({0.0: 2}, {-0.0: 2}),
+        ({(1, 2): 2}, {(True, 2): 2}),
+        (Counter({1: 2}), Counter({1.0: 2})),
+        ({0.0}, {-0.0}),
+        ({_NAN, 1}, {_NAN, True}),
+        (frozenset([1]), frozenset([True])),
+        (frozenset([frozenset([1])]), frozenset([frozenset([True])])),
+        ({1}, frozenset([1])),
+        (deque([1]), deque([True])),
+        (deque([0.0]), deque([-0.0])),
+        (deque([1]), deque([1], 2)),
+        (deque([torch.ones(2)]), deque([torch.zeros(2)])),
+        (SimpleNamespace(a=0.0), SimpleNamespace(a=-0.0)),
+        (Namespace(a=1), Namespace(a=True)),
+        (Namespace(a=1), SimpleNamespace(a=1)),
+        (defaultdict(list, a=1), defaultdict(list, a=True)),
+        (slice(0, 1), slice(0, True)),
+        (range(0, 3, 2), range(0, 4, 2)),
         (torch.zeros(2), -torch.zeros(2)),
         (torch.zeros(2), torch.zeros(2, dtype=torch.float64)),
         (torch.zeros(2), torch.zeros(1, 2)),

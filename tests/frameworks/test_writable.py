@@ -16,11 +16,19 @@ from reknit.frameworks.walk import writable
 if TYPE_CHECKING:
     from pathlib import Path
 
+    from numpy.typing import NDArray
+
 pytestmark = pytest.mark.filterwarnings("ignore:.*not writable")
 
 
 def _over_memmap(path: Path) -> torch.Tensor:
     return torch.from_numpy(np.memmap(path, dtype=np.float32, mode="r"))
+
+
+def _array_over_memmap(path: Path) -> NDArray[Any]:
+    array: NDArray[Any] = _over_memmap(path).numpy()
+    assert array.flags.writeable  # by the word of torch
+    return array
 
 
 def _over_mapping(path: Path) -> torch.Tensor:
@@ -54,6 +62,7 @@ def test_a_value_of_a_rank_is_replaced_where_it_cannot_be_filled(tmp_path: Path)
     (tmp_path / "values").write_bytes(bytes(4 * 8))
     presents: list[Any] = [
         _over_memmap(tmp_path / "values").reshape(2, 4),
+        _array_over_memmap(tmp_path / "values").reshape(2, 4),
         np.broadcast_to(np.zeros(4, np.float32), (2, 4)),
         np.lib.stride_tricks.as_strided(np.zeros(4, np.float32), (2, 4), (0, 4)),
         torch.zeros(4).expand(2, 4),
@@ -77,11 +86,57 @@ def test_a_tensor_over_a_mapping_that_may_be_written_is_filled(tmp_path: Path) -
     assert target.eq(1).all()
 
 
-def test_the_kernel_is_asked_about_foreign_memory_alone(
+@pytest.mark.parametrize("form", ["whole", "part", "listed", "reversed bytes", "number"])
+def test_an_array_of_a_tensor_over_a_read_only_mapping_is_refused(form: str, tmp_path: Path) -> None:
+    (tmp_path / "values").write_bytes(bytes(4 * 5000))
+    array = _array_over_memmap(tmp_path / "values")
+    made: dict[str, Any] = {
+        "whole": array,
+        "part": array[4000:].reshape(10, 100).T,
+        "listed": [array],
+        "reversed bytes": array.view(">f4"),
+        "number": array[:1].reshape(()),
+    }
+    saved = 1.0 if form == "number" else made[form]
+    reknit.save(tmp_path / "saved", {"m": saved})
+    with pytest.raises(StateError, match=r"m(/0)? is an array over a read-only mapping"):
+        reknit.load(tmp_path / "saved", {"m": made[form]})
+
+
+@pytest.mark.parametrize("form", ["missing", "shape", "dtype"])
+@pytest.mark.parametrize("over", [_over_memmap, _array_over_memmap])
+def test_a_lenient_load_takes_memory_that_it_leaves_as_it_is(over: Any, form: str, tmp_path: Path) -> None:
+    (tmp_path / "values").write_bytes(bytes(4 * 8))
+    state: dict[str, Any] = {"other": torch.ones(3)}
+    if form != "missing":
+        state["m"] = torch.ones(3) if form == "shape" else torch.ones(8, dtype=torch.int32)
+    reknit.save(tmp_path / "saved", state)
+    target = {"other": torch.zeros(3), "m": over(tmp_path / "values")}
+    reknit.load(tmp_path / "saved", target, strict=False)
+    assert target["other"].tolist() == [1, 1, 1]
+    assert not target["m"].any()
+
+
+def test_the_kernel_is_asked_about_foreign_memory_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[tuple[list[int], list[int]]] = []
+
+    def ask() -> tuple[list[int], list[int]]:
+        asked.append(([], []))
+        return asked[-1]
+
+    monkeypatch.setattr(writable, "_read_only", ask)
+    own = (torch.zeros(3), np.zeros(3), np.zeros((3, 4))[1:].T, torch.zeros(2, device="meta"))
+    writable.require_writable([("a", memory) for memory in own])
+    assert not asked
+    writable.require_writable([("a", torch.from_numpy(np.zeros(3)))])
+    assert asked
+
+
+def test_memory_is_filled_where_the_kernel_lists_no_mappings(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     monkeypatch.setattr(writable, "_MAPS", tmp_path / "none")
-    own = (torch.zeros(3), np.zeros(3), torch.zeros(2, device="meta"))
-    writable.require_writable([("a", memory) for memory in own])
-    with pytest.raises(FileNotFoundError):
-        writable.require_writable([("a", torch.from_numpy(np.zeros(3)))])
+    target = torch.from_numpy(np.zeros(3, np.float32))
+    reknit.save(tmp_path / "saved", {"m": torch.ones(3)})
+    reknit.load(tmp_path / "saved", {"m": target})
+    assert target.eq(1).all()

@@ -13,14 +13,18 @@ import numpy as np
 from reknit.errors import StateError, UsageError, shortage, shown
 from reknit.frameworks import tree
 from reknit.frameworks.neutral import conflict, from_neutral, placed_as, put_array, record_of, to_neutral
+from reknit.frameworks.numbers import element, from_element, is_number, like, misfit, read_as
 from reknit.frameworks.stateful import has_effects, is_stateful, tensors_of
 from reknit.frameworks.torchdata import mismatched_workers
 from reknit.frameworks.walk.adapter import Adapter
 from reknit.frameworks.walk.own_code import cause
 from reknit.frameworks.walk.writable import may_fill
 from reknit.keywords import checked_call
+from reknit.types.dtype import ITEMSIZE, numpy_dtype
 
 if TYPE_CHECKING:
+    from numpy.typing import NDArray
+
     from reknit.frameworks.walk.loading import Loading
     from reknit.frameworks.walk.saving import Saving
     from reknit.frameworks.walk.walk import Assign, Place, World
@@ -192,7 +196,11 @@ class PerRankAdapter(Adapter):
         elif is_stateful(value.value):
             loading.early(lambda: value.value.load_state_dict(state))
         else:
-            loading.later(lambda: _refill(value, placed_as(state, value.value)))
+            made, why = _fitted(state, value.value, cast=loading.catalog.terms.cast)
+            if why is not None:
+                loading.report_mismatched(place, why)
+                return
+            loading.later(lambda: _refill(value, placed_as(made, value.value)))
 
 
 def _conflict(present: Any, state: Any, place: Place, loading: Loading) -> str | None:
@@ -204,6 +212,47 @@ def _conflict(present: Any, state: Any, place: Place, loading: Loading) -> str |
     held = tensors_of(present.state_dict() if is_stateful(present) else present, place, loading)
     whys = (conflict(record, record_of(held.get(path))) for path, record in records.items())
     return next((why for why in whys if why is not None), None)
+
+
+def _fitted(state: Any, present: Any, *, cast: bool) -> tuple[Any, str | None]:
+    """Return a saved number as the present tensor without dimensions has it, or the other way round.
+
+    Returns as well why it cannot become one, if so.  Anything else is returned as it is.
+    """
+    saved, here = _element_dtype(state), _element_dtype(present)
+    if here is not None and isinstance(state, (bool, np.bool_)):
+        return state, f"it is a boolean in the checkpoint and a tensor of {here} here"
+    if saved is not None and isinstance(present, (bool, np.bool_)):
+        return state, f"it is a tensor of {saved} in the checkpoint and a boolean here"
+    if here is not None and is_number(state):
+        why = misfit(state, here, cast=cast)
+        return (state, why) if why is not None else (_as_tensor(element(state, here), present), None)
+    if saved is not None and is_number(present):
+        wanted, why = read_as(saved, present, cast=cast)
+        if why is not None:
+            return state, why
+        array = state if isinstance(state, np.ndarray) else element(state.item(), saved)
+        return from_element(array.astype(numpy_dtype(wanted)), present), None
+    return like(state, present), None
+
+
+def _element_dtype(value: Any) -> str | None:
+    """Return the dtype of a tensor without dimensions of NumPy or torch; None for anything else."""
+    torch = sys.modules.get("torch")
+    if not isinstance(value, np.ndarray if torch is None else (np.ndarray, torch.Tensor)) or value.shape:
+        return None
+    name = _form(value)[1]
+    return name if name in ITEMSIZE else None
+
+
+def _as_tensor(array: NDArray[Any], present: Any) -> Any:
+    """Return a new tensor of the library of the present one."""
+    if isinstance(present, np.ndarray):
+        return array
+    torch = sys.modules["torch"]
+    made = torch.empty((), dtype=present.dtype)
+    put_array(array, made)
+    return made
 
 
 def _refused(state: Any) -> str | None:

@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 import sys
+from argparse import Namespace
+from collections import Counter, deque
 from collections.abc import Mapping
+from decimal import Decimal
 from importlib import import_module
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -23,12 +27,13 @@ def same_value(a: Any, b: Any) -> bool:
 
     1 is not True or 1.0, zero has its sign, and NaN is NaN.  Arrays and tensors are the same if dtype, shape
     and bytes are; a distributed tensor is compared by what this rank holds of it, without a message.
-    Mappings are compared by key, in any order, and a list is the same as a tuple of the same values.
+    Mappings are compared by key, in any order, and a list is the same as a tuple of the same values.  Keys
+    and members of sets are the same as values are: 1 is not True there, and NaN is NaN.
     """
     if a is b:
         return True
     if isinstance(a, Mapping) and isinstance(b, Mapping):
-        return a.keys() == b.keys() and all(same_value(a[key], b[key]) for key in a)
+        return _same_mappings(a, b)
     if isinstance(a, (list, tuple)) and isinstance(b, (list, tuple)):
         return len(a) == len(b) and all(map(same_value, a, b))
     if isinstance(a, Tagged) and isinstance(b, Tagged):
@@ -46,7 +51,44 @@ def _class(array: Any) -> type:
     return np.ndarray if type(array) is np.memmap else type(array)
 
 
+def _same_mappings(a: Mapping[Any, Any], b: Mapping[Any, Any]) -> bool:
+    if len(a) != len(b):
+        return False
+    others: dict[Any, list[Any]] = {}  # a mapping may have several keys that are NaN
+    for key, value in b.items():
+        others.setdefault(_mark(key), []).append(value)
+    return all(
+        (found := others.get(_mark(key))) and same_value(value, found.pop(0)) for key, value in a.items()
+    )
+
+
+def _mark(key: Any) -> Any:
+    """Return what is equal for two keys, or members of sets, if and only if they are the same value."""
+    kind = type(key)
+    if kind is str:
+        return key
+    if kind in (float, complex, Decimal):
+        return kind, repr(key)
+    if isinstance(key, np.generic):
+        return kind, key.dtype.str, key.tobytes()
+    if isinstance(key, tuple):
+        return kind, *map(_mark, key)
+    if kind is frozenset:
+        return kind, frozenset(Counter(map(_mark, key)).items())
+    if kind is range:
+        return kind, *map(_mark, (key.start, key.stop, key.step))
+    return kind, key
+
+
 def _same_plain(a: Any, b: Any) -> bool:
+    if isinstance(a, deque):
+        return a.maxlen == b.maxlen and len(a) == len(b) and all(map(same_value, a, b))
+    if isinstance(a, (Namespace, SimpleNamespace)):
+        return same_value(vars(a), vars(b))
+    if isinstance(a, (set, frozenset)):
+        return Counter(map(_mark, a)) == Counter(map(_mark, b))
+    if isinstance(a, (slice, range)):
+        return same_value((a.start, a.stop, a.step), (b.start, b.stop, b.step))
     if isinstance(a, complex):
         return _same_plain(a.real, b.real) and _same_plain(a.imag, b.imag)
     if isinstance(a, float):

@@ -51,6 +51,7 @@ class Loading(Selecting):
     _late: DeliveryPart = field(default_factory=DeliveryPart)
     _at: tuple[Place, str] = field(default=(Place(""), ""))
     _requests: dict[Hashable, Request] = field(default_factory=dict)
+    _filled: list[Request] = field(default_factory=list)
     _composites: CompositeRequests = field(default_factory=CompositeRequests)
     _shards: list[Shard] = field(default_factory=list)
     _aliases: list[tuple[str, str, str, str]] = field(default_factory=list)
@@ -195,9 +196,7 @@ class Loading(Selecting):
         for request in self._requests.values():
             self._settle(request)
         require_writable(
-            (request.places[0], memory)
-            for request in self._requests.values()
-            for _, memory in request.view.parts
+            (request.places[0], memory) for request in self._filled for memory in request.memories()
         )
         self._fill_beside()
         return Wanted(
@@ -281,6 +280,8 @@ class Loading(Selecting):
         if request.early:
             part.names.append(full_name(place.item, place.fqn))
         self._shards += wanted
+        if self.converts_to(spec, view.spec):
+            self._filled.append(request)
         memories = [getattr(memory, "memory", memory) for _, memory in view.parts]
         part.filled += [request.tensor, *(memory for memory in memories if memory is not request.tensor)]
         if view.settle is not None and self.converts_to(spec, view.spec):
@@ -297,6 +298,7 @@ class Loading(Selecting):
             for place in found.places:
                 self._take_value(place)
             self._num_kept += 1
+            self._filled.append(request)
             fills = request.fills(element(found.value, request.view.spec.dtype))
             (self._early if request.early else self._late).settles += fills
 
@@ -309,6 +311,7 @@ class Loading(Selecting):
         assert kept is not None
         self.taken_back.append((place.item, place.fqn))
         self._num_kept += 1
+        self._filled.append(request)
         (self._early if request.early else self._late).settles += request.fills(kept)
 
     def _more_exact(self, saved: Place, request: Request) -> Place | None:

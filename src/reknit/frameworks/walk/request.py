@@ -53,6 +53,11 @@ class Request:
             Shard(place.item, place.fqn, view.spec, box, view.replicas, memory) for box, memory in view.parts
         ]
 
+    def memories(self) -> list[Any]:
+        """Return all memory that is written when this is filled, also from a copy in another byte order."""
+        held = [memory for _, memory in self.view.parts]
+        return [*held, self.tensor] if isinstance(self.tensor, np.ndarray) else held
+
     def wrong_shape(self, saved: TensorSpec) -> str | None:
         """Say why the memory cannot take a tensor of the shape that was saved, if it cannot."""
         here = self.view.spec.shape

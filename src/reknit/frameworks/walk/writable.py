@@ -20,8 +20,10 @@ _MAPS = Path("/proc/self/maps")
 def may_fill(array: Any) -> bool:
     """Tell whether an array of NumPy or torch can be filled: its memory may be written, and is apart."""
     if isinstance(array, np.ndarray):
-        return array.flags.writeable and overlap.is_distinct(array.shape, array.strides)
-    if not overlap.is_distinct(array.shape, array.stride()):
+        apart = array.flags.writeable and overlap.is_distinct(array.shape, array.strides)
+    else:
+        apart = overlap.is_distinct(array.shape, array.stride())
+    if not apart:
         return False
     return not _is_foreign(array) or not _is_within(array, *_read_only())
 
@@ -29,8 +31,8 @@ def may_fill(array: Any) -> bool:
 def require_writable(held: Iterable[tuple[object, Any]]) -> None:
     """Raise `StateError` for memory, given with its place, that the process may not write.
 
-    The kernel is asked once, and only about memory that torch did not allocate itself: torch keeps no account
-    of what others gave it.
+    The kernel is asked once, and only about memory that neither torch nor NumPy allocated itself: torch keeps
+    no account of what others gave it, and calls it writable where NumPy asks.
     """
     foreign = [(place, memory) for place, memory in held if _is_foreign(getattr(memory, "memory", memory))]
     if not foreign:
@@ -38,8 +40,9 @@ def require_writable(held: Iterable[tuple[object, Any]]) -> None:
     starts, stops = _read_only()
     for place, memory in foreign:
         if _is_within(memory, starts, stops):
+            what = "an array" if isinstance(memory, np.ndarray) else "a tensor"
             raise StateError(
-                f"{place} is a tensor over a read-only mapping of a file",
+                f"{place} is {what} over a read-only mapping of a file",
                 remedy="load into a copy of it, or map the file so that it may be written",
             )
 
@@ -52,14 +55,27 @@ def _is_within(memory: Any, starts: list[int], stops: list[int]) -> bool:
 
 
 def _is_foreign(memory: Any) -> bool:
-    """Tell whether a tensor of torch is in host memory that torch did not allocate, and cannot resize."""
+    """Tell whether an array is in host memory that its library did not allocate; torch cannot resize that."""
+    while isinstance(memory, np.ndarray):
+        if memory.base is None:
+            return not memory.flags.owndata
+        memory = memory.base
+    if not hasattr(memory, "untyped_storage"):
+        return not hasattr(memory, "is_cpu")
     return bool(getattr(memory, "is_cpu", False)) and not memory.untyped_storage().resizable()
 
 
 def _read_only() -> tuple[list[int], list[int]]:
-    """Return where the mappings that this process may not write begin, and the bytes behind them."""
+    """Return where the mappings that this process may not write begin, and the bytes behind them.
+
+    None are known where the kernel has no such list, as only Linux has.
+    """
     starts, stops = [], []
-    for line in _MAPS.read_text().splitlines():
+    try:
+        lines = _MAPS.read_text().splitlines()
+    except FileNotFoundError:
+        return [], []
+    for line in lines:
         reach, permissions = line.split(maxsplit=2)[:2]
         if "w" not in permissions:
             start, _, stop = reach.partition("-")
