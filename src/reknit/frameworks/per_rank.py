@@ -12,10 +12,10 @@ import numpy as np
 
 from reknit.errors import StateError, UsageError, shortage, shown
 from reknit.frameworks import tree
-from reknit.frameworks.effects import has_effects
 from reknit.frameworks.neutral import conflict, from_neutral, placed_as, put_array, record_of, to_neutral
 from reknit.frameworks.stateful import fits, hand_over, is_stateful, present_state, tensors_of
 from reknit.frameworks.walk.adapter import Adapter
+from reknit.frameworks.walk.effects import has_effects
 from reknit.frameworks.walk.own_code import cause
 from reknit.frameworks.walk.writable import may_fill
 from reknit.keywords import checked_call

@@ -9,10 +9,10 @@ from typing import TYPE_CHECKING, Any
 
 from reknit.errors import FormatError, StateError
 from reknit.frameworks import tree
-from reknit.frameworks.effects import comes_last, has_effects, may_disturb
 from reknit.frameworks.neutral import conflict, is_renewable, record_of, to_neutral, trained
 from reknit.frameworks.torchdata import mismatched_workers
 from reknit.frameworks.walk.adapter import Adapter
+from reknit.frameworks.walk.effects import comes_last, has_effects, may_disturb
 from reknit.types.shard import Tagged
 
 if TYPE_CHECKING:
@@ -39,7 +39,8 @@ _PARTIAL = (
 )
 _CALLED = (
     "its state_dict() was called, to load tensors as they are placed now, and it holds a data loader that "
-    "this may start: set `state_dict_has_effects` in its class to True to prevent that, or to False to accept it"
+    "this may start: set `state_dict_has_effects` in its class to True to prevent that, or to False to "
+    "accept it"
 )
 
 
