@@ -253,9 +253,10 @@ def load(
     itself (random state, `PerRank`) is restored when the ranks are the same, and otherwise left alone and
     mentioned in `LoadReport.notes`.
 
-    Objects with `load_state_dict` are loaded before any tensor of `state` changes.  If one raises an
-    exception, that is a `StateError`: no tensor was changed on any rank, and the error names the objects that
-    were loaded before.
+    Objects with `load_state_dict` are loaded before any tensor of `state` changes, unless their class has
+    `load_after_tensors = True`.  If one raises an exception, that is a `StateError`: reknit has changed no
+    tensor on any rank, and the error names the objects that were loaded before.  What the objects' own code
+    changed until then, the one that raised included, stays.
 
     Raises `CheckpointNotFoundError`, `MismatchError`, `CorruptError`, `VersionError`, `StateError`,
     `StorageError`, `CommError`: on every rank the same error, naming rank and phase, and never an exception

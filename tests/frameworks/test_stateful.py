@@ -234,13 +234,24 @@ def test_a_scaler_that_is_disabled_and_one_that_is_not_do_not_fit() -> None:
     assert want.notes == (("k", "", "this scaler is disabled, and takes none of the saved values"),)
 
 
+class Averages(Keeper):
+    """An iterable object with shards, that holds a data loader too."""
+
+    def __init__(self, state: Any) -> None:
+        super().__init__(state)
+        self.loaders = [Stream({})]
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter(self.state)
+
+
 def average() -> Any:
     """Save and load an object that keeps shards: a moving average of distributed weights."""
     rank = dist.get_rank()
     mesh = init_device_mesh("cpu", (2,))
 
     def make(factor: float) -> Keeper:
-        return Keeper({"w": distribute_tensor(torch.arange(10.0).reshape(5, 2) * factor, mesh, [Shard(0)])})
+        return Averages({"w": distribute_tensor(torch.arange(10.0).reshape(5, 2) * factor, mesh, [Shard(0)])})
 
     everyone: list[Any] = [None] * 2
     dist.all_gather_object(everyone, portable(collect({"ema": make(3.0)}, rank, 2)))
@@ -250,12 +261,13 @@ def average() -> Any:
     want = wanted({"ema": target}, checkpoint.catalog(), rank, 2)
     fill(want, checkpoint)
     shards = [s.box.lengths for s in want.shards]
-    return shards, pieces.whole(target.state["w"]), before is target.state["w"].to_local()
+    return shards, pieces.whole(target.state["w"]), before is target.state["w"].to_local(), want.notes
 
 
 def test_shards_in_a_state_stay_shards() -> None:
     first, second = run(2, average)
     assert (first[0], second[0]) == ([(3, 2)], [(2, 2)])
-    for _, whole, shared in (first, second):
+    for _, whole, shared, ((*_, note),) in (first, second):
+        assert note.startswith("its state_dict() was called")
         assert torch.equal(whole, torch.arange(10.0).reshape(5, 2) * 3)
         assert not shared

@@ -15,6 +15,7 @@ from jax.sharding import PartitionSpec as P
 import reknit
 from reknit.errors import MismatchError
 from reknit.frameworks.jax.values import record_of
+from reknit.frameworks.same import same_value
 from tests.jax.trees import raises
 
 
@@ -88,6 +89,13 @@ def check_keys_do_not_become_keys_of_another_generator_on_any_way(folder: str) -
         assert _bytes(find(target["item"])) == _bytes(jax.random.key(0, impl="unsafe_rbg"))
 
 
+def check_keys_of_a_part_of_an_object_do_not_become_keys_of_another_generator(folder: str) -> None:
+    reknit.save(folder, {"item": Keeper({"x": jax.random.key(3, impl="rbg"), "n": 1})}, overwrite=True)
+    target = Keeper({"x": jax.random.key(0, impl="unsafe_rbg"), "n": 2})
+    part = reknit.LoadOptions(only=["item/x"])
+    raises(MismatchError, "keys of rbg", lambda: reknit.load(folder, {"item": target}, options=part))
+
+
 def check_a_value_of_a_rank_is_put_where_the_present_one_is(folder: str) -> None:
     mesh = jax.make_mesh((4,), ("x",))
     cut, whole = NamedSharding(mesh, P("x")), NamedSharding(mesh, P())
@@ -119,3 +127,23 @@ def check_what_was_saved_without_a_record_becomes_what_the_target_has(folder: st
     reknit.load(folder, {"item": target})
     assert target.state["x"].dtype == key.dtype
     assert _bytes(target.state["x"]) == _bytes(key)
+
+
+def check_arrays_are_the_same_if_their_type_and_bits_are(folder: str) -> None:
+    alike: list[Any] = [
+        lambda: jnp.array([float("nan"), -0.0]),
+        lambda: [jnp.ones(()), jax.random.key(3)],
+    ]
+    for make in alike:
+        assert same_value(make(), make())
+    for a, b in [
+        (jnp.zeros(2), jnp.ones(2)),
+        (jnp.zeros(2), -jnp.zeros(2)),
+        (jnp.zeros(2), np.zeros(2, np.float32)),
+        (jnp.asarray(1.0), jnp.float32(1.0)),
+        (jax.random.key(0), jax.random.key(1)),
+        (jax.random.key(0, impl="rbg"), jax.random.key(0, impl="unsafe_rbg")),
+    ]:
+        assert not same_value(a, b)
+        assert not same_value(b, a)
+        assert same_value(a, a)

@@ -14,9 +14,9 @@ from reknit.errors import StateError, UsageError, shortage, shown
 from reknit.frameworks import tree
 from reknit.frameworks.neutral import conflict, from_neutral, placed_as, put_array, record_of, to_neutral
 from reknit.frameworks.numbers import element, from_element, is_number, like, misfit, read_as
-from reknit.frameworks.stateful import has_effects, is_stateful, tensors_of
-from reknit.frameworks.torchdata import mismatched_workers
+from reknit.frameworks.stateful import fits, hand_over, is_stateful, present_state, tensors_of
 from reknit.frameworks.walk.adapter import Adapter
+from reknit.frameworks.walk.effects import has_effects
 from reknit.frameworks.walk.own_code import cause
 from reknit.frameworks.walk.writable import may_fill
 from reknit.keywords import checked_call
@@ -172,10 +172,8 @@ class PerRankAdapter(Adapter):
         if same and place.fqn in (own := loading.saved.own(place.item, mine)):
             loading.taken_back.append((place.item, place.fqn))
             state = from_neutral(own[place.fqn])
-            if why := mismatched_workers(value.value, state):
-                loading.report_mismatched(place, why)
-                return
-            self._want(value, state, place, loading)
+            if fits(value.value, state, place, loading):
+                self._want(value, state, place, loading)
         elif not same and _was_saved(place, loading):
             loading.note(place, _left(value, len(saved), loading))
         else:
@@ -194,7 +192,7 @@ class PerRankAdapter(Adapter):
             # Not early: code of other objects may draw numbers while they are loaded.
             loading.later(lambda: value.load_state_dict(state))
         elif is_stateful(value.value):
-            loading.early(lambda: value.value.load_state_dict(state))
+            hand_over(value.value, lambda: value.value.load_state_dict(state), loading)
         else:
             made, why = _fitted(state, value.value, cast=loading.catalog.terms.cast)
             if why is not None:
@@ -209,7 +207,8 @@ def _conflict(present: Any, state: Any, place: Place, loading: Loading) -> str |
     records = {path: record for path, record in records.items() if "keys" in record}
     if not records or (is_stateful(present) and has_effects(present)):
         return None
-    held = tensors_of(present.state_dict() if is_stateful(present) else present, place, loading)
+    now = present_state(present, place, loading) if is_stateful(present) else present
+    held = tensors_of(now, place, loading)
     whys = (conflict(record, record_of(held.get(path))) for path, record in records.items())
     return next((why for why in whys if why is not None), None)
 

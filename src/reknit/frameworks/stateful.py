@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Container, Iterable
 from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
@@ -13,6 +12,7 @@ from reknit.frameworks import tree
 from reknit.frameworks.neutral import conflict, is_renewable, record_of, to_neutral, trained
 from reknit.frameworks.torchdata import mismatched_workers
 from reknit.frameworks.walk.adapter import Adapter
+from reknit.frameworks.walk.effects import comes_last, has_effects, may_disturb
 from reknit.types.shard import Tagged
 
 if TYPE_CHECKING:
@@ -33,21 +33,14 @@ def is_stateful(value: Any) -> bool:
     )
 
 
-def has_effects(value: Any) -> bool:
-    """Tell whether `state_dict` may change the object, so that a load must not call it.
-
-    The object says so by its attribute `state_dict_has_effects`.  By default it is so for what can be
-    iterated and is no container: data loaders make an iterator, start workers and draw random numbers.
-    """
-    declared = getattr(value, "state_dict_has_effects", None)
-    if declared is not None:
-        return bool(declared)
-    return isinstance(value, Iterable) and not isinstance(value, Container)
-
-
 _PARTIAL = (
     "only a part of it is to be loaded, and its present state is not asked for: name all of it or nothing in "
     "`only`, or set `state_dict_has_effects = False` in its class if state_dict() changes nothing"
+)
+_CALLED = (
+    "its state_dict() was called, to load tensors as they are placed now, and it holds a data loader that "
+    "this may start: set `state_dict_has_effects` in its class to True to prevent that, or to False to "
+    "accept it"
 )
 
 
@@ -110,21 +103,33 @@ class StatefulAdapter(Adapter):
             _want_tensors(value, place, loading)
             return
         found = loading.value(record)
-        if found.why is not None or not _fits(value, found.value, place, loading):
+        if found.why is not None or not fits(value, found.value, place, loading):
             return
-        named = _named_tensors(found.value, place)
+        named = _records(found.value, place)
         current: dict[str, Any] = {}
         if named and not has_effects(value):
-            current = tensors_of(value.state_dict(), place, loading)
+            current = tensors_of(present_state(value, place, loading), place, loading)
         elif not all(loading.takes(at) for at in named):
             loading.report_mismatched(place, _PARTIAL)
             return
-        whole, state = rebuild(found.value, place, loading, current, early=True)
+        whole, state = rebuild(found.value, place, loading, current, early=not comes_last(value))
         if whole:
-            loading.early(lambda: value.load_state_dict(_completed(state)))
+            hand_over(value, lambda: value.load_state_dict(_completed(state)), loading)
 
 
-def _fits(value: Any, saved: Any, place: Place, loading: Loading) -> bool:
+def present_state(value: Any, place: Place, loading: Loading) -> Any:
+    """Return the object's present state; a note of the load says what asking for it may have done."""
+    if may_disturb(value):
+        loading.note(place, _CALLED)
+    return value.state_dict()
+
+
+def hand_over(value: Any, action: Callable[[], None], loading: Loading) -> None:
+    """Run `action`, which gives the object its state, before all tensors, or after them if it reads some."""
+    (loading.later if comes_last(value) else loading.early)(action)
+
+
+def fits(value: Any, saved: Any, place: Place, loading: Loading) -> bool:
     """Tell whether a library's object can take a saved value, as far as its class says that beforehand."""
     if why := mismatched_workers(value, saved):
         loading.report_mismatched(place, why)
@@ -142,13 +147,13 @@ def _fits(value: Any, saved: Any, place: Place, loading: Loading) -> bool:
     return True
 
 
-def _named_tensors(value: Any, place: Place) -> list[Place]:
-    """Return the places of the tensors that a saved value names."""
-    found: list[Place] = []
+def _records(value: Any, place: Place) -> dict[Place, Mapping[str, Any]]:
+    """Return what a saved value says of the tensors that it names, by their places."""
+    found: dict[Place, Mapping[str, Any]] = {}
 
     def find(path: tree.Path, leaf: Any) -> Any:
         if isinstance(leaf, Tagged) and leaf.tag == "tensor":
-            found.append(place.below(_placeholder(leaf, place)[1]))
+            found[place.below(_placeholder(leaf, place)[1])] = leaf.value
             return None
         return tree.DESCEND
 
@@ -165,6 +170,8 @@ def _want_tensors(value: Any, place: Place, loading: Loading) -> None:
             loading.report_mismatched(place, _PARTIAL)
         return
     asked: list[Place] = []
+    early = not comes_last(value)
+    records = _records(loading.saved.look_up(place.below(tree.SKELETON)).value, place)
 
     def fill(path: tree.Path, leaf: Any) -> Any:
         library = loading.arrays(leaf)
@@ -176,18 +183,24 @@ def _want_tensors(value: Any, place: Place, loading: Loading) -> None:
             return leaf
         asked.append(at)
         if spec is None and (made := loading.opened(leaf, at)) is not None:
-            loading.tensor(tensor := made.renew(), at, early=True)
+            loading.tensor(tensor := made.renew(), at, early=early)
             return tensor
         if spec is None:
             loading.report_missing(at, "the checkpoint does not have it")
             return leaf
+        record = records.get(at, {})
+        if why := conflict(record, record_of(leaf)):
+            loading.report_mismatched(at, why)
+            return leaf
         tensor = library.fresh(spec, leaf)
-        loading.tensor(tensor, at, early=True)
+        loading.tensor(tensor, at, early=early)
+        if isinstance(tensor, Unfilled) and record:
+            tensor.record = record
         return tensor
 
-    state = tree.map_leaves(value.state_dict(), fill, place)
+    state = tree.map_leaves(present_state(value, place, loading), fill, place)
     if any(loading.saved.has_tensor(at) for at in asked):
-        loading.early(lambda: value.load_state_dict(_completed(state)))
+        hand_over(value, lambda: value.load_state_dict(_completed(state)), loading)
 
 
 def skeleton(

@@ -41,7 +41,7 @@ logger = logging.getLogger("reknit")
 FIRST_ROUND = "open"
 """The round in which a load begins."""
 
-_UNCHANGED = "; no tensor of the target was changed"
+_UNCHANGED = "; reknit had changed no tensor of the target yet"
 _PARTLY = "; the target is partly written"
 
 
@@ -88,8 +88,8 @@ def _load(job: LoadJob, root: LoadCoordinator) -> LoadReport:
             request = _request(job, collected, early, late)
             decision = messages.decode(turn.exchange(request, root.agree), messages.LoadDecision)
 
-        # 5 Read, verify, deliver: first for objects, whose tensors come in memory of their own.  One that
-        # refuses leaves all live tensors, on all ranks, as they are.
+        # 5 Read, verify, deliver: first for objects, whose tensors come in memory of their own.  When one
+        # refuses, no live tensor has changed on any rank, unless by the object's own code.
         recorder.expect(sum(part.reader.plan.nbytes for part in parts if part is not None))
         for name, part, share, deliver, left in (
             ("objects", early, decision.early_share, collected.wanted.deliver_early, _UNCHANGED),

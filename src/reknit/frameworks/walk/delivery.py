@@ -67,5 +67,5 @@ class DeliveryPart:
         loaded: list[str] = []
         for delivery in self.actions:
             before = f"; loaded before it: {', '.join(loaded)}" if loaded else ""
-            delivery.run(before + others)
+            delivery.run(f"; what its code did before that is not known{before}{others}")
             loaded.append(str(delivery.place))
