@@ -114,7 +114,7 @@ def test_a_value_is_the_same_as_one_made_alike(make: Any) -> None:
         (SimpleNamespace(a=0.0), SimpleNamespace(a=-0.0)),
         (Namespace(a=1), Namespace(a=True)),
         (Namespace(a=1), SimpleNamespace(a=1)),
-        (defaultdict(list, a=1), defaultdict(list, a=True)),
+        (defaultdict(int, a=1), defaultdict(bool, a=True)),
         (slice(0, 1), slice(0, True)),
         (range(0, 3, 2), range(0, 4, 2)),
         (torch.zeros(2), -torch.zeros(2)),

@@ -92,7 +92,7 @@ def check_keys_do_not_become_keys_of_another_generator_on_any_way(folder: str) -
 def check_keys_of_a_part_of_an_object_do_not_become_keys_of_another_generator(folder: str) -> None:
     reknit.save(folder, {"item": Keeper({"x": jax.random.key(3, impl="rbg"), "n": 1})}, overwrite=True)
     target = Keeper({"x": jax.random.key(0, impl="unsafe_rbg"), "n": 2})
-    part = reknit.LoadOptions(only=["item/x"])
+    part = reknit.LoadOptions(only=("item/x",))
     raises(MismatchError, "keys of rbg", lambda: reknit.load(folder, {"item": target}, options=part))
 
 

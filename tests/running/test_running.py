@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import json
 import os
 import subprocess
@@ -112,3 +113,15 @@ def test_by_day_each_case_has_four_partners_and_is_the_partner_of_four() -> None
     assert all(len(found) == 4 and one in found for one, found in chosen.items())
     assert all(sum(one in found for found in chosen.values()) == 4 for one in every)
     assert set(partners("0", ["0", "1", "2"])) <= {"0", "1", "2"}
+
+
+def test_no_process_of_tests_imports_jax() -> None:
+    """Its threads would be in every process that a later test forks; what needs it runs in a job of its own."""
+    tests = Path(__file__).parents[1]
+    found = []
+    for path in sorted([*tests.rglob("test_*.py"), *tests.rglob("conftest.py")]):
+        for node in ast.walk(ast.parse(path.read_text())):
+            names = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
+            names += [node.module or ""] if isinstance(node, ast.ImportFrom) else []
+            found += [f"{path.relative_to(tests)}: {name}" for name in names if name.split(".")[0] == "jax"]
+    assert found == []
