@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import pytest
 import torch
 
@@ -61,6 +62,9 @@ def _option(saved: Any, present: Any, *, cast: bool = False) -> tuple[Any, list[
         (_TENTH, torch.zeros(()).double(), 0.1),
         (3, 0.5, 3),
         (0.5, 3, 0.5),
+        (np.int64(2), 3, 2),
+        (np.float32(0.5), 0.25, 0.5),
+        (0.5, np.float64(1), np.float64(0.5)),
         ((0.5, torch.tensor(0.25)), (torch.zeros(()), 0.5), (0.5, 0.25)),
     ],
 )
@@ -76,6 +80,17 @@ def test_an_option_keeps_all_bits_and_the_kind_that_the_target_has(
         assert loaded[0] is present[0]
         loaded = (loaded[0].item(), loaded[1])
     assert repr(loaded) == repr(true)
+
+
+def test_a_tensor_inside_an_option_stays_the_one_that_is_there() -> None:
+    live = torch.zeros((), dtype=torch.float64)
+    loaded, why = _option({"rate": 0.1, "more": [5]}, {"rate": live, "more": [0]})
+    assert why == []
+    assert loaded == {"rate": live, "more": [5]}
+    assert loaded["rate"] is live
+    assert live.item() == 0.1
+    _, why = _option({"rate": 0.1}, {"rate": torch.zeros(())})
+    assert len(why) == 1
 
 
 @pytest.mark.parametrize(

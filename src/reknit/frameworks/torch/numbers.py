@@ -9,7 +9,7 @@ import torch
 from reknit.errors import StateError, shown
 from reknit.frameworks import tree
 from reknit.frameworks.neutral import put_array
-from reknit.frameworks.numbers import element, is_number, misfit, whole
+from reknit.frameworks.numbers import element, is_number, like, misfit, whole
 from reknit.types.dtype import converts
 
 _COUNTERS = ("float32", "float64", "int64")
@@ -67,7 +67,11 @@ def fitted(present: Any, saved: Any, *, cast: bool) -> tuple[Any, str | None]:
         return _tensor_like(present, saved, cast=cast)
     if isinstance(present, torch.Tensor) and isinstance(saved, torch.Tensor):
         return saved, _misfit(present, saved, cast=cast)
-    return (number_in(saved) if is_number(present) else saved), None
+    if isinstance(present, dict) and isinstance(saved, dict):
+        pairs = {key: fitted(present.get(key), value, cast=cast) for key, value in saved.items()}
+        why = next((why for _, why in pairs.values() if why is not None), None)
+        return {key: value for key, (value, _) in pairs.items()}, why
+    return (like(number_in(saved), present) if is_number(present) else saved), None
 
 
 def put(present: Any, made: Any) -> Any:
@@ -79,6 +83,8 @@ def put(present: Any, made: Any) -> Any:
     if isinstance(present, (list, tuple)) and isinstance(made, (list, tuple)) and len(present) == len(made):
         inner = [put(one, other) for one, other in zip(present, made, strict=True)]
         return tree.retuple(made, inner) if isinstance(made, tuple) else inner
+    if isinstance(present, dict) and isinstance(made, dict):
+        return {key: put(present.get(key), value) for key, value in made.items()}
     return made
 
 
