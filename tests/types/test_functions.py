@@ -26,6 +26,6 @@ def test_functions_of_every_kind_are_known(value: Any) -> None:
     assert is_function(value)
 
 
-@pytest.mark.parametrize("value", [None, 1, "len", [len], int, Callable, Callable(), np.zeros(1)], ids=repr)
+@pytest.mark.parametrize("value", [None, 1, "len", [len], int, Callable, Callable(), np.zeros(1)])
 def test_classes_and_objects_are_no_functions(value: Any) -> None:
     assert not is_function(value)
