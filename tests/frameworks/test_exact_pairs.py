@@ -98,12 +98,12 @@ def test_a_value_comes_in_every_bit_or_is_refused_before_anything_changes(
 
 
 def targets(saved: str) -> list[str]:
-    """Return where to load a value of a kind; by day into every fifth kind, and its own."""
+    """Return where to load a value of a kind; by day into every ninth kind, and its own."""
     every = list(KINDS)
     if is_night():
         return every
     at = every.index(saved)
-    return sorted({saved, *every[at % 5 :: 5]})
+    return sorted({saved, *every[at % 9 :: 9]})
 
 
 def same(saved: Any, found: Any) -> bool:
