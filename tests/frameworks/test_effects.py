@@ -139,6 +139,19 @@ def test_an_error_of_an_object_does_not_claim_what_its_own_code_did() -> None:
         load({"k": Odd(nn.Linear(1, 1))}, checkpoint)
 
 
+def test_an_error_of_a_load_inside_of_an_object_names_the_object() -> None:
+    class Nested(Masters):
+        load_after_tensors = False
+
+        def load_state_dict(self, state: dict[str, Any]) -> None:
+            raise StateError("the second checkpoint is gone", remedy="restore it")
+
+    checkpoint = save({"k": Masters(nn.Linear(1, 1))})
+    with pytest.raises(StateError, match=r"^k \(Nested\): the second checkpoint is gone") as caught:
+        load({"k": Nested(nn.Linear(1, 1))}, checkpoint)
+    assert caught.value.remedy == "restore it"
+
+
 def test_a_scaler_of_each_rank_that_was_disabled_does_not_fit_one_that_is_not() -> None:
     on, off = (PerRank(torch.amp.GradScaler("cpu", enabled=enabled)) for enabled in (True, False))
     ((*_, why),) = wanted({"k": on}, save({"k": off}).catalog(), 0, 1).mismatched

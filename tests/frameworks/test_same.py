@@ -16,12 +16,27 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Replicate, distribute_tensor
 from torch.distributed.tensor import Shard as Cut
 
+from reknit.errors import ShortageError
 from reknit.frameworks.neutral import to_neutral
 from reknit.frameworks.same import same_value
 from reknit.types.dtype import ITEMSIZE
 from tests.ranks import run
 
 _NAN = float("nan")
+
+
+class Large:
+    """An object for whose comparison there is no memory."""
+
+    def __eq__(self, other: object) -> bool:
+        raise MemoryError
+
+    __hash__ = None  # type: ignore[assignment]
+
+
+def test_a_comparison_without_memory_says_nothing_of_the_values() -> None:
+    with pytest.raises(ShortageError):
+        same_value(Large(), Large())
 
 
 class Odd:

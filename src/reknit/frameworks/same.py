@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from reknit.errors import shortage
 from reknit.types.shard import Tagged
 
 if TYPE_CHECKING:
@@ -95,7 +96,9 @@ def _same_plain(a: Any, b: Any) -> bool:
         return repr(a) == repr(b)
     try:
         return bool(a == b or (a != a and b != b))
-    except Exception:  # a class may raise anything from a comparison, which then says nothing of the two
+    except Exception as error:  # a class may raise anything from a comparison: it says nothing of the two
+        if short := shortage(error):
+            raise short from error
         return False
 
 

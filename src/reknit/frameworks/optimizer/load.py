@@ -10,7 +10,7 @@ import torch
 
 from reknit.errors import StateError
 from reknit.frameworks import tree
-from reknit.frameworks.numbers import is_number
+from reknit.frameworks.numbers import is_number, like
 from reknit.frameworks.optimizer import composite_states
 from reknit.frameworks.optimizer import memory as optimizer_memory
 from reknit.frameworks.optimizer import param_options as optimizer_options
@@ -311,7 +311,7 @@ class OptimizerLoad:
 def _in_kind(states: dict[Any, Any], current: Mapping[Any, Any]) -> dict[Any, Any]:
     """Return states with a number, and not a tensor of one element, in the place of each present number."""
     return {
-        name: numbers.number_in(state) if is_number(current.get(name)) else state
+        name: like(numbers.number_in(state), current[name]) if is_number(current.get(name)) else state
         for name, state in states.items()
     }
 

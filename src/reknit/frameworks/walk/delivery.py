@@ -29,6 +29,8 @@ class Delivery(NamedTuple):
         try:
             self.action()
         except ReknitError as error:
+            if not error.message.startswith(str(self.place)):  # that of a load inside of its own code
+                error.message = f"{self.place} ({self.kind}): {error.message}"
             error.message += others
             raise
         except Exception as error:
