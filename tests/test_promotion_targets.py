@@ -17,6 +17,7 @@ from reknit.storage.local.store import LocalStorage
 from reknit.storage.registry import register
 from reknit.testing.faulty_storage import Fault
 from reknit.testing.world import run_ranks
+from reknit.types.rank_text import spelled
 from tests.at_operation import AtOperation
 from tests.faults.nursery import wait_until
 from tests.storage.killpoint import faulty_url, register_faulty
@@ -159,7 +160,7 @@ def test_ranks_that_promote_to_different_numbers_of_places_are_told_at_once(
 
     others = [rank for rank in range(3) if places[rank] != places[0]]
     for message in run_ranks(3, work):
-        assert f"rank 0 to {places[0]}, rank(s) {', '.join(map(str, others))} to" in message
+        assert f"rank 0 to {places[0]}, {spelled(others)} to" in message
     assert reknit.latest(tmp_path) is None
 
 

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from reknit.comm.topology import Topology
 from reknit.comm.tree.threads import thread_groups
 from reknit.errors import CommError, DeadlineError, GroupClosedError, ProtocolError, ReknitError
-from reknit.monitor.rank_text import spelled
+from reknit.types.rank_text import spelled
 from tests.comm.worlds import ask, endings
 from tests.running.examples import examples
 

@@ -15,7 +15,7 @@ from reknit.comm.topology import Topology
 from reknit.comm.tree.effects import Call, Decide, Refuse, RoundDone, SendOutcome, SendReport, Tell
 from reknit.comm.tree.machine import RoundMachine
 from reknit.errors import CommError, DeadlineError, MismatchError, ProtocolError, ReknitError, from_wire
-from reknit.monitor.rank_text import spelled
+from reknit.types.rank_text import spelled
 from tests.comm.loop import Loop
 from tests.running.examples import examples
 

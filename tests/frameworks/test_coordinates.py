@@ -18,10 +18,10 @@ from torch.distributed.tensor import Shard, distribute_tensor
 import reknit
 from reknit.alerts import Alerts, Stragglers
 from reknit.monitor.alerts.grouping import Told
-from reknit.monitor.rank_text import spelled
 from reknit.monitor.reports.events import read_operations
 from reknit.monitor.reports.page import content
 from reknit.monitor.reports.text import remarks
+from reknit.types.rank_text import spelled
 from tests.ranks import run
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "monitoring" / "slow_ranks.py"

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 import reknit
-from reknit.errors import ReknitError, StateError
+from reknit.errors import CommitError, ReknitError, StateError
 from tests.ranks import run
 
 if TYPE_CHECKING:
@@ -316,6 +316,24 @@ def _one_row(path: str) -> Any:
 
 def test_a_rank_without_rows_leaves_low_bit_states_to_the_others(tmp_path: Path) -> None:
     assert run(2, _one_row, str(tmp_path / "c")) == [True, True]
+
+
+def _three_rows(path: str) -> str:
+    try:
+        _save_sharded(path, 3, 2048)
+    except CommitError as error:
+        return str(error)
+    return ""
+
+
+def test_a_state_that_is_low_bit_on_one_rank_and_plain_on_another_is_refused_with_the_ranks(
+    tmp_path: Path,
+) -> None:
+    for said in run(2, _three_rows, str(tmp_path / "c")):
+        assert "0.weight/exp_avg float32[3, 2048]: a hole, 2048 of 6144 elements written" in said
+        assert "(by rank 1), and it is made of other tensors on rank 0" in said
+        assert "shard it over fewer ranks" in said
+    assert reknit.latest(tmp_path) is None
 
 
 def test_an_nf4_weight_comes_back_bit_for_bit(tmp_path: Path) -> None:

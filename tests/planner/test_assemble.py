@@ -155,6 +155,18 @@ def test_a_tensor_that_is_held_and_written_by_nobody_is_a_hole_whatever_its_dime
         assemble(merged([chunks(0, [A, deep], [(A, Box((0,), (4,)), 0)])]))
 
 
+def test_the_ranks_are_named_that_wrote_a_tensor_and_those_that_have_it_made_of_others() -> None:
+    inner: Tensor = ("m", "a/codes", "uint8", (2,))
+    ranks = [chunks(rank, [A], [(A, Box((rank,), (1,)), 0)]) for rank in range(3)]
+    ranks.append(chunks(3, [inner], [(inner, Box((0,), (2,)), 0)]))
+    with pytest.raises(
+        CommitError, match=r"3 of 4 .*\(by ranks 0-2\), and it is made of .* on rank 3"
+    ) as caught:
+        assemble(merged(ranks))
+    assert caught.value.remedy is not None
+    assert "shard it over fewer ranks" in caught.value.remedy
+
+
 def test_a_tied_name_has_the_chunks_of_the_tensor_it_is_tied_to() -> None:
     halves: list[Row] = [(A, Box((0,), (2,)), 0), (A, Box((2,), (2,)), 0)]
     ranks = [chunks(rank, [A], [halves[rank]], [("m", "tied", "a")]) for rank in range(2)]

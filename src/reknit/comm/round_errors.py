@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from reknit.errors import CommError, DeadlineError, GroupClosedError, ProtocolError, ReknitError, from_wire
-from reknit.monitor.rank_text import spelled
+from reknit.types.rank_text import spelled
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence

@@ -8,6 +8,7 @@ import numpy as np
 
 from reknit.errors import CommitError
 from reknit.planner.columns import Blocks, spread
+from reknit.planner.gaps import some, untiled_error
 from reknit.planner.tiling import row_major_strides, untiled
 from reknit.types.manifest import Index, TensorEntry
 from reknit.types.shard import TensorSpec, full_name
@@ -20,9 +21,6 @@ if TYPE_CHECKING:
     from reknit.planner.columns import RankColumns
 
     Ints = NDArray[np.int64]
-
-SHOWN = 20
-"""How many problems an error lists before it only counts them."""
 
 _EXACT = 2.0**62
 """Positions below this are told apart in 64 bits, however they were rounded on the way."""
@@ -53,7 +51,9 @@ def assemble(chunks: RankColumns) -> tuple[Index, list[str]]:
     chunks = widened(chunks, max((len(entry.spec.shape) for entry in entries), default=1))
     rows = _sorted_rows(chunks, entries, numbers)
     rows, warnings = _once(rows, entries)
-    _check_tiling(entries, rows.tensor, rows.offsets, rows.lengths)
+    shapes = [entry.spec.shape for entry in entries]
+    if gaps := untiled(shapes, rows.tensor, rows.offsets, rows.lengths):
+        raise untiled_error(gaps, entries, rows.tensor, chunk_files(chunks).rank[rows.file])
     index = Index(tuple(entries), (), *rows)
     return _with_aliases(index, sorted(chunks.tables["aliases"])), warnings
 
@@ -191,31 +191,7 @@ def _once(rows: _Rows, entries: Sequence[TensorEntry]) -> tuple[_Rows, list[str]
     twice = sorted({full_name(*entries[t][:2]) for t in rows.tensor[1:][same].tolist()})
     keep = np.concatenate(([True], ~same))
     kept = _Rows(*(column[keep] for column in rows))
-    return kept, [f"written by more than one rank, kept once: {_some(twice)}"]
-
-
-def _check_tiling(
-    entries: Sequence[TensorEntry],
-    tensor: Ints,
-    offsets: Ints,
-    lengths: Ints,
-) -> None:
-    """Raise `CommitError` naming the tensors that are not tiled exactly."""
-    gaps = untiled([entry.spec.shape for entry in entries], tensor, offsets, lengths)
-    if not gaps:
-        return
-    found = []
-    for gap in gaps:
-        entry = entries[gap.tensor]
-        kind = "a hole" if gap.held < gap.numel else "an overlap"
-        found.append(
-            f"{full_name(*entry[:2])} {entry.spec}: {kind}, {gap.held} of {gap.numel} elements written"
-        )
-    raise CommitError(
-        f"{len(gaps)} tensors are not covered exactly: {_some(found)}",
-        remedy="a framework's claim about who holds what was wrong, or ranks saved different states; "
-        "nothing was committed",
-    )
+    return kept, [f"written by more than one rank, kept once: {some(twice)}"]
 
 
 def _with_aliases(index: Index, aliases: Sequence[tuple[str, str, str]]) -> Index:
@@ -224,7 +200,7 @@ def _with_aliases(index: Index, aliases: Sequence[tuple[str, str, str]]) -> Inde
     if not fresh:
         return index
     if lost := [f"{full_name(item, fqn)} = {of}" for item, fqn, of in fresh if (item, of) not in index.ids]:
-        raise CommitError(f"tied names point to tensors that nobody wrote: {_some(lost)}")
+        raise CommitError(f"tied names point to tensors that nobody wrote: {some(lost)}")
     sources = [index.ids[item, of] for item, _, of in fresh]
     entries = [
         TensorEntry(item, fqn, index.tensors[source].spec)
@@ -237,9 +213,3 @@ def _with_aliases(index: Index, aliases: Sequence[tuple[str, str, str]]) -> Inde
         np.concatenate((index.tensor, np.repeat(numbers, counts))),
         np.concatenate((np.arange(len(index.tensor)), spread(index.first[sources], counts))),
     )
-
-
-def _some(names: Sequence[str]) -> str:
-    """Return the first names and how many more there are."""
-    more = f", and {len(names) - SHOWN} more" if len(names) > SHOWN else ""
-    return ", ".join(names[:SHOWN]) + more

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Generic, TypeVar
 from reknit.comm.tree.threads import thread_groups
 from reknit.errors import DeadlineError
 from reknit.monitor.phase import Deadline
+from reknit.types.rank_text import spelled
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -87,8 +88,7 @@ def _overdue(ranks: list[int], timeout_s: float) -> DeadlineError:
         faulthandler.dump_traceback(file, all_threads=True)
         file.seek(0)
         stacks = file.read().decode(errors="replace")
-    named = ", ".join(str(rank) for rank in ranks)
-    return DeadlineError(f"rank(s) {named} did not end within {timeout_s:g} s; all threads:\n{stacks}")
+    return DeadlineError(f"{spelled(ranks)} did not end within {timeout_s:g} s; all threads:\n{stacks}")
 
 
 def _noted(errors: dict[int, BaseException], overdue: DeadlineError | None) -> BaseException:

@@ -39,11 +39,11 @@ def add_places(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Print a report, or write a page."""
-    from reknit.monitor.rank_text import named
     from reknit.monitor.reports.events import read_operations
     from reknit.monitor.reports.page import page
     from reknit.monitor.reports.storage import HEADS, error_texts, histogram_lines, storage_rows
     from reknit.monitor.reports.text import RUN_HEADS, headline, phase_rows, remarks, run_rows
+    from reknit.types.rank_text import named
 
     operations, num_foreign, num_dropped, done = read_operations(args.events)
     if num_dropped:

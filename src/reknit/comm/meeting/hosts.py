@@ -34,7 +34,7 @@ from reknit.comm.round_errors import ALL_CALL, GRACE_S, NOTICE_S
 from reknit.comm.topology import Topology
 from reknit.errors import CommError, DeadlineError, ProtocolError, UsageError, from_wire
 from reknit.monitor.phase import Deadline, now
-from reknit.monitor.rank_text import spelled
+from reknit.types.rank_text import spelled
 
 if TYPE_CHECKING:
     from reknit.comm.meeting.rendezvous import Store

@@ -15,7 +15,7 @@ from reknit.engine.loading.prefixes import prefix_hint
 from reknit.engine.sharing.share_out import share_out
 from reknit.engine.stored.opening import is_replaced
 from reknit.errors import CommError
-from reknit.monitor.rank_text import spelled
+from reknit.types.rank_text import spelled
 from reknit.types.shard import full_name
 
 if TYPE_CHECKING:

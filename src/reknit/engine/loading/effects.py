@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 from reknit.engine.loading.match import strict_patterns
 from reknit.errors import MismatchError
-from reknit.planner.assemble import SHOWN
+from reknit.planner.gaps import SHOWN
 from reknit.types.meant import meant
 from reknit.types.shard import full_name
 from reknit.types.wanted import matches

@@ -5,11 +5,11 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from reknit.errors import CorruptError, MismatchError, ReknitError
-from reknit.monitor.rank_text import spelled
-from reknit.planner.assemble import SHOWN
+from reknit.planner.gaps import SHOWN
 from reknit.planner.tiling import untiled
 from reknit.types.box import Box
 from reknit.types.dtype import converts
+from reknit.types.rank_text import spelled
 from reknit.types.shard import full_name
 from reknit.types.wanted import RESIZE, Terms, matches, selects
 

@@ -20,8 +20,9 @@ from reknit.format import paths
 from reknit.format.index.checks import check_index
 from reknit.planner.assemble import assemble, chunk_files
 from reknit.planner.columns import merged
-from reknit.planner.copies import HOLDERS, differing
+from reknit.planner.copies import differing
 from reknit.planner.resolve import blob_owners, shard_owners
+from reknit.types.rank_text import spelled
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Sequence
@@ -215,12 +216,10 @@ def _refuse_other_places(claims: RankColumns) -> None:
     if len(places.sizes) > 1:
         numbers = places.flat()
         other = numbers != numbers[0]
-        ranks = claims.ranks[other].tolist()
-        more = f" and {len(ranks) - HOLDERS} more" if len(ranks) > HOLDERS else ""
         theirs = " or ".join(map(str, np.unique(numbers[other])))
         raise UsageError(
             f"ranks promote to different numbers of places: rank {claims.ranks[0]} to {numbers[0]}, "
-            f"rank(s) {', '.join(map(str, ranks[:HOLDERS]))}{more} to {theirs}",
+            f"{spelled(claims.ranks[other].tolist())} to {theirs}",
             remedy="pass the same promote_to, or the same tiers, on every rank",
         )
 
@@ -234,12 +233,11 @@ def _refuse_lone_copies(claims: RankColumns) -> None:
     lone = ~np.isin(keys.flat(), saved)
     names = claims.lists["witnesses"].flat()[lone]
     holders = np.repeat(claims.ranks, keys.counts)[lone][names == names[0]].tolist()
-    ranks = ", ".join(map(str, holders[:HOLDERS]))
-    more = f" and {len(holders) - HOLDERS} more" if len(holders) > HOLDERS else ""
     others = len(np.unique(names)) - 1
     raise StateError(
-        f"no rank has the main copy of {claims.tables['witnesses'][names[0]]}; copies are on rank(s) "
-        f"{ranks}{more}" + (f", and the same is true of {others} more" if others else ""),
+        f"no rank has the main copy of {claims.tables['witnesses'][names[0]]}; copies are on "
+        + spelled(holders)
+        + (f", and the same is true of {others} more" if others else ""),
         remedy="give it the replica_id 0 (in all places of a tuple) on one rank",
     )
 

@@ -12,7 +12,7 @@ from reknit.format import paths
 from reknit.format.checksum import num_blocks
 from reknit.format.file_table import blobs, encode_table, entries
 from reknit.format.index.parquet_bounds import with_section
-from reknit.planner.assemble import SHOWN
+from reknit.planner.gaps import SHOWN
 from reknit.types.manifest import FileTable, TablePlace
 from reknit.types.shard import full_name
 

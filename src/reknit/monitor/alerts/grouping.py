@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from reknit.monitor.rank_text import spelled
+from reknit.types.rank_text import spelled
 
 if TYPE_CHECKING:
     from reknit.monitor.alerts.base import Alert

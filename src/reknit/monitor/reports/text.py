@@ -5,8 +5,8 @@ from __future__ import annotations
 from datetime import datetime, timezone
 from typing import TYPE_CHECKING
 
-from reknit.monitor.rank_text import spelled
 from reknit.monitor.reports.summary import summaries
+from reknit.types.rank_text import spelled
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Mapping

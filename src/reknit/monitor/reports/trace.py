@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from reknit.monitor.rank_text import spelled
 from reknit.monitor.reports.events import MARKS
+from reknit.types.rank_text import spelled
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
