@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from reknit.dataloader import ReaderPlace, SourceLoader
-from reknit.errors import UsageError
+from reknit.errors import StateError, UsageError
 from reknit.frameworks.registry import collect
 from reknit.frameworks.stateful import Kept
 from tests.dataloader.source_kinds import KINDS, SIZES, VALUES, Counted, installed, numbers
@@ -181,3 +181,22 @@ def _cycle(loader: Any) -> Iterator[int]:
             before = 0
         if before:
             return
+
+
+@pytest.mark.filterwarnings("ignore:'set_vital'")
+def test_a_source_that_does_not_take_its_state_is_named_with_what_helps() -> None:
+    torchdata = installed("torchdata.stateful_dataloader")
+    one, other = (
+        SourceLoader(
+            lambda n, workers=workers: torchdata.StatefulDataLoader(
+                numbers(n), batch_size=None, num_workers=workers
+            ),
+            1,
+        )
+        for workers in (0, 2)
+    )
+    next(one)
+    load({"data": other}, assemble([collect({"data": one}, 0, 1)]))
+    with pytest.raises(StateError, match=r"source 0, a StatefulDataLoader, .*: AssertionError") as caught:
+        next(other)
+    assert "same num_workers" in (caught.value.remedy or "")

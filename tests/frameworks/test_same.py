@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from argparse import Namespace
 from collections import Counter, OrderedDict, defaultdict, deque
 from decimal import Decimal
@@ -15,6 +16,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Replicate, distribute_tensor
 from torch.distributed.tensor import Shard as Cut
+from torch.testing._internal.two_tensor import TwoTensor
 
 from reknit.errors import ShortageError
 from reknit.frameworks.neutral import to_neutral
@@ -52,6 +54,12 @@ def _masked(mask: bool) -> Any:
     return np.ma.masked_array(np.arange(2), [mask, False])
 
 
+def _rows(*rows: list[float]) -> Any:
+    """Return a sparse tensor that lists its elements by rows; torch warns that such are in beta."""
+    with warnings.catch_warnings(action="ignore"):
+        return torch.tensor(rows).to_sparse_csr()
+
+
 SAME: list[Any] = [
     lambda: 1,
     lambda: float("nan"),
@@ -73,6 +81,9 @@ SAME: list[Any] = [
     lambda: torch.empty(2, 0),
     lambda: torch.ones(4)[::3][:1],
     lambda: torch.ones(2, 3).t(),
+    lambda: torch.tensor([[0, _NAN], [-0.0, 2]]).to_sparse(),
+    lambda: _rows([1, _NAN], [0, 1]),
+    lambda: TwoTensor(torch.ones(2), torch.tensor([_NAN, -0.0])),
     lambda: torch.Size([1]),
     lambda: torch.float32,
     lambda: to_neutral({"a": torch.ones(2)}, "here"),
@@ -140,6 +151,10 @@ def test_a_value_is_the_same_as_one_made_alike(make: Any) -> None:
         ([torch.zeros(2)], [torch.ones(2)]),
         (torch.zeros(2, device="meta"), torch.zeros(2, device="meta")),
         (torch.zeros(2).to_sparse(), torch.zeros(2)),
+        (torch.eye(2).to_sparse(), 2 * torch.eye(2).to_sparse()),
+        (torch.eye(2).to_sparse(), _rows([1, 0], [0, 1])),
+        (_rows([0, 1], [1, 0]), _rows([1, 0], [0, 1])),
+        (TwoTensor(torch.ones(2), torch.ones(2)), TwoTensor(torch.ones(2), torch.zeros(2))),
         (torch.float32, torch.float64),
         (to_neutral(torch.ones(2), "here"), to_neutral(torch.zeros(2), "here")),
         (Odd(), Odd()),

@@ -6,7 +6,7 @@ import inspect
 from copy import deepcopy
 from typing import TYPE_CHECKING, Any
 
-from reknit.errors import UsageError
+from reknit.errors import ReknitError, StateError, UsageError
 from reknit.types.shard import LoaderShard
 
 if TYPE_CHECKING:
@@ -71,17 +71,34 @@ class StatefulSource:
 
     def _opened(self) -> Iterator[Any]:
         if self._iterator is None:
-            keeper = opened = self._open(self._number)
-            names = _methods(opened)
-            if names == _NODE or (names is not None and self._state is not None):
-                _call(opened, 1, self._state)
-            iterator = iter(opened)
-            if names is None:  # then it is the iterator that has the state
-                keeper = iterator
-                if self._state is not None or _methods(iterator) == _NODE:
-                    _call(iterator, 1, self._state)
-            self._keeper, self._iterator = keeper, iterator
+            source = self._open(self._number)
+            try:
+                self._keeper, self._iterator = _begun(source, self._state)
+            except ReknitError:
+                raise
+            except Exception as error:  # whatever the source raises for a state that it cannot take
+                if self._state is None:
+                    raise
+                raise StateError(
+                    f"source {self._number}, a {type(source).__name__}, does not take its saved state: "
+                    f"{type(error).__name__}: {error}",
+                    remedy="open it as it was when it was saved (a StatefulDataLoader with the same "
+                    "num_workers)",
+                ) from error
         return self._iterator
+
+
+def _begun(source: Any, state: Any) -> tuple[Any, Iterator[Any]]:
+    """Give an open source its state; return what has that from now on, and the iterator."""
+    names = _methods(source)
+    if names == _NODE or (names is not None and state is not None):
+        _call(source, 1, state)
+    iterator = iter(source)
+    if names is not None:
+        return source, iterator
+    if state is not None or _methods(iterator) == _NODE:  # then it is the iterator that has the state
+        _call(iterator, 1, state)
+    return iterator, iterator
 
 
 class Turns:

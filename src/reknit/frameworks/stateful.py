@@ -134,16 +134,14 @@ def fits(value: Any, saved: Any, place: Place, loading: Loading) -> bool:
     if why := mismatched_workers(value, saved):
         loading.report_mismatched(place, why)
         return False
-    torch = sys.modules.get("torch")
-    if torch is None or not isinstance(value, torch.amp.GradScaler):
-        return True
-    if value.is_enabled() and saved == {}:
-        loading.report_mismatched(
-            place, "a disabled scaler was saved, without values, and this one is enabled"
-        )
-        return False
-    if not value.is_enabled() and saved != {}:
-        loading.note(place, "this scaler is disabled, and takes none of the saved values")
+    if sys.modules.get("torch") is not None:
+        from reknit.frameworks.torch import fitting
+
+        if why := fitting.misfit(value, saved):
+            loading.report_mismatched(place, why)
+            return False
+        if what := fitting.ignored(value, saved):
+            loading.note(place, what)
     return True
 
 

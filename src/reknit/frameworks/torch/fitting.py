@@ -1,0 +1,61 @@
+"""Can an object of torch with a `state_dict` take a saved state?  What its class says before it is loaded."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch.optim import lr_scheduler
+
+
+def misfit(value: Any, saved: Any) -> str | None:
+    """Return why a gradient scaler or a scheduler cannot take a saved state; None for another object."""
+    if isinstance(value, torch.amp.GradScaler) and value.is_enabled() and saved == {}:
+        return "a disabled scaler was saved, without values, and this one is enabled"
+    if isinstance(value, lr_scheduler.LRScheduler) and isinstance(saved, Mapping):
+        return _other_scheduler(value, saved)
+    return None
+
+
+def ignored(value: Any, saved: Any) -> str | None:
+    """Return what to note of a state that an object takes without using it."""
+    if isinstance(value, torch.amp.GradScaler) and not value.is_enabled() and saved != {}:
+        return "this scaler is disabled, and takes none of the saved values"
+    return None
+
+
+def _other_scheduler(value: Any, saved: Mapping[str, Any]) -> str | None:
+    """Say how a saved scheduler is another than this one, if it is: torch would take any.
+
+    Only the classes of torch itself are looked at, whose state is their attributes.  What one of two releases
+    has more than the other is no difference.
+    """
+    kind = type(value)
+    if kind.__module__ != lr_scheduler.__name__:
+        return None
+    here = value.state_dict()
+    more, less = _settings(saved) - _settings(here), _settings(here) - _settings(saved)
+    if more and less:
+        return (
+            f"the saved scheduler has {', '.join(sorted(more))}, and this {kind.__name__} has "
+            f"{', '.join(sorted(less))}"
+        )
+    groups, mine = saved.get("base_lrs"), here.get("base_lrs")
+    if isinstance(groups, list) and isinstance(mine, list) and len(groups) != len(mine):
+        return f"it is for {len(groups)} groups of parameters in the checkpoint and for {len(mine)} here"
+    parts, own = saved.get("_schedulers"), getattr(value, "_schedulers", None)
+    if not isinstance(parts, list) or not isinstance(own, (list, tuple)):
+        return None
+    if len(parts) != len(own):
+        return f"it is made of {len(parts)} schedulers in the checkpoint and of {len(own)} here"
+    for number, (mine, part) in enumerate(zip(own, parts, strict=True)):
+        if (why := misfit(mine, part)) is not None:
+            return f"of its schedulers, number {number}: {why}"
+    return None
+
+
+def _settings(state: Mapping[str, Any]) -> set[str]:
+    """Return the names that tell one class from another: releases differ in the private ones, and one more."""
+    told = {name for name in state if not name.startswith("_")} - {"verbose"}
+    return told | (state.keys() & {"_schedulers"})
