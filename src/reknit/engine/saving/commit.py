@@ -43,6 +43,9 @@ def begin(job: SaveJob, write_id: str) -> Marker:
     better said now than after hours of writing.
     """
     check_manifest(job)
+    if job.run is not None:
+        mine = Marker(job.run.generation, write_id, run=job.run)
+        return claim(job.storage, mine, overwrite=job.overwrite)
     # Nobody tells a process that is alone which run it is; its clock may have been set back since.
     alone = isinstance(job.group, SoloGroup) and job.group.given is None
     mine = Marker(job.group.generation, write_id)
@@ -194,6 +197,8 @@ def size_of(storage: Storage, path: str) -> int | None:
 
 def put_manifest(storage: Storage, mine: Marker, data: bytes, *, overwrite: bool) -> None:
     """Commit, or raise; after an error only `is_committed` knows."""
+    if mine.run is not None:  # one that began since may have left this marker, at a step that it passed over
+        mine.run.check()
     try:
         placed = _placed(storage, mine, data, if_absent=not overwrite)
     except ReknitError:
