@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import uuid
 from contextlib import nullcontext
 from typing import TYPE_CHECKING, Any
 
@@ -19,6 +20,7 @@ from reknit.errors import FencedError, UsageError
 from reknit.format import paths
 from reknit.storage.local.store import LocalStorage
 from reknit.storage.registry import open_storage
+from tests.servers import environment, new_url, server
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -91,11 +93,25 @@ def test_a_save_whose_marker_is_up_before_another_run_opens_the_folder_does_not_
     assert steps(tmp_path) == [1, 2]
 
 
-@pytest.mark.parametrize("place", ["local", "memory"])
+def _url(kind: str, folder: Path, monkeypatch: pytest.MonkeyPatch) -> str:
+    """Return a new folder of a store."""
+    if kind == "local":
+        return str(folder)
+    if kind == "hdfs":
+        pytest.importorskip("hdfs_native", reason="HDFS needs hdfs-native")
+        return f"{server(kind)['endpoint']}/run-{uuid.uuid4().hex[:12]}"
+    if kind in ("s3", "gcs", "azure"):
+        for name, value in environment(kind).items():
+            monkeypatch.setenv(name, value)
+        return new_url(kind)
+    return f"{kind}://{uuid.uuid4().hex[:12]}/run"
+
+
+@pytest.mark.parametrize("kind", ["local", "mem", "memory", "s3", "gcs", "azure", "hdfs"])
 def test_a_save_that_begins_after_another_run_opened_the_folder_is_shut_out(
-    tmp_path: Path, place: str
+    kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    url = {"local": str(tmp_path), "memory": f"process://{tmp_path.name}"}[place]
+    url = _url(kind, tmp_path, monkeypatch)
     with Checkpointer(url, wait=True) as run:
         run.save(1, state(1))
     root = open_storage(url)
