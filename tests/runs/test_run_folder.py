@@ -16,8 +16,9 @@ from reknit.comm.base import SoloGroup
 from reknit.engine.run_record import Run, folder_above, newest_run, open_run
 from reknit.engine.saving.commit import claim, put_manifest
 from reknit.engine.saving.marker import Marker
-from reknit.errors import FencedError, UsageError
+from reknit.errors import FencedError, StoragePermissionError, UsageError
 from reknit.format import paths
+from reknit.runs import run_folder
 from reknit.storage.local.store import LocalStorage
 from reknit.storage.registry import open_storage
 from tests.servers import environment, new_url, server
@@ -219,6 +220,25 @@ def test_a_run_that_only_reads_opens_nothing(tmp_path: Path) -> None:
             assert reader.latest() == 1
         old.save(2, state(2))
     assert steps(tmp_path) == [1, 2]
+
+
+def test_a_folder_that_may_only_be_read_is_resumed_from_and_not_opened(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    with Checkpointer(tmp_path, wait=True) as old:
+        old.save(1, state(1))
+
+    def refuse(root: Any, at_least: int) -> int:
+        raise StoragePermissionError("not here", path=root.url)
+
+    monkeypatch.setattr(run_folder, "open_run", refuse)
+    found = state()
+    with caplog.at_level(logging.INFO), Checkpointer(tmp_path, wait=True) as reader:
+        assert reader.resume(found) == 2
+        with pytest.raises(StoragePermissionError, match="not here"):
+            reader.save(2, found)
+    assert found["model"]["w"][0] == 1
+    assert any("is read, and not opened for writing: not here" in each.message for each in caplog.records)
 
 
 @pytest.mark.parametrize(
