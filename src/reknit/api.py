@@ -49,6 +49,7 @@ from reknit.ranks import acting
 from reknit.storage.registry import open_storage, recorded
 from reknit.system import without_collections
 from reknit.transforms.names import parted
+from reknit.types.entry import entered
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -108,6 +109,7 @@ def save(
     )
 
 
+@entered("reknit.save")
 @typed_shortage()
 @without_collections()
 def save_in_run(
@@ -180,6 +182,7 @@ def save_in_run(
 
 
 @checked_call
+@entered("reknit.prepare")
 @typed_shortage()
 @without_collections()
 def prepare(
@@ -232,14 +235,14 @@ def prepare(
         logger.warning("could not prepare for saves to %s: %s", path, error)
 
 
-def _wait_for_copies() -> None:
+def _wait_for_copies(timeout_s: float) -> None:
     """Wait until the copies of all saves under way are made, and their states may be changed."""
     for background in all_backgrounds():
-        for pending in background.under_way():
-            pending.wait_staged()
+        background.wait_staged(timeout_s)
 
 
 @checked_call
+@entered("reknit.close")
 def close(timeout_s: float | None = None) -> bool:
     """Wait for the saves under way, let the agents end, and give their memory back; tell whether all ended.
 
@@ -256,6 +259,7 @@ def close(timeout_s: float | None = None) -> bool:
 
 
 @checked_call
+@entered("reknit.load")
 @typed_shortage()
 @without_collections()
 def load(
@@ -321,7 +325,7 @@ def load(
             replicas,
             lenient,
         )
-        _wait_for_copies()
+        _wait_for_copies(options.timeout_s)
         clock = Stopwatch()
         with clock.lap(), recorder.whole():
             report = load_story.load(job)

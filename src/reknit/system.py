@@ -117,11 +117,13 @@ class AtExit:
     """Calls `action` once when this process ends by itself, the last one made first; `cancel` takes it back.
 
     One that is `last` comes after all that are not.  Processes that `multiprocessing` forks, from this one or
-    from its fork server, end without the functions of `atexit`, but with finalizers of their own.
+    from its fork server, end without the functions of `atexit`, but with finalizers of their own.  A forked
+    process has to make one of its own: what it has from its parent does nothing there.
     """
 
     def __init__(self, action: Callable[[], object], *, last: bool = False) -> None:
         self._action: Callable[[], object] | None = action
+        self._process = os.getpid()
         if not last:  # the finalizers run later: `multiprocessing` was imported before
             atexit.register(self._run)
         self._finalizer = Finalize(None, self._run, exitpriority=-1 if last else 0)
@@ -135,5 +137,5 @@ class AtExit:
     def _run(self) -> None:
         action = self._action
         self.cancel()
-        if action is not None:
+        if action is not None and os.getpid() == self._process:
             action()
