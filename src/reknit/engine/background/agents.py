@@ -10,6 +10,7 @@ from reknit.comm import base as comm
 from reknit.engine import messages
 from reknit.engine.background import messages as say
 from reknit.engine.background.agent_link import AgentLink
+from reknit.engine.background.circumstances import Circumstances, here
 from reknit.engine.background.side_group import places, where_of
 from reknit.engine.background.trainer_save import TrainerSave
 from reknit.engine.saving.coordinator import PLANS_KEPT
@@ -123,6 +124,20 @@ class Agents:
         save = TrainerSave(number, paths.numbered_write_id(self._seed, number), pending, self.link)
         self.saves[number] = save
         return save
+
+    def new_circumstances(self, save: TrainerSave, timeout_s: float) -> Circumstances | None:
+        """Return the circumstances of a save if its agent has others.
+
+        The agent sets them when all earlier saves are committed.  Until then it receives no message, so the
+        earlier saves are staged first.  Raises `AgentError` for what cannot be handed over.
+        """
+        self.link.require_same_identity()
+        if self.link.in_process or (now := here()) == self.link.circumstances:
+            return None
+        for other in list(self.saves.values()):
+            if other is not save:
+                other.pending.wait_staged(timeout_s)
+        return now
 
     def plan(self, save: TrainerSave, key: bytes) -> Plan | None:
         """Return the plan for the layout `key` of a save, if there is one, as the one used last."""

@@ -8,6 +8,7 @@ from typing import Any
 
 import msgspec
 
+from reknit.engine.background.circumstances import Circumstances  # noqa: TC001 (msgspec looks them up)
 from reknit.engine.messages import ArrayColumns, RankClaims  # noqa: TC001 (msgspec looks them up)
 from reknit.processes.channel import Message
 
@@ -62,23 +63,11 @@ class Lend(AgentMessage):
     blobs: list[tuple[int, int, int]]
 
 
-class Variables(AgentMessage):
-    """To the agent, before `Begin`: the variables by which stores are reached, where some have changed.
-
-    They are the secrets of this user, on their way to another process of this user; nothing may log them.
-    """
-
-    values: dict[str, str]
-
-    def __repr__(self) -> str:
-        return f"Variables({sorted(self.values)})"
-
-
 class Begin(AgentMessage):
     """To the agent: a save begins.
 
-    `factory` is ``module:function`` of a store that only the trainer's program registered.  `extra` is what
-    only the root's manifest needs, as JSON.  A `warm_up` is no save: it ends with `Ready` instead of
+    `factory` says how its store is opened, as `storage.registry.recipe` does.  `extra` is what only the
+    root's manifest needs, as JSON.  A `warm_up` is no save: it ends with `Ready` instead of
     `Planned`, and nothing is written.  `promote_to` are URL, factory and rate of each store that is to
     have the checkpoint too.
     """
@@ -95,6 +84,8 @@ class Begin(AgentMessage):
     coordinate: dict[str, int] = msgspec.field(default_factory=dict)
     tell_events: bool = False
     """Whether the trainer has sinks that the agent cannot open."""
+    circumstances: Circumstances | None = None
+    """Those of this save, where they differ from those of the one before."""
 
 
 class Planned(AgentMessage):

@@ -161,6 +161,7 @@ def _begin(
         promote_to=list(job.promote_to),
         coordinate=job.recorder.coordinate,
         tell_events=not all(sink.everywhere for sink in job.recorder.sinks),
+        circumstances=agents.new_circumstances(save, job.options.timeout_s),
     )
 
 
