@@ -84,9 +84,8 @@ def recipe(url: str | os.PathLike[str]) -> StoreRecipe:
     if getattr(factory, "__module__", "") == __name__:
         return StoreRecipe(text, elsewhere=True)
     reference = _reference(factory)
-    return StoreRecipe(
-        text, elsewhere=reference is not None and fsspec_config() is not None, factory=reference
-    )
+    elsewhere = reference is not None and fsspec_config() is not None
+    return StoreRecipe(text, elsewhere=elsewhere, factory=reference if elsewhere else None)
 
 
 def adopt(url: str, factory: str) -> None:

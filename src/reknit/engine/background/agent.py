@@ -23,7 +23,6 @@ from typing import TYPE_CHECKING, Any, cast
 from reknit.comm.base import Group, SoloGroup
 from reknit.comm.topology import Topology
 from reknit.engine.background import messages as say
-from reknit.engine.background.circumstances import Adapting
 from reknit.engine.background.lanes import Lanes, work
 from reknit.engine.stored.running_agents import Note
 from reknit.environment import quiet_grpc
@@ -66,7 +65,6 @@ class Agent:
         self.saves: dict[int, AgentSave] = {}
         self._note = None if trainer is None else Note()
         self._lent: dict[int, dict[int, memoryview]] = {}
-        self._adapting = Adapting()
         self._longest_s = 0.0
         self._to_write: Jobs = queue.SimpleQueue()
         self._to_commit: Jobs = queue.SimpleQueue()
@@ -216,8 +214,7 @@ class Agent:
             begin.claims.blobs[number].data = cast("bytes", view)  # as good as bytes for everyone who gets it
         options = SaveOptions(**begin.options)
         try:
-            self._adapting.adapt(begin.circumstances, list(self.saves.values()), options.timeout_s)
-            save = self._maker.save(begin, options, self._group)
+            save = self._maker.save(begin, options, self._group, list(self.saves.values()))
         except ReknitError as error:
             self._refuse(begin.number, error, options.timeout_s)
         else:

@@ -21,8 +21,8 @@ from reknit.system import identity, socket_pair, start_thread
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from reknit.engine.background.circumstances import Circumstances
     from reknit.processes.channel import ReceivedMessage
+    from reknit.processes.circumstances import Circumstances
 
 _REAP_S = 10.0
 _IDENTITY = {

@@ -73,7 +73,7 @@ class AgentSave:
         self._promotable: list[Written] | None = None
         self.targets = [url for url, _, _ in begin.promote_to]
         """Where the checkpoint is to be promoted to."""
-        self._stores = [TargetStore(url, factory, job.options) for url, factory, _ in begin.promote_to]
+        self.stores = [TargetStore(url, factory, job.options) for url, factory, _ in begin.promote_to]
         self.to_promote = set(range(len(self.targets)))
         """Numbers of the targets to which it still is."""
         self._copies = EQUAL
@@ -126,15 +126,9 @@ class AgentSave:
             return self.promotes or (self.image is not None and not self.image.to_fill)
 
     def wait(self, timeout_s: float, *, promoted: bool) -> bool:
-        """Wait until the save is committed, and promoted if asked for, or has failed; tell whether it is."""
+        """Wait until the save is committed, and `promoted` if asked for, or has failed; tell whether it is."""
         with self._changed:
             return self._changed.wait_for(lambda: self.is_over or (self.promotes and not promoted), timeout_s)
-
-    def open_targets(self) -> None:
-        """Open the stores of promotions that have not begun, while this process has what they need."""
-        if self.promotes:
-            for store in self._stores:
-                store.open_ahead()
 
     # Called by the thread that writes.
 
@@ -321,7 +315,7 @@ class AgentSave:
         assert self._promotable is not None
         share = max(self.job.options.inflight_nbytes // num_lanes, LEAST_INFLIGHT_NBYTES)
         job = replace(self.job, options=replace(self.job.options, inflight_nbytes=share))
-        to = self._stores[target].target(self.begin.promote_to[target][2])
+        to = self.stores[target].target(self.begin.promote_to[target][2])
         try:
             report = promote_saved(job, self.begin.claims.write_id, self._promotable, group, to)
         except BaseException as error:  # whatever it is, the trainer must hear of it

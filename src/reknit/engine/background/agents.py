@@ -10,12 +10,12 @@ from reknit.comm import base as comm
 from reknit.engine import messages
 from reknit.engine.background import messages as say
 from reknit.engine.background.agent_link import AgentLink
-from reknit.engine.background.circumstances import Circumstances, here
 from reknit.engine.background.side_group import places, where_of
 from reknit.engine.background.trainer_save import TrainerSave
 from reknit.engine.saving.coordinator import PLANS_KEPT
 from reknit.engine.saving.plan_cache import keep_latest
 from reknit.format import paths
+from reknit.processes.circumstances import Circumstances, here
 
 if TYPE_CHECKING:
     from collections.abc import Callable

@@ -8,9 +8,9 @@ from typing import Any
 
 import msgspec
 
-from reknit.engine.background.circumstances import Circumstances  # noqa: TC001 (msgspec looks them up)
 from reknit.engine.messages import ArrayColumns, RankClaims  # noqa: TC001 (msgspec looks them up)
 from reknit.processes.channel import Message
+from reknit.processes.circumstances import Circumstances  # noqa: TC001 (msgspec looks them up)
 
 
 class AgentMessage(Message):

@@ -1,4 +1,4 @@
-"""What a save depends on beside its arguments: read in the trainer at the call, and set in its agent."""
+"""What is true of a whole process and can be handed over: umask, folder, variables, places of modules."""
 
 from __future__ import annotations
 
@@ -8,23 +8,15 @@ import os
 import sys
 import tempfile
 from contextlib import suppress
-from typing import TYPE_CHECKING
 
 import msgspec
 
 from reknit.environment import all_variables, fsspec_config, take_variables
-from reknit.errors import DeadlineError
-from reknit.monitor.phase import Deadline
 from reknit.system import umask
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
-
-    from reknit.engine.background.agent_save import AgentSave
 
 
 class Circumstances(msgspec.Struct, array_like=True):
-    """What is true of a whole process, and decides what its saves write and where.
+    """What decides, beside its arguments, what a save of this process writes and where.
 
     The variables are the secrets of this user, on their way to another process of this user; nothing may log
     them.  Names are bytes, as the system has them.
@@ -60,41 +52,8 @@ def here() -> Circumstances:
     )
 
 
-class Adapting:
-    """The circumstances of an agent's process, which become those of each save that begins."""
-
-    def __init__(self) -> None:
-        self._current: Circumstances | None = None
-        self._due: Circumstances | None = None
-
-    def adapt(self, due: Circumstances | None, earlier: Sequence[AgentSave], timeout_s: float) -> None:
-        """Set the circumstances of a save that begins, None for those of the save before it.
-
-        `earlier` are the saves under way.  They are committed first, and another umask waits for their
-        promotions, too.  Other promotions need only what their stores were opened with.  Raises
-        `DeadlineError`, and then the next save tries it again.
-        """
-        self._due = due or self._due
-        if self._due is None:
-            return
-        promoted = self._current is not None and self._current.umask != self._due.umask
-        deadline = Deadline(timeout_s)
-        for save in earlier:
-            if not save.wait(deadline.remaining(), promoted=promoted):
-                changed = "umask" if promoted else "environment"
-                raise DeadlineError(
-                    f"the {changed} has changed, and save {save.number} to {save.url}, which needs the old "
-                    f"one, was not over within {timeout_s:g} s",
-                    remedy="change it when no save or promotion is under way, or raise timeout_s",
-                )
-        for save in earlier:
-            save.open_targets()
-        _set(self._current, self._due)
-        self._current, self._due = self._due, None
-
-
-def _set(old: Circumstances | None, new: Circumstances) -> None:
-    """Make the circumstances of another process those of this one."""
+def take(new: Circumstances, old: Circumstances | None) -> None:
+    """Make the circumstances of another process those of this one, an agent, which had `old` from there."""
     os.umask(new.umask)
     if new.folder is not None:
         with suppress(OSError):  # removed since, or closed to this process: absolute paths need no folder
