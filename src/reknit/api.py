@@ -210,6 +210,7 @@ def prepare(
     options, wrong = tried_options(options, SaveOptions, "reknit.prepare")
     joined, ranks, _ = acting(group, options.comm)
     place = place_of(path)
+    elsewhere = all(each.elsewhere for each in (place, *(place_of(to.path) for to in options.promotions)))
 
     def job() -> SaveJob:
         if wrong is not None:
@@ -228,7 +229,7 @@ def prepare(
         )
 
     try:
-        background_of(joined, place.elsewhere).prepare(joined, job, place.url, options)
+        background_of(joined, elsewhere).prepare(joined, job, place.url, options)
     except ReknitError as error:
         if options.on_error == "raise" or isinstance(error, UsageError):
             raise
