@@ -26,6 +26,7 @@ from collections import Counter, defaultdict
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
+from reknit.engine.recognising import is_of_others
 from reknit.engine.stored.file_checks import whole_manifest
 from reknit.engine.stored.moving import remove_noted
 from reknit.engine.stored.opening import manifest_in
@@ -168,9 +169,12 @@ def _in_folder(storage: Storage, name: str, folder: _Folder, before: float) -> l
         except FormatError as error:
             kept = f"the manifest there cannot be read: {error.message}"
         else:
-            if manifest is None:
+            if manifest is not None:
+                saves = _not_of(manifest, name, saves)
+            elif is_of_others(here):
+                kept = "the manifest there cannot be read: nothing shows that it is of reknit"
+            else:
                 return []  # the checkpoint is being removed
-            saves = _not_of(manifest, name, saves)
     if not any(saves.values()):
         return []
     if kept is None and max(each.modified for save in saves.values() for each in save) > before:
