@@ -6,6 +6,7 @@ import logging
 import os
 from collections.abc import Mapping, MutableMapping
 from contextlib import ExitStack
+from functools import partial
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
@@ -36,6 +37,7 @@ from reknit.engine.display import logged
 from reknit.engine.loading import load as load_story
 from reknit.engine.loading.job import LoadJob
 from reknit.engine.outcome import PendingSave, SaveOutcome
+from reknit.engine.run_record import Run, folder_above
 from reknit.engine.saving.job import SaveJob
 from reknit.errors import ReknitError, UsageError, typed_shortage
 from reknit.frameworks import registry
@@ -59,8 +61,6 @@ logger = logging.getLogger("reknit")
 
 
 @checked_call
-@typed_shortage()
-@without_collections()
 def save(
     path: str | PathLike[str],
     state: Mapping[str, Any],
@@ -95,6 +95,34 @@ def save(
     that names the object, on every rank; where it began, `__cause__` is the exception.  Only Ctrl-C and
     `SystemExit` are raised as they are.
     """
+    return save_in_run(
+        path,
+        state,
+        None,
+        step=step,
+        wait=wait,
+        overwrite=overwrite,
+        metadata=metadata,
+        options=options,
+        group=group,
+    )
+
+
+@typed_shortage()
+@without_collections()
+def save_in_run(
+    path: str | PathLike[str],
+    state: Mapping[str, Any],
+    generation: int | None,
+    *,
+    step: int | None,
+    wait: bool,
+    overwrite: bool,
+    metadata: Mapping[str, Any] | None,
+    options: SaveOptions | None,
+    group: AnyGroup | None,
+) -> PendingSave:
+    """Save as `save` does; with a `generation`, as a step of the run that has it, in the folder above."""
     unused = arguments.BACKGROUND_ONLY if wait is True else ()
     options, wrong = tried_options(options, SaveOptions, "a save with wait=True", unused)
     joined, ranks, _ = acting(group, options.comm)
@@ -125,6 +153,7 @@ def save(
             place.url,
             place.factory,
             [(each.url, each.factory, target.bytes_per_s) for each, target in then],
+            None if generation is None else Run(partial(open_storage, folder_above(place.url)), generation),
         )
 
     place = place_of(path)

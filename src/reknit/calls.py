@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 from reknit.comm import base as comm
 from reknit.engine.background.background import Background
 from reknit.engine.outcome import SaveOutcome
+from reknit.engine.run_record import folder_above
 from reknit.engine.saving import save as save_story
 from reknit.engine.saving.reuse import Committed
 from reknit.engine.saving.rounds import ASSIGN
@@ -76,7 +77,8 @@ def _promote_now(outcome: SaveOutcome, job: SaveJob, report: SaveReport, written
     """Promote what all ranks have just saved; a place that fails does not keep it from the others."""
     for number, place in enumerate(job.options.promotions):
         opened = partial(open_storage, place.path, durability=job.options.durability)
-        target = Target(opened, place.bytes_per_s, recorded)
+        root = partial(open_storage, folder_above(os.fspath(place.path)), durability=job.options.durability)
+        target = Target(opened, place.bytes_per_s, recorded, root)
         try:
             outcome.end_promotion(number, promote_saved(job, report.write_id, written, job.group, target))
         except ReknitError as error:

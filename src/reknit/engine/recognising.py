@@ -82,7 +82,7 @@ def is_of_others(storage: Storage) -> bool:
 
 
 def manifest_bytes(storage: Storage) -> bytes | None:
-    """Return a whole manifest, sound or damaged; None where there is none of reknit.  Raises `StorageError`."""
+    """Return all bytes of a manifest, maybe a damaged one; None where there is none of reknit."""
     try:
         data = storage.get(paths.MANIFEST_PATH, limit=MAX_MANIFEST_NBYTES)
     except StorageNotFoundError:

@@ -11,7 +11,6 @@ from reknit.engine.stored.newest import refuse_other
 from reknit.engine.stored.steps import numbered, steps_below
 from reknit.errors import CheckpointNotFoundError, CorruptError, UsageError, shown
 from reknit.keywords import checked_call
-from reknit.monitor.phase import Deadline
 from reknit.options import PromotionTarget, check_rate
 from reknit.policies.keeping import ranked
 from reknit.policies.saving import OnPreemption
@@ -19,7 +18,6 @@ from reknit.policies.stretches import every
 from reknit.runs.arguments import policy_for
 from reknit.runs.cooling import Cool, Cooling
 from reknit.runs.retention import Retention
-from reknit.runs.settle import settle
 from reknit.storage.registry import open_storage, recipe
 
 if TYPE_CHECKING:
@@ -175,12 +173,6 @@ class Tiers:
             assert whole is not None
             whole = whole | keep
         return next(iter(ranked(whole, self.steps())), None)
-
-    def settle(self, timeout_s: float) -> None:
-        """Let no save of an earlier run commit a newer step than those that each tier has then."""
-        deadline = Deadline(timeout_s)
-        for level in self.levels:
-            settle(level.storage, deadline.remaining())
 
     def retentions(self, sinks: tuple[Outlet, ...], *, apart: bool) -> dict[int, Retention]:
         """Return what keeps the steps of each tier, by its number; all steps of the others stay.

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, NoReturn
 
 from reknit.engine.background import messages as say
 from reknit.engine.memory.arena import SPAN_NBYTES, lay_out
+from reknit.engine.run_record import Run, folder_above
 from reknit.engine.saving.job import SaveJob
 from reknit.engine.stored.promote import Target
 from reknit.errors import AgentError, ReknitError, shortage
@@ -56,12 +57,17 @@ def agent_job(
         sinks += (Outlet(to_trainer, "the trainer does not hear of them", idle_s=1.0),)
     recorder = Recorder("save", group.rank, step, storage.url, sinks, "agent", begin.coordinate)
     storage = recorded(storage, recorder)
+    if begin.generation is not None:
+        extra["run"] = Run(
+            partial(open_store, folder_above(begin.url), begin.factory, options), begin.generation
+        )
     return SaveJob(_collect_nothing, group, storage, options, recorder, step, begin.overwrite, **extra)
 
 
 def target_of(url: str, factory: str | None, bytes_per_s: float | None, options: SaveOptions) -> Target:
     """Return a store to promote to, which is opened when that begins."""
-    return Target(partial(open_store, url, factory, options), bytes_per_s, recorded)
+    root = partial(open_store, folder_above(url), factory, options)
+    return Target(partial(open_store, url, factory, options), bytes_per_s, recorded, root)
 
 
 class _ToTrainer:

@@ -80,7 +80,7 @@ class Begin(AgentMessage):
     `factory` is ``module:function`` of a store that only the trainer's program registered.  `extra` is what
     only the root's manifest needs, as JSON.  A `warm_up` is no save: it ends with `Ready` instead of
     `Planned`, and nothing is written.  `promote_to` are URL, factory and rate of each store that is to
-    have the checkpoint too.
+    have the checkpoint too.  `generation` is that of the run that the checkpoint is a step of, if it is one.
     """
 
     number: int
@@ -93,6 +93,7 @@ class Begin(AgentMessage):
     warm_up: bool = False
     promote_to: list[tuple[str, str | None, float | None]] = msgspec.field(default_factory=list)
     coordinate: dict[str, int] = msgspec.field(default_factory=dict)
+    generation: int | None = None
     tell_events: bool = False
     """Whether the trainer has sinks that the agent cannot open."""
 

@@ -160,6 +160,7 @@ def _begin(
         ),
         promote_to=list(job.promote_to),
         coordinate=job.recorder.coordinate,
+        generation=None if job.run is None else job.run.generation,
         tell_events=not all(sink.everywhere for sink in job.recorder.sinks),
     )
 

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from reknit.comm.base import SoloGroup
 from reknit.engine import messages
-from reknit.engine.recognising import find_manifest, is_of_others, not_ours
+from reknit.engine.recognising import find_manifest, is_of_others, manifest_bytes, not_ours
 from reknit.engine.saving.manifest_content import list_files
 from reknit.engine.saving.marker import Marker, fenced_off, is_last, put_up, take_down
 from reknit.engine.small_files import discard, write_bytes
@@ -21,7 +21,7 @@ from reknit.errors import (
 )
 from reknit.format import paths
 from reknit.format.checksum import BLOCK_NBYTES
-from reknit.format.manifest_file import MAX_MANIFEST_NBYTES, decode_record, encode_manifest
+from reknit.format.manifest_file import decode_record, encode_manifest
 from reknit.format.versions import FORMAT_VERSION
 from reknit.monitor.phase import now
 from reknit.storage.base import PerHost
@@ -44,6 +44,9 @@ def begin(job: SaveJob, write_id: str) -> Marker:
     better said now than after hours of writing.
     """
     check_manifest(job)
+    if job.run is not None:
+        mine = Marker(job.run.generation, write_id, run=job.run)
+        return claim(job.storage, mine, overwrite=job.overwrite)
     # Nobody tells a process that is alone which run it is; its clock may have been set back since.
     alone = isinstance(job.group, SoloGroup) and job.group.given is None
     mine = Marker(job.group.generation, write_id)
@@ -130,10 +133,10 @@ def manifest_exists(storage: Storage) -> bool:
 def is_committed(storage: Storage, write_id: str) -> bool | None:
     """Tell whether the manifest here is that of this save, with its files; None when that cannot be told."""
     try:
-        manifest = decode_record(storage.get(paths.MANIFEST_PATH, limit=MAX_MANIFEST_NBYTES))
+        if (data := manifest_bytes(storage)) is None:
+            return False
+        manifest = decode_record(data)
         return manifest.write_id == write_id and manifest.moved_to is None
-    except StorageNotFoundError:
-        return False
     except ReknitError:
         return None
 
@@ -209,6 +212,8 @@ def put_manifest(storage: Storage, mine: Marker, data: bytes, *, overwrite: bool
 
     Another program may have put a file of that name there since the save began: it is looked just before.
     """
+    if mine.run is not None:  # one that began since may have left this marker, at a step that it passed over
+        mine.run.check()
     if overwrite:
         check_absent(storage, overwrite)
     try:

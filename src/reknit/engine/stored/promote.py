@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, NamedTuple, NoReturn
 from reknit.comm import base as comm
 from reknit.engine.memory.pace import Pace
 from reknit.engine.recognising import find_manifest
+from reknit.engine.run_record import Run
 from reknit.engine.saving.commit import (
     claim,
     clear_out,
@@ -53,12 +54,14 @@ _MOST_OPEN = 64
 class Target(NamedTuple):
     """A store that is to have a checkpoint too: what opens it, and the rate of all ranks together.
 
-    `recorded` makes of it one that tells a recorder of its operations.
+    `recorded` makes of it one that tells a recorder of its operations.  `root` opens the folder of the run
+    there, where the checkpoint is a step of one.
     """
 
     open: Callable[[], Storage]
     bytes_per_s: float | None
     recorded: Callable[[Storage, Recorder], Storage]
+    root: Callable[[], Storage]
 
 
 class _Commit:
@@ -68,7 +71,7 @@ class _Commit:
         self._job = job
         self._data = _unmoved(read_manifest(job.source))
         self.manifest: Manifest = whole_manifest(job.source, decode_record(self._data), [job.target])
-        self._mine = Marker(self.manifest.generation or 0, self.manifest.write_id)
+        self._mine = Marker(self.manifest.generation or 0, self.manifest.write_id, run=job.run)
 
     def claim(self) -> None:
         """Put up the marker.  Raises `CheckpointExistsError`, `FencedError`."""
@@ -165,6 +168,7 @@ def promote_saved(
     """
     try:
         target = to.open()
+        run = None if job.run is None else Run(to.root, job.run.generation)
     except BaseException as error:  # whoever made the store decides what it raises
         decline(group, error, write_id, job.options.timeout_s)
     try:
@@ -174,7 +178,7 @@ def promote_saved(
         )
         rate = None if to.bytes_per_s is None else to.bytes_per_s / group.size
         told = to.recorded(target, recorder)
-        promotion = Promotion(job.storage, told, job.overwrite, job.options, recorder, Pace(rate))
+        promotion = Promotion(job.storage, told, job.overwrite, job.options, recorder, Pace(rate), run)
         with recorder.whole():
             return promote(promotion, group, job.step, write_id, written)
     finally:

@@ -1,0 +1,217 @@
+"""A folder of steps belongs to the run that opened it last; what earlier runs have begun is shut out."""
+
+from __future__ import annotations
+
+import logging
+from contextlib import nullcontext
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import pytest
+
+import reknit
+from reknit import Checkpointer, CheckpointExistsError, Tier
+from reknit.comm.base import SoloGroup
+from reknit.engine.run_record import Run, folder_above, newest_run, open_run
+from reknit.engine.saving.commit import claim, put_manifest
+from reknit.engine.saving.marker import Marker
+from reknit.errors import FencedError, UsageError
+from reknit.format import paths
+from reknit.storage.local.store import LocalStorage
+from reknit.storage.registry import open_storage
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+
+def state(value: float = 0.0) -> dict[str, Any]:
+    return {"model": {"w": np.full(4, float(value))}}
+
+
+def held(path: Path | str) -> float:
+    found = state(-1)
+    reknit.load(path, found)
+    return float(found["model"]["w"][0])
+
+
+def _saved(run: Checkpointer, step: int, state: Any) -> None:
+    pending = run.save(step, state)
+    assert pending is not None
+    pending.result()
+
+
+def steps(root: Path | str) -> list[int | None]:
+    return [step.step for step in reknit.steps(root)]
+
+
+@pytest.mark.parametrize("wait", [True, False])
+@pytest.mark.parametrize("resumes", [True, False])
+def test_an_earlier_run_commits_nothing_once_a_later_one_has_opened_the_folder(
+    tmp_path: Path, wait: bool, resumes: bool
+) -> None:
+    old = Checkpointer(tmp_path, wait=wait)
+    old.save(1, state(1))
+    old.wait()
+    with Checkpointer(tmp_path, wait=wait) as new:
+        if resumes:
+            assert new.resume(state()) == 2
+        first = new.save(2, state(2))
+        assert first is not None
+        first.result()
+        with pytest.raises(FencedError, match=r"a newer run .* has opened .*process") as caught:
+            _saved(old, 3, state(-3))
+        assert "evaluation reads with `load`" in (caught.value.remedy or "")
+        new.save(3, state(3))
+        new.wait()
+    with nullcontext() if wait else pytest.raises(FencedError):
+        old.close()
+    assert steps(tmp_path) == [1, 2, 3]
+    assert held(tmp_path / "step_00000003") == 3
+
+
+def test_a_save_whose_marker_is_up_before_another_run_opens_the_folder_does_not_commit(
+    tmp_path: Path,
+) -> None:
+    root = LocalStorage(str(tmp_path))
+    old = Run(lambda: LocalStorage(str(tmp_path)), open_run(root, 5))
+    late, passed = (
+        (root.sub(f"step_{step:08d}"), Marker(old.generation, paths.new_write_id(), run=old))
+        for step in (2, 0)
+    )
+    for place, mine in (late, passed):
+        claim(place, mine, overwrite=False)
+    reknit.save(tmp_path / "step_00000001", state(), step=1)
+    with Checkpointer(tmp_path, wait=True) as new:
+        assert new.resume(state()) == 2
+        for place, mine in (late, passed):
+            with pytest.raises(FencedError):
+                put_manifest(place, mine, b"{}", overwrite=False)
+            assert paths.MANIFEST_PATH not in [listed.path for listed in place.list()]
+        new.save(2, state())
+    assert steps(tmp_path) == [1, 2]
+
+
+@pytest.mark.parametrize("place", ["local", "memory"])
+def test_a_save_that_begins_after_another_run_opened_the_folder_is_shut_out(
+    tmp_path: Path, place: str
+) -> None:
+    url = {"local": str(tmp_path), "memory": f"process://{tmp_path.name}"}[place]
+    with Checkpointer(url, wait=True) as run:
+        run.save(1, state(1))
+    root = open_storage(url)
+    before = newest_run(root)
+    assert open_run(root, 0) == before + 1
+    for generation, wanted in ((before, FencedError), (before + 1, None)):
+        mine = Marker(generation, paths.new_write_id(), run=Run(lambda: open_storage(url), generation))
+        step = root.sub("step_00000009")
+        if wanted is None:
+            claim(step, mine, overwrite=False)
+            continue
+        with pytest.raises(wanted):
+            claim(step, mine, overwrite=False)
+        assert list(step.list()) == []
+
+
+def test_generations_ascend_whatever_clocks_say(tmp_path: Path) -> None:
+    root = LocalStorage(str(tmp_path))
+    assert [open_run(root, at_least) for at_least in (100, 7, 0, 200, 1)] == [100, 101, 102, 200, 201]
+    assert [listed.path for listed in root.list()] == [paths.run_path(201)]
+
+
+def test_of_runs_that_open_a_folder_at_once_each_has_a_generation_of_its_own(tmp_path: Path) -> None:
+    from concurrent.futures import ThreadPoolExecutor
+
+    root = LocalStorage(str(tmp_path))
+    with ThreadPoolExecutor(8) as pool:
+        found = list(pool.map(lambda n: open_run(root, n % 3), range(40)))
+    assert len(set(found)) == 40
+    assert newest_run(root) == max(found)
+
+
+def test_a_run_goes_above_the_generation_of_steps_that_a_clock_ahead_has_saved(tmp_path: Path) -> None:
+    ahead = 1 << 50
+    reknit.save(tmp_path / "step_00000005", state(5), step=5, options=_as_generation(ahead))
+    with Checkpointer(tmp_path, wait=True, group=SoloGroup(3)) as run:
+        run.load(state(), 5)
+        run.save(5, state(6))
+    assert held(tmp_path / "step_00000005") == 6
+    assert newest_run(LocalStorage(str(tmp_path))) == ahead + 1
+
+
+def _as_generation(generation: int) -> reknit.SaveOptions:
+    return reknit.SaveOptions(comm=reknit.CommOptions(generation=generation))
+
+
+def test_promotions_of_an_earlier_run_are_shut_out_of_each_tier(tmp_path: Path) -> None:
+    hot, cold = tmp_path / "hot", tmp_path / "cold"
+    with Checkpointer(tiers=[Tier(hot), Tier(cold)], wait=True) as old:
+        old.save(1, state(1))
+        with Checkpointer(cold, wait=True) as new:
+            assert new.resume(state()) == 2
+        with pytest.raises(FencedError, match="cold"):
+            old.save(2, state(2))
+    assert (steps(hot), steps(cold)) == ([1, 2], [1])
+
+
+def test_steps_of_an_earlier_run_are_named_where_a_new_one_would_begin_before_them(tmp_path: Path) -> None:
+    for step in (1, 2, 3):
+        reknit.save(tmp_path / f"step_{step:08d}", state(step), step=step)
+    with (
+        Checkpointer(tmp_path, wait=True) as run,
+        pytest.raises(
+            CheckpointExistsError, match=r"has steps 2-3 of an earlier run, .* with step 2"
+        ) as caught,
+    ):
+        run.save(2, state())
+    assert "resume(state)" in (caught.value.remedy or "")
+    assert "after step 3" in (caught.value.remedy or "")
+    assert newest_run(LocalStorage(str(tmp_path))) == -1  # a run at work there goes on
+    with Checkpointer(tmp_path, wait=True) as run:
+        run.save(4, state(4))
+    assert steps(tmp_path) == [1, 2, 3, 4]
+
+
+@pytest.mark.parametrize("later_steps", ["move", "replace"])
+def test_steps_of_an_earlier_run_are_put_aside_or_removed_if_asked_for(
+    tmp_path: Path, later_steps: Any, caplog: pytest.LogCaptureFixture
+) -> None:
+    for step in (1, 2, 3):
+        reknit.save(tmp_path / f"step_{step:08d}", state(step), step=step)
+    with caplog.at_level(logging.WARNING), Checkpointer(tmp_path, wait=True, later_steps=later_steps) as run:
+        run.save(2, state(-2))
+        run.save(3, state(-3))
+    assert [held(tmp_path / f"step_{n:08d}") for n in (1, 2, 3)] == [1, -2, -3]
+    (aside,) = tmp_path.glob("aside-*") if later_steps == "move" else [None]
+    if aside is not None:
+        assert steps(aside) == [2, 3]
+        assert [held(aside / f"step_{n:08d}") for n in (2, 3)] == [2, 3]
+    done = {"move": "is put aside", "replace": "is removed"}[later_steps]
+    assert sum(done in record.message for record in caplog.records) == 2
+
+
+def test_later_steps_is_one_of_three(tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match="later_steps is 'refuse', 'move' or 'replace', not 'keep'"):
+        Checkpointer(tmp_path, later_steps="keep")  # type: ignore[arg-type]
+
+
+def test_a_run_that_only_reads_opens_nothing(tmp_path: Path) -> None:
+    with Checkpointer(tmp_path, wait=True) as old:
+        old.save(1, state(1))
+        with Checkpointer(tmp_path) as reader:
+            found = state()
+            reader.load(found)
+            assert reader.latest() == 1
+        old.save(2, state(2))
+    assert steps(tmp_path) == [1, 2]
+
+
+@pytest.mark.parametrize(
+    ("url", "above"),
+    [
+        ("/a/run/step_1", "/a/run"),
+        ("s3://bucket/run/step_1?x=1", "s3://bucket/run?x=1"),
+        ("mem://run/step_1", "mem://run"),
+    ],
+)
+def test_the_folder_above_a_step_keeps_the_options_of_its_url(url: str, above: str) -> None:
+    assert folder_above(url) == above
