@@ -147,7 +147,8 @@ def _is_damaged(storage: Storage, head: bytes) -> bool:
     says = _SAYS.match(head) is not None
     for number, listed in enumerate(storage.list()):
         name = paths.parse_path(listed.path)
-        if name is not None and name.write_id8 is not None and (not says or name.write_id8.encode() in head):
+        short_id = None if name is None or name.kind in paths.NOTE_KINDS else name.write_id8
+        if short_id is not None and (not says or short_id.encode() in head):
             return True
         if number == _MOST_BESIDE:
             return False
