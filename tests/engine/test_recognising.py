@@ -261,7 +261,7 @@ def test_every_store_tells_them_apart_by_a_short_look(url: str, path: Path) -> N
 def test_many_files_of_another_program_cost_a_bounded_listing() -> None:
     place = ProcessMemory("many")
     place.put("manifest.json", b"", if_absent=False)
-    for number in range(10_100):
+    for number in range(30):
         place.put(f"a/{number:05d}", b"", if_absent=False)
     seen = 0
 
@@ -275,7 +275,7 @@ def test_many_files_of_another_program_cost_a_bounded_listing() -> None:
     found = find_manifest(Counted(place))
     assert found is not None
     assert not found.ours
-    assert seen <= 10_001
+    assert seen == 10
     ProcessMemory.clear("many")
 
 

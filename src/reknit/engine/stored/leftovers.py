@@ -29,8 +29,9 @@ from typing import TYPE_CHECKING
 from reknit.engine.recognising import is_of_others
 from reknit.engine.stored.file_checks import whole_manifest
 from reknit.engine.stored.moving import remove_noted
+from reknit.engine.stored.newest import folder_in
 from reknit.engine.stored.opening import manifest_in
-from reknit.errors import FormatError
+from reknit.errors import FormatError, StoragePermissionError
 from reknit.format import paths
 
 if TYPE_CHECKING:
@@ -162,11 +163,12 @@ def _in_folder(storage: Storage, name: str, folder: _Folder, before: float) -> l
     saves, kept = dict(folder.saves), None
     if folder.has_manifest:
         try:
-            here = storage.sub(name) if name else storage
+            if (here := folder_in(storage, name) if name else storage) is None:
+                return []
             manifest = manifest_in(here)
             if manifest is not None and manifest.moved_to is None:
                 manifest = whole_manifest(here, manifest)
-        except FormatError as error:
+        except (FormatError, StoragePermissionError) as error:
             kept = f"the manifest there cannot be read: {error.message}"
         else:
             if manifest is not None:

@@ -96,10 +96,13 @@ def expect_sequence(fd: int) -> None:
             os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_SEQUENTIAL)
 
 
-def identity(file: str | int) -> tuple[int, int] | None:
-    """Return what tells a file (a path or a descriptor) from all others; None when nothing is there."""
+def identity(file: str | int, *, links: bool = False) -> tuple[int, int] | None:
+    """Return what tells a file (a path or a descriptor) from all others; None when nothing is there.
+
+    With `links`, a link stands for what it leads to.
+    """
     try:
-        found = os.stat(file, follow_symlinks=False) if isinstance(file, str) else os.fstat(file)
+        found = os.stat(file, follow_symlinks=links) if isinstance(file, str) else os.fstat(file)
     except OSError as error:
         if error.errno not in _GONE:
             raise
