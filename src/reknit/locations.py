@@ -1,12 +1,13 @@
-"""Which path or URL is meant by an object that names a place?"""
+"""Which place is meant: the path or the URL that an object stands for, and where events go?"""
 
 from __future__ import annotations
 
 import os
 import pathlib
 import re
+from collections.abc import Callable, Sequence
 from contextlib import suppress
-from typing import Any
+from typing import Any, Protocol, runtime_checkable
 
 from reknit.errors import UsageError, shown
 
@@ -78,3 +79,39 @@ def _has_own_client(location: object) -> bool:
     client = getattr(location, "client", None)
     default = getattr(type(client), "get_default_client", None)
     return default is not None and client is not default()
+
+
+@runtime_checkable
+class Sink(Protocol):
+    """Where events go, such as a database: phases, operations of stores, and how many of them were lost."""
+
+    def take(self, records: Sequence[Any]) -> None:
+        """Take a `PhaseRecord`, `StorageRecord` or `DroppedRecord` each, in order; from one thread at a time.
+
+        It may raise, and take as long as it likes: no save waits for it, and what it misses is counted.
+        """
+
+
+EventsTo = str | os.PathLike[str] | Sink | Callable[[Any], object]
+Events = EventsTo | Sequence[EventsTo] | None
+"""Where events go: files, folders, sinks, functions of one record; or several."""
+
+
+def listed(events: Events) -> Sequence[EventsTo]:
+    """Return `events` as a sequence."""
+    if events is None:
+        return ()
+    return events if isinstance(events, (tuple, list)) else (events,)
+
+
+def check_events(events: object) -> None:
+    """Raise `UsageError` unless `events` says where events go."""
+    for one in events if isinstance(events, (tuple, list)) else () if events is None else (events,):
+        known = is_location(one) or isinstance(one, Sink) or (callable(one) and not isinstance(one, type))
+        if not known or one == "":
+            raise UsageError(
+                "events is a path, a sink (an object with the method `take`), a function of one record, or a "
+                f"list of these, not {shown(one)}"
+            )
+        if is_location(one):
+            local_path(one, "events go to")

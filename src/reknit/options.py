@@ -9,9 +9,8 @@ from dataclasses import dataclass, field, fields
 from typing import Any, Literal, Protocol, runtime_checkable
 
 from reknit.errors import UsageError, shown
-from reknit.events import Events, check_events
 from reknit.keywords import checked_call
-from reknit.locations import is_location
+from reknit.locations import Events, check_events, is_location
 
 MIB = 1 << 20
 LEAST_INFLIGHT_NBYTES = 16 * MIB

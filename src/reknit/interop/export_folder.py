@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 from reknit.errors import UsageError
 from reknit.locations import location_text
 from reknit.storage.local.folders import sync_folder
-from reknit.storage.local.posix import translated
+from reknit.storage.local.os_errors import translated
 from reknit.storage.local.store import LocalStorage
 
 if TYPE_CHECKING:

@@ -10,9 +10,8 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from reknit.errors import UsageError, shown
-from reknit.events import Sink
 from reknit.keywords import checked_call
-from reknit.locations import local_path
+from reknit.locations import Sink, local_path
 from reknit.monitor.alerts.base import AlertRule
 from reknit.monitor.alerts.following import Following
 from reknit.monitor.alerts.grouping import Grouping

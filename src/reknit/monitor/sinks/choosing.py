@@ -5,14 +5,13 @@ from __future__ import annotations
 import os
 from typing import TYPE_CHECKING, Any
 
-from reknit.events import Sink, listed
-from reknit.locations import local_path
+from reknit.locations import Sink, listed, local_path
 from reknit.monitor.outlet import CallingSink, Outlet, outlet_of
 from reknit.monitor.sinks.files import absolute
 from reknit.monitor.sinks.jsonl import JsonLines
 
 if TYPE_CHECKING:
-    from reknit.events import Events
+    from reknit.locations import Events
 
 
 def outlets_for(events: Events) -> tuple[Outlet, ...]:

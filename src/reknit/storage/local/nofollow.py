@@ -16,6 +16,8 @@ import stat
 from contextlib import contextmanager, suppress
 from typing import TYPE_CHECKING
 
+from reknit.storage.errors import FaultError
+
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
@@ -57,12 +59,11 @@ def _step(name: str, above: int, make: bool) -> int:
         return os.open(name, _NO_LINK, dir_fd=above)
 
 
-class LinkError(OSError):
-    """A link is in the way; `remedy` says what helps."""
+class LinkError(FaultError):
+    """A link is in the way."""
 
     def __init__(self, full: str, fault: str, remedy: str) -> None:
-        super().__init__(errno.ELOOP, f"{full} is a link, {fault}", full)
-        self.remedy = remedy
+        super().__init__(errno.ELOOP, f"{full} is a link, {fault}", full, remedy)
 
 
 def open_below(root: str, path: str, flags: int, *, links: bool = False) -> int:

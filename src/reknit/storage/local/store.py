@@ -19,6 +19,7 @@ from reknit.storage.local.descriptors import ReadCache
 from reknit.storage.local.folders import Folders, sweep, sync_folder
 from reknit.storage.local.linking import linked
 from reknit.storage.local.nofollow import open_below, status_below, target_of, unlink_below
+from reknit.storage.local.os_errors import translated
 from reknit.storage.local.posix import (
     NEW_FILE,
     entries,
@@ -30,7 +31,6 @@ from reknit.storage.local.posix import (
     preadv_runs,
     pwrite_all,
     read_whole,
-    translated,
 )
 from reknit.storage.local.space import reserve
 from reknit.storage.local.writer import LocalWriter

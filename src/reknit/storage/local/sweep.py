@@ -12,7 +12,7 @@ from reknit.storage.base import Dated, Sweepable
 from reknit.storage.local.folders import prune
 from reknit.storage.local.memory import MemoryStorage
 from reknit.storage.local.nofollow import unlink_below
-from reknit.storage.local.posix import translated
+from reknit.storage.local.os_errors import translated
 from reknit.storage.local.store import LocalStorage
 from reknit.storage.paths import kind_of
 from reknit.storage.wrappers.forwarding import innermost
