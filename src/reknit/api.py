@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import os
 from collections.abc import Mapping, MutableMapping
 from contextlib import ExitStack
 from functools import partial
@@ -42,6 +41,7 @@ from reknit.engine.saving.job import SaveJob
 from reknit.errors import ReknitError, UsageError, typed_shortage
 from reknit.frameworks import registry
 from reknit.keywords import checked_call
+from reknit.locations import location_text
 from reknit.monitor.phase import Recorder, Stopwatch
 from reknit.monitor.sinks.choosing import outlets_for
 from reknit.options import LoadOptions, SaveOptions
@@ -176,7 +176,7 @@ def save_in_run(
         if options.on_error == "raise" or isinstance(error, UsageError):
             raise
         logger.warning("save to %s failed: %s", path, error)
-        pending = SaveOutcome(os.fspath(path), step)
+        pending = SaveOutcome(str(location_text(path)), step)
         pending.end(error)
     return PendingSave(pending)
 

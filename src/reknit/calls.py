@@ -22,6 +22,7 @@ from reknit.engine.saving.reuse import Committed
 from reknit.engine.saving.rounds import ASSIGN
 from reknit.engine.stored.promote import Target, promote_saved
 from reknit.errors import ReknitError, typed
+from reknit.locations import location_text
 from reknit.storage.registry import open_storage, recorded
 
 if TYPE_CHECKING:
@@ -77,7 +78,8 @@ def _promote_now(outcome: SaveOutcome, job: SaveJob, report: SaveReport, written
     """Promote what all ranks have just saved; a place that fails does not keep it from the others."""
     for number, place in enumerate(job.options.promotions):
         opened = partial(open_storage, place.path, durability=job.options.durability)
-        root = partial(open_storage, folder_above(os.fspath(place.path)), durability=job.options.durability)
+        above = folder_above(location_text(place.path))
+        root = partial(open_storage, above, durability=job.options.durability)
         target = Target(opened, place.bytes_per_s, recorded, root)
         try:
             outcome.end_promotion(number, promote_saved(job, report.write_id, written, job.group, target))

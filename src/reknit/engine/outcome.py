@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import threading
 from dataclasses import replace
 from typing import TYPE_CHECKING, Generic, TypeVar
@@ -11,6 +10,7 @@ from reknit.engine.display import Shown, logged, ranks
 from reknit.engine.report import PromotionReport, SaveReport
 from reknit.errors import AgentError, DeadlineError, ReknitError, SkippedError, UsageError
 from reknit.keywords import checked_call
+from reknit.locations import location_text
 from reknit.monitor.phase import Deadline
 from reknit.monitor.progress_text import amount
 from reknit.types.entry import refuse_inside
@@ -100,7 +100,7 @@ class SaveOutcome(Awaited[SaveReport]):
         """URL and writer: saves of one writer to one URL keep their order."""
         self.ranks = 1
         """How many ranks save together."""
-        self.places = [os.fspath(target.path) for target in promote_to]
+        self.places = [str(location_text(target.path)) for target in promote_to]
         self.promotions = [Awaited[PromotionReport](f"promotion to {place}") for place in self.places]
         """Those to each place."""
         self.promotion: Awaited[PromotionReport] | None = None

@@ -13,10 +13,12 @@ from urllib.parse import unquote
 
 from reknit.environment import fsspec_config
 from reknit.errors import MissingExtraError, UnknownSchemeError, UsageError, shown
+from reknit.locations import is_location, location_text
 from reknit.options import Durability
 from reknit.storage.base import Storage
 from reknit.storage.local.memory import MemoryStorage
 from reknit.storage.local.store import LocalStorage
+from reknit.storage.paths import check_readable
 from reknit.storage.wrappers.moved import MovedStorage as MovedStorage
 from reknit.storage.wrappers.recording import RecordingStorage
 from reknit.storage.wrappers.retrying import with_retries
@@ -77,7 +79,7 @@ def recipe(url: str | os.PathLike[str]) -> StoreRecipe:
     text = _text(url)
     scheme = _scheme(text)
     if scheme is None:
-        return StoreRecipe(os.path.abspath(_expand(text)), elsewhere=True)
+        return StoreRecipe(check_readable(os.path.abspath(_expand(text))), elsewhere=True)
     factory = factories.get(scheme)
     if factory is None:
         return _recipe_of_fsspec(scheme, text)
@@ -138,9 +140,9 @@ def _reference(maker: object) -> str | None:
 
 def _text(url: object) -> str:
     """Return a place as text.  Raises `UsageError` for what is none."""
-    text = os.fspath(url) if isinstance(url, os.PathLike) else url
+    text = location_text(url) if is_location(url) else url
     if isinstance(text, str) and text:
-        return text
+        return check_readable(text)
     remedy = "give a path or a URL"
     if isinstance(text, bytes):
         remedy = "give a path or a URL as text: os.fsdecode makes it of bytes"

@@ -8,12 +8,12 @@ from typing import TYPE_CHECKING, NamedTuple, NoReturn
 
 from reknit.comm import base as comm
 from reknit.engine.memory.pace import Pace
+from reknit.engine.recognising import find_manifest
 from reknit.engine.run_record import Run
 from reknit.engine.saving.commit import (
     claim,
     clear_out,
     is_committed,
-    manifest_exists,
     put_manifest,
     size_of,
 )
@@ -257,7 +257,7 @@ def promote_alone(job: Promotion) -> PromotionReport:
 
 def _copy_and_commit(job: Promotion, begun: _Commit, copied: list[FileEntry]) -> None:
     manifest, lacking = begun.manifest, list[FileEntry]()
-    if manifest_exists(job.target):
+    if find_manifest(job.target) is not None:
         begun.claim()  # whether this may replace what is there is better said now than after hours of copying
         begun.give_up()
     for first in range(0, len(manifest.files), _MOST_OPEN):
