@@ -189,6 +189,7 @@ ROOMS = {
             "system.py",
             "comm/",
             "monitor/dash/server.py",
+            "runs/run_folder.py",
             "runs/under_way.py",
             "testing/",
         ),

@@ -99,7 +99,7 @@ def save(
     return save_in_run(
         path,
         state,
-        None,
+        {},
         step=step,
         wait=wait,
         overwrite=overwrite,
@@ -115,7 +115,7 @@ def save(
 def save_in_run(
     path: str | PathLike[str],
     state: Mapping[str, Any],
-    generation: int | None,
+    records: Mapping[str, str],
     *,
     step: int | None,
     wait: bool,
@@ -124,7 +124,7 @@ def save_in_run(
     options: SaveOptions | None,
     group: AnyGroup | None,
 ) -> PendingSave:
-    """Save as `save` does; with a `generation`, as a step of the run that has it, in the folder above."""
+    """Save as `save` does, as a step of the run that has `records` in some folders, by their URLs."""
     unused = arguments.BACKGROUND_ONLY if wait is True else ()
     options, wrong = tried_options(options, SaveOptions, "a save with wait=True", unused)
     joined, ranks, _ = acting(group, options.comm)
@@ -154,11 +154,15 @@ def save_in_run(
             metadata or {},
             place.url,
             place.factory,
-            [(each.url, each.factory, target.bytes_per_s) for each, target in then],
-            None if generation is None else Run(partial(open_storage, folder_above(place.url)), generation),
+            [
+                (each.url, each.factory, target.bytes_per_s, records.get(folder_above(each.url)))
+                for each, target in then
+            ],
+            None if record is None else Run(partial(open_storage, folder_above(place.url)), record),
         )
 
     place = place_of(path)
+    record = records.get(folder_above(place.url))
     then = [(place_of(target.path), target) for target in options.promotions]
 
     try:

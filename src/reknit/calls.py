@@ -16,13 +16,12 @@ from typing import TYPE_CHECKING, Any
 from reknit.comm import base as comm
 from reknit.engine.background.background import Background
 from reknit.engine.outcome import SaveOutcome
-from reknit.engine.run_record import folder_above
+from reknit.engine.run_record import Run, folder_above
 from reknit.engine.saving import save as save_story
 from reknit.engine.saving.reuse import Committed
 from reknit.engine.saving.rounds import ASSIGN
 from reknit.engine.stored.promote import Target, promote_saved
 from reknit.errors import ReknitError, typed
-from reknit.locations import location_text
 from reknit.storage.registry import open_storage, recorded
 
 if TYPE_CHECKING:
@@ -78,9 +77,9 @@ def _promote_now(outcome: SaveOutcome, job: SaveJob, report: SaveReport, written
     """Promote what all ranks have just saved; a place that fails does not keep it from the others."""
     for number, place in enumerate(job.options.promotions):
         opened = partial(open_storage, place.path, durability=job.options.durability)
-        above = folder_above(location_text(place.path))
-        root = partial(open_storage, above, durability=job.options.durability)
-        target = Target(opened, place.bytes_per_s, recorded, root)
+        url, _, _, record = job.promote_to[number]
+        run = None if record is None else Run(partial(open_storage, folder_above(url)), record)
+        target = Target(opened, place.bytes_per_s, recorded, run)
         try:
             outcome.end_promotion(number, promote_saved(job, report.write_id, written, job.group, target))
         except ReknitError as error:

@@ -54,7 +54,7 @@ _NUMBER = r"(?:0|[1-9][0-9]{0,18})"
 _KEY = re.compile(rf"([^\[\]]*)(?:\[({_NUMBER}:{_NUMBER}(?:,{_NUMBER}:{_NUMBER})*)\])?")
 _RANK = r"([0-9]{5}|[1-9][0-9]{5,9})"
 _MARKER_PATH = re.compile(r"pending\.([0-9a-f]{16})\.([0-9a-f]{8})")
-_RUN_PATH = re.compile(r"\.reknit/run\.([0-9a-f]{16})")
+_RUN_PATH = re.compile(r"\.reknit/run\.([0-9a-f]{16})\.[0-9a-f]{8}")
 _NOTE_PATH = re.compile(r"\.notes/(pin|lease|removal|metrics|copy)\.([0-9a-f]{8})\.([0-9a-f]{24})\.json")
 _INDEX_PATH = re.compile(r"index\.([0-9a-f]{8})\.parquet")
 _DATA_NAME = re.compile(rf"{_RANK}(?:\.([1-9][0-9]{{0,8}}))?\.([0-9a-f]{{8}})\.safetensors")
@@ -140,9 +140,12 @@ def marker_path(generation: int, write_id: str) -> str:
     return f"pending.{generation:016x}.{short_id(write_id)}"
 
 
-def run_path(generation: int) -> str:
-    """Return the path, below the folder of a run's steps, of the record that a run has opened it."""
-    return f"{RUN_FOLDER}/run.{generation:016x}"
+def run_path(generation: int, identity: str) -> str:
+    """Return the path, below a folder of steps, of the record that a run has opened it.
+
+    `identity` is 8 hex digits: two runs may take one generation where a store cannot tell.
+    """
+    return f"{RUN_FOLDER}/run.{generation:016x}.{identity}"
 
 
 def run_generation(path: str) -> int | None:

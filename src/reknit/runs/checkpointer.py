@@ -25,7 +25,7 @@ from reknit.runs.arguments import check_keep, check_one_root, policy_for, step_n
 from reknit.runs.cadence import Cadence, late, missing
 from reknit.runs.load_step import UNSOUND, load_step
 from reknit.runs.other_hosts import OtherHosts
-from reknit.runs.run_folder import LaterSteps, RunFolder, check_later_steps
+from reknit.runs.run_folder import LaterSteps, RunFolder
 from reknit.runs.tiers import FoundStep, Tier, below, opened, promoting
 from reknit.runs.under_way import UnderWay
 
@@ -81,7 +81,7 @@ class Checkpointer(Shown):
         self._wait, self._options, self._load_options, self._given = wait, options, load_options, group
         check_one_root(root, tiers, {"save": save, "keep": keep, "cool": cool}, options, load_options)
         options = self._used = options if isinstance(options, SaveOptions) else SaveOptions()
-        self._timeout_s = options.timeout_s
+        self._timeout_s, self._settle_s = options.timeout_s, min(_SETTLE_S, options.timeout_s / 2)
         self._group = acting(group, options.comm).group
         if root is not None:
             tiers = [Tier(root, None if save is None else policy_for("save", save), keep, cool=cool)]
@@ -89,7 +89,6 @@ class Checkpointer(Shown):
         first = self._tiers.levels[0]
         self._root = first.url
         self._agreement = None if first.when is None else Agreement(self._group, first.when, self._timeout_s)
-        check_later_steps(later_steps)
         self._folder = RunFolder(self._group, self._tiers, options, later_steps)
         self._cadence = Cadence(self._group, self._tiers.levels, self._timeout_s)
         self._other_hosts = OtherHosts(self._group, first, self._timeout_s)
@@ -164,14 +163,16 @@ class Checkpointer(Shown):
         )
         begin = monotonic()
         tiers = self._cadence.due(step, self._under_way.busy_with, preempted=self.preempted is not None)
-        self._folder.open_at(step, resumed=self._resumed)
+        if not self._folder.is_open:
+            self._under_way.settle()  # promotions that this run has begun late are no saves of an earlier one
+            self._folder.open_at(step, state, self._settle_s, resumed=self._resumed)
         pending = api.save_in_run(
             below(self._root, step_name(step)),
             state,
-            self._folder.generation,
+            self._folder.records,
             step=step,
             wait=self._wait,
-            overwrite=self._resumed,
+            overwrite=self._resumed or self._folder.replaces,
             metadata={METRICS: numbers},
             options=self._save_options(step_name(step), tiers),
             group=self._given,
@@ -179,6 +180,7 @@ class Checkpointer(Shown):
         self._saved, self._saved_at = step, monotonic()
         self._stall_s = self._saved_at - begin
         self._under_way.add(step, pending, begin, tiers)
+        self._folder.saved(step, pending)
         self._under_way.clear(self._other_hosts)
         return pending
 
@@ -196,7 +198,7 @@ class Checkpointer(Shown):
         with all_told(self._group, "settle", self._timeout_s):
             check_state(state)
         self._under_way.settle()
-        self._folder.open_to_resume(min(_SETTLE_S, self._timeout_s / 2))
+        self._folder.open_to_resume(self._settle_s)
         bad: list[str] = []
         before: Folder | None = None
         while (found := self._folder.find("newest", before=before)) is not None:
@@ -298,6 +300,7 @@ class Checkpointer(Shown):
     def _leave(self, promoted: bool = True) -> None:
         if not self.preempted:
             self._under_way.end_pruning()
+            self._folder.close()
             if promoted:
                 self._tiers.close()
         if self._agreement is not None:

@@ -37,15 +37,18 @@ def wait_for_agents(root: Storage, timeout_s: float) -> None:
         logger.warning("agents are still writing below %s: processes %s", root.url, writing)
 
 
-def forbid_markers(root: Storage) -> None:
+def forbid_markers(root: Storage, since: int | None = None) -> None:
     """Let no save that has put up its marker commit a newer step than those that are there then.
 
     Without its marker a save cannot commit.  Those of steps older than the newest committed one are left
-    alone: they are not what a run resumes from.
+    alone, because a run does not resume from them; but none is left from the step `since` on, where a run
+    begins that did not resume.
     """
     for number, name in numbered(root):
         folder = root.sub(name)
-        if manifest_exists(folder):
+        if since is None and manifest_exists(folder):
+            return
+        if since is not None and number < since:
             return
         for begun in begun_in(folder):
             folder.delete(begun.path)

@@ -58,19 +58,22 @@ def agent_job(
         sinks += (Outlet(to_trainer, "the trainer does not hear of them", idle_s=1.0),)
     recorder = Recorder("save", group.rank, step, storage.url, sinks, "agent", begin.coordinate)
     storage = recorded(storage, recorder)
-    if begin.generation is not None:
-        extra["run"] = Run(
-            partial(open_store, folder_above(begin.url), begin.factory, options), begin.generation
-        )
+    extra["run"] = run_of(begin.url, begin.factory, begin.record, options)
     return SaveJob(_collect_nothing, group, storage, options, recorder, step, begin.overwrite, **extra)
+
+
+def run_of(url: str, factory: str | None, record: str | None, options: SaveOptions) -> Run | None:
+    """Return the run that has a record in the folder above a place, None without one."""
+    return None if record is None else Run(partial(open_store, folder_above(url), factory, options), record)
 
 
 class TargetStore:
     """A store to promote to, which is opened when that begins, or ahead of it."""
 
-    def __init__(self, url: str, factory: str | None, options: SaveOptions) -> None:
+    def __init__(self, place: tuple[str, str | None, float | None, str | None], options: SaveOptions) -> None:
+        url, factory, self._bytes_per_s, record = place
         self._open = partial(open_store, url, factory, options)
-        self._root = partial(open_store, folder_above(url), factory, options)
+        self._run = run_of(url, factory, record, options)
         self._lock = threading.Lock()
         self._begun = False
         self._storage: Storage | None = None
@@ -81,9 +84,9 @@ class TargetStore:
             if not self._begun and self._storage is None:
                 self._storage = self._open()
 
-    def target(self, bytes_per_s: float | None) -> Target:
+    def target(self) -> Target:
         """Return the store for a promotion that begins."""
-        return Target(self._opened, bytes_per_s, recorded, self._root)
+        return Target(self._opened, self._bytes_per_s, recorded, self._run)
 
     def _opened(self) -> Storage:
         with self._lock:

@@ -71,9 +71,9 @@ class AgentSave:
         self._may_write = not begin.overwrite
         self._over = threading.Event()
         self._promotable: list[Written] | None = None
-        self.targets = [url for url, _, _ in begin.promote_to]
+        self.targets = [url for url, *_ in begin.promote_to]
         """Where the checkpoint is to be promoted to."""
-        self.stores = [TargetStore(url, factory, job.options) for url, factory, _ in begin.promote_to]
+        self.stores = [TargetStore(place, job.options) for place in begin.promote_to]
         self.to_promote = set(range(len(self.targets)))
         """Numbers of the targets to which it still is."""
         self._copies = EQUAL
@@ -126,7 +126,7 @@ class AgentSave:
             return self.promotes or (self.image is not None and not self.image.to_fill)
 
     def wait(self, timeout_s: float, *, promoted: bool) -> bool:
-        """Wait until the save is committed, and `promoted` if asked for, or has failed; tell whether it is."""
+        """Wait until the save is committed, and `promoted` if asked for, or has failed; tell which."""
         with self._changed:
             return self._changed.wait_for(lambda: self.is_over or (self.promotes and not promoted), timeout_s)
 
@@ -315,7 +315,7 @@ class AgentSave:
         assert self._promotable is not None
         share = max(self.job.options.inflight_nbytes // num_lanes, LEAST_INFLIGHT_NBYTES)
         job = replace(self.job, options=replace(self.job.options, inflight_nbytes=share))
-        to = self.stores[target].target(self.begin.promote_to[target][2])
+        to = self.stores[target].target()
         try:
             report = promote_saved(job, self.begin.claims.write_id, self._promotable, group, to)
         except BaseException as error:  # whatever it is, the trainer must hear of it

@@ -69,7 +69,8 @@ class Begin(AgentMessage):
     `factory` says how its store is opened, as `storage.registry.recipe` does.  `extra` is what only the
     root's manifest needs, as JSON.  A `warm_up` is no save: it ends with `Ready` instead of
     `Planned`, and nothing is written.  `promote_to` are URL, factory and rate of each store that is to
-    have the checkpoint too.  `generation` is that of the run that the checkpoint is a step of, if it is one.
+    have the checkpoint too, and the record that the run has there.  `record` is that of the run that the
+    checkpoint is a step of, if it is one.
     """
 
     number: int
@@ -80,9 +81,9 @@ class Begin(AgentMessage):
     extra: bytes
     claims: RankClaims
     warm_up: bool = False
-    promote_to: list[tuple[str, str | None, float | None]] = msgspec.field(default_factory=list)
+    promote_to: list[tuple[str, str | None, float | None, str | None]] = msgspec.field(default_factory=list)
     coordinate: dict[str, int] = msgspec.field(default_factory=dict)
-    generation: int | None = None
+    record: str | None = None
     tell_events: bool = False
     """Whether the trainer has sinks that the agent cannot open."""
     circumstances: Circumstances | None = None

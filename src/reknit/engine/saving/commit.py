@@ -46,7 +46,14 @@ def begin(job: SaveJob, write_id: str) -> Marker:
     check_manifest(job)
     if job.run is not None:
         mine = Marker(job.run.generation, write_id, run=job.run)
-        return claim(job.storage, mine, overwrite=job.overwrite)
+        try:  # its record decides which run is newer, and not what was saved to this path before
+            return claim(job.storage, mine, overwrite=job.overwrite, newest=True)
+        except CheckpointExistsError as error:
+            error.remedy = (
+                "number the steps of a run upwards; to replace later ones, go on from a step with "
+                "resume(state) or load(state, step), or pass Checkpointer(..., later_steps='replace')"
+            )
+            raise
     # Nobody tells a process that is alone which run it is; its clock may have been set back since.
     alone = isinstance(job.group, SoloGroup) and job.group.given is None
     mine = Marker(job.group.generation, write_id)

@@ -22,7 +22,8 @@ class SaveJob:
 
     `step`, `origin` and `metadata` go into the manifest.  An agent opens storage again by its `url`, with the
     `factory` that only the trainer's program knows, if there is one (`storage.registry.recipe`).
-    `promote_to` are URL, factory and rate of each store that is to have the checkpoint too.  An agent does
+    `promote_to` are URL, factory and rate of each store that is to have the checkpoint too, and the record
+    that the run has there.  An agent does
     not `collect`: it gets what its trainer staged.  `run` is the run that the checkpoint is a step of, if it
     is one.
     """
@@ -38,7 +39,7 @@ class SaveJob:
     metadata: Mapping[str, Any] = field(default_factory=dict)
     url: str = ""
     factory: str | None = None
-    promote_to: Sequence[tuple[str, str | None, float | None]] = ()
+    promote_to: Sequence[tuple[str, str | None, float | None, str | None]] = ()
     run: Run | None = None
 
     def holdings(self) -> Holdings:

@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING, NamedTuple, NoReturn
 from reknit.comm import base as comm
 from reknit.engine.memory.pace import Pace
 from reknit.engine.recognising import find_manifest
-from reknit.engine.run_record import Run
 from reknit.engine.saving.commit import (
     claim,
     clear_out,
@@ -39,6 +38,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
     from reknit.engine.report import PromotionReport
+    from reknit.engine.run_record import Run
     from reknit.engine.saving.job import SaveJob
     from reknit.engine.small_files import Written
     from reknit.storage.base import Storage
@@ -54,14 +54,14 @@ _MOST_OPEN = 64
 class Target(NamedTuple):
     """A store that is to have a checkpoint too: what opens it, and the rate of all ranks together.
 
-    `recorded` makes of it one that tells a recorder of its operations.  `root` opens the folder of the run
+    `recorded` makes of it one that tells a recorder of its operations.  `run` is the run as it is known
     there, where the checkpoint is a step of one.
     """
 
     open: Callable[[], Storage]
     bytes_per_s: float | None
     recorded: Callable[[Storage, Recorder], Storage]
-    root: Callable[[], Storage]
+    run: Run | None = None
 
 
 class _Commit:
@@ -168,7 +168,6 @@ def promote_saved(
     """
     try:
         target = to.open()
-        run = None if job.run is None else Run(to.root, job.run.generation)
     except BaseException as error:  # whoever made the store decides what it raises
         decline(group, error, write_id, job.options.timeout_s)
     try:
@@ -178,7 +177,7 @@ def promote_saved(
         )
         rate = None if to.bytes_per_s is None else to.bytes_per_s / group.size
         told = to.recorded(target, recorder)
-        promotion = Promotion(job.storage, told, job.overwrite, job.options, recorder, Pace(rate), run)
+        promotion = Promotion(job.storage, told, job.overwrite, job.options, recorder, Pace(rate), to.run)
         with recorder.whole():
             return promote(promotion, group, job.step, write_id, written)
     finally:
