@@ -49,6 +49,7 @@ from reknit.ranks import acting
 from reknit.storage.registry import open_storage, recorded
 from reknit.system import without_collections
 from reknit.transforms.names import parted
+from reknit.types.entry import entered
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -108,6 +109,7 @@ def save(
     )
 
 
+@entered("reknit.save")
 @typed_shortage()
 @without_collections()
 def save_in_run(
@@ -180,6 +182,7 @@ def save_in_run(
 
 
 @checked_call
+@entered("reknit.prepare")
 @typed_shortage()
 @without_collections()
 def prepare(
@@ -207,6 +210,7 @@ def prepare(
     options, wrong = tried_options(options, SaveOptions, "reknit.prepare")
     joined, ranks, _ = acting(group, options.comm)
     place = place_of(path)
+    elsewhere = all(each.elsewhere for each in (place, *(place_of(to.path) for to in options.promotions)))
 
     def job() -> SaveJob:
         if wrong is not None:
@@ -225,21 +229,21 @@ def prepare(
         )
 
     try:
-        background_of(joined, place.elsewhere).prepare(joined, job, place.url, options)
+        background_of(joined, elsewhere).prepare(joined, job, place.url, options)
     except ReknitError as error:
         if options.on_error == "raise" or isinstance(error, UsageError):
             raise
         logger.warning("could not prepare for saves to %s: %s", path, error)
 
 
-def _wait_for_copies() -> None:
+def _wait_for_copies(timeout_s: float) -> None:
     """Wait until the copies of all saves under way are made, and their states may be changed."""
     for background in all_backgrounds():
-        for pending in background.under_way():
-            pending.wait_staged()
+        background.wait_staged(timeout_s)
 
 
 @checked_call
+@entered("reknit.close")
 def close(timeout_s: float | None = None) -> bool:
     """Wait for the saves under way, let the agents end, and give their memory back; tell whether all ended.
 
@@ -256,6 +260,7 @@ def close(timeout_s: float | None = None) -> bool:
 
 
 @checked_call
+@entered("reknit.load")
 @typed_shortage()
 @without_collections()
 def load(
@@ -321,7 +326,7 @@ def load(
             replicas,
             lenient,
         )
-        _wait_for_copies()
+        _wait_for_copies(options.timeout_s)
         clock = Stopwatch()
         with clock.lap(), recorder.whole():
             report = load_story.load(job)

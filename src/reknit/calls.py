@@ -161,6 +161,7 @@ def _version_of(name: str) -> str | None:
 def _after_fork() -> None:
     global making
     making = threading.Lock()  # a thread that the child does not have may have held it
+    _committed.clear()
 
 
 os.register_at_fork(after_in_child=_after_fork)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import uuid
 from contextlib import nullcontext
 from typing import TYPE_CHECKING, Any
 
@@ -15,10 +16,12 @@ from reknit.comm.base import SoloGroup
 from reknit.engine.run_record import Run, folder_above, newest_run, open_run
 from reknit.engine.saving.commit import claim, put_manifest
 from reknit.engine.saving.marker import Marker
-from reknit.errors import FencedError, UsageError
+from reknit.errors import FencedError, StoragePermissionError, UsageError
 from reknit.format import paths
+from reknit.runs import run_folder
 from reknit.storage.local.store import LocalStorage
 from reknit.storage.registry import open_storage
+from tests.servers import environment, new_url, server
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -91,11 +94,25 @@ def test_a_save_whose_marker_is_up_before_another_run_opens_the_folder_does_not_
     assert steps(tmp_path) == [1, 2]
 
 
-@pytest.mark.parametrize("place", ["local", "memory"])
+def _url(kind: str, folder: Path, monkeypatch: pytest.MonkeyPatch) -> str:
+    """Return a new folder of a store."""
+    if kind == "local":
+        return str(folder)
+    if kind == "hdfs":
+        pytest.importorskip("hdfs_native", reason="HDFS needs hdfs-native")
+        return f"{server(kind)['endpoint']}/run-{uuid.uuid4().hex[:12]}"
+    if kind in ("s3", "gcs", "azure"):
+        for name, value in environment(kind).items():
+            monkeypatch.setenv(name, value)
+        return new_url(kind)
+    return f"{kind}://{uuid.uuid4().hex[:12]}/run"
+
+
+@pytest.mark.parametrize("kind", ["local", "mem", "memory", "s3", "gcs", "azure", "hdfs"])
 def test_a_save_that_begins_after_another_run_opened_the_folder_is_shut_out(
-    tmp_path: Path, place: str
+    kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    url = {"local": str(tmp_path), "memory": f"process://{tmp_path.name}"}[place]
+    url = _url(kind, tmp_path, monkeypatch)
     with Checkpointer(url, wait=True) as run:
         run.save(1, state(1))
     root = open_storage(url)
@@ -203,6 +220,25 @@ def test_a_run_that_only_reads_opens_nothing(tmp_path: Path) -> None:
             assert reader.latest() == 1
         old.save(2, state(2))
     assert steps(tmp_path) == [1, 2]
+
+
+def test_a_folder_that_may_only_be_read_is_resumed_from_and_not_opened(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    with Checkpointer(tmp_path, wait=True) as old:
+        old.save(1, state(1))
+
+    def refuse(root: Any, at_least: int) -> int:
+        raise StoragePermissionError("not here", path=root.url)
+
+    monkeypatch.setattr(run_folder, "open_run", refuse)
+    found = state()
+    with caplog.at_level(logging.INFO), Checkpointer(tmp_path, wait=True) as reader:
+        assert reader.resume(found) == 2
+        with pytest.raises(StoragePermissionError, match="not here"):
+            reader.save(2, found)
+    assert found["model"]["w"][0] == 1
+    assert any("is read, and not opened for writing: not here" in each.message for each in caplog.records)
 
 
 @pytest.mark.parametrize(

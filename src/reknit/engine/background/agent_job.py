@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-import importlib
 import json
+import threading
+from contextlib import suppress
 from functools import partial
 from typing import TYPE_CHECKING, NoReturn
 
@@ -16,7 +17,7 @@ from reknit.errors import AgentError, ReknitError, shortage
 from reknit.monitor.outlet import Outlet
 from reknit.monitor.phase import Recorder
 from reknit.monitor.sinks.choosing import outlets_for
-from reknit.storage.registry import open_storage, recorded, register
+from reknit.storage.registry import adopt, open_storage, recorded
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -64,10 +65,31 @@ def agent_job(
     return SaveJob(_collect_nothing, group, storage, options, recorder, step, begin.overwrite, **extra)
 
 
-def target_of(url: str, factory: str | None, bytes_per_s: float | None, options: SaveOptions) -> Target:
-    """Return a store to promote to, which is opened when that begins."""
-    root = partial(open_store, folder_above(url), factory, options)
-    return Target(partial(open_store, url, factory, options), bytes_per_s, recorded, root)
+class TargetStore:
+    """A store to promote to, which is opened when that begins, or ahead of it."""
+
+    def __init__(self, url: str, factory: str | None, options: SaveOptions) -> None:
+        self._open = partial(open_store, url, factory, options)
+        self._root = partial(open_store, folder_above(url), factory, options)
+        self._lock = threading.Lock()
+        self._begun = False
+        self._storage: Storage | None = None
+
+    def open_ahead(self) -> None:
+        """Open the store unless it was opened before."""
+        with self._lock, suppress(Exception):  # raised when the promotion opens it again
+            if not self._begun and self._storage is None:
+                self._storage = self._open()
+
+    def target(self, bytes_per_s: float | None) -> Target:
+        """Return the store for a promotion that begins."""
+        return Target(self._opened, bytes_per_s, recorded, self._root)
+
+    def _opened(self) -> Storage:
+        with self._lock:
+            self._begun = True
+            storage, self._storage = self._storage, None
+            return storage or self._open()
 
 
 class _ToTrainer:
@@ -82,10 +104,9 @@ class _ToTrainer:
 
 
 def open_store(url: str, factory: str | None, options: SaveOptions) -> Storage:
-    """Open a store; `factory` makes those of its scheme, where only the trainer's program registered that."""
+    """Open a store; `factory` says how where that is not known here, as `registry.recipe` does."""
     if factory is not None:
-        module, _, name = factory.partition(":")
-        register(url.partition(":")[0], getattr(importlib.import_module(module), name))
+        adopt(url, factory)
     return open_storage(url, durability=options.durability)
 
 

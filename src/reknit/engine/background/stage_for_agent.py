@@ -162,6 +162,7 @@ def _begin(
         coordinate=job.recorder.coordinate,
         generation=None if job.run is None else job.run.generation,
         tell_events=not all(sink.everywhere for sink in job.recorder.sinks),
+        circumstances=agents.new_circumstances(save, job.options.timeout_s),
     )
 
 

@@ -12,6 +12,7 @@ import time
 from contextlib import suppress
 from typing import TYPE_CHECKING, NamedTuple
 
+from reknit.engine.run_record import newest_run, open_run
 from reknit.engine.saving.commit import size_of
 from reknit.engine.stored.running_agents import at_work
 from reknit.errors import DeadlineError, StorageError, StoragePermissionError
@@ -84,9 +85,12 @@ def wait_for_saves(root: Storage, timeout_s: float) -> None:
 def fence_off(root: Storage) -> None:
     """Keep all saves directly below a folder that have put up their marker from ever committing.
 
-    A save that is staged but whose agents have not put up its marker yet is not kept from it.  Where agents
-    of this host are still at work, that is logged; those of other hosts cannot be seen.
+    A save that is staged but whose agents have not put up its marker yet is kept from it only where it is of
+    a `Checkpointer`.  Where agents of this host are still at work, that is logged; those of other hosts
+    cannot be seen.
     """
+    if newest_run(root) >= 0:
+        open_run(root, 0)
     for begun in _begun_below(root):
         begun.folder.delete(begun.path)
     if working := at_work(root.url):
