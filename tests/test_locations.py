@@ -142,9 +142,9 @@ def test_files_that_are_of_this_machine_are_not_written_into_a_cache(tmp_path: P
     path = CachedPath("s3://bucket/events", cache=str(tmp_path / "cache"))
     for call in (
         lambda: local_path(path, "events go to"),
-        lambda: reknit.save(tmp_path / "one", STATE, options=reknit.SaveOptions(events=path)),  # type: ignore[arg-type]
+        lambda: reknit.save(tmp_path / "one", STATE, options=reknit.SaveOptions(events=path)),
         lambda: reknit.save(tmp_path / "one", STATE, options=reknit.SaveOptions(events="s3://bucket/events")),
-        lambda: reknit.sinks.JsonLines(path),  # type: ignore[arg-type]
+        lambda: reknit.sinks.JsonLines(path),
     ):
         with pytest.raises(reknit.UsageError, match="events go to a file or folder of this machine"):
             call()

@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 
 import reknit
+from reknit.engine import recognising
 from reknit.engine.recognising import find_manifest, is_of_others
 from reknit.engine.saving.commit import is_committed
 from reknit.engine.stored.opening import manifest_in
@@ -220,13 +221,15 @@ def test_a_checkpoint_of_a_newer_version_is_neither_replaced_nor_removed(path: P
 
 @pytest.mark.parametrize("kind", ["folder", "pipe"])
 def test_a_folder_or_pipe_of_that_name_is_said_before_anything_is_written(tmp_path: Path, kind: str) -> None:
-    place = tmp_path / "manifest.json"
+    folder = tmp_path / "runs" / "one"
+    folder.mkdir(parents=True)
+    place = folder / "manifest.json"
     place.mkdir() if kind == "folder" else os.mkfifo(place)
     for overwrite in (True, False):
         with pytest.raises(UsageError, match="nothing shows"):
-            reknit.save(tmp_path, STATE, overwrite=overwrite)
-    assert os.listdir(tmp_path) == ["manifest.json"]
-    assert reknit.latest(tmp_path.parent) is None
+            reknit.save(folder, STATE, overwrite=overwrite)
+    assert os.listdir(folder) == ["manifest.json"]
+    assert reknit.latest(folder.parent) is None
 
 
 def test_a_redirect_is_a_checkpoint(path: Path, tmp_path: Path) -> None:
@@ -258,7 +261,8 @@ def test_every_store_tells_them_apart_by_a_short_look(url: str, path: Path) -> N
     storage.delete("manifest.json")
 
 
-def test_many_files_of_another_program_cost_a_bounded_listing() -> None:
+def test_many_files_of_another_program_cost_a_bounded_listing(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(recognising, "MOST_BESIDE", 9)
     place = ProcessMemory("many")
     place.put("manifest.json", b"", if_absent=False)
     for number in range(30):

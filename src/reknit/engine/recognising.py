@@ -34,7 +34,7 @@ if TYPE_CHECKING:
     from reknit.storage.base import Storage
 
 HEAD_NBYTES = 4096
-_MOST_BESIDE = 10_000
+MOST_BESIDE = 10_000
 """Files of a folder that are looked at for names that a save gives."""
 _TRIES = 5
 
@@ -150,6 +150,6 @@ def _is_damaged(storage: Storage, head: bytes) -> bool:
         short_id = None if name is None or name.kind in paths.NOTE_KINDS else name.write_id8
         if short_id is not None and (not says or short_id.encode() in head):
             return True
-        if number == _MOST_BESIDE:
+        if number == MOST_BESIDE:
             return False
     return False

@@ -63,7 +63,7 @@ class LinkError(FaultError):
     """A link is in the way."""
 
     def __init__(self, full: str, fault: str, remedy: str) -> None:
-        super().__init__(errno.ELOOP, f"{full} is a link, {fault}", full, remedy)
+        super().__init__(errno.ELOOP, f"{full} {fault}", full, remedy)
 
 
 def open_below(root: str, path: str, flags: int, *, links: bool = False) -> int:
@@ -115,7 +115,7 @@ def target_of(link: str) -> os.stat_result:
             raise
         raise LinkError(
             link,
-            "and what it leads to is not there",
+            "is a link, and what it leads to is not there",
             "bring that back, such as by a new download into the cache that made the link; or load another "
             "checkpoint",
         ) from None
@@ -161,6 +161,6 @@ def _in_the_way(name: str, folder: int, full: str) -> OSError:
 def _a_link(full: str) -> OSError:
     return LinkError(
         full,
-        "and inside a checkpoint reknit follows links to files only, to read them",
+        "is a link, and inside a checkpoint reknit follows links to files only, to read them",
         "replace the link with its target, then verify the checkpoint",
     )
