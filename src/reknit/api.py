@@ -28,6 +28,7 @@ from reknit.calls import (
     all_told,
     background_of,
     backgrounds_of,
+    entering,
     origin_of,
     save_now,
     taken_backgrounds,
@@ -38,7 +39,7 @@ from reknit.engine.loading.job import LoadJob
 from reknit.engine.outcome import PendingSave, SaveOutcome
 from reknit.engine.run_record import Run, folder_above
 from reknit.engine.saving.job import SaveJob
-from reknit.errors import ReknitError, UsageError, typed_shortage
+from reknit.errors import ReknitError, UsageError
 from reknit.frameworks import registry
 from reknit.keywords import checked_call
 from reknit.locations import location_text
@@ -47,7 +48,6 @@ from reknit.monitor.sinks.choosing import outlets_for
 from reknit.options import LoadOptions, SaveOptions
 from reknit.ranks import acting
 from reknit.storage.registry import open_storage, recorded
-from reknit.system import without_collections
 from reknit.transforms.names import parted
 from reknit.types.entry import entered
 
@@ -109,9 +109,7 @@ def save(
     )
 
 
-@entered("reknit.save")
-@typed_shortage()
-@without_collections()
+@entering("reknit.save")
 def save_in_run(
     path: str | PathLike[str],
     state: Mapping[str, Any],
@@ -186,9 +184,7 @@ def save_in_run(
 
 
 @checked_call
-@entered("reknit.prepare")
-@typed_shortage()
-@without_collections()
+@entering("reknit.prepare")
 def prepare(
     path: str | PathLike[str],
     state: Mapping[str, Any] | None = None,
@@ -264,9 +260,7 @@ def close(timeout_s: float | None = None) -> bool:
 
 
 @checked_call
-@entered("reknit.load")
-@typed_shortage()
-@without_collections()
+@entering("reknit.load")
 def load(
     path: str | PathLike[str],
     state: Mapping[str, Any],

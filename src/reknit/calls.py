@@ -21,8 +21,10 @@ from reknit.engine.saving import save as save_story
 from reknit.engine.saving.reuse import Committed
 from reknit.engine.saving.rounds import ASSIGN
 from reknit.engine.stored.promote import Target, promote_saved
-from reknit.errors import ReknitError, typed
+from reknit.errors import ReknitError, typed, typed_shortage
 from reknit.storage.registry import open_storage, recorded
+from reknit.system import without_collections
+from reknit.types.entry import entered
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
@@ -90,6 +92,13 @@ def _promote_now(outcome: SaveOutcome, job: SaveJob, report: SaveReport, written
         if job.options.on_error == "raise":
             raise promotion.error
         logger.warning("%s is saved, but not promoted: %s", report.path, promotion.error)
+
+
+@contextmanager
+def entering(call: str) -> Iterator[None]:
+    """Be in a call of a user: the only one of its thread, without collections, and with typed shortages."""
+    with entered(call), typed_shortage(), without_collections():
+        yield
 
 
 @contextmanager
