@@ -29,6 +29,8 @@ MAX_BLOCK_NBYTES = 1 << 30
 _NAME = "reknit"
 _DIGEST_KEY = b',"digest":"'
 _VALUES_OF_A_FILE = 4
+_LEAST_VALUE_NBYTES = 8
+"""Bytes of a file's entry for each value in it, at least: the names of its members alone are longer."""
 _TAIL_NBYTES = len(_DIGEST_KEY) + 16 + len(b'"}')
 
 _Count = Annotated[int, msgspec.Meta(ge=0, le=(1 << 63) - 1)]
@@ -188,7 +190,13 @@ def _decode_head(data: bytes) -> tuple[_Head, int]:
     if len(data) > MAX_MANIFEST_NBYTES:
         raise FormatError(f"the manifest has {len(data)} bytes; {MAX_MANIFEST_NBYTES} is the limit")
     _check_own_digest(data)
-    num_values = count_values(data, "the manifest", max_nbytes=MAX_MANIFEST_NBYTES, max_depth=MAX_DEPTH)
+    num_values = count_values(
+        data,
+        "the manifest",
+        max_nbytes=MAX_MANIFEST_NBYTES,
+        max_depth=MAX_DEPTH,
+        max_values=MAX_SPARE_VALUES + len(data) // _LEAST_VALUE_NBYTES,
+    )
     head = decode_member(_DECODE_HEAD, data, "the manifest")
     if head.format != _NAME:
         raise FormatError(f"this is a manifest of {head.format[:40]!r}, not of reknit")
@@ -251,10 +259,10 @@ def _check_spare(document: _Document, num_values: int) -> None:
 
 def _check_own_digest(data: bytes) -> None:
     """Check the last member: the xxh3-64 of every byte before it."""
-    body, tail = data[:-_TAIL_NBYTES], data[-_TAIL_NBYTES:]
-    expected = _DIGEST_KEY + f'{digest(body):016x}"}}'.encode()
+    tail = data[-_TAIL_NBYTES:]
     if tail[: len(_DIGEST_KEY)] != _DIGEST_KEY:
         raise CorruptError("the manifest does not end with its digest: it is truncated, or was edited")
+    expected = _DIGEST_KEY + f'{digest(memoryview(data)[:-_TAIL_NBYTES]):016x}"}}'.encode()
     if tail != expected:
         raise CorruptError(
             "the manifest is damaged: its digest does not match its bytes",

@@ -135,7 +135,7 @@ def decode_blobs(data: bytes, *, allow_pickle: bool = False) -> dict[str, Any]:
         except (TypeError, ValueError, OverflowError) as error:
             raise CorruptError(f"a value of extension type {code} is impossible: {error}") from error
 
-    values = read_msgpack(bytes(data), unpack)
+    values = read_msgpack(bytes(data), unpack, trusted=allow_pickle)
     if type(values) is not dict or any(type(fqn) is not str for fqn in values):
         raise CorruptError("a file of blobs is no map of names")
     return values
