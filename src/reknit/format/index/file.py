@@ -12,6 +12,7 @@ from reknit.errors import CorruptError, FormatError, shortage
 from reknit.format.index.checks import check_index
 from reknit.format.index.columns import LISTS, SCHEMA, STRINGS, IndexColumns
 from reknit.format.index.parquet_bounds import Work, check_parquet
+from reknit.format.limits import MAX_INDEX_NBYTES
 from reknit.system import require_memory
 from reknit.types.manifest import Index, TensorEntry
 from reknit.types.shard import MAX_NDIM, TensorSpec
@@ -24,7 +25,6 @@ if TYPE_CHECKING:
     Column = Any
     """A pyarrow.ChunkedArray, whose members' own attributes no stub knows."""
 
-MAX_INDEX_NBYTES = 1 << 30
 GROUP_ROWS = 1 << 16
 """Most rows of a row group.  Statistics tell its first and last name: who wants some skips the others."""
 _PAGE_NBYTES = 256 << 10

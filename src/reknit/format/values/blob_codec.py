@@ -12,6 +12,7 @@ import numpy as np
 from msgspec.msgpack import Ext
 
 from reknit.errors import CorruptError, FormatError, StateError, shortage
+from reknit.format.limits import MAX_BLOBS_NBYTES
 from reknit.format.paths import checked_name, encodable
 from reknit.format.values.blob_types import (
     ATTRIBUTED,
@@ -33,9 +34,6 @@ from reknit.types.shard import MAX_DEPTH
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
-
-MAX_BLOBS_NBYTES = (1 << 32) - 1
-"""Largest file of blobs, which is also the longest single value that msgpack holds."""
 
 _PLAIN = frozenset({type(None), bool, float, bytes})
 _REMEDY = (

@@ -31,7 +31,9 @@ _DEQUE, _DEQUE_EXTRA = 19, 640
 _KINDS = {0xCA + place: kind for place, kind in enumerate("fdBHIQbhiq")}
 _FIXED = {tag: struct.Struct(f">{kind}") for tag, kind in _KINDS.items()}
 _SINGLE: dict[int, Any] = {0xC0: None, 0xC2: False, 0xC3: True}
-_ONE_BYTE: dict[int, Any] = {tag: tag for tag in range(0x80)} | {tag: tag - 0x100 for tag in range(0xE0, 0x100)} | _SINGLE
+_ONE_BYTE: dict[int, Any] = (
+    {tag: tag for tag in range(0x80)} | {tag: tag - 0x100 for tag in range(0xE0, 0x100)} | _SINGLE
+)
 """Values of which one byte is all."""
 # Long lists hold runs of values of one kind, which are read at once: that takes a tenth of the time.
 _RUNS = {tag: re.compile(b"(?:\\x%02x.{%d})+" % (tag, kind.size), re.DOTALL) for tag, kind in _FIXED.items()}
@@ -78,8 +80,8 @@ def _read(reader: _Reader, data: bytes) -> Any:
 
 class _Reader:
     remedy = (
-        "save long lists and large tables as tensors or arrays; LoadOptions(allow_pickle=True) reads more, of a "
-        "checkpoint that you trust"
+        "save long lists and large tables as tensors or arrays; of a checkpoint that you trust, "
+        "LoadOptions(allow_pickle=True) reads more"
     )
 
     def __init__(self, data: bytes, unpack: Unpack, most: int) -> None:
