@@ -16,10 +16,10 @@ if TYPE_CHECKING:
 SAVED: dict[str, Any] = {"a": np.arange(3 << 20, dtype=np.float32), "b": np.arange(1000, dtype=np.int64)}
 
 
-@pytest.mark.parametrize("verify", ["touched", "off"])
+@pytest.mark.parametrize("verify", ["touched", "full", "off"])
 @pytest.mark.parametrize("damage", ["longer", "shorter", "missing", "changed"])
 def test_a_file_that_is_not_what_was_saved_is_taken_from_its_replica(
-    tmp_path: Path, damage: str, verify: Literal["touched", "off"]
+    tmp_path: Path, damage: str, verify: Literal["touched", "full", "off"]
 ) -> None:
     here, there = tmp_path / "here", tmp_path / "there"
     reknit.save(here, {"model": SAVED})
@@ -49,16 +49,37 @@ def test_a_file_that_is_not_what_was_saved_is_taken_from_its_replica(
         assert np.array_equal(checkpoint.read("model", "a", (slice(5, 10),)), SAVED["a"][5:10])
 
 
-def test_a_full_check_does_without_replicas(tmp_path: Path) -> None:
+def changed(folder: Path, at: int) -> None:
+    (file,) = folder.glob("model/*.safetensors")
+    data = bytearray(file.read_bytes())
+    data[at] ^= 1
+    file.write_bytes(data)
+
+
+def test_a_full_check_takes_each_block_from_the_copy_that_has_it_and_says_so(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     here, there = tmp_path / "here", tmp_path / "there"
     reknit.save(here, {"model": SAVED})
     shutil.copytree(here, there)
-    (file,) = here.glob("model/*.safetensors")
-    data = file.read_bytes()
-    file.write_bytes(data[:-1] + bytes([data[-1] ^ 1]))
+    changed(here, -1)
+    changed(there, 0)
+    options = reknit.LoadOptions(verify="full", replicas=(there,), only=("model/a",))
+    target = {name: np.zeros_like(array) for name, array in SAVED.items()}
+    reknit.load(here, {"model": target}, options=options)
+    assert np.array_equal(target["a"], SAVED["a"])
+    assert "a replica has them" in caplog.text
+
+
+def test_a_full_check_refuses_a_block_that_no_copy_has_before_anything_changes(tmp_path: Path) -> None:
+    here, there = tmp_path / "here", tmp_path / "there"
+    reknit.save(here, {"model": SAVED})
+    shutil.copytree(here, there)
+    changed(here, -1)
+    changed(there, -1)
     target = {name: np.zeros_like(array) for name, array in SAVED.items()}
     options = reknit.LoadOptions(verify="full", replicas=(there,))
-    with pytest.raises(reknit.CorruptError, match="nothing was changed"):
+    with pytest.raises(reknit.CorruptError, match=r"nothing was changed[\s\S]*no replica has them"):
         reknit.load(here, {"model": target}, options=options)
     assert not any(array.any() for array in target.values())
 

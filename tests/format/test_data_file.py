@@ -142,7 +142,7 @@ def test_too_many_values_in_one_header_are_neither_written_nor_built(monkeypatch
     entries = [HeaderEntry(f"tensor.{k}", "int8", (1,), k, 1) for k in range(100)]
     header = encode_header(entries, METADATA)
     monkeypatch.setattr(data_file, "MAX_HEADER_VALUES", 700)
-    with pytest.raises(FormatError, match=r"the header of the data file holds \d+ values; 700 is the limit"):
+    with pytest.raises(FormatError, match=r"the header of the data file holds more than 700 values"):
         decode_header(header, len(header) + 100)
     with pytest.raises(StateError, match=r"100 tensor parts .* and 700 are the limits") as caught:
         encode_header(entries, METADATA)

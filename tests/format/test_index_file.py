@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import contextlib
 import io
+import sys
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -31,6 +32,27 @@ if TYPE_CHECKING:
 @given(indexes())
 def test_an_index_comes_back_as_it_was(index: Index) -> None:
     assert same_index(decode_index(encode_index(index)), index)
+
+
+def test_an_index_is_read_without_functions_of_arrow_which_end_the_process_where_memory_is_short(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    data = encode_index(sample_index())
+    for name in ("pyarrow.compute", "pyarrow._compute"):
+        monkeypatch.setitem(sys.modules, name, None)
+    assert same_index(decode_index(data), sample_index())
+
+
+@pytest.mark.parametrize(("number", "length", "ndim"), [(1000, 900, 1), (20_000, 20, 8)])
+def test_memory_is_asked_for_by_the_names_and_numbers_that_an_index_unfolds_to(
+    number: int, length: int, ndim: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    spec, box = TensorSpec((1,) * ndim, "int8"), Box((0,) * ndim, (1,) * ndim)
+    rows = [("m", f"{i:0{length}}", spec, box, "m/00000.01234567.safetensors", i) for i in range(number)]
+    asked: list[int] = []
+    monkeypatch.setattr(index_file, "require_memory", asked.append)
+    decode_index(encode_index(index_of(rows)))
+    assert asked[0] >= 10 * number * length + 8 * 3 * number * ndim
 
 
 def test_an_index_without_tensors_comes_back() -> None:

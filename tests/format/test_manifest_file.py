@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import base64
 import json
+import tracemalloc
 from dataclasses import replace
 from typing import Any
 
@@ -11,6 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from reknit.errors import CorruptError, FormatError, ReknitError, StateError, VersionError
+from reknit.format import manifest_file, strict_json
 from reknit.format.manifest_file import (
     MAX_SPARE_VALUES,
     decode_generation,
@@ -43,6 +45,43 @@ def test_the_document_is_plain_json_with_the_documented_members() -> None:
     file = document["files"][0]
     digests = sample_manifest().files[0].digests
     assert base64.b64decode(file["digests"]) == b"".join(number.to_bytes(8, "little") for number in digests)
+
+
+@pytest.mark.parametrize("end", [b"", b',"digest":"0123456789abcdef"}'])
+def test_a_manifest_of_zeros_is_refused_without_a_copy_of_it(end: bytes) -> None:
+    zeros = bytes(32 << 20) + end
+    tracemalloc.start()
+    try:
+        with pytest.raises(CorruptError, match="digest"):
+            decode_manifest(zeros)
+        assert tracemalloc.get_traced_memory()[1] < 1 << 20
+    finally:
+        tracemalloc.stop()
+
+
+def test_more_values_than_any_files_have_are_refused_before_the_last_is_counted(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(strict_json, "_SCAN_NBYTES", 1 << 10)
+    monkeypatch.setattr(manifest_file, "MAX_SPARE_VALUES", 1000)
+    body = b'{"format":"reknit","x":[' + b"[]," * (1 << 20)  # it is not even JSON
+    with pytest.raises(FormatError, match="which is the limit"):
+        decode_manifest(body + f',"digest":"{xxhash.xxh3_64_hexdigest(body)}"}}'.encode())
+
+
+@pytest.mark.parametrize("path", ["index.01234567.parquet", "extra/00000.01234567.msgpack"])
+def test_a_file_too_large_to_be_read_as_a_whole_is_refused(
+    path: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    manifest = sample_manifest()
+    large = next(file for file in manifest.files if file.path == path)
+    name = "MAX_INDEX_NBYTES" if path == manifest.index_path else "MAX_BLOBS_NBYTES"
+    data = encode_manifest(manifest)
+    monkeypatch.setattr(manifest_file, name, large.nbytes)
+    assert decode_manifest(data) == manifest
+    monkeypatch.setattr(manifest_file, name, large.nbytes - 1)
+    with pytest.raises(FormatError, match="too large"):
+        decode_manifest(data)
 
 
 @settings(max_examples=examples(300))

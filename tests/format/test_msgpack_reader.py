@@ -3,6 +3,7 @@ from __future__ import annotations
 import contextlib
 import struct
 import sys
+import tracemalloc
 from typing import TYPE_CHECKING, Any
 
 import msgspec
@@ -131,7 +132,7 @@ def refused(deed: Callable[[bytes], object], data: bytes) -> bool:
 @pytest.mark.parametrize(
     "part", [7, 300, 1 << 40, 0.5, None, "text", [300, 400], {"id": 123456, "text": "some"}]
 )
-def test_of_what_values_are_made_of_there_may_be_any_number_up_to_a_gigabyte(
+def test_of_what_values_are_made_of_there_may_be_any_number_up_to_the_limit(
     part: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(msgpack_reader, "_BASE_STRUCTURE", 1 << 12)
@@ -142,6 +143,51 @@ def test_of_what_values_are_made_of_there_may_be_any_number_up_to_a_gigabyte(
     monkeypatch.setattr(msgpack_reader, "_MOST_STRUCTURE", 1 << 17)
     assert refused(read, data)
     assert refused(check_structure, data)
+
+
+runs = st.sampled_from([7, -3, None, True, 300, 70_000, 1 << 40, -200, -70_000, 0.5, "text", "", []])
+
+
+@given(st.lists(st.tuples(runs, st.integers(1, 40)), max_size=8))
+def test_runs_of_values_of_one_kind_are_read_like_each_by_itself(parts: list[tuple[Any, int]]) -> None:
+    values = [value for value, count in parts for _ in range(count)]
+    data = msgspec.msgpack.encode(values)
+    found = read(data)
+    assert repr(found) == repr(values)
+    check_structure(data)
+    for nbytes in range(len(data)):
+        with pytest.raises(CorruptError):
+            read(data[:nbytes])
+
+
+@pytest.mark.parametrize("value", [7, -3, None, 300, -70_000, 1 << 40, 0.5, "text"])
+def test_a_long_list_of_one_kind_is_not_read_value_by_value(
+    value: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    calls = []
+    by_itself = msgpack_reader._Reader.value
+    monkeypatch.setattr(
+        msgpack_reader._Reader, "value", lambda self, depth: calls.append(depth) or by_itself(self, depth)
+    )
+    values = [value] * 200_000
+    assert read(msgspec.msgpack.encode(values)) == values
+    assert len(calls) < 10
+
+
+def test_more_structure_than_the_limit_is_refused_before_it_is_built_and_read_where_trusted(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    data = b"\xdd" + struct.pack(">I", 34 << 20) + bytes(34 << 20)
+    tracemalloc.start()
+    try:
+        assert refused(read, data)
+        assert tracemalloc.get_traced_memory()[1] < 1 << 20
+    finally:
+        tracemalloc.stop()
+    monkeypatch.setattr(msgpack_reader, "_MOST_STRUCTURE", 1 << 10)
+    data = msgspec.msgpack.encode([[]] * 100)
+    assert refused(read, data)
+    assert read_msgpack(data, lambda code, payload: None, trusted=True) == [[]] * 100
 
 
 @settings(max_examples=examples(300))

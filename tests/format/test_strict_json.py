@@ -1,13 +1,18 @@
 from __future__ import annotations
 
 import json
+import tracemalloc
+from contextlib import suppress
 from typing import Any
+from unittest import mock
 
 import pytest
 from hypothesis import given
+from hypothesis import strategies as st
 
 from reknit.errors import CorruptError, FormatError
-from reknit.format.strict_json import decode_strict
+from reknit.format import strict_json
+from reknit.format.strict_json import count_values, decode_strict
 from tests.format.samples import json_values
 
 
@@ -64,8 +69,32 @@ def test_nesting_is_counted_before_it_is_parsed(pair: bytes) -> None:
 
 def test_values_are_counted_before_they_are_built() -> None:
     assert decode(b'[[],[],"[,,,"]', max_values=5) == [[], [], "[,,,"]
-    with pytest.raises(FormatError, match="it holds 5 values; 4 is the limit"):
+    with pytest.raises(FormatError, match="it holds more than 4 values"):
         decode(b'[[],[],"[,,,"]', max_values=4)
+
+
+@given(json_values, st.integers(1, 9))
+def test_a_document_is_counted_alike_in_pieces_of_any_size(value: Any, nbytes: int) -> None:
+    data = json.dumps([value, 'a\\"[', "\\\\", ["[{"]]).encode()
+
+    def count() -> int:
+        return count_values(data, "it", max_nbytes=len(data), max_depth=64, max_values=len(data))
+
+    whole = count()
+    with mock.patch.object(strict_json, "_SCAN_NBYTES", nbytes):
+        assert count() == whole
+
+
+@pytest.mark.parametrize("text", [b"a", b"\\\\", b" ", b'",["'])
+def test_counting_takes_little_memory_beside_the_document(text: bytes) -> None:
+    data = b'["' + text * ((32 << 20) // len(text)) + b'"]'
+    tracemalloc.start()
+    try:
+        with suppress(FormatError):
+            count_values(data, "it", max_nbytes=len(data), max_depth=1 << 30, max_values=len(data) // 8)
+        assert tracemalloc.get_traced_memory()[1] < 16 << 20
+    finally:
+        tracemalloc.stop()
 
 
 def test_brackets_in_text_are_no_nesting() -> None:

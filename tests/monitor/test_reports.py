@@ -8,6 +8,7 @@ import os
 import re
 import shutil
 import subprocess
+import tracemalloc
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -153,6 +154,23 @@ def test_a_line_of_brackets_is_no_event(tmp_path: Path) -> None:
     with (tmp_path / "e.jsonl").open("a") as file:
         file.write("[" * 100_000 + '\n{"phase":"x","more":' + "[" * 100_000 + "\n")
     assert read_operations([str(tmp_path)]).num_foreign == 2
+
+
+def test_a_line_without_end_is_read_in_parts_and_is_no_event(tmp_path: Path) -> None:
+    good = json.dumps(record("write", 0, 0, 1).as_dict()).encode() + b"\n"
+    with (tmp_path / "x.jsonl").open("wb") as file:
+        file.write(good)
+        file.truncate(len(good) + (64 << 20))
+        file.seek(0, 2)
+        file.write(b"\n" + good)
+    tracemalloc.start()
+    try:
+        found = read_operations([str(tmp_path)])
+        assert tracemalloc.get_traced_memory()[1] < 16 << 20
+    finally:
+        tracemalloc.stop()
+    assert found.num_foreign > 0
+    assert sum(len(operation.events) for operation in found.operations) == 2
 
 
 def test_only_files_of_a_folder_are_read(tmp_path: Path) -> None:

@@ -11,6 +11,7 @@ import numpy as np
 
 from reknit.errors import CorruptError, FormatError
 from reknit.format.checksum import num_blocks
+from reknit.format.limits import MAX_BLOBS_NBYTES
 from reknit.format.manifest_file import MAX_COORDINATE_NBYTES, MAX_MANIFEST_NBYTES
 from reknit.format.paths import MANIFEST_PATH, check_all_relative
 from reknit.system import require_memory
@@ -175,6 +176,8 @@ def _check(table: FileTable, manifest: Manifest) -> None:
         _refuse("a file has a size that its digests are too few for")
     if num_digests.sum() != len(table.digests):
         _refuse(f"its files have {num_digests.sum()} blocks and {len(table.digests)} digests")
+    if (table.nbytes[table.item >= 0] > MAX_BLOBS_NBYTES).any():
+        _refuse(f"a file of values is larger than {MAX_BLOBS_NBYTES} bytes")
     own, places = table.place >= 0, table.places
     if (table.item < -1).any() or (table.item >= len(manifest.items)).any() or (table.item[own] < 0).any():
         _refuse("it has values of no item")

@@ -11,6 +11,7 @@ import numpy as np
 
 from reknit.errors import CorruptError, FormatError, ReknitError
 from reknit.format.checksum import digest, num_blocks
+from reknit.format.limits import MAX_BLOBS_NBYTES, MAX_INDEX_NBYTES
 from reknit.format.paths import MANIFEST_PATH, checked_relative, read_name, wrong_place
 from reknit.format.strict_json import check_object, count_values, decode_member, refuse_duplicates
 from reknit.format.versions import FILE_TABLE, MOVED, check_version
@@ -29,6 +30,8 @@ MAX_BLOCK_NBYTES = 1 << 30
 _NAME = "reknit"
 _DIGEST_KEY = b',"digest":"'
 _VALUES_OF_A_FILE = 4
+_LEAST_VALUE_NBYTES = 8
+"""Bytes of a file's entry for each value in it, at least: the names of its members alone are longer."""
 _TAIL_NBYTES = len(_DIGEST_KEY) + 16 + len(b'"}')
 
 _Count = Annotated[int, msgspec.Meta(ge=0, le=(1 << 63) - 1)]
@@ -188,7 +191,10 @@ def _decode_head(data: bytes) -> tuple[_Head, int]:
     if len(data) > MAX_MANIFEST_NBYTES:
         raise FormatError(f"the manifest has {len(data)} bytes; {MAX_MANIFEST_NBYTES} is the limit")
     _check_own_digest(data)
-    num_values = count_values(data, "the manifest", max_nbytes=MAX_MANIFEST_NBYTES, max_depth=MAX_DEPTH)
+    most = MAX_SPARE_VALUES + len(data) // _LEAST_VALUE_NBYTES
+    num_values = count_values(
+        data, "the manifest", max_nbytes=MAX_MANIFEST_NBYTES, max_depth=MAX_DEPTH, max_values=most
+    )
     head = decode_member(_DECODE_HEAD, data, "the manifest")
     if head.format != _NAME:
         raise FormatError(f"this is a manifest of {head.format[:40]!r}, not of reknit")
@@ -251,10 +257,10 @@ def _check_spare(document: _Document, num_values: int) -> None:
 
 def _check_own_digest(data: bytes) -> None:
     """Check the last member: the xxh3-64 of every byte before it."""
-    body, tail = data[:-_TAIL_NBYTES], data[-_TAIL_NBYTES:]
-    expected = _DIGEST_KEY + f'{digest(body):016x}"}}'.encode()
+    tail = data[-_TAIL_NBYTES:]
     if tail[: len(_DIGEST_KEY)] != _DIGEST_KEY:
         raise CorruptError("the manifest does not end with its digest: it is truncated, or was edited")
+    expected = _DIGEST_KEY + f'{digest(memoryview(data)[:-_TAIL_NBYTES]):016x}"}}'.encode()
     if tail != expected:
         raise CorruptError(
             "the manifest is damaged: its digest does not match its bytes",
@@ -269,9 +275,9 @@ def _check_manifest(manifest: Manifest) -> None:
         _refuse(f"block_nbytes is {block}, not a power of two from {MIN_BLOCK_NBYTES} to {MAX_BLOCK_NBYTES}")
     if not math.isfinite(manifest.created):
         _refuse(f"created is {manifest.created}")
-    paths = _check_files(manifest)
-    if manifest.index_path not in paths:
-        _refuse(f"the index {manifest.index_path!r} is not among the files")
+    sizes = _check_files(manifest)
+    if sizes.get(manifest.index_path, MAX_INDEX_NBYTES + 1) > MAX_INDEX_NBYTES:
+        _refuse(f"its index {manifest.index_path!r} is not among the files, or too large")
     if manifest.table is not None:
         _check_table(manifest, manifest.table)
     items = set(manifest.items)
@@ -291,8 +297,8 @@ def _check_manifest(manifest: Manifest) -> None:
     for blob in manifest.blobs:
         if blob.item not in items:
             _refuse(f"the blob file {blob.path!r} belongs to {blob.item[:200]!r}, which is no item")
-        if blob.path not in paths:
-            _refuse(f"the blob file {blob.path!r} is not among the files")
+        if sizes.get(blob.path, MAX_BLOBS_NBYTES + 1) > MAX_BLOBS_NBYTES:
+            _refuse(f"the blob file {blob.path!r} is not among the files, or too large")
         if blob.path in used:
             _refuse(f"{blob.path!r} is listed for two purposes")
         used.add(blob.path)
@@ -307,18 +313,19 @@ def _check_table(manifest: Manifest, table: TablePlace) -> None:
         _refuse("its table of files is not inside the index")
 
 
-def _check_files(manifest: Manifest) -> set[str]:
-    paths: set[str] = set()
+def _check_files(manifest: Manifest) -> dict[str, int]:
+    """Return the sizes of all files by path."""
+    sizes: dict[str, int] = {}
     for file in manifest.files:
         checked_relative(file.path)
-        if file.path in paths:
+        if file.path in sizes:
             _refuse(f"the file {file.path!r} is listed twice")
         if file.path == MANIFEST_PATH:
             _refuse("the manifest lists itself")
         if len(file.digests) != num_blocks(file.nbytes, manifest.block_nbytes):
             _refuse(f"{file.path!r} has {file.nbytes} bytes and {len(file.digests)} digests")
-        paths.add(file.path)
-    return paths
+        sizes[file.path] = file.nbytes
+    return sizes
 
 
 def _encode_digests(digests: tuple[int, ...]) -> str:

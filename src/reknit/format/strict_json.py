@@ -29,25 +29,28 @@ def decode_strict(
 
     `max_values` limits what `count_values` counts, and so the memory that parsed values take.
     """
-    num_values = count_values(data, what, max_nbytes=max_nbytes, max_depth=max_depth)
-    if num_values > max_values:
-        raise FormatError(f"{what} holds {num_values} values; {max_values} is the limit")
+    count_values(data, what, max_nbytes=max_nbytes, max_depth=max_depth, max_values=max_values)
     decoded = decode_member(msgspec.json.Decoder(kind).decode, data, what)
     refuse_duplicates(data, what)
     return decoded
 
 
-def count_values(data: bytes, what: str, *, max_nbytes: int, max_depth: int) -> int:
+def count_values(data: bytes, what: str, *, max_nbytes: int, max_depth: int, max_values: int) -> int:
     """Return how many values a document has at most: its commas, and the objects and lists that it opens.
 
-    Done before any parser, so that none of them can be driven into the ground.  Raises as `decode_strict`.
+    Done before any parser, so that none of them can be driven into the ground, and piece by piece, so that
+    hardly more memory is taken than by the document.  Raises as `decode_strict`.
     """
     if len(data) > max_nbytes:
         raise FormatError(f"{what} has {len(data)} bytes; {max_nbytes} is the limit")
-    depth, num_values = _depth(data)
-    if depth > max_depth:
-        raise FormatError(f"{what} is nested deeper than {max_depth} levels")
-    return num_values
+    marks = _Marks()
+    for start in range(0, len(data), _SCAN_NBYTES):
+        marks.count(data[start : start + _SCAN_NBYTES])
+        if marks.deepest > max_depth:
+            raise FormatError(f"{what} is nested deeper than {max_depth} levels")
+        if marks.num_values > max_values:
+            raise FormatError(f"{what} holds more than {max_values} values, which is the limit")
+    return marks.num_values
 
 
 def decode_member(decode: Callable[[bytes | msgspec.Raw], T], raw: bytes | msgspec.Raw, what: str) -> T:
@@ -58,22 +61,35 @@ def decode_member(decode: Callable[[bytes | msgspec.Raw], T], raw: bytes | msgsp
         raise CorruptError(f"{what} is damaged: {error}") from error
 
 
-def _depth(data: bytes) -> tuple[int, int]:
-    """Return how deep brackets outside strings nest, and how many open there, or are commas."""
-    if b"\\" in data:
-        data = data.replace(rb"\\", b"").replace(rb"\"", b"")
-    marks = np.frombuffer(data.translate(None, _NO_MARKS), dtype=np.uint8)
-    depth = deepest = quotes = num_values = 0
-    for start in range(0, len(marks), _SCAN_NBYTES):
-        piece = marks[start : start + _SCAN_NBYTES]
-        seen = quotes + np.cumsum(piece == ord('"'))
-        outside = seen % 2 == 0
-        opens = (piece == ord("[")) | (piece == ord("{"))
-        closes = (piece == ord("]")) | (piece == ord("}"))
-        levels = depth + np.cumsum(np.where(outside, opens.astype(np.int8) - closes, 0))
-        num_values += int(np.count_nonzero(outside & (opens | (piece == ord(",")))))
-        depth, quotes, deepest = int(levels[-1]), int(seen[-1]), max(deepest, int(levels.max()))
-    return deepest, num_values
+class _Marks:
+    """How deep brackets outside strings nest, and how many open there, or are commas."""
+
+    def __init__(self) -> None:
+        self.deepest = self.num_values = 0
+        self._depth = 0
+        self._in_string = self._escaped = False
+        """Whether the next byte is in a string, and whether a backslash is before it."""
+
+    def count(self, piece: bytes) -> None:
+        """Go on with the next bytes of the document."""
+        if self._escaped:
+            piece = piece[1:]
+            self._escaped = False
+        if b"\\" in piece:
+            piece = piece.replace(rb"\\", b"").replace(rb"\"", b"")
+            self._escaped = piece.endswith(b"\\")
+        marks = np.frombuffer(piece.translate(None, _NO_MARKS), dtype=np.uint8)
+        if not len(marks):
+            return
+        inside = np.logical_xor.accumulate(marks == ord('"'))
+        outside = inside if self._in_string else ~inside
+        opens = outside & ((marks == ord("[")) | (marks == ord("{")))
+        closes = outside & ((marks == ord("]")) | (marks == ord("}")))
+        levels = np.cumsum(opens.view(np.int8) - closes.view(np.int8), dtype=np.int32)
+        self.num_values += int(np.count_nonzero(opens) + np.count_nonzero(outside & (marks == ord(","))))
+        self.deepest = max(self.deepest, self._depth + int(levels.max()))
+        self._depth += int(levels[-1])
+        self._in_string ^= bool(inside[-1])
 
 
 def refuse_duplicates(data: bytes, what: str) -> None:

@@ -144,7 +144,8 @@ def _damaged(
     """
     if job.options.verify == "full":
         with job.recorder.phase("verify"):
-            check = partial(check_all, checkpoint, job.group.rank, job.group.size, job.options)
+            rank, size = job.group.rank, job.group.size
+            check = partial(check_all, checkpoint, rank, size, job.options, job.replicas)
             return job.within_deadline("checking all files of", check)
     paths = {checkpoint.index.files[file] for part in parts for file in part.reader.plan.files}
     files = [checkpoint.files[path] for path in sorted(paths)[alike.index(job.group.rank) :: len(alike)]]

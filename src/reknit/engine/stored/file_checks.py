@@ -26,7 +26,7 @@ logger = logging.getLogger("reknit")
 
 Found = TypeVar("Found")
 
-_UNSOUND = (CheckpointNotFoundError, CorruptError, StorageError, DeadlineError)
+UNSOUND = (CheckpointNotFoundError, CorruptError, StorageError, DeadlineError)
 """What is raised where a file is missing, damaged or out of reach."""
 
 
@@ -51,9 +51,9 @@ def first_sound(places: Sequence[Storage], read: Callable[[Storage], Found]) -> 
     """Return what is read from the first place that has it whole; raise what is wrong with the very first."""
     try:
         return read(places[0])
-    except _UNSOUND as error:
+    except UNSOUND as error:
         for replica in places[1:]:
-            with suppress(*_UNSOUND):  # a replica that fails is no replacement
+            with suppress(*UNSOUND):  # a replica that fails is no replacement
                 found = read(replica)
                 logger.warning("%s: taken from the replica %s", error.message, replica.url)
                 return found

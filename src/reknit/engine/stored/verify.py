@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import threading
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -9,11 +10,17 @@ import numpy as np
 
 from reknit.engine.memory.workers import run_jobs
 from reknit.engine.report import VerifyReport
-from reknit.engine.stored.file_checks import check_size, read_blocks, read_checked, whole_manifest
+from reknit.engine.stored.file_checks import (
+    UNSOUND,
+    check_size,
+    read_blocks,
+    read_checked,
+    whole_manifest,
+)
 from reknit.engine.stored.opening import read_manifest
 from reknit.environment import num_threads
 from reknit.errors import CorruptError, FormatError, ReknitError, StorageError
-from reknit.format.checksum import BLOCK_NBYTES
+from reknit.format.checksum import BLOCK_NBYTES, digest
 from reknit.format.data_file import data_start, decode_header
 from reknit.format.index.checks import check_extents
 from reknit.format.index.file import decode_index
@@ -32,6 +39,8 @@ if TYPE_CHECKING:
     from reknit.storage.base import Storage
     from reknit.types.manifest import FileEntry, Index, Manifest
 
+logger = logging.getLogger("reknit")
+
 PIECE_NBYTES = 2 * BLOCK_NBYTES
 """Bytes that a worker reads and checks at once."""
 _TRIES = 4
@@ -44,12 +53,16 @@ def verify(storage: Storage, level: str, options: LoadOptions) -> VerifyReport:
     of values, the headers of data files.  ``"data"`` also reads every byte and compares every block's digest.
     If another checkpoint takes the place of this one meanwhile, that one is checked.
     """
-    data = read_manifest(storage)
+    data, seen = read_manifest(storage), None
     for _ in range(_TRIES):
-        report = _verified(storage, data, level, options)
-        if report.ok or (now_there := read_manifest(storage)) == data:
+        if (found := digest(data)) == seen:
             break
-        data = now_there
+        seen = found
+        report = _verified(storage, data, level, options)
+        if report.ok:
+            break
+        data = b""  # a hostile one is large: there are never two of them
+        data = read_manifest(storage)
     return report
 
 
@@ -166,21 +179,25 @@ def check_sizes(storage: Storage, files: Iterable[FileEntry], replicas: Sequence
     return found
 
 
-def check_all(checkpoint: OpenCheckpoint, rank: int, size: int, options: LoadOptions) -> list[str]:
+def check_all(
+    checkpoint: OpenCheckpoint, rank: int, size: int, options: LoadOptions, replicas: Sequence[Storage] = ()
+) -> list[str]:
     """Check this rank's share of every byte of a checkpoint, and say what is damaged, once for each file.
 
     The files are laid end to end, in the manifest's order, and cut into `size` shares; a block belongs to the
-    share in which it begins.  Every rank needs the whole manifest.  Raises `StorageError` where a file cannot
-    be read.
+    share in which it begins.  Every rank needs the whole manifest.  A block that one of `replicas` has is not
+    damaged, but there is a warning about it.  Raises `StorageError` where a file cannot be read and there are
+    no replicas.
     """
     manifest = checkpoint.manifest
     pieces = _share(manifest.files, rank, size, manifest.block_nbytes)
     damage: dict[str, list[str]] = {}
     for file in {piece.file.path: piece.file for piece in pieces}.values():
-        if wrong := check_sizes(checkpoint.storage, [file]):
+        if wrong := check_sizes(checkpoint.storage, [file], replicas):
             damage[file.path] = wrong
     readable = [piece for piece in pieces if piece.file.path not in damage]
-    found = _check_pieces(checkpoint.storage, manifest.block_nbytes, readable, options, FormatError)
+    kinds = (FormatError, StorageError) if replicas else (FormatError,)
+    found = _check_pieces(checkpoint.storage, manifest.block_nbytes, readable, options, kinds, replicas)
     for path, error in found:
         damage.setdefault(path, []).append(error.message)
     lines = []
@@ -226,11 +243,16 @@ def _check_pieces(
     block_nbytes: int,
     pieces: Sequence[_Piece],
     options: LoadOptions,
-    kinds: type[ReknitError] | tuple[type[ReknitError], ...],
+    kinds: tuple[type[ReknitError], ...],
+    replicas: Sequence[Storage] = (),
 ) -> list[tuple[str, ReknitError]]:
-    """Compare digests of blocks; return the path and the error of each piece that has one of these kinds."""
+    """Compare digests of blocks; return the path and the error of each piece that has one of these kinds.
+
+    It has none where each of its blocks is here, or in one of `replicas`.
+    """
     pieces = [piece for piece in pieces if piece.nbytes]
     found: list[tuple[int, str, ReknitError]] = []
+    repaired: dict[str, ReknitError] = {}
     lock = threading.Lock()
 
     def work(number: int, arena: Arena) -> None:
@@ -239,8 +261,13 @@ def _check_pieces(
         try:
             read_blocks(storage, file, start, data, block_nbytes)
         except kinds as error:
+            lacking = _lacking(pieces[number], [storage, *replicas], data, block_nbytes) if replicas else ""
             with lock:
-                found.append((number, file.path, error))
+                if lacking is None:
+                    repaired.setdefault(file.path, error)
+                else:
+                    error.message += lacking
+                    found.append((number, file.path, error))
 
     run_jobs(
         range(len(pieces)),
@@ -249,4 +276,21 @@ def _check_pieces(
         arena_nbytes=_piece_nbytes(block_nbytes),
         budget_nbytes=options.inflight_nbytes,
     )
+    for error in repaired.values():
+        logger.warning("%s: a replica has them, as it may have more of this file", error.message)
     return [(path, error) for _, path, error in sorted(found, key=lambda each: each[0])]
+
+
+def _lacking(piece: _Piece, places: Sequence[Storage], data: memoryview, block_nbytes: int) -> str | None:
+    """Say which replicas were tried for a block that no place has; None where each block has a place."""
+    for at in range(0, piece.nbytes, block_nbytes):
+        tried = []
+        for place in places:
+            try:
+                read_blocks(place, piece.file, piece.start + at, data[at : at + block_nbytes], block_nbytes)
+                break
+            except UNSOUND as error:
+                tried.append(f"{place.url} ({error.message})")
+        else:
+            return f"; no replica has them: {', '.join(tried[1:])}"
+    return None

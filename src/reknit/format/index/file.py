@@ -11,7 +11,8 @@ import pyarrow.parquet as pq
 from reknit.errors import CorruptError, FormatError, shortage
 from reknit.format.index.checks import check_index
 from reknit.format.index.columns import LISTS, SCHEMA, STRINGS, IndexColumns
-from reknit.format.index.parquet_bounds import check_parquet
+from reknit.format.index.parquet_bounds import Work, check_parquet
+from reknit.format.limits import MAX_INDEX_NBYTES
 from reknit.system import require_memory
 from reknit.types.manifest import Index, TensorEntry
 from reknit.types.shard import MAX_NDIM, TensorSpec
@@ -24,7 +25,6 @@ if TYPE_CHECKING:
     Column = Any
     """A pyarrow.ChunkedArray, whose members' own attributes no stub knows."""
 
-MAX_INDEX_NBYTES = 1 << 30
 GROUP_ROWS = 1 << 16
 """Most rows of a row group.  Statistics tell its first and last name: who wants some skips the others."""
 _PAGE_NBYTES = 256 << 10
@@ -36,8 +36,8 @@ UNCHECKED_ROWS = 1 << 10
 _STATISTICS_NBYTES = 256 << 10
 """What statistics may take of a footer, of which a reader takes no more than `MAX_FOOTER_NBYTES`."""
 
-_LEAST_NBYTES, _ROW_NBYTES = 16 << 20, 192
-"""What Arrow takes to read an index, about: in any case, and for each row."""
+_LEAST_NBYTES, _VALUE_NBYTES, _BYTES_OF_TEXT = 16 << 20, 18, 10
+"""Memory that Arrow takes to read an index, at most: in any case, for each value, for each byte of a text."""
 
 _NUM_COLUMNS, _NUM_NODES = 9, 16
 
@@ -79,9 +79,10 @@ def decode_index(data: bytes) -> Index:
     Raises `CorruptError` for what contradicts itself, naming the tensor, and `FormatError` for a file above a
     limit or with an unsafe path.  Compare with the files' sizes by `index_checks.check_extents`.
     """
-    rows = _check_bounds(data)
+    work = _check_bounds(data)
     # C++ may end the process where memory does, so that there is enough is asked before.
-    require_memory(_LEAST_NBYTES + rows * _ROW_NBYTES)
+    texts, others = work.text_nbytes, work.other_nbytes
+    require_memory(_LEAST_NBYTES + work.values * _VALUE_NBYTES + texts * _BYTES_OF_TEXT + others)
     columns = _read_columns(data)
     item, fqn, dtype, file = (_numbers(columns[name]) for name in STRINGS)
     ndim, shapes, offsets, lengths = _boxes(columns)
@@ -155,8 +156,8 @@ def _ints(array: Any) -> Ints:
     return np.from_dlpack(array).astype(np.int64, copy=False)
 
 
-def _check_bounds(data: bytes) -> int:
-    """Return the number of rows."""
+def _check_bounds(data: bytes) -> Work:
+    """Return the work of reading an index."""
     if len(data) > MAX_INDEX_NBYTES:
         raise FormatError(f"the index has {len(data)} bytes; {MAX_INDEX_NBYTES} is the limit")
     return check_parquet(data, num_columns=_NUM_COLUMNS, num_nodes=_NUM_NODES)
@@ -230,8 +231,10 @@ def _boxes(columns: dict[str, Column]) -> tuple[Codes, Ints, Ints, Ints]:
 
 def _flat(column: Column) -> tuple[Codes, Ints]:
     """Return the length of each row's list, and the members of all of them."""
-    counts = [np.diff(np.from_dlpack(chunk.offsets)) for chunk in column.chunks]
-    values = [chunk.flatten() for chunk in column.chunks]
+    ends = [np.from_dlpack(chunk.offsets) for chunk in column.chunks]
+    counts = [np.diff(own) for own in ends]
+    # not by `flatten`: it loads Arrow's functions, which end the process where memory is short
+    values = [chunk.values[own[0] : own[-1]] for chunk, own in zip(column.chunks, ends, strict=True)]
     if any(part.null_count for part in values):
         raise CorruptError("the index has a null")
     members = [np.zeros(0, dtype=np.int64), *(_ints(part) for part in values)]

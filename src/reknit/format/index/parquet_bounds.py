@@ -28,6 +28,8 @@ _ENCODINGS = {0, 2, 3, 5, 8}
 """Plain, dictionary, run-length, delta; the encodings of which one byte cannot become a thousand."""
 _CODECS = {0, 6}
 """None and zstd."""
+_BYTE_ARRAY = 6
+"""The type of a column of texts."""
 _DATA, _DICTIONARY, _DATA_V2 = 0, 2, 3
 _PAGE_FIELDS = {_DATA: 5, _DICTIONARY: 7, _DATA_V2: 8}
 _MAX_THRIFT_DEPTH = 16
@@ -37,7 +39,7 @@ _MAX_THRIFT_LIST = 4096
 _Fields = dict[int, Any]
 _CHUNK: _Fields = {
     1: None,  # file_path
-    3: {4: None, 5: None, 6: None, 7: None, 9: None, 11: None},  # codec, counts and offsets
+    3: {1: None, 4: None, 5: None, 6: None, 7: None, 9: None, 11: None},  # type, codec, counts and offsets
     8: None,  # encryption
 }
 _FOOTER: _Fields = {2: {5: None}, 3: None, 4: {1: _CHUNK, 3: None}, 8: None}
@@ -51,15 +53,22 @@ _PAGE: _Fields = {
 }
 
 
-class _Work(NamedTuple):
-    """What reading a part costs: values to decode, bytes after decompression."""
+class Work(NamedTuple):
+    """The work of reading a file or a column: rows, values, bytes after decompression of texts and others."""
 
-    values: int
-    nbytes: int
+    rows: int = 0
+    values: int = 0
+    text_nbytes: int = 0
+    other_nbytes: int = 0
+
+    @property
+    def nbytes(self) -> int:
+        """All bytes after decompression."""
+        return self.text_nbytes + self.other_nbytes
 
 
-def check_parquet(data: bytes, *, num_columns: int, num_nodes: int) -> int:
-    """Return the number of rows of a Parquet file that is safe to read.
+def check_parquet(data: bytes, *, num_columns: int, num_nodes: int) -> Work:
+    """Return the work of reading a Parquet file, which is then safe to read.
 
     `num_columns` and `num_nodes` are the leaf columns and the schema elements that it must have.  Raises
     `CorruptError` for a file that contradicts itself, `FormatError` for one above a limit.
@@ -70,21 +79,21 @@ def check_parquet(data: bytes, *, num_columns: int, num_nodes: int) -> int:
     if 8 in footer or len(_structs(footer.get(2))) != num_nodes:
         _refuse("it is encrypted, or has other columns than an index has")
     rows = _limit("rows", footer.get(3), min(MAX_ROWS, FREE_ROWS + ROWS_PER_BYTE * len(data)))
-    values = nbytes = counted = 0
-    position = len(_MAGIC)
+    work = Work()
+    counted, position = 0, len(_MAGIC)
     for group in groups:
         chunks = _structs(group.get(1))
         if len(chunks) != num_columns:
             _refuse("a row group has other columns than an index has")
         counted += _limit("rows of a row group", group.get(3), MAX_GROUP_ROWS)
         for chunk in chunks:
-            position, work = _check_chunk(data, chunk, position, columns_end)
-            values, nbytes = values + work.values, nbytes + work.nbytes
-            _limit("values", values, min(MAX_VALUES, FREE_VALUES + VALUES_PER_BYTE * len(data)))
-            _limit("bytes after decompression", nbytes, FREE_NBYTES + NBYTES_PER_BYTE * len(data))
+            position, more = _check_chunk(data, chunk, position, columns_end)
+            work = Work(counted, *map(sum, zip(work[1:], more[1:], strict=True)))
+            _limit("values", work.values, min(MAX_VALUES, FREE_VALUES + VALUES_PER_BYTE * len(data)))
+            _limit("bytes after decompression", work.nbytes, FREE_NBYTES + NBYTES_PER_BYTE * len(data))
     if counted != rows:
         _refuse(f"it says {rows} rows, its row groups have {counted}")
-    return counted
+    return work
 
 
 def footer_start(data: bytes) -> int:
@@ -107,7 +116,7 @@ def with_section(data: bytes, section: bytes) -> tuple[bytes, int]:
     return b"".join((memoryview(data)[:start], section, memoryview(data)[start:])), start
 
 
-def _check_chunk(data: bytes, chunk: _Fields, position: int, end: int) -> tuple[int, _Work]:
+def _check_chunk(data: bytes, chunk: _Fields, position: int, end: int) -> tuple[int, Work]:
     """Walk the pages of one column of one row group; return where it ends, and the work it is."""
     meta = chunk.get(3)
     if not isinstance(meta, dict) or 1 in chunk or 8 in chunk:
@@ -120,14 +129,16 @@ def _check_chunk(data: bytes, chunk: _Fields, position: int, end: int) -> tuple[
         _refuse("its columns overlap")
     if start + nbytes > end:
         _refuse("a column lies outside the file")
-    work = _check_pages(data, start, start + nbytes)
+    values, found = _check_pages(data, start, start + nbytes)
     unpacked = meta.get(6)
-    if work.values != meta.get(5) or type(unpacked) is not int or work.nbytes > unpacked:
+    if values != meta.get(5) or type(unpacked) is not int or found > unpacked:
         _refuse("the pages of a column have other sizes than its footer says")
-    return start + nbytes, work
+    texts = meta.get(1) == _BYTE_ARRAY
+    return start + nbytes, Work(0, values, *((found, 0) if texts else (0, found)))
 
 
-def _check_pages(data: bytes, position: int, end: int) -> _Work:
+def _check_pages(data: bytes, position: int, end: int) -> tuple[int, int]:
+    """Walk the pages of a column; return their values, and their bytes after decompression."""
     values = nbytes = 0
     first = True
     while position < end:
@@ -150,7 +161,7 @@ def _check_pages(data: bytes, position: int, end: int) -> _Work:
         nbytes += unpacked + header_nbytes
         position = reader.position + packed
         first = False
-    return _Work(values, nbytes)
+    return values, nbytes
 
 
 def _limit(what: str, found: Any, limit: int) -> int:

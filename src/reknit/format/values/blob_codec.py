@@ -12,6 +12,7 @@ import numpy as np
 from msgspec.msgpack import Ext
 
 from reknit.errors import CorruptError, FormatError, StateError, shortage
+from reknit.format.limits import MAX_BLOBS_NBYTES
 from reknit.format.paths import checked_name, encodable
 from reknit.format.values.blob_types import (
     ATTRIBUTED,
@@ -33,9 +34,6 @@ from reknit.types.shard import MAX_DEPTH
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
-
-MAX_BLOBS_NBYTES = (1 << 32) - 1
-"""Largest file of blobs, which is also the longest single value that msgpack holds."""
 
 _PLAIN = frozenset({type(None), bool, float, bytes})
 _REMEDY = (
@@ -135,7 +133,7 @@ def decode_blobs(data: bytes, *, allow_pickle: bool = False) -> dict[str, Any]:
         except (TypeError, ValueError, OverflowError) as error:
             raise CorruptError(f"a value of extension type {code} is impossible: {error}") from error
 
-    values = read_msgpack(bytes(data), unpack)
+    values = read_msgpack(bytes(data), unpack, trusted=allow_pickle)
     if type(values) is not dict or any(type(fqn) is not str for fqn in values):
         raise CorruptError("a file of blobs is no map of names")
     return values

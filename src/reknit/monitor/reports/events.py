@@ -18,6 +18,8 @@ from reknit.monitor.reports.storage import Count, Number, Seconds, StorageEvent,
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Sequence
 
+_MOST_NBYTES = 1 << 20
+"""Bytes of a line: an event has some hundreds.  A longer one is read in parts, which are no events."""
 _LEAST_BEHIND_S = 0.005
 """What clocks of hosts in step may seem to differ, as answers take a moment."""
 _Apart = Annotated[float, msgspec.Meta(ge=-1e11, le=1e11)]
@@ -182,8 +184,8 @@ class EventFiles:
         with path.open("rb") as lines:
             position = lines.seek(self._positions.get(path, 0))
             self._unfinished[path] = 0
-            for line in lines:
-                if not line.endswith(b"\n"):
+            while line := lines.readline(_MOST_NBYTES):
+                if not line.endswith(b"\n") and len(line) < _MOST_NBYTES:
                     self._unfinished[path] = 1  # somebody may be writing it
                     break
                 position += len(line)
