@@ -256,7 +256,7 @@ _generations = st.lists(st.integers(1, 3), min_size=2, max_size=3)
 _stretches = st.lists(st.tuples(st.integers(0, 2), st.integers(1, SAVE)), max_size=12)
 
 
-@settings(max_examples=examples(100))
+@settings(max_examples=examples(40))
 @given(_generations, _stretches, st.booleans(), st.booleans())
 def test_runs_that_save_at_once_in_any_order_leave_the_newest_that_committed(
     generations: list[int], stretches: list[tuple[int, int]], overwrite: bool, after_another: bool

@@ -145,7 +145,9 @@ def test_of_what_values_are_made_of_there_may_be_any_number_up_to_the_limit(
     assert refused(check_structure, data)
 
 
-runs = st.sampled_from([7, -3, None, True, 300, 70_000, 1 << 40, -200, -70_000, 0.5, "text", "", []])
+runs: st.SearchStrategy[Any] = st.sampled_from(
+    [7, -3, None, True, 300, 70_000, 1 << 40, -200, -70_000, 0.5, "text", "", []]
+)
 
 
 @given(st.lists(st.tuples(runs, st.integers(1, 40)), max_size=8))
@@ -164,10 +166,15 @@ def test_runs_of_values_of_one_kind_are_read_like_each_by_itself(parts: list[tup
 def test_a_long_list_of_one_kind_is_not_read_value_by_value(
     value: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    calls = []
+    calls: list[int] = []
     reader = vars(msgpack_reader)["_Reader"]
     by_itself = reader.value
-    monkeypatch.setattr(reader, "value", lambda self, depth: calls.append(depth) or by_itself(self, depth))
+
+    def counted(self: Any, depth: int) -> Any:
+        calls.append(depth)
+        return by_itself(self, depth)
+
+    monkeypatch.setattr(reader, "value", counted)
     values = [value] * 200_000
     assert read(msgspec.msgpack.encode(values)) == values
     assert len(calls) < 10

@@ -34,6 +34,8 @@ if TYPE_CHECKING:
     from reknit.storage.base import Storage
 
 HEAD_NBYTES = 4096
+_WHOLE_NBYTES = 128 << 10
+"""Most manifests have less, and come whole in one request."""
 MOST_BESIDE = 10_000
 """Files of a folder that are looked at for names that a save gives."""
 _TRIES = 5
@@ -110,18 +112,20 @@ def _head(storage: Storage) -> bytes | None:
     """Return how a manifest begins, None where there is no such file."""
     for _ in range(_TRIES):
         try:
-            buffer = bytearray(min(storage.size(paths.MANIFEST_PATH), HEAD_NBYTES))
+            nbytes = storage.size(paths.MANIFEST_PATH)
         except StorageNotFoundError:
             return None
         try:
+            if nbytes <= _WHOLE_NBYTES:  # some endpoints know no ranges
+                return storage.get(paths.MANIFEST_PATH, limit=_WHOLE_NBYTES)[:HEAD_NBYTES]
+            buffer = bytearray(HEAD_NBYTES)
             storage.read_into(paths.MANIFEST_PATH, 0, [memoryview(buffer)])
+            return bytes(buffer)
         except StorageNotFoundError:
             return None
         except StorageError:
-            if not _is_shorter(storage, len(buffer)):
+            if not _has_changed(storage, nbytes):
                 raise
-        else:
-            return bytes(buffer)
     raise StorageError(
         f"{storage.url}/{paths.MANIFEST_PATH} is replaced again and again",
         path=storage.url,
@@ -129,10 +133,10 @@ def _head(storage: Storage) -> bytes | None:
     )
 
 
-def _is_shorter(storage: Storage, nbytes: int) -> bool:
-    """Tell whether another manifest has taken the place of one that had so many bytes at least."""
+def _has_changed(storage: Storage, nbytes: int) -> bool:
+    """Tell whether another manifest has taken the place of one that had so many bytes."""
     try:
-        return storage.size(paths.MANIFEST_PATH) < nbytes
+        return storage.size(paths.MANIFEST_PATH) != nbytes
     except StorageNotFoundError:
         return True
 

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 from reknit.arguments import check_state, following
 from reknit.calls import all_told
-from reknit.engine.run_record import Run, folder_above, newest_run, open_run
+from reknit.engine.run_record import Run, folder_above, open_run
 from reknit.engine.saving.commit import size_of
 from reknit.engine.stored.copy_files import Promotion
 from reknit.engine.stored.moving import delete_moved
@@ -135,14 +135,11 @@ class RunFolder:
     # What rank 0 does.
 
     def _settle(self, timeout_s: float) -> dict[str, str]:
-        for level in self._tiers.levels:
-            if not numbered(level.storage):
-                refuse_other(level.storage)
         self._wait(timeout_s)
         records = self.records
         if not records or self._is_overtaken():
             try:
-                records = self._take()
+                records = self._take(resumes=True)
             except StorageError as error:
                 where = self._tiers.where
                 logger.warning("%s is read, and not opened for writing: %s", where, error.message)
@@ -185,10 +182,11 @@ class RunFolder:
                     raise
                 logger.warning("saves of an earlier run to %s may go on: %s", level.url, error.message)
 
-    def _take(self) -> dict[str, str]:
+    def _take(self, *, resumes: bool = False) -> dict[str, str]:
         """Open the tiers, or else the root and those of `promote_to`, with generations above all known ones.
 
-        One that cannot be reached gets no record, except the first, to which the run saves.
+        One that cannot be reached gets no record, except the first, to which the run saves.  Who `resumes`
+        means no folder of another program.
         """
         records: dict[str, str] = {}
         with ExitStack() as opened:
@@ -199,7 +197,9 @@ class RunFolder:
             at_least = self._group.generation
             for tier, (url, root) in enumerate(roots):
                 try:
-                    at_least = max(at_least, newest_run(root) + 1, _newest_generation(root) + 1)
+                    if not (folders := numbered(root)) and resumes:
+                        refuse_other(root)
+                    at_least = max(at_least, _newest_generation(root, folders) + 1)
                     records[_key(url)] = record = open_run(root, at_least)
                 except StorageError as error:
                     if not tier:
@@ -280,9 +280,9 @@ class RunFolder:
             logger.warning("step %d of an earlier run stays at %s: %s", each.step, each.here.url, error)
 
 
-def _newest_generation(root: Storage) -> int:
-    """Return the generation of the newest step in a root, -1 without one."""
-    for _, name in numbered(root):
+def _newest_generation(root: Storage, folders: Sequence[Folder]) -> int:
+    """Return the generation of the newest step in a root that has these folders, -1 without one."""
+    for _, name in folders:
         try:
             manifest = manifest_in(root.sub(name))
         except FormatError:

@@ -151,7 +151,8 @@ class _Reader:
             after = position + row.itemsize
             if after < self._end and data[after] == tag:
                 run = self._run(_RUNS[tag], min(most, _MOST_OF_RUN) * row.itemsize)
-                return np.frombuffer(run, row)["value"].tolist()
+                values: list[Any] = np.frombuffer(run, row)["value"].tolist()
+                return values
         if 0xA0 <= tag < 0xC0:
             return self._short_texts(most)
         if 0x80 <= tag < 0xA0 and depth < MAX_DEPTH:
