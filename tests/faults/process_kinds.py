@@ -90,7 +90,7 @@ class Cases:
         faulthandler.dump_traceback_later(DEADLINE_S, exit=True, file=stacks)
 
     def run(self, *, dies: bool = False) -> None:
-        """Make the saves here; for one that `dies` without an end of its own, wait for those in its memory."""
+        """Make the saves here; a process that `dies` without an end waits for those in its memory."""
         _register()
         for store in STORES:
             for wait in (True, False):

@@ -2,20 +2,15 @@
 
 from __future__ import annotations
 
-import os
 import subprocess
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import pytest
 
 from tests.faults.nursery import wait_until
 from tests.faults.process_kinds import DEADLINE_S, KINDS, OUTLIVE, STORES, stored, whole
 from tests.running.examples import is_night
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
 
 REPOSITORY = Path(__file__).parents[2]
 MODULE = "tests.faults.process_kinds"
