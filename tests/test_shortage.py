@@ -34,6 +34,7 @@ if TYPE_CHECKING:
     from reknit.comm.base import Group
 
 MEMORY, THREADS, FILES = "too little memory", "no further thread or process", "no further file"
+END = "about to end"
 
 
 def of_system(code: int) -> OSError:
@@ -50,6 +51,8 @@ SAID: list[tuple[Exception, str]] = [
     (RuntimeError("CUDA out of memory. Tried to allocate 2.00 GiB"), MEMORY),
     (ImportError("_compute.so: failed to map segment from shared object"), MEMORY),
     (RuntimeError("can't start new thread"), THREADS),
+    (RuntimeError("can't create new thread at interpreter shutdown"), END),
+    (RuntimeError("can't register atexit after shutdown"), END),
     (of_system(errno.EAGAIN), THREADS),
     (of_system(errno.EMFILE), FILES),
     (of_system(errno.ENFILE), FILES),

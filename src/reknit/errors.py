@@ -271,6 +271,7 @@ _NO_FILES = frozenset({errno.EMFILE, errno.ENFILE, errno.ETOOMANYREFS})
 _NO_MEMORY = frozenset({errno.ENOMEM, errno.ENOBUFS})
 _SAYS_FILES = "Too many open files"
 _SAYS_THREADS = ("start new thread", "launch worker thread", "Resource temporarily unavailable")
+_SAYS_END = ("interpreter shutdown", "after shutdown")
 _SAYS_MEMORY = ("out of memory", "not enough memory", "allocate memory", "bad_alloc", "failed to map segment")
 _SAYING = (MemoryError, OSError, RuntimeError, ImportError)
 
@@ -297,6 +298,12 @@ def shortage(error: BaseException) -> ShortageError | None:
             f"no further thread or process can be started: {words}",
             remedy="allow more (`ulimit -u`, the limit of the container), or more memory, which each takes",
         )
+    if isinstance(error, RuntimeError) and says_end(error):
+        return ShortageError(
+            f"this process is about to end, and Python starts nothing more in it: {words}",
+            remedy="make this call before the program ends, such as in a `finally` block: functions of "
+            "`atexit` are too late for it",
+        )
     if isinstance(error, MemoryError) or code in _NO_MEMORY or any(w in words.lower() for w in _SAYS_MEMORY):
         return ShortageError(
             f"there is too little memory: {words}",
@@ -304,6 +311,11 @@ def shortage(error: BaseException) -> ShortageError | None:
             "or let it take less: fewer `threads`, less `inflight_nbytes`, smaller parts of the state",
         )
     return None
+
+
+def says_end(error: BaseException) -> bool:
+    """Tell whether Python refuses to start something because the interpreter is about to end."""
+    return any(part in str(error) for part in _SAYS_END)
 
 
 @contextmanager

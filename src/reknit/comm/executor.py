@@ -8,7 +8,7 @@ from collections import deque
 from concurrent.futures import Executor, Future
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from reknit.errors import ShortageError
+from reknit.errors import ShortageError, says_end
 from reknit.monitor.phase import Deadline
 from reknit.system import start_thread
 
@@ -75,7 +75,10 @@ class DaemonExecutor(Executor):
         for _ in range(min(number, self._most - len(self._threads))):
             try:
                 self._threads.append(start_thread("reknit-comm", self._work))
-            except RuntimeError as error:  # an interpreter that ends starts none, and gRPC must not hear that
+            except (RuntimeError, ShortageError) as error:
+                if isinstance(error, ShortageError) and not says_end(error):
+                    raise
+                # An interpreter that ends starts none, and gRPC must not get an error for that.
                 _log.warning("calls of other ranks are waiting for a free thread: %s", error)
                 return
             self._num_idle += 1

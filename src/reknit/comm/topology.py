@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-import functools
 import hashlib
 import struct
 from typing import TYPE_CHECKING
+
+from reknit.types.lazy_property import lazy_property
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -74,18 +75,18 @@ class Topology:
         """Tell whether a rank is the lowest of its host."""
         return self._leaders[self.hosts[rank]] == rank
 
-    @functools.cached_property
+    @lazy_property
     def height(self) -> int:
         """Number of steps from the deepest rank up to rank 0."""
         return max(self._depths)
 
-    @functools.cached_property
+    @lazy_property
     def digest(self) -> str:
         """Equal for equal trees only, to compare them between ranks."""
         shape = struct.pack(f"<{1 + self.size}q", self.fan_out, *self.hosts)
         return hashlib.blake2b(shape, digest_size=16).hexdigest()
 
-    @functools.cached_property
+    @lazy_property
     def _below(self) -> dict[int, list[int]]:
         """The children of each rank that has some."""
         below: dict[int, list[int]] = {}

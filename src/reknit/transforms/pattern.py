@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass
-from functools import cached_property
 
 from reknit.errors import UsageError
+from reknit.types.lazy_property import lazy_property
 
 _FIELD = re.compile(r"\{([A-Za-z_]\w*)(\*?)\}")
 
@@ -32,12 +32,12 @@ class Pattern:
                 f"{self.template!r} has a field twice", remedy="give every field a different name"
             )
 
-    @cached_property
+    @lazy_property
     def fields(self) -> tuple[str, ...]:
         """Names of the fields."""
         return tuple(name for name, _ in _FIELD.findall(self.template))
 
-    @cached_property
+    @lazy_property
     def _expression(self) -> re.Pattern[str]:
         parts, end = [], 0
         for field in _FIELD.finditer(self.template):

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
-from functools import cached_property
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
 from reknit.types.box import Box
+from reknit.types.lazy_property import lazy_property
 from reknit.types.wanted import Terms
 
 if TYPE_CHECKING:
@@ -61,12 +61,12 @@ class Index:
     start: NDArray[np.int64]
     nbytes: NDArray[np.int64]
 
-    @cached_property
+    @lazy_property
     def first(self) -> NDArray[np.int64]:
         """Chunks of tensor `t` are rows `first[t]` up to `first[t + 1]`."""
         return np.searchsorted(self.tensor, np.arange(len(self.tensors) + 1)).astype(np.int64)
 
-    @cached_property
+    @lazy_property
     def ids(self) -> dict[tuple[str, str], int]:
         """Tensor number by (item, fqn)."""
         return {(entry.item, entry.fqn): number for number, entry in enumerate(self.tensors)}

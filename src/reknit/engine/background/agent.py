@@ -17,7 +17,7 @@ import socket
 import sys
 import threading
 from contextlib import suppress
-from functools import cached_property, partial
+from functools import partial
 from typing import TYPE_CHECKING, Any, cast
 
 from reknit.comm.base import Group, SoloGroup
@@ -31,6 +31,7 @@ from reknit.options import CommOptions, SaveOptions
 from reknit.processes.channel import Channel, Message
 from reknit.processes.nameless import map_file
 from reknit.system import start_thread
+from reknit.types.lazy_property import lazy_property
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
@@ -220,9 +221,9 @@ class Agent:
         else:
             self.take_up(save, self._maker.tuner(begin.url, options), options.timeout_s)
 
-    @cached_property
+    @lazy_property
     def _maker(self) -> SaveMaker:
-        # Trainers wait for agents to join, and not for what is imported now.
+        # Trainers wait for agents to join, and not for what is imported now: see `AgentLink` for threads.
         from reknit.engine.background.save_maker import SaveMaker
 
         if self._rank == 0:

@@ -175,6 +175,10 @@ class AgentLink:
 
     def _run_here(self, channel: Channel) -> None:
         # Imported only here: `python -m` would complain of a module that is there before it is run.
+        # And all of it here, not in the agent's threads: a process that another thread forks meanwhile would
+        # have modules that are half imported.
+        import reknit.engine.background.save_maker
+        import reknit.format.index.file  # noqa: F401
         from reknit.engine.background.agent import Agent
 
         start_thread(f"reknit-agent-{self.rank}", Agent(channel, None).run)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from functools import cached_property
 from typing import TYPE_CHECKING, Literal
 
 from reknit.engine.background.agents import Plan
@@ -14,6 +13,7 @@ from reknit.engine.saving.file_layout import layout_digest, outline
 from reknit.errors import DeadlineError, SkippedError
 from reknit.format import paths
 from reknit.monitor.phase import Stopwatch, monotonic
+from reknit.types.lazy_property import lazy_property
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -82,7 +82,7 @@ class Ahead:
                 self.plan = Plan(outline(self.encoded.holdings, rank, self.job.options.max_file_nbytes))
         return self.plan
 
-    @cached_property
+    @lazy_property
     def sources(self) -> Sources:
         """The memory of what is held."""
         return Sources(shard.memory for shard in self.encoded.holdings.shards)

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Sequence
-from functools import cached_property
 from operator import attrgetter
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from reknit.engine.memory.elements import address, bits, contiguous_bytes, rectangle
+from reknit.types.lazy_property import lazy_property
 from reknit.types.shard import Strided
 
 if TYPE_CHECKING:
@@ -49,7 +49,7 @@ class Sources(Sequence[Any]):
         changed.addresses, changed._storages = self.addresses, self._storages
         return changed
 
-    @cached_property
+    @lazy_property
     def addresses(self) -> NDArray[np.int64]:
         """Where each that is one run of host memory begins; 0 for the others.
 
@@ -78,7 +78,7 @@ class Sources(Sequence[Any]):
         """The `bits` of those that are not in host memory."""
         return [self[n] for n in self._others if not isinstance(self[n], np.ndarray)]
 
-    @cached_property
+    @lazy_property
     def _plain(self) -> Sequence[int]:
         """The numbers of tensors in host memory of which torch tells all at once."""
         torch = sys.modules.get("torch")
@@ -89,7 +89,7 @@ class Sources(Sequence[Any]):
             return range(len(memories))
         return [n for n, memory in enumerate(memories) if type(memory) in kinds and memory.is_cpu]
 
-    @cached_property
+    @lazy_property
     def _others(self) -> list[int]:
         if len(self._plain) == len(self):
             return []

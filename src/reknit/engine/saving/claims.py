@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections import Counter
 from dataclasses import dataclass, replace
-from functools import cached_property
 from typing import TYPE_CHECKING, NamedTuple, cast
 
 import numpy as np
@@ -19,6 +18,7 @@ from reknit.format.checksum import digest
 from reknit.format.values.blob_codec import encode_blobs, join_blobs, name_of_value
 from reknit.planner.columns import NOTHING, columns_of
 from reknit.planner.resolve import OWN, shard_key
+from reknit.types.lazy_property import lazy_property
 from reknit.types.shard import Encoded, full_name
 
 if TYPE_CHECKING:
@@ -39,7 +39,7 @@ class EncodedHoldings:
     blobs: list[messages.EncodedBlob]
     witnesses: messages.Witnesses = messages.NO_WITNESSES
 
-    @cached_property
+    @lazy_property
     def keys(self) -> list[int]:
         """The `shard_key` of each guessed shard."""
         keys: list[int] | None = self.holdings.known.get("keys")

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
-from functools import cached_property, lru_cache
+from functools import lru_cache
 from math import prod
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from reknit.types.box import Box, flat_range_boxes
+from reknit.types.lazy_property import lazy_property
 from reknit.types.shard import Strided
 
 if TYPE_CHECKING:
@@ -75,7 +76,7 @@ class FlatPart:
         whole = Box.whole(shape)
         return cls(shape, local or shape, held or ((whole, whole),), order, start, numel, offset, total)
 
-    @cached_property
+    @lazy_property
     def alone(self) -> FlatPart:
         """The same part in memory that has nothing else."""
         return replace(self, offset=0, total=self.numel)

@@ -1,0 +1,80 @@
+"""Whatever kind of process saves, in whatever way, to whatever store: it is saved, or refused at once."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.faults.nursery import wait_until
+from tests.faults.process_kinds import DEADLINE_S, KINDS, OUTLIVE, STORES, stored, whole
+from tests.running.examples import is_night
+
+REPOSITORY = Path(__file__).parents[2]
+MODULE = "tests.faults.process_kinds"
+CASES = [f"{store}-{wait}" for store in STORES for wait in ("wait", "no-wait")]
+
+DAY = [(kind, "") for kind in KINDS]
+NIGHT = [(kind, case) for kind in KINDS for case in CASES]
+"""Each case in a process of its own: what the first save of a process does, later ones need not do."""
+
+KILLED = ("terminated", "pool")
+"""Kinds that end without an end of their own; their agents go on."""
+
+REFUSED: dict[str, tuple[str, ...]] = {}
+
+
+def ran(folder: Path, kind: str, case: str) -> dict[str, str]:
+    """Let a process of a kind make its saves, and return how each ended."""
+    command = [sys.executable, "-W", "ignore", "-m", MODULE, kind, str(folder), case]
+    with open(folder / "output", "wb") as output:
+        subprocess.run(
+            command, cwd=REPOSITORY, stdin=subprocess.DEVNULL, stdout=output, stderr=output, check=False
+        )
+    return outcomes(folder)
+
+
+def outcomes(folder: Path) -> dict[str, str]:
+    """Return how each case of a log ended, with all stacks for one that did not."""
+    log = folder / "log"
+    lines = log.read_text().splitlines() if log.exists() else []
+    ended = {}
+    for line in lines:
+        word, _, rest = line.partition(" ")
+        if word == "begin":
+            ended[rest] = "hangs"
+        elif word == "ended":
+            name, _, ended_how = rest.partition(" ")
+            ended[name] = ended_how
+    return ended
+
+
+def text_of(folder: Path) -> str:
+    """Return what the processes of a kind wrote."""
+    files = [folder / "output", *sorted(folder.glob("stacks-*"))]
+    return "\n".join(f"--- {file.name}\n{file.read_text()}" for file in files)
+
+
+@pytest.mark.parametrize(("kind", "case"), NIGHT if is_night() else DAY)
+def test_what_a_process_of_any_kind_saves_is_found_afterwards_or_refused_at_once(
+    tmp_path: Path, kind: str, case: str
+) -> None:
+    ended = ran(tmp_path, kind, case)
+    assert set(ended) == ({case} if case else set(CASES)), text_of(tmp_path)
+    bad = {name: how for name, how in ended.items() if how != "saved"}
+    for name in set(ended) - set(bad):
+        store = name.partition("-")[0]
+        if store in OUTLIVE and not found(stored(tmp_path, store, name), name, waits=kind.startswith(KILLED)):
+            bad[name] = "is not there afterwards"
+    assert not bad, f"{bad}\n{text_of(tmp_path)}"
+    stacks = "".join(file.read_text() for file in tmp_path.glob("stacks-*"))
+    assert not stacks, f"the process hangs at its end\n{stacks}"
+
+
+def found(url: str, name: str, *, waits: bool) -> bool:
+    """Tell whether a checkpoint is there and whole; the agent of a killed process may still be writing it."""
+    if waits:
+        wait_until(lambda: whole(url, name), DEADLINE_S, lambda: f"{name} is not there afterwards")
+    return whole(url, name)
