@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+from contextlib import ExitStack
 from functools import partial
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -89,11 +90,16 @@ class Checkpointer(Shown):
         first = self._tiers.levels[0]
         self._root = first.url
         self._agreement = None if first.when is None else Agreement(self._group, first.when, self._timeout_s)
-        check_later_steps(later_steps)
-        self._folder = RunFolder(self._group, self._tiers, options, later_steps)
-        self._cadence = Cadence(self._group, self._tiers.levels, self._timeout_s)
-        self._other_hosts = OtherHosts(self._group, first, self._timeout_s)
-        decides, sinks = self._group.rank == 0, outlets_for(options.events)
+        with ExitStack() as undo:
+            if self._agreement is not None:  # nobody may take note of signals for a run that does not begin
+                undo.callback(self._agreement.close)
+            check_later_steps(later_steps)
+            self._folder = RunFolder(self._group, self._tiers, options, later_steps)
+            self._cadence = Cadence(self._group, self._tiers.levels, self._timeout_s)
+            self._other_hosts = OtherHosts(self._group, first, self._timeout_s)
+            sinks = outlets_for(options.events)
+            undo.pop_all()
+        decides = self._group.rank == 0
         self._sinks = sinks if decides else ()
         self._retentions = self._tiers.retentions(sinks, apart=self._other_hosts.apart) if decides else {}
         self._keeps = [level.keep for level in self._tiers.levels if level.keep is not None]
