@@ -13,6 +13,9 @@ from reknit.errors import UsageError
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
 
+_GRPC, _QUIET = "GRPC_VERBOSITY", "ERROR"
+"""What gRPC reads when it is imported, and only then."""
+
 _LAUNCHED = {
     "WORLD_SIZE": "torchrun or a launcher like it",
     "JAX_NUM_PROCESSES": "a launcher of JAX",
@@ -122,9 +125,17 @@ def completing() -> bool:
     return "_ARGCOMPLETE" in os.environ
 
 
-def quiet_grpc() -> None:
-    """Keep gRPC, before its first import, from telling users that a peer ended."""
-    os.environ.setdefault("GRPC_VERBOSITY", "ERROR")
+def quiet_grpc() -> bool:
+    """Keep gRPC, if it is imported now, from reporting that a peer ended; tell if that sets a variable."""
+    changes = _GRPC not in os.environ
+    os.environ.setdefault(_GRPC, _QUIET)
+    return changes
+
+
+def restore_grpc(changed: bool) -> None:
+    """Remove the variable again, for the processes that this one starts."""
+    if changed and os.environ.get(_GRPC) == _QUIET:
+        del os.environ[_GRPC]
 
 
 def all_variables() -> dict[bytes, bytes]:

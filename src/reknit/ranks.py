@@ -14,8 +14,9 @@ from urllib.request import url2pathname
 
 from reknit.comm.base import SoloGroup, barrier
 from reknit.comm.meeting.rendezvous import FolderStore
+from reknit.comm.quiet import quietly
 from reknit.comm.round_errors import forked
-from reknit.environment import launch, quiet_grpc, store_token
+from reknit.environment import launch, store_token
 from reknit.errors import UsageError
 from reknit.frameworks.jax import job as jax_job
 from reknit.frameworks.jax.job import coordination_store
@@ -171,8 +172,8 @@ def _joined(job: Job, options: CommOptions) -> Group:
 
 
 def _tree(store: Store, rank: int, size: int, job: str, options: CommOptions) -> Group:
-    quiet_grpc()
-    from reknit.comm.tree.group import TreeGroup  # gRPC is loaded only when there is someone to talk to
+    with quietly():
+        from reknit.comm.tree.group import TreeGroup  # gRPC is loaded only when there is someone to talk to
 
     return TreeGroup.join(store, rank, size, job=job, options=options)
 
@@ -262,8 +263,8 @@ def _addressed(
     at: str, rank: int, size: int, token: str | None, options: CommOptions, last: ExitStack
 ) -> Store:
     """Return the store at an address: rank 0 serves it, the others connect."""
-    quiet_grpc()
-    from reknit.comm.meeting import address_store  # gRPC is loaded only when there is someone to talk to
+    with quietly():
+        from reknit.comm.meeting import address_store  # gRPC is loaded only when there is someone to talk to
 
     point = address_store.Point.of(at)
     secret = address_store.checked_token(store_token() if token is None else token)

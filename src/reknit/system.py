@@ -1,4 +1,4 @@
-"""What the operating system gives a process or refuses (memory, quiet descriptors), and its last actions."""
+"""What a system gives a process or refuses (memory, descriptors), its switches, and its last actions."""
 
 from __future__ import annotations
 
@@ -13,12 +13,15 @@ import tempfile
 import threading
 from contextlib import contextmanager, suppress
 from multiprocessing.util import Finalize
-from typing import TYPE_CHECKING, NamedTuple
+from random import SystemRandom
+from typing import TYPE_CHECKING, Generic, NamedTuple, TypeVar
 
 from reknit.errors import ShortageError, shortage, typed_shortage
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
+
+_State = TypeVar("_State")
 
 _STANDARD = 3  # input, output and error have the numbers below this
 
@@ -26,34 +29,79 @@ _THREAD_NBYTES = 16 << 20
 """What a thread may take before its first line: a stack, and what allocators set apart for it."""
 
 
-class _Collector:
-    """The garbage collector of this process: who keeps it from running, and whether it ran before."""
+class Switch(Generic[_State]):
+    """A switch of the whole process that blocks of code turn: the first turns it, the last turns it back.
 
-    lock = threading.Lock()
-    pauses = 0
-    ran = False
+    Blocks may nest, and those of several threads overlap.  A forked process has only the blocks of the thread
+    that forked it; without any, its switch is turned back.  `turn` returns what `back` needs; `back` may be
+    called twice, and leaves alone what others have changed meanwhile.
+    """
+
+    def __init__(self, turn: Callable[[], _State], back: Callable[[_State], object]) -> None:
+        self._turn, self._back = turn, back
+        self._lock = threading.RLock()  # a handler of a signal may come to a block inside of one
+        self._blocks: dict[object, int] = {}
+        """The thread of each block."""
+        self._turned: list[_State] = []
+        os.register_at_fork(after_in_child=self._after_fork)
+
+    @contextmanager
+    def turned(self) -> Iterator[None]:
+        """Have the switch turned meanwhile."""
+        block = object()
+        try:
+            with self._lock:
+                self._blocks[block] = threading.get_ident()
+                if len(self._blocks) == 1 and not self._turned:
+                    self._turned.append(self._turn())
+            yield
+        finally:
+            with self._lock:
+                self._blocks.pop(block, None)
+                self._turn_back()
+
+    def _turn_back(self) -> None:
+        if not self._blocks:
+            for state in list(self._turned):
+                self._back(state)
+            self._turned.clear()  # only now: a handler that comes in between must not take it for turned back
+
+    def _after_fork(self) -> None:
+        self._lock = threading.RLock()
+        this = threading.get_ident()
+        self._blocks = {block: thread for block, thread in self._blocks.items() if thread == this}
+        self._turn_back()
+
+
+def _pause_collector() -> tuple[int, int, int]:
+    before = gc.get_threshold()
+    gc.set_threshold(0, *before[1:])
+    return before
+
+
+def _resume_collector(before: tuple[int, int, int]) -> None:
+    if gc.get_threshold()[0] == 0:  # else somebody else has set it meanwhile
+        gc.set_threshold(*before)
+
+
+_collector = Switch(_pause_collector, _resume_collector)
 
 
 @contextmanager
 def without_collections() -> Iterator[None]:
-    """Keep the garbage collector of this process from running meanwhile; blocks may overlap and nest.
+    """Keep the garbage collector of this process from running by itself meanwhile.
 
     A job has millions of objects, and a save or a load makes many more, all of which it needs: to look
     through them again and again takes longer than all the rest.  What nobody refers to goes as always; only
-    objects that refer to each other in a circle stay until the end.
+    objects that refer to each other in a circle stay until the end.  Whether it is enabled is left to others,
+    who may change it meanwhile: its threshold is changed instead.
     """
-    with _Collector.lock:
-        if not _Collector.pauses:
-            _Collector.ran = gc.isenabled()
-            gc.disable()
-        _Collector.pauses += 1
-    try:
+    with _collector.turned():
         yield
-    finally:
-        with _Collector.lock:
-            _Collector.pauses -= 1
-            if not _Collector.pauses and _Collector.ran:
-                gc.enable()
+
+
+dice = SystemRandom()
+"""For pauses of random length: the generator of the module `random` belongs to the program."""
 
 
 def require_memory(nbytes: int) -> None:

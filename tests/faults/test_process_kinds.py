@@ -16,26 +16,23 @@ REPOSITORY = Path(__file__).parents[2]
 MODULE = "tests.faults.process_kinds"
 CASES = [f"{store}-{wait}" for store in STORES for wait in ("wait", "no-wait")]
 
-DAY = [(kind, "") for kind in KINDS]
-NIGHT = [(kind, case) for kind in KINDS for case in CASES]
+DAY = [(kind, "") for kind in (*KINDS, "python -c")]
+NIGHT = [*DAY, *((kind, case) for kind, _ in DAY for case in CASES)]
 """Each case in a process of its own: what the first save of a process does, later ones need not do."""
 
 KILLED = ("terminated", "pool")
 """Kinds that end without an end of their own; their agents go on."""
 
-REFUSED = {
-    "handler during write": "refused UsageError: reknit.save was called while the same thread is inside",
-    "handler during collect, no wait": "refused UsageError: a save that does not wait was begun inside",
-    "at exit": "refused ShortageError: this process is about to end",
-    "at exit after saves": "refused ShortageError: this process is about to end",
-    "last at exit": "refused ShortageError: this process is about to end",
-}
-"""Kinds of which some saves may be refused, and how."""
+REFUSALS = {"at exit": "ShortageError", "handler": "UsageError"}
+"""What kinds of processes may be refused: what Python no longer starts, and calls inside of another one."""
 
 
 def ran(folder: Path, kind: str, case: str) -> dict[str, str]:
     """Let a process of a kind make its saves, and return how each ended."""
     command = [sys.executable, "-W", "ignore", "-m", MODULE, kind, str(folder), case]
+    if kind == "python -c":
+        code = f"from {MODULE} import main; main('main thread', {str(folder)!r}, {case!r})"
+        command = [sys.executable, "-W", "ignore", "-c", code]
     with open(folder / "output", "wb") as output:
         subprocess.run(
             command, cwd=REPOSITORY, stdin=subprocess.DEVNULL, stdout=output, stderr=output, check=False
@@ -70,9 +67,9 @@ def test_what_a_process_of_any_kind_saves_is_found_afterwards_or_refused_at_once
 ) -> None:
     ended = ran(tmp_path, kind, case)
     assert set(ended) == ({case} if case else set(CASES)), text_of(tmp_path)
-    refused = {name for name, how in ended.items() if kind in REFUSED and how.startswith(REFUSED[kind])}
-    bad = {name: how for name, how in ended.items() if how != "saved" and name not in refused}
-    for name in set(ended) - set(bad) - refused:
+    refused = next((f"refused {error}: " for part, error in REFUSALS.items() if part in kind), "saved")
+    bad = {name: how for name, how in ended.items() if how != "saved" and not how.startswith(refused)}
+    for name in (name for name, how in ended.items() if how == "saved"):
         store = name.partition("-")[0]
         if store in OUTLIVE and not found(stored(tmp_path, store, name), name, waits=kind.startswith(KILLED)):
             bad[name] = "is not there afterwards"

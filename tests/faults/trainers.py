@@ -19,8 +19,8 @@ import pyarrow.parquet  # noqa: F401 - once here, and not in every fork
 import reknit
 from reknit.comm import base as comm
 from reknit.comm.meeting.rendezvous import FolderStore
+from reknit.comm.quiet import quietly
 from reknit.engine.memory.arena_pool import Arenas
-from reknit.environment import quiet_grpc
 from reknit.monitor.phase import Deadline
 from reknit.options import CommOptions
 from reknit.testing.faulty_storage import Fault
@@ -93,8 +93,8 @@ class Trainer:
         register_faulty()
         self.group: Group | None = None
         if size > 1:
-            quiet_grpc()
-            from reknit.comm.tree.group import TreeGroup
+            with quietly():
+                from reknit.comm.tree.group import TreeGroup
 
             self.group = TreeGroup.join(FolderStore(f"{root}/meet"), rank, size, job="test", options=COMM)
         self.state = state(0, size, nbytes, rank)

@@ -6,6 +6,7 @@ import multiprocessing
 import os
 import signal
 import time
+from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -44,12 +45,25 @@ def heard() -> Iterator[list[int]]:
 def test_runs_that_end_in_the_order_in_which_they_began_leave_no_handler_that_swallows_signals(
     heard: list[int],
 ) -> None:
+    before = signal.getsignal(signal.SIGUSR1)
     first, second = watch(signal.SIGUSR1), watch(signal.SIGUSR1)
     first.close()
     second.close()
+    assert signal.getsignal(signal.SIGUSR1) == before
     os.kill(os.getpid(), signal.SIGUSR1)
     assert heard == [signal.SIGUSR1]
     assert first.seen() is second.seen() is None
+
+
+def test_a_run_that_another_thread_ends_leaves_a_handler_that_does_what_the_one_before_it_does(
+    heard: list[int],
+) -> None:
+    notices = watch(signal.SIGUSR1)
+    with ThreadPoolExecutor(1) as pool:
+        pool.submit(notices.close).result()
+    os.kill(os.getpid(), signal.SIGUSR1)
+    assert heard == [signal.SIGUSR1]
+    assert notices.seen() is None
 
 
 def wait_to_be_ended(ready: Event) -> None:

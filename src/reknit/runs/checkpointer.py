@@ -86,13 +86,13 @@ class Checkpointer(Shown):
         if root is not None:
             tiers = [Tier(root, None if save is None else policy_for("save", save), keep, cool=cool)]
         self._tiers = opened(tiers, options.durability)
-        first = self._tiers.levels[0]
-        self._root = first.url
-        self._agreement = None if first.when is None else Agreement(self._group, first.when, self._timeout_s)
+        self._root = (first := self._tiers.levels[0]).url
         self._folder = RunFolder(self._group, self._tiers, options, later_steps)
         self._cadence = Cadence(self._group, self._tiers.levels, self._timeout_s)
         self._other_hosts = OtherHosts(self._group, first, self._timeout_s)
         decides, sinks = self._group.rank == 0, outlets_for(options.events)
+        # After all that may fail: it takes note of signals, and nobody may for a run that does not begin.
+        self._agreement = None if first.when is None else Agreement(self._group, first.when, self._timeout_s)
         self._sinks = sinks if decides else ()
         self._retentions = self._tiers.retentions(sinks, apart=self._other_hosts.apart) if decides else {}
         self._keeps = [level.keep for level in self._tiers.levels if level.keep is not None]

@@ -92,10 +92,24 @@ class Notices:
         return self._notice
 
     def close(self) -> None:
-        """Give the signals back to the handlers that were there before."""
+        """Give the signals back to the handlers that were there before.
+
+        Python lets only the main thread do that.  In another one, a handler stays that does what the handler
+        before it does.
+        """
         self._process = None
         for cloud, _ in self._clouds.values():
             cloud.close()
+        if threading.current_thread() is not threading.main_thread():
+            return
         for number, before in self._before.items():
             if signal.getsignal(number) == self._note:
+                before = _still_there(number, before)
                 signal.signal(number, signal.SIG_DFL if before is None else before)
+
+
+def _still_there(number: signal.Signals, handler: Any) -> Any:
+    """Return a handler, or, for that of notices that closed before later ones, the handler before it."""
+    while isinstance(notices := getattr(handler, "__self__", None), Notices) and notices._process is None:
+        handler = notices._before[number]
+    return handler

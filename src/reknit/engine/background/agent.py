@@ -21,11 +21,11 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, cast
 
 from reknit.comm.base import Group, SoloGroup
+from reknit.comm.quiet import quietly
 from reknit.comm.topology import Topology
 from reknit.engine.background import messages as say
 from reknit.engine.background.lanes import Lanes, work
 from reknit.engine.stored.running_agents import Note
-from reknit.environment import quiet_grpc
 from reknit.errors import AgentError, GroupClosedError, ReknitError, from_wire, typed
 from reknit.options import CommOptions, SaveOptions
 from reknit.processes.channel import Channel, Message
@@ -162,8 +162,8 @@ class Agent:
             self._group = SoloGroup(join.generation)
             self._channel.tell(say.Listening("", None))
             return
-        quiet_grpc()
-        from reknit.comm.tree.group import TreeGroup  # gRPC is loaded only when there is someone to talk to
+        with quietly():
+            from reknit.comm.tree.group import TreeGroup  # brings gRPC, for those who have someone to talk to
 
         assert join.generation is not None
         self._comm = CommOptions(**join.comm)

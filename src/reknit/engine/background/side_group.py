@@ -7,8 +7,8 @@ import secrets
 from typing import TYPE_CHECKING
 
 from reknit.comm import base as comm
+from reknit.comm.quiet import quietly
 from reknit.engine import messages
-from reknit.environment import quiet_grpc
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -23,8 +23,8 @@ def side_group(group: comm.Group, name: str, options: CommOptions, timeout_s: fl
     """
     if group.size == 1:
         return comm.SoloGroup()
-    quiet_grpc()
-    from reknit.comm.tree.group import TreeGroup  # gRPC is loaded only when there is someone to talk to
+    with quietly():
+        from reknit.comm.tree.group import TreeGroup  # gRPC is loaded only when there is someone to talk to
 
     side: TreeGroup | None = None
     try:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import random
 import threading
 import uuid
 from dataclasses import dataclass, field
@@ -13,6 +12,7 @@ from reknit.errors import StorageError, StorageNotFoundError, StorageUnavailable
 from reknit.storage.hdfs.client import PIECE_NBYTES
 from reknit.storage.hdfs.errors import unreached
 from reknit.storage.hdfs.threads import OverdueError, begin
+from reknit.system import dice
 
 if TYPE_CHECKING:
     from hdfs_native._internal import RawFileWriter
@@ -198,7 +198,7 @@ class SubFiles:
                 if attempt + 1 == self._client.options.tries:
                     raise
             with self._changed:
-                pause_s = min(_LONGEST_PAUSE_S, _FIRST_PAUSE_S * 2**attempt) * random.uniform(0.5, 1.5)
+                pause_s = min(_LONGEST_PAUSE_S, _FIRST_PAUSE_S * 2**attempt) * dice.uniform(0.5, 1.5)
                 self._changed.wait_for(lambda: self._given_up, timeout=pause_s)
                 self._check_wanted()
         raise AssertionError("there is at least one try")

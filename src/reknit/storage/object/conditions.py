@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import random
 import threading
 import time
 import uuid
@@ -16,6 +15,7 @@ from obstore import exceptions
 from reknit.errors import DeadlineError, StorageError
 from reknit.monitor.phase import Deadline, now
 from reknit.storage.object.errors import as_ours, gave_whole, plain, translated
+from reknit.system import dice
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -216,7 +216,7 @@ class Conditions:
                     remedy="run only one save to a path at a time",
                     path=url,
                 )
-            time.sleep(random.uniform(0.2, 1.0) * self.settle_s)
+            time.sleep(dice.uniform(0.2, 1.0) * self.settle_s)
         try:
             yield
         finally:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import functools
 import logging
 import math
-import random
 import threading
 import time
 from collections import Counter
@@ -16,6 +15,7 @@ from reknit.errors import StorageError, StorageNotFoundError, StorageUnavailable
 from reknit.monitor.phase import monotonic, retries
 from reknit.storage.wrappers.forwarding import KINDS, ForwardingStorage, ForwardingWriter, innermost
 from reknit.storage.writing import Progress
+from reknit.system import dice
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -56,7 +56,7 @@ class RetryPolicy:
 
     def pause_s(self, tries: int) -> float:
         """Return how long to wait after so many tries that failed."""
-        return random.uniform(0, min(self.longest_s, self.first_s * 2.0 ** min(tries - 1, 32)))
+        return dice.uniform(0, min(self.longest_s, self.first_s * 2.0 ** min(tries - 1, 32)))
 
 
 def with_retries(*, resumes: bool) -> Callable[[Factory], Factory]:
