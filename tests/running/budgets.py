@@ -27,7 +27,7 @@ BUDGETS: dict[str, Budget] = {
     "docs": Budget(75, 32),
     "engine": Budget(100, 70),
     "examples": Budget(35, 48),
-    "faults": Budget(240, 750),
+    "faults": Budget(300, 840),
     "format": Budget(20),
     "frameworks": Budget(80, 300),
     "interop": Budget(10, 3),
